@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from compress.common.errors import DataError
+from compress.common.files import in_home
 
 _EXAMPLE = "Write --calibration bundled:0.5,chats.jsonl:0.5"
+
+
+_LARGEST = 1e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,15 +24,15 @@ class Part:
         weight: its share of the tokens, relative to the weights of the other parts.
 
     Raises:
-        DataError: a weight that is not a positive number.
+        DataError: a weight that is not a number from 1e-9 to 1e9.
     """
 
     source: str
     weight: float = 1.0
 
     def __post_init__(self) -> None:
-        if not (self.weight > 0 and math.isfinite(self.weight)):
-            raise DataError(f"the weight {self.weight:g} of {self.source} is not a positive number", _EXAMPLE)
+        if not 1 / _LARGEST <= self.weight <= _LARGEST:
+            raise DataError(f"the weight {self.weight:g} of {self.source} is not from 1e-9 to 1e9", _EXAMPLE)
         if not self.source:
             raise DataError("a calibration text has no name", _EXAMPLE)
 
@@ -42,7 +45,7 @@ def parse_parts(spec: str) -> tuple[Part, ...]:
     Raises:
         DataError: an empty part, a weight that is no positive number, weights on some parts only, a source twice.
     """
-    if "," not in spec or Path(spec).expanduser().exists():
+    if "," not in spec or in_home(spec).exists():
         return (Part(spec),)
     pairs = [_split(item.strip()) for item in spec.split(",")]
     weighted = sum(weight is not None for _, weight in pairs)
@@ -67,7 +70,7 @@ def check_parts(parts: Iterable[Part]) -> tuple[Part, ...]:
 def _split(item: str) -> tuple[str, float | None]:
     """Splits source and weight; the text after the last colon is a weight if it is a number."""
     source, colon, weight = item.rpartition(":")
-    if not colon or Path(item).expanduser().exists():
+    if not colon or in_home(item).exists():
         return item, None
     try:
         return source, float(weight)

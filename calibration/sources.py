@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from compress.common.errors import DataError, NumericsError
-from compress.common.files import json_lines, utf8_text
+from compress.common.files import in_home, json_lines, utf8_text
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -43,11 +43,20 @@ def document_of(record: object, place: str) -> Document:
     """
     if isinstance(record, Mapping):
         if isinstance(record.get("text"), str):
-            return record["text"]
+            return _whole(record["text"], place)
         messages = record.get("messages")
         if isinstance(messages, list) and messages and all(map(_is_message, messages)):
-            return messages
+            return _whole(messages, place)
     raise no_document(place, list(record) if isinstance(record, Mapping) else None)
+
+
+def _whole(document: Document, place: str) -> Document:
+    """Returns the document. Raises DataError for half a surrogate pair, which JSON can escape and no text holds."""
+    try:
+        (document if isinstance(document, str) else json.dumps(document, ensure_ascii=False)).encode()
+    except UnicodeEncodeError as error:
+        raise DataError(f"{place} holds half of a surrogate pair at character {error.start}", "Correct it") from error
+    return document
 
 
 def no_document(place: str, fields: list[str] | None) -> DataError:
@@ -235,7 +244,7 @@ def load_texts(spec: str) -> TextSource:
 
 
 def _open(spec: str) -> tuple[Iterator[Document], str]:
-    path = Path(spec).expanduser()
+    path = in_home(spec)
     if spec == "bundled":
         return _bundled(), "mixed text that ships with the package"
     if spec == "pydoc":
@@ -246,6 +255,8 @@ def _open(spec: str) -> tuple[Iterator[Document], str]:
         raise DataError(f"{spec} is one text alone, which takes no weight", f"Write {spec.partition(':')[0]}")
     if not spec:
         raise DataError("no text was named", "Give a file, or one of: " + ", ".join(NAMED_SOURCES))
+    if path.is_char_device() or path.is_block_device():
+        raise DataError(f"{path} is a device, not a text", "Name a file, a folder or a pipe")
     if path.exists():
         return read_path(path), f"local text {spec}"
     if spec.endswith((*TEXT_ENDINGS, ".xz")) or spec.startswith((".", "/", "~")):

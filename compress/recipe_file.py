@@ -197,7 +197,7 @@ class Document:
             return [self.plain(item, (*path, index)) for index, item in enumerate(node.value)]
         try:
             return _scalar(node)
-        except (ValueError, KeyError, AttributeError) as error:
+        except (ValueError, LookupError, AttributeError) as error:
             kind = node.tag.rpartition(":")[2]  # type: ignore[attr-defined]
             raise self.refusal(path, f"{reprlib.repr(node.value)} is no {kind}", "Correct the value") from error
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from compress.common.errors import CheckpointError
-from compress.common.files import PARTIAL_SUFFIX, read_json
+from compress.common.files import PARTIAL_SUFFIX, in_home, read_json
 
 DTYPES = {
     "BOOL": torch.bool,
@@ -164,6 +164,8 @@ def _parse_entry(path: Path, name: str, fields: Any) -> TensorEntry:
         code, shape, (begin, end) = fields["dtype"], tuple(fields["shape"]), fields["data_offsets"]
     except (KeyError, TypeError, ValueError) as error:
         raise _broken(path, f"the entry of {name!r} lacks dtype, shape or data_offsets") from error
+    if not name.isprintable():
+        raise _broken(path, f"{name!r} is no name that can be printed")
     if not isinstance(code, str) or code not in DTYPES:
         raise _broken(path, f"{name!r} has the unknown dtype {code!r}")
     if not all(type(number) is int and number >= 0 for number in (*shape, begin, end)):
@@ -316,7 +318,7 @@ class TensorFiles:
 
 def check_folder(path: str | Path) -> Path:
     """The folder at `path`. Raises CheckpointError when there is none."""
-    folder = Path(path).expanduser()
+    folder = in_home(path)
     if folder.is_dir():
         return folder
     if folder.exists():

@@ -13,6 +13,7 @@ from compress.checkpoint.config import read_config
 from compress.cli.options import DEFAULT_OUT, AsJson, KernelsMode, KVCacheOptions, ScoreOptions
 from compress.common.cli import DEMO_NAME, demo_model_path, with_groups
 from compress.common.errors import ToolkitError
+from compress.common.files import in_home
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -117,7 +118,7 @@ def evaluate(
     if not ppl:
         raise ToolkitError("nothing to measure was named", "Add --ppl")
     console = Console(stderr=True)
-    path = model.expanduser() if model else _default_model(console)
+    path = in_home(model) if model else _default_model(console)
     request = score.request(path, kv.scheme(read_config(path)), kernels)
     with _progress(console) as progress:
         task = progress.add_task("scoring", total=None)
@@ -170,8 +171,8 @@ def report(
     from compress.reporting.report_data import read_headers, read_report
     from compress.reporting.report_page import report_page
 
-    found = read_report(path.expanduser())
-    report_page(found, read_headers(found)).write(out.expanduser())
+    found = read_report(in_home(path))
+    report_page(found, read_headers(found)).write(in_home(out))
     typer.echo(f"Wrote {out}")
 
 
@@ -190,9 +191,9 @@ def compare(
     from compress.reporting.comparison import compare_page
     from compress.reporting.report_data import read_report
 
-    comparison = compare_reports([read_report(path.expanduser()) for path in paths], by, measure)
+    comparison = compare_reports([read_report(in_home(path)) for path in paths], by, measure)
     if out is not None:
-        compare_page(comparison).write(out.expanduser())
+        compare_page(comparison).write(in_home(out))
     if as_json:
         typer.echo(json.dumps(asdict(comparison), indent=2))
     else:

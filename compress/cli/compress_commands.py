@@ -26,6 +26,7 @@ from compress.cli.options import (
 )
 from compress.common.cli import DEMO_NAME, DEMO_SOURCE, demo_model_path
 from compress.common.errors import RecipeError
+from compress.common.files import in_home
 from compress.methods.kv_cache import KVCacheStage
 from compress.methods.rotation import RotateStage
 from compress.recipe import (
@@ -50,13 +51,13 @@ def make_request(model: Path | None, recipe: Recipe, out: Path, job: JobOptions)
 
     if model is None:
         _say(f"No model named: using the {DEMO_NAME} ({demo_model_path()})")
-    folder = demo_model_path() if model is None else model.expanduser()
+    folder = demo_model_path() if model is None else in_home(model)
     source = DEMO_SOURCE if model is None else str(folder.resolve())
     return RunRequest(
         folder,
         source,
         recipe,
-        out.expanduser(),
+        in_home(out),
         device=job.device,
         dtype=job.dtype,
         restart=not job.resume,

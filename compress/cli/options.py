@@ -10,6 +10,7 @@ import typer
 
 from compress.checkpoint.kv_cache import AUTO, KVCacheScheme, stored_kv_cache, wished_kv_cache
 from compress.common.errors import RecipeError
+from compress.common.files import in_home
 from compress.recipe import DEFAULT_LENGTH, DEFAULT_SAMPLES, CalibrationOptions, parse_size
 from compress.search.space import Goal
 
@@ -200,7 +201,7 @@ class ScoreOptions:
 
         return EvaluationRequest(
             model,
-            self.baseline.expanduser() if self.baseline else None,
+            in_home(self.baseline) if self.baseline else None,
             self.data,
             self.length,
             self.tokens,

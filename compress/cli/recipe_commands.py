@@ -13,6 +13,7 @@ import typer
 from compress.cli.compress_commands import carry_out, make_request
 from compress.cli.options import DEFAULT_OUT, Ignore, JobOptions, Model, Out, SearchFiles, TargetOptions, TextOptions
 from compress.common.cli import with_groups
+from compress.common.files import in_home
 from compress.recipe import Recipe
 from compress.search.space import DEFAULT_CANDIDATES, DEFAULT_MEASURED, DEFAULT_TRIES, SearchRequest, parse_candidates
 
@@ -85,7 +86,7 @@ def _files(out: Path, wanted: SearchFiles) -> Files:
     sensitivities = wanted.sensitivities or out.with_name(f"{out.name}.sensitivities.json")
     recipe = wanted.recipe or out.with_name(f"{out.name}.yaml")
     command = shlex.join(["compress", *sys.argv[1:]])
-    return Files(sensitivities.expanduser(), recipe.expanduser(), command)
+    return Files(in_home(sensitivities), in_home(recipe), command)
 
 
 @with_groups

@@ -26,13 +26,18 @@ PARTIAL_SUFFIX = ".partial"
 REPORT_FILE = "compression_report.json"
 
 
+def in_home(path: str | Path) -> Path:
+    """The path with `~` and `~user` replaced; a user that does not exist stays part of the name."""
+    return Path(os.path.expanduser(path))  # pathlib raises an error for such a user
+
+
 def check_out_folder(out: str | Path) -> Path:
     """The output folder, which must not exist yet: nothing is ever overwritten.
 
     Raises:
         CheckpointError: it exists, or its parent cannot hold it.
     """
-    path = Path(out).expanduser()
+    path = in_home(out)
     if path.exists() or path.is_symlink():
         raise CheckpointError(f"output {path} exists already", _make_room(path))
     parent = next(folder for folder in path.absolute().parents if folder.exists())
@@ -125,6 +130,13 @@ def utf8_text(path: Path) -> Iterator[None]:
         ) from error
 
 
+def _parse_line(line: str, place: str) -> Any:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{place} is not JSON: {error}", "Write one JSON object per line") from error
+
+
 def json_lines(path: Path) -> Iterator[tuple[str, Any]]:
     """Yields the value of every line that is not blank, with its place `file:line`. Reads lazily, `.xz` files too.
 
@@ -138,11 +150,7 @@ def json_lines(path: Path) -> Iterator[tuple[str, Any]]:
         try:
             for number, line in enumerate(lines, 1):
                 if line.strip():
-                    yield f"{path}:{number}", json.loads(line)
-        except json.JSONDecodeError as error:
-            raise DataError(f"{path}:{number} is not JSON: {error.msg}", "Write one JSON object per line") from error
-        except RecursionError as error:
-            raise DataError(f"{path}:{number} is nested too deeply", "Write one JSON object per line") from error
+                    yield f"{path}:{number}", _parse_line(line, f"{path}:{number}")
         except (lzma.LZMAError, EOFError) as error:
             raise DataError(f"{path} is no whole xz file: {error}", "Compress it again with xz") from error
 

@@ -15,6 +15,7 @@ from calibration.parts import Part
 from calibration.sequences import SequenceSet, overlap, pack_parts
 from calibration.sources import NAMED_SOURCES
 from compress.common.errors import DataError
+from compress.common.files import in_home
 from compress.evaluate.perplexity import Evaluation, Windows, evaluate
 from compress.evaluate.scorers import Scorer
 
@@ -81,7 +82,7 @@ def _packed_again(records: list[dict[str, Any]], length: int, seed: int, tokeniz
 
 
 def _is_available(source: str) -> bool:
-    path = Path(source).expanduser()
+    path = in_home(source)
     return source in NAMED_SOURCES or (path.exists() and _size(path) <= _MAX_BYTES)
 
 

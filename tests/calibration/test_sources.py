@@ -66,6 +66,9 @@ def test_hash_follows_the_text(tmp_path: Path):
         ("broken.jsonl", b'{"text": "a"}\n{"text": ', r"broken.jsonl:2"),
         ("fields.jsonl", b'{"body": "a"}', r"fields\.jsonl:1 .*`text`.*`messages`"),
         ("empty.jsonl", b"", r"empty\.jsonl .*no text"),
+        ("deep.jsonl", b"[" * 10**5, r"deep\.jsonl:1"),
+        ("digits.jsonl", b"9" * 5000, r"digits\.jsonl:1"),
+        ("half.jsonl", b'{"text": "a"}\n{"text": "\\ud800"}', r"half\.jsonl:2"),
     ],
 )
 def test_unusable_file_is_refused(tmp_path: Path, name: str, content: bytes, problem: str):
@@ -160,12 +163,19 @@ def test_a_text_that_is_null_is_refused_with_its_row(tmp_path: Path):
 
 @pytest.mark.parametrize(
     ("spec", "problem"),
-    [("self", "measure"), ("", "no text"), ("a.parquet", r" a\.parquet "), ("bundled:2", "^bundled:2 .*weight")],
+    [
+        ("self", "measure"),
+        ("", "no text"),
+        ("a.parquet", r" a\.parquet "),
+        ("bundled:2", "^bundled:2 .*weight"),
+        ("/dev/zero", "/dev/zero"),
+        ("~no.such.user/a.txt", "~no.such.user"),
+    ],
 )
 def test_names_that_are_no_text(spec: str, problem: str):
     with pytest.raises(DataError, match=problem) as caught:
         load_texts(spec)
-    assert "bundled" in caught.value.remedy
+    assert caught.value.remedy
 
 
 def test_a_dataset_that_cannot_be_reached_is_one_line(monkeypatch: pytest.MonkeyPatch):

@@ -190,6 +190,7 @@ ALIASES = "".join(f"a{n + 1}: &a{n + 1} [{', '.join([f'*a{n}'] * 9)}]\n" for n i
         "seed: " + "9" * 10_000,
         "name: !!timestamp 99",
         "name: !!float abc",
+        "seed: !!int ''",
         "seed: !!bool x",
         "stages:\n\t- quantize: {}",
         "? [a, b]\n: 1",

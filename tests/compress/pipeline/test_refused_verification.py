@@ -1,4 +1,4 @@
-"""What is damaged before verification is refused, and the same command then makes that part anew."""
+"""Damage before verification is refused, and the same command then makes that part anew."""
 
 from pathlib import Path
 
