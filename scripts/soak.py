@@ -20,6 +20,7 @@ import string
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -290,7 +291,7 @@ async def _leave(url: str, shot: Shot) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Memory of the server in bytes, `seconds` after the start of the soak."""
+    """Memory of the server and the processes it started in bytes, `seconds` after the start of the soak."""
 
     seconds: float
     resident: int
@@ -299,10 +300,28 @@ class Sample:
 
 
 def read_sample(pid: int, seconds: float) -> Sample:
-    """Reads `/proc`. Raises OSError if the process has ended."""
-    status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
-    resident, anonymous, threads = (int(status[name].split()[0]) for name in ("VmRSS", "RssAnon", "Threads"))
+    """Reads `/proc`. Raises OSError if the server has ended."""
+    found = [read_status(pid)]
+    for child in process_ids(pid):
+        with suppress(OSError):  # it may end meanwhile
+            found.append(read_status(child))
+    resident, anonymous, threads = (sum(each) for each in zip(*found, strict=True))
     return Sample(seconds, resident << 10, anonymous << 10, threads)
+
+
+def read_status(pid: int) -> list[int]:
+    """Returns resident and anonymous memory in KiB, and the number of threads."""
+    status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return [int(status.get(name, "0").split()[0]) for name in ("VmRSS", "RssAnon", "Threads")]
+
+
+def process_ids(parent: int) -> list[int]:
+    """Returns the processes that a process and its children started."""
+    children: list[int] = []
+    for file in Path(f"/proc/{parent}/task").glob("*/children"):
+        with suppress(OSError):  # the thread ended
+            children += map(int, file.read_text().split())
+    return [*children, *(each for child in children for each in process_ids(child))]
 
 
 @dataclass(slots=True)

@@ -30,6 +30,7 @@ from starlette.requests import Request
 from compress.common.errors import ToolkitError
 from runtime.core.config import Limits
 from runtime.server.errors import NO_OBJECT, RETRY_LATER, ApiError, describe_invalid
+from runtime.server.native_memory import Trimmer
 from runtime.server.protocol import Strict
 
 logger = logging.getLogger("runtime.server")
@@ -231,10 +232,11 @@ def work(end: int) -> None:
         signal.signal(number, signal.SIG_IGN)
     os.nice(NICENESS)
     with Connection(end) as connection, suppress(EOFError):
-        served = connection.recv()
+        served, trimmer = connection.recv(), Trimmer()
         while True:
             prepare, raw = connection.recv()
             connection.send(outcome_of(prepare, served, raw))
+            trimmer.look(is_idle=True)
 
 
 NICENESS = 10

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -62,6 +64,17 @@ def test_bars(tmp_path: Path, sizes: list[int], status: str, unfinished: int, te
     found = measured(sizes, {("chat", status): 1}, log, unfinished)
     assert len(found.misses()) == num_missed
     assert [row["minute"] for row in found.minutes()] == [str(i + 1) for i in range(len(sizes))]
+
+
+def test_memory_of_children_counts() -> None:
+    import soak
+
+    alone = soak.read_sample(os.getpid(), 0)
+    with subprocess.Popen(["sleep", "60"]) as child:
+        both, children = soak.read_sample(os.getpid(), 0), soak.process_ids(os.getpid())
+        child.kill()
+    assert child.pid in children
+    assert both.resident > alone.resident
 
 
 @pytest.mark.slow
