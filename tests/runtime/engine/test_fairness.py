@@ -6,8 +6,9 @@ from math import ceil
 
 import pytest
 from fake_runner import FakeRunner
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tiers import examples
 
 from runtime.core.config import RuntimeConfig
 from runtime.core.request import RequestOptions, SamplingParams, Sequence
@@ -98,7 +99,7 @@ GREEDY = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@examples(160)
 @given(
     configured=configs(),
     floods=st.lists(st.lists(GREEDY, max_size=3), min_size=1, max_size=30),
@@ -133,7 +134,7 @@ class WatchedScheduler(Scheduler):
         super().preempt(sequence)
 
 
-@settings(max_examples=40, deadline=None)
+@examples(160)
 @given(configured=configs(), arrivals=st.lists(st.lists(st.integers(0, 3), max_size=4), max_size=40))
 def test_only_clients_that_hold_more_than_others_lose_places(
     configured: tuple[RuntimeConfig, int], arrivals: list[list[int]]
@@ -154,6 +155,7 @@ def test_only_clients_that_hold_more_than_others_lose_places(
             assert places[client] == max(places.values()) >= 2
 
 
+@examples(400)
 @given(
     spare=st.integers(0, 600),
     decodes=st.dictionaries(st.sampled_from("abcdef"), st.integers(1, 64)),

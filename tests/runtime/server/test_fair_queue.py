@@ -8,7 +8,9 @@ import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from servers import is_idle, send_raw, serving_demo
 from starlette.requests import Request
+from tiers import examples
 
 from runtime.core.config import Limits
 from runtime.server.serving import client_of, places_left
@@ -26,6 +28,7 @@ def test_a_client_is_its_key_else_its_address_else_its_request() -> None:
     assert client_of(request_of(None)) == "r1"
 
 
+@examples(200)
 @given(
     limit=st.integers(1, 300),
     wishes=st.lists(st.tuples(st.integers(0, 9), st.integers(1, 300)), min_size=1, max_size=60),
@@ -80,3 +83,30 @@ def test_the_engine_learns_who_asks(serve_alphabet: Any, path: str, fields: dict
     (options,) = engine.options
     assert (options.client == "") is not fair
     assert options.client != "127.0.0.1"
+
+
+FLOODS = {
+    "embeddings": ("/v1/embeddings", {"input": [[10 + index, *range(100, 1500)] for index in range(60)]}),
+    "answers": ("/v1/completions", {"prompt": [*range(100, 200)], "n": 128, "max_tokens": 300, "ignore_eos": True}),
+}
+STEPS_OF_HTTP = 5
+"""Most steps of the flood while a request comes to the engine and an answer to its client: a step takes far longer."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flood", FLOODS)
+def test_a_short_request_takes_its_own_steps_beside_a_flood(flood: str, wait_until: Any) -> None:
+    path, body = FLOODS[flood]
+    with serving_demo(256, num_blocks=512) as (url, engine, _):
+        flooding = send_raw(url, path, "Connection: close", model="demo", **body)
+        wait_until(lambda: len(engine.scheduler.running) + len(engine.scheduler.waiting) >= 32)
+        with httpx.Client(transport=httpx.HTTPTransport(local_address="127.0.0.2"), timeout=300) as client:
+            for num_tokens in (1, 20):
+                before = engine.metrics.steps_total
+                short = {"model": "demo", "prompt": "Once", "max_tokens": num_tokens, "ignore_eos": True}
+                response = client.post(f"{url}/v1/completions", json=short)
+                assert response.status_code == 200
+                assert num_tokens <= engine.metrics.steps_total - before <= 1 + num_tokens + STEPS_OF_HTTP
+        assert engine.has_work, "the flood was too small"
+        flooding.close()
+        wait_until(lambda: is_idle(engine))
