@@ -68,7 +68,7 @@ def health_router(service: Service, drain: Drain) -> APIRouter:
         state = service.engine.check()
         body: HealthResponse = {
             "status": "draining" if drain.has_begun else "ok" if state.healthy else "unhealthy",
-            "reason": state.reason or ("the server is stopping" if drain.has_begun else ""),
+            "reason": "the server is stopping" if drain.has_begun else state.reason,
             "running": state.num_running,
             "waiting": state.num_waiting,
         }

@@ -35,15 +35,19 @@ class Drain:
         self.stop_engine = stop_engine
         self.write_seconds = write_seconds
         self.has_begun = False
-        self.in_flight: set[asyncio.Task[Any]] = set()
+        self.in_flight: dict[asyncio.Task[Any], bool] = {}
+        """Whether the answer has begun, by the task of a request."""
 
     async def end(self) -> None:
         """Ends all requests in flight, and waits until their errors are written.
 
-        The engine ends those that it computes; the others (still sending their body, tokenized in a thread, not reading
-        their stream) are cancelled.
+        Those without an answer yet are cancelled and get an error instead. The engine ends the streams, each with an
+        error event; a stream that its client does not read is cancelled in the end.
         """
         stopping = asyncio.create_task(asyncio.to_thread(self.stop_engine))
+        for task, has_begun in self.in_flight.items():
+            if not has_begun:
+                task.cancel()
         await self._wait()
         for task in self.in_flight:
             task.cancel()
@@ -74,23 +78,23 @@ class DrainGuard:
     async def run(self, is_check: bool, scope: Scope, receive: Receive, send: Send) -> ApiError | None:
         """Answers a request, for which the drain waits unless it is a check. Returns the error to send instead if the
         end of the drain cancels it before its answer has begun."""
-        task, is_answered = cast("asyncio.Task[None]", asyncio.current_task()), False
+        task, in_flight = cast("asyncio.Task[None]", asyncio.current_task()), self.drain.in_flight
 
         async def send_noting(message: Message) -> None:
-            nonlocal is_answered
-            is_answered = True
+            if task in in_flight:
+                in_flight[task] = True
             await send(message)
 
         if not is_check:
-            self.drain.in_flight.add(task)
-            task.add_done_callback(self.drain.in_flight.discard)
+            in_flight[task] = False
+            task.add_done_callback(in_flight.pop)
         try:
             await self.app(scope, receive, send_noting)
         except asyncio.CancelledError:
             if not self.drain.has_begun:
                 raise
             task.uncancel()
-            return None if is_answered else aborted()
+            return None if in_flight.get(task, True) else aborted()
         return None
 
 

@@ -219,7 +219,8 @@ def start_worker(connection: Connection) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-c", f"from runtime.server.intake import work; work({end})"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     with connection:
-        return subprocess.Popen(command, pass_fds=(end,), stdin=subprocess.DEVNULL, env=environment)
+        options: dict[str, Any] = {"pass_fds": (end,), "stdin": subprocess.DEVNULL, "env": environment}
+        return subprocess.Popen(command, process_group=0, **options)  # Ctrl-C is for the server only
 
 
 def work(end: int) -> None:
@@ -228,8 +229,7 @@ def work(end: int) -> None:
     Args:
         end: file descriptor of this end.
     """
-    for number in (signal.SIGINT, signal.SIGTERM):  # sent to the whole group they are for the server, which ends this
-        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # service managers send it to all processes of a server
     os.nice(NICENESS)
     with Connection(end) as connection, suppress(EOFError):
         served, trimmer = connection.recv(), Trimmer()

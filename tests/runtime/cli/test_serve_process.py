@@ -1,10 +1,13 @@
 """`runtime serve` as a process: however it ends nothing of it stays, and no client can keep it waiting forever."""
 
+import json
+import os
 import signal
 import socket
 import ssl
 import subprocess
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,13 +19,13 @@ MARGIN = 15.0  # of a busy machine
 ENDLESS = {"model": "demo", "prompt": "The", "max_tokens": 300, "stream": True, "ignore_eos": True}
 
 
-def living_members(group: int) -> list[str]:
-    """Command lines of all processes of a group that still run."""
+def living_members(session: int) -> list[str]:
+    """Command lines of all processes of a session that still run."""
     found = []
     for status in Path("/proc").glob("[0-9]*/stat"):
         try:
-            state, _, own_group = status.read_text().rpartition(")")[2].split()[:3]
-            if int(own_group) == group and state != "Z":
+            state, _, _, own_session = status.read_text().rpartition(")")[2].split()[:4]
+            if int(own_session) == session and state != "Z":
                 found.append((status.parent / "cmdline").read_bytes().replace(b"\0", b" ").decode())
         except (FileNotFoundError, ProcessLookupError):
             continue
@@ -131,3 +134,24 @@ def test_settings_of_a_file_with_keys_and_encryption(tmp_path: Path) -> None:
     assert " ann POST /v1/completions 429 " in log
     assert "/health" not in log
     assert not [key for key in ("first", "second") if key in log]
+
+
+@pytest.mark.full
+def test_ctrl_c_twice_ends_everything_at_once(tmp_path: Path) -> None:
+    """Also while long bodies are read in a process of their own, which the terminal interrupts as well."""
+    long = {"model": "demo", "prompt": "word " * 500_000}
+    with serving("--drain-seconds", "600", cwd=tmp_path) as (process, url, _), ThreadPoolExecutor(2) as pool:
+        tokenized = pool.submit(httpx.post, f"{url}/tokenize", json=long, timeout=60)
+        with httpx.stream("POST", f"{url}/v1/completions", json=ENDLESS | {"max_tokens": 1900}, timeout=60) as response:
+            lines = response.iter_lines()
+            next(lines)
+            for _ in range(2):
+                os.killpg(process.pid, signal.SIGINT)
+                time.sleep(0.2)  # signals that are pending at once are one
+            *_, error, done = [line for line in lines if line]
+        assert json.loads(error.removeprefix("data: "))["error"]["code"] == "aborted"
+        assert done == "data: [DONE]"
+        assert tokenized.result().status_code == 503
+        assert process.wait(60) == 0
+        assert living_members(process.pid) == []
+        assert "Traceback" not in process.stderr.read()
