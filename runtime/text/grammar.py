@@ -34,7 +34,7 @@ class WorkLimit:
         return seconds > self.seconds + num_tokens * self.per_token
 
 
-MAX_WORK = WorkLimit(seconds=2.0, per_token=0.05)
+MAX_WORK = WorkLimit(seconds=10.0, per_token=0.02)
 """Limit of one answer; beyond it the grammar is too complex. Enough for objects with 2,000 optional properties."""
 
 INLINE_WORK = WorkLimit(seconds=0.1, per_token=0.001)
@@ -96,7 +96,7 @@ class TokenConstraint:
         self._text_mask = b""
         self._is_complete = False
         self._prepared: tuple[int, bool] | None = None
-        self._seconds, self._num_tokens = 0.0, 0
+        self.seconds, self._num_tokens = 0.0, 0
 
     def mask(self) -> bytes:
         """Returns `ceil(vocab_size / 8)` bytes. All bits are zero if the grammar cannot continue, as at a limit."""
@@ -137,6 +137,10 @@ class TokenConstraint:
     def is_slow(self) -> bool:
         return self._grammar.is_slow
 
+    def exceeds(self, limit: WorkLimit) -> bool:
+        """Returns whether the work so far exceeds a limit."""
+        return limit.is_exceeded(self.seconds, self._num_tokens)
+
     def _take(self, token_id: int) -> bool:
         prepared, self._prepared = self._prepared, None
         if prepared is not None and prepared[0] == token_id:
@@ -176,10 +180,10 @@ class TokenConstraint:
         return is_taken
 
     def _count(self, seconds: float, num_tokens: int) -> None:
-        self._seconds += seconds
+        self.seconds += seconds
         self._num_tokens += num_tokens
         self._grammar.seconds += float("inf") if self._matcher.is_error() else seconds
-        if INLINE_WORK.is_exceeded(self._seconds, self._num_tokens):
+        if self.exceeds(INLINE_WORK):
             self._grammar.is_slow = True
 
     def _compute(self) -> tuple[bytes, bool]:
@@ -188,7 +192,7 @@ class TokenConstraint:
         self._text_mask = bytes((size + 7) // 8)
         if self._has_ended:
             return _with_bits(self._text_mask, self._end_token_ids), True
-        if self._matcher.is_error() or self._max_work.is_exceeded(self._seconds, self._num_tokens):
+        if self._matcher.is_error() or self.exceeds(self._max_work):
             return self._text_mask, False
         begin = time.thread_time()
         found = self._matcher.compute_bitmask()
@@ -283,7 +287,7 @@ def compile_grammar(grammar: Grammar, tokens: LLTokenizer) -> CompiledGrammar:
     Raises:
         RequestError: the grammar is invalid, unsupported or too large, or allows no text.
     """
-    from llguidance import LLMatcher, LLParserLimits
+    from llguidance import LLExecutor, LLMatcher, LLParserLimits
 
     if len(grammar.text) > MAX_CHARACTERS:
         problem = f"the {NAMES[grammar.kind]} has {len(grammar.text)} characters"
@@ -297,11 +301,12 @@ def compile_grammar(grammar: Grammar, tokens: LLTokenizer) -> CompiledGrammar:
     if matcher.is_error():
         raise _refusal(grammar, matcher.get_error())
     matcher.compute_bitmask()  # copies of the matcher need not do it again
-    compiled = CompiledGrammar(tokens, matcher, len(grammar.text))
-    trial = TokenConstraint(compiled, tokens.vocab_size - 1, ())
+    compiled = CompiledGrammar(tokens, matcher, len(grammar.text), is_slow=True)
+    trial = TokenConstraint(compiled, tokens.vocab_size - 1, (), LLExecutor(num_threads=1))
     if is_empty(trial.mask()):
         raise _refusal(grammar, "it allows no text at all")
-    _follow(trial, TRIAL_TOKENS)
+    compiled.is_slow = _is_slow(trial)
+    compiled.seconds = trial.seconds  # the error of a trial says nothing about the lexer
     return compiled
 
 
@@ -309,13 +314,15 @@ TRIAL_TOKENS = 4
 """Tokens after which a grammar that is slow from the start is known to be."""
 
 
-def _follow(trial: TokenConstraint, num_tokens: int) -> None:
-    """Follows a grammar over the last allowed tokens, which are rather long in most vocabularies."""
-    for _ in range(num_tokens):
+def _is_slow(trial: TokenConstraint) -> bool:
+    """Returns whether following a grammar over the last allowed tokens exceeds `INLINE_WORK`. Late tokens of a
+    vocabulary are rather long."""
+    for _ in range(TRIAL_TOKENS):
         mask = trial.mask().rstrip(b"\0")
-        if not mask or trial.is_slow:
-            return
+        if not mask or trial.exceeds(INLINE_WORK):
+            break
         trial.accept([8 * len(mask) - 9 + mask[-1].bit_length()])
+    return trial.exceeds(INLINE_WORK)
 
 
 def _lark(grammar: Grammar) -> str:

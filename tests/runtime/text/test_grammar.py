@@ -316,7 +316,7 @@ def test_an_ambiguous_grammar_stops_when_its_work_exceeds_the_limit() -> None:
     num_tokens = 0
     while not constraint.is_stuck:
         num_tokens += constraint.accept([token])
-    assert limit.is_exceeded(constraint._seconds, num_tokens)
+    assert limit.is_exceeded(constraint.seconds, num_tokens)
     assert num_tokens < 1000
 
 
