@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import json
 import logging
 import re
@@ -231,6 +232,8 @@ def serve(
     url, has_chat = url_of(listener, "https" if encryption else "http"), served.tokenizer.chat_template is not None
     announce(url, served.name, has_chat, needs_key=keys is not None)
     warn_of_open_door(host, is_open=keys is None and tls.ssl_ca_certs is None)
+    gc.collect()
+    gc.freeze()  # else a full collection goes through all objects of the libraries, and no thread runs for 0.1 s
     with writing_logs(logs.log_level.upper()):
         run(served.app, listener, drain_seconds, limits.client_seconds, **encryption)
     print("stopped", file=sys.stderr)
