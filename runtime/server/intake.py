@@ -30,7 +30,7 @@ from starlette.requests import Request
 from compress.common.errors import ToolkitError
 from runtime.core.config import Limits
 from runtime.server.errors import NO_OBJECT, RETRY_LATER, ApiError, describe_invalid
-from runtime.server.native_memory import Trimmer
+from runtime.server.native_memory import Trimmer, share_arenas
 from runtime.server.protocol import Strict
 
 logger = logging.getLogger("runtime.server")
@@ -231,12 +231,18 @@ def work(end: int) -> None:
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # service managers send it to all processes of a server
     os.nice(NICENESS)
+    share_arenas()
     with Connection(end) as connection, suppress(EOFError):
         served, trimmer = connection.recv(), Trimmer()
         while True:
-            prepare, raw = connection.recv()
-            connection.send(outcome_of(prepare, served, raw))
+            answer_one(connection, served)
             trimmer.look(is_idle=True)
+
+
+def answer_one(connection: Connection, served: ServedText) -> None:
+    """Prepares the next body. Raises EOFError if there is none."""
+    prepare, raw = connection.recv()
+    connection.send(outcome_of(prepare, served, raw))
 
 
 NICENESS = 10
