@@ -81,13 +81,13 @@ class DrainGuard:
         task, in_flight = cast("asyncio.Task[None]", asyncio.current_task()), self.drain.in_flight
 
         async def send_noting(message: Message) -> None:
-            if task in in_flight:
+            if message["type"] == "http.response.start" and task in in_flight:
                 in_flight[task] = True
             await send(message)
 
         if not is_check:
             in_flight[task] = False
-            task.add_done_callback(in_flight.pop)
+            task.add_done_callback(lambda task: in_flight.pop(task, None))
         try:
             await self.app(scope, receive, send_noting)
         except asyncio.CancelledError:

@@ -269,7 +269,7 @@ BODY_ERRORS = _errors(
     status_400="The body is invalid or exceeds the context of {max_model_len} tokens; `param` names the field",
     status_404="Another model is served",
     status_408="The body was not complete after {client_seconds:g} s",
-    status_429="{max_requests} sequences are running or waiting, or a limit of the API key is reached",
+    status_429="{max_requests} sequences of the client run or wait, the queue is full, or its API key has no more",
     status_503="The server is stopping, or the request got no token in {queue_seconds:g} s",
     status_504="The request took longer than {request_seconds:g} s",
 )
