@@ -4,6 +4,7 @@ Times are processor time of the one thread, so other work on the machine hardly 
 
     python scripts/bench_serve.py scheduler                       # 64 sequences that decode
     python scripts/bench_serve.py scheduler --sequences 256 --host-blocks 1000
+    python scripts/bench_serve.py scheduler --clients 8           # that take turns
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from benchmarking.tables import Row, print_table
 from compress.common.cli import demo_model_path
 from runtime.core.attention_window import FULL_ATTENTION
 from runtime.core.config import RuntimeConfig
-from runtime.core.request import SamplingParams
+from runtime.core.request import RequestOptions, SamplingParams
 from runtime.core.step import SampledToken, StepOutput, StepPlan
 from runtime.engine.engine import Engine
 from runtime.text.tokenizer import Tokenizer
@@ -60,18 +61,20 @@ def step_milliseconds(engine: Engine, runner: InstantRunner) -> list[tuple[float
     return times
 
 
-def measure(tokenizer: Tokenizer | None, sequences: int, host_blocks: int) -> Row:
+def measure(tokenizer: Tokenizer | None, sequences: int, host_blocks: int, clients: int) -> Row:
     config = RuntimeConfig(max_num_seqs=sequences, max_num_batched_tokens=max(512, sequences))
     runner = InstantRunner(sequences * (PROMPT_TOKENS + NEW_TOKENS) // config.block_size, host_blocks)
     engine = Engine(runner, tokenizer, config)
     for index in range(sequences):
         prompt = [index % runner.vocab_size, *range(PROMPT_TOKENS - 1)]
-        engine.add_request(prompt, SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True, seed=index))
+        sampling = SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True, seed=index)
+        engine.add_request(prompt, sampling, options=RequestOptions(client=str(index % clients)))
     times = step_milliseconds(engine, runner)
     totals = [before + after for before, after in times]
     return {
         "text": "demo tokenizer" if tokenizer else "none",
         "sequences": str(sequences),
+        "clients": str(clients),
         "steps": str(len(times)),
         "ms/step": f"{median(totals):.3f}",
         "least": f"{min(totals):.3f}",
@@ -83,11 +86,12 @@ def measure(tokenizer: Tokenizer | None, sequences: int, host_blocks: int) -> Ro
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sequences", type=int, default=64, help="sequences that decode together")
+    parser.add_argument("--clients", type=int, default=1, help="clients that the sequences belong to")
     parser.add_argument("--host-blocks", type=int, default=0, help="slots of host memory for KV blocks")
 
 
 def run(options: argparse.Namespace) -> int:
     tokenizer = Tokenizer.open(demo_model_path())
-    rows = [measure(each, options.sequences, options.host_blocks) for each in (None, tokenizer)]
+    rows = [measure(each, options.sequences, options.host_blocks, options.clients) for each in (None, tokenizer)]
     print_table("Milliseconds per step beside the model", rows, Console())
     return 0
