@@ -11,7 +11,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache
 from threading import BoundedSemaphore, Lock
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from weakref import WeakValueDictionary
@@ -171,7 +170,7 @@ class TokenConstraint:
         from llguidance import LLMatcher
 
         self.mask()
-        if not _has_bit(self._text_mask, token_id):
+        if not self._text_mask[token_id // 8] >> token_id % 8 & 1:
             return False  # consuming it would break the matcher
         stopped = LLMatcher(self._grammar.tokens, "", log_level=0)
         begin = time.perf_counter()  # other threads do the work
@@ -205,10 +204,6 @@ class TokenConstraint:
 def is_empty(mask: bytes) -> bool:
     """Returns whether no token is allowed."""
     return mask.count(0) == len(mask)
-
-
-def _has_bit(mask: bytes, token_id: int) -> bool:
-    return bool(mask[token_id // 8] >> token_id % 8 & 1)
 
 
 def _with_bits(mask: bytes, token_ids: Collection[int]) -> bytes:
@@ -418,7 +413,7 @@ class GrammarCompiler:
         self._lock = Lock()
         self._slots = [BoundedSemaphore() for _ in range(NUM_LANES)]
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="grammar")
-        self._executor = cache(_new_executor)
+        self._executor: LLExecutor | None = None
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
         """Compiles a new grammar, which stays compiled at least while the result is referenced.
@@ -458,7 +453,10 @@ class GrammarCompiler:
         """Returns a constraint for one sequence that ends with any of these tokens. Raises RequestError as `compile`
         does."""
         compiled = self.compile(grammar)
-        return TokenConstraint(compiled, self._vocab_size, end_token_ids, self._executor(), self._max_work)
+        from llguidance import LLExecutor
+
+        self._executor = self._executor or LLExecutor(NUM_THREADS)
+        return TokenConstraint(compiled, self._vocab_size, end_token_ids, self._executor, self._max_work)
 
     def prepare(self, constraint: Constraint, token_id: int) -> Future[None]:
         """Prepares a token of a slow grammar in a thread; nothing else may use the constraint meanwhile."""
@@ -472,12 +470,6 @@ class GrammarCompiler:
             while len(self._recent) > CACHE_SIZE or sum(each.size for each in self._recent.values()) > CACHE_BYTES:
                 self._recent.popitem(last=False)
         return compiled
-
-
-def _new_executor() -> LLExecutor:
-    from llguidance import LLExecutor
-
-    return LLExecutor(NUM_THREADS)
 
 
 def _read_vocabulary(tokenizer: Vocabulary, vocab_size: int) -> LLTokenizer:
