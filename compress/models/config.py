@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from compress.common.errors import CheckpointError
-from compress.models.spec import MLP, Attention, Block, Linear, ModelSpec, Norm, Rope
+from compress.models.spec import MLP, Attention, Block, Linear, Mixture, ModelSpec, Norm, Rope, Router
 
 Config = Mapping[str, Any]
 """A parsed config.json, of transformers 4 or 5."""
@@ -222,19 +222,77 @@ def attention(
     return replace(mixer, **options)
 
 
-def gated_mlp(config: Config, *, bias: bool = False, fused: bool = False) -> MLP:
+def wide_norms(config: Config, mixer: Attention, **options: Any) -> Attention:
+    """Adds a norm over all query heads and one over all key heads; `options` are further fields of `Norm`."""
+    query, key = (
+        norm(config, f"self_attn.{name}_norm", heads * mixer.head_dim, **options)
+        for name, heads in (("q", mixer.num_heads), ("k", mixer.num_kv_heads))
+    )
+    return replace(mixer, qk_norm=(query, key))
+
+
+GATED = ("gate_proj", "up_proj", "down_proj")
+
+
+def gated_mlp(
+    config: Config,
+    *,
+    bias: bool = False,
+    fused: bool = False,
+    name: str = "mlp",
+    size: int | None = None,
+    parts: tuple[str, str, str] = GATED,
+) -> MLP:
     """Composes a gated MLP named as in Llama.
 
     Args:
         fused: gate and up are stored as one matrix.
+        size: number of inner channels; None takes `intermediate_size`.
+        parts: names of gate, up and down.
     """
-    hidden, inner = positive(config, "hidden_size"), positive(config, "intermediate_size")
-    parts = {"gate_up_proj": 2 * inner} if fused else {"gate_proj": inner, "up_proj": inner}
+    hidden, inner = positive(config, "hidden_size"), size or positive(config, "intermediate_size")
+    inputs = {"gate_up_proj": 2 * inner} if fused else dict.fromkeys(parts[:2], inner)
     return MLP(
-        tuple(Linear(f"mlp.{name}", size, hidden, bias) for name, size in parts.items()),
-        Linear("mlp.down_proj", hidden, inner, bias, split="rows"),
+        tuple(Linear(f"{name}.{part}", rows, hidden, bias) for part, rows in inputs.items()),
+        Linear(f"{name}.{parts[2]}", hidden, inner, bias, split="rows"),
         text(config, "hidden_act", "silu"),
+        name=name,
     )
+
+
+def mixture(
+    config: Config,
+    *,
+    name: str = "mlp",
+    size: int | None = None,
+    parts: tuple[str, str, str] = GATED,
+    shared: MLP | None = None,
+    shared_gate: Linear | None = None,
+    **options: Any,
+) -> Mixture:
+    """Composes a mixture of gated experts `NAME.experts.N` with a router `NAME.gate`.
+
+    Args:
+        size: number of inner channels of an expert; None takes `intermediate_size`.
+        parts: names of gate, up and down of an expert.
+        options: further fields of `Router`.
+
+    Raises:
+        CheckpointError: more experts for a token than there are, or groups of different sizes.
+    """
+    count = next((positive(config, key) for key in EXPERT_COUNTS if config.get(key) is not None), None)
+    if count is None:
+        raise refusal("num_experts", None, "a positive integer")
+    chosen = positive(config, "num_experts_per_tok", most=count)
+    router = Router(Linear(f"{name}.gate", count, positive(config, "hidden_size")), chosen, **options)
+    if count % router.num_groups or router.num_chosen_groups > router.num_groups:
+        raise CheckpointError(f"{count} experts cannot be chosen from {router.num_groups} groups", "Check config.json")
+    experts = (gated_mlp(config, name=f"{name}.experts.{i}", size=size, parts=parts) for i in range(count))
+    return Mixture(router, tuple(experts), shared, shared_gate, name)
+
+
+EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
+"""Names that configs have for the number of experts."""
 
 
 def plain_mlp(config: Config, up: str, down: str, activation: str, *, bias: bool = False) -> MLP:
@@ -248,8 +306,19 @@ def plain_mlp(config: Config, up: str, down: str, activation: str, *, bias: bool
     )
 
 
-def decoder(config: Config, mixers: Sequence[Attention], mlp: MLP, **options: Any) -> ModelSpec:
-    """Composes a pre-norm decoder named as Llama, with one block per mixer; `options` are further fields of `Block`."""
+def decoder(
+    config: Config,
+    mixers: Sequence[Attention],
+    mlp: MLP | Mixture | Sequence[MLP | Mixture],
+    **options: Any,
+) -> ModelSpec:
+    """Composes a pre-norm decoder named as Llama, with one block per mixer.
+
+    Args:
+        mlp: that of all blocks, or one for each.
+        options: further fields of `Block`.
+    """
+    mlps = mlp if isinstance(mlp, Sequence) else [mlp] * len(mixers)
     norms = {
         "input_norm": norm(config, "input_layernorm"),
         "mlp_norm": norm(config, "post_attention_layernorm"),
@@ -257,7 +326,7 @@ def decoder(config: Config, mixers: Sequence[Attention], mlp: MLP, **options: An
     return ModelSpec(
         positive(config, "hidden_size"),
         positive(config, "vocab_size"),
-        tuple(Block(mixer=mixer, mlp=mlp, **norms) for mixer in mixers),
+        tuple(Block(mixer=mixer, mlp=each, **norms) for mixer, each in zip(mixers, mlps, strict=True)),
         norm(config, "model.norm"),
         flag(config, "tie_word_embeddings"),
     )

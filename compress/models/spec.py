@@ -124,12 +124,77 @@ class MLP:
     gated: bool = True
     name: str = "mlp"
 
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        return *self.inputs, self.down
+
+    @property
+    def routers(self) -> tuple[Linear, ...]:
+        return ()
+
+
+@dataclass(frozen=True, slots=True)
+class Router:
+    """Choice of experts for each token, and their weights (arXiv:1701.06538, arXiv:2101.03961).
+
+    Attributes:
+        scores: one score for each expert; stays dense.
+        num_chosen: experts of a token.
+        activation: `softmax` or `sigmoid`, from scores to weights.
+        normalizes: the weights of the chosen experts are divided by their sum.
+        scale: factor on the weights.
+        bias: name of a vector that is added where experts are chosen, not to their weights; "" for none
+            (arXiv:2408.15664).
+        num_groups, num_chosen_groups: experts are chosen among those of the best groups, whose rank is the sum of
+            their two best experts (arXiv:2412.19437, section 2.1.2).
+        in_float32: scores are computed in float32.
+    """
+
+    scores: Linear
+    num_chosen: int
+    activation: Literal["softmax", "sigmoid"] = "softmax"
+    normalizes: bool = True
+    scale: float = 1.0
+    bias: str = ""
+    num_groups: int = 1
+    num_chosen_groups: int = 1
+    in_float32: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """A mixture of experts: the weighted sum of the chosen ones, and of what all tokens share.
+
+    Attributes:
+        experts: all with the same sizes.
+        shared: MLP for all tokens; None for none.
+        shared_gate: one score for each token, whose sigmoid is the weight of `shared`; None is a weight of 1.
+    """
+
+    router: Router
+    experts: tuple[MLP, ...]
+    shared: MLP | None = None
+    shared_gate: Linear | None = None
+    name: str = "mlp"
+
+    @property
+    def mlps(self) -> tuple[MLP, ...]:
+        """All experts, and the shared one."""
+        return *self.experts, *(() if self.shared is None else (self.shared,))
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        return tuple(linear for mlp in self.mlps for linear in mlp.linears)
+
+    @property
+    def routers(self) -> tuple[Linear, ...]:
+        """Linears that stay dense: a rounded one sends tokens to other experts."""
+        return self.router.scores, *(() if self.shared_gate is None else (self.shared_gate,))
+
 
 @dataclass(frozen=True, slots=True)
 class Block:
     """A transformer block: `x += mixer(input_norm(x))`, then `x += mlp(mlp_norm(x))`.
-
-    Mixtures of experts are further classes in these places.
 
     Attributes:
         input_norm, mlp_norm: None where the residual stream is read as it is. In a parallel block `mlp_norm` is None,
@@ -141,7 +206,7 @@ class Block:
     input_norm: Norm | None
     mixer: Attention
     mlp_norm: Norm | None
-    mlp: MLP
+    mlp: MLP | Mixture
     output_norm: Norm | None = None
     mlp_output_norm: Norm | None = None
     residual_scale: float = 1.0
@@ -149,7 +214,11 @@ class Block:
 
     @property
     def linears(self) -> tuple[Linear, ...]:
-        return *self.mixer.qkv, self.mixer.output, *self.mlp.inputs, self.mlp.down
+        return *self.mixer.qkv, self.mixer.output, *self.mlp.linears
+
+    @property
+    def mlps(self) -> tuple[MLP, ...]:
+        return self.mlp.mlps if isinstance(self.mlp, Mixture) else (self.mlp,)
 
     @property
     def norms(self) -> tuple[Norm, ...]:
@@ -210,6 +279,20 @@ class ModelSpec:
             for linear in block.linears:
                 yield replace(linear, name=f"{self.block_name(index)}.{linear.name}")
 
+    def routers(self) -> Iterator[Linear]:
+        """Linears of all blocks that choose or weigh experts, with absolute names."""
+        for index, block in enumerate(self.blocks):
+            for linear in block.mlp.routers:
+                yield replace(linear, name=f"{self.block_name(index)}.{linear.name}")
+
+    def router_biases(self) -> dict[str, int]:
+        """Size of every bias of a router by tensor name."""
+        return {
+            f"{self.block_name(index)}.{block.mlp.router.bias}": len(block.mlp.experts)
+            for index, block in enumerate(self.blocks)
+            if isinstance(block.mlp, Mixture) and block.mlp.router.bias
+        }
+
     def norms(self) -> Iterator[Norm]:
         """All norms, with absolute names."""
         for index, block in enumerate(self.blocks):
@@ -218,14 +301,15 @@ class ModelSpec:
         yield self.final_norm
 
     def matrices(self) -> dict[str, tuple[int, int]]:
-        """Shape of every matrix by module name: linears, embedding and head."""
-        shapes = {linear.name: linear.shape for linear in (*self.linears(), self.head)}
+        """Shape of every matrix by module name: linears, routers, embedding and head."""
+        shapes = {linear.name: linear.shape for linear in (*self.linears(), *self.routers(), self.head)}
         return shapes | {self.names.embedding: (self.vocab_size, self.hidden_size)}
 
     def parameters(self) -> dict[str, tuple[int, ...]]:
         """Shape of every parameter by tensor name; the head is listed even when it is the embedding."""
         shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": shape for name, shape in self.matrices().items()}
         shapes |= {f"{linear.name}.bias": (linear.out_features,) for linear in self.linears() if linear.bias}
+        shapes |= {name: (size,) for name, size in self.router_biases().items()}
         shapes |= {f"{norm.name}.bias": (norm.size,) for norm in self.norms() if norm.bias}
         return shapes | {f"{norm.name}.weight": (norm.size,) for norm in self.norms()}
 
@@ -322,7 +406,8 @@ def _distinct(items: Iterable[Any]) -> tuple[Any, ...]:
 
 def siblings(block: Block) -> tuple[tuple[str, ...], ...]:
     """Groups of linears that share one input and that engines fuse."""
-    return tuple(_names(group) for group in (block.mixer.qkv, block.mlp.inputs) if len(group) > 1)
+    groups = (block.mixer.qkv, *(mlp.inputs for mlp in block.mlps))
+    return tuple(_names(group) for group in groups if len(group) > 1)
 
 
 def smoothing_mappings(block: Block) -> tuple[SmoothingMapping, ...]:
@@ -332,25 +417,27 @@ def smoothing_mappings(block: Block) -> tuple[SmoothingMapping, ...]:
     MLP both read has no mapping, as no module shows what a change does to both.
     """
     mixer, mlp = block.mixer, block.mlp
-    norms = (None, None) if block.is_parallel else (block.input_norm, block.mlp_norm)
-    found: list[SmoothingMapping] = []
-    for norm, inputs, output, parent in (
-        (norms[0], mixer.qkv, mixer.output, mixer.name),
-        (norms[1], mlp.inputs, mlp.down, mlp.name),
-    ):
-        if len(inputs) > 1 or (inputs is mlp.inputs and not mlp.gated):
-            if norm is not None:
-                found.append(SmoothingMapping(norm.name, _names(inputs), parent, norm.offset))
-            if len(inputs) > 1:
-                found.append(SmoothingMapping(inputs[-1].name, (output.name,), output.name))
-    return tuple(found)
+    first, second = (None, None) if block.is_parallel else (block.input_norm, block.mlp_norm)
+    found = _mappings(first, mixer.qkv, mixer.output, mixer.name) if len(mixer.qkv) > 1 else ()
+    if isinstance(mlp, MLP) and (len(mlp.inputs) > 1 or not mlp.gated):
+        found += _mappings(second, mlp.inputs, mlp.down, mlp.name)
+    return found
+
+
+def _mappings(
+    norm: Norm | None, inputs: tuple[Linear, ...], output: Linear, parent: str
+) -> tuple[SmoothingMapping, ...]:
+    """Derives those of attention or of an MLP; the last of several inputs feeds the output without an activation."""
+    before = () if norm is None else (SmoothingMapping(norm.name, _names(inputs), parent, norm.offset),)
+    inside = (SmoothingMapping(inputs[-1].name, (output.name,), output.name),) if len(inputs) > 1 else ()
+    return before + inside
 
 
 def residual_stream(block: Block) -> ResidualStream | None:
     """Derives what touches a block's residual stream; None where value rows are not stored apart, or where more than
     root mean square norms lie between the stream and the linears."""
     mixer, mlp = block.mixer, block.mlp
-    if not is_pre_norm(block) or len(mixer.qkv) != 3 or len(mlp.inputs) != 2:
+    if not is_pre_norm(block) or isinstance(mlp, Mixture) or len(mixer.qkv) != 3 or len(mlp.inputs) != 2:
         return None
     return ResidualStream(
         readers=tuple(

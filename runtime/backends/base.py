@@ -11,7 +11,7 @@ from torch import Tensor
 
 from compress.checkpoint.weights import Scheme
 from compress.models.spec import Attention as AttentionSpec
-from compress.models.spec import ModelSpec, is_pre_norm
+from compress.models.spec import Mixture, ModelSpec, is_pre_norm
 from runtime.backends.kv_pages import KVCache, KVPages
 from runtime.core.batch import Batch, SamplingTensors
 from runtime.core.memory_plan import MemoryPlan
@@ -144,9 +144,16 @@ class LayerWeights(Protocol):
     @property
     def mlp_norm(self) -> NormWeights | None: ...
     @property
-    def gate_up(self) -> Linear: ...
+    def gate_up(self) -> Linear | None: ...
     @property
-    def down(self) -> Linear: ...
+    def down(self) -> Linear | None: ...
+
+
+def mlp_linears(layer: LayerWeights) -> tuple[Linear, Linear]:
+    """Returns both linears of a layer's MLP. Raises ValueError for a mixture."""
+    if layer.gate_up is None or layer.down is None:
+        raise ValueError("a mixture of experts is no MLP")
+    return layer.gate_up, layer.down
 
 
 class Model(Protocol):
@@ -381,8 +388,11 @@ def layers_unsupported(spec: ModelSpec) -> str:
     """Says why fused layers cannot compute the blocks of a model; empty when they can."""
     block = spec.blocks[0]
     mixer, rope = block.mixer, block.mixer.rope
-    if block.mlp.activation not in ("silu", "swish") or not block.mlp.gated:
-        return f"computes gated silu, not {block.mlp.activation}"
+    mlp = block.mlp
+    if isinstance(mlp, Mixture) or any(each.mlp != mlp for each in spec.blocks):
+        return "computes no mixtures of experts"
+    if mlp.activation not in ("silu", "swish") or not mlp.gated:
+        return f"computes gated silu, not {mlp.activation}"
     if block.is_parallel or not is_pre_norm(block):
         return "computes plain norms before attention and MLP only"
     if rope is None or rope.partial != 1 or rope.interleaved or any(each.mixer.rope != rope for each in spec.blocks):

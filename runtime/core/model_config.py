@@ -54,8 +54,9 @@ class DecoderConfig:
         return self.spec.blocks[0].mixer
 
     @property
-    def mlp(self) -> MLP:
-        return self.spec.blocks[0].mlp
+    def mlps(self) -> tuple[MLP, ...]:
+        """MLPs of all blocks, experts included."""
+        return tuple(mlp for block in self.spec.blocks for mlp in block.mlps)
 
     @property
     def hidden_size(self) -> int:
@@ -63,7 +64,7 @@ class DecoderConfig:
 
     @property
     def intermediate_size(self) -> int:
-        return self.mlp.down.in_features
+        return max(mlp.down.in_features for mlp in self.mlps)
 
     @property
     def num_layers(self) -> int:
@@ -145,14 +146,15 @@ def _refuse(reason: str) -> None:
 def unsupported_reason(spec: ModelSpec) -> str:
     """Says why the decoder cannot compute a model; empty when it can."""
     first = spec.blocks[0]
-    mlp, mixer = first.mlp, first.mixer
+    mixer = first.mixer
     alike = (replace(each.mixer, window=mixer.window, rope=mixer.rope) for each in spec.blocks)
-    if any(replace(each, mixer=part) != first for each, part in zip(spec.blocks, alike, strict=True)):
-        return "layers that differ in more than their window and rotary embedding are not supported"
+    if any(replace(each, mixer=part, mlp=first.mlp) != first for each, part in zip(spec.blocks, alike, strict=True)):
+        return "layers that differ in more than their MLP, window and rotary embedding are not supported"
     if any(norm.eps != spec.final_norm.eps for norm in first.norms):
         return "norms with different eps are not supported"
-    if mlp.activation not in ACTIVATIONS:
-        return f"activation {mlp.activation!r} is not supported, only {', '.join(ACTIVATIONS)}"
+    activations = {mlp.activation for block in spec.blocks for mlp in block.mlps}
+    if unknown := sorted(activations - set(ACTIVATIONS)):
+        return f"activation {unknown[0]!r} is not supported, only {', '.join(ACTIVATIONS)}"
     return next(filter(None, map(_unsupported_rope, spec.ropes)), "")
 
 

@@ -118,6 +118,8 @@ def _narrower_keys(path: Path, weights: Weights, now: Capacity) -> Iterator[Reme
 
 def _fewer_bits(path: Path, weights: Weights, now: Capacity) -> Iterator[Remedy]:
     """Each width that makes prepared weights smaller than all before. Packed checkpoints name their dense source."""
+    if any(weights.config.spec.routers()):
+        return  # compression refuses mixtures of experts
     smallest = now.weight_bytes
     source = path if not weights.checkpoint.modules else "SOURCE"
     for scheme, options in _schemes(weights):

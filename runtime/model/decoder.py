@@ -15,8 +15,9 @@ from torch import Tensor
 from compress.checkpoint.weights.integer import IntegerWeight, pack_bits, unpack_bits
 from compress.models.spec import Attention as AttentionSpec
 from compress.models.spec import Block, Rope
-from runtime.backends.base import Attention, Linear, NormWeights, Ops, RowSource, RunLayers, Target
+from runtime.backends.base import Attention, Linear, NormWeights, Ops, RowSource, RunLayers, Target, mlp_linears
 from runtime.core.model_config import DecoderConfig
+from runtime.model.mixture import Expert, Experts
 
 
 class Rotary:
@@ -226,6 +227,8 @@ class Layer:
         qk_norm: other norms of queries and keys, each over as many channels as its weight has.
         output_norm, mlp_output_norm: norms of what attention and MLP add.
         rope: index of its rotary embedding; None for none.
+        gate_up, down: of its MLP; None in a mixture.
+        experts: of its mixture; None for an MLP.
     """
 
     attention_norm: NormWeights | None
@@ -233,12 +236,19 @@ class Layer:
     head_norm: Tensor | None
     output: Linear
     mlp_norm: NormWeights | None
-    gate_up: Linear
-    down: Linear
+    gate_up: Linear | None
+    down: Linear | None
     qk_norm: tuple[NormWeights, NormWeights] | None = None
     output_norm: NormWeights | None = None
     mlp_output_norm: NormWeights | None = None
     rope: int | None = 0
+    experts: Experts | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of its linears and experts."""
+        parts = self.qkv, self.output, self.gate_up, self.down, self.experts
+        return sum(part.nbytes for part in parts if part is not None)
 
 
 @dataclass(slots=True)
@@ -267,8 +277,7 @@ class Decoder:
     @property
     def nbytes(self) -> int:
         """Memory of all weights; a head that is the embedding itself counts once."""
-        linears = [linear for layer in self.layers for linear in (layer.qkv, layer.output, layer.gate_up, layer.down)]
-        return self.embedding.nbytes + self.head.nbytes + sum(linear.nbytes for linear in linears)
+        return self.embedding.nbytes + self.head.nbytes + sum(layer.nbytes for layer in self.layers)
 
     @property
     def rotary(self) -> Rotary:
@@ -319,10 +328,21 @@ class Decoder:
         update = self._finish(block, self._attend(index, block.mixer, normed, step), layer.output_norm)
         if not block.is_parallel:
             normed = self._normalize(hidden, update, layer.mlp_norm)
-        inner = layer.gate_up(normed)
-        activate = self.ops.activate_and_mul if block.mlp.gated else self.ops.activate
-        added = self._finish(block, layer.down(activate(inner, block.mlp.activation)), layer.mlp_output_norm)
+        added = self._finish(block, self._mlp(block, layer, normed), layer.mlp_output_norm)
         return added.add_(update) if block.is_parallel else added
+
+    def _mlp(self, block: Block, layer: Layer, normed: Tensor) -> Tensor:
+        """Computes the MLP or mixture of a block."""
+        mlp = block.mlps[0]
+        activate = self.ops.activate_and_mul if mlp.gated else self.ops.activate
+
+        def apply(expert: Expert, x: Tensor) -> Tensor:
+            return expert.down(activate(expert.gate_up(x), mlp.activation))
+
+        if layer.experts is not None:
+            return layer.experts(normed, apply)
+        gate_up, down = mlp_linears(layer)
+        return down(activate(gate_up(normed), mlp.activation))
 
     def _finish(self, block: Block, update: Tensor, norm: NormWeights | None) -> Tensor:
         """Applies what a block does to an update before it is added."""

@@ -18,7 +18,7 @@ from compress.checkpoint.weights.base import BesideColumns, Factors
 from compress.checkpoint.weights.integer import IntegerWeight
 from compress.common.device import available_bytes, format_bytes, resolve_device
 from compress.common.errors import CheckpointError, ToolkitError
-from compress.models.spec import Attention, Block, Norm
+from compress.models.spec import MLP, Attention, Block, Mixture, Norm
 from compress.models.spec import Linear as LinearSpec
 from runtime.backends.base import Linear, LinearKernel, LowRank, NormWeights, Target, WithOutliers, fuses_head_norms
 from runtime.backends.registry import (
@@ -33,6 +33,7 @@ from runtime.backends.registry import (
 )
 from runtime.core.model_config import DecoderConfig, parse_config, read_generation_config
 from runtime.model.decoder import Decoder, Embedding, Layer, Rotary, channel_order, make_embedding
+from runtime.model.mixture import Expert, Experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +90,10 @@ def check_tensors(checkpoint: PackedCheckpoint, config: DecoderConfig) -> None:
             )
     embedding = config.spec.names.embedding
     _check_shape(f"{embedding}.weight", checkpoint.shape(embedding), (config.vocab_size, config.hidden_size))
+    for linear in config.spec.routers():
+        _check_shape(f"{linear.name}.weight", checkpoint.files.shape(f"{linear.name}.weight"), linear.shape)
+    for name, size in config.spec.router_biases().items():
+        _check_shape(name, checkpoint.files.shape(name), (size,))
     for norm in config.spec.norms():
         for part in ("weight", "bias")[: 1 + norm.bias]:
             _check_shape(f"{norm.name}.{part}", checkpoint.files.shape(f"{norm.name}.{part}"), (norm.size,))
@@ -238,6 +243,7 @@ class _Loader:
 
     def _layer(self, name: str, block: Block) -> Layer:
         mixer, mlp = block.mixer, block.mlp
+        expert = self._expert(name, mlp) if isinstance(mlp, MLP) else None
         fused = fuses_head_norms(mixer) and mixer.rope is not None
         return Layer(
             attention_norm=self._block_norm(name, block.input_norm),
@@ -245,12 +251,28 @@ class _Loader:
             head_norm=self._head_norm(name, mixer) if fused else None,
             output=self._linear(*_inside(name, (mixer.output,))),
             mlp_norm=self._block_norm(name, block.mlp_norm),
-            gate_up=self._linear(*_inside(name, mlp.inputs)),
-            down=self._linear(*_inside(name, (mlp.down,))),
+            gate_up=None if expert is None else expert.gate_up,
+            down=None if expert is None else expert.down,
             qk_norm=None if fused else self._qk_norm(name, mixer),
             output_norm=self._block_norm(name, block.output_norm),
             mlp_output_norm=self._block_norm(name, block.mlp_output_norm),
             rope=None if mixer.rope is None else self.config.spec.ropes.index(mixer.rope),
+            experts=self._experts(name, mlp) if isinstance(mlp, Mixture) else None,
+        )
+
+    def _expert(self, name: str, mlp: MLP) -> Expert:
+        return Expert(self._linear(*_inside(name, mlp.inputs)), self._linear(*_inside(name, (mlp.down,))))
+
+    def _experts(self, name: str, mixture: Mixture) -> Experts:
+        router, wide = mixture.router, torch.promote_types(self.target.dtype, torch.float32)
+        gate = mixture.shared_gate
+        return Experts(
+            router,
+            self._vector(f"{name}.{router.scores.name}.weight", wide if router.in_float32 else None),
+            tuple(self._expert(name, mlp) for mlp in mixture.experts),
+            self._vector(f"{name}.{router.bias}", wide) if router.bias else None,
+            None if mixture.shared is None else self._expert(name, mixture.shared),
+            None if gate is None else self._vector(f"{name}.{gate.name}.weight"),
         )
 
     def _norm(self, norm: Norm) -> NormWeights:

@@ -33,6 +33,7 @@ MIXED = {
     "sliding_window": 9,
     "layer_types": ["sliding_attention", "full_attention"],
 }
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
 VARIANTS: dict[str, dict[str, object]] = {
     "llama": {"attention_bias": True, "mlp_bias": True, "head_dim": 24},
     "mistral": {"sliding_window": 6},
@@ -77,6 +78,28 @@ VARIANTS: dict[str, dict[str, object]] = {
         "mlp_bias": True,
     },
     "starcoder2": {"sliding_window": 9},
+    "glm4_moe": {
+        **EXPERTS,
+        "n_routed_experts": 8,
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 2.5,
+        "first_k_dense_replace": 1,
+        "use_qk_norm": True,
+        "attention_bias": True,
+        "head_dim": 24,
+        "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    },
+    "minimax_m2": {
+        **EXPERTS,
+        "num_local_experts": 8,
+        "head_dim": 24,
+        "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    },
+    "mixtral": {**EXPERTS, "num_local_experts": 8, "sliding_window": 9},
+    "olmoe": {**EXPERTS, "attention_bias": True},
+    "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 48, "mlp_only_layers": [0]},
+    "qwen3_moe": {**EXPERTS, "head_dim": 24, "norm_topk_prob": True, "attention_bias": True},
 }
 """One model of every family with all of its features."""
 
@@ -86,8 +109,8 @@ def save_tiny_model(folder: Path, family: str = "llama", dtype: torch.dtype = to
     config = AutoConfig.for_model(family, **(SIZES | options))
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).to(dtype)
-    for name, parameter in model.named_parameters():
-        nn.init.normal_(parameter, mean=1.0 if "norm" in name else 0.0, std=0.3 if parameter.dim() == 1 else 0.15)
+    for name, tensor in model.state_dict().items():
+        nn.init.normal_(tensor, mean=1.0 if "norm" in name else 0.0, std=0.3 if tensor.dim() == 1 else 0.15)
     model.save_pretrained(folder)
     return folder
 
@@ -115,7 +138,8 @@ def load_reference(folder: Path, dtype: torch.dtype = torch.float64, *, exact: b
     Args:
         exact: a float64 model computes everything in float64.
     """
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+    # Grouped products of experts are 16-bit only.
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, experts_implementation="eager").eval()
     for module in model.modules() if exact and dtype is torch.float64 else ():
         if module is model or type(module).__name__.endswith("Norm"):
             module.forward = _in_float64(module.forward)

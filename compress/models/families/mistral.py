@@ -1,8 +1,8 @@
-"""Mistral (arXiv:2310.06825) and Ministral 3: Llama with a sliding window and without biases."""
+"""Mistral (arXiv:2310.06825), Ministral 3 and Mixtral (arXiv:2401.04088): Llama with a window and without biases."""
 
 from __future__ import annotations
 
-from compress.models.config import Config, attention, decoder, gated_mlp, number, positive, rope, windows
+from compress.models.config import Config, attention, decoder, gated_mlp, mixture, number, positive, rope, windows
 from compress.models.registry import register
 from compress.models.spec import ModelSpec, PositionScale
 
@@ -28,3 +28,13 @@ def ministral3(config: Config) -> ModelSpec:
     )
     mixers = [attention(config, window=window, rope=rotary, position_scale=growth) for window in windows(config)]
     return decoder(config, mixers, gated_mlp(config))
+
+
+@register("mixtral")
+def mixtral(config: Config) -> ModelSpec:
+    """Describes a Mixtral."""
+    config = {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "num_experts_per_tok": 2, **config}
+    config = config if "num_experts" in config else {"num_local_experts": 8, **config}
+    rotary = rope(config, theta=1e6)
+    mixers = [attention(config, window=window, rope=rotary) for window in windows(config)]
+    return decoder(config, mixers, mixture(config, name="block_sparse_moe", parts=("w1", "w3", "w2")))

@@ -1,20 +1,23 @@
-"""OLMo 2 and 3 (arXiv:2501.00656, arXiv:2512.13961): norms behind attention and MLP, and over all query heads and all
-key heads at once."""
+"""OLMo 2 and 3 (arXiv:2501.00656, arXiv:2512.13961), with norms behind attention and MLP, and OLMoE (arXiv:2409.02060):
+all have norms over all query heads and all key heads at once."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
 
+from compress.common.errors import CheckpointError
 from compress.models.config import (
     Config,
     attention,
     decoder,
     flag,
     gated_mlp,
+    mixture,
     norm,
     num_layers,
     rope,
+    wide_norms,
     windows,
 )
 from compress.models.registry import register
@@ -44,14 +47,27 @@ def olmo3(config: Config) -> ModelSpec:
     return post_norm_decoder(config, mixers)
 
 
+@register("olmoe")
+def olmoe(config: Config) -> ModelSpec:
+    """Describes an OLMoE.
+
+    Raises:
+        CheckpointError: queries, keys and values are clipped.
+    """
+    if config.get("clip_qkv") is not None:
+        raise CheckpointError(
+            "clipped queries, keys and values (clip_qkv) are not supported", "Serve it with transformers"
+        )
+    config = {**DEFAULTS, "num_experts": 64, "num_experts_per_tok": 8, **config}
+    bias = flag(config, "attention_bias")
+    mixer = wide_norms(config, attention(config, qkv_bias=bias, output_bias=bias))
+    experts = mixture(config, normalizes=flag(config, "norm_topk_prob"))
+    return decoder(config, [mixer] * num_layers(config), experts)
+
+
 def _mixer(config: Config, **options: Any) -> Attention:
     bias = flag(config, "attention_bias")
-    mixer = attention(config, qkv_bias=bias, output_bias=bias, **options)
-    query, key = (
-        norm(config, f"self_attn.{name}_norm", heads * mixer.head_dim, in_float32=True)
-        for name, heads in (("q", mixer.num_heads), ("k", mixer.num_kv_heads))
-    )
-    return replace(mixer, qk_norm=(query, key))
+    return wide_norms(config, attention(config, qkv_bias=bias, output_bias=bias, **options), in_float32=True)
 
 
 def post_norm_decoder(config: Config, mixers: list[Attention]) -> ModelSpec:

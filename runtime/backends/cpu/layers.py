@@ -20,6 +20,7 @@ from runtime.backends.base import (
     Model,
     Target,
     layers_unsupported,
+    mlp_linears,
     plain_weight,
 )
 from runtime.backends.cpu.kv_pages import LONGEST_HEAD, CpuPages, pages_unsupported_reason, token_stride
@@ -288,7 +289,7 @@ def layers_unsupported_reason(decoder: Model, memory: MemoryPlan) -> str:
 
 
 def _linears(layer: LayerWeights) -> tuple[Linear, Linear, Linear, Linear]:
-    return layer.qkv, layer.output, layer.gate_up, layer.down
+    return layer.qkv, layer.output, *mlp_linears(layer)
 
 
 def _layer(layer: LayerWeights, pages: int, window: int | None) -> _DecoderLayer:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from runtime.backends.base import Model, Target, layers_unsupported, plain_weight
+from runtime.backends.base import Model, Target, layers_unsupported, mlp_linears, plain_weight
 from runtime.backends.kv_pages import KVCache
 from runtime.backends.torch.ops import TorchOps
 from runtime.backends.triton.attention import TritonAttention, layer_pages
@@ -47,7 +47,7 @@ class TritonLayers:
 
         self._norm_act, self._rope_kv_write = norm_act, rope_kv_write
         self._decoder = decoder
-        linears = ((layer.qkv, layer.output, layer.gate_up, layer.down) for layer in decoder.layers)
+        linears = ((layer.qkv, layer.output, *mlp_linears(layer)) for layer in decoder.layers)
         self._products = [tuple(map(fused, each)) for each in linears]
         tensors, scheme = cache.pages.memory.tensors, cache.scheme
         self._pages = [layer_pages(tensors, scheme, index) for index in range(len(decoder.layers))]

@@ -1,0 +1,57 @@
+"""Mixtures of Qwen2 and Qwen3 (arXiv:2407.10671, arXiv:2505.09388)."""
+
+from __future__ import annotations
+
+from compress.common.errors import CheckpointError
+from compress.models.config import Config, attention, decoder, flag, gated_mlp, mixture, positive, switched_windows
+from compress.models.registry import register
+from compress.models.spec import MLP, Linear, Mixture, ModelSpec
+
+
+@register("qwen2_moe")
+def qwen2_moe(config: Config) -> ModelSpec:
+    """Describes a mixture of Qwen2, with an expert that all tokens share."""
+    config = {
+        "num_experts": 60,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 1408,
+        "shared_expert_intermediate_size": 5632,
+        **config,
+    }
+    size = positive(config, "shared_expert_intermediate_size")
+    experts = mixture(
+        config,
+        size=positive(config, "moe_intermediate_size"),
+        normalizes=flag(config, "norm_topk_prob"),
+        shared=gated_mlp(config, name="mlp.shared_expert", size=size),
+        shared_gate=Linear("mlp.shared_expert_gate", 1, positive(config, "hidden_size")),
+    )
+    bias = flag(config, "qkv_bias", True)
+    mixers = [attention(config, qkv_bias=bias, window=window) for window in switched_windows(config)]
+    return decoder(config, mixers, layers_of(config, experts, len(mixers)))
+
+
+@register("qwen3_moe")
+def qwen3_moe(config: Config) -> ModelSpec:
+    """Describes a mixture of Qwen3."""
+    config = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, **config}
+    experts = mixture(config, size=positive(config, "moe_intermediate_size"), normalizes=flag(config, "norm_topk_prob"))
+    bias = flag(config, "attention_bias")
+    mixers = [
+        attention(config, qkv_bias=bias, output_bias=bias, qk_norm=True, window=window)
+        for window in switched_windows({"max_window_layers": 0, **config})
+    ]
+    return decoder(config, mixers, layers_of(config, experts, len(mixers)))
+
+
+def layers_of(config: Config, experts: Mixture, count: int) -> list[MLP | Mixture]:
+    """Reads which layers are mixtures; the others have an MLP.
+
+    Raises:
+        CheckpointError: `mlp_only_layers` that is no list of layers.
+    """
+    step, dense = positive(config, "decoder_sparse_step", 1), config.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or not set(dense) <= set(range(count)):
+        raise CheckpointError(f"mlp_only_layers is {dense!r}, not a list of layers", "Check config.json")
+    mlp = gated_mlp(config)
+    return [mlp if layer in dense or (layer + 1) % step else experts for layer in range(count)]

@@ -1,0 +1,94 @@
+"""Mixtures of experts in plain torch: the choice of experts, and their weighted sum."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from compress.models.spec import Router
+from runtime.backends.base import Linear
+
+
+def route(scores: Tensor, router: Router, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Chooses experts by `scores [T, E]`, in at least float32.
+
+    Args:
+        bias: `[E]`, added where experts are chosen, not to their weights.
+
+    Returns:
+        Weights `[T, k]`, and int64 experts `[T, k]`.
+    """
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    weights = scores.softmax(-1) if router.activation == "softmax" else scores.sigmoid()
+    ranks = weights if bias is None else weights + bias
+    if router.num_groups > 1:
+        ranks = _in_best_groups(ranks, router)
+    chosen = ranks.topk(router.num_chosen, -1).indices
+    weights = weights.gather(-1, chosen)
+    if router.normalizes:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return weights * router.scale, chosen
+
+
+def _in_best_groups(ranks: Tensor, router: Router) -> Tensor:
+    """Puts experts outside of the best groups behind all others."""
+    groups = ranks.unflatten(-1, (router.num_groups, -1))
+    best = groups.topk(2, -1).values.sum(-1).topk(router.num_chosen_groups, -1).indices
+    hidden = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter(-1, best, False)
+    return groups.masked_fill(hidden.unsqueeze(-1), float("-inf")).flatten(-2)
+
+
+@dataclass(frozen=True, slots=True)
+class Expert:
+    """Weights of one MLP."""
+
+    gate_up: Linear
+    down: Linear
+
+    @property
+    def nbytes(self) -> int:
+        return self.gate_up.nbytes + self.down.nbytes
+
+
+Apply = Callable[[Expert, Tensor], Tensor]
+"""Computes an MLP: `[T, H] -> [T, H]`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """Weights of a mixture.
+
+    Attributes:
+        scores: router `[E, H]`.
+        bias: `[E]` of the router, in at least float32.
+        shared_gate: `[1, H]`.
+    """
+
+    router: Router
+    scores: Tensor
+    experts: tuple[Expert, ...]
+    bias: Tensor | None = None
+    shared: Expert | None = None
+    shared_gate: Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        shared = 0 if self.shared is None else self.shared.nbytes
+        return self.scores.nbytes + shared + sum(expert.nbytes for expert in self.experts)
+
+    def __call__(self, x: Tensor, apply: Apply) -> Tensor:
+        """Computes `[T, H]` of `x [T, H]`; an expert reads the rows that chose it, all at once."""
+        weights, chosen = route(x.to(self.scores.dtype) @ self.scores.T, self.router, self.bias)
+        out = torch.zeros_like(x)
+        for index in chosen.unique().tolist():
+            rows, places = (chosen == index).nonzero(as_tuple=True)
+            found = apply(self.experts[index], x[rows]) * weights[rows, places].unsqueeze(-1)
+            out.index_add_(0, rows, found.to(x.dtype))
+        return out if self.shared is None else out.add_(self._shared(self.shared, x, apply))
+
+    def _shared(self, expert: Expert, x: Tensor, apply: Apply) -> Tensor:
+        found = apply(expert, x)
+        return found if self.shared_gate is None else found * (x @ self.shared_gate.T).sigmoid()

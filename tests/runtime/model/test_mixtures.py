@@ -1,0 +1,70 @@
+"""Mixtures of experts: packed experts as stored, and the choice of experts."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from tiny_models import VARIANTS, load_reference, pack_model, reference_logits, save_tiny_model
+
+from compress.checkpoint.config import read_config, write_config
+from compress.checkpoint.reader import PackedCheckpoint
+from compress.checkpoint.weights import Int
+from compress.models.spec import Linear, Router
+from runtime.core.config import RuntimeConfig
+from runtime.memory.advice import inspect
+from runtime.model.loader import load_model
+from runtime.model.mixture import route
+from runtime.model.scoring import score
+
+TOKENS = torch.randint(3, 112, (2, 40), generator=torch.Generator().manual_seed(3))
+
+
+def write_dequantized(packed: Path, dense: Path, out: Path) -> Path:
+    """Writes the checkpoint that transformers computes what is packed with."""
+    checkpoint = PackedCheckpoint.open(packed)
+    modules = {name: checkpoint.weight(name).dequantize(torch.float64) for name in checkpoint.schemes}
+    rest = {
+        name: checkpoint.tensor(name).double()
+        for name in PackedCheckpoint.open(dense).files.names()
+        if name.removesuffix(".weight") not in modules
+    }
+    out.mkdir()
+    save_file({**rest, **{f"{name}.weight": weight for name, weight in modules.items()}}, out / "model.safetensors")
+    write_config(out, read_config(dense))
+    return out
+
+
+@pytest.mark.parametrize("family", ["glm4_moe", "qwen2_moe", "qwen3_moe"])
+def test_packed_experts_are_multiplied_as_stored(family: str, tmp_path: Path) -> None:
+    dense, packed = save_tiny_model(tmp_path / "dense", family, **VARIANTS[family]), tmp_path / "packed"
+    weights = pack_model(dense, packed, lambda module: Int(4, 32) if "experts" in module else None)
+    assert len(weights) >= 2 * 8 * 3 - 24
+    reference = load_reference(write_dequantized(packed, dense, tmp_path / "plain"))
+    found = score(load_model(packed, dtype="float64"), TOKENS)
+    torch.testing.assert_close(found, reference_logits(reference, TOKENS), rtol=0, atol=1e-9)
+
+
+def test_no_command_that_fails_is_advised(tmp_path: Path) -> None:
+    folder = save_tiny_model(tmp_path / "model", "qwen3_moe", **VARIANTS["qwen3_moe"])
+    lines = list(inspect(folder, "", RuntimeConfig()).lines())
+    assert any("--kv-cache" in line for line in lines)
+    assert not any("compress quantize" in line for line in lines)
+
+
+def test_a_bias_changes_the_choice_and_not_the_weights() -> None:
+    router = Router(Linear("gate", 4, 8), 2, "sigmoid", normalizes=False, scale=2.0)
+    scores = torch.tensor([[3.0, 2.0, 1.0, 0.0]])
+    weights, chosen = route(scores, router, torch.tensor([0.0, -1.0, 0.0, 0.0]))
+    assert chosen.tolist() == [[0, 2]]
+    torch.testing.assert_close(weights, 2 * scores[:, [0, 2]].sigmoid())
+
+
+def test_experts_outside_of_the_best_groups_are_not_chosen() -> None:
+    router = Router(Linear("gate", 6, 8), 2, num_groups=3, num_chosen_groups=1)
+    scores = torch.tensor([[5.0, -9.0, 4.0, 4.1, 3.0, 3.5]])
+    _, chosen = route(scores.log_softmax(-1), Router(Linear("gate", 6, 8), 2), None)
+    assert sorted(chosen[0].tolist()) == [0, 3]
+    _, chosen = route(scores, Router(Linear("gate", 6, 8), 2, "sigmoid", num_groups=3, num_chosen_groups=1), None)
+    assert sorted(chosen[0].tolist()) == [2, 3]
+    assert route(scores, router, None)[0].sum().item() == pytest.approx(1.0)
