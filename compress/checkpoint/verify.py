@@ -78,15 +78,18 @@ class StructureReport:
         return {"ok": self.ok, **asdict(self), **figures}
 
 
+UNCOMPARED = "shapes were not compared with the config: unknown model type"
+
 Shapes = Mapping[str, tuple[int, ...]]
 """Shape of every parameter by tensor name."""
 
 
 def implied_shapes(config: Mapping[str, Any]) -> tuple[Shapes, str]:
-    """Derives the parameters that config.json implies; none, and the reason, for what no family describes."""
+    """Derives the parameters that config.json implies: none for a model type that no family describes, and the problem
+    for values that define no model."""
     describe = find_family(config.get("model_type"))
     if describe is None:
-        return {}, "unknown model type"
+        return {}, ""
     try:
         return describe(config).parameters(), ""
     except CheckpointError as error:
@@ -146,8 +149,8 @@ def verify_structure(path: str | Path, source: TensorFiles | None = None) -> Str
         CheckpointError: the folder cannot be opened at all (missing, truncated, unknown format).
     """
     packed = PackedCheckpoint.open(path)
-    implied, unknown = implied_shapes(packed.config)
-    problems = [*_config_problems(packed), *_name_problems(packed, source, implied)]
+    implied, problem = implied_shapes(packed.config)
+    problems = [*([problem] if problem else []), *_config_problems(packed), *_name_problems(packed, source, implied)]
     shapes = _read_weights(packed, problems, implied)
     for name in packed.dense_names():
         problems += _dense_problems(packed, name, implied)
@@ -165,7 +168,7 @@ def verify_structure(path: str | Path, source: TensorFiles | None = None) -> Str
         num_quantized=num_quantized,
         quantized_bytes=sum(packed.weight_bytes(module) for module in shapes),
         total_bytes=packed.files.file_bytes,
-        notes=(f"shapes were not compared with the config: {unknown}",) if unknown else _carried_note(packed, implied),
+        notes=_carried_note(packed, implied) if implied or problem else (UNCOMPARED,),
     )
 
 

@@ -82,9 +82,16 @@ def refuse_when_full(target: Path) -> Iterator[None]:
         ) from error
 
 
+def check_file(path: Path) -> None:
+    """Raises CheckpointError for a folder, device or pipe in the place of a file to read or write."""
+    if path.exists() and not path.is_file():
+        raise CheckpointError(f"{path} is no regular file", "Name another file")
+
+
 @contextmanager
 def atomic_file(target: Path) -> Iterator[BinaryIO]:
     """A stream whose bytes appear as `target` only when everything was written and is on disk."""
+    check_file(target)
     unfinished = target.with_name(f".{target.name}.tmp")
     try:
         with refuse_when_full(target):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from compress.common.errors import ToolkitError
-from compress.common.files import atomic_file
+from compress.common.files import atomic_file, check_file
 from compress.common.plots import COLORS, INSTALL_PLOTS, has_matplotlib
 
 if TYPE_CHECKING:
@@ -175,6 +175,7 @@ class Page:
         """
         if out.is_dir():
             raise ToolkitError(f"{out} is a folder", f"Name a file: --out {out / 'report.html'}")
+        check_file(out)
         if out.exists() and GENERATOR.encode() not in out.read_bytes()[:_HEAD]:
             raise ToolkitError(f"{out} exists and is no page of this command", "Name another file with --out")
         if not out.parent.is_dir():

@@ -11,7 +11,7 @@ from typing import Any
 
 from compress.checkpoint.verify import verify_structure
 from compress.common.errors import CheckpointError, RecipeError, ToolkitError
-from compress.common.files import REPORT_FILE, atomic_file, read_json, sync
+from compress.common.files import REPORT_FILE, atomic_file, check_file, read_json, sync
 from compress.pipeline.prepare import prepare
 from compress.pipeline.resume import RunDisplay
 from compress.pipeline.run import RunResult, run
@@ -89,10 +89,16 @@ HEADER = "# Found by compress search."
 
 def write_recipe(path: Path, recipe: Recipe, remarks: Sequence[str]) -> None:
     """Writes a recipe, replacing an older one of a search. Raises CheckpointError for other files."""
-    if path.exists() and not path.read_bytes().startswith(HEADER.encode()):
-        raise CheckpointError(f"{path} exists and is no recipe of a search", "Name another file with --recipe")
+    check_recipe_file(path)
     with atomic_file(path) as stream:
         stream.write(recipe_text(recipe, remarks).encode())
+
+
+def check_recipe_file(path: Path) -> None:
+    """Raises CheckpointError for anything but an older recipe of a search."""
+    check_file(path)
+    if path.exists() and not path.read_bytes().startswith(HEADER.encode()):
+        raise CheckpointError(f"{path} exists and is no recipe of a search", "Name another file with --recipe")
 
 
 def recipe_text(recipe: Recipe, remarks: Sequence[str]) -> str:
@@ -168,8 +174,11 @@ def find(survey: Survey, files: Files, quiet: bool = False) -> Findings:
     """Measures the sensitivities that are not on disk.
 
     Raises:
-        ToolkitError: as `compress.search.measure.measure`; the file belongs to another model, text or method.
+        ToolkitError: as `compress.search.measure.measure`; the file belongs to another model, text or method, or the
+            recipe would replace what is none of a search.
     """
+    check_recipe_file(files.recipe)
+    check_file(files.sensitivities)
     known = Sensitivities.open(files.sensitivities, identity(survey), survey.run.restart)
     done = sum(
         known.get(group, candidate) is not None for group, offered in survey.candidates.items() for candidate in offered

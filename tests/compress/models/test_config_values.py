@@ -9,6 +9,7 @@ from folders import change_config, private_copy
 from tiny_models import SIZES
 
 from compress.checkpoint.config import read_config
+from compress.checkpoint.verify import verify_structure
 from compress.checkpoint.weights import Int
 from compress.common.errors import CheckpointError, ToolkitError
 from compress.models.config import MAX_LAYERS, MAX_SIZE
@@ -83,6 +84,11 @@ def test_a_plan_refuses_a_value_by_its_key(tiny_model, tmp_path, key: str, value
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match=key if key != "dtype" else "abc"):
         runs.prepared(folder, tmp_path / "out", QuantizeStage("rtn", Int(4, 64)))
+
+
+def test_verification_tells_a_value_that_defines_no_model(tiny_model, tmp_path) -> None:
+    folder = change_config(private_copy(tiny_model(), tmp_path / "model"), hidden_size="128")
+    assert any("hidden_size" in problem for problem in verify_structure(folder).problems)
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"\xff\xfe{}", b"\0", b"[" * 10**5, b'{"a":' * 10**5, b"9" * 5000])

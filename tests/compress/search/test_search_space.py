@@ -1,5 +1,6 @@
 """User input of a search: candidates, targets, search sections of recipes; and the recipes that a search writes."""
 
+import os
 import re
 
 import pytest
@@ -7,9 +8,10 @@ import pytest
 from calibration.parts import Part
 from compress.checkpoint.weights import Int, NMSparsity
 from compress.common.errors import CheckpointError, RecipeError, ToolkitError
+from compress.common.files import atomic_file
 from compress.recipe import CalibrationOptions, FactorizeStage, PruneStage, QuantizeStage, Recipe, parse_size
 from compress.recipe_file import load_recipe, load_work, parse_recipe, parse_work
-from compress.search.run import recipe_text, write_recipe
+from compress.search.run import check_recipe_file, recipe_text, write_recipe
 from compress.search.space import (
     DEFAULT_CANDIDATES,
     Candidate,
@@ -195,3 +197,13 @@ def test_only_recipes_of_searches_are_written_over(tmp_path) -> None:
     path.write_text("stages: []\n")
     with pytest.raises(CheckpointError, match=f"^{path} .*--recipe"):
         write_recipe(path, recipe, [])
+
+
+def test_a_pipe_is_neither_read_nor_replaced(tmp_path) -> None:
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    with pytest.raises(CheckpointError, match="pipe"):
+        check_recipe_file(path)
+    with pytest.raises(CheckpointError, match="pipe"), atomic_file(path):
+        pass
+    assert path.is_fifo()
