@@ -353,13 +353,14 @@ class Soak:
     def sample(self) -> Sample:
         return read_sample(self.server.pid, time.monotonic() - self.began)
 
-    async def run(self, warm_up_seconds: float, seconds: float, progress: Callable[[Sample], None]) -> None:
+    async def run(self, warm_up_seconds: float, seconds: float, tell: Callable[[str], None]) -> None:
+        """Measures; tells the memory once a minute."""
         async with open_session() as session:
             await self._load(session, "warm-up", warm_up_seconds)
             self.answers.clear()
             self.start = await self._rest(session)
             self.began = time.monotonic()
-            watcher = asyncio.create_task(self._watch(progress))
+            watcher = asyncio.create_task(self._watch(tell))
             await self._load(session, "soak", seconds)
             watcher.cancel()
             self.end = await self._rest(session)
@@ -392,10 +393,12 @@ class Soak:
         health = self.left_behind = await fetch_json(session, "GET", f"{self.server.url}/health")
         return health["running"], health["waiting"]
 
-    async def _watch(self, progress: Callable[[Sample], None]) -> None:
+    async def _watch(self, tell: Callable[[str], None]) -> None:
         while True:
-            self.samples.append(self.sample())
-            progress(self.samples[-1])
+            self.samples.append(sample := self.sample())
+            minute, before = (each.seconds // 60 for each in (sample, self.samples[-2:][0]))
+            if minute > before:
+                tell(f"{minute:.0f} minutes: {mebibytes(sample.resident)} MiB, {self.answers.total()} answers")
             await asyncio.sleep(SAMPLE_SECONDS)
 
     @property
@@ -491,7 +494,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console.print(describe(facts))
     with run_server(options.model, ["--kv-memory", KV_MEMORY]) as server:
         soak = Soak.of(server, options.seed, options.clients)
-        asyncio.run(soak.run(60 * options.warm_up, 60 * options.minutes, lambda sample: None))
+        asyncio.run(soak.run(60 * options.warm_up, 60 * options.minutes, console.print))
         return report(soak, facts, options.out, console)
 
 
