@@ -53,7 +53,7 @@ def test_no_piece_holds_many_items(number: int, item: Any) -> None:
 
 
 def test_others_run_while_a_long_answer_is_written() -> None:
-    """Of the time that writing takes, others get at least every second slice."""
+    """While writing takes its time, others get a turn between any two slices."""
     turns = 0
 
     def slow() -> Iterator[str]:
