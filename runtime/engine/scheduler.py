@@ -39,10 +39,10 @@ from compress.common.errors import RequestError
 from runtime.core.attention_window import FULL_ATTENTION, AttentionWindow, held_blocks
 from runtime.core.config import RuntimeConfig
 from runtime.core.request import Request, Sequence, Status
-from runtime.core.step import BlockCopy, BlockRestore, ScheduledSequence, StepPlan
+from runtime.core.step import BlockCopy, ScheduledSequence, StepPlan
 from runtime.engine.block_pool import BlockPool
 from runtime.engine.fairness import Clients, count_places, first_of_each, in_prompt, in_turns, token_shares
-from runtime.engine.kv_cache_manager import KVCacheManager
+from runtime.engine.kv_cache_manager import KVCacheManager, TakenBlocks
 
 PRIORITY_PLACES = 64
 """Later requests that may overtake a request, per unit of priority that they are ahead; bounds starvation."""
@@ -66,6 +66,8 @@ class _Step:
     Attributes:
         budget: number of tokens left.
         turns: running sequences whose turn is now or later; the last one is the next to be preempted.
+        taken: moves of blocks for sequences that got a place in this step, by sequence id.
+        copies: other copies of blocks.
         prompts: entries with prompt tokens, by sequence id.
         shares: most prompt tokens of each client that are left to it; None does not limit them.
     """
@@ -73,8 +75,8 @@ class _Step:
     budget: int
     turns: list[Sequence] = field(default_factory=list)
     entries: list[ScheduledSequence] = field(default_factory=list)
+    taken: dict[str, TakenBlocks] = field(default_factory=dict)
     copies: list[BlockCopy] = field(default_factory=list)
-    restores: list[BlockRestore] = field(default_factory=list)
     prompts: dict[str, ScheduledSequence] = field(default_factory=dict)
     shares: dict[str, int] | None = None
 
@@ -216,10 +218,12 @@ class Scheduler:
             step.shares = None  # what some cannot use, the others get
         self._schedule_prompts(step)
         self._schedule_drafts(step)
-        self.stats.num_copies += len(step.copies)
         if not step.entries:
             return StepPlan(())
-        return StepPlan(tuple(step.entries), tuple(step.copies), self.pool.tier.take_offloads(), tuple(step.restores))
+        copies = [*step.copies, *(copy for taken in step.taken.values() for copy in taken.copies)]
+        restores = tuple(restore for taken in step.taken.values() for restore in taken.restores)
+        self.stats.num_copies += len(copies)
+        return StepPlan(tuple(step.entries), tuple(copies), self.pool.tier.take_offloads(), restores)
 
     def decodes(self) -> list[Sequence]:
         """Returns the sequences to draft for: those in the middle of their output that the next step continues.
@@ -383,8 +387,7 @@ class Scheduler:
         taken = None if sequence.is_held else self.blocks.take(sequence, len(self.running))
         if taken is None:
             return False
-        step.copies += taken.copies
-        step.restores += taken.restores
+        step.taken[sequence.id] = taken
         self._count_prefix(sequence)
         self.waiting.remove(sequence)
         self._run(sequence)
@@ -423,6 +426,7 @@ class Scheduler:
     def _make_room(self, sequence: Sequence, step: _Step) -> bool:
         """Preempts the last running sequence. Returns False if that is `sequence` itself."""
         victim = step.turns.pop()
+        step.taken.pop(victim.id, None)  # its blocks may be another's in this step
         self.preempt(victim)
         return victim is not sequence
 

@@ -107,6 +107,10 @@ class FakeRunner:
     def _move(self, plan: StepPlan) -> None:
         """Copies all at once, as a gather and a scatter: their order among themselves must not matter."""
         assert len({offload.slot for offload in plan.offloads}) == len(plan.offloads)
+        written = [copy.target for copy in plan.copies] + [restore.block for restore in plan.restores]
+        planned = {block_id for entry in plan.entries for block_id in entry.sequence.block_ids}
+        assert len(set(written)) == len(written), "a block is written twice"
+        assert planned.issuperset(written), "a block is written for a sequence that is not in the plan"
         size = self.block_size
         for offload in plan.offloads:
             self._host[offload.slot] = self._slots[offload.block * size : (offload.block + 1) * size]
