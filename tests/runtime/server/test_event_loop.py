@@ -20,7 +20,10 @@ from runtime.server.completions import MAX_INPUTS
 pytestmark = pytest.mark.full
 
 LIMIT = 0.1
-"""Seconds for the longest check; what an idle server takes on this machine comes on top, twice."""
+"""Seconds for the longest check."""
+ATTEMPTS = 3
+"""Times that a body is sent until no check is late: one that holds the loop does so every time, while other programs on
+the machine delay a check now and then."""
 PAUSE = 0.01
 MAX_BODY = 4 * 2**20
 VOCABULARY = json.loads((demo_model_path() / "config.json").read_text())["vocab_size"]
@@ -103,6 +106,11 @@ BODIES = {
 def test_health_answers_while_a_body_is_served(watched: Watched, name: str) -> None:
     path, content, status = BODIES[name]
     assert len(content) <= MAX_BODY
-    longest, idle = watched.longest_check(path, content, (status,))
-    print(f"{name}: longest check {1000 * longest:.0f} ms, before {1000 * idle:.0f} ms")
-    assert longest <= LIMIT + 2 * idle
+    late = []
+    for _ in range(ATTEMPTS):
+        longest, idle = watched.longest_check(path, content, (status,))
+        print(f"{name}: longest check {1000 * longest:.0f} ms, before {1000 * idle:.0f} ms")
+        if longest <= LIMIT:
+            return
+        late.append(longest)
+    pytest.fail(f"the longest checks took {late} seconds")
