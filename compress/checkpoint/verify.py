@@ -218,8 +218,12 @@ def _config_problems(packed: PackedCheckpoint) -> Iterator[str]:
         return
     if block.get("quantization_status") not in (None, "compressed", "frozen"):
         yield f"quantization_status is {block['quantization_status']!r}, not 'compressed'"
-    patterns = any(str(entry).startswith("re:") for entry in block.get("ignore") or ())
-    unlisted = set(packed.dense_linears()) - set(block.get("ignore") or ())
+    ignored = block.get("ignore") or []
+    if not isinstance(ignored, list) or not all(isinstance(entry, str) for entry in ignored):
+        yield "quantization_config.ignore is not a list of names"
+        return
+    patterns = any(entry.startswith("re:") for entry in ignored)
+    unlisted = set(packed.dense_linears()) - set(ignored)
     if unlisted and not patterns:
         yield f"dense linear layers missing from `ignore`: {', '.join(sorted(unlisted))}"
 

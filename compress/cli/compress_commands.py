@@ -47,12 +47,14 @@ if TYPE_CHECKING:
 
 def make_request(model: Path | None, recipe: Recipe, out: Path, job: JobOptions) -> RunRequest:
     """Fills in the demo model where none is named, and says so."""
+    from compress.checkpoint.safetensors import check_folder
     from compress.pipeline.prepare import RunRequest
 
     if model is None:
         _say(f"No model named: using the {DEMO_NAME} ({demo_model_path()})")
     folder = demo_model_path() if model is None else in_home(model)
-    source = DEMO_SOURCE if model is None else str(folder.resolve())
+    # Refuses loops of links, which resolving them would not survive.
+    source = DEMO_SOURCE if model is None else str(check_folder(folder).resolve())
     return RunRequest(
         folder,
         source,

@@ -40,6 +40,14 @@ def test_sound_checkpoint(packed, dense_folder):
     assert json.loads(json.dumps(report.as_dict()))["ok"] is True
 
 
+@pytest.mark.parametrize("ignore", [-1, True, [1], [["lm_head"]], {"lm_head": 1}])
+def test_a_list_of_left_out_layers_that_is_none_is_told(packed, ignore):
+    config = read_config(packed[0])
+    config["quantization_config"]["ignore"] = ignore
+    write_config(packed[0], config)
+    assert any("ignore" in problem for problem in verify_structure(packed[0]).problems)
+
+
 def test_left_out_layers_have_a_reason(dense_folder, pack, tmp_path):
     pack(dense_folder, tmp_path / "p", lambda module: None if "down_proj" in module else Int(4, 32, False))
     report = verify_structure(tmp_path / "p")

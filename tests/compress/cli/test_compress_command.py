@@ -187,6 +187,14 @@ def test_refusals_are_one_line_with_a_remedy(compress, tmp_path, arguments, prob
     assert list(tmp_path.iterdir()) == []
 
 
+def test_loops_of_links_are_refused(compress, tmp_path) -> None:
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    for command in (["quantize", "loop"], ["search", "loop", "--target-bpw", "4"], ["verify", "loop"]):
+        assert compress(*command, code=1).stderr.startswith("error: ")
+    (tmp_path / "config.json").symlink_to(tmp_path / "config.json")
+    assert compress("eval", "--ppl", ".", code=1).stderr.startswith("error: ")
+
+
 @pytest.mark.full
 def test_ctrl_c_says_how_to_resume_and_the_next_run_does(compress, tiny_model, tmp_path) -> None:
     arguments = ["quantize", str(tiny_model(num_hidden_layers=8)), *QUICK]
