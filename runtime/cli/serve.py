@@ -13,7 +13,7 @@ import socket
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from logging.handlers import QueueHandler, QueueListener
@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO, cast
 import typer
 
 from compress.common.cli import demo_model_path, with_groups
-from compress.common.errors import ToolkitError
+from compress.common.errors import RequestError, ToolkitError
 from runtime.cli.options import (
     AddressOptions,
     ConfigOption,
@@ -158,6 +158,9 @@ def load_served_model(
     from runtime.server.app import create_app
 
     engine, tokenizer = load_engine(path, config)
+    if engine.grammars is not None:
+        with suppress(RequestError):  # without llguidance each grammar is refused
+            engine.grammars.read_vocabulary()  # here no request waits for it
     app = create_app(
         EngineThread(engine),
         tokenizer,

@@ -356,8 +356,7 @@ CACHE_SIZE, CACHE_BYTES = 128, 2**28
 COMPILE_SECONDS = 10.0
 """Limit of compiling a grammar. The limits above let none take as long on a machine with time for it."""
 
-SHORT_GRAMMAR = 2048
-NUM_LANES = 2
+SHORT_GRAMMAR, NUM_LANES = 2048, 2
 
 
 def lane_of(grammar: Grammar) -> int:
@@ -407,7 +406,7 @@ class GrammarCompiler:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._max_work, self._compile_seconds = max_work, compile_seconds
-        self._tokens: LLTokenizer | None = None  # created on first use: it takes a second for large vocabularies
+        self._tokens: LLTokenizer | None = None
         self._recent: OrderedDict[Grammar, CompiledGrammar] = OrderedDict()
         self._compiled: WeakValueDictionary[Grammar, CompiledGrammar] = WeakValueDictionary()
         self._lock = Lock()
@@ -437,6 +436,18 @@ class GrammarCompiler:
             problem = f"the {NAMES[grammar.kind]} takes more than {self._compile_seconds:g} s to compile"
             raise RequestError(problem, "Simplify it") from None
 
+    def read_vocabulary(self) -> LLTokenizer:
+        """Returns the vocabulary. Reading a large one takes a second under the interpreter lock. Raises RequestError
+        without llguidance, which is imported here first."""
+        try:
+            from llguidance import LLTokenizer, TokenizerWrapper
+        except ImportError as error:
+            raise RequestError("grammars need llguidance, which is missing", "Run: pip install llguidance") from error
+        if self._tokens is None:
+            table = _TokenTable(self._tokenizer, self._vocab_size)
+            self._tokens = LLTokenizer(TokenizerWrapper(table), self._vocab_size + 1)
+        return self._tokens
+
     def find(self, grammar: Grammar, *, even_full: bool = False) -> CompiledGrammar | None:
         """Returns a grammar if compiled. Forgets one with a full lexer unless `even_full`, to be compiled anew."""
         with self._lock:
@@ -463,22 +474,12 @@ class GrammarCompiler:
         return self._threads.submit(constraint.prepare, token_id)
 
     def _compile(self, grammar: Grammar) -> CompiledGrammar:
-        self._tokens = self._tokens or _read_vocabulary(self._tokenizer, self._vocab_size)
-        compiled = compile_grammar(grammar, self._tokens)
+        compiled = compile_grammar(grammar, self.read_vocabulary())
         with self._lock:
             self._compiled[grammar] = self._recent[grammar] = compiled
             while len(self._recent) > CACHE_SIZE or sum(each.size for each in self._recent.values()) > CACHE_BYTES:
                 self._recent.popitem(last=False)
         return compiled
-
-
-def _read_vocabulary(tokenizer: Vocabulary, vocab_size: int) -> LLTokenizer:
-    """Raises RequestError without llguidance, which is imported here first: other requests do not need it."""
-    try:
-        from llguidance import LLTokenizer, TokenizerWrapper
-    except ImportError as error:
-        raise RequestError("grammars need llguidance, which is not installed", "Run: pip install llguidance") from error
-    return LLTokenizer(TokenizerWrapper(_TokenTable(tokenizer, vocab_size)), vocab_size + 1)
 
 
 class _TokenTable:
