@@ -322,7 +322,7 @@ class Decoder:
         return hidden if scale == 1.0 else hidden.mul_(torch.tensor(scale, dtype=hidden.dtype))
 
     def _block(self, index: int, block: Block, hidden: Tensor, update: Tensor | None, step: _Step) -> Tensor:
-        """Adds `update` to `hidden`, and what mixer and MLP add but for the last of them, which it returns."""
+        """Adds `update` to `hidden`, and what mixer and MLP add except for the last of them, which it returns."""
         layer = self.layers[index]
         normed = self._normalize(hidden, update, layer.attention_norm)
         update = self._finish(block, self._attend(index, block.mixer, normed, step), layer.output_norm)
@@ -391,7 +391,7 @@ class Decoder:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """What all layers of a step share; cosine and signed sine of each rotary embedding."""
+    """State that all layers of a step share; cosine and signed sine of each rotary embedding."""
 
     positions: Tensor
     angles: list[tuple[Tensor, Tensor]]

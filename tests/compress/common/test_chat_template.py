@@ -126,7 +126,7 @@ def conversation(length: int) -> list[dict[str, Any]]:
 
 
 def plainly_rendered(template: str, **variables: Any) -> str:
-    """What jinja makes of a template without a meter."""
+    """Renders a template without a meter."""
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
     environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
     return environment.from_string(template).render(add_generation_prompt=True, **variables)
