@@ -16,9 +16,9 @@ MINUTE = 60
 
 
 def small_draw(seed: str) -> Any:
-    import soak
+    from soak_requests import Draw
 
-    return soak.Draw(seed, "demo", context=64, vocab_size=300)
+    return Draw(seed, "demo", context=64, vocab_size=300)
 
 
 def test_a_seed_gives_the_same_requests() -> None:
@@ -27,12 +27,12 @@ def test_a_seed_gives_the_same_requests() -> None:
 
 
 def test_every_kind_can_be_drawn_and_clients_leave_in_every_manner() -> None:
-    import soak
+    import soak_requests
 
     draw = small_draw("kinds")
-    assert all(make(draw).path.startswith("/") for _, make in soak.KINDS.values())
-    assert {soak.left(draw).manner for _ in range(50)} == set(soak.MANNERS) - {"reads all"}
-    assert len({soak.constrained(draw).content for _ in range(10)}) == 10
+    assert all(make(draw).path.startswith("/") for _, make in soak_requests.KINDS.values())
+    assert {soak_requests.left(draw).manner for _ in range(50)} == set(soak_requests.MANNERS) - {"reads all"}
+    assert len({soak_requests.constrained(draw).content for _ in range(10)}) == 10
 
 
 def measured(sizes: list[int], answers: dict[tuple[str, str], int], log: Path, unfinished: int = 0) -> Any:
