@@ -243,13 +243,14 @@ class _Loader:
 
     def _layer(self, name: str, block: Block) -> Layer:
         mixer, mlp = block.mixer, block.mlp
-        expert = self._expert(name, mlp) if isinstance(mlp, MLP) else None
         fused = fuses_head_norms(mixer) and mixer.rope is not None
+        qkv, output = self._linear(*_inside(name, mixer.qkv)), self._linear(*_inside(name, (mixer.output,)))
+        expert = self._expert(name, mlp) if isinstance(mlp, MLP) else None
         return Layer(
             attention_norm=self._block_norm(name, block.input_norm),
-            qkv=self._linear(*_inside(name, mixer.qkv)),
+            qkv=qkv,
             head_norm=self._head_norm(name, mixer) if fused else None,
-            output=self._linear(*_inside(name, (mixer.output,))),
+            output=output,
             mlp_norm=self._block_norm(name, block.mlp_norm),
             gate_up=None if expert is None else expert.gate_up,
             down=None if expert is None else expert.down,

@@ -102,6 +102,7 @@ VARIANTS: dict[str, dict[str, object]] = {
     "qwen3_moe": {**EXPERTS, "head_dim": 24, "norm_topk_prob": True, "attention_bias": True},
 }
 """One model of every family with all of its features."""
+MIXTURES = {family for family, options in VARIANTS.items() if EXPERTS.items() <= options.items()}
 
 
 def save_tiny_model(folder: Path, family: str = "llama", dtype: torch.dtype = torch.float32, **options: object) -> Path:

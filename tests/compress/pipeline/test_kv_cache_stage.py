@@ -157,5 +157,5 @@ def test_verify_tells_a_record_that_makes_no_sense(tmp_path) -> None:
 
 
 def test_models_that_the_runtime_does_not_serve_are_refused_before_anything_runs(tiny_model, tmp_path) -> None:
-    with pytest.raises(CheckpointError, match="partial_rotary_factor"):
-        prepared(tiny_model("phi3", partial_rotary_factor=0.5), tmp_path / "out", KVCacheStage())
+    with pytest.raises(CheckpointError, match="mish"):
+        prepared(tiny_model("llama", hidden_act="mish"), tmp_path / "out", KVCacheStage())
