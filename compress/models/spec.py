@@ -83,6 +83,7 @@ class Attention:
         qk_norm: norms of queries and keys, over each head or over all heads at once, as their size says.
         norms_rotated: `qk_norm` comes after the rotary embedding instead of before it.
         scale: factor on scores; None is `head_dim ** -0.5`.
+        softcap: scores s become `softcap * tanh(s / softcap)` before they are masked; None leaves them.
         position_scale: growth of queries with their position, see `PositionScale`.
         window: tokens, itself included, that a token attends to; None is all.
     """
@@ -96,6 +97,7 @@ class Attention:
     qk_norm: tuple[Norm, Norm] | None = None
     norms_rotated: bool = False
     scale: float | None = None
+    softcap: float | None = None
     position_scale: PositionScale | None = None
     window: int | None = None
     name: str = "self_attn"
@@ -246,6 +248,7 @@ class ModelSpec:
         tied: whether the head multiplies by the embedding.
         embedding_scale: factor on the rows of the embedding.
         logit_scale: factor on logits.
+        logit_softcap: then logits x become `logit_softcap * tanh(x / logit_softcap)`; None leaves them.
     """
 
     hidden_size: int
@@ -255,6 +258,7 @@ class ModelSpec:
     tied: bool = False
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
+    logit_softcap: float | None = None
     names: TensorNames = TensorNames()
 
     @property

@@ -397,7 +397,7 @@ def layers_unsupported(spec: ModelSpec) -> str:
         return "computes plain norms before attention and MLP only"
     if rope is None or rope.partial != 1 or rope.interleaved or any(each.mixer.rope != rope for each in spec.blocks):
         return "rotates all layers and channels alike"
-    if mixer.scale is not None or mixer.position_scale is not None:
+    if mixer.scale is not None or mixer.softcap is not None or mixer.position_scale is not None:
         return "computes scores divided by the root of the head dimension"
     if mixer.qk_norm is not None and not fuses_head_norms(mixer):
         return "computes plain norms of heads before their rotation only"

@@ -90,7 +90,7 @@ class SinkStore:
         length, device = len(prefixes[0]), self.keys.device
         self.keys[:, slots] = 0
         self.values[:, slots] = 0
-        dense = DenseAttention(length, self.windows, self.keys.dtype, device)
+        dense = DenseAttention(length, self.windows, self.keys.dtype, device, decoder.config.mixer.softcap)
 
         def attention(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             shape = (len(prefixes), length, *key.shape[1:])

@@ -101,6 +101,8 @@ class DecoderConfig:
         first = self.mixer
         if first.rope is None or any(block.mixer.rope != first.rope for block in self.spec.blocks):
             return "its layers do not all have one rotary embedding"
+        if first.softcap is not None:
+            return "its scores are capped"
         return "its queries change after their rotation" if first.norms_rotated or first.position_scale else ""
 
     def keep_layers(self, kept: Iterable[int]) -> DecoderConfig:

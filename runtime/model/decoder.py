@@ -16,6 +16,7 @@ from compress.checkpoint.weights.integer import IntegerWeight, pack_bits, unpack
 from compress.models.spec import Attention as AttentionSpec
 from compress.models.spec import Block, Rope
 from runtime.backends.base import Attention, Linear, NormWeights, Ops, RowSource, RunLayers, Target, mlp_linears
+from runtime.backends.span_attention import soft_cap
 from runtime.core.model_config import DecoderConfig
 from runtime.model.mixture import Expert, Experts
 
@@ -308,9 +309,10 @@ class Decoder:
         return self._normalize(hidden, None, self.norm)
 
     def head_logits(self, hidden: Tensor) -> Tensor:
-        """Applies final norm, output head and logit scale: `[T, H] -> [T, V]` in the dtype of the head."""
-        logits, scale = self.head(self.final_norm(hidden)), self.config.spec.logit_scale
-        return logits if scale == 1.0 else logits * scale
+        """Applies final norm, output head, logit scale and soft cap: `[T, H] -> [T, V]` in the dtype of the head."""
+        logits, spec = self.head(self.final_norm(hidden)), self.config.spec
+        logits = logits if spec.logit_scale == 1.0 else logits * spec.logit_scale
+        return logits if spec.logit_softcap is None else soft_cap(logits, spec.logit_softcap)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """As `head_logits`, in float32, or float64 for a float64 model."""

@@ -28,9 +28,10 @@ class CachedAttention:
         windows: tuple[int | None, ...],
         dtype: torch.dtype,
         device: torch.device,
+        softcap: float | None,
         scheme: KVCacheScheme,
     ) -> None:
-        self.length, self.scheme = length, scheme
+        self.length, self.softcap, self.scheme = length, softcap, scheme
         positions = torch.arange(length, device=device)
         self.windows = [None if window is None or window >= length else window for window in windows]
         self.masks = {window: _mask(positions, window, scheme.residual_length, dtype) for window in set(self.windows)}
@@ -48,7 +49,7 @@ class CachedAttention:
         kept_value[: self.scheme.sinks] = value[: self.scheme.sinks]
         if self.scheme.residual_length:
             kept_key, kept_value = torch.cat((kept_key, key)), torch.cat((kept_value, value))
-        return attend_span(query, kept_key, kept_value, mask)
+        return attend_span(query, kept_key, kept_value, mask, self.softcap)
 
 
 def _mask(positions: Tensor, window: int | None, recent: int, dtype: torch.dtype) -> Tensor | None:
@@ -97,5 +98,5 @@ def score(decoder: Decoder, tokens: Tensor, kv_cache: KVCacheScheme = UNCOMPRESS
 
 
 def _attention(decoder: Decoder, length: int, kv_cache: KVCacheScheme) -> Attention:
-    sizes = (length, decoder.config.windows, decoder.dtype, decoder.device)
-    return DenseAttention(*sizes) if kv_cache.is_exact else CachedAttention(*sizes, kv_cache)
+    options = (length, decoder.config.windows, decoder.dtype, decoder.device, decoder.config.mixer.softcap)
+    return DenseAttention(*options) if kv_cache.is_exact else CachedAttention(*options, kv_cache)

@@ -45,7 +45,14 @@ VARIANTS: dict[str, dict[str, object]] = {
     "ernie4_5": {"head_dim": 24, "use_bias": True},
     "exaone4": {**MIXED, "head_dim": 24},
     "gemma": {"head_dim": 24},
-    "gemma3_text": {**MIXED, "head_dim": 24, "query_pre_attn_scalar": 30},
+    "gemma2": {
+        **MIXED,
+        "head_dim": 24,
+        "query_pre_attn_scalar": 30,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 3.0,
+    },
+    "gemma3_text": {**MIXED, "head_dim": 24, "query_pre_attn_scalar": 30, "final_logit_softcapping": 3.0},
     "glm4": {"head_dim": 24, "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
     "granite": {
         "attention_bias": True,

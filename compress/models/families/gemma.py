@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from compress.common.errors import CheckpointError
 from compress.models.config import (
@@ -48,30 +49,55 @@ def gemma3_text(config: Config) -> ModelSpec:
     Raises:
         CheckpointError: attention to later tokens.
     """
-    if flag(config, "use_bidirectional_attention"):
-        raise CheckpointError("attention to later tokens (use_bidirectional_attention) is not supported", "Use Gemma 3")
-    config = {**COMMON, "num_key_value_heads": 4, "sliding_window": 4096, **config}
-    config = {**config, "hidden_act": config.get("hidden_activation") or config["hidden_act"]}
+    config = _read({"num_key_value_heads": 4, "sliding_window": 4096, **config})
     kinds, thetas = layer_types(config, 6), {"full_attention": 1e6, "sliding_attention": 1e4}
     ropes = {kind: rope(config, kind, theta=theta) for kind, theta in thetas.items()}
-    bias, head_dim = flag(config, "attention_bias"), positive(config, "head_dim")
+    head_dim = positive(config, "head_dim")
+    norms = offset_norm(config, "self_attn.q_norm", head_dim), offset_norm(config, "self_attn.k_norm", head_dim)
     mixers = [
-        attention(
-            config,
-            qkv_bias=bias,
-            output_bias=bias,
-            qk_norm=(
-                offset_norm(config, "self_attn.q_norm", head_dim),
-                offset_norm(config, "self_attn.k_norm", head_dim),
-            ),
-            scale=number(config, "query_pre_attn_scalar", 256) ** -0.5,
-            window=window,
-            rope=ropes[kind],
-        )
+        _mixer(config, qk_norm=norms, window=window, rope=ropes[kind])
         for window, kind in zip(windows({**config, "layer_types": kinds}), kinds, strict=True)
     ]
-    names = "pre_feedforward_layernorm", "post_attention_layernorm", "post_feedforward_layernorm"
-    return _decoder(config, mixers, names)
+    return _decoder(config, mixers, AROUND)
+
+
+AROUND = ("pre_feedforward_layernorm", "post_attention_layernorm", "post_feedforward_layernorm")
+
+
+@register("gemma2")
+def gemma2(config: Config) -> ModelSpec:
+    """Describes a Gemma 2: every second layer has a window, scores and logits are capped.
+
+    Raises:
+        CheckpointError: attention to later tokens.
+    """
+    caps = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+    config = _read({"num_key_value_heads": 4, "sliding_window": 4096, **caps, **config})
+    seen = windows({**config, "layer_types": layer_types(config, 2)})
+    cap = _cap(config, "attn_logit_softcapping")
+    return _decoder(config, [_mixer(config, window=window, softcap=cap) for window in seen], AROUND)
+
+
+def _read(config: Config) -> Config:
+    if flag(config, "use_bidirectional_attention"):
+        raise CheckpointError("attention to later tokens (use_bidirectional_attention) is not supported", "Use Gemma 3")
+    config = {**COMMON, **config}
+    return {**config, "hidden_act": config.get("hidden_activation") or config["hidden_act"]}
+
+
+def _mixer(config: Config, **options: Any) -> Attention:
+    bias = flag(config, "attention_bias")
+    return attention(
+        config,
+        qkv_bias=bias,
+        output_bias=bias,
+        scale=number(config, "query_pre_attn_scalar", 256) ** -0.5,
+        **options,
+    )
+
+
+def _cap(config: Config, key: str) -> float | None:
+    return None if config.get(key) is None else number(config, key)
 
 
 def _decoder(config: Config, mixers: Sequence[Attention], names: tuple[str, ...]) -> ModelSpec:
@@ -85,4 +111,5 @@ def _decoder(config: Config, mixers: Sequence[Attention], names: tuple[str, ...]
     first = offset_norm(config, "input_layernorm")
     spec = decoder(config, mixers, gated_mlp(config), input_norm=first, **norms)
     final = offset_norm(config, spec.final_norm.name)
-    return replace(spec, final_norm=final, embedding_scale=spec.hidden_size**0.5)
+    cap = _cap(config, "final_logit_softcapping")
+    return replace(spec, final_norm=final, embedding_scale=spec.hidden_size**0.5, logit_softcap=cap)

@@ -309,6 +309,8 @@ def attention_unsupported_reason(model: Model, memory: MemoryPlan) -> str:
     """Why compiled attention cannot serve a model; "" when it can."""
     if memory.attention_window.window is not None and memory.attention_window.sinks:
         return "keeps no sinks of streams"
+    if model.config.mixer.softcap is not None:
+        return "caps no scores"
     reason = pages_unsupported_reason(model.config, memory.kv_cache, memory.block_size, model.dtype, model.device)
     return reason or ("" if isinstance(model.ops, CpuOps) else "goes with compiled ops between linears")
 

@@ -20,7 +20,7 @@ def prepare_attention(
         keys = StepKeys(cache, batch, cache.place(model, batch.entries))
         if attention_window.window is not None and attention_window.sinks:
             return StreamingAttention(keys, attention_window.sinks, attention_window.window, model.rotary)
-        return PagedAttention(keys, windows)
+        return PagedAttention(keys, windows, model.config.mixer.softcap)
 
     return step
 

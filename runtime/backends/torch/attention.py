@@ -102,10 +102,11 @@ class PagedAttention:
 
     Args:
         windows: sliding window of every layer; None is none.
+        softcap: see `runtime.backends.span_attention.attend`.
     """
 
-    def __init__(self, keys: StepKeys, windows: tuple[int | None, ...]) -> None:
-        self.keys, self.windows = keys, windows
+    def __init__(self, keys: StepKeys, windows: tuple[int | None, ...], softcap: float | None = None) -> None:
+        self.keys, self.windows, self.softcap = keys, windows, softcap
         dtype = keys.cache.pages.dtype
         self.masks = {
             window: [
@@ -126,8 +127,8 @@ class PagedAttention:
     def _attend(self, layer: int, index: int, query: Tensor, mask: Tensor | None) -> Tensor:
         key, value = self.keys.read(layer, index)
         if len(key) > 1 or len(query) == 1:
-            return attend_tokens(query, key, value, mask)
-        return attend_span(query, key[0], value[0], mask)
+            return attend_tokens(query, key, value, mask, self.softcap)
+        return attend_span(query, key[0], value[0], mask, self.softcap)
 
 
 class SinkQueries:

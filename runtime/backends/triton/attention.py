@@ -147,6 +147,8 @@ def attention_unsupported_reason(model: Model, memory: MemoryPlan) -> str:
     """Why this attention cannot serve a model; "" when it can."""
     if reason := unsupported_reason(model.device, model.dtype):
         return reason
+    if model.config.mixer.softcap is not None:
+        return "caps no scores"
     if model.config.head_dim not in HEAD_DIMS:
         return f"takes heads of {', '.join(map(str, HEAD_DIMS))} dimensions"
     # Which keys are exact changes with every token, so they would be a second set of pages with a mask.
