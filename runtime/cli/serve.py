@@ -202,12 +202,6 @@ def serve(
             "Default: any; on 127.0.0.1 the local names only.",
         ),
     ] = None,
-    drain_seconds: Annotated[
-        int,
-        typer.Option(
-            "--drain-seconds", min=0, help="Seconds for running requests to finish when the server is stopped."
-        ),
-    ] = 30,
 ) -> None:
     """Serve a checkpoint through OpenAI's HTTP API.
 
@@ -238,7 +232,7 @@ def serve(
     gc.collect()
     gc.freeze()  # else a full collection goes through all objects of the libraries, and no thread runs for 0.1 s
     with writing_logs(logs.log_level.upper()):
-        run(served.app, listener, drain_seconds, limits.client_seconds, **encryption)
+        run(served.app, listener, limits.drain_seconds, limits.client_seconds, **encryption)
     print("stopped", file=sys.stderr)
 
 

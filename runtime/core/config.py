@@ -233,6 +233,12 @@ class LimitOptions:
         min=0.1,
         help="Seconds for a client to send a request (then status 408) and to read on (then it is disconnected).",
     )
+    drain_seconds: int = option(
+        "--drain-seconds",
+        default=30,
+        min=0,
+        help="Seconds for running requests to finish when the server is stopped.",
+    )
 
 
 @dataclass(frozen=True)
