@@ -11,6 +11,7 @@ from compress.checkpoint.safetensors import TensorFiles
 from compress.common.errors import CheckpointError
 from compress.models.registry import find_family, known_families, register
 from compress.models.spec import ModelSpec, architecture_of
+from runtime.backends.base import layers_unsupported
 
 QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
@@ -50,6 +51,21 @@ def test_parameters_are_those_of_transformers(
 
 def test_every_family_has_a_variant_with_all_features() -> None:
     assert set(known_families()) == set(VARIANTS)
+
+
+def test_the_table_of_the_docs_is_true() -> None:
+    text = (Path(__file__).parents[3] / "docs/families.md").read_text()
+    lines = [line for line in text.splitlines() if line.startswith("| `")][1:]
+    cells = (line.strip("| ").split(" | ") for line in lines)
+    rows = {model_type.strip("`"): tuple(rest) for model_type, _, *rest in cells}
+    assert list(rows) == list(known_families())
+    for model_type, row in rows.items():
+        spec = describe(model_type, **VARIANTS[model_type])
+        names = architecture_of(spec)
+        is_mixture, fused = any(spec.routers()), not layers_unsupported(spec)
+        yes = {True: "yes", False: "no"}
+        expected = ("no", "-", "no") if is_mixture else ("yes", str(len(names.mappings)), yes[names.stream is not None])
+        assert row == (*expected, "all layers in one call" if fused else "layer by layer"), model_type
 
 
 def test_names_for_compression() -> None:
