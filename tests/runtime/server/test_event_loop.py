@@ -21,6 +21,8 @@ pytestmark = pytest.mark.full
 
 LIMIT = 0.1
 """Seconds for the longest check."""
+SPREAD = 5
+"""Times the longest check without a body, by which other programs on the machine may delay one more."""
 ATTEMPTS = 3
 """Times that a body is sent until no check is late: one that holds the loop does so every time, while other programs on
 the machine delay a check now and then."""
@@ -110,7 +112,7 @@ def test_health_answers_while_a_body_is_served(watched: Watched, name: str) -> N
     for _ in range(ATTEMPTS):
         longest, idle = watched.longest_check(path, content, (status,))
         print(f"{name}: longest check {1000 * longest:.0f} ms, before {1000 * idle:.0f} ms")
-        if longest <= LIMIT:
+        if longest <= LIMIT + SPREAD * idle:
             return
         late.append(longest)
     pytest.fail(f"the longest checks took {late} seconds")
