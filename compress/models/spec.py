@@ -455,12 +455,10 @@ def residual_stream(block: Block) -> ResidualStream | None:
 
 
 def is_pre_norm(block: Block) -> bool:
-    """Whether mixer and MLP read the residual stream through plain norms and add to it as they are."""
+    """Whether mixer and MLP read the residual stream through plain norms and add to it without one."""
     read = block.input_norm, block.mlp_norm
     return (
-        all(norm is not None and norm.is_plain for norm in read)
-        and block.output_norm is block.mlp_output_norm is None
-        and block.residual_scale == 1.0
+        all(norm is not None and norm.is_plain for norm in read) and block.output_norm is block.mlp_output_norm is None
     )
 
 

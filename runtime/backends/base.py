@@ -393,8 +393,8 @@ def layers_unsupported(spec: ModelSpec) -> str:
         return "computes no mixtures of experts"
     if mlp.activation not in ("silu", "swish") or not mlp.gated:
         return f"computes gated silu, not {mlp.activation}"
-    if block.is_parallel or not is_pre_norm(block):
-        return "computes plain norms before attention and MLP only"
+    if block.is_parallel or block.residual_scale != 1.0 or not is_pre_norm(block):
+        return "computes plain norms before attention and MLP only, and adds what they give as it is"
     if rope is None or rope.partial != 1 or rope.interleaved or any(each.mixer.rope != rope for each in spec.blocks):
         return "rotates all layers and channels alike"
     if mixer.scale is not None or mixer.softcap is not None or mixer.position_scale is not None:

@@ -48,7 +48,10 @@ def test_a_copy_of_the_embedding_that_is_stored_as_head_counts_once(tmp_path: Pa
         ("qwen3", {"hidden_size": 48, "head_dim": 20, "tie_word_embeddings": True}),
         # 7 channels by a random matrix.
         ("mistral", {"hidden_size": 56, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 14}),
-        *((family, VARIANTS[family]) for family in ("hunyuan_v1_dense", "ministral3", "seed_oss", "smollm3")),
+        *(
+            (family, VARIANTS[family])
+            for family in ("granite", "hunyuan_v1_dense", "ministral3", "seed_oss", "smollm3")
+        ),
     ],
 )
 def test_logits_are_those_of_the_source_in_float64(tmp_path: Path, family: str, options: dict) -> None:
