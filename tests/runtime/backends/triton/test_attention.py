@@ -268,19 +268,22 @@ def test_splits_fill_the_processors_and_are_never_tiny() -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "dtype", "head_dim", "recent", "fact"),
+    ("device", "dtype", "head_dim", "softcap", "recent", "fact"),
     [
-        ("cuda", torch.bfloat16, 128, 0, ""),
-        ("cpu", torch.bfloat16, 128, 0, "NVIDIA"),
-        ("cuda", torch.float32, 128, 0, "16 bits"),
-        ("cuda", torch.bfloat16, 16, 0, "32, 64, 128, 256"),
-        ("cuda", torch.bfloat16, 96, 0, "32, 64, 128, 256"),
-        ("cuda", torch.bfloat16, 512, 0, "32, 64, 128, 256"),
-        ("cuda", torch.bfloat16, 128, 64, "recent"),
+        ("cuda", torch.bfloat16, 128, None, 0, ""),
+        ("cpu", torch.bfloat16, 128, None, 0, "NVIDIA"),
+        ("cuda", torch.float32, 128, None, 0, "16 bits"),
+        ("cuda", torch.bfloat16, 16, None, 0, "32, 64, 128, 256"),
+        ("cuda", torch.bfloat16, 96, None, 0, "32, 64, 128, 256"),
+        ("cuda", torch.bfloat16, 512, None, 0, "32, 64, 128, 256"),
+        ("cuda", torch.bfloat16, 128, 50.0, 0, "caps no scores"),
+        ("cuda", torch.bfloat16, 128, None, 64, "recent"),
     ],
 )
-def test_refusals_say_why(device: str, dtype: torch.dtype, head_dim: int, recent: int, fact: str) -> None:
-    config = SimpleNamespace(head_dim=head_dim)
+def test_refusals_say_why(
+    device: str, dtype: torch.dtype, head_dim: int, softcap: float | None, recent: int, fact: str
+) -> None:
+    config = SimpleNamespace(head_dim=head_dim, mixer=SimpleNamespace(softcap=softcap))
     model = SimpleNamespace(device=torch.device(device), dtype=dtype, config=config)
     reason = attention_unsupported_reason(model, SimpleNamespace(kv_cache=SimpleNamespace(residual_length=recent)))
     assert fact in reason
