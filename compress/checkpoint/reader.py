@@ -21,6 +21,7 @@ from compress.checkpoint.config import (
     quantization_block,
     read_config,
 )
+from compress.checkpoint.expert_files import split_experts
 from compress.checkpoint.formats import TRANSLATIONS, Format, Translation, dense, find_format
 from compress.checkpoint.safetensors import TensorFiles
 from compress.checkpoint.weights import Int, Scheme, Weight
@@ -35,7 +36,7 @@ class PackedCheckpoint:
     Attributes:
         path: the folder.
         config: config.json.
-        files: the tensors as stored.
+        files: the tensors as stored, and those of experts that are stored together by names of their own.
         schemes: scheme of every quantized module, in name order; empty for a dense checkpoint.
         codec: the functions of its format.
         translation: those that read its tensors; None where they are those of the schemes themselves.
@@ -55,8 +56,9 @@ class PackedCheckpoint:
         Raises:
             CheckpointError: a folder, config, format or shard that cannot be read, and why.
         """
-        files = TensorFiles.open(path)
-        config = read_config(files.path)
+        stored = TensorFiles.open(path)
+        config = read_config(stored.path)
+        files = split_experts(stored, config)
         block = quantization_block(config)
         kind = find_format(format_name(block)) if block else dense
         try:

@@ -9,6 +9,7 @@ from typing import Any
 
 from compress.common.errors import CheckpointError
 from compress.models.spec import MLP, Attention, Block, Linear, Mixture, ModelSpec, Norm, Rope, Router
+from compress.models.stacks import Stack
 
 Config = Mapping[str, Any]
 """A parsed config.json, of transformers 4 or 5."""
@@ -268,9 +269,11 @@ def mixture(
     parts: tuple[str, str, str] = GATED,
     shared: MLP | None = None,
     shared_gate: Linear | None = None,
+    scores: str = "gate",
+    stacks: tuple[Stack, ...] = (),
     **options: Any,
 ) -> Mixture:
-    """Composes a mixture of gated experts `NAME.experts.N` with a router `NAME.gate`.
+    """Composes a mixture of gated experts `NAME.experts.N` with a router `NAME.SCORES`.
 
     Args:
         size: number of inner channels of an expert; None takes `intermediate_size`.
@@ -284,11 +287,11 @@ def mixture(
     if count is None:
         raise refusal("num_experts", None, "a positive integer")
     chosen = positive(config, "num_experts_per_tok", most=count)
-    router = Router(Linear(f"{name}.gate", count, positive(config, "hidden_size")), chosen, **options)
+    router = Router(Linear(f"{name}.{scores}", count, positive(config, "hidden_size")), chosen, **options)
     if count % router.num_groups or router.num_chosen_groups > router.num_groups:
         raise CheckpointError(f"{count} experts cannot be chosen from {router.num_groups} groups", "Check config.json")
     experts = (gated_mlp(config, name=f"{name}.experts.{i}", size=size, parts=parts) for i in range(count))
-    return Mixture(router, tuple(experts), shared, shared_gate, name)
+    return Mixture(router, tuple(experts), shared, shared_gate, name, stacks)
 
 
 EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")

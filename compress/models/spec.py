@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from compress.models.stacks import Slice, Stack
+
 
 @dataclass(frozen=True, slots=True)
 class Linear:
@@ -171,6 +173,7 @@ class Mixture:
         experts: all with the same sizes.
         shared: MLP for all tokens; None for none.
         shared_gate: one score for each token, whose sigmoid is the weight of `shared`; None is a weight of 1.
+        stacks: tensors that may hold the same part of all experts, in place of a tensor for each.
     """
 
     router: Router
@@ -178,6 +181,7 @@ class Mixture:
     shared: MLP | None = None
     shared_gate: Linear | None = None
     name: str = "mlp"
+    stacks: tuple[Stack, ...] = ()
 
     @property
     def mlps(self) -> tuple[MLP, ...]:
@@ -296,6 +300,19 @@ class ModelSpec:
             for index, block in enumerate(self.blocks)
             if isinstance(block.mlp, Mixture) and block.mlp.router.bias
         }
+
+    def slices(self) -> dict[str, Slice]:
+        """Place of every tensor of an expert that may be part of a stack, by absolute names."""
+        found: dict[str, Slice] = {}
+        for index, block in enumerate(self.blocks):
+            if isinstance(block.mlp, Mixture):
+                name = self.block_name(index)
+                for stack in block.mlp.stacks:
+                    whole = replace(stack, name=f"{name}.{stack.name}")
+                    for number, expert in enumerate(block.mlp.experts):
+                        for part, tensor in enumerate(stack.parts):
+                            found[f"{name}.{expert.name}.{tensor}"] = Slice(whole, number, part)
+        return found
 
     def norms(self) -> Iterator[Norm]:
         """All norms, with absolute names."""

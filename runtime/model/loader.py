@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compress.checkpoint.expert_files import ExpertFiles
 from compress.checkpoint.reader import PackedCheckpoint
-from compress.checkpoint.safetensors import TensorFiles
 from compress.checkpoint.weights import Scheme, Weight
 from compress.checkpoint.weights.base import BesideColumns, Factors
 from compress.checkpoint.weights.integer import IntegerWeight
@@ -125,10 +125,10 @@ def head_is_embedding(checkpoint: PackedCheckpoint, config: DecoderConfig) -> bo
 
 
 @dataclass
-class DeviceFiles(TensorFiles):
+class DeviceFiles(ExpertFiles):
     """Tensor files that place matrices of integers (codes and zero points) on a device, and nothing else."""
 
-    device: torch.device
+    device: torch.device = field(kw_only=True)
 
     def tensor(self, name: str) -> Tensor:
         tensor = super().tensor(name)

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -34,6 +34,12 @@ MIXED = {
     "layer_types": ["sliding_attention", "full_attention"],
 }
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
+MULTIPLIERS = {
+    "attention_multiplier": 0.1,
+    "embedding_multiplier": 3.0,
+    "logits_scaling": 0.5,
+    "residual_multiplier": 0.7,
+}
 VARIANTS: dict[str, dict[str, object]] = {
     "llama": {"attention_bias": True, "mlp_bias": True, "head_dim": 24},
     "mistral": {"sliding_window": 6},
@@ -54,14 +60,7 @@ VARIANTS: dict[str, dict[str, object]] = {
     },
     "gemma3_text": {**MIXED, "head_dim": 24, "query_pre_attn_scalar": 30, "final_logit_softcapping": 3.0},
     "glm4": {"head_dim": 24, "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
-    "granite": {
-        "attention_bias": True,
-        "mlp_bias": True,
-        "attention_multiplier": 0.1,
-        "embedding_multiplier": 3.0,
-        "logits_scaling": 0.5,
-        "residual_multiplier": 0.7,
-    },
+    "granite": {**MULTIPLIERS, "attention_bias": True, "mlp_bias": True},
     "hunyuan_v1_dense": {"head_dim": 24, "attention_bias": True},
     "ministral3": {
         "head_dim": 24,
@@ -97,6 +96,7 @@ VARIANTS: dict[str, dict[str, object]] = {
         "head_dim": 24,
         "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5},
     },
+    "granitemoe": {**EXPERTS, **MULTIPLIERS, "num_local_experts": 8, "attention_bias": True},
     "minimax_m2": {
         **EXPERTS,
         "num_local_experts": 8,
@@ -199,7 +199,8 @@ def pack_model(
 ) -> dict[str, Weight]:
     """Copies `dense` with random codes in place of the chosen linears; gives the packed weights."""
     codec = find_format(format)
-    tensors = load_file(dense / "model.safetensors")
+    files = PackedCheckpoint.open(dense).files
+    tensors = {name: files.tensor(name) for name in files}
     weights = {}
     for name in [name for name in tensors if name.endswith("_proj.weight")]:
         module = name.removesuffix(".weight")

@@ -7,6 +7,8 @@ import pytest
 from tiny_models import SIZES, VARIANTS, save_tiny_model
 from transformers import AutoConfig
 
+from compress.checkpoint.config import read_config
+from compress.checkpoint.expert_files import split_experts
 from compress.checkpoint.safetensors import TensorFiles
 from compress.common.errors import CheckpointError
 from compress.models.registry import find_family, known_families, register
@@ -37,7 +39,8 @@ def describe(model_type: str, **options: object) -> ModelSpec:
 def test_parameters_are_those_of_transformers(
     model_type: str, options: dict[str, object], tied: bool, tmp_path: Path
 ) -> None:
-    files = TensorFiles.open(save_tiny_model(tmp_path, model_type, **options, tie_word_embeddings=tied))
+    folder = save_tiny_model(tmp_path, model_type, **options, tie_word_embeddings=tied)
+    files = split_experts(TensorFiles.open(folder), read_config(folder))
     stored = {name: tuple(files.shape(name)) for name in files.names()}
     spec = describe(model_type, **options, tie_word_embeddings=tied)
     head = {f"{spec.names.head}.weight": (SIZES["vocab_size"], SIZES["hidden_size"])}

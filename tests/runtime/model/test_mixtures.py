@@ -1,15 +1,18 @@
 """Mixtures of experts: packed experts as stored, and the choice of experts."""
 
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 from tiny_models import VARIANTS, load_reference, pack_model, reference_logits, save_tiny_model
+from torch import Tensor
 
-from compress.checkpoint.config import read_config, write_config
+from compress.checkpoint.config import ModelConfig, read_config, write_config
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.weights import Int
+from compress.models.registry import find_family
 from compress.models.spec import Linear, Router
 from runtime.core.config import RuntimeConfig
 from runtime.memory.advice import inspect
@@ -30,12 +33,27 @@ def write_dequantized(packed: Path, dense: Path, out: Path) -> Path:
         if name.removesuffix(".weight") not in modules
     }
     out.mkdir()
-    save_file({**rest, **{f"{name}.weight": weight for name, weight in modules.items()}}, out / "model.safetensors")
+    tensors = {**rest, **{f"{name}.weight": weight for name, weight in modules.items()}}
+    save_file(stack_experts(tensors, read_config(dense)), out / "model.safetensors")
     write_config(out, read_config(dense))
     return out
 
 
-@pytest.mark.parametrize("family", ["glm4_moe", "qwen2_moe", "qwen3_moe"])
+def stack_experts(tensors: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+    """Puts the tensors of all experts into one where the published checkpoints of a family have them so."""
+    describe = find_family(config["model_type"])
+    assert describe is not None
+    places, stacks = describe(config).slices(), defaultdict(dict)
+    for name in [name for name in tensors if name in places]:
+        stacks[places[name].stack][places[name].expert, places[name].part] = tensors.pop(name)
+    for stack, parts in stacks.items():
+        each = torch.stack([parts[key] for key in sorted(parts)]).unflatten(0, (-1, len(stack.parts)))
+        rows = each.transpose(1, 2).flatten(1, 2) if stack.interleaved else each.flatten(1, 2)
+        tensors[stack.name] = (rows.mT if stack.transposed else rows).contiguous()
+    return tensors
+
+
+@pytest.mark.parametrize("family", ["glm4_moe", "granitemoe", "qwen2_moe", "qwen3_moe"])
 def test_packed_experts_are_multiplied_as_stored(family: str, tmp_path: Path) -> None:
     dense, packed = save_tiny_model(tmp_path / "dense", family, **VARIANTS[family]), tmp_path / "packed"
     weights = pack_model(dense, packed, lambda module: Int(4, 32) if "experts" in module else None)

@@ -1,0 +1,77 @@
+"""Tensors of experts by names of their own, whether a file stores them so or all experts as one tensor."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from compress.checkpoint.safetensors import TensorFiles
+from compress.common.errors import CheckpointError
+from compress.models.registry import find_family
+from compress.models.stacks import Slice
+
+
+@dataclass
+class ExpertFiles(TensorFiles):
+    """Tensor files that show a stack of experts as the tensors of each of them.
+
+    Attributes:
+        slices: place of each of these tensors by name; their stacks have no name of their own.
+    """
+
+    slices: Mapping[str, Slice] = field(default_factory=dict)
+
+    def names(self) -> list[str]:
+        """Tensor names, sorted."""
+        stacks = {each.stack.name for each in self.slices.values()}
+        return sorted({*self._owner} - stacks | self.slices.keys())
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.slices or super().__contains__(name)
+
+    def __len__(self) -> int:
+        return len(self.names())
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        place = self.slices.get(name)
+        return super().shape(name) if place is None else place.shape(super().shape(place.stack.name))
+
+    def dtype(self, name: str) -> Any:
+        return super().dtype(self._stored(name))
+
+    def tensor_nbytes(self, name: str) -> int:
+        return math.prod(self.shape(name)) * self.dtype(name).itemsize
+
+    def tensor(self, name: str) -> Tensor:
+        """The tensor as stored, or the slice of an expert as `[out_features, ...]`, copied where it is transposed."""
+        place, stored = self.slices.get(name), super().tensor(self._stored(name))
+        if place is None:
+            return stored
+        part = stored[place.expert].T if place.stack.transposed else stored[place.expert]
+        return part[place.rows(len(part))].contiguous()
+
+    def _stored(self, name: str) -> str:
+        return self.slices[name].stack.name if name in self.slices else name
+
+
+def split_experts(files: TensorFiles, config: Mapping[str, Any]) -> TensorFiles:
+    """Names the tensors of each expert where `files` hold stacks that the family in `config` describes.
+
+    Raises:
+        CheckpointError: a stack that does not hold as many experts as config.json says.
+    """
+    describe = find_family(config.get("model_type"))
+    if describe is None or not any(len(files.shape(name)) > 2 for name in files.names()):
+        return files
+    places = {name: place for name, place in describe(config).slices().items() if place.stack.name in files}
+    for stack, count in {place.stack.name: place.expert + 1 for place in places.values()}.items():
+        if files.shape(stack)[0] != count:
+            raise CheckpointError(
+                f"{stack} has shape {files.shape(stack)}, config.json says {count} experts",
+                "Check that config.json and the weights belong to the same model",
+            )
+    return ExpertFiles(**vars(files), slices=places) if places else files
