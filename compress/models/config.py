@@ -105,6 +105,7 @@ def rope(
     theta: float = 10000.0,
     knows_partial: bool = False,
     interleaved: bool = False,
+    older_names: Mapping[str, str] = {},
 ) -> Rope:
     """Reads the rotary embedding, from `rope_parameters` of transformers 5 or `rope_scaling` of transformers 4.
 
@@ -115,6 +116,7 @@ def rope(
         kind: kind of layer, whose parameters are a block of their own.
         theta: base of a config.json without one.
         knows_partial, interleaved: see `Rope`.
+        older_names: types by the names that older checkpoints have for them.
 
     Raises:
         CheckpointError: no object, or a parameter of it that is no number.
@@ -122,6 +124,7 @@ def rope(
     options = block(config, "rope_scaling") or block(config, "rope_parameters")
     options = block(options, kind) if kind in options else options
     name = text(options, "rope_type", text(options, "type", "default"))
+    name = older_names.get(name, name)
     base = number({"rope_theta": config.get("rope_theta", theta)} | options, "rope_theta")
     if base <= 1:
         raise refusal("rope_theta", base, "above 1")
@@ -132,12 +135,26 @@ def rope(
     if options.get("factor") == 0:
         raise refusal("factor", 0, "above 0")
     length = "original_max_position_embeddings"
-    options[length] = positive(
-        {length: config.get(length) or options.get(length)}, length, context_length(config) or 2048
-    )
+    context = context_length(config) or 2048
+    options[length] = positive({length: config.get(length) or options.get(length)}, length, context)
+    if name == "longrope":
+        options |= {"factor": options.get("factor") or context / options[length]} | _stretches(options)
     read = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
     rest = {key: value for key, value in options.items() if key not in read}
     return Rope(name, base, rest, partial, knows_partial, interleaved)
+
+
+def _stretches(options: Config) -> dict[str, Any]:
+    """Reads the factors of LongRoPE. Raises CheckpointError unless they are lists of positive numbers."""
+    found = {key: options.get(key) for key in ("short_factor", "long_factor")}
+    for key, factors in found.items():
+        if not isinstance(factors, list) or not factors or not all(map(_is_factor, factors)):
+            raise refusal(key, factors, "a list of positive numbers")
+    return found
+
+
+def _is_factor(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= MAX_NUMBER
 
 
 def windows(config: Config, first: int = 0) -> tuple[int | None, ...]:

@@ -65,6 +65,7 @@ class Rope:
         partial: share of the channels of a head that it rotates, the first ones.
         knows_partial: whether the modeling code of the family reads `partial`.
         interleaved: channels 2i and 2i + 1 are a pair, not i and i + D / 2.
+        length: longest sequence that is served; above `short_length` all sequences have its long factors.
     """
 
     type: str
@@ -73,6 +74,12 @@ class Rope:
     partial: float = 1.0
     knows_partial: bool = False
     interleaved: bool = False
+    length: int = 0
+
+    @property
+    def short_length(self) -> int | None:
+        """Longest sequence for its short factors; None for a type that has no long ones."""
+        return self.options["original_max_position_embeddings"] if self.type == "longrope" else None
 
 
 @dataclass(frozen=True, slots=True)

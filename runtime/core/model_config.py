@@ -13,10 +13,11 @@ from compress.common.errors import CheckpointError
 from compress.common.files import read_json
 from compress.models.config import context_length, refusal
 from compress.models.registry import find_family, known_families
-from compress.models.spec import MLP, Attention, ModelSpec, Rope
+from compress.models.spec import MLP, Attention, Block, ModelSpec, Rope
 
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+ROPE_TYPES = ("default", "dynamic", "linear", "llama3", "longrope", "yarn")
 ROPE_NUMBERS = {
+    "dynamic": ("factor",),
     "linear": ("factor",),
     "yarn": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
@@ -57,6 +58,13 @@ class DecoderConfig:
     def mlps(self) -> tuple[MLP, ...]:
         """MLPs of all blocks, experts included."""
         return tuple(mlp for block in self.spec.blocks for mlp in block.mlps)
+
+    @property
+    def default_length(self) -> int:
+        """Longest sequence that is served unless more is asked for: with LongRoPE one of its short factors, as vLLM
+        does, because the long ones change what a model says to short prompts."""
+        short = [rope.short_length for rope in self.spec.ropes if rope.short_length is not None]
+        return min([self.context_length, *short])
 
     @property
     def hidden_size(self) -> int:
@@ -105,9 +113,20 @@ class DecoderConfig:
             return "its scores are capped"
         return "its queries change after their rotation" if first.norms_rotated or first.position_scale else ""
 
+    def for_length(self, length: int) -> DecoderConfig:
+        """The model for sequences of up to `length` tokens."""
+        return replace(
+            self, spec=replace(self.spec, blocks=tuple(_for_length(each, length) for each in self.spec.blocks))
+        )
+
     def keep_layers(self, kept: Iterable[int]) -> DecoderConfig:
         """The model with some of its layers."""
         return replace(self, spec=replace(self.spec, blocks=tuple(self.spec.blocks[index] for index in kept)))
+
+
+def _for_length(block: Block, length: int) -> Block:
+    rope = block.mixer.rope
+    return block if rope is None else replace(block, mixer=replace(block.mixer, rope=replace(rope, length=length)))
 
 
 def parse_config(config: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> DecoderConfig:
@@ -157,16 +176,19 @@ def unsupported_reason(spec: ModelSpec) -> str:
     activations = {mlp.activation for block in spec.blocks for mlp in block.mlps}
     if unknown := sorted(activations - set(ACTIVATIONS)):
         return f"activation {unknown[0]!r} is not supported, only {', '.join(ACTIVATIONS)}"
-    return next(filter(None, map(_unsupported_rope, spec.ropes)), "")
+    return next(filter(None, (_unsupported_rope(rope, mixer.head_dim) for rope in spec.ropes)), "")
 
 
-def _unsupported_rope(rope: Rope) -> str:
+def _unsupported_rope(rope: Rope, head_dim: int) -> str:
     if any(isinstance(value, Mapping) for value in rope.options.values()):
         return "a rotary embedding per layer type is not supported"
     if rope.partial != 1 and not rope.knows_partial:
         return "partial_rotary_factor other than 1 is not supported"
     if rope.type not in ROPE_TYPES:
         return f"rotary embedding {rope.type!r} is not supported, only {', '.join(ROPE_TYPES)}"
+    for key in ("short_factor", "long_factor") if rope.type == "longrope" else ():
+        if len(rope.options[key]) != int(head_dim * rope.partial) // 2:
+            return f"{key} has {len(rope.options[key])} factors, not {int(head_dim * rope.partial) // 2}"
     missing = [key for key in ROPE_NUMBERS.get(rope.type, ()) if not isinstance(rope.options.get(key), int | float)]
     return f"rotary embedding {rope.type!r} lacks {', '.join(missing)}" if missing else ""
 

@@ -110,8 +110,12 @@ def longest_wanted(model: DecoderConfig, config: RuntimeConfig) -> tuple[int, st
         ToolkitError: more than the model's context is asked for, and no window.
     """
     wanted, streams = config.max_model_len, config.attention_window is not None
+    if wanted is None and streams:
+        return STREAM_LENGTH, "the length of streams"
+    if wanted is None and model.default_length < model.context_length:
+        return model.default_length, "of short rotary factors; --max-model-len takes long ones"
     if wanted is None:
-        return (STREAM_LENGTH, "the length of streams") if streams else (model.context_length, "the model's context")
+        return model.context_length, "the model's context"
     if wanted < 1 or (wanted > model.context_length and not streams):
         raise ToolkitError(
             f"max_model_len={wanted} is not between 1 and the model's context of {model.context_length} tokens",

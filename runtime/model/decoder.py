@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -121,6 +121,24 @@ def _yarn(rope: Rope, head_dim: int) -> tuple[Tensor, float]:
     return (1 - kept) * frequencies / factor + kept * frequencies, _yarn_scale(rope)
 
 
+def _dynamic(rope: Rope, head_dim: int) -> tuple[Tensor, float]:
+    """Dynamic NTK: up to the model's context, which no sequence here exceeds, positions are as they were."""
+    return _default(rope, head_dim)
+
+
+def _longrope(rope: Rope, head_dim: int) -> tuple[Tensor, float]:
+    """LongRoPE (arXiv:2402.13753), section 3: each wavelength has a factor of its own, from one of two lists."""
+    options, context = rope.options, rope.options["original_max_position_embeddings"]
+    is_long = rope.length > context
+    factors = torch.tensor(options["long_factor" if is_long else "short_factor"], dtype=torch.float32)
+    frequencies = 1.0 / (factors * rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim))
+    scale = options.get("scales", (options.get("attention_factor"),) * 2)[is_long]
+    if scale is None:
+        growth = math.log(max(options["factor"], 1.0)) / math.log(context)
+        scale = math.sqrt(1 + growth)
+    return frequencies, float(scale)
+
+
 def _yarn_scale(rope: Rope) -> float:
     explicit = rope.options.get("attention_factor")
     if explicit is not None:
@@ -135,8 +153,10 @@ def _yarn_scale(rope: Rope) -> float:
 
 VARIANTS: dict[str, Callable[[Rope, int], tuple[Tensor, float]]] = {
     "default": _default,
+    "dynamic": _dynamic,
     "linear": _linear,
     "llama3": _llama3,
+    "longrope": _longrope,
     "yarn": _yarn,
 }
 
@@ -285,6 +305,12 @@ class Decoder:
         """The rotary embedding of a model whose layers all have the same one."""
         (rotary,) = self.rotaries
         return rotary
+
+    def for_length(self, length: int) -> Decoder:
+        """Returns the model with the rotary embeddings of sequences of up to `length` tokens."""
+        config = self.config.for_length(length)
+        rotaries = (Rotary(rope, config.head_dim, self.dtype, self.device) for rope in config.spec.ropes)
+        return replace(self, config=config, rotaries=tuple(rotaries))
 
     def forward(
         self, token_ids: Tensor, positions: Tensor, attention: Attention, run_layers: RunLayers | None = None

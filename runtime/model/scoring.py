@@ -78,6 +78,7 @@ def hidden_states(decoder: Decoder, tokens: Tensor, kv_cache: KVCacheScheme = UN
         kv_cache: form in which keys and values are stored and read back, as in serving.
     """
     batch, length = tokens.shape
+    decoder = decoder if length <= decoder.config.default_length else decoder.for_length(length)
     attention = _attention(decoder, length, kv_cache)
     rows = max(1, TOKENS_AT_ONCE // length)
     chunks = []

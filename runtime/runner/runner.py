@@ -297,6 +297,10 @@ def build_runner(decoder: Decoder, config: RuntimeConfig) -> ModelRunner:
     check_fits(plan, decoder.device)
     for note in plan.kv_choice.notes:
         logger.warning("KV cache %s: %s", plan.kv_cache, note)
+    # By what was asked for, not by what memory allows: answers must not depend on the machine.
+    length = min(config.max_model_len or 0, decoder.config.context_length)
+    if length > decoder.config.default_length:
+        decoder = decoder.for_length(length)
     if config.attention_window is not None:
         decoder = replace(decoder, rotaries=tuple(rotary.exact() for rotary in decoder.rotaries))
     runner = ModelRunner(decoder, plan)

@@ -84,7 +84,9 @@ def _build_drafter(
     if config.speculative_model == TREES:
         return NgramDrafter(TREE_BRANCHES)
     decoder = _draft_decoder(path, target, config)
-    draft = ModelRunner(decoder, _draft_memory(decoder, target, runner.memory))
+    memory = _draft_memory(decoder, target, runner.memory)
+    decoder = decoder.for_length(min(config.max_model_len or 0, decoder.config.context_length))
+    draft = ModelRunner(decoder, memory)
     if proposals is not None:
         draft.sample = ProposalSampler(proposals)
     return ModelDrafter(draft, config, same_noise=proposals is None)

@@ -43,7 +43,17 @@ MULTIPLIERS = {
 VARIANTS: dict[str, dict[str, object]] = {
     "llama": {"attention_bias": True, "mlp_bias": True, "head_dim": 24},
     "mistral": {"sliding_window": 6},
-    "phi3": {"sliding_window": 16, "partial_rotary_factor": 0.5},
+    "phi3": {
+        "sliding_window": 16,
+        "original_max_position_embeddings": 48,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 1e4,
+            "partial_rotary_factor": 0.5,
+            "short_factor": [1.0, 1.1, 1.2, 1.3],
+            "long_factor": [1.0, 2.5, 5.0, 9.0],
+        },
+    },
     "qwen2": {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
     "qwen3": {"head_dim": 24, "attention_bias": True},
     "arcee": {"attention_bias": True, "mlp_bias": True},

@@ -29,6 +29,8 @@ MODELS = {
         "llama",
         {"rope_parameters": YARN | {"beta_fast": 16, "beta_slow": 2, "mscale": 0.7, "mscale_all_dim": 0.3}},
     ),
+    "llama, rope dynamic": ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 3.0, "rope_theta": 5e3}}),
+    "phi3, short factors": ("phi3", VARIANTS["phi3"] | {"original_max_position_embeddings": 128}),
     "mistral, window 16": ("mistral", {"sliding_window": 16}),
     "mistral, window longer than the text": ("mistral", {"sliding_window": 128}),
     "mistral, no window": ("mistral", {"sliding_window": None}),
