@@ -1,9 +1,11 @@
-"""Train the demo model or its draft model from a folder of text, on a CPU or a GPU, and write it with its model card.
+"""Train the demo model, its draft model or the demo mixture from a folder of text, on a CPU or a GPU, and write it with
+its model card.
 
 A killed run continues when the same command is given again. Examples:
 
     python scripts/train_demo_model.py --model demo  --texts texts/ --minutes 60 --out demo_model
     python scripts/train_demo_model.py --model draft --texts texts/ --minutes 20 --tokenizer demo_model --out draft
+    python scripts/train_demo_model.py --model mixture --texts texts/ --minutes 60 --init demo_model --out mixture
 """
 
 from __future__ import annotations
@@ -20,13 +22,15 @@ from demo_training.loop import Budget, Trainer
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
+TITLES = {"demo": "Demo model", "draft": "Draft model of the demo model", "mixture": "Demo mixture"}
+
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--texts", type=Path, required=True, help="folder of .txt, .md, .jsonl (field `text`) and .jsonl.xz files")
     add("--out", type=Path, required=True, help="folder for the finished checkpoint; an existing one is replaced")
-    add("--model", default="demo", choices=list(models.SHAPES))
+    add("--model", default="demo", choices=[*models.SHAPES, models.MIXTURE])
     add("--minutes", type=float, help="stop after this many minutes of training")
     add("--steps", type=int, help="stop after this many steps")
     add("--tokenizer", type=Path, help="folder with the tokenizer to use (default: of --init, else a new BPE)")
@@ -52,6 +56,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--compile", action=switch, default=False, help="torch.compile (twice as fast on a CPU, needs a C++ compiler)")
     add("--export-only", action=switch, default=False, help="write the newest snapshot as a checkpoint, train nothing")
     options = parser.parse_args(arguments)
+    if options.model == models.MIXTURE and options.init is None:
+        parser.error("a mixture is cut from a trained dense model: give it by --init")
     if not (options.minutes or options.steps):
         parser.error("give a budget: --minutes or --steps")
     options.work = options.work or options.out.with_name(options.out.name + "-training")
@@ -112,7 +118,9 @@ def measure(
 
 def describe(options: argparse.Namespace, arguments: Sequence[str]) -> card.Run:
     return card.Run(
-        title={"demo": "Demo model", "draft": "Draft model of the demo model"}.get(options.model, options.model),
+        title={"demo": "Demo model", "draft": "Draft model of the demo model", "mixture": "Demo mixture"}.get(
+            options.model, options.model
+        ),
         about_texts=options.about_texts,
         tokens_before=options.tokens_before,
         batch=f"{options.batch} x {options.length} tokens",

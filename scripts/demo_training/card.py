@@ -19,8 +19,8 @@ pipeline_tag: text-generation
 ---
 # {title}
 
-A small language model of the Llama architecture, trained for this project so that every command has something real to
-work on offline. It writes English-looking text; it knows nothing and must not be relied on for facts.
+A small language model of the {family} architecture, trained for this project so that every command has something real
+to work on offline. It writes English-looking text; it knows nothing and must not be relied on for facts.
 
 ## Architecture
 
@@ -51,8 +51,8 @@ Apache-2.0.
 ARCHITECTURE = (
     "{parameters:.1f}M parameters in bfloat16. Hidden size {c.hidden_size}, {c.num_hidden_layers} layers, "
     "{c.num_attention_heads} heads of {c.head_dim}, {c.num_key_value_heads} key-value heads, "
-    "feed-forward {c.intermediate_size}, tied embeddings, context {c.max_position_embeddings}. The tokenizer is a "
-    "byte-level BPE of {c.vocab_size} in which every digit is a token of its own. "
+    "feed-forward {c.intermediate_size}{experts}, tied embeddings, context {c.max_position_embeddings}. The tokenizer "
+    "is a byte-level BPE of {c.vocab_size} in which every digit is a token of its own. "
     "The chat template uses `<|im_start|>` and `<|im_end|>`."
 )
 TRAINING = (
@@ -76,7 +76,11 @@ class Run:
 
 def render(run: Run, model: torch.nn.Module, progress: Progress, results: list[Perplexity]) -> str:
     config: PretrainedConfig = model.config
-    architecture = ARCHITECTURE.format(parameters=sum(p.numel() for p in model.parameters()) / 1e6, c=config)
+    family = config.architectures[0].removesuffix("ForCausalLM")
+    count = getattr(config, "num_local_experts", 0)
+    experts = f" in each of {count} experts, {config.num_experts_per_tok} of them for a token" if count else ""
+    parameters = sum(p.numel() for p in model.parameters()) / 1e6
+    architecture = ARCHITECTURE.format(parameters=parameters, c=config, experts=experts)
     training = TRAINING.format(
         tokens=_tokens(progress.tokens, run.tokens_before),
         texts=run.about_texts,
@@ -86,6 +90,7 @@ def render(run: Run, model: torch.nn.Module, progress: Progress, results: list[P
     )
     return TEMPLATE.format(
         title=run.title,
+        family=family,
         architecture=fill(architecture, 120, break_on_hyphens=False),
         training=fill(training, 120, break_on_hyphens=False),
         command=run.command,

@@ -38,9 +38,10 @@ def learning_rate_scale(used: float, warm_up: float = 0.02, decay: float = 0.5) 
 
 
 def make_optimizers(model: torch.nn.Module, muon_lr: float, adam_lr: float) -> list[Optimizer]:
-    """Muon (Jordan et al., 2024) on the matrices, Adam on embeddings and norms."""
+    """Muon (Jordan et al., 2024) on the matrices, Adam on embeddings, norms and routers."""
     named = dict(model.named_parameters())
-    matrices = {n: p for n, p in named.items() if p.ndim == 2 and "embed" not in n and "lm_head" not in n}
+    lookups = "embed", "lm_head", ".gate."
+    matrices = {n: p for n, p in named.items() if p.ndim == 2 and not any(part in n for part in lookups)}
     others = [parameter for name, parameter in named.items() if name not in matrices]
     return [
         Muon(matrices.values(), lr=muon_lr, weight_decay=0.0, momentum=0.95),

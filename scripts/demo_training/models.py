@@ -1,4 +1,4 @@
-"""The two model sizes, their tokenizer, and the folder in the Hugging Face layout that both end up in."""
+"""The model sizes, their tokenizer, and the folder in the Hugging Face layout that all end up in."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedTokenizerBase
+
+from demo_training.mixture import stored_name, upcycled
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>")
 WORDS = (
@@ -29,6 +31,8 @@ SHAPES = {
     "tiny": {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1,
              "intermediate_size": 64, "head_dim": 16},
 }  # fmt: skip
+MIXTURE = "mixture"
+"""A shape that starts from the MLPs of a dense model."""
 CONTEXT = 2048
 
 
@@ -45,7 +49,8 @@ def create(shape: str, vocab_size: int, init: Path | None, seed: int) -> torch.n
     # On a CPU the plain attention compiles to faster code than the fused operator at these sizes.
     attention = "sdpa" if torch.cuda.is_available() else "eager"
     if init is not None:
-        return AutoModelForCausalLM.from_pretrained(init, dtype=torch.float32, attn_implementation=attention).train()
+        model = AutoModelForCausalLM.from_pretrained(init, dtype=torch.float32, attn_implementation=attention).train()
+        return upcycled(model, seed) if shape == MIXTURE else model
     config = config_for(shape, vocab_size)
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention).train()
 
@@ -92,7 +97,8 @@ def export(model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, out: Path
     _write_json(partial / "config.json", model.config.to_diff_dict() | {"dtype": "bfloat16"})
     ends = {"bos_token_id": 0, "eos_token_id": [0, 2], "pad_token_id": 3}
     _write_json(partial / "generation_config.json", ends)
-    weights = {name: p.detach().to("cpu", torch.bfloat16).contiguous() for name, p in model.named_parameters()}
+    named = model.named_parameters()
+    weights = {stored_name(name): p.detach().to("cpu", torch.bfloat16).contiguous() for name, p in named}
     save_file(weights, partial / "model.safetensors", metadata={"format": "pt"})
     (partial / "model.safetensors").chmod(0o644)
     (partial / "README.md").write_text(card)

@@ -144,3 +144,35 @@ def test_too_little_text_is_refused_before_training(main):
 
     with pytest.raises(ValueError, match=r"^100 .* 128:"):
         Sampler(np.zeros(100, dtype=np.uint16), batch=2, length=32, long_every=3)
+
+
+def test_a_mixture_is_cut_from_a_dense_model_and_loads_in_transformers(main, texts, tmp_path):
+    dense, out = tmp_path / "dense", tmp_path / "mixture"
+    main(arguments(texts, dense, "--steps", "2"))
+    main([*arguments(texts, out, "--steps", "2", "--init", str(dense)), "--model", "mixture"])
+    state = snapshot(out)["states"][0]
+    assert sum(".experts." in name for name in state) == 8 * 3
+    tokenizer, model = AutoTokenizer.from_pretrained(out), AutoModelForCausalLM.from_pretrained(out)
+    assert model.config.model_type == "mixtral"
+    trained = trained_mixture(dense, state)
+    ids = tokenizer("the old bridge and the river sings", return_tensors="pt").input_ids
+    with torch.no_grad():
+        torch.testing.assert_close(model.float()(ids).logits, trained.float()(ids).logits, rtol=1e-5, atol=1e-6)
+
+
+def trained_mixture(dense: Path, state: dict[str, torch.Tensor]) -> torch.nn.Module:
+    """The model in training, with the weights that were exported."""
+    from demo_training.models import create
+
+    model = create("mixture", 0, dense, seed=0).eval()
+    model.load_state_dict({name: tensor.bfloat16().float() for name, tensor in state.items()})
+    return model
+
+
+def test_a_balanced_router_costs_one_and_a_preferred_expert_more(main):
+    from demo_training.mixture import balance_loss
+
+    even = torch.full((4, 4), 0.25)
+    assert float(balance_loss(even, torch.eye(4).bool())) == pytest.approx(1)
+    skewed = torch.tensor([[0.7, 0.1, 0.1, 0.1]] * 4)
+    assert float(balance_loss(skewed, skewed > 0.5)) == pytest.approx(4 * 0.7)
