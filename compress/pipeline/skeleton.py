@@ -7,18 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from compress.checkpoint.meta_model import build_on_meta, check_decoder, find_architecture, load_config
 from compress.common.errors import CheckpointError
-from compress.models.config import MAX_LAYERS, block, positive, refusal, text
-from compress.models.generic import architecture_by_structure
-from compress.models.registry import find_family
-from compress.models.spec import Architecture, architecture_of
+from compress.models.config import block
+from compress.models.spec import Architecture
 
 if TYPE_CHECKING:
     from torch import nn
-    from transformers import PretrainedConfig, PreTrainedModel
-
-
-_OTHER_INPUTS = ("vision_config", "audio_config", "text_config")
+    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,123 +77,19 @@ def open_skeleton(path: Path, config: dict[str, Any], trust_remote_code: bool = 
         CheckpointError: already quantized, not a decoder-only text model, or an unknown model type.
     """
     check_supported(path, config, trust_remote_code)
-    model = _build(path, _load_config(path, config, trust_remote_code), trust_remote_code)
+    model = build_on_meta(path, load_config(path, config, trust_remote_code), trust_remote_code)
     _refuse_fused_experts(model)
     return Skeleton(model.eval(), find_architecture(model))
 
 
 def check_supported(path: Path, config: dict[str, Any], trust_remote_code: bool = False) -> None:
     """Refuses what config.json alone can rule out. Raises CheckpointError."""
-    model_type = text(config, "model_type", "")
-    if not model_type:
-        raise CheckpointError(f"config.json of {path} has no model_type", "Use a Hugging Face model folder")
     if quantization := block(config, "quantization_config"):
         raise CheckpointError(
             f"{path} is already quantized ({quantization.get('quant_method', 'unknown method')})",
             f"Start from the dense model, or first run: compress export {path} --format dense --out dense",
         )
-    other = [key for key in _OTHER_INPUTS if key in config]
-    if other or config.get("is_encoder_decoder"):
-        what = ", ".join(other) if other else "an encoder and a decoder"
-        raise CheckpointError(
-            f"model type {model_type!r} is not a decoder-only text model (config.json has {what})",
-            "Only decoder-only text models can be compressed so far",
-        )
-    if "auto_map" in config and not trust_remote_code and not _is_known(model_type):
-        raise CheckpointError(
-            f"model type {model_type!r} needs Python code from {path}",
-            "Read that code; if you trust it, add --trust-remote-code",
-        )
-
-
-def _is_known(model_type: str) -> bool:
-    from transformers import CONFIG_MAPPING
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    if model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        return True
-    return model_type in CONFIG_MAPPING and CONFIG_MAPPING[model_type] in MODEL_FOR_CAUSAL_LM_MAPPING
-
-
-def _load_config(path: Path, config: dict[str, Any], trust_remote_code: bool) -> PretrainedConfig:
-    import transformers
-    from transformers import AutoConfig
-
-    architectures = config.get("architectures") or []
-    if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
-        raise refusal("architectures", architectures, "a list of names")
-    decoders = [name for name in architectures if name.endswith(("ForCausalLM", "LMHeadModel"))]
-    known = trust_remote_code or _is_known(config["model_type"])
-    if not known or (architectures and not decoders):
-        raise CheckpointError(
-            f"{' '.join(architectures) or 'this model'} (model type {config['model_type']!r}) is not a decoder-only "
-            f"language model that transformers {transformers.__version__} knows",
-            "Check config.json, or upgrade transformers if the model is newer: pip install -U transformers",
-        )
-    _check_sizes(config)
-    try:
-        loaded = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=True)
-    # transformers and its validators raise unrelated types, and the code of a model folder any.
-    except Exception as error:
-        raise CheckpointError(
-            f"config.json of {path} cannot be used: {_reason(error)}", "Correct config.json"
-        ) from error
-    # A rotated source has a head of its own where the stored one has none.
-    loaded.tie_word_embeddings = config.get("tie_word_embeddings", loaded.tie_word_embeddings)
-    return loaded
-
-
-def _check_sizes(config: dict[str, Any]) -> None:
-    """Refuse what names its key in our words, and numbers of layers that would be built for hours."""
-    if describe := find_family(config["model_type"]):
-        describe(config)
-    for key in ("num_hidden_layers", "n_layer"):
-        if config.get(key) is not None:
-            positive(config, key, most=MAX_LAYERS)
-
-
-def _reason(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
-
-
-def _build(path: Path, config: PretrainedConfig, trust_remote_code: bool) -> PreTrainedModel:
-    import torch
-    from accelerate import init_empty_weights
-    from transformers import AutoModelForCausalLM
-    from transformers.initialization import no_init_weights
-
-    config.use_cache = False
-    try:
-        # Parameters go to the meta device one by one, so buffers keep the values that their modules compute.
-        with init_empty_weights(include_buffers=False), no_init_weights():
-            # In float32 whatever the checkpoint's dtype: buffers are rounded where they are used, not here.
-            return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code, dtype=torch.float32)
-    except Exception as error:  # Any of many types, as above.
-        raise CheckpointError(
-            f"the model of {path} cannot be built: {_reason(error)}", "Correct config.json"
-        ) from error
-
-
-def find_architecture(model: PreTrainedModel) -> Architecture:
-    """Finds the architecture of a model (which may be on the meta device), by family or else by structure.
-
-    Raises:
-        CheckpointError: sizes that define no model of its family, or no module list that could be the blocks.
-    """
-    from torch import nn
-
-    describe = find_family(model.config.model_type)
-    if describe is not None:
-        return architecture_of(describe(model.config.to_dict()))
-    modules = dict(model.named_modules())
-    names = {module: name for name, module in modules.items()}
-    return architecture_by_structure(
-        model.config.model_type,
-        {name: len(module) for name, module in modules.items() if isinstance(module, nn.ModuleList)},
-        {name for name, module in modules.items() if isinstance(module, nn.Linear)},
-        embedding=names.get(model.get_input_embeddings(), ""),
-        head=names.get(model.get_output_embeddings(), ""),
-    )
+    check_decoder(path, config, trust_remote_code)
 
 
 def _refuse_fused_experts(model: PreTrainedModel) -> None:
