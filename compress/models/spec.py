@@ -95,6 +95,7 @@ class Attention:
         softcap: scores s become `softcap * tanh(s / softcap)` before they are masked; None leaves them.
         position_scale: growth of queries with their position, see `PositionScale`.
         window: tokens, itself included, that a token attends to; None is all.
+        kv_layer: earlier layer whose keys and values it reads; then `qkv` and `qk_norm` are those of queries alone.
     """
 
     num_heads: int
@@ -103,13 +104,24 @@ class Attention:
     qkv: tuple[Linear, ...]
     output: Linear
     rope: Rope | None
-    qk_norm: tuple[Norm, Norm] | None = None
+    qk_norm: tuple[Norm, ...] | None = None
     norms_rotated: bool = False
     scale: float | None = None
     softcap: float | None = None
     position_scale: PositionScale | None = None
     window: int | None = None
+    kv_layer: int | None = None
     name: str = "self_attn"
+
+    @property
+    def rotation(self) -> tuple[Rope, int] | None:
+        """Its rotary embedding and the size of the heads that it rotates."""
+        return None if self.rope is None else (self.rope, self.head_dim)
+
+    @property
+    def own_kv_heads(self) -> int:
+        """Key-value heads that it computes itself."""
+        return self.num_kv_heads if self.kv_layer is None else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,12 +289,12 @@ class ModelSpec:
         return Linear(self.names.head, self.vocab_size, self.hidden_size)
 
     @property
-    def ropes(self) -> tuple[Rope, ...]:
-        """Rotary embeddings of all layers, each once, in order of appearance."""
-        found: list[Rope] = []
+    def rotations(self) -> tuple[tuple[Rope, int], ...]:
+        """Rotary embeddings and head dimensions of all layers, each pair once, in order of appearance."""
+        found: list[tuple[Rope, int]] = []
         for block in self.blocks:
-            if block.mixer.rope is not None and block.mixer.rope not in found:
-                found.append(block.mixer.rope)
+            if block.mixer.rotation is not None and block.mixer.rotation not in found:
+                found.append(block.mixer.rotation)
         return tuple(found)
 
     def block_name(self, index: int) -> str:
@@ -352,7 +364,7 @@ class ModelSpec:
         Args:
             head_bytes: bytes of one key head and one value head, by head dimension.
         """
-        return sum(block.mixer.num_kv_heads * head_bytes(block.mixer.head_dim) for block in self.blocks)
+        return sum(block.mixer.own_kv_heads * head_bytes(block.mixer.head_dim) for block in self.blocks)
 
 
 @dataclass(frozen=True, slots=True)
