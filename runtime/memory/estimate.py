@@ -11,7 +11,7 @@ from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.scheme import MAX_BITS
 from compress.checkpoint.weights import Scheme
 from compress.checkpoint.weights.integer import num_words
-from compress.models.spec import siblings
+from compress.models.architecture import siblings
 from runtime.backends.base import Target
 from runtime.backends.registry import choose_dense, choose_linear
 from runtime.core.config import RuntimeConfig
