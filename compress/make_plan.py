@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from compress.checkpoint.config import is_embedding
@@ -20,7 +20,7 @@ from compress.methods.owl import OutlierShares
 from compress.pipeline.rotated_source import RotatedFiles
 from compress.pipeline.skeleton import Skeleton
 from compress.plan import Factoring, LayerPlan, Plan, PlanRow, Pruning, shape_bytes
-from compress.plan_notes import CARRIED, carried_notes, cost_notes, scheme_notes, sibling_notes, usable_mappings
+from compress.plan_notes import CARRIED, ROUTER, carried_notes, cost_notes, scheme_notes, sibling_notes, usable_mappings
 from compress.recipe import (
     STAGE_NAMES,
     FactorizeStage,
@@ -95,13 +95,14 @@ Shapes = Mapping[str, tuple[int, int]]
 
 
 def assign(
-    stages: Sequence[TensorStage], linears: Shapes, ends: Mapping[str, End]
+    stages: Sequence[TensorStage], linears: Shapes, ends: Mapping[str, End], dense: Collection[str] = ()
 ) -> tuple[dict[str, LayerPlan], dict[str, str]]:
     """Plan every linear, with the reasons of those that stay as they are. A later stage wins.
 
     Args:
         linears: those in the blocks, which a stage without targets takes.
         ends: embedding and head, which only stages that name them take.
+        dense: modules that no stage takes, which `ignore` may name all the same.
 
     Raises:
         RecipeError: a pattern that matches nothing, a target that the stage cannot change, or nothing left to quantize.
@@ -113,7 +114,7 @@ def assign(
         chosen = select(stage.targets, names, "targets") if stage.targets else set(linears)
         for name in sorted(chosen & ends.keys()):
             ends[name].check(name, stage)
-        ignored = select(stage.ignore, names, "--ignore") & chosen
+        ignored = select(stage.ignore, [*names, *dense], "--ignore") & chosen
         for name in ignored:
             pattern = next(each for each in stage.ignore if matches(each, name))
             reasons[name] = f"left out by --ignore {pattern}"
@@ -295,15 +296,14 @@ def _with_target_size(recipe: Recipe, planned_bytes: Callable[[Recipe], int]) ->
 
 
 def _plan(skeleton: Skeleton, files: TensorFiles, recipe: Recipe, scale_dtype: str) -> Plan:
-    linears, ends = _linear_shapes(skeleton), find_embed_and_head(skeleton, files)
-    layer_plans, reasons = assign(recipe.tensor_stages, linears, ends)
+    linears, ends, routers = _linear_shapes(skeleton), find_embed_and_head(skeleton, files), skeleton.routers
+    layer_plans, reasons = assign(recipe.tensor_stages, linears, ends, routers)
     matrices = linears | {name: end.shape for name, end in ends.items() if end.shape}
     check_groups(layer_plans, matrices)
     _check_stored(layer_plans, matrices)
     carried = skeleton.carried(files.names())
-    rows = _Rows(
-        skeleton, files, linears, layer_plans, reasons | dict.fromkeys(map(_module, carried), CARRIED), scale_dtype
-    )
+    reasons |= dict.fromkeys(map(_module, carried), CARRIED) | dict.fromkeys(routers, ROUTER)
+    rows = _Rows(skeleton, files, linears, layer_plans, reasons, scale_dtype)
     smoothing_mappings, notes = usable_mappings(skeleton, layer_plans)
     notes += sibling_notes(skeleton, layer_plans) + scheme_notes(layer_plans)
     notes += carried_notes(files, carried, skeleton.num_blocks)

@@ -7,10 +7,11 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from compress.checkpoint.config import is_embedding
 from compress.checkpoint.safetensors import TensorFiles
 from compress.checkpoint.weights import Scheme
-from compress.models.architecture import SmoothingMapping
+from compress.models.spec import SmoothingMapping
 from compress.pipeline.skeleton import Skeleton
 from compress.plan import LayerPlan, PlanRow
 from compress.recipe import Recipe
+from compress.targets import without_indices
 
 
 def usable_mappings(
@@ -20,22 +21,16 @@ def usable_mappings(
     used: list[tuple[SmoothingMapping, ...]] = []
     unused: dict[SmoothingMapping, int] = {}
     smoothing = sorted({each.method.name for each in layer_plans.values() if each.method and each.method.smooths})
-    for index in range(skeleton.num_blocks):
-        fitting = tuple(
-            mapping
-            for mapping in skeleton.architecture.mappings
-            if _mapping_fits(skeleton, skeleton.block_name(index), mapping, layer_plans)
-        )
-        used.append(fitting)
-        for mapping in skeleton.architecture.mappings:
-            if mapping not in fitting:
+    for index, block in enumerate(skeleton.blocks):
+        linears = skeleton.linears(block)
+        # Layers of several kinds have mappings of their own.
+        present = [each for each in skeleton.architecture.mappings if linears.keys() >= set(each.balance_layers)]
+        name = skeleton.block_name(index)
+        used.append(tuple(each for each in present if _mapping_fits(name, linears, each, layer_plans)))
+        for mapping in present:
+            if mapping not in used[-1]:
                 unused[mapping] = unused.get(mapping, 0) + 1
-    notes = [
-        f"{mapping.smooth_layer} -> {', '.join(mapping.balance_layers)} is not smoothed in {count} of "
-        f"{skeleton.num_blocks} blocks: not all of them are quantized by {' or '.join(smoothing)} with one scheme"
-        for mapping, count in unused.items()
-        if smoothing
-    ]
+    notes = _unused_notes(unused, skeleton.num_blocks, smoothing) if smoothing else []
     if smoothing and not skeleton.architecture.mappings:
         notes.append(
             f"model type {skeleton.model.config.model_type!r} has no known smoothing mappings: "
@@ -44,12 +39,25 @@ def usable_mappings(
     return tuple(used), notes
 
 
+def _unused_notes(unused: Mapping[SmoothingMapping, int], num_blocks: int, smoothing: Sequence[str]) -> list[str]:
+    """Return one note for mappings that differ in nothing but the number of an expert."""
+    kinds: dict[str, int] = {}
+    for mapping, count in unused.items():
+        targets = ", ".join(dict.fromkeys(map(without_indices, mapping.balance_layers)))
+        kinds[f"{without_indices(mapping.smooth_layer)} -> {targets}"] = count
+    return [
+        f"{kind} is not smoothed in {count} of {num_blocks} blocks: not all of them are quantized by "
+        f"{' or '.join(smoothing)} with one scheme"
+        for kind, count in kinds.items()
+    ]
+
+
 def _mapping_fits(
-    skeleton: Skeleton, block: str, mapping: SmoothingMapping, layer_plans: Mapping[str, LayerPlan]
+    block: str, linears: Collection[str], mapping: SmoothingMapping, layer_plans: Mapping[str, LayerPlan]
 ) -> bool:
     targets = [layer_plans.get(f"{block}.{name}") for name in mapping.balance_layers]
     source = f"{block}.{mapping.smooth_layer}"
-    is_linear = mapping.smooth_layer in skeleton.linears(skeleton.blocks[0])
+    is_linear = mapping.smooth_layer in linears
     same = targets[0] is not None and _smooths(targets[0]) and len(set(targets)) == 1
     return same and (not is_linear or source in layer_plans)
 
@@ -60,6 +68,9 @@ def _smooths(plan: LayerPlan) -> bool:
 
 CARRIED = "of no layer in config.json: carried along unchanged"
 """Reason in the plan for tensors that the model does not run."""
+
+ROUTER = "router: a rounded one sends tokens to other experts"
+"""Reason in the plan for linears that choose or weigh experts."""
 
 
 def carried_notes(files: TensorFiles, carried: Sequence[str], num_blocks: int) -> list[str]:
@@ -76,17 +87,16 @@ def carried_notes(files: TensorFiles, carried: Sequence[str], num_blocks: int) -
 def sibling_notes(skeleton: Skeleton, layer_plans: Mapping[str, LayerPlan]) -> list[str]:
     """Warns of fused projections that would differ in scheme."""
     notes = []
+    kinds: dict[str, dict[str, None]] = {}
     for siblings in skeleton.architecture.siblings:
-        differing = [
-            skeleton.block_name(index)
-            for index in range(skeleton.num_blocks)
-            if len({_scheme_of(layer_plans, f"{skeleton.block_name(index)}.{name}") for name in siblings}) > 1
-        ]
-        if differing:
-            notes.append(
-                f"{', '.join(siblings)} differ in scheme in {len(differing)} blocks (e.g. {differing[0]}): engines "
-                "that fuse them (vLLM, SGLang) will refuse the checkpoint"
-            )
+        for block in map(skeleton.block_name, range(skeleton.num_blocks)):
+            if len({_scheme_of(layer_plans, f"{block}.{name}") for name in siblings}) > 1:
+                kinds.setdefault(", ".join(dict.fromkeys(map(without_indices, siblings))), {})[block] = None
+    for kind, differing in kinds.items():
+        notes.append(
+            f"{kind} differ in scheme in {len(differing)} blocks (e.g. {next(iter(differing))}): engines "
+            "that fuse them (vLLM, SGLang) will refuse the checkpoint"
+        )
     return notes
 
 

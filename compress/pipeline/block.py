@@ -14,7 +14,8 @@ from compress.checkpoint.weights import Scheme, Weight
 from compress.checkpoint.weights.base import about, digest
 from compress.common.errors import CheckpointError, NumericsError
 from compress.methods.base import TuningRecord
-from compress.models.architecture import SmoothingMapping
+from compress.models.spec import SmoothingMapping
+from compress.pipeline.expert_inputs import ExpertCoverage
 from compress.pipeline.skeleton import Skeleton
 from compress.plan import LayerPlan
 
@@ -81,6 +82,7 @@ class BlockOutcome:
     linears: list[LinearRecord] = field(default_factory=list)
     smoothing: list[SmoothingRecord] = field(default_factory=list)
     tuning: TuningRecord | None = None
+    coverage: tuple[ExpertCoverage, ...] = ()
 
     def keep(self, stored: Weight | Tensor, record: LinearRecord) -> None:
         """Adds what became of one linear, in host memory."""
@@ -114,6 +116,7 @@ class BlockOutcome:
             "linears": [asdict(record) for record in self.linears],
             "smoothing": [asdict(record) for record in self.smoothing],
             "tuning": asdict(self.tuning) if self.tuning else None,
+            "experts": [asdict(each) for each in self.coverage],
         }
 
 

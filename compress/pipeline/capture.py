@@ -6,10 +6,11 @@ and whatever else a family passes to its blocks come from the family's own code,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ from compress.checkpoint.safetensors import TensorFiles
 from compress.common.errors import NumericsError
 from compress.methods.base import Needs
 from compress.pipeline.block import LoadedBlock, fill, release
+from compress.pipeline.expert_inputs import ExpertCoverage, ExpertStatistics, MixtureInputs
+from compress.pipeline.experts import mixtures
 from compress.pipeline.skeleton import Skeleton
 
 
@@ -241,10 +244,18 @@ def _equal(left: Any, right: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """Statistics by linear; `groups` lists linears that share their input, hence one statistics object."""
+    """Statistics by linear.
 
-    statistics: dict[str, InputStatistics]
+    Attributes:
+        groups: linears that share their input, hence one statistics object; without those of experts.
+        expert_groups: alike, linears of experts, expert by expert.
+        coverage: of every mixture.
+    """
+
+    statistics: Mapping[str, InputStatistics]
     groups: tuple[tuple[str, ...], ...]
+    expert_groups: tuple[tuple[str, ...], ...] = ()
+    coverage: tuple[ExpertCoverage, ...] = ()
 
 
 def observe(
@@ -258,7 +269,7 @@ def observe(
     """Runs the whole calibration through a block and gathers statistics of its linears' inputs.
 
     The first micro-batch shows which linears receive the very same tensor; from then on one of them counts for all.
-    A linear that nothing reaches (an unused expert) is in no group.
+    A linear that nothing reaches is in no group. Experts have statistics of the tokens that enter their mixture.
 
     Args:
         tick: told the share of the calibration that has passed.
@@ -266,22 +277,46 @@ def observe(
     Raises:
         NumericsError: NaN or infinity in an input, naming the linear.
     """
+    found = {name: MixtureInputs(name, experts) for name, experts in mixtures(block.module)}
+    plain = [name for name in needs if not name.startswith(tuple(f"{mixture}." for mixture in found))]
     batches = inputs.batches(index, device)
-    first, _ = linear_inputs(block, *next(batches), tuple(needs))
-    groups = _same_tensor(first)
-    leaders = {group[0]: _statistics(block, group, needs, device) for group in groups}
-    for leader, statistics in leaders.items():
-        statistics.update(first[leader])
-    first.clear()
-    handles = [_on_input(block.linear(leader), statistics.update) for leader, statistics in leaders.items()]
+    handles = [each.experts.register_forward_pre_hook(each.record) for each in found.values()]
     try:
+        first, _ = linear_inputs(block, *next(batches), plain)
+        groups = _same_tensor(first)
+        leaders = {group[0]: _statistics(block, group, needs, device) for group in groups}
+        for leader, statistics in leaders.items():
+            statistics.update(first[leader])
+        first.clear()
+        handles += [_on_input(block.linear(leader), statistics.update) for leader, statistics in leaders.items()]
         for number, (hidden, call) in enumerate(batches, 1):
             tick(number / len(inputs.calls))
             run_block(block.module, hidden, call)
     finally:
         for handle in handles:
             handle.remove()
-    return Observed({name: leaders[group[0]] for group in groups for name in group}, groups)
+    known = {name: leaders[group[0]] for group in groups for name in group}
+    if not found:
+        return Observed(known, groups)
+    experts = _expert_groups(found, needs)
+    lazy = ExpertStatistics(known, found, experts, lambda group: _statistics(block, group, needs, device), device)
+    coverage = tuple(each.coverage(block.name) for each in found.values())
+    return Observed(lazy, groups, tuple(chain.from_iterable(experts.values())), coverage)
+
+
+def _expert_groups(
+    found: Mapping[str, MixtureInputs], needs: Mapping[str, Needs]
+) -> dict[tuple[str, int], tuple[tuple[str, ...], ...]]:
+    """Return the linears of each expert that are asked for, those that share an input together."""
+    return {
+        (mixture, index): tuple(
+            group
+            for names in each.experts.inputs_of(index)
+            if (group := tuple(name for leaf in names if (name := f"{mixture}.{index}.{leaf}") in needs))
+        )
+        for mixture, each in found.items()
+        for index in range(len(each.experts))
+    }
 
 
 def linear_inputs(

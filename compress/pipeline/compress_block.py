@@ -18,7 +18,7 @@ from compress.checkpoint.weights.integer import IntegerWeight
 from compress.methods.base import Needs, QuantizationMethod, TunedBlock
 from compress.methods.shared.hessian import HessianCache
 from compress.methods.shared.smoothing import SmoothingResult
-from compress.models.architecture import SmoothingMapping
+from compress.models.spec import SmoothingMapping
 from compress.pipeline.block import BlockJob, BlockOutcome, LoadedBlock, SmoothingRecord
 from compress.pipeline.capture import BlockInputs, Calibration, Call, Observed, follow_dense, observe, run_all
 from compress.pipeline.compress_layer import (
@@ -151,7 +151,7 @@ def quantize_block(
     parents = sorted({mapping.parent for mapping in job.smoothing_mappings})
     traces, expected = trace_modules(block, calibration.search, job.index, parents, device)
     differences, reference = _follow_dense(block, job, calibration, observed, device, part("dense outputs"))
-    outcome = BlockOutcome(reference=reference)
+    outcome = BlockOutcome(reference=reference, coverage=observed.coverage)
     folded = _smooth(block, job, observed, traces, outcome, part("smoothing"))
     traces.clear()
     part("rounding")(0)
@@ -241,7 +241,7 @@ def _round(
     begun: dict[str, tuple[LayerCompressor, IntegerWeight]] = {}
     ranked = decompose_block(block.weights, job.layer_plans, observed.statistics)
     unreached = tuple((name,) for name in job.layer_plans if name not in observed.statistics)
-    for group in observed.groups + unreached:
+    for group in observed.groups + observed.expert_groups + unreached:
         statistics = observed.statistics.get(group[0])
         scale = folded.get(group[0])  # smoothing divides an input once, for all that read it
         inputs = HessianCache(statistics, scale, differences.get(group[0]))

@@ -71,18 +71,18 @@ def energies(
 
 @dataclass(frozen=True, slots=True)
 class _Whitenings:
-    """Linears that share their input share its whitening."""
+    """Linears that share their input follow each other and share its whitening; only the last one is kept."""
 
     statistics: Mapping[str, InputStatistics]
-    known: dict[tuple[FactorizationMethod, int], Whitening] = field(default_factory=dict)
+    last: dict[FactorizationMethod, tuple[InputStatistics | None, Whitening]] = field(default_factory=dict)
 
     def of(self, name: str, layer_plan: LayerPlan) -> Whitening:
         if layer_plan.factoring is None:
             raise ValueError(f"{name} is not factorized")
-        key = (layer_plan.factoring.method, id(self.statistics.get(name)))
-        if key not in self.known:
-            self.known[key] = _whitening(key[0], self.statistics.get(name))
-        return self.known[key]
+        method, statistics = layer_plan.factoring.method, self.statistics.get(name)
+        if method not in self.last or self.last[method][0] is not statistics:
+            self.last[method] = statistics, _whitening(method, statistics)
+        return self.last[method][1]
 
 
 def _ranks(

@@ -5,12 +5,14 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, TypeVar
 
 from compress.common.errors import ToolkitError
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
     from compress.pipeline.skeleton import Skeleton
     from compress.plan import Plan
@@ -106,22 +108,40 @@ _FLOAT32 = 4
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """Sizes of one transformer block: its numbers, those of its largest linear, and what its linears take and give."""
+    """Sizes of one transformer block: its numbers, those of its largest linear, what its linears take, and what they
+    give for one token, which only some experts of a mixture do."""
 
     parameters: int
     largest: int
     inputs: tuple[int, ...]
     outputs: int
+    has_experts: bool = False
 
     @classmethod
-    def first_of(cls, skeleton: Skeleton) -> _Block:
-        block = skeleton.blocks[0]
-        linears = list(skeleton.linears(block).values())
+    def largest_of(cls, skeleton: Skeleton) -> _Block:
+        """Return the block with the most parameters: the first layers of a mixture may be dense."""
+        return max((cls.of(skeleton, block) for block in skeleton.blocks), key=lambda each: each.parameters)
+
+    @classmethod
+    def of(cls, skeleton: Skeleton, block: nn.Module) -> _Block:
+        from compress.pipeline.experts import mixtures
+
+        linears = skeleton.linears(block)
+        found = dict(mixtures(block))
+        chosen = {
+            f"{mixture}.{index}.{leaf}"
+            for mixture, experts in found.items()
+            for index in range(experts.num_chosen)
+            for leaf in chain.from_iterable(experts.inputs_of(index))
+        }
+        inside = tuple(f"{mixture}." for mixture in found)
+        used = [each for name, each in linears.items() if name in chosen or not name.startswith(inside)]
         return cls(
             sum(parameter.numel() for parameter in block.parameters()),
-            max(linear.weight.numel() for linear in linears),
-            tuple({linear.in_features for linear in linears}),
-            sum(linear.out_features for linear in linears),
+            max(linear.weight.numel() for linear in linears.values()),
+            tuple({linear.in_features for linear in linears.values()}),
+            sum(linear.out_features for linear in used),
+            bool(found),
         )
 
     @property
@@ -137,13 +157,13 @@ def estimate_peak(skeleton: Skeleton, plan: Plan, samples: int, length: int, mic
         samples, length: size of the calibration; zero samples when there is none.
         item_bytes: bytes per number of the dtype of computation.
     """
-    config, block = skeleton.model.config, _Block.first_of(skeleton)
+    config, block = skeleton.model.config, _Block.largest_of(skeleton)
     factors, ends = _factor_bytes(block, plan), _end_bytes(skeleton, plan)
     if not samples:
         return _PROCESS_BYTES + max(6 * _FLOAT32 * block.largest + factors, ends)
     hidden = getattr(config, "hidden_size", 0) * item_bytes
-    # In and out of the block; where it is followed, the same of the dense model.
-    states = (4 if plan.needs.dense_model else 2) * samples * length * hidden
+    # In and out of the block; where it is followed, the same of the dense model; and what its experts read.
+    states = ((4 if plan.needs.dense_model else 2) + block.has_experts) * samples * length * hidden
     embedding = getattr(config, "vocab_size", 0) * hidden
     weights = block.parameters * (item_bytes + _FLOAT32) + 5 * _FLOAT32 * block.largest
     activations = _activation_bytes(block, plan, micro_batch * length * item_bytes)

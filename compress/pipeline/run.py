@@ -202,5 +202,5 @@ def _line(outcome: BlockOutcome) -> str:
     recovered: dict[str, list[str]] = {}
     for record in outcome.linears:
         recovered.setdefault(record.recovery, []).append(record.module.rpartition(".")[2])
-    parts += [f"{' '.join(layers)}: {recovery}" for recovery, layers in recovered.items() if recovery]
+    parts += [f"{' '.join(dict.fromkeys(layers))}: {recovery}" for recovery, layers in recovered.items() if recovery]
     return ", ".join(parts)

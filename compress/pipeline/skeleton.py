@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 from compress.checkpoint.meta_model import build_on_meta, check_decoder, find_architecture, load_config
 from compress.common.errors import CheckpointError
-from compress.models.architecture import Architecture
 from compress.models.config import block
+from compress.models.registry import find_family
+from compress.models.spec import Architecture
 
 if TYPE_CHECKING:
     from torch import nn
@@ -52,6 +53,14 @@ class Skeleton:
     def block_name(self, index: int) -> str:
         return f"{self.architecture.blocks}.{index}"
 
+    @property
+    def routers(self) -> list[str]:
+        """Full names of the linears that choose or weigh experts, in all blocks."""
+        found = [(index, name) for index in range(self.num_blocks) for name in self.architecture.routers]
+        names = {name for name, _ in self.model.named_parameters()}
+        full = [f"{self.block_name(index)}.{name}" for index, name in found]
+        return [name for name in full if f"{name}.weight" in names]
+
     def carried(self, names: Iterable[str]) -> list[str]:
         """Returns the tensors of no part of this model: layers beyond its last, heads of multi-token prediction."""
         blocks = tuple(f"{self.block_name(index)}." for index in range(self.num_blocks))
@@ -59,10 +68,12 @@ class Skeleton:
         return [name for name in names if name not in known and not name.startswith(blocks)]
 
     def linears(self, block: nn.Module) -> dict[str, nn.Linear]:
-        """Returns the linears of a block by relative name, in the order of definition."""
+        """Returns the linears of a block by relative name, in the order of definition; routers are none of them."""
         from torch import nn
 
-        return {name: module for name, module in block.named_modules() if isinstance(module, nn.Linear)}
+        modules = block.named_modules()
+        dense = self.architecture.routers
+        return {name: module for name, module in modules if isinstance(module, nn.Linear) and name not in dense}
 
 
 def open_skeleton(path: Path, config: dict[str, Any], trust_remote_code: bool = False) -> Skeleton:
@@ -76,8 +87,12 @@ def open_skeleton(path: Path, config: dict[str, Any], trust_remote_code: bool = 
     Raises:
         CheckpointError: already quantized, not a decoder-only text model, or an unknown model type.
     """
+    from compress.pipeline.experts import name_experts
+
     check_supported(path, config, trust_remote_code)
     model = build_on_meta(path, load_config(path, config, trust_remote_code), trust_remote_code)
+    if describe := find_family(model.config.model_type):
+        name_experts(model, describe(model.config.to_dict()))
     _refuse_fused_experts(model)
     return Skeleton(model.eval(), find_architecture(model))
 
@@ -97,5 +112,5 @@ def _refuse_fused_experts(model: PreTrainedModel) -> None:
         if parameter.dim() >= 3 and "expert" in name:
             raise CheckpointError(
                 f"{name} {list(parameter.shape)} holds all experts of a mixture in one tensor",
-                "Mixture-of-experts models cannot be compressed yet",
+                "Mixtures are compressed where docs/families.md says so; serve this one as it is",
             )

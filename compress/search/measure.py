@@ -337,7 +337,7 @@ class _Meter:
     def _scale_dtype(self) -> torch.dtype:
         return getattr(torch, self.survey.context.plan.scale_dtype)
 
-    def _statistics(self, block: LoadedBlock, index: int) -> dict[str, InputStatistics]:
+    def _statistics(self, block: LoadedBlock, index: int) -> Mapping[str, InputStatistics]:
         needs = {leaf: Needs(hessian=True) for leaf in block.weights}
         return observe(block, self.calibration, index, needs, self.survey.context.device).statistics
 

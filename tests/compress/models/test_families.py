@@ -11,9 +11,8 @@ from compress.checkpoint.config import read_config
 from compress.checkpoint.expert_files import split_experts
 from compress.checkpoint.safetensors import TensorFiles
 from compress.common.errors import CheckpointError
-from compress.models.architecture import architecture_of
 from compress.models.registry import find_family, known_families, register
-from compress.models.spec import ModelSpec
+from compress.models.spec import ModelSpec, architecture_of
 from runtime.backends.base import layers_unsupported
 
 QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -66,9 +65,9 @@ def test_the_table_of_the_docs_is_true() -> None:
     for model_type, row in rows.items():
         spec = describe(model_type, **VARIANTS[model_type])
         names = architecture_of(spec)
-        is_mixture, fused = any(spec.routers()), not layers_unsupported(spec)
+        refused, fused = bool(spec.slices()), not layers_unsupported(spec)
         yes = {True: "yes", False: "no"}
-        expected = ("no", "-", "no") if is_mixture else ("yes", str(len(names.mappings)), yes[names.stream is not None])
+        expected = ("no", "-", "no") if refused else ("yes", str(len(names.mappings)), yes[names.stream is not None])
         assert row == (*expected, "all layers in one call" if fused else "layer by layer"), model_type
 
 

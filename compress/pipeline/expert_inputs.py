@@ -1,0 +1,139 @@
+"""Calibration inputs of a mixture, and the statistics of one expert at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from calibration.statistics import InputStatistics
+from compress.pipeline.experts import Experts
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertCoverage:
+    """Calibration tokens of the experts of one mixture.
+
+    Attributes:
+        module: full name.
+        tokens: those that the router sent to each expert.
+        added: other tokens of the mixture that its statistics count as well, for each expert.
+        least: tokens that an expert's statistics take at least, where the calibration has as many.
+    """
+
+    module: str
+    tokens: tuple[int, ...]
+    added: tuple[int, ...]
+    least: int
+
+
+@dataclass
+class MixtureInputs:
+    """Tokens that entered a mixture, on the host, and the experts that the router chose.
+
+    An expert's statistics are computed from them when they are asked for, so that those of one expert are in memory
+    at a time. Experts that few tokens chose also count other tokens: the Hessian of fewer tokens than channels is
+    singular, and rounding by it forgets all directions that were not seen.
+
+    Attributes:
+        name: of the experts inside the block.
+        hidden: `[T_i, H]`, micro-batch by micro-batch.
+        chosen: `[T_i, k]`, alike.
+    """
+
+    name: str
+    experts: Experts
+    hidden: list[Tensor] = field(default_factory=list)
+    chosen: list[Tensor] = field(default_factory=list)
+
+    def record(self, _module: nn.Module, args: tuple[Any, ...]) -> None:
+        """Keeps the arguments of a forward pass."""
+        self.hidden.append(args[0].cpu())
+        self.chosen.append(args[1].cpu())
+
+    @property
+    def least(self) -> int:
+        """Tokens that an expert needs: as many as its first linears have inputs."""
+        return self.experts.expert(0).in_features
+
+    def tokens(self, index: int) -> Tensor:
+        """Returns a mask `[T]`: the tokens that count for an expert."""
+        mask = (torch.cat(self.chosen) == index).any(-1)
+        others = (~mask).nonzero().flatten()
+        wanted = min(max(self.least - int(mask.sum()), 0), len(others))
+        mask[others[_evenly(wanted, len(others))]] = True
+        return mask
+
+    def rows(self, index: int, device: torch.device) -> Iterator[Tensor]:
+        """Yields the inputs `[n, H]` that count for an expert."""
+        masks = self.tokens(index).split([len(each) for each in self.hidden])
+        for hidden, mask in zip(self.hidden, masks, strict=True):
+            if mask.any():
+                yield hidden[mask].to(device)
+
+    def coverage(self, block: str) -> ExpertCoverage:
+        chosen = torch.cat(self.chosen)
+        counts = chosen.flatten().bincount(minlength=len(self.experts)).tolist()
+        added = (min(max(self.least - count, 0), len(chosen) - count) for count in counts)
+        return ExpertCoverage(f"{block}.{self.name}", tuple(counts), tuple(added), self.least)
+
+
+def _evenly(count: int, total: int) -> Tensor:
+    """Returns `count` of the places 0 to total - 1, evenly spread."""
+    return torch.linspace(0, total - 1, count).round().long()
+
+
+MakeStatistics = Callable[[tuple[str, ...]], InputStatistics]
+
+
+@dataclass(eq=False)
+class ExpertStatistics(Mapping[str, InputStatistics]):
+    """Statistics of the inputs of linears by name; those of experts are computed when they are asked for.
+
+    Attributes:
+        plain: those of linears outside of mixtures.
+        inputs: of each mixture.
+        groups: linears of an expert that share an input, by mixture and expert: those of its inputs, then its output.
+        make: makes empty statistics for such linears.
+    """
+
+    plain: dict[str, InputStatistics]
+    inputs: dict[str, MixtureInputs]
+    groups: dict[tuple[str, int], tuple[tuple[str, ...], ...]]
+    make: MakeStatistics
+    device: torch.device
+    last: dict[str, InputStatistics] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._owner = {name: key for key, groups in self.groups.items() for group in groups for name in group}
+
+    def __len__(self) -> int:
+        return len(self.plain) + len(self._owner)
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self.plain
+        yield from self._owner
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.plain or name in self._owner
+
+    def __getitem__(self, name: str) -> InputStatistics:
+        if name in self.plain:
+            return self.plain[name]
+        if name not in self.last:
+            self.last = self._observe(*self._owner[name])
+        return self.last[name]
+
+    @torch.no_grad()
+    def _observe(self, mixture: str, index: int) -> dict[str, InputStatistics]:
+        inputs = self.inputs[mixture]
+        expert = inputs.experts.expert(index)
+        found = {group: self.make(group) for group in self.groups[mixture, index]}
+        for rows in inputs.rows(index, self.device):
+            for group, statistics in found.items():
+                is_output = group[0].endswith(f".{expert.output}")
+                statistics.update(expert.inner(rows) if is_output else rows)
+        return {name: statistics for group, statistics in found.items() for name in group}

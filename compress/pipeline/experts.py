@@ -1,0 +1,119 @@
+"""Experts of a mixture as one linear for each matrix, named as in the files.
+
+transformers fuses all experts of a layer into three-dimensional parameters; files hold one matrix for each expert, and
+so do engines, plans and statistics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from compress.models.spec import MLP, Linear, Mixture, ModelSpec
+
+
+class Expert(nn.Module):
+    """One MLP of a mixture.
+
+    Args:
+        mlp: its description, with names relative to the block.
+        activation: between its inputs and its output.
+    """
+
+    def __init__(self, mlp: MLP, activation: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        for linear in mlp.linears:
+            module = nn.Linear(linear.in_features, linear.out_features, linear.bias, device="meta")
+            self.add_module(_leaf(linear), module)
+        self.activation = activation
+        self.is_gated = mlp.gated
+        self.inputs = tuple(map(_leaf, mlp.inputs))
+        self.output = _leaf(mlp.down)
+        self.in_features = mlp.inputs[0].in_features
+
+    def inner(self, x: Tensor) -> Tensor:
+        """Computes the input of the last linear."""
+        values = [self.get_submodule(name)(x) for name in self.inputs]
+        if self.is_gated and len(values) == 1:
+            values = list(values[0].chunk(2, dim=-1))
+        activated = self.activation(values[0])
+        return activated * values[1] if self.is_gated else activated
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.get_submodule(self.output)(self.inner(x))
+        return output
+
+
+class Experts(nn.ModuleList):
+    """All experts of a mixture, called as transformers calls its fused ones.
+
+    Attributes:
+        num_chosen: experts of a token.
+    """
+
+    def __init__(self, mixture: Mixture, activation: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(Expert(mlp, activation) for mlp in mixture.experts)
+        self.num_chosen = mixture.router.num_chosen
+
+    def expert(self, index: int) -> Expert:
+        return cast(Expert, self[index])
+
+    def inputs_of(self, index: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Returns the linears of an expert, those that share an input together."""
+        expert = self.expert(index)
+        return expert.inputs, (expert.output,)
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Computes the weighted sum `[T, H]` of the chosen experts.
+
+        Args:
+            hidden_states: `[T, H]`.
+            top_k_index, top_k_weights: `[T, k]`.
+        """
+        out = torch.zeros_like(hidden_states)
+        for index in top_k_index.unique().tolist():
+            rows, places = (top_k_index == index).nonzero(as_tuple=True)
+            found = self[index](hidden_states[rows]) * top_k_weights[rows, places].unsqueeze(-1)
+            out.index_add_(0, rows, found.to(out.dtype))
+        return out
+
+
+def name_experts(model: nn.Module, spec: ModelSpec) -> None:
+    """Replaces fused experts of a model on the meta device by single ones, under the names of the files."""
+    for index, block in enumerate(spec.blocks):
+        if isinstance(block.mlp, Mixture):
+            _replace(model.get_submodule(spec.block_name(index)), block.mlp)
+
+
+def mixtures(block: nn.Module) -> Iterator[tuple[str, Experts]]:
+    """Yields the experts of each mixture of a block, with their name."""
+    for name, module in block.named_modules():
+        if isinstance(module, Experts):
+            yield name, module
+
+
+def _replace(layer: nn.Module, mixture: Mixture) -> None:
+    """Leaves a layer as it is where it has no fused experts, or files hold them fused as well."""
+    if mixture.stacks:
+        return
+    for name, module in list(layer.named_children()):
+        experts = getattr(module, "experts", None)
+        if isinstance(experts, nn.Module) and any(each.dim() == 3 for each in experts.parameters(recurse=False)):
+            module.experts = Experts(mixture, cast(nn.Module, experts.act_fn))
+            _rename(layer, name, mixture.name)
+
+
+def _rename(layer: nn.Module, old: str, new: str) -> None:
+    """Renames a child; the forward pass of the layer still finds it under its old name."""
+    if old != new:
+        child = layer.get_submodule(old)
+        delattr(layer, old)
+        layer.add_module(new, child)
+        layer.__dict__[old] = child
+
+
+def _leaf(linear: Linear) -> str:
+    return linear.name.rpartition(".")[2]

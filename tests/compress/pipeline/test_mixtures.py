@@ -1,0 +1,99 @@
+"""Mixtures of experts: single experts in place of fused ones, packed under the names of the files."""
+
+from pathlib import Path
+
+import pytest
+import runs
+import torch
+from tiny_models import MIXTURES, VARIANTS, StayInFloat64, load_reference, reference_logits, save_tiny_model
+from transformers import AutoModelForCausalLM
+
+from compress.checkpoint.config import read_config
+from compress.checkpoint.reader import PackedCheckpoint
+from compress.checkpoint.safetensors import TensorFiles
+from compress.checkpoint.weights import Int
+from compress.checkpoint.writer import export_checkpoint
+from compress.common.cli import demo_model_path
+from compress.pipeline.block import fill, load_block, release
+from compress.pipeline.capture import capture_inputs, run_all
+from compress.pipeline.skeleton import open_skeleton
+from compress.recipe import QuantizeStage
+from runtime.model.loader import load_model
+from runtime.model.scoring import score
+
+CPU = torch.device("cpu")
+TOKENS = torch.randint(10, 4000, (2, 40), generator=torch.Generator().manual_seed(1))
+W4 = Int(4, 16)
+FAMILIES = sorted(MIXTURES - {"granitemoe"})
+SOME = [*FAMILIES[:1], *(pytest.param(family, marks=pytest.mark.full) for family in FAMILIES[1:])]
+
+
+@pytest.fixture(scope="session")
+def mixture(shared_store):
+    """A tiny mixture of a family with all of its features, and a tokenizer."""
+
+    def make(family: str) -> Path:
+        def write(folder: Path) -> None:
+            save_tiny_model(folder, family, **VARIANTS[family] | {"vocab_size": 8192})
+            for file in demo_model_path().glob("tokenizer*"):
+                (folder / file.name).write_bytes(file.read_bytes())
+
+        return shared_store.folder("mixture", (family,), write)
+
+    return make
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_blocks_with_single_experts_give_the_logits_of_fused_ones(mixture, family: str) -> None:
+    source = mixture(family)
+    skeleton, files = open_skeleton(source, read_config(source)), TensorFiles.open(source)
+    with StayInFloat64():
+        inputs = capture_inputs(skeleton, files, TOKENS, 1, CPU, torch.float64)
+        for index in range(skeleton.num_blocks):
+            block = load_block(skeleton, files, index, set(), CPU, torch.float64)
+            inputs.hidden = run_all(block.module, block.name, inputs, index, CPU)
+            release(block.module)
+            assert all(parameter.is_meta for parameter in block.module.parameters())
+        for name in ("model.norm", "lm_head"):
+            fill(skeleton.model.get_submodule(name), name, files, CPU, torch.float64)
+        found = skeleton.model.lm_head(skeleton.model.model.norm(inputs.hidden))
+    expected = reference_logits(load_reference(source), TOKENS)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("family", SOME)
+def test_packed_experts_are_served_as_they_were_verified(mixture, family: str, tmp_path: Path) -> None:
+    result = runs.compress(mixture(family), tmp_path / "out", QuantizeStage("gptq", W4))
+    assert result.structure.ok
+    packed = PackedCheckpoint.open(tmp_path / "out")
+    stored = {name.removesuffix(".weight") for name in TensorFiles.open(mixture(family)).names()}
+    experts = {name for name in stored if ".experts." in name}
+    assert experts
+    assert experts <= packed.schemes.keys()
+    served = score(load_model(tmp_path / "out", dtype="float64"), TOKENS)
+    export_checkpoint(tmp_path / "out", "dense", tmp_path / "dense")
+    expected = reference_logits(load_reference(tmp_path / "dense"), TOKENS)
+    torch.testing.assert_close(served, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", SOME)
+def test_transformers_loads_packed_experts(mixture, family: str, tmp_path: Path) -> None:
+    """With compressed-tensors, which fuses them again."""
+    runs.compress(mixture(family), tmp_path / "out", QuantizeStage("rtn", W4))
+    served = score(load_model(tmp_path / "out", dtype="float32"), TOKENS)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32, experts_implementation="eager")
+    torch.testing.assert_close(reference_logits(model.eval(), TOKENS), served, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_routers_stay_dense_and_the_plan_says_why(mixture, family: str, tmp_path: Path) -> None:
+    source = mixture(family)
+    context = runs.prepared(source, tmp_path / "out", QuantizeStage("rtn", W4))
+    reasons = {row.tensor: row.reason for row in context.plan.rows}
+    routers = context.skeleton.routers
+    assert routers
+    assert all(reasons[f"{name}.weight"].startswith("router") for name in routers)
+    assert not context.plan.layer_plans.keys() & set(routers)
+    ignoring = QuantizeStage("rtn", W4, ignore=("re:.*gate$",))
+    assert runs.prepared(source, tmp_path / "out", ignoring).plan.layer_plans == context.plan.layer_plans
