@@ -50,6 +50,15 @@ def number(config: Config, key: str, default: float | None = None) -> float:
     return float(value)
 
 
+def integer(config: Config, key: str, default: int) -> int:
+    """Reads an integer of any sign. Raises CheckpointError for anything else."""
+    value = config.get(key)
+    value = default if value is None else value
+    if not isinstance(value, int) or isinstance(value, bool) or abs(value) > MAX_SIZE:
+        raise refusal(key, value, "an integer")
+    return value
+
+
 def flag(config: Config, key: str, default: bool = False) -> bool:
     """Reads a switch, off where it is null. Raises CheckpointError unless it is true or false."""
     value = config.get(key, default)

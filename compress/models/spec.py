@@ -127,6 +127,7 @@ class MLP:
     Attributes:
         inputs: gate and up in this order, a single linear where they are stored as one; without a gate, up.
         activation: name as in config.json.
+        curve: module of the learned numbers of activation `xielu`; "" for one without.
     """
 
     inputs: tuple[Linear, ...]
@@ -134,14 +135,24 @@ class MLP:
     activation: str = "silu"
     gated: bool = True
     name: str = "mlp"
+    curve: str = ""
 
     @property
     def linears(self) -> tuple[Linear, ...]:
         return *self.inputs, self.down
 
     @property
+    def vectors(self) -> dict[str, tuple[int, ...]]:
+        """Shape of everything but matrices by tensor name."""
+        return {f"{self.curve}.{part}": shape for part, shape in CURVE.items()} if self.curve else {}
+
+    @property
     def routers(self) -> tuple[Linear, ...]:
         return ()
+
+
+CURVE: dict[str, tuple[int, ...]] = {"alpha_p": (1,), "alpha_n": (1,), "beta": (), "eps": ()}
+"""Shape of the numbers of xIELU (arXiv:2411.13010) by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,25 +162,36 @@ class Router:
     Attributes:
         scores: one score for each expert; stays dense.
         num_chosen: experts of a token.
-        activation: `softmax` or `sigmoid`, from scores to weights.
-        normalizes: the weights of the chosen experts are divided by their sum.
+        activation: from scores to weights; `sparsemixer` is `softmax` among the best (arXiv:2409.12136, appendix).
+        normalizes: the weights of the chosen experts are divided by their sum, or by `least_sum` if that is more.
         scale: factor on the weights.
         bias: name of a vector that is added where experts are chosen, not to their weights; "" for none
             (arXiv:2408.15664).
+        bias_is_row: that vector is stored as a matrix of one row.
         num_groups, num_chosen_groups: experts are chosen among those of the best groups, whose rank is the sum of
             their two best experts (arXiv:2412.19437, section 2.1.2).
         in_float32: scores are computed in float32.
+        margin: with activation `sparsemixer`, how far below the best score the others count.
     """
 
     scores: Linear
     num_chosen: int
-    activation: Literal["softmax", "sigmoid"] = "softmax"
+    activation: Literal["softmax", "sigmoid", "sparsemixer"] = "softmax"
     normalizes: bool = True
     scale: float = 1.0
     bias: str = ""
+    bias_is_row: bool = False
     num_groups: int = 1
     num_chosen_groups: int = 1
     in_float32: bool = False
+    least_sum: float = 0.0
+    margin: float = 0.0
+
+    @property
+    def vectors(self) -> dict[str, tuple[int, ...]]:
+        """Shape of its bias by tensor name."""
+        shape = (1,) * self.bias_is_row + (self.scores.out_features,)
+        return {self.bias: shape} if self.bias else {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +220,14 @@ class Mixture:
     @property
     def linears(self) -> tuple[Linear, ...]:
         return tuple(linear for mlp in self.mlps for linear in mlp.linears)
+
+    @property
+    def vectors(self) -> dict[str, tuple[int, ...]]:
+        """Shape of everything but matrices by tensor name."""
+        found = dict(self.router.vectors)
+        for mlp in self.mlps:
+            found |= mlp.vectors
+        return found
 
     @property
     def routers(self) -> tuple[Linear, ...]:
@@ -257,6 +287,7 @@ class ModelSpec:
         blocks: one per layer, in order.
         final_norm: norm before the head, with its absolute name.
         tied: whether the head multiplies by the embedding.
+        head_bias: whether logits have a bias.
         embedding_scale: factor on the rows of the embedding.
         logit_scale: factor on logits.
         logit_softcap: then logits x become `logit_softcap * tanh(x / logit_softcap)`; None leaves them.
@@ -267,6 +298,7 @@ class ModelSpec:
     blocks: tuple[Block, ...]
     final_norm: Norm
     tied: bool = False
+    head_bias: bool = False
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
     logit_softcap: float | None = None
@@ -274,7 +306,7 @@ class ModelSpec:
 
     @property
     def head(self) -> Linear:
-        return Linear(self.names.head, self.vocab_size, self.hidden_size)
+        return Linear(self.names.head, self.vocab_size, self.hidden_size, self.head_bias)
 
     @property
     def ropes(self) -> tuple[Rope, ...]:
@@ -300,12 +332,12 @@ class ModelSpec:
             for linear in block.mlp.routers:
                 yield replace(linear, name=f"{self.block_name(index)}.{linear.name}")
 
-    def router_biases(self) -> dict[str, int]:
-        """Size of every bias of a router by tensor name."""
+    def vectors(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every tensor that belongs to no linear and no norm, by name."""
         return {
-            f"{self.block_name(index)}.{block.mlp.router.bias}": len(block.mlp.experts)
+            f"{self.block_name(index)}.{name}": shape
             for index, block in enumerate(self.blocks)
-            if isinstance(block.mlp, Mixture) and block.mlp.router.bias
+            for name, shape in block.mlp.vectors.items()
         }
 
     def slices(self) -> dict[str, Slice]:
@@ -336,8 +368,9 @@ class ModelSpec:
     def parameters(self) -> dict[str, tuple[int, ...]]:
         """Shape of every parameter by tensor name; the head is listed even when it is the embedding."""
         shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": shape for name, shape in self.matrices().items()}
-        shapes |= {f"{linear.name}.bias": (linear.out_features,) for linear in self.linears() if linear.bias}
-        shapes |= {name: (size,) for name, size in self.router_biases().items()}
+        linears = (*self.linears(), self.head)
+        shapes |= {f"{linear.name}.bias": (linear.out_features,) for linear in linears if linear.bias}
+        shapes |= self.vectors()
         shapes |= {f"{norm.name}.bias": (norm.size,) for norm in self.norms() if norm.bias}
         return shapes | {f"{norm.name}.weight": (norm.size,) for norm in self.norms()}
 

@@ -173,7 +173,7 @@ def unsupported_reason(spec: ModelSpec) -> str:
         return "layers that differ in more than their MLP, window and rotary embedding are not supported"
     if any(norm.eps != spec.final_norm.eps for norm in first.norms):
         return "norms with different eps are not supported"
-    activations = {mlp.activation for block in spec.blocks for mlp in block.mlps}
+    activations = {mlp.activation for block in spec.blocks for mlp in block.mlps if not mlp.curve}
     if unknown := sorted(activations - set(ACTIVATIONS)):
         return f"activation {unknown[0]!r} is not supported, only {', '.join(ACTIVATIONS)}"
     return next(filter(None, (_unsupported_rope(rope, mixer.head_dim) for rope in spec.ropes)), "")

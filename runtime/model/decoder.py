@@ -19,6 +19,7 @@ from runtime.backends.base import Attention, Linear, NormWeights, Ops, RowSource
 from runtime.backends.span_attention import soft_cap
 from runtime.core.model_config import DecoderConfig
 from runtime.model.mixture import Expert, Experts
+from runtime.model.xielu import Xielu
 
 
 class Rotary:
@@ -250,6 +251,7 @@ class Layer:
         rope: index of its rotary embedding; None for none.
         gate_up, down: of its MLP; None in a mixture.
         experts: of its mixture; None for an MLP.
+        curve: activation with learned numbers; None for one with a name.
     """
 
     attention_norm: NormWeights | None
@@ -264,6 +266,7 @@ class Layer:
     mlp_output_norm: NormWeights | None = None
     rope: int | None = 0
     experts: Experts | None = None
+    curve: Xielu | None = None
 
     @property
     def nbytes(self) -> int:
@@ -370,6 +373,8 @@ class Decoder:
         if layer.experts is not None:
             return layer.experts(normed, apply)
         gate_up, down = mlp_linears(layer)
+        if layer.curve is not None:
+            return down(layer.curve(gate_up(normed)))
         return down(activate(gate_up(normed), mlp.activation))
 
     def _finish(self, block: Block, update: Tensor, norm: NormWeights | None) -> Tensor:

@@ -18,7 +18,7 @@ from compress.checkpoint.weights.base import BesideColumns, Factors
 from compress.checkpoint.weights.integer import IntegerWeight
 from compress.common.device import available_bytes, format_bytes, resolve_device
 from compress.common.errors import CheckpointError, ToolkitError
-from compress.models.spec import MLP, Attention, Block, Mixture, Norm
+from compress.models.spec import CURVE, MLP, Attention, Block, Mixture, Norm
 from compress.models.spec import Linear as LinearSpec
 from runtime.backends.base import Linear, LinearKernel, LowRank, NormWeights, Target, WithOutliers, fuses_head_norms
 from runtime.backends.registry import (
@@ -34,6 +34,7 @@ from runtime.backends.registry import (
 from runtime.core.model_config import DecoderConfig, parse_config, read_generation_config
 from runtime.model.decoder import Decoder, Embedding, Layer, Rotary, channel_order, make_embedding
 from runtime.model.mixture import Expert, Experts
+from runtime.model.xielu import Xielu
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +84,7 @@ def check_tensors(checkpoint: PackedCheckpoint, config: DecoderConfig) -> None:
     for linear in expected_linears(config, checkpoint):
         _check_shape(f"{linear.name}.weight", checkpoint.shape(linear.name), linear.shape)
         _check_numbers(checkpoint, linear.name)
+    for linear in (*config.spec.linears(), config.spec.head):
         if linear.bias and f"{linear.name}.bias" not in checkpoint.files:
             raise CheckpointError(
                 f"{checkpoint.path} has no tensor {linear.name}.bias, which this {config.model_type} model needs",
@@ -92,8 +94,8 @@ def check_tensors(checkpoint: PackedCheckpoint, config: DecoderConfig) -> None:
     _check_shape(f"{embedding}.weight", checkpoint.shape(embedding), (config.vocab_size, config.hidden_size))
     for linear in config.spec.routers():
         _check_shape(f"{linear.name}.weight", checkpoint.files.shape(f"{linear.name}.weight"), linear.shape)
-    for name, size in config.spec.router_biases().items():
-        _check_shape(name, checkpoint.files.shape(name), (size,))
+    for name, shape in config.spec.vectors().items():
+        _check_shape(name, checkpoint.files.shape(name), shape)
     for norm in config.spec.norms():
         for part in ("weight", "bias")[: 1 + norm.bias]:
             _check_shape(f"{norm.name}.{part}", checkpoint.files.shape(f"{norm.name}.{part}"), (norm.size,))
@@ -259,10 +261,14 @@ class _Loader:
             mlp_output_norm=self._block_norm(name, block.mlp_output_norm),
             rope=None if mixer.rope is None else self.config.spec.ropes.index(mixer.rope),
             experts=self._experts(name, mlp) if isinstance(mlp, Mixture) else None,
+            curve=self._curve(f"{name}.{mlp.curve}") if isinstance(mlp, MLP) and mlp.curve else None,
         )
 
     def _expert(self, name: str, mlp: MLP) -> Expert:
         return Expert(self._linear(*_inside(name, mlp.inputs)), self._linear(*_inside(name, (mlp.down,))))
+
+    def _curve(self, name: str) -> Xielu:
+        return Xielu(**{part: self._vector(f"{name}.{part}") for part in CURVE})
 
     def _experts(self, name: str, mixture: Mixture) -> Experts:
         router, wide = mixture.router, torch.promote_types(self.target.dtype, torch.float32)
@@ -271,7 +277,7 @@ class _Loader:
             router,
             self._vector(f"{name}.{router.scores.name}.weight", wide if router.in_float32 else None),
             tuple(self._expert(name, mlp) for mlp in mixture.experts),
-            self._vector(f"{name}.{router.bias}", wide) if router.bias else None,
+            self._vector(f"{name}.{router.bias}", wide).flatten() if router.bias else None,
             None if mixture.shared is None else self._expert(name, mixture.shared),
             None if gate is None else self._vector(f"{name}.{gate.name}.weight"),
         )
@@ -314,7 +320,8 @@ class _Loader:
             )
         if not head_is_embedding(self.checkpoint, self.config):
             return make_embedding(weight, self.target), self._linear(self.config.spec.head)
-        head = self._prepare(weight, "head (the embedding)")
+        bias = self._vector(f"{names.head}.bias") if self.config.spec.head_bias else None
+        head = self._prepare(weight, "head (the embedding)", bias)
         return make_embedding(weight, self.target, head), head
 
     def _weight(self, module: str) -> Weight | Tensor:

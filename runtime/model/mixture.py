@@ -22,6 +22,8 @@ def route(scores: Tensor, router: Router, bias: Tensor | None) -> tuple[Tensor, 
         Weights `[T, k]`, and int64 experts `[T, k]`.
     """
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    if router.activation == "sparsemixer":
+        return _mix_sparsely(scores, router)
     weights = scores.softmax(-1) if router.activation == "softmax" else scores.sigmoid()
     ranks = weights if bias is None else weights + bias
     if router.num_groups > 1:
@@ -29,8 +31,20 @@ def route(scores: Tensor, router: Router, bias: Tensor | None) -> tuple[Tensor, 
     chosen = ranks.topk(router.num_chosen, -1).indices
     weights = weights.gather(-1, chosen)
     if router.normalizes:
-        weights = weights / weights.sum(-1, keepdim=True)
+        weights = weights / weights.sum(-1, keepdim=True).clamp(min=router.least_sum)
     return weights * router.scale, chosen
+
+
+def _mix_sparsely(scores: Tensor, router: Router) -> tuple[Tensor, Tensor]:
+    """Chooses one expert after the other; its weight is its share among those left whose scores come near its own."""
+    left, weights, chosen = scores, [], []
+    for _ in range(router.num_chosen):
+        best, index = left.max(-1, keepdim=True)
+        far = (best - scores) / scores.abs().clamp(min=best) > router.margin
+        weights.append(left.masked_fill(far, float("-inf")).softmax(-1).gather(-1, index))
+        chosen.append(index)
+        left = left.scatter(-1, index, float("-inf"))
+    return torch.cat(weights, -1), torch.cat(chosen, -1)
 
 
 def _in_best_groups(ranks: Tensor, router: Router) -> Tensor:

@@ -56,6 +56,7 @@ VARIANTS: dict[str, dict[str, object]] = {
     },
     "qwen2": {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
     "qwen3": {"head_dim": 24, "attention_bias": True},
+    "apertus": {"head_dim": 24, "attention_bias": True},
     "arcee": {"attention_bias": True, "mlp_bias": True},
     "cohere2": {**MIXED, "attention_bias": True, "logit_scale": 2.0},
     "ernie4_5": {"head_dim": 24, "use_bias": True},
@@ -94,6 +95,33 @@ VARIANTS: dict[str, dict[str, object]] = {
         "mlp_bias": True,
     },
     "starcoder2": {"sliding_window": 9},
+    "ernie4_5_moe": {
+        **EXPERTS,
+        "num_hidden_layers": 4,
+        "head_dim": 24,
+        "use_bias": True,
+        "moe_layer_interval": 2,
+        "moe_layer_end_index": 2,
+        "moe_norm_min": 0.9,
+    },
+    "phimoe": {
+        **EXPERTS,
+        "num_local_experts": 8,
+        "attention_bias": True,
+        "lm_head_bias": True,
+        "sliding_window": 9,
+        "router_jitter_noise": 0.3,
+        "original_max_position_embeddings": 128,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 1e4,
+            "short_factor": [1.0 + i / 9 for i in range(8)],
+            "long_factor": [1.0 + i for i in range(8)],
+            "short_mscale": 1.2,
+            "long_mscale": 1.3,
+            "original_max_position_embeddings": 128,
+        },
+    },
     "glm4_moe": {
         **EXPERTS,
         "n_routed_experts": 8,
@@ -159,6 +187,8 @@ def load_reference(folder: Path, dtype: torch.dtype = torch.float64, *, exact: b
     # Grouped products of experts are 16-bit only.
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, experts_implementation="eager").eval()
     for module in model.modules() if exact and dtype is torch.float64 else ():
+        for parameter in module.parameters(recurse=False):
+            parameter.data = parameter.double()
         if module is model or type(module).__name__.endswith("Norm"):
             module.forward = _in_float64(module.forward)
     return model

@@ -1,10 +1,13 @@
-"""Phi-3 and Phi-4 (arXiv:2404.14219, arXiv:2412.08905): q, k and v are one matrix, gate and up another."""
+"""Phi-3 and Phi-4 (arXiv:2404.14219, arXiv:2412.08905): q, k and v are one matrix, gate and up another; and
+Phi-3.5-MoE, in which they are not."""
 
 from __future__ import annotations
 
-from compress.models.config import Config, attention, decoder, gated_mlp, rope, windows
+from dataclasses import replace
+
+from compress.models.config import Config, attention, decoder, flag, gated_mlp, mixture, norm, number, rope, windows
 from compress.models.registry import register
-from compress.models.spec import ModelSpec
+from compress.models.spec import ModelSpec, Rope
 
 
 @register("phi3")
@@ -14,3 +17,39 @@ def phi3(config: Config) -> ModelSpec:
     rotary = rope(config, knows_partial=True, older_names={"su": "longrope", "yarn": "longrope"})
     mixers = [attention(config, fused=True, window=window, rope=rotary) for window in windows(config)]
     return decoder(config, mixers, gated_mlp(config, fused=True))
+
+
+@register("phimoe")
+def phimoe(config: Config) -> ModelSpec:
+    """Describes a Phi-3.5-MoE: LayerNorms with biases, and two experts for each token."""
+    config = {
+        "rms_norm_eps": 1e-5,
+        "num_key_value_heads": 8,
+        "num_local_experts": 16,
+        **config,
+        "num_experts_per_tok": 2,
+    }
+    bias, rotary = flag(config, "attention_bias"), _scaled(rope(config, theta=1e6))
+    mixers = [
+        attention(config, qkv_bias=bias, output_bias=bias, window=window, rope=rotary) for window in windows(config)
+    ]
+    experts = mixture(
+        config,
+        name="block_sparse_moe",
+        parts=("w1", "w3", "w2"),
+        activation="sparsemixer",
+        margin=2 * number(config, "router_jitter_noise", 0.01),
+    )
+    first, second = (
+        norm(config, name, centered=True, bias=True) for name in ("input_layernorm", "post_attention_layernorm")
+    )
+    spec = decoder(config, mixers, experts, input_norm=first, mlp_norm=second)
+    return replace(spec, final_norm=replace(first, name=spec.final_norm.name), head_bias=flag(config, "lm_head_bias"))
+
+
+def _scaled(rotary: Rope) -> Rope:
+    """Takes the scales of LongRoPE from numbers of their own."""
+    if rotary.type != "longrope":
+        return rotary
+    scales = [number(rotary.options, key) for key in ("short_mscale", "long_mscale")]
+    return replace(rotary, options={**rotary.options, "scales": scales})

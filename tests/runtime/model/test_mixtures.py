@@ -86,3 +86,11 @@ def test_experts_outside_of_the_best_groups_are_not_chosen() -> None:
     _, chosen = route(scores, Router(Linear("gate", 6, 8), 2, "sigmoid", num_groups=3, num_chosen_groups=1), None)
     assert sorted(chosen[0].tolist()) == [2, 3]
     assert route(scores, router, None)[0].sum().item() == pytest.approx(1.0)
+
+
+def test_sparsemixer_weighs_each_expert_among_those_that_come_near() -> None:
+    router = Router(Linear("gate", 4, 8), 2, "sparsemixer", margin=0.5)
+    weights, chosen = route(torch.tensor([[4.0, 3.0, 1.0, -2.0], [1.0, 1.0, 9.0, 1.0]]), router, None)
+    assert chosen.tolist() == [[0, 1], [2, 0]]
+    first = torch.tensor([4.0, 3.0]).softmax(-1)[0].item()
+    assert weights.tolist() == [pytest.approx([first, 1.0]), pytest.approx([1.0, 1 / 3])]
