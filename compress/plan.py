@@ -12,7 +12,7 @@ from typing import Any
 from compress.checkpoint.weights import NMSparsity, Scheme
 from compress.methods.base import FactorizationMethod, Needs, PruningMethod, QuantizationMethod
 from compress.methods.owl import OutlierShares
-from compress.models.spec import SmoothingMapping
+from compress.models.architecture import SmoothingMapping
 from compress.targets import without_indices
 
 

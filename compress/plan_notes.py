@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from compress.checkpoint.config import is_embedding
 from compress.checkpoint.safetensors import TensorFiles
 from compress.checkpoint.weights import Scheme
-from compress.models.spec import SmoothingMapping
+from compress.models.architecture import SmoothingMapping
 from compress.pipeline.skeleton import Skeleton
 from compress.plan import LayerPlan, PlanRow
 from compress.recipe import Recipe

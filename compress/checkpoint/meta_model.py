@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from compress.common.errors import CheckpointError
+from compress.models.architecture import Architecture, architecture_of
 from compress.models.config import MAX_LAYERS, positive, refusal, text
 from compress.models.generic import architecture_by_structure
 from compress.models.registry import find_family
-from compress.models.spec import Architecture, architecture_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from compress.common.errors import CheckpointError
-from compress.models.spec import Architecture
+from compress.models.architecture import Architecture
 
 
 def architecture_by_structure(

@@ -1,9 +1,9 @@
-"""Descriptions of decoder-only models, and what follows from them: names, shapes, siblings, mappings, sizes."""
+"""Descriptions of decoder-only models, and what follows from them: names, shapes, sizes."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -95,6 +95,7 @@ class Attention:
         softcap: scores s become `softcap * tanh(s / softcap)` before they are masked; None leaves them.
         position_scale: growth of queries with their position, see `PositionScale`.
         window: tokens, itself included, that a token attends to; None is all.
+        kv_layer: earlier layer whose keys and values it reads; then `qkv` and `qk_norm` are those of queries alone.
     """
 
     num_heads: int
@@ -103,13 +104,24 @@ class Attention:
     qkv: tuple[Linear, ...]
     output: Linear
     rope: Rope | None
-    qk_norm: tuple[Norm, Norm] | None = None
+    qk_norm: tuple[Norm, ...] | None = None
     norms_rotated: bool = False
     scale: float | None = None
     softcap: float | None = None
     position_scale: PositionScale | None = None
     window: int | None = None
+    kv_layer: int | None = None
     name: str = "self_attn"
+
+    @property
+    def rotation(self) -> tuple[Rope, int] | None:
+        """Its rotary embedding and the size of the heads that it rotates."""
+        return None if self.rope is None else (self.rope, self.head_dim)
+
+    @property
+    def own_kv_heads(self) -> int:
+        """Key-value heads that it computes itself."""
+        return self.num_kv_heads if self.kv_layer is None else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,12 +321,12 @@ class ModelSpec:
         return Linear(self.names.head, self.vocab_size, self.hidden_size, self.head_bias)
 
     @property
-    def ropes(self) -> tuple[Rope, ...]:
-        """Rotary embeddings of all layers, each once, in order of appearance."""
-        found: list[Rope] = []
+    def rotations(self) -> tuple[tuple[Rope, int], ...]:
+        """Rotary embeddings and head dimensions of all layers, each pair once, in order of appearance."""
+        found: list[tuple[Rope, int]] = []
         for block in self.blocks:
-            if block.mixer.rope is not None and block.mixer.rope not in found:
-                found.append(block.mixer.rope)
+            if block.mixer.rotation is not None and block.mixer.rotation not in found:
+                found.append(block.mixer.rotation)
         return tuple(found)
 
     def block_name(self, index: int) -> str:
@@ -385,133 +397,7 @@ class ModelSpec:
         Args:
             head_bytes: bytes of one key head and one value head, by head dimension.
         """
-        return sum(block.mixer.num_kv_heads * head_bytes(block.mixer.head_dim) for block in self.blocks)
-
-
-@dataclass(frozen=True, slots=True)
-class SmoothingMapping:
-    """A place where a per-channel scale moves exactly from the inputs of linears into the layer that feeds them.
-
-    Names are relative to one block.
-
-    Attributes:
-        smooth_layer: norm whose weight, or linear whose output rows, are divided by the scale.
-        balance_layers: linears that read its output and nothing else; their input columns are multiplied.
-        parent: module whose output shows what a change of the balance layers does.
-        offset: what a norm adds to its stored weight.
-    """
-
-    smooth_layer: str
-    balance_layers: tuple[str, ...]
-    parent: str
-    offset: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class ResidualStream:
-    """Everything of a block that touches the residual stream, where only RMSNorms lie between it and linears.
-
-    Names are relative to one block.
-
-    Attributes:
-        readers: each norm with the linears that read it.
-        writers: linears whose outputs are added to the stream.
-        values: linear that produces the value heads, and the one that reads what attention mixes of them.
-    """
-
-    readers: tuple[tuple[str, tuple[str, ...]], ...]
-    writers: tuple[str, ...]
-    values: tuple[str, str]
-
-
-@dataclass(frozen=True, slots=True)
-class Architecture:
-    """Names that compression works with.
-
-    Attributes:
-        blocks: module list of transformer blocks.
-        embedding: token embedding.
-        final_norm: norm before the head; empty when it is unknown.
-        head: output projection; empty when there is none.
-        siblings: linears of a block that share one input and that engines fuse, so they must share one scheme.
-        mappings: smoothing mappings, in the order in which they are folded.
-        stream: what touches the residual stream; None where it cannot be rotated.
-        routers: linears of a block that stay dense: a rounded one sends tokens to other experts.
-    """
-
-    blocks: str = "model.layers"
-    embedding: str = "model.embed_tokens"
-    final_norm: str = "model.norm"
-    head: str = "lm_head"
-    siblings: tuple[tuple[str, ...], ...] = ()
-    mappings: tuple[SmoothingMapping, ...] = ()
-    stream: ResidualStream | None = None
-    routers: tuple[str, ...] = ()
-
-
-def architecture_of(spec: ModelSpec) -> Architecture:
-    """Derives the names that compression works with. Layers of several kinds contribute in order of appearance."""
-    streams = _distinct(residual_stream(block) for block in spec.blocks)
-    return Architecture(
-        blocks=spec.names.blocks,
-        embedding=spec.names.embedding,
-        final_norm=spec.names.final_norm,
-        head=spec.names.head,
-        siblings=_distinct(group for block in spec.blocks for group in siblings(block)),
-        mappings=_distinct(mapping for block in spec.blocks for mapping in smoothing_mappings(block)),
-        stream=streams[0] if len(streams) == 1 else None,
-        routers=_distinct(linear.name for block in spec.blocks for linear in block.mlp.routers),
-    )
-
-
-def _distinct(items: Iterable[Any]) -> tuple[Any, ...]:
-    return tuple(dict.fromkeys(items))
-
-
-def siblings(block: Block) -> tuple[tuple[str, ...], ...]:
-    """Groups of linears that share one input and that engines fuse."""
-    groups = (block.mixer.qkv, *(mlp.inputs for mlp in block.mlps))
-    return tuple(_names(group) for group in groups if len(group) > 1)
-
-
-def smoothing_mappings(block: Block) -> tuple[SmoothingMapping, ...]:
-    """Derives a block's smoothing mappings; none where projections are stored as one, as their rows differ in role.
-
-    Norms of query and key heads follow the projections and do not see a scale on their inputs. A norm that mixer and
-    MLP both read has no mapping, as no module shows what a change does to both.
-    """
-    mixer, mlp = block.mixer, block.mlp
-    first, second = (None, None) if block.is_parallel else (block.input_norm, block.mlp_norm)
-    found = _mappings(first, mixer.qkv, mixer.output, mixer.name) if len(mixer.qkv) > 1 else ()
-    if isinstance(mlp, MLP) and (len(mlp.inputs) > 1 or not mlp.gated):
-        found += _mappings(second, mlp.inputs, mlp.down, mlp.name)
-    return found
-
-
-def _mappings(
-    norm: Norm | None, inputs: tuple[Linear, ...], output: Linear, parent: str
-) -> tuple[SmoothingMapping, ...]:
-    """Derives those of attention or of an MLP; the last of several inputs feeds the output without an activation."""
-    before = () if norm is None else (SmoothingMapping(norm.name, _names(inputs), parent, norm.offset),)
-    inside = (SmoothingMapping(inputs[-1].name, (output.name,), output.name),) if len(inputs) > 1 else ()
-    return before + inside
-
-
-def residual_stream(block: Block) -> ResidualStream | None:
-    """Derives what touches a block's residual stream; None where value rows are not stored apart, or where more than
-    root mean square norms lie between the stream and the linears."""
-    mixer, mlp = block.mixer, block.mlp
-    if not is_pre_norm(block) or isinstance(mlp, Mixture) or len(mixer.qkv) != 3 or len(mlp.inputs) != 2:
-        return None
-    return ResidualStream(
-        readers=tuple(
-            (norm.name, _names(linears))
-            for norm, linears in ((block.input_norm, mixer.qkv), (block.mlp_norm, mlp.inputs))
-            if norm is not None
-        ),
-        writers=(mixer.output.name, mlp.down.name),
-        values=(mixer.qkv[2].name, mixer.output.name),
-    )
+        return sum(block.mixer.own_kv_heads * head_bytes(block.mixer.head_dim) for block in self.blocks)
 
 
 def is_pre_norm(block: Block) -> bool:
@@ -520,7 +406,3 @@ def is_pre_norm(block: Block) -> bool:
     return (
         all(norm is not None and norm.is_plain for norm in read) and block.output_norm is block.mlp_output_norm is None
     )
-
-
-def _names(linears: Sequence[Linear]) -> tuple[str, ...]:
-    return tuple(linear.name for linear in linears)

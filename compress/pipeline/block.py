@@ -14,7 +14,7 @@ from compress.checkpoint.weights import Scheme, Weight
 from compress.checkpoint.weights.base import about, digest
 from compress.common.errors import CheckpointError, NumericsError
 from compress.methods.base import TuningRecord
-from compress.models.spec import SmoothingMapping
+from compress.models.architecture import SmoothingMapping
 from compress.pipeline.expert_inputs import ExpertCoverage
 from compress.pipeline.skeleton import Skeleton
 from compress.plan import LayerPlan

@@ -18,7 +18,7 @@ from compress.checkpoint.weights.integer import IntegerWeight
 from compress.methods.base import Needs, QuantizationMethod, TunedBlock
 from compress.methods.shared.hessian import HessianCache
 from compress.methods.shared.smoothing import SmoothingResult
-from compress.models.spec import SmoothingMapping
+from compress.models.architecture import SmoothingMapping
 from compress.pipeline.block import BlockJob, BlockOutcome, LoadedBlock, SmoothingRecord
 from compress.pipeline.capture import BlockInputs, Calibration, Call, Observed, follow_dense, observe, run_all
 from compress.pipeline.compress_layer import (

@@ -21,7 +21,7 @@ from compress.checkpoint.safetensors import TensorFiles
 from compress.common.errors import RecipeError
 from compress.methods.rotation import RotateStage
 from compress.methods.shared.hadamard import Rotation
-from compress.models.spec import ResidualStream
+from compress.models.architecture import ResidualStream
 from compress.pipeline.skeleton import Skeleton, open_skeleton
 from compress.plan import Plan, PlanRow
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 from compress.checkpoint.meta_model import build_on_meta, check_decoder, find_architecture, load_config
 from compress.common.errors import CheckpointError
+from compress.models.architecture import Architecture
 from compress.models.config import block
 from compress.models.registry import find_family
-from compress.models.spec import Architecture
 
 if TYPE_CHECKING:
     from torch import nn

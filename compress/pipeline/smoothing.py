@@ -23,7 +23,7 @@ from compress.methods.shared.smoothing import (
     scale_norm,
     scale_outputs,
 )
-from compress.models.spec import SmoothingMapping
+from compress.models.architecture import SmoothingMapping
 from compress.pipeline.block import LoadedBlock
 from compress.pipeline.capture import BlockInputs, Call, Observed, run_block
 from compress.plan import LayerPlan

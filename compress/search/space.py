@@ -13,7 +13,7 @@ from compress.checkpoint.weights import NM, Int, NMSparsity, Scheme
 from compress.common import cli
 from compress.common.errors import RecipeError
 from compress.methods import base
-from compress.models.spec import Architecture
+from compress.models.architecture import Architecture
 from compress.recipe import (
     CalibrationOptions,
     FactorizeStage,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import torch
@@ -389,6 +389,8 @@ def layers_unsupported(spec: ModelSpec) -> str:
     block = spec.blocks[0]
     mixer, rope = block.mixer, block.mixer.rope
     mlp = block.mlp
+    if any(replace(each.mixer, window=mixer.window, rope=rope) != mixer for each in spec.blocks):
+        return "takes layers with the same heads, and keys and values of their own"
     if isinstance(mlp, Mixture) or any(each.mlp != mlp for each in spec.blocks):
         return "computes no mixtures of experts"
     if mlp.activation not in ("silu", "swish") or not mlp.gated:

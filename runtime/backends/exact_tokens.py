@@ -29,6 +29,15 @@ if TYPE_CHECKING:
 Prefix = tuple[int, ...]
 
 
+def _zeros(config: DecoderConfig, places: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    """`[*places, kv_heads, D]` of every layer; empty where a layer reads keys and values of another."""
+    shapes = (
+        (*places, *shape) if source == layer else (0,)
+        for layer, (shape, source) in enumerate(zip(config.kv_shapes, config.kv_sources, strict=True))
+    )
+    return [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
+
+
 class SinkStore:
     """Keys and values of beginnings, the least recently used ones replaced.
 
@@ -39,7 +48,8 @@ class SinkStore:
         windows: sliding window of every layer; None is none.
 
     Attributes:
-        keys, values: `[layers, slots, count, kv_heads, D]`; zeros behind the end of a sequence that is still shorter.
+        keys, values: of every layer `[slots, count, kv_heads, D]`; zeros behind the end of a sequence that is still
+            shorter.
     """
 
     def __init__(
@@ -52,8 +62,8 @@ class SinkStore:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        shape = (config.num_layers, num_slots, count, config.num_kv_heads, config.head_dim)
-        self.keys, self.values = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
+        self.keys, self.values = (_zeros(config, (num_slots, count), dtype, device) for _ in range(2))
+        self.sources = config.kv_sources
         self.count, self.windows, self.rotate = count, windows, rotate
         self._slots: OrderedDict[Prefix, int] = OrderedDict()
         self._free = list(range(num_slots))
@@ -81,21 +91,23 @@ class SinkStore:
     def _remember(self, computed: dict[Prefix, int]) -> None:
         """Keeps what is finite; the rest fails its sequence in this step and is gone after it."""
         for prefix, slot in computed.items():
-            if torch.isfinite(self.keys[:, slot].sum() + self.values[:, slot].sum()):
+            sums = [part[slot].sum() for part in (*self.keys, *self.values) if len(part)]
+            if torch.isfinite(torch.stack(sums).sum()):
                 self._slots[prefix] = slot
             else:
                 self._free.append(slot)
 
     def _compute(self, decoder: Model, prefixes: list[Prefix], slots: list[int]) -> None:
-        length, device = len(prefixes[0]), self.keys.device
-        self.keys[:, slots] = 0
-        self.values[:, slots] = 0
-        dense = DenseAttention(length, self.windows, self.keys.dtype, device, decoder.config.mixer.softcap)
+        length, (dtype, device) = len(prefixes[0]), (self.keys[0].dtype, self.keys[0].device)
+        for part in filter(len, (*self.keys, *self.values)):
+            part[slots] = 0
+        dense = DenseAttention(length, self.windows, dtype, device, decoder.config.mixer.softcap)
 
         def attention(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             shape = (len(prefixes), length, *key.shape[1:])
-            self.keys[layer, slots, :length] = self.rotate(key).view(shape)
-            self.values[layer, slots, :length] = value.reshape(shape)
+            if self.sources[layer] == layer:
+                self.keys[layer][slots, :length] = self.rotate(key).view(shape)
+                self.values[layer][slots, :length] = value.reshape(shape)
             return dense(layer, query, key, value)
 
         tokens = torch.tensor(prefixes, dtype=torch.int64, device=device).flatten()
@@ -117,15 +129,14 @@ class ResidualWindow:
         num_rings: at least as many as sequences run at the same time.
 
     Attributes:
-        keys, values: `[layers, rings, length, kv_heads, D]`.
+        keys, values: of every layer `[rings, length, kv_heads, D]`.
     """
 
     def __init__(
         self, config: DecoderConfig, window: int, num_rings: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.window, self.length = window, window + SPARE_RESIDUAL_TOKENS
-        shape = (config.num_layers, num_rings, self.length, config.num_kv_heads, config.head_dim)
-        self.keys, self.values = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
+        self.keys, self.values = (_zeros(config, (num_rings, self.length), dtype, device) for _ in range(2))
         self._rings: dict[Sequence, int] = {}
         self._free = list(range(num_rings))
 
@@ -167,8 +178,8 @@ class ResidualWindow:
                 raise RuntimeError(f"more than {len(self._rings)} sequences with recent keys and values run")
             self._rings[sequence] = self._free.pop()
         # What an earlier owner left, even NaN, is multiplied by zero.
-        self.keys[:, self._rings[sequence]] = 0
-        self.values[:, self._rings[sequence]] = 0
+        for part in filter(len, (*self.keys, *self.values)):
+            part[self._rings[sequence]] = 0
 
     def _reclaim(self, wanted: set[Sequence]) -> None:
         """Takes the rings of sequences that ended or were preempted: those start anew."""

@@ -24,10 +24,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class BlockField:
-    """Part of a layout: a tensor of this shape for each block of each layer."""
+    """Part of a layout: a tensor of this shape for each block of each layer, or of `num_layers` of them."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    num_layers: int | None = None
 
     @property
     def nbytes(self) -> int:
@@ -59,12 +60,13 @@ class BlockMemory:
     ) -> None:
         pinned = device.type == "cuda" and num_host_blocks > 0
         self.num_blocks, self.device = num_blocks, device
+        layers = {name: num_layers if field.num_layers is None else field.num_layers for name, field in fields.items()}
         self.tensors = {
-            name: torch.empty((num_layers, num_blocks, *field.shape), dtype=field.dtype, device=device)
+            name: torch.empty((layers[name], num_blocks, *field.shape), dtype=field.dtype, device=device)
             for name, field in fields.items()
         }
         self.host = {
-            name: torch.empty((num_host_blocks, num_layers, *field.shape), dtype=field.dtype, pin_memory=pinned)
+            name: torch.empty((num_host_blocks, layers[name], *field.shape), dtype=field.dtype, pin_memory=pinned)
             for name, field in fields.items()
         }
 
@@ -148,6 +150,7 @@ class KVPages(Protocol):
 class TokenPages:
     """Pages in the layouts of plain torch: the fields of a block begin with its tokens.
 
+    Each shape of heads has fields of its own, over the layers with that shape which write keys and values.
     In 16 bits `keys` and `values` are `[block_size, kv_heads, D]` in the model's dtype. Quantized, codes are
     `[block_size, kv_heads, bytes]` beside their scales `[block_size, kv_heads, 1 or 2]` (with an offset, if there is
     one), and what is gathered is dequantized. Codes of 4 bits lie two in a byte: dimension d in the low half of byte d,
@@ -164,69 +167,89 @@ class TokenPages:
         device: torch.device,
         num_host_blocks: int = 0,
     ) -> None:
-        places, dim = (block_size, config.num_kv_heads), config.head_dim
+        self.dtype, formats = dtype, {"key": scheme.key_format, "value": scheme.value_format}
+        kinds: dict[tuple[int, int], list[int]] = {}
+        for layer, shape in enumerate(config.kv_shapes):
+            if config.kv_sources[layer] == layer:
+                kinds.setdefault(shape, []).append(layer)
         fields: dict[str, BlockField] = {}
-        for name, format in (("key", scheme.key_format), ("value", scheme.value_format)):
-            if format == EXACT:
-                fields[f"{name}s"] = BlockField((*places, dim), dtype)
-            else:
-                fields[f"{name}_codes"] = BlockField((*places, dim * CODE_BITS[format] // 8), torch.uint8)
-                fields[f"{name}_scales"] = BlockField((*places, METADATA_BITS[format] // 16), torch.float16)
+        for kind, ((kv_heads, dim), layers) in enumerate(kinds.items()):
+            for name, format in formats.items():
+                places = (block_size, kv_heads)
+                fields |= _fields(_field_name(name, kind), format, places, dim, dtype, len(layers))
         self.memory = BlockMemory(fields, config.num_layers, num_blocks, device, num_host_blocks)
-        self.dtype = dtype
+        self._parts: dict[int, list[_ExactPart | _QuantizedPart]] = {
+            layer: [self._part(_field_name(name, kind), format, place) for name, format in formats.items()]
+            for kind, layers in enumerate(kinds.values())
+            for place, layer in enumerate(layers)
+        }
+
+    def _part(self, name: str, format: str, place: int) -> _ExactPart | _QuantizedPart:
         tensors = self.memory.tensors
-        self._key: _ExactPart | _QuantizedPart
-        self._value: _ExactPart | _QuantizedPart
-        if scheme.is_exact:
-            self._key, self._value = _ExactPart(tensors["keys"]), _ExactPart(tensors["values"])
-        else:
-            self._key = _QuantizedPart(tensors["key_codes"], tensors["key_scales"], scheme.key_format, dtype)
-            self._value = _QuantizedPart(tensors["value_codes"], tensors["value_scales"], scheme.value_format, dtype)
+        if format == EXACT:
+            return _ExactPart(tensors[f"{name}s"][place])
+        return _QuantizedPart(tensors[f"{name}_codes"][place], tensors[f"{name}_scales"][place], format, self.dtype)
 
     def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
-        self._key.write(layer, slots, key)
-        self._value.write(layer, slots, value)
+        for part, heads in zip(self._parts[layer], (key, value), strict=True):
+            part.write(slots, heads)
 
     def gather(self, layer: int, block_ids: Tensor) -> tuple[Tensor, Tensor]:
-        return self._key.gather(layer, block_ids), self._value.gather(layer, block_ids)
+        key, value = self._parts[layer]
+        return key.gather(block_ids), value.gather(block_ids)
 
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         self.memory.move_tokens(sources, targets)
 
 
+def _field_name(name: str, kind: int) -> str:
+    return name if not kind else f"{name}{kind}_"
+
+
+def _fields(
+    name: str, format: str, places: tuple[int, int], head_dim: int, dtype: torch.dtype, num_layers: int
+) -> dict[str, BlockField]:
+    """Fields of keys, or of values, of layers with one shape of heads."""
+    if format == EXACT:
+        return {f"{name}s": BlockField((*places, head_dim), dtype, num_layers)}
+    return {
+        f"{name}_codes": BlockField((*places, head_dim * CODE_BITS[format] // 8), torch.uint8, num_layers),
+        f"{name}_scales": BlockField((*places, METADATA_BITS[format] // 16), torch.float16, num_layers),
+    }
+
+
 class _ExactPart:
-    """Keys, or values, of all layers in the model's dtype."""
+    """Keys, or values, of a layer in the model's dtype."""
 
     def __init__(self, heads: Tensor) -> None:
-        self._layers = list(heads)
-        self._slots = [layer.flatten(0, 1) for layer in self._layers]
+        self._heads, self._slots = heads, heads.flatten(0, 1)
 
-    def write(self, layer: int, slots: Tensor, heads: Tensor) -> None:
-        self._slots[layer].index_copy_(0, slots, heads)
+    def write(self, slots: Tensor, heads: Tensor) -> None:
+        self._slots.index_copy_(0, slots, heads)
 
-    def gather(self, layer: int, block_ids: Tensor) -> Tensor:
-        return self._layers[layer].index_select(0, block_ids).flatten(0, 1)
+    def gather(self, block_ids: Tensor) -> Tensor:
+        return self._heads.index_select(0, block_ids).flatten(0, 1)
 
 
 @dataclass(frozen=True, slots=True)
 class _QuantizedPart:
-    """Keys, or values, of all layers as codes with their scales; `dtype` is that of what is gathered."""
+    """Keys, or values, of a layer as codes with their scales; `dtype` is that of what is gathered."""
 
     codes: Tensor
     scales: Tensor
     format: str
     dtype: torch.dtype
 
-    def write(self, layer: int, slots: Tensor, heads: Tensor) -> None:
+    def write(self, slots: Tensor, heads: Tensor) -> None:
         quantized = quantize_heads(heads, self.format)
         metadata = [quantized.scale] if quantized.offset is None else [quantized.scale, quantized.offset]
         codes = pack_halves(quantized.codes) if CODE_BITS[self.format] == 4 else quantized.codes
-        self.codes[layer].flatten(0, 1).index_copy_(0, slots, codes)
-        self.scales[layer].flatten(0, 1).index_copy_(0, slots, torch.stack(metadata, -1))
+        self.codes.flatten(0, 1).index_copy_(0, slots, codes)
+        self.scales.flatten(0, 1).index_copy_(0, slots, torch.stack(metadata, -1))
 
-    def gather(self, layer: int, block_ids: Tensor) -> Tensor:
-        codes = self.codes[layer].index_select(0, block_ids).flatten(0, 1)
-        scale, *offset = self.scales[layer].index_select(0, block_ids).flatten(0, 1).unbind(-1)
+    def gather(self, block_ids: Tensor) -> Tensor:
+        codes = self.codes.index_select(0, block_ids).flatten(0, 1)
+        scale, *offset = self.scales.index_select(0, block_ids).flatten(0, 1).unbind(-1)
         codes = unpack_halves(codes) if CODE_BITS[self.format] == 4 else codes
         return dequantize_heads(QuantizedHeads(codes, scale, offset[0] if offset else None), self.dtype)
 
@@ -266,13 +289,16 @@ class KVCache:
     Args:
         memory: the scheme, and how many sequences have exact tokens.
         windows: sliding window of every layer; None is none.
+
+    Attributes:
+        sources: layer whose keys and values each layer reads.
     """
 
     def __init__(
         self, config: DecoderConfig, memory: MemoryPlan, pages: KVPages, windows: tuple[int | None, ...]
     ) -> None:
         self.scheme: KVCacheScheme = memory.kv_cache
-        self.pages = pages
+        self.pages, self.sources = pages, config.kv_sources
         sinks, recent, num_sequences = self.scheme.sinks, self.scheme.residual_length, memory.exact.num_sequences
         # Where the whole model has a window, the exact sinks are tokens that all tokens see.
         windows = windows if memory.attention_window.window is None else (None,) * config.num_layers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 from compress.checkpoint.config import dtype_name
 from compress.checkpoint.kv_cache import KVCacheRecord, KVCacheScheme, measured_kv_caches, stored_kv_cache
-from compress.common.errors import CheckpointError
+from compress.common.errors import CheckpointError, ToolkitError
 from compress.common.files import read_json
 from compress.models.config import context_length, refusal
 from compress.models.registry import find_family, known_families
@@ -30,7 +31,7 @@ GENERATION_FILE = "generation_config.json"
 class DecoderConfig:
     """One decoder-only model: its family's description, and what serving adds.
 
-    All blocks have the same sizes; windows and rotary embeddings may differ.
+    Blocks have norms in the same places; heads, windows and rotary embeddings may differ.
 
     Attributes:
         spec: blocks, names and shapes.
@@ -51,8 +52,13 @@ class DecoderConfig:
 
     @property
     def mixer(self) -> Attention:
-        """Attention of the first block, in all but window and rotary embedding that of the others."""
+        """Attention of the first block; where `has_like_heads`, that of the others except for window and rotary
+        embedding."""
         return self.spec.blocks[0].mixer
+
+    @property
+    def mixers(self) -> tuple[Attention, ...]:
+        return tuple(block.mixer for block in self.spec.blocks)
 
     @property
     def mlps(self) -> tuple[MLP, ...]:
@@ -63,7 +69,7 @@ class DecoderConfig:
     def default_length(self) -> int:
         """Longest sequence that is served unless more is asked for: with LongRoPE one of its short factors, as vLLM
         does, because the long ones change what a model says to short prompts."""
-        short = [rope.short_length for rope in self.spec.ropes if rope.short_length is not None]
+        short = [rope.short_length for rope, _ in self.spec.rotations if rope.short_length is not None]
         return min([self.context_length, *short])
 
     @property
@@ -79,16 +85,40 @@ class DecoderConfig:
         return len(self.spec.blocks)
 
     @property
-    def num_heads(self) -> int:
-        return self.mixer.num_heads
-
-    @property
     def num_kv_heads(self) -> int:
+        """Those of the first layer, see `has_like_heads`."""
         return self.mixer.num_kv_heads
 
     @property
     def head_dim(self) -> int:
+        """Those of the first layer, see `has_like_heads`."""
         return self.mixer.head_dim
+
+    @property
+    def head_dims(self) -> tuple[int, ...]:
+        """Head dimensions of all layers, each once, in ascending order."""
+        return tuple(sorted({mixer.head_dim for mixer in self.mixers}))
+
+    @property
+    def kv_shapes(self) -> tuple[tuple[int, int], ...]:
+        """Key-value heads and their dimension, per layer."""
+        return tuple((mixer.num_kv_heads, mixer.head_dim) for mixer in self.mixers)
+
+    @property
+    def num_kv_layers(self) -> int:
+        """Layers of the size of the largest whose keys and values take the memory of all, rounded down."""
+        return self.spec.kv_token_bytes(lambda head_dim: head_dim) // max(map(math.prod, self.kv_shapes))
+
+    @property
+    def kv_sources(self) -> tuple[int, ...]:
+        """Layer whose keys and values each layer reads: itself, or an earlier one."""
+        return tuple(layer if mixer.kv_layer is None else mixer.kv_layer for layer, mixer in enumerate(self.mixers))
+
+    @property
+    def has_like_heads(self) -> bool:
+        """Whether all layers have the same heads, and keys and values of their own."""
+        alike = {(mixer.num_heads, mixer.num_kv_heads, mixer.head_dim, mixer.kv_layer) for mixer in self.mixers}
+        return alike == {(self.mixer.num_heads, self.mixer.num_kv_heads, self.mixer.head_dim, None)}
 
     @property
     def vocab_size(self) -> int:
@@ -101,13 +131,15 @@ class DecoderConfig:
     @property
     def windows(self) -> tuple[int | None, ...]:
         """Tokens, itself included, that a token attends to, per layer; None is all."""
-        return tuple(block.mixer.window for block in self.spec.blocks)
+        return tuple(mixer.window for mixer in self.mixers)
 
     @property
     def sinks_unsupported_reason(self) -> str:
         """Why queries cannot be moved to the place of sinks; empty when they can."""
         first = self.mixer
-        if first.rope is None or any(block.mixer.rope != first.rope for block in self.spec.blocks):
+        if not self.has_like_heads:
+            return "its layers do not all have the same heads and keys of their own"
+        if first.rope is None or any(mixer.rope != first.rope for mixer in self.mixers):
             return "its layers do not all have one rotary embedding"
         if first.softcap is not None:
             return "its scores are capped"
@@ -120,7 +152,11 @@ class DecoderConfig:
         )
 
     def keep_layers(self, kept: Iterable[int]) -> DecoderConfig:
-        """The model with some of its layers."""
+        """The model with some of its layers. Raises ToolkitError where layers read keys and values of others."""
+        if any(mixer.kv_layer is not None for mixer in self.mixers):
+            raise ToolkitError(
+                "layers that read keys and values of others cannot be left out", "Use --speculative-model ngram"
+            )
         return replace(self, spec=replace(self.spec, blocks=tuple(self.spec.blocks[index] for index in kept)))
 
 
@@ -167,16 +203,16 @@ def _refuse(reason: str) -> None:
 def unsupported_reason(spec: ModelSpec) -> str:
     """Says why the decoder cannot compute a model; empty when it can."""
     first = spec.blocks[0]
-    mixer = first.mixer
-    alike = (replace(each.mixer, window=mixer.window, rope=mixer.rope) for each in spec.blocks)
-    if any(replace(each, mixer=part, mlp=first.mlp) != first for each, part in zip(spec.blocks, alike, strict=True)):
-        return "layers that differ in more than their MLP, window and rotary embedding are not supported"
+    if any(replace(each, mixer=first.mixer, mlp=first.mlp) != first for each in spec.blocks):
+        return "layers that differ in more than their attention and MLP are not supported"
+    if len({(block.mixer.softcap, block.mixer.norms_rotated) for block in spec.blocks}) > 1:
+        return "scores with different caps are not supported"
     if any(norm.eps != spec.final_norm.eps for norm in first.norms):
         return "norms with different eps are not supported"
     activations = {mlp.activation for block in spec.blocks for mlp in block.mlps if not mlp.curve}
     if unknown := sorted(activations - set(ACTIVATIONS)):
         return f"activation {unknown[0]!r} is not supported, only {', '.join(ACTIVATIONS)}"
-    return next(filter(None, (_unsupported_rope(rope, mixer.head_dim) for rope in spec.ropes)), "")
+    return next(filter(None, (_unsupported_rope(*rotation) for rotation in spec.rotations)), "")
 
 
 def _unsupported_rope(rope: Rope, head_dim: int) -> str:

@@ -11,7 +11,7 @@ from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.scheme import MAX_BITS
 from compress.checkpoint.weights import Scheme
 from compress.checkpoint.weights.integer import num_words
-from compress.models.spec import siblings
+from compress.models.architecture import siblings
 from runtime.backends.base import Target
 from runtime.backends.registry import choose_dense, choose_linear
 from runtime.core.config import RuntimeConfig
@@ -52,8 +52,8 @@ def step_bytes(model: DecoderConfig, config: RuntimeConfig, itemsize: int, seen_
 def gpu_step_bytes(model: DecoderConfig, config: RuntimeConfig, itemsize: int) -> int:
     """Bytes that the largest step holds on a GPU, with what captured steps keep for themselves; on the large side."""
     rows, drawn = config.max_num_seqs, _drawn_rows(config)
-    heads = model.num_heads * model.head_dim
-    widest = max(2 * model.intermediate_size, heads + 2 * model.num_kv_heads * model.head_dim, model.vocab_size)
+    heads = max(mixer.num_heads * mixer.head_dim for mixer in model.mixers)
+    widest = max(2 * model.intermediate_size, _qkv_size(model), model.vocab_size)
     parts = SPLIT_TOKENS * MOST_SPLITS * widest * FLOAT32
     attended = config.max_num_batched_tokens * heads * FLOAT32
     step = _rows_bytes(model, config.max_num_batched_tokens, itemsize, attended, drawn * model.vocab_size * itemsize)
@@ -76,9 +76,13 @@ def _drawn_rows(config: RuntimeConfig) -> int:
 
 def _rows_bytes(model: DecoderConfig, rows: int, itemsize: int, attention: int, logits: int) -> int:
     """Bytes of a step over a number of rows, with what attention holds beside its heads, and with logits."""
-    heads = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
-    moments = rows * 2 * heads * itemsize + attention, rows * 3 * model.intermediate_size * itemsize, logits
+    moments = rows * 2 * _qkv_size(model) * itemsize + attention, rows * 3 * model.intermediate_size * itemsize, logits
     return rows * 2 * model.hidden_size * itemsize + max(moments)
+
+
+def _qkv_size(model: DecoderConfig) -> int:
+    """Numbers of the queries, keys and values of a token, in the layer with most of them."""
+    return max((mixer.num_heads + 2 * mixer.num_kv_heads) * mixer.head_dim for mixer in model.mixers)
 
 
 def exact_tokens(model: DecoderConfig, scheme: KVCacheScheme, itemsize: int, num_sequences: int) -> ExactTokens:

@@ -292,7 +292,7 @@ class Capacity:
         token_bytes: keys and values of one token in all layers, in the form in which they are kept.
         dtype: of activations, and of keys and values while they are used.
         context: longest prompt + output.
-        num_layers: attention reads a copy of one layer's keys and values in `dtype`.
+        num_layers: of the size of the largest; attention reads a copy of its keys and values in `dtype`.
         step: tokens of one prompt that are computed together at most.
         kv_cache: form of keys and values.
         exact: keys and values that are kept in `dtype` beside the blocks.
@@ -393,7 +393,7 @@ def estimate(model: DecoderConfig, config: RuntimeConfig, dtype: str, weight_byt
         kv_token_bytes(model, scheme, itemsize),
         dtype,
         longest_wanted(model, config)[0],
-        model.num_layers,
+        model.num_kv_layers,
         attention_window,
         config.block_size,
         config.max_span_tokens,

@@ -261,7 +261,7 @@ class Layer:
     mlp_norm: NormWeights | None
     gate_up: Linear | None
     down: Linear | None
-    qk_norm: tuple[NormWeights, NormWeights] | None = None
+    qk_norm: tuple[NormWeights, ...] | None = None
     output_norm: NormWeights | None = None
     mlp_output_norm: NormWeights | None = None
     rope: int | None = 0
@@ -312,7 +312,7 @@ class Decoder:
     def for_length(self, length: int) -> Decoder:
         """Returns the model with the rotary embeddings of sequences of up to `length` tokens."""
         config = self.config.for_length(length)
-        rotaries = (Rotary(rope, config.head_dim, self.dtype, self.device) for rope in config.spec.ropes)
+        rotaries = (Rotary(*rotation, self.dtype, self.device) for rotation in config.spec.rotations)
         return replace(self, config=config, rotaries=tuple(rotaries))
 
     def forward(
@@ -328,9 +328,11 @@ class Decoder:
         hidden = self._embed(token_ids)
         if run_layers is not None:
             return run_layers(hidden, *angles[0])
-        update = None
+        update, nothing = None, hidden.new_empty(0)
+        shared = {mixer.kv_layer: (nothing, nothing) for mixer in self.config.mixers if mixer.kv_layer is not None}
+        step = _Step(positions, angles, attention, shared)
         for index, block in enumerate(self.config.spec.blocks):
-            update = self._block(index, block, hidden, update, _Step(positions, angles, attention))
+            update = self._block(index, block, hidden, update, step)
         return hidden if update is None else hidden.add_(update)
 
     def final_norm(self, hidden: Tensor) -> Tensor:
@@ -392,11 +394,12 @@ class Decoder:
         return hidden if norm is None else self.ops.normalize(hidden, norm)
 
     def _attend(self, index: int, mixer: AttentionSpec, normed: Tensor, step: _Step) -> Tensor:
-        layer, rotated = self.layers[index], mixer.num_heads + mixer.num_kv_heads
-        heads = layer.qkv(normed).view(-1, rotated + mixer.num_kv_heads, mixer.head_dim)
+        layer, rotated = self.layers[index], mixer.num_heads + mixer.own_kv_heads
+        heads = layer.qkv(normed).view(-1, rotated + mixer.own_kv_heads, mixer.head_dim)
         query_key = self._rotate(mixer, layer, heads[:, :rotated], step)
         query, key = query_key[:, : mixer.num_heads], query_key[:, mixer.num_heads :]
-        attended = step.attention(index, _scaled(query, mixer, step.positions), key, heads[:, rotated:])
+        key, value = step.share(index, mixer, key, heads[:, rotated:])
+        attended = step.attention(index, _scaled(query, mixer, step.positions), key, value)
         return layer.output(attended.reshape(-1, mixer.num_heads * mixer.head_dim))
 
     def _rotate(self, mixer: AttentionSpec, layer: Layer, query_key: Tensor, step: _Step) -> Tensor:
@@ -411,10 +414,8 @@ class Decoder:
             query_key = self._normalize_heads(mixer, layer.qk_norm, query_key)
         return query_key
 
-    def _normalize_heads(
-        self, mixer: AttentionSpec, norms: tuple[NormWeights, NormWeights], query_key: Tensor
-    ) -> Tensor:
-        parts = query_key.split((mixer.num_heads, mixer.num_kv_heads), 1)
+    def _normalize_heads(self, mixer: AttentionSpec, norms: tuple[NormWeights, ...], query_key: Tensor) -> Tensor:
+        parts = query_key.split((mixer.num_heads, mixer.own_kv_heads)[: len(norms)], 1)
         normed = (
             self.ops.normalize(part.reshape(len(part), -1, len(norm.weight)), norm).view(part.shape)
             for part, norm in zip(parts, norms, strict=True)
@@ -424,11 +425,26 @@ class Decoder:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """State that all layers of a step share; cosine and signed sine of each rotary embedding."""
+    """State that all layers of a step share.
+
+    Attributes:
+        angles: cosine and signed sine of each rotary embedding.
+        attention: of the step.
+        shared: keys and values of the layers that later ones read.
+    """
 
     positions: Tensor
     angles: list[tuple[Tensor, Tensor]]
     attention: Attention
+    shared: dict[int, tuple[Tensor, Tensor]]
+
+    def share(self, index: int, mixer: AttentionSpec, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Keeps the key and value of a layer that others read; returns those that this layer reads."""
+        if mixer.kv_layer is not None:
+            return self.shared[mixer.kv_layer]
+        if index in self.shared:
+            self.shared[index] = key, value
+        return key, value
 
 
 def _scaled(query: Tensor, mixer: AttentionSpec, positions: Tensor) -> Tensor:

@@ -233,8 +233,8 @@ class _Loader:
 
     @property
     def rotaries(self) -> tuple[Rotary, ...]:
-        head_dim, target = self.config.head_dim, self.target
-        return tuple(Rotary(rope, head_dim, target.dtype, target.device) for rope in self.config.spec.ropes)
+        target = self.target
+        return tuple(Rotary(*rotation, target.dtype, target.device) for rotation in self.config.spec.rotations)
 
     def layers(self) -> list[Layer]:
         spec = self.config.spec
@@ -259,7 +259,7 @@ class _Loader:
             qk_norm=None if fused else self._qk_norm(name, mixer),
             output_norm=self._block_norm(name, block.output_norm),
             mlp_output_norm=self._block_norm(name, block.mlp_output_norm),
-            rope=None if mixer.rope is None else self.config.spec.ropes.index(mixer.rope),
+            rope=None if mixer.rotation is None else self.config.spec.rotations.index(mixer.rotation),
             experts=self._experts(name, mlp) if isinstance(mlp, Mixture) else None,
             curve=self._curve(f"{name}.{mlp.curve}") if isinstance(mlp, MLP) and mlp.curve else None,
         )
@@ -299,16 +299,16 @@ class _Loader:
     def _head_norm(self, name: str, mixer: Attention) -> Tensor | None:
         if mixer.qk_norm is None:
             return None
-        query, key = (self._vector(f"{name}.{norm.name}.weight") for norm in mixer.qk_norm)
-        weight = torch.cat((query.expand(mixer.num_heads, -1), key.expand(mixer.num_kv_heads, -1)))
+        weights = (self._vector(f"{name}.{norm.name}.weight") for norm in mixer.qk_norm)
+        heads = (mixer.num_heads, mixer.own_kv_heads)
+        weight = torch.cat([weight.expand(count, -1) for weight, count in zip(weights, heads, strict=False)])
         order = None if mixer.rope is None else channel_order(mixer.rope, mixer.head_dim)
         return weight if order is None else weight[:, order.to(weight.device)]
 
-    def _qk_norm(self, name: str, mixer: Attention) -> tuple[NormWeights, NormWeights] | None:
+    def _qk_norm(self, name: str, mixer: Attention) -> tuple[NormWeights, ...] | None:
         if mixer.qk_norm is None:
             return None
-        query, key = (self._norm(replace(norm, name=f"{name}.{norm.name}")) for norm in mixer.qk_norm)
-        return query, key
+        return tuple(self._norm(replace(norm, name=f"{name}.{norm.name}")) for norm in mixer.qk_norm)
 
     def _ends(self) -> tuple[Embedding, Linear]:
         """Prepares embedding and head, with one matrix for both where possible."""

@@ -14,9 +14,11 @@ from compress.checkpoint.config import packed_config, read_config, write_config
 from compress.checkpoint.formats import find_format, stored_tensors
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.scale_search import FP8
-from compress.checkpoint.weights import Scheme, Weight
+from compress.checkpoint.weights import BlockFp8, Mxfp4, Scheme, Weight
+from compress.checkpoint.weights.block_fp8 import BlockFp8Weight
 from compress.checkpoint.weights.fp8 import Fp8Weight
 from compress.checkpoint.weights.integer import IntegerWeight
+from compress.checkpoint.weights.mxfp4 import Mxfp4Weight
 
 SIZES = {
     "hidden_size": 64,
@@ -210,7 +212,7 @@ def reference_logits(model: PreTrainedModel, tokens: Tensor) -> Tensor:
 def random_weight(shape: tuple[int, int], scheme: Scheme, seed: int = 0, dtype=torch.bfloat16) -> Weight:
     """Every code value, scales of both signs, zero points that fit the scheme."""
     generator = torch.Generator().manual_seed(seed)
-    if scheme.numbers == "float":
+    if "float" in scheme.numbers:
         return _random_floats(shape, scheme, generator, dtype)
     groups = (shape[0], scheme.num_groups(shape[1]))
     codes = torch.randint(0, scheme.max_code + 1, shape, generator=generator).to(torch.uint8)
@@ -222,10 +224,17 @@ def random_weight(shape: tuple[int, int], scheme: Scheme, seed: int = 0, dtype=t
     return IntegerWeight(codes, scale.to(dtype), zero, scheme)
 
 
-def _random_floats(shape: tuple[int, int], scheme: Scheme, generator: torch.Generator, dtype) -> Fp8Weight:
-    """All 254 numbers, both zeros and the smallest among them."""
+def _random_floats(shape: tuple[int, int], scheme: Scheme, generator: torch.Generator, dtype) -> Weight:
+    """All 254 numbers (16 of 4 bits), both zeros and the smallest among them."""
+    if isinstance(scheme, Mxfp4):
+        codes = torch.randint(0, 16, shape, dtype=torch.uint8, generator=generator)
+        exponents = (shape[0], scheme.num_groups(shape[1]))
+        return Mxfp4Weight(codes, torch.randint(120, 126, exponents, dtype=torch.uint8, generator=generator), scheme)
     numbers = torch.tensor([code for code in range(256) if code & 0x7F != 0x7F], dtype=torch.uint8)
     codes = numbers[torch.randint(0, len(numbers), shape, generator=generator)].view(FP8)
+    if isinstance(scheme, BlockFp8):
+        blocks = scheme.num_scales(*shape)
+        return BlockFp8Weight.of(codes, (torch.rand(blocks, generator=generator) + 0.2) * 1e-3, scheme)
     scale = (torch.rand(shape[0], 1, generator=generator) + 0.2) * 1e-3
     return Fp8Weight(codes, scale.to(dtype), scheme)
 

@@ -1,5 +1,5 @@
-"""compressed-tensors, the default: `pack-quantized` (2 to 8 bits, 16-bit activations), `int-quantized` (W8A8) and 8-bit
-floats (`float_quantized`).
+"""compressed-tensors, the default: `pack-quantized` (2 to 8 bits, 16-bit activations), `int-quantized` (W8A8), 8-bit
+floats per channel or block (`float-quantized`) and MXFP4.
 
 Loaded unchanged by vLLM, SGLang and transformers with the compressed-tensors package.
 """
@@ -10,7 +10,8 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from compress.checkpoint.weights import Activations, Fp8, Int, Scheme
+from compress.checkpoint.weights import Activations, BlockFp8, Fp8, Int, Mxfp4, Scheme
+from compress.checkpoint.weights.mxfp4 import GROUP_SIZE
 from compress.common.errors import CheckpointError
 
 NAME = "compressed-tensors"
@@ -19,6 +20,8 @@ LAYOUTS = {
     ("int", True): "int-quantized",
     ("float", False): "naive-quantized",
     ("float", True): "float-quantized",
+    ("blocked float", False): "naive-quantized",
+    ("microscaled float", False): "mxfp4-pack-quantized",
 }
 """Names of layouts by the kind of codes, and whether activations are rounded."""
 WRITER_VERSION = "0.17.0"
@@ -32,7 +35,7 @@ def suffixes(scheme: Scheme | None = None) -> tuple[str, ...]:
 
 def check(scheme: Scheme, shape: tuple[int, int]) -> None:
     """Raises SchemeError when this format cannot hold a weight `[O, I]` of this scheme."""
-    scheme.check_plain(NAME, "int", "float")
+    scheme.check_plain(NAME, *(numbers for numbers, _ in LAYOUTS))
     scheme.check(shape)
 
 
@@ -73,12 +76,16 @@ def quantization_config(schemes: Mapping[str, Scheme], ignored: Iterable[str]) -
 def _config_group(scheme: Scheme, targets: list[str]) -> dict[str, Any]:
     weights = {
         "num_bits": scheme.bits,
-        "type": scheme.numbers,
+        "type": scheme.numbers.rpartition(" ")[2],
         "symmetric": scheme.symmetric,
         "strategy": "channel" if scheme.group_size is None else "group",
         "group_size": scheme.group_size,
         "dynamic": False,
     }
+    if isinstance(scheme, BlockFp8):
+        weights |= {"strategy": "block", "block_structure": list(scheme.block)}
+    if isinstance(scheme, Mxfp4):
+        weights |= {"scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"}
     activations = {
         "num_bits": 8,
         "type": scheme.numbers,
@@ -125,22 +132,28 @@ def _parse_group(module: str, group: Mapping[str, Any]) -> Scheme:
     weights, activations = group.get("weights") or {}, group.get("input_activations")
     kind, bits = weights.get("type", "int"), int(weights["num_bits"])
     strategy = weights.get("strategy") or ("group" if weights.get("group_size") else "channel")
+    if (kind, bits, strategy, weights.get("group_size")) == ("float", 4, "group", GROUP_SIZE):
+        return Mxfp4()
+    if (kind, bits, strategy) == ("float", 8, "block") and (block := weights.get("block_structure")):
+        return BlockFp8((int(block[0]), int(block[1])))
     readable = ("channel", "tensor") if kind == "float" else ("group", "channel", "tensor")
     if kind not in ("int", "float") or (kind == "float" and bits != 8) or strategy not in readable:
         raise CheckpointError(
             f"{module} is quantized as {bits}-bit {kind} by {strategy}, which this toolkit does not read",
-            "It reads integer weights by group, channel or tensor, and 8-bit floats by channel or tensor",
+            "It reads integer weights by group, channel or tensor, 8-bit floats by channel, tensor or block, and MXFP4",
         )
-    if activations and tuple(map(activations.get, ("num_bits", "type", "dynamic"))) != (8, kind, True):
+    if activations and tuple(map(activations.get, ("num_bits", "type"))) != (8, kind):
         raise CheckpointError(
-            f"{module} has activations other than dynamic 8-bit {kind}s, which this toolkit does not read",
-            f"Beside its weights it reads 16-bit activations and dynamic 8-bit {kind}s per token",
+            f"{module} has activations other than 8-bit {kind}s, which this toolkit does not read",
+            f"Beside its weights it reads 16-bit activations and 8-bit {kind}s",
         )
+    # Scales of inputs that were measured once are not used: those inputs keep 16 bits.
+    rounds = bool(activations and activations.get("dynamic"))
     if kind == "float":
-        return Fp8(Activations.FP8 if activations else None)
+        return Fp8(Activations.FP8 if rounds else None)
     return Int(
         bits,
         int(weights["group_size"]) if strategy == "group" else None,
         bool(weights.get("symmetric", True)),
-        Activations.INT8 if activations else None,
+        Activations.INT8 if rounds else None,
     )

@@ -7,13 +7,27 @@ from pkgutil import iter_modules
 
 from compress.checkpoint.scheme import Activations, Scheme
 from compress.checkpoint.weights.base import Weight
+from compress.checkpoint.weights.block_fp8 import BlockFp8
 from compress.checkpoint.weights.fp8 import Fp8
 from compress.checkpoint.weights.integer import Int
 from compress.checkpoint.weights.low_rank import LowRank
+from compress.checkpoint.weights.mxfp4 import Mxfp4
 from compress.checkpoint.weights.outlier_columns import OutlierColumns
 from compress.checkpoint.weights.sparse_nm import NM, NMSparsity
 
-__all__ = ["NM", "Activations", "Fp8", "Int", "LowRank", "NMSparsity", "OutlierColumns", "Scheme", "Weight"]
+__all__ = [
+    "NM",
+    "Activations",
+    "BlockFp8",
+    "Fp8",
+    "Int",
+    "LowRank",
+    "Mxfp4",
+    "NMSparsity",
+    "OutlierColumns",
+    "Scheme",
+    "Weight",
+]
 
 for _module in iter_modules(__path__):
     import_module(f"{__name__}.{_module.name}")

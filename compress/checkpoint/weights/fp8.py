@@ -14,7 +14,6 @@ from compress.checkpoint.weights.base import (
     cast_exactly,
     dequantize_by_rows,
     digest_of,
-    exact_dtype,
     row_scales,
     scale_problems,
 )
@@ -74,13 +73,8 @@ class Fp8(Scheme):
         return rows, columns
 
     def read(self, stored: StoredTensors) -> Fp8Weight:
-        import torch
-
         codes, scale = stored[".weight"], stored[".weight_scale"]
-        if codes.dtype != torch.float8_e4m3fn:
-            raise CheckpointError(f"{stored.module}.weight should hold 8-bit floats (e4m3), but is {codes.dtype}")
-        if bad := int(((codes.view(torch.uint8) & 0x7F) == 0x7F).sum()):
-            raise CheckpointError(f"{stored.module}.weight holds {bad} NaN codes", "Quantize it again")
+        check_codes(stored.module, codes)
         return Fp8Weight(codes, row_scales(scale, codes.shape[0], 1), self)
 
     def round(
@@ -130,11 +124,12 @@ class Fp8Weight(Weight):
             )
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The values `[O, I]`: products in float32, as other loaders compute them, then rounded to `dtype`."""
         import torch
 
-        exact = exact_dtype(dtype or torch.float32, self.scales)
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
         return dequantize_by_rows(
-            dtype, lambda codes, scale: codes.to(exact) * scale.to(exact), self.qweight, self.scales
+            dtype, lambda codes, scale: codes.to(wide) * scale.to(wide), self.qweight, self.scales
         )
 
     def tensors(self, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -147,6 +142,16 @@ class Fp8Weight(Weight):
         import torch
 
         return digest_of(f"fp8 {self.shape}", self.qweight, self.scales.to(torch.float64))
+
+
+def check_codes(module: str, codes: Tensor) -> None:
+    """Raises CheckpointError unless the codes of a module are finite 8-bit floats."""
+    import torch
+
+    if codes.dtype != torch.float8_e4m3fn:
+        raise CheckpointError(f"{module}.weight should hold 8-bit floats (e4m3), but is {codes.dtype}")
+    if bad := int(((codes.view(torch.uint8) & 0x7F) == 0x7F).sum()):
+        raise CheckpointError(f"{module}.weight holds {bad} NaN codes", "Quantize it again")
 
 
 def _best_scale(weight: Tensor, importance: Tensor | None, dtype: torch.dtype) -> Tensor:

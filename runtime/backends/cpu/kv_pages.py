@@ -105,9 +105,17 @@ def pages_unsupported_reason(
         return absence()
     if scheme.key_format not in _BITS or scheme.sinks or scheme.residual_length:
         return f"has no KV cache of the form {scheme}"
-    if config.head_dim % 32 or config.head_dim > LONGEST_HEAD:
-        return f"takes heads of 32, 64, ... {LONGEST_HEAD} dimensions, not {config.head_dim}"
+    if not config.has_like_heads:
+        return "takes layers with the same heads, and keys and values of their own"
+    if reason := heads_unsupported_reason(config):
+        return reason
     return "" if block_size in BLOCK_SIZES else f"takes blocks of {BLOCK_SIZES} tokens, not {block_size}"
+
+
+def heads_unsupported_reason(config: DecoderConfig) -> str:
+    """Why compiled code cannot compute heads; empty when it can."""
+    odd = [dim for dim in config.head_dims if dim % 32 or dim > LONGEST_HEAD]
+    return f"takes heads of 32, 64, ... {LONGEST_HEAD} dimensions, not {odd[0]}" if odd else ""
 
 
 class CpuPages:

@@ -23,7 +23,7 @@ from runtime.backends.base import (
     mlp_linears,
     plain_weight,
 )
-from runtime.backends.cpu.kv_pages import LONGEST_HEAD, CpuPages, pages_unsupported_reason, token_stride
+from runtime.backends.cpu.kv_pages import CpuPages, heads_unsupported_reason, pages_unsupported_reason, token_stride
 from runtime.backends.cpu.linear import CpuLinear
 from runtime.backends.kv_pages import KVCache
 from runtime.backends.torch.ops import TorchOps
@@ -169,9 +169,7 @@ def ops_unsupported_reason(config: DecoderConfig, target: Target) -> str:
         return absence()
     if config.hidden_size % 16 or config.intermediate_size % 16:
         return f"takes sizes that 16 divides, not {config.hidden_size} and {config.intermediate_size}"
-    if config.head_dim % 32 or config.head_dim > LONGEST_HEAD:
-        return f"takes heads of 32, 64, ... {LONGEST_HEAD} dimensions, not {config.head_dim}"
-    return ""
+    return heads_unsupported_reason(config)
 
 
 class CpuOps(TorchOps):

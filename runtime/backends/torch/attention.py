@@ -33,31 +33,36 @@ class StepKeys:
         members = [slice(stop - group.num_sequences, stop) for group, stop in zip(batch.groups, stops, strict=True)]
         self.sink_slots = None if places.sinks is None else [places.sinks[part] for part in members]
         self._rings = None if places.rings is None else [places.rings[part] for part in members]
-        self._exact: list[tuple[Tensor, Tensor]] = []
+        self._exact: dict[int, list[tuple[Tensor, Tensor]]] = {}
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """Stores the step's Hadamard-rotated key and value `[T, kv_heads, D]`."""
+        """Stores the step's Hadamard-rotated key and value `[T, kv_heads, D]`, unless the layer reads another's."""
+        if self.cache.sources[layer] != layer:
+            return
         self.cache.pages.write(layer, self.batch.slots, key, value)
         if self.cache.residual_window is not None and self._rings is not None:
-            self._exact = [
-                self._exchange(self.cache.residual_window, layer, rings, group, key, value)
-                for rings, group in zip(self._rings, self.batch.groups, strict=True)
-            ]
+            kept = {source: exact for source, exact in self._exact.items() if source in self.cache.sources[layer:]}
+            self._exact = kept | {
+                layer: [
+                    self._exchange(self.cache.residual_window, layer, rings, group, key, value)
+                    for rings, group in zip(self._rings, self.batch.groups, strict=True)
+                ]
+            }
 
     def read(self, layer: int, index: int) -> tuple[Tensor, Tensor]:
         """Key and value `[B, keys, kv_heads, D]` for the B sequences of a group, after `write` of the same layer."""
-        group = self.batch.groups[index]
+        group, layer = self.batch.groups[index], self.cache.sources[layer]
         key, value = (
             pages.view(group.num_sequences, -1, *pages.shape[1:])[:, : group.num_keys]
             for pages in self.cache.pages.gather(layer, group.blocks)
         )
         if self.cache.sinks is not None and self.sink_slots is not None:
             count = min(self.cache.sinks.count, group.num_keys)
-            key[:, :count] = self.cache.sinks.keys[layer, self.sink_slots[index], :count]
-            value[:, :count] = self.cache.sinks.values[layer, self.sink_slots[index], :count]
+            key[:, :count] = self.cache.sinks.keys[layer][self.sink_slots[index], :count]
+            value[:, :count] = self.cache.sinks.values[layer][self.sink_slots[index], :count]
         if not self._exact:
             return key, value
-        exact_key, exact_value = self._exact[index]
+        exact_key, exact_value = self._exact[layer][index]
         return torch.cat((key, exact_key), 1), torch.cat((value, exact_value), 1)
 
     def needs_mask(self, group: AttentionGroup, window: int | None) -> bool:

@@ -149,6 +149,8 @@ def attention_unsupported_reason(model: Model, memory: MemoryPlan) -> str:
         return reason
     if model.config.mixer.softcap is not None:
         return "caps no scores"
+    if not model.config.has_like_heads:
+        return "takes layers with the same heads, and keys and values of their own"
     if model.config.head_dim not in HEAD_DIMS:
         return f"takes heads of {', '.join(map(str, HEAD_DIMS))} dimensions"
     # Which keys are exact changes with every token, so they would be a second set of pages with a mask.

@@ -75,10 +75,21 @@ def test_one_scale_for_a_matrix_is_read(dense_folder, pack, tmp_path):
         assert torch.equal(read.dequantize(torch.float64), expected)
 
 
+def test_measured_scales_of_inputs_are_not_used(dense_folder, pack, tmp_path):
+    modules = pack(dense_folder, tmp_path / "packed", lambda module: W8A8)
+    scales = {f"{module}.input_scale": torch.tensor([0.01]) for module in modules}
+    change_tensors(tmp_path / "packed", lambda tensors: tensors.update(scales))
+    config = read_config(tmp_path / "packed")
+    config["quantization_config"]["config_groups"]["group_0"]["input_activations"]["dynamic"] = False
+    write_config(tmp_path / "packed", config)
+    assert set(PackedCheckpoint.open(tmp_path / "packed").schemes.values()) == {W8A16}
+    assert verify_structure(tmp_path / "packed").problems == ()
+
+
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        ({"input_activations": {"num_bits": 8, "type": "float", "dynamic": False}}, "8-bit"),
+        ({"input_activations": {"num_bits": 4, "type": "float", "dynamic": True}}, "8-bit"),
         ({"input_activations": {"num_bits": 8, "type": "int", "dynamic": True}}, "8-bit"),
         ({"weights": {"num_bits": 8, "type": "float", "strategy": "block"}}, "8-bit"),
         ({"weights": {"num_bits": 4, "type": "float", "strategy": "channel"}}, "4-bit"),

@@ -11,8 +11,9 @@ from compress.checkpoint.config import read_config
 from compress.checkpoint.expert_files import split_experts
 from compress.checkpoint.safetensors import TensorFiles
 from compress.common.errors import CheckpointError
+from compress.models.architecture import architecture_of
 from compress.models.registry import find_family, known_families, register
-from compress.models.spec import ModelSpec, architecture_of
+from compress.models.spec import ModelSpec
 from runtime.backends.base import layers_unsupported
 
 QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")

@@ -16,7 +16,7 @@ CONFIG = {"model_type": "llama", **SIZES}
 def test_defaults():
     config = parse_config(CONFIG)
     assert (config.head_dim, config.num_kv_heads, config.windows) == (16, 2, (None, None))
-    assert (config.spec.ropes[0].type, config.spec.ropes[0].theta, config.norm_eps) == ("default", 10000.0, 1e-6)
+    assert (config.mixer.rope.type, config.mixer.rope.theta, config.norm_eps) == ("default", 10000.0, 1e-6)
     assert not any(linear.bias for linear in config.spec.linears())
     assert config.mixer.qk_norm is None
     assert parse_config(CONFIG | {"is_causal": True}) == config

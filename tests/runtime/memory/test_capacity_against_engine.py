@@ -36,7 +36,7 @@ def check_against_engine(path: Path, config: RuntimeConfig) -> Report:
     assert report.plan == runner.memory
     assert report.capacity.token_bytes * runner.num_blocks * runner.block_size == runner.pages.memory.nbytes
     stores = [store for store in (runner.cache.sinks, runner.cache.residual_window) if store is not None]
-    assert runner.memory.exact.nbytes == sum(store.keys.nbytes + store.values.nbytes for store in stores)
+    assert runner.memory.exact.nbytes == sum(part.nbytes for store in stores for part in (*store.keys, *store.values))
     return report
 
 

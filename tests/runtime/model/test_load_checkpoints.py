@@ -6,7 +6,7 @@ from folders import change_config, change_tensors, private_copy
 from safetensors.torch import load_file
 from tiny_models import load_reference, pack_model, put_weights, reference_logits, save_tiny_model
 
-from compress.checkpoint.weights import Activations, Int, Scheme
+from compress.checkpoint.weights import Activations, BlockFp8, Int, Mxfp4, Scheme
 from compress.common.errors import CheckpointError, ToolkitError
 from runtime.model import loader
 from runtime.model.loader import SideBySide, load_model
@@ -25,6 +25,9 @@ FORMATS = {
     "gptq w4": ("gptq", Int(4, 32)),
     "gptq w8": ("gptq", Int(8, 32)),
     "awq w4 asym": ("awq", Int(4, 32, symmetric=False)),
+    "fp8 blocks": ("fp8", BlockFp8((32, 32))),
+    "fp8 blocks of odd sizes": ("compressed-tensors", BlockFp8((20, 36))),
+    "mxfp4": ("compressed-tensors", Mxfp4()),
 }
 
 

@@ -42,7 +42,7 @@ class World:
             attention_bias=True,
             qk_norm=True,
         )
-        rotary = Rotary(self.config.spec.ropes[0], DIM, torch.bfloat16, CPU)
+        rotary = Rotary(self.config.mixer.rope, DIM, torch.bfloat16, CPU)
         layers = [self._layer(head_norm) for _ in range(LAYERS)]
         self.decoder = Decoder(
             self.config,

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from covering import covering
+from decoder_configs import decoder_config
 from poisoned_memory import poison, poisoned_allocations
 from torch import Tensor
 
@@ -132,7 +133,7 @@ def take_steps(make, device, format="16bit", spans=((0, 37), (37, 41), (41, 42))
         hidden: blocks of the sequence that no span sees: they are left out of the table.
     """
     scheme = KVCacheScheme.named(format, sinks=exact_sinks)
-    config = SimpleNamespace(num_layers=1, num_kv_heads=2, head_dim=HEAD_DIM)
+    config = decoder_config(6, 2, HEAD_DIM, num_layers=1)
     sizes = (NUM_BLOCKS, BLOCK_SIZE, torch.float16, device)
     random = torch.Generator().manual_seed(5)
     stop = spans[-1][1]
@@ -149,7 +150,7 @@ def take_steps(make, device, format="16bit", spans=((0, 37), (37, 41), (41, 42))
         )
         sinks = SimpleNamespace(count=exact_sinks, keys=stored[0].contiguous(), values=stored[1].contiguous())
         places = ExactPlaces(torch.tensor([1], device=device), None)
-    cache = SimpleNamespace(pages=pages, scheme=scheme, rotate=rotate, sinks=sinks, residual_window=None)
+    cache = SimpleNamespace(pages=pages, scheme=scheme, rotate=rotate, sinks=sinks, residual_window=None, sources=(0,))
     table = torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(6))[: -(-stop // BLOCK_SIZE)]
     slots = (table[:, None] * BLOCK_SIZE + torch.arange(BLOCK_SIZE)).flatten().to(device)
     seen = torch.tensor([block for index, block in enumerate(table.tolist()) if index not in hidden], device=device)
@@ -283,7 +284,7 @@ def test_splits_fill_the_processors_and_are_never_tiny() -> None:
 def test_refusals_say_why(
     device: str, dtype: torch.dtype, head_dim: int, softcap: float | None, recent: int, fact: str
 ) -> None:
-    config = SimpleNamespace(head_dim=head_dim, mixer=SimpleNamespace(softcap=softcap))
+    config = SimpleNamespace(head_dim=head_dim, has_like_heads=True, mixer=SimpleNamespace(softcap=softcap))
     model = SimpleNamespace(device=torch.device(device), dtype=dtype, config=config)
     reason = attention_unsupported_reason(model, SimpleNamespace(kv_cache=SimpleNamespace(residual_length=recent)))
     assert fact in reason

@@ -76,7 +76,7 @@ class World:
             layers,
             NormWeights(self.vector(SIZE), self.config.norm_eps),
             DenseLinear(self.numbers(VOCABULARY, SIZE), None),
-            (Rotary(self.config.spec.ropes[0], self.head_dim, self.target.dtype, self.device),),
+            (Rotary(self.config.mixer.rope, self.head_dim, self.target.dtype, self.device),),
             TritonOps() if fused else TorchOps(),
         )
 

@@ -1,11 +1,10 @@
 """Head norm, rotary embedding, turn and quantization in one kernel, against the same steps in plain torch: the same
 queries and the same bytes in the pages, and nothing else touched."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from covering import covering
+from decoder_configs import decoder_config
 from poisoned_memory import poison, poisoned_allocations
 from torch import Tensor
 
@@ -25,7 +24,7 @@ def numbers(*shape: int, seed: int) -> Tensor:
 
 
 def make_pages(scheme: KVCacheScheme, head_dim: int, dtype: torch.dtype, device: torch.device) -> KVPages:
-    config = SimpleNamespace(num_layers=2, num_kv_heads=KV_HEADS, head_dim=head_dim)
+    config = decoder_config(HEADS, KV_HEADS, head_dim, num_layers=2)
     sizes = NUM_BLOCKS, BLOCK_SIZE, dtype, device
     pages = TokenPages(config, scheme, *sizes)
     poison(pages.memory)

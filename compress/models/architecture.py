@@ -1,0 +1,140 @@
+"""Names that compression works with, and their derivation from the description of a model: siblings, places for scales,
+and what touches the residual stream."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from compress.models.spec import MLP, Block, Linear, Mixture, ModelSpec, Norm, is_pre_norm
+
+
+@dataclass(frozen=True, slots=True)
+class SmoothingMapping:
+    """A place where a per-channel scale moves exactly from the inputs of linears into the layer that feeds them.
+
+    Names are relative to one block.
+
+    Attributes:
+        smooth_layer: norm whose weight, or linear whose output rows, are divided by the scale.
+        balance_layers: linears that read its output and nothing else; their input columns are multiplied.
+        parent: module whose output shows what a change of the balance layers does.
+        offset: what a norm adds to its stored weight.
+    """
+
+    smooth_layer: str
+    balance_layers: tuple[str, ...]
+    parent: str
+    offset: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ResidualStream:
+    """Everything of a block that touches the residual stream, where only RMSNorms lie between it and linears.
+
+    Names are relative to one block.
+
+    Attributes:
+        readers: each norm with the linears that read it.
+        writers: linears whose outputs are added to the stream.
+        values: linear that produces the value heads, and the one that reads what attention mixes of them.
+    """
+
+    readers: tuple[tuple[str, tuple[str, ...]], ...]
+    writers: tuple[str, ...]
+    values: tuple[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """Names that compression works with.
+
+    Attributes:
+        blocks: module list of transformer blocks.
+        embedding: token embedding.
+        final_norm: norm before the head; empty when it is unknown.
+        head: output projection; empty when there is none.
+        siblings: linears of a block that share one input and that engines fuse, so they must share one scheme.
+        mappings: smoothing mappings, in the order in which they are folded.
+        stream: what touches the residual stream; None where it cannot be rotated.
+        routers: linears of a block that stay dense: a rounded one sends tokens to other experts.
+    """
+
+    blocks: str = "model.layers"
+    embedding: str = "model.embed_tokens"
+    final_norm: str = "model.norm"
+    head: str = "lm_head"
+    siblings: tuple[tuple[str, ...], ...] = ()
+    mappings: tuple[SmoothingMapping, ...] = ()
+    stream: ResidualStream | None = None
+    routers: tuple[str, ...] = ()
+
+
+def architecture_of(spec: ModelSpec) -> Architecture:
+    """Derives the names that compression works with. Layers of several kinds contribute in order of appearance."""
+    streams = _distinct(residual_stream(block) for block in spec.blocks)
+    return Architecture(
+        blocks=spec.names.blocks,
+        embedding=spec.names.embedding,
+        final_norm=spec.names.final_norm,
+        head=spec.names.head,
+        siblings=_distinct(group for block in spec.blocks for group in siblings(block)),
+        mappings=_distinct(mapping for block in spec.blocks for mapping in smoothing_mappings(block)),
+        stream=streams[0] if len(streams) == 1 else None,
+        routers=_distinct(linear.name for block in spec.blocks for linear in block.mlp.routers),
+    )
+
+
+def _distinct(items: Iterable[Any]) -> tuple[Any, ...]:
+    return tuple(dict.fromkeys(items))
+
+
+def siblings(block: Block) -> tuple[tuple[str, ...], ...]:
+    """Groups of linears that share one input and that engines fuse."""
+    groups = (block.mixer.qkv, *(mlp.inputs for mlp in block.mlps))
+    return tuple(_names(group) for group in groups if len(group) > 1)
+
+
+def smoothing_mappings(block: Block) -> tuple[SmoothingMapping, ...]:
+    """Derives a block's smoothing mappings; none where projections are stored as one, as their rows differ in role.
+
+    Norms of query and key heads follow the projections and do not see a scale on their inputs. A norm that mixer and
+    MLP both read has no mapping, as no module shows what a change does to both.
+    """
+    mixer, mlp = block.mixer, block.mlp
+    first, second = (None, None) if block.is_parallel else (block.input_norm, block.mlp_norm)
+    found = _mappings(first, mixer.qkv, mixer.output, mixer.name) if len(mixer.qkv) > 1 else ()
+    if isinstance(mlp, MLP) and (len(mlp.inputs) > 1 or not mlp.gated):
+        found += _mappings(second, mlp.inputs, mlp.down, mlp.name)
+    return found
+
+
+def _mappings(
+    norm: Norm | None, inputs: tuple[Linear, ...], output: Linear, parent: str
+) -> tuple[SmoothingMapping, ...]:
+    """Derives those of attention or of an MLP; the last of several inputs feeds the output without an activation."""
+    before = () if norm is None else (SmoothingMapping(norm.name, _names(inputs), parent, norm.offset),)
+    inside = (SmoothingMapping(inputs[-1].name, (output.name,), output.name),) if len(inputs) > 1 else ()
+    return before + inside
+
+
+def residual_stream(block: Block) -> ResidualStream | None:
+    """Derives what touches a block's residual stream; None where value rows are not stored apart, or where more than
+    root mean square norms lie between the stream and the linears."""
+    mixer, mlp = block.mixer, block.mlp
+    if not is_pre_norm(block) or isinstance(mlp, Mixture) or len(mixer.qkv) != 3 or len(mlp.inputs) != 2:
+        return None
+    return ResidualStream(
+        readers=tuple(
+            (norm.name, _names(linears))
+            for norm, linears in ((block.input_norm, mixer.qkv), (block.mlp_norm, mlp.inputs))
+            if norm is not None
+        ),
+        writers=(mixer.output.name, mlp.down.name),
+        values=(mixer.qkv[2].name, mixer.output.name),
+    )
+
+
+def _names(linears: Sequence[Linear]) -> tuple[str, ...]:
+    return tuple(linear.name for linear in linears)
