@@ -29,6 +29,11 @@ class ExpertCoverage:
     added: tuple[int, ...]
     least: int
 
+    @property
+    def num_rare(self) -> int:
+        """Experts with fewer tokens than their statistics take."""
+        return sum(count < self.least for count in self.tokens)
+
 
 @dataclass
 class MixtureInputs:

@@ -199,6 +199,11 @@ def _line(outcome: BlockOutcome) -> str:
     if outcome.smoothing:
         kept = sum(mapping.loss_after < mapping.loss_before for mapping in outcome.smoothing)
         parts.append(f"smoothed {kept}/{len(outcome.smoothing)}")
+    parts += [
+        f"{each.num_rare} of {len(each.tokens)} experts saw fewer than {each.least} tokens"
+        for each in outcome.coverage
+        if each.num_rare
+    ]
     recovered: dict[str, list[str]] = {}
     for record in outcome.linears:
         recovered.setdefault(record.recovery, []).append(record.module.rpartition(".")[2])

@@ -120,13 +120,41 @@ class Smoothed(_Record):
         return 1 - self.loss_after / self.loss_before if self.loss_before > 0 else 0.0
 
 
+class ExpertCoverage(_Record):
+    """Calibration tokens of the experts of one mixture.
+
+    Attributes:
+        tokens: those that the router sent to each expert.
+        added: other tokens that its statistics count as well, for each expert.
+        least: tokens that statistics count at least, where the calibration has as many.
+    """
+
+    module: str
+    tokens: Annotated[tuple[Count, ...], Field(min_length=1)]
+    added: tuple[Count, ...]
+    least: Count
+
+    @model_validator(mode="after")
+    def _check_lengths(self) -> ExpertCoverage:
+        if len(self.tokens) != len(self.added):
+            raise ValueError(f"tokens of {len(self.tokens)} experts and added ones of {len(self.added)}")
+        return self
+
+    @property
+    def num_rare(self) -> int:
+        """Experts with fewer tokens than their statistics need."""
+        return sum(count < self.least for count in self.tokens)
+
+
 class Block(_Record):
-    """One transformer block; `relative_error` is None where its outputs were not computed."""
+    """One transformer block; `relative_error` is None where its outputs were not computed, and `experts` are the
+    mixtures that were calibrated."""
 
     block: str
     relative_error: Number | None = None
     linears: tuple[Linear, ...]
     smoothing: tuple[Smoothed, ...]
+    experts: tuple[ExpertCoverage, ...] = ()
 
     def kind(self, module: str) -> str:
         """Name of a module inside this block, indices (experts) as `*`."""

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from compress.checkpoint.kv_cache import EXACT, KVCacheRecord, MeasuredKVCache
+from compress.reporting.experts_section import experts_section
 from compress.reporting.figures import MUTED, Bar, Bars, Cells, Figure, Lines, Mark, Series
 from compress.reporting.page import (
     Facts,
@@ -52,6 +53,7 @@ def report_page(report: RunReport, headers: Headers) -> Page:
         _bits(report, headers),
         _smoothing(report),
         _outliers(report),
+        experts_section(report),
         _exceptions(report),
         _verification(report),
         _provenance(report),

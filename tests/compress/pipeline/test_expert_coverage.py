@@ -1,0 +1,112 @@
+"""Calibration of experts: every one has statistics of enough tokens, and the report says how many were its own."""
+
+from pathlib import Path
+
+import pytest
+import runs
+import torch
+from folders import change_tensors
+from tiny_models import VARIANTS, save_tiny_model
+
+from calibration.statistics import InputStatistics
+from compress.checkpoint.weights import Int
+from compress.common.cli import demo_model_path
+from compress.methods.base import Needs
+from compress.pipeline.block import load_block
+from compress.pipeline.capture import capture_inputs, observe
+from compress.recipe import CalibrationOptions, QuantizeStage
+from compress.reporting.report_data import read_headers, read_report
+from compress.reporting.report_page import report_page
+
+CPU = torch.device("cpu")
+STAGE = QuantizeStage("gptq", Int(4, 32))
+UNUSED = 3
+HIDDEN = 64
+
+
+@pytest.fixture(scope="module")
+def source(shared_store) -> Path:
+    """A mixture whose router never chooses one of its experts."""
+
+    def write(folder: Path) -> None:
+        save_tiny_model(folder, "minimax_m2", **VARIANTS["minimax_m2"] | {"vocab_size": 8192})
+        for file in demo_model_path().glob("tokenizer*"):
+            (folder / file.name).write_bytes(file.read_bytes())
+
+    def never_chosen(tensors: dict[str, torch.Tensor]) -> None:
+        for name in tensors:
+            if name.endswith("e_score_correction_bias"):
+                tensors[name] = torch.eye(8)[UNUSED] * -100.0
+
+    def make(folder: Path) -> None:
+        write(folder)
+        change_tensors(folder, never_chosen)
+
+    return shared_store.folder("unused-expert", (), make)
+
+
+@torch.no_grad()
+def test_statistics_are_those_of_the_tokens_of_each_expert(source, tmp_path) -> None:
+    context = runs.prepared(source, tmp_path / "out", STAGE)
+    inputs = capture_inputs(context.skeleton, context.files, context.tokens, 2, CPU, torch.float32)
+    plans = context.plan.in_block(context.skeleton.block_name(0))
+    block = load_block(context.skeleton, context.files, 0, set(plans), CPU, torch.float32)
+    needs = dict.fromkeys(plans, Needs(inputs=True, hessian=True))
+    wanted = {name: InputStatistics(block.linear(name).in_features) for name in plans}
+    handles = [
+        block.linear(name).register_forward_pre_hook(lambda _, args, each=each: each.update(args[0]))
+        for name, each in wanted.items()
+    ]
+    for hidden, call in inputs.batches(0, CPU):
+        block.module(hidden, *call.args, **call.kwargs)
+    for handle in handles:
+        handle.remove()
+    observed = observe(block, inputs, 0, needs, CPU)
+    assert set(observed.statistics) == set(plans)
+    (coverage,) = observed.coverage
+    assert coverage.least == HIDDEN
+    assert sum(coverage.tokens) == 3 * context.tokens.numel()
+    assert coverage.tokens[UNUSED] == 0
+    assert coverage.added == tuple(max(HIDDEN - count, 0) for count in coverage.tokens)
+    common = [index for index, count in enumerate(coverage.tokens) if count >= HIDDEN]
+    assert common
+    for name, expected in wanted.items():
+        found, index = observed.statistics[name], name.partition(".experts.")[2].partition(".")[0]
+        if not index or int(index) in common:
+            assert found.count == expected.count
+            torch.testing.assert_close(found.hessian, expected.hessian, rtol=1e-4, atol=1e-5)
+        else:
+            assert found.count == HIDDEN
+            assert found.hessian.diagonal().min() > 0
+
+
+def test_an_expert_that_no_token_reached_is_quantized_like_the_others(source, tmp_path) -> None:
+    result = runs.compress(source, tmp_path / "out", STAGE)
+    linears = {each["module"]: each for block in result.report["blocks"] for each in block["linears"]}
+    experts = [each for name, each in linears.items() if f".experts.{UNUSED}." in name]
+    assert len(experts) == 2 * 3
+    assert all(each["method"] == "gptq" and not each["recovery"] and each["damping"] for each in experts)
+    report = read_report(tmp_path / "out")
+    found = [each for block in report.blocks for each in block.experts]
+    assert [each.module for each in found] == [f"model.layers.{index}.block_sparse_moe.experts" for index in (0, 1)]
+    assert all(each.num_rare >= 1 and each.added[UNUSED] == HIDDEN for each in found)
+    page = report_page(report, read_headers(report)).html()
+    assert "<h2>Experts</h2>" in page
+    assert f"<td>{found[0].module}</td>" in page
+    assert f"<td>{found[0].module}.{UNUSED}</td>" in page
+
+
+def test_short_calibration_gives_every_expert_all_of_its_tokens(source, tmp_path) -> None:
+    few = CalibrationOptions(samples=1, length=40)
+    result = runs.compress(source, tmp_path / "out", STAGE, calibration=few)
+    assert result.structure.ok
+    for block in result.report["blocks"]:
+        (coverage,) = block["experts"]
+        assert all(own + more == 40 for own, more in zip(coverage["tokens"], coverage["added"], strict=True))
+
+
+def test_methods_without_calibration_count_nothing(source, tmp_path) -> None:
+    result = runs.compress(source, tmp_path / "out", QuantizeStage("rtn", Int(4, 32)))
+    assert all(block["experts"] == [] for block in result.report["blocks"])
+    report = read_report(tmp_path / "out")
+    assert "<h2>Experts</h2>" not in report_page(report, read_headers(report)).html()
