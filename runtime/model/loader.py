@@ -20,12 +20,14 @@ from compress.common.device import available_bytes, format_bytes, resolve_device
 from compress.common.errors import CheckpointError, ToolkitError
 from compress.models.spec import CURVE, MLP, Attention, Block, Mixture, Norm
 from compress.models.spec import Linear as LinearSpec
-from runtime.backends.base import Linear, LinearKernel, LowRank, NormWeights, Target, WithOutliers, fuses_head_norms
+from runtime.backends.base import Linear, LinearKernel, LowRank, NormWeights, Target, WithOutliers
+from runtime.backends.fused_layers import fuses_head_norms
 from runtime.backends.registry import (
     Choice,
     check_name,
     choose_dense,
     choose_linear,
+    choose_mixture,
     choose_ops,
     is_fast,
     linear_kernels,
@@ -273,7 +275,7 @@ class _Loader:
     def _experts(self, name: str, mixture: Mixture) -> Experts:
         router, wide = mixture.router, torch.promote_types(self.target.dtype, torch.float32)
         gate = mixture.shared_gate
-        return Experts(
+        experts = Experts(
             router,
             self._vector(f"{name}.{router.scores.name}.weight", wide if router.in_float32 else None),
             tuple(self._expert(name, mlp) for mlp in mixture.experts),
@@ -281,6 +283,9 @@ class _Loader:
             None if mixture.shared is None else self._expert(name, mixture.shared),
             None if gate is None else self._vector(f"{name}.{gate.name}.weight"),
         )
+        choice = choose_mixture(mixture, experts, self.target, self.kernels)
+        self.used[f"mixture, {router.num_chosen} of {len(mixture.experts)} experts: {choice.reason}"] += 1
+        return replace(experts, kernel=choice.kernel)
 
     def _norm(self, norm: Norm) -> NormWeights:
         """Loads a norm by its absolute name."""
