@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compress.checkpoint.dequantized import dequantized
 from compress.checkpoint.expert_files import ExpertFiles
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.weights import Scheme, Weight
@@ -168,7 +169,9 @@ def resolve_dtype(name: str, checkpoint_dtype: str, device: torch.device) -> tor
     return torch.bfloat16 if is_fast(torch.bfloat16) else torch.float32
 
 
-def load_model(path: str | Path, *, device: str = "auto", dtype: str = "auto", kernels: str = "auto") -> Decoder:
+def load_model(
+    path: str | Path, *, device: str = "auto", dtype: str = "auto", kernels: str = "auto", as_dense: bool = False
+) -> Decoder:
     """Opens a checkpoint and prepares every weight for its kernel.
 
     Args:
@@ -176,6 +179,7 @@ def load_model(path: str | Path, *, device: str = "auto", dtype: str = "auto", k
         dtype: of activations and keys and values; `auto` is the checkpoint's, except that CPUs without 16-bit
             arithmetic in it compute float16 as bfloat16 and bfloat16 as float32.
         kernels: `auto`, or the name of one kernel; `reference` is plain torch everywhere.
+        as_dense: dequantizes packed weights to the checkpoint's dtype, and rounds no inputs.
 
     Raises:
         CheckpointError: a folder that cannot be read, an architecture that is not supported, missing or misshapen
@@ -184,6 +188,7 @@ def load_model(path: str | Path, *, device: str = "auto", dtype: str = "auto", k
     """
     check_name(kernels)
     checkpoint = PackedCheckpoint.open(path)
+    checkpoint = dequantized(checkpoint) if as_dense else checkpoint
     config = parse_config(checkpoint.config, read_generation_config(checkpoint.path))
     chosen_device = resolve_device(device)
     target = Target(chosen_device, resolve_dtype(dtype, config.dtype, chosen_device))
