@@ -23,8 +23,7 @@ def usable_mappings(
     smoothing = sorted({each.method.name for each in layer_plans.values() if each.method and each.method.smooths})
     for index, block in enumerate(skeleton.blocks):
         linears = skeleton.linears(block)
-        # Layers of several kinds have mappings of their own.
-        present = [each for each in skeleton.architecture.mappings if linears.keys() >= set(each.balance_layers)]
+        present = skeleton.architecture.mappings_of(linears.keys())
         name = skeleton.block_name(index)
         used.append(tuple(each for each in present if _mapping_fits(name, linears, each, layer_plans)))
         for mapping in present:
@@ -88,8 +87,9 @@ def sibling_notes(skeleton: Skeleton, layer_plans: Mapping[str, LayerPlan]) -> l
     """Warns of fused projections that would differ in scheme."""
     notes = []
     kinds: dict[str, dict[str, None]] = {}
-    for siblings in skeleton.architecture.siblings:
-        for block in map(skeleton.block_name, range(skeleton.num_blocks)):
+    for index, module in enumerate(skeleton.blocks):
+        block = skeleton.block_name(index)
+        for siblings in skeleton.architecture.siblings_of(skeleton.linears(module).keys()):
             if len({_scheme_of(layer_plans, f"{block}.{name}") for name in siblings}) > 1:
                 kinds.setdefault(", ".join(dict.fromkeys(map(without_indices, siblings))), {})[block] = None
     for kind, differing in kinds.items():

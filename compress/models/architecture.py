@@ -3,7 +3,7 @@ and what touches the residual stream."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,6 +70,20 @@ class Architecture:
     stream: ResidualStream | None = None
     routers: tuple[str, ...] = ()
 
+    def mappings_of(self, linears: Set[str]) -> list[SmoothingMapping]:
+        """Returns the mappings of a block that has these linears, where blocks of several kinds have their own."""
+        present = [each for each in self.mappings if linears >= set(each.balance_layers)]
+        return [each for each in present if not any(_is_part(each, other) for other in present)]
+
+    def siblings_of(self, linears: Set[str]) -> list[tuple[str, ...]]:
+        """Returns the siblings of a block that has these linears."""
+        return [group for group in self.siblings if linears >= set(group)]
+
+
+def _is_part(mapping: SmoothingMapping, other: SmoothingMapping) -> bool:
+    same = mapping.smooth_layer == other.smooth_layer
+    return same and set(mapping.balance_layers) < set(other.balance_layers)
+
 
 def architecture_of(spec: ModelSpec) -> Architecture:
     """Derives the names that compression works with. Layers of several kinds contribute in order of appearance."""
@@ -104,7 +118,10 @@ def smoothing_mappings(block: Block) -> tuple[SmoothingMapping, ...]:
     """
     mixer, mlp = block.mixer, block.mlp
     first, second = (None, None) if block.is_parallel else (block.input_norm, block.mlp_norm)
-    found = _mappings(first, mixer.qkv, mixer.output, mixer.name) if len(mixer.qkv) > 1 else ()
+    is_fused = len(mixer.qkv) == 1 and mixer.kv_layer is None
+    found = () if is_fused else _mappings(first, mixer.qkv, mixer.output, mixer.name)
+    if mixer.value_norm is not None or mixer.kv_layer is not None:
+        found = tuple(each for each in found if each.parent == mixer.name)
     if isinstance(mlp, MLP) and (len(mlp.inputs) > 1 or not mlp.gated):
         found += _mappings(second, mlp.inputs, mlp.down, mlp.name)
     return found

@@ -40,6 +40,7 @@ class Norm:
         centered: the mean is subtracted first (LayerNorm, arXiv:1607.06450).
         bias: a bias is added last.
         in_float32: the weight multiplies before the result is rounded to the activation dtype.
+        has_weight: false where nothing is multiplied.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Norm:
     centered: bool = False
     bias: bool = False
     in_float32: bool = False
+    has_weight: bool = True
 
     @property
     def is_plain(self) -> bool:
@@ -96,6 +98,8 @@ class Attention:
         position_scale: growth of queries with their position, see `PositionScale`.
         window: tokens, itself included, that a token attends to; None is all.
         kv_layer: earlier layer whose keys and values it reads; then `qkv` and `qk_norm` are those of queries alone.
+        value_norm: norm over each value head.
+        value_is_key: values are keys as projected, before their norm and rotation; `qkv` has no linear for them.
     """
 
     num_heads: int
@@ -111,6 +115,8 @@ class Attention:
     position_scale: PositionScale | None = None
     window: int | None = None
     kv_layer: int | None = None
+    value_norm: Norm | None = None
+    value_is_key: bool = False
     name: str = "self_attn"
 
     @property
@@ -248,6 +254,38 @@ class Mixture:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerInput:
+    """The last sum of a block: `x += norm(output(activation(gate(x)) * e))` with its row e of `LayerInputs`."""
+
+    gate: Linear
+    output: Linear
+    norm: Norm
+    activation: str
+
+
+@dataclass(frozen=True, slots=True)
+class LayerInputs:
+    """A row of every token for each layer: `(norm(projection(x) / H ** 0.5) + embedding * size ** 0.5) / 2 ** 0.5`.
+
+    Attributes:
+        embedding: absolute name of the matrix `[vocab_size, layers * size]`, which is looked up and stays dense.
+        projection: of the embedded token x of H channels, with its absolute name; stays dense.
+        norm: over each row, with its absolute name.
+    """
+
+    embedding: str
+    vocab_size: int
+    size: int
+    projection: Linear
+    norm: Norm
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Shape of the embedding."""
+        return self.vocab_size, self.projection.out_features
+
+
+@dataclass(frozen=True, slots=True)
 class Block:
     """A transformer block: `x += mixer(input_norm(x))`, then `x += mlp(mlp_norm(x))`.
 
@@ -256,6 +294,8 @@ class Block:
             and `mlp` reads what `mixer` reads.
         output_norm, mlp_output_norm: norms of what mixer and MLP add.
         residual_scale: factor on what mixer and MLP add.
+        layer_input: what is added behind the MLP.
+        scalar: name of a number that the residual stream is multiplied by last; "" for none.
     """
 
     input_norm: Norm | None
@@ -266,10 +306,18 @@ class Block:
     mlp_output_norm: Norm | None = None
     residual_scale: float = 1.0
     is_parallel: bool = False
+    layer_input: LayerInput | None = None
+    scalar: str = ""
 
     @property
     def linears(self) -> tuple[Linear, ...]:
-        return *self.mixer.qkv, self.mixer.output, *self.mlp.linears
+        last = () if self.layer_input is None else (self.layer_input.gate, self.layer_input.output)
+        return *self.mixer.qkv, self.mixer.output, *self.mlp.linears, *last
+
+    @property
+    def vectors(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every tensor that belongs to no linear and no norm, by name."""
+        return self.mlp.vectors | ({self.scalar: (1,)} if self.scalar else {})
 
     @property
     def mlps(self) -> tuple[MLP, ...]:
@@ -277,7 +325,8 @@ class Block:
 
     @property
     def norms(self) -> tuple[Norm, ...]:
-        around = self.input_norm, self.output_norm, self.mlp_norm, self.mlp_output_norm
+        last = None if self.layer_input is None else self.layer_input.norm
+        around = self.input_norm, self.output_norm, self.mlp_norm, self.mlp_output_norm, last, self.mixer.value_norm
         return *(norm for norm in around if norm is not None), *(self.mixer.qk_norm or ())
 
 
@@ -303,6 +352,7 @@ class ModelSpec:
         embedding_scale: factor on the rows of the embedding.
         logit_scale: factor on logits.
         logit_softcap: then logits x become `logit_softcap * tanh(x / logit_softcap)`; None leaves them.
+        layer_inputs: what blocks with a `layer_input` read.
     """
 
     hidden_size: int
@@ -315,10 +365,22 @@ class ModelSpec:
     logit_scale: float = 1.0
     logit_softcap: float | None = None
     names: TensorNames = TensorNames()
+    layer_inputs: LayerInputs | None = None
 
     @property
     def head(self) -> Linear:
         return Linear(self.names.head, self.vocab_size, self.hidden_size, self.head_bias)
+
+    @property
+    def projections(self) -> tuple[Linear, ...]:
+        """Linears between the embedding and the first block, with absolute names."""
+        return () if self.layer_inputs is None else (self.layer_inputs.projection,)
+
+    @property
+    def embeddings(self) -> dict[str, tuple[int, int]]:
+        """Shape of every matrix that is looked up, by module name."""
+        found = {self.names.embedding: (self.vocab_size, self.hidden_size)}
+        return found if self.layer_inputs is None else found | {self.layer_inputs.embedding: self.layer_inputs.shape}
 
     @property
     def rotations(self) -> tuple[tuple[Rope, int], ...]:
@@ -349,7 +411,7 @@ class ModelSpec:
         return {
             f"{self.block_name(index)}.{name}": shape
             for index, block in enumerate(self.blocks)
-            for name, shape in block.mlp.vectors.items()
+            for name, shape in block.vectors.items()
         }
 
     def slices(self) -> dict[str, Slice]:
@@ -366,21 +428,24 @@ class ModelSpec:
         return found
 
     def norms(self) -> Iterator[Norm]:
-        """All norms, with absolute names."""
+        """All norms with weights, with absolute names."""
         for index, block in enumerate(self.blocks):
             for norm in block.norms:
-                yield replace(norm, name=f"{self.block_name(index)}.{norm.name}")
+                if norm.has_weight:
+                    yield replace(norm, name=f"{self.block_name(index)}.{norm.name}")
         yield self.final_norm
+        if self.layer_inputs is not None:
+            yield self.layer_inputs.norm
 
     def matrices(self) -> dict[str, tuple[int, int]]:
-        """Shape of every matrix by module name: linears, routers, embedding and head."""
-        shapes = {linear.name: linear.shape for linear in (*self.linears(), *self.routers(), self.head)}
-        return shapes | {self.names.embedding: (self.vocab_size, self.hidden_size)}
+        """Shape of every matrix by module name: linears, routers, embeddings and head."""
+        linears = *self.linears(), *self.routers(), *self.projections, self.head
+        return {linear.name: linear.shape for linear in linears} | self.embeddings
 
     def parameters(self) -> dict[str, tuple[int, ...]]:
         """Shape of every parameter by tensor name; the head is listed even when it is the embedding."""
         shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": shape for name, shape in self.matrices().items()}
-        linears = (*self.linears(), self.head)
+        linears = (*self.linears(), *self.projections, self.head)
         shapes |= {f"{linear.name}.bias": (linear.out_features,) for linear in linears if linear.bias}
         shapes |= self.vectors()
         shapes |= {f"{norm.name}.bias": (norm.size,) for norm in self.norms() if norm.bias}

@@ -1,243 +1,35 @@
-"""The decoder and its embeddings: interprets the blocks of a family over a flattened token axis, without batches or
+"""The decoder: interprets the blocks of a family over a flattened token axis, without batches or
 padding."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from copy import copy
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from compress.checkpoint.weights.integer import IntegerWeight, pack_bits, unpack_bits
 from compress.models.spec import Attention as AttentionSpec
-from compress.models.spec import Block, Rope
-from runtime.backends.base import Attention, Linear, NormWeights, Ops, RowSource, RunLayers, Target, mlp_linears
+from compress.models.spec import Block
+from runtime.backends.base import Attention, Linear, NormWeights, Ops, RunLayers, mlp_linears
 from runtime.backends.span_attention import soft_cap
 from runtime.core.model_config import DecoderConfig
+from runtime.model.embedding import Embedding, LayerInputsWeights
 from runtime.model.mixture import Expert, Experts
+from runtime.model.rotary import Rotary
 from runtime.model.xielu import Xielu
 
 
-class Rotary:
-    """Rotates query and key heads by their positions.
-
-    Angles are computed in float32 for every dtype, as the models were trained and as transformers does; cosine and
-    sine are then rounded to the activation dtype.
-
-    Attributes:
-        order: int64 `[D]`, channels of a head in the order in which they are rotated: then channels i and i + D / 2 are
-            a pair, and pairs that do not rotate have frequency 0. Scores do not depend on an order that queries and
-            keys share. None keeps them.
-    """
-
-    def __init__(self, rope: Rope, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
-        rotated = int(head_dim * rope.partial)
-        frequencies, scale = VARIANTS[rope.type](rope, rotated)
-        still = torch.zeros((head_dim - rotated) // 2)
-        # rotated = x * cos(angle) + swap_halves(x) * (-sin, +sin): a negative frequency gives the sign at no cost.
-        self.frequencies = torch.cat((-frequencies, -still, frequencies, still)).to(device)
-        self.scale: float | Tensor = scale
-        if scale != 1.0 and rotated < head_dim:
-            half = torch.cat((torch.full_like(frequencies, scale), torch.ones_like(still)))
-            self.scale = half.repeat(2).to(device)
-        self.dtype = dtype
-        order = channel_order(rope, head_dim)
-        self.order = None if order is None else order.to(device)
-
-    def exact(self) -> Rotary:
-        """Returns the same rotary embedding with angles in float64.
-
-        In float32 an angle is off by `position * 6e-8`, too much for positions far beyond the context, whose
-        differences count.
-        """
-        exact = copy(self)
-        exact.frequencies = self.frequencies.double()
-        return exact
-
-    def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Computes cosine and signed sine `[T, 1, D]` of int64 positions `[T]`, shared by all layers of a step."""
-        cos, sin = self._cos_sin(positions)
-        if isinstance(self.scale, Tensor) or self.scale != 1.0:
-            cos, sin = cos * self.scale, sin * self.scale
-        return cos.to(self.dtype), sin.to(self.dtype)
-
-    def by(self, distances: Tensor) -> tuple[Tensor, Tensor]:
-        """As `at`, for moving heads that are already rotated (and scaled) by int64 `distances [T]`."""
-        cos, sin = self._cos_sin(distances)
-        return cos.to(self.dtype), sin.to(self.dtype)
-
-    def _cos_sin(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        angles = (positions.to(self.frequencies.dtype).unsqueeze(-1) * self.frequencies).unsqueeze(-2)
-        return angles.cos(), angles.sin()
-
-
-def channel_order(rope: Rope, head_dim: int) -> Tensor | None:
-    """Returns `Rotary.order`: of every pair the first channel, then the second ones."""
-    rotated = int(head_dim * rope.partial)
-    if rotated == head_dim and not rope.interleaved:
-        return None
-    channels = torch.arange(rotated)
-    pairs = channels.view(-1, 2) if rope.interleaved else channels.view(2, -1).T
-    still = torch.arange(rotated, head_dim).view(2, -1).T
-    return torch.cat((pairs, still)).T.flatten()
-
-
-def _default(rope: Rope, head_dim: int) -> tuple[Tensor, float]:
-    return 1.0 / (rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)), 1.0
-
-
-def _linear(rope: Rope, head_dim: int) -> tuple[Tensor, float]:
-    """Position interpolation (arXiv:2306.15595): positions are divided by `factor`."""
-    frequencies, scale = _default(rope, head_dim)
-    return frequencies / rope.options["factor"], scale
-
-
-def _llama3(rope: Rope, head_dim: int) -> tuple[Tensor, float]:
-    """Llama 3.1: long wavelengths are stretched by `factor`, short ones kept, those in between blended."""
-    frequencies, scale = _default(rope, head_dim)
-    low, high = rope.options["low_freq_factor"], rope.options["high_freq_factor"]
-    cycles = rope.options["original_max_position_embeddings"] / (2 * math.pi / frequencies)  # rounds as transformers
-    kept = ((cycles - low) / (high - low)).clamp(0.0, 1.0)
-    return (1 - kept) * frequencies / rope.options["factor"] + kept * frequencies, scale
-
-
-def _yarn(rope: Rope, head_dim: int) -> tuple[Tensor, float]:
-    """YaRN (arXiv:2309.00071), sections 3.2 to 3.4: the same blend over dimensions, and a temperature on attention."""
-    frequencies, _ = _default(rope, head_dim)
-    factor = rope.options["factor"]
-    fast, slow = rope.options.get("beta_fast") or 32, rope.options.get("beta_slow") or 1
-    context = rope.options["original_max_position_embeddings"]
-    low, high = (
-        head_dim * math.log(context / (cycles * 2 * math.pi)) / (2 * math.log(rope.theta)) for cycles in (fast, slow)
-    )
-    if rope.options.get("truncate", True):
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, head_dim - 1)
-    ramp = (torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low or 0.001)
-    kept = 1 - ramp.clamp(0.0, 1.0)
-    return (1 - kept) * frequencies / factor + kept * frequencies, _yarn_scale(rope)
-
-
-def _dynamic(rope: Rope, head_dim: int) -> tuple[Tensor, float]:
-    """Dynamic NTK: up to the model's context, which no sequence here exceeds, positions are as they were."""
-    return _default(rope, head_dim)
-
-
-def _longrope(rope: Rope, head_dim: int) -> tuple[Tensor, float]:
-    """LongRoPE (arXiv:2402.13753), section 3: each wavelength has a factor of its own, from one of two lists."""
-    options, context = rope.options, rope.options["original_max_position_embeddings"]
-    is_long = rope.length > context
-    factors = torch.tensor(options["long_factor" if is_long else "short_factor"], dtype=torch.float32)
-    frequencies = 1.0 / (factors * rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim))
-    scale = options.get("scales", (options.get("attention_factor"),) * 2)[is_long]
-    if scale is None:
-        growth = math.log(max(options["factor"], 1.0)) / math.log(context)
-        scale = math.sqrt(1 + growth)
-    return frequencies, float(scale)
-
-
-def _yarn_scale(rope: Rope) -> float:
-    explicit = rope.options.get("attention_factor")
-    if explicit is not None:
-        return float(explicit)
-
-    def temperature(weight: float) -> float:
-        return 0.1 * weight * math.log(rope.options["factor"]) + 1.0 if rope.options["factor"] > 1 else 1.0
-
-    above, below = rope.options.get("mscale"), rope.options.get("mscale_all_dim")
-    return temperature(above) / temperature(below) if above and below else temperature(1.0)
-
-
-VARIANTS: dict[str, Callable[[Rope, int], tuple[Tensor, float]]] = {
-    "default": _default,
-    "dynamic": _dynamic,
-    "linear": _linear,
-    "llama3": _llama3,
-    "longrope": _longrope,
-    "yarn": _yarn,
-}
-
-
-class Embedding(Protocol):
-    """A matrix `[V, H]` whose rows are looked up."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that it holds; 0 where the output head holds them."""
-        ...
-
-    def __call__(self, token_ids: Tensor) -> Tensor:
-        """Copies rows `[T, H]` of int64 `token_ids [T]` in the activation dtype."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
-class DenseEmbedding:
-    """A dense matrix; a memory-mapped weight stays mapped."""
+class LayerInputWeights:
+    """Weights of `LayerInput`."""
 
-    weight: Tensor
-
-    @property
-    def nbytes(self) -> int:
-        return self.weight.nbytes
-
-    def __call__(self, token_ids: Tensor) -> Tensor:
-        return self.weight.index_select(0, token_ids)
-
-
-class PackedEmbedding:
-    """A matrix of codes, packed as stored; looked-up rows are dequantized."""
-
-    def __init__(self, weight: IntegerWeight, target: Target) -> None:
-        self.scheme, self.dtype = weight.scheme, target.dtype
-        self.hidden_size = weight.shape[1]
-        # One byte per code needs no packing and is faster to read.
-        codes = weight.qweight if self.scheme.bits == 8 else pack_bits(weight.qweight, self.scheme.bits, 1)
-        self.codes, self.scale = codes.to(target.device), weight.scales.to(target.device)
-        self.zero = None if self.scheme.symmetric else weight.zero_points.to(target.device)
-        self.nbytes = self.codes.nbytes + self.scale.nbytes + (0 if self.zero is None else self.zero.nbytes)
-
-    def __call__(self, token_ids: Tensor) -> Tensor:
-        codes, scale = self.codes.index_select(0, token_ids), self.scale.index_select(0, token_ids)
-        if self.scheme.bits != 8:
-            codes = unpack_bits(codes, self.scheme.bits, self.hidden_size, 1)
-        if self.zero is None:
-            zero = torch.full(scale.shape, self.scheme.midpoint, dtype=torch.uint8, device=scale.device)
-        else:
-            zero = self.zero.index_select(0, token_ids)
-        return IntegerWeight(codes, scale, zero, self.scheme).dequantize(self.dtype)
-
-
-@dataclass(frozen=True, slots=True)
-class SharedEmbedding:
-    """A view of the output head, which holds the matrix for both."""
-
-    head: RowSource
-    dtype: torch.dtype
+    gate: Linear
+    output: Linear
+    norm: NormWeights
 
     @property
     def nbytes(self) -> int:
-        return 0
-
-    def __call__(self, token_ids: Tensor) -> Tensor:
-        return self.head.rows(token_ids, self.dtype)
-
-
-def make_embedding(weight: IntegerWeight | Tensor, target: Target, head: Linear | None = None) -> Embedding:
-    """Makes the embedding of a weight `[V, H]`.
-
-    Args:
-        head: the output head, when it multiplies by this same weight.
-    """
-    if isinstance(head, RowSource) and head.reads_rows:
-        return SharedEmbedding(head, target.dtype)
-    if isinstance(weight, Tensor):
-        return DenseEmbedding(weight.to(target.device, target.dtype))
-    return PackedEmbedding(weight, target)
+        return self.gate.nbytes + self.output.nbytes
 
 
 @dataclass(slots=True)
@@ -252,6 +44,9 @@ class Layer:
         gate_up, down: of its MLP; None in a mixture.
         experts: of its mixture; None for an MLP.
         curve: activation with learned numbers; None for one with a name.
+        value_norm: norm of value heads.
+        input: of what is added last.
+        scalar: factor `[1]` on the residual stream.
     """
 
     attention_norm: NormWeights | None
@@ -267,11 +62,14 @@ class Layer:
     rope: int | None = 0
     experts: Experts | None = None
     curve: Xielu | None = None
+    value_norm: NormWeights | None = None
+    input: LayerInputWeights | None = None
+    scalar: Tensor | None = None
 
     @property
     def nbytes(self) -> int:
         """Memory of its linears and experts."""
-        parts = self.qkv, self.output, self.gate_up, self.down, self.experts
+        parts = self.qkv, self.output, self.gate_up, self.down, self.experts, self.input
         return sum(part.nbytes for part in parts if part is not None)
 
 
@@ -284,6 +82,7 @@ class Decoder:
         head: output projection `[H] -> [V]`.
         rotaries: rotary embeddings, of which each layer has one or none.
         ops: norms, rotary embedding and gating between linears.
+        layer_inputs: what layers with an `input` read.
         description: the kernel of each kind of linear, one line each.
     """
 
@@ -297,11 +96,13 @@ class Decoder:
     rotaries: tuple[Rotary, ...]
     ops: Ops
     description: tuple[str, ...] = ()
+    layer_inputs: LayerInputsWeights | None = None
 
     @property
     def nbytes(self) -> int:
         """Memory of all weights; a head that is the embedding itself counts once."""
-        return self.embedding.nbytes + self.head.nbytes + sum(layer.nbytes for layer in self.layers)
+        inputs = 0 if self.layer_inputs is None else self.layer_inputs.nbytes
+        return self.embedding.nbytes + self.head.nbytes + inputs + sum(layer.nbytes for layer in self.layers)
 
     @property
     def rotary(self) -> Rotary:
@@ -330,7 +131,8 @@ class Decoder:
             return run_layers(hidden, *angles[0])
         update, nothing = None, hidden.new_empty(0)
         shared = {mixer.kv_layer: (nothing, nothing) for mixer in self.config.mixers if mixer.kv_layer is not None}
-        step = _Step(positions, angles, attention, shared)
+        inputs = nothing if self.layer_inputs is None else self.layer_inputs(token_ids, hidden, self.ops)
+        step = _Step(positions, angles, attention, shared, inputs)
         for index, block in enumerate(self.config.spec.blocks):
             update = self._block(index, block, hidden, update, step)
         return hidden if update is None else hidden.add_(update)
@@ -354,15 +156,30 @@ class Decoder:
         hidden, scale = self.embedding(token_ids), self.config.spec.embedding_scale
         return hidden if scale == 1.0 else hidden.mul_(torch.tensor(scale, dtype=hidden.dtype))
 
-    def _block(self, index: int, block: Block, hidden: Tensor, update: Tensor | None, step: _Step) -> Tensor:
-        """Adds `update` to `hidden`, and what mixer and MLP add except for the last of them, which it returns."""
+    def _block(self, index: int, block: Block, hidden: Tensor, update: Tensor | None, step: _Step) -> Tensor | None:
+        """Adds `update` to `hidden`, and what the block adds except for what it returns."""
         layer = self.layers[index]
         normed = self._normalize(hidden, update, layer.attention_norm)
         update = self._finish(block, self._attend(index, block.mixer, normed, step), layer.output_norm)
         if not block.is_parallel:
             normed = self._normalize(hidden, update, layer.mlp_norm)
         added = self._finish(block, self._mlp(block, layer, normed), layer.mlp_output_norm)
-        return added.add_(update) if block.is_parallel else added
+        added = added.add_(update) if block.is_parallel else added
+        return self._close(index, block, hidden, added, step)
+
+    def _close(self, index: int, block: Block, hidden: Tensor, update: Tensor, step: _Step) -> Tensor | None:
+        """Adds the layer's own input and scales the residual stream; returns an update that is left to add."""
+        layer = self.layers[index]
+        if layer.input is None and layer.scalar is None:
+            return update
+        hidden.add_(update)
+        if layer.input is not None and block.layer_input is not None:
+            gate = self.ops.activate(layer.input.gate(hidden), block.layer_input.activation)
+            added = layer.input.output(gate * step.inputs[:, index])
+            hidden.add_(self._normalize(added, None, layer.input.norm))
+        if layer.scalar is not None:
+            hidden.mul_(layer.scalar)
+        return None
 
     def _mlp(self, block: Block, layer: Layer, normed: Tensor) -> Tensor:
         """Computes the MLP or mixture of a block."""
@@ -395,10 +212,14 @@ class Decoder:
 
     def _attend(self, index: int, mixer: AttentionSpec, normed: Tensor, step: _Step) -> Tensor:
         layer, rotated = self.layers[index], mixer.num_heads + mixer.own_kv_heads
-        heads = layer.qkv(normed).view(-1, rotated + mixer.own_kv_heads, mixer.head_dim)
+        heads = layer.qkv(normed)
+        heads = heads.view(len(heads), -1, mixer.head_dim)
+        # Before the rotation, which may change its heads in place.
+        value = heads[:, mixer.num_heads : rotated].clone() if mixer.value_is_key else heads[:, rotated:]
+        value = self._normalize(value, None, layer.value_norm)
         query_key = self._rotate(mixer, layer, heads[:, :rotated], step)
         query, key = query_key[:, : mixer.num_heads], query_key[:, mixer.num_heads :]
-        key, value = step.share(index, mixer, key, heads[:, rotated:])
+        key, value = step.share(index, mixer, key, value)
         attended = step.attention(index, _scaled(query, mixer, step.positions), key, value)
         return layer.output(attended.reshape(-1, mixer.num_heads * mixer.head_dim))
 
@@ -431,12 +252,14 @@ class _Step:
         angles: cosine and signed sine of each rotary embedding.
         attention: of the step.
         shared: keys and values of the layers that later ones read.
+        inputs: `[T, layers, size]`, see `LayerInputsWeights`.
     """
 
     positions: Tensor
     angles: list[tuple[Tensor, Tensor]]
     attention: Attention
     shared: dict[int, tuple[Tensor, Tensor]]
+    inputs: Tensor
 
     def share(self, index: int, mixer: AttentionSpec, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Keeps the key and value of a layer that others read; returns those that this layer reads."""

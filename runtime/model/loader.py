@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.checkpoint.dequantized import dequantized
 from compress.checkpoint.expert_files import ExpertFiles
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.weights import Scheme, Weight
@@ -19,24 +18,24 @@ from compress.checkpoint.weights.base import BesideColumns, Factors
 from compress.checkpoint.weights.integer import IntegerWeight
 from compress.common.device import available_bytes, format_bytes, resolve_device
 from compress.common.errors import CheckpointError, ToolkitError
-from compress.models.spec import CURVE, MLP, Attention, Block, Mixture, Norm
+from compress.models.spec import CURVE, MLP, Attention, Block, LayerInput, Mixture, Norm
 from compress.models.spec import Linear as LinearSpec
-from runtime.backends.base import Linear, LinearKernel, LowRank, NormWeights, Target, WithOutliers
-from runtime.backends.fused_layers import fuses_head_norms
+from runtime.backends.base import Linear, LinearKernel, LowRank, NormWeights, Target, WithOutliers, fuses_head_norms
 from runtime.backends.registry import (
     Choice,
     check_name,
     choose_dense,
     choose_linear,
-    choose_mixture,
     choose_ops,
     is_fast,
     linear_kernels,
     modes,
 )
 from runtime.core.model_config import DecoderConfig, parse_config, read_generation_config
-from runtime.model.decoder import Decoder, Embedding, Layer, Rotary, channel_order, make_embedding
+from runtime.model.decoder import Decoder, Layer, LayerInputWeights
+from runtime.model.embedding import Embedding, LayerInputsWeights, make_embedding
 from runtime.model.mixture import Expert, Experts
+from runtime.model.rotary import Rotary, channel_order
 from runtime.model.xielu import Xielu
 
 
@@ -93,8 +92,8 @@ def check_tensors(checkpoint: PackedCheckpoint, config: DecoderConfig) -> None:
                 f"{checkpoint.path} has no tensor {linear.name}.bias, which this {config.model_type} model needs",
                 REMEDY,
             )
-    embedding = config.spec.names.embedding
-    _check_shape(f"{embedding}.weight", checkpoint.shape(embedding), (config.vocab_size, config.hidden_size))
+    for embedding, matrix in config.spec.embeddings.items():
+        _check_shape(f"{embedding}.weight", checkpoint.shape(embedding), matrix)
     for linear in config.spec.routers():
         _check_shape(f"{linear.name}.weight", checkpoint.files.shape(f"{linear.name}.weight"), linear.shape)
     for name, shape in config.spec.vectors().items():
@@ -120,6 +119,7 @@ def _check_numbers(checkpoint: PackedCheckpoint, module: str) -> None:
 def expected_linears(config: DecoderConfig, checkpoint: PackedCheckpoint) -> Iterator[LinearSpec]:
     """Yields every linear that is loaded, the head last where it is a matrix of its own."""
     yield from config.spec.linears()
+    yield from config.spec.projections
     if not head_is_embedding(checkpoint, config):
         yield config.spec.head
 
@@ -169,9 +169,7 @@ def resolve_dtype(name: str, checkpoint_dtype: str, device: torch.device) -> tor
     return torch.bfloat16 if is_fast(torch.bfloat16) else torch.float32
 
 
-def load_model(
-    path: str | Path, *, device: str = "auto", dtype: str = "auto", kernels: str = "auto", as_dense: bool = False
-) -> Decoder:
+def load_model(path: str | Path, *, device: str = "auto", dtype: str = "auto", kernels: str = "auto") -> Decoder:
     """Opens a checkpoint and prepares every weight for its kernel.
 
     Args:
@@ -179,7 +177,6 @@ def load_model(
         dtype: of activations and keys and values; `auto` is the checkpoint's, except that CPUs without 16-bit
             arithmetic in it compute float16 as bfloat16 and bfloat16 as float32.
         kernels: `auto`, or the name of one kernel; `reference` is plain torch everywhere.
-        as_dense: dequantizes packed weights to the checkpoint's dtype, and rounds no inputs.
 
     Raises:
         CheckpointError: a folder that cannot be read, an architecture that is not supported, missing or misshapen
@@ -188,7 +185,6 @@ def load_model(
     """
     check_name(kernels)
     checkpoint = PackedCheckpoint.open(path)
-    checkpoint = dequantized(checkpoint) if as_dense else checkpoint
     config = parse_config(checkpoint.config, read_generation_config(checkpoint.path))
     chosen_device = resolve_device(device)
     target = Target(chosen_device, resolve_dtype(dtype, config.dtype, chosen_device))
@@ -231,6 +227,7 @@ class _Loader:
             head=head,
             rotaries=self.rotaries,
             ops=ops.kernel,
+            layer_inputs=self._layer_inputs(),
             description=(
                 *self.description(),
                 f"ops between linears: {type(ops.kernel).__name__} ({ops.reason})",
@@ -269,7 +266,21 @@ class _Loader:
             rope=None if mixer.rotation is None else self.config.spec.rotations.index(mixer.rotation),
             experts=self._experts(name, mlp) if isinstance(mlp, Mixture) else None,
             curve=self._curve(f"{name}.{mlp.curve}") if isinstance(mlp, MLP) and mlp.curve else None,
+            value_norm=self._block_norm(name, mixer.value_norm),
+            input=None if block.layer_input is None else self._layer_input(name, block.layer_input),
+            scalar=self._vector(f"{name}.{block.scalar}") if block.scalar else None,
         )
+
+    def _layer_input(self, name: str, part: LayerInput) -> LayerInputWeights:
+        gate, output = (self._linear(*_inside(name, (linear,))) for linear in (part.gate, part.output))
+        return LayerInputWeights(gate, output, self._norm(replace(part.norm, name=f"{name}.{part.norm.name}")))
+
+    def _layer_inputs(self) -> LayerInputsWeights | None:
+        inputs = self.config.spec.layer_inputs
+        if inputs is None:
+            return None
+        embedding = make_embedding(self._looked_up(inputs.embedding), self.target)
+        return LayerInputsWeights(embedding, self._linear(inputs.projection), self._norm(inputs.norm))
 
     def _expert(self, name: str, mlp: MLP) -> Expert:
         return Expert(self._linear(*_inside(name, mlp.inputs)), self._linear(*_inside(name, (mlp.down,))))
@@ -280,7 +291,7 @@ class _Loader:
     def _experts(self, name: str, mixture: Mixture) -> Experts:
         router, wide = mixture.router, torch.promote_types(self.target.dtype, torch.float32)
         gate = mixture.shared_gate
-        experts = Experts(
+        return Experts(
             router,
             self._vector(f"{name}.{router.scores.name}.weight", wide if router.in_float32 else None),
             tuple(self._expert(name, mlp) for mlp in mixture.experts),
@@ -288,16 +299,14 @@ class _Loader:
             None if mixture.shared is None else self._expert(name, mixture.shared),
             None if gate is None else self._vector(f"{name}.{gate.name}.weight"),
         )
-        choice = choose_mixture(mixture, experts, self.target, self.kernels)
-        self.used[f"mixture, {router.num_chosen} of {len(mixture.experts)} experts: {choice.reason}"] += 1
-        return replace(experts, kernel=choice.kernel)
 
     def _norm(self, norm: Norm) -> NormWeights:
         """Loads a norm by its absolute name."""
         dtype = self.target.dtype
         if norm.in_float32 or norm.offset or norm.centered:
             dtype = torch.promote_types(dtype, torch.float32)
-        weight = self._vector(f"{norm.name}.weight", dtype)
+        name, device = f"{norm.name}.weight", self.target.device
+        weight = self._vector(name, dtype) if norm.has_weight else torch.ones(norm.size, dtype=dtype, device=device)
         bias = self._vector(f"{norm.name}.bias", dtype) if norm.bias else None
         return NormWeights(
             weight + norm.offset if norm.offset else weight, norm.eps, bias, norm.centered, norm.is_plain
@@ -323,16 +332,19 @@ class _Loader:
     def _ends(self) -> tuple[Embedding, Linear]:
         """Prepares embedding and head, with one matrix for both where possible."""
         names = self.config.spec.names
-        weight = self._weight(names.embedding)
-        if not isinstance(weight, IntegerWeight | Tensor):
-            raise CheckpointError(
-                f"{names.embedding} is stored as {weight.scheme}", "Pack embeddings as plain integers"
-            )
+        weight = self._looked_up(names.embedding)
         if not head_is_embedding(self.checkpoint, self.config):
             return make_embedding(weight, self.target), self._linear(self.config.spec.head)
         bias = self._vector(f"{names.head}.bias") if self.config.spec.head_bias else None
         head = self._prepare(weight, "head (the embedding)", bias)
         return make_embedding(weight, self.target, head), head
+
+    def _looked_up(self, embedding: str) -> IntegerWeight | Tensor:
+        """Reads a weight whose rows are looked up. Raises CheckpointError for a form that has none."""
+        weight = self._weight(embedding)
+        if not isinstance(weight, IntegerWeight | Tensor):
+            raise CheckpointError(f"{embedding} is stored as {weight.scheme}", "Pack embeddings as plain integers")
+        return weight
 
     def _weight(self, module: str) -> Weight | Tensor:
         """Reads a weight as stored; plain integers are unpacked on the device."""
@@ -410,7 +422,9 @@ def exclude_kernels(
     Weights are dequantized at load only while their dense form takes at most half of the `free` bytes.
     """
     elements = 0
-    looked_up = set() if head_is_embedding(checkpoint, config) else {config.spec.names.embedding}
+    looked_up = set(config.spec.embeddings)
+    if head_is_embedding(checkpoint, config):
+        looked_up.remove(config.spec.names.embedding)
     for module in sorted(set(checkpoint.modules) - looked_up):
         for scheme, rows, columns in checkpoint.schemes[module].matrices(*checkpoint.shape(module)):
             if scheme and choose_linear(scheme, columns, target, kernels).kernel.is_dense:

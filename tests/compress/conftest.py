@@ -45,6 +45,8 @@ def build_model(family: str, **options):
         "qwen2": {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1},
     }
     fields = special[family] if family in special else VARIANTS[family] | {"head_dim": 32}
+    if "vocab_size_per_layer_input" in fields:
+        fields = fields | {"vocab_size_per_layer_input": common["vocab_size"]}
     config = transformers.AutoConfig.for_model(family.removesuffix("_biased"), **common | fields | options)
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config).float().eval()

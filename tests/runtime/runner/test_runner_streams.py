@@ -16,8 +16,8 @@ from runtime.core.attention_window import AttentionWindow
 from runtime.core.request import SamplingParams
 from runtime.engine.engine import Engine
 from runtime.memory.plan import STREAM_LENGTH, explain
-from runtime.model.decoder import Rotary
 from runtime.model.loader import load_model
+from runtime.model.rotary import Rotary
 from runtime.runner.runner import build_runner
 from runtime.speculative.draft_model import ModelDrafter
 from runtime.speculative.ngram import NgramDrafter

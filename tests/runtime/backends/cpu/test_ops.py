@@ -12,7 +12,7 @@ from runtime.backends.base import Target
 from runtime.backends.cpu.layers import CpuOps
 from runtime.backends.registry import choose_ops
 from runtime.backends.torch.ops import TorchOps
-from runtime.model.decoder import Rotary
+from runtime.model.rotary import Rotary
 
 pytestmark = pytest.mark.skipif(library() is None, reason="the CPU kernels are not compiled")
 SETS = range(best_instruction_set() + 1)

@@ -25,7 +25,7 @@ from runtime.backends.triton.attention import (
 )
 from runtime.core.batch import AttentionGroup
 from runtime.core.draft_tree import ancestor_bits, paths
-from runtime.model.decoder import Rotary
+from runtime.model.rotary import Rotary
 
 BLOCK_SIZE, NUM_BLOCKS, HEAD_DIM = 16, 24, 32
 

@@ -33,8 +33,10 @@ from runtime.core.config import RuntimeConfig
 from runtime.core.memory_plan import MemoryPlan
 from runtime.core.request import SamplingParams
 from runtime.engine.engine import Engine
-from runtime.model.decoder import Decoder, DenseEmbedding, Layer, Rotary
+from runtime.model.decoder import Decoder, Layer
+from runtime.model.embedding import DenseEmbedding
 from runtime.model.loader import SideBySide
+from runtime.model.rotary import Rotary
 from runtime.runner.runner import build_runner
 
 SIZE, LAYERS, BLOCK, NUM_BLOCKS, VOCABULARY = 128, 2, 4, 12, 64
