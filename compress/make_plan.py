@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from compress.checkpoint.config import is_embedding
+from compress.checkpoint.dequantized import stored_scheme
 from compress.checkpoint.formats import compress_runtime
 from compress.checkpoint.safetensors import TensorFiles
 from compress.checkpoint.scheme import GROUP_SIZES
@@ -332,10 +333,13 @@ class _Rows:
             after = packed_bytes(layer_plan, shape, self.scale_dtype)
             return PlanRow(name, shape, layer_plan, "", before, after)
         if layer_plan is not None:
-            return PlanRow(name, shape, layer_plan, "pruned without a pattern: zeros are stored", before, before)
+            after = math.prod(shape) * self.files.dtype(name).itemsize
+            return PlanRow(name, shape, layer_plan, "pruned without a pattern: zeros are stored", before, after)
         if module == self.skeleton.architecture.head and self.skeleton.ties_head:
             return PlanRow(name, shape, None, "tied to the token embedding: not stored twice", before, 0)
-        return PlanRow(name, shape, None, self._reason(name, module, shape), before, before)
+        kept = stored_scheme(self.files, name)
+        after = before if kept else math.prod(shape) * self.files.dtype(name).itemsize
+        return PlanRow(name, shape, None, self._reason(name, module, shape), before, after, kept)
 
     def _reason(self, name: str, module: str, shape: tuple[int, ...]) -> str:
         architecture = self.skeleton.architecture
@@ -358,14 +362,18 @@ def _module(tensor: str) -> str:
     return tensor.removesuffix(".weight")
 
 
+def scale_bits(dtype: str) -> int:
+    """Return the bits of a number of the model's dtype, by name."""
+    return {"float64": 64, "float32": 32}.get(dtype, 16)
+
+
 def packed_bytes(layer_plan: LayerPlan, shape: tuple[int, ...], scale_dtype: str) -> int:
     """Return the stored bytes of a weight with a scheme. For ranks that are allocated later it is the weight's share of
     the budget, all of which is spent."""
     scheme, factoring = layer_plan.scheme, layer_plan.factoring
     if scheme is None:
         raise ValueError("a weight without a scheme is not packed")
-    scale_bits = {"float64": 64, "float32": 32}.get(scale_dtype, 16)
-    bits: float = scheme.stored_bits(shape[0], shape[1], scale_bits)
+    bits: float = scheme.stored_bits(shape[0], shape[1], scale_bits(scale_dtype))
     if factoring and factoring.is_shared and scheme.rank:
         bits *= factoring.keep_ratio * math.prod(shape) / (scheme.rank * sum(shape))
     return math.ceil(bits / 8) + shape_bytes(scheme)

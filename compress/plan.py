@@ -122,6 +122,7 @@ class PlanRow:
         layer_plan: the work on it; None when it stays as it is.
         reason: why it is stored dense; empty otherwise.
         bytes_before, bytes_after: stored bytes.
+        kept: scheme of codes that a quantized source stores, and the result as well; None for others.
     """
 
     tensor: str
@@ -130,6 +131,7 @@ class PlanRow:
     reason: str
     bytes_before: int
     bytes_after: int
+    kept: Scheme | None = None
 
     @property
     def kind(self) -> str:
@@ -171,6 +173,11 @@ class Plan:
         """Schemes of packed linears, by module name."""
         found = {name: each.scheme for name, each in self.layer_plans.items()}
         return {name: scheme for name, scheme in found.items() if scheme is not None}
+
+    @property
+    def kept(self) -> dict[str, Scheme]:
+        """Schemes of weights that keep the codes of the source, by module name."""
+        return {row.tensor.removesuffix(".weight"): row.kept for row in self.rows if row.kept is not None}
 
     @property
     def layer_plans(self) -> dict[str, LayerPlan]:
@@ -231,16 +238,20 @@ def shape_bytes(scheme: Scheme) -> int:
     return SHAPE_TENSOR_BYTES * scheme.num_shapes
 
 
-def by_kind(rows: Iterable[PlanRow]) -> dict[tuple[str, tuple[int, ...], LayerPlan | None, str], list[PlanRow]]:
+Kind = tuple[str, tuple[int, ...], LayerPlan | None, str, Scheme | None]
+"""All of a row but its indices and bytes."""
+
+
+def by_kind(rows: Iterable[PlanRow]) -> dict[Kind, list[PlanRow]]:
     """Rows that differ in nothing but their indices, together."""
-    kinds: dict[tuple[str, tuple[int, ...], LayerPlan | None, str], list[PlanRow]] = {}
+    kinds: dict[Kind, list[PlanRow]] = {}
     for row in rows:
-        kinds.setdefault((row.kind, row.shape, row.layer_plan, row.reason), []).append(row)
+        kinds.setdefault((row.kind, row.shape, row.layer_plan, row.reason, row.kept), []).append(row)
     return kinds
 
 
-def _summary(kind: tuple[str, tuple[int, ...], LayerPlan | None, str], rows: list[PlanRow]) -> dict[str, Any]:
-    name, shape, layer_plan, reason = kind
+def _summary(kind: Kind, rows: list[PlanRow]) -> dict[str, Any]:
+    name, shape, layer_plan, reason, kept = kind
     return {
         "tensor": name,
         "shape": list(shape),
@@ -248,7 +259,7 @@ def _summary(kind: tuple[str, tuple[int, ...], LayerPlan | None, str], rows: lis
         "method": layer_plan.method.name if layer_plan and layer_plan.method else None,
         "pruning": str(layer_plan.pruning) if layer_plan and layer_plan.pruning else None,
         "factoring": str(layer_plan.factoring) if layer_plan and layer_plan.factoring else None,
-        "scheme": str(layer_plan.scheme) if layer_plan and layer_plan.scheme else "dense",
+        "scheme": str((layer_plan.scheme if layer_plan else kept) or "dense"),
         "reason": reason,
         "bytes_before": sum(row.bytes_before for row in rows),
         "bytes_after": sum(row.bytes_after for row in rows),

@@ -70,6 +70,8 @@ def load_config(path: Path, config: dict[str, Any], trust_remote_code: bool) -> 
         raise CheckpointError(
             f"config.json of {path} cannot be used: {_reason(error)}", "Correct config.json"
         ) from error
+    # Weights are dequantized before the model sees them.
+    loaded.__dict__.pop("quantization_config", None)
     # A rotated source has a head of its own where the stored one has none.
     loaded.tie_word_embeddings = config.get("tie_word_embeddings", loaded.tie_word_embeddings)
     return loaded

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from compress.checkpoint.weights import Int
+from compress.checkpoint.weights import Int, Scheme
 from compress.common.cli import wide_console
 from compress.common.files import REPORT_FILE
 from compress.plan import LayerPlan, Plan, by_kind
@@ -60,12 +60,12 @@ def print_plan(context: RunContext) -> None:
     table.add_column("becomes")
     for column in ("MB before", "MB after"):
         table.add_column(column, justify="right", no_wrap=True)
-    for (name, shape, layer_plan, reason), rows in by_kind(context.plan.rows).items():
+    for (name, shape, layer_plan, reason, kept), rows in by_kind(context.plan.rows).items():
         table.add_row(
             name.removesuffix(".weight"),
             " x ".join(map(str, shape)),
             str(len(rows)),
-            _becomes(layer_plan, reason),
+            _becomes(layer_plan, reason, kept),
             megabytes(sum(row.bytes_before for row in rows)),
             megabytes(sum(row.bytes_after for row in rows)),
         )
@@ -77,9 +77,9 @@ def print_plan(context: RunContext) -> None:
         console.print(line, highlight=False, markup=False)
 
 
-def _becomes(layer_plan: LayerPlan | None, reason: str) -> str:
+def _becomes(layer_plan: LayerPlan | None, reason: str, kept: Scheme | None) -> str:
     if layer_plan is None:
-        return f"dense: {reason}"
+        return f"{f'keeps {kept}' if kept else 'dense'}: {reason}"
     return f"{layer_plan} ({reason})" if reason else str(layer_plan)
 
 

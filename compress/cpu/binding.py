@@ -8,8 +8,10 @@ import logging
 import math
 import os
 import platform
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from compress.common.errors import ToolkitError
 from compress.cpu.build import LIBRARY, source_digest
@@ -89,6 +91,16 @@ logger = logging.getLogger("compress.cpu")
 def library() -> ctypes.CDLL | None:
     """The library with its thread pool sized for this machine, or None; `absence` says why."""
     return _load()[0]
+
+
+def function(name: str, *argtypes: Any) -> Callable[..., int]:
+    """Returns a function of the library that returns a status. Raises ValueError if there is no library."""
+    native = library()
+    if native is None:
+        raise ValueError("there is no compiled library")
+    found = getattr(native, name)
+    found.argtypes, found.restype = argtypes, ctypes.c_int
+    return found
 
 
 @cache

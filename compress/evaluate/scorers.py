@@ -39,10 +39,11 @@ class RuntimeScorer:
         dtype: str = "auto",
         kernels: str = "auto",
         kv_cache: KVCacheScheme = UNCOMPRESSED,
+        as_dense: bool = False,
     ) -> None:
         from runtime.model.loader import load_model
 
-        self._decoder = load_model(path, device=device, dtype=dtype, kernels=kernels)
+        self._decoder = load_model(path, device=device, dtype=dtype, kernels=kernels, as_dense=as_dense)
         self.kv_cache = kv_cache
 
     def logits(self, tokens: Tensor) -> Tensor:
@@ -71,6 +72,7 @@ def open_scorer(
     dtype: str = "auto",
     kv_cache: KVCacheScheme = UNCOMPRESSED,
     kernels: str = "auto",
+    as_dense: bool = False,
 ) -> Scorer:
     """Opens a scorer for a dense or packed checkpoint.
 
@@ -79,9 +81,10 @@ def open_scorer(
         dtype: `auto` is the checkpoint's.
         kv_cache: form of keys and values; for `runtime` only.
         kernels: backend of linears; for `runtime` only.
+        as_dense: dequantizes packed weights at load, as transformers' model always does.
     """
     if backend == "runtime":
-        return RuntimeScorer(path, device=device, dtype=dtype, kernels=kernels, kv_cache=kv_cache)
+        return RuntimeScorer(path, device=device, dtype=dtype, kernels=kernels, kv_cache=kv_cache, as_dense=as_dense)
     return TransformersScorer(path, device=device, dtype=dtype)
 
 

@@ -12,8 +12,8 @@ from typing import Any
 from calibration.sequences import SequenceSet, load_tokenizer
 from calibration.sources import load_texts
 from compress.checkpoint.config import compression_block, dtype_name, read_config
+from compress.checkpoint.dequantized import open_source
 from compress.checkpoint.kv_cache import UNCOMPRESSED, KVCacheScheme
-from compress.checkpoint.safetensors import TensorFiles
 from compress.common.cli import DEMO_SOURCE, demo_model_path
 from compress.common.errors import DataError
 from compress.evaluate.checks import Domain, SeenText, compare_domains, overlap_warning, shared_spans
@@ -112,7 +112,8 @@ def run_evaluation(
     shared = shared_spans(seen, windows)
     opened = partial(open_scorer, backend=request.backend, device=request.device, dtype=request.dtype)
     model = opened(request.model, kv_cache=request.kv_cache, kernels=request.kernels)
-    reference = opened(baseline) if baseline else None
+    # A quantized source is compared with as the run read it, whatever kernels would make of it.
+    reference = opened(baseline, as_dense=_is_source(baseline, config)) if baseline else None
     result = evaluate(model, windows, reference, on_progress)
     warnings += overlap_warning(shared, seen, windows)
     domain = compare_domains(reference or model, seen, windows, result, tokenizer)
@@ -127,6 +128,11 @@ def recorded_source(config: dict[str, Any]) -> Path | None:
     if source is None:
         return None
     return demo_model_path() if source == DEMO_SOURCE else Path(source)
+
+
+def _is_source(path: Path, config: dict[str, Any]) -> bool:
+    source = recorded_source(config)
+    return source is not None and source.resolve() == path.resolve()
 
 
 def _check_choices(request: EvaluationRequest) -> None:
@@ -174,9 +180,9 @@ def _require_memory(source: Path) -> None:
     from compress.common.device import require_memory, resolve_device
     from runtime.model.loader import resolve_dtype
 
-    files = TensorFiles.open(source)
+    files, config = open_source(source)
     device = resolve_device("auto")
-    item_bytes = resolve_dtype("auto", dtype_name(read_config(source)), device).itemsize
+    item_bytes = resolve_dtype("auto", dtype_name(config), device).itemsize
     needed = 2 * item_bytes * sum(math.prod(files.shape(name)) for name in files.names())
     remedy = "Run compress eval on a machine with more memory"
     require_memory("the check holds the dense and the packed model", needed, device, remedy)

@@ -105,6 +105,7 @@ ROPE_PARAMETERS = (
     "mscale_all_dim",
 )
 """Numbers among the parameters of rotary embeddings."""
+LENGTH = "original_max_position_embeddings"
 
 
 def rope(
@@ -131,7 +132,10 @@ def rope(
         CheckpointError: no object, or a parameter of it that is no number.
     """
     options = block(config, "rope_scaling") or block(config, "rope_parameters")
-    options = block(options, kind) if kind in options else options
+    if kind in options:
+        # transformers reads the length inside of a kind only, and `truncate` outside of it only.
+        config = {**config, LENGTH: None}
+        options = block(options, kind) | {"truncate": options.get("truncate", True)}
     name = text(options, "rope_type", text(options, "type", "default"))
     name = older_names.get(name, name)
     base = number({"rope_theta": config.get("rope_theta", theta)} | options, "rope_theta")
@@ -143,12 +147,14 @@ def rope(
         number(options, key, 0.0)
     if options.get("factor") == 0:
         raise refusal("factor", 0, "above 0")
-    length = "original_max_position_embeddings"
-    context = context_length(config) or 2048
-    options[length] = positive({length: config.get(length) or options.get(length)}, length, context)
+    context = context_length(config)
+    length = config.get(LENGTH) or options.pop(LENGTH, None) or context
+    if length is not None:
+        options[LENGTH] = positive({LENGTH: length}, LENGTH)
     if name == "longrope":
-        options |= {"factor": options.get("factor") or context / options[length]} | _stretches(options)
-    read = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
+        growth = context / options[LENGTH] if context else None
+        options |= {"factor": options.get("factor") or growth} | _stretches(options)
+    read = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "max_position_embeddings")
     rest = {key: value for key, value in options.items() if key not in read}
     return Rope(name, base, rest, partial, knows_partial, interleaved)
 
@@ -164,6 +170,22 @@ def _stretches(options: Config) -> dict[str, Any]:
 
 def _is_factor(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= MAX_NUMBER
+
+
+def ropes_by_kind(config: Config, thetas: Mapping[str, float]) -> dict[str, Rope]:
+    """Reads a rotary embedding for each kind of layer; `rope_scaling` is that of full attention only.
+
+    Args:
+        thetas: base of each kind where its parameters have none.
+
+    Raises:
+        CheckpointError: as `rope`.
+    """
+    options = block(config, "rope_parameters")
+    options |= {kind: block(options, kind) for kind in thetas}
+    options["full_attention"] |= block(config, "rope_scaling")
+    config = {**config, "rope_parameters": options, "rope_scaling": None}
+    return {kind: rope({**config, "rope_theta": theta}, kind) for kind, theta in thetas.items()}
 
 
 def windows(config: Config, first: int = 0) -> tuple[int | None, ...]:
@@ -200,7 +222,7 @@ def switched_windows(config: Config) -> tuple[int | None, ...]:
     """Windows that hold only with `use_sliding_window`, from layer `max_window_layers` on."""
     if not flag(config, "use_sliding_window"):
         return (None,) * num_layers(config)
-    return windows(config, int(number(config, "max_window_layers", 28)))
+    return windows({"sliding_window": 4096, **config}, int(number(config, "max_window_layers", 28)))
 
 
 def norm(config: Config, name: str, size: int | None = None, **options: Any) -> Norm:

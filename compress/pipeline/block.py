@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
+from compress.checkpoint.dequantized import stored_scheme
 from compress.checkpoint.safetensors import TensorFiles
 from compress.checkpoint.weights import Scheme, Weight
 from compress.checkpoint.weights.base import about, digest
@@ -66,6 +67,7 @@ class BlockOutcome:
 
     Attributes:
         weights: packed weights by full module name.
+        kept: weights that keep the codes of a quantized source, by full module name.
         pruned: weights stored dense, zeros and all, by full tensor name.
         dense: tensors that stay dense, by full name, as stored.
         hidden: `[N, L, H]`, input of the next block; None when nothing is calibrated.
@@ -74,6 +76,7 @@ class BlockOutcome:
     """
 
     weights: dict[str, Weight] = field(default_factory=dict)
+    kept: dict[str, Weight] = field(default_factory=dict)
     pruned: dict[str, Tensor] = field(default_factory=dict)
     dense: dict[str, Tensor] = field(default_factory=dict)
     hidden: Tensor | None = None
@@ -104,14 +107,16 @@ class BlockOutcome:
             with about(module):
                 weight.scheme.check(weight.shape)
                 stored |= {module + suffix: tensor for suffix, tensor in weight.tensors(dtype).items()}
+        for module, weight in self.kept.items():
+            stored |= {module + suffix: tensor for suffix, tensor in weight.exact_tensors(dtype).items()}
         return stored
 
     def facts(self) -> dict[str, Any]:
         """Return plain values for the metadata of the piece and the report: what happened, with the scheme and the
         digest of every weight."""
         return {
-            "schemes": {module: weight.scheme.to_dict() for module, weight in self.weights.items()},
-            "digests": {name: digest(weight) for name, weight in (self.weights | self.pruned).items()},
+            "schemes": {module: weight.scheme.to_dict() for module, weight in (self.weights | self.kept).items()},
+            "digests": {name: digest(weight) for name, weight in (self.weights | self.kept | self.pruned).items()},
             "relative_error": self.relative_error,
             "linears": [asdict(record) for record in self.linears],
             "smoothing": [asdict(record) for record in self.smoothing],
@@ -166,7 +171,8 @@ class LoadedBlock:
         name: its name in the model, e.g. `model.layers.3`.
         module: the module, weights in the dtype of computation.
         weights: float32 `[O, I]` masters of the linears to quantize, by name inside the block.
-        dense: tensors that stay dense, in their stored dtype, by name inside the block.
+        dense: tensors that stay dense, in their stored dtype, by name inside the block; those that keep the codes of a
+            quantized source are not among them.
     """
 
     name: str
@@ -217,7 +223,7 @@ def read_block(
         linear, _, leaf = name.rpartition(".")
         if leaf == "weight" and linear in quantized:
             block.weights[linear] = files.tensor(f"{block.name}.{name}").to(device, torch.float32)
-        else:
+        elif stored_scheme(files, f"{block.name}.{name}") is None:
             block.dense[name] = files.tensor(f"{block.name}.{name}")
     return block
 

@@ -15,14 +15,14 @@ from compress.checkpoint.config import COMPRESSION_KEY, packed_config, read_conf
 from compress.checkpoint.formats import dense, format_for
 from compress.checkpoint.kv_cache import KV_CACHE_KEY, KV_MEASURED_KEY, KVCacheRecord, KVCacheScheme, MeasuredKVCache
 from compress.checkpoint.verify import StructureReport, verify_against, verify_structure
-from compress.checkpoint.weights import Scheme
+from compress.checkpoint.weights import Scheme, Weight
 from compress.common.cli import DISTRIBUTION, tool_version
 from compress.common.errors import CheckpointError, ToolkitError
 from compress.common.files import REPORT_FILE, read_json, sync
 from compress.methods.kv_cache import KVCacheStage, KVChoice, choose_kv_cache
 from compress.methods.shared.column_solver import column_kernel
 from compress.models.config import context_length
-from compress.pipeline.block import check_finite
+from compress.pipeline.block import BlockOutcome, check_finite
 from compress.pipeline.prepare import RunContext, describe_calibration
 from compress.pipeline.resume import REST, Progress, RunDisplay
 
@@ -35,6 +35,7 @@ def provenance(context: RunContext, progress: Progress) -> dict[str, Any]:
     request = context.request
     return {
         "source": request.source,
+        **({"source_form": context.quantized_source.description} if context.quantized_source else {}),
         "recipe": request.recipe.to_dict(),
         "seed": request.recipe.seed,
         "tool": f"{DISTRIBUTION} {tool_version()}",
@@ -42,7 +43,7 @@ def provenance(context: RunContext, progress: Progress) -> dict[str, Any]:
         "dense": {
             row.tensor.removesuffix(".weight"): row.reason
             for row in context.plan.rows
-            if row.reason and len(row.shape) > 1
+            if row.reason and len(row.shape) > 1 and row.kept is None
         }
         | _kept_whole(context, progress),
     }
@@ -101,12 +102,20 @@ def save_rest(context: RunContext, progress: Progress) -> None:
     """Writes everything outside of the blocks, bit for bit as it was. Raises NumericsError on NaN or infinity."""
     blocks = tuple(f"{context.skeleton.block_name(index)}." for index in range(context.skeleton.num_blocks))
     outside = [row for row in context.plan.rows if row.bytes_after and not row.tensor.startswith(blocks)]
-    names = [row.tensor for row in outside if row.layer_plan is None]
-    tensors = {name: context.files.tensor(name) for name in names}
-    for name, tensor in tensors.items():
+    names = [row.tensor for row in outside if row.layer_plan is None and row.kept is None]
+    kept = kept_weights(context, [row.tensor.removesuffix(".weight") for row in outside if row.kept is not None])
+    outcome = BlockOutcome(kept=kept, dense={name: context.files.tensor(name) for name in names})
+    for name, tensor in outcome.dense.items():
         check_finite(name, tensor)
-    progress.pieces.write(REST, tensors)
+    facts = outcome.facts() | {"block": REST} if kept else None
+    progress.pieces.write(REST, outcome.tensors(context.scale_dtype), facts)
     context.files.release()
+
+
+def kept_weights(context: RunContext, modules: Iterable[str]) -> dict[str, Weight]:
+    """Return the weights of modules that keep the codes of a quantized source."""
+    stored = context.quantized_source
+    return {module: stored.packed.packed_weight(module) for module in modules} if stored else {}
 
 
 def checkpoint_config(context: RunContext, progress: Progress) -> dict[str, Any]:

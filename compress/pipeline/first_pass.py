@@ -11,7 +11,7 @@ from torch import Tensor
 
 from calibration.statistics import InputStatistics
 from compress.checkpoint.weights import NM, LowRank, Scheme
-from compress.make_plan import packed_bytes
+from compress.make_plan import packed_bytes, scale_bits
 from compress.methods.base import Needs
 from compress.methods.low_rank import RankedLinear, rank_step, share_out_over_blocks
 from compress.methods.owl import BlockShare, block_patterns, block_shares
@@ -247,5 +247,9 @@ def _row(plan: Plan, row: PlanRow, changed: Mapping[str, LayerPlan]) -> PlanRow:
     layer_plan = changed.get(row.tensor.removesuffix(".weight"))
     if layer_plan is None or row.layer_plan is None:
         return row
-    after = packed_bytes(layer_plan, row.shape, plan.scale_dtype) if layer_plan.scheme else row.bytes_before
+    after = packed_bytes(layer_plan, row.shape, plan.scale_dtype) if layer_plan.scheme else _dense_bytes(row, plan)
     return replace(row, layer_plan=layer_plan, bytes_after=after)
+
+
+def _dense_bytes(row: PlanRow, plan: Plan) -> int:
+    return row.parameters * scale_bits(plan.scale_dtype) // 8

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from calibration.sequences import SequenceSet, load_tokenizer, pack_parts, separator_token
 from calibration.sources import sample_sequences
-from compress.checkpoint.config import dtype_name, read_config
+from compress.checkpoint.config import dtype_name, quantization_block, read_config
+from compress.checkpoint.dequantized import DequantizedFiles, open_source
 from compress.checkpoint.reader import stores_other_head
 from compress.checkpoint.safetensors import TensorFiles
 from compress.common.device import resolve_device
@@ -24,7 +25,7 @@ from compress.make_plan import make_plan
 from compress.models.config import context_length
 from compress.pipeline.memory import estimate_peak, first_micro_batch, return_freed_memory
 from compress.pipeline.resume import RunDisplay
-from compress.pipeline.rotated_source import RotatedSource
+from compress.pipeline.rotated_source import RotatedFiles, RotatedSource
 from compress.pipeline.skeleton import Skeleton, open_skeleton
 from compress.plan import Plan
 from compress.recipe import CalibrationOptions, Recipe
@@ -92,6 +93,10 @@ def _write(source: SourceModel, tokenizer: Any, count: int, length: int, seed: i
 def _load(source: SourceModel) -> Any:
     from transformers import AutoModelForCausalLM
 
+    if quantization_block(read_config(source.path)):
+        from compress.evaluate.scorers import load_dequantized
+
+        return load_dequantized(source.path, dtype=str(source.dtype).removeprefix("torch.")).to(source.device)
     try:
         with _no_loading_bar():
             model: Any = AutoModelForCausalLM.from_pretrained(
@@ -128,7 +133,7 @@ def _require_memory(source: SourceModel) -> None:
     """Check memory for sampling, which holds the whole dense model. Refuse rather than be killed by the system."""
     from compress.common.device import require_memory
 
-    files = TensorFiles.open(source.path)
+    files, _ = open_source(source.path)
     needed = source.dtype.itemsize * sum(math.prod(files.shape(name)) for name in files.names())
     remedy = "Calibrate on a text instead of self, or on a machine with more memory"
     require_memory("text from the model itself needs the whole model", needed, source.device, remedy)
@@ -210,6 +215,12 @@ class RunContext:
     has_tokenizer: bool = True
 
     @property
+    def quantized_source(self) -> DequantizedFiles | None:
+        """The source as stored, where it is quantized."""
+        files = self.files.source if isinstance(self.files, RotatedFiles) else self.files
+        return files if isinstance(files, DequantizedFiles) else None
+
+    @property
     def tokens(self) -> Tensor:
         """`[N, L]` int64, the calibration. Raises ValueError when the recipe needs none."""
         if self.sequences is None:
@@ -255,28 +266,26 @@ def prepare(request: RunRequest, dry_run: bool = False) -> RunContext:
     """
     check_out_folder(request.out)
     device = resolve_device(request.device)
-    files = TensorFiles.open(request.model)
-    config = read_config(request.model)
-    tie_notes = []
+    files, config = open_source(request.model)
+    source_notes, working = (files.notes(), files.working_bytes) if isinstance(files, DequantizedFiles) else ([], 0)
     if config.get("tie_word_embeddings") and stores_other_head(files):
         # transformers does not tie them either, and says so.
         config = config | {"tie_word_embeddings": False}
-        tie_notes = ["the stored output head differs from the embedding that config.json ties it to: both are kept"]
+        source_notes += ["the stored output head differs from the embedding that config.json ties it to: both are kept"]
     skeleton = open_skeleton(request.model, config, request.trust_remote_code)
-    turning = 0
     if stage := request.recipe.rotate:
         rotated = RotatedSource.of(files, config, skeleton, stage, request.recipe.seed, request.trust_remote_code)
         files, config, skeleton = rotated.files, rotated.config, rotated.skeleton
-        turning = rotated.files.working_bytes(skeleton.architecture.blocks)
+        working += rotated.files.working_bytes(skeleton.architecture.blocks)
     model_dtype = _model_dtype(config, files)
     plan = make_plan(skeleton, files, request.recipe, model_dtype)
     lacking = [] if request.recipe.needs_calibration else _no_tokenizer(request.model)
-    plan = replace(plan, notes=(*tie_notes, *plan.notes, *lacking))
+    plan = replace(plan, notes=(*source_notes, *plan.notes, *lacking))
     dtype = pick_dtype(request.dtype, model_dtype, device)
     sequences = _calibration(request, config, device, dtype, dry_run) if request.recipe.needs_calibration else None
     count, length = sequences.tokens.shape if sequences else (0, 1)
     micro_batch = request.micro_batch or min(first_micro_batch(length, device.type), max(count, 1))
-    peak = estimate_peak(skeleton, plan, count, length, micro_batch, dtype.itemsize) + turning
+    peak = estimate_peak(skeleton, plan, count, length, micro_batch, dtype.itemsize) + working
     if request.recipe.kv_cache and request.recipe.kv_cache.candidates:
         _check_kv_measurable(request, config, plan, device)
     streams = 2 if plan.needs.dense_model else 1
@@ -293,6 +302,16 @@ def _no_tokenizer(model: Path) -> list[str]:
     except DataError as error:
         return [f"{error.problem}: nothing is measured, and the result cannot be served until its folder has one"]
     return []
+
+
+def source_identity(context: RunContext) -> dict[str, Any]:
+    """Return what decides the values of the source: its files, and how they are quantized if they are."""
+    files, stored = [file.path for file in context.files.files], context.quantized_source
+    return {
+        "source": context.request.source,
+        "weights": {file.name: [file.stat().st_size, file.stat().st_mtime_ns] for file in files},
+        **({"quantization": quantization_block(stored.packed.config)} if stored else {}),
+    }
 
 
 def describe_calibration(recipe: Recipe, sequences: SequenceSet | None) -> dict[str, Any] | None:

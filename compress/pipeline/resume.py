@@ -116,8 +116,10 @@ class Progress:
         return [key for key in (EMBEDDING, HEAD) if self.pieces.has(key)]
 
     def all_facts(self, num_blocks: int) -> list[dict[str, Any]]:
-        """Return the metadata of all blocks, the embedding and the head, once all are finished."""
-        return [self.facts(index) for index in range(num_blocks)] + [*map(self.pieces.read_metadata, self.ends())]
+        """Return the metadata of all blocks, the embedding, the head and the rest, once all are finished; those of the
+        rest only where it holds quantized weights."""
+        outside = map(self.pieces.read_metadata, [*self.ends(), REST])
+        return [self.facts(index) for index in range(num_blocks)] + [facts for facts in outside if facts]
 
     def save_block(
         self,

@@ -36,11 +36,13 @@ class RotatedFiles(TensorFiles):
     """The tensors of a source by the same names, Hadamard-rotated.
 
     Attributes:
+        source: the tensors before.
         rotated: the replacement of a tensor, in the stored dtype.
         added: a tensor that the source does not have (a head that was the embedding), and the one whose form it has.
         description: the rotation in one sentence.
     """
 
+    source: TensorFiles
     rotated: dict[str, Read] = field(default_factory=dict)
     added: dict[str, str] = field(default_factory=dict)
     description: str = ""
@@ -49,33 +51,33 @@ class RotatedFiles(TensorFiles):
     def over(
         cls, files: TensorFiles, rotated: dict[str, Read], added: dict[str, str], description: str
     ) -> RotatedFiles:
-        return cls(files.path, files.files, files._owner, rotated, added, description)
+        return cls(files.path, files.files, files._owner, files, rotated, added, description)
 
     def names(self) -> list[str]:
-        return sorted([*super().names(), *self.added])
+        return sorted([*self.source.names(), *self.added])
 
     def __contains__(self, name: object) -> bool:
-        return name in self.added or super().__contains__(name)
+        return name in self.added or name in self.source
 
     def __len__(self) -> int:
-        return super().__len__() + len(self.added)
+        return len(self.source) + len(self.added)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return super().shape(self.added.get(name, name))
+        return self.source.shape(self.added.get(name, name))
 
     def dtype(self, name: str) -> torch.dtype:
-        return super().dtype(self.added.get(name, name))
+        return self.source.dtype(self.added.get(name, name))
 
     def tensor_nbytes(self, name: str) -> int:
-        return super().tensor_nbytes(self.added.get(name, name))
+        return self.source.tensor_nbytes(self.added.get(name, name))
 
     def tensor(self, name: str) -> Tensor:
         """Return the rotated tensor, computed anew, or the stored one."""
-        return self.rotated[name]() if name in self.rotated else super().tensor(name)
+        return self.rotated[name]() if name in self.rotated else self.source.tensor(name)
 
     @property
     def nbytes(self) -> int:
-        return super().nbytes + sum(map(self.tensor_nbytes, self.added))
+        return self.source.nbytes + sum(map(self.tensor_nbytes, self.added))
 
     def working_bytes(self, blocks: str) -> int:
         """Return the memory of the rotation: float64 copies of one matrix inside `blocks`, and everything outside of

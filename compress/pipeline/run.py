@@ -29,12 +29,13 @@ from compress.pipeline.finish import (
     choose_default,
     environment,
     full_report,
+    kept_weights,
     put_in_place,
     save_rest,
 )
 from compress.pipeline.first_pass import finalize_plan
 from compress.pipeline.memory import device_peak, forget_device_peak, return_freed_memory
-from compress.pipeline.prepare import RunContext
+from compress.pipeline.prepare import RunContext, source_identity
 from compress.pipeline.resume import Progress, RunDisplay, only_one_run
 
 
@@ -95,11 +96,9 @@ def _compress(context: RunContext, progress: Progress, quiet: bool) -> Path:
 
 def _identity(context: RunContext) -> dict[str, Any]:
     """Everything the packed bytes depend on; runs that differ in it must not share progress."""
-    files = [file.path for file in context.files.files]
     sequences = context.sequences
     return {
-        "source": context.request.source,
-        "weights": {file.name: [file.stat().st_size, file.stat().st_mtime_ns] for file in files},
+        **source_identity(context),
         "recipe": context.request.recipe.to_dict(),
         "calibration_tokens": sequences.token_sha256 if sequences else None,
         "device": context.device.type,
@@ -174,6 +173,8 @@ def _run_plainly(context: RunContext, index: int) -> BlockOutcome:
 
 
 def _save(context: RunContext, progress: Progress, index: int, outcome: BlockOutcome, micro_batch: int) -> None:
+    prefix = f"{context.skeleton.block_name(index)}."
+    outcome.kept = kept_weights(context, [module for module in context.plan.kept if module.startswith(prefix)])
     facts = outcome.facts() | {"block": context.skeleton.block_name(index), "micro_batch": micro_batch}
     facts["environment"] = environment(context)
     wanted = index + 1 < context.skeleton.num_blocks or head_needs_inputs(context)

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, cast
 from compress.checkpoint.meta_model import build_on_meta, check_decoder, find_architecture, load_config
 from compress.common.errors import CheckpointError
 from compress.models.architecture import Architecture
-from compress.models.config import block
 from compress.models.registry import find_family
 
 if TYPE_CHECKING:
@@ -81,30 +80,20 @@ def open_skeleton(path: Path, config: dict[str, Any], trust_remote_code: bool = 
 
     Args:
         path: the model folder, which may hold code of its own.
-        config: the parsed config.json.
+        config: the parsed config.json, without quantization.
         trust_remote_code: whether Python files of the folder may run.
 
     Raises:
-        CheckpointError: already quantized, not a decoder-only text model, or an unknown model type.
+        CheckpointError: not a decoder-only text model, or an unknown model type.
     """
     from compress.pipeline.experts import name_experts
 
-    check_supported(path, config, trust_remote_code)
+    check_decoder(path, config, trust_remote_code)
     model = build_on_meta(path, load_config(path, config, trust_remote_code), trust_remote_code)
     if describe := find_family(model.config.model_type):
         name_experts(model, describe(model.config.to_dict()))
     _refuse_fused_experts(model)
     return Skeleton(model.eval(), find_architecture(model))
-
-
-def check_supported(path: Path, config: dict[str, Any], trust_remote_code: bool = False) -> None:
-    """Refuses what config.json alone can rule out. Raises CheckpointError."""
-    if quantization := block(config, "quantization_config"):
-        raise CheckpointError(
-            f"{path} is already quantized ({quantization.get('quant_method', 'unknown method')})",
-            f"Start from the dense model, or first run: compress export {path} --format dense --out dense",
-        )
-    check_decoder(path, config, trust_remote_code)
 
 
 def _refuse_fused_experts(model: PreTrainedModel) -> None:

@@ -23,6 +23,7 @@ from compress.methods.shared.hessian import HessianCache
 from compress.pipeline.block import LoadedBlock, fill, read_block, read_tensor
 from compress.pipeline.capture import BlockInputs, StandIn, capture_inputs, observe, run_all, run_block
 from compress.pipeline.compress_layer import LayerCompressor, Ranked, decompose_block, values_of
+from compress.pipeline.prepare import source_identity
 from compress.pipeline.resume import RunDisplay
 from compress.pipeline.skeleton import Skeleton
 from compress.plan import LayerPlan
@@ -223,10 +224,8 @@ Found = Callable[[LayerGroup, Candidate, float], None]
 def identity(survey: Survey) -> dict[str, Any]:
     """Returns everything that sensitivities depend on."""
     context = survey.context
-    files = [file.path for file in context.files.files]
     return {
-        "source": context.request.source,
-        "weights": {file.name: [file.stat().st_size, file.stat().st_mtime_ns] for file in files},
+        **source_identity(context),
         "texts": context.sequences.token_sha256 if context.sequences else None,
         "measured": len(survey.measured),
         "method": survey.request.method,

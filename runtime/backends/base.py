@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from compress.checkpoint.weights import Scheme
-from compress.models.spec import Attention as AttentionSpec
-from compress.models.spec import Mixture, ModelSpec, is_pre_norm
+from compress.models.spec import Mixture, Router
 from runtime.backends.kv_pages import KVCache, KVPages
 from runtime.core.batch import Batch, SamplingTensors
 from runtime.core.memory_plan import MemoryPlan
@@ -130,6 +129,38 @@ RunLayers = Callable[[Tensor, Tensor, Tensor], Tensor]
 """From embeddings `[T, H]`, cosine and signed sine `[T, 1, D]` to hidden states `[T, H]`; may overwrite the first."""
 
 
+class ExpertWeights(Protocol):
+    """Weights of one MLP."""
+
+    @property
+    def gate_up(self) -> Linear: ...
+    @property
+    def down(self) -> Linear: ...
+
+
+ComputeMixture = Callable[[Tensor], Tensor]
+"""A whole mixture: `[T, H] -> [T, H]`."""
+
+
+class MixtureWeights(Protocol):
+    """Weights of a mixture of experts, described at `Experts`."""
+
+    @property
+    def router(self) -> Router: ...
+    @property
+    def scores(self) -> Tensor: ...
+    @property
+    def experts(self) -> Sequence[ExpertWeights]: ...
+    @property
+    def bias(self) -> Tensor | None: ...
+    @property
+    def shared(self) -> ExpertWeights | None: ...
+    @property
+    def shared_gate(self) -> Tensor | None: ...
+    @property
+    def kernel(self) -> ComputeMixture | None: ...
+
+
 class LayerWeights(Protocol):
     """Weights of one decoder layer, as kernels that compute whole layers read them."""
 
@@ -147,6 +178,8 @@ class LayerWeights(Protocol):
     def gate_up(self) -> Linear | None: ...
     @property
     def down(self) -> Linear | None: ...
+    @property
+    def experts(self) -> MixtureWeights | None: ...
 
 
 def mlp_linears(layer: LayerWeights) -> tuple[Linear, Linear]:
@@ -247,6 +280,19 @@ class OpsKernel:
     summary: str
     unsupported_reason: Callable[[DecoderConfig, Target], str]
     prepare: Callable[[], Ops]
+
+
+@dataclass(frozen=True, slots=True)
+class MixtureKernel:
+    """One way to compute a mixture of experts at once.
+
+    Attributes:
+        unsupported_reason: why it cannot compute a mixture with these weights on a target; "" when it can.
+    """
+
+    summary: str
+    unsupported_reason: Callable[[Mixture, MixtureWeights, Target], str]
+    prepare: Callable[[MixtureWeights], ComputeMixture]
 
 
 AttentionStep = Callable[[Batch], Attention]
@@ -362,6 +408,7 @@ class Backend:
     dense: tuple[DenseKernel, ...] = ()
     is_fast: Callable[[torch.dtype], bool] = lambda dtype: False
     ops: OpsKernel | None = None
+    mixture: MixtureKernel | None = None
     attention: AttentionKernel | None = None
     layers: LayersKernel | None = None
     sampling: SamplingKernel | None = None
@@ -382,35 +429,6 @@ def register(backend: Backend) -> None:
 def unregister(name: str) -> None:
     """Removes a backend, if it is there."""
     BACKENDS[:] = [backend for backend in BACKENDS if backend.name != name]
-
-
-def layers_unsupported(spec: ModelSpec) -> str:
-    """Says why fused layers cannot compute the blocks of a model; empty when they can."""
-    block = spec.blocks[0]
-    mixer, rope = block.mixer, block.mixer.rope
-    mlp = block.mlp
-    if any(replace(each.mixer, window=mixer.window, rope=rope) != mixer for each in spec.blocks):
-        return "takes layers with the same heads, and keys and values of their own"
-    if isinstance(mlp, Mixture) or any(each.mlp != mlp for each in spec.blocks):
-        return "computes no mixtures of experts"
-    if mlp.activation not in ("silu", "swish") or not mlp.gated:
-        return f"computes gated silu, not {mlp.activation}"
-    closes = block.layer_input is not None or block.scalar
-    if block.is_parallel or block.residual_scale != 1.0 or closes or not is_pre_norm(block):
-        return "computes plain norms before attention and MLP only, and adds what they give as it is"
-    if rope is None or rope.partial != 1 or rope.interleaved or any(each.mixer.rope != rope for each in spec.blocks):
-        return "rotates all layers and channels alike"
-    if mixer.scale is not None or mixer.softcap is not None or mixer.position_scale is not None:
-        return "computes scores divided by the root of the head dimension"
-    if mixer.qk_norm is not None and not fuses_head_norms(mixer):
-        return "computes plain norms of heads before their rotation only"
-    return ""
-
-
-def fuses_head_norms(mixer: AttentionSpec) -> bool:
-    """Whether `Ops.rotate` computes the norms of query and key heads."""
-    norms = mixer.qk_norm or ()
-    return not mixer.norms_rotated and all(norm.is_plain and norm.size == mixer.head_dim for norm in norms)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,16 +14,19 @@ from torch import Tensor
 import runtime.backends
 from compress.checkpoint.weights import Activations, Scheme, Weight
 from compress.common.errors import SchemeError
+from compress.models.spec import Mixture
 from runtime.backends.base import (
     BACKENDS,
     AttentionKernel,
     AttentionStep,
     Backend,
+    ComputeMixture,
     DenseKernel,
     FusedSampling,
     LayersStep,
     Linear,
     LinearKernel,
+    MixtureWeights,
     Model,
     Ops,
     SamplingKernel,
@@ -190,6 +193,23 @@ def choose_ops(config: DecoderConfig, target: Target, kernels: str = AUTO) -> Ch
         return Choice(found[-1][1].prepare(), f"{REFERENCE} kernels are plain torch")
     _, ops, reason = _first(found, lambda ops: ops.unsupported_reason(config, target))
     return Choice(ops.prepare(), "; ".join(filter(None, [ops.summary, reason])))
+
+
+def choose_mixture(
+    mixture: Mixture, weights: MixtureWeights, target: Target, kernels: str = AUTO
+) -> Choice[ComputeMixture | None]:
+    """The first kernel that computes a mixture at once; None where the decoder goes from expert to expert."""
+    if kernels == REFERENCE:
+        return Choice(None, f"{REFERENCE} goes from expert to expert")
+    reasons: list[str] = []
+    for backend in _suited(target.device):
+        if backend.mixture is None:
+            continue
+        reason = backend.mixture.unsupported_reason(mixture, weights, target)
+        if not reason:
+            return Choice(backend.mixture.prepare(weights), "; ".join([backend.mixture.summary, *reasons]))
+        reasons.append(f"{backend.name} {reason}")
+    return Choice(None, "; ".join(["expert by expert", *reasons]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from compress.checkpoint.config import dtype_name
 from compress.checkpoint.kv_cache import KVCacheRecord, KVCacheScheme, measured_kv_caches, stored_kv_cache
 from compress.common.errors import CheckpointError, ToolkitError
 from compress.common.files import read_json
-from compress.models.config import context_length, refusal
+from compress.models.config import LENGTH, context_length, refusal
 from compress.models.registry import find_family, known_families
 from compress.models.spec import MLP, Attention, Block, ModelSpec, Rope
 
@@ -20,9 +20,10 @@ ROPE_TYPES = ("default", "dynamic", "linear", "llama3", "longrope", "proportiona
 ROPE_NUMBERS = {
     "dynamic": ("factor",),
     "linear": ("factor",),
+    "longrope": ("factor", LENGTH),
     "proportional": ("share",),
-    "yarn": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor", LENGTH),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", LENGTH),
 }
 ACTIVATIONS = ("silu", "swish", "gelu", "gelu_pytorch_tanh", "relu", "relu2")
 GENERATION_FILE = "generation_config.json"
@@ -224,9 +225,12 @@ def _unsupported_rope(rope: Rope, head_dim: int) -> str:
         return "partial_rotary_factor other than 1 is not supported"
     if rope.type not in ROPE_TYPES:
         return f"rotary embedding {rope.type!r} is not supported, only {', '.join(ROPE_TYPES)}"
+    rotated = int(head_dim * rope.partial)
+    if head_dim % 2 or rotated % 2:
+        return f"heads of {head_dim} channels of which {rotated} rotate in pairs are not supported"
     for key in ("short_factor", "long_factor") if rope.type == "longrope" else ():
-        if len(rope.options[key]) != int(head_dim * rope.partial) // 2:
-            return f"{key} has {len(rope.options[key])} factors, not {int(head_dim * rope.partial) // 2}"
+        if len(rope.options[key]) != rotated // 2:
+            return f"{key} has {len(rope.options[key])} factors, not {rotated // 2}"
     missing = [key for key in ROPE_NUMBERS.get(rope.type, ()) if not isinstance(rope.options.get(key), int | float)]
     return f"rotary embedding {rope.type!r} lacks {', '.join(missing)}" if missing else ""
 

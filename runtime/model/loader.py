@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compress.checkpoint.dequantized import dequantized
 from compress.checkpoint.expert_files import ExpertFiles
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.weights import Scheme, Weight
@@ -20,12 +21,14 @@ from compress.common.device import available_bytes, format_bytes, resolve_device
 from compress.common.errors import CheckpointError, ToolkitError
 from compress.models.spec import CURVE, MLP, Attention, Block, LayerInput, Mixture, Norm
 from compress.models.spec import Linear as LinearSpec
-from runtime.backends.base import Linear, LinearKernel, LowRank, NormWeights, Target, WithOutliers, fuses_head_norms
+from runtime.backends.base import Linear, LinearKernel, LowRank, NormWeights, Target, WithOutliers
+from runtime.backends.fused_layers import fuses_head_norms
 from runtime.backends.registry import (
     Choice,
     check_name,
     choose_dense,
     choose_linear,
+    choose_mixture,
     choose_ops,
     is_fast,
     linear_kernels,
@@ -169,7 +172,9 @@ def resolve_dtype(name: str, checkpoint_dtype: str, device: torch.device) -> tor
     return torch.bfloat16 if is_fast(torch.bfloat16) else torch.float32
 
 
-def load_model(path: str | Path, *, device: str = "auto", dtype: str = "auto", kernels: str = "auto") -> Decoder:
+def load_model(
+    path: str | Path, *, device: str = "auto", dtype: str = "auto", kernels: str = "auto", as_dense: bool = False
+) -> Decoder:
     """Opens a checkpoint and prepares every weight for its kernel.
 
     Args:
@@ -177,6 +182,7 @@ def load_model(path: str | Path, *, device: str = "auto", dtype: str = "auto", k
         dtype: of activations and keys and values; `auto` is the checkpoint's, except that CPUs without 16-bit
             arithmetic in it compute float16 as bfloat16 and bfloat16 as float32.
         kernels: `auto`, or the name of one kernel; `reference` is plain torch everywhere.
+        as_dense: dequantizes packed weights to the checkpoint's dtype, and rounds no inputs.
 
     Raises:
         CheckpointError: a folder that cannot be read, an architecture that is not supported, missing or misshapen
@@ -185,6 +191,7 @@ def load_model(path: str | Path, *, device: str = "auto", dtype: str = "auto", k
     """
     check_name(kernels)
     checkpoint = PackedCheckpoint.open(path)
+    checkpoint = dequantized(checkpoint) if as_dense else checkpoint
     config = parse_config(checkpoint.config, read_generation_config(checkpoint.path))
     chosen_device = resolve_device(device)
     target = Target(chosen_device, resolve_dtype(dtype, config.dtype, chosen_device))
@@ -291,7 +298,7 @@ class _Loader:
     def _experts(self, name: str, mixture: Mixture) -> Experts:
         router, wide = mixture.router, torch.promote_types(self.target.dtype, torch.float32)
         gate = mixture.shared_gate
-        return Experts(
+        experts = Experts(
             router,
             self._vector(f"{name}.{router.scores.name}.weight", wide if router.in_float32 else None),
             tuple(self._expert(name, mlp) for mlp in mixture.experts),
@@ -299,6 +306,9 @@ class _Loader:
             None if mixture.shared is None else self._expert(name, mixture.shared),
             None if gate is None else self._vector(f"{name}.{gate.name}.weight"),
         )
+        choice = choose_mixture(mixture, experts, self.target, self.kernels)
+        self.used[f"mixture, {router.num_chosen} of {len(mixture.experts)} experts: {choice.reason}"] += 1
+        return replace(experts, kernel=choice.kernel)
 
     def _norm(self, norm: Norm) -> NormWeights:
         """Loads a norm by its absolute name."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from compress.models.spec import Router
-from runtime.backends.base import Linear
+from runtime.backends.base import ComputeMixture, Linear
 
 
 def route(scores: Tensor, router: Router, bias: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -79,6 +79,7 @@ class Experts:
         scores: router `[E, H]`.
         bias: `[E]` of the router, in at least float32.
         shared_gate: `[1, H]`.
+        kernel: computes the mixture at once; None goes from expert to expert.
     """
 
     router: Router
@@ -87,6 +88,7 @@ class Experts:
     bias: Tensor | None = None
     shared: Expert | None = None
     shared_gate: Tensor | None = None
+    kernel: ComputeMixture | None = None
 
     @property
     def nbytes(self) -> int:
@@ -95,7 +97,13 @@ class Experts:
 
     def __call__(self, x: Tensor, apply: Apply) -> Tensor:
         """Computes `[T, H]` of `x [T, H]`; an expert reads the rows that chose it, all at once."""
+        if self.kernel is not None:
+            return self.kernel(x)
         weights, chosen = route(x.to(self.scores.dtype) @ self.scores.T, self.router, self.bias)
+        return self.weighted(x, weights, chosen, apply)
+
+    def weighted(self, x: Tensor, weights: Tensor, chosen: Tensor, apply: Apply) -> Tensor:
+        """Sums up experts `[T, k]` by their weights, and what all tokens share."""
         out = torch.zeros_like(x)
         for index in chosen.unique().tolist():
             rows, places = (chosen == index).nonzero(as_tuple=True)

@@ -90,7 +90,7 @@ def _llama3(rope: Rope, head_dim: int) -> tuple[Tensor, float]:
     """Llama 3.1: long wavelengths are stretched by `factor`, short ones kept, those in between blended."""
     frequencies, scale = _default(rope, head_dim)
     low, high = rope.options["low_freq_factor"], rope.options["high_freq_factor"]
-    cycles = rope.options["original_max_position_embeddings"] * frequencies / (2 * math.pi)
+    cycles = rope.options["original_max_position_embeddings"] / (2 * math.pi / frequencies)  # rounds as transformers
     kept = ((cycles - low) / (high - low)).clamp(0.0, 1.0)
     return (1 - kept) * frequencies / rope.options["factor"] + kept * frequencies, scale
 
@@ -107,7 +107,7 @@ def _yarn(rope: Rope, head_dim: int) -> tuple[Tensor, float]:
     if rope.options.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
-    ramp = (torch.arange(head_dim // 2, dtype=torch.float32) - low) / max(high - low, 0.001)
+    ramp = (torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low or 0.001)
     kept = 1 - ramp.clamp(0.0, 1.0)
     return (1 - kept) * frequencies / factor + kept * frequencies, _yarn_scale(rope)
 

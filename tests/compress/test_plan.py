@@ -10,6 +10,7 @@ import torch
 from folders import change_config, change_tensors, private_copy
 
 from compress.checkpoint.config import read_config
+from compress.checkpoint.meta_model import check_decoder
 from compress.checkpoint.scheme import FLOAT_BITS
 from compress.checkpoint.weights import Int, LowRank, NMSparsity, Scheme
 from compress.common.errors import CheckpointError, DataError, RecipeError, SchemeError, ToolkitError
@@ -17,7 +18,6 @@ from compress.methods import base
 from compress.methods.kv_cache import KVCacheStage
 from compress.methods.rotation import RotateStage
 from compress.pipeline.prepare import RunContext
-from compress.pipeline.skeleton import check_supported
 from compress.plan import LayerPlan, Plan, PlanRow
 from compress.plan_notes import LAUNCH_SECONDS, READ_RATE, factor_notes, slower_seconds
 from compress.recipe import CalibrationOptions, PruneStage, QuantizeStage, Stage
@@ -161,14 +161,13 @@ def test_a_folder_without_tokenizer_is_planned_and_says_so(tiny_model, tmp_path)
     [
         ({"vision_config": {}}, r".config.json.*vision_config"),
         ({"is_encoder_decoder": True}, "encoder"),
-        ({"quantization_config": {"quant_method": "gptq"}}, r"\(gptq\).*--format dense"),
         ({"model_type": ""}, "model_type"),
     ],
 )
 def test_models_of_another_kind_are_refused(tiny_model, change: dict, problem: str) -> None:
     path = tiny_model()
     with pytest.raises(CheckpointError, match=problem):
-        check_supported(path, read_config(path) | change)
+        check_decoder(path, read_config(path) | change)
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,15 @@ class Weight(ABC):
             SchemeError: the values cannot be stored exactly, or not in this form.
         """
 
+    def exact_tensors(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Stored tensors by suffix, with scales in float32 where `dtype` does not hold them exactly."""
+        import torch
+
+        try:
+            return self.tensors(dtype)
+        except SchemeError:
+            return self.tensors(torch.float32)
+
     def changed(self, change: Callable[[Tensor], Tensor]) -> Self:
         """The same with each tensor changed: moved, or some of its rows."""
         parts = (part.changed(change) if isinstance(part, Weight) else change(part) for part in self.parts)

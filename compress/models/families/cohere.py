@@ -5,7 +5,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from compress.models.config import Config, attention, decoder, flag, gated_mlp, layer_types, norm, number, rope, windows
+from compress.models.config import (
+    Config,
+    attention,
+    decoder,
+    flag,
+    gated_mlp,
+    layer_types,
+    norm,
+    number,
+    positive,
+    rope,
+    windows,
+)
 from compress.models.registry import register
 from compress.models.spec import ModelSpec
 
@@ -13,12 +25,13 @@ from compress.models.spec import ModelSpec
 @register("cohere2")
 def cohere2(config: Config) -> ModelSpec:
     """Describes a Cohere 2: three layers with a window, then one without."""
-    config = {"sliding_window": 4096, "tie_word_embeddings": True, **config}
+    config = {"sliding_window": 4096, "tie_word_embeddings": True, **config, "head_dim": None}
     config = {**config, "rms_norm_eps": number(config, "layer_norm_eps", 1e-5)}
     bias, rotary = flag(config, "attention_bias"), rope(config, interleaved=True)
+    period = positive(config, "sliding_window_pattern", 4)
     mixers = [
         attention(config, qkv_bias=bias, output_bias=bias, window=window, rope=None if window is None else rotary)
-        for window in windows({**config, "layer_types": layer_types(config, 4)})
+        for window in windows({**config, "layer_types": layer_types(config, period)})
     ]
     first = norm(config, "input_layernorm", centered=True)
     spec = decoder(config, mixers, gated_mlp(config), input_norm=first, mlp_norm=None, is_parallel=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from compress.models.config import Config, attention, decoder, gated_mlp, norm, num_layers, positive, rope, windows
+from compress.models.config import Config, attention, decoder, gated_mlp, layer_types, norm, positive, rope, windows
 from compress.models.registry import register
 from compress.models.spec import ModelSpec
 
@@ -11,13 +11,8 @@ from compress.models.spec import ModelSpec
 def exaone4(config: Config) -> ModelSpec:
     """Describes an EXAONE 4. Without any window all layers have positions."""
     config = {"rms_norm_eps": 1e-5, "sliding_window": 4096, "num_key_value_heads": 32, **config}
-    layers, period = range(num_layers(config)), config.get("sliding_window_pattern") or 4
-    every = len(period) if isinstance(period, str) else positive(config, "sliding_window_pattern", 4)
-    last = layers[-1]
-    kinds = config.get("layer_types") or [
-        "sliding_attention" if (layer + 1) % every and layer != last else "full_attention" for layer in layers
-    ]
     has_windows, rotary = config["sliding_window"] is not None, rope(config)
+    kinds = layer_types(config, _period(config)) if has_windows else None
     mixers = [
         attention(config, qk_norm=True, window=window, rope=None if has_windows and window is None else rotary)
         for window in windows({**config, "layer_types": kinds})
@@ -31,3 +26,9 @@ def exaone4(config: Config) -> ModelSpec:
         output_norm=norm(config, "post_attention_layernorm"),
         mlp_output_norm=norm(config, "post_feedforward_layernorm"),
     )
+
+
+def _period(config: Config) -> int:
+    """Reads which layers have no window: the last of every pattern, as `LLLG` or its length."""
+    pattern = config.get("sliding_window_pattern")
+    return len(pattern) if pattern and isinstance(pattern, str) else positive(config, "sliding_window_pattern", 4)

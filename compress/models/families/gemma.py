@@ -19,7 +19,8 @@ from compress.models.config import (
     num_layers,
     number,
     positive,
-    rope,
+    refusal,
+    ropes_by_kind,
     windows,
 )
 from compress.models.registry import register
@@ -35,8 +36,15 @@ def offset_norm(config: Config, name: str, size: int | None = None) -> Norm:
 
 @register("gemma")
 def gemma(config: Config) -> ModelSpec:
-    """Describes a Gemma 1."""
+    """Describes a Gemma 1.
+
+    Raises:
+        CheckpointError: attention to later tokens.
+    """
+    _refuse_later_tokens(config)
     config = {**COMMON, "num_key_value_heads": 16, **config}
+    if config["hidden_act"] == "gelu":  # Gemma was released with this name for the approximation, which it computes
+        config = {**config, "hidden_act": COMMON["hidden_act"]}
     bias = flag(config, "attention_bias")
     mixer = attention(config, qkv_bias=bias, output_bias=bias)
     return _decoder(config, [mixer] * num_layers(config), ("post_attention_layernorm",))
@@ -50,8 +58,11 @@ def gemma3_text(config: Config) -> ModelSpec:
         CheckpointError: attention to later tokens.
     """
     config = _read({"num_key_value_heads": 4, "sliding_window": 4096, **config})
-    kinds, thetas = layer_types(config, 6), {"full_attention": 1e6, "sliding_attention": 1e4}
-    ropes = {kind: rope(config, kind, theta=theta) for kind, theta in thetas.items()}
+    thetas = {
+        "full_attention": number(config, "rope_theta", 1e6),
+        "sliding_attention": number(config, "rope_local_base_freq", 1e4),
+    }
+    kinds, ropes = layer_types(config, positive(config, "sliding_window_pattern", 6)), ropes_by_kind(config, thetas)
     head_dim = positive(config, "head_dim")
     norms = offset_norm(config, "self_attn.q_norm", head_dim), offset_norm(config, "self_attn.k_norm", head_dim)
     mixers = [
@@ -78,22 +89,22 @@ def gemma2(config: Config) -> ModelSpec:
     return _decoder(config, [_mixer(config, window=window, softcap=cap) for window in seen], AROUND)
 
 
-def _read(config: Config) -> Config:
+def _refuse_later_tokens(config: Config) -> None:
     if flag(config, "use_bidirectional_attention"):
         raise CheckpointError("attention to later tokens (use_bidirectional_attention) is not supported", "Use Gemma 3")
+
+
+def _read(config: Config) -> Config:
+    _refuse_later_tokens(config)
     config = {**COMMON, **config}
     return {**config, "hidden_act": config.get("hidden_activation") or config["hidden_act"]}
 
 
 def _mixer(config: Config, **options: Any) -> Attention:
-    bias = flag(config, "attention_bias")
-    return attention(
-        config,
-        qkv_bias=bias,
-        output_bias=bias,
-        scale=number(config, "query_pre_attn_scalar", 256) ** -0.5,
-        **options,
-    )
+    bias, divisor = flag(config, "attention_bias"), number(config, "query_pre_attn_scalar", 256)
+    if divisor == 0:
+        raise refusal("query_pre_attn_scalar", divisor, "above 0")
+    return attention(config, qkv_bias=bias, output_bias=bias, scale=divisor**-0.5, **options)
 
 
 def _cap(config: Config, key: str) -> float | None:

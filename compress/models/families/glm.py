@@ -23,7 +23,13 @@ from compress.models.spec import ModelSpec
 @register("glm4")
 def glm4(config: Config) -> ModelSpec:
     """Describes a GLM-4; biases of queries, keys and values are the default."""
-    config = {"rms_norm_eps": 1.5625e-7, "head_dim": 128, "num_key_value_heads": 2, **config}
+    config = {
+        "rms_norm_eps": 1.5625e-7,
+        "head_dim": 128,
+        "num_key_value_heads": 2,
+        "partial_rotary_factor": 0.5,
+        **config,
+    }
     bias, rotary = flag(config, "attention_bias", True), rope(config, knows_partial=True, interleaved=True)
     mixer = attention(config, qkv_bias=bias, rope=rotary)
     return decoder(
@@ -44,6 +50,7 @@ def glm4_moe(config: Config) -> ModelSpec:
         "n_routed_experts": 128,
         "num_experts_per_tok": 8,
         "moe_intermediate_size": 1408,
+        "partial_rotary_factor": 0.5,
         **config,
     }
     bias, layers = flag(config, "attention_bias"), range(num_layers(config))

@@ -10,10 +10,24 @@ DEFAULT_WINDOW = 4096
 """Window of a config.json without `sliding_window`, as in transformers; null means none."""
 
 
+MINISTRAL_ROPE = {
+    "type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16384,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale_all_dim": 1.0,
+    "mscale": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+"""Rotary embedding of a Ministral 3 whose config.json has none, as in transformers."""
+
+
 @register("mistral")
 def mistral(config: Config) -> ModelSpec:
     """Describes a Mistral."""
-    config = {"sliding_window": DEFAULT_WINDOW, **config}
+    config = {"sliding_window": DEFAULT_WINDOW, "num_key_value_heads": 8, **config}
     return decoder(config, [attention(config, window=window) for window in windows(config)], gated_mlp(config))
 
 
@@ -21,7 +35,7 @@ def mistral(config: Config) -> ModelSpec:
 def ministral3(config: Config) -> ModelSpec:
     """Describes a Ministral 3, whose queries grow with their position."""
     config = {"head_dim": 128, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "sliding_window": None, **config}
-    rotary = rope(config)
+    rotary = rope(config if config.get("rope_parameters") else {**config, "rope_parameters": MINISTRAL_ROPE})
     growth = PositionScale(
         number(rotary.options, "llama_4_scaling_beta", 0.1),
         positive(rotary.options, "original_max_position_embeddings"),

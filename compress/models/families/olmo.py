@@ -16,7 +16,8 @@ from compress.models.config import (
     mixture,
     norm,
     num_layers,
-    rope,
+    number,
+    ropes_by_kind,
     wide_norms,
     windows,
 )
@@ -24,6 +25,8 @@ from compress.models.registry import register
 from compress.models.spec import Attention, ModelSpec
 
 DEFAULTS = {"rms_norm_eps": 1e-5}
+DEFAULT_THETA = 500_000.0
+"""Base of the rotary embeddings of an OLMo 3."""
 
 
 @register("olmo2")
@@ -42,7 +45,9 @@ def olmo3(config: Config) -> ModelSpec:
         "full_attention" if layer % 4 == 3 else "sliding_attention" for layer in layers
     ]
     seen = windows({**config, "layer_types": kinds})
-    ropes = {kind: rope(config, kind, theta=500_000.0) for kind in set(kinds)}
+    # As in transformers, a theta outside of the parameters of both kinds is that of full attention.
+    thetas = {"full_attention": number(config, "rope_theta", DEFAULT_THETA), "sliding_attention": DEFAULT_THETA}
+    ropes = ropes_by_kind(config, thetas)
     mixers = [_mixer(config, window=window, rope=ropes[kind]) for window, kind in zip(seen, kinds, strict=True)]
     return post_norm_decoder(config, mixers)
 

@@ -13,7 +13,7 @@ from compress.models.spec import ModelSpec, Rope
 @register("phi3")
 def phi3(config: Config) -> ModelSpec:
     """Describes a Phi-3."""
-    config = {"original_max_position_embeddings": 4096, **config}
+    config = {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "original_max_position_embeddings": 4096, **config}
     rotary = rope(config, knows_partial=True, older_names={"su": "longrope", "yarn": "longrope"})
     mixers = [attention(config, fused=True, window=window, rope=rotary) for window in windows(config)]
     return decoder(config, mixers, gated_mlp(config, fused=True))

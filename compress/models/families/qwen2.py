@@ -10,5 +10,6 @@ from compress.models.spec import ModelSpec
 @register("qwen2")
 def qwen2(config: Config) -> ModelSpec:
     """Describes a Qwen2."""
+    config = {"num_key_value_heads": 32, **config}
     mixers = [attention(config, qkv_bias=True, window=window) for window in switched_windows(config)]
     return decoder(config, mixers, gated_mlp(config))

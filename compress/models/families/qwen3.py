@@ -10,6 +10,7 @@ from compress.models.spec import ModelSpec
 @register("qwen3")
 def qwen3(config: Config) -> ModelSpec:
     """Describes a dense Qwen3."""
+    config = {"num_key_value_heads": 32, "head_dim": 128, **config}
     bias = flag(config, "attention_bias")
     mixers = [
         attention(config, qkv_bias=bias, output_bias=bias, qk_norm=True, window=window)

@@ -3,7 +3,18 @@
 from __future__ import annotations
 
 from compress.common.errors import CheckpointError
-from compress.models.config import Config, attention, decoder, flag, gated_mlp, mixture, positive, switched_windows
+from compress.models.config import (
+    Config,
+    attention,
+    decoder,
+    flag,
+    gated_mlp,
+    mixture,
+    num_layers,
+    number,
+    positive,
+    switched_windows,
+)
 from compress.models.registry import register
 from compress.models.spec import MLP, Linear, Mixture, ModelSpec
 
@@ -16,6 +27,7 @@ def qwen2_moe(config: Config) -> ModelSpec:
         "num_experts_per_tok": 4,
         "moe_intermediate_size": 1408,
         "shared_expert_intermediate_size": 5632,
+        "num_key_value_heads": 16,
         **config,
     }
     size = positive(config, "shared_expert_intermediate_size")
@@ -26,20 +38,29 @@ def qwen2_moe(config: Config) -> ModelSpec:
         shared=gated_mlp(config, name="mlp.shared_expert", size=size),
         shared_gate=Linear("mlp.shared_expert_gate", 1, positive(config, "hidden_size")),
     )
-    bias = flag(config, "qkv_bias", True)
-    mixers = [attention(config, qkv_bias=bias, window=window) for window in switched_windows(config)]
+    bias, layers = flag(config, "qkv_bias", True), range(num_layers(config))
+    last = int(number(config, "max_window_layers", 28))
+    kinds = ["full_attention" if layer % 2 or layer >= last else "sliding_attention" for layer in layers]
+    seen = switched_windows({**config, "layer_types": config.get("layer_types") or kinds})
+    mixers = [attention(config, qkv_bias=bias, window=window) for window in seen]
     return decoder(config, mixers, layers_of(config, experts, len(mixers)))
 
 
 @register("qwen3_moe")
 def qwen3_moe(config: Config) -> ModelSpec:
     """Describes a mixture of Qwen3."""
-    config = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, **config}
+    config = {
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "num_key_value_heads": 4,
+        **config,
+    }
     experts = mixture(config, size=positive(config, "moe_intermediate_size"), normalizes=flag(config, "norm_topk_prob"))
     bias = flag(config, "attention_bias")
     mixers = [
         attention(config, qkv_bias=bias, output_bias=bias, qk_norm=True, window=window)
-        for window in switched_windows({"max_window_layers": 0, **config})
+        for window in switched_windows({**config, "max_window_layers": 0, "layer_types": None})
     ]
     return decoder(config, mixers, layers_of(config, experts, len(mixers)))
 

@@ -16,10 +16,13 @@ def smollm3(config: Config) -> ModelSpec:
     """Describes a SmolLM3."""
     config = {"tie_word_embeddings": TIED, "num_key_value_heads": 4, **config}
     bias, rotary = flag(config, "attention_bias"), rope(config, theta=2_000_000.0)
-    seen = windows(config) if flag(config, "use_sliding_window") else (None,) * num_layers(config)
+    rotated = rotated_layers(config)
+    switched = flag(config, "use_sliding_window")
+    kinds = ["sliding_attention" if switched and not rotates else "full_attention" for rotates in rotated]
+    seen = windows({**config, "layer_types": config.get("layer_types") or kinds})
     mixers = [
         attention(config, qkv_bias=bias, output_bias=bias, window=window, rope=rotary if rotates else None)
-        for window, rotates in zip(seen, rotated_layers(config), strict=True)
+        for window, rotates in zip(seen, rotated, strict=True)
     ]
     return decoder(config, mixers, gated_mlp(config, bias=flag(config, "mlp_bias")))
 

@@ -1,6 +1,6 @@
 """Kernels in C for CPUs, called through `compress.cpu`."""
 
-from runtime.backends.base import AttentionKernel, Backend, LayersKernel, OpsKernel, register
+from runtime.backends.base import AttentionKernel, Backend, LayersKernel, MixtureKernel, OpsKernel, register
 from runtime.backends.cpu.kv_pages import make_pages
 from runtime.backends.cpu.layers import (
     CpuOps,
@@ -12,6 +12,7 @@ from runtime.backends.cpu.layers import (
     prepare_layers,
 )
 from runtime.backends.cpu.linear import DENSE, INT8, PACKED, SPARSE, W4A8, is_fast
+from runtime.backends.cpu.mixture import CpuMixture, mixture_unsupported_reason
 
 register(
     Backend(
@@ -25,6 +26,7 @@ register(
             "compiled, reads pages as they are", attention_unsupported_reason, make_pages, prepare_attention
         ),
         layers=LayersKernel("all layers in one call", layers_unsupported_reason, prepare_layers),
+        mixture=MixtureKernel("rows by expert, all experts in one call", mixture_unsupported_reason, CpuMixture),
         sampling=CpuSampling(),
     )
 )

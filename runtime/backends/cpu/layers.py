@@ -5,13 +5,12 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from ctypes import c_float, c_int, c_int32, c_int64, c_void_p
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from compress.common.errors import ToolkitError
-from compress.cpu.binding import BEST, absence, library
+from compress.cpu.binding import BEST, absence, function, library
 from runtime.backends.base import (
     UNDECIDED,
     AttentionStep,
@@ -19,27 +18,18 @@ from runtime.backends.base import (
     Linear,
     Model,
     Target,
-    layers_unsupported,
     mlp_linears,
     plain_weight,
 )
 from runtime.backends.cpu.kv_pages import CpuPages, heads_unsupported_reason, pages_unsupported_reason, token_stride
 from runtime.backends.cpu.linear import CpuLinear
+from runtime.backends.cpu.mixture import CpuMixture, ExpertAddresses, Product, product
+from runtime.backends.fused_layers import layers_unsupported
 from runtime.backends.kv_pages import KVCache
 from runtime.backends.torch.ops import TorchOps
 from runtime.core.batch import AttentionGroup, Batch, SamplingTensors
 from runtime.core.memory_plan import MemoryPlan
 from runtime.core.model_config import DecoderConfig
-
-
-def _function(name: str, *argtypes: Any) -> Callable[..., int]:
-    """Returns a function of the compiled library. Raises ValueError if there is none."""
-    native = library()
-    if native is None:
-        raise ValueError("there is no compiled library")
-    function = getattr(native, name)
-    function.argtypes, function.restype = argtypes, c_int
-    return function
 
 
 class PagedAttentionCall(ctypes.Structure):
@@ -83,7 +73,7 @@ class CpuAttention:
         hadamard: bool = False,
         instruction_set: int = BEST,
     ) -> None:
-        self._attend = _function("paged_attention", c_void_p, c_int)
+        self._attend = function("paged_attention", c_void_p, c_int)
         self.hadamard, self.pages, self.batch, self.windows = hadamard, pages, batch, windows
         self.instruction_set = instruction_set
         self._spans = torch.tensor(_spans(batch.groups), dtype=torch.int64)
@@ -181,7 +171,7 @@ class CpuOps(TorchOps):
 
     def __init__(self, instruction_set: int = BEST) -> None:
         self._add_norm, self._rotate, self._silu_and_mul = (
-            _function(name, c_void_p, c_int) for name in ("add_rms_norm", "rotate", "silu_and_mul")
+            function(name, c_void_p, c_int) for name in ("add_rms_norm", "rotate", "silu_and_mul")
         )
         self._instruction_set = instruction_set
 
@@ -211,14 +201,13 @@ class CpuOps(TorchOps):
             raise ValueError(f"this machine lacks instruction set {self._instruction_set}")
 
 
-class _Product(ctypes.Structure):
-    _fields_ = (("weight", c_void_p), ("activations", c_int64))
-
-
 class _DecoderLayer(ctypes.Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("attention_norm", "mlp_norm", "head_norm")),
-        *((name, _Product) for name in ("qkv", "output", "gate_up", "down")),
+        ("qkv", Product),
+        ("output", Product),
+        ("mlp", ExpertAddresses),
+        ("mixture", c_void_p),
         ("pages", c_void_p),
         ("window", c_int64),
     )
@@ -244,7 +233,7 @@ class CpuLayers:
     def __init__(
         self, decoder: Model, pages: CpuPages, windows: tuple[int | None, ...], instruction_set: int = BEST
     ) -> None:
-        self._run = _function("decoder_layers", c_void_p, c_int64, c_void_p, c_int)
+        self._run = function("decoder_layers", c_void_p, c_int64, c_void_p, c_int)
         self._instruction_set = instruction_set
         self._kept = decoder.layers, pages  # their memory is what the structures point at
         self._eps = decoder.config.norm_eps
@@ -282,25 +271,23 @@ def layers_unsupported_reason(decoder: Model, memory: MemoryPlan) -> str:
         return reason
     if not isinstance(decoder.ops, CpuOps):
         return "ops between linears are not compiled"
+    if any(layer.experts is not None and not isinstance(layer.experts.kernel, CpuMixture) for layer in decoder.layers):
+        return "computes no mixtures expert by expert"
     others = {type(linear).__name__ for layer in decoder.layers for linear in _linears(layer)} - {CpuLinear.__name__}
     return f"takes linears in C only, not {', '.join(sorted(others))}" if others else ""
 
 
-def _linears(layer: LayerWeights) -> tuple[Linear, Linear, Linear, Linear]:
-    return layer.qkv, layer.output, *mlp_linears(layer)
+def _linears(layer: LayerWeights) -> tuple[Linear, ...]:
+    return layer.qkv, layer.output, *(() if layer.experts is not None else mlp_linears(layer))
 
 
 def _layer(layer: LayerWeights, pages: int, window: int | None) -> _DecoderLayer:
     norms = plain_weight(layer.attention_norm), plain_weight(layer.mlp_norm), layer.head_norm
     pointers = [None if norm is None else norm.data_ptr() for norm in norms]
-    products = [_product(linear) for linear in _linears(layer)]
-    return _DecoderLayer(*pointers, *products, pages, window or 0)
-
-
-def _product(linear: Linear) -> _Product:
-    if not isinstance(linear, CpuLinear):
-        raise ValueError(f"{type(linear).__name__} is no linear in C")
-    return _Product(linear.address, linear.activations)
+    qkv, output, *mlp = (product(linear) for linear in _linears(layer))
+    kernel = None if layer.experts is None else layer.experts.kernel
+    mixture = kernel.address if isinstance(kernel, CpuMixture) else None
+    return _DecoderLayer(*pointers, qkv, output, ExpertAddresses(*mlp), mixture, pages, window or 0)
 
 
 def attention_unsupported_reason(model: Model, memory: MemoryPlan) -> str:
@@ -393,5 +380,5 @@ class CpuSampling:
 
 
 def _run(name: str, job: ctypes.Structure, instruction_set: int) -> None:
-    if _function(name, c_void_p, c_int)(ctypes.addressof(job), instruction_set):
+    if function(name, c_void_p, c_int)(ctypes.addressof(job), instruction_set):
         raise ValueError(f"this machine lacks instruction set {instruction_set}")

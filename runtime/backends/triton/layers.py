@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from runtime.backends.base import Model, Target, layers_unsupported, mlp_linears, plain_weight
+from runtime.backends.base import Model, Target, mlp_linears, plain_weight
+from runtime.backends.fused_layers import layers_unsupported
 from runtime.backends.kv_pages import KVCache
 from runtime.backends.torch.ops import TorchOps
 from runtime.backends.triton.attention import TritonAttention, layer_pages
@@ -91,6 +92,8 @@ def layers_unsupported_reason(decoder: Model, memory: MemoryPlan) -> str:
     """Why a decoder's layers cannot run in fused kernels; "" when they can."""
     if reason := layers_unsupported(decoder.config.spec):
         return reason
+    if any(layer.experts is not None for layer in decoder.layers):
+        return "computes no mixtures of experts"
     if not isinstance(decoder.ops, TritonOps):
         return "ops between linears are not in Triton"
     if memory.attention_window.window is not None and memory.attention_window.sinks:

@@ -14,7 +14,7 @@ from compress.common.errors import CheckpointError
 from compress.models.architecture import architecture_of
 from compress.models.registry import find_family, known_families, register
 from compress.models.spec import ModelSpec
-from runtime.backends.base import layers_unsupported
+from runtime.backends.fused_layers import layers_unsupported
 
 QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 GATE_UP = ("mlp.gate_proj", "mlp.up_proj")

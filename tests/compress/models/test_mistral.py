@@ -11,6 +11,7 @@ SIZES = {
     "hidden_size": 64,
     "intermediate_size": 128,
     "num_attention_heads": 2,
+    "num_key_value_heads": 2,
     "num_hidden_layers": 2,
     "vocab_size": 32,
 }

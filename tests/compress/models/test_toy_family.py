@@ -19,7 +19,7 @@ from compress.models.spec import ModelSpec
 from compress.pipeline.prepare import RunRequest, prepare
 from compress.pipeline.run import run
 from compress.recipe import CalibrationOptions, QuantizeStage, Recipe
-from runtime.backends.base import layers_unsupported
+from runtime.backends.fused_layers import layers_unsupported
 from runtime.core.config import RuntimeConfig
 from runtime.core.request import SamplingParams
 from runtime.llm import LLM

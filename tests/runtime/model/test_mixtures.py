@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from engines import answer_all, small_engine
 from safetensors.torch import save_file
 from tiny_models import VARIANTS, load_reference, pack_model, reference_logits, save_tiny_model
 from torch import Tensor
@@ -12,9 +13,11 @@ from torch import Tensor
 from compress.checkpoint.config import ModelConfig, read_config, write_config
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.weights import Int
+from compress.cpu.binding import library
 from compress.models.registry import find_family
 from compress.models.spec import Linear, Router
 from runtime.core.config import RuntimeConfig
+from runtime.core.request import SamplingParams
 from runtime.memory.advice import inspect
 from runtime.model.loader import load_model
 from runtime.model.mixture import route
@@ -61,6 +64,24 @@ def test_packed_experts_are_multiplied_as_stored(family: str, tmp_path: Path) ->
     reference = load_reference(write_dequantized(packed, dense, tmp_path / "plain"))
     found = score(load_model(packed, dtype="float64"), TOKENS)
     torch.testing.assert_close(found, reference_logits(reference, TOKENS), rtol=0, atol=1e-9)
+
+
+@pytest.mark.skipif(library() is None, reason="the CPU kernels are not compiled")
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe"])
+def test_whole_layers_in_one_call_answer_as_alone(family: str, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 128, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64}
+    options = VARIANTS[family] | sizes
+    dense, packed = save_tiny_model(tmp_path / "dense", family, **options), tmp_path / "packed"
+    pack_model(dense, packed, lambda module: Int(4, 32) if "experts" in module else None)
+    decoder = load_model(packed, dtype="bfloat16")
+    limits = {"block_size": 16, "max_num_batched_tokens": 32, "prefill_chunk": 24}
+    assert any("all experts in one call" in line for line in decoder.description)
+    assert small_engine(decoder, **limits).runner.kernels.layers is not None
+    prompts = {str(length): TOKENS[0, -length:].tolist() for length in (5, 30, 40)}
+    requests = [(name, prompt, SamplingParams(temperature=0, max_tokens=8)) for name, prompt in prompts.items()]
+    together = answer_all(small_engine(decoder, **limits), requests, gap=1)
+    for request in requests:
+        assert together[request[0], 0] == answer_all(small_engine(decoder, **limits), [request])[request[0], 0]
 
 
 def test_no_command_that_fails_is_advised(tmp_path: Path) -> None:

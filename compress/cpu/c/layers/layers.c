@@ -48,26 +48,35 @@ static int attend(const DecoderLayer *layer, LayersStep *step, const Scratch *sc
     return paged_attention(attention, set);
 }
 
+/* From `normed` to the update. */
+static int run_mlp(const DecoderLayer *layer, LayersStep *step, const Scratch *scratch, int set) {
+    if (layer->mixture != NULL) return mixture(layer->mixture, step->rows, scratch->normed, step->update, set);
+    const SiluMultiply gating = {step->rows, layer->mlp.down.weight->in_features, scratch->gate_up, scratch->gated};
+    int failed = multiply(&layer->mlp.gate_up, step, scratch->normed, scratch->gate_up, set);
+    failed = failed || silu_and_mul(&gating, set);
+    return failed || multiply(&layer->mlp.down, step, scratch->gated, step->update, set);
+}
+
 static int run_layer(const DecoderLayer *layer, LayersStep *step, const uint16_t *update, const Scratch *scratch,
                      int set) {
     const int64_t size = layer->qkv.weight->in_features;
-    const SiluMultiply gating = {step->rows, layer->down.weight->in_features, scratch->gate_up, scratch->gated};
     int failed = normalize(step, size, update, layer->attention_norm, scratch->normed, set);
     failed = failed || multiply(&layer->qkv, step, scratch->normed, scratch->heads, set);
     failed = failed || attend(layer, step, scratch, set);
     failed = failed || multiply(&layer->output, step, scratch->attended, step->update, set);
     failed = failed || normalize(step, size, step->update, layer->mlp_norm, scratch->normed, set);
-    failed = failed || multiply(&layer->gate_up, step, scratch->normed, scratch->gate_up, set);
-    failed = failed || silu_and_mul(&gating, set);
-    failed = failed || multiply(&layer->down, step, scratch->gated, step->update, set);
+    failed = failed || run_mlp(layer, step, scratch, set);
     return failed ? -1 : 0;
 }
 
-/* All layers are of the same sizes. */
-static uint16_t *make_room(const DecoderLayer *layer, int64_t rows, Scratch *scratch) {
-    const int64_t sizes[] = {layer->qkv.weight->in_features, layer->qkv.weight->out_features,
-                             layer->output.weight->in_features, layer->gate_up.weight->out_features,
-                             layer->down.weight->in_features};
+/* Layers are of the same sizes, except that those with a mixture have no MLP and MLPs may differ. */
+static uint16_t *make_room(const DecoderLayer *layers, int64_t num_layers, int64_t rows, Scratch *scratch) {
+    int64_t inner = 0;
+    for (int64_t i = 0; i < num_layers; i++)
+        if (layers[i].mixture == NULL && layers[i].mlp.down.weight->in_features > inner)
+            inner = layers[i].mlp.down.weight->in_features;
+    const int64_t sizes[] = {layers->qkv.weight->in_features, layers->qkv.weight->out_features,
+                             layers->output.weight->in_features, 2 * inner, inner};
     uint16_t **parts[] = {&scratch->normed, &scratch->heads, &scratch->attended, &scratch->gate_up, &scratch->gated};
     int64_t width = 0;
     for (int i = 0; i < 5; i++) width += sizes[i];
@@ -78,7 +87,7 @@ static uint16_t *make_room(const DecoderLayer *layer, int64_t rows, Scratch *scr
 
 int decoder_layers(const DecoderLayer *layers, int64_t num_layers, LayersStep *step, int instruction_set) {
     Scratch scratch;
-    uint16_t *room = num_layers < 1 || step->rows < 1 ? NULL : make_room(layers, step->rows, &scratch);
+    uint16_t *room = num_layers < 1 || step->rows < 1 ? NULL : make_room(layers, num_layers, step->rows, &scratch);
     if (room == NULL) return -1;
     int failed = 0;
     for (int64_t i = 0; i < num_layers && !failed; i++)

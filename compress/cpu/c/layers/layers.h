@@ -4,17 +4,14 @@
 #define NATIVE_LAYERS_H
 
 #include "attention/attention.h"
-#include "linear/linear.h"
-
-typedef struct {
-    const LinearWeight *weight;
-    int64_t activations; /* one of Activations */
-} Product;
+#include "layers/mixture.h"
 
 typedef struct {
     const uint16_t *attention_norm, *mlp_norm; /* [size] */
     const uint16_t *head_norm;                 /* [heads + kv_heads, head_dim], or NULL for none */
-    Product qkv, output, gate_up, down;        /* qkv and gate_up give their parts side by side */
+    Product qkv, output;                       /* qkv gives its parts side by side, as gate_up of an expert */
+    Expert mlp;                                /* no weights where there is a mixture */
+    const Mixture *mixture;                    /* in place of the MLP, or NULL */
     const KvPages *pages;
     int64_t window; /* as in PagedAttention */
 } DecoderLayer;

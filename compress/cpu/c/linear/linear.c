@@ -1,4 +1,4 @@
-/* One call of linear_multiply: activations converted, products in chunks, results. */
+/* Products of linear_multiply and linear_multiply_all: activations converted, products in chunks, results. */
 #include <float.h>
 #include <math.h>
 #include <stdlib.h>
@@ -15,7 +15,7 @@ typedef void (*PrepareRow)(const LinearCall *call, int64_t row);
 /* The sums of one row and tile, with the bias, as results. */
 typedef void (*FinishRow)(const LinearCall *call, int64_t row, int64_t tile, float *sums);
 
-/* State of one call of linear_multiply. */
+/* State of one product. */
 struct LinearCall {
     const LinearWeight *weight;
     const KernelKind *kernels;
@@ -32,22 +32,16 @@ struct LinearCall {
     int32_t *q8_sums;
     Prepared prepared;
     int64_t rows_per_chunk, tiles_per_chunk, num_tiles;
+    int64_t preparations, chunks; /* of the pool's */
 };
 
-extern const PrepareRow prepare_by_set[NUM_INSTRUCTION_SETS];
-extern const FinishRow finish_by_set[NUM_INSTRUCTION_SETS];
-
-/* rows_per_chunk rows by tiles_per_chunk tiles of a LinearCall; chunks of the same rows follow each other. */
-void multiply_chunk(void *call, int64_t chunk);
-
 INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-
-/* The largest number of inputs that divides a group and is at most LONGEST_RUN. */
-int64_t run_of(int64_t group);
+INLINE int64_t parts(int64_t whole, int64_t part) { return (whole + part - 1) / part; }
 
 static const int LARGEST_Q8 = 127;
 
-int64_t run_of(int64_t group) {
+/* The largest number of inputs that divides a group and is at most LONGEST_RUN. */
+static int64_t run_of(int64_t group) {
     int64_t run = group < LONGEST_RUN ? group : LONGEST_RUN;
     while (group % run) run -= INPUT_MULTIPLE;
     return run;
@@ -160,7 +154,7 @@ FOR_AVX2 static void prepare_avx2(const LinearCall *call, int64_t row) { prepare
 FOR_AVX512 static void prepare_avx512(const LinearCall *call, int64_t row) { prepare_row(call, row); }
 #endif
 
-const PrepareRow prepare_by_set[NUM_INSTRUCTION_SETS] = BY_SET(prepare);
+static const PrepareRow prepare_by_set[NUM_INSTRUCTION_SETS] = BY_SET(prepare);
 
 /* One chunk of a product: some rows by some tiles. */
 
@@ -168,8 +162,8 @@ const PrepareRow prepare_by_set[NUM_INSTRUCTION_SETS] = BY_SET(prepare);
 static void multiply_run(const LinearCall *call, Place place, int64_t num_rows, uint32_t *decoded) {
     const KernelKind *kernels = call->kernels;
     const DecodeKernel decode = kernels->decode[width_index(call->weight->bits)];
-    const int64_t blocks = (num_rows + kernels->most_rows - 1) / kernels->most_rows;
-    const int64_t block = (num_rows + blocks - 1) / blocks;
+    const int64_t blocks = parts(num_rows, kernels->most_rows);
+    const int64_t block = parts(num_rows, blocks);
     int width = width_index(call->weight->bits);
     if (decode != NULL && blocks > kernels->undecoded_blocks) {
         decode(place.words, &call->prepared, decoded);
@@ -205,7 +199,7 @@ FOR_AVX512 static void finish_avx512(const LinearCall *call, int64_t row, int64_
     finish_row(call, row, tile, sums);
 }
 #endif
-const FinishRow finish_by_set[NUM_INSTRUCTION_SETS] = BY_SET(finish);
+static const FinishRow finish_by_set[NUM_INSTRUCTION_SETS] = BY_SET(finish);
 
 static void multiply_tile(const LinearCall *call, int64_t tile, int64_t row, int64_t num_rows) {
     float sums[ROWS_PER_CHUNK * TILE];
@@ -219,9 +213,11 @@ static void multiply_tile(const LinearCall *call, int64_t tile, int64_t row, int
     for (int64_t r = 0; r < num_rows; r++) call->finish(call, row + r, tile, sums + r * TILE);
 }
 
-void multiply_chunk(void *context, int64_t chunk) {
+/* rows_per_chunk rows by tiles_per_chunk tiles of the call that a chunk falls to; chunks of the same rows follow each other. */
+static void multiply_chunk(void *context, int64_t chunk) {
     const LinearCall *call = context;
-    const int64_t chunks_of_tiles = (call->num_tiles + call->tiles_per_chunk - 1) / call->tiles_per_chunk;
+    for (; chunk >= call->chunks; call++) chunk -= call->chunks;
+    const int64_t chunks_of_tiles = parts(call->num_tiles, call->tiles_per_chunk);
     const int64_t row = chunk / chunks_of_tiles * call->rows_per_chunk;
     const int64_t first = chunk % chunks_of_tiles * call->tiles_per_chunk;
     const int64_t last = smaller(first + call->tiles_per_chunk, call->num_tiles);
@@ -251,6 +247,7 @@ static const struct {
 
 static void prepare_chunk(void *context, int64_t chunk) {
     const LinearCall *call = context;
+    for (; chunk >= call->preparations; call++) chunk -= call->preparations;
     const int64_t first = chunk * ROWS_PER_PREPARATION, last = smaller(first + ROWS_PER_PREPARATION, call->rows);
     for (int64_t row = first; row < last; row++) call->prepare(call, row);
 }
@@ -265,13 +262,14 @@ static void fill_table(CodeTable *table, const LinearWeight *weight, bool in_pai
 
 static void cut_chunks(LinearCall *call) {
     const LinearWeight *weight = call->weight;
-    call->num_tiles = (weight->out_features + TILE - 1) / TILE;
+    call->num_tiles = parts(weight->out_features, TILE);
     call->rows_per_chunk = smaller(call->rows, ROWS_PER_CHUNK);
     const double numbers = (double)(TILE * weight->in_features);
     const double reading = numbers * weight->bits / 8 / BYTES_PER_NANOSECOND;
     const double multiplying = numbers * (double)call->rows_per_chunk / PRODUCTS_PER_NANOSECOND;
     const int64_t tiles = (int64_t)(CHUNK_NANOSECONDS / (reading > multiplying ? reading : multiplying));
-    call->tiles_per_chunk = tiles < 1 ? 1 : smaller(tiles, (call->num_tiles + 3) / 4);
+    call->tiles_per_chunk = tiles < 1 ? 1 : smaller(tiles, parts(call->num_tiles, 4));
+    call->chunks = parts(call->rows, call->rows_per_chunk) * parts(call->num_tiles, call->tiles_per_chunk);
 }
 
 /* Allocates what prepare_row fills, in one piece; it is the caller's to free. NULL when there is no memory. */
@@ -305,30 +303,59 @@ static const KernelKind *choose_kernels(int set, Activations activations, Number
     return kernel_sets[set].float32;
 }
 
+/* Fills in a call that begins with operands; returns what is to be freed, or NULL when there is no memory. */
+static void *begin(LinearCall *call, int set) {
+    call->kernels = choose_kernels(set, call->activations, call->type, call->weight->bits);
+    call->prepare = prepare_by_set[set];
+    call->finish = finish_by_set[set];
+    void *room = make_room(call);
+    if (room == NULL) return NULL;
+    fill_table(&call->prepared.table, call->weight, call->kernels->decoded_bits == 16);
+    cut_chunks(call);
+    if (call->sums != NULL || call->converted != NULL) call->preparations = parts(call->rows, ROWS_PER_PREPARATION);
+    return room;
+}
+
+static int run_calls(LinearCall *calls, void **rooms, int64_t num_calls, int set) {
+    int64_t begun = 0, preparations = 0, chunks = 0;
+    for (; begun < num_calls && (rooms[begun] = begin(&calls[begun], set)) != NULL; begun++) {
+        preparations += calls[begun].preparations;
+        chunks += calls[begun].chunks;
+    }
+    if (begun == num_calls) {
+        pool_run(prepare_chunk, calls, preparations);
+        pool_run(multiply_chunk, calls, chunks);
+    }
+    for (int64_t i = 0; i < begun; i++) free(rooms[i]);
+    return begun == num_calls ? LINEAR_OK : LINEAR_NO_MEMORY;
+}
+
 int linear_multiply(const LinearWeight *weight, int activations, int type, int64_t rows, const void *x,
                     int64_t x_stride, void *y, int64_t y_stride, int instruction_set) {
     const int set = resolve_instruction_set(instruction_set);
     if (set < 0) return LINEAR_NO_INSTRUCTIONS;
     if (rows < 1) return LINEAR_OK;
-    LinearCall call = {.weight = weight,
-                       .kernels = choose_kernels(set, (Activations)activations, (NumberType)type, weight->bits),
-                       .prepare = prepare_by_set[set],
-                       .finish = finish_by_set[set],
-                       .type = (NumberType)type,
-                       .activations = (Activations)activations,
-                       .x = x,
-                       .x_stride = x_stride,
-                       .rows = rows,
-                       .y = y,
-                       .y_stride = y_stride};
-    void *room = make_room(&call);
-    if (room == NULL) return LINEAR_NO_MEMORY;
-    fill_table(&call.prepared.table, weight, call.kernels->decoded_bits == 16);
-    cut_chunks(&call);
-    if (call.sums != NULL || call.converted != NULL)
-        pool_run(prepare_chunk, &call, (rows + ROWS_PER_PREPARATION - 1) / ROWS_PER_PREPARATION);
-    const int64_t row_chunks = (rows + call.rows_per_chunk - 1) / call.rows_per_chunk;
-    pool_run(multiply_chunk, &call, row_chunks * ((call.num_tiles + call.tiles_per_chunk - 1) / call.tiles_per_chunk));
-    free(room);
-    return LINEAR_OK;
+    void *room;
+    LinearCall call = {.weight = weight, .activations = (Activations)activations, .type = (NumberType)type, .rows = rows};
+    call.x = x, call.x_stride = x_stride, call.y = y, call.y_stride = y_stride;
+    return run_calls(&call, &room, 1, set);
+}
+
+int linear_multiply_all(const LinearJob *jobs, int64_t num_jobs, int type, int instruction_set) {
+    const int set = resolve_instruction_set(instruction_set);
+    if (set < 0) return LINEAR_NO_INSTRUCTIONS;
+    LinearCall *calls = calloc((size_t)num_jobs + 1, sizeof *calls);
+    void **rooms = calloc((size_t)num_jobs + 1, sizeof *rooms);
+    int status = calls == NULL || rooms == NULL ? LINEAR_NO_MEMORY : LINEAR_OK;
+    int64_t used = 0;
+    for (const LinearJob *job = jobs; !status && job < jobs + num_jobs; job++) {
+        if (job->rows < 1) continue;
+        LinearCall *call = &calls[used++];
+        call->weight = job->weight, call->activations = (Activations)job->activations;
+        call->type = (NumberType)type, call->rows = job->rows, call->x = job->x, call->y = job->y;
+        call->x_stride = call->weight->in_features, call->y_stride = call->weight->out_features;
+    }
+    if (!status) status = run_calls(calls, rooms, used, set);
+    free(calls), free(rooms);
+    return status;
 }

@@ -60,4 +60,15 @@ EXPORT void linear_pack_bfloat16(const uint16_t *numbers, int64_t out_features, 
 EXPORT int linear_multiply(const LinearWeight *weight, int activations, int type, int64_t rows, const void *x,
                            int64_t x_stride, void *y, int64_t y_stride, int instruction_set);
 
+/* One of several products; rows of x and y follow each other. */
+typedef struct {
+    const LinearWeight *weight;
+    int64_t activations, rows;
+    const void *x;
+    void *y;
+} LinearJob;
+
+/* Products that do not depend on each other, all shared by all threads, with the bits of linear_multiply. */
+int linear_multiply_all(const LinearJob *jobs, int64_t num_jobs, int type, int instruction_set);
+
 #endif

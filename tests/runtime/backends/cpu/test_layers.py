@@ -13,15 +13,18 @@ from compress.checkpoint.weights import Int
 from compress.checkpoint.weights.integer import IntegerWeight
 from compress.common.errors import ToolkitError
 from compress.cpu.binding import INSTRUCTION_SETS, best_instruction_set, library
+from compress.models.spec import Linear, Router
 from runtime.backends.base import NormWeights
 from runtime.backends.cpu.kv_pages import CpuPages
 from runtime.backends.cpu.layers import CpuAttention, CpuLayers, CpuOps, layers_unsupported_reason
 from runtime.backends.cpu.linear import Activations, CpuLinear
+from runtime.backends.cpu.mixture import CpuMixture
 from runtime.backends.torch.ops import TorchOps
 from runtime.core.batch import AttentionGroup, Batch
 from runtime.core.memory_plan import MemoryPlan
 from runtime.model.decoder import Decoder, Layer
 from runtime.model.embedding import DenseEmbedding
+from runtime.model.mixture import Expert, Experts
 from runtime.model.rotary import Rotary
 
 pytestmark = pytest.mark.skipif(library() is None, reason="the CPU kernels are not compiled")
@@ -79,6 +82,19 @@ class World:
             down=CpuLinear(self.codes(SIZE, INNER)),
         )
 
+    def with_mixture(self, instruction_set: int) -> Decoder:
+        """The decoder with a mixture in its second layer, of experts that are wider than the MLPs."""
+        experts = [
+            Expert(CpuLinear(self.codes(4 * INNER, SIZE)), CpuLinear(self.codes(SIZE, 2 * INNER))) for _ in range(4)
+        ]
+        for expert in experts:
+            expert.gate_up._instruction_set = expert.down._instruction_set = instruction_set
+        router = Router(Linear("gate", 4, SIZE), 2)
+        weights = Experts(router, self.numbers(4, SIZE), tuple(experts))
+        mixture = replace(weights, kernel=CpuMixture(weights, instruction_set))
+        first, second, third = self.decoder.layers
+        return replace(self.decoder, layers=[first, replace(second, gate_up=None, down=None, experts=mixture), third])
+
     def pages(self, format: str) -> CpuPages:
         pages = CpuPages(self.config, KVCacheScheme(format), 8, BLOCK, torch.bfloat16, CPU)
         pages.memory.clear(range(8))
@@ -102,14 +118,17 @@ class World:
 @pytest.mark.parametrize("instruction_set", range(best_instruction_set() + 1))
 @pytest.mark.parametrize("format", ["16bit", "int4"])
 @pytest.mark.parametrize(("hadamard", "head_norm"), [(False, True), (True, False)])
+@pytest.mark.parametrize("has_mixture", [False, True])
 def test_same_bits_as_one_call_after_the_other(
-    instruction_set: int, format: str, hadamard: bool, head_norm: bool
+    instruction_set: int, format: str, hadamard: bool, head_norm: bool, has_mixture: bool
 ) -> None:
     world = World(head_norm=head_norm)
-    decoder = replace(world.decoder, ops=CpuOps(instruction_set))
+    decoder = world.with_mixture(instruction_set) if has_mixture else world.decoder
+    decoder = replace(decoder, ops=CpuOps(instruction_set))
     for layer in decoder.layers:
         for linear in (layer.qkv, layer.output, layer.gate_up, layer.down):
-            linear._instruction_set = instruction_set
+            if linear is not None:
+                linear._instruction_set = instruction_set
     one, other = world.pages(format), world.pages(format)
     layers = CpuLayers(decoder, other, WINDOWS, instruction_set)
     for spans in ([(1, 1)], [(1, 20), (1, 3), (5, 30), (33, 33)]):
@@ -131,6 +150,10 @@ def test_what_is_not_compiled_refuses() -> None:
     decoder = World().decoder
     assert layers_unsupported_reason(decoder, MEMORY) == ""
     assert layers_unsupported_reason(replace(decoder, ops=TorchOps()), MEMORY) == "ops between linears are not compiled"
+    mixture = World().with_mixture(0)
+    assert layers_unsupported_reason(mixture, MEMORY) == ""
+    mixture.layers[1].experts = replace(mixture.layers[1].experts, kernel=None)
+    assert "mixtures" in layers_unsupported_reason(mixture, MEMORY)
     decoder.layers[1].down = lambda x: x  # type: ignore[assignment]
     assert layers_unsupported_reason(decoder, MEMORY) == "takes linears in C only, not function"
 

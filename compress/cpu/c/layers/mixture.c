@@ -1,0 +1,181 @@
+#include "layers/mixture.h"
+
+#include <stdlib.h>
+
+#include "common/thread_pool.h"
+#include "layers/norm_rope_act.h"
+#include "layers/router.h"
+
+enum { ROWS_PER_CHUNK = 4 };
+
+/* One call: rows of x, and their `num_places` copies, one for each chosen expert, sorted by expert. */
+typedef struct {
+    const Mixture *weights;
+    int64_t rows, num_places;
+    const uint16_t *x;
+    uint16_t *out;
+    int64_t *chosen, *places;      /* [rows, num_chosen]; a place is a row of what is sorted */
+    float *shares;                 /* [rows, num_chosen]: weights of the chosen experts */
+    int64_t *starts;               /* [num_experts + 1]: first place of every expert */
+    LinearJob *jobs;               /* [num_experts + 1]: the last one is of the shared expert */
+    uint16_t *sorted;              /* [num_places, size], first of x, then of what experts give */
+    uint16_t *gate_up, *gated;     /* [num_places, ...] */
+    uint16_t *shared_gate_up, *shared_gated, *shared; /* [rows, ...] */
+} MixtureCall;
+
+typedef void (*RowTask)(const MixtureCall *call, int64_t row);
+
+INLINE void for_rows(void *context, int64_t chunk, RowTask task) {
+    const MixtureCall *call = context;
+    const int64_t last = (chunk + 1) * ROWS_PER_CHUNK;
+    for (int64_t row = chunk * ROWS_PER_CHUNK; row < last && row < call->rows; row++) task(call, row);
+}
+
+INLINE void route_one(const MixtureCall *call, int64_t row) {
+    const Router *router = &call->weights->router;
+    const int64_t at = row * router->num_chosen;
+    route_row(router, call->x + row * router->size, call->chosen + at, call->shares + at);
+}
+
+INLINE void copy_one(const MixtureCall *call, int64_t row) {
+    const Router *router = &call->weights->router;
+    for (int64_t i = row * router->num_chosen; i < (row + 1) * router->num_chosen; i++)
+        memcpy(call->sorted + call->places[i] * router->size, call->x + row * router->size, (size_t)router->size * 2);
+}
+
+/* Weight of the shared expert, a bfloat16 number. */
+INLINE float shared_weight(const MixtureCall *call, int64_t row) {
+    const int64_t size = call->weights->router.size;
+    const Router gate = {.num_experts = 1, .size = size, .type = BFLOAT16, .scores = call->weights->shared_gate};
+    return lanes_round_bfloat16(lanes_sigmoid(lanes_of(score_of(&gate, call->x + row * size, 0))))[0];
+}
+
+INLINE void combine_one(const MixtureCall *call, int64_t row) {
+    const int64_t size = call->weights->router.size, count = call->weights->router.num_chosen;
+    const float shared = call->weights->shared_gate ? shared_weight(call, row) : 1.0f;
+    for (int64_t i = 0; i < size; i += LANES) {
+        Lanes sum = {0};
+        for (int64_t k = row * count; k < (row + 1) * count; k++) {
+            const Lanes found = lanes_load_bfloat16(call->sorted + call->places[k] * size + i);
+            sum = lanes_round_bfloat16(sum + lanes_round_bfloat16(found * lanes_of(call->shares[k])));
+        }
+        if (call->weights->shared)
+            sum += lanes_round_bfloat16(lanes_load_bfloat16(call->shared + row * size + i) * lanes_of(shared));
+        lanes_store_bfloat16(call->out + row * size + i, sum);
+    }
+}
+
+static void route_scalar(void *call, int64_t chunk) { for_rows(call, chunk, route_one); }
+static void combine_scalar(void *call, int64_t chunk) { for_rows(call, chunk, combine_one); }
+#if ON_X86
+FOR_AVX2 static void route_avx2(void *call, int64_t chunk) { for_rows(call, chunk, route_one); }
+FOR_AVX2 static void combine_avx2(void *call, int64_t chunk) { for_rows(call, chunk, combine_one); }
+FOR_AVX512 static void route_avx512(void *call, int64_t chunk) { for_rows(call, chunk, route_one); }
+FOR_AVX512 static void combine_avx512(void *call, int64_t chunk) { for_rows(call, chunk, combine_one); }
+#endif
+static const PoolTask ROUTE[NUM_INSTRUCTION_SETS] = BY_SET(route);
+static const PoolTask COMBINE[NUM_INSTRUCTION_SETS] = BY_SET(combine);
+static void copy(void *call, int64_t chunk) { for_rows(call, chunk, copy_one); }
+
+static void run_rows(PoolTask task, const MixtureCall *call) {
+    pool_run(task, (void *)call, (call->rows + ROWS_PER_CHUNK - 1) / ROWS_PER_CHUNK);
+}
+
+/* Places by expert, and in an expert by row. */
+static void sort_places(const MixtureCall *call) {
+    const int64_t count = call->weights->router.num_experts;
+    int64_t *starts = call->starts;
+    memset(starts, 0, (size_t)(count + 1) * sizeof *starts);
+    for (int64_t i = 0; i < call->num_places; i++) starts[call->chosen[i] + 1]++;
+    for (int64_t e = 0; e < count; e++) starts[e + 1] += starts[e];
+    for (int64_t i = 0; i < call->num_places; i++) call->places[i] = starts[call->chosen[i]]++;
+    for (int64_t e = count; e > 0; e--) starts[e] = starts[e - 1];
+    starts[0] = 0;
+}
+
+/* One of the products of all experts; x and y have a row for every place. */
+static int multiply(const MixtureCall *call, bool down, const uint16_t *x, uint16_t *y, const uint16_t *shared_x,
+                    uint16_t *shared_y, int set) {
+    const Mixture *weights = call->weights;
+    int64_t count = weights->router.num_experts;
+    for (int64_t e = 0; e < count; e++) {
+        const Product *product = down ? &weights->experts[e].down : &weights->experts[e].gate_up;
+        const LinearWeight *weight = product->weight;
+        call->jobs[e] = (LinearJob){weight, product->activations, call->starts[e + 1] - call->starts[e],
+                                    x + call->starts[e] * weight->in_features, y + call->starts[e] * weight->out_features};
+    }
+    if (weights->shared) {
+        const Product *product = down ? &weights->shared->down : &weights->shared->gate_up;
+        call->jobs[count++] = (LinearJob){product->weight, product->activations, call->rows, shared_x, shared_y};
+    }
+    return linear_multiply_all(call->jobs, count, BFLOAT16, set);
+}
+
+static int64_t width(const Expert *expert) { return expert->down.weight->in_features; }
+
+static int compute(const MixtureCall *call, int set) {
+    const Mixture *weights = call->weights;
+    const SiluMultiply gating = {call->num_places, width(weights->experts), call->gate_up, call->gated};
+    run_rows(ROUTE[set], call);
+    sort_places(call);
+    run_rows(copy, call);
+    int failed = multiply(call, false, call->sorted, call->gate_up, call->x, call->shared_gate_up, set);
+    failed = failed || silu_and_mul(&gating, set);
+    if (weights->shared) {
+        const SiluMultiply shared = {call->rows, width(weights->shared), call->shared_gate_up, call->shared_gated};
+        failed = failed || silu_and_mul(&shared, set);
+    }
+    failed = failed || multiply(call, true, call->gated, call->sorted, call->shared_gated, call->shared, set);
+    if (!failed) run_rows(COMBINE[set], call);
+    return failed ? -1 : 0;
+}
+
+/* Cuts a piece off; memory is counted when there is none yet. */
+static void *cut(char **memory, size_t *bytes, int64_t count, size_t size) {
+    const size_t piece = ((size_t)count * size + 63) / 64 * 64;
+    void *found = *memory;
+    if (found != NULL) *memory += piece;
+    *bytes += piece;
+    return found;
+}
+
+static size_t lay_out(MixtureCall *call, char *memory) {
+    const Mixture *weights = call->weights;
+    const int64_t inner = width(weights->experts), shared = weights->shared ? width(weights->shared) : 0;
+    const int64_t size = weights->router.size, rows = weights->shared ? call->rows : 0;
+    size_t bytes = 0;
+    call->chosen = cut(&memory, &bytes, call->num_places, sizeof *call->chosen);
+    call->places = cut(&memory, &bytes, call->num_places, sizeof *call->places);
+    call->shares = cut(&memory, &bytes, call->num_places, sizeof *call->shares);
+    call->starts = cut(&memory, &bytes, weights->router.num_experts + 1, sizeof *call->starts);
+    call->jobs = cut(&memory, &bytes, weights->router.num_experts + 1, sizeof *call->jobs);
+    call->sorted = cut(&memory, &bytes, call->num_places * size, 2);
+    call->gate_up = cut(&memory, &bytes, call->num_places * 2 * inner, 2);
+    call->gated = cut(&memory, &bytes, call->num_places * inner, 2);
+    call->shared_gate_up = cut(&memory, &bytes, rows * 2 * shared, 2);
+    call->shared_gated = cut(&memory, &bytes, rows * shared, 2);
+    call->shared = cut(&memory, &bytes, rows * size, 2);
+    return bytes;
+}
+
+int mixture_route(const Mixture *weights, int64_t rows, const uint16_t *x, int64_t *chosen, float *shares,
+                  int instruction_set) {
+    const int set = resolve_instruction_set(instruction_set);
+    const MixtureCall call = {.weights = weights, .rows = rows, .x = x, .chosen = chosen, .shares = shares};
+    if (set < 0) return -1;
+    run_rows(ROUTE[set], &call);
+    return 0;
+}
+
+int mixture(const Mixture *weights, int64_t rows, const uint16_t *x, uint16_t *out, int instruction_set) {
+    const int set = resolve_instruction_set(instruction_set);
+    if (set < 0) return -1;
+    if (rows < 1) return 0;
+    MixtureCall call = {.weights = weights, .rows = rows, .num_places = rows * weights->router.num_chosen, .x = x, .out = out};
+    char *memory = malloc(lay_out(&call, NULL));
+    if (memory == NULL) return -1;
+    lay_out(&call, memory);
+    const int failed = compute(&call, set);
+    free(memory);
+    return failed;
+}

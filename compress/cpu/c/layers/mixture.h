@@ -1,0 +1,48 @@
+/* A mixture of experts: every row of x chooses some, and gets the weighted sum of what they give. Rows are sorted by
+ * expert, so that an expert's weights are read once for all rows that chose it, and the products of all experts are one
+ * job of the pool. Everything is rounded to bfloat16 where a decoder that goes from expert to expert, by their numbers,
+ * rounds it; a row's result depends on that row alone. */
+#ifndef NATIVE_MIXTURE_H
+#define NATIVE_MIXTURE_H
+
+#include "linear/linear.h"
+
+enum { MOST_EXPERTS = 1024 };
+
+typedef struct {
+    const LinearWeight *weight;
+    int64_t activations; /* one of Activations */
+} Product;
+
+/* down(silu(gate) * up) */
+typedef struct {
+    Product gate_up, down;
+} Expert;
+
+typedef struct {
+    int64_t num_experts, size;   /* at most MOST_EXPERTS; INPUT_MULTIPLE divides the size of x */
+    int64_t num_chosen;          /* of every row, at most the experts of the chosen groups */
+    int64_t num_groups, num_chosen_groups; /* groups of at least two experts; 1 and 1 for none */
+    int32_t type;                /* of the scores: FLOAT32 or BFLOAT16 */
+    int32_t sigmoid, normalizes; /* sigmoid instead of softmax; weights are divided by their sum, or by `least_sum` */
+    float scale, least_sum;      /* factor on weights */
+    const void *scores;          /* [num_experts, size] */
+    const float *bias;           /* [num_experts], added where experts are chosen; NULL for none */
+} Router;
+
+typedef struct {
+    Router router;
+    const Expert *experts;       /* [num_experts], all of the same sizes */
+    const Expert *shared;        /* of all rows, or NULL */
+    const uint16_t *shared_gate; /* [size]: its product with x is a score whose sigmoid weighs `shared`; NULL for none */
+} Mixture;
+
+/* bfloat16 x [rows, size]: the experts of every row in the order of their numbers, and their weights, both [rows, num_chosen].
+ * 0, or -1 for an instruction set that this machine lacks. */
+EXPORT int mixture_route(const Mixture *weights, int64_t rows, const uint16_t *x, int64_t *chosen, float *shares,
+                         int instruction_set);
+
+/* bfloat16 x and out [rows, size]. 0, or less: an instruction set that this machine lacks, or no memory. */
+EXPORT int mixture(const Mixture *weights, int64_t rows, const uint16_t *x, uint16_t *out, int instruction_set);
+
+#endif

@@ -1,0 +1,97 @@
+/* Choice of experts for one token, inlined into the functions of each instruction set. A row's choice depends on that row
+ * alone; of equal ranks the first expert is chosen. */
+#ifndef NATIVE_ROUTER_H
+#define NATIVE_ROUTER_H
+
+#include <math.h>
+#include <stdbool.h>
+
+#include "common/bf16.h"
+#include "layers/mixture.h"
+
+INLINE Lanes router_weights(const Router *router, int64_t at) {
+    return router->type == FLOAT32 ? lanes_load((const float *)router->scores + at)
+                                   : lanes_load_bfloat16((const uint16_t *)router->scores + at);
+}
+
+/* Sum of x * weights `at` and following, rounded where the weights are bfloat16. */
+INLINE float score_of(const Router *router, const uint16_t *x, int64_t at) {
+    Lanes even = {0}, odd = {0};
+    for (int64_t i = 0; i < router->size; i += 2 * LANES) {
+        even += lanes_load_bfloat16(x + i) * router_weights(router, at + i);
+        odd += lanes_load_bfloat16(x + i + LANES) * router_weights(router, at + i + LANES);
+    }
+    const float sum = sum_of_lanes(even + odd);
+    return router->type == FLOAT32 ? sum : float_of_bfloat16(bfloat16_of(sum));
+}
+
+/* 1 / (1 + e^-x); e^-|x| cannot overflow. */
+INLINE Lanes lanes_sigmoid(Lanes x) {
+    const IntLanes negative = lanes_negative((IntLanes)x);
+    const Lanes small = lanes_exp(lanes_select(negative, x, -x)), one = lanes_of(1.0f);
+    return lanes_select(negative, small, one) / (one + small);
+}
+
+/* Scores to weights, in place. The array is padded to whole lanes. */
+INLINE void weigh(const Router *router, float *scores) {
+    float highest = scores[0], sum = 0;
+    for (int64_t e = 1; e < router->num_experts; e++) highest = scores[e] > highest ? scores[e] : highest;
+    for (int64_t e = 0; e < router->num_experts; e += LANES) {
+        const Lanes x = lanes_load(scores + e);
+        lanes_store(scores + e, router->sigmoid ? lanes_sigmoid(x) : lanes_exp(x - lanes_of(highest)));
+    }
+    if (router->sigmoid) return;
+    for (int64_t e = 0; e < router->num_experts; e++) sum += scores[e];
+    for (int64_t e = 0; e < router->num_experts; e++) scores[e] /= sum;
+}
+
+/* The highest of the ranks that are not taken; -1 when all are. */
+INLINE int64_t best_of(const float *ranks, const bool *taken, int64_t first, int64_t last) {
+    int64_t best = -1;
+    for (int64_t e = first; e < last; e++)
+        if (!taken[e] && (best < 0 || ranks[e] > ranks[best])) best = e;
+    return best;
+}
+
+/* Takes all experts but those of the best groups, which are ranked by the sum of their two best experts. */
+INLINE void take_other_groups(const Router *router, const float *ranks, bool *taken) {
+    const int64_t size = router->num_experts / router->num_groups;
+    float sums[MOST_EXPERTS];
+    bool chosen[MOST_EXPERTS] = {false};
+    for (int64_t group = 0; group < router->num_groups; group++) {
+        const int64_t first = group * size, best = best_of(ranks, taken, first, first + size);
+        taken[best] = true;
+        sums[group] = ranks[best] + ranks[best_of(ranks, taken, first, first + size)];
+        taken[best] = false;
+    }
+    for (int64_t i = 0; i < router->num_chosen_groups; i++) chosen[best_of(sums, chosen, 0, router->num_groups)] = true;
+    for (int64_t e = 0; e < router->num_experts; e++) taken[e] = !chosen[e / size];
+}
+
+/* Inserts an expert behind those with lower numbers. */
+INLINE void insert_expert(int64_t *chosen, float *weights, int64_t count, int64_t expert, float weight) {
+    for (; count > 0 && chosen[count - 1] > expert; count--)
+        chosen[count] = chosen[count - 1], weights[count] = weights[count - 1];
+    chosen[count] = expert, weights[count] = weight;
+}
+
+/* The chosen experts of one token with their weights, in the order of their numbers. */
+INLINE void route_row(const Router *router, const uint16_t *x, int64_t *chosen, float *weights) {
+    float scores[MOST_EXPERTS] = {0}, ranks[MOST_EXPERTS], sum = 0;
+    bool taken[MOST_EXPERTS] = {false};
+    for (int64_t e = 0; e < router->num_experts; e++) scores[e] = score_of(router, x, e * router->size);
+    weigh(router, scores);
+    for (int64_t e = 0; e < router->num_experts; e++) ranks[e] = scores[e] + (router->bias ? router->bias[e] : 0);
+    if (router->num_groups > 1) take_other_groups(router, ranks, taken);
+    for (int64_t i = 0; i < router->num_chosen; i++) {
+        const int64_t best = best_of(ranks, taken, 0, router->num_experts);
+        taken[best] = true;
+        sum += scores[best];
+        insert_expert(chosen, weights, i, best, scores[best]);
+    }
+    if (sum < router->least_sum) sum = router->least_sum;
+    for (int64_t i = 0; i < router->num_chosen; i++)
+        weights[i] = (router->normalizes ? weights[i] / sum : weights[i]) * router->scale;
+}
+
+#endif

@@ -1,0 +1,39 @@
+"""Models whose layers kernels can compute at once, as policy over their descriptions."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from compress.models.spec import MLP, Attention, ModelSpec, is_pre_norm
+
+
+def layers_unsupported(spec: ModelSpec) -> str:
+    """Says why fused layers cannot compute the blocks of a model; empty when they can."""
+    block = spec.blocks[0]
+    mixer, rope = block.mixer, block.mixer.rope
+    if any(replace(each.mixer, window=mixer.window, rope=rope) != mixer for each in spec.blocks):
+        return "takes layers with the same heads, and keys and values of their own"
+    others = {mlp.activation for each in spec.blocks for mlp in each.mlps if not is_gated_silu(mlp)}
+    if others:
+        return f"computes gated silu, not {', '.join(sorted(others))}"
+    closes = block.layer_input is not None or block.scalar
+    if block.is_parallel or block.residual_scale != 1.0 or closes or not is_pre_norm(block):
+        return "computes plain norms before attention and MLP only, and adds what they give as it is"
+    if rope is None or rope.partial != 1 or rope.interleaved or any(each.mixer.rope != rope for each in spec.blocks):
+        return "rotates all layers and channels alike"
+    if mixer.scale is not None or mixer.softcap is not None or mixer.position_scale is not None:
+        return "computes scores divided by the root of the head dimension"
+    if mixer.qk_norm is not None and not fuses_head_norms(mixer):
+        return "computes plain norms of heads before their rotation only"
+    return ""
+
+
+def is_gated_silu(mlp: MLP) -> bool:
+    """Whether an MLP is that of Llama, whatever its sizes and biases."""
+    return mlp.activation in ("silu", "swish") and mlp == MLP(mlp.inputs, mlp.down, mlp.activation, name=mlp.name)
+
+
+def fuses_head_norms(mixer: Attention) -> bool:
+    """Whether `Ops.rotate` computes the norms of query and key heads."""
+    norms = mixer.qk_norm or ()
+    return not mixer.norms_rotated and all(norm.is_plain and norm.size == mixer.head_dim for norm in norms)
