@@ -135,7 +135,8 @@ def _rope(config: Config, kind: str) -> Rope:
     found = rope({**config, "rope_parameters": block(config, "rope_parameters") or ROPES}, kind, knows_partial=True)
     if found.type != "proportional":
         return replace(found, partial=1.0)
-    return replace(found, partial=1.0, options={**found.options, "share": found.partial})
+    read = {key: value for key, value in found.options.items() if key == "factor"}
+    return replace(found, partial=1.0, options=read | {"share": found.partial})
 
 
 def _mixer(config: Config, kind: str, source: int | None, **options: Any) -> Attention:
