@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +14,7 @@ from compress.models.generic import architecture_by_structure
 from compress.models.registry import find_family
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PretrainedConfig, PreTrainedModel
 
 
@@ -90,8 +93,18 @@ def _reason(error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def build_on_meta(path: Path, config: PretrainedConfig, trust_remote_code: bool) -> PreTrainedModel:
-    """Builds a model with parameters on the meta device and real buffers. Raises CheckpointError."""
+def build_on_meta(
+    path: Path, config: PretrainedConfig, trust_remote_code: bool, dtype: torch.dtype | None = None
+) -> PreTrainedModel:
+    """Builds a model with parameters on the meta device and real buffers.
+
+    Args:
+        dtype: of parameters, and of buffers that are made in it; None is float32, whatever the checkpoint's: then
+            buffers are rounded where they are used, not here.
+
+    Raises:
+        CheckpointError: numbers that its modeling code cannot work with.
+    """
     import torch
     from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM
@@ -101,8 +114,8 @@ def build_on_meta(path: Path, config: PretrainedConfig, trust_remote_code: bool)
     try:
         # Parameters go to the meta device one by one, so buffers keep the values that their modules compute.
         with init_empty_weights(include_buffers=False), no_init_weights():
-            # In float32 whatever the checkpoint's dtype: buffers are rounded where they are used, not here.
-            return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code, dtype=torch.float32)
+            made = dtype or torch.float32
+            return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code, dtype=made)
     except Exception as error:  # Any of many types, as above.
         raise CheckpointError(
             f"the model of {path} cannot be built: {_reason(error)}", "Correct config.json"
@@ -129,3 +142,17 @@ def find_architecture(model: PreTrainedModel) -> Architecture:
         embedding=names.get(model.get_input_embeddings(), ""),
         head=names.get(model.get_output_embeddings(), ""),
     )
+
+
+@contextmanager
+def no_loading_bar() -> Iterator[None]:
+    """Hide the progress bar of transformers, which would cut through the one of this run."""
+    from transformers.utils import logging
+
+    before = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if before:
+            logging.enable_progress_bar()

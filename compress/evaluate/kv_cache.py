@@ -26,7 +26,7 @@ from compress.evaluate.perplexity import (
 )
 
 if TYPE_CHECKING:
-    from runtime.model.decoder import Decoder
+    from runtime.model.served import ServedModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ def measure_kv_caches(
 
 @torch.inference_mode()
 def _score(
-    decoder: Decoder, tokens: Tensor, schemes: Sequence[KVCacheScheme], on_pass: Callable[[], None]
+    decoder: ServedModel, tokens: Tensor, schemes: Sequence[KVCacheScheme], on_pass: Callable[[], None]
 ) -> list[Positions]:
     """Scores one window `[1, T]` with each form, a slice of logits at a time: long windows of large vocabularies would
     not fit otherwise. Calls `on_pass` after each pass over the window."""

@@ -2,10 +2,75 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 
 from compress.common.errors import CheckpointError
 from compress.models.architecture import Architecture
+from compress.models.spec import MLP, Attention, Block, Linear, ModelSpec, Norm, TensorNames
+
+
+@dataclass(frozen=True, slots=True)
+class CodeSpec(ModelSpec):
+    """A decoder that its own modeling code computes: sizes, but nothing that could be interpreted.
+
+    Attributes:
+        blocks: one for each call of attention, in order, with its heads and its window.
+        modules: linears by absolute name.
+        context_length: longest sequence the model was made for; None where it is not said.
+        other_elements: elements of all parameters but linears, embedding and head.
+    """
+
+    modules: tuple[Linear, ...] = ()
+    context_length: int | None = None
+    other_elements: int = 0
+
+    def linears(self) -> Iterator[Linear]:
+        yield from self.modules
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """Heads of one call of attention, and what they may look at; see `Attention`."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    window: int | None
+    softcap: float | None
+
+
+def code_spec(
+    hidden_size: int,
+    vocab_size: int,
+    calls: Collection[Heads],
+    modules: tuple[Linear, ...],
+    names: TensorNames,
+    *,
+    tied: bool,
+    context_length: int | None,
+    other_elements: int,
+) -> CodeSpec:
+    """Composes the description of a decoder that its own modeling code computes."""
+    widest = max((max(linear.shape) for linear in modules), default=4 * hidden_size)
+    mlp = MLP((), Linear("", hidden_size, widest))
+    return CodeSpec(
+        hidden_size,
+        vocab_size,
+        tuple(Block(None, _mixer(hidden_size, heads), None, mlp) for heads in calls),
+        Norm("", hidden_size, 0.0),
+        tied,
+        names=names,
+        modules=modules,
+        context_length=context_length,
+        other_elements=other_elements,
+    )
+
+
+def _mixer(hidden_size: int, heads: Heads) -> Attention:
+    output = Linear("", hidden_size, heads.num_heads * heads.head_dim)
+    sizes = heads.num_heads, heads.num_kv_heads, heads.head_dim
+    return Attention(*sizes, (), output, None, window=heads.window, softcap=heads.softcap)
 
 
 def architecture_by_structure(

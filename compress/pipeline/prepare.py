@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ from calibration.sequences import SequenceSet, load_tokenizer, pack_parts, separ
 from calibration.sources import sample_sequences
 from compress.checkpoint.config import dtype_name, quantization_block, read_config
 from compress.checkpoint.dequantized import DequantizedFiles, open_source
+from compress.checkpoint.meta_model import no_loading_bar
 from compress.checkpoint.reader import stores_other_head
 from compress.checkpoint.safetensors import TensorFiles
 from compress.common.device import resolve_device
@@ -98,7 +97,7 @@ def _load(source: SourceModel) -> Any:
 
         return load_dequantized(source.path, dtype=str(source.dtype).removeprefix("torch.")).to(source.device)
     try:
-        with _no_loading_bar():
+        with no_loading_bar():
             model: Any = AutoModelForCausalLM.from_pretrained(
                 source.path, dtype=source.dtype, trust_remote_code=source.trust_remote_code, local_files_only=True
             )
@@ -107,20 +106,6 @@ def _load(source: SourceModel) -> Any:
         problem = f"{source.path} cannot be loaded to write its calibration text ({reason})"
         raise CheckpointError(problem, "Calibrate on a text instead of self") from error
     return model.to(source.device).eval()
-
-
-@contextmanager
-def _no_loading_bar() -> Iterator[None]:
-    """Hide the progress bar of transformers, which would cut through the one of this run."""
-    from transformers.utils import logging
-
-    before = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if before:
-            logging.enable_progress_bar()
 
 
 def _end_tokens(model: Any, tokenizer: Any) -> set[int]:

@@ -13,6 +13,7 @@ from compress.checkpoint.kv_cache import KVCacheRecord, KVCacheScheme, measured_
 from compress.common.errors import CheckpointError, ToolkitError
 from compress.common.files import read_json
 from compress.models.config import LENGTH, context_length, refusal
+from compress.models.generic import CodeSpec
 from compress.models.registry import find_family, known_families
 from compress.models.spec import MLP, Attention, Block, ModelSpec, Rope
 
@@ -168,34 +169,44 @@ def _for_length(block: Block, length: int) -> Block:
     return block if rope is None else replace(block, mixer=replace(block.mixer, rope=replace(rope, length=length)))
 
 
-def parse_config(config: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> DecoderConfig:
+def parse_config(
+    config: Mapping[str, Any], generation: Mapping[str, Any] | None = None, code: CodeSpec | None = None
+) -> DecoderConfig:
     """Reads a config.json (of transformers 4 or 5) and a generation_config.json.
+
+    Args:
+        code: describes a model that its own modeling code computes; None for a registered family.
 
     Raises:
         CheckpointError: a model family, rotary embedding, activation or attention this runtime does not compute, or a
             config without the numbers that define the shapes.
         SchemeError: a recorded KV cache format that does not exist.
     """
-    model_type = config.get("model_type")
-    describe = find_family(model_type)
-    if describe is None:
-        raise CheckpointError(
-            f"the runtime cannot serve model_type {model_type!r}; it knows {', '.join(known_families())}",
-            "Serve it with transformers or vLLM: compressed-tensors checkpoints load there unchanged",
-        )
-    if config.get("is_causal") is False:
+    if code is None and config.get("is_causal") is False:
         _refuse("attention that is not causal (is_causal) is not supported")
-    spec = describe(config)
-    _refuse(unsupported_reason(spec))
+    spec = _describe(config) if code is None else code
     return DecoderConfig(
-        model_type=str(model_type),
+        model_type=str(config.get("model_type")),
         spec=spec,
-        context_length=context_length(config) or 2048,
+        context_length=(context_length(config) if code is None else code.context_length) or 2048,
         dtype=dtype_name(config),
         eos_token_ids=_eos_token_ids(config, generation or {}),
         kv_cache=stored_kv_cache(config),
         kv_measured=measured_kv_caches(config),
     )
+
+
+def _describe(config: Mapping[str, Any]) -> ModelSpec:
+    model_type = config.get("model_type")
+    describe = find_family(model_type)
+    if describe is None:
+        raise CheckpointError(
+            f"the runtime has no family for model_type {model_type!r}; it knows {', '.join(known_families())}",
+            "Serve it with transformers or vLLM: compressed-tensors checkpoints load there unchanged",
+        )
+    spec = describe(config)
+    _refuse(unsupported_reason(spec))
+    return spec
 
 
 def _refuse(reason: str) -> None:

@@ -17,10 +17,10 @@ from runtime.backends.base import Target
 from runtime.backends.registry import is_fast
 from runtime.core.config import RuntimeConfig
 from runtime.core.memory_plan import MemoryPlan
-from runtime.core.model_config import DecoderConfig, parse_config, read_generation_config
+from runtime.core.model_config import DecoderConfig
 from runtime.memory.estimate import Weights, kv_token_bytes
 from runtime.memory.plan import ITEM_SIZES, Capacity, estimate, explain, find_budget, plan_memory
-from runtime.model.loader import check_tensors, resolve_dtype
+from runtime.model.loader import read_model, resolve_dtype
 
 SHORTEST_CONTEXT = 512
 MOST_SEQUENCES = 256
@@ -277,10 +277,9 @@ def inspect(path: Path, scheme: str, config: RuntimeConfig, memory_bytes: int | 
         ToolkitError: a device, dtype or kernel that is not there.
     """
     checkpoint = PackedCheckpoint.open(path)
-    model = parse_config(checkpoint.config, read_generation_config(checkpoint.path))
+    model = read_model(checkpoint)
     device = resolve_device(config.device)
     target = Target(device, resolve_dtype(config.dtype, model.dtype, device))
-    check_tensors(checkpoint, model)
     memory = available_bytes(device) if memory_bytes is None else memory_bytes
     weights = Weights(checkpoint, model, target, config.linear_backend, memory)
     dtype, weight_bytes = str(target.dtype).removeprefix("torch."), weights.prepared()

@@ -12,6 +12,7 @@ from compress.checkpoint.scheme import MAX_BITS
 from compress.checkpoint.weights import Scheme
 from compress.checkpoint.weights.integer import num_words
 from compress.models.architecture import siblings
+from compress.models.generic import CodeSpec
 from runtime.backends.base import Target
 from runtime.backends.registry import choose_dense, choose_linear
 from runtime.core.config import RuntimeConfig
@@ -133,8 +134,12 @@ class Weights:
         """
         excluded = exclude_kernels(self.checkpoint, self.config, self.target, self.kernels, self.free)
         chosen = {module: self.checkpoint.scheme(module) for module in self._shapes()} | dict(schemes or {})
-        return self._outside(excluded) + sum(
-            self._fused(scheme, rows, columns, excluded) for scheme, rows, columns in self._products(chosen)
+        spec = self.config.spec
+        other = spec.other_elements * self.target.dtype.itemsize if isinstance(spec, CodeSpec) else 0
+        return (
+            other
+            + self._outside(excluded)
+            + sum(self._fused(scheme, rows, columns, excluded) for scheme, rows, columns in self._products(chosen))
         )
 
     def _shapes(self) -> dict[str, tuple[int, int]]:

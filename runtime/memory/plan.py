@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from compress.checkpoint.kv_cache import UNCOMPRESSED, KVCacheRecord, KVCacheScheme, kv_cache_warning, wished_kv_cache
 from compress.common.device import format_bytes
 from compress.common.errors import ToolkitError
+from compress.models.generic import CodeSpec
 from runtime.core.attention_window import AttentionWindow, resolve_attention_window
 from runtime.core.config import RuntimeConfig
 from runtime.core.memory_plan import NO_BUDGET, NO_EXACT_TOKENS, ExactTokens, KVBudget, KVCacheChoice, MemoryPlan
@@ -367,6 +368,11 @@ def activation_bytes(model: DecoderConfig, config: RuntimeConfig, itemsize: int)
 
 def find_model_window(model: DecoderConfig, config: RuntimeConfig) -> AttentionWindow:
     """Attention window of a model. Raises ToolkitError for a window that the model cannot have."""
+    if config.attention_window is not None and isinstance(model.spec, CodeSpec):
+        raise ToolkitError(
+            "an attention window does not fit this model: its own modeling code knows positions up to its context only",
+            "Leave out --attention-window",
+        )
     if config.attention_sinks and (reason := model.sinks_unsupported_reason):
         raise ToolkitError(f"attention sinks do not fit this model: {reason}", "Leave out --attention-sinks")
     return resolve_attention_window(

@@ -116,6 +116,10 @@ class Decoder:
         rotaries = (Rotary(*rotation, self.dtype, self.device) for rotation in config.spec.rotations)
         return replace(self, config=config, rotaries=tuple(rotaries))
 
+    def for_streams(self) -> Decoder:
+        """Returns the model with exact angles, see `Rotary.exact`."""
+        return replace(self, rotaries=tuple(rotary.exact() for rotary in self.rotaries))
+
     def forward(
         self, token_ids: Tensor, positions: Tensor, attention: Attention, run_layers: RunLayers | None = None
     ) -> Tensor:

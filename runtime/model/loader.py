@@ -19,6 +19,8 @@ from compress.checkpoint.weights.base import BesideColumns, Factors
 from compress.checkpoint.weights.integer import IntegerWeight
 from compress.common.device import available_bytes, format_bytes, resolve_device
 from compress.common.errors import CheckpointError, ToolkitError
+from compress.models.generic import CodeSpec
+from compress.models.registry import find_family
 from compress.models.spec import CURVE, MLP, Attention, Block, LayerInput, Mixture, Norm
 from compress.models.spec import Linear as LinearSpec
 from runtime.backends.base import Linear, LinearKernel, LowRank, NormWeights, Target, WithOutliers
@@ -39,6 +41,7 @@ from runtime.model.decoder import Decoder, Layer, LayerInputWeights
 from runtime.model.embedding import Embedding, LayerInputsWeights, make_embedding
 from runtime.model.mixture import Expert, Experts
 from runtime.model.rotary import Rotary, channel_order
+from runtime.model.served import ServedModel
 from runtime.model.xielu import Xielu
 
 
@@ -173,8 +176,14 @@ def resolve_dtype(name: str, checkpoint_dtype: str, device: torch.device) -> tor
 
 
 def load_model(
-    path: str | Path, *, device: str = "auto", dtype: str = "auto", kernels: str = "auto", as_dense: bool = False
-) -> Decoder:
+    path: str | Path,
+    *,
+    device: str = "auto",
+    dtype: str = "auto",
+    kernels: str = "auto",
+    as_dense: bool = False,
+    trust_remote_code: bool = False,
+) -> ServedModel:
     """Opens a checkpoint and prepares every weight for its kernel.
 
     Args:
@@ -183,6 +192,7 @@ def load_model(
             arithmetic in it compute float16 as bfloat16 and bfloat16 as float32.
         kernels: `auto`, or the name of one kernel; `reference` is plain torch everywhere.
         as_dense: dequantizes packed weights to the checkpoint's dtype, and rounds no inputs.
+        trust_remote_code: whether Python files of the folder may run.
 
     Raises:
         CheckpointError: a folder that cannot be read, an architecture that is not supported, missing or misshapen
@@ -192,12 +202,35 @@ def load_model(
     check_name(kernels)
     checkpoint = PackedCheckpoint.open(path)
     checkpoint = dequantized(checkpoint) if as_dense else checkpoint
-    config = parse_config(checkpoint.config, read_generation_config(checkpoint.path))
+    config = read_model(checkpoint, trust_remote_code)
     chosen_device = resolve_device(device)
     target = Target(chosen_device, resolve_dtype(dtype, config.dtype, chosen_device))
-    check_tensors(checkpoint, config)
     excluded = exclude_kernels(checkpoint, config, target, kernels, available_bytes(chosen_device))
-    return _Loader(checkpoint, config, target, kernels, excluded).load()
+    loader = _Loader(checkpoint, config, target, kernels, excluded)
+    if not isinstance(config.spec, CodeSpec):
+        return loader.load()
+    from runtime.model.code_decoder import CodeSource
+
+    decoder = CodeSource(checkpoint, config, target, loader.prepare, trust_remote_code).load()
+    decoder.description = tuple(loader.description())
+    return decoder
+
+
+def read_model(checkpoint: PackedCheckpoint, trust_remote_code: bool = False) -> DecoderConfig:
+    """Describes the model of a checkpoint and checks its tensors. One whose family is not registered is served by
+    modeling code of transformers, or of its folder where that is trusted.
+
+    Raises:
+        CheckpointError: see `load_model`.
+    """
+    generation = read_generation_config(checkpoint.path)
+    if find_family(checkpoint.config.get("model_type")) is None:
+        from runtime.model.code_probe import describe_code
+
+        return parse_config(checkpoint.config, generation, describe_code(checkpoint, trust_remote_code))
+    config = parse_config(checkpoint.config, generation)
+    check_tensors(checkpoint, config)
+    return config
 
 
 def load_layers(checkpoint: PackedCheckpoint, model: Decoder, kernels: str = "auto") -> tuple[list[Layer], list[str]]:
@@ -378,6 +411,10 @@ class _Loader:
             parts = zip(weights, names, biases, strict=True)
             return SideBySide(tuple(self._prepare(weight, name, bias) for weight, name, bias in parts))
         return self._prepare(fused, "+".join(names), fuse_biases(biases, [weight.shape[0] for weight in weights]))
+
+    def prepare(self, module: str, weight: Tensor | None, bias: Tensor | None) -> Linear:
+        """Makes one linear from its dense weight, or from the packed one of its name."""
+        return self._prepare(self._weight(module) if weight is None else weight, module.rpartition(".")[2], bias)
 
     def _prepare(self, weight: Weight | Tensor, name: str, bias: Tensor | None = None) -> Linear:
         if isinstance(weight, Tensor):

@@ -9,7 +9,7 @@ from compress.checkpoint.kv_cache import UNCOMPRESSED, KVCacheScheme
 from compress.checkpoint.kv_quant import read_back, rotate_heads
 from runtime.backends.base import Attention
 from runtime.backends.span_attention import DenseAttention, attend_span, visibility_mask
-from runtime.model.decoder import Decoder
+from runtime.model.served import ServedModel
 
 
 class CachedAttention:
@@ -71,7 +71,7 @@ TOKENS_AT_ONCE = 4096
 
 
 @torch.inference_mode()
-def hidden_states(decoder: Decoder, tokens: Tensor, kv_cache: KVCacheScheme = UNCOMPRESSED) -> Tensor:
+def hidden_states(decoder: ServedModel, tokens: Tensor, kv_cache: KVCacheScheme = UNCOMPRESSED) -> Tensor:
     """Computes hidden states `[B, T, H]` before the final norm, of int64 tokens `[B, T]`; rows start at position 0.
 
     Args:
@@ -89,7 +89,7 @@ def hidden_states(decoder: Decoder, tokens: Tensor, kv_cache: KVCacheScheme = UN
 
 
 @torch.inference_mode()
-def score(decoder: Decoder, tokens: Tensor, kv_cache: KVCacheScheme = UNCOMPRESSED) -> Tensor:
+def score(decoder: ServedModel, tokens: Tensor, kv_cache: KVCacheScheme = UNCOMPRESSED) -> Tensor:
     """Computes causal next-token logits `[B, T, V]` in float32 (float64 for a float64 model) of int64 tokens `[B, T]`.
 
     The result takes B * T * V * 4 bytes: call it with few rows, or use `hidden_states` and `decoder.logits` of a
@@ -98,6 +98,6 @@ def score(decoder: Decoder, tokens: Tensor, kv_cache: KVCacheScheme = UNCOMPRESS
     return decoder.logits(hidden_states(decoder, tokens, kv_cache).flatten(0, 1)).view(*tokens.shape, -1)
 
 
-def _attention(decoder: Decoder, length: int, kv_cache: KVCacheScheme) -> Attention:
+def _attention(decoder: ServedModel, length: int, kv_cache: KVCacheScheme) -> Attention:
     options = (length, decoder.config.windows, decoder.dtype, decoder.device, decoder.config.mixer.softcap)
     return DenseAttention(*options) if kv_cache.is_exact else CachedAttention(*options, kv_cache)

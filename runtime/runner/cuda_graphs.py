@@ -24,7 +24,7 @@ from runtime.core.batch import (
 )
 from runtime.core.memory_plan import MemoryPlan
 from runtime.core.step import ScheduledSequence
-from runtime.model.decoder import Decoder
+from runtime.model.served import ServedModel
 from runtime.sampling.sampler import SampleStep
 
 PADDING = -1
@@ -49,7 +49,7 @@ class StepBuffers:
         logits, tokens: `[num_rows, V]` and int64 `[num_rows]`, where captured steps leave their results.
     """
 
-    def __init__(self, decoder: Decoder, memory: MemoryPlan, num_rows: int) -> None:
+    def __init__(self, decoder: ServedModel, memory: MemoryPlan, num_rows: int) -> None:
         device = decoder.device
         self.num_rows, self.blocks_each = num_rows, memory.blocks_per_sequence
         self.block_size: int = memory.block_size

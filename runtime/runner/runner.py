@@ -6,7 +6,6 @@ import gc
 import logging
 from collections import Counter, abc
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -24,7 +23,7 @@ from runtime.core.memory_plan import MemoryPlan
 from runtime.core.request import LogprobColumns, Request, SamplingParams, Sequence
 from runtime.core.step import SampledToken, ScheduledSequence, StepOutput, StepPlan
 from runtime.memory.plan import plan_memory
-from runtime.model.decoder import Decoder
+from runtime.model.served import ServedModel
 from runtime.runner.cuda_graphs import Capture, CudaCapture, StepBuffers, StepGraphs
 from runtime.sampling.logits_processors import NUM_LIKELY
 from runtime.sampling.sampler import choose_sampler, logprob_columns, sample_step, sample_tokens
@@ -81,7 +80,7 @@ LOGITS_AT_ONCE = 2**23
 """Logits that exist at a time at most, one row at least: those of a whole long prompt would fill the memory."""
 
 
-def prompt_logprobs(decoder: Decoder, hidden: Tensor, batch: Batch) -> dict[str, LogprobColumns]:
+def prompt_logprobs(decoder: ServedModel, hidden: Tensor, batch: Batch) -> dict[str, LogprobColumns]:
     """By sequence id, of the tokens that follow those of the span inside the prompt.
 
     Args:
@@ -94,7 +93,7 @@ def prompt_logprobs(decoder: Decoder, hidden: Tensor, batch: Batch) -> dict[str,
     }
 
 
-def hidden_sums(decoder: Decoder, hidden: Tensor, batch: Batch) -> dict[str, list[float]]:
+def hidden_sums(decoder: ServedModel, hidden: Tensor, batch: Batch) -> dict[str, list[float]]:
     """By sequence id, sums `[H]` of the spans' final hidden states, in float64.
 
     Args:
@@ -107,7 +106,7 @@ def hidden_sums(decoder: Decoder, hidden: Tensor, batch: Batch) -> dict[str, lis
     }
 
 
-def _span_logprobs(decoder: Decoder, hidden: Tensor, entry: ScheduledSequence, num_top: int) -> LogprobColumns:
+def _span_logprobs(decoder: ServedModel, hidden: Tensor, entry: ScheduledSequence, num_top: int) -> LogprobColumns:
     """Log-probabilities of the tokens after those of `hidden [T, H]`; the prompt's last token has none after it."""
     start = entry.start + 1
     following = entry.sequence.request.prompt_token_ids[start : start + len(hidden)]
@@ -138,7 +137,7 @@ class ModelRunner:
         graphs_reason: why nothing is; empty where it is.
     """
 
-    def __init__(self, decoder: Decoder, memory: MemoryPlan) -> None:
+    def __init__(self, decoder: ServedModel, memory: MemoryPlan) -> None:
         self.decoder = decoder
         self.memory = memory
         dtype = torch.float64 if decoder.dtype == torch.float64 else torch.float32
@@ -281,7 +280,7 @@ def sample_and_match(
     return {entry.sequence.id: [token] for entry, token in zip(entries, tokens, strict=True)}
 
 
-def build_runner(decoder: Decoder, config: RuntimeConfig) -> ModelRunner:
+def build_runner(decoder: ServedModel, config: RuntimeConfig) -> ModelRunner:
     """A runner whose pool fits the budget of `config`. On a GPU it has computed the largest steps, so that what serves
     later finds its memory.
 
@@ -302,7 +301,7 @@ def build_runner(decoder: Decoder, config: RuntimeConfig) -> ModelRunner:
     if length > decoder.config.default_length:
         decoder = decoder.for_length(length)
     if config.attention_window is not None:
-        decoder = replace(decoder, rotaries=tuple(rotary.exact() for rotary in decoder.rotaries))
+        decoder = decoder.for_streams()
     runner = ModelRunner(decoder, plan)
     if on_gpu:
         warm_up(runner, config)

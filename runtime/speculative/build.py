@@ -13,6 +13,7 @@ from runtime.core.memory_plan import MemoryPlan
 from runtime.memory.estimate import kv_token_bytes
 from runtime.model.decoder import Decoder
 from runtime.model.loader import load_model
+from runtime.model.served import ServedModel
 from runtime.runner.runner import ModelRunner, check_fits
 from runtime.speculative.draft_model import ModelDrafter, round_layers, skip_layers
 from runtime.speculative.ngram import CHAINS, TREE_BRANCHES, TREES, NgramDrafter
@@ -27,7 +28,7 @@ SELF_SKIPPING = re.compile(r"self:skip(?:=(\d+))?")
 
 
 def build_speculator(
-    path: str | Path, target: Decoder, runner: ModelRunner, config: RuntimeConfig
+    path: str | Path, target: ServedModel, runner: ModelRunner, config: RuntimeConfig
 ) -> Speculator | None:
     """Builds the speculator for the engine of `runner`; None without a drafter in the configuration.
 
@@ -77,7 +78,7 @@ def _check_trees(config: RuntimeConfig, runner: ModelRunner) -> None:
 
 
 def _build_drafter(
-    path: str | Path, target: Decoder, runner: ModelRunner, config: RuntimeConfig, proposals: Proposals | None
+    path: str | Path, target: ServedModel, runner: ModelRunner, config: RuntimeConfig, proposals: Proposals | None
 ) -> Drafter:
     if config.speculative_model == CHAINS:
         return NgramDrafter()
@@ -92,10 +93,15 @@ def _build_drafter(
     return ModelDrafter(draft, config, same_noise=proposals is None)
 
 
-def _draft_decoder(path: str | Path, target: Decoder, config: RuntimeConfig) -> Decoder:
-    if rounded := SELF_ROUNDED.fullmatch(config.speculative_model):
+def _draft_decoder(path: str | Path, target: ServedModel, config: RuntimeConfig) -> ServedModel:
+    if config.speculative_model.startswith("self:") and not isinstance(target, Decoder):
+        raise ToolkitError(
+            f"{config.speculative_model} needs the layers of the model, and its own modeling code computes them",
+            "Use --speculative-model ngram",
+        )
+    if isinstance(target, Decoder) and (rounded := SELF_ROUNDED.fullmatch(config.speculative_model)):
         return round_layers(target, path, int(rounded[1]), config.linear_backend)
-    if skipping := SELF_SKIPPING.fullmatch(config.speculative_model):
+    if isinstance(target, Decoder) and (skipping := SELF_SKIPPING.fullmatch(config.speculative_model)):
         return skip_layers(target, int(skipping[1]) if skipping[1] else None)
     folder = draft_model_path() if config.speculative_model == "demo" else Path(config.speculative_model)
     if not folder.is_dir():
@@ -107,11 +113,11 @@ def _draft_decoder(path: str | Path, target: Decoder, config: RuntimeConfig) -> 
     return decoder
 
 
-def _dtype_name(target: Decoder) -> str:
+def _dtype_name(target: ServedModel) -> str:
     return str(target.dtype).removeprefix("torch.")
 
 
-def _check_vocabulary(path: Path, target: Decoder, folder: Path, draft: Decoder) -> None:
+def _check_vocabulary(path: Path, target: ServedModel, folder: Path, draft: ServedModel) -> None:
     """Raises ToolkitError unless token ids mean the same to both models."""
     remedy = "Draft with a model of the same family, or with --speculative-model ngram or self:2bit"
     sizes = target.config.vocab_size, draft.config.vocab_size
@@ -124,12 +130,13 @@ def _check_vocabulary(path: Path, target: Decoder, folder: Path, draft: Decoder)
         )
 
 
-def _draft_memory(decoder: Decoder, target: Decoder, memory: MemoryPlan) -> MemoryPlan:
+def _draft_memory(decoder: ServedModel, target: ServedModel, memory: MemoryPlan) -> MemoryPlan:
     """Plans as many KV blocks as the target has, in the target's format, without exact sinks and recent tokens."""
     model, choice = decoder.config, memory.kv_choice
     choice = replace(choice, scheme=replace(choice.scheme, sinks=0, residual_length=0), notes=())
     token_bytes = kv_token_bytes(model, choice.scheme, decoder.dtype.itemsize)
-    weight_bytes = decoder.nbytes if decoder.embedding is not target.embedding else 0
+    shared = isinstance(target, Decoder) and isinstance(decoder, Decoder) and decoder.embedding is target.embedding
+    weight_bytes = 0 if shared else decoder.nbytes
     longest = min(memory.max_model_len, model.context_length)
     plan = MemoryPlan(
         weight_bytes,

@@ -203,7 +203,12 @@ def load_reference(folder: Path, dtype: torch.dtype = torch.float64, *, exact: b
     """
     # Grouped products of experts are 16-bit only.
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, experts_implementation="eager").eval()
-    for module in model.modules() if exact and dtype is torch.float64 else ():
+    return compute_in_float64(model) if exact and dtype is torch.float64 else model
+
+
+def compute_in_float64(model: Any) -> Any:
+    """Makes a module of transformers, and the norms in it, compute everything in float64."""
+    for module in model.modules():
         for parameter in module.parameters(recurse=False):
             parameter.data = parameter.double()
         if module is model or type(module).__name__.endswith("Norm"):

@@ -1,0 +1,122 @@
+"""Decoders without a family, computed by transformers' own modeling code over our attention."""
+
+import shutil
+
+import pytest
+import torch
+from engines import drain, small_engine, tokens_of
+from runtime_command import runtime_here
+from safetensors.torch import save_file
+from tiny_models import SIZES, compute_in_float64, load_reference, reference_logits, save_tiny_model
+from transformers import AutoConfig
+
+from compress.common.cli import demo_model_path
+from runtime.core.request import SamplingParams
+from runtime.model.loader import load_model
+from runtime.model.scoring import score
+
+TOKENS = torch.randint(0, 112, (2, 70), generator=torch.Generator().manual_seed(3))
+QUICK = {
+    "gpt_neox": {},
+    "nemotron": {"head_dim": 16},
+    "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64},
+    "stablelm": {"use_qkv_bias": True, "qk_layernorm": True},
+    "diffllama": {},
+}
+OTHERS = {
+    "biogpt": {},
+    "cohere": {"logit_scale": 2.0, "use_qk_norm": True},
+    "ctrl": {},
+    "deepseek_v3": {
+        **{"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3, "q_lora_rank": 24},
+        **{"kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 20},
+        **{"first_k_dense_replace": 1, "moe_intermediate_size": 32, "num_key_value_heads": 4},
+    },
+    "glm": {"head_dim": 24},
+    "gpt2": {},
+    "helium": {"head_dim": 16},
+    "modernbert-decoder": {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"]},
+    "olmo": {"clip_qkv": 0.5},
+    "persimmon": {},
+    "phi": {"partial_rotary_factor": 0.5},
+    "vaultgemma": {
+        **{"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"], "head_dim": 24},
+        **{"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+    },
+}
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+LONGROPE |= {"original_max_position_embeddings": 64, "factor": 4.0, "short_mscale": 1.0, "long_mscale": 1.2}
+MODELS = [
+    *(pytest.param(name, options, id=name) for name, options in QUICK.items()),
+    *(pytest.param(name, options, id=name, marks=pytest.mark.full) for name, options in OTHERS.items()),
+]
+
+
+def load_exact(folder, **options):
+    decoder = load_model(folder, device="cpu", dtype="float64", **options)
+    for part in (decoder.body, decoder.language_model):
+        compute_in_float64(part)
+    return decoder
+
+
+@pytest.mark.parametrize(("family", "options"), MODELS)
+def test_logits_in_float64(family, options, tmp_path):
+    folder = save_tiny_model(tmp_path / "model", family, **options)
+    expected = reference_logits(load_reference(folder), TOKENS)
+    found = score(load_exact(folder), TOKENS)
+    assert expected.std() > 0.3
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+
+
+REFUSED = {
+    "mamba2": {"head_dim": 16, "num_heads": 8},
+    "jamba": {},
+    "falcon_mamba": {},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "minimax": {},
+    "bloom": {},
+    "falcon": {},
+    "bart": {},
+    "bert": {"is_decoder": False},
+    "phi": {"rope_parameters": LONGROPE},
+}
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_what_cannot_be_served_says_why_in_one_line(family, tmp_path):
+    """Recurrent states, biases on scores, two towers, later tokens, rotation by the longest sequence of a step."""
+    config = AutoConfig.for_model(family, **(SIZES | REFUSED[family]))
+    config.save_pretrained(tmp_path / "model")
+    save_file({"model.embed_tokens.weight": torch.zeros(112, 64)}, tmp_path / "model" / "model.safetensors")
+    shutil.copy(demo_model_path() / "tokenizer.json", tmp_path / "model")
+    answer = runtime_here("generate", "model", "--prompt", "A", cwd=tmp_path)
+    error = answer.stderr.splitlines()[-1]
+    assert (answer.returncode, answer.stdout, answer.stderr.count("error:")) == (1, "", 1)
+    assert error.startswith("error:")
+    assert f"'{family}'" in error
+
+
+def engine_tokens(decoder, folder, prompts, **options):
+    engine = small_engine(decoder, folder, **options)
+    sampling = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    names = [engine.add_request(prompt, sampling) for prompt in prompts]
+    deltas = drain(engine)
+    return [tokens_of(deltas[name]) for name in names]
+
+
+@pytest.mark.parametrize(("family", "options"), MODELS)
+def test_greedy_tokens_alone_and_in_a_crowd(family, options, tmp_path):
+    """Prompts with a common beginning, in chunks, with drafts, and with blocks for two of them."""
+    folder = save_tiny_model(tmp_path / "model", family, **options)
+    reference, decoder = load_reference(folder), load_exact(folder)
+    first = TOKENS[0, :40].tolist()
+    prompts = [first[:5], first, first[:20] + TOKENS[1, :20].tolist(), (first * 4)[:130]]
+    expected = [
+        reference.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=12, eos_token_id=None)[0]
+        for prompt in prompts
+    ]
+    wanted = [tokens[len(prompt) :].tolist() for tokens, prompt in zip(expected, prompts, strict=True)]
+    assert engine_tokens(decoder, folder, prompts) == wanted
+    assert [engine_tokens(decoder, folder, [prompt])[0] for prompt in prompts[:2]] == wanted[:2]
+    crowded = {"prefill_chunk": 7, "num_blocks": 50, "speculative_model": "ngram"}
+    assert engine_tokens(decoder, folder, prompts + prompts, **crowded) == wanted + wanted
