@@ -8,6 +8,7 @@ from compressed_tensors.compressors.mxfp4 import MXFP4PackedCompressor
 from compressed_tensors.compressors.naive_quantized import FloatQuantizationCompressor
 from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
 from safetensors.torch import save_file
+from tiny_models import load_reference, pack_model, save_tiny_model
 from torch import Tensor
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize, _dequantize_fp8_weight
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
@@ -67,6 +68,17 @@ def test_blocks_are_what_transformers_makes_of_them(tmp_path, dtype, scale_dtype
     assert packed.shape(M) == (256, 384)
     expected = Fp8Dequantize(None)._dequantize_one(codes, scales, dtype)
     assert same_bits(packed.packed_weight(M).dequantize(dtype), expected)
+
+
+def test_a_published_folder_is_what_transformers_loads(tmp_path):
+    """On a CPU transformers dequantizes such a checkpoint as it loads it."""
+    dense, packed = save_tiny_model(tmp_path / "dense", dtype=BF16), tmp_path / "packed"
+    modules = pack_model(dense, packed, lambda module: BlockFp8((32, 32)), "fp8")
+    model = load_reference(packed, BF16, exact=False)
+    checkpoint = PackedCheckpoint.open(packed)
+    for module in modules:
+        expected = model.get_submodule(module).weight.data
+        assert same_bits(checkpoint.packed_weight(module).dequantize(BF16), expected)
 
 
 def test_the_last_blocks_may_be_smaller(tmp_path):

@@ -19,7 +19,11 @@ from compress.checkpoint.weights.base import digest
 from compress.checkpoint.writer import export_checkpoint
 from compress.common.errors import CheckpointError
 from compress.methods.rotation import RotateStage
+from compress.pipeline.prepare import RunRequest
 from compress.recipe import PruneStage, QuantizeStage
+from compress.search.run import Files, carry_out, find
+from compress.search.space import Goal, SearchRequest, parse_candidates
+from compress.search.survey import survey
 from runtime.model.loader import load_model
 from runtime.model.scoring import score
 
@@ -156,6 +160,23 @@ def test_a_killed_run_continues_unless_the_source_is_read_in_another_way(make_so
     change_config(source, quantization_config=config | {"weight_block_size": [32, 32]})
     runs.compress(source, tmp_path / "out", ATTENTION)
     assert runs.same_bytes(tmp_path / "out", tmp_path / "whole")
+
+
+@pytest.mark.full
+def test_a_search_may_leave_layers_as_the_source_has_them(make_source, tmp_path):
+    source, out = make_source("fp8 blocks"), tmp_path / "out"
+    offered = parse_candidates("w2g64,w4g64,dense")
+    asked = SearchRequest(
+        Goal(bits_per_weight=6.0), candidates=offered, measured=2, calibration=runs.SMALL, name="found"
+    )
+    run = RunRequest(source, str(source), asked.probe(), out, dtype="float32", measure=False)
+    files = Files(tmp_path / "figures.json", tmp_path / "found.yaml", "compress search")
+    carry_out(find(survey(asked, run), files, quiet=True), files, quiet=True)
+    schemes = PackedCheckpoint.open(out).schemes
+    assert BlockFp8((32, 32)) in schemes.values()
+    assert {str(scheme) for scheme in schemes.values()} & {"w2a16 g64 sym", "w4a16 g64 sym"}
+    weights = [module for module in schemes if "proj" in module]
+    assert len(weights) == len(schemes) == 14
 
 
 def test_forms_that_are_not_read_are_refused(make_source, tmp_path):
