@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from compress.common.errors import CheckpointError
-from compress.models.spec import MLP, Attention, Block, Linear, Mixture, ModelSpec, Norm, Rope, Router
+from compress.models.spec import MLP, Attention, Block, ClampedGate, Linear, Mixture, ModelSpec, Norm, Rope, Router
 from compress.models.stacks import Stack
 
 Config = Mapping[str, Any]
@@ -319,6 +319,8 @@ def mixture(
     shared_gate: Linear | None = None,
     scores: str = "gate",
     stacks: tuple[Stack, ...] = (),
+    biased: bool = False,
+    clamped: ClampedGate | None = None,
     **options: Any,
 ) -> Mixture:
     """Composes a mixture of gated experts `NAME.experts.N` with a router `NAME.SCORES`.
@@ -326,6 +328,8 @@ def mixture(
     Args:
         size: number of inner channels of an expert; None takes `intermediate_size`.
         parts: names of gate, up and down of an expert.
+        biased: router and experts have biases.
+        clamped: activation of the experts.
         options: further fields of `Router`.
 
     Raises:
@@ -335,10 +339,11 @@ def mixture(
     if count is None:
         raise refusal("num_experts", None, "a positive integer")
     chosen = positive(config, "num_experts_per_tok", most=count)
-    router = Router(Linear(f"{name}.{scores}", count, positive(config, "hidden_size")), chosen, **options)
+    router = Router(Linear(f"{name}.{scores}", count, positive(config, "hidden_size"), biased), chosen, **options)
     if count % router.num_groups or router.num_chosen_groups > router.num_groups:
         raise CheckpointError(f"{count} experts cannot be chosen from {router.num_groups} groups", "Check config.json")
-    experts = (gated_mlp(config, name=f"{name}.experts.{i}", size=size, parts=parts) for i in range(count))
+    named = (gated_mlp(config, bias=biased, name=f"{name}.experts.{i}", size=size, parts=parts) for i in range(count))
+    experts = (replace(expert, clamped=clamped) for expert in named)
     return Mixture(router, tuple(experts), shared, shared_gate, name, stacks)
 
 

@@ -97,6 +97,9 @@ class Attention:
         softcap: scores s become `softcap * tanh(s / softcap)` before they are masked; None leaves them.
         position_scale: growth of queries with their position, see `PositionScale`.
         window: tokens, itself included, that a token attends to; None is all.
+        chunk: a token attends to those of its own chunk of this many tokens only; None is one chunk.
+        sink_logits: name of a vector with a score for each head that takes part in the softmax and belongs to no token
+            (arXiv:2508.10925); "" for none.
         kv_layer: earlier layer whose keys and values it reads; then `qkv` and `qk_norm` are those of queries alone.
         value_norm: norm over each value head.
         value_is_key: values are keys as projected, before their norm and rotation; `qkv` has no linear for them.
@@ -114,6 +117,8 @@ class Attention:
     softcap: float | None = None
     position_scale: PositionScale | None = None
     window: int | None = None
+    chunk: int | None = None
+    sink_logits: str = ""
     kv_layer: int | None = None
     value_norm: Norm | None = None
     value_is_key: bool = False
@@ -125,6 +130,11 @@ class Attention:
         return None if self.rope is None else (self.rope, self.head_dim)
 
     @property
+    def vectors(self) -> dict[str, tuple[int, ...]]:
+        """Shape of its sink logits by tensor name."""
+        return {self.sink_logits: (self.num_heads,)} if self.sink_logits else {}
+
+    @property
     def own_kv_heads(self) -> int:
         """Key-value heads that it computes itself."""
         return self.num_kv_heads if self.kv_layer is None else 0
@@ -132,10 +142,20 @@ class Attention:
 
 @dataclass(frozen=True, slots=True)
 class PositionScale:
-    """Factor `1 + beta * log(1 + floor(position / length))` on rotated queries, as in Llama 4."""
+    """Factor `1 + beta * log(1 + floor((position + first) / length))` on rotated queries, as in Llama 4."""
 
     beta: float
     length: int
+    first: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ClampedGate:
+    """`gate * sigmoid(alpha * gate) * (up + 1)` of a gate below `limit` and an up between `-limit` and `limit`
+    (arXiv:2508.10925)."""
+
+    alpha: float
+    limit: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +165,7 @@ class MLP:
     Attributes:
         inputs: gate and up in this order, a single linear where they are stored as one; without a gate, up.
         activation: name as in config.json.
+        clamped: replaces activation and gating; None for none.
         curve: module of the learned numbers of activation `xielu`; "" for one without.
     """
 
@@ -153,6 +174,7 @@ class MLP:
     activation: str = "silu"
     gated: bool = True
     name: str = "mlp"
+    clamped: ClampedGate | None = None
     curve: str = ""
 
     @property
@@ -178,7 +200,7 @@ class Router:
     """Choice of experts for each token, and their weights (arXiv:1701.06538, arXiv:2101.03961).
 
     Attributes:
-        scores: one score for each expert; stays dense.
+        scores: one score for each expert, perhaps with a bias; stays dense.
         num_chosen: experts of a token.
         activation: from scores to weights; `sparsemixer` is `softmax` among the best (arXiv:2409.12136, appendix).
         normalizes: the weights of the chosen experts are divided by their sum, or by `least_sum` if that is more.
@@ -190,6 +212,7 @@ class Router:
             their two best experts (arXiv:2412.19437, section 2.1.2).
         in_float32: scores are computed in float32.
         margin: with activation `sparsemixer`, how far below the best score the others count.
+        weighs_inputs: weights multiply what an expert reads instead of what it gives.
     """
 
     scores: Linear
@@ -204,6 +227,7 @@ class Router:
     in_float32: bool = False
     least_sum: float = 0.0
     margin: float = 0.0
+    weighs_inputs: bool = False
 
     @property
     def vectors(self) -> dict[str, tuple[int, ...]]:
@@ -317,7 +341,7 @@ class Block:
     @property
     def vectors(self) -> dict[str, tuple[int, ...]]:
         """Shape of every tensor that belongs to no linear and no norm, by name."""
-        return self.mlp.vectors | ({self.scalar: (1,)} if self.scalar else {})
+        return self.mixer.vectors | self.mlp.vectors | ({self.scalar: (1,)} if self.scalar else {})
 
     @property
     def mlps(self) -> tuple[MLP, ...]:
@@ -445,7 +469,7 @@ class ModelSpec:
     def parameters(self) -> dict[str, tuple[int, ...]]:
         """Shape of every parameter by tensor name; the head is listed even when it is the embedding."""
         shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": shape for name, shape in self.matrices().items()}
-        linears = (*self.linears(), *self.projections, self.head)
+        linears = (*self.linears(), *self.routers(), *self.projections, self.head)
         shapes |= {f"{linear.name}.bias": (linear.out_features,) for linear in linears if linear.bias}
         shapes |= self.vectors()
         shapes |= {f"{norm.name}.bias": (norm.size,) for norm in self.norms() if norm.bias}

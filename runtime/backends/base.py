@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from compress.checkpoint.weights import Scheme
-from compress.models.spec import Mixture, Router
+from compress.models.spec import ClampedGate, Mixture, Router
 from runtime.backends.kv_pages import KVCache, KVPages
 from runtime.core.batch import Batch, SamplingTensors
 from runtime.core.memory_plan import MemoryPlan
@@ -100,6 +100,10 @@ class Ops(Protocol):
         """As `silu_and_mul`, with any activation."""
         ...
 
+    def clamp_and_mul(self, gate_up: Tensor, gate: ClampedGate) -> Tensor:
+        """As `silu_and_mul`, with a clamped gate."""
+        ...
+
     def activate(self, x: Tensor, activation: str) -> Tensor:
         """`activation(x)`, a new tensor."""
         ...
@@ -180,6 +184,8 @@ class LayerWeights(Protocol):
     def down(self) -> Linear | None: ...
     @property
     def experts(self) -> MixtureWeights | None: ...
+    @property
+    def sink_logits(self) -> Tensor | None: ...
 
 
 def mlp_linears(layer: LayerWeights) -> tuple[Linear, Linear]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from runtime.backends.span_attention import DenseAttention
+from runtime.backends.span_attention import DenseAttention, scores_of
 from runtime.core.memory_plan import SPARE_RESIDUAL_TOKENS
 from runtime.core.model_config import DecoderConfig
 from runtime.core.request import Sequence, Status
@@ -101,7 +101,7 @@ class SinkStore:
         length, (dtype, device) = len(prefixes[0]), (self.keys[0].dtype, self.keys[0].device)
         for part in filter(len, (*self.keys, *self.values)):
             part[slots] = 0
-        dense = DenseAttention(length, self.windows, dtype, device, decoder.config.mixer.softcap)
+        dense = DenseAttention(length, self.windows, dtype, device, scores_of(decoder))
 
         def attention(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             shape = (len(prefixes), length, *key.shape[1:])

@@ -21,11 +21,23 @@ def layers_unsupported(spec: ModelSpec) -> str:
         return "computes plain norms before attention and MLP only, and adds what they give as it is"
     if rope is None or rope.partial != 1 or rope.interleaved or any(each.mixer.rope != rope for each in spec.blocks):
         return "rotates all layers and channels alike"
-    if mixer.scale is not None or mixer.softcap is not None or mixer.position_scale is not None:
+    if mixer.scale is not None or mixer.position_scale is not None:
         return "computes scores divided by the root of the head dimension"
+    if reason := scores_unsupported(spec):
+        return reason
     if mixer.qk_norm is not None and not fuses_head_norms(mixer):
         return "computes plain norms of heads before their rotation only"
     return ""
+
+
+def scores_unsupported(spec: ModelSpec) -> str:
+    """Says why an attention that knows windows only cannot compute the scores of a model; empty when it can."""
+    mixers = [block.mixer for block in spec.blocks]
+    if any(mixer.softcap is not None for mixer in mixers):
+        return "caps no scores"
+    if any(mixer.sink_logits for mixer in mixers):
+        return "has no sink logits in its softmax"
+    return "knows no chunks of tokens" if any(mixer.chunk is not None for mixer in mixers) else ""
 
 
 def is_gated_silu(mlp: MLP) -> bool:

@@ -6,9 +6,15 @@ kernel is many times slower with `enable_gqa` or with repeated heads.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+if TYPE_CHECKING:
+    from runtime.backends.base import Model
 
 
 def soft_cap(scores: Tensor, cap: float) -> Tensor:
@@ -16,45 +22,134 @@ def soft_cap(scores: Tensor, cap: float) -> Tensor:
     return (scores / cap).tanh().mul_(cap)
 
 
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """Changes of a model's scores beside the windows of its layers.
+
+    Attributes:
+        softcap: see `attend`.
+        chunks: of every layer, tokens of a chunk, of which a token sees its own only; None is one chunk.
+        sink_logits: of every layer, see `add_sink_key`.
+    """
+
+    softcap: float | None = None
+    chunks: tuple[int | None, ...] = ()
+    sink_logits: tuple[Tensor | None, ...] = ()
+
+    def seen(self, windows: tuple[int | None, ...]) -> list[tuple[int | None, int | None]]:
+        """Window and chunk of every layer."""
+        return list(zip(windows, self.chunks or (None,) * len(windows), strict=True))
+
+    def sinks(self, layer: int) -> Tensor | None:
+        """The sink logits of a layer."""
+        return self.sink_logits[layer] if self.sink_logits else None
+
+
+PLAIN_SCORES = Scores()
+
+
+def scores_of(model: Model) -> Scores:
+    """Reads what a model does to its scores."""
+    mixers = [block.mixer for block in model.config.spec.blocks]
+    sinks = tuple(layer.sink_logits for layer in model.layers) if model.config.mixer.sink_logits else ()
+    return Scores(model.config.mixer.softcap, tuple(mixer.chunk for mixer in mixers), sinks)
+
+
+SINK_CHANNELS = 8
+"""Channels that a sink key adds; fused kernels take heads of a multiple of 8."""
+
+
+def add_sink_key(query: Tensor, key: Tensor, value: Tensor, sink_logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Adds a key without a value behind the others, whose score is the sink logit `[heads]` of each head.
+
+    Args:
+        query: `[n, heads, D]`.
+        key, value: `[..., L, kv_heads, D]`.
+
+    Returns:
+        The same with `D + SINK_CHANNELS` channels and `L + 1` keys, for scores that are divided by the root of D.
+    """
+    head_dim = query.shape[-1]
+    query = functional.pad(query, (0, SINK_CHANNELS))
+    query[..., head_dim] = sink_logits * head_dim**0.5
+    key, value = (functional.pad(part, (0, SINK_CHANNELS, 0, 0, 0, 1)) for part in (key, value))
+    key[..., -1, :, head_dim] = 1
+    return query, key, value
+
+
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, softcap: float | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    softcap: float | None,
+    scale: float | None = None,
 ) -> Tensor:
     """`scaled_dot_product_attention`, with scores that may be capped: those are computed in at least float32."""
     if softcap is None:
-        return functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=is_causal)
+        return functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=is_causal, scale=scale
+        )
     dtype = torch.promote_types(query.dtype, torch.float32)
-    scores = soft_cap(query.to(dtype) @ key.to(dtype).mT * query.shape[-1] ** -0.5, softcap)
+    scores = soft_cap(query.to(dtype) @ key.to(dtype).mT * (scale or query.shape[-1] ** -0.5), softcap)
     if is_causal:
         mask = scores.new_full(scores.shape[-2:], float("-inf")).triu(1)
     weights = (scores if mask is None else scores + mask).softmax(-1)
     return (weights @ value.to(dtype)).to(query.dtype)
 
 
-def attend_span(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, softcap: float | None = None) -> Tensor:
+def attend_span(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    softcap: float | None = None,
+    sink_logits: Tensor | None = None,
+    scale: float | None = None,
+) -> Tensor:
     """A span of one sequence over its keys: query `[n, heads, D]`, key and value `[L, kv_heads, D]` -> `[n, heads, D]`.
 
     Args:
         mask: additive `[n, L]`; None is causal and needs n == L.
+        sink_logits: `[heads]`, see `add_sink_key`.
+        scale: factor on scores; None is `D ** -0.5`.
     """
+    if sink_logits is not None:
+        if mask is None:
+            mask = visibility_mask(torch.arange(len(query), device=query.device), len(query), None, query.dtype)
+        parts, head_dim = add_sink_key(query, key, value, sink_logits), query.shape[-1]
+        return attend_span(*parts, functional.pad(mask, (0, 1)), softcap, scale=head_dim**-0.5)[..., :head_dim]
     num_tokens, num_heads, head_dim = query.shape
     length, num_kv_heads, _ = key.shape
     shared = num_heads // num_kv_heads
     folded = query.view(num_tokens, num_kv_heads, shared, head_dim).permute(1, 2, 0, 3)
     shape = (num_kv_heads, shared, length, head_dim)
     keys, values = (part.transpose(0, 1).unsqueeze(1).expand(shape) for part in (key, value))
-    attended = attend(folded, keys, values, mask, mask is None, softcap)
+    attended = attend(folded, keys, values, mask, mask is None, softcap, scale)
     return attended.permute(2, 0, 1, 3).reshape(num_tokens, num_heads, head_dim)
 
 
 def attend_tokens(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, softcap: float | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    softcap: float | None = None,
+    sink_logits: Tensor | None = None,
+    scale: float | None = None,
 ) -> Tensor:
     """q tokens of each of B sequences, one sequence after the other: query `[B * q, heads, D]`, key and value
     `[B, L, kv_heads, D]` -> `[B * q, heads, D]`.
 
     Args:
         mask: additive `[B * q, L]`; None when every key counts.
+        sink_logits, scale: see `attend_span`.
     """
+    if sink_logits is not None:
+        parts, head_dim = add_sink_key(query, key, value, sink_logits), query.shape[-1]
+        seen = None if mask is None else functional.pad(mask, (0, 1))
+        return attend_tokens(*parts, seen, softcap, scale=head_dim**-0.5)[..., :head_dim]
     num_rows, num_heads, head_dim = query.shape
     batch, length, num_kv_heads, _ = key.shape
     shared = num_heads // num_kv_heads
@@ -62,7 +157,7 @@ def attend_tokens(
     if mask is not None:
         each = num_rows // batch
         mask = mask.view(batch, 1, each, 1, length).expand(-1, -1, -1, shared, -1).flatten(2, 3)
-    attended = attend(folded, key.transpose(1, 2), value.transpose(1, 2), mask, False, softcap)
+    attended = attend(folded, key.transpose(1, 2), value.transpose(1, 2), mask, False, softcap, scale)
     return attended.unflatten(2, (-1, shared)).transpose(1, 2).reshape(num_rows, num_heads, head_dim)
 
 
@@ -73,6 +168,7 @@ def visibility_mask(
     dtype: torch.dtype,
     sinks: int = 0,
     tree: tuple[Tensor, Tensor] | None = None,
+    chunk: int | None = None,
 ) -> Tensor:
     """Additive `[..., num_keys]`: 0 where the token at `positions [...]` may look at key k, minus infinity elsewhere.
 
@@ -81,6 +177,7 @@ def visibility_mask(
     Args:
         tree: int64 `[...]` each: a first key, and a bit for it and each one behind it that says whether the token sees
             it; of the keys before, it sees all. No branch is longer than the window.
+        chunk: tokens of a chunk; it sees keys of its own only.
     """
     keys = torch.arange(num_keys, device=positions.device)
     last = positions.unsqueeze(-1)
@@ -90,6 +187,8 @@ def visibility_mask(
         hidden = (offset >= 0) & (tree[1].unsqueeze(-1) >> offset.clamp(0, 63) & 1 == 0)
     if window is not None:
         hidden = hidden | (keys <= last - window) & (keys >= sinks)
+    if chunk is not None:
+        hidden = hidden | (keys < last // chunk * chunk)
     return torch.zeros(hidden.shape, dtype=dtype, device=positions.device).masked_fill_(hidden, float("-inf"))
 
 
@@ -98,7 +197,6 @@ class DenseAttention:
 
     Args:
         windows: sliding window of every layer; None is none.
-        softcap: see `attend`.
     """
 
     def __init__(
@@ -107,14 +205,19 @@ class DenseAttention:
         windows: tuple[int | None, ...],
         dtype: torch.dtype,
         device: torch.device,
-        softcap: float | None = None,
+        scores: Scores = PLAIN_SCORES,
     ) -> None:
-        self.length, self.softcap = length, softcap
+        self.length, self.scores = length, scores
         positions = torch.arange(length, device=device)
-        kinds = {window for window in windows if window is not None and window < length}
-        masks = {window: visibility_mask(positions, length, window, dtype) for window in kinds}
-        self.masks = [None if window is None else masks.get(window) for window in windows]
+        seen = scores.seen(windows)
+        masks = {
+            (window, chunk): visibility_mask(positions, length, window, dtype, chunk=chunk)
+            for window, chunk in set(seen)
+            if min(window or length, chunk or length) < length
+        }
+        self.masks = [masks.get(each) for each in seen]
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         spans = zip(query.split(self.length), key.split(self.length), value.split(self.length), strict=True)
-        return torch.cat([attend_span(q, k, v, self.masks[layer], self.softcap) for q, k, v in spans])
+        options = self.masks[layer], self.scores.softcap, self.scores.sinks(layer)
+        return torch.cat([attend_span(q, k, v, *options) for q, k, v in spans])

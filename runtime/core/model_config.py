@@ -144,8 +144,10 @@ class DecoderConfig:
             return "its layers do not all have the same heads and keys of their own"
         if first.rope is None or any(mixer.rope != first.rope for mixer in self.mixers):
             return "its layers do not all have one rotary embedding"
-        if first.softcap is not None:
-            return "its scores are capped"
+        if first.softcap is not None or first.sink_logits:
+            return "its scores are capped, or its softmax has sinks of its own"
+        if any(block.mixer.chunk is not None for block in self.spec.blocks):
+            return "its tokens see their own chunk only"
         return "its queries change after their rotation" if first.norms_rotated or first.position_scale else ""
 
     def for_length(self, length: int) -> DecoderConfig:
@@ -221,6 +223,8 @@ def unsupported_reason(spec: ModelSpec) -> str:
         return "layers that differ in more than their attention and MLP are not supported"
     if len({(block.mixer.softcap, block.mixer.norms_rotated) for block in spec.blocks}) > 1:
         return "scores with different caps are not supported"
+    if first.mixer.softcap is not None and any(block.mixer.sink_logits for block in spec.blocks):
+        return "sink logits beside capped scores are not supported"
     if any(norm.eps != spec.final_norm.eps for norm in first.norms):
         return "norms with different eps are not supported"
     activations = {mlp.activation for block in spec.blocks for mlp in block.mlps if not mlp.curve}

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from compress.models.spec import MLP, Block
 from compress.models.spec import Attention as AttentionSpec
-from compress.models.spec import Block
 from runtime.backends.base import Attention, Linear, NormWeights, Ops, RunLayers, mlp_linears
 from runtime.backends.span_attention import soft_cap
 from runtime.core.model_config import DecoderConfig
@@ -47,6 +47,7 @@ class Layer:
         value_norm: norm of value heads.
         input: of what is added last.
         scalar: factor `[1]` on the residual stream.
+        sink_logits: `[heads]`, see `runtime.backends.span_attention.add_sink_key`.
     """
 
     attention_norm: NormWeights | None
@@ -65,6 +66,7 @@ class Layer:
     value_norm: NormWeights | None = None
     input: LayerInputWeights | None = None
     scalar: Tensor | None = None
+    sink_logits: Tensor | None = None
 
     @property
     def nbytes(self) -> int:
@@ -188,17 +190,19 @@ class Decoder:
     def _mlp(self, block: Block, layer: Layer, normed: Tensor) -> Tensor:
         """Computes the MLP or mixture of a block."""
         mlp = block.mlps[0]
-        activate = self.ops.activate_and_mul if mlp.gated else self.ops.activate
 
         def apply(expert: Expert, x: Tensor) -> Tensor:
-            return expert.down(activate(expert.gate_up(x), mlp.activation))
+            return expert.down(self._activate(mlp, expert.gate_up(x)))
 
         if layer.experts is not None:
             return layer.experts(normed, apply)
-        gate_up, down = mlp_linears(layer)
-        if layer.curve is not None:
-            return down(layer.curve(gate_up(normed)))
-        return down(activate(gate_up(normed), mlp.activation))
+        expert = Expert(*mlp_linears(layer))
+        return apply(expert, normed) if layer.curve is None else expert.down(layer.curve(expert.gate_up(normed)))
+
+    def _activate(self, mlp: MLP, gate_up: Tensor) -> Tensor:
+        if mlp.clamped is not None:
+            return self.ops.clamp_and_mul(gate_up, mlp.clamped)
+        return (self.ops.activate_and_mul if mlp.gated else self.ops.activate)(gate_up, mlp.activation)
 
     def _finish(self, block: Block, update: Tensor, norm: NormWeights | None) -> Tensor:
         """Applies what a block does to an update before it is added."""
@@ -279,7 +283,7 @@ def _scaled(query: Tensor, mixer: AttentionSpec, positions: Tensor) -> Tensor:
     if mixer.scale is not None:
         query = query * (mixer.scale * mixer.head_dim**0.5)
     if mixer.position_scale is not None:
-        spans = (positions // mixer.position_scale.length).to(torch.float32)
-        growth = 1 + mixer.position_scale.beta * torch.log1p(spans)
+        spans = (positions + mixer.position_scale.first) // mixer.position_scale.length
+        growth = 1 + mixer.position_scale.beta * torch.log1p(spans.to(torch.float32))
         query = query * growth.to(query.dtype).view(-1, 1, 1)
     return query

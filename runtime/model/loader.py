@@ -102,6 +102,8 @@ def check_tensors(checkpoint: PackedCheckpoint, config: DecoderConfig) -> None:
         _check_shape(f"{embedding}.weight", checkpoint.shape(embedding), matrix)
     for linear in config.spec.routers():
         _check_shape(f"{linear.name}.weight", checkpoint.files.shape(f"{linear.name}.weight"), linear.shape)
+        if linear.bias:
+            _check_shape(f"{linear.name}.bias", checkpoint.files.shape(f"{linear.name}.bias"), linear.shape[:1])
     for name, shape in config.spec.vectors().items():
         _check_shape(name, checkpoint.files.shape(name), shape)
     for norm in config.spec.norms():
@@ -309,6 +311,7 @@ class _Loader:
             value_norm=self._block_norm(name, mixer.value_norm),
             input=None if block.layer_input is None else self._layer_input(name, block.layer_input),
             scalar=self._vector(f"{name}.{block.scalar}") if block.scalar else None,
+            sink_logits=self._vector(f"{name}.{mixer.sink_logits}") if mixer.sink_logits else None,
         )
 
     def _layer_input(self, name: str, part: LayerInput) -> LayerInputWeights:
@@ -331,13 +334,15 @@ class _Loader:
     def _experts(self, name: str, mixture: Mixture) -> Experts:
         router, wide = mixture.router, torch.promote_types(self.target.dtype, torch.float32)
         gate = mixture.shared_gate
+        scores = self._vector(f"{name}.{router.scores.name}.weight", wide if router.in_float32 else None)
         experts = Experts(
             router,
-            self._vector(f"{name}.{router.scores.name}.weight", wide if router.in_float32 else None),
+            scores,
             tuple(self._expert(name, mlp) for mlp in mixture.experts),
             self._vector(f"{name}.{router.bias}", wide).flatten() if router.bias else None,
             None if mixture.shared is None else self._expert(name, mixture.shared),
             None if gate is None else self._vector(f"{name}.{gate.name}.weight"),
+            scores_bias=self._vector(f"{name}.{router.scores.name}.bias", scores.dtype) if router.scores.bias else None,
         )
         choice = choose_mixture(mixture, experts, self.target, self.kernels)
         self.used[f"mixture, {router.num_chosen} of {len(mixture.experts)} experts: {choice.reason}"] += 1

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from compress.models.spec import Router
 from runtime.backends.base import ComputeMixture, Linear
@@ -77,7 +78,8 @@ class Experts:
 
     Attributes:
         scores: router `[E, H]`.
-        bias: `[E]` of the router, in at least float32.
+        bias: `[E]`, see `route`, in at least float32.
+        scores_bias: `[E]`, added to scores.
         shared_gate: `[1, H]`.
         kernel: computes the mixture at once; None goes from expert to expert.
     """
@@ -89,6 +91,7 @@ class Experts:
     shared: Expert | None = None
     shared_gate: Tensor | None = None
     kernel: ComputeMixture | None = None
+    scores_bias: Tensor | None = None
 
     @property
     def nbytes(self) -> int:
@@ -99,15 +102,19 @@ class Experts:
         """Computes `[T, H]` of `x [T, H]`; an expert reads the rows that chose it, all at once."""
         if self.kernel is not None:
             return self.kernel(x)
-        weights, chosen = route(x.to(self.scores.dtype) @ self.scores.T, self.router, self.bias)
-        return self.weighted(x, weights, chosen, apply)
+        scores = functional.linear(x.to(self.scores.dtype), self.scores, self.scores_bias)
+        return self.weighted(x, *route(scores, self.router, self.bias), apply)
 
     def weighted(self, x: Tensor, weights: Tensor, chosen: Tensor, apply: Apply) -> Tensor:
         """Sums up experts `[T, k]` by their weights, and what all tokens share."""
         out = torch.zeros_like(x)
         for index in chosen.unique().tolist():
             rows, places = (chosen == index).nonzero(as_tuple=True)
-            found = apply(self.experts[index], x[rows]) * weights[rows, places].unsqueeze(-1)
+            weight = weights[rows, places].unsqueeze(-1)
+            if self.router.weighs_inputs:
+                found = apply(self.experts[index], x[rows] * weight.to(x.dtype))
+            else:
+                found = apply(self.experts[index], x[rows]) * weight
             out.index_add_(0, rows, found.to(x.dtype))
         return out if self.shared is None else out.add_(self._shared(self.shared, x, apply))
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from compress.checkpoint.kv_cache import UNCOMPRESSED, KVCacheScheme
 from compress.checkpoint.kv_quant import read_back, rotate_heads
 from runtime.backends.base import Attention
-from runtime.backends.span_attention import DenseAttention, attend_span, visibility_mask
+from runtime.backends.span_attention import DenseAttention, Scores, attend_span, scores_of, visibility_mask
 from runtime.model.served import ServedModel
 
 
@@ -28,39 +28,43 @@ class CachedAttention:
         windows: tuple[int | None, ...],
         dtype: torch.dtype,
         device: torch.device,
-        softcap: float | None,
+        scores: Scores,
         scheme: KVCacheScheme,
     ) -> None:
-        self.length, self.softcap, self.scheme = length, softcap, scheme
+        self.length, self.scores, self.scheme = length, scores, scheme
         positions = torch.arange(length, device=device)
-        self.windows = [None if window is None or window >= length else window for window in windows]
-        self.masks = {window: _mask(positions, window, scheme.residual_length, dtype) for window in set(self.windows)}
+        self.seen = [
+            (None if window is None or window >= length else window, chunk) for window, chunk in scores.seen(windows)
+        ]
+        self.masks = {seen: _mask(positions, *seen, scheme.residual_length, dtype) for seen in set(self.seen)}
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         if self.scheme.rotate:
             query, key = rotate_heads(query), rotate_heads(key)
-        mask = self.masks[self.windows[layer]]
+        mask, sink_logits = self.masks[self.seen[layer]], self.scores.sinks(layer)
         spans = zip(query.split(self.length), key.split(self.length), value.split(self.length), strict=True)
-        return torch.cat([self._attend(q, k, v, mask) for q, k, v in spans])
+        return torch.cat([self._attend(q, k, v, mask, sink_logits) for q, k, v in spans])
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sink_logits: Tensor | None
+    ) -> Tensor:
         kept_key, kept_value = read_back(key, self.scheme.key_format), read_back(value, self.scheme.value_format)
         kept_key[: self.scheme.sinks] = key[: self.scheme.sinks]
         kept_value[: self.scheme.sinks] = value[: self.scheme.sinks]
         if self.scheme.residual_length:
             kept_key, kept_value = torch.cat((kept_key, key)), torch.cat((kept_value, value))
-        return attend_span(query, kept_key, kept_value, mask, self.softcap)
+        return attend_span(query, kept_key, kept_value, mask, self.scores.softcap, sink_logits)
 
 
-def _mask(positions: Tensor, window: int | None, recent: int, dtype: torch.dtype) -> Tensor | None:
+def _mask(positions: Tensor, window: int | None, chunk: int | None, recent: int, dtype: torch.dtype) -> Tensor | None:
     """Builds the additive mask `[T, T]`; None where the causal one suffices.
 
     With recent tokens it is `[T, 2 T]`: first the dequantized keys, seen from afar, then the exact ones.
     """
     length = len(positions)
     if not recent:
-        return None if window is None else visibility_mask(positions, length, window, dtype)
-    seen = visibility_mask(positions, length, window, dtype)
+        return None if window is chunk is None else visibility_mask(positions, length, window, dtype, chunk=chunk)
+    seen = visibility_mask(positions, length, window, dtype, chunk=chunk)
     near = (positions.unsqueeze(-1) - positions) < recent
     hidden = float("-inf")
     return torch.cat((seen.masked_fill(near, hidden), seen.masked_fill(~near, hidden)), -1)
@@ -99,5 +103,5 @@ def score(decoder: ServedModel, tokens: Tensor, kv_cache: KVCacheScheme = UNCOMP
 
 
 def _attention(decoder: ServedModel, length: int, kv_cache: KVCacheScheme) -> Attention:
-    options = (length, decoder.config.windows, decoder.dtype, decoder.device, decoder.config.mixer.softcap)
+    options = (length, decoder.config.windows, decoder.dtype, decoder.device, scores_of(decoder))
     return DenseAttention(*options) if kv_cache.is_exact else CachedAttention(*options, kv_cache)

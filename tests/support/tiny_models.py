@@ -151,7 +151,28 @@ VARIANTS: dict[str, dict[str, object]] = {
         "head_dim": 24,
         "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5},
     },
+    "gpt_oss": {
+        **MIXED,
+        **EXPERTS,
+        "num_local_experts": 8,
+        "head_dim": 24,
+        "swiglu_alpha": 1.3,
+        "swiglu_limit": 0.4,
+    },
     "granitemoe": {**EXPERTS, **MULTIPLIERS, "num_local_experts": 8, "attention_bias": True},
+    "llama4_text": {
+        **EXPERTS,
+        "num_local_experts": 8,
+        "intermediate_size_mlp": 80,
+        "interleave_moe_layer_step": 2,
+        "num_hidden_layers": 2,
+        "no_rope_layers": [1, 0],
+        "attention_chunk_size": 9,
+        "floor_scale": 8,
+        "attn_scale": 0.3,
+        "attention_bias": True,
+        "head_dim": 24,
+    },
     "minimax_m2": {
         **EXPERTS,
         "num_local_experts": 8,
@@ -164,6 +185,8 @@ VARIANTS: dict[str, dict[str, object]] = {
     "qwen3_moe": {**EXPERTS, "head_dim": 24, "norm_topk_prob": True, "attention_bias": True},
 }
 """One model of every family with all of its features."""
+STACKED = {"gpt_oss", "granitemoe", "llama4_text"}
+"""Mixtures whose experts are stored as one tensor."""
 MIXTURES = {family for family, options in VARIANTS.items() if EXPERTS.items() <= options.items()}
 
 
@@ -183,6 +206,10 @@ class StayInFloat64(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if function is torch.polar:
+            # Its float32 sines and cosines have other last bits than those of two functions.
+            length, angle = args
+            return torch.complex(length * angle.cos(), length * angle.sin())
         if args and isinstance(args[0], Tensor) and args[0].dtype is torch.float64:
             if function is Tensor.float:
                 return args[0]

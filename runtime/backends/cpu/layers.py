@@ -24,7 +24,7 @@ from runtime.backends.base import (
 from runtime.backends.cpu.kv_pages import CpuPages, heads_unsupported_reason, pages_unsupported_reason, token_stride
 from runtime.backends.cpu.linear import CpuLinear
 from runtime.backends.cpu.mixture import CpuMixture, ExpertAddresses, Product, product
-from runtime.backends.fused_layers import layers_unsupported
+from runtime.backends.fused_layers import layers_unsupported, scores_unsupported
 from runtime.backends.kv_pages import KVCache
 from runtime.backends.torch.ops import TorchOps
 from runtime.core.batch import AttentionGroup, Batch, SamplingTensors
@@ -294,8 +294,8 @@ def attention_unsupported_reason(model: Model, memory: MemoryPlan) -> str:
     """Why compiled attention cannot serve a model; "" when it can."""
     if memory.attention_window.window is not None and memory.attention_window.sinks:
         return "keeps no sinks of streams"
-    if model.config.mixer.softcap is not None:
-        return "caps no scores"
+    if reason := scores_unsupported(model.config.spec):
+        return reason
     reason = pages_unsupported_reason(model.config, memory.kv_cache, memory.block_size, model.dtype, model.device)
     return reason or ("" if isinstance(model.ops, CpuOps) else "goes with compiled ops between linears")
 

@@ -123,7 +123,7 @@ def is_plain(mixture: Mixture) -> bool:
     choice = router.num_groups, router.num_chosen_groups, router.in_float32, router.least_sum
     known = Router(router.scores, router.num_chosen, *weights, *choice)
     plain = Mixture(known, mixture.experts, mixture.shared, mixture.shared_gate, mixture.name, mixture.stacks)
-    return router.activation in ("softmax", "sigmoid") and mixture == plain
+    return router.activation in ("softmax", "sigmoid") and not router.scores.bias and mixture == plain
 
 
 def mixture_unsupported_reason(mixture: Mixture, weights: MixtureWeights, target: Target) -> str:

@@ -2,6 +2,7 @@
 
 from runtime.backends.base import AttentionKernel, AttentionStep, Backend, Model, OpsKernel, register
 from runtime.backends.kv_pages import KVCache, make_pages
+from runtime.backends.span_attention import scores_of
 from runtime.backends.torch.attention import PagedAttention, StepKeys, StreamingAttention
 from runtime.backends.torch.linear import ONEDNN, PLAIN, SPARSE, is_fast
 from runtime.backends.torch.ops import TorchOps, TorchSampling
@@ -20,7 +21,7 @@ def prepare_attention(
         keys = StepKeys(cache, batch, cache.place(model, batch.entries))
         if attention_window.window is not None and attention_window.sinks:
             return StreamingAttention(keys, attention_window.sinks, attention_window.window, model.rotary)
-        return PagedAttention(keys, windows, model.config.mixer.softcap)
+        return PagedAttention(keys, windows, scores_of(model))
 
     return step
 

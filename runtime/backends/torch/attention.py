@@ -10,7 +10,7 @@ from torch import Tensor
 from runtime.backends.base import Rotary
 from runtime.backends.exact_tokens import ResidualWindow
 from runtime.backends.kv_pages import ExactPlaces, KVCache
-from runtime.backends.span_attention import attend_span, attend_tokens, visibility_mask
+from runtime.backends.span_attention import PLAIN_SCORES, Scores, attend_span, attend_tokens, visibility_mask
 from runtime.backends.torch.ops import rotate
 from runtime.core.batch import AttentionGroup, Batch
 
@@ -69,15 +69,17 @@ class StepKeys:
         """False when causality says it all."""
         return bool(self._rings) or group.ragged or (window is not None and window < group.num_keys)
 
-    def mask(self, group: AttentionGroup, window: int | None, dtype: torch.dtype, sinks: int = 0) -> Tensor:
-        """Additive `[rows, keys]`; the last `window` tokens and the first `sinks` are visible."""
+    def mask(
+        self, group: AttentionGroup, window: int | None, dtype: torch.dtype, sinks: int = 0, chunk: int | None = None
+    ) -> Tensor:
+        """Additive `[rows, keys]`; the last `window` tokens of the own chunk and the first `sinks` are visible."""
         recent = self.cache.scheme.residual_length
-        seen = visibility_mask(group.positions, group.num_keys, window, dtype, sinks, group.tree)
+        seen = visibility_mask(group.positions, group.num_keys, window, dtype, sinks, group.tree, chunk)
         if not recent:
             return seen
         keys = torch.arange(group.num_keys, device=seen.device)
         far = seen.masked_fill_(keys > group.positions.unsqueeze(-1) - recent, float("-inf"))
-        return torch.cat((far, _recent_mask(group, min(recent, window or recent), recent, dtype)), -1)
+        return torch.cat((far, _recent_mask(group, min(recent, window or recent), recent, dtype, chunk)), -1)
 
     def _exchange(
         self, recent: ResidualWindow, layer: int, rings: Tensor, group: AttentionGroup, key: Tensor, value: Tensor
@@ -92,13 +94,14 @@ class StepKeys:
         return torch.cat((before[0], own[0]), 1), torch.cat((before[1], own[1]), 1)
 
 
-def _recent_mask(group: AttentionGroup, window: int, recent: int, dtype: torch.dtype) -> Tensor:
+def _recent_mask(group: AttentionGroup, window: int, recent: int, dtype: torch.dtype, chunk: int | None) -> Tensor:
     """Additive `[rows, recent - 1 + n]` over the exact keys of n tokens and of those before them."""
     positions = group.positions.view(group.num_sequences, -1)
     num_tokens = positions.shape[1]
     columns = positions[:, :1] + torch.arange(1 - recent, num_tokens, device=positions.device)
     last, columns = positions.unsqueeze(-1), columns.unsqueeze(1)
-    hidden = ((columns > last) | (columns <= last - window) | (columns < 0)).flatten(0, 1)
+    first = torch.zeros_like(last) if chunk is None else last // chunk * chunk
+    hidden = ((columns > last) | (columns <= last - window) | (columns < first)).flatten(0, 1)
     return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
 
 
@@ -107,24 +110,25 @@ class PagedAttention:
 
     Args:
         windows: sliding window of every layer; None is none.
-        softcap: see `runtime.backends.span_attention.attend`.
     """
 
-    def __init__(self, keys: StepKeys, windows: tuple[int | None, ...], softcap: float | None = None) -> None:
-        self.keys, self.windows, self.softcap = keys, windows, softcap
+    def __init__(self, keys: StepKeys, windows: tuple[int | None, ...], scores: Scores = PLAIN_SCORES) -> None:
+        self.keys, self.scores, self.seen = keys, scores, scores.seen(windows)
         dtype = keys.cache.pages.dtype
         self.masks = {
-            window: [
-                keys.mask(group, window, dtype) if keys.needs_mask(group, window) else None
+            (window, chunk): [
+                keys.mask(group, window, dtype, chunk=chunk)
+                if keys.needs_mask(group, min((each for each in (window, chunk) if each is not None), default=None))
+                else None
                 for group in keys.batch.groups
             ]
-            for window in set(windows)
+            for window, chunk in set(self.seen)
         }
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         query = self.keys.cache.rotate(query)
         self.keys.write(layer, self.keys.cache.rotate(key), value)
-        masks = self.masks[self.windows[layer]]
+        masks = self.masks[self.seen[layer]]
         groups = enumerate(zip(self.keys.batch.groups, masks, strict=True))
         parts = [self._attend(layer, index, query[group.rows], mask) for index, (group, mask) in groups]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -132,8 +136,8 @@ class PagedAttention:
     def _attend(self, layer: int, index: int, query: Tensor, mask: Tensor | None) -> Tensor:
         key, value = self.keys.read(layer, index)
         if len(key) > 1 or len(query) == 1:
-            return attend_tokens(query, key, value, mask, self.softcap)
-        return attend_span(query, key[0], value[0], mask, self.softcap)
+            return attend_tokens(query, key, value, mask, self.scores.softcap, self.scores.sinks(layer))
+        return attend_span(query, key[0], value[0], mask, self.scores.softcap, self.scores.sinks(layer))
 
 
 class SinkQueries:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from compress.checkpoint.kv_cache import KVCacheScheme
 from runtime.backends.base import Model, Rotary
+from runtime.backends.fused_layers import scores_unsupported
 from runtime.backends.torch.attention import SinkQueries, StepKeys
 from runtime.backends.triton.linear import num_processors, unsupported_reason
 from runtime.core.memory_plan import MemoryPlan
@@ -147,8 +148,8 @@ def attention_unsupported_reason(model: Model, memory: MemoryPlan) -> str:
     """Why this attention cannot serve a model; "" when it can."""
     if reason := unsupported_reason(model.device, model.dtype):
         return reason
-    if model.config.mixer.softcap is not None:
-        return "caps no scores"
+    if reason := scores_unsupported(model.config.spec):
+        return reason
     if not model.config.has_like_heads:
         return "takes layers with the same heads, and keys and values of their own"
     if model.config.head_dim not in HEAD_DIMS:

@@ -102,7 +102,9 @@ def test_needs_no_torch():
     assert time.perf_counter() - started < 5
 
 
-@pytest.mark.parametrize("family", ["smollm3", "gemma3_text", "hunyuan_v1_dense", "ministral3"])
+@pytest.mark.parametrize(
+    "family", ["smollm3", "gemma3_text", "hunyuan_v1_dense", "ministral3", "gpt_oss", "llama4_text"]
+)
 def test_queries_of_some_families_cannot_be_moved(family):
     config = parse_config({"model_type": family, **SIZES, **VARIANTS[family]})
     with pytest.raises(ToolkitError, match="--attention-sinks"):

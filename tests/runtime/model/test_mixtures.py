@@ -56,7 +56,7 @@ def stack_experts(tensors: dict[str, Tensor], config: ModelConfig) -> dict[str, 
     return tensors
 
 
-@pytest.mark.parametrize("family", ["glm4_moe", "granitemoe", "qwen2_moe", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["glm4_moe", "gpt_oss", "granitemoe", "llama4_text", "qwen2_moe", "qwen3_moe"])
 def test_packed_experts_are_multiplied_as_stored(family: str, tmp_path: Path) -> None:
     dense, packed = save_tiny_model(tmp_path / "dense", family, **VARIANTS[family]), tmp_path / "packed"
     weights = pack_model(dense, packed, lambda module: Int(4, 32) if "experts" in module else None)

@@ -284,7 +284,9 @@ def test_splits_fill_the_processors_and_are_never_tiny() -> None:
 def test_refusals_say_why(
     device: str, dtype: torch.dtype, head_dim: int, softcap: float | None, recent: int, fact: str
 ) -> None:
-    config = SimpleNamespace(head_dim=head_dim, has_like_heads=True, mixer=SimpleNamespace(softcap=softcap))
+    mixer = SimpleNamespace(softcap=softcap, sink_logits="", chunk=None)
+    spec = SimpleNamespace(blocks=[SimpleNamespace(mixer=mixer)])
+    config = SimpleNamespace(head_dim=head_dim, has_like_heads=True, spec=spec)
     model = SimpleNamespace(device=torch.device(device), dtype=dtype, config=config)
     reason = attention_unsupported_reason(model, SimpleNamespace(kv_cache=SimpleNamespace(residual_length=recent)))
     assert fact in reason
