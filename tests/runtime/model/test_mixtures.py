@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from engines import answer_all, small_engine
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tiny_models import VARIANTS, load_reference, pack_model, reference_logits, save_tiny_model
 from torch import Tensor
 
@@ -82,6 +82,27 @@ def test_whole_layers_in_one_call_answer_as_alone(family: str, tmp_path: Path) -
     together = answer_all(small_engine(decoder, **limits), requests, gap=1)
     for request in requests:
         assert together[request[0], 0] == answer_all(small_engine(decoder, **limits), [request])[request[0], 0]
+
+
+def test_mxfp4_experts_are_served_as_published(tmp_path: Path) -> None:
+    folder = save_tiny_model(tmp_path / "model", "gpt_oss", **VARIANTS["gpt_oss"])
+    tensors, generator = load_file(folder / "model.safetensors"), torch.Generator().manual_seed(0)
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, columns, rows = tensors.pop(name).shape
+        groups = (experts, rows, columns // 32)
+        tensors[f"{name}_blocks"] = torch.randint(0, 256, (*groups, 16), generator=generator).to(torch.uint8)
+        tensors[f"{name}_scales"] = torch.randint(121, 125, groups, generator=generator).to(torch.uint8)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    block = {"quant_method": "mxfp4", "modules_to_not_convert": kept}
+    write_config(folder, {**read_config(folder), "quantization_config": block})
+    checkpoint = PackedCheckpoint.open(folder)
+    assert len(checkpoint.schemes) == 2 * 8 * 3
+    up = checkpoint.packed_weight("model.layers.1.mlp.experts.5.up_proj").tensors(torch.bfloat16)
+    stored = tensors["model.layers.1.mlp.experts.gate_up_proj_blocks"][5, 1::2].flatten(1)
+    assert torch.equal(up[".weight_packed"], stored)
+    found = score(load_model(folder, dtype="float64"), TOKENS)
+    torch.testing.assert_close(found, reference_logits(load_reference(folder), TOKENS), rtol=0, atol=1e-10)
 
 
 def test_no_command_that_fails_is_advised(tmp_path: Path) -> None:
