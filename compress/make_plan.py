@@ -21,7 +21,16 @@ from compress.methods.owl import OutlierShares
 from compress.pipeline.rotated_source import RotatedFiles
 from compress.pipeline.skeleton import Skeleton
 from compress.plan import Factoring, LayerPlan, Plan, PlanRow, Pruning, shape_bytes
-from compress.plan_notes import CARRIED, ROUTER, carried_notes, cost_notes, scheme_notes, sibling_notes, usable_mappings
+from compress.plan_notes import (
+    CARRIED,
+    OTHER_PART,
+    ROUTER,
+    carried_notes,
+    cost_notes,
+    scheme_notes,
+    sibling_notes,
+    usable_mappings,
+)
 from compress.recipe import (
     STAGE_NAMES,
     FactorizeStage,
@@ -303,7 +312,9 @@ def _plan(skeleton: Skeleton, files: TensorFiles, recipe: Recipe, scale_dtype: s
     check_groups(layer_plans, matrices)
     _check_stored(layer_plans, matrices)
     carried = skeleton.carried(files.names())
-    reasons |= dict.fromkeys(map(_module, carried), CARRIED) | dict.fromkeys(routers, ROUTER)
+    others = files.text_names.others if files.text_names else frozenset()
+    reasons |= {_module(name): OTHER_PART if name in others else CARRIED for name in carried}
+    reasons |= dict.fromkeys(routers, ROUTER)
     rows = _Rows(skeleton, files, linears, layer_plans, reasons, scale_dtype)
     smoothing_mappings, notes = usable_mappings(skeleton, layer_plans)
     notes += sibling_notes(skeleton, layer_plans) + scheme_notes(layer_plans)

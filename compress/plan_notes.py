@@ -66,6 +66,7 @@ def _smooths(plan: LayerPlan) -> bool:
 
 
 CARRIED = "of no layer in config.json: carried along unchanged"
+OTHER_PART = "copied untouched"
 """Reason in the plan for tensors that the model does not run."""
 
 ROUTER = "router: a rounded one sends tokens to other experts"
@@ -74,13 +75,21 @@ ROUTER = "router: a rounded one sends tokens to other experts"
 
 def carried_notes(files: TensorFiles, carried: Sequence[str], num_blocks: int) -> list[str]:
     """Return a note on tensors that the model does not run: other engines may look for them."""
-    if not carried:
-        return []
-    size = sum(map(files.tensor_nbytes, carried)) / 1e6
-    return [
-        f"{len(carried)} tensors ({size:,.2f} MB, e.g. {carried[0]}) are of no layer in config.json, which has "
-        f"{num_blocks}: multi-token prediction or left over, carried along unchanged"
-    ]
+    others = files.text_names.others if files.text_names else frozenset()
+    towers, left = [name for name in carried if name in others], [name for name in carried if name not in others]
+    notes = []
+    if towers:
+        notes.append(f"{_amount(files, towers)} are of the parts for images and sound: {OTHER_PART}")
+    if left:
+        notes.append(
+            f"{_amount(files, left)} are of no layer in config.json, which has {num_blocks}: multi-token prediction or "
+            "left over, carried along unchanged"
+        )
+    return notes
+
+
+def _amount(files: TensorFiles, names: Sequence[str]) -> str:
+    return f"{len(names)} tensors ({sum(map(files.tensor_nbytes, names)) / 1e6:,.2f} MB, e.g. {names[0]})"
 
 
 def sibling_notes(skeleton: Skeleton, layer_plans: Mapping[str, LayerPlan]) -> list[str]:

@@ -10,6 +10,7 @@ from typing import Any
 from compress.common.errors import CheckpointError
 from compress.common.files import read_json
 from compress.models.config import block
+from compress.models.wrappers import text_part, whole_config
 
 CONFIG_FILE = "config.json"
 """Beside it, in checkpoints that `compress` made."""
@@ -20,11 +21,12 @@ FORMAT_VERSION = 1
 HEAD = "lm_head"
 
 ModelConfig = dict[str, Any]
-"""The object in config.json, keys unchanged."""
+"""The object in config.json, keys unchanged, or its part for the text model of a multimodal one."""
 
 
 def read_config(path: str | Path) -> ModelConfig:
-    """config.json of a model folder, with the `quantize_config.json` of older GPTQ checkpoints folded in.
+    """config.json of a model folder, or its part for a text model, with the `quantize_config.json` of older GPTQ
+    checkpoints folded in.
 
     Raises:
         CheckpointError: missing, not JSON, or of a newer `compression_config.format_version` than this code knows.
@@ -40,12 +42,14 @@ def read_config(path: str | Path) -> ModelConfig:
             f"{folder} has {COMPRESSION_KEY}.format_version {version!r}; this version reads 1 to {FORMAT_VERSION}",
             "Install a newer release of this toolkit",
         )
-    return config
+    return text_part(config)
 
 
 def write_config(folder: Path, config: Mapping[str, Any]) -> None:
-    """Writes config.json, indented, keys in the order given."""
-    (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    """Writes config.json, indented, keys in the order given; that of a text model as the whole that it is part of."""
+    (folder / CONFIG_FILE).write_text(
+        json.dumps(whole_config(config), indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
+    )
 
 
 def packed_config(

@@ -16,10 +16,9 @@ from compress.checkpoint.config import (
     ModelConfig,
     dtype_name,
     quantization_block,
-    read_config,
 )
 from compress.checkpoint.formats import TRANSLATIONS, dense
-from compress.checkpoint.reader import PackedCheckpoint
+from compress.checkpoint.reader import PackedCheckpoint, open_stored
 from compress.checkpoint.safetensors import TensorFiles
 from compress.checkpoint.weights import Scheme, Weight
 
@@ -48,7 +47,7 @@ class DequantizedFiles(TensorFiles):
     @classmethod
     def over(cls, packed: PackedCheckpoint) -> DequantizedFiles:
         files = packed.files
-        return cls(files.path, files.files, files._owner, packed)
+        return cls(files.path, files.files, files._owner, packed, text_names=files.text_names)
 
     @cached_property
     def _shapes(self) -> dict[str, tuple[int, int]]:
@@ -142,7 +141,7 @@ def open_source(path: str | Path) -> tuple[TensorFiles, ModelConfig]:
     Raises:
         CheckpointError: see `PackedCheckpoint.open`.
     """
-    files, config = TensorFiles.open(path), read_config(path)
+    files, config = open_stored(path)
     if not quantization_block(config):
         return files, config
     source = dequantized(PackedCheckpoint.open(path))

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from compress.checkpoint.config import COMPRESSION_KEY, QUANTIZATION_KEY
 from compress.common.errors import CheckpointError
 from compress.models.architecture import Architecture, architecture_of
 from compress.models.config import MAX_LAYERS, positive, refusal, text
 from compress.models.generic import architecture_by_structure
 from compress.models.registry import find_family
+from compress.models.wrappers import OUTER
 
 if TYPE_CHECKING:
     import torch
@@ -52,7 +54,6 @@ def _is_known(model_type: str) -> bool:
 def load_config(path: Path, config: dict[str, Any], trust_remote_code: bool) -> PretrainedConfig:
     """Reads config.json as transformers does. Raises CheckpointError for what it does not know or cannot use."""
     import transformers
-    from transformers import AutoConfig
 
     architectures = config.get("architectures") or []
     if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
@@ -67,7 +68,7 @@ def load_config(path: Path, config: dict[str, Any], trust_remote_code: bool) -> 
         )
     _check_sizes(config)
     try:
-        loaded = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=True)
+        loaded = read_transformers_config(path, config, trust_remote_code)
     # transformers and its validators raise unrelated types, and the code of a model folder any.
     except Exception as error:
         raise CheckpointError(
@@ -78,6 +79,18 @@ def load_config(path: Path, config: dict[str, Any], trust_remote_code: bool) -> 
     # A rotated source has a head of its own where the stored one has none.
     loaded.tie_word_embeddings = config.get("tie_word_embeddings", loaded.tie_word_embeddings)
     return loaded
+
+
+def read_transformers_config(
+    path: Path, config: Mapping[str, Any], trust_remote_code: bool = False
+) -> PretrainedConfig:
+    """Reads the config of a model, or of its text model, as transformers does, whose errors are of many types."""
+    from transformers import AutoConfig
+
+    if OUTER not in config:
+        return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=True)
+    left_out = (OUTER, QUANTIZATION_KEY, COMPRESSION_KEY)
+    return AutoConfig.for_model(**{key: value for key, value in config.items() if key not in left_out})
 
 
 def _check_sizes(config: dict[str, Any]) -> None:

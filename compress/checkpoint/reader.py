@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,11 +23,32 @@ from compress.checkpoint.config import (
     read_config,
 )
 from compress.checkpoint.expert_files import split_experts
-from compress.checkpoint.formats import TRANSLATIONS, Format, Translation, dense, find_format
+from compress.checkpoint.formats import TRANSLATIONS, Format, Translation, compress_runtime, dense, find_format
 from compress.checkpoint.safetensors import TensorFiles
 from compress.checkpoint.weights import Int, Scheme, Weight
 from compress.checkpoint.weights.base import StoredTensors
 from compress.common.errors import CheckpointError, ToolkitError
+from compress.models.wrappers import OUTER
+
+
+def open_stored(path: str | Path) -> tuple[TensorFiles, ModelConfig]:
+    """Reads headers and config of a model folder; of a multimodal model, those of its text model with all tensors.
+
+    Raises:
+        CheckpointError: a folder, config or shard that cannot be read, and why.
+    """
+    files = TensorFiles.open(path)
+    config = read_config(files.path)
+    return (files.of_text_model() if OUTER in config else files), config
+
+
+def _schemes(kind: Format, block: Mapping[str, Any], files: TensorFiles) -> dict[str, Scheme]:
+    """Reads the scheme of every quantized module; formats of other tools speak of stored names."""
+    modules, layout = kind.modules(files.names()), files.text_names
+    if layout is None or kind.NAME == compress_runtime.NAME:
+        return kind.schemes(block, modules)
+    found = kind.schemes(block, sorted(map(layout.stored, modules)))
+    return {layout.own(module): scheme for module, scheme in found.items()}
 
 
 @dataclass(frozen=True)
@@ -56,13 +78,12 @@ class PackedCheckpoint:
         Raises:
             CheckpointError: a folder, config, format or shard that cannot be read, and why.
         """
-        stored = TensorFiles.open(path)
-        config = read_config(stored.path)
+        stored, config = open_stored(path)
         files = split_experts(stored, config)
         block = quantization_block(config)
         kind = find_format(format_name(block)) if block else dense
         try:
-            schemes = kind.schemes(block, kind.modules(files.names()))
+            schemes = _schemes(kind, block, files)
         except CheckpointError:
             raise
         except (ToolkitError, KeyError, TypeError, ValueError, AttributeError) as error:

@@ -7,8 +7,8 @@ import math
 import mmap
 import shlex
 import struct
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from compress.common.errors import CheckpointError
 from compress.common.files import PARTIAL_SUFFIX, in_home, read_json
+from compress.models.wrappers import TextNames
 
 DTYPES = {
     "BOOL": torch.bool,
@@ -91,6 +92,10 @@ class MappedFile:
         _check_layout(path, entries, size - 8 - length, size)
         ordered = dict(sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)))
         return cls(path, ordered, metadata if isinstance(metadata, dict) else {}, 8 + length)
+
+    def renamed(self, name_of: Callable[[str], str]) -> MappedFile:
+        """Returns the file with other names for its tensors."""
+        return replace(self, entries={name_of(name): entry for name, entry in self.entries.items()})
 
     @cached_property
     def _map(self) -> mmap.mmap:
@@ -224,11 +229,13 @@ class TensorFiles:
     Attributes:
         path: the folder.
         files: the safetensors files in name order.
+        text_names: how the tensors of the text model are stored, where that is not by its own names.
     """
 
     path: Path
     files: list[MappedFile]
     _owner: dict[str, MappedFile]
+    text_names: TextNames | None = field(default=None, kw_only=True)
 
     @classmethod
     def open(cls, path: str | Path) -> TensorFiles:
@@ -259,6 +266,14 @@ class TensorFiles:
                     "Download the index and its shards again, from one revision",
                 )
         return cls(folder, files, owner)
+
+    def of_text_model(self) -> TensorFiles:
+        """Returns the same tensors, those of the text model of a multimodal one by its own names."""
+        layout = TextNames.find(self._owner)
+        if layout is None:
+            return self
+        files = [file.renamed(layout.own) for file in self.files]
+        return TensorFiles(self.path, files, {name: file for file in files for name in file.entries}, text_names=layout)
 
     def names(self) -> list[str]:
         """Tensor names, sorted."""

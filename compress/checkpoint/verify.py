@@ -175,7 +175,8 @@ def verify_structure(path: str | Path, source: TensorFiles | None = None) -> Str
 def _carried_note(packed: PackedCheckpoint, implied: Shapes) -> tuple[str, ...]:
     """A note on tensors that config.json says nothing of: layers beyond its last, heads of multi-token prediction."""
     parts = {_part(name) for name in implied}
-    carried = [name for name in _stored(packed) if implied and _part(name) not in parts]
+    others = packed.files.text_names.others if packed.files.text_names else frozenset()
+    carried = [name for name in _stored(packed) if implied and _part(name) not in parts and name not in others]
     found = f"{len(carried)} tensors are of no layer in config.json, and are not read"
     return (f"{found}, e.g. {min(carried)}",) if carried else ()
 

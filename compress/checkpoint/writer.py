@@ -24,12 +24,15 @@ from compress.checkpoint.config import (
     CONFIG_FILE,
     HEAD,
     LEGACY_QUANTIZATION_FILE,
+    QUANTIZATION_KEY,
     compression_block,
+    format_name,
     is_embedding,
     packed_config,
+    quantization_block,
     write_config,
 )
-from compress.checkpoint.formats import compress_runtime, dense, find_format, stored_tensors
+from compress.checkpoint.formats import compress_runtime, compressed_tensors, dense, find_format, stored_tensors
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.safetensors import (
     INDEX_FILE,
@@ -52,6 +55,7 @@ from compress.common.files import (
     refuse_when_full,
     sync,
 )
+from compress.models.wrappers import TextNames
 
 MAX_SHARD_BYTES = 4 * 2**30
 REWRITTEN = frozenset({CONFIG_FILE, LEGACY_QUANTIZATION_FILE, "quant_config.json"})
@@ -138,7 +142,10 @@ def assemble(
         CheckpointError: `out` exists, a tensor appears in two pieces, or the disk is full; nothing is left behind.
     """
     check_out_folder(out)
+    layout = None if source is None else source.text_names
     pieces = [store.open(key) for key in keys]
+    if layout is not None:
+        pieces = [piece.renamed(layout.stored) for piece in pieces]
     building = partial_folder(out) / "assembled"
     shutil.rmtree(building, ignore_errors=True)
     building.mkdir(parents=True)
@@ -148,7 +155,7 @@ def assemble(
             if source is not None:
                 copy_side_files(source, building, leave_out)
             if config is not None:
-                write_config(building, config)
+                write_config(building, config if layout is None else _named_as_stored(config, layout))
             _write_shards(_plan_shards(pieces, max_shard_bytes), building)
             building.rename(out)
             sync(out.parent)
@@ -156,6 +163,13 @@ def assemble(
         shutil.rmtree(building, ignore_errors=True)
         _remove_if_empty(partial_folder(out))
     return out
+
+
+def _named_as_stored(config: Mapping[str, Any], layout: TextNames) -> Mapping[str, Any]:
+    quantization = quantization_block(config)
+    if format_name(quantization) != compressed_tensors.NAME:
+        return config
+    return {**config, QUANTIZATION_KEY: layout.patterns(quantization)}
 
 
 def copy_side_files(source: TensorFiles, out: Path, leave_out: Set[str] = frozenset()) -> None:
@@ -237,6 +251,11 @@ def export_checkpoint(path: str | Path, format: str, out: str | Path, max_shard_
     codec = find_format(format)
     if not packed.schemes:
         raise CheckpointError(f"{packed.path} holds no quantized weights", "Quantize it first: compress quantize MODEL")
+    if packed.files.text_names is not None and codec.NAME not in _NAMED_BY_PATTERNS:
+        raise CheckpointError(
+            f"{packed.path} is a multimodal model, whose modules {format} has no names for",
+            f"Export it as {' or '.join(_NAMED_BY_PATTERNS)}",
+        )
     schemes = _target_schemes(packed, format)
     for module, scheme in schemes.items():
         codec.check(scheme, packed.shape(module))
@@ -257,6 +276,9 @@ def export_checkpoint(path: str | Path, format: str, out: str | Path, max_shard_
         return assemble(store, keys, target, max_shard_bytes, config=config, source=packed.files, leave_out=leave_out)
     finally:
         store.discard()
+
+
+_NAMED_BY_PATTERNS = (compressed_tensors.NAME, compress_runtime.NAME, dense.NAME)
 
 
 def _write_pieces(packed: PackedCheckpoint, format: str, schemes: dict[str, Scheme], store: BlockStore) -> list[str]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from compress.checkpoint.kv_cache import UNCOMPRESSED, KVCacheScheme
+from compress.checkpoint.meta_model import read_transformers_config
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.weights import Weight
 from compress.common.errors import CheckpointError
@@ -98,10 +99,10 @@ def load_dequantized(path: Path, *, dtype: str = "auto") -> Any:
         CheckpointError: the checkpoint lacks a weight, or one has another shape.
     """
     from accelerate import init_empty_weights
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     checkpoint = PackedCheckpoint.open(path)
-    config = AutoConfig.from_pretrained(path, local_files_only=True)
+    config = read_transformers_config(path, checkpoint.config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     wanted = checkpoint.dtype if dtype == "auto" else getattr(torch, dtype)

@@ -1,11 +1,14 @@
-"""The registry of model families, which are files of `compress.models.families` that register themselves."""
+"""The registry of model families, which are files of `compress.models.families` that register themselves, and of the
+multimodal models around them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
 from pkgutil import iter_modules
+from typing import Any
 
 import compress.models.families
 from compress.models.config import Config
@@ -15,6 +18,28 @@ Describe = Callable[[Config], ModelSpec]
 """Describes the model of a config.json; raises CheckpointError for one that defines no such model."""
 
 _FAMILIES: dict[str, Describe] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Wrapper:
+    """A multimodal model with a text model of a family.
+
+    Attributes:
+        text_type: `model_type` of a text model whose config names none.
+        families: family of a text model by its `model_type`, where it has another name.
+        defaults: what holds where the config of the text model says nothing.
+        unread: keys of the text model's config that the multimodal model does not read.
+        ties_head: whether the head is the embedding where config.json says nothing.
+    """
+
+    text_type: str
+    families: Mapping[str, str] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    unread: tuple[str, ...] = ()
+    ties_head: bool = False
+
+
+_WRAPPERS: dict[str, Wrapper] = {}
 
 
 def register(*model_types: str) -> Callable[[Describe], Describe]:
@@ -31,6 +56,25 @@ def register(*model_types: str) -> Callable[[Describe], Describe]:
         return describe
 
     return add
+
+
+def register_wrapper(model_type: str, wrapper: Wrapper) -> None:
+    """Registers a multimodal model. Raises ValueError for a `model_type` that is registered already."""
+    if model_type in _WRAPPERS or model_type in _FAMILIES:
+        raise ValueError(f"model_type {model_type} is registered already")
+    _WRAPPERS[model_type] = wrapper
+
+
+def find_wrapper(model_type: object) -> Wrapper | None:
+    """The multimodal model of a `model_type`, if there is one."""
+    _import_families()
+    return _WRAPPERS.get(model_type) if isinstance(model_type, str) else None
+
+
+def known_wrappers() -> tuple[str, ...]:
+    """Every registered `model_type` of a multimodal model, sorted."""
+    _import_families()
+    return tuple(sorted(_WRAPPERS))
 
 
 def find_family(model_type: object) -> Describe | None:

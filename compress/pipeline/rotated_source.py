@@ -51,7 +51,9 @@ class RotatedFiles(TensorFiles):
     def over(
         cls, files: TensorFiles, rotated: dict[str, Read], added: dict[str, str], description: str
     ) -> RotatedFiles:
-        return cls(files.path, files.files, files._owner, files, rotated, added, description)
+        return cls(
+            files.path, files.files, files._owner, files, rotated, added, description, text_names=files.text_names
+        )
 
     def names(self) -> list[str]:
         return sorted([*self.source.names(), *self.added])

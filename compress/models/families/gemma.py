@@ -23,7 +23,7 @@ from compress.models.config import (
     ropes_by_kind,
     windows,
 )
-from compress.models.registry import register
+from compress.models.registry import Wrapper, register, register_wrapper
 from compress.models.spec import Attention, ModelSpec, Norm
 
 COMMON = {"head_dim": 256, "tie_word_embeddings": True, "hidden_act": "gelu_pytorch_tanh"}
@@ -71,6 +71,19 @@ def gemma3_text(config: Config) -> ModelSpec:
     ]
     return _decoder(config, mixers, AROUND)
 
+
+DEFAULTS = {
+    "vocab_size": 262_208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "max_position_embeddings": 131_072,
+}
+"""Sizes that published checkpoints leave out where they are those of transformers."""
+register_wrapper(
+    "gemma3", Wrapper("gemma3_text", defaults=DEFAULTS, unread=("final_logit_softcapping",), ties_head=True)
+)
 
 AROUND = ("pre_feedforward_layernorm", "post_attention_layernorm", "post_feedforward_layernorm")
 

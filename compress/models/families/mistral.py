@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from compress.models.config import Config, attention, decoder, gated_mlp, mixture, number, positive, rope, windows
-from compress.models.registry import register
+from compress.models.registry import Wrapper, register, register_wrapper
 from compress.models.spec import ModelSpec, PositionScale
 
 DEFAULT_WINDOW = 4096
@@ -52,3 +52,6 @@ def mixtral(config: Config) -> ModelSpec:
     rotary = rope(config, theta=1e6)
     mixers = [attention(config, window=window, rope=rotary) for window in windows(config)]
     return decoder(config, mixers, mixture(config, name="block_sparse_moe", parts=("w1", "w3", "w2")))
+
+
+register_wrapper("mistral3", Wrapper("mistral", ties_head=True))

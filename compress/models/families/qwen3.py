@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from compress.models.config import Config, attention, decoder, flag, gated_mlp, switched_windows
-from compress.models.registry import register
+from compress.models.registry import Wrapper, register, register_wrapper
 from compress.models.spec import ModelSpec
 
 
@@ -17,3 +17,7 @@ def qwen3(config: Config) -> ModelSpec:
         for window in switched_windows(config)
     ]
     return decoder(config, mixers, gated_mlp(config))
+
+
+# Positions of text are the same in all sections of a multimodal rotary embedding, which makes it a plain one.
+register_wrapper("qwen3_vl", Wrapper("qwen3_vl_text", {"qwen3_vl_text": "qwen3"}, {"head_dim": 128, "rope_theta": 5e5}))

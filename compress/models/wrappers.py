@@ -1,0 +1,120 @@
+"""Text models inside of multimodal checkpoints: their part of a nested config.json, and the names of their tensors."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from compress.models.config import Config, block, flag
+from compress.models.registry import find_wrapper
+
+OUTER = "wrapped_in"
+"""Key under which the config of a text model keeps the whole config.json that it is from."""
+ADDED = ("quantization_config", "compression_config")
+"""Keys of the whole that compression adds."""
+SHARED = ("dtype", "torch_dtype", "eos_token_id", *ADDED)
+"""Keys of the whole that hold for the text model."""
+TIED = "tie_word_embeddings"
+
+
+def text_part(config: Config) -> dict[str, Any]:
+    """Returns the config of the text model in a multimodal `config`, else the config itself.
+
+    As in transformers, the whole says whether the head is the embedding.
+    """
+    wrapper = find_wrapper(config.get("model_type"))
+    if wrapper is None:
+        return dict(config)
+    inner = block(config, "text_config")
+    model_type = inner.get("model_type", wrapper.text_type)
+    return {
+        **wrapper.defaults,
+        **{key: value for key, value in inner.items() if key not in wrapper.unread},
+        **{key: config[key] for key in SHARED if config.get(key) is not None},
+        "model_type": wrapper.families.get(model_type, model_type),
+        TIED: flag(config, TIED, wrapper.ties_head),
+        OUTER: dict(config),
+    }
+
+
+def whole_config(config: Config) -> dict[str, Any]:
+    """Returns the whole config.json of the config of a text model, with what was changed or added to that."""
+    if OUTER not in config:
+        return dict(config)
+    outer = {key: value for key, value in config[OUTER].items() if key not in ADDED}
+    changed = {key: config[key] for key in ADDED if key in config}
+    if config[TIED] != text_part(config[OUTER])[TIED]:
+        changed |= {TIED: config[TIED], "text_config": {**block(outer, "text_config"), TIED: config[TIED]}}
+    return outer | changed
+
+
+@dataclass(frozen=True, slots=True)
+class TextNames:
+    """Names of the tensors of a text model among those of other parts, which keep theirs.
+
+    Attributes:
+        model, head: what the text model's `model` and `lm_head` are stored as.
+        others: stored tensors of other parts.
+    """
+
+    model: str
+    head: str
+    others: frozenset[str] = frozenset()
+
+    @classmethod
+    def find(cls, stored: Iterable[str]) -> TextNames | None:
+        """Finds out how `stored` tensors are named; None where the text model has its own names."""
+        names = list(stored)
+        for model, head in LAYOUTS:
+            if any(_is_inside(name, model) for name in names):
+                return cls(
+                    model, head, frozenset(n for n in names if not _is_inside(n, model) and not _is_inside(n, head))
+                )
+        return None
+
+    def own(self, stored: str) -> str:
+        """Name in the text model of a stored tensor or module."""
+        for name, place in (("model", self.model), ("lm_head", self.head)):
+            if _is_inside(stored, place):
+                return name + stored.removeprefix(place)
+        return stored
+
+    def stored(self, own: str) -> str:
+        """Stored name of a tensor or module of the text model."""
+        if own in self.others or f"{own}.weight" in self.others:
+            return own
+        for name, place in (("model", self.model), ("lm_head", self.head)):
+            if _is_inside(own, name):
+                return place + own.removeprefix(name)
+        return own
+
+    def pattern(self, module: str) -> str:
+        """A pattern for a module by the names of files and of engines, which differ; for another part, of all of it."""
+        if f"{module}.weight" in self.others:
+            return rf"re:.*{re.escape(module.removeprefix('model.').partition('.')[0])}\..*"
+        if module.startswith("model."):
+            return rf"re:.*language_model\.(model\.)?{re.escape(module.removeprefix('model.'))}$"
+        return rf"re:.*{re.escape(module)}$"
+
+    def patterns(self, quantization: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns a `quantization_config` of compressed-tensors that names modules of the text model by patterns."""
+        found = dict(quantization)
+        found["ignore"] = sorted({self.pattern(module) for module in quantization.get("ignore", ())})
+        found["config_groups"] = {
+            name: {**group, "targets": [self._target(target) for target in group["targets"]]}
+            for name, group in quantization.get("config_groups", {}).items()
+        }
+        return found
+
+    def _target(self, target: str) -> str:
+        return self.pattern(target) if "." in target or target == "lm_head" else target
+
+
+LAYOUTS = (("language_model.model", "language_model.lm_head"), ("model.language_model", "lm_head"))
+"""Stored names of a text model and its head: those of transformers before and since version 4.52."""
+
+
+def _is_inside(name: str, module: str) -> bool:
+    return name == module or name.startswith(f"{module}.")

@@ -1,0 +1,127 @@
+"""Multimodal models: their text model is compressed, and everything else is copied."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from runs import compress
+from tiny_models import compute_in_float64, reference_logits
+from tiny_wrappers import WRAPPERS, load_wrapper, save_tiny_wrapper
+
+from compress.checkpoint.reader import PackedCheckpoint
+from compress.checkpoint.safetensors import TensorFiles
+from compress.checkpoint.verify import verify_structure
+from compress.checkpoint.weights import Int
+from compress.checkpoint.writer import export_checkpoint
+from compress.common.cli import demo_model_path
+from compress.common.errors import CheckpointError, RecipeError
+from compress.evaluate.scorers import load_dequantized
+from compress.models.wrappers import TIED, TextNames, text_part, whole_config
+from compress.recipe import QuantizeStage, RotateStage
+from runtime.model.loader import load_model
+from runtime.model.scoring import score
+
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 8192,
+    "max_position_embeddings": 256,
+    "pad_token_id": 3,
+}
+TOKENS = torch.randint(10, 8000, (2, 40), generator=torch.Generator().manual_seed(3))
+
+
+def wrapped_model(folder: Path, model_type: str) -> Path:
+    save_tiny_wrapper(folder, model_type, SIZES, torch.bfloat16)
+    for file in demo_model_path().glob("tokenizer*"):
+        (folder / file.name).write_bytes(file.read_bytes())
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("model_type", "method"),
+    [
+        ("gemma3", "awq"),
+        *(pytest.param(kind, method, marks=pytest.mark.full) for kind in WRAPPERS for method in ("gptq", "rtn")),
+    ],
+)
+def test_packed_text_models_load_as_they_were_published(tmp_path: Path, model_type: str, method: str) -> None:
+    source, out = wrapped_model(tmp_path / "source", model_type), tmp_path / "packed"
+    result = compress(source, out, QuantizeStage(method, Int(4, 32)))
+    assert result.structure.ok
+    stored, before = TensorFiles.open(out), TensorFiles.open(source)
+    others = [name for name in before.names() if "language_model" not in name and "lm_head" not in name]
+    assert all(torch.equal(stored.tensor(name), before.tensor(name)) for name in others)
+    assert any(note.startswith(f"{len(others)} tensors") for note in result.report["plan"]["notes"])
+    packed, names = PackedCheckpoint.open(out), TextNames("model.language_model", "lm_head")
+    loaded = load_wrapper(out, torch.bfloat16)
+    with torch.no_grad():
+        assert loaded(TOKENS).logits.isfinite().all()
+    for module in packed.modules:
+        expected = packed.weight(module).dequantize(torch.bfloat16)
+        assert torch.equal(loaded.get_submodule(names.stored(module)).weight, expected), module
+    reference = compute_in_float64(load_wrapper(source, torch.float64))
+    for name, parameter in reference.named_parameters():
+        own = names.own(name)
+        if own != name or own.startswith("lm_head"):
+            module = own.removesuffix(".weight")
+            is_packed = module in packed.schemes
+            weight = packed.weight(module).dequantize(torch.float64) if is_packed else packed.tensor(own)
+            parameter.data = weight.double()
+    expected = reference_logits(reference, TOKENS)
+    torch.testing.assert_close(score(load_model(out, dtype="float64"), TOKENS), expected, rtol=0, atol=1e-9)
+    found = reference_logits(load_dequantized(out, dtype="float32"), TOKENS)
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-3)
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A packed model with two schemes, a dense linear and a head of its own."""
+    folder = tmp_path_factory.mktemp("mixed")
+    source = wrapped_model(folder / "source", "qwen3_vl")
+    eight = QuantizeStage("rtn", Int(8, 32), ("*.o_proj", "lm_head"))
+    four = QuantizeStage("rtn", Int(4, 32), ("*layers.0.mlp.*_proj", "*.[qkv]_proj"))
+    compress(source, folder / "packed", eight, four)
+    return folder / "packed"
+
+
+def test_modules_of_several_schemes_are_found_by_their_patterns(mixed: Path) -> None:
+    packed, loaded = PackedCheckpoint.open(mixed), load_wrapper(mixed, torch.bfloat16)
+    assert set(packed.schemes.values()) == {Int(4, 32), Int(8, 32)}
+    names = TextNames("model.language_model", "lm_head")
+    with torch.no_grad():
+        loaded(TOKENS)
+    for module in packed.modules:
+        expected = packed.weight(module).dequantize(torch.bfloat16)
+        assert torch.equal(loaded.get_submodule(names.stored(module)).weight, expected), module
+    assert verify_structure(mixed).ok
+
+
+def test_a_head_that_is_no_longer_tied_is_so_for_every_reader(tmp_path: Path) -> None:
+    source = wrapped_model(tmp_path / "source", "gemma3")
+    before = json.loads((source / "config.json").read_text())
+    assert whole_config(text_part(before)) == before
+    untied = whole_config(text_part(before) | {"tie_word_embeddings": False})
+    assert [untied[TIED], untied["text_config"][TIED], untied["vision_config"]] == [
+        False,
+        False,
+        before["vision_config"],
+    ]
+
+
+def test_exports(mixed: Path, tmp_path: Path) -> None:
+    dense = export_checkpoint(mixed, "dense", tmp_path / "dense")
+    logits = load_wrapper(dense, torch.float32)(TOKENS).logits
+    torch.testing.assert_close(score(load_model(dense, dtype="float32"), TOKENS), logits, rtol=0, atol=1e-3)
+    with pytest.raises(CheckpointError, match="compressed-tensors"):
+        export_checkpoint(mixed, "gptq", tmp_path / "gptq")
+
+
+def test_a_rotation_is_refused_as_images_would_not_turn_with_it(tmp_path: Path) -> None:
+    source = wrapped_model(tmp_path / "source", "mistral3")
+    with pytest.raises(RecipeError, match="rotate"):
+        compress(source, tmp_path / "out", RotateStage(), QuantizeStage("rtn", Int(4, 32)))
