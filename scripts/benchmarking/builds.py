@@ -67,6 +67,7 @@ RULES = {
     "w4a16_skinny_gemm": Rules(TENSOR_CORES),
     "w4a16_gemm": Rules(TENSOR_CORES),
     "expand": Rules(),
+    "grouped_w4a16_gemm": Rules(TENSOR_CORES),
     "w8a16_gemm": Rules(TENSOR_CORES, converts=True),
     "int8_gemm": Rules(("IMMA", "IGMMA")),
     "fp8_skinny_gemm": Rules(TENSOR_CORES),

@@ -29,6 +29,7 @@ from runtime.backends.triton.fused_linear import (
 
 if TYPE_CHECKING:
     from runtime.backends.triton.kernels.configs import KernelConfig
+    from runtime.backends.triton.kernels.weight_layout import InterleavedWeight
 
 
 PROCESSORS = 132
@@ -40,6 +41,7 @@ TOKENS = (1, 32, 64, 128, 2048)
 HEADS, KV_HEADS = 32, 8
 ROWS_OF_WEIGHT, INPUTS = 8192, 8192
 MAX_SPLITS = 16
+NUM_EXPERTS, NUM_CHOSEN = 128, 8
 ATTENTION_SPLITS = (1, 8, 64)
 VOCABULARIES = (2048, 32000, 128256, 262144, 50257)
 """The last one is no multiple of 16."""
@@ -83,6 +85,7 @@ def all_launches(arch: int) -> list[Launch]:
     with recorded(arch) as recorder:
         for dtype in DTYPES:
             _w4a16(dtype, recorder)
+            _grouped_gemm(dtype)
             _int8(dtype)
             _fp8(dtype, arch)
             _norm_act(dtype)
@@ -121,6 +124,14 @@ def _w4a16_product(form: PackedForm, config: KernelConfig, dtype: torch.dtype) -
     from runtime.backends.triton.kernels.configs import BUCKETS
     from runtime.backends.triton.kernels.norm_act import convert_input
     from runtime.backends.triton.kernels.w4a16 import W4A16Linear
+
+    bias = _empty(ROWS_OF_WEIGHT, dtype=dtype) if form.has_bias else None
+    linear = W4A16Linear(_packed(form, dtype), bias, dict.fromkeys(BUCKETS, config))
+    x = _empty(config.block_m, linear.weight.shape[1], dtype=dtype)
+    linear.product(convert_input(x, linear.activation_layout(len(x))))
+
+
+def _packed(form: PackedForm, dtype: torch.dtype) -> InterleavedWeight:
     from runtime.backends.triton.kernels.weight_layout import InterleavedWeight, tile_inputs
 
     tile = tile_inputs(form.bits)
@@ -128,12 +139,20 @@ def _w4a16_product(form: PackedForm, config: KernelConfig, dtype: torch.dtype) -
     tiles, groups = -(-inputs // tile), -(-inputs // (form.group_size or inputs))
     words = _empty(tiles, ROWS_OF_WEIGHT, 32, dtype=torch.int16)
     zero = _empty(groups, ROWS_OF_WEIGHT, dtype=torch.uint8) if form.has_zero else None
-    scale, bias = _empty(groups, ROWS_OF_WEIGHT, dtype=dtype), _empty(ROWS_OF_WEIGHT, dtype=dtype)
-    midpoint, shape = 1 << form.bits - 1, (ROWS_OF_WEIGHT, inputs)
-    weight = InterleavedWeight(words, scale, zero, form.bits, midpoint, form.group_size, shape)
-    linear = W4A16Linear(weight, bias if form.has_bias else None, dict.fromkeys(BUCKETS, config))
-    x = _empty(config.block_m, inputs, dtype=dtype)
-    linear.product(convert_input(x, linear.activation_layout(len(x))))
+    scale, shape = _empty(groups, ROWS_OF_WEIGHT, dtype=dtype), (ROWS_OF_WEIGHT, inputs)
+    return InterleavedWeight(words, scale, zero, form.bits, 1 << form.bits - 1, form.group_size, shape)
+
+
+def _grouped_gemm(dtype: torch.dtype) -> None:
+    from runtime.backends.triton.kernels.grouped_gemm import BLOCKS_M, GroupedWeight, RowBlocks
+
+    for form, block_m in product(PACKED_FORMS, BLOCKS_M):
+        weight = _packed(form, dtype)
+        grouped = GroupedWeight([weight] * NUM_EXPERTS)
+        rows, experts = (_empty(size, dtype=torch.int32) for size in (NUM_EXPERTS * block_m, NUM_EXPERTS))
+        blocks = RowBlocks(rows, experts, NUM_EXPERTS * block_m)
+        for rows_per_token in (1, NUM_CHOSEN):
+            grouped.product(_empty(len(rows), weight.shape[1], dtype=dtype), blocks, rows_per_token)
 
 
 def _int8(dtype: torch.dtype) -> None:

@@ -180,7 +180,7 @@ class W4A16Linear(PackedLinear):
         parts = x.rows.new_empty(splits, tokens, rows, dtype=torch.float32)
         w4a16_skinny_gemm[rows // config.block_n, splits, triton.cdiv(tokens, config.block_m)](
             x.rows, *_pointers(self.weight), x.beside, parts, tokens, rows, inputs, tiles, tiles_per_split,
-            **_constants(self.weight, x.rows.dtype), **_tile(self.weight, config),
+            **layout_constants(self.weight, x.rows.dtype), **_tile(self.weight, config),
         )  # fmt: skip
         return PartialSums(parts, self.weight.shape[0], self.bias)
 
@@ -189,7 +189,7 @@ class W4A16Linear(PackedLinear):
         y = x.new_empty(tokens, self.weight.shape[0])
         w4a16_gemm[(rows // config.block_n * triton.cdiv(tokens, config.block_m),)](
             x, *_pointers(self.weight), x if self.bias is None else self.bias, y,
-            tokens, rows, inputs, y.shape[1], tiles, **_constants(self.weight, x.dtype),
+            tokens, rows, inputs, y.shape[1], tiles, **layout_constants(self.weight, x.dtype),
             HAS_BIAS=self.bias is not None, GROUP_M=GROUP_M, **_tile(self.weight, config),
         )  # fmt: skip
         return y
@@ -210,7 +210,7 @@ def expand_rows(weight: InterleavedWeight, first: int, out: Tensor) -> Tensor:
     """Fills `out [R, K]` with the dequantized rows from `first`, a multiple of 64, on."""
     expand[len(weight.words), triton.cdiv(len(out), 64)](
         *_pointers(weight), out, first, len(out), weight.words.shape[1], weight.shape[1],
-        **_constants(weight, out.dtype), BLOCK_N=64, num_warps=4,
+        **layout_constants(weight, out.dtype), BLOCK_N=64, num_warps=4,
     )  # fmt: skip
     return out
 
@@ -230,7 +230,8 @@ def _tile(weight: InterleavedWeight, config: KernelConfig) -> dict[str, Any]:
     }
 
 
-def _constants(weight: InterleavedWeight, dtype: torch.dtype) -> dict[str, Any]:
+def layout_constants(weight: InterleavedWeight, dtype: torch.dtype) -> dict[str, Any]:
+    """Compile-time constants of kernels that read the layout."""
     is_bfloat16 = dtype == torch.bfloat16
     return {
         "BITS": weight.bits,
