@@ -164,6 +164,10 @@ class MixtureWeights(Protocol):
     @property
     def kernel(self) -> ComputeMixture | None: ...
 
+    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Chooses experts for `x [T, H]`: their weights `[T, k]`, and int64 experts `[T, k]`."""
+        ...
+
 
 class LayerWeights(Protocol):
     """Weights of one decoder layer, as kernels that compute whole layers read them."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from compress.models.spec import MLP, Attention, ModelSpec, is_pre_norm
+from compress.models.spec import MLP, Attention, Mixture, ModelSpec, Router, is_pre_norm
 
 
 def layers_unsupported(spec: ModelSpec) -> str:
@@ -49,3 +49,13 @@ def fuses_head_norms(mixer: Attention) -> bool:
     """Whether `Ops.rotate` computes the norms of query and key heads."""
     norms = mixer.qk_norm or ()
     return not mixer.norms_rotated and all(norm.is_plain and norm.size == mixer.head_dim for norm in norms)
+
+
+def is_plain_mixture(mixture: Mixture) -> bool:
+    """Whether routing and sum of a mixture are those of common families, whatever tensors hold it."""
+    router = mixture.router
+    weights = router.activation, router.normalizes, router.scale, router.bias, router.bias_is_row
+    choice = router.num_groups, router.num_chosen_groups, router.in_float32, router.least_sum
+    known = Router(router.scores, router.num_chosen, *weights, *choice)
+    plain = Mixture(known, mixture.experts, mixture.shared, mixture.shared_gate, mixture.name, mixture.stacks)
+    return router.activation in ("softmax", "sigmoid") and not router.scores.bias and mixture == plain

@@ -102,8 +102,12 @@ class Experts:
         """Computes `[T, H]` of `x [T, H]`; an expert reads the rows that chose it, all at once."""
         if self.kernel is not None:
             return self.kernel(x)
+        return self.weighted(x, *self.route(x), apply)
+
+    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Chooses experts for `x [T, H]`: their weights `[T, k]`, and int64 experts `[T, k]`."""
         scores = functional.linear(x.to(self.scores.dtype), self.scores, self.scores_bias)
-        return self.weighted(x, *route(scores, self.router, self.bias), apply)
+        return route(scores, self.router, self.bias)
 
     def weighted(self, x: Tensor, weights: Tensor, chosen: Tensor, apply: Apply) -> Tensor:
         """Sums up experts `[T, k]` by their weights, and what all tokens share."""

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from compress.common.errors import ToolkitError
 from compress.cpu.binding import BEST, absence, function
-from compress.models.spec import Mixture, Router
+from compress.models.spec import Mixture
 from runtime.backends.base import ExpertWeights, Linear, MixtureWeights, Target
 from runtime.backends.cpu.linear import TYPES, CpuLinear
-from runtime.backends.fused_layers import is_gated_silu
+from runtime.backends.fused_layers import is_gated_silu, is_plain_mixture
 
 MOST_EXPERTS = 1024
 
@@ -116,23 +116,13 @@ def product(linear: Linear) -> Product:
     return Product(linear.address, linear.activations)
 
 
-def is_plain(mixture: Mixture) -> bool:
-    """Whether a mixture asks for nothing but what `Mixture` of mixture.h knows, whatever tensors hold it."""
-    router = mixture.router
-    weights = router.activation, router.normalizes, router.scale, router.bias, router.bias_is_row
-    choice = router.num_groups, router.num_chosen_groups, router.in_float32, router.least_sum
-    known = Router(router.scores, router.num_chosen, *weights, *choice)
-    plain = Mixture(known, mixture.experts, mixture.shared, mixture.shared_gate, mixture.name, mixture.stacks)
-    return router.activation in ("softmax", "sigmoid") and not router.scores.bias and mixture == plain
-
-
 def mixture_unsupported_reason(mixture: Mixture, weights: MixtureWeights, target: Target) -> str:
     """Why a mixture cannot be computed in C on a target; "" when it can."""
     if target.device.type != "cpu" or target.dtype != torch.bfloat16:
         return "takes bfloat16 on CPUs"
     if absence():
         return f"is not there: {absence()}"
-    if not is_plain(mixture) or not all(is_gated_silu(mlp) for mlp in mixture.mlps):
+    if not is_plain_mixture(mixture) or not all(is_gated_silu(mlp) for mlp in mixture.mlps):
         return "computes experts with gated silu, and plain routers"
     if len(weights.experts) > MOST_EXPERTS:
         return f"takes at most {MOST_EXPERTS} experts"

@@ -1,6 +1,15 @@
 """Triton kernels for NVIDIA GPUs. Triton is imported when the first kernel is prepared."""
 
-from runtime.backends.base import AttentionKernel, AttentionStep, Backend, LayersKernel, Model, OpsKernel, register
+from runtime.backends.base import (
+    AttentionKernel,
+    AttentionStep,
+    Backend,
+    LayersKernel,
+    MixtureKernel,
+    Model,
+    OpsKernel,
+    register,
+)
 from runtime.backends.kv_pages import KVCache, make_pages
 from runtime.backends.torch.attention import StepKeys
 from runtime.backends.triton.attention import TritonAttention, attention_unsupported_reason
@@ -12,6 +21,7 @@ from runtime.backends.triton.layers import (
     ops_unsupported_reason,
 )
 from runtime.backends.triton.linear import KERNELS
+from runtime.backends.triton.mixture import TritonMixture, mixture_unsupported_reason
 from runtime.core.batch import Batch
 from runtime.core.memory_plan import MemoryPlan
 
@@ -40,6 +50,7 @@ register(
         "cuda",
         linears=KERNELS,
         ops=OpsKernel("one launch for each step over rows", ops_unsupported_reason, TritonOps),
+        mixture=MixtureKernel("grouped products over all experts", mixture_unsupported_reason, TritonMixture),
         attention=AttentionKernel(
             "reads pages as they are", attention_unsupported_reason, make_pages, prepare_attention
         ),

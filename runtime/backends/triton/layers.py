@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from runtime.backends.base import Model, Target, mlp_linears, plain_weight
+from runtime.backends.base import LayerWeights, Linear, Model, Target, mlp_linears, plain_weight
 from runtime.backends.fused_layers import layers_unsupported
 from runtime.backends.kv_pages import KVCache
 from runtime.backends.torch.ops import TorchOps
@@ -48,8 +48,7 @@ class TritonLayers:
 
         self._norm_act, self._rope_kv_write = norm_act, rope_kv_write
         self._decoder = decoder
-        linears = ((layer.qkv, layer.output, *mlp_linears(layer)) for layer in decoder.layers)
-        self._products = [tuple(map(fused, each)) for each in linears]
+        self._products = [tuple(map(fused, _linears(layer))) for layer in decoder.layers]
         tensors, scheme = cache.pages.memory.tensors, cache.scheme
         self._pages = [layer_pages(tensors, scheme, index) for index in range(len(decoder.layers))]
 
@@ -69,7 +68,7 @@ class TritonLayers:
         sin: Tensor,
         attention: TritonAttention,
     ) -> PartialSums:
-        layer, (qkv_product, output, _, _) = self._decoder.layers[index], self._products[index]
+        layer, (qkv_product, output, *_) = self._decoder.layers[index], self._products[index]
         eps, tokens, kernels = self._decoder.config.norm_eps, len(hidden), self._norm_act
         layout = qkv_product.activation_layout(tokens)
         qkv = qkv_product.product(kernels.add_rms_norm(hidden, update, plain_weight(layer.attention_norm), eps, layout))
@@ -79,21 +78,28 @@ class TritonLayers:
         return output.product(kernels.convert_input(attended, output.activation_layout(tokens)))
 
     def _mlp(self, index: int, hidden: Tensor, update: PartialSums) -> PartialSums:
-        layer, (_, _, gate_up_product, down) = self._decoder.layers[index], self._products[index]
+        layer, (_, _, *products) = self._decoder.layers[index], self._products[index]
         eps, tokens, kernels = self._decoder.config.norm_eps, len(hidden), self._norm_act
-        layout = gate_up_product.activation_layout(tokens)
-        gate_up = gate_up_product.product(
-            kernels.add_rms_norm(hidden, update, plain_weight(layer.mlp_norm), eps, layout)
-        )
+        layout = products[0].activation_layout(tokens) if products else ActivationLayout()
+        normed = kernels.add_rms_norm(hidden, update, plain_weight(layer.mlp_norm), eps, layout)
+        if layer.experts is not None and layer.experts.kernel is not None:
+            return finished(layer.experts.kernel(normed.rows))
+        gate_up_product, down = products
+        gate_up = gate_up_product.product(normed)
         return down.product(kernels.silu_and_mul(gate_up, down.activation_layout(tokens), hidden.dtype))
+
+
+def _linears(layer: LayerWeights) -> tuple[Linear, ...]:
+    """Returns the linears of a layer; those of a mixture belong to its kernel."""
+    return layer.qkv, layer.output, *(() if layer.experts is not None else mlp_linears(layer))
 
 
 def layers_unsupported_reason(decoder: Model, memory: MemoryPlan) -> str:
     """Why a decoder's layers cannot run in fused kernels; "" when they can."""
     if reason := layers_unsupported(decoder.config.spec):
         return reason
-    if any(layer.experts is not None for layer in decoder.layers):
-        return "computes no mixtures of experts"
+    if any(layer.experts is not None and layer.experts.kernel is None for layer in decoder.layers):
+        return "computes no mixtures that go from expert to expert"
     if not isinstance(decoder.ops, TritonOps):
         return "ops between linears are not in Triton"
     if memory.attention_window.window is not None and memory.attention_window.sinks:

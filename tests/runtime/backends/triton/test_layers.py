@@ -18,6 +18,8 @@ from triton_steps import use_triton
 from compress.checkpoint.kv_cache import KVCacheScheme
 from compress.checkpoint.kv_quant import rotate_heads
 from compress.checkpoint.weights import Activations, Fp8, Int, Scheme
+from compress.models.spec import Linear as LinearSpec
+from compress.models.spec import Router
 from runtime.backends.base import Linear, LowRank, NormWeights, Target
 from runtime.backends.kv_pages import ExactPlaces, TokenPages
 from runtime.backends.torch.attention import PagedAttention, StepKeys
@@ -27,6 +29,7 @@ from runtime.backends.torch.quantized_linear import ReferenceLinear
 from runtime.backends.triton.attention import TritonAttention
 from runtime.backends.triton.layers import TritonLayers, TritonOps, layers_unsupported_reason
 from runtime.backends.triton.linear import FP8_KERNEL, W4A16_KERNEL, W8A8_KERNEL, W8A16_KERNEL
+from runtime.backends.triton.mixture import TritonMixture
 from runtime.core.attention_window import AttentionWindow
 from runtime.core.batch import AttentionGroup, Batch
 from runtime.core.config import RuntimeConfig
@@ -36,6 +39,7 @@ from runtime.engine.engine import Engine
 from runtime.model.decoder import Decoder, Layer
 from runtime.model.embedding import DenseEmbedding
 from runtime.model.loader import SideBySide
+from runtime.model.mixture import Expert, Experts
 from runtime.model.rotary import Rotary
 from runtime.runner.runner import build_runner
 
@@ -50,7 +54,8 @@ class World:
     """A random decoder of 2 layers on one device.
 
     Attributes:
-        kind: a scheme of all linears; `dense`, or `mixed`: dense, of low rank, side by side, and int4 in one model.
+        kind: a scheme of all linears; `dense`; `mixed`: dense, of low rank, side by side, and int4 in one model; or
+            `mixture`: int4 with experts.
     """
 
     kind: Scheme | str
@@ -92,7 +97,7 @@ class World:
     def linear(
         self, rows: int, columns: int, fused: bool, kind: Scheme | str | None = None, bias: bool = False
     ) -> Linear:
-        kind = kind or self.kind
+        kind = kind or self.scheme
         added = self.numbers(rows) if bias else None
         if kind == "dense":
             return DenseLinear(self.numbers(rows, columns), added)
@@ -110,9 +115,9 @@ class World:
     def _layer(self, fused: bool) -> Layer:
         inner, width = self.config.intermediate_size, (self.heads + 2 * self.kv_heads) * self.head_dim
         qkv, output, gate_up, down = (
-            ("side by side", "low rank", INT4, "dense") if self.kind == "mixed" else (self.kind,) * 4
+            ("side by side", "low rank", INT4, "dense") if self.kind == "mixed" else (self.scheme,) * 4
         )
-        return Layer(
+        layer = Layer(
             attention_norm=NormWeights(self.vector(SIZE), self.config.norm_eps),
             qkv=self.linear(width, SIZE, fused, qkv, bias=True),
             head_norm=self.vector(self.heads + self.kv_heads, self.head_dim) if self.head_norm else None,
@@ -121,6 +126,19 @@ class World:
             gate_up=self.linear(2 * inner, SIZE, fused, gate_up),
             down=self.linear(SIZE, inner, fused, down),
         )
+        if self.kind != "mixture":
+            return layer
+        return replace(layer, gate_up=None, down=None, experts=self._experts(fused))
+
+    def _experts(self, fused: bool) -> Experts:
+        experts = [Expert(self.linear(2 * 64, SIZE, fused), self.linear(SIZE, 64, fused)) for _ in range(4)]
+        router = Router(LinearSpec("gate", len(experts), SIZE), 2, scale=2.0)
+        mixture = Experts(router, self.numbers(len(experts), SIZE), tuple(experts))
+        return replace(mixture, kernel=TritonMixture(mixture)) if fused else mixture
+
+    @property
+    def scheme(self) -> Scheme | str:
+        return INT4 if self.kind == "mixture" else self.kind
 
     def cache(self, format: str, dtype: torch.dtype) -> SimpleNamespace:
         """Pages with nothing in them, as `KVCache` has them."""
@@ -129,7 +147,8 @@ class World:
         poison(pages.memory)
         pages.memory.clear(range(NUM_BLOCKS))
         rotate = rotate_heads if scheme.rotate else (lambda heads: heads)
-        return SimpleNamespace(pages=pages, scheme=scheme, rotate=rotate, sinks=None, residual_window=None)
+        own = {"sources": tuple(range(LAYERS)), "sinks": None, "residual_window": None}
+        return SimpleNamespace(pages=pages, scheme=scheme, rotate=rotate, **own)
 
 
 def make_batch(spans: list[tuple[int, int]], device: torch.device, padding: int = 0) -> Batch:
@@ -192,6 +211,7 @@ def run_steps(world: World, format: str, fused: bool, dtype: torch.dtype) -> Ten
         (FP8, "16bit", torch.bfloat16, 32),
         ("dense", "int8", torch.bfloat16, 64),
         ("mixed", "16bit", torch.bfloat16, 32),
+        ("mixture", "16bit", torch.float16, 32),
     ],
     ids=str,
 )

@@ -1,0 +1,65 @@
+"""Mixtures of experts of 2- to 4-bit codes on NVIDIA GPUs: two grouped products for all experts of a layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from compress.models.spec import Mixture
+from runtime.backends.base import ExpertWeights, Linear, MixtureWeights, Target
+from runtime.backends.fused_layers import is_gated_silu, is_plain_mixture
+from runtime.backends.triton.layers import TritonOps
+from runtime.backends.triton.linear import unsupported_reason
+
+if TYPE_CHECKING:
+    from runtime.backends.triton.kernels.weight_layout import InterleavedWeight
+
+
+class TritonMixture:
+    """A mixture whose products depend on shapes only and wait for nothing, so that a graph can capture them.
+
+    An expert reads the rows that chose it; its result is added in float32.
+    """
+
+    def __init__(self, weights: MixtureWeights) -> None:
+        from runtime.backends.triton.kernels import grouped_gemm
+
+        self._weights, self._kernels, self._ops = weights, grouped_gemm, TritonOps()
+        self._gate_up = grouped_gemm.GroupedWeight(packed([expert.gate_up for expert in weights.experts]))
+        self._down = grouped_gemm.GroupedWeight(packed([expert.down for expert in weights.experts]))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Computes `[T, H]` of `x [T, H]`."""
+        weights, chosen = self._weights.route(x)
+        blocks = self._kernels.block_rows(chosen, len(self._weights.experts))
+        inner = self._ops.silu_and_mul(self._gate_up.product(x.contiguous(), blocks, chosen.shape[1]))
+        parts = self._down.product(inner, blocks, 1).view(*chosen.shape, -1)
+        out = torch.bmm(weights.float().unsqueeze(1), parts.float()).squeeze(1).to(x.dtype)
+        shared = self._weights.shared
+        return out if shared is None else out.add_(self._shared(shared, x))
+
+    def _shared(self, expert: ExpertWeights, x: Tensor) -> Tensor:
+        found, gate = expert.down(self._ops.silu_and_mul(expert.gate_up(x))), self._weights.shared_gate
+        return found if gate is None else found * (x @ gate.T).sigmoid()
+
+
+def packed(linears: Sequence[Linear]) -> list[InterleavedWeight]:
+    """Returns the weights of linears in planes of codes without biases; empty unless all of them are such, alike."""
+    from runtime.backends.triton.kernels.w4a16 import W4A16Linear
+
+    weights = [each.weight for each in linears if isinstance(each, W4A16Linear) and each.bias is None]
+    kinds = {(w.bits, w.group_size, w.zero_points is None, w.shape, w.scales.dtype) for w in weights}
+    return weights if len(weights) == len(linears) and len(kinds) == 1 else []
+
+
+def mixture_unsupported_reason(mixture: Mixture, weights: MixtureWeights, target: Target) -> str:
+    """Why a mixture cannot be computed by grouped products on a target; "" when it can."""
+    if reason := unsupported_reason(target.device, target.dtype):
+        return reason
+    if not is_plain_mixture(mixture) or not all(is_gated_silu(mlp) for mlp in mixture.mlps):
+        return "computes experts with gated silu, and plain routers"
+    parts = [expert.gate_up for expert in weights.experts], [expert.down for expert in weights.experts]
+    return "" if all(map(packed, parts)) else "takes experts of 2 to 4 bits that are packed alike, without biases"
