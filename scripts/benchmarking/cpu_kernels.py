@@ -7,6 +7,7 @@ together larger than the caches.
     python scripts/bench_kernels.py cpu
     python scripts/bench_kernels.py cpu --shapes 4096x14336 --rows 1 8 --seconds 5
     python scripts/bench_kernels.py cpu --attention
+    python scripts/bench_kernels.py cpu --mixture 1024x512x64x10
 """
 
 from __future__ import annotations
@@ -268,6 +269,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 8, 64, 512], help="tokens per product")
     parser.add_argument("--seconds", type=float, default=4.0, help="per shape and number of rows")
     parser.add_argument("--attention", action="store_true", help="paged attention of a decode step instead of linears")
+    parser.add_argument("--mixture", default="", help="hidden x width x experts x chosen: a mixture instead of linears")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -280,6 +282,13 @@ def run(options: argparse.Namespace) -> int:
     set_threads(1)
     if options.attention:
         print_with_markdown("Attention of one layer in a decode step, one thread", attention_rows(), console)
+        return 0
+    if options.mixture:
+        from benchmarking.cpu_mixtures import mixture_rows, parse_shape
+
+        mixture = parse_shape(options.mixture)
+        rows = mixture_rows(mixture, options.rows, options.seconds)
+        print_with_markdown(f"{mixture}: ms of one core, load {os.getloadavg()[0]:.1f}", rows, console)
         return 0
     for shape in options.shapes:
         in_features, out_features = (int(number) for number in shape.split("x"))

@@ -18,6 +18,7 @@ import torch
 from benchmarking.machine import Stopwatch, peak_device_bytes, peak_host_bytes
 from calibration.sources import load_texts
 from compress.common.cli import demo_model_path
+from compress.common.errors import ToolkitError
 from compress.recipe import CalibrationOptions, Recipe, Stage
 
 if TYPE_CHECKING:
@@ -28,7 +29,11 @@ CHARACTERS_PER_TOKEN = 5
 
 @dataclass(frozen=True)
 class Shape:
-    """Dimensions of a Llama model, or of a Qwen3, which also has norms of heads."""
+    """Dimensions of a Llama model, of a Qwen3, which also has norms of heads, or of its mixtures.
+
+    Attributes:
+        experts, chosen: of every layer, each expert `intermediate` wide; 0 for an MLP.
+    """
 
     hidden: int
     intermediate: int
@@ -37,6 +42,8 @@ class Shape:
     kv_heads: int
     vocabulary: int
     family: str = "llama"
+    experts: int = 0
+    chosen: int = 0
 
 
 SHAPES = {
@@ -45,6 +52,7 @@ SHAPES = {
     "1.1b": Shape(2048, 5632, 22, 32, 4, 32000),
     "8b": Shape(4096, 14336, 32, 32, 8, 128256),
     "14b": Shape(5120, 17408, 40, 40, 8, 151936, "qwen3"),
+    "2b-a400m": Shape(1024, 512, 20, 16, 4, 32000, "qwen3_moe", experts=64, chosen=10),
 }
 
 
@@ -93,9 +101,15 @@ def config_of(shape: Shape, **changed: int) -> PretrainedConfig:
             "rms_norm_eps": 1e-5,
             "bos_token_id": None,
             "eos_token_id": None,
+            **_mixture(shape),
             **changed,
         },
     )
+
+
+def _mixture(shape: Shape) -> dict[str, object]:
+    sizes = {"num_experts": shape.experts, "num_experts_per_tok": shape.chosen}
+    return {**sizes, "moe_intermediate_size": shape.intermediate, "norm_topk_prob": True} if shape.experts else {}
 
 
 Q4_BLOCK = 32
@@ -104,8 +118,11 @@ Q6_BLOCK, Q6_BYTES = 256, 210
 
 
 def write_gguf(path: Path, shape: Shape, seed: int = 0) -> None:
-    """Needs the package `gguf`."""
+    """Needs the package `gguf`. Raises ToolkitError for a mixture of experts."""
     import gguf
+
+    if shape.experts:
+        raise ToolkitError("mixtures are not written as GGUF", "Leave llama.cpp out of --contenders")
 
     random = np.random.default_rng(seed)
     writer = gguf.GGUFWriter(path, "llama")

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from compress.cpu.binding import library
 from compress.evaluate.perplexity import Evaluation
 
 
@@ -141,3 +142,17 @@ def test_peak_memory_is_of_this_process():
     assert peak_host_bytes() > ballast.nbytes
     # A bare interpreter does not inherit the peak of the one that started it.
     assert in_own_process(peak_host_bytes) < ballast.nbytes
+
+
+@pytest.mark.skipif(library() is None, reason="the CPU kernels are not compiled")
+def test_mixtures_are_timed_in_turns() -> None:
+    from benchmarking.cpu_mixtures import mixture_rows, parse_shape
+
+    rows = mixture_rows(parse_shape("128x128x4x2"), [1, 5], 0.0)
+    assert [(row["kernel"], row["rows"]) for row in rows] == [
+        ("cpu", "1"),
+        ("cpu", "5"),
+        ("cpu_w4a8", "1"),
+        ("cpu_w4a8", "5"),
+    ]
+    assert all(float(row["x"]) > 0 for row in rows)

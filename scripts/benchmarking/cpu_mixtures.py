@@ -1,0 +1,93 @@
+"""A mixture of experts in one compiled call beside the same experts one after the other, in turns on one core."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from benchmarking.cpu_kernels import TARGET, random_weight
+from benchmarking.tables import Row
+from compress.checkpoint.weights import Int
+from compress.checkpoint.weights.integer import IntegerWeight
+from compress.models.spec import Linear as LinearSpec
+from compress.models.spec import Router
+from runtime.backends.base import Linear, LinearKernel
+from runtime.backends.cpu.layers import CpuOps
+from runtime.backends.cpu.linear import PACKED, W4A8
+from runtime.backends.cpu.mixture import CpuMixture
+from runtime.model.mixture import Expert, Experts
+
+LAYERS = 3
+"""Mixtures that take turns, so that no weight stays in the caches."""
+
+
+@dataclass(frozen=True)
+class MixtureShape:
+    """Sizes of one layer."""
+
+    hidden: int
+    inner: int
+    experts: int
+    chosen: int
+
+    def __str__(self) -> str:
+        return f"{self.chosen} of {self.experts} experts of {self.hidden}x{self.inner}"
+
+
+def parse_shape(text: str) -> MixtureShape:
+    """Reads `1024x512x64x10`: hidden size, width of an expert, experts, chosen ones."""
+    return MixtureShape(*map(int, text.split("x")))
+
+
+def mixture_rows(shape: MixtureShape, numbers_of_rows: Sequence[int], seconds: float) -> list[Row]:
+    """One line per form and number of rows: milliseconds of processor time and what the single call gains."""
+    rows = []
+    for kernel in (PACKED, W4A8):
+        layers = [_random_experts(shape, kernel) for _ in range(LAYERS)]
+        for count in numbers_of_rows:
+            before, after = _milliseconds(layers, torch.randn(count, shape.hidden).bfloat16(), seconds)
+            quick, slow = statistics.median(after), statistics.median(before)
+            gain = statistics.median(old / new for old, new in zip(before, after, strict=True))
+            times = {"expert by expert": f"{slow:.2f}", "one call": f"{quick:.2f}", "x": f"{gain:.2f}"}
+            rows.append({"kernel": kernel.name, "rows": str(count)} | times)
+    return rows
+
+
+def _random_experts(shape: MixtureShape, kernel: LinearKernel[IntegerWeight]) -> Experts:
+    def linear(rows: int, columns: int) -> Linear:
+        return kernel.prepare(random_weight(rows, columns, Int(4, 128)), None, TARGET)
+
+    router = Router(LinearSpec("gate", shape.experts, shape.hidden), shape.chosen)
+    experts = (
+        Expert(linear(2 * shape.inner, shape.hidden), linear(shape.hidden, shape.inner)) for _ in range(shape.experts)
+    )
+    return Experts(router, torch.randn(shape.experts, shape.hidden).bfloat16() * 0.1, tuple(experts))
+
+
+def _milliseconds(layers: Sequence[Experts], x: Tensor, seconds: float) -> tuple[list[float], list[float]]:
+    """Processor time of each turn: expert by expert, and in one call; at least three turns are made."""
+    ops, kernels = CpuOps(), [CpuMixture(layer) for layer in layers]
+    before: list[float] = []
+    after: list[float] = []
+
+    def apply(expert: Expert, x: Tensor) -> Tensor:
+        return expert.down(ops.silu_and_mul(expert.gate_up(x)))
+
+    deadline = time.monotonic() + seconds
+    while len(after) < 4 or time.monotonic() < deadline:
+        turn = len(after) % LAYERS
+        before.append(_timed(partial(layers[turn], x, apply)))
+        after.append(_timed(partial(kernels[turn], x)))
+    return before[1:], after[1:]
+
+
+def _timed(work: Callable[[], object]) -> float:
+    begin = time.thread_time()
+    work()
+    return 1e3 * (time.thread_time() - begin)
