@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from compress.methods.shared.smoothing import SmoothingResult
 
 EMBEDDING, HEAD = "embedding", "head"
+SMOOTHING_ROWS = 512
+"""Input rows over which the scale inside an expert is searched: few of the tokens of other searches reach it."""
 
 
 @dataclass(frozen=True, slots=True)

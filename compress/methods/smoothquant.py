@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from compress.checkpoint.weights import Activations, Int, Scheme
 from compress.common.errors import RecipeError
-from compress.methods.base import Layer, Needs, QuantizationMethod, ScaleSearch, register
+from compress.methods.base import SMOOTHING_ROWS, Layer, Needs, QuantizationMethod, ScaleSearch, register
 
 if TYPE_CHECKING:
     from compress.checkpoint.weights import Weight
@@ -44,7 +44,7 @@ class SmoothQuant(QuantizationMethod):
     help: ClassVar[str] = "moves activation outliers into the weights, for 8-bit activations (W8A8)"
     Options: ClassVar[type] = SmoothQuantOptions
     smooths: ClassVar[bool] = True
-    data: ClassVar[Needs] = Needs(inputs=True)
+    data: ClassVar[Needs] = Needs(inputs=True, sample_rows=SMOOTHING_ROWS)
 
     def unsupported(self, scheme: Scheme) -> str:
         return "" if scheme.activation_bits else "it makes room for 8-bit activations, so set activation_bits: 8"

@@ -21,12 +21,17 @@ class SmoothingMapping:
         balance_layers: linears that read its output and nothing else; their input columns are multiplied.
         parent: module whose output shows what a change of the balance layers does.
         offset: what a norm adds to its stored weight.
+        routers: linears that read the output too; their columns are multiplied, although they stay dense.
+        observed: module whose input statistics count; empty for the first of the balance layers. Tokens reach all
+            experts of a mixture together, not each of them.
     """
 
     smooth_layer: str
     balance_layers: tuple[str, ...]
     parent: str
     offset: float = 0.0
+    routers: tuple[str, ...] = ()
+    observed: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,9 +127,24 @@ def smoothing_mappings(block: Block) -> tuple[SmoothingMapping, ...]:
     found = () if is_fused else _mappings(first, mixer.qkv, mixer.output, mixer.name)
     if mixer.value_norm is not None or mixer.kv_layer is not None:
         found = tuple(each for each in found if each.parent == mixer.name)
-    if isinstance(mlp, MLP) and (len(mlp.inputs) > 1 or not mlp.gated):
-        found += _mappings(second, mlp.inputs, mlp.down, mlp.name)
+    if all(len(each.inputs) > 1 or not each.gated for each in block.mlps):
+        found += _mixture_mappings(second, mlp) if isinstance(mlp, Mixture) else _mlp_mappings(second, mlp)
     return found
+
+
+def _mlp_mappings(norm: Norm | None, mlp: MLP) -> tuple[SmoothingMapping, ...]:
+    return _mappings(norm, mlp.inputs, mlp.down, mlp.name)
+
+
+def _mixture_mappings(norm: Norm | None, mixture: Mixture) -> tuple[SmoothingMapping, ...]:
+    """Derives one from the norm to all that reads it, and those inside each expert."""
+    read = tuple(linear for mlp in mixture.mlps for linear in mlp.inputs)
+    inside = tuple(each for mlp in mixture.mlps for each in _mlp_mappings(None, mlp))
+    if norm is None:
+        return inside
+    routers, experts = _names(mixture.routers), mixture.experts[0].name.rpartition(".")[0]
+    before = SmoothingMapping(norm.name, _names(read), mixture.name, norm.offset, routers, experts)
+    return before, *inside
 
 
 def _mappings(

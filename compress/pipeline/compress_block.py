@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any, cast
 
 import torch
@@ -35,6 +36,7 @@ from compress.pipeline.smoothing import (
     head_layout,
     search_scale,
     trace_modules,
+    trace_samples,
 )
 from compress.plan import LayerPlan
 
@@ -148,7 +150,8 @@ def quantize_block(
     """
     part = partial(_part, step, _PARTS_WHEN_TUNED if job.tuned else _PARTS)
     observed = observe(block, calibration.inputs, job.index, _needs(job), device, part("statistics"))
-    parents = sorted({mapping.parent for mapping in job.smoothing_mappings})
+    in_experts = set(chain.from_iterable(observed.expert_groups))
+    parents = sorted({mapping.parent for mapping in job.smoothing_mappings} - in_experts)
     traces, expected = trace_modules(block, calibration.search, job.index, parents, device)
     differences, reference = _follow_dense(block, job, calibration, observed, device, part("dense outputs"))
     outcome = BlockOutcome(reference=reference, coverage=observed.coverage)
@@ -211,9 +214,8 @@ def _smooth(
     found: dict[SmoothingMapping, SmoothingResult] = {}
     for number, mapping in enumerate(job.smoothing_mappings):
         tick(number / len(job.smoothing_mappings))
-        found[mapping] = search_scale(
-            block, mapping, traces[mapping.parent], observed, job.layer_plans, layouts[mapping]
-        )
+        trace = traces.get(mapping.parent) or trace_samples(block, mapping.parent, observed)
+        found[mapping] = search_scale(block, mapping, trace, observed, job.layer_plans, layouts[mapping])
     folded: dict[str, Tensor] = {}
     for mapping, result in found.items():
         targets = tuple(f"{block.name}.{name}" for name in mapping.balance_layers)

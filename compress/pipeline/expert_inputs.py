@@ -126,11 +126,18 @@ class ExpertStatistics(Mapping[str, InputStatistics]):
         return name in self.plain or name in self._owner
 
     def __getitem__(self, name: str) -> InputStatistics:
+        """Returns those of a linear, or of all tokens that enter a mixture by the name of its experts."""
         if name in self.plain:
             return self.plain[name]
         if name not in self.last:
-            self.last = self._observe(*self._owner[name])
+            self.last = {name: self._observe_all(name)} if name in self.inputs else self._observe(*self._owner[name])
         return self.last[name]
+
+    def _observe_all(self, mixture: str) -> InputStatistics:
+        found = self.make(self.groups[mixture, 0][0])
+        for rows in self.inputs[mixture].hidden:
+            found.update(rows.to(self.device))
+        return found
 
     @torch.no_grad()
     def _observe(self, mixture: str, index: int) -> dict[str, InputStatistics]:

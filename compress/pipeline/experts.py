@@ -7,12 +7,13 @@ so do engines, plans and statistics.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from compress.models.spec import MLP, Linear, Mixture, ModelSpec
+from compress.models.spec import MLP, Mixture, ModelSpec
 
 
 class Expert(nn.Module):
@@ -27,11 +28,11 @@ class Expert(nn.Module):
         super().__init__()
         for linear in mlp.linears:
             module = nn.Linear(linear.in_features, linear.out_features, linear.bias, device="meta")
-            self.add_module(_leaf(linear), module)
+            self.add_module(_leaf(linear.name), module)
         self.activation = activation
         self.is_gated = mlp.gated
-        self.inputs = tuple(map(_leaf, mlp.inputs))
-        self.output = _leaf(mlp.down)
+        self.inputs = tuple(_leaf(linear.name) for linear in mlp.inputs)
+        self.output = _leaf(mlp.down.name)
         self.in_features = mlp.inputs[0].in_features
 
     def inner(self, x: Tensor) -> Tensor:
@@ -81,11 +82,21 @@ class Experts(nn.ModuleList):
         return out
 
 
-def name_experts(model: nn.Module, spec: ModelSpec) -> None:
-    """Replaces fused experts of a model on the meta device by single ones, under the names of the files."""
+def name_experts(model: nn.Module, spec: ModelSpec) -> tuple[str, ...]:
+    """Replaces fused experts of a model on the meta device by single ones, under the names of the files.
+
+    Returns:
+        Names that routers which are linears had before and have no more.
+    """
+    before = {module: name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     for index, block in enumerate(spec.blocks):
         if isinstance(block.mlp, Mixture):
             _replace(model.get_submodule(spec.block_name(index)), block.mlp)
+    names = {linear.name for linear in spec.routers()}
+    routers = {
+        name: module for name, module in model.named_modules() if name in names and isinstance(module, nn.Linear)
+    }
+    return tuple(before[module] for name, module in routers.items() if before[module] != name)
 
 
 def mixtures(block: nn.Module) -> Iterator[tuple[str, Experts]]:
@@ -103,17 +114,34 @@ def _replace(layer: nn.Module, mixture: Mixture) -> None:
         experts = getattr(module, "experts", None)
         if isinstance(experts, nn.Module) and any(each.dim() == 3 for each in experts.parameters(recurse=False)):
             module.experts = Experts(mixture, cast(nn.Module, experts.act_fn))
+            _name_router(module, mixture)
             _rename(layer, name, mixture.name)
 
 
-def _rename(layer: nn.Module, old: str, new: str) -> None:
-    """Renames a child; the forward pass of the layer still finds it under its old name."""
-    if old != new:
-        child = layer.get_submodule(old)
-        delattr(layer, old)
-        layer.add_module(new, child)
-        layer.__dict__[old] = child
+def _name_router(module: nn.Module, mixture: Mixture) -> None:
+    """Gives the router, and the owner of its bias, the names of the files."""
+    router, inside = mixture.router, len(mixture.name) + 1
+    found = (name for name, each in module.named_parameters() if each.shape == router.scores.shape)
+    _rename(module, _owner(next(found)), router.scores.name[inside:])
+    if router.bias:
+        wanted = router.bias[inside:]
+        tensors = chain(module.named_parameters(), module.named_buffers())
+        _rename(module, _owner(next(name for name, _ in tensors if name.endswith(_leaf(wanted)))), _owner(wanted))
 
 
-def _leaf(linear: Linear) -> str:
-    return linear.name.rpartition(".")[2]
+def _rename(root: nn.Module, old: str, new: str) -> None:
+    """Renames a module; whoever calls it still finds it under its old name."""
+    if old == new:
+        return
+    child, owner = root.get_submodule(old), root.get_submodule(_owner(old))
+    delattr(owner, _leaf(old))
+    root.get_submodule(_owner(new)).add_module(_leaf(new), child)
+    owner.__dict__[_leaf(old)] = child
+
+
+def _owner(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _leaf(name: str) -> str:
+    return name.rpartition(".")[2]

@@ -193,7 +193,7 @@ def _dense_linears(context: RunContext, schemes: Mapping[str, Scheme]) -> list[s
     stored.discard(skeleton.architecture.embedding)
     looked_up = skeleton.ties_head and skeleton.architecture.embedding in schemes
     heads = {skeleton.architecture.head} if skeleton.architecture.head and not looked_up else set()
-    return sorted((inside | stored | heads) - schemes.keys())
+    return sorted((inside | stored | heads | set(skeleton.renamed)) - schemes.keys())
 
 
 def _first(problems: Iterable[str]) -> str:

@@ -167,8 +167,21 @@ def estimate_peak(skeleton: Skeleton, plan: Plan, samples: int, length: int, mic
     embedding = getattr(config, "vocab_size", 0) * hidden
     weights = block.parameters * (item_bytes + _FLOAT32) + 5 * _FLOAT32 * block.largest
     activations = _activation_bytes(block, plan, micro_batch * length * item_bytes)
-    working = weights + _hessian_bytes(block, plan) + activations + factors
+    smoothing = _smoothing_bytes(skeleton, plan, item_bytes)
+    working = weights + _hessian_bytes(block, plan) + activations + factors + smoothing
     return _PROCESS_BYTES + states + max(embedding, working, ends)
+
+
+def _smoothing_bytes(skeleton: Skeleton, plan: Plan, item_bytes: int) -> int:
+    """Rounded weights of all linears that are smoothed together, in float32 and in the dtype of computation; outside of
+    mixtures they are among the few matrices that count anyway."""
+    most = 0
+    for block, used in zip(skeleton.blocks, plan.smoothing_mappings, strict=True):
+        linears = skeleton.linears(block)
+        for mapping in used:
+            if mapping.routers:
+                most = max(most, sum(linears[name].weight.numel() for name in mapping.balance_layers))
+    return most * (_FLOAT32 + item_bytes)
 
 
 def _factor_bytes(block: _Block, plan: Plan) -> int:

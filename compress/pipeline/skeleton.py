@@ -24,10 +24,12 @@ class Skeleton:
     Attributes:
         model: the causal language model.
         architecture: names of its parts.
+        renamed: linears that stay dense, by names that transformers has for them and files do not.
     """
 
     model: PreTrainedModel
     architecture: Architecture
+    renamed: tuple[str, ...] = ()
 
     @property
     def blocks(self) -> nn.ModuleList:
@@ -90,10 +92,11 @@ def open_skeleton(path: Path, config: dict[str, Any], trust_remote_code: bool = 
 
     check_decoder(path, config, trust_remote_code)
     model = build_on_meta(path, load_config(path, config, trust_remote_code), trust_remote_code)
+    renamed: tuple[str, ...] = ()
     if describe := find_family(model.config.model_type):
-        name_experts(model, describe(model.config.to_dict()))
+        renamed = name_experts(model, describe(model.config.to_dict()))
     _refuse_fused_experts(model)
-    return Skeleton(model.eval(), find_architecture(model))
+    return Skeleton(model.eval(), find_architecture(model), renamed)
 
 
 def _refuse_fused_experts(model: PreTrainedModel) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from compress.checkpoint.scale_search import quantize_tokens
 from compress.checkpoint.weights import Activations, Scheme
-from compress.methods.base import ScaleSearch
+from compress.methods.base import SMOOTHING_ROWS, ScaleSearch
 from compress.methods.shared.smoothing import (
     SmoothingResult,
     one_per_value_head,
@@ -62,6 +62,13 @@ def trace_modules(
     return traces, outputs
 
 
+def trace_samples(block: LoadedBlock, name: str, observed: Observed) -> ModuleTrace:
+    """Return a trace of a linear on sample rows of its statistics, which an expert has however few tokens reach it."""
+    linear = block.linear(name)
+    rows = observed.statistics[name].sample(SMOOTHING_ROWS).to(linear.weight.dtype)
+    return ModuleTrace([Call((rows,), {})], [linear(rows)])
+
+
 def search_scale(
     block: LoadedBlock,
     mapping: SmoothingMapping,
@@ -89,7 +96,7 @@ def search_scale(
 
     search = ScaleSearch(
         [block.weights[name] for name in mapping.balance_layers],
-        observed.statistics[mapping.balance_layers[0]],
+        observed.statistics[mapping.observed or mapping.balance_layers[0]],
         fake_quantize,
         loss,
         scheme.group_size,
@@ -158,6 +165,9 @@ def fold_scale(block: LoadedBlock, mapping: SmoothingMapping, scale: Tensor, lay
             block.set_dense(bias, scale_outputs(block.dense[bias].to(scale.device), scale))
     for name in mapping.balance_layers:
         block.weights[name] = scale_inputs(block.weights[name], scale)
+    for name in mapping.routers:
+        weight = f"{name}.weight"
+        block.set_dense(weight, scale_inputs(block.dense[weight].to(scale.device), scale))
     return scale
 
 

@@ -68,7 +68,9 @@ def test_the_table_of_the_docs_is_true() -> None:
         names = architecture_of(spec)
         refused, fused = bool(spec.slices()), not layers_unsupported(spec)
         yes = {True: "yes", False: "no"}
-        expected = ("no", "-", "no") if refused else ("yes", str(len(names.mappings)), yes[names.stream is not None])
+        # Those of all experts are one place.
+        places = {each.smooth_layer.rpartition(".")[2] for each in names.mappings}
+        expected = ("no", "-", "no") if refused else ("yes", str(len(places)), yes[names.stream is not None])
         assert row == (*expected, "all layers in one call" if fused else "layer by layer"), model_type
 
 
@@ -90,6 +92,19 @@ def test_names_for_compression() -> None:
     assert llama.stream is not None
     assert llama.stream.writers == ("self_attn.o_proj", "mlp.down_proj")
     assert llama == architecture_of(describe("qwen3"))
+
+
+def test_all_that_reads_the_norm_of_a_mixture_is_smoothed_together() -> None:
+    names = architecture_of(describe("qwen2_moe", **VARIANTS["qwen2_moe"] | {"mlp_only_layers": []}))
+    mlps = [*(f"mlp.experts.{index}" for index in range(8)), "mlp.shared_expert"]
+    _, _, norm, *inside = names.mappings
+    assert norm.smooth_layer == "post_attention_layernorm"
+    assert norm.balance_layers == tuple(f"{mlp}.{part}" for mlp in mlps for part in ("gate_proj", "up_proj"))
+    assert norm.routers == names.routers == ("mlp.gate", "mlp.shared_expert_gate")
+    assert (norm.parent, norm.observed) == ("mlp", "mlp.experts")
+    assert [(each.smooth_layer, each.balance_layers) for each in inside] == [
+        (f"{mlp}.up_proj", (f"{mlp}.down_proj",)) for mlp in mlps
+    ]
 
 
 def test_fused_projections_are_neither_smoothed_nor_rotated() -> None:

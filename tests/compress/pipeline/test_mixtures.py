@@ -11,9 +11,10 @@ from transformers import AutoModelForCausalLM
 from compress.checkpoint.config import read_config
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.safetensors import TensorFiles
-from compress.checkpoint.weights import Int
+from compress.checkpoint.weights import Activations, Int
 from compress.checkpoint.writer import export_checkpoint
 from compress.common.cli import demo_model_path
+from compress.methods import base
 from compress.pipeline.block import fill, load_block, release
 from compress.pipeline.capture import capture_inputs, run_all
 from compress.pipeline.skeleton import open_skeleton
@@ -55,17 +56,30 @@ def test_blocks_with_single_experts_give_the_logits_of_fused_ones(mixture, famil
             inputs.hidden = run_all(block.module, block.name, inputs, index, CPU)
             release(block.module)
             assert all(parameter.is_meta for parameter in block.module.parameters())
-        for name in ("model.norm", "lm_head"):
-            fill(skeleton.model.get_submodule(name), name, files, CPU, torch.float64)
-        found = skeleton.model.lm_head(skeleton.model.model.norm(inputs.hidden))
+        fill(skeleton.model.model.norm, "model.norm", files, CPU, torch.float64)
+        head = skeleton.model.lm_head
+        for name in dict(head.named_parameters()):
+            stored = "model.embed_tokens.weight" if skeleton.ties_head and name == "weight" else f"lm_head.{name}"
+            setattr(head, name, torch.nn.Parameter(files.tensor(stored).double()))
+        found = head(skeleton.model.model.norm(inputs.hidden))
     expected = reference_logits(load_reference(source), TOKENS)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("family", SOME)
-def test_packed_experts_are_served_as_they_were_verified(mixture, family: str, tmp_path: Path) -> None:
-    result = runs.compress(mixture(family), tmp_path / "out", QuantizeStage("gptq", W4))
+TRIED = [
+    pytest.param(family, method, marks=[pytest.mark.full] * (family != "qwen2_moe"))
+    for family in FAMILIES
+    for method in ("awq", "gptq")
+]
+
+
+@pytest.mark.parametrize(("family", "method"), TRIED)
+def test_packed_experts_are_served_as_they_were_verified(mixture, family: str, method: str, tmp_path: Path) -> None:
+    result = runs.compress(mixture(family), tmp_path / "out", QuantizeStage(method, W4))
     assert result.structure.ok
+    assert not result.report["recovered"]
+    smoothed = [edge["source"] for block in result.report["blocks"] for edge in block["smoothing"]]
+    assert any(".experts." in name for name in smoothed) == base.quantization(method).smooths
     packed = PackedCheckpoint.open(tmp_path / "out")
     stored = {name.removesuffix(".weight") for name in TensorFiles.open(mixture(family)).names()}
     experts = {name for name in stored if ".experts." in name}
@@ -75,6 +89,19 @@ def test_packed_experts_are_served_as_they_were_verified(mixture, family: str, t
     export_checkpoint(tmp_path / "out", "dense", tmp_path / "dense")
     expected = reference_logits(load_reference(tmp_path / "dense"), TOKENS)
     torch.testing.assert_close(served, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.full
+def test_experts_are_smoothed_for_8_bit_activations(mixture, tmp_path: Path) -> None:
+    scheme = Int(8, None, activations=Activations.INT8)
+    result = runs.compress(mixture("qwen2_moe"), tmp_path / "out", QuantizeStage("smoothquant", scheme))
+    assert result.structure.ok
+    edges = [edge for block in result.report["blocks"] for edge in block["smoothing"] if ".experts." in edge["source"]]
+    assert any(edge["loss_after"] < edge["loss_before"] for edge in edges)
+    served, dense = (
+        score(load_model(path, dtype="float32"), TOKENS) for path in (tmp_path / "out", mixture("qwen2_moe"))
+    )
+    assert torch.nn.functional.cosine_similarity(served.flatten(), dense.flatten(), dim=0) > 0.99
 
 
 @pytest.mark.parametrize("family", SOME)
