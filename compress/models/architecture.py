@@ -101,7 +101,7 @@ def architecture_of(spec: ModelSpec) -> Architecture:
         siblings=_distinct(group for block in spec.blocks for group in siblings(block)),
         mappings=_distinct(mapping for block in spec.blocks for mapping in smoothing_mappings(block)),
         stream=streams[0] if len(streams) == 1 else None,
-        routers=_distinct(linear.name for block in spec.blocks for linear in block.mlp.routers),
+        routers=_distinct(linear.name for block in spec.blocks for linear in block.routers),
     )
 
 

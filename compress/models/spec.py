@@ -5,9 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from compress.models.stacks import Slice, Stack
+
+if TYPE_CHECKING:
+    from compress.models.block_parts import Beside, LayerInput, LayerInputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +44,7 @@ class Norm:
         bias: a bias is added last.
         in_float32: the weight multiplies before the result is rounded to the activation dtype.
         has_weight: false where nothing is multiplied.
+        part: name of the weight inside of the norm.
     """
 
     name: str
@@ -51,6 +55,12 @@ class Norm:
     bias: bool = False
     in_float32: bool = False
     has_weight: bool = True
+    part: str = "weight"
+
+    @property
+    def tensor(self) -> str:
+        """Name of its weight."""
+        return f"{self.name}.{self.part}"
 
     @property
     def is_plain(self) -> bool:
@@ -213,6 +223,8 @@ class Router:
         in_float32: scores are computed in float32.
         margin: with activation `sparsemixer`, how far below the best score the others count.
         weighs_inputs: weights multiply what an expert reads instead of what it gives.
+        score_scale: factor on scores.
+        expert_scales: name of a vector of factors on the weights of each expert; "" for none.
     """
 
     scores: Linear
@@ -228,12 +240,15 @@ class Router:
     least_sum: float = 0.0
     margin: float = 0.0
     weighs_inputs: bool = False
+    score_scale: float = 1.0
+    expert_scales: str = ""
 
     @property
     def vectors(self) -> dict[str, tuple[int, ...]]:
-        """Shape of its bias by tensor name."""
-        shape = (1,) * self.bias_is_row + (self.scores.out_features,)
-        return {self.bias: shape} if self.bias else {}
+        """Shape of its bias and of its factors by tensor name."""
+        count = self.scores.out_features
+        found = {self.bias: (1,) * self.bias_is_row + (count,), self.expert_scales: (count,)}
+        return {name: shape for name, shape in found.items() if name}
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,38 +293,6 @@ class Mixture:
 
 
 @dataclass(frozen=True, slots=True)
-class LayerInput:
-    """The last sum of a block: `x += norm(output(activation(gate(x)) * e))` with its row e of `LayerInputs`."""
-
-    gate: Linear
-    output: Linear
-    norm: Norm
-    activation: str
-
-
-@dataclass(frozen=True, slots=True)
-class LayerInputs:
-    """A row of every token for each layer: `(norm(projection(x) / H ** 0.5) + embedding * size ** 0.5) / 2 ** 0.5`.
-
-    Attributes:
-        embedding: absolute name of the matrix `[vocab_size, layers * size]`, which is looked up and stays dense.
-        projection: of the embedded token x of H channels, with its absolute name; stays dense.
-        norm: over each row, with its absolute name.
-    """
-
-    embedding: str
-    vocab_size: int
-    size: int
-    projection: Linear
-    norm: Norm
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Shape of the embedding."""
-        return self.vocab_size, self.projection.out_features
-
-
-@dataclass(frozen=True, slots=True)
 class Block:
     """A transformer block: `x += mixer(input_norm(x))`, then `x += mlp(mlp_norm(x))`.
 
@@ -318,6 +301,7 @@ class Block:
             and `mlp` reads what `mixer` reads.
         output_norm, mlp_output_norm: norms of what mixer and MLP add.
         residual_scale: factor on what mixer and MLP add.
+        beside: a mixture that reads the residual stream as the MLP does.
         layer_input: what is added behind the MLP.
         scalar: name of a number that the residual stream is multiplied by last; "" for none.
     """
@@ -330,28 +314,48 @@ class Block:
     mlp_output_norm: Norm | None = None
     residual_scale: float = 1.0
     is_parallel: bool = False
+    beside: Beside | None = None
     layer_input: LayerInput | None = None
     scalar: str = ""
 
     @property
+    def mixture(self) -> Mixture | None:
+        """Its mixture, in the place of the MLP or beside it."""
+        if isinstance(self.mlp, Mixture):
+            return self.mlp
+        return None if self.beside is None else self.beside.mixture
+
+    @property
+    def parts(self) -> tuple[MLP | Mixture, ...]:
+        """Its MLP, and the mixture beside it."""
+        return self.mlp, *(() if self.beside is None else (self.beside.mixture,))
+
+    @property
     def linears(self) -> tuple[Linear, ...]:
         last = () if self.layer_input is None else (self.layer_input.gate, self.layer_input.output)
-        return *self.mixer.qkv, self.mixer.output, *self.mlp.linears, *last
+        inner = (linear for part in self.parts for linear in part.linears)
+        return *self.mixer.qkv, self.mixer.output, *inner, *last
+
+    @property
+    def routers(self) -> tuple[Linear, ...]:
+        return () if self.mixture is None else self.mixture.routers
 
     @property
     def vectors(self) -> dict[str, tuple[int, ...]]:
         """Shape of every tensor that belongs to no linear and no norm, by name."""
-        return self.mixer.vectors | self.mlp.vectors | ({self.scalar: (1,)} if self.scalar else {})
+        found = {name: shape for part in (self.mixer, *self.parts) for name, shape in part.vectors.items()}
+        return found | ({self.scalar: (1,)} if self.scalar else {})
 
     @property
     def mlps(self) -> tuple[MLP, ...]:
-        return self.mlp.mlps if isinstance(self.mlp, Mixture) else (self.mlp,)
+        return tuple(mlp for part in self.parts for mlp in (part.mlps if isinstance(part, Mixture) else (part,)))
 
     @property
     def norms(self) -> tuple[Norm, ...]:
         last = None if self.layer_input is None else self.layer_input.norm
         around = self.input_norm, self.output_norm, self.mlp_norm, self.mlp_output_norm, last, self.mixer.value_norm
-        return *(norm for norm in around if norm is not None), *(self.mixer.qk_norm or ())
+        beside = () if self.beside is None else self.beside.norms
+        return *(norm for norm in around if norm is not None), *(self.mixer.qk_norm or ()), *beside
 
 
 @dataclass(frozen=True, slots=True)
@@ -427,7 +431,7 @@ class ModelSpec:
     def routers(self) -> Iterator[Linear]:
         """Linears of all blocks that choose or weigh experts, with absolute names."""
         for index, block in enumerate(self.blocks):
-            for linear in block.mlp.routers:
+            for linear in block.routers:
                 yield replace(linear, name=f"{self.block_name(index)}.{linear.name}")
 
     def vectors(self) -> dict[str, tuple[int, ...]]:
@@ -442,11 +446,11 @@ class ModelSpec:
         """Place of every tensor of an expert that may be part of a stack, by absolute names."""
         found: dict[str, Slice] = {}
         for index, block in enumerate(self.blocks):
-            if isinstance(block.mlp, Mixture):
+            if block.mixture is not None:
                 name = self.block_name(index)
-                for stack in block.mlp.stacks:
+                for stack in block.mixture.stacks:
                     whole = replace(stack, name=f"{name}.{stack.name}")
-                    for number, expert in enumerate(block.mlp.experts):
+                    for number, expert in enumerate(block.mixture.experts):
                         for part, tensor in enumerate(stack.parts):
                             found[f"{name}.{expert.name}.{tensor}"] = Slice(whole, number, part)
         return found
@@ -473,7 +477,7 @@ class ModelSpec:
         shapes |= {f"{linear.name}.bias": (linear.out_features,) for linear in linears if linear.bias}
         shapes |= self.vectors()
         shapes |= {f"{norm.name}.bias": (norm.size,) for norm in self.norms() if norm.bias}
-        return shapes | {f"{norm.name}.weight": (norm.size,) for norm in self.norms()}
+        return shapes | {norm.tensor: (norm.size,) for norm in self.norms()}
 
     def weight_bytes(self, itemsize: int) -> int:
         """Bytes of all parameters, stored dense with `itemsize` bytes each; a tied head counts once."""

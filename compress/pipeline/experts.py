@@ -90,8 +90,8 @@ def name_experts(model: nn.Module, spec: ModelSpec) -> tuple[str, ...]:
     """
     before = {module: name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     for index, block in enumerate(spec.blocks):
-        if isinstance(block.mlp, Mixture):
-            _replace(model.get_submodule(spec.block_name(index)), block.mlp)
+        if block.mixture is not None:
+            _replace(model.get_submodule(spec.block_name(index)), block.mixture)
     names = {linear.name for linear in spec.routers()}
     routers = {
         name: module for name, module in model.named_modules() if name in names and isinstance(module, nn.Linear)

@@ -16,7 +16,7 @@ def layers_unsupported(spec: ModelSpec) -> str:
     others = {mlp.activation for each in spec.blocks for mlp in each.mlps if not is_gated_silu(mlp)}
     if others:
         return f"computes gated silu, not {', '.join(sorted(others))}"
-    closes = block.layer_input is not None or block.scalar
+    closes = block.beside is not None or block.layer_input is not None or block.scalar
     if block.is_parallel or block.residual_scale != 1.0 or closes or not is_pre_norm(block):
         return "computes plain norms before attention and MLP only, and adds what they give as it is"
     if rope is None or rope.partial != 1 or rope.interleaved or any(each.mixer.rope != rope for each in spec.blocks):

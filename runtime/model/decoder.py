@@ -4,6 +4,7 @@ padding."""
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -32,6 +33,17 @@ class LayerInputWeights:
         return self.gate.nbytes + self.output.nbytes
 
 
+@dataclass(frozen=True, slots=True)
+class BesideWeights:
+    """Weights of `Beside`."""
+
+    experts: Experts
+    mlp_norm: NormWeights
+    input_norm: NormWeights
+    output_norm: NormWeights
+    router_norm: NormWeights
+
+
 @dataclass(slots=True)
 class Layer:
     """Weights of one decoder layer. `qkv` and `gate_up` return their parts concatenated.
@@ -45,6 +57,7 @@ class Layer:
         experts: of its mixture; None for an MLP.
         curve: activation with learned numbers; None for one with a name.
         value_norm: norm of value heads.
+        beside: of a mixture beside the MLP.
         input: of what is added last.
         scalar: factor `[1]` on the residual stream.
         sink_logits: `[heads]`, see `runtime.backends.span_attention.add_sink_key`.
@@ -64,6 +77,7 @@ class Layer:
     experts: Experts | None = None
     curve: Xielu | None = None
     value_norm: NormWeights | None = None
+    beside: BesideWeights | None = None
     input: LayerInputWeights | None = None
     scalar: Tensor | None = None
     sink_logits: Tensor | None = None
@@ -71,7 +85,8 @@ class Layer:
     @property
     def nbytes(self) -> int:
         """Memory of its linears and experts."""
-        parts = self.qkv, self.output, self.gate_up, self.down, self.experts, self.input
+        beside = None if self.beside is None else self.beside.experts
+        parts = self.qkv, self.output, self.gate_up, self.down, self.experts, beside, self.input
         return sum(part.nbytes for part in parts if part is not None)
 
 
@@ -169,7 +184,10 @@ class Decoder:
         update = self._finish(block, self._attend(index, block.mixer, normed, step), layer.output_norm)
         if not block.is_parallel:
             normed = self._normalize(hidden, update, layer.mlp_norm)
-        added = self._finish(block, self._mlp(block, layer, normed), layer.mlp_output_norm)
+        added = self._mlp(block, layer, normed)
+        if layer.beside is not None and block.beside is not None:
+            added = self._mix(block.beside.mixture.mlps[0], layer.beside, hidden, added)
+        added = self._finish(block, added, layer.mlp_output_norm)
         added = added.add_(update) if block.is_parallel else added
         return self._close(index, block, hidden, added, step)
 
@@ -190,19 +208,27 @@ class Decoder:
     def _mlp(self, block: Block, layer: Layer, normed: Tensor) -> Tensor:
         """Computes the MLP or mixture of a block."""
         mlp = block.mlps[0]
-
-        def apply(expert: Expert, x: Tensor) -> Tensor:
-            return expert.down(self._activate(mlp, expert.gate_up(x)))
-
         if layer.experts is not None:
-            return layer.experts(normed, apply)
+            return layer.experts(normed, partial(self._apply, mlp))
         expert = Expert(*mlp_linears(layer))
-        return apply(expert, normed) if layer.curve is None else expert.down(layer.curve(expert.gate_up(normed)))
+        if layer.curve is not None:
+            return expert.down(layer.curve(expert.gate_up(normed)))
+        return self._apply(mlp, expert, normed)
+
+    def _apply(self, mlp: MLP, expert: Expert, x: Tensor) -> Tensor:
+        """Computes an MLP with the weights of one expert."""
+        return expert.down(self._activate(mlp, expert.gate_up(x)))
 
     def _activate(self, mlp: MLP, gate_up: Tensor) -> Tensor:
         if mlp.clamped is not None:
             return self.ops.clamp_and_mul(gate_up, mlp.clamped)
         return (self.ops.activate_and_mul if mlp.gated else self.ops.activate)(gate_up, mlp.activation)
+
+    def _mix(self, mlp: MLP, beside: BesideWeights, hidden: Tensor, added: Tensor) -> Tensor:
+        """Adds the mixture beside an MLP that gave `added`."""
+        routed, read = (self._normalize(hidden, None, norm) for norm in (beside.router_norm, beside.input_norm))
+        mixed = beside.experts(read, partial(self._apply, mlp), routed)
+        return self._normalize(added, None, beside.mlp_norm) + self._normalize(mixed, None, beside.output_norm)
 
     def _finish(self, block: Block, update: Tensor, norm: NormWeights | None) -> Tensor:
         """Applies what a block does to an update before it is added."""

@@ -19,9 +19,10 @@ from compress.checkpoint.weights.base import BesideColumns, Factors
 from compress.checkpoint.weights.integer import IntegerWeight
 from compress.common.device import available_bytes, format_bytes, resolve_device
 from compress.common.errors import CheckpointError, ToolkitError
+from compress.models.block_parts import Beside, LayerInput
 from compress.models.generic import CodeSpec
 from compress.models.registry import find_family
-from compress.models.spec import CURVE, MLP, Attention, Block, LayerInput, Mixture, Norm
+from compress.models.spec import CURVE, MLP, Attention, Block, Mixture, Norm
 from compress.models.spec import Linear as LinearSpec
 from runtime.backends.base import Linear, LinearKernel, LowRank, NormWeights, Target, WithOutliers
 from runtime.backends.fused_layers import fuses_head_norms
@@ -37,7 +38,7 @@ from runtime.backends.registry import (
     modes,
 )
 from runtime.core.model_config import DecoderConfig, parse_config, read_generation_config
-from runtime.model.decoder import Decoder, Layer, LayerInputWeights
+from runtime.model.decoder import BesideWeights, Decoder, Layer, LayerInputWeights
 from runtime.model.embedding import Embedding, LayerInputsWeights, make_embedding
 from runtime.model.mixture import Expert, Experts
 from runtime.model.rotary import Rotary, channel_order
@@ -107,8 +108,8 @@ def check_tensors(checkpoint: PackedCheckpoint, config: DecoderConfig) -> None:
     for name, shape in config.spec.vectors().items():
         _check_shape(name, checkpoint.files.shape(name), shape)
     for norm in config.spec.norms():
-        for part in ("weight", "bias")[: 1 + norm.bias]:
-            _check_shape(f"{norm.name}.{part}", checkpoint.files.shape(f"{norm.name}.{part}"), (norm.size,))
+        for name in (norm.tensor, f"{norm.name}.bias")[: 1 + norm.bias]:
+            _check_shape(name, checkpoint.files.shape(name), (norm.size,))
 
 
 def _check_shape(name: str, found: tuple[int, ...], expected: tuple[int, ...]) -> None:
@@ -309,10 +310,15 @@ class _Loader:
             experts=self._experts(name, mlp) if isinstance(mlp, Mixture) else None,
             curve=self._curve(f"{name}.{mlp.curve}") if isinstance(mlp, MLP) and mlp.curve else None,
             value_norm=self._block_norm(name, mixer.value_norm),
+            beside=None if block.beside is None else self._beside(name, block.beside),
             input=None if block.layer_input is None else self._layer_input(name, block.layer_input),
             scalar=self._vector(f"{name}.{block.scalar}") if block.scalar else None,
             sink_logits=self._vector(f"{name}.{mixer.sink_logits}") if mixer.sink_logits else None,
         )
+
+    def _beside(self, name: str, part: Beside) -> BesideWeights:
+        norms = (self._norm(replace(norm, name=f"{name}.{norm.name}")) for norm in part.norms)
+        return BesideWeights(self._experts(name, part.mixture), *norms)
 
     def _layer_input(self, name: str, part: LayerInput) -> LayerInputWeights:
         gate, output = (self._linear(*_inside(name, (linear,))) for linear in (part.gate, part.output))
@@ -342,6 +348,7 @@ class _Loader:
             self._vector(f"{name}.{router.bias}", wide).flatten() if router.bias else None,
             None if mixture.shared is None else self._expert(name, mixture.shared),
             None if gate is None else self._vector(f"{name}.{gate.name}.weight"),
+            self._vector(f"{name}.{router.expert_scales}") if router.expert_scales else None,
             scores_bias=self._vector(f"{name}.{router.scores.name}.bias", scores.dtype) if router.scores.bias else None,
         )
         choice = choose_mixture(mixture, experts, self.target, self.kernels)
@@ -353,7 +360,7 @@ class _Loader:
         dtype = self.target.dtype
         if norm.in_float32 or norm.offset or norm.centered:
             dtype = torch.promote_types(dtype, torch.float32)
-        name, device = f"{norm.name}.weight", self.target.device
+        name, device = norm.tensor, self.target.device
         weight = self._vector(name, dtype) if norm.has_weight else torch.ones(norm.size, dtype=dtype, device=device)
         bias = self._vector(f"{norm.name}.bias", dtype) if norm.bias else None
         return NormWeights(

@@ -81,6 +81,7 @@ class Experts:
         bias: `[E]`, see `route`, in at least float32.
         scores_bias: `[E]`, added to scores.
         shared_gate: `[1, H]`.
+        expert_scales: `[E]`, factors on their weights.
         kernel: computes the mixture at once; None goes from expert to expert.
     """
 
@@ -90,6 +91,7 @@ class Experts:
     bias: Tensor | None = None
     shared: Expert | None = None
     shared_gate: Tensor | None = None
+    expert_scales: Tensor | None = None
     kernel: ComputeMixture | None = None
     scores_bias: Tensor | None = None
 
@@ -98,16 +100,22 @@ class Experts:
         shared = 0 if self.shared is None else self.shared.nbytes
         return self.scores.nbytes + shared + sum(expert.nbytes for expert in self.experts)
 
-    def __call__(self, x: Tensor, apply: Apply) -> Tensor:
-        """Computes `[T, H]` of `x [T, H]`; an expert reads the rows that chose it, all at once."""
-        if self.kernel is not None:
+    def __call__(self, x: Tensor, apply: Apply, routed: Tensor | None = None) -> Tensor:
+        """Computes `[T, H]` of `x [T, H]`; an expert reads the rows that chose it, all at once.
+
+        Args:
+            routed: `[T, H]`, what the router reads instead of `x`.
+        """
+        if self.kernel is not None and routed is None:
             return self.kernel(x)
-        return self.weighted(x, *self.route(x), apply)
+        return self.weighted(x, *self.route(x if routed is None else routed), apply)
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Chooses experts for `x [T, H]`: their weights `[T, k]`, and int64 experts `[T, k]`."""
         scores = functional.linear(x.to(self.scores.dtype), self.scores, self.scores_bias)
-        return route(scores, self.router, self.bias)
+        scores = scores if self.router.score_scale == 1.0 else scores * self.router.score_scale
+        weights, chosen = route(scores, self.router, self.bias)
+        return weights if self.expert_scales is None else weights * self.expert_scales[chosen], chosen
 
     def weighted(self, x: Tensor, weights: Tensor, chosen: Tensor, apply: Apply) -> Tensor:
         """Sums up experts `[T, k]` by their weights, and what all tokens share."""

@@ -73,14 +73,13 @@ VARIANTS: dict[str, dict[str, object]] = {
     },
     "gemma3_text": {**MIXED, "head_dim": 24, "query_pre_attn_scalar": 30, "final_logit_softcapping": 3.0},
     "gemma4_text": {
-        **MIXED,
-        "num_hidden_layers": 5,
-        "layer_types": ["sliding_attention", "full_attention"] * 2 + ["full_attention"],
+        "num_hidden_layers": 8,
+        "sliding_window": 9,
         "head_dim": 24,
         "global_head_dim": 32,
         "num_global_key_value_heads": 1,
         "attention_k_eq_v": True,
-        "num_kv_shared_layers": 3,
+        "num_kv_shared_layers": 2,
         "use_double_wide_mlp": True,
         "hidden_size_per_layer_input": 64,
         "vocab_size_per_layer_input": 112,
@@ -187,6 +186,16 @@ VARIANTS: dict[str, dict[str, object]] = {
 """One model of every family with all of its features."""
 STACKED = {"gpt_oss", "granitemoe", "llama4_text"}
 """Mixtures whose experts are stored as one tensor."""
+GEMMA4_EXPERTS = {
+    "num_hidden_layers": 3,
+    "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+    "num_kv_shared_layers": 1,
+    "enable_moe_block": True,
+    "num_experts": 8,
+    "top_k_experts": 3,
+    "moe_intermediate_size": 32,
+}
+"""Options of a Gemma 4 with a mixture beside each MLP."""
 MIXTURES = {family for family, options in VARIANTS.items() if EXPERTS.items() <= options.items()}
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from compress.common.errors import CheckpointError
+from compress.models.block_parts import Beside, LayerInput, LayerInputs
 from compress.models.config import (
     MAX_SIZE,
     Config,
@@ -25,7 +26,8 @@ from compress.models.config import (
     windows,
 )
 from compress.models.registry import register
-from compress.models.spec import Attention, LayerInput, LayerInputs, Linear, ModelSpec, Norm, Rope
+from compress.models.spec import Attention, Linear, Mixture, ModelSpec, Norm, Rope, Router
+from compress.models.stacks import Stack
 
 COMMON = {
     "head_dim": 256,
@@ -64,6 +66,7 @@ def gemma4_text(config: Config) -> ModelSpec:
         output_norm=_norm(config, "post_attention_layernorm"),
         mlp_output_norm=_norm(config, "post_feedforward_layernorm"),
         layer_input=_layer_input(config),
+        beside=_beside(config) if flag(config, "enable_moe_block") else None,
         scalar="layer_scalar",
     )
     cap = None if config.get("final_logit_softcapping") is None else number(config, "final_logit_softcapping")
@@ -159,6 +162,30 @@ def _mixer(config: Config, kind: str, source: int | None, **options: Any) -> Att
 def _inner_size(config: Config, shares: bool) -> int:
     double = shares and flag(config, "use_double_wide_mlp")
     return positive(config, "intermediate_size", most=MAX_SIZE // 2) * (2 if double else 1)
+
+
+def _beside(config: Config) -> Beside:
+    """Composes the mixture beside the MLP, whose experts are stored together."""
+    count, size = positive(config, "num_experts"), positive(config, "moe_intermediate_size")
+    hidden, name = positive(config, "hidden_size"), "experts"
+    router = Router(
+        Linear("router.proj", count, hidden),
+        positive(config, "top_k_experts", most=count),
+        score_scale=hidden**-0.5,
+        expert_scales="router.per_expert_scale",
+    )
+    experts = tuple(gated_mlp(config, name=f"{name}.{number}", size=size) for number in range(count))
+    stacks = (
+        Stack(f"{name}.gate_up_proj", ("gate_proj.weight", "up_proj.weight")),
+        Stack(f"{name}.down_proj", ("down_proj.weight",)),
+    )
+    return Beside(
+        Mixture(router, experts, name=name, stacks=stacks),
+        mlp_norm=_norm(config, "post_feedforward_layernorm_1"),
+        input_norm=_norm(config, "pre_feedforward_layernorm_2"),
+        output_norm=_norm(config, "post_feedforward_layernorm_2"),
+        router_norm=_norm(config, "router", part="scale"),
+    )
 
 
 def _size(config: Config) -> int:

@@ -2,7 +2,7 @@ import json
 
 import pytest
 import torch
-from tiny_models import VARIANTS, load_reference, reference_logits, save_tiny_model
+from tiny_models import GEMMA4_EXPERTS, VARIANTS, load_reference, reference_logits, save_tiny_model
 
 from compress.common.cli import demo_model_path
 from runtime.model.loader import load_model
@@ -41,6 +41,7 @@ MODELS = {
         {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
     ),
     "qwen3": ("qwen3", {"head_dim": 24, "tie_word_embeddings": True}),
+    "gemma4, with experts": ("gemma4_text", {**VARIANTS["gemma4_text"], **GEMMA4_EXPERTS}),
     **{f"{family}, all features": (family, options) for family, options in VARIANTS.items()},
 }
 

@@ -1,0 +1,58 @@
+"""Parts that few blocks have: a mixture beside the MLP, and inputs of a layer's own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from compress.models.spec import Linear, Mixture, Norm
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """A mixture beside the MLP of a block, which gives `mlp_norm(mlp(...)) + output_norm(mixture(input_norm(x)))`.
+
+    Attributes:
+        router_norm: norm of what the router reads, the residual stream x.
+    """
+
+    mixture: Mixture
+    mlp_norm: Norm
+    input_norm: Norm
+    output_norm: Norm
+    router_norm: Norm
+
+    @property
+    def norms(self) -> tuple[Norm, ...]:
+        return self.mlp_norm, self.input_norm, self.output_norm, self.router_norm
+
+
+@dataclass(frozen=True, slots=True)
+class LayerInput:
+    """The last sum of a block: `x += norm(output(activation(gate(x)) * e))` with its row e of `LayerInputs`."""
+
+    gate: Linear
+    output: Linear
+    norm: Norm
+    activation: str
+
+
+@dataclass(frozen=True, slots=True)
+class LayerInputs:
+    """A row of every token for each layer: `(norm(projection(x) / H ** 0.5) + embedding * size ** 0.5) / 2 ** 0.5`.
+
+    Attributes:
+        embedding: absolute name of the matrix `[vocab_size, layers * size]`, which is looked up and stays dense.
+        projection: of the embedded token x of H channels, with its absolute name; stays dense.
+        norm: over each row, with its absolute name.
+    """
+
+    embedding: str
+    vocab_size: int
+    size: int
+    projection: Linear
+    norm: Norm
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Shape of the embedding."""
+        return self.vocab_size, self.projection.out_features
