@@ -321,9 +321,7 @@ class Block:
     @property
     def mixture(self) -> Mixture | None:
         """Its mixture, in the place of the MLP or beside it."""
-        if isinstance(self.mlp, Mixture):
-            return self.mlp
-        return None if self.beside is None else self.beside.mixture
+        return next((part for part in self.parts if isinstance(part, Mixture)), None)
 
     @property
     def parts(self) -> tuple[MLP | Mixture, ...]:
