@@ -286,6 +286,8 @@ class CodeSource:
             linear = self.prepare(name, weight, bias)
             if not isinstance(linear, DenseLinear):
                 model.set_submodule(name, PreparedLinear(linear, module.in_features, module.out_features))
+            elif weight is None:
+                module.weight = nn.Parameter(linear.weight, requires_grad=False)
 
 
 RELOAD = "Check that config.json and the weights belong together, or serve it with transformers"

@@ -5,12 +5,23 @@ import shutil
 import pytest
 import torch
 from engines import drain, small_engine, tokens_of
+from folders import change_tensors
 from runtime_command import runtime_here
 from safetensors.torch import save_file
-from tiny_models import SIZES, compute_in_float64, load_reference, reference_logits, save_tiny_model
+from tiny_models import (
+    SIZES,
+    compute_in_float64,
+    load_reference,
+    pack_model,
+    put_weights,
+    reference_logits,
+    save_tiny_model,
+)
 from transformers import AutoConfig
 
+from compress.checkpoint.weights import Int
 from compress.common.cli import demo_model_path
+from compress.common.errors import CheckpointError, ToolkitError
 from runtime.core.request import SamplingParams
 from runtime.model.loader import load_model
 from runtime.model.scoring import score
@@ -46,10 +57,15 @@ OTHERS = {
 }
 LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
 LONGROPE |= {"original_max_position_embeddings": 64, "factor": 4.0, "short_mscale": 1.0, "long_mscale": 1.2}
-MODELS = [
-    *(pytest.param(name, options, id=name) for name, options in QUICK.items()),
-    *(pytest.param(name, options, id=name, marks=pytest.mark.full) for name, options in OTHERS.items()),
-]
+ALL = QUICK | OTHERS
+
+
+def models(quick):
+    """Models as parameters; those that are not quick are for the full tier."""
+    return [
+        pytest.param(name, options, id=name, marks=() if name in quick else pytest.mark.full)
+        for name, options in ALL.items()
+    ]
 
 
 def load_exact(folder, **options):
@@ -59,13 +75,50 @@ def load_exact(folder, **options):
     return decoder
 
 
-@pytest.mark.parametrize(("family", "options"), MODELS)
+@pytest.mark.parametrize(("family", "options"), models(QUICK))
 def test_logits_in_float64(family, options, tmp_path):
     folder = save_tiny_model(tmp_path / "model", family, **options)
     expected = reference_logits(load_reference(folder), TOKENS)
     found = score(load_exact(folder), TOKENS)
     assert expected.std() > 0.3
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("kernels", ["auto", "reference"])
+def test_packed_linears_equal_their_dequantized_weights(kernels, tmp_path):
+    dense = save_tiny_model(tmp_path / "dense", "stablelm", **QUICK["stablelm"])
+    weights = pack_model(dense, tmp_path / "packed", lambda module: Int(4, 16, symmetric="mlp" in module))
+    assert len(weights) == 14
+    expected = reference_logits(put_weights(load_reference(dense), weights), TOKENS)
+    found = load_exact(tmp_path / "packed", kernels=kernels)
+    torch.testing.assert_close(score(found, TOKENS), expected, rtol=0, atol=1e-10)
+    assert any("w4" in line for line in found.description)
+    assert found.nbytes < load_exact(dense).nbytes or kernels == "auto"
+    assert len(engine_tokens(found, dense, [TOKENS[0].tolist()])[0]) == 12
+    rounded = load_exact(tmp_path / "packed", as_dense=True)
+    torch.testing.assert_close(score(rounded, TOKENS), expected, rtol=0, atol=0.05)
+
+
+def test_packed_experts_that_transformers_fuses_are_refused(tmp_path):
+    dense = save_tiny_model(tmp_path / "dense", "deepseek_v3", **OTHERS["deepseek_v3"])
+    pack_model(dense, tmp_path / "packed", lambda module: Int(4, 4) if ".experts." in module else None)
+    with pytest.raises(CheckpointError, match=r"'deepseek_v3'.*experts\.0\."):
+        load_model(tmp_path / "packed", device="cpu")
+
+
+def test_weights_that_are_missing_are_not_made_up(tmp_path):
+    folder = save_tiny_model(tmp_path / "model", "stablelm")
+    change_tensors(folder, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
+    with pytest.raises(CheckpointError, match=r"model\.layers\.1\.mlp\.up_proj\.weight"):
+        load_model(folder, device="cpu")
+
+
+def test_drafts_of_its_own_layers_and_streams_are_refused(tmp_path):
+    folder = save_tiny_model(tmp_path / "model", "stablelm")
+    decoder = load_model(folder, device="cpu")
+    for options in ({"speculative_model": "self:skip"}, {"attention_window": 32}, {"max_model_len": 300}):
+        with pytest.raises(ToolkitError):
+            small_engine(decoder, folder, **options)
 
 
 REFUSED = {
@@ -99,12 +152,15 @@ def test_what_cannot_be_served_says_why_in_one_line(family, tmp_path):
 def engine_tokens(decoder, folder, prompts, **options):
     engine = small_engine(decoder, folder, **options)
     sampling = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-    names = [engine.add_request(prompt, sampling) for prompt in prompts]
+    names = [engine.add_request(prompt, sampling) for prompt in prompts[:1]]
     deltas = drain(engine)
+    names += [engine.add_request(prompt, sampling) for prompt in prompts[1:]]
+    drain(engine, deltas)
+    assert len(prompts) == 1 or engine.scheduler.stats.num_prefix_hits
     return [tokens_of(deltas[name]) for name in names]
 
 
-@pytest.mark.parametrize(("family", "options"), MODELS)
+@pytest.mark.parametrize(("family", "options"), models(("stablelm",)))
 def test_greedy_tokens_alone_and_in_a_crowd(family, options, tmp_path):
     """Prompts with a common beginning, in chunks, with drafts, and with blocks for two of them."""
     folder = save_tiny_model(tmp_path / "model", family, **options)
