@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from compress.checkpoint.safetensors import TensorFiles
 from compress.common.errors import CheckpointError
 from compress.models.registry import find_family
-from compress.models.stacks import Slice
+from compress.models.stacks import Slice, Stack
 
 
 @dataclass
@@ -75,3 +76,21 @@ def split_experts(files: TensorFiles, config: Mapping[str, Any]) -> TensorFiles:
                 "Check that config.json and the weights belong to the same model",
             )
     return ExpertFiles(**vars(files), slices=places) if places else files
+
+
+def join_experts(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Stacks the tensors of experts as the family in `config` stores them, the inverse of `split_experts`."""
+    describe = find_family(config.get("model_type"))
+    places = {} if describe is None else describe(config).slices()
+    stacks: dict[Stack, dict[int, list[Tensor]]] = {}
+    for name in sorted(places.keys() & tensors.keys(), key=lambda name: (places[name].expert, places[name].part)):
+        stacks.setdefault(places[name].stack, {}).setdefault(places[name].expert, []).append(tensors[name])
+    joined = {stack.name: _joined(stack, list(experts.values())) for stack, experts in stacks.items()}
+    return {name: tensor for name, tensor in tensors.items() if name not in places} | joined
+
+
+def _joined(stack: Stack, experts: Sequence[Sequence[Tensor]]) -> Tensor:
+    rows = [
+        torch.stack(list(parts), 1).flatten(0, 1) if stack.interleaved else torch.cat(list(parts)) for parts in experts
+    ]
+    return torch.stack([part.T.contiguous() if stack.transposed else part for part in rows])

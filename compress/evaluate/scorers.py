@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from compress.checkpoint.expert_files import join_experts
 from compress.checkpoint.kv_cache import UNCOMPRESSED, KVCacheScheme
 from compress.checkpoint.meta_model import read_transformers_config
 from compress.checkpoint.reader import PackedCheckpoint
@@ -90,7 +91,7 @@ def open_scorer(
 
 
 def load_dequantized(path: Path, *, dtype: str = "auto") -> Any:
-    """Loads a transformers model with its packed linears dequantized.
+    """Loads a transformers model with its packed linears dequantized, by the names and buffers that it converts itself.
 
     Args:
         dtype: dtype of the computation; `auto` is that of config.json.
@@ -106,28 +107,30 @@ def load_dequantized(path: Path, *, dtype: str = "auto") -> Any:
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     wanted = checkpoint.dtype if dtype == "auto" else getattr(torch, dtype)
-    # Parameters stay on the meta device until their tensors are loaded; buffers are in no file and are computed.
-    with init_empty_weights(include_buffers=False):
-        model = AutoModelForCausalLM.from_config(config, dtype=wanted)
-    try:
-        model.load_state_dict(_dense_state(checkpoint, model, wanted), strict=False, assign=True)
-    except RuntimeError as error:
-        reason = " ".join(str(error).split())
+    with init_empty_weights():
+        model_class: Any = type(AutoModelForCausalLM.from_config(config))
+    # Grouped products of experts are 16-bit only.
+    options = {"dtype": wanted, "experts_implementation": "eager", "ignore_mismatched_sizes": True}
+    state = _dense_state(checkpoint, wanted)
+    model, loading = model_class.from_pretrained(
+        None, config=config, state_dict=state, output_loading_info=True, **options
+    )
+    if misshapen := sorted(loading["mismatched_keys"]):
+        name, found, expected = misshapen[0]
         raise CheckpointError(
-            f"{path} does not fit its own config.json: {reason}", "Run compress verify on it"
-        ) from error
-    model.tie_weights()
-    absent = [name for name, parameter in model.named_parameters() if parameter.is_meta]
-    if absent:
+            f"{path} does not fit its own config.json: {name} has shape {tuple(found)}, not {tuple(expected)}",
+            "Run compress verify on it",
+        )
+    if absent := sorted(loading["missing_keys"]):
         raise CheckpointError(f"{path} lacks {len(absent)} weights, {absent[0]} first", "Run compress verify on it")
     return model.eval()
 
 
-def _dense_state(checkpoint: PackedCheckpoint, model: Any, dtype: torch.dtype) -> dict[str, Tensor]:
-    packed = {f"{module}.weight" for module in checkpoint.modules}
-    stored = {name for name, _ in model.named_parameters() if name in checkpoint.files}
+def _dense_state(checkpoint: PackedCheckpoint, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Returns every tensor under its name in a dense checkpoint of the model, packed modules dequantized."""
     state = {f"{module}.weight": _dequantized(checkpoint.weight(module), dtype) for module in checkpoint.modules}
-    return state | {name: checkpoint.tensor(name).to(dtype) for name in stored - packed}
+    state |= {name: checkpoint.tensor(name) for name in checkpoint.dense_names()}
+    return join_experts(state, checkpoint.config)
 
 
 def _dequantized(weight: Weight | Tensor, dtype: torch.dtype) -> Tensor:
