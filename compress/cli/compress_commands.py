@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -36,6 +37,7 @@ from compress.recipe import (
     QuantizeStage,
     Recipe,
     Stage,
+    default_method,
     end_stages,
     group_size_from,
 )
@@ -136,6 +138,27 @@ def _recipe(stages: Sequence[Stage], text: TextOptions, name: str) -> Recipe:
     return recipe
 
 
+def with_method(rounding: QuantizeKeys, model: Path | None) -> QuantizeKeys:
+    """Returns the keys with GPTQ where no method is named and the default one could not move scales into norms.
+
+    Raises:
+        CheckpointError: a config.json that cannot be read or that defines no model.
+    """
+    from compress.checkpoint.config import read_config
+    from compress.checkpoint.safetensors import check_folder
+    from compress.models.architecture import smooths_norms
+    from compress.models.registry import find_family
+
+    if rounding.method or rounding.fp8 or model is None:
+        return rounding
+    config = read_config(check_folder(model))
+    describe, default = find_family(config.get("model_type")), default_method(fp8=False)
+    if describe is not None and smooths_norms(describe(config)):
+        return rounding
+    _say(f"{default} cannot smooth model type {config.get('model_type')!r}: gptq in its place (--method chooses)")
+    return replace(rounding, method="gptq")
+
+
 def quantize(
     *,
     model: Model = None,
@@ -153,7 +176,7 @@ def quantize(
     Works block by block with little memory; killed at any moment, the same command continues where it stopped and gives
     the same bytes. The result is checked, measured and loads in vLLM, SGLang and transformers.
     """
-    stage = rounding.stage(ignore=tuple(ignore or ()))
+    stage = with_method(rounding, model).stage(ignore=tuple(ignore or ()))
     stages: list[Stage] = [stage, *end_stages(stage, ends.head_bits, ends.embedding_bits)]
     name = f"{'int' if stage.scheme.numbers == 'int' else 'fp'}{stage.scheme.bits}-{stage.method}"
     if rotate:

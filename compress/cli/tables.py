@@ -97,6 +97,8 @@ def describe_run(context: RunContext) -> str:
 
 def print_result(context: RunContext, result: RunResult, with_tip: bool = True) -> None:
     """Prints sizes, verification, quality and the next commands; a tip only where its option exists."""
+    from compress.evaluate.scorers import default_backend
+
     console = wide_console()
     table = Table(show_header=False)
     for name, text in _rows(context, result, with_tip):
@@ -108,7 +110,7 @@ def print_result(context: RunContext, result: RunResult, with_tip: bool = True) 
     console.print(
         "Next:" if context.has_tokenizer else "Next, as there is no tokenizer to serve with:", highlight=False
     )
-    for command in _next_commands(result.out, context.has_tokenizer):
+    for command in _next_commands(result.out, context.has_tokenizer, default_backend(context.config)):
         console.print(f"  {command}", highlight=False, markup=False, soft_wrap=True)
 
 
@@ -159,10 +161,12 @@ def _quality(quality: dict) -> list[tuple[str, str]]:
     ]
 
 
-def _next_commands(out: Path, has_tokenizer: bool) -> list[str]:
+def _next_commands(out: Path, has_tokenizer: bool, backend: str) -> list[str]:
     folder = shlex.quote(f"{out}/")
     if not has_tokenizer:
         return [f"compress verify {folder}"]
+    if backend != "runtime":
+        return [f"compress eval --ppl --backend {backend} {folder}"]
     return [f"compress eval --ppl {folder}", f"runtime serve {folder}"]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -64,6 +65,17 @@ class TransformersScorer:
     def logits(self, tokens: Tensor) -> Tensor:
         logits = self._model(tokens.to(self._model.device), use_cache=False).logits
         return logits if logits.dtype == torch.float64 else logits.float()
+
+
+def default_backend(config: Mapping[str, Any]) -> str:
+    """Names the backend that computes the model of a config.json: `transformers` where the runtime does not."""
+    from runtime.core.model_config import parse_config
+
+    try:
+        parse_config(config)
+    except CheckpointError:
+        return "transformers"
+    return "runtime"
 
 
 def open_scorer(

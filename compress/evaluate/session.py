@@ -18,7 +18,7 @@ from compress.common.cli import DEMO_SOURCE, demo_model_path
 from compress.common.errors import DataError
 from compress.evaluate.checks import Domain, SeenText, compare_domains, overlap_warning, shared_spans
 from compress.evaluate.perplexity import Evaluation, Windows, cut_windows, evaluate
-from compress.evaluate.scorers import BACKENDS, open_scorer
+from compress.evaluate.scorers import BACKENDS, default_backend, open_scorer
 from compress.models.config import context_length
 
 DEFAULT_DATA = "pydoc"
@@ -170,8 +170,9 @@ def quick_check(
         CheckpointError: the packed checkpoint does not compute, or both models do not fit in memory.
     """
     _require_memory(source)
-    length = min(DEFAULT_LENGTH, context_length(read_config(packed)) or DEFAULT_LENGTH)
-    request = EvaluationRequest(model=packed, baseline=source, length=length, max_tokens=tokens)
+    config = read_config(packed)
+    length = min(DEFAULT_LENGTH, context_length(config) or DEFAULT_LENGTH)
+    request = EvaluationRequest(packed, source, length=length, max_tokens=tokens, backend=default_backend(config))
     return run_evaluation(request, calibration=calibration).to_dict()
 
 

@@ -90,6 +90,16 @@ def _is_part(mapping: SmoothingMapping, other: SmoothingMapping) -> bool:
     return same and set(mapping.balance_layers) < set(other.balance_layers)
 
 
+def smooths_norms(spec: ModelSpec) -> bool:
+    """Whether scales can move from the inputs of linears into a norm before them, in any block."""
+    return any(
+        mapping.smooth_layer == norm.name
+        for block in spec.blocks
+        for mapping in smoothing_mappings(block)
+        for norm in block.norms
+    )
+
+
 def architecture_of(spec: ModelSpec) -> Architecture:
     """Derives the names that compression works with. Layers of several kinds contribute in order of appearance."""
     streams = _distinct(residual_stream(block) for block in spec.blocks)

@@ -13,6 +13,7 @@ from compress.checkpoint.scheme import GROUP_SIZES
 from compress.checkpoint.weights import Activations, Int, Scheme
 from compress.common.device import available_bytes, format_bytes, resolve_device
 from compress.common.errors import ToolkitError
+from compress.models.architecture import smooths_norms
 from runtime.backends.base import Target
 from runtime.backends.registry import is_fast
 from runtime.core.config import RuntimeConfig
@@ -118,8 +119,6 @@ def _narrower_keys(path: Path, weights: Weights, now: Capacity) -> Iterator[Reme
 
 def _fewer_bits(path: Path, weights: Weights, now: Capacity) -> Iterator[Remedy]:
     """Each width that makes prepared weights smaller than all before. Packed checkpoints name their dense source."""
-    if any(weights.config.spec.routers()):
-        return  # compression refuses mixtures of experts
     smallest = now.weight_bytes
     source = path if not weights.checkpoint.modules else "SOURCE"
     for scheme, options in _schemes(weights):
@@ -135,7 +134,8 @@ def _fewer_bits(path: Path, weights: Weights, now: Capacity) -> Iterator[Remedy]
 
 def _schemes(weights: Weights) -> Iterator[tuple[Scheme, str]]:
     columns = {weights.checkpoint.shape(module)[1] for module in weights.schemes}
-    yield Int(8, None, True, Activations.INT8), "--method smoothquant"
+    if smooths_norms(weights.config.spec):
+        yield Int(8, None, True, Activations.INT8), "--method smoothquant"
     group = next((size for size in reversed(GROUP_SIZES) if all(n % size == 0 for n in columns)), None)
     for bits in BIT_WIDTHS:
         yield Int(bits, group), f"--method gptq --bits {bits} --group-size {group or -1}"

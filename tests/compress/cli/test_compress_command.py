@@ -118,6 +118,32 @@ def test_without_a_tokenizer_the_advice_works(compress, tiny_model, tmp_path) ->
         compress(*arguments)
 
 
+def test_a_family_that_awq_cannot_smooth_gets_gptq(compress, tiny_model) -> None:
+    options = ("--dry-run", "--json", "--num-calibration-samples", "4", "--max-seq-length", "48", "--group-size", "32")
+    shown = compress("quantize", tiny_model("phi3", pad_token_id=0), *options)
+    assert "--method" in shown.stderr
+    plan = json.loads(shown.stdout)
+    assert {layer["method"] for layer in plan["layers"] if layer["scheme"] != "dense"} == {"gptq"}
+    chosen = json.loads(compress("quantize", tiny_model("phi3", pad_token_id=0), "--method", "awq", *options).stdout)
+    assert any("awq" in note for note in chosen["notes"])
+
+
+@pytest.mark.full
+def test_quality_and_advice_of_a_family_that_only_transformers_computes(compress, tiny_model, tmp_path) -> None:
+    done = compress("quantize", tiny_model("stablelm"), "--method", "rtn", "--group-size", 32)
+    quality = json.loads((tmp_path / "packed/compression_report.json").read_text())["quality"]
+    assert quality["backend"] == "transformers"
+    assert quality["kl_mean"] > 0
+    advice = [
+        line.split()
+        for line in done.stdout.partition("Next")[2].splitlines()
+        if line.strip()[:8] in ("compress", "runtime ")
+    ]
+    assert advice
+    for _, *arguments in advice:
+        compress(*arguments, "--tokens", 256)
+
+
 def test_factorize_plans_packs_and_verifies(compress, tiny_model, tmp_path) -> None:
     arguments = (
         "factorize",
