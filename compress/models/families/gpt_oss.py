@@ -23,7 +23,6 @@ from compress.models.stacks import Stack
 DEFAULTS = {
     "head_dim": 64,
     "num_key_value_heads": 8,
-    "num_local_experts": 128,
     "num_experts_per_tok": 4,
     "sliding_window": 128,
     "rms_norm_eps": 1e-5,
@@ -54,7 +53,7 @@ STACKS = (
 @register("gpt_oss")
 def gpt_oss(config: Config) -> ModelSpec:
     """Describes a gpt-oss."""
-    config = {**DEFAULTS, **config}
+    config = {**DEFAULTS, "num_local_experts": config.get("num_experts", 128), **config}
     if not config.get("rope_scaling") and not config.get("rope_parameters"):
         config = {**config, "rope_parameters": YARN}
     clamped = ClampedGate(number(config, "swiglu_alpha", 1.702), number(config, "swiglu_limit", 7.0))
