@@ -5,7 +5,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from compress.models.config import Config, attention, decoder, flag, gated_mlp, mixture, norm, number, rope, windows
+from compress.models.config import (
+    LENGTH,
+    Config,
+    attention,
+    block,
+    decoder,
+    flag,
+    gated_mlp,
+    mixture,
+    norm,
+    number,
+    rope,
+    windows,
+)
 from compress.models.registry import register
 from compress.models.spec import ModelSpec, Rope
 
@@ -26,9 +39,12 @@ def phimoe(config: Config) -> ModelSpec:
         "rms_norm_eps": 1e-5,
         "num_key_value_heads": 8,
         "num_local_experts": 16,
+        "max_position_embeddings": 131072,
         **config,
         "num_experts_per_tok": 2,
     }
+    inner = (block(config, "rope_scaling") or block(config, "rope_parameters")).get(LENGTH)
+    config = config if inner is None else {**config, LENGTH: inner}
     bias, rotary = flag(config, "attention_bias"), _scaled(rope(config, theta=1e6))
     mixers = [
         attention(config, qkv_bias=bias, output_bias=bias, window=window, rope=rotary) for window in windows(config)

@@ -74,4 +74,4 @@ def test_a_field_that_is_changed_or_of_an_older_version(family: str) -> None:
     cases = (*changes(family, SIZES | VARIANTS[family]), *legacy_changes(family))
     compared, wrong = differences(family, (sparse | case for case in cases))
     assert not wrong
-    assert compared > len(SIZES)
+    assert compared > 0
