@@ -70,6 +70,8 @@ def _check_trees(config: RuntimeConfig, runner: ModelRunner) -> None:
         raise ToolkitError("trees of draft tokens are verified exactly", f"Use --spec-verify exact, or {remedy[4:]}")
     if runner.cache.sinks or runner.cache.residual_window:
         raise ToolkitError("trees of draft tokens cannot be combined with exact sinks and recent tokens", remedy)
+    if any(mixer.chunk is not None for mixer in runner.decoder.config.mixers):
+        raise ToolkitError("trees of draft tokens cannot be combined with chunks of tokens", remedy)
     shortest = min((window for window in runner.kernels.windows if window is not None), default=None)
     if shortest is not None and shortest <= config.num_speculative_tokens:
         raise ToolkitError(

@@ -29,7 +29,9 @@ def granitemoe(config: Config) -> ModelSpec:
 
 def _granite(config: Config, mlp: MLP | Mixture) -> ModelSpec:
     bias = flag(config, "attention_bias")
-    mixer = attention(config, qkv_bias=bias, output_bias=bias, scale=number(config, "attention_multiplier", 1.0))
+    # transformers takes null as the usual scale, and what is missing as 1.
+    scale = number(config, "attention_multiplier", 1.0) if config.get("attention_multiplier", 1.0) is not None else None
+    mixer = attention(config, qkv_bias=bias, output_bias=bias, scale=scale)
     spec = decoder(config, [mixer] * num_layers(config), mlp, residual_scale=number(config, "residual_multiplier", 1.0))
     return replace(
         spec,

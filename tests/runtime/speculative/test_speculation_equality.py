@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from covering import covering, sample
 from engines import Tokens, answer_all, small_engine
-from tiny_models import save_tiny_model
+from tiny_models import VARIANTS, save_tiny_model
 
 from compress.common.cli import demo_model_path
 from compress.common.errors import ToolkitError
@@ -209,3 +209,9 @@ def test_a_draft_model_with_another_vocabulary_is_refused(tmp_path) -> None:
     folder = save_tiny_model(tmp_path / "small")
     with pytest.raises(ToolkitError, match=r"112 tokens.*8192"):
         load(str(folder))
+
+
+def test_trees_do_not_cross_chunks_of_tokens(tmp_path):
+    decoder = load_model(save_tiny_model(tmp_path, "llama4_text", **VARIANTS["llama4_text"]))
+    with pytest.raises(ToolkitError, match="--speculative-model ngram"):
+        small_engine(decoder, speculative_model="ngram-tree")
