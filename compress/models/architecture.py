@@ -64,6 +64,7 @@ class Architecture:
         mappings: smoothing mappings, in the order in which they are folded.
         stream: what touches the residual stream; None where it cannot be rotated.
         routers: linears of a block that stay dense: a rounded one sends tokens to other experts.
+        experts: linears of all experts of a mixture but shared ones, which engines multiply at once with one scheme.
     """
 
     blocks: str = "model.layers"
@@ -74,6 +75,7 @@ class Architecture:
     mappings: tuple[SmoothingMapping, ...] = ()
     stream: ResidualStream | None = None
     routers: tuple[str, ...] = ()
+    experts: tuple[tuple[str, ...], ...] = ()
 
     def mappings_of(self, linears: Set[str]) -> list[SmoothingMapping]:
         """Returns the mappings of a block that has these linears, where blocks of several kinds have their own."""
@@ -81,8 +83,8 @@ class Architecture:
         return [each for each in present if not any(_is_part(each, other) for other in present)]
 
     def siblings_of(self, linears: Set[str]) -> list[tuple[str, ...]]:
-        """Returns the siblings of a block that has these linears."""
-        return [group for group in self.siblings if linears >= set(group)]
+        """Returns the siblings of a block that has these linears, and all linears of experts."""
+        return [group for group in self.siblings + self.experts if linears >= set(group)]
 
 
 def _is_part(mapping: SmoothingMapping, other: SmoothingMapping) -> bool:
@@ -112,7 +114,12 @@ def architecture_of(spec: ModelSpec) -> Architecture:
         mappings=_distinct(mapping for block in spec.blocks for mapping in smoothing_mappings(block)),
         stream=streams[0] if len(streams) == 1 else None,
         routers=_distinct(linear.name for block in spec.blocks for linear in block.routers),
+        experts=_distinct(_routed(block.mlp) for block in spec.blocks if isinstance(block.mlp, Mixture)),
     )
+
+
+def _routed(mixture: Mixture) -> tuple[str, ...]:
+    return tuple(linear.name for mlp in mixture.experts for linear in mlp.linears)
 
 
 def _distinct(items: Iterable[Any]) -> tuple[Any, ...]:

@@ -19,6 +19,7 @@ from compress.methods.outlier_columns import highest, sensitivity
 from compress.methods.shared.decomposition import Decomposition, Whitening, decompose, spectrum
 from compress.methods.shared.hessian import HessianCache
 from compress.pipeline.block import BlockJob, BlockOutcome, LinearRecord, LoadedBlock
+from compress.pipeline.expert_inputs import ExpertStatistics
 from compress.plan import LayerPlan, Pruning
 
 UNREACHED = "no calibration token reached this layer"
@@ -54,7 +55,8 @@ def decompose_block(
     for name, layer_plan in chosen.items():
         whitening, most = known.of(name, layer_plan), largest_rank(*_shape(weights[name]), 1)
         parts[name] = decompose(weights[name], whitening, most), whitening
-    ranks = _ranks(chosen, weights, {name: decomposition for name, (decomposition, _) in parts.items()})
+    costs = {name: _comparable(chosen[name], parts[name][0].energies) * known.activity(name) for name in chosen}
+    ranks = _ranks(chosen, weights, costs)
     return {name: Ranked(*parts[name], ranks[name]) for name in parts}
 
 
@@ -65,7 +67,8 @@ def energies(
     those of `decompose_block`. Raises NumericsError from the decomposition."""
     known = _Whitenings(statistics)
     return {
-        name: _comparable(each, spectrum(weights[name], known.of(name, each))) for name, each in layer_plans.items()
+        name: _comparable(each, spectrum(weights[name], known.of(name, each))) * known.activity(name)
+        for name, each in layer_plans.items()
     }
 
 
@@ -84,17 +87,19 @@ class _Whitenings:
             self.last[method] = statistics, _whitening(method, statistics)
         return self.last[method][1]
 
+    def activity(self, name: str) -> float:
+        """Returns the share of tokens that reach a linear: what an expert loses counts as often as it is chosen."""
+        return self.statistics.activity(name) if isinstance(self.statistics, ExpertStatistics) else 1.0
+
 
 def _ranks(
-    chosen: Mapping[str, LayerPlan], weights: Mapping[str, Tensor], parts: Mapping[str, Decomposition]
+    chosen: Mapping[str, LayerPlan], weights: Mapping[str, Tensor], costs: Mapping[str, Tensor]
 ) -> dict[str, int | None]:
     """Planned ranks, or for those that are allocated by block the ranks of least loss; stages allocate on their own."""
     ranks = {name: each.scheme.rank if each.scheme else None for name, each in chosen.items()}
     for factoring in {each.factoring for each in chosen.values() if each.factoring and each.factoring.is_shared}:
         members = {
-            name: RankedLinear(
-                *_shape(weights[name]), rank_step(each.scheme.codes), _comparable(each, parts[name].energies).tolist()
-            )
+            name: RankedLinear(*_shape(weights[name]), rank_step(each.scheme.codes), costs[name].tolist())
             for name, each in chosen.items()
             if each.factoring == factoring and each.scheme
         }

@@ -133,6 +133,13 @@ class ExpertStatistics(Mapping[str, InputStatistics]):
             self.last = {name: self._observe_all(name)} if name in self.inputs else self._observe(*self._owner[name])
         return self.last[name]
 
+    def activity(self, name: str) -> float:
+        """Returns the share of all tokens that the router sends to a linear; 1 outside of experts."""
+        if name not in self._owner:
+            return 1.0
+        mixture, index = self._owner[name]
+        return float((torch.cat(self.inputs[mixture].chosen) == index).any(-1).float().mean())
+
     def _observe_all(self, mixture: str) -> InputStatistics:
         found = self.make(self.groups[mixture, 0][0])
         for rows in self.inputs[mixture].hidden:

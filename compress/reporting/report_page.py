@@ -251,7 +251,7 @@ def _place(report: RunReport, unit: SearchedUnit) -> tuple[int, str] | None:
     """Index of the block and the last parts of the names; None for layers outside of blocks."""
     for index, block in enumerate(report.blocks):
         if unit.modules[0].startswith(f"{block.block}."):
-            return index, ", ".join(module.rpartition(".")[2] for module in unit.modules)
+            return index, ", ".join(dict.fromkeys(module.rpartition(".")[2] for module in unit.modules))
     return None
 
 
@@ -270,7 +270,7 @@ def _choices(search: SearchRecord) -> Table:
     schemes = list(dict.fromkeys(scheme for unit in search.units for scheme in unit.sensitivity))
     rows = [
         (
-            ", ".join((unit.modules[0], *(module.rpartition(".")[2] for module in unit.modules[1:]))),
+            ", ".join(dict.fromkeys((unit.modules[0], *(each.rpartition(".")[2] for each in unit.modules[1:])))),
             unit.chosen,
             *(short(unit.sensitivity[scheme]) if scheme in unit.sensitivity else "-" for scheme in schemes),
         )

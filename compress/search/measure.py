@@ -180,22 +180,20 @@ def _take_blocks_out(skeleton: Skeleton) -> list[_Given]:
 
 @dataclass
 class CandidateLayer:
-    """Layer group to be compressed as several candidates. Computes once per group the factor of the Hessian and the
-    decomposition that all ranks of a method are cut from.
+    """Layer group to be compressed as several candidates. Computes once per group the decomposition that all ranks of a
+    method are cut from, and the factor of a Hessian once as long as layers share it.
 
     Attributes:
         weights: float32 `[O, I]` by full name.
         model_dtype: dtype in which scales and unquantized values are stored.
-        statistics: statistics of the shared input; None when nothing is known.
+        observe: gives the statistics of a layer's input; None when nothing is known.
     """
 
     weights: Mapping[str, Tensor]
     model_dtype: torch.dtype
-    statistics: InputStatistics | None
+    observe: Callable[[str], InputStatistics | None]
     _ranked: dict[tuple[str, str], Ranked] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self._inputs = HessianCache(self.statistics)
+    _inputs: HessianCache = field(default_factory=lambda: HessianCache(None))
 
     def values(self, module: str, layer_plan: LayerPlan) -> Tensor:
         """Returns the weight `[O, I]` as the finished checkpoint holds it, in float32.
@@ -203,6 +201,8 @@ class CandidateLayer:
         Raises:
             SchemeError, NumericsError: from the methods.
         """
+        if (statistics := self.observe(module)) is not self._inputs.statistics:
+            self._inputs = HessianCache(statistics)
         weight, ranked = self.weights[module], self._rank(module, layer_plan)
         work = LayerCompressor.of(module, weight, layer_plan, self.model_dtype, self._inputs, ranked)
         return values_of(work.apply()[0])
@@ -212,7 +212,7 @@ class CandidateLayer:
             return None
         key = module, layer_plan.factoring.method.name
         if key not in self._ranked:
-            seen = {} if self.statistics is None else {module: self.statistics}
+            seen = {} if self._inputs.statistics is None else {module: self._inputs.statistics}
             self._ranked[key] = decompose_block(self.weights, {module: layer_plan}, seen)[module]
         return replace(self._ranked[key], rank=layer_plan.scheme.rank)
 
@@ -304,17 +304,21 @@ class _Meter:
         block = read_block(context.skeleton, context.files, index, inside, context.device)
         block.module = self.model.blocks[index]
         statistics = self._statistics(block, index) if self.survey.request.reads_inputs else {}
+
+        def inputs_of(module: str) -> InputStatistics | None:
+            return statistics.get(module.removeprefix(f"{name}."))
+
         for group, candidates in wanted.items():
             leaves = {module: module.removeprefix(f"{name}.") for module in group.modules}
             weights = {module: block.weights[leaf] for module, leaf in leaves.items()}
-            # Linears of one group share their input.
-            changed = CandidateLayer(weights, self._scale_dtype, statistics.get(leaves[group.name]))
+            changed = CandidateLayer(weights, self._scale_dtype, inputs_of)
             for candidate in candidates:
                 for module, layer_plan in self.survey.layer_plans(group, candidate).items():
                     block.set_weight(leaves[module], changed.values(module, layer_plan))
                 found(group, candidate, 0.0 if candidate.is_dense else self.model.divergence(index))
-            for module, leaf in leaves.items():
-                block.set_weight(leaf, weights[module])
+                # Statistics of experts are computed with the weights in place, which have to be the dense ones.
+                for module, leaf in leaves.items():
+                    block.set_weight(leaf, weights[module])
 
     def measure_end(self, group: LayerGroup, candidates: Sequence[Candidate], found: Found) -> None:
         """Measures the missing candidates of the embedding or the head."""
@@ -325,7 +329,7 @@ class _Meter:
         if reads_inputs(self.survey.request.method_of(group)):
             seen = InputStatistics(weight.shape[1], module, device=context.device)
             self.model.observe_head(self.calibration.hidden.split(context.micro_batch), seen.update)
-        changed = CandidateLayer({module: weight}, self._scale_dtype, seen)
+        changed = CandidateLayer({module: weight}, self._scale_dtype, lambda _: seen)
         for candidate in candidates:
             for layer_plan in self.survey.layer_plans(group, candidate).values():
                 parameter.data = changed.values(module, layer_plan)

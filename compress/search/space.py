@@ -150,7 +150,7 @@ EMBEDDING = -1
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """One linear, or siblings that engines fuse and that therefore become the same candidate.
+    """One linear, or several that engines fuse and that therefore become the same candidate: siblings, all experts.
 
     Attributes:
         block: index of its block; `EMBEDDING` for the token embedding, the number of blocks for the head.
@@ -183,9 +183,9 @@ def layer_groups(
     groups = []
     for index, block in enumerate(blocks):
         inside = [name for name in linears if name.startswith(f"{block}.")]
-        leader = {
-            f"{block}.{name}": f"{block}.{siblings[0]}" for siblings in architecture.siblings for name in siblings
-        }
+        # Experts come last: that gate and up of one are siblings then no longer matters.
+        fused = architecture.siblings + architecture.experts
+        leader = {f"{block}.{name}": f"{block}.{names[0]}" for names in fused for name in names}
         members: dict[str, list[str]] = {}
         for name in inside:
             members.setdefault(leader.get(name, name), []).append(name)

@@ -14,7 +14,7 @@ from compress.common.cli import demo_model_path
 from compress.methods.base import Needs
 from compress.pipeline.block import load_block
 from compress.pipeline.capture import capture_inputs, observe
-from compress.recipe import CalibrationOptions, QuantizeStage
+from compress.recipe import CalibrationOptions, FactorizeStage, QuantizeStage
 from compress.reporting.report_data import read_headers, read_report
 from compress.reporting.report_page import report_page
 
@@ -110,3 +110,16 @@ def test_methods_without_calibration_count_nothing(source, tmp_path) -> None:
     assert all(block["experts"] == [] for block in result.report["blocks"])
     report = read_report(tmp_path / "out")
     assert "<h2>Experts</h2>" not in report_page(report, read_headers(report)).html()
+
+
+def test_ranks_go_to_the_experts_that_are_used(source, tmp_path) -> None:
+    stage = FactorizeStage("svd-llm", keep=0.6, allocation="block", targets=("re:.*experts.*",))
+    result = runs.compress(source, tmp_path / "out", stage)
+    for block in result.report["blocks"]:
+        (coverage,) = block["experts"]
+        ranks = dict.fromkeys(range(8), 0)
+        for each in block["linears"]:
+            index = int(each["module"].partition(".experts.")[2].partition(".")[0])
+            ranks[index] += HIDDEN if each["rank"] is None else each["rank"]
+        most = max(range(8), key=lambda index: coverage["tokens"][index])
+        assert ranks[UNUSED] == min(ranks.values()) < ranks[most]

@@ -11,14 +11,15 @@ from transformers import AutoModelForCausalLM
 from compress.checkpoint.config import read_config
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.safetensors import TensorFiles
-from compress.checkpoint.weights import Activations, Int
+from compress.checkpoint.weights import Activations, Int, NMSparsity
 from compress.checkpoint.writer import export_checkpoint
 from compress.common.cli import demo_model_path
 from compress.methods import base
+from compress.methods.signround import SignRoundOptions
 from compress.pipeline.block import fill, load_block, release
 from compress.pipeline.capture import capture_inputs, run_all
 from compress.pipeline.skeleton import open_skeleton
-from compress.recipe import QuantizeStage
+from compress.recipe import FactorizeStage, PruneStage, QuantizeStage
 from runtime.model.loader import load_model
 from runtime.model.scoring import score
 
@@ -89,6 +90,29 @@ def test_packed_experts_are_served_as_they_were_verified(mixture, family: str, m
     export_checkpoint(tmp_path / "out", "dense", tmp_path / "dense")
     expected = reference_logits(load_reference(tmp_path / "dense"), TOKENS)
     torch.testing.assert_close(served, expected, rtol=0, atol=1e-5)
+
+
+STAGES = {
+    "hqq": QuantizeStage("hqq", W4),
+    "gptaq": QuantizeStage("gptaq", W4),
+    "signround": QuantizeStage("signround", W4, options=SignRoundOptions(steps=4)),
+    "wanda": PruneStage("wanda", sparsity=0.5),
+    "owl": PruneStage("wanda", sparsity=0.5, layerwise="owl"),
+    "sparsegpt": PruneStage("sparsegpt", NMSparsity(2, 4)),
+    "svd-llm": FactorizeStage("svd-llm", keep=0.6, allocation="model"),
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", STAGES)
+def test_every_other_method_takes_experts(mixture, tmp_path: Path, name: str) -> None:
+    result = runs.compress(mixture("glm4_moe"), tmp_path / "out", STAGES[name])
+    assert result.structure.ok
+    changed = {each["module"] for block in result.report["blocks"] for each in block["linears"]}
+    assert {name for name in changed if ".experts." in name} == {
+        f"model.layers.1.mlp.experts.{index}.{part}_proj" for index in range(8) for part in ("gate", "up", "down")
+    }
+    assert score(load_model(tmp_path / "out", dtype="float32"), TOKENS).isfinite().all()
 
 
 @pytest.mark.full
