@@ -17,6 +17,7 @@ from compress.checkpoint.config import (
     dtype_name,
     quantization_block,
 )
+from compress.checkpoint.expert_files import split_experts
 from compress.checkpoint.formats import TRANSLATIONS, dense
 from compress.checkpoint.reader import PackedCheckpoint, open_stored
 from compress.checkpoint.safetensors import TensorFiles
@@ -143,7 +144,7 @@ def open_source(path: str | Path) -> tuple[TensorFiles, ModelConfig]:
     """
     files, config = open_stored(path)
     if not quantization_block(config):
-        return files, config
+        return split_experts(files, config), config
     source = dequantized(PackedCheckpoint.open(path))
     return source.files, source.config
 

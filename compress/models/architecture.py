@@ -150,7 +150,9 @@ def smoothing_mappings(block: Block) -> tuple[SmoothingMapping, ...]:
 
 
 def _mlp_mappings(norm: Norm | None, mlp: MLP) -> tuple[SmoothingMapping, ...]:
-    return _mappings(norm, mlp.inputs, mlp.down, mlp.name)
+    """Derives those of an MLP; a clamped gate, which adds to its input, lets no scale through."""
+    found = _mappings(norm, mlp.inputs, mlp.down, mlp.name)
+    return found if mlp.clamped is None else tuple(each for each in found if each.parent == mlp.name)
 
 
 def _mixture_mappings(norm: Norm | None, mixture: Mixture) -> tuple[SmoothingMapping, ...]:

@@ -6,6 +6,7 @@ so do engines, plans and statistics.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import cast
@@ -13,7 +14,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from compress.models.spec import MLP, Mixture, ModelSpec
+from compress.models.spec import MLP, ClampedGate, Mixture, ModelSpec
 
 
 class Expert(nn.Module):
@@ -29,7 +30,7 @@ class Expert(nn.Module):
         for linear in mlp.linears:
             module = nn.Linear(linear.in_features, linear.out_features, linear.bias, device="meta")
             self.add_module(_leaf(linear.name), module)
-        self.activation = activation
+        self.activation, self.clamped = activation, mlp.clamped
         self.is_gated = mlp.gated
         self.inputs = tuple(_leaf(linear.name) for linear in mlp.inputs)
         self.output = _leaf(mlp.down.name)
@@ -40,12 +41,19 @@ class Expert(nn.Module):
         values = [self.get_submodule(name)(x) for name in self.inputs]
         if self.is_gated and len(values) == 1:
             values = list(values[0].chunk(2, dim=-1))
+        if self.clamped is not None:
+            return _clamp_and_mul(values[0], values[1], self.clamped)
         activated = self.activation(values[0])
         return activated * values[1] if self.is_gated else activated
 
     def forward(self, x: Tensor) -> Tensor:
         output: Tensor = self.get_submodule(self.output)(self.inner(x))
         return output
+
+
+def _clamp_and_mul(gate: Tensor, up: Tensor, clamped: ClampedGate) -> Tensor:
+    gate, up = gate.clamp(max=clamped.limit), up.clamp(-clamped.limit, clamped.limit)
+    return (up + 1) * (gate * torch.sigmoid(clamped.alpha * gate))
 
 
 class Experts(nn.ModuleList):
@@ -107,13 +115,13 @@ def mixtures(block: nn.Module) -> Iterator[tuple[str, Experts]]:
 
 
 def _replace(layer: nn.Module, mixture: Mixture) -> None:
-    """Leaves a layer as it is where it has no fused experts, or files hold them fused as well."""
-    if mixture.stacks:
+    """Leaves a layer as it is where it has no fused experts, or the caller weighs what they read."""
+    if mixture.router.weighs_inputs:
         return
     for name, module in list(layer.named_children()):
         experts = getattr(module, "experts", None)
         if isinstance(experts, nn.Module) and any(each.dim() == 3 for each in experts.parameters(recurse=False)):
-            module.experts = Experts(mixture, cast(nn.Module, experts.act_fn))
+            module.experts = Experts(mixture, getattr(experts, "act_fn", nn.Identity()))
             _name_router(module, mixture)
             _rename(layer, name, mixture.name)
 
@@ -134,6 +142,9 @@ def _rename(root: nn.Module, old: str, new: str) -> None:
     if old == new:
         return
     child, owner = root.get_submodule(old), root.get_submodule(_owner(old))
+    if new.startswith(f"{old}."):
+        owner.add_module(_leaf(old), nn.Sequential(OrderedDict({new.removeprefix(f"{old}."): child})))
+        return
     delattr(owner, _leaf(old))
     root.get_submodule(_owner(new)).add_module(_leaf(new), child)
     owner.__dict__[_leaf(old)] = child

@@ -4,7 +4,7 @@ import math
 from pathlib import Path
 
 import pytest
-from tiny_models import SIZES, VARIANTS, save_tiny_model
+from tiny_models import SIZES, UNCOMPRESSED, VARIANTS, save_tiny_model
 from transformers import AutoConfig
 
 from compress.checkpoint.config import read_config
@@ -66,7 +66,7 @@ def test_the_table_of_the_docs_is_true() -> None:
     for model_type, row in rows.items():
         spec = describe(model_type, **VARIANTS[model_type])
         names = architecture_of(spec)
-        refused, fused = bool(spec.slices()), not layers_unsupported(spec)
+        refused, fused = model_type in UNCOMPRESSED, not layers_unsupported(spec)
         yes = {True: "yes", False: "no"}
         # Those of all experts are one place.
         places = {each.smooth_layer.rpartition(".")[2] for each in names.mappings}

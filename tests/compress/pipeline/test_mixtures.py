@@ -5,10 +5,20 @@ from pathlib import Path
 import pytest
 import runs
 import torch
-from tiny_models import MIXTURES, STACKED, VARIANTS, StayInFloat64, load_reference, reference_logits, save_tiny_model
+from tiny_models import (
+    MIXTURES,
+    STACKED,
+    UNCOMPRESSED,
+    VARIANTS,
+    StayInFloat64,
+    load_reference,
+    reference_logits,
+    save_tiny_model,
+)
 from transformers import AutoModelForCausalLM
 
 from compress.checkpoint.config import read_config
+from compress.checkpoint.dequantized import open_source
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.safetensors import TensorFiles
 from compress.checkpoint.weights import Activations, Int, NMSparsity
@@ -45,11 +55,11 @@ def mixture(shared_store):
     return make
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *sorted(STACKED - UNCOMPRESSED)])
 @torch.no_grad()
 def test_blocks_with_single_experts_give_the_logits_of_fused_ones(mixture, family: str) -> None:
     source = mixture(family)
-    skeleton, files = open_skeleton(source, read_config(source)), TensorFiles.open(source)
+    skeleton, files = open_skeleton(source, read_config(source)), open_source(source)[0]
     with StayInFloat64():
         inputs = capture_inputs(skeleton, files, TOKENS, 1, CPU, torch.float64)
         for index in range(skeleton.num_blocks):
@@ -62,7 +72,8 @@ def test_blocks_with_single_experts_give_the_logits_of_fused_ones(mixture, famil
         for name in dict(head.named_parameters()):
             stored = "model.embed_tokens.weight" if skeleton.ties_head and name == "weight" else f"lm_head.{name}"
             setattr(head, name, torch.nn.Parameter(files.tensor(stored).double()))
-        found = head(skeleton.model.model.norm(inputs.hidden))
+        scaling = getattr(skeleton.model.config, "logits_scaling", 1.0)
+        found = head(skeleton.model.model.norm(inputs.hidden)) / scaling
     expected = reference_logits(load_reference(source), TOKENS)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
 
@@ -148,3 +159,16 @@ def test_routers_stay_dense_and_the_plan_says_why(mixture, family: str, tmp_path
     assert not context.plan.layer_plans.keys() & set(routers)
     ignoring = QuantizeStage("rtn", W4, ignore=("re:.*gate$",))
     assert runs.prepared(source, tmp_path / "out", ignoring).plan.layer_plans == context.plan.layer_plans
+
+
+@pytest.mark.parametrize("family", sorted(STACKED - UNCOMPRESSED))
+@pytest.mark.parametrize("method", ["rtn", pytest.param("gptq", marks=pytest.mark.full)])
+def test_experts_of_a_stack_are_written_one_by_one(mixture, family: str, method: str, tmp_path: Path) -> None:
+    result = runs.compress(mixture(family), tmp_path / "out", QuantizeStage(method, Int(8, 16)))
+    assert result.structure.ok
+    experts = [name for name in PackedCheckpoint.open(tmp_path / "out").modules if ".experts." in name]
+    assert len(experts) == 2 * 8 * 3
+    before, after = (
+        score(load_model(folder, dtype="float64"), TOKENS) for folder in (mixture(family), tmp_path / "out")
+    )
+    assert float((after - before).norm() / before.norm()) < 0.1

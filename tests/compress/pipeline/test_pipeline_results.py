@@ -6,7 +6,7 @@ import pytest
 import torch
 from covering import covering
 from runs import compress, same_bytes
-from tiny_models import MIXTURES, STACKED, VARIANTS, load_reference, put_checkpoint, reference_logits
+from tiny_models import MIXTURES, UNCOMPRESSED, VARIANTS, load_reference, put_checkpoint, reference_logits
 
 from compress.checkpoint.config import read_config
 from compress.checkpoint.reader import PackedCheckpoint
@@ -44,7 +44,7 @@ def test_every_family_and_method_verifies_and_loads_in_transformers(tiny_model, 
     assert not (tmp_path / "packed.partial").exists()
 
 
-@pytest.mark.parametrize("family", sorted(STACKED))
+@pytest.mark.parametrize("family", sorted(UNCOMPRESSED))
 def test_stacked_experts_are_refused_before_anything_is_written(tiny_model, tmp_path, family) -> None:
     with pytest.raises(CheckpointError, match="experts"):
         compress(tiny_model(family), tmp_path / "packed", QuantizeStage("rtn"))

@@ -9,7 +9,7 @@ import torch
 from folders import change_config, change_tensors, private_copy
 from killed_runs import killed_after_block
 from safetensors.torch import load_file
-from tiny_models import load_reference, pack_model, put_checkpoint, reference_logits
+from tiny_models import VARIANTS, load_reference, pack_model, put_checkpoint, reference_logits, save_tiny_model
 
 from compress.checkpoint.config import compression_block, quantization_block, read_config
 from compress.checkpoint.reader import PackedCheckpoint
@@ -17,6 +17,7 @@ from compress.checkpoint.verify import verify_structure
 from compress.checkpoint.weights import Activations, BlockFp8, Fp8, Int, Mxfp4
 from compress.checkpoint.weights.base import digest
 from compress.checkpoint.writer import export_checkpoint
+from compress.common.cli import demo_model_path
 from compress.common.errors import CheckpointError
 from compress.methods.rotation import RotateStage
 from compress.pipeline.prepare import RunRequest
@@ -107,6 +108,30 @@ def test_experts_keep_their_codes(make_source, tmp_path):
     assert len(experts) == 2 * 8 * 3
     assert all(digest(after.packed_weight(each)) == digest(before.packed_weight(each)) for each in experts)
     load_model(tmp_path / "out", dtype="float64")
+
+
+@pytest.mark.parametrize("method", ["rtn", pytest.param("awq", marks=pytest.mark.full)])
+def test_mxfp4_experts_of_gpt_oss_keep_their_codes(tmp_path, method):
+    source = save_tiny_model(tmp_path / "source", "gpt_oss", **VARIANTS["gpt_oss"] | {"vocab_size": 8192})
+    change_tensors(source, round_experts)
+    change_config(source, quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
+    for file in demo_model_path().glob("tokenizer*"):
+        shutil.copy(file, source)
+    stage = QuantizeStage(method, Int(4, 32), ignore=("*.experts.*",))
+    runs.compress(source, tmp_path / "out", stage)
+    before, after = PackedCheckpoint.open(source), PackedCheckpoint.open(tmp_path / "out")
+    assert len(before.modules) == 2 * 8 * 3 == len(after.modules) - 2 * 4
+    assert all(digest(after.packed_weight(each)) == digest(before.packed_weight(each)) for each in before.modules)
+    assert torch.isfinite(score(load_model(tmp_path / "out", dtype="float64"), TOKENS)).all()
+
+
+def round_experts(tensors: dict[str, torch.Tensor]) -> None:
+    """Random codes of MXFP4 in place of all experts, as gpt-oss is published."""
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, columns, rows = tensors.pop(name).shape
+        groups = (experts, rows, columns // 32)
+        tensors[f"{name}_blocks"] = torch.randint(0, 256, (*groups, 16), dtype=torch.uint8)
+        tensors[f"{name}_scales"] = torch.randint(121, 125, groups, dtype=torch.uint8)
 
 
 def test_tensors_beyond_the_last_layer_keep_their_codes(make_source, tmp_path):
