@@ -46,8 +46,9 @@ class Skeleton:
 
     @property
     def head_dim(self) -> int:
-        """Channels of an attention head; 1 where the config does not define it."""
+        """Channels of an attention head, of the first layer where they differ; 1 where the config does not say."""
         config = self.model.config
+        config = config.per_layer_config[0] if getattr(config, "is_heterogeneous", False) else config
         heads = getattr(config, "num_attention_heads", 0)
         return getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else 1)
 

@@ -25,7 +25,7 @@ from compress.models.config import (
     text,
     windows,
 )
-from compress.models.registry import register
+from compress.models.registry import Wrapper, register, register_wrapper
 from compress.models.spec import Attention, Linear, Mixture, ModelSpec, Norm, Rope, Router
 from compress.models.stacks import Stack
 
@@ -43,6 +43,7 @@ ROPES = {
     "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
 }
 FULL = "full_attention"
+register_wrapper("gemma4", Wrapper("gemma4_text", ties_head=True))
 
 
 @register("gemma4_text")
