@@ -32,7 +32,13 @@ def load_engine(path: str | Path, config: RuntimeConfig) -> tuple[Engine, Tokeni
     from runtime.speculative.build import build_speculator
 
     tokenizer = Tokenizer.open(path)
-    decoder = load_model(path, device=config.device, dtype=config.dtype, kernels=config.linear_backend)
+    decoder = load_model(
+        path,
+        device=config.device,
+        dtype=config.dtype,
+        kernels=config.linear_backend,
+        trust_remote_code=config.trust_remote_code,
+    )
     runner = build_runner(decoder, config)
     return Engine(runner, tokenizer, config, speculator=build_speculator(path, decoder, runner, config)), tokenizer
 

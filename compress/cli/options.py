@@ -194,6 +194,7 @@ class ScoreOptions:
     )
     device: Device = "auto"
     dtype: Annotated[str, typer.Option(help="auto (the checkpoint's), bfloat16, float32, ...")] = "auto"
+    trust_remote_code: TrustRemoteCode = False
 
     def request(self, model: Path, kv_cache: KVCacheScheme, kernels: str) -> EvaluationRequest:
         """Build the request for the checkpoint in the folder `model`. Imports torch."""
@@ -210,6 +211,7 @@ class ScoreOptions:
             self.dtype,
             kv_cache,
             kernels,
+            self.trust_remote_code,
         )
 
 

@@ -110,7 +110,7 @@ def print_result(context: RunContext, result: RunResult, with_tip: bool = True) 
     console.print(
         "Next:" if context.has_tokenizer else "Next, as there is no tokenizer to serve with:", highlight=False
     )
-    for command in _next_commands(result.out, context.has_tokenizer, default_backend(context.config)):
+    for command in _next_commands(result.out, context.has_tokenizer, default_backend(result.out)):
         console.print(f"  {command}", highlight=False, markup=False, soft_wrap=True)
 
 

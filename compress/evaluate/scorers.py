@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -43,10 +42,12 @@ class RuntimeScorer:
         kernels: str = "auto",
         kv_cache: KVCacheScheme = UNCOMPRESSED,
         as_dense: bool = False,
+        trust_remote_code: bool = False,
     ) -> None:
         from runtime.model.loader import load_model
 
-        self._decoder = load_model(path, device=device, dtype=dtype, kernels=kernels, as_dense=as_dense)
+        options = {"as_dense": as_dense, "trust_remote_code": trust_remote_code}
+        self._decoder = load_model(path, device=device, dtype=dtype, kernels=kernels, **options)
         self.kv_cache = kv_cache
 
     def logits(self, tokens: Tensor) -> Tensor:
@@ -67,12 +68,12 @@ class TransformersScorer:
         return logits if logits.dtype == torch.float64 else logits.float()
 
 
-def default_backend(config: Mapping[str, Any]) -> str:
-    """Names the backend that computes the model of a config.json: `transformers` where the runtime does not."""
-    from runtime.core.model_config import parse_config
+def default_backend(folder: Path) -> str:
+    """Names the backend that computes the checkpoint in a folder: `transformers` where the runtime refuses it."""
+    from runtime.model.loader import read_model
 
     try:
-        parse_config(config)
+        read_model(PackedCheckpoint.open(folder))
     except CheckpointError:
         return "transformers"
     return "runtime"
@@ -87,6 +88,7 @@ def open_scorer(
     kv_cache: KVCacheScheme = UNCOMPRESSED,
     kernels: str = "auto",
     as_dense: bool = False,
+    trust_remote_code: bool = False,
 ) -> Scorer:
     """Opens a scorer for a dense or packed checkpoint.
 
@@ -96,9 +98,11 @@ def open_scorer(
         kv_cache: form of keys and values; for `runtime` only.
         kernels: backend of linears; for `runtime` only.
         as_dense: dequantizes packed weights at load, as transformers' model always does.
+        trust_remote_code: whether Python files of the folder may run; for `runtime` only.
     """
     if backend == "runtime":
-        return RuntimeScorer(path, device=device, dtype=dtype, kernels=kernels, kv_cache=kv_cache, as_dense=as_dense)
+        options = {"as_dense": as_dense, "trust_remote_code": trust_remote_code}
+        return RuntimeScorer(path, device=device, dtype=dtype, kernels=kernels, kv_cache=kv_cache, **options)
     return TransformersScorer(path, device=device, dtype=dtype)
 
 

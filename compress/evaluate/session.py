@@ -39,6 +39,7 @@ class EvaluationRequest:
         max_tokens: limit on the tokens; None is all the text.
         kv_cache: form of keys and values of the model; the baseline has 16 bits.
         kernels: of the model, not of the baseline: a mode or a kernel of `runtime.backends.registry`.
+        trust_remote_code: whether Python files of the folders may run.
     """
 
     model: Path
@@ -51,6 +52,7 @@ class EvaluationRequest:
     dtype: str = "auto"
     kv_cache: KVCacheScheme = UNCOMPRESSED
     kernels: str = "auto"
+    trust_remote_code: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +112,13 @@ def run_evaluation(
     windows = cut_windows(load_texts(request.data), tokenizer, length=length, max_tokens=request.max_tokens)
     seen = SeenText.of(calibration) if calibration else SeenText.recorded(compression_block(config), tokenizer)
     shared = shared_spans(seen, windows)
-    opened = partial(open_scorer, backend=request.backend, device=request.device, dtype=request.dtype)
+    opened = partial(
+        open_scorer,
+        backend=request.backend,
+        device=request.device,
+        dtype=request.dtype,
+        trust_remote_code=request.trust_remote_code,
+    )
     model = opened(request.model, kv_cache=request.kv_cache, kernels=request.kernels)
     # A quantized source is compared with as the run read it, whatever kernels would make of it.
     reference = opened(baseline, as_dense=_is_source(baseline, config)) if baseline else None
@@ -170,9 +178,8 @@ def quick_check(
         CheckpointError: the packed checkpoint does not compute, or both models do not fit in memory.
     """
     _require_memory(source)
-    config = read_config(packed)
-    length = min(DEFAULT_LENGTH, context_length(config) or DEFAULT_LENGTH)
-    request = EvaluationRequest(packed, source, length=length, max_tokens=tokens, backend=default_backend(config))
+    length = min(DEFAULT_LENGTH, context_length(read_config(packed)) or DEFAULT_LENGTH)
+    request = EvaluationRequest(packed, source, length=length, max_tokens=tokens, backend=default_backend(packed))
     return run_evaluation(request, calibration=calibration).to_dict()
 
 

@@ -91,8 +91,8 @@ def num_layers(config: Config) -> int:
 
 def context_length(config: Config) -> int | None:
     """Reads the longest sequence that the model was made for; None where it is not said. Raises CheckpointError."""
-    key = "max_position_embeddings"
-    return None if config.get(key) is None else positive(config, key)
+    keys = (key for key in ("max_position_embeddings", "n_positions") if config.get(key) is not None)
+    return next((positive(config, key) for key in keys), None)
 
 
 ROPE_PARAMETERS = (

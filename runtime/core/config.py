@@ -35,6 +35,9 @@ class ComputeOptions:
         "and less exact; semi_structured: 2:4 sparse weights in 16 bits on a GPU's sparse tensor cores; reference: "
         "plain PyTorch.",
     )
+    trust_remote_code: bool = option(
+        "--trust-remote-code", default=False, help="Run Python files of the model folder. Read them first."
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -277,7 +277,7 @@ def inspect(path: Path, scheme: str, config: RuntimeConfig, memory_bytes: int | 
         ToolkitError: a device, dtype or kernel that is not there.
     """
     checkpoint = PackedCheckpoint.open(path)
-    model = read_model(checkpoint)
+    model = read_model(checkpoint, config.trust_remote_code)
     device = resolve_device(config.device)
     target = Target(device, resolve_dtype(config.dtype, model.dtype, device))
     memory = available_bytes(device) if memory_bytes is None else memory_bytes

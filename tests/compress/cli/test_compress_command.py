@@ -130,7 +130,7 @@ def test_a_family_that_awq_cannot_smooth_gets_gptq(compress, tiny_model) -> None
 
 @pytest.mark.full
 def test_quality_and_advice_of_a_family_that_only_transformers_computes(compress, tiny_model, tmp_path) -> None:
-    done = compress("quantize", tiny_model("stablelm"), "--method", "rtn", "--group-size", 32)
+    done = compress("quantize", tiny_model("gptj"), "--method", "rtn", "--group-size", 32)
     quality = json.loads((tmp_path / "packed/compression_report.json").read_text())["quality"]
     assert quality["backend"] == "transformers"
     assert quality["kl_mean"] > 0

@@ -1,11 +1,12 @@
 """Decoders without a family, computed by transformers' own modeling code over our attention."""
 
 import shutil
+import sys
 
 import pytest
 import torch
 from engines import drain, small_engine, tokens_of
-from folders import change_tensors
+from folders import change_config, change_tensors
 from runtime_command import runtime_here
 from safetensors.torch import save_file
 from tiny_models import (
@@ -119,6 +120,30 @@ def test_drafts_of_its_own_layers_and_streams_are_refused(tmp_path):
     for options in ({"speculative_model": "self:skip"}, {"attention_window": 32}, {"max_model_len": 300}):
         with pytest.raises(ToolkitError):
             small_engine(decoder, folder, **options)
+
+
+CODE = """
+from transformers import StableLmConfig, StableLmForCausalLM
+
+class MineConfig(StableLmConfig):
+    model_type = "mine"
+
+class MineForCausalLM(StableLmForCausalLM):
+    config_class = MineConfig
+"""
+
+
+def test_code_of_the_folder_runs_only_where_it_is_trusted(tmp_path, monkeypatch):
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr("sys.path", [*sys.path])
+    folder = save_tiny_model(tmp_path / "model", "stablelm")
+    expected = score(load_model(folder, device="cpu"), TOKENS)
+    classes = {"AutoConfig": "mine.MineConfig", "AutoModelForCausalLM": "mine.MineForCausalLM"}
+    change_config(folder, model_type="mine", architectures=["MineForCausalLM"], auto_map=classes)
+    (folder / "mine.py").write_text(CODE)
+    with pytest.raises(CheckpointError, match="--trust-remote-code"):
+        load_model(folder, device="cpu")
+    assert torch.equal(score(load_model(folder, device="cpu", trust_remote_code=True), TOKENS), expected)
 
 
 REFUSED = {
