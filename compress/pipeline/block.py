@@ -149,7 +149,9 @@ class BlockJob:
     def of(cls, context: RunContext, index: int) -> BlockJob:
         skeleton, plan = context.skeleton, context.plan
         layer_plans, seed = plan.in_block(skeleton.block_name(index)), context.request.recipe.seed
-        return cls(index, layer_plans, plan.smoothing_mappings[index], context.scale_dtype, skeleton.head_dim, seed)
+        return cls(
+            index, layer_plans, plan.smoothing_mappings[index], context.scale_dtype, skeleton.head_dim(index), seed
+        )
 
     @property
     def tuned(self) -> LayerPlan | None:

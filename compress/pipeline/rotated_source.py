@@ -161,7 +161,7 @@ class _Builder:
     ) -> None:
         self._files, self._skeleton, self._stream = files, skeleton, stream
         self._residual = Rotation.random(skeleton.model.config.hidden_size, seed)
-        self._heads = Rotation.random(skeleton.head_dim, seed + 1) if stage.heads else None
+        self._heads = Rotation.random(skeleton.head_dim(), seed + 1) if stage.heads else None
         self._turned: dict[str, Read] = {}
         self._added: dict[str, str] = {}
 

@@ -44,11 +44,12 @@ class Skeleton:
         """Whether the output head is the embedding matrix."""
         return bool(getattr(self.model.config, "tie_word_embeddings", False))
 
-    @property
-    def head_dim(self) -> int:
-        """Channels of an attention head, of the first layer where they differ; 1 where the config does not say."""
+    def head_dim(self, index: int = 0) -> int:
+        """Returns the channels of an attention head of a block; 1 where neither modules nor config define them."""
+        for module in self.blocks[index].modules():
+            if isinstance(size := getattr(module, "head_dim", None), int):
+                return size
         config = self.model.config
-        config = config.per_layer_config[0] if getattr(config, "is_heterogeneous", False) else config
         heads = getattr(config, "num_attention_heads", 0)
         return getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else 1)
 

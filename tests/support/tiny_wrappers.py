@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tiny_models import GEMMA4_LAYERS, SIZES, VARIANTS
+from tiny_models import SIZES, VARIANTS
 from torch import nn
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
 
@@ -20,9 +20,13 @@ MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [6, 3, 3], 
 WRAPPERS: dict[str, dict[str, Any]] = {
     "gemma3": {"text_config": VARIANTS["gemma3_text"], "vision_config": TOWER, "mm_tokens_per_image": 4},
     "gemma4": {
-        "text_config": VARIANTS["gemma4_text"] | GEMMA4_LAYERS | {"vocab_size_per_layer_input": 8192},
-        "vision_config": {**TOWER, "num_key_value_heads": 2, "head_dim": 16},
-        "audio_config": None,
+        "text_config": VARIANTS["gemma4_text"],
+        "vision_config": TOWER | {"num_key_value_heads": 2, "head_dim": 16, "position_embedding_size": 64},
+    },
+    "llama4": {
+        "text_config": VARIANTS["llama4_text"],
+        "vision_config": TOWER
+        | {"vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32, "pixel_shuffle_ratio": 0.5},
     },
     "mistral3": {
         "text_config": {"model_type": "ministral3", **VARIANTS["ministral3"]},
@@ -46,10 +50,12 @@ WRAPPERS: dict[str, dict[str, Any]] = {
 """One multimodal model of every kind, whose text model has all features of its family."""
 
 
-def save_tiny_wrapper(folder: Path, model_type: str, sizes: dict[str, Any] = SIZES, dtype: Any = torch.float32) -> Path:
-    """Random weights as in `save_tiny_model`; the text model has `sizes`."""
+def save_tiny_wrapper(folder: Path, model_type: str, dtype: Any = torch.float32, vocab_size: int = 112) -> Path:
+    """Random weights as in `save_tiny_model`."""
     options = WRAPPERS[model_type]
-    config = AutoConfig.for_model(model_type, **options | {"text_config": sizes | options["text_config"]})
+    text = SIZES | options["text_config"] | {"vocab_size": vocab_size}
+    text |= {key: vocab_size for key in text if key == "vocab_size_per_layer_input"}
+    config = AutoConfig.for_model(model_type, **options | {"text_config": text})
     torch.manual_seed(0)
     model = AutoModelForImageTextToText.from_config(config).to(dtype)
     for name, tensor in model.state_dict().items():

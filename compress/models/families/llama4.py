@@ -17,7 +17,7 @@ from compress.models.config import (
     refusal,
     rope,
 )
-from compress.models.registry import register
+from compress.models.registry import Wrapper, register, register_wrapper
 from compress.models.spec import MLP, Attention, Mixture, ModelSpec, PositionScale
 from compress.models.stacks import Stack
 
@@ -97,3 +97,6 @@ def _mlps(config: Config) -> list[MLP | Mixture]:
     )
     dense = gated_mlp(config, name=NAME, size=positive(config, "intermediate_size_mlp", 16384))
     return [experts if layer in mixtures else dense for layer in range(count)]
+
+
+register_wrapper("llama4", Wrapper("llama4_text"))

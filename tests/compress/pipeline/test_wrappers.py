@@ -22,21 +22,13 @@ from compress.recipe import QuantizeStage, RotateStage
 from runtime.model.loader import load_model
 from runtime.model.scoring import score
 
-SIZES = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 8192,
-    "max_position_embeddings": 256,
-    "pad_token_id": 3,
-}
+COMPRESSED = sorted(WRAPPERS.keys() - {"llama4"})
+"""All but those whose experts are stored as one tensor."""
 TOKENS = torch.randint(10, 8000, (2, 40), generator=torch.Generator().manual_seed(3))
 
 
 def wrapped_model(folder: Path, model_type: str) -> Path:
-    save_tiny_wrapper(folder, model_type, SIZES, torch.bfloat16)
+    save_tiny_wrapper(folder, model_type, torch.bfloat16, vocab_size=8192)
     for file in demo_model_path().glob("tokenizer*"):
         (folder / file.name).write_bytes(file.read_bytes())
     return folder
@@ -46,7 +38,7 @@ def wrapped_model(folder: Path, model_type: str) -> Path:
     ("model_type", "method"),
     [
         ("gemma3", "awq"),
-        *(pytest.param(kind, method, marks=pytest.mark.full) for kind in WRAPPERS for method in ("gptq", "rtn")),
+        *(pytest.param(kind, method, marks=pytest.mark.full) for kind in COMPRESSED for method in ("gptq", "rtn")),
     ],
 )
 def test_packed_text_models_load_as_they_were_published(tmp_path: Path, model_type: str, method: str) -> None:
@@ -75,7 +67,7 @@ def test_packed_text_models_load_as_they_were_published(tmp_path: Path, model_ty
     expected = reference_logits(reference, TOKENS)
     torch.testing.assert_close(score(load_model(out, dtype="float64"), TOKENS), expected, rtol=0, atol=1e-9)
     found = reference_logits(load_dequantized(out, dtype="float32"), TOKENS)
-    torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-3)
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=0.01 * expected.std().item())
 
 
 @pytest.fixture(scope="module")

@@ -46,5 +46,5 @@ def test_logits_in_float64(model_type: str, tmp_path: Path) -> None:
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
         others = PackedCheckpoint.open(folder).files.text_names.others
         assert others
-        assert all("vi" in name or "projector" in name for name in others)
+        assert all("vi" in name or "projector" in name for name in others), others
         exchange_layout(folder)
