@@ -7,7 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from runs import prepared
 
+from compress.checkpoint.weights import Int
+from compress.recipe import CalibrationOptions, QuantizeStage
+
+GPTQ = QuantizeStage("gptq", Int(4, 64))
 ROOT = Path(__file__).parents[3]
 
 # Prints the peak resident memory of a run in MB.
@@ -52,3 +57,35 @@ def test_peak_memory_of_6_blocks_is_that_of_2(tiny_model, tmp_path) -> None:
     assert extra > 35
     # Were all blocks resident, four more would add at least their own bytes.
     assert peaks[6] - peaks[2] < 0.25 * extra, (peaks, sizes)
+
+
+def wide_mixture(tiny_model, experts: int) -> Path:
+    sizes = {"hidden_size": 512, "intermediate_size": 128, "num_attention_heads": 8, "num_key_value_heads": 4}
+    sizes |= {"num_hidden_layers": 2, "num_experts": experts}
+    return tiny_model("mixtral", dtype=torch.float32, num_local_experts=experts, **sizes)
+
+
+def test_the_estimate_counts_the_block_with_experts_and_the_hessian_of_one(tiny_model, tmp_path) -> None:
+    """The first block of GLM-4.5 is dense."""
+    sizes = {"num_hidden_layers": 2, "first_k_dense_replace": 1, "moe_intermediate_size": 512}
+    few, many = (
+        prepared(tiny_model("glm4_moe", n_routed_experts=count, num_experts=count, **sizes), tmp_path / "out", GPTQ)
+        for count in (8, 16)
+    )
+    numbers = [sum(each.numel() for each in context.skeleton.blocks[1].parameters()) for context in (few, many)]
+    extra = (numbers[1] - numbers[0]) * (few.dtype.itemsize + 4)
+    assert many.peak_memory - few.peak_memory == extra
+
+
+@pytest.mark.full
+def test_peak_memory_of_a_mixture_is_foreseen(tiny_model, tmp_path) -> None:
+    """Were the Hessians of all experts in memory at once, 56 more would add as many megabytes."""
+    peaks, foreseen = {}, {}
+    for experts in (8, 64):
+        model, out = wide_mixture(tiny_model, experts), tmp_path / str(experts)
+        calibration = CalibrationOptions(samples=4, length=64)
+        foreseen[experts] = prepared(model, out, GPTQ, calibration=calibration).peak_memory / 2**20
+        peaks[experts] = peak_megabytes(model, out)
+        assert peaks[experts] < foreseen[experts]
+    # Codes and mapped pages of the source are not in the estimate.
+    assert peaks[64] - peaks[8] < 1.5 * (foreseen[64] - foreseen[8]), (peaks, foreseen)
