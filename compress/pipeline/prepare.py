@@ -95,7 +95,8 @@ def _load(source: SourceModel) -> Any:
     if quantization_block(read_config(source.path)):
         from compress.evaluate.scorers import load_dequantized
 
-        return load_dequantized(source.path, dtype=str(source.dtype).removeprefix("torch.")).to(source.device)
+        with no_loading_bar():
+            return load_dequantized(source.path, dtype=str(source.dtype).removeprefix("torch.")).to(source.device)
     try:
         with no_loading_bar():
             model: Any = AutoModelForCausalLM.from_pretrained(

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.checkpoint.dequantized import dequantized
+from compress.checkpoint.dequantized import UNUSED_SCALES, dequantized
 from compress.checkpoint.expert_files import ExpertFiles
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.weights import Scheme, Weight
@@ -466,6 +466,8 @@ def contradictions(checkpoint: PackedCheckpoint, config: DecoderConfig) -> Itera
     silent = [f"{linear.name}.bias" for linear in (*config.spec.linears(), config.spec.head) if not linear.bias]
     if ignored := [name for name in silent if name in checkpoint.files]:
         yield f"ignored: {len(ignored)} biases that config.json does not announce, e.g. {ignored[0]}"
+    if unused := [name for name in checkpoint.files.names() if name.endswith(UNUSED_SCALES)]:
+        yield f"ignored: {len(unused)} measured scales of inputs, keys or values, e.g. {unused[0]}"
     if config.spec.tied and not checkpoint.tied:
         yield (
             f"head: {config.spec.names.head}.weight, which differs from the embedding although config.json has "

@@ -21,7 +21,7 @@ from compress.common.cli import demo_model_path
 from compress.common.errors import CheckpointError
 from compress.methods.rotation import RotateStage
 from compress.pipeline.prepare import RunRequest
-from compress.recipe import PruneStage, QuantizeStage
+from compress.recipe import CalibrationOptions, PruneStage, QuantizeStage
 from compress.search.run import Files, carry_out, find
 from compress.search.space import Goal, SearchRequest, parse_candidates
 from compress.search.survey import survey
@@ -202,6 +202,12 @@ def test_a_search_may_leave_layers_as_the_source_has_them(make_source, tmp_path)
     assert {str(scheme) for scheme in schemes.values()} & {"w2a16 g64 sym", "w4a16 g64 sym"}
     weights = [module for module in schemes if "proj" in module]
     assert len(weights) == len(schemes) == 14
+
+
+def test_the_source_writes_its_own_calibration_text(make_source, tmp_path):
+    text = CalibrationOptions("self", samples=2, length=16)
+    result = runs.compress(make_source("fp8 blocks"), tmp_path / "out", ATTENTION, calibration=text)
+    assert result.report["calibration"]["tokens"] == 32
 
 
 def test_forms_that_are_not_read_are_refused(make_source, tmp_path):

@@ -189,3 +189,13 @@ def test_integers_that_nothing_explains_are_no_weights(dense, tmp_path):
     change_tensors(folder, lambda tensors: tensors.update({name: tensors[name].to(torch.int8)}))
     with pytest.raises(CheckpointError, match=r"down_proj\.weight.*int8"):
         load_model(folder)
+
+
+def test_measured_scales_are_named_and_change_nothing(dense, tmp_path):
+    pack_model(dense, tmp_path / "packed", lambda module: BlockFp8((32, 32)), "fp8")
+    expected = score(load_model(tmp_path / "packed", dtype="float64"), TOKENS)
+    names = ["model.layers.0.mlp.up_proj.activation_scale", "model.layers.0.self_attn.k_scale"]
+    change_tensors(tmp_path / "packed", lambda tensors: tensors.update(dict.fromkeys(names, torch.ones(1))))
+    decoder = load_model(tmp_path / "packed", dtype="float64")
+    assert any(line.startswith("ignored: 2 ") and names[0] in line for line in decoder.description)
+    assert torch.equal(score(decoder, TOKENS), expected)
