@@ -16,6 +16,7 @@ from compress.models.config import (
     mixture,
     norm,
     number,
+    refusal,
     rope,
     windows,
 )
@@ -64,8 +65,14 @@ def phimoe(config: Config) -> ModelSpec:
 
 
 def _scaled(rotary: Rope) -> Rope:
-    """Takes the scales of LongRoPE from numbers of their own."""
-    if rotary.type != "longrope":
+    """Takes the scales of LongRoPE from numbers of their own.
+
+    Raises:
+        CheckpointError: another scaled kind, to which transformers applies these numbers too.
+    """
+    if rotary.type == "default":
         return rotary
+    if rotary.type != "longrope":
+        raise refusal("rope_type", rotary.type, "default or longrope")
     scales = [number(rotary.options, key) for key in ("short_mscale", "long_mscale")]
     return replace(rotary, options={**rotary.options, "scales": scales})
