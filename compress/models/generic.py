@@ -29,6 +29,10 @@ class CodeSpec(ModelSpec):
         yield from self.modules
 
 
+SINKS = "s_aux"
+"""Argument by which modeling code gives sink logits to attention, in the place of the name of a tensor."""
+
+
 @dataclass(frozen=True, slots=True)
 class Heads:
     """Heads of one call of attention, and what they may look at; see `Attention`."""
@@ -38,6 +42,7 @@ class Heads:
     head_dim: int
     window: int | None
     softcap: float | None
+    has_sinks: bool = False
 
 
 def code_spec(
@@ -70,7 +75,8 @@ def code_spec(
 def _mixer(hidden_size: int, heads: Heads) -> Attention:
     output = Linear("", hidden_size, heads.num_heads * heads.head_dim)
     sizes = heads.num_heads, heads.num_kv_heads, heads.head_dim
-    return Attention(*sizes, (), output, None, window=heads.window, softcap=heads.softcap)
+    sinks = SINKS if heads.has_sinks else ""
+    return Attention(*sizes, (), output, None, window=heads.window, softcap=heads.softcap, sink_logits=sinks)
 
 
 def architecture_by_structure(

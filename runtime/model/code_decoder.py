@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -40,13 +40,17 @@ class StepCalls:
     Attributes:
         attention: of the step under way.
         num_calls: that it has answered.
+        sinks: sink logits `[heads]` by call, as the last step gave them.
     """
 
     config: DecoderConfig
     attention: Attention | None = None
     num_calls: int = 0
+    sinks: dict[int, Tensor] = field(default_factory=dict)
 
-    def answer(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+    def answer(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, sinks: Tensor | None = None
+    ) -> Tensor:
         """Attention output `[T, heads, D]` of heads `[T, heads, D]`; those of values may have another size."""
         if self.attention is None:
             raise RuntimeError("no step is under way")
@@ -54,6 +58,8 @@ class StepCalls:
         factor = (sizes[0] ** -0.5 if scale is None else scale) * mixer.head_dim**0.5
         if abs(factor - 1) > 1e-12:
             query = query * factor
+        if sinks is not None:
+            self.sinks[self.num_calls] = sinks
         heads = (_widened(part, mixer.head_dim) for part in (query, key, value))
         attended = self.attention(self.num_calls, *heads)
         self.num_calls += 1
@@ -73,11 +79,12 @@ def paged_attention(
     value: Tensor,
     attention_mask: Any,
     scaling: float | None = None,
+    s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Attention of one step as transformers calls it: heads `[1, heads, T, D]` to `[1, T, heads, D]`."""
     rows = (part[0].transpose(0, 1) for part in (query, key, value))
-    attended: Tensor = getattr(module, GIVEN).answer(*rows, scaling)
+    attended: Tensor = getattr(module, GIVEN).answer(*rows, scaling, s_aux)
     return attended.unsqueeze(0), None
 
 
@@ -118,6 +125,13 @@ class PreparedLinear(nn.Module):
         return self.linear(x.reshape(-1, self.in_features)).view(*x.shape[:-1], self.out_features)
 
 
+@dataclass(frozen=True, slots=True)
+class CodeLayer:
+    """The sink logits `[heads]` of one call of attention."""
+
+    sink_logits: Tensor | None
+
+
 @dataclass(slots=True)
 class CodeDecoder:
     """A decoder that modeling code of transformers computes; as `runtime.model.decoder.Decoder` for a runner.
@@ -126,7 +140,7 @@ class CodeDecoder:
         body: from token ids to the last hidden states.
         language_model: from those, given as `inputs_embeds`, to logits.
         calls: what answers the attention of `body`.
-        layers: none that kernels could compute.
+        layers: one for each call of attention, with nothing in it that kernels could compute.
     """
 
     config: DecoderConfig
@@ -136,7 +150,10 @@ class CodeDecoder:
     language_model: nn.Module
     calls: StepCalls
     description: tuple[str, ...] = ()
-    layers: tuple[Any, ...] = ()
+
+    @property
+    def layers(self) -> tuple[Any, ...]:
+        return tuple(CodeLayer(self.calls.sinks.get(call)) for call in range(self.config.num_layers))
 
     @property
     def ops(self) -> Ops:
@@ -303,11 +320,13 @@ class _RowsOfSequences:
 
     sequences: tuple[Tensor, ...]
     softcap: float | None
+    sinks: Mapping[int, Tensor]
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         attended = torch.empty_like(query)
         for rows in self.sequences:
-            attended[rows] = attend_span(query[rows], key[rows], value[rows], None, self.softcap)
+            parts = query[rows], key[rows], value[rows]
+            attended[rows] = attend_span(*parts, None, self.softcap, self.sinks.get(layer))
         return attended
 
 
@@ -328,7 +347,7 @@ def check_tokens(decoder: CodeDecoder) -> None:
     softcap = decoder.config.mixer.softcap
 
     def run(order: Tensor, places: Tensor) -> Tensor:
-        attention = _RowsOfSequences((places[:3], places[3:]), softcap)
+        attention = _RowsOfSequences((places[:3], places[3:]), softcap, decoder.calls.sinks)
         return decoder.logits(decoder.forward(tokens[order], positions[order], attention))
 
     try:

@@ -15,7 +15,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from compress.checkpoint.meta_model import build_on_meta, check_decoder, load_config
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.common.errors import CheckpointError
-from compress.models.generic import CodeSpec, Heads, code_spec
+from compress.models.generic import SINKS, CodeSpec, Heads, code_spec
 from compress.models.spec import Linear, TensorNames
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ GIVEN = "compress_attention"
 NUM_TOKENS = 5
 HARMLESS = frozenset(
     {
-        *("dropout", "sliding_window", "softcap", "is_causal", "position_ids", "cache_position", "use_cache"),
+        *(SINKS, "dropout", "sliding_window", "softcap", "is_causal", "position_ids", "cache_position", "use_cache"),
         *("return_dict", "output_attentions", "output_hidden_states", "output_router_logits", "logits_to_keep"),
     }
 )
@@ -79,7 +79,8 @@ class Probe:
             raise refuse(f"has {heads} heads of queries, {kv_heads} of keys and {value.shape[1]} of values")
         head_dim = max(key.shape[3], value.shape[3])
         window = options.get("sliding_window") if mask is None else _window_of(mask)
-        self.calls.append(Heads(heads, kv_heads, head_dim, window, options.get("softcap")))
+        has_sinks = options.get(SINKS) is not None
+        self.calls.append(Heads(heads, kv_heads, head_dim, window, options.get("softcap"), has_sinks))
 
 
 def probing_attention(
@@ -227,6 +228,7 @@ def _probe(model: PreTrainedModel) -> list[Heads]:
         raise refuse(f"cannot be followed: {type(error).__name__}: {' '.join(str(error).split())[:200]}") from error
     if not probe.calls:
         raise refuse("does not use transformers' attention interface")
-    if len({call.softcap for call in probe.calls}) > 1:
-        raise refuse("caps scores by layer")
+    kinds = {(call.softcap, call.has_sinks) for call in probe.calls}
+    if len(kinds) > 1 or any(softcap is not None and has_sinks for softcap, has_sinks in kinds):
+        raise refuse("caps scores or has sinks in some layers only, or both")
     return probe.calls

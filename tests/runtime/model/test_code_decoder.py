@@ -45,6 +45,7 @@ OTHERS = {
         **{"first_k_dense_replace": 1, "moe_intermediate_size": 32, "num_key_value_heads": 4},
     },
     "glm": {"head_dim": 24},
+    "granite_swa": {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"]},
     "gpt2": {},
     "helium": {"head_dim": 16},
     "modernbert-decoder": {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"]},
