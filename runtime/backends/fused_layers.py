@@ -30,12 +30,13 @@ def layers_unsupported(spec: ModelSpec) -> str:
     return ""
 
 
-def scores_unsupported(spec: ModelSpec) -> str:
-    """Says why an attention that knows windows only cannot compute the scores of a model; empty when it can."""
+def scores_unsupported(spec: ModelSpec, knows_sinks: bool = False) -> str:
+    """Says why an attention that knows windows, and perhaps sink logits, cannot compute the scores of a model; empty
+    when it can."""
     mixers = [block.mixer for block in spec.blocks]
     if any(mixer.softcap is not None for mixer in mixers):
         return "caps no scores"
-    if any(mixer.sink_logits for mixer in mixers):
+    if not knows_sinks and any(mixer.sink_logits for mixer in mixers):
         return "has no sink logits in its softmax"
     return "knows no chunks of tokens" if any(mixer.chunk is not None for mixer in mixers) else ""
 

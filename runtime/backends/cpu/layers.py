@@ -47,6 +47,7 @@ class PagedAttentionCall(ctypes.Structure):
         ("spans", c_void_p),
         ("blocks", c_void_p),
         ("ancestors", c_void_p),
+        ("sink_logits", c_void_p),
     )
 
 
@@ -57,6 +58,7 @@ class CpuAttention:
         windows: sliding window of every layer; None is none.
         hadamard: keys are stored Hadamard-rotated (`KVCacheScheme.rotate`); then queries are rotated in place, too.
         instruction_set: of the compiled code.
+        sink_logits: float32 `[heads]` of every layer, see `runtime.backends.span_attention.add_sink_key`; () for none.
 
     Attributes:
         call: what one call needs that all layers share.
@@ -72,7 +74,9 @@ class CpuAttention:
         windows: tuple[int | None, ...],
         hadamard: bool = False,
         instruction_set: int = BEST,
+        sink_logits: tuple[Tensor, ...] = (),
     ) -> None:
+        self.sink_logits = sink_logits
         self._attend = function("paged_attention", c_void_p, c_int)
         self.hadamard, self.pages, self.batch, self.windows = hadamard, pages, batch, windows
         self.instruction_set = instruction_set
@@ -94,6 +98,7 @@ class CpuAttention:
         call = self.call
         call.pages = ctypes.addressof(self.pages.addresses[layer])
         call.heads, call.window = query.shape[1], self.windows[layer] or 0
+        call.sink_logits = self.sink_logits[layer].data_ptr() if self.sink_logits else None
         call.query, call.query_row, call.out = query.data_ptr(), token_stride(query), out.data_ptr()
         if self._attend(ctypes.addressof(call), self.instruction_set):
             raise ValueError(f"this machine lacks instruction set {self.instruction_set}")
@@ -294,7 +299,7 @@ def attention_unsupported_reason(model: Model, memory: MemoryPlan) -> str:
     """Why compiled attention cannot serve a model; "" when it can."""
     if memory.attention_window.window is not None and memory.attention_window.sinks:
         return "keeps no sinks of streams"
-    if reason := scores_unsupported(model.config.spec):
+    if reason := scores_unsupported(model.config.spec, knows_sinks=True):
         return reason
     reason = pages_unsupported_reason(model.config, memory.kv_cache, memory.block_size, model.dtype, model.device)
     return reason or ("" if isinstance(model.ops, CpuOps) else "goes with compiled ops between linears")
@@ -308,8 +313,11 @@ def prepare_attention(
     if not isinstance(pages, CpuPages):
         raise TypeError(f"{type(pages).__name__} are not the pages of compiled attention")
 
+    found = (layer.sink_logits for layer in model.layers) if model.config.mixer.sink_logits else ()
+    sink_logits = tuple(each.float().contiguous() for each in found if each is not None)
+
     def step(batch: Batch) -> CpuAttention:
-        return CpuAttention(pages, batch, windows, rotate)
+        return CpuAttention(pages, batch, windows, rotate, sink_logits=sink_logits)
 
     return step
 

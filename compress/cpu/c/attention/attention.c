@@ -163,7 +163,8 @@ static void write_out(const Plan *plan, const Tile *tile, const PartResult *resu
     for (int64_t row = 0; row < tile->rows; row++) {
         const int64_t token = (tile->first_row + row) / shared, head = tile->head * shared + (tile->first_row + row) % shared;
         uint16_t *to = attention->out + ((tile->span->first_row + token) * attention->heads + head) * size;
-        const float share = 1.0f / result->sum[row];
+        const float *sink = attention->sink_logits;
+        const float share = 1.0f / (result->sum[row] + (sink ? expf(sink[head] - result->largest[row]) : 0));
         for (int64_t d = 0; d < size; d++) to[d] = bfloat16_of(result->values[row][d] * share + 0.0f); /* no -0 */
     }
 }

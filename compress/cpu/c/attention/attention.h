@@ -31,6 +31,7 @@ typedef struct {
     const uint64_t *ancestors; /* [T], or NULL. Of a token in a tree of drafts: bit k says whether it sees the k-th token of
                                   its span; its position is then the first one's and as many as it sees before it. 0: it
                                   sees all up to its own */
+    const float *sink_logits; /* [heads], or NULL: a score of each head that counts in the sum of weights, of no key */
 } PagedAttention;
 
 /* 0, or -1 for an instruction set that this machine lacks. */

@@ -85,10 +85,13 @@ class World:
         nothing = torch.empty(0, dtype=torch.int64)
         return Batch((), nothing, nothing, nothing, tuple(groups), (), nothing, (), ())
 
-    def attend(self, window: int | None, instruction_set: int, chosen: list[int] | None = None) -> Tensor:
+    def attend(
+        self, window: int | None, instruction_set: int, chosen: list[int] | None = None, sinks: Tensor | None = None
+    ) -> Tensor:
         rows = self.rows(chosen)
+        options = {} if sinks is None else {"sink_logits": (sinks,) * LAYERS}
         windows = (window,) * LAYERS
-        attention = CpuAttention(self.pages, self.batch(chosen), windows, instruction_set=instruction_set)
+        attention = CpuAttention(self.pages, self.batch(chosen), windows, instruction_set=instruction_set, **options)
         empty = self.query.new_empty(0, self.kv_heads, self.dim)
         return attention(LAYER, self.query[rows], empty, empty)
 
@@ -97,12 +100,12 @@ class World:
         all_rows = torch.arange(len(self.query)).split([tokens for tokens, _ in self.spans])
         return torch.cat([all_rows[index] for index in (range(len(self.spans)) if chosen is None else chosen)])
 
-    def expected(self, window: int | None) -> Tensor:
+    def expected(self, window: int | None, sinks: Tensor | None = None) -> Tensor:
         parts = self.query.split([tokens for tokens, _ in self.spans])
-        return torch.cat([exact(query, *keys, window) for query, keys in zip(parts, self.keys, strict=True)])
+        return torch.cat([exact(query, *keys, window, sinks) for query, keys in zip(parts, self.keys, strict=True)])
 
 
-def exact(query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Tensor:
+def exact(query: Tensor, key: Tensor, value: Tensor, window: int | None, sinks: Tensor | None = None) -> Tensor:
     """Attention of the last tokens of a sequence in float64: `[n, heads, D]`."""
     shared = query.shape[1] // key.shape[1]
     key, value = (x.double().repeat_interleave(shared, 1) for x in (key, value))
@@ -110,7 +113,11 @@ def exact(query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Tens
     last = torch.arange(len(key) - len(query), len(key)).unsqueeze(-1)
     keys = torch.arange(len(key))
     hidden = (keys > last) | (keys <= last - (window or len(key) + 1))
-    return torch.einsum("hnl,lhd->nhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), value)
+    scores = scores.masked_fill(hidden, -torch.inf)
+    if sinks is None:
+        return torch.einsum("hnl,lhd->nhd", scores.softmax(-1), value)
+    column = sinks.double().view(-1, 1, 1).expand(-1, len(query), 1)
+    return torch.einsum("hnl,lhd->nhd", torch.cat((scores, column), -1).softmax(-1)[..., :-1], value)
 
 
 VIEWS = [*((shape, None) for shape in SHAPES), (SHAPES[0], 100), (SHAPES[2], 16)]
@@ -124,6 +131,20 @@ def test_as_exact_as_its_output(view: tuple[Shape, int | None], format: str, ins
     error = (world.attend(window, instruction_set).double() - expected).norm(dim=-1) / expected.norm(dim=-1)
     assert error.max() < 0.01
     assert error.mean() < 0.003
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("instruction_set", SETS)
+def test_sink_logits_take_part_in_the_softmax(format: str, instruction_set: int) -> None:
+    """Some far below all scores, some far above."""
+    world = World(SHAPES[0], format, SPANS)
+    sinks = torch.linspace(-60, 3, world.heads)
+    expected = world.expected(100, sinks)
+    error = (world.attend(100, instruction_set, sinks=sinks).double() - expected).norm(dim=-1)
+    assert (error / expected.norm(dim=-1)).max() < 0.01
+    assert (expected - world.expected(100)).norm() > 0.1 * expected.norm()
+    drowned = world.attend(100, instruction_set, sinks=torch.full((world.heads,), 1e4))
+    assert torch.equal(drowned, torch.zeros_like(drowned))
 
 
 PARENTS = (-1, 0, 1, 0, 3, -1, 5)
