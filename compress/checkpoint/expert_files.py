@@ -29,7 +29,7 @@ class ExpertFiles(TensorFiles):
     def names(self) -> list[str]:
         """Tensor names, sorted."""
         stacks = {each.stack.name for each in self.slices.values()}
-        return sorted({*self._owner} - stacks | self.slices.keys())
+        return sorted({*super().names()} - stacks | self.slices.keys())
 
     def __contains__(self, name: object) -> bool:
         return name in self.slices or super().__contains__(name)

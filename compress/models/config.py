@@ -8,7 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from compress.common.errors import CheckpointError
-from compress.models.spec import MLP, Attention, Block, ClampedGate, Linear, Mixture, ModelSpec, Norm, Rope, Router
+from compress.models.clamped_gate import ClampedGate
+from compress.models.spec import MLP, Attention, Block, Linear, Mixture, ModelSpec, Norm, Rope, Router
 from compress.models.stacks import Stack
 
 Config = Mapping[str, Any]

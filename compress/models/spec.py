@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from compress.models.clamped_gate import ClampedGate
 from compress.models.stacks import Slice, Stack
 
 if TYPE_CHECKING:
@@ -157,15 +158,6 @@ class PositionScale:
     beta: float
     length: int
     first: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class ClampedGate:
-    """`gate * sigmoid(alpha * gate) * (up + 1)` of a gate below `limit` and an up between `-limit` and `limit`
-    (arXiv:2508.10925)."""
-
-    alpha: float
-    limit: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from compress.models.spec import MLP, ClampedGate, Mixture, ModelSpec
+from compress.models.spec import MLP, Mixture, ModelSpec
 
 
 class Expert(nn.Module):
@@ -42,18 +42,14 @@ class Expert(nn.Module):
         if self.is_gated and len(values) == 1:
             values = list(values[0].chunk(2, dim=-1))
         if self.clamped is not None:
-            return _clamp_and_mul(values[0], values[1], self.clamped)
+            clamped: Tensor = self.clamped(*values)
+            return clamped
         activated = self.activation(values[0])
         return activated * values[1] if self.is_gated else activated
 
     def forward(self, x: Tensor) -> Tensor:
         output: Tensor = self.get_submodule(self.output)(self.inner(x))
         return output
-
-
-def _clamp_and_mul(gate: Tensor, up: Tensor, clamped: ClampedGate) -> Tensor:
-    gate, up = gate.clamp(max=clamped.limit), up.clamp(-clamped.limit, clamped.limit)
-    return (up + 1) * (gate * torch.sigmoid(clamped.alpha * gate))
 
 
 class Experts(nn.ModuleList):

@@ -50,6 +50,7 @@ class Skeleton:
             if isinstance(size := getattr(module, "head_dim", None), int):
                 return size
         config = self.model.config
+        config = config.per_layer_config[0] if getattr(config, "is_heterogeneous", False) else config
         heads = getattr(config, "num_attention_heads", 0)
         return getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else 1)
 

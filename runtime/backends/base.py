@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from compress.checkpoint.weights import Scheme
-from compress.models.spec import ClampedGate, Mixture, Router
+from compress.models.clamped_gate import ClampedGate
+from compress.models.spec import Mixture, Router
 from runtime.backends.kv_pages import KVCache, KVPages
 from runtime.core.batch import Batch, SamplingTensors
 from runtime.core.memory_plan import MemoryPlan

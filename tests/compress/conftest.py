@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from shared_store import SharedStore
-from tiny_models import VARIANTS
+from tiny_models import GEMMA4_LAYERS, VARIANTS
 
 from compress.common.cli import demo_model_path
 from compress.pipeline.prepare import RunRequest, prepare
@@ -46,6 +46,8 @@ def build_model(family: str, **options):
         "qwen2": {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1},
     }
     fields = special[family] if family in special else VARIANTS[family] | {"head_dim": 32}
+    if "global_head_dim" in fields:
+        fields = fields | GEMMA4_LAYERS | {"global_head_dim": 64}
     if "vocab_size_per_layer_input" in fields:
         fields = fields | {"vocab_size_per_layer_input": common["vocab_size"]}
     config = transformers.AutoConfig.for_model(family.removesuffix("_biased"), **common | fields | options)

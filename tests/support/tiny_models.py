@@ -186,10 +186,14 @@ VARIANTS: dict[str, dict[str, object]] = {
 """One model of every family with all of its features."""
 STACKED = {"gpt_oss", "granitemoe", "llama4_text"}
 """Mixtures whose experts are stored as one tensor."""
-GEMMA4_EXPERTS = {
+GEMMA4_LAYERS = {
     "num_hidden_layers": 3,
     "layer_types": ["sliding_attention", "full_attention", "full_attention"],
     "num_kv_shared_layers": 1,
+}
+"""One layer of each kind of a Gemma 4."""
+GEMMA4_EXPERTS = {
+    **GEMMA4_LAYERS,
     "enable_moe_block": True,
     "num_experts": 8,
     "top_k_experts": 3,

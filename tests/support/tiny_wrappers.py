@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tiny_models import SIZES, VARIANTS
+from tiny_models import GEMMA4_LAYERS, SIZES, VARIANTS
 from torch import nn
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
 
@@ -20,8 +20,9 @@ MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [6, 3, 3], 
 WRAPPERS: dict[str, dict[str, Any]] = {
     "gemma3": {"text_config": VARIANTS["gemma3_text"], "vision_config": TOWER, "mm_tokens_per_image": 4},
     "gemma4": {
-        "text_config": VARIANTS["gemma4_text"],
+        "text_config": VARIANTS["gemma4_text"] | GEMMA4_LAYERS,
         "vision_config": TOWER | {"num_key_value_heads": 2, "head_dim": 16, "position_embedding_size": 64},
+        "audio_config": None,
     },
     "llama4": {
         "text_config": VARIANTS["llama4_text"],

@@ -43,6 +43,7 @@ ROPES = {
     "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
 }
 FULL = "full_attention"
+register_wrapper("gemma4", Wrapper("gemma4_text", ties_head=True))
 
 
 @register("gemma4_text")
@@ -217,6 +218,3 @@ def _layer_inputs(config: Config) -> LayerInputs | None:
         Linear("model.per_layer_model_projection", num_layers(config) * size, positive(config, "hidden_size")),
         _norm(config, "model.per_layer_projection_norm", size),
     )
-
-
-register_wrapper("gemma4", Wrapper("gemma4_text", ties_head=True))

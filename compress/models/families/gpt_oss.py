@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from compress.models.clamped_gate import ClampedGate
 from compress.models.config import (
     Config,
     attention,
@@ -17,7 +18,7 @@ from compress.models.config import (
     windows,
 )
 from compress.models.registry import register
-from compress.models.spec import ClampedGate, ModelSpec
+from compress.models.spec import ModelSpec
 from compress.models.stacks import Stack
 
 DEFAULTS = {

@@ -11,14 +11,14 @@ from runtime.backends.cpu.layers import (
     prepare_attention,
     prepare_layers,
 )
-from runtime.backends.cpu.linear import DENSE, INT8, PACKED, SPARSE, W4A8, is_fast
+from runtime.backends.cpu.linear import DENSE, INT8, MXFP4, PACKED, SPARSE, W4A8, is_fast
 from runtime.backends.cpu.mixture import CpuMixture, mixture_unsupported_reason
 
 register(
     Backend(
         "cpu",
         "cpu",
-        linears=(INT8, SPARSE, PACKED, W4A8),
+        linears=(INT8, SPARSE, PACKED, MXFP4, W4A8),
         dense=(DENSE,),
         is_fast=is_fast,
         ops=OpsKernel("compiled, one pass over each row", ops_unsupported_reason, CpuOps),

@@ -1,9 +1,9 @@
 """Packed linears in plain C on CPUs (`compress.cpu`): exact codes, scales and zero points, float32 or int32 sums.
 
-Four kernels over one layout. `cpu` multiplies by activations as they come, `cpu_sparse` does so and reads only
+Five kernels over one layout. `cpu` multiplies by activations as they come, `cpu_sparse` does so and reads only
 what 2:4 sparsity keeps, `cpu_int8` multiplies by the 8-bit activations that the checkpoint asks for. `cpu_w4a8`
 rounds activations to 8 bits although the checkpoint does not ask for it: faster for many rows, and a little further
-from the model, so it serves only the mode `w4a8`.
+from the model, so it serves only the mode `w4a8`. `cpu_mxfp4` looks 4-bit floats up in a table.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from compress.checkpoint.weights import NMSparsity, Scheme
+from compress.checkpoint.weights import Int, Mxfp4, NMSparsity, Scheme
 from compress.checkpoint.weights.integer import IntegerWeight
+from compress.checkpoint.weights.mxfp4 import EXPONENT_BIAS, GROUP_SIZE, VALUES, Mxfp4Weight
 from compress.common.errors import SchemeError, ToolkitError
 from compress.cpu.binding import BEST, INSTRUCTION_SETS, absence, best_instruction_set, library
 from runtime.backends.base import DenseKernel, LinearKernel, Target
@@ -269,6 +270,14 @@ def _functions() -> ctypes.CDLL:
     return native
 
 
+def with_codes(weight: Mxfp4Weight) -> IntegerWeight:
+    """Codes of `VALUES` with powers of two as bfloat16 scales, which hold them all."""
+    scales = torch.ones(weight.exponents.shape).ldexp(weight.exponents.int() - EXPONENT_BIAS).bfloat16()
+    scheme = Int(weight.scheme.bits, GROUP_SIZE)
+    zeros = torch.full_like(weight.exponents, scheme.midpoint)
+    return IntegerWeight(weight.qweight, scales, zeros, scheme)
+
+
 SCALE_BYTES, ZERO_BYTES = 2, 1
 
 
@@ -327,6 +336,15 @@ SPARSE: LinearKernel[IntegerWeight] = LinearKernel(
     sparse_unsupported_reason,
     lambda weight, bias, target: CpuLinear(weight, bias, sparse=True),
     _sparse_nbytes,
+    _reads_rows,
+)
+MXFP4: LinearKernel[Mxfp4Weight] = LinearKernel(
+    "cpu_mxfp4",
+    "4-bit floats in C as stored, float32 sums: exact weights",
+    Mxfp4.numbers,
+    unsupported_reason,
+    lambda weight, bias, target: CpuLinear(with_codes(weight), bias, codebook=torch.tensor(VALUES)),
+    lambda scheme, rows, columns, target: padded_features(rows) * scheme.num_groups(columns) * (16 + SCALE_BYTES),
     _reads_rows,
 )
 INT8: LinearKernel[IntegerWeight] = LinearKernel(

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from compress.models.spec import ClampedGate
+from compress.models.clamped_gate import ClampedGate
 from runtime.backends.base import NormWeights
 from runtime.core.batch import SamplingTensors
 
@@ -44,9 +44,8 @@ class TorchOps:
         return ACTIVATIONS[activation](gate).mul_(up)
 
     def clamp_and_mul(self, gate_up: Tensor, gate: ClampedGate) -> Tensor:
-        below, up = gate_up.chunk(2, -1)
-        below, up = below.clamp(max=gate.limit), up.clamp(-gate.limit, gate.limit)
-        return (below * gate.alpha).sigmoid_().mul_(below).mul_(up + 1)
+        clamped: Tensor = gate(*gate_up.chunk(2, -1))
+        return clamped
 
     def activate(self, x: Tensor, activation: str) -> Tensor:
         return ACTIVATIONS[activation](x)

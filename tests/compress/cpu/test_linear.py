@@ -1,5 +1,7 @@
 """C linears against the exact product in float64, with every instruction set this machine has."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -8,11 +10,14 @@ from tiers import examples
 from tiny_models import random_weight
 
 from compress.checkpoint.weights import Activations as InputRounding
-from compress.checkpoint.weights import Int
+from compress.checkpoint.weights import Int, Mxfp4
 from compress.checkpoint.weights.integer import IntegerWeight
+from compress.checkpoint.weights.mxfp4 import VALUES
 from compress.common.errors import SchemeError
 from compress.cpu.binding import INSTRUCTION_SETS, absence, best_instruction_set, library, set_threads
-from runtime.backends.cpu.linear import Activations, CpuLinear
+from runtime.backends.base import Target
+from runtime.backends.cpu.linear import MXFP4, Activations, CpuLinear, with_codes
+from runtime.backends.registry import choose_linear
 
 pytestmark = pytest.mark.skipif(library() is None, reason=absence())
 SETS = range(best_instruction_set() + 1)
@@ -102,6 +107,23 @@ def test_any_codebook(bits, instruction_set):
     for dtype in (torch.bfloat16, torch.float32):
         x = activations(9, 128, dtype)
         assert_close(linear(x), x, dense.flatten(1))
+
+
+@every_set
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_4_bit_floats_as_stored(dtype, instruction_set):
+    weight, target = random_weight((70, 160), Mxfp4(), 4), Target(torch.device("cpu"), dtype)
+    exponents = torch.tensor([2, 127, 200, 121, 9], dtype=torch.uint8).expand(70, -1)
+    far = replace(weight, exponents=exponents)
+    kernel = choose_linear(weight.scheme, 160, target).kernel
+    assert kernel is MXFP4
+    for each in (weight, far):
+        linear = CpuLinear(with_codes(each), codebook=torch.tensor(VALUES), instruction_set=instruction_set)
+        assert torch.equal(linear(torch.eye(160, dtype=dtype)).T, each.dequantize(dtype))
+        assert torch.equal(linear.rows(torch.tensor([69, 3]), dtype), each.dequantize(dtype)[[69, 3]])
+    linear, x = kernel.prepare(weight, None, target), activations(9, 160, dtype)
+    assert_close(linear(x), x, weight.dequantize(torch.float64))
+    assert linear.nbytes == kernel.nbytes(weight.scheme, 70, 160, target)
 
 
 @every_set

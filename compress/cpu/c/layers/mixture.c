@@ -47,7 +47,9 @@ INLINE void copy_one(const MixtureCall *call, int64_t row) {
 INLINE float shared_weight(const MixtureCall *call, int64_t row) {
     const int64_t size = call->weights->router.size;
     const Router gate = {.num_experts = 1, .size = size, .type = BFLOAT16, .scores = call->weights->shared_gate};
-    return lanes_round_bfloat16(lanes_sigmoid(lanes_of(score_of(&gate, call->x + row * size, 0))))[0];
+    float score;
+    score_all(&gate, call->x + row * size, &score);
+    return lanes_round_bfloat16(lanes_sigmoid(lanes_of(score)))[0];
 }
 
 INLINE void combine_one(const MixtureCall *call, int64_t row) {

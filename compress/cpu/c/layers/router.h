@@ -9,20 +9,36 @@
 #include "common/bf16.h"
 #include "layers/mixture.h"
 
+enum { SCORED_TOGETHER = 4 };
+
 INLINE Lanes router_weights(const Router *router, int64_t at) {
     return router->type == FLOAT32 ? lanes_load((const float *)router->scores + at)
                                    : lanes_load_bfloat16((const uint16_t *)router->scores + at);
 }
 
-/* Sum of x * weights `at` and following, rounded where the weights are bfloat16. */
-INLINE float score_of(const Router *router, const uint16_t *x, int64_t at) {
-    Lanes even = {0}, odd = {0};
+/* Sums of x * weights for `count` experts from the first on, rounded where the weights are bfloat16. */
+INLINE void score_some(const Router *router, const uint16_t *x, int64_t first, const int count, float *scores) {
+    Lanes even[SCORED_TOGETHER] = {{0}}, odd[SCORED_TOGETHER] = {{0}};
     for (int64_t i = 0; i < router->size; i += 2 * LANES) {
-        even += lanes_load_bfloat16(x + i) * router_weights(router, at + i);
-        odd += lanes_load_bfloat16(x + i + LANES) * router_weights(router, at + i + LANES);
+        const Lanes x0 = lanes_load_bfloat16(x + i), x1 = lanes_load_bfloat16(x + i + LANES);
+#pragma GCC unroll 4
+        for (int e = 0; e < count; e++) {
+            const int64_t at = (first + e) * router->size + i;
+            even[e] += x0 * router_weights(router, at);
+            odd[e] += x1 * router_weights(router, at + LANES);
+        }
     }
-    const float sum = sum_of_lanes(even + odd);
-    return router->type == FLOAT32 ? sum : float_of_bfloat16(bfloat16_of(sum));
+    for (int e = 0; e < count; e++) {
+        const float sum = sum_of_lanes(even[e] + odd[e]);
+        scores[e] = router->type == FLOAT32 ? sum : float_of_bfloat16(bfloat16_of(sum));
+    }
+}
+
+INLINE void score_all(const Router *router, const uint16_t *x, float *scores) {
+    int64_t e = 0;
+    for (; e + SCORED_TOGETHER <= router->num_experts; e += SCORED_TOGETHER)
+        score_some(router, x, e, SCORED_TOGETHER, scores + e);
+    for (; e < router->num_experts; e++) score_some(router, x, e, 1, scores + e);
 }
 
 /* 1 / (1 + e^-x); e^-|x| cannot overflow. */
@@ -79,7 +95,7 @@ INLINE void insert_expert(int64_t *chosen, float *weights, int64_t count, int64_
 INLINE void route_row(const Router *router, const uint16_t *x, int64_t *chosen, float *weights) {
     float scores[MOST_EXPERTS] = {0}, ranks[MOST_EXPERTS], sum = 0;
     bool taken[MOST_EXPERTS] = {false};
-    for (int64_t e = 0; e < router->num_experts; e++) scores[e] = score_of(router, x, e * router->size);
+    score_all(router, x, scores);
     weigh(router, scores);
     for (int64_t e = 0; e < router->num_experts; e++) ranks[e] = scores[e] + (router->bias ? router->bias[e] : 0);
     if (router->num_groups > 1) take_other_groups(router, ranks, taken);
