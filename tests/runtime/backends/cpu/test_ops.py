@@ -108,7 +108,7 @@ def test_an_unknown_instruction_set_is_refused() -> None:
 
 
 class _Sizes:
-    hidden_size, intermediate_size, head_dim = 64, 96, 32
+    hidden_size, intermediate_size, head_dims = 64, 96, (32,)
 
 
 @pytest.mark.parametrize(
@@ -120,11 +120,11 @@ class _Sizes:
         ({}, torch.float32, "cuda", "auto", "16 bits"),
         ({}, torch.bfloat16, "cpu", "reference", "reference"),
         ({"intermediate_size": 100}, torch.bfloat16, "cpu", "auto", "100"),
-        ({"head_dim": 16}, torch.bfloat16, "cpu", "auto", "16"),
+        ({"head_dims": (16, 32)}, torch.bfloat16, "cpu", "auto", "16"),
     ],
 )
 def test_the_choice_has_a_reason(
-    changed: dict[str, int], dtype: torch.dtype, device: str, kernels: str, said: str
+    changed: dict[str, Any], dtype: torch.dtype, device: str, kernels: str, said: str
 ) -> None:
     sizes: Any = type("Changed", (_Sizes,), changed)()
     choice = choose_ops(sizes, Target(torch.device(device), dtype), kernels)
