@@ -1,6 +1,7 @@
 """Peak memory follows the width of a model, not its depth."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -8,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 from runs import prepared
+from tiny_models import pack_model
 
-from compress.checkpoint.weights import Int
+from compress.checkpoint.weights import BlockFp8, Int, Scheme
 from compress.recipe import CalibrationOptions, QuantizeStage
 
 GPTQ = QuantizeStage("gptq", Int(4, 64))
@@ -45,13 +47,24 @@ def peak_megabytes(model: Path, out: Path) -> float:
     return float(finished.stdout.split()[-1])
 
 
+def quantized(model: Path, out: Path, scheme: Scheme) -> Path:
+    pack_model(model, out, lambda module: scheme, "fp8")
+    for file in model.glob("tokenizer*"):
+        shutil.copy(file, out)
+    return out
+
+
 @pytest.mark.full
-def test_peak_memory_of_6_blocks_is_that_of_2(tiny_model, tmp_path) -> None:
+@pytest.mark.parametrize("scheme", [None, BlockFp8()], ids=str)
+def test_peak_memory_of_6_blocks_is_that_of_2(tiny_model, tmp_path, scheme) -> None:
+    """Weights of a quantized source are dequantized one by one."""
     size = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 4}
     peaks, sizes = {}, {}
     for layers in (2, 6):
         model = tiny_model(dtype=torch.float32, num_hidden_layers=layers, **size)
         sizes[layers] = (model / "model.safetensors").stat().st_size / 2**20
+        if scheme is not None:
+            model = quantized(model, tmp_path / f"source{layers}", scheme)
         peaks[layers] = peak_megabytes(model, tmp_path / str(layers))
     extra = sizes[6] - sizes[2]
     assert extra > 35
