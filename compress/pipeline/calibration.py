@@ -41,6 +41,7 @@ class CalibratedRunner(Generic[Outcome]):
     Attributes:
         micro_batch: sequences that run at once; halved when memory runs out, and recorded with every block so that a
             resumed run computes just as an uninterrupted one.
+        passed_on: see `BlockInputs.passed_on`.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class CalibratedRunner(Generic[Outcome]):
         self._rows = _search_rows(self._tokens)
         self._hidden: Tensor | None = progress.load_hidden(done) if done else None
         self._reference: Tensor | None = progress.load_reference(done) if done else None
+        self.passed_on: dict[str, Tensor] = progress.load_passed_on(done) if done else {}
         self._calibration: Calibration | None = None
         self.micro_batch = progress.facts(done - 1)["micro_batch"] if done else context.micro_batch
 
@@ -83,6 +85,8 @@ class CalibratedRunner(Generic[Outcome]):
             outcome = self._work(block, job, self._calibration, context.device, self._display.step)
             if outcome.hidden is not None:
                 self._calibration.advance(outcome.hidden, outcome.reference)
+                self.passed_on = self._calibration.inputs.passed_on()
+                self._calibration.pass_on(self.passed_on, context.device)
             return outcome
         finally:
             release(module)
@@ -106,6 +110,7 @@ class CalibratedRunner(Generic[Outcome]):
             calibration.reference = self._capture_tokens(self._tokens, micro_batch, None).hidden
         if self._hidden is not None:
             calibration.advance(self._hidden, self._reference)
+            calibration.pass_on(self.passed_on, self._context.device)
         return calibration
 
     def _capture_tokens(self, tokens: Tensor, micro_batch: int, embedding: Tensor | None) -> BlockInputs:

@@ -55,6 +55,31 @@ class BlockInputs:
         for hidden, calls in zip(self.hidden.split(self.micro_batch), self.calls, strict=True):
             yield hidden.to(device), calls[index]
 
+    def passed_on(self) -> dict[str, Tensor]:
+        """Returns what blocks so far passed on to later ones beside hidden states, `[N, ...]` on the host: keys and
+        values that layers share."""
+        stores = [_store(calls) for calls in self.calls]
+        names = [(kind, part) for kind, parts in (stores[0] or {}).items() for part in range(len(parts))]
+        return {
+            f"{kind}.{part}": torch.cat([store[kind][part].cpu() for store in stores if store is not None])
+            for kind, part in names
+        }
+
+    def pass_on(self, passed: Mapping[str, Tensor], device: torch.device) -> None:
+        """Puts that in the places where later blocks look for it."""
+        for name, tensor in passed.items():
+            kind, _, part = name.rpartition(".")
+            for calls, rows in zip(self.calls, tensor.split(self.micro_batch), strict=True):
+                store = _store(calls)
+                if store is not None:
+                    store[kind] = (*store.get(kind, ())[: int(part)], rows.to(device))
+
+
+def _store(calls: list[Call]) -> UserDict[str, tuple[Tensor, ...]] | None:
+    """Returns the place where the blocks of a micro-batch leave something for later ones."""
+    values = (value for call in calls for value in call.kwargs.values())
+    return next((value for value in values if isinstance(value, UserDict)), None)
+
 
 @dataclass
 class Calibration:
@@ -81,6 +106,13 @@ class Calibration:
         self.reference = reference
         if self.tuning is not None:
             self.tuning.hidden = hidden
+
+    def pass_on(self, passed: Mapping[str, Tensor], device: torch.device) -> None:
+        """Puts what blocks passed on beside hidden states in the places where later ones look for it."""
+        self.inputs.pass_on(passed, device)
+        self.search.pass_on({name: tensor[self.search_rows] for name, tensor in passed.items()}, device)
+        if self.tuning is not None:
+            self.tuning.pass_on(passed, device)
 
 
 def run_block(module: nn.Module, hidden: Tensor, call: Call) -> Tensor:

@@ -62,7 +62,8 @@ def survey(context: RunContext, progress: Progress, quiet: bool) -> None:
         for index in range(done, total):
             found = runner.run(index) if runner else _survey_plainly(context, index)
             facts = found.facts() | {"micro_batch": runner.micro_batch if runner else 0}
-            progress.save_block(index, found.energies, facts, None if index + 1 == total else found.hidden)
+            hidden, passed_on = None if index + 1 == total else found.hidden, runner.passed_on if runner else {}
+            progress.save_block(index, found.energies, facts, hidden, passed_on=passed_on)
             display.finish(_line(found))
             return_freed_memory()
 

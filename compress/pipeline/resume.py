@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any
 
 from torch import Tensor
@@ -36,7 +36,7 @@ from compress.pipeline.block import check_finite
 
 EMBEDDING, HEAD, REST = "embedding", "head", "rest"
 BLOCK, SURVEY = "block", "survey"
-_HIDDEN, _REFERENCE = "hidden", "reference"
+_HIDDEN, _REFERENCE, _PASSED = "hidden", "reference", "passed_on."
 _LOCK = "lock"
 
 
@@ -128,10 +128,13 @@ class Progress:
         facts: Mapping[str, Any],
         hidden: Tensor | None,
         reference: Tensor | None = None,
+        passed_on: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> None:
-        """Records a finished block and the inputs of the next one; `reference` holds the same of the dense model."""
+        """Records a finished block and the inputs of the next one; `reference` holds the same of the dense model, and
+        `passed_on` what later blocks read beside them."""
         if hidden is not None:
             known = {} if reference is None else {_REFERENCE: reference}
+            known |= {f"{_PASSED}{name}": tensor for name, tensor in passed_on.items()}
             self._inputs.write(self._hidden_key(index + 1), {_HIDDEN: hidden} | known)
         self.pieces.write(self._key(index), tensors, facts)
         (self._inputs.folder / f"{self._hidden_key(index)}.safetensors").unlink(missing_ok=True)
@@ -153,6 +156,12 @@ class Progress:
     def load_hidden(self, index: int) -> Tensor:
         """Hidden states `[N, L, H]` that enter block `index`, as `save_block` of the block before stored them."""
         return self._inputs.open(self._hidden_key(index)).tensor(_HIDDEN).clone()
+
+    def load_passed_on(self, index: int) -> dict[str, Tensor]:
+        """What blocks before `index` passed on to it and later ones."""
+        file = self._inputs.open(self._hidden_key(index))
+        names = (name for name in file.entries if name.startswith(_PASSED))
+        return {name.removeprefix(_PASSED): file.tensor(name).clone() for name in names}
 
     def load_reference(self, index: int) -> Tensor | None:
         """Return the dense model's hidden states `[N, L, H]` in the same place; None when none were saved."""

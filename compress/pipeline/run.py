@@ -146,7 +146,7 @@ def _run_blocks(context: RunContext, progress: Progress, quiet: bool) -> None:
         runner = _runner(context, progress, done, display) if context.sequences else None
         for index in range(done, total):
             outcome = runner.run(index) if runner else _run_plainly(context, index)
-            _save(context, progress, index, outcome, runner.micro_batch if runner else 0)
+            _save(context, progress, index, outcome, runner)
             display.finish(_line(outcome))
             del outcome
             return_freed_memory()
@@ -172,14 +172,21 @@ def _run_plainly(context: RunContext, index: int) -> BlockOutcome:
     return compress_layers(block, job)
 
 
-def _save(context: RunContext, progress: Progress, index: int, outcome: BlockOutcome, micro_batch: int) -> None:
+def _save(
+    context: RunContext,
+    progress: Progress,
+    index: int,
+    outcome: BlockOutcome,
+    runner: CalibratedRunner[BlockOutcome] | None,
+) -> None:
+    micro_batch, passed_on = (runner.micro_batch, runner.passed_on) if runner else (0, {})
     prefix = f"{context.skeleton.block_name(index)}."
     outcome.kept = kept_weights(context, [module for module in context.plan.kept if module.startswith(prefix)])
     facts = outcome.facts() | {"block": context.skeleton.block_name(index), "micro_batch": micro_batch}
     facts["environment"] = environment(context)
     wanted = index + 1 < context.skeleton.num_blocks or head_needs_inputs(context)
     hidden = outcome.hidden if wanted else None
-    progress.save_block(index, outcome.tensors(context.scale_dtype), facts, hidden, outcome.reference)
+    progress.save_block(index, outcome.tensors(context.scale_dtype), facts, hidden, outcome.reference, passed_on)
     context.files.release()
 
 
