@@ -13,7 +13,8 @@ def layers_unsupported(spec: ModelSpec) -> str:
     mixer, rope = block.mixer, block.mixer.rope
     if any(replace(each.mixer, window=mixer.window, rope=rope) != mixer for each in spec.blocks):
         return "takes layers with the same heads, and keys and values of their own"
-    others = {mlp.activation for each in spec.blocks for mlp in each.mlps if not is_gated_silu(mlp)}
+    unlike = [mlp for each in spec.blocks for mlp in each.mlps if not is_gated_silu(mlp)]
+    others = {mlp.activation if mlp.clamped is None else "a clamped gate" for mlp in unlike}
     if others:
         return f"computes gated silu, not {', '.join(sorted(others))}"
     closes = block.beside is not None or block.layer_input is not None or block.scalar

@@ -10,10 +10,12 @@ from poisoned_memory import poison
 from tiny_models import VARIANTS, load_reference, reference_logits, save_tiny_model
 
 from compress.common.cli import demo_model_path
+from compress.cpu.binding import library
 from runtime.core.config import RuntimeConfig
 from runtime.core.request import Request, SamplingParams, Sequence
 from runtime.core.step import BlockCopy, ScheduledSequence, StepPlan
 from runtime.model.loader import load_model
+from runtime.model.scoring import score
 from runtime.runner.runner import ModelRunner, build_runner
 
 GREEDY = SamplingParams(temperature=0, max_tokens=200)
@@ -40,6 +42,20 @@ class LogitsRecorder:
 
 def make_runner(decoder, **options) -> ModelRunner:
     return build_runner(LogitsRecorder(decoder), RuntimeConfig(**({"num_blocks": 64, "block_size": 4} | options)))
+
+
+@pytest.mark.skipif(library() is None, reason="the CPU kernels are not compiled")
+def test_compiled_attention_reads_the_sink_logits(tmp_path):
+    options = VARIANTS["gpt_oss"] | {"head_dim": 32}
+    decoder = load_model(save_tiny_model(tmp_path / "model", "gpt_oss", torch.bfloat16, **options), dtype="bfloat16")
+    runner, text = make_runner(decoder, block_size=16), [number * 37 % 112 for number in range(50)]
+    assert "compiled" in runner.kernels.attention_reason
+    runner.execute(StepPlan((ScheduledSequence(new_sequence("A", text, [3, 1, 2, 0]), 0, 50),)))
+    found, expected = runner.decoder.last[0].float(), score(decoder, torch.tensor([text]))[0, -1]
+    for layer in decoder.layers:
+        layer.sink_logits.fill_(-100)
+    without = score(decoder, torch.tensor([text]))[0, -1]
+    assert (found - expected).norm() < 0.2 * (found - without).norm()
 
 
 @pytest.mark.parametrize("family", VARIANTS)
