@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from compress.common.errors import CheckpointError
 from compress.models.config import (
     Config,
@@ -50,14 +52,25 @@ def llama4_text(config: Config) -> ModelSpec:
 def _mixers(config: Config) -> list[Attention]:
     count = num_layers(config)
     interval = positive(config, "no_rope_layer_interval", 4)
-    rotated = config.get("no_rope_layers") or [int((layer + 1) % interval != 0) for layer in range(count)]
-    kinds = config.get("layer_types") or ["chunked_attention" if each else "full_attention" for each in rotated]
-    if len(rotated) < count or len(kinds) != count or set(kinds) - {"chunked_attention", "full_attention"}:
+    rotated = _listed(config, "no_rope_layers") or [int((layer + 1) % interval != 0) for layer in range(count)]
+    kinds = _listed(config, "layer_types") or ["chunked_attention" if each else "full_attention" for each in rotated]
+    if len(rotated) < count or len(kinds) != count or any(kind not in KINDS for kind in kinds):
         raise CheckpointError(f"layer_types {kinds!r} do not fit {count} layers", "Check config.json")
     return [
         _mixer(config, bool(has_rope), kind == "chunked_attention")
         for has_rope, kind in zip(rotated, kinds, strict=False)
     ]
+
+
+KINDS = "chunked_attention", "full_attention"
+
+
+def _listed(config: Config, key: str) -> list[Any] | None:
+    """Reads a list. Raises CheckpointError for anything else but null."""
+    found = config.get(key)
+    if not isinstance(found, list | None):
+        raise refusal(key, found, "a list")
+    return found
 
 
 def _mixer(config: Config, has_rope: bool, is_chunked: bool) -> Attention:
@@ -81,10 +94,8 @@ def _mixer(config: Config, has_rope: bool, is_chunked: bool) -> Attention:
 
 def _mlps(config: Config) -> list[MLP | Mixture]:
     count, step = num_layers(config), positive(config, "interleave_moe_layer_step", 1)
-    mixtures = config.get("moe_layers")
+    mixtures = _listed(config, "moe_layers")
     mixtures = list(range(step - 1, count, step)) if mixtures is None else mixtures
-    if not isinstance(mixtures, list):
-        raise refusal("moe_layers", mixtures, "a list of layers")
     experts = mixture(
         config,
         name=NAME,
