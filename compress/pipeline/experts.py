@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from itertools import chain
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -114,12 +114,20 @@ def _replace(layer: nn.Module, mixture: Mixture) -> None:
     """Leaves a layer as it is where it has no fused experts, or the caller weighs what they read."""
     if mixture.router.weighs_inputs:
         return
+    own: Any = getattr(layer, "experts", None)
+    if _are_fused(own):
+        layer.experts = Experts(mixture, own.act_fn)
+        return
     for name, module in list(layer.named_children()):
         experts = getattr(module, "experts", None)
-        if isinstance(experts, nn.Module) and any(each.dim() == 3 for each in experts.parameters(recurse=False)):
+        if _are_fused(experts):
             module.experts = Experts(mixture, getattr(experts, "act_fn", nn.Identity()))
             _name_router(module, mixture)
             _rename(layer, name, mixture.name)
+
+
+def _are_fused(experts: Any) -> bool:
+    return isinstance(experts, nn.Module) and any(each.dim() == 3 for each in experts.parameters(recurse=False))
 
 
 def _name_router(module: nn.Module, mixture: Mixture) -> None:

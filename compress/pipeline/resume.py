@@ -158,7 +158,7 @@ class Progress:
         return self._inputs.open(self._hidden_key(index)).tensor(_HIDDEN).clone()
 
     def load_passed_on(self, index: int) -> dict[str, Tensor]:
-        """What blocks before `index` passed on to it and later ones."""
+        """Return what blocks before `index` passed on to it and later ones."""
         file = self._inputs.open(self._hidden_key(index))
         names = (name for name in file.entries if name.startswith(_PASSED))
         return {name.removeprefix(_PASSED): file.tensor(name).clone() for name in names}

@@ -6,11 +6,13 @@ import pytest
 import runs
 import torch
 from tiny_models import (
+    GEMMA4_EXPERTS,
     MIXTURES,
     STACKED,
     UNCOMPRESSED,
     VARIANTS,
     StayInFloat64,
+    compute_in_float64,
     load_reference,
     reference_logits,
     save_tiny_model,
@@ -24,6 +26,7 @@ from compress.checkpoint.safetensors import TensorFiles
 from compress.checkpoint.weights import Activations, Int, NMSparsity
 from compress.checkpoint.writer import export_checkpoint
 from compress.common.cli import demo_model_path
+from compress.evaluate.scorers import load_dequantized
 from compress.methods import base
 from compress.methods.signround import SignRoundOptions
 from compress.pipeline.block import fill, load_block, release
@@ -40,13 +43,17 @@ FAMILIES = sorted(MIXTURES - STACKED)
 SOME = [*FAMILIES[:1], *(pytest.param(family, marks=pytest.mark.full) for family in FAMILIES[1:])]
 
 
+GEMMA4 = VARIANTS["gemma4_text"] | GEMMA4_EXPERTS | {"vocab_size_per_layer_input": 8192}
+
+
 @pytest.fixture(scope="session")
 def mixture(shared_store):
     """A tiny mixture of a family with all of its features, and a tokenizer."""
 
     def make(family: str) -> Path:
         def write(folder: Path) -> None:
-            save_tiny_model(folder, family, **VARIANTS[family] | {"vocab_size": 8192})
+            options = GEMMA4 if family == "gemma4_text" else VARIANTS[family]
+            save_tiny_model(folder, family, **options | {"vocab_size": 8192})
             for file in demo_model_path().glob("tokenizer*"):
                 (folder / file.name).write_bytes(file.read_bytes())
 
@@ -159,6 +166,18 @@ def test_routers_stay_dense_and_the_plan_says_why(mixture, family: str, tmp_path
     assert not context.plan.layer_plans.keys() & set(routers)
     ignoring = QuantizeStage("rtn", W4, ignore=("re:.*gate$",))
     assert runs.prepared(source, tmp_path / "out", ignoring).plan.layer_plans == context.plan.layer_plans
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("method", ["rtn", "gptq", "awq"])
+def test_experts_beside_an_mlp(mixture, method: str, tmp_path: Path) -> None:
+    assert runs.compress(mixture("gemma4_text"), tmp_path / "out", QuantizeStage(method, Int(4, 16))).structure.ok
+    modules = PackedCheckpoint.open(tmp_path / "out").modules
+    assert sum(".experts." in name for name in modules) == 3 * GEMMA4["num_hidden_layers"] * GEMMA4["num_experts"]
+    reference = load_dequantized(tmp_path / "out", dtype="float64")
+    expected = reference_logits(compute_in_float64(reference), TOKENS)
+    found = score(load_model(tmp_path / "out", dtype="float64"), TOKENS)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("family", sorted(STACKED - UNCOMPRESSED))
