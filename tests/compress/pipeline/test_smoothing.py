@@ -32,7 +32,7 @@ class OpenBlock:
             {name: LayerPlan(base.quantization("awq"), Int(3, 32)) for name in names},
             tuple(each for each in self.skeleton.architecture.mappings if names >= set(each.balance_layers)),
             torch.bfloat16,
-            self.skeleton.head_dim,
+            self.skeleton.head_dim(0),
         )
 
     @torch.no_grad()
