@@ -312,8 +312,7 @@ def _plan(skeleton: Skeleton, files: TensorFiles, recipe: Recipe, scale_dtype: s
     check_groups(layer_plans, matrices)
     _check_stored(layer_plans, matrices)
     carried = skeleton.carried(files.names())
-    others = files.text_names.others if files.text_names else frozenset()
-    reasons |= {_module(name): OTHER_PART if name in others else CARRIED for name in carried}
+    reasons |= {_module(name): OTHER_PART if name in files.other_parts else CARRIED for name in carried}
     reasons |= dict.fromkeys(routers, ROUTER)
     rows = _Rows(skeleton, files, linears, layer_plans, reasons, scale_dtype)
     smoothing_mappings, notes = usable_mappings(skeleton, layer_plans)

@@ -75,7 +75,7 @@ ROUTER = "router: a rounded one sends tokens to other experts"
 
 def carried_notes(files: TensorFiles, carried: Sequence[str], num_blocks: int) -> list[str]:
     """Return a note on tensors that the model does not run: other engines may look for them."""
-    others = files.text_names.others if files.text_names else frozenset()
+    others = files.other_parts
     towers, left = [name for name in carried if name in others], [name for name in carried if name not in others]
     notes = []
     if towers:

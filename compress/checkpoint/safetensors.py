@@ -275,6 +275,11 @@ class TensorFiles:
         files = [file.renamed(layout.own) for file in self.files]
         return TensorFiles(self.path, files, {name: file for file in files for name in file.entries}, text_names=layout)
 
+    @property
+    def other_parts(self) -> frozenset[str]:
+        """Names of the tensors of a multimodal model that are not of its text model."""
+        return self.text_names.others if self.text_names else frozenset()
+
     def names(self) -> list[str]:
         """Tensor names, sorted."""
         return sorted(self._owner)

@@ -175,7 +175,7 @@ def verify_structure(path: str | Path, source: TensorFiles | None = None) -> Str
 def _carried_note(packed: PackedCheckpoint, implied: Shapes) -> tuple[str, ...]:
     """A note on tensors that config.json says nothing of: layers beyond its last, heads of multi-token prediction."""
     parts = {_part(name) for name in implied}
-    others = packed.files.text_names.others if packed.files.text_names else frozenset()
+    others = packed.files.other_parts
     carried = [name for name in _stored(packed) if implied and _part(name) not in parts and name not in others]
     found = f"{len(carried)} tensors are of no layer in config.json, and are not read"
     return (f"{found}, e.g. {min(carried)}",) if carried else ()
@@ -277,6 +277,8 @@ def _reason(packed: PackedCheckpoint, name: str, shape: tuple[int, ...], linears
     recorded = compression_block(packed.config).get("dense") or {}
     if module in recorded:
         return str(recorded[module])
+    if name in packed.files.other_parts:
+        return "not of the text model"
     if len(shape) < 2:
         return "norm or bias"
     if module not in linears:

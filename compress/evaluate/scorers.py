@@ -144,7 +144,7 @@ def load_dequantized(path: Path, *, dtype: str = "auto") -> Any:
 
 def _dense_state(checkpoint: PackedCheckpoint, dtype: torch.dtype) -> dict[str, Tensor]:
     """Returns every tensor under its name in a dense checkpoint of the text model, packed modules dequantized."""
-    others = checkpoint.files.text_names.others if checkpoint.files.text_names else frozenset()
+    others = checkpoint.files.other_parts
     state = {f"{module}.weight": _dequantized(checkpoint.weight(module), dtype) for module in checkpoint.modules}
     state |= {name: checkpoint.tensor(name) for name in checkpoint.dense_names() if name not in others}
     return join_experts(state, checkpoint.config)

@@ -44,7 +44,7 @@ def test_logits_in_float64(model_type: str, tmp_path: Path) -> None:
     for _ in range(2):
         found = score(load_model(folder, dtype="float64"), TOKENS)
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
-        others = PackedCheckpoint.open(folder).files.text_names.others
+        others = PackedCheckpoint.open(folder).files.other_parts
         assert others
         assert all("vi" in name or "projector" in name for name in others), others
         exchange_layout(folder)
