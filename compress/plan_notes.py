@@ -92,6 +92,21 @@ def _amount(files: TensorFiles, names: Sequence[str]) -> str:
     return f"{len(names)} tensors ({sum(map(files.tensor_nbytes, names)) / 1e6:,.2f} MB, e.g. {names[0]})"
 
 
+def class_notes(skeleton: Skeleton, layer_plans: Mapping[str, LayerPlan]) -> list[str]:
+    """Returns a note on linears of a class of their own, which may read the weight that a packed layer has not."""
+    classes = {
+        type(linear).__name__
+        for index, block in enumerate(skeleton.blocks)
+        for name, linear in skeleton.linears(block).items()
+        if layer_plans.get(f"{skeleton.block_name(index)}.{name}") is not None
+    }
+    return [
+        f"linears of the class {name} may read their weight themselves, and then transformers cannot run them packed: "
+        "use `compress export --format dense` for it"
+        for name in sorted(classes - {"Linear"})
+    ]
+
+
 def sibling_notes(skeleton: Skeleton, layer_plans: Mapping[str, LayerPlan]) -> list[str]:
     """Warns of fused projections that would differ in scheme."""
     notes = []

@@ -39,6 +39,7 @@ def build_model(family: str, **options):
         "llama_biased": {"attention_bias": True, "mlp_bias": True},
         "mistral": {"sliding_window": 16},
         "phi3": {},
+        "falcon": {},
         "gptj": {"rotary_dim": 8},
         "phimoe": VARIANTS["phimoe"] | {"head_dim": 16},
         "qwen3": {"head_dim": 64},

@@ -73,3 +73,26 @@ def test_fewer_layers_in_the_files_than_in_the_config(source, tmp_path) -> None:
 def test_a_rotation_that_would_break_them_is_refused(source, tmp_path) -> None:
     with pytest.raises(RecipeError, match=r"model\.layers\.3"):
         runs.prepared(change_tensors(source, add_layer), tmp_path / "out", RotateStage(), STAGE)
+
+
+def test_a_layer_of_multi_token_prediction_behind_a_mixture(tiny_model, tmp_path) -> None:
+    source = private_copy(tiny_model("glm4_moe"), tmp_path / "source")
+    before = load_file(source / "model.safetensors")
+    last = {name: 2 * tensor for name, tensor in before.items() if name.startswith("model.layers.2.")}
+    further = {name.replace("layers.2.", "layers.3."): tensor for name, tensor in last.items()}
+    change_tensors(source, lambda tensors: tensors.update(further))
+    result = runs.compress(source, tmp_path / "out", QuantizeStage("rtn", Int(4, 16)))
+    packed = load_file(tmp_path / "out/model.safetensors")
+    assert result.structure.ok
+    assert any("experts" in name for name in further)
+    assert all(torch.equal(packed[name], tensor) for name, tensor in further.items())
+    biases = [name for name in before if name.endswith("e_score_correction_bias")]
+    assert biases
+    assert all(torch.equal(packed[name], before[name]) for name in biases)
+
+
+def test_a_class_that_transformers_cannot_run_packed_is_noted(tiny_model, tmp_path) -> None:
+    context = runs.prepared(tiny_model("falcon"), tmp_path / "out", STAGE)
+    assert any("FalconLinear" in note for note in context.notes)
+    context = runs.prepared(tiny_model(), tmp_path / "out", STAGE)
+    assert not any("class" in note for note in context.notes)
