@@ -18,12 +18,12 @@ def experts_section(report: RunReport) -> Section | None:
     rare = sum(each.num_rare for each in found)
     least = ", ".join(f"{each:,}" for each in sorted({each.least for each in found}))
     note = (
-        f"{rare} of {sum(len(each.tokens) for each in found)} experts saw fewer than {least} calibration tokens, one "
+        f"{rare} of {sum(len(each.tokens) for each in found)} experts saw fewer than {least} calibration tokens, two "
         "for each channel of their inputs. Their statistics also count other tokens of the same mixture, evenly spread "
         "over the calibration."
     )
     if not rare:
-        note = f"Every expert saw at least {least} calibration tokens, one for each channel of its inputs."
+        note = f"Every expert saw at least {least} calibration tokens, two for each channel of its inputs."
     coverage = Table(HEAD, [_row(each) for each in found], range(1, len(HEAD)))
     return Section.of("Experts", Paragraph(note), coverage, _rarest(found))
 

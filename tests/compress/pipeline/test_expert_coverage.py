@@ -22,6 +22,7 @@ CPU = torch.device("cpu")
 STAGE = QuantizeStage("gptq", Int(4, 32))
 UNUSED = 3
 HIDDEN = 64
+LEAST = 2 * HIDDEN
 
 
 @pytest.fixture(scope="module")
@@ -64,11 +65,11 @@ def test_statistics_are_those_of_the_tokens_of_each_expert(source, tmp_path) -> 
     observed = observe(block, inputs, 0, needs, CPU)
     assert set(observed.statistics) == set(plans)
     (coverage,) = observed.coverage
-    assert coverage.least == HIDDEN
+    assert coverage.least == LEAST
     assert sum(coverage.tokens) == 3 * context.tokens.numel()
     assert coverage.tokens[UNUSED] == 0
-    assert coverage.added == tuple(max(HIDDEN - count, 0) for count in coverage.tokens)
-    common = [index for index, count in enumerate(coverage.tokens) if count >= HIDDEN]
+    assert coverage.added == tuple(max(LEAST - count, 0) for count in coverage.tokens)
+    common = [index for index, count in enumerate(coverage.tokens) if count >= LEAST]
     assert common
     for name, expected in wanted.items():
         found, index = observed.statistics[name], name.partition(".experts.")[2].partition(".")[0]
@@ -76,7 +77,7 @@ def test_statistics_are_those_of_the_tokens_of_each_expert(source, tmp_path) -> 
             assert found.count == expected.count
             torch.testing.assert_close(found.hessian, expected.hessian, rtol=1e-4, atol=1e-5)
         else:
-            assert found.count == HIDDEN
+            assert found.count == LEAST
             assert found.hessian.diagonal().min() > 0
 
 
@@ -89,7 +90,7 @@ def test_an_expert_that_no_token_reached_is_quantized_like_the_others(source, tm
     report = read_report(tmp_path / "out")
     found = [each for block in report.blocks for each in block.experts]
     assert [each.module for each in found] == [f"model.layers.{index}.block_sparse_moe.experts" for index in (0, 1)]
-    assert all(each.num_rare >= 1 and each.added[UNUSED] == HIDDEN for each in found)
+    assert all(each.num_rare >= 1 and each.added[UNUSED] == LEAST for each in found)
     page = report_page(report, read_headers(report)).html()
     assert "<h2>Experts</h2>" in page
     assert f"<td>{found[0].module}</td>" in page
