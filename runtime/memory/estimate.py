@@ -139,8 +139,17 @@ class Weights:
         return (
             other
             + self._outside(excluded)
+            + self._layer_inputs
             + sum(self._fused(scheme, rows, columns, excluded) for scheme, rows, columns in self._products(chosen))
         )
+
+    @property
+    def _layer_inputs(self) -> int:
+        """Rows that are looked up for each layer."""
+        inputs = self.config.spec.layer_inputs
+        if inputs is None:
+            return 0
+        return embedding_bytes(self.checkpoint.scheme(inputs.embedding), *inputs.shape, self.target)
 
     def _shapes(self) -> dict[str, tuple[int, int]]:
         return {linear.name: linear.shape for linear in expected_linears(self.config, self.checkpoint)}
