@@ -16,6 +16,7 @@ from compress.checkpoint.kv_cache import KVCacheRecord, KVCacheScheme
 from compress.checkpoint.safetensors import TensorFiles
 from compress.common.errors import CheckpointError, SchemeError, ToolkitError
 from compress.common.files import REPORT_FILE
+from compress.models.registry import find_family
 from compress.targets import without_indices
 
 FORMAT_VERSION = 1
@@ -363,18 +364,24 @@ class KeyValues(_Record):
     """Keys and values of one token in all layers, in the model's dtype.
 
     Attributes:
+        numbers: of all layers; other than those of `layers` times `kv_heads` times `head_dim` where layers differ.
         max_tokens: longest sequence the model was made for; 2,048 where the config names none.
     """
 
     layers: int
     kv_heads: int
     head_dim: int
+    numbers: int
     dtype: str
     max_tokens: int
 
     @property
     def token_bytes(self) -> int:
-        return 2 * self.layers * self.kv_heads * self.head_dim * _BYTES[self.dtype]
+        return self.numbers * _BYTES[self.dtype]
+
+    @property
+    def layers_alike(self) -> bool:
+        return self.numbers == 2 * self.layers * self.kv_heads * self.head_dim
 
 
 class Headers(_Record):
@@ -412,10 +419,14 @@ def _key_values(config: Mapping[str, Any]) -> KeyValues | None:
     hidden = _size(config, "hidden_size")
     if not (layers and heads and hidden):
         return None
+    kv_heads, head_dim = _size(config, "num_key_value_heads") or heads, _size(config, "head_dim") or hidden // heads
+    describe = find_family(config.get("model_type"))
+    alike = 2 * layers * kv_heads * head_dim
     return KeyValues(
         layers=layers,
-        kv_heads=_size(config, "num_key_value_heads") or heads,
-        head_dim=_size(config, "head_dim") or hidden // heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        numbers=alike if describe is None else describe(config).kv_token_bytes(lambda dim: 2 * dim),
         dtype=dtype_name(config),
         max_tokens=_size(config, "max_position_embeddings") or 2048,
     )
