@@ -380,8 +380,11 @@ class KeyValues(_Record):
         return self.numbers * _BYTES[self.dtype]
 
     @property
-    def layers_alike(self) -> bool:
-        return self.numbers == 2 * self.layers * self.kv_heads * self.head_dim
+    def layout(self) -> str:
+        """The numbers of a token as a product where all layers are alike."""
+        alike = self.numbers == 2 * self.layers * self.kv_heads * self.head_dim
+        product = f"2 x {self.layers} layers x {self.kv_heads} heads x {self.head_dim}"
+        return f"{product if alike else f'{self.numbers:,}'} x {self.dtype}"
 
 
 class Headers(_Record):

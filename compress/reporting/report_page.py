@@ -91,12 +91,8 @@ def _sizes(report: RunReport, headers: Headers) -> Section:
     drawn = figures(_size_bars(report), _memory_bars(report, memory) if memory else None)
     if memory is None:
         return Section.of("Size and memory", drawn, Paragraph(headers.no_memory))
-    numbers = f"{memory.numbers:,}"
-    if memory.layers_alike:
-        numbers = f"2 x {memory.layers} layers x {memory.kv_heads} heads x {memory.head_dim}"
-    each = f"{numbers} x {memory.dtype}"
     rows = [
-        ("keys and values of one token", f"{size(memory.token_bytes)} ({each})"),
+        ("keys and values of one token", f"{size(memory.token_bytes)} ({memory.layout})"),
         ("tokens in one GiB of them", f"{GIB // memory.token_bytes:,}"),
     ]
     return Section.of("Size and memory", drawn, Facts(rows))
