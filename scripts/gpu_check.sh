@@ -106,6 +106,6 @@ for part in "${parts[@]}"; do
     out="$top/$part"
     [ -n "$dry_run" ] || { rm -rf "$out" && mkdir -p "$out"; }
     "run_$part"
-    [ -n "$dry_run" ] || "$python" scripts/benchmarking/check_summary.py "$out" || status=1
+    [ -n "$dry_run" ] || "$python" scripts/check_summary.py "$out" || status=1
 done
 exit "$status"

@@ -140,7 +140,7 @@ def test_the_gpu_check_refuses_unknown_parts_and_machines_without_a_gpu() -> Non
 
 
 def test_a_summary_has_outcomes_and_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from benchmarking import check_summary
+    import check_summary
 
     lines = ["bench\t0\t61\t150", "ncu\tncu is not installed\t0\t0", "tune\t124\t160\t160"]
     (tmp_path / "steps.tsv").write_text("\n".join(lines) + "\n")
