@@ -9,8 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from runtime.backends.triton.kernels.common import multiply
-from runtime.backends.triton.kernels.w4a16 import dequantized_plane, layout_constants, zero_and_scale
+from runtime.backends.triton.kernels.w4a16 import dequantized_product, layout_constants
 from runtime.backends.triton.kernels.weight_layout import InterleavedWeight, tile_inputs
 
 BLOCK_N, BLOCKS_M, NUM_STAGES = 64, (16, 64), 4
@@ -31,32 +30,19 @@ def grouped_w4a16_gemm(
     `rows [b * BLOCK_M ...]`, of which those from NUM_ROWS on are padding, and the expert `expert [b]`, negative in a
     block without rows.
     """
-    TILE: tl.constexpr = 512 // BITS
     block = tl.program_id(1)
     expert = tl.load(expert_ptr + block)
     if expert >= 0:
         row = tl.load(rows_ptr + block * BLOCK_M + tl.arange(0, BLOCK_M))
-        n, lane, has_row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, 32), row < NUM_ROWS
-        x_row = (row // ROWS_PER_TOKEN).to(tl.int64)
+        n, has_row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), row < NUM_ROWS
         words_ptr = tl.multiple_of(tl.load(words_table + expert).to(tl.pointer_type(tl.int16)), 16)
         scale_ptr = tl.multiple_of(tl.load(scale_table + expert).to(tl.pointer_type(SCALE_TYPE)), 16)
         zero_ptr = tl.multiple_of(tl.load(zero_table + expert).to(tl.pointer_type(tl.uint8)), 16)
-        total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-        words_ptrs = words_ptr + n.to(tl.int64)[:, None] * 32 + lane[None, :]
-        for tile in tl.range(0, num_tiles, num_stages=STAGES):
-            words = tl.load(words_ptrs)
-            for unit in tl.static_range(TILE // UNIT):
-                group = (tile * TILE + unit * UNIT) // GROUP_SIZE if GROUP_SIZE > 0 else 0
-                zero, scale = zero_and_scale(zero_ptr, scale_ptr, group * STRIDE + n, MIDPOINT, HAS_ZERO)
-                for plane in tl.static_range(unit * (UNIT // 32), (unit + 1) * (UNIT // 32)):
-                    k = tile * TILE + plane * 32 + lane
-                    inside = has_row[None, :] if EVEN_K else has_row[None, :] & (k < K)[:, None]
-                    x = tl.load(x_ptr + x_row[None, :] * K + k[:, None], mask=inside, other=0.0)
-                    weight = dequantized_plane(
-                        words, zero, scale.to(x_ptr.dtype.element_ty), plane, BITS, BFLOAT16, PTX, INTERPRETED
-                    )
-                    total = multiply(weight, x, total, INTERPRETED)
-            words_ptrs += STRIDE * 32
+        total = dequantized_product(
+            x_ptr, words_ptr, scale_ptr, zero_ptr, (row // ROWS_PER_TOKEN).to(tl.int64), has_row, n, STRIDE, K,
+            num_tiles, BITS, GROUP_SIZE, UNIT, MIDPOINT, HAS_ZERO, EVEN_K, BFLOAT16, PTX, BLOCK_N, BLOCK_M, STAGES,
+            INTERPRETED,
+        )  # fmt: skip
         inside = has_row[None, :] & (n < N)[:, None]
         place = row.to(tl.int64)[None, :] * N + n[:, None]
         tl.store(y_ptr + place, total.to(y_ptr.dtype.element_ty), mask=inside)

@@ -88,6 +88,36 @@ def zero_and_scale(zero_ptr, scale_ptr, place, MIDPOINT: tl.constexpr, HAS_ZERO:
     return zero, scale
 
 
+@triton.jit
+def dequantized_product(
+    x_ptr, words_ptr, scale_ptr, zero_ptr, x_row, has_row, n, STRIDE, K, num_tiles,
+    BITS: tl.constexpr, GROUP_SIZE: tl.constexpr, UNIT: tl.constexpr, MIDPOINT: tl.constexpr, HAS_ZERO: tl.constexpr,
+    EVEN_K: tl.constexpr, BFLOAT16: tl.constexpr, PTX: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
+    STAGES: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """Float32 products `[BLOCK_N, BLOCK_M]` of rows `n` of packed weights, STRIDE in all, and rows `x_row` (int64) of
+    `x [., K]`, which count as zeros where `has_row` is false."""
+    TILE: tl.constexpr = 512 // BITS
+    lane = tl.arange(0, 32)
+    total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    words_ptrs = words_ptr + n.to(tl.int64)[:, None] * 32 + lane[None, :]
+    for tile in tl.range(0, num_tiles, num_stages=STAGES):
+        words = tl.load(words_ptrs)
+        for unit in tl.static_range(TILE // UNIT):
+            group = (tile * TILE + unit * UNIT) // GROUP_SIZE if GROUP_SIZE > 0 else 0
+            zero, scale = zero_and_scale(zero_ptr, scale_ptr, group * STRIDE + n, MIDPOINT, HAS_ZERO)
+            for plane in tl.static_range(unit * (UNIT // 32), (unit + 1) * (UNIT // 32)):
+                k = tile * TILE + plane * 32 + lane
+                inside = has_row[None, :] if EVEN_K else has_row[None, :] & (k < K)[:, None]
+                x = tl.load(x_ptr + x_row[None, :] * K + k[:, None], mask=inside, other=0.0)
+                weight = dequantized_plane(
+                    words, zero, scale.to(x_ptr.dtype.element_ty), plane, BITS, BFLOAT16, PTX, INTERPRETED
+                )
+                total = multiply(weight, x, total, INTERPRETED)
+        words_ptrs += STRIDE * 32
+    return total
+
+
 @triton.jit(do_not_specialize=["M"])
 def w4a16_gemm(
     x_ptr, words_ptr, scale_ptr, zero_ptr, bias_ptr, y_ptr, M, N, K, ROWS, num_tiles,
@@ -97,25 +127,11 @@ def w4a16_gemm(
     INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """`y [M, ROWS]` of `x [M, K]` and packed weights with N rows, a multiple of BLOCK_N."""
-    TILE: tl.constexpr = 512 // BITS
     n, m = grouped_tile(M, N, BLOCK_N, BLOCK_M, GROUP_M)
-    lane, has_token = tl.arange(0, 32), m < M
-    total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    words_ptrs = words_ptr + n.to(tl.int64)[:, None] * 32 + lane[None, :]
-    for tile in tl.range(0, num_tiles, num_stages=STAGES):
-        words = tl.load(words_ptrs)
-        for unit in tl.static_range(TILE // UNIT):
-            group = (tile * TILE + unit * UNIT) // GROUP_SIZE if GROUP_SIZE > 0 else 0
-            zero, scale = zero_and_scale(zero_ptr, scale_ptr, group * N + n, MIDPOINT, HAS_ZERO)
-            for plane in tl.static_range(unit * (UNIT // 32), (unit + 1) * (UNIT // 32)):
-                k = tile * TILE + plane * 32 + lane
-                inside = has_token[None, :] if EVEN_K else has_token[None, :] & (k < K)[:, None]
-                x = tl.load(x_ptr + m[None, :].to(tl.int64) * K + k[:, None], mask=inside, other=0.0)
-                weight = dequantized_plane(
-                    words, zero, scale.to(x_ptr.dtype.element_ty), plane, BITS, BFLOAT16, PTX, INTERPRETED
-                )
-                total = multiply(weight, x, total, INTERPRETED)
-        words_ptrs += N * 32
+    total = dequantized_product(
+        x_ptr, words_ptr, scale_ptr, zero_ptr, m.to(tl.int64), m < M, n, N, K, num_tiles, BITS, GROUP_SIZE, UNIT,
+        MIDPOINT, HAS_ZERO, EVEN_K, BFLOAT16, PTX, BLOCK_N, BLOCK_M, STAGES, INTERPRETED,
+    )  # fmt: skip
     if HAS_BIAS:
         total += tl.load(bias_ptr + n, mask=n < ROWS, other=0.0).to(tl.float32)[:, None]
     store_tile(y_ptr, total, m[None, :], n[:, None], M, ROWS)
