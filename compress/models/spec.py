@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from compress.models.clamped_gate import ClampedGate
 from compress.models.stacks import Slice, Stack
+from compress.models.state import StateField
 
 if TYPE_CHECKING:
     from compress.models.block_parts import Beside, LayerInput, LayerInputs
@@ -144,6 +145,11 @@ class Attention:
     def vectors(self) -> dict[str, tuple[int, ...]]:
         """Shape of its sink logits by tensor name."""
         return {self.sink_logits: (self.num_heads,)} if self.sink_logits else {}
+
+    @property
+    def state_fields(self) -> dict[str, StateField]:
+        """Nothing beside keys and values."""
+        return {}
 
     @property
     def own_kv_heads(self) -> int:

@@ -13,6 +13,7 @@ from compress.checkpoint.weights import Scheme
 from compress.models.clamped_gate import ClampedGate
 from compress.models.spec import Mixture, Router
 from runtime.backends.kv_pages import KVCache, KVPages
+from runtime.backends.state_memory import StepStates
 from runtime.core.batch import Batch, SamplingTensors
 from runtime.core.memory_plan import MemoryPlan
 from runtime.core.model_config import DecoderConfig
@@ -220,9 +221,14 @@ class Model(Protocol):
     def ops(self) -> Ops: ...
 
     def forward(
-        self, token_ids: Tensor, positions: Tensor, attention: Attention, run_layers: RunLayers | None = None
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        attention: Attention,
+        run_layers: RunLayers | None = None,
+        states: StepStates | None = None,
     ) -> Tensor:
-        """Hidden states `[T, H]` before the final norm."""
+        """Hidden states `[T, H]` before the final norm; `states` are those of recurrent layers."""
         ...
 
 

@@ -16,6 +16,7 @@ from compress.models.config import LENGTH, context_length, refusal
 from compress.models.generic import CodeSpec
 from compress.models.registry import find_family, known_families
 from compress.models.spec import MLP, Attention, Block, ModelSpec, Rope
+from compress.models.state import StateField
 
 ROPE_TYPES = ("default", "dynamic", "linear", "llama3", "longrope", "proportional", "yarn")
 ROPE_NUMBERS = {
@@ -116,6 +117,16 @@ class DecoderConfig:
     def kv_sources(self) -> tuple[int, ...]:
         """Layer whose keys and values each layer reads: itself, or an earlier one."""
         return tuple(layer if mixer.kv_layer is None else mixer.kv_layer for layer, mixer in enumerate(self.mixers))
+
+    @property
+    def state_fields(self) -> dict[int, dict[str, StateField]]:
+        """State of a sequence in recurrent layers, by layer and name; empty without such layers."""
+        return {layer: mixer.state_fields for layer, mixer in enumerate(self.mixers) if mixer.state_fields}
+
+    def state_bytes(self, itemsize: int) -> int:
+        """Bytes of the state of one sequence in all recurrent layers, where activations take `itemsize` each."""
+        fields = (field for parts in self.state_fields.values() for field in parts.values())
+        return sum(field.nbytes(itemsize) for field in fields)
 
     @property
     def has_like_heads(self) -> bool:

@@ -9,15 +9,26 @@ from runtime.core.attention_window import AttentionWindow
 from runtime.core.draft_tree import chain
 from runtime.core.request import LogprobColumns, Sequence, TokenLogprobs
 
+NO_STATE = -1
+"""Slot of a sequence that begins with a recurrent state of zeros."""
+
 
 @dataclass(slots=True)  # one per token, as deltas
 class ScheduledSequence:
     """The span `[start, start + num_tokens)` of a sequence to compute, draft tokens included. If it reaches the end of
-    the known tokens, the runner samples one token, and one more per accepted draft token."""
+    the known tokens, the runner samples one token, and one more per accepted draft token.
+
+    Attributes:
+        state_read: slot with the recurrent state before the span, or `NO_STATE`.
+        state_writes: pairs of an offset into the span and a slot, ascending: the recurrent state behind the token of
+            that offset goes there. The last pair is that of the last token. Empty for models without such states.
+    """
 
     sequence: Sequence
     start: int
     num_tokens: int
+    state_read: int = NO_STATE
+    state_writes: tuple[tuple[int, int], ...] = ()
 
     @property
     def num_draft_tokens(self) -> int:

@@ -19,6 +19,7 @@ from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.weights import Weight
 from runtime.backends.base import Attention, Linear, Ops, RunLayers, Target
 from runtime.backends.span_attention import attend_span
+from runtime.backends.state_memory import StepStates
 from runtime.backends.torch.linear import DenseLinear
 from runtime.backends.torch.ops import TorchOps
 from runtime.core.model_config import DecoderConfig
@@ -179,7 +180,12 @@ class CodeDecoder:
         return self
 
     def forward(
-        self, token_ids: Tensor, positions: Tensor, attention: Attention, run_layers: RunLayers | None = None
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        attention: Attention,
+        run_layers: RunLayers | None = None,
+        states: StepStates | None = None,
     ) -> Tensor:
         """Computes hidden states `[T, H]` behind the final norm; see `runtime.model.decoder.Decoder.forward`."""
         self.calls.attention, self.calls.num_calls = attention, 0

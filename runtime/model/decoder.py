@@ -13,6 +13,7 @@ from compress.models.spec import MLP, Block
 from compress.models.spec import Attention as AttentionSpec
 from runtime.backends.base import Attention, Linear, NormWeights, Ops, RunLayers, mlp_linears
 from runtime.backends.span_attention import soft_cap
+from runtime.backends.state_memory import StepStates
 from runtime.core.model_config import DecoderConfig
 from runtime.model.embedding import Embedding, LayerInputsWeights
 from runtime.model.mixture import Expert, Experts
@@ -138,13 +139,19 @@ class Decoder:
         return replace(self, rotaries=tuple(rotary.exact() for rotary in self.rotaries))
 
     def forward(
-        self, token_ids: Tensor, positions: Tensor, attention: Attention, run_layers: RunLayers | None = None
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        attention: Attention,
+        run_layers: RunLayers | None = None,
+        states: StepStates | None = None,
     ) -> Tensor:
         """Computes hidden states `[T, H]` before the final norm, of int64 `token_ids [T]` at int64 `positions [T]`.
 
         Args:
             attention: knows which tokens belong to one sequence; they may come in any order.
             run_layers: replaces everything between the embedding and the final norm.
+            states: of recurrent layers; rows must be in their order then.
         """
         angles = [rotary.at(positions) for rotary in self.rotaries]
         hidden = self._embed(token_ids)
@@ -153,7 +160,7 @@ class Decoder:
         update, nothing = None, hidden.new_empty(0)
         shared = {mixer.kv_layer: (nothing, nothing) for mixer in self.config.mixers if mixer.kv_layer is not None}
         inputs = nothing if self.layer_inputs is None else self.layer_inputs(token_ids, hidden, self.ops)
-        step = _Step(positions, angles, attention, shared, inputs)
+        step = _Step(positions, angles, attention, shared, inputs, states)
         for index, block in enumerate(self.config.spec.blocks):
             update = self._block(index, block, hidden, update, step)
         return hidden if update is None else hidden.add_(update)
@@ -287,6 +294,7 @@ class _Step:
         attention: of the step.
         shared: keys and values of the layers that later ones read.
         inputs: `[T, layers, size]`, see `LayerInputsWeights`.
+        states: of recurrent layers.
     """
 
     positions: Tensor
@@ -294,6 +302,7 @@ class _Step:
     attention: Attention
     shared: dict[int, tuple[Tensor, Tensor]]
     inputs: Tensor
+    states: StepStates | None
 
     def share(self, index: int, mixer: AttentionSpec, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Keeps the key and value of a layer that others read; returns those that this layer reads."""

@@ -87,7 +87,7 @@ class Recorder:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.decoder, name)
 
-    def forward(self, token_ids: Tensor, positions: Tensor, attention: Any, run_layers: Any) -> Tensor:
-        hidden = self.decoder.forward(token_ids, positions, attention, run_layers)
+    def forward(self, token_ids: Tensor, positions: Tensor, *rest: Any) -> Tensor:
+        hidden = self.decoder.forward(token_ids, positions, *rest)
         self.logits_at |= dict(zip(positions.tolist(), self.decoder.logits(hidden), strict=True))
         return hidden
