@@ -18,7 +18,6 @@ import torch
 from benchmarking.machine import Stopwatch, peak_device_bytes, peak_host_bytes
 from calibration.sources import load_texts
 from compress.common.cli import demo_model_path
-from compress.common.errors import ToolkitError
 from compress.recipe import CalibrationOptions, Recipe, Stage
 
 if TYPE_CHECKING:
@@ -118,59 +117,92 @@ Q6_BLOCK, Q6_BYTES = 256, 210
 
 
 def write_gguf(path: Path, shape: Shape, seed: int = 0) -> None:
-    """Needs the package `gguf`. Raises ToolkitError for a mixture of experts."""
+    """Writes random 4-bit weights, with head and routers as llama.cpp keeps them. Needs the package `gguf`."""
     import gguf
 
-    if shape.experts:
-        raise ToolkitError("mixtures are not written as GGUF", "Leave llama.cpp out of --contenders")
-
     random = np.random.default_rng(seed)
-    writer = gguf.GGUFWriter(path, "llama")
-    facts = {
-        "context_length": 8192,
-        "embedding_length": shape.hidden,
-        "block_count": shape.layers,
-        "feed_forward_length": shape.intermediate,
-        "head_count": shape.heads,
-        "head_count_kv": shape.kv_heads,
-        "layer_norm_rms_eps": 1e-5,
-        "rope_dimension_count": shape.hidden // shape.heads,
-        "vocab_size": shape.vocabulary,
-        "tokenizer_model": "llama",
-        "token_list": [f"<{token}>".encode() for token in range(shape.vocabulary)],
-        "token_scores": [0.0] * shape.vocabulary,
-        "token_types": [gguf.TokenType.NORMAL] * shape.vocabulary,
-    }
-    for name, value in facts.items():
+    writer = gguf.GGUFWriter(path, GGUF_ARCHITECTURES[shape.family])
+    for name, value in _gguf_facts(shape).items():
         getattr(writer, f"add_{name}")(value)
+    writer.add_token_types([gguf.TokenType.NORMAL] * shape.vocabulary)
     q4, q6 = gguf.GGMLQuantizationType.Q4_0, gguf.GGMLQuantizationType.Q6_K
-    for name, rows, columns in _gguf_linears(shape):
-        writer.add_tensor(f"{name}.weight", _q4(rows, columns, random), raw_dtype=q4)
+    for name, *size in _gguf_linears(shape):
+        writer.add_tensor(f"{name}.weight", _q4(size, random), raw_dtype=q4)
     writer.add_tensor("output.weight", _q6(shape.vocabulary, shape.hidden, random), raw_dtype=q6)
-    layers = [f"blk.{layer}.{kind}_norm" for layer in range(shape.layers) for kind in ("attn", "ffn")]
-    for name in (*layers, "output_norm"):
-        writer.add_tensor(f"{name}.weight", np.ones(shape.hidden, np.float32))
+    for name, *size in _gguf_routers(shape):
+        writer.add_tensor(f"{name}.weight", random.normal(0, 0.02, size).astype(np.float32))
+    for name, width in _gguf_norms(shape):
+        writer.add_tensor(f"{name}.weight", np.ones(width, np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
 
 
-def _gguf_linears(shape: Shape) -> Iterator[tuple[str, int, int]]:
+GGUF_ARCHITECTURES = {"llama": "llama", "qwen3": "qwen3", "qwen3_moe": "qwen3moe"}
+
+
+def _gguf_facts(shape: Shape) -> dict[str, object]:
+    """Metadata by what follows `add_` in the names of the writer's methods."""
+    head_dim = shape.hidden // shape.heads
+    experts = {
+        "expert_count": shape.experts,
+        "expert_used_count": shape.chosen,
+        "expert_feed_forward_length": shape.intermediate,
+    }
+    return {
+        "context_length": 8192,
+        "embedding_length": shape.hidden,
+        "block_count": shape.layers,
+        "feed_forward_length": shape.intermediate,
+        "head_count": shape.heads,
+        "head_count_kv": shape.kv_heads,
+        "key_length": head_dim,
+        "value_length": head_dim,
+        "layer_norm_rms_eps": 1e-5,
+        "rope_dimension_count": head_dim,
+        "rope_freq_base": 10000.0,
+        "vocab_size": shape.vocabulary,
+        "tokenizer_model": "llama",
+        "token_list": [f"<{token}>".encode() for token in range(shape.vocabulary)],
+        "token_scores": [0.0] * shape.vocabulary,
+        **(experts if shape.experts else {}),
+    }
+
+
+def _gguf_linears(shape: Shape) -> Iterator[tuple[str | int, ...]]:
+    """Names with rows and columns, behind the number of experts where all of a layer are one tensor."""
     hidden, kv, inner = shape.hidden, shape.hidden // shape.heads * shape.kv_heads, shape.intermediate
     attention = {"attn_q": (hidden, hidden), "attn_k": (kv, hidden), "attn_v": (kv, hidden)}
     feed_forward = {"ffn_gate": (inner, hidden), "ffn_up": (inner, hidden), "ffn_down": (hidden, inner)}
+    if shape.experts:
+        feed_forward = {f"{name}_exps": (shape.experts, *size) for name, size in feed_forward.items()}
     yield "token_embd", shape.vocabulary, hidden
     for layer in range(shape.layers):
         for name, size in (attention | {"attn_output": (hidden, hidden)} | feed_forward).items():
             yield f"blk.{layer}.{name}", *size
 
 
-def _q4(rows: int, columns: int, random: np.random.Generator) -> np.ndarray:
-    """Blocks of 32: a float16 scale and 16 bytes of nibbles."""
-    blocks = random.integers(0, 256, (rows, columns // Q4_BLOCK, 2 + Q4_BLOCK // 2), dtype=np.uint8)
+def _gguf_routers(shape: Shape) -> Iterator[tuple[str | int, ...]]:
+    for layer in range(shape.layers if shape.experts else 0):
+        yield f"blk.{layer}.ffn_gate_inp", shape.experts, shape.hidden
+
+
+def _gguf_norms(shape: Shape) -> Iterator[tuple[str, int]]:
+    yield "output_norm", shape.hidden
+    widths = {"attn": shape.hidden, "ffn": shape.hidden}
+    if shape.family.startswith("qwen3"):
+        widths |= dict.fromkeys(("attn_q", "attn_k"), shape.hidden // shape.heads)
+    for layer in range(shape.layers):
+        yield from ((f"blk.{layer}.{name}_norm", width) for name, width in widths.items())
+
+
+def _q4(size: Sequence[int], random: np.random.Generator) -> np.ndarray:
+    """Blocks of 32 numbers of the last dimension: a float16 scale and 16 bytes of nibbles."""
+    *rows, columns = size
+    blocks = random.integers(0, 256, (*rows, columns // Q4_BLOCK, 2 + Q4_BLOCK // 2), dtype=np.uint8)
     blocks[..., :2] = np.frombuffer(np.float16(0.005).tobytes(), np.uint8)
-    return blocks.reshape(rows, -1)
+    return blocks.reshape(*rows, -1)
 
 
 def _q6(rows: int, columns: int, random: np.random.Generator) -> np.ndarray:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -156,3 +157,32 @@ def test_mixtures_are_timed_in_turns() -> None:
         ("cpu_w4a8", "5"),
     ]
     assert all(float(row["x"]) > 0 for row in rows)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("shape", [(256, 512, 2, 4, 2, 512), (256, 64, 2, 4, 2, 512, "qwen3_moe", 8, 3)])
+def test_both_engines_read_the_same_model_of_4_bits(shape: tuple[Any, ...], tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    pytest.importorskip("llama_cpp")
+    from benchmarking.contenders import Settings, equal_jobs, llama_cpp
+    from benchmarking.models import Shape, config_of, write_gguf
+    from transformers import AutoModelForCausalLM
+
+    from runtime.model.loader import load_model
+    from runtime.model.scoring import score
+
+    write_gguf(tmp_path / "model.gguf", Shape(*shape))
+    options = {"config": config_of(Shape(*shape)), "dtype": "float32"}
+    dequantized = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf", **options)
+    plain = AutoModelForCausalLM.from_config(config_of(Shape(*shape)))
+    plain.load_state_dict(dequantized.state_dict())
+    plain.save_pretrained(tmp_path / "dequantized")
+    model, jobs = load_model(tmp_path / "dequantized", dtype="float32"), equal_jobs(3, 12, 6)
+    jobs = [replace(job, prompt=tuple(token % 512 for token in job.prompt)) for job in jobs]
+    with llama_cpp(tmp_path / "model.gguf", Settings(batch=3)) as answer:
+        answers = answer(jobs)
+    for job, tokens in zip(jobs, answers, strict=True):
+        logits = score(model, torch.tensor([[*job.prompt, *tokens]]))[0, len(job.prompt) - 1 : -1]
+        chosen = logits.gather(-1, torch.tensor(tokens)[:, None])[:, 0]
+        # Its activations have 8 bits, so it may take a token that comes near the best one.
+        assert ((logits.amax(-1) - chosen) / logits.std(-1)).max() < 0.1
