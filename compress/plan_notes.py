@@ -8,6 +8,7 @@ from compress.checkpoint.config import is_embedding
 from compress.checkpoint.safetensors import TensorFiles
 from compress.checkpoint.weights import Scheme
 from compress.models.architecture import SmoothingMapping
+from compress.models.registry import find_family
 from compress.pipeline.skeleton import Skeleton
 from compress.plan import LayerPlan, PlanRow
 from compress.recipe import Recipe
@@ -104,6 +105,20 @@ def class_notes(skeleton: Skeleton, layer_plans: Mapping[str, LayerPlan]) -> lis
         f"linears of the class {name} may read their weight themselves, and then transformers cannot run them packed: "
         "use `compress export --format dense` for it"
         for name in sorted(classes - {"Linear"})
+    ]
+
+
+def stack_notes(skeleton: Skeleton, layer_plans: Mapping[str, LayerPlan]) -> list[str]:
+    """Returns a note on experts of a family that transformers stores, and reads, as one tensor."""
+    config = skeleton.model.config
+    describe = find_family(config.model_type)
+    places = describe(config.to_dict()).slices() if describe else {}
+    packed = (places.get(f"{module}.weight") for module, each in layer_plans.items() if each.scheme)
+    stacks = sorted({place.stack.name for place in packed if place and not place.stack.splits_packed})
+    return [
+        f"experts are written one by one, but transformers reads those of {config.model_type!r} together, as {stack}: "
+        "serve this checkpoint here, and give transformers `compress export --format dense`"
+        for stack in stacks[:1]
     ]
 
 

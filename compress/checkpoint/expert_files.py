@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -76,6 +76,17 @@ def split_experts(files: TensorFiles, config: Mapping[str, Any]) -> TensorFiles:
                 "Check that config.json and the weights belong to the same model",
             )
     return ExpertFiles(**vars(files), slices=places) if places else files
+
+
+def stacked_names(names: Iterable[str], config: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Returns those of `names` that the family in `config` stores together, by the name of their stack."""
+    describe = find_family(config.get("model_type"))
+    places = {} if describe is None else describe(config).slices()
+    found: dict[str, list[str]] = {}
+    for name in names:
+        if name in places:
+            found.setdefault(places[name].stack.name, []).append(name)
+    return found
 
 
 def join_experts(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[str, Tensor]:

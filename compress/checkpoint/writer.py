@@ -15,6 +15,7 @@ import re
 import shutil
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,8 @@ from compress.checkpoint.config import (
     quantization_block,
     write_config,
 )
+from compress.checkpoint.dequantized import DequantizedFiles
+from compress.checkpoint.expert_files import join_experts, stacked_names
 from compress.checkpoint.formats import compress_runtime, compressed_tensors, dense, find_format, stored_tensors
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.safetensors import (
@@ -282,13 +285,22 @@ _NAMED_BY_PATTERNS = (compressed_tensors.NAME, compress_runtime.NAME, dense.NAME
 
 
 def _write_pieces(packed: PackedCheckpoint, format: str, schemes: dict[str, Scheme], store: BlockStore) -> list[str]:
-    for number, module in enumerate(packed.modules):
+    values = DequantizedFiles.over(packed)
+    # Dense experts are stored as transformers reads them.
+    stacks = stacked_names(values.names(), packed.config) if format == dense.NAME else {}
+    joined = set(chain.from_iterable(stacks.values()))
+    for number, names in enumerate(stacks.values()):
+        store.write(f"stack-{number:05d}", join_experts({name: values.tensor(name) for name in names}, packed.config))
+        packed.files.release()
+    modules = [module for module in packed.modules if f"{module}.weight" not in joined]
+    for number, module in enumerate(modules):
         codec = find_format(format) if module in schemes else dense
         weight = packed.packed_weight(module).stored_as(schemes.get(module, packed.schemes[module]))
         store.write(f"module-{number:05d}", stored_tensors(codec, module, weight, packed.dtype))
         packed.files.release()
-    store.write("dense", {name: packed.tensor(name) for name in packed.dense_names()})
-    return [f"module-{number:05d}" for number in range(len(packed.modules))] + ["dense"]
+    store.write("dense", {name: packed.tensor(name) for name in packed.dense_names() if name not in joined})
+    counts = {"stack": len(stacks), "module": len(modules)}
+    return [*(f"{kind}-{number:05d}" for kind, count in counts.items() for number in range(count)), "dense"]
 
 
 def _target_schemes(packed: PackedCheckpoint, format: str) -> dict[str, Scheme]:

@@ -14,12 +14,14 @@ class Stack:
         parts: names of the tensors in a slice, relative to the expert.
         transposed: a slice is stored `[in_features, out_features]`.
         interleaved: rows of the parts take turns; else a part follows the other.
+        splits_packed: transformers reads experts one by one where compressed-tensors packs them.
     """
 
     name: str
     parts: tuple[str, ...]
     transposed: bool = False
     interleaved: bool = False
+    splits_packed: bool = False
 
 
 @dataclass(frozen=True, slots=True)

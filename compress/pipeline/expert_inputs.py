@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from calibration.statistics import InputStatistics
-from compress.pipeline.experts import Experts
+from compress.pipeline.experts import Experts, WeighedExperts
 
 TOKENS_PER_CHANNEL = 2
 """Twice what the Hessian of an expert needs for full rank."""
@@ -50,17 +50,21 @@ class MixtureInputs:
         name: of the experts inside the block.
         hidden: `[T_i, H]`, micro-batch by micro-batch.
         chosen: `[T_i, k]`, alike.
+        weights: `[T_i, E]`, alike, of experts that read tokens multiplied by their weight; else empty.
     """
 
     name: str
     experts: Experts
     hidden: list[Tensor] = field(default_factory=list)
     chosen: list[Tensor] = field(default_factory=list)
+    weights: list[Tensor] = field(default_factory=list)
 
     def record(self, _module: nn.Module, args: tuple[Any, ...]) -> None:
         """Keeps the arguments of a forward pass."""
         self.hidden.append(args[0].cpu())
         self.chosen.append(args[1].cpu())
+        if isinstance(self.experts, WeighedExperts):
+            self.weights.append(args[2].cpu())
 
     @property
     def least(self) -> int:
@@ -78,9 +82,10 @@ class MixtureInputs:
     def rows(self, index: int, device: torch.device) -> Iterator[Tensor]:
         """Yields the inputs `[n, H]` that count for an expert."""
         masks = self.tokens(index).split([len(each) for each in self.hidden])
-        for hidden, mask in zip(self.hidden, masks, strict=True):
+        for batch, mask in enumerate(masks):
             if mask.any():
-                yield hidden[mask].to(device)
+                rows = self.hidden[batch][mask]
+                yield (rows * self.weights[batch][mask, index, None] if self.weights else rows).to(device)
 
     def coverage(self, block: str) -> ExpertCoverage:
         chosen = torch.cat(self.chosen)

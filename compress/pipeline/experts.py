@@ -86,6 +86,41 @@ class Experts(nn.ModuleList):
         return out
 
 
+class WeighedExperts(Experts):
+    """All experts of a mixture whose weights multiply what an expert reads."""
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, weights: Tensor) -> Tensor:
+        """Computes the sum `[T, H]` of the chosen experts.
+
+        Args:
+            hidden_states: `[T, H]`.
+            top_k_index: `[T, k]`.
+            weights: `[T, E]`, of all experts.
+        """
+        out = torch.zeros_like(hidden_states)
+        for index in top_k_index.unique().tolist():
+            rows = (top_k_index == index).any(-1).nonzero().flatten()
+            out.index_add_(0, rows, self[index](hidden_states[rows] * weights[rows, index, None]))
+        return out
+
+
+class WeighedMixture(nn.Module):
+    """A mixture of Llama 4, called as transformers calls it; an expert reads the tokens that chose it, not all."""
+
+    def __init__(self, own: Any, mixture: Mixture) -> None:
+        super().__init__()
+        self.router, self.shared_expert = own.router, own.shared_expert
+        self.experts = WeighedExperts(mixture, own.experts.act_fn)
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        """Computes `[T, H]` and the scores `[T, E]` of the router."""
+        rows = hidden_states.flatten(0, -2)
+        scores = self.router(rows)[1]
+        weights = scores.float().sigmoid().to(scores.dtype)
+        chosen = scores.topk(self.experts.num_chosen).indices
+        return self.shared_expert(rows) + self.experts(rows, chosen, weights), scores
+
+
 def name_experts(model: nn.Module, spec: ModelSpec) -> tuple[str, ...]:
     """Replaces fused experts of a model on the meta device by single ones, under the names of the files.
 
@@ -111,16 +146,16 @@ def mixtures(block: nn.Module) -> Iterator[tuple[str, Experts]]:
 
 
 def _replace(layer: nn.Module, mixture: Mixture) -> None:
-    """Leaves a layer as it is where it has no fused experts, or the caller weighs what they read."""
-    if mixture.router.weighs_inputs:
-        return
+    """Leaves a layer as it is where it has no fused experts."""
     own: Any = getattr(layer, "experts", None)
     if _are_fused(own):
         layer.experts = Experts(mixture, own.act_fn)
         return
     for name, module in list(layer.named_children()):
         experts = getattr(module, "experts", None)
-        if _are_fused(experts):
+        if _are_fused(experts) and mixture.router.weighs_inputs:
+            layer.add_module(name, WeighedMixture(module, mixture))
+        elif _are_fused(experts):
             module.experts = Experts(mixture, getattr(experts, "act_fn", nn.Identity()))
             _name_router(module, mixture)
             _rename(layer, name, mixture.name)

@@ -200,8 +200,6 @@ GEMMA4_EXPERTS = {
     "moe_intermediate_size": 32,
 }
 """Options of a Gemma 4 with a mixture beside each MLP."""
-UNCOMPRESSED = STACKED - {"gpt_oss", "granitemoe"}
-"""Those of them that are served only."""
 MIXTURES = {family for family, options in VARIANTS.items() if EXPERTS.items() <= options.items()}
 
 

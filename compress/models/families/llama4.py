@@ -33,8 +33,8 @@ DEFAULTS = {
     "attention_chunk_size": 8192,
 }
 STACKS = (
-    Stack(f"{NAME}.experts.gate_up_proj", ("gate_proj.weight", "up_proj.weight"), transposed=True),
-    Stack(f"{NAME}.experts.down_proj", ("down_proj.weight",), transposed=True),
+    Stack(f"{NAME}.experts.gate_up_proj", ("gate_proj.weight", "up_proj.weight"), transposed=True, splits_packed=True),
+    Stack(f"{NAME}.experts.down_proj", ("down_proj.weight",), transposed=True, splits_packed=True),
 )
 
 

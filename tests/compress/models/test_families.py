@@ -4,7 +4,7 @@ import math
 from pathlib import Path
 
 import pytest
-from tiny_models import SIZES, UNCOMPRESSED, VARIANTS, save_tiny_model
+from tiny_models import SIZES, VARIANTS, save_tiny_model
 from transformers import AutoConfig
 
 from compress.checkpoint.config import read_config
@@ -66,11 +66,11 @@ def test_the_table_of_the_docs_is_true() -> None:
     for model_type, row in rows.items():
         spec = describe(model_type, **VARIANTS[model_type])
         names = architecture_of(spec)
-        refused, fused = model_type in UNCOMPRESSED, not layers_unsupported(spec)
+        fused = not layers_unsupported(spec)
         yes = {True: "yes", False: "no"}
         # Those of all experts are one place.
         places = {each.smooth_layer.rpartition(".")[2] for each in names.mappings}
-        expected = ("no", "-", "no") if refused else ("yes", str(len(places)), yes[names.stream is not None])
+        expected = "yes", str(len(places)), yes[names.stream is not None]
         assert row == (*expected, "all layers in one call" if fused else "layer by layer"), model_type
 
 

@@ -6,13 +6,12 @@ import pytest
 import torch
 from covering import covering
 from runs import compress, same_bytes
-from tiny_models import MIXTURES, UNCOMPRESSED, VARIANTS, load_reference, put_checkpoint, reference_logits
+from tiny_models import MIXTURES, VARIANTS, load_reference, put_checkpoint, reference_logits
 
 from compress.checkpoint.config import read_config
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.safetensors import TensorFiles
 from compress.checkpoint.weights import Int, Scheme
-from compress.common.errors import CheckpointError
 from compress.recipe import QuantizeStage
 from runtime.model.loader import load_model
 from runtime.model.scoring import score
@@ -43,13 +42,6 @@ def test_every_family_and_method_verifies_and_loads_in_transformers(tiny_model, 
     # Random weights of 4 bits in small blocks: rounding to the nearest leaves 0.86 of Gemma, a wrong tensor nothing.
     assert torch.nn.functional.cosine_similarity(logits.float().flatten(), reference.float().flatten(), dim=0) > 0.7
     assert not (tmp_path / "packed.partial").exists()
-
-
-@pytest.mark.parametrize("family", sorted(UNCOMPRESSED))
-def test_stacked_experts_are_refused_before_anything_is_written(tiny_model, tmp_path, family) -> None:
-    with pytest.raises(CheckpointError, match="experts"):
-        compress(tiny_model(family), tmp_path / "packed", QuantizeStage("rtn"))
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(("bits", "symmetric", "group_size"), covering(range(2, 9), [True, False], [32, None]))
