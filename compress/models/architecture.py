@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
-from compress.models.spec import MLP, Block, Linear, Mixture, ModelSpec, Norm, is_pre_norm
+from compress.models.spec import MLP, Attention, Block, Linear, Mixture, ModelSpec, Norm
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class Architecture:
         siblings: linears of a block that share one input and that engines fuse, so they must share one scheme.
         mappings: smoothing mappings, in the order in which they are folded.
         stream: what touches the residual stream; None where it cannot be rotated.
-        routers: linears of a block that stay dense: a rounded one sends tokens to other experts.
+        routers: linears of a block that stay dense: a rounded router sends tokens to other experts.
         experts: linears of all experts of a mixture but shared ones, which engines multiply at once with one scheme.
     """
 
@@ -138,15 +138,29 @@ def smoothing_mappings(block: Block) -> tuple[SmoothingMapping, ...]:
     Norms of query and key heads follow the projections and do not see a scale on their inputs. A norm that mixer and
     MLP both read has no mapping, as no module shows what a change does to both.
     """
-    mixer, mlp = block.mixer, block.mlp
+    mlp = block.mlp
     first, second = (None, None) if block.is_parallel else (block.input_norm, block.mlp_norm)
-    is_fused = len(mixer.qkv) == 1 and mixer.kv_layer is None
-    found = () if is_fused else _mappings(first, mixer.qkv, mixer.output, mixer.name)
-    if mixer.value_norm is not None or mixer.kv_layer is not None:
-        found = tuple(each for each in found if each.parent == mixer.name)
+    found = _attention_mappings(first, block.mixer) if isinstance(block.mixer, Attention) else _reader(first, block)
     if all(len(each.inputs) > 1 or not each.gated for each in block.mlps):
         found += _mixture_mappings(second, mlp) if isinstance(mlp, Mixture) else _mlp_mappings(second, mlp)
     return found
+
+
+def _attention_mappings(norm: Norm | None, mixer: Attention) -> tuple[SmoothingMapping, ...]:
+    """Derives those of attention; a norm of values, or values of another layer, let no scale through."""
+    is_fused = len(mixer.qkv) == 1 and mixer.kv_layer is None
+    found = () if is_fused else _mappings(norm, mixer.qkv, mixer.output, mixer.name)
+    if mixer.value_norm is None and mixer.kv_layer is None:
+        return found
+    return tuple(each for each in found if each.parent == mixer.name)
+
+
+def _reader(norm: Norm | None, block: Block) -> tuple[SmoothingMapping, ...]:
+    """Derives the one from a norm to a recurrent mixer, whose output projection reads normalized heads."""
+    mixer = block.mixer
+    if norm is None:
+        return ()
+    return (SmoothingMapping(norm.name, _names(mixer.qkv), mixer.name, norm.offset, _names(mixer.routers)),)
 
 
 def _mlp_mappings(norm: Norm | None, mlp: MLP) -> tuple[SmoothingMapping, ...]:
@@ -175,11 +189,21 @@ def _mappings(
     return before + inside
 
 
+def is_pre_norm(block: Block) -> bool:
+    """Whether mixer and MLP read the residual stream through plain norms and add to it without one."""
+    read = block.input_norm, block.mlp_norm
+    return (
+        all(norm is not None and norm.is_plain for norm in read) and block.output_norm is block.mlp_output_norm is None
+    )
+
+
 def residual_stream(block: Block) -> ResidualStream | None:
     """Derives what touches a block's residual stream; None where value rows are not stored apart, or where more than
     root mean square norms lie between the stream and the linears."""
     mixer, mlp = block.mixer, block.mlp
-    if not is_pre_norm(block) or isinstance(mlp, Mixture) or len(mixer.qkv) != 3 or len(mlp.inputs) != 2:
+    if not isinstance(mixer, Attention) or isinstance(mlp, Mixture) or not is_pre_norm(block):
+        return None
+    if len(mixer.qkv) != 3 or len(mlp.inputs) != 2:
         return None
     return ResidualStream(
         readers=tuple(

@@ -1,4 +1,4 @@
-"""Parts that few blocks have: a mixture beside the MLP, and inputs of a layer's own."""
+"""Parts that few blocks have: a mixture beside the MLP, inputs of a layer's own, and queries that grow."""
 
 from __future__ import annotations
 
@@ -56,3 +56,12 @@ class LayerInputs:
     def shape(self) -> tuple[int, int]:
         """Shape of the embedding."""
         return self.vocab_size, self.projection.out_features
+
+
+@dataclass(frozen=True, slots=True)
+class PositionScale:
+    """Factor `1 + beta * log(1 + floor((position + first) / length))` on rotated queries, as in Llama 4."""
+
+    beta: float
+    length: int
+    first: int = 0

@@ -9,6 +9,7 @@ from typing import Any
 
 from compress.common.errors import CheckpointError
 from compress.models.clamped_gate import ClampedGate
+from compress.models.recurrent import GatedDeltaNet
 from compress.models.spec import MLP, Attention, Block, Linear, Mixture, ModelSpec, Norm, Rope, Router
 from compress.models.stacks import Stack
 
@@ -239,6 +240,7 @@ def attention(
     output_bias: bool = False,
     qk_norm: bool | tuple[Norm, Norm] = False,
     fused: bool = False,
+    output_gate: bool = False,
     **options: Any,
 ) -> Attention:
     """Composes grouped-query attention named as in Llama.
@@ -246,6 +248,7 @@ def attention(
     Args:
         qk_norm: norms of queries and keys; True is an RMSNorm over each head.
         fused: queries, keys and values are stored as one matrix.
+        output_gate: see `Attention`.
         options: further fields of `Attention`.
 
     Raises:
@@ -256,7 +259,7 @@ def attention(
     if heads % kv_heads:
         raise CheckpointError(f"{heads} attention heads cannot share {kv_heads} key-value heads", "Check config.json")
     head_dim = positive(config, "head_dim", hidden // heads)
-    parts = {"q_proj": heads, "k_proj": kv_heads, "v_proj": kv_heads}
+    parts = {"q_proj": heads * (1 + output_gate), "k_proj": kv_heads, "v_proj": kv_heads}
     parts = {"qkv_proj": sum(parts.values())} if fused else parts
     norms = norm(config, "self_attn.q_norm", head_dim), norm(config, "self_attn.k_norm", head_dim)
     mixer = Attention(
@@ -268,6 +271,7 @@ def attention(
         options.pop("rope") if "rope" in options else rope(config),
         (norms if qk_norm is True else qk_norm) or None,
         window=window,
+        output_gate=output_gate,
     )
     return replace(mixer, **options)
 
@@ -365,7 +369,7 @@ def plain_mlp(config: Config, up: str, down: str, activation: str, *, bias: bool
 
 def decoder(
     config: Config,
-    mixers: Sequence[Attention],
+    mixers: Sequence[Attention | GatedDeltaNet],
     mlp: MLP | Mixture | Sequence[MLP | Mixture],
     **options: Any,
 ) -> ModelSpec:

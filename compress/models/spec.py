@@ -12,7 +12,8 @@ from compress.models.stacks import Slice, Stack
 from compress.models.state import StateField
 
 if TYPE_CHECKING:
-    from compress.models.block_parts import Beside, LayerInput, LayerInputs
+    from compress.models.block_parts import Beside, LayerInput, LayerInputs, PositionScale
+    from compress.models.recurrent import GatedDeltaNet
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +116,7 @@ class Attention:
         kv_layer: earlier layer whose keys and values it reads; then `qkv` and `qk_norm` are those of queries alone.
         value_norm: norm over each value head.
         value_is_key: values are keys as projected, before their norm and rotation; `qkv` has no linear for them.
+        output_gate: the first of `qkv` gives each query head and then its gate, whose sigmoid multiplies the output.
     """
 
     num_heads: int
@@ -134,6 +136,7 @@ class Attention:
     kv_layer: int | None = None
     value_norm: Norm | None = None
     value_is_key: bool = False
+    output_gate: bool = False
     name: str = "self_attn"
 
     @property
@@ -156,14 +159,13 @@ class Attention:
         """Key-value heads that it computes itself."""
         return self.num_kv_heads if self.kv_layer is None else 0
 
+    @property
+    def norms(self) -> tuple[Norm, ...]:
+        return *(() if self.value_norm is None else (self.value_norm,)), *(self.qk_norm or ())
 
-@dataclass(frozen=True, slots=True)
-class PositionScale:
-    """Factor `1 + beta * log(1 + floor((position + first) / length))` on rotated queries, as in Llama 4."""
-
-    beta: float
-    length: int
-    first: int = 0
+    @property
+    def routers(self) -> tuple[Linear, ...]:
+        return ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,7 +307,7 @@ class Block:
     """
 
     input_norm: Norm | None
-    mixer: Attention
+    mixer: Attention | GatedDeltaNet
     mlp_norm: Norm | None
     mlp: MLP | Mixture
     output_norm: Norm | None = None
@@ -334,7 +336,7 @@ class Block:
 
     @property
     def routers(self) -> tuple[Linear, ...]:
-        return () if self.mixture is None else self.mixture.routers
+        return *self.mixer.routers, *(() if self.mixture is None else self.mixture.routers)
 
     @property
     def vectors(self) -> dict[str, tuple[int, ...]]:
@@ -349,9 +351,9 @@ class Block:
     @property
     def norms(self) -> tuple[Norm, ...]:
         last = None if self.layer_input is None else self.layer_input.norm
-        around = self.input_norm, self.output_norm, self.mlp_norm, self.mlp_output_norm, last, self.mixer.value_norm
+        around = self.input_norm, self.output_norm, self.mlp_norm, self.mlp_output_norm, last
         beside = () if self.beside is None else self.beside.norms
-        return *(norm for norm in around if norm is not None), *(self.mixer.qk_norm or ()), *beside
+        return *(norm for norm in around if norm is not None), *self.mixer.norms, *beside
 
 
 @dataclass(frozen=True, slots=True)
@@ -407,12 +409,17 @@ class ModelSpec:
         return found if self.layer_inputs is None else found | {self.layer_inputs.embedding: self.layer_inputs.shape}
 
     @property
+    def attentions(self) -> tuple[Attention, ...]:
+        """Attention of the layers that have it, in order."""
+        return tuple(block.mixer for block in self.blocks if isinstance(block.mixer, Attention))
+
+    @property
     def rotations(self) -> tuple[tuple[Rope, int], ...]:
         """Rotary embeddings and head dimensions of all layers, each pair once, in order of appearance."""
         found: list[tuple[Rope, int]] = []
-        for block in self.blocks:
-            if block.mixer.rotation is not None and block.mixer.rotation not in found:
-                found.append(block.mixer.rotation)
+        for mixer in self.attentions:
+            if mixer.rotation is not None and mixer.rotation not in found:
+                found.append(mixer.rotation)
         return tuple(found)
 
     def block_name(self, index: int) -> str:
@@ -425,7 +432,7 @@ class ModelSpec:
                 yield replace(linear, name=f"{self.block_name(index)}.{linear.name}")
 
     def routers(self) -> Iterator[Linear]:
-        """Linears of all blocks that choose or weigh experts, with absolute names."""
+        """Linears of all blocks that stay dense, with absolute names."""
         for index, block in enumerate(self.blocks):
             for linear in block.routers:
                 yield replace(linear, name=f"{self.block_name(index)}.{linear.name}")
@@ -486,12 +493,4 @@ class ModelSpec:
         Args:
             head_bytes: bytes of one key head and one value head, by head dimension.
         """
-        return sum(block.mixer.own_kv_heads * head_bytes(block.mixer.head_dim) for block in self.blocks)
-
-
-def is_pre_norm(block: Block) -> bool:
-    """Whether mixer and MLP read the residual stream through plain norms and add to it without one."""
-    read = block.input_norm, block.mlp_norm
-    return (
-        all(norm is not None and norm.is_plain for norm in read) and block.output_norm is block.mlp_output_norm is None
-    )
+        return sum(mixer.own_kv_heads * head_bytes(mixer.head_dim) for mixer in self.attentions)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from compress.models.spec import MLP, Attention, Mixture, ModelSpec, Router, is_pre_norm
+from compress.models.architecture import is_pre_norm
+from compress.models.spec import MLP, Attention, Mixture, ModelSpec, Router
 
 
 def layers_unsupported(spec: ModelSpec) -> str:
     """Says why fused layers cannot compute the blocks of a model; empty when they can."""
-    block = spec.blocks[0]
-    mixer, rope = block.mixer, block.mixer.rope
-    if any(replace(each.mixer, window=mixer.window, rope=rope) != mixer for each in spec.blocks):
+    block, mixers = spec.blocks[0], spec.attentions
+    if len(mixers) < len(spec.blocks):
+        return "computes no recurrent layers"
+    mixer, rope = mixers[0], mixers[0].rope
+    if any(replace(each, window=mixer.window, rope=rope) != mixer for each in mixers):
         return "takes layers with the same heads, and keys and values of their own"
     unlike = [mlp for each in spec.blocks for mlp in each.mlps if not is_gated_silu(mlp)]
     others = {mlp.activation if mlp.clamped is None else "a clamped gate" for mlp in unlike}
@@ -20,8 +23,10 @@ def layers_unsupported(spec: ModelSpec) -> str:
     closes = block.beside is not None or block.layer_input is not None or block.scalar
     if block.is_parallel or block.residual_scale != 1.0 or closes or not is_pre_norm(block):
         return "computes plain norms before attention and MLP only, and adds what they give as it is"
-    if rope is None or rope.partial != 1 or rope.interleaved or any(each.mixer.rope != rope for each in spec.blocks):
+    if rope is None or rope.partial != 1 or rope.interleaved or any(each.rope != rope for each in mixers):
         return "rotates all layers and channels alike"
+    if mixer.output_gate:
+        return "has no gate behind attention"
     if mixer.scale is not None or mixer.position_scale is not None:
         return "computes scores divided by the root of the head dimension"
     if reason := scores_unsupported(spec):
@@ -34,7 +39,7 @@ def layers_unsupported(spec: ModelSpec) -> str:
 def scores_unsupported(spec: ModelSpec, knows_sinks: bool = False) -> str:
     """Says why an attention that knows windows, and perhaps sink logits, cannot compute the scores of a model; empty
     when it can."""
-    mixers = [block.mixer for block in spec.blocks]
+    mixers = spec.attentions
     if any(mixer.softcap is not None for mixer in mixers):
         return "caps no scores"
     if not knows_sinks and any(mixer.sink_logits for mixer in mixers):

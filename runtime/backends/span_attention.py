@@ -50,9 +50,8 @@ PLAIN_SCORES = Scores()
 
 def scores_of(model: Model) -> Scores:
     """Reads what a model does to its scores."""
-    mixers = [block.mixer for block in model.config.spec.blocks]
     sinks = tuple(layer.sink_logits for layer in model.layers) if model.config.mixer.sink_logits else ()
-    return Scores(model.config.mixer.softcap, tuple(mixer.chunk for mixer in mixers), sinks)
+    return Scores(model.config.mixer.softcap, model.config.chunks, sinks)
 
 
 SINK_CHANNELS = 8

@@ -56,13 +56,19 @@ class DecoderConfig:
 
     @property
     def mixer(self) -> Attention:
-        """Attention of the first block; where `has_like_heads`, that of the others except for window and rotary
-        embedding."""
-        return self.spec.blocks[0].mixer
+        """Attention of the first layer that has it; where `has_like_heads`, that of the others except for window and
+        rotary embedding."""
+        return self.mixers[0]
 
     @property
     def mixers(self) -> tuple[Attention, ...]:
-        return tuple(block.mixer for block in self.spec.blocks)
+        """Attention of the layers that have it."""
+        return self.spec.attentions
+
+    @property
+    def layer_mixers(self) -> tuple[Attention | None, ...]:
+        """Attention of every layer; None for one with a state."""
+        return tuple(each.mixer if isinstance(each.mixer, Attention) else None for each in self.spec.blocks)
 
     @property
     def mlps(self) -> tuple[MLP, ...]:
@@ -105,8 +111,8 @@ class DecoderConfig:
 
     @property
     def kv_shapes(self) -> tuple[tuple[int, int], ...]:
-        """Key-value heads and their dimension, per layer."""
-        return tuple((mixer.num_kv_heads, mixer.head_dim) for mixer in self.mixers)
+        """Key-value heads and their dimension, per layer; zeros for one without."""
+        return tuple((0, 0) if each is None else (each.num_kv_heads, each.head_dim) for each in self.layer_mixers)
 
     @property
     def num_kv_layers(self) -> int:
@@ -115,13 +121,14 @@ class DecoderConfig:
 
     @property
     def kv_sources(self) -> tuple[int, ...]:
-        """Layer whose keys and values each layer reads: itself, or an earlier one."""
-        return tuple(layer if mixer.kv_layer is None else mixer.kv_layer for layer, mixer in enumerate(self.mixers))
+        """Layer whose keys and values each layer reads: itself, or an earlier one; -1 for none."""
+        return tuple(-1 if each is None else _source(layer, each) for layer, each in enumerate(self.layer_mixers))
 
     @property
     def state_fields(self) -> dict[int, dict[str, StateField]]:
         """State of a sequence in recurrent layers, by layer and name; empty without such layers."""
-        return {layer: mixer.state_fields for layer, mixer in enumerate(self.mixers) if mixer.state_fields}
+        mixers = enumerate(block.mixer for block in self.spec.blocks)
+        return {layer: mixer.state_fields for layer, mixer in mixers if mixer.state_fields}
 
     def state_bytes(self, itemsize: int) -> int:
         """Bytes of the state of one sequence in all recurrent layers, where activations take `itemsize` each."""
@@ -131,8 +138,9 @@ class DecoderConfig:
     @property
     def has_like_heads(self) -> bool:
         """Whether all layers have the same heads, and keys and values of their own."""
+        first = self.mixer
         alike = {(mixer.num_heads, mixer.num_kv_heads, mixer.head_dim, mixer.kv_layer) for mixer in self.mixers}
-        return alike == {(self.mixer.num_heads, self.mixer.num_kv_heads, self.mixer.head_dim, None)}
+        return not self.state_fields and alike == {(first.num_heads, first.num_kv_heads, first.head_dim, None)}
 
     @property
     def vocab_size(self) -> int:
@@ -145,7 +153,12 @@ class DecoderConfig:
     @property
     def windows(self) -> tuple[int | None, ...]:
         """Tokens, itself included, that a token attends to, per layer; None is all."""
-        return tuple(mixer.window for mixer in self.mixers)
+        return tuple(None if mixer is None else mixer.window for mixer in self.layer_mixers)
+
+    @property
+    def chunks(self) -> tuple[int | None, ...]:
+        """Tokens of a chunk, of which a token sees its own only, per layer; None is one chunk."""
+        return tuple(None if mixer is None else mixer.chunk for mixer in self.layer_mixers)
 
     @property
     def sinks_unsupported_reason(self) -> str:
@@ -157,7 +170,7 @@ class DecoderConfig:
             return "its layers do not all have one rotary embedding"
         if first.softcap is not None or first.sink_logits:
             return "its scores are capped, or its softmax has sinks of its own"
-        if any(block.mixer.chunk is not None for block in self.spec.blocks):
+        if any(mixer.chunk is not None for mixer in self.mixers):
             return "its tokens see their own chunk only"
         return "its queries change after their rotation" if first.norms_rotated or first.position_scale else ""
 
@@ -177,9 +190,15 @@ class DecoderConfig:
         return replace(self, spec=replace(self.spec, blocks=tuple(self.spec.blocks[index] for index in kept)))
 
 
+def _source(layer: int, mixer: Attention) -> int:
+    return layer if mixer.kv_layer is None else mixer.kv_layer
+
+
 def _for_length(block: Block, length: int) -> Block:
-    rope = block.mixer.rope
-    return block if rope is None else replace(block, mixer=replace(block.mixer, rope=replace(rope, length=length)))
+    mixer = block.mixer
+    if not isinstance(mixer, Attention) or mixer.rope is None:
+        return block
+    return replace(block, mixer=replace(mixer, rope=replace(mixer.rope, length=length)))
 
 
 def parse_config(
@@ -229,12 +248,12 @@ def _refuse(reason: str) -> None:
 
 def unsupported_reason(spec: ModelSpec) -> str:
     """Says why the decoder cannot compute a model; empty when it can."""
-    first = spec.blocks[0]
+    first, mixers = spec.blocks[0], spec.attentions
     if any(replace(each, mixer=first.mixer, mlp=first.mlp) != first for each in spec.blocks):
         return "layers that differ in more than their attention and MLP are not supported"
-    if len({(block.mixer.softcap, block.mixer.norms_rotated) for block in spec.blocks}) > 1:
+    if len({(mixer.softcap, mixer.norms_rotated) for mixer in mixers}) > 1:
         return "scores with different caps are not supported"
-    if first.mixer.softcap is not None and any(block.mixer.sink_logits for block in spec.blocks):
+    if any(mixer.softcap is not None for mixer in mixers) and any(mixer.sink_logits for mixer in mixers):
         return "sink logits beside capped scores are not supported"
     if any(norm.eps != spec.final_norm.eps for norm in first.norms):
         return "norms with different eps are not supported"

@@ -83,7 +83,10 @@ def _rows_bytes(model: DecoderConfig, rows: int, itemsize: int, attention: int, 
 
 def _qkv_size(model: DecoderConfig) -> int:
     """Numbers of the queries, keys and values of a token, in the layer with most of them."""
-    return max((mixer.num_heads + 2 * mixer.num_kv_heads) * mixer.head_dim for mixer in model.mixers)
+    attention = (
+        (mixer.num_heads * (1 + mixer.output_gate) + 2 * mixer.num_kv_heads) * mixer.head_dim for mixer in model.mixers
+    )
+    return max((*attention, *(linear.out_features for block in model.spec.blocks for linear in block.mixer.qkv)))
 
 
 def exact_tokens(model: DecoderConfig, scheme: KVCacheScheme, itemsize: int, num_sequences: int) -> ExactTokens:
@@ -156,7 +159,8 @@ class Weights:
 
     def _products(self, schemes: Mapping[str, Scheme | None]) -> list[tuple[Scheme | None, int, int]]:
         """Scheme, rows and columns of each product: neighbours over the same input, of one scheme, are one."""
-        leaders = {name: group[0] for group in siblings(self.config.spec.blocks[0]) for name in group}
+        groups = (group for block in self.config.spec.blocks for group in siblings(block))
+        leaders = {name: group[0] for group in groups for name in group}
         linears = [(_place(module, leaders), schemes[module], shape) for module, shape in self._shapes().items()]
         products: list[tuple[Scheme | None, int, int]] = []
         for (_, scheme), group in groupby(linears, key=lambda linear: linear[:2]):

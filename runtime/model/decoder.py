@@ -16,6 +16,7 @@ from runtime.backends.span_attention import soft_cap
 from runtime.backends.state_memory import StepStates
 from runtime.core.model_config import DecoderConfig
 from runtime.model.embedding import Embedding, LayerInputsWeights
+from runtime.model.gated_delta_net import DeltaNet
 from runtime.model.mixture import Expert, Experts
 from runtime.model.rotary import Rotary
 from runtime.model.xielu import Xielu
@@ -50,6 +51,7 @@ class Layer:
     """Weights of one decoder layer. `qkv` and `gate_up` return their parts concatenated.
 
     Attributes:
+        qkv, output: of its attention; None in a layer with a state.
         head_norm: RMSNorm weights `[heads + kv_heads, D]` of query and key heads that `Ops.rotate` computes, or None.
         qk_norm: other norms of queries and keys, each over as many channels as its weight has.
         output_norm, mlp_output_norm: norms of what attention and MLP add.
@@ -62,12 +64,13 @@ class Layer:
         input: of what is added last.
         scalar: factor `[1]` on the residual stream.
         sink_logits: `[heads]`, see `runtime.backends.span_attention.add_sink_key`.
+        recurrent: its mixer with a state; None for attention.
     """
 
     attention_norm: NormWeights | None
-    qkv: Linear
+    qkv: Linear | None
     head_norm: Tensor | None
-    output: Linear
+    output: Linear | None
     mlp_norm: NormWeights | None
     gate_up: Linear | None
     down: Linear | None
@@ -82,12 +85,13 @@ class Layer:
     input: LayerInputWeights | None = None
     scalar: Tensor | None = None
     sink_logits: Tensor | None = None
+    recurrent: DeltaNet | None = None
 
     @property
     def nbytes(self) -> int:
         """Memory of its linears and experts."""
         beside = None if self.beside is None else self.beside.experts
-        parts = self.qkv, self.output, self.gate_up, self.down, self.experts, beside, self.input
+        parts = self.qkv, self.output, self.gate_up, self.down, self.experts, beside, self.input, self.recurrent
         return sum(part.nbytes for part in parts if part is not None)
 
 
@@ -188,12 +192,12 @@ class Decoder:
         """Adds `update` to `hidden`, and what the block adds except for what it returns."""
         layer = self.layers[index]
         normed = self._normalize(hidden, update, layer.attention_norm)
-        update = self._finish(block, self._attend(index, block.mixer, normed, step), layer.output_norm)
+        update = self._finish(block, self._mix(index, block, normed, step), layer.output_norm)
         if not block.is_parallel:
             normed = self._normalize(hidden, update, layer.mlp_norm)
         added = self._mlp(block, layer, normed)
         if layer.beside is not None and block.beside is not None:
-            added = self._mix(block.beside.mixture.mlps[0], layer.beside, hidden, added)
+            added = self._mix_beside(block.beside.mixture.mlps[0], layer.beside, hidden, added)
         added = self._finish(block, added, layer.mlp_output_norm)
         added = added.add_(update) if block.is_parallel else added
         return self._close(index, block, hidden, added, step)
@@ -231,7 +235,7 @@ class Decoder:
             return self.ops.clamp_and_mul(gate_up, mlp.clamped)
         return (self.ops.activate_and_mul if mlp.gated else self.ops.activate)(gate_up, mlp.activation)
 
-    def _mix(self, mlp: MLP, beside: BesideWeights, hidden: Tensor, added: Tensor) -> Tensor:
+    def _mix_beside(self, mlp: MLP, beside: BesideWeights, hidden: Tensor, added: Tensor) -> Tensor:
         """Adds the mixture beside an MLP that gave `added`."""
         routed, read = (self._normalize(hidden, None, norm) for norm in (beside.router_norm, beside.input_norm))
         mixed = beside.experts(read, partial(self._apply, mlp), routed)
@@ -251,10 +255,23 @@ class Decoder:
             hidden.add_(update)
         return hidden if norm is None else self.ops.normalize(hidden, norm)
 
-    def _attend(self, index: int, mixer: AttentionSpec, normed: Tensor, step: _Step) -> Tensor:
-        layer, rotated = self.layers[index], mixer.num_heads + mixer.own_kv_heads
+    def _mix(self, index: int, block: Block, normed: Tensor, step: _Step) -> Tensor:
+        """Computes attention, or a mixer with a state. Raises ValueError for a mixer whose states are not given."""
+        layer = self.layers[index]
+        if layer.recurrent is not None and step.states is not None:
+            return layer.recurrent(normed, index, step.states, self.ops)
+        if layer.qkv is None or layer.output is None or not isinstance(block.mixer, AttentionSpec):
+            raise ValueError(f"layer {index} needs the states of its sequences")
         heads = layer.qkv(normed)
-        heads = heads.view(len(heads), -1, mixer.head_dim)
+        return layer.output(self._attend(index, block.mixer, heads.view(len(heads), -1, block.mixer.head_dim), step))
+
+    def _attend(self, index: int, mixer: AttentionSpec, heads: Tensor, step: _Step) -> Tensor:
+        """Computes the output `[T, heads * D]` of attention from its projections `[T, all heads, D]`."""
+        layer, rotated, gate = self.layers[index], mixer.num_heads + mixer.own_kv_heads, None
+        if mixer.output_gate:
+            queries, others = heads.tensor_split([2 * mixer.num_heads], 1)
+            query, gate = queries.unflatten(1, (-1, 2)).unbind(2)
+            heads = torch.cat((query, others), 1)
         # Before the rotation, which may change its heads in place.
         value = heads[:, mixer.num_heads : rotated].clone() if mixer.value_is_key else heads[:, rotated:]
         value = self._normalize(value, None, layer.value_norm)
@@ -262,7 +279,8 @@ class Decoder:
         query, key = query_key[:, : mixer.num_heads], query_key[:, mixer.num_heads :]
         key, value = step.share(index, mixer, key, value)
         attended = step.attention(index, _scaled(query, mixer, step.positions), key, value)
-        return layer.output(attended.reshape(-1, mixer.num_heads * mixer.head_dim))
+        attended = attended if gate is None else attended * gate.sigmoid()
+        return attended.reshape(-1, mixer.num_heads * mixer.head_dim)
 
     def _rotate(self, mixer: AttentionSpec, layer: Layer, query_key: Tensor, step: _Step) -> Tensor:
         """Applies norms of queries and keys and the rotary embedding to `[T, heads + kv_heads, D]`."""

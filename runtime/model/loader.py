@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from compress.checkpoint.dequantized import UNUSED_SCALES, dequantized
-from compress.checkpoint.expert_files import ExpertFiles
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.weights import Scheme, Weight
 from compress.checkpoint.weights.base import BesideColumns, Factors
@@ -21,6 +20,7 @@ from compress.common.device import available_bytes, format_bytes, resolve_device
 from compress.common.errors import CheckpointError, ToolkitError
 from compress.models.block_parts import Beside, LayerInput
 from compress.models.generic import CodeSpec
+from compress.models.recurrent import GatedDeltaNet
 from compress.models.registry import find_family
 from compress.models.spec import CURVE, MLP, Attention, Block, Mixture, Norm
 from compress.models.spec import Linear as LinearSpec
@@ -39,46 +39,14 @@ from runtime.backends.registry import (
 )
 from runtime.core.model_config import DecoderConfig, parse_config, read_generation_config
 from runtime.model.decoder import BesideWeights, Decoder, Layer, LayerInputWeights
+from runtime.model.device_files import unpacked_on, unpacks_anywhere
 from runtime.model.embedding import Embedding, LayerInputsWeights, make_embedding
+from runtime.model.gated_delta_net import DeltaNet
 from runtime.model.mixture import Expert, Experts
 from runtime.model.rotary import Rotary, channel_order
 from runtime.model.served import ServedModel
+from runtime.model.side_by_side import SideBySide, fuse_biases, fuse_weights
 from runtime.model.xielu import Xielu
-
-
-@dataclass(frozen=True, slots=True)
-class SideBySide:
-    """Linears over one input whose schemes differ, so that they cannot be one weight."""
-
-    parts: tuple[Linear, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(part.nbytes for part in self.parts)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return torch.cat([part(x) for part in self.parts], -1)
-
-
-def fuse_weights(weights: Sequence[Weight | Tensor]) -> Weight | Tensor | None:
-    """Concatenates weights over one input along the output features; None when their forms or dtypes differ, or when
-    their form does not allow it."""
-    if len(weights) == 1:
-        return weights[0]
-    packed = [weight for weight in weights if isinstance(weight, Weight)]
-    if len(packed) == len(weights):
-        return packed[0].fuse(packed[1:])
-    dense = [weight for weight in weights if isinstance(weight, Tensor)]
-    return torch.cat(dense) if len(dense) == len(weights) and len({weight.dtype for weight in dense}) == 1 else None
-
-
-def fuse_biases(biases: Sequence[Tensor | None], sizes: Sequence[int]) -> Tensor | None:
-    """Concatenates biases, with zeros for parts without one; None when no part has one."""
-    present = next((bias for bias in biases if bias is not None), None)
-    if present is None:
-        return None
-    return torch.cat([present.new_zeros(n) if bias is None else bias for bias, n in zip(biases, sizes, strict=True)])
-
 
 REMEDY = "Check that config.json and the weights belong to the same model"
 
@@ -136,31 +104,6 @@ def expected_linears(config: DecoderConfig, checkpoint: PackedCheckpoint) -> Ite
 def head_is_embedding(checkpoint: PackedCheckpoint, config: DecoderConfig) -> bool:
     """Whether logits are products with the embedding; a head that was quantized on its own is not."""
     return checkpoint.tied and config.spec.names.head not in checkpoint.schemes
-
-
-@dataclass
-class DeviceFiles(ExpertFiles):
-    """Tensor files that place matrices of integers (codes and zero points) on a device, and nothing else."""
-
-    device: torch.device = field(kw_only=True)
-
-    def tensor(self, name: str) -> Tensor:
-        tensor = super().tensor(name)
-        return tensor if tensor.dim() != 2 or tensor.is_floating_point() else tensor.to(self.device)
-
-
-def unpacked_on(checkpoint: PackedCheckpoint, device: torch.device) -> PackedCheckpoint:
-    """Returns the checkpoint with integers unpacked on `device` and scales in host memory.
-
-    For modules that `unpacks_anywhere`.
-    """
-    files = checkpoint.files
-    return replace(checkpoint, files=DeviceFiles(**vars(files), device=device))
-
-
-def unpacks_anywhere(scheme: Scheme | None) -> bool:
-    """Whether a module is plain integers, unpacked by operations on one matrix at a time."""
-    return scheme is not None and scheme.numbers == "int" and not scheme.structure
 
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
@@ -291,29 +234,60 @@ class _Loader:
         return [f"{count} x {what}" for what, count in self.used.items()]
 
     def _layer(self, name: str, block: Block) -> Layer:
-        mixer, mlp = block.mixer, block.mlp
-        fused = fuses_head_norms(mixer) and mixer.rope is not None
-        qkv, output = self._linear(*_inside(name, mixer.qkv)), self._linear(*_inside(name, (mixer.output,)))
-        expert = self._expert(name, mlp) if isinstance(mlp, MLP) else None
-        return Layer(
+        layer = Layer(
             attention_norm=self._block_norm(name, block.input_norm),
-            qkv=qkv,
-            head_norm=self._head_norm(name, mixer) if fused else None,
-            output=output,
+            qkv=None,
+            head_norm=None,
+            output=None,
             mlp_norm=self._block_norm(name, block.mlp_norm),
-            gate_up=None if expert is None else expert.gate_up,
-            down=None if expert is None else expert.down,
-            qk_norm=None if fused else self._qk_norm(name, mixer),
+            gate_up=None,
+            down=None,
             output_norm=self._block_norm(name, block.output_norm),
             mlp_output_norm=self._block_norm(name, block.mlp_output_norm),
-            rope=None if mixer.rotation is None else self.config.spec.rotations.index(mixer.rotation),
-            experts=self._experts(name, mlp) if isinstance(mlp, Mixture) else None,
-            curve=self._curve(f"{name}.{mlp.curve}") if isinstance(mlp, MLP) and mlp.curve else None,
-            value_norm=self._block_norm(name, mixer.value_norm),
+            rope=None,
+        )
+        if isinstance(block.mixer, Attention):
+            layer = self._with_attention(name, layer, block.mixer)
+        else:
+            layer = replace(layer, recurrent=self._delta_net(name, block.mixer))
+        layer = self._with_mlp(name, layer, block.mlp)
+        return replace(
+            layer,
             beside=None if block.beside is None else self._beside(name, block.beside),
             input=None if block.layer_input is None else self._layer_input(name, block.layer_input),
             scalar=self._vector(f"{name}.{block.scalar}") if block.scalar else None,
+        )
+
+    def _with_mlp(self, name: str, layer: Layer, mlp: MLP | Mixture) -> Layer:
+        if isinstance(mlp, Mixture):
+            return replace(layer, experts=self._experts(name, mlp))
+        expert, curve = self._expert(name, mlp), self._curve(f"{name}.{mlp.curve}") if mlp.curve else None
+        return replace(layer, gate_up=expert.gate_up, down=expert.down, curve=curve)
+
+    def _with_attention(self, name: str, layer: Layer, mixer: Attention) -> Layer:
+        fused = fuses_head_norms(mixer) and mixer.rope is not None
+        return replace(
+            layer,
+            qkv=self._linear(*_inside(name, mixer.qkv)),
+            output=self._linear(*_inside(name, (mixer.output,))),
+            head_norm=self._head_norm(name, mixer) if fused else None,
+            qk_norm=None if fused else self._qk_norm(name, mixer),
+            rope=None if mixer.rotation is None else self.config.spec.rotations.index(mixer.rotation),
+            value_norm=self._block_norm(name, mixer.value_norm),
             sink_logits=self._vector(f"{name}.{mixer.sink_logits}") if mixer.sink_logits else None,
+        )
+
+    def _delta_net(self, name: str, mixer: GatedDeltaNet) -> DeltaNet:
+        wide, part = torch.promote_types(self.target.dtype, torch.float32), f"{name}.{mixer.name}"
+        return DeltaNet(
+            mixer,
+            inputs=self._linear(*_inside(name, mixer.qkv)),
+            gates=self._linear(*_inside(name, mixer.gates)),
+            output=self._linear(*_inside(name, (mixer.output,))),
+            conv=self._vector(f"{name}.{mixer.conv}", wide).squeeze(1).T.contiguous(),
+            decay=-self._vector(f"{part}.A_log", wide).exp(),
+            dt_bias=self._vector(f"{part}.dt_bias"),
+            norm=self._norm(replace(mixer.norm, name=f"{name}.{mixer.norm.name}")),
         )
 
     def _beside(self, name: str, part: Beside) -> BesideWeights:

@@ -42,6 +42,18 @@ MULTIPLIERS = {
     "logits_scaling": 0.5,
     "residual_multiplier": 0.7,
 }
+DELTA_NET = {
+    "num_hidden_layers": 4,
+    "head_dim": 24,
+    "attention_bias": True,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 12,
+    "linear_conv_kernel_dim": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+    "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5},
+}
 VARIANTS: dict[str, dict[str, object]] = {
     "llama": {"attention_bias": True, "mlp_bias": True, "head_dim": 24},
     "mistral": {"sliding_window": 6},
@@ -182,6 +194,9 @@ VARIANTS: dict[str, dict[str, object]] = {
     "olmoe": {**EXPERTS, "attention_bias": True},
     "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 48, "mlp_only_layers": [0]},
     "qwen3_moe": {**EXPERTS, "head_dim": 24, "norm_topk_prob": True, "attention_bias": True},
+    "qwen3_5_text": DELTA_NET,
+    "qwen3_5_moe_text": {**DELTA_NET, **EXPERTS, "shared_expert_intermediate_size": 48},
+    "qwen3_next": {**DELTA_NET, **EXPERTS, "shared_expert_intermediate_size": 48, "mlp_only_layers": [1]},
 }
 """One model of every family with all of its features."""
 STACKED = {"gpt_oss", "granitemoe", "llama4_text"}

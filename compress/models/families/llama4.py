@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from compress.common.errors import CheckpointError
+from compress.models.block_parts import PositionScale
 from compress.models.config import (
     Config,
     attention,
@@ -20,7 +21,7 @@ from compress.models.config import (
     rope,
 )
 from compress.models.registry import Wrapper, register, register_wrapper
-from compress.models.spec import MLP, Attention, Mixture, ModelSpec, PositionScale
+from compress.models.spec import MLP, Attention, Mixture, ModelSpec
 from compress.models.stacks import Stack
 
 NAME = "feed_forward"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from compress.models.block_parts import PositionScale
 from compress.models.config import Config, attention, decoder, gated_mlp, mixture, number, positive, rope, windows
 from compress.models.registry import Wrapper, register, register_wrapper
-from compress.models.spec import ModelSpec, PositionScale
+from compress.models.spec import ModelSpec
 
 DEFAULT_WINDOW = 4096
 """Window of a config.json without `sliding_window`, as in transformers; null means none."""

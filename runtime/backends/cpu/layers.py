@@ -18,6 +18,7 @@ from runtime.backends.base import (
     Linear,
     Model,
     Target,
+    attention_linears,
     mlp_linears,
     plain_weight,
 )
@@ -283,7 +284,7 @@ def layers_unsupported_reason(decoder: Model, memory: MemoryPlan) -> str:
 
 
 def _linears(layer: LayerWeights) -> tuple[Linear, ...]:
-    return layer.qkv, layer.output, *(() if layer.experts is not None else mlp_linears(layer))
+    return *attention_linears(layer), *(() if layer.experts is not None else mlp_linears(layer))
 
 
 def _layer(layer: LayerWeights, pages: int, window: int | None) -> _DecoderLayer:

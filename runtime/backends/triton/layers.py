@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from runtime.backends.base import LayerWeights, Linear, Model, Target, mlp_linears, plain_weight
+from runtime.backends.base import LayerWeights, Linear, Model, Target, attention_linears, mlp_linears, plain_weight
 from runtime.backends.fused_layers import layers_unsupported
 from runtime.backends.kv_pages import KVCache
 from runtime.backends.torch.ops import TorchOps
@@ -91,7 +91,7 @@ class TritonLayers:
 
 def _linears(layer: LayerWeights) -> tuple[Linear, ...]:
     """Returns the linears of a layer; those of a mixture belong to its kernel."""
-    return layer.qkv, layer.output, *(() if layer.experts is not None else mlp_linears(layer))
+    return *attention_linears(layer), *(() if layer.experts is not None else mlp_linears(layer))
 
 
 def layers_unsupported_reason(decoder: Model, memory: MemoryPlan) -> str:

@@ -25,7 +25,8 @@ from compress.recipe import PruneStage, QuantizeStage, Stage
 from compress.recipe_file import parse_recipe
 from runtime.backends.base import Target, WithOutliers
 from runtime.backends.registry import choose_linear
-from runtime.model.loader import SideBySide, load_model
+from runtime.model.loader import load_model
+from runtime.model.side_by_side import SideBySide
 
 PAGE = Path(__file__).parents[3] / "docs" / "checkpoint-format.md"
 

@@ -10,8 +10,9 @@ from tiny_models import SIZES, VARIANTS
 from transformers import AutoConfig
 
 from compress.common.errors import CheckpointError
+from compress.models.recurrent import GatedDeltaNet
 from compress.models.registry import find_family, known_families
-from compress.models.spec import ModelSpec, Rope
+from compress.models.spec import Attention, ModelSpec, Rope
 
 
 def described(family: str, config: Change) -> ModelSpec | str:
@@ -22,10 +23,11 @@ def described(family: str, config: Change) -> ModelSpec | str:
         spec = describe({"model_type": family, **config})
     except CheckpointError as error:
         return str(error)
-    mixers = (replace(block.mixer, rope=_without_unread(block.mixer.rope)) for block in spec.blocks)
-    return replace(
-        spec, blocks=tuple(replace(block, mixer=mixer) for block, mixer in zip(spec.blocks, mixers, strict=True))
-    )
+    return replace(spec, blocks=tuple(replace(block, mixer=_read(block.mixer)) for block in spec.blocks))
+
+
+def _read(mixer: Attention | GatedDeltaNet) -> Attention | GatedDeltaNet:
+    return replace(mixer, rope=_without_unread(mixer.rope)) if isinstance(mixer, Attention) else mixer
 
 
 def _without_unread(rope: Rope | None) -> Rope | None:

@@ -9,8 +9,9 @@ from tiny_models import load_reference, pack_model, put_weights, reference_logit
 from compress.checkpoint.weights import Activations, BlockFp8, Int, Mxfp4, Scheme
 from compress.common.errors import CheckpointError, ToolkitError
 from runtime.model import loader
-from runtime.model.loader import SideBySide, load_model
+from runtime.model.loader import load_model
 from runtime.model.scoring import score
+from runtime.model.side_by_side import SideBySide
 
 TOKENS = torch.randint(0, 112, (2, 21), generator=torch.Generator().manual_seed(5))
 FORMATS = {

@@ -38,9 +38,9 @@ from runtime.core.request import SamplingParams
 from runtime.engine.engine import Engine
 from runtime.model.decoder import Decoder, Layer
 from runtime.model.embedding import DenseEmbedding
-from runtime.model.loader import SideBySide
 from runtime.model.mixture import Expert, Experts
 from runtime.model.rotary import Rotary
+from runtime.model.side_by_side import SideBySide
 from runtime.runner.runner import build_runner
 
 SIZE, LAYERS, BLOCK, NUM_BLOCKS, VOCABULARY = 128, 2, 4, 12, 64

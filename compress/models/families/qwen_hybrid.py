@@ -1,0 +1,146 @@
+"""Hybrids of Qwen: Qwen3-Next and Qwen3.5, three layers of the gated delta rule (arXiv:2412.06464) to one of attention
+with gated output, dense or mixtures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from compress.models.config import (
+    Config,
+    attention,
+    decoder,
+    flag,
+    gated_mlp,
+    mixture,
+    norm,
+    num_layers,
+    positive,
+    refusal,
+    rope,
+    text,
+)
+from compress.models.families.qwen_moe import layers_of
+from compress.models.recurrent import GatedDeltaNet
+from compress.models.registry import Wrapper, register, register_wrapper
+from compress.models.spec import MLP, Attention, Linear, Mixture, ModelSpec
+from compress.models.stacks import Stack
+
+COMMON = {
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "partial_rotary_factor": 0.25,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+}
+
+
+@register("qwen3_next")
+def qwen3_next(config: Config) -> ModelSpec:
+    """Describes a Qwen3-Next, whose projections are stored by key head."""
+    config = {**COMMON, "num_experts": 512, "num_experts_per_tok": 10, **config}
+    experts = _mixture(config, normalizes=flag(config, "norm_topk_prob", True))
+    return _hybrid(config, layers_of(config, experts, num_layers(config)), grouped=True)
+
+
+@register("qwen3_5_text")
+def qwen3_5_text(config: Config) -> ModelSpec:
+    """Describes the text part of a dense Qwen3.5."""
+    config = {**COMMON, "num_key_value_heads": 4, **config}
+    return _hybrid(config, gated_mlp(config))
+
+
+@register("qwen3_5_moe_text")
+def qwen3_5_moe_text(config: Config) -> ModelSpec:
+    """Describes the text part of a mixture of Qwen3.5, whose experts are stored together."""
+    config = {**COMMON, "num_experts": 256, "num_experts_per_tok": 8, **config}
+    stacks = (
+        Stack("mlp.experts.gate_up_proj", ("gate_proj.weight", "up_proj.weight")),
+        Stack("mlp.experts.down_proj", ("down_proj.weight",)),
+    )
+    return _hybrid(config, _mixture(config, stacks=stacks))
+
+
+# Positions of text are the same in all sections of a multimodal rotary embedding, which makes it a plain one.
+register_wrapper("qwen3_5", Wrapper("qwen3_5_text"))
+register_wrapper("qwen3_5_moe", Wrapper("qwen3_5_moe_text"))
+
+
+def _mixture(config: Config, **options: Any) -> Mixture:
+    size = positive(config, "shared_expert_intermediate_size")
+    return mixture(
+        config,
+        size=positive(config, "moe_intermediate_size"),
+        shared=gated_mlp(config, name="mlp.shared_expert", size=size),
+        shared_gate=Linear("mlp.shared_expert_gate", 1, positive(config, "hidden_size")),
+        **options,
+    )
+
+
+def _hybrid(config: Config, mlps: MLP | Mixture | Sequence[MLP | Mixture], *, grouped: bool = False) -> ModelSpec:
+    """Composes the decoder; `grouped` as in `GatedDeltaNet`."""
+    mixers: dict[str, Attention | GatedDeltaNet] = {
+        "linear_attention": _delta_net(config, grouped),
+        "full_attention": _attention(config),
+    }
+    norms = {
+        field: norm(config, name, offset=1.0)
+        for field, name in (("input_norm", "input_layernorm"), ("mlp_norm", "post_attention_layernorm"))
+    }
+    spec = decoder(config, [mixers[kind] for kind in _kinds(config)], mlps, **norms)
+    return replace(spec, final_norm=norm(config, spec.final_norm.name, offset=1.0))
+
+
+def _kinds(config: Config) -> list[str]:
+    """Reads the kind of every layer. Raises CheckpointError unless they are of attention and the gated delta rule."""
+    period, layers = positive(config, "full_attention_interval", 4), range(num_layers(config))
+    kinds = config.get("layer_types")
+    if kinds is None:
+        return ["linear_attention" if (layer + 1) % period else "full_attention" for layer in layers]
+    known = ("linear_attention", "full_attention")
+    if not isinstance(kinds, list) or len(kinds) != len(layers) or any(kind not in known for kind in kinds):
+        raise refusal("layer_types", kinds, f"a list of {len(layers)} times {' or '.join(known)}")
+    if "full_attention" not in kinds:
+        raise refusal("layer_types", kinds, "one with full_attention")
+    return kinds
+
+
+def _attention(config: Config) -> Attention:
+    bias, head_dim = flag(config, "attention_bias"), positive(config, "head_dim")
+    query, key = (norm(config, f"self_attn.{name}_norm", head_dim, offset=1.0) for name in "qk")
+    rotary = rope(config, knows_partial=True)
+    return attention(config, qkv_bias=bias, output_bias=bias, qk_norm=(query, key), output_gate=True, rope=rotary)
+
+
+def _delta_net(config: Config, grouped: bool) -> GatedDeltaNet:
+    """Composes a layer of the gated delta rule.
+
+    Raises:
+        CheckpointError: value heads that do not divide among the key heads.
+    """
+    name, hidden = "linear_attn", positive(config, "hidden_size")
+    key_heads, heads = positive(config, "linear_num_key_heads", 16), positive(config, "linear_num_value_heads", 32)
+    key_dim, value_dim = positive(config, "linear_key_head_dim", 128), positive(config, "linear_value_head_dim", 128)
+    if heads % key_heads:
+        raise refusal("linear_num_value_heads", heads, f"a multiple of linear_num_key_heads={key_heads}")
+    keys, values = key_heads * key_dim, heads * value_dim
+    qkv = {"in_proj_qkvz": 2 * (keys + values)} if grouped else {"in_proj_qkv": 2 * keys + values, "in_proj_z": values}
+    gates = {"in_proj_ba": 2 * heads} if grouped else {"in_proj_b": heads, "in_proj_a": heads}
+    inputs, strengths = (
+        tuple(Linear(f"{name}.{part}", rows, hidden) for part, rows in parts.items()) for parts in (qkv, gates)
+    )
+    return GatedDeltaNet(
+        heads,
+        key_heads,
+        key_dim,
+        value_dim,
+        inputs,
+        strengths,
+        Linear(f"{name}.out_proj", hidden, values, split="rows"),
+        norm(config, f"{name}.norm", value_dim),
+        positive(config, "linear_conv_kernel_dim", 4),
+        grouped,
+        text(config, "hidden_act", "silu"),
+    )

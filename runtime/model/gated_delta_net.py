@@ -1,0 +1,185 @@
+"""Linear attention by the gated delta rule (arXiv:2412.06464) in plain torch: the oracle of every kernel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate, groupby, islice, pairwise
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from compress.models.recurrent import GatedDeltaNet
+from runtime.backends.base import Linear, NormWeights, Ops
+from runtime.backends.state_memory import StepStates
+from runtime.core.state_rows import StateRows
+
+CHUNK = 64
+"""Tokens that are computed at once; more take longer, as the work in a chunk grows with its square."""
+NORM_EPS = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaInputs:
+    """Inputs of the delta rule, in the dtype of the state.
+
+    Attributes:
+        query, key: `[B, H, n, K]`, normalized.
+        value: `[B, H, n, V]`.
+        beta: strength of each update, `[B, H, n]`.
+        decay: logarithm of the factor on the state before each update, `[B, H, n]`; at most 0.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    beta: Tensor
+    decay: Tensor
+
+    def tokens(self, start: int, stop: int) -> DeltaInputs:
+        """Those of some tokens."""
+        parts = (self.query, self.key, self.value, self.beta, self.decay)
+        return DeltaInputs(*(part[:, :, start:stop] for part in parts))
+
+
+def delta_rule(inputs: DeltaInputs, state: Tensor, chunk: int = CHUNK) -> tuple[Tensor, Tensor]:
+    """Computes outputs `[B, H, n, V]` and the state `[B, H, K, V]` after the last token from that before the first."""
+    outputs = []
+    for start in range(0, inputs.beta.shape[-1], chunk):
+        output, state = _chunk(inputs.tokens(start, start + chunk), state)
+        outputs.append(output)
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2), state
+
+
+def _chunk(x: DeltaInputs, state: Tensor) -> tuple[Tensor, Tensor]:
+    """Computes a few tokens at once: their updates solve a triangular system (arXiv:2412.06464, section 3.3)."""
+    total = x.decay.cumsum(-1)
+    since = (total.unsqueeze(-1) - total.unsqueeze(-2)).tril().exp().tril()  # decay from one token to a later one
+    seen = total.unsqueeze(-1).exp()
+    beta = x.beta.unsqueeze(-1)
+    update = beta * (x.value - seen * (x.key @ state))
+    if x.beta.shape[-1] > 1:
+        shared = (beta * since * (x.key @ x.key.mT)).tril(-1)
+        update = torch.linalg.solve_triangular(shared, update, upper=False, unitriangular=True)
+    output = seen * (x.query @ state) + (since * (x.query @ x.key.mT)) @ update
+    left = (total[..., -1:] - total).exp().unsqueeze(-1)
+    return output, total[..., -1:, None].exp() * state + (left * x.key).mT @ update
+
+
+@dataclass(frozen=True, slots=True)
+class RowGroup:
+    """Sequences that follow each other on the token axis and are cut into segments of the same lengths."""
+
+    num_sequences: int
+    lengths: tuple[int, ...]
+
+    @property
+    def num_rows(self) -> int:
+        return self.num_sequences * sum(self.lengths)
+
+
+def group_rows(rows: StateRows) -> list[RowGroup]:
+    """Groups the sequences of a step, in order."""
+    if rows.is_single:
+        return [RowGroup(len(rows.counts), (1,))]
+    lengths = iter(rows.lengths)
+    cuts = (tuple(islice(lengths, count)) for count in rows.counts)
+    return [RowGroup(len(list(alike)), cut) for cut, alike in groupby(cuts)]
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaNet:
+    """Weights of one layer, and what computes it.
+
+    Attributes:
+        inputs: queries, keys, values and output gates, side by side.
+        gates: beta and decay, side by side.
+        conv: `[kernel, channels]` in the dtype of the state.
+        decay: `-exp(A_log) [heads]` in the dtype of the state.
+        dt_bias: `[heads]`.
+    """
+
+    spec: GatedDeltaNet
+    inputs: Linear
+    gates: Linear
+    output: Linear
+    conv: Tensor
+    decay: Tensor
+    dt_bias: Tensor
+    norm: NormWeights
+
+    @property
+    def nbytes(self) -> int:
+        return self.inputs.nbytes + self.gates.nbytes + self.output.nbytes + self.conv.nbytes
+
+    def __call__(self, x: Tensor, layer: int, states: StepStates, ops: Ops) -> Tensor:
+        """Computes `[T, H]` of `x [T, H]`, and keeps states as `states` says."""
+        mixed, gate = self._split(self.inputs(x))
+        beta, decay = self._read_gates(self.gates(x))
+        groups = group_rows(states.rows)
+        sequences, tokens = [each.num_sequences for each in groups], [each.num_rows for each in groups]
+        before = (states.read(layer, name).split(sequences) for name in ("window", "matrix"))
+        rows = (part.split(tokens) for part in (mixed, beta, decay))
+        found = [self._scan(ops, *each) for each in zip(groups, *rows, *before, strict=True)]
+        heads, windows, matrices = (torch.cat(parts) for parts in zip(*found, strict=True))
+        states.write(layer, "window", windows)
+        states.write(layer, "matrix", matrices)
+        gated = ops.normalize(heads.to(x.dtype), self.norm) * functional.silu(gate.to(self.conv.dtype))
+        return self.output(gated.to(x.dtype).flatten(1))
+
+    def _scan(
+        self, ops: Ops, group: RowGroup, mixed: Tensor, beta: Tensor, decay: Tensor, window: Tensor, matrix: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Computes heads `[rows, H, V]` of a group, and windows and matrices behind its segments."""
+        mixed, beta, decay = (part.unflatten(0, (group.num_sequences, -1)) for part in (mixed, beta, decay))
+        seen = torch.cat((window, mixed), 1)
+        inputs = self._delta_inputs(self._convolve(seen, ops), beta.mT, decay.mT)
+        outputs, windows, matrices = [], [], []
+        for start, stop in pairwise(accumulate(group.lengths, initial=0)):
+            output, matrix = delta_rule(inputs.tokens(start, stop), matrix)
+            outputs.append(output)
+            windows.append(seen[:, stop : stop + self.spec.kernel - 1])
+            matrices.append(matrix)
+        heads = torch.cat(outputs, 2).transpose(1, 2).flatten(0, 1)
+        return heads, torch.stack(windows, 1).flatten(0, 1), torch.stack(matrices, 1).flatten(0, 1)
+
+    def _split(self, projected: Tensor) -> tuple[Tensor, Tensor]:
+        """Splits projections into what is convolved, `[T, channels]`, and the output gate `[T, heads, V]`."""
+        spec = self.spec
+        keys, values = spec.num_key_heads * spec.key_dim, spec.num_heads * spec.value_dim
+        if not spec.grouped:
+            mixed, gate = projected.split((2 * keys + values, values), -1)
+        else:
+            shares = [part // spec.num_key_heads for part in (keys, keys, values, values)]
+            *parts, gate = projected.unflatten(-1, (spec.num_key_heads, -1)).split(shares, -1)
+            mixed = torch.cat([part.flatten(1) for part in parts], -1)
+        return mixed, gate.reshape(-1, spec.num_heads, spec.value_dim)
+
+    def _read_gates(self, projected: Tensor) -> tuple[Tensor, Tensor]:
+        """Computes beta and the logarithm of the decay, `[T, heads]` each in the dtype of the state."""
+        if self.spec.grouped:
+            projected = projected.unflatten(-1, (self.spec.num_key_heads, 2, -1)).transpose(1, 2)
+        beta, step = projected.reshape(len(projected), 2, -1).unbind(1)
+        step = functional.softplus(step.to(self.decay.dtype) + self.dt_bias)
+        return beta.sigmoid().to(self.decay.dtype), self.decay * step
+
+    def _convolve(self, seen: Tensor, ops: Ops) -> Tensor:
+        """Convolves `[B, kernel - 1 + n, channels]`, with the same sums wherever the text is cut."""
+        count = seen.shape[1] - self.spec.kernel + 1
+        convolved = seen[:, :count] * self.conv[0]
+        for shift, weight in enumerate(self.conv[1:], 1):
+            convolved.addcmul_(seen[:, shift : shift + count], weight)
+        return ops.activate(convolved.to(seen.dtype), self.spec.activation)
+
+    def _delta_inputs(self, convolved: Tensor, beta: Tensor, decay: Tensor) -> DeltaInputs:
+        spec, (batch, count, _) = self.spec, convolved.shape
+        keys, shared = spec.num_key_heads * spec.key_dim, spec.num_heads // spec.num_key_heads
+        query, key, value = convolved.to(beta.dtype).split((keys, keys, spec.num_heads * spec.value_dim), -1)
+        query, key = (_normalized(part.unflatten(-1, (-1, spec.key_dim))) for part in (query, key))
+        query, key = (part.repeat_interleave(shared, 2).transpose(1, 2) for part in (query, key))
+        value = value.view(batch, count, -1, spec.value_dim).transpose(1, 2)
+        return DeltaInputs(query * spec.key_dim**-0.5, key, value, beta, decay)
+
+
+def _normalized(heads: Tensor) -> Tensor:
+    return heads * (heads.square().sum(-1, keepdim=True) + NORM_EPS).rsqrt()
