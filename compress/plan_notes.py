@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
 
 from compress.checkpoint.config import is_embedding
 from compress.checkpoint.safetensors import TensorFiles
@@ -94,17 +97,22 @@ def _amount(files: TensorFiles, names: Sequence[str]) -> str:
 
 
 def class_notes(skeleton: Skeleton, layer_plans: Mapping[str, LayerPlan]) -> list[str]:
-    """Returns a note on linears of a class of their own, which may read the weight that a packed layer has not."""
-    classes = {
-        type(linear).__name__
+    """Returns a note on linears whose class, or whose owner, may read the weight that a packed linear has not."""
+    linears = {
+        f"{skeleton.block_name(index)}.{name}": linear
         for index, block in enumerate(skeleton.blocks)
         for name, linear in skeleton.linears(block).items()
-        if layer_plans.get(f"{skeleton.block_name(index)}.{name}") is not None
     }
+    packed = [name for name, each in layer_plans.items() if each.scheme and name in linears]
+    classes = {type(linears[name]).__name__ for name in packed} - {"Linear"}
+    code = Path(str(sys.modules[type(skeleton.model).__module__].__file__)).read_text(encoding="utf-8")
+    read = {name.rpartition(".")[2] for name in packed} & set(re.findall(r"\.(\w+)\.weight\b", code))
+    found = [f"linears of the class {name}" for name in sorted(classes)]
+    found += [f"transformers' code around {', '.join(sorted(read))}"] if read else []
     return [
-        f"linears of the class {name} may read their weight themselves, and then transformers cannot run them packed: "
+        f"{each} may read a weight, which packed linears do not have, and then transformers cannot run them packed: "
         "use `compress export --format dense` for it"
-        for name in sorted(classes - {"Linear"})
+        for each in found
     ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -177,8 +178,14 @@ class PackedCheckpoint:
             for name in self.dense_names()
             if name.endswith(".weight") and len(self.files.shape(name)) == 2
         ]
-        heads = set() if self.tied and any(map(is_embedding, self.schemes)) else {HEAD}
+        heads = set() if self.tied and any(map(is_embedding, self.schemes)) else self._heads()
         return sorted({each for each in matrices if not is_embedding(each)} | heads - set(self.schemes))
+
+    def _heads(self) -> set[str]:
+        """Returns the name of the output head: one outside of all modules that is recorded as dense, else the usual."""
+        ignored = quantization_block(self.config).get("ignore")
+        recorded = {name for name in ignored if re.fullmatch(r"\w+", str(name))} if isinstance(ignored, list) else set()
+        return recorded or {HEAD}
 
     def weight_bytes(self, module: str) -> int:
         """Stored bytes of a quantized weight: codes, scales and zero points, without shapes and indices."""

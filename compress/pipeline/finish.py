@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from compress.checkpoint.config import COMPRESSION_KEY, packed_config, read_config, write_config
+from compress.checkpoint.config import COMPRESSION_KEY, is_embedding, packed_config, read_config, write_config
 from compress.checkpoint.formats import dense, format_for
 from compress.checkpoint.kv_cache import KV_CACHE_KEY, KV_MEASURED_KEY, KVCacheRecord, KVCacheScheme, MeasuredKVCache
 from compress.checkpoint.verify import StructureReport, verify_against, verify_structure
@@ -190,7 +190,8 @@ def _dense_linears(context: RunContext, schemes: Mapping[str, Scheme]) -> list[s
         for row in context.plan.rows
         if row.tensor not in packed and len(row.shape) == 2 and row.tensor.endswith(".weight")
     }
-    stored.discard(skeleton.architecture.embedding)
+    # Loaders take a matrix without such a name for a linear.
+    stored -= {skeleton.architecture.embedding} if is_embedding(skeleton.architecture.embedding) else set()
     looked_up = skeleton.ties_head and skeleton.architecture.embedding in schemes
     heads = {skeleton.architecture.head} if skeleton.architecture.head and not looked_up else set()
     return sorted((inside | stored | heads | set(skeleton.renamed)) - schemes.keys())
