@@ -49,6 +49,7 @@ def test_the_table_says_rates_shares_and_why_something_is_missing() -> None:
     assert rows[0].keys() == rows[1].keys()
 
 
+@pytest.mark.full
 def test_a_contender_that_fails_does_not_end_the_run(tmp_path: Path) -> None:
     from benchmarking import gpu_models
     from benchmarking.gpu_models import Work

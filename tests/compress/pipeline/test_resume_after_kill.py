@@ -95,7 +95,10 @@ DEATHS = {
 }
 
 
-@pytest.mark.parametrize("method", [pytest.param("awq", marks=pytest.mark.full), "gptq", "rtn", "signround"])
+@pytest.mark.parametrize(
+    "method",
+    ["gptq", "rtn", pytest.param("awq", marks=pytest.mark.full), pytest.param("signround", marks=pytest.mark.full)],
+)
 def test_killed_again_and_again(tiny_model, tmp_path, uninterrupted, method) -> None:
     expected = uninterrupted(method)
     request = make_request(tiny_model(), tmp_path / "packed", method)

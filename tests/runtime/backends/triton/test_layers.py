@@ -243,9 +243,8 @@ def test_greedy_tokens_through_the_engine(gpu) -> None:
     assert [len(answer) for answer in answers[1].values()] == [3, 3]
 
 
-@pytest.mark.parametrize(
-    ("kind", "format"), [(INT4, "int4"), pytest.param(W8A8, "16bit", marks=pytest.mark.full)], ids=str
-)
+@pytest.mark.full
+@pytest.mark.parametrize(("kind", "format"), [(INT4, "int4"), (W8A8, "16bit")], ids=str)
 def test_padding_changes_nothing(gpu, kind, format: str) -> None:
     world = World(kind, gpu)
     decoder = world.decoder(fused=True)
