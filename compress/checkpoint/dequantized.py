@@ -21,7 +21,7 @@ from compress.checkpoint.expert_files import split_experts
 from compress.checkpoint.formats import TRANSLATIONS, dense
 from compress.checkpoint.reader import PackedCheckpoint, open_stored
 from compress.checkpoint.safetensors import TensorFiles
-from compress.checkpoint.weights import Scheme, Weight
+from compress.checkpoint.weights import Scheme
 
 UNUSED_SCALES = (
     ".input_scale",
@@ -84,8 +84,10 @@ class DequantizedFiles(TensorFiles):
         return lines
 
     def scheme(self, name: str) -> Scheme | None:
-        """Stored scheme of a tensor; None where it is dense."""
-        return self.packed.scheme(name.removesuffix(".weight")) if name in self._shapes else None
+        """Stored scheme of a tensor; None where it is dense, or has an order of columns that is not written again."""
+        module = name.removesuffix(".weight")
+        is_kept = name in self._shapes and self.packed.column_order(module) is None
+        return self.packed.scheme(module) if is_kept else None
 
     def names(self) -> list[str]:
         return sorted([*self._shapes, *self._dense])
@@ -112,8 +114,7 @@ class DequantizedFiles(TensorFiles):
         """Return the dequantized weight, rounded once to the model's dtype, or the stored tensor."""
         if name not in self._shapes:
             return self.packed.files.tensor(name)
-        weight = self.packed.weight(name.removesuffix(".weight"))
-        return weight.dequantize(self._value_dtype) if isinstance(weight, Weight) else weight.to(self._value_dtype)
+        return self.packed.values(name.removesuffix(".weight"), self._value_dtype)
 
     @property
     def working_bytes(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -27,9 +27,13 @@ from compress.checkpoint.expert_files import split_experts
 from compress.checkpoint.formats import TRANSLATIONS, Format, Translation, compress_runtime, dense, find_format
 from compress.checkpoint.safetensors import TensorFiles
 from compress.checkpoint.weights import Int, Scheme, Weight
-from compress.checkpoint.weights.base import StoredTensors
+from compress.checkpoint.weights.base import Get, StoredTensors
+from compress.checkpoint.weights.integer import IntegerWeight
 from compress.common.errors import CheckpointError, ToolkitError
 from compress.models.wrappers import OUTER
+
+GROUP_INDEX = "g_idx"
+"""End of the name of a tensor with the group of every column."""
 
 
 def open_stored(path: str | Path) -> tuple[TensorFiles, ModelConfig]:
@@ -130,11 +134,45 @@ class PackedCheckpoint:
 
     def packed_weight(self, module: str) -> Weight:
         """Reads the weight of a packed module. Raises CheckpointError for tensors that contradict the config."""
+        return self._decoded(module, self.tensor)
+
+    def _decoded(self, module: str, get: Get) -> Weight:
         scheme, translation = self.schemes[module], self.translation
         with self._explained(module):
             if translation is None:
-                return scheme.read(StoredTensors(module, self.tensor))
-            return translation.decode(module, self.tensor, scheme, quantization_block(self.config))
+                return scheme.read(StoredTensors(module, get))
+            return translation.decode(module, get, scheme, quantization_block(self.config))
+
+    def values(self, module: str, dtype: torch.dtype) -> Tensor:
+        """Reads the values `[O, I]` of a packed module, rounded once to `dtype`, with `column_order` or without.
+
+        Raises:
+            CheckpointError: tensors that contradict the config.
+        """
+        order = self.column_order(module)
+        weight = self.weight(module) if order is None else self._decoded(module, self._without_order)
+        if isinstance(weight, Tensor):
+            return weight.to(dtype)
+        if order is None or not isinstance(weight, IntegerWeight):
+            return weight.dequantize(dtype)
+        return replace(weight, qweight=weight.qweight[:, order]).dequantize(dtype)[:, order.argsort()]
+
+    def column_order(self, module: str) -> Tensor | None:
+        """Returns the columns `[I]` of a packed module in the order of their groups, where activations (desc_act) have
+        mixed those, which no kernel multiplies; else None."""
+        name = next((name for name in self.packed_names(module) if name.endswith(GROUP_INDEX)), None)
+        if name is None:
+            return None
+        groups = self.tensor(name).to(torch.int64)
+        order = groups.argsort(stable=True)
+        plain = torch.arange(len(groups)) // (self.schemes[module].group_size or len(groups))
+        is_mixed = torch.equal(groups[order], plain) and not torch.equal(groups, plain)
+        return order if is_mixed else None
+
+    def _without_order(self, name: str) -> Tensor:
+        if name.endswith(GROUP_INDEX):
+            raise CheckpointError(f"{name} is left out", "Read it by its name")
+        return self.tensor(name)
 
     def shape(self, module: str) -> tuple[int, int]:
         """`(O, I)` of a linear module. Raises CheckpointError when it is missing or not a matrix."""
@@ -189,7 +227,7 @@ class PackedCheckpoint:
 
     def weight_bytes(self, module: str) -> int:
         """Stored bytes of a quantized weight: codes, scales and zero points, without shapes and indices."""
-        names = (name for name in self.packed_names(module) if not name.endswith((".weight_shape", "g_idx")))
+        names = (name for name in self.packed_names(module) if not name.endswith((".weight_shape", GROUP_INDEX)))
         return sum(self.files.tensor_nbytes(name) for name in names)
 
 

@@ -12,7 +12,6 @@ from compress.checkpoint.expert_files import join_experts
 from compress.checkpoint.kv_cache import UNCOMPRESSED, KVCacheScheme
 from compress.checkpoint.meta_model import read_transformers_config
 from compress.checkpoint.reader import PackedCheckpoint
-from compress.checkpoint.weights import Weight
 from compress.common.errors import CheckpointError
 
 BACKENDS = ("runtime", "transformers")
@@ -145,10 +144,6 @@ def load_dequantized(path: Path, *, dtype: str = "auto") -> Any:
 def _dense_state(checkpoint: PackedCheckpoint, dtype: torch.dtype) -> dict[str, Tensor]:
     """Returns every tensor under its name in a dense checkpoint of the text model, packed modules dequantized."""
     others = checkpoint.files.other_parts
-    state = {f"{module}.weight": _dequantized(checkpoint.weight(module), dtype) for module in checkpoint.modules}
+    state = {f"{module}.weight": checkpoint.values(module, dtype) for module in checkpoint.modules}
     state |= {name: checkpoint.tensor(name) for name in checkpoint.dense_names() if name not in others}
     return join_experts(state, checkpoint.config)
-
-
-def _dequantized(weight: Weight | Tensor, dtype: torch.dtype) -> Tensor:
-    return weight.to(dtype) if isinstance(weight, Tensor) else weight.dequantize(dtype)

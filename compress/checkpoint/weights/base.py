@@ -276,8 +276,8 @@ def check_activation_order(module: str, group_index: Tensor | None, in_features:
     plain = torch.arange(in_features) // (group_size or in_features)
     if group_index.shape != plain.shape or not torch.equal(group_index.to(torch.int64), plain):
         raise CheckpointError(
-            f"{module} is stored with an activation-order group index (desc_act), which this toolkit does not read",
-            "Quantize again with static groups (desc_act false)",
+            f"{module} is stored with an activation-order group index (desc_act), which no kernel multiplies",
+            "Quantize it anew: compress quantize takes it as its source",
         )
 
 

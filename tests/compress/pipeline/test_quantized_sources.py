@@ -215,3 +215,30 @@ def test_forms_that_are_not_read_are_refused(make_source, tmp_path):
     change_config(source, quantization_config={"quant_method": "bitsandbytes"})
     with pytest.raises(CheckpointError, match="'bitsandbytes'"):
         runs.prepared(source, tmp_path / "out", RTN)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("form", ["gptq", "pack-quantized"])
+def test_columns_in_the_order_of_activations_are_taken_as_a_source(make_source, tmp_path, form):
+    """Groups of columns that stand apart (desc_act)."""
+    source = make_source(form)
+    before, dense = PackedCheckpoint.open(source), as_dense(source)
+    values = {}
+    for module in before.modules:
+        weight = before.packed_weight(module)
+        columns = weight.qweight.shape[1]
+        groups = torch.randperm(columns, generator=torch.Generator().manual_seed(columns)) // weight.scheme.group_size
+        offsets = weight.qweight.double() - weight.zero_points[:, groups].double()
+        values[module] = groups, (offsets * weight.scales[:, groups].double()).to(before.dtype)
+    index = ".g_idx" if form == "gptq" else ".weight_g_idx"
+    change_tensors(source, lambda tensors: tensors.update({f"{m}{index}": g.int() for m, (g, _) in values.items()}))
+    change_tensors(dense, lambda tensors: tensors.update({f"{m}.weight": v for m, (_, v) in values.items()}))
+    runs.compress(source, tmp_path / "out", ATTENTION)
+    runs.compress(dense, tmp_path / "of_dense", ATTENTION)
+    assert runs.same_bytes(tmp_path / "out", tmp_path / "of_dense")
+    expected = reference_logits(load_reference(dense), TOKENS)
+    found = score(load_model(source, dtype="float64", as_dense=True), TOKENS)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+    with pytest.raises(CheckpointError) as refused:
+        load_model(source)
+    assert "compress quantize" in str(refused.value.remedy)
