@@ -17,6 +17,15 @@ TOWER = {
     "patch_size": 14,
 }
 MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [6, 3, 3], "mrope_interleaved": True}
+QWEN_TOWER = {
+    "depth": 1,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 2,
+    "out_hidden_size": SIZES["hidden_size"],
+    "patch_size": 14,
+    "num_position_embeddings": 16,
+}
 WRAPPERS: dict[str, dict[str, Any]] = {
     "gemma3": {"text_config": VARIANTS["gemma3_text"], "vision_config": TOWER, "mm_tokens_per_image": 4},
     "gemma4": {
@@ -34,18 +43,11 @@ WRAPPERS: dict[str, dict[str, Any]] = {
         "vision_config": {"model_type": "pixtral", "head_dim": 16, **TOWER},
         "tie_word_embeddings": False,
     },
+    "qwen3_5": {"text_config": VARIANTS["qwen3_5_text"], "vision_config": QWEN_TOWER},
+    "qwen3_5_moe": {"text_config": VARIANTS["qwen3_5_moe_text"], "vision_config": QWEN_TOWER},
     "qwen3_vl": {
         "text_config": {"head_dim": 24, "attention_bias": True, "rope_parameters": MROPE},
-        "vision_config": {
-            "depth": 1,
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_heads": 2,
-            "out_hidden_size": SIZES["hidden_size"],
-            "patch_size": 14,
-            "deepstack_visual_indexes": [0],
-            "num_position_embeddings": 16,
-        },
+        "vision_config": QWEN_TOWER | {"deepstack_visual_indexes": [0]},
     },
 }
 """One multimodal model of every kind, whose text model has all features of its family."""
@@ -68,4 +70,5 @@ def save_tiny_wrapper(folder: Path, model_type: str, dtype: Any = torch.float32,
 
 def load_wrapper(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
     """transformers' own multimodal model."""
-    return AutoModelForImageTextToText.from_pretrained(folder, dtype=dtype).eval()
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=dtype, experts_implementation="eager")
+    return model.eval()
