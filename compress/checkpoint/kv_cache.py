@@ -82,13 +82,15 @@ class KVCacheScheme:
     def value_format(self) -> str:
         return _SPLIT.get(self.format, (self.format, self.format))[1]
 
-    def head_bytes(self, head_dim: int, itemsize: int) -> int:
+    def head_bytes(self, head_dim: int, itemsize: int, value_dim: int | None = None) -> int:
         """Bytes of the key and the value of one token and head, scales and offsets included, exact copies not.
 
         Args:
             itemsize: bytes of an element where nothing is quantized.
+            value_dim: channels of the value; None for as many as the key has.
         """
-        return _bytes(self.key_format, head_dim, itemsize) + _bytes(self.value_format, head_dim, itemsize)
+        value_dim = head_dim if value_dim is None else value_dim
+        return _bytes(self.key_format, head_dim, itemsize) + _bytes(self.value_format, value_dim, itemsize)
 
     def bits_per_number(self, head_dim: int, itemsize: int = 2) -> float:
         """Bits of one number of a key or value, metadata included."""

@@ -46,7 +46,7 @@ def _is_known(model_type: str) -> bool:
     from transformers import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    if model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    if model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or _is_listed_elsewhere(model_type):
         return True
     return model_type in CONFIG_MAPPING and CONFIG_MAPPING[model_type] in MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -120,7 +120,6 @@ def build_on_meta(
     """
     import torch
     from accelerate import init_empty_weights
-    from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 
     config.use_cache = False
@@ -128,11 +127,26 @@ def build_on_meta(
         # Parameters go to the meta device one by one, so buffers keep the values that their modules compute.
         with init_empty_weights(include_buffers=False), no_init_weights():
             made = dtype or torch.float32
-            return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code, dtype=made)
+            return auto_class(config.model_type).from_config(config, trust_remote_code=trust_remote_code, dtype=made)
     except Exception as error:  # Any of many types, as above.
         raise CheckpointError(
             f"the model of {path} cannot be built: {_reason(error)}", "Correct config.json"
         ) from error
+
+
+def auto_class(model_type: str) -> Any:
+    """Returns the class of transformers that makes causal models of a type."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    return AutoModelForImageTextToText if _is_listed_elsewhere(model_type) else AutoModelForCausalLM
+
+
+def _is_listed_elsewhere(model_type: str) -> bool:
+    """Whether transformers lists a causal model of text among multimodal ones only, as it does Mistral 4."""
+    from transformers.models.auto import modeling_auto
+
+    listed = str(modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(model_type))
+    return listed.endswith("ForCausalLM") and model_type not in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 
 def find_architecture(model: PreTrainedModel) -> Architecture:

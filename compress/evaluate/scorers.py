@@ -10,7 +10,7 @@ from torch import Tensor
 
 from compress.checkpoint.expert_files import join_experts
 from compress.checkpoint.kv_cache import UNCOMPRESSED, KVCacheScheme
-from compress.checkpoint.meta_model import read_transformers_config
+from compress.checkpoint.meta_model import auto_class, read_transformers_config
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.common.errors import CheckpointError
 
@@ -115,7 +115,6 @@ def load_dequantized(path: Path, *, dtype: str = "auto") -> Any:
         CheckpointError: the checkpoint lacks a weight, or one has another shape.
     """
     from accelerate import init_empty_weights
-    from transformers import AutoModelForCausalLM
 
     checkpoint = PackedCheckpoint.open(path)
     config = read_transformers_config(path, checkpoint.config)
@@ -123,7 +122,7 @@ def load_dequantized(path: Path, *, dtype: str = "auto") -> Any:
         del config.quantization_config
     wanted = checkpoint.dtype if dtype == "auto" else getattr(torch, dtype)
     with init_empty_weights():
-        model_class: Any = type(AutoModelForCausalLM.from_config(config))
+        model_class: Any = type(auto_class(config.model_type).from_config(config))
     # Grouped products of experts are 16-bit only.
     options = {"dtype": wanted, "experts_implementation": "eager", "ignore_mismatched_sizes": True}
     state = _dense_state(checkpoint, wanted)

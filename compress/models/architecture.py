@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
+from compress.models.latent import Latent
 from compress.models.spec import MLP, Attention, Block, Linear, Mixture, ModelSpec, Norm
 
 
@@ -150,9 +151,10 @@ def _attention_mappings(norm: Norm | None, mixer: Attention) -> tuple[SmoothingM
     """Derives those of attention; a norm of values, or values of another layer, let no scale through."""
     is_fused = len(mixer.qkv) == 1 and mixer.kv_layer is None
     found = () if is_fused else _mappings(norm, mixer.qkv, mixer.output, mixer.name)
-    if mixer.value_norm is None and mixer.kv_layer is None:
+    if mixer.value_norm is None and mixer.kv_layer is None and mixer.latent is None:
         return found
-    return tuple(each for each in found if each.parent == mixer.name)
+    found = tuple(each for each in found if each.parent == mixer.name)
+    return found if mixer.latent is None else found + _latent_mappings(mixer.latent)
 
 
 def _reader(norm: Norm | None, block: Block) -> tuple[SmoothingMapping, ...]:
@@ -161,6 +163,13 @@ def _reader(norm: Norm | None, block: Block) -> tuple[SmoothingMapping, ...]:
     if norm is None:
         return ()
     return (SmoothingMapping(norm.name, _names(mixer.qkv), mixer.name, norm.offset, _names(mixer.routers)),)
+
+
+def _latent_mappings(latent: Latent) -> tuple[SmoothingMapping, ...]:
+    """Derives those from the norms of latents; rows of keys and values take turns in the expansion, so none ends in the
+    output."""
+    pairs = zip(latent.norms, latent.linears, strict=True)
+    return tuple(SmoothingMapping(norm.name, (linear.name,), linear.name) for norm, linear in pairs)
 
 
 def _mlp_mappings(norm: Norm | None, mlp: MLP) -> tuple[SmoothingMapping, ...]:

@@ -10,7 +10,8 @@ from typing import Any
 from compress.common.errors import CheckpointError
 from compress.models.clamped_gate import ClampedGate
 from compress.models.recurrent import GatedDeltaNet
-from compress.models.spec import MLP, Attention, Block, Linear, Mixture, ModelSpec, Norm, Rope, Router
+from compress.models.router import Router
+from compress.models.spec import MLP, Attention, Block, Linear, Mixture, ModelSpec, Norm, Rope
 from compress.models.stacks import Stack
 
 Config = Mapping[str, Any]
@@ -350,6 +351,42 @@ def mixture(
     named = (gated_mlp(config, bias=biased, name=f"{name}.experts.{i}", size=size, parts=parts) for i in range(count))
     experts = (replace(expert, clamped=clamped) for expert in named)
     return Mixture(router, tuple(experts), shared, shared_gate, name, stacks)
+
+
+def grouped_mixture(config: Config, **options: Any) -> Mixture:
+    """Composes the mixture of DeepSeek (arXiv:2401.06066): experts in groups, and shared ones that are one MLP.
+
+    Args:
+        options: as of `mixture`.
+    """
+    size = positive(config, "moe_intermediate_size")
+    defaults = {
+        "normalizes": flag(config, "norm_topk_prob", True),
+        "scale": number(config, "routed_scaling_factor", 1.0),
+        "num_groups": positive(config, "n_group", 1),
+        "num_chosen_groups": positive(config, "topk_group", 1),
+    }
+    shared = gated_mlp(config, name="mlp.shared_experts", size=size * positive(config, "n_shared_experts", 1))
+    return mixture(config, size=size, **({"shared": shared} | defaults | options))
+
+
+SIGMOID_ROUTER: Mapping[str, Any] = {
+    "activation": "sigmoid",
+    "bias": "mlp.gate.e_score_correction_bias",
+    "in_float32": True,
+}
+"""Fields of the router of DeepSeek-V3 (arXiv:2412.19437, section 2.1.2)."""
+
+
+def dense_first(config: Config, experts: Mixture, num_dense: int, **options: Any) -> list[MLP | Mixture]:
+    """Lists the MLP or mixture of each layer: the first `first_k_dense_replace` are dense.
+
+    Args:
+        num_dense: where config.json does not say.
+        options: as of `gated_mlp`.
+    """
+    count, mlp = int(number(config, "first_k_dense_replace", num_dense)), gated_mlp(config, **options)
+    return [experts if layer >= count else mlp for layer in range(num_layers(config))]
 
 
 EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")

@@ -58,6 +58,11 @@ class GatedDeltaNet:
         return f"{self.name}.conv1d.weight"
 
     @property
+    def linears(self) -> tuple[Linear, ...]:
+        """In the order in which they are computed, but those that stay dense."""
+        return *self.qkv, self.output
+
+    @property
     def norms(self) -> tuple[Norm, ...]:
         return (self.norm,)
 

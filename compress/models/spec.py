@@ -13,7 +13,9 @@ from compress.models.state import StateField
 
 if TYPE_CHECKING:
     from compress.models.block_parts import Beside, LayerInput, LayerInputs, PositionScale
+    from compress.models.latent import Latent
     from compress.models.recurrent import GatedDeltaNet
+    from compress.models.router import Router
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +119,8 @@ class Attention:
         value_norm: norm over each value head.
         value_is_key: values are keys as projected, before their norm and rotation; `qkv` has no linear for them.
         output_gate: the first of `qkv` gives each query head and then its gate, whose sigmoid multiplies the output.
+        latent: what keys and values of all heads are computed from; then `num_kv_heads` is 1, and `qkv` has a linear
+            for queries, or for the latents of queries, and one for that of keys and values.
     """
 
     num_heads: int
@@ -137,12 +141,35 @@ class Attention:
     value_norm: Norm | None = None
     value_is_key: bool = False
     output_gate: bool = False
+    latent: Latent | None = None
     name: str = "self_attn"
 
     @property
     def rotation(self) -> tuple[Rope, int] | None:
         """Its rotary embedding and the size of the heads that it rotates."""
-        return None if self.rope is None else (self.rope, self.head_dim)
+        size = self.head_dim if self.latent is None else self.latent.rotated
+        return None if self.rope is None else (self.rope, size)
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        """In the order in which they are computed."""
+        return *self.qkv, *(() if self.latent is None else self.latent.linears), self.output
+
+    @property
+    def norms(self) -> tuple[Norm, ...]:
+        """Those inside of it."""
+        value = () if self.value_norm is None else (self.value_norm,)
+        return *value, *(self.qk_norm or ()), *(() if self.latent is None else self.latent.norms)
+
+    @property
+    def kv_dims(self) -> tuple[int, int]:
+        """Channels of a key and of a value as they are kept for later tokens."""
+        return (self.head_dim, self.head_dim) if self.latent is None else (self.latent.rotated, self.latent.rank)
+
+    @property
+    def widest_head(self) -> int:
+        """Channels of the widest form of a query: of one that looks at latents, as many as those and a rotated key."""
+        return self.head_dim if self.latent is None else max(self.head_dim, self.latent.width)
 
     @property
     def vectors(self) -> dict[str, tuple[int, ...]]:
@@ -158,10 +185,6 @@ class Attention:
     def own_kv_heads(self) -> int:
         """Key-value heads that it computes itself."""
         return self.num_kv_heads if self.kv_layer is None else 0
-
-    @property
-    def norms(self) -> tuple[Norm, ...]:
-        return *(() if self.value_norm is None else (self.value_norm,)), *(self.qk_norm or ())
 
     @property
     def routers(self) -> tuple[Linear, ...]:
@@ -203,52 +226,6 @@ class MLP:
 
 CURVE: dict[str, tuple[int, ...]] = {"alpha_p": (1,), "alpha_n": (1,), "beta": (), "eps": ()}
 """Shape of the numbers of xIELU (arXiv:2411.13010) by name."""
-
-
-@dataclass(frozen=True, slots=True)
-class Router:
-    """Choice of experts for each token, and their weights (arXiv:1701.06538, arXiv:2101.03961).
-
-    Attributes:
-        scores: one score for each expert, perhaps with a bias; stays dense.
-        num_chosen: experts of a token.
-        activation: from scores to weights; `sparsemixer` is `softmax` among the best (arXiv:2409.12136, appendix).
-        normalizes: the weights of the chosen experts are divided by their sum, or by `least_sum` if that is more.
-        scale: factor on the weights.
-        bias: name of a vector that is added where experts are chosen, not to their weights; "" for none
-            (arXiv:2408.15664).
-        bias_is_row: that vector is stored as a matrix of one row.
-        num_groups, num_chosen_groups: experts are chosen among those of the best groups, whose rank is the sum of
-            their two best experts (arXiv:2412.19437, section 2.1.2).
-        in_float32: scores are computed in float32.
-        margin: with activation `sparsemixer`, how far below the best score the others count.
-        weighs_inputs: weights multiply what an expert reads instead of what it gives.
-        score_scale: factor on scores.
-        expert_scales: name of a vector of factors on the weights of each expert; "" for none.
-    """
-
-    scores: Linear
-    num_chosen: int
-    activation: Literal["softmax", "sigmoid", "sparsemixer"] = "softmax"
-    normalizes: bool = True
-    scale: float = 1.0
-    bias: str = ""
-    bias_is_row: bool = False
-    num_groups: int = 1
-    num_chosen_groups: int = 1
-    in_float32: bool = False
-    least_sum: float = 0.0
-    margin: float = 0.0
-    weighs_inputs: bool = False
-    score_scale: float = 1.0
-    expert_scales: str = ""
-
-    @property
-    def vectors(self) -> dict[str, tuple[int, ...]]:
-        """Shape of its bias and of its factors by tensor name."""
-        count = self.scores.out_features
-        found = {self.bias: (1,) * self.bias_is_row + (count,), self.expert_scales: (count,)}
-        return {name: shape for name, shape in found.items() if name}
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,7 +309,7 @@ class Block:
     def linears(self) -> tuple[Linear, ...]:
         last = () if self.layer_input is None else (self.layer_input.gate, self.layer_input.output)
         inner = (linear for part in self.parts for linear in part.linears)
-        return *self.mixer.qkv, self.mixer.output, *inner, *last
+        return *self.mixer.linears, *inner, *last
 
     @property
     def routers(self) -> tuple[Linear, ...]:
@@ -437,6 +414,12 @@ class ModelSpec:
             for linear in block.routers:
                 yield replace(linear, name=f"{self.block_name(index)}.{linear.name}")
 
+    def expansions(self) -> Iterator[str]:
+        """Yields the names of linears that make keys and values of latents, which serving holds dense."""
+        for index, block in enumerate(self.blocks):
+            if isinstance(block.mixer, Attention) and block.mixer.latent is not None:
+                yield f"{self.block_name(index)}.{block.mixer.latent.expansion.name}"
+
     def vectors(self) -> dict[str, tuple[int, ...]]:
         """Shape of every tensor that belongs to no linear and no norm, by name."""
         return {
@@ -487,10 +470,10 @@ class ModelSpec:
         tied = self.hidden_size * self.vocab_size if self.tied else 0
         return itemsize * (sum(math.prod(shape) for shape in self.parameters().values()) - tied)
 
-    def kv_token_bytes(self, head_bytes: Callable[[int], int]) -> int:
+    def kv_token_bytes(self, head_bytes: Callable[[int, int], int]) -> int:
         """Bytes that the cache holds per token: keys and values of all layers.
 
         Args:
-            head_bytes: bytes of one key head and one value head, by head dimension.
+            head_bytes: bytes of one key head and one value head, by their dimensions.
         """
-        return sum(mixer.own_kv_heads * head_bytes(mixer.head_dim) for mixer in self.attentions)
+        return sum(mixer.own_kv_heads * head_bytes(*mixer.kv_dims) for mixer in self.attentions)

@@ -14,7 +14,7 @@ from calibration.sequences import SequenceSet, load_tokenizer, pack_parts, separ
 from calibration.sources import sample_sequences
 from compress.checkpoint.config import dtype_name, quantization_block, read_config
 from compress.checkpoint.dequantized import DequantizedFiles, open_source
-from compress.checkpoint.meta_model import no_loading_bar
+from compress.checkpoint.meta_model import auto_class, no_loading_bar
 from compress.checkpoint.reader import stores_other_head
 from compress.checkpoint.safetensors import TensorFiles
 from compress.common.device import resolve_device
@@ -90,16 +90,15 @@ def _write(source: SourceModel, tokenizer: Any, count: int, length: int, seed: i
 
 
 def _load(source: SourceModel) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    if quantization_block(read_config(source.path)):
+    config = read_config(source.path)
+    if quantization_block(config):
         from compress.evaluate.scorers import load_dequantized
 
         with no_loading_bar():
             return load_dequantized(source.path, dtype=str(source.dtype).removeprefix("torch.")).to(source.device)
     try:
         with no_loading_bar():
-            model: Any = AutoModelForCausalLM.from_pretrained(
+            model = auto_class(config["model_type"]).from_pretrained(
                 source.path, dtype=source.dtype, trust_remote_code=source.trust_remote_code, local_files_only=True
             )
     except (OSError, ValueError, KeyError, RuntimeError) as error:

@@ -429,7 +429,7 @@ def _key_values(config: Mapping[str, Any]) -> KeyValues | None:
         layers=layers,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        numbers=alike if describe is None else describe(config).kv_token_bytes(lambda dim: 2 * dim),
+        numbers=alike if describe is None else describe(config).kv_token_bytes(lambda key, value: key + value),
         dtype=dtype_name(config),
         max_tokens=_size(config, "max_position_embeddings") or 2048,
     )

@@ -11,8 +11,10 @@ from torch import Tensor
 
 from compress.checkpoint.weights import Scheme
 from compress.models.clamped_gate import ClampedGate
-from compress.models.spec import Mixture, Router
+from compress.models.router import Router
+from compress.models.spec import Mixture
 from runtime.backends.kv_pages import KVCache, KVPages
+from runtime.backends.latent import LatentHeads
 from runtime.backends.state_memory import StepStates
 from runtime.core.batch import Batch, SamplingTensors
 from runtime.core.memory_plan import MemoryPlan
@@ -192,6 +194,8 @@ class LayerWeights(Protocol):
     def experts(self) -> MixtureWeights | None: ...
     @property
     def sink_logits(self) -> Tensor | None: ...
+    @property
+    def latent_heads(self) -> LatentHeads | None: ...
 
 
 def attention_linears(layer: LayerWeights) -> tuple[Linear, Linear]:

@@ -9,7 +9,7 @@ of them, and sequences that begin alike share them. It costs a pass over a handf
 from __future__ import annotations
 
 from collections import OrderedDict, abc, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as ListOf
 from typing import TYPE_CHECKING
 
@@ -29,13 +29,18 @@ if TYPE_CHECKING:
 Prefix = tuple[int, ...]
 
 
-def _zeros(config: DecoderConfig, places: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """`[*places, kv_heads, D]` of every layer; empty where a layer reads keys and values of another."""
-    shapes = (
-        (*places, *shape) if source == layer else (0,)
-        for layer, (shape, source) in enumerate(zip(config.kv_shapes, config.kv_sources, strict=True))
-    )
-    return [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
+def _zeros(
+    config: DecoderConfig, places: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Keys and values `[*places, kv_heads, D]` of every layer; empty where a layer reads those of another."""
+
+    def part(dims: Iterable[tuple[int, int]]) -> list[Tensor]:
+        shapes = zip(config.kv_sources, dims, strict=True)
+        own = [(*places, *shape) if source == layer else (0,) for layer, (source, shape) in enumerate(shapes)]
+        return [torch.zeros(shape, dtype=dtype, device=device) for shape in own]
+
+    shapes = config.kv_shapes
+    return part((heads, key) for heads, key, _ in shapes), part((heads, value) for heads, _, value in shapes)
 
 
 class SinkStore:
@@ -62,7 +67,7 @@ class SinkStore:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self.keys, self.values = (_zeros(config, (num_slots, count), dtype, device) for _ in range(2))
+        self.keys, self.values = _zeros(config, (num_slots, count), dtype, device)
         self.sources = config.kv_sources
         self.count, self.windows, self.rotate = count, windows, rotate
         self._slots: OrderedDict[Prefix, int] = OrderedDict()
@@ -136,7 +141,7 @@ class ResidualWindow:
         self, config: DecoderConfig, window: int, num_rings: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.window, self.length = window, window + SPARE_RESIDUAL_TOKENS
-        self.keys, self.values = (_zeros(config, (num_rings, self.length), dtype, device) for _ in range(2))
+        self.keys, self.values = _zeros(config, (num_rings, self.length), dtype, device)
         self._rings: dict[Sequence, int] = {}
         self._free = list(range(num_rings))
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from compress.models.architecture import is_pre_norm
-from compress.models.spec import MLP, Attention, Mixture, ModelSpec, Router
+from compress.models.router import Router
+from compress.models.spec import MLP, Attention, Mixture, ModelSpec
 
 
 def layers_unsupported(spec: ModelSpec) -> str:
@@ -40,6 +41,8 @@ def scores_unsupported(spec: ModelSpec, knows_sinks: bool = False) -> str:
     """Says why an attention that knows windows, and perhaps sink logits, cannot compute the scores of a model; empty
     when it can."""
     mixers = spec.attentions
+    if any(mixer.latent is not None for mixer in mixers):
+        return "reads no latents"
     if any(mixer.softcap is not None for mixer in mixers):
         return "caps no scores"
     if not knows_sinks and any(mixer.sink_logits for mixer in mixers):

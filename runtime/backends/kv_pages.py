@@ -150,7 +150,8 @@ class KVPages(Protocol):
 class TokenPages:
     """Pages in the layouts of plain torch: the fields of a block begin with its tokens.
 
-    Each shape of heads has fields of its own, over the layers with that shape which write keys and values.
+    Each shape of heads has fields of its own, over the layers with that shape which write keys and values. Latent
+    attention keeps its rotated keys as keys, and its latents as values.
     In 16 bits `keys` and `values` are `[block_size, kv_heads, D]` in the model's dtype. Quantized, codes are
     `[block_size, kv_heads, bytes]` beside their scales `[block_size, kv_heads, 1 or 2]` (with an offset, if there is
     one), and what is gathered is dequantized. Codes of 4 bits lie two in a byte: dimension d in the low half of byte d,
@@ -168,13 +169,13 @@ class TokenPages:
         num_host_blocks: int = 0,
     ) -> None:
         self.dtype, formats = dtype, {"key": scheme.key_format, "value": scheme.value_format}
-        kinds: dict[tuple[int, int], list[int]] = {}
+        kinds: dict[tuple[int, int, int], list[int]] = {}
         for layer, shape in enumerate(config.kv_shapes):
             if config.kv_sources[layer] == layer:
                 kinds.setdefault(shape, []).append(layer)
         fields: dict[str, BlockField] = {}
-        for kind, ((kv_heads, dim), layers) in enumerate(kinds.items()):
-            for name, format in formats.items():
+        for kind, ((kv_heads, *dims), layers) in enumerate(kinds.items()):
+            for (name, format), dim in zip(formats.items(), dims, strict=True):
                 places = (block_size, kv_heads)
                 fields |= _fields(_field_name(name, kind), format, places, dim, dtype, len(layers))
         self.memory = BlockMemory(fields, config.num_layers, num_blocks, device, num_host_blocks)

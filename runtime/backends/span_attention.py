@@ -15,6 +15,7 @@ from torch.nn import functional
 
 if TYPE_CHECKING:
     from runtime.backends.base import Model
+    from runtime.backends.latent import LatentHeads
 
 
 def soft_cap(scores: Tensor, cap: float) -> Tensor:
@@ -30,11 +31,13 @@ class Scores:
         softcap: see `attend`.
         chunks: of every layer, tokens of a chunk, of which a token sees its own only; None is one chunk.
         sink_logits: of every layer, see `add_sink_key`.
+        latents: of every layer, what makes keys and values of latents.
     """
 
     softcap: float | None = None
     chunks: tuple[int | None, ...] = ()
     sink_logits: tuple[Tensor | None, ...] = ()
+    latents: tuple[LatentHeads | None, ...] = ()
 
     def seen(self, windows: tuple[int | None, ...]) -> list[tuple[int | None, int | None]]:
         """Window and chunk of every layer."""
@@ -44,6 +47,10 @@ class Scores:
         """The sink logits of a layer."""
         return self.sink_logits[layer] if self.sink_logits else None
 
+    def latent(self, layer: int) -> LatentHeads | None:
+        """Weights that make keys and values of the latents of a layer."""
+        return self.latents[layer] if self.latents else None
+
 
 PLAIN_SCORES = Scores()
 
@@ -51,7 +58,8 @@ PLAIN_SCORES = Scores()
 def scores_of(model: Model) -> Scores:
     """Reads what a model does to its scores."""
     sinks = tuple(layer.sink_logits for layer in model.layers) if model.config.mixer.sink_logits else ()
-    return Scores(model.config.mixer.softcap, model.config.chunks, sinks)
+    latents = tuple(layer.latent_heads for layer in model.layers) if model.config.mixer.latent else ()
+    return Scores(model.config.mixer.softcap, model.config.chunks, sinks, latents)
 
 
 SINK_CHANNELS = 8
@@ -218,5 +226,7 @@ class DenseAttention:
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         spans = zip(query.split(self.length), key.split(self.length), value.split(self.length), strict=True)
+        if (latent := self.scores.latent(layer)) is not None:
+            return torch.cat([latent.attend_span(q, k, v, self.masks[layer]) for q, k, v in spans])
         options = self.masks[layer], self.scores.softcap, self.scores.sinks(layer)
         return torch.cat([attend_span(q, k, v, *options) for q, k, v in spans])

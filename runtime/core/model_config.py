@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -106,18 +105,21 @@ class DecoderConfig:
 
     @property
     def head_dims(self) -> tuple[int, ...]:
-        """Head dimensions of all layers, each once, in ascending order."""
-        return tuple(sorted({mixer.head_dim for mixer in self.mixers}))
+        """Dimensions of the heads that are rotated, each once, in ascending order."""
+        return tuple(
+            sorted({mixer.head_dim if mixer.latent is None else mixer.latent.rotated for mixer in self.mixers})
+        )
 
     @property
-    def kv_shapes(self) -> tuple[tuple[int, int], ...]:
-        """Key-value heads and their dimension, per layer; zeros for one without."""
-        return tuple((0, 0) if each is None else (each.num_kv_heads, each.head_dim) for each in self.layer_mixers)
+    def kv_shapes(self) -> tuple[tuple[int, int, int], ...]:
+        """Key-value heads, and the dimensions of a key and of a value, per layer; zeros for one without."""
+        return tuple((0, 0, 0) if each is None else (each.num_kv_heads, *each.kv_dims) for each in self.layer_mixers)
 
     @property
     def num_kv_layers(self) -> int:
         """Layers of the size of the largest whose keys and values take the memory of all, rounded down."""
-        return self.spec.kv_token_bytes(lambda head_dim: head_dim) // max(map(math.prod, self.kv_shapes))
+        largest = max(heads * (key + value) for heads, key, value in self.kv_shapes)
+        return self.spec.kv_token_bytes(lambda key, value: key + value) // largest
 
     @property
     def kv_sources(self) -> tuple[int, ...]:
@@ -164,6 +166,8 @@ class DecoderConfig:
     def sinks_unsupported_reason(self) -> str:
         """Why queries cannot be moved to the place of sinks; empty when they can."""
         first = self.mixer
+        if first.latent is not None:
+            return "its keys are made of latents"
         if not self.has_like_heads:
             return "its layers do not all have the same heads and keys of their own"
         if first.rope is None or any(mixer.rope != first.rope for mixer in self.mixers):
@@ -255,7 +259,11 @@ def unsupported_reason(spec: ModelSpec) -> str:
         return "scores with different caps are not supported"
     if any(mixer.softcap is not None for mixer in mixers) and any(mixer.sink_logits for mixer in mixers):
         return "sink logits beside capped scores are not supported"
-    if any(norm.eps != spec.final_norm.eps for norm in first.norms):
+    latents = {mixer.latent for mixer in mixers}
+    if len(latents) > 1:
+        return "latent attention that differs from layer to layer is not supported"
+    inner = {norm for latent in latents if latent is not None for norm in latent.norms}
+    if any(norm.eps != spec.final_norm.eps for norm in first.norms if norm not in inner):
         return "norms with different eps are not supported"
     activations = {mlp.activation for block in spec.blocks for mlp in block.mlps if not mlp.curve}
     if unknown := sorted(activations - set(ACTIVATIONS)):

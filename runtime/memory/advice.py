@@ -242,7 +242,7 @@ class Report:
         yield f"\nKeys and values of one token, served as {capacity.kv_cache} in {capacity.dtype}:"
         yield f"  {'--kv-cache':10}  {'per token':>10}  {'bits':>5}  {'tokens per GiB':>14}  {'tokens here':>11}"
         for name, then in self._formats().items():
-            bits = 8 * then.token_bytes / self.model.spec.kv_token_bytes(lambda head_dim: 2 * head_dim)
+            bits = 8 * then.token_bytes / self.model.spec.kv_token_bytes(lambda key, value: key + value)
             here = f"{max(0, then.tokens):,}"
             size = format_bytes(then.token_bytes)
             yield f"  {name:10}  {size:>10}  {bits:5.2f}  {2**30 // then.token_bytes:14,}  {here:>11}"

@@ -82,9 +82,11 @@ def _rows_bytes(model: DecoderConfig, rows: int, itemsize: int, attention: int, 
 
 
 def _qkv_size(model: DecoderConfig) -> int:
-    """Numbers of the queries, keys and values of a token, in the layer with most of them."""
+    """Numbers of the queries, keys and values of a token, in the layer with most of them; queries that look at latents
+    are as wide as those."""
     attention = (
-        (mixer.num_heads * (1 + mixer.output_gate) + 2 * mixer.num_kv_heads) * mixer.head_dim for mixer in model.mixers
+        (mixer.num_heads * (1 + mixer.output_gate) + 2 * mixer.num_kv_heads) * mixer.widest_head
+        for mixer in model.mixers
     )
     return max((*attention, *(linear.out_features for block in model.spec.blocks for linear in block.mixer.qkv)))
 
@@ -101,7 +103,7 @@ def kv_token_bytes(model: DecoderConfig, scheme: KVCacheScheme = UNCOMPRESSED, i
     Args:
         itemsize: bytes of one element where nothing is quantized.
     """
-    return model.spec.kv_token_bytes(lambda head_dim: scheme.head_bytes(head_dim, itemsize))
+    return model.spec.kv_token_bytes(lambda key, value: scheme.head_bytes(key, itemsize, value))
 
 
 @dataclass(frozen=True)
@@ -136,8 +138,9 @@ class Weights:
             schemes: other schemes than the stored ones, by module, to know what they would take.
         """
         excluded = exclude_kernels(self.checkpoint, self.config, self.target, self.kernels, self.free)
-        chosen = {module: self.checkpoint.scheme(module) for module in self._shapes()} | dict(schemes or {})
         spec = self.config.spec
+        chosen = {module: self.checkpoint.scheme(module) for module in self._shapes()} | dict(schemes or {})
+        chosen |= dict.fromkeys(spec.expansions())
         other = spec.other_elements * self.target.dtype.itemsize if isinstance(spec, CodeSpec) else 0
         return (
             other

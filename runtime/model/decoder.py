@@ -12,11 +12,13 @@ from torch import Tensor
 from compress.models.spec import MLP, Block
 from compress.models.spec import Attention as AttentionSpec
 from runtime.backends.base import Attention, Linear, NormWeights, Ops, RunLayers, mlp_linears
+from runtime.backends.latent import LatentHeads
 from runtime.backends.span_attention import soft_cap
 from runtime.backends.state_memory import StepStates
 from runtime.core.model_config import DecoderConfig
 from runtime.model.embedding import Embedding, LayerInputsWeights
 from runtime.model.gated_delta_net import DeltaNet
+from runtime.model.latent import LatentWeights
 from runtime.model.mixture import Expert, Experts
 from runtime.model.rotary import Rotary
 from runtime.model.xielu import Xielu
@@ -65,6 +67,7 @@ class Layer:
         scalar: factor `[1]` on the residual stream.
         sink_logits: `[heads]`, see `runtime.backends.span_attention.add_sink_key`.
         recurrent: its mixer with a state; None for attention.
+        latent: of latent attention, whose first projections `qkv` are.
     """
 
     attention_norm: NormWeights | None
@@ -86,12 +89,19 @@ class Layer:
     scalar: Tensor | None = None
     sink_logits: Tensor | None = None
     recurrent: DeltaNet | None = None
+    latent: LatentWeights | None = None
+
+    @property
+    def latent_heads(self) -> LatentHeads | None:
+        """Weights that make keys and values of latents."""
+        return None if self.latent is None else self.latent.heads
 
     @property
     def nbytes(self) -> int:
         """Memory of its linears and experts."""
         beside = None if self.beside is None else self.beside.experts
-        parts = self.qkv, self.output, self.gate_up, self.down, self.experts, beside, self.input, self.recurrent
+        inner = self.latent, self.recurrent
+        parts = self.qkv, *inner, self.output, self.gate_up, self.down, self.experts, beside, self.input
         return sum(part.nbytes for part in parts if part is not None)
 
 
@@ -263,6 +273,8 @@ class Decoder:
         if layer.qkv is None or layer.output is None or not isinstance(block.mixer, AttentionSpec):
             raise ValueError(f"layer {index} needs the states of its sequences")
         heads = layer.qkv(normed)
+        if layer.latent is not None:
+            return layer.output(self._attend_latents(index, block.mixer, layer.latent, heads, step).flatten(1))
         return layer.output(self._attend(index, block.mixer, heads.view(len(heads), -1, block.mixer.head_dim), step))
 
     def _attend(self, index: int, mixer: AttentionSpec, heads: Tensor, step: _Step) -> Tensor:
@@ -281,6 +293,16 @@ class Decoder:
         attended = step.attention(index, _scaled(query, mixer, step.positions), key, value)
         attended = attended if gate is None else attended * gate.sigmoid()
         return attended.reshape(-1, mixer.num_heads * mixer.head_dim)
+
+    def _attend_latents(
+        self, index: int, mixer: AttentionSpec, weights: LatentWeights, projected: Tensor, step: _Step
+    ) -> Tensor:
+        """Computes `[T, heads, V]` of what the first projections of latent attention give."""
+        query, latent, key = weights.read(projected, self.ops)
+        own, beside = weights.beside(query.view(len(query), mixer.num_heads, -1), key)
+        beside = self._rotate(mixer, self.layers[index], beside, step)
+        query = _grown(torch.cat((own, beside[:, :-1]), -1), mixer, step.positions)
+        return step.attention(index, query, beside[:, -1:], latent.unsqueeze(1))
 
     def _rotate(self, mixer: AttentionSpec, layer: Layer, query_key: Tensor, step: _Step) -> Tensor:
         """Applies norms of queries and keys and the rotary embedding to `[T, heads + kv_heads, D]`."""
@@ -335,6 +357,11 @@ def _scaled(query: Tensor, mixer: AttentionSpec, positions: Tensor) -> Tensor:
     """Scales queries where scores are not just divided by the root of the head dimension, as every attention does."""
     if mixer.scale is not None:
         query = query * (mixer.scale * mixer.head_dim**0.5)
+    return _grown(query, mixer, positions)
+
+
+def _grown(query: Tensor, mixer: AttentionSpec, positions: Tensor) -> Tensor:
+    """Scales queries that grow with their position."""
     if mixer.position_scale is not None:
         spans = (positions + mixer.position_scale.first) // mixer.position_scale.length
         growth = 1 + mixer.position_scale.beta * torch.log1p(spans.to(torch.float32))

@@ -20,6 +20,7 @@ from compress.common.device import available_bytes, format_bytes, resolve_device
 from compress.common.errors import CheckpointError, ToolkitError
 from compress.models.block_parts import Beside, LayerInput
 from compress.models.generic import CodeSpec
+from compress.models.latent import Latent
 from compress.models.recurrent import GatedDeltaNet
 from compress.models.registry import find_family
 from compress.models.spec import CURVE, MLP, Attention, Block, Mixture, Norm
@@ -42,6 +43,7 @@ from runtime.model.decoder import BesideWeights, Decoder, Layer, LayerInputWeigh
 from runtime.model.device_files import unpacked_on, unpacks_anywhere
 from runtime.model.embedding import Embedding, LayerInputsWeights, make_embedding
 from runtime.model.gated_delta_net import DeltaNet
+from runtime.model.latent import LatentWeights, split_expansion
 from runtime.model.mixture import Expert, Experts
 from runtime.model.rotary import Rotary, channel_order
 from runtime.model.served import ServedModel
@@ -275,6 +277,26 @@ class _Loader:
             rope=None if mixer.rotation is None else self.config.spec.rotations.index(mixer.rotation),
             value_norm=self._block_norm(name, mixer.value_norm),
             sink_logits=self._vector(f"{name}.{mixer.sink_logits}") if mixer.sink_logits else None,
+            latent=self._latent(name, mixer, mixer.latent) if mixer.latent is not None else None,
+        )
+
+    def _latent(self, name: str, mixer: Attention, latent: Latent) -> LatentWeights:
+        """Loads what is between the projections; the expansion is dequantized here to be split."""
+        weight = self._weight(f"{name}.{latent.expansion.name}")
+        part, scheme = (
+            latent.expansion.name.rpartition(".")[2],
+            "dense" if isinstance(weight, Tensor) else weight.scheme,
+        )
+        self.used[f"{part}: {scheme}, dequantized and split by heads at load"] += 1
+        dense = weight if isinstance(weight, Tensor) else weight.dequantize(self.target.dtype)
+        dense = dense.to(self.target.device, self.target.dtype)
+        scale = mixer.head_dim**-0.5 if mixer.scale is None else mixer.scale
+        return LatentWeights(
+            split_expansion(dense, latent, mixer.num_heads, scale),
+            latent.rotated,
+            self._norm(replace(latent.norm, name=f"{name}.{latent.norm.name}")),
+            self._block_norm(name, latent.query_norm),
+            None if latent.query is None else self._linear(*_inside(name, (latent.query,))),
         )
 
     def _delta_net(self, name: str, mixer: GatedDeltaNet) -> DeltaNet:

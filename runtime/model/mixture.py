@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from compress.models.spec import Router
+from compress.models.router import Router
 from runtime.backends.base import ComputeMixture, Linear
 
 
@@ -51,7 +51,7 @@ def _mix_sparsely(scores: Tensor, router: Router) -> tuple[Tensor, Tensor]:
 def _in_best_groups(ranks: Tensor, router: Router) -> Tensor:
     """Puts experts outside of the best groups behind all others."""
     groups = ranks.unflatten(-1, (router.num_groups, -1))
-    best = groups.topk(2, -1).values.sum(-1).topk(router.num_chosen_groups, -1).indices
+    best = groups.topk(router.num_ranked, -1).values.sum(-1).topk(router.num_chosen_groups, -1).indices
     hidden = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter(-1, best, False)
     return groups.masked_fill(hidden.unsqueeze(-1), float("-inf")).flatten(-2)
 

@@ -41,20 +41,21 @@ class CachedAttention:
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         if self.scheme.rotate:
-            query, key = rotate_heads(query), rotate_heads(key)
-        mask, sink_logits = self.masks[self.seen[layer]], self.scores.sinks(layer)
+            latent, key = self.scores.latent(layer), rotate_heads(key)
+            query = rotate_heads(query) if latent is None else latent.rotated(query, rotate_heads)
         spans = zip(query.split(self.length), key.split(self.length), value.split(self.length), strict=True)
-        return torch.cat([self._attend(q, k, v, mask, sink_logits) for q, k, v in spans])
+        return torch.cat([self._attend(layer, q, k, v) for q, k, v in spans])
 
-    def _attend(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sink_logits: Tensor | None
-    ) -> Tensor:
+    def _attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         kept_key, kept_value = read_back(key, self.scheme.key_format), read_back(value, self.scheme.value_format)
         kept_key[: self.scheme.sinks] = key[: self.scheme.sinks]
         kept_value[: self.scheme.sinks] = value[: self.scheme.sinks]
         if self.scheme.residual_length:
             kept_key, kept_value = torch.cat((kept_key, key)), torch.cat((kept_value, value))
-        return attend_span(query, kept_key, kept_value, mask, self.scores.softcap, sink_logits)
+        mask = self.masks[self.seen[layer]]
+        if (latent := self.scores.latent(layer)) is not None:
+            return latent.attend_span(query, kept_key, kept_value, mask)
+        return attend_span(query, kept_key, kept_value, mask, self.scores.softcap, self.scores.sinks(layer))
 
 
 def _mask(positions: Tensor, window: int | None, chunk: int | None, recent: int, dtype: torch.dtype) -> Tensor | None:

@@ -47,6 +47,8 @@ def build_model(family: str, **options):
         "qwen2": {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1},
     }
     fields = special[family] if family in special else VARIANTS[family] | {"head_dim": 32}
+    if "kv_lora_rank" in fields:
+        del fields["head_dim"]
     if "global_head_dim" in fields:
         fields = fields | GEMMA4_LAYERS | {"global_head_dim": 64}
     if "vocab_size_per_layer_input" in fields:

@@ -8,10 +8,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from compress.checkpoint.config import packed_config, read_config, write_config
 from compress.checkpoint.formats import find_format, stored_tensors
+from compress.checkpoint.meta_model import auto_class
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.scale_search import FP8
 from compress.checkpoint.weights import BlockFp8, Mxfp4, Scheme, Weight
@@ -36,6 +37,15 @@ MIXED = {
     "layer_types": ["sliding_attention", "full_attention"],
 }
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
+LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 64,
+    "q_lora_rank": 128,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 32,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 32}
 MULTIPLIERS = {
     "attention_multiplier": 0.1,
     "embedding_multiplier": 3.0,
@@ -190,6 +200,49 @@ VARIANTS: dict[str, dict[str, object]] = {
         "head_dim": 24,
         "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5},
     },
+    "deepseek_v2": {
+        **EXPERTS,
+        **LATENT,
+        "topk_method": "group_limited_greedy",
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 2.5,
+        "first_k_dense_replace": 1,
+        "attention_bias": True,
+        "mlp_bias": True,
+    },
+    "deepseek_v3": {
+        **EXPERTS,
+        **LATENT,
+        "n_routed_experts": 8,
+        "n_group": 4,
+        "topk_group": 2,
+        "first_k_dense_replace": 1,
+        "attention_bias": True,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.9},
+    },
+    "glm4_moe_lite": {
+        **EXPERTS,
+        **LATENT,
+        "n_routed_experts": 8,
+        "n_group": 4,
+        "topk_group": 2,
+        "attention_bias": True,
+    },
+    "minicpm3": {**LATENT, "scale_emb": 3, "dim_model_base": 32, "attention_bias": True, "mlp_bias": True},
+    "mistral4": {
+        **EXPERTS,
+        **LATENT,
+        "n_routed_experts": 8,
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 2.5,
+        "first_k_dense_replace": 1,
+        "attention_bias": True,
+        "rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.9, "llama_4_scaling_beta": 0.2},
+    },
+    "youtu": {**LATENT, "attention_bias": True},
     "mixtral": {**EXPERTS, "num_local_experts": 8, "sliding_window": 9},
     "olmoe": {**EXPERTS, "attention_bias": True},
     "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 48, "mlp_only_layers": [0]},
@@ -199,8 +252,10 @@ VARIANTS: dict[str, dict[str, object]] = {
     "qwen3_next": {**DELTA_NET, **EXPERTS, "shared_expert_intermediate_size": 48, "mlp_only_layers": [1]},
 }
 """One model of every family with all of its features."""
-STACKED = {"gpt_oss", "granitemoe", "llama4_text"}
+STACKED = {"gpt_oss", "granitemoe", "llama4_text", "mistral4"}
 """Mixtures whose experts are stored as one tensor."""
+PADDED = {"youtu"}
+"""Families whose row of the pad token transformers fills with zeros at load."""
 GEMMA4_LAYERS = {
     "num_hidden_layers": 3,
     "layer_types": ["sliding_attention", "full_attention", "full_attention"],
@@ -222,9 +277,11 @@ def save_tiny_model(folder: Path, family: str = "llama", dtype: torch.dtype = to
     """Random weights, with norms and biases that are seen when they are lost."""
     config = AutoConfig.for_model(family, **(SIZES | options))
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config).to(dtype)
+    model = auto_class(family).from_config(config).to(dtype)
     for name, tensor in model.state_dict().items():
         nn.init.normal_(tensor, mean=1.0 if "norm" in name else 0.0, std=0.3 if tensor.dim() == 1 else 0.15)
+    if family in PADDED:
+        model.get_input_embeddings().weight.data[config.pad_token_id] = 0
     model.save_pretrained(folder)
     return folder
 
@@ -257,7 +314,8 @@ def load_reference(folder: Path, dtype: torch.dtype = torch.float64, *, exact: b
         exact: a float64 model computes everything in float64.
     """
     # Grouped products of experts are 16-bit only.
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, experts_implementation="eager").eval()
+    family = read_config(folder)["model_type"]
+    model = auto_class(family).from_pretrained(folder, dtype=dtype, experts_implementation="eager").eval()
     return compute_in_float64(model) if exact and dtype is torch.float64 else model
 
 

@@ -26,7 +26,8 @@ from compress.models.config import (
     windows,
 )
 from compress.models.registry import Wrapper, register, register_wrapper
-from compress.models.spec import Attention, Linear, Mixture, ModelSpec, Norm, Rope, Router
+from compress.models.router import Router
+from compress.models.spec import Attention, Linear, Mixture, ModelSpec, Norm, Rope
 from compress.models.stacks import Stack
 
 COMMON = {

@@ -1,21 +1,24 @@
 """GLM-4 (arXiv:2406.12793), in which half of the channels rotate, in neighboring pairs, and norms stand on both sides
-of attention and MLP; and the mixtures GLM-4.5 to 4.7 (arXiv:2508.06471)."""
+of attention and MLP; and the mixtures GLM-4.5 to 4.7 (arXiv:2508.06471), of which Flash has latent attention."""
 
 from __future__ import annotations
 
 from compress.models.config import (
+    SIGMOID_ROUTER,
     Config,
     attention,
     decoder,
+    dense_first,
     flag,
     gated_mlp,
-    mixture,
+    grouped_mixture,
     norm,
     num_layers,
-    number,
     positive,
+    refusal,
     rope,
 )
+from compress.models.latent import latent_attention
 from compress.models.registry import register
 from compress.models.spec import ModelSpec
 
@@ -53,20 +56,32 @@ def glm4_moe(config: Config) -> ModelSpec:
         "partial_rotary_factor": 0.5,
         **config,
     }
-    bias, layers = flag(config, "attention_bias"), range(num_layers(config))
+    bias = flag(config, "attention_bias")
     mixer = attention(config, qkv_bias=bias, qk_norm=flag(config, "use_qk_norm"), rope=rope(config, knows_partial=True))
-    size = positive(config, "moe_intermediate_size")
-    experts = mixture(
-        config,
-        size=size,
-        activation="sigmoid",
-        normalizes=flag(config, "norm_topk_prob", True),
-        scale=number(config, "routed_scaling_factor", 1.0),
-        bias="mlp.gate.e_score_correction_bias",
-        num_groups=positive(config, "n_group", 1),
-        num_chosen_groups=positive(config, "topk_group", 1),
-        in_float32=True,
-        shared=gated_mlp(config, name="mlp.shared_experts", size=size * positive(config, "n_shared_experts", 1)),
-    )
-    num_dense, mlp = int(number(config, "first_k_dense_replace", 1)), gated_mlp(config)
-    return decoder(config, [mixer for _ in layers], [experts if layer >= num_dense else mlp for layer in layers])
+    experts = grouped_mixture(config, **SIGMOID_ROUTER)
+    return decoder(config, [mixer] * num_layers(config), dense_first(config, experts, 1))
+
+
+@register("glm4_moe_lite")
+def glm4_moe_lite(config: Config) -> ModelSpec:
+    """Describes a GLM-4.7-Flash, with latent attention."""
+    config = {
+        "rms_norm_eps": 1e-5,
+        "num_key_value_heads": 20,
+        "kv_lora_rank": 512,
+        "q_lora_rank": 768,
+        "qk_rope_head_dim": positive(config, "head_dim", 64),
+        "qk_nope_head_dim": 192,
+        "v_head_dim": 256,
+        "n_routed_experts": 64,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 1536,
+        "routed_scaling_factor": 1.8,
+        **config,
+    }
+    mixer = latent_attention(config, rope(config, interleaved=flag(config, "rope_interleave", True)))
+    kinds = config.get("mlp_layer_types") or ["dense"] + ["sparse"] * (num_layers(config) - 1)
+    if not isinstance(kinds, list) or len(kinds) != num_layers(config):
+        raise refusal("mlp_layer_types", kinds, "a kind for each layer")
+    experts, mlp = grouped_mixture(config, **SIGMOID_ROUTER), gated_mlp(config)
+    return decoder(config, [mixer] * len(kinds), [experts if kind == "sparse" else mlp for kind in kinds])

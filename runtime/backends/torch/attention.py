@@ -126,8 +126,9 @@ class PagedAttention:
         }
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        query = self.keys.cache.rotate(query)
-        self.keys.write(layer, self.keys.cache.rotate(key), value)
+        rotate, latent = self.keys.cache.rotate, self.scores.latent(layer)
+        query = rotate(query) if latent is None else latent.rotated(query, rotate)
+        self.keys.write(layer, rotate(key), value)
         masks = self.masks[self.seen[layer]]
         groups = enumerate(zip(self.keys.batch.groups, masks, strict=True))
         parts = [self._attend(layer, index, query[group.rows], mask) for index, (group, mask) in groups]
@@ -135,7 +136,12 @@ class PagedAttention:
 
     def _attend(self, layer: int, index: int, query: Tensor, mask: Tensor | None) -> Tensor:
         key, value = self.keys.read(layer, index)
-        if len(key) > 1 or len(query) == 1:
+        latent, is_shared = self.scores.latent(layer), len(key) > 1 or len(query) == 1
+        if latent is not None:
+            if is_shared:
+                return latent.attend_tokens(query, key, value, mask)
+            return latent.attend_span(query, key[0], value[0], mask)
+        if is_shared:
             return attend_tokens(query, key, value, mask, self.scores.softcap, self.scores.sinks(layer))
         return attend_span(query, key[0], value[0], mask, self.scores.softcap, self.scores.sinks(layer))
 

@@ -119,7 +119,7 @@ def test_outputs_are_split_by_columns_and_inputs_by_rows() -> None:
 
 def test_a_token_takes_keys_and_values_of_every_layer() -> None:
     layers, heads = SIZES["num_hidden_layers"], SIZES["num_key_value_heads"]
-    assert describe("llama").kv_token_bytes(lambda head_dim: 2 * 2 * head_dim) == layers * heads * 2 * 2 * 16
+    assert describe("llama").kv_token_bytes(lambda key, value: 2 * (key + value)) == layers * heads * 2 * 2 * 16
 
 
 def test_a_name_belongs_to_one_family() -> None:

@@ -10,7 +10,8 @@ from compress.checkpoint.weights import Int
 from compress.checkpoint.weights.integer import IntegerWeight
 from compress.common.errors import ToolkitError
 from compress.cpu.binding import INSTRUCTION_SETS, best_instruction_set, library, set_threads
-from compress.models.spec import MLP, Linear, Mixture, Router
+from compress.models.router import Router
+from compress.models.spec import MLP, Linear, Mixture
 from runtime.backends.base import Target
 from runtime.backends.cpu.layers import CpuOps
 from runtime.backends.cpu.linear import Activations, CpuLinear

@@ -1,0 +1,113 @@
+"""Latent attention (arXiv:2405.04434, section 2.1) over gathered latents: plain torch, any dtype, any device.
+
+Absorbed, every query head moves into the space of latents and attends to them as they are, all heads to one key.
+Expanded, keys and values of all heads are computed from the latents first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from runtime.backends.span_attention import attend_span, attend_tokens
+
+EXPANDED_NUMBERS = 2**26
+"""Largest number of elements of the keys that are expanded at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class LatentHeads:
+    """Weights that make keys and values of all heads from latents of `rank` channels.
+
+    Attributes:
+        key: `[heads, K, rank]`, channels of keys beside the rotated ones.
+        value: `[heads, V, rank]`.
+        scale: factor on scores.
+    """
+
+    key: Tensor
+    value: Tensor
+    scale: float
+
+    @property
+    def nbytes(self) -> int:
+        return self.key.nbytes + self.value.nbytes
+
+    def rotated(self, query: Tensor, rotate: Callable[[Tensor], Tensor]) -> Tensor:
+        """Applies `rotate` to the channels of queries `[..., K + R]` that look at rotated keys."""
+        own = self.key.shape[1]
+        return torch.cat((query[..., :own], rotate(query[..., own:])), -1)
+
+    def attend_span(self, query: Tensor, key: Tensor, latent: Tensor, mask: Tensor | None) -> Tensor:
+        """A span of one sequence over its tokens.
+
+        Args:
+            query: `[n, heads, K + R]`.
+            key, latent: `[L, 1, R]` and `[L, 1, rank]`.
+            mask: additive `[n, L]`; None is causal and needs n == L.
+
+        Returns:
+            `[n, heads, V]`.
+        """
+        own, rank, (num_queries, _, width) = self.key.shape[1], latent.shape[-1], query.shape
+        if expands(num_queries, len(key), own, width - own, self.value.shape[1], rank):
+            return self._expand(query, key, latent, mask)
+        keys = torch.cat((latent, key), -1)
+        return self._value(attend_span(self._absorb(query), keys, keys, mask, scale=self.scale), rank)
+
+    def attend_tokens(self, query: Tensor, key: Tensor, latent: Tensor, mask: Tensor | None) -> Tensor:
+        """q tokens of each of B sequences, one sequence after the other, absorbed.
+
+        Args:
+            query: `[B * q, heads, K + R]`.
+            key, latent: `[B, L, 1, R]` and `[B, L, 1, rank]`.
+            mask: additive `[B * q, L]`; None when every key counts.
+
+        Returns:
+            `[B * q, heads, V]`.
+        """
+        keys = torch.cat((latent, key), -1)
+        return self._value(attend_tokens(self._absorb(query), keys, keys, mask, scale=self.scale), latent.shape[-1])
+
+    def _absorb(self, query: Tensor) -> Tensor:
+        """Queries `[n, heads, rank + R]` that look at latents and rotated keys."""
+        own = self.key.shape[1]
+        absorbed = torch.bmm(query[..., :own].transpose(0, 1), self.key).transpose(0, 1)
+        return torch.cat((absorbed, query[..., own:]), -1)
+
+    def _value(self, attended: Tensor, rank: int) -> Tensor:
+        """Values `[n, heads, V]` of attended rows `[n, heads, rank + R]`."""
+        return torch.bmm(attended[..., :rank].transpose(0, 1), self.value.mT).transpose(0, 1)
+
+    def _expand(self, query: Tensor, key: Tensor, latent: Tensor, mask: Tensor | None) -> Tensor:
+        """As `attend_span`, a few heads at a time."""
+        width, value_dim = query.shape[-1], self.value.shape[1]
+        size = max(1, EXPANDED_NUMBERS // (len(key) * max(width, value_dim)))
+        weights = zip(query.split(size, 1), self.key.split(size), self.value.split(size), strict=True)
+        parts = [self._expanded(q, k, v, key, latent, mask) for q, k, v in weights]
+        return torch.cat(parts, 1)[..., :value_dim]
+
+    def _expanded(
+        self, query: Tensor, key_weight: Tensor, value_weight: Tensor, key: Tensor, latent: Tensor, mask: Tensor | None
+    ) -> Tensor:
+        """Computes some heads, filled with zeros up to the larger of key and value."""
+        own, value = (torch.einsum("lr,hdr->lhd", latent[:, 0], weight) for weight in (key_weight, value_weight))
+        keys = torch.cat((own, key.expand(-1, own.shape[1], -1)), -1)
+        width = max(keys.shape[-1], value.shape[-1])
+        query, keys, value = (functional.pad(part, (0, width - part.shape[-1])) for part in (query, keys, value))
+        return attend_span(query, keys, value, mask, scale=self.scale)
+
+
+def expands(num_queries: int, num_keys: int, own: int, rotated: int, value_dim: int, rank: int) -> bool:
+    """Whether a head takes fewer multiplications with expanded keys and values than absorbed.
+
+    Args:
+        own, rotated: channels of a key of its own, and of the rotated one that all heads share.
+    """
+    weights = (own + value_dim) * rank
+    absorbed = num_queries * (weights + num_keys * 2 * (rank + rotated))
+    return num_keys * weights + num_queries * num_keys * 2 * max(own + rotated, value_dim) < absorbed
