@@ -11,7 +11,7 @@ import typer
 
 from compress.checkpoint.config import read_config
 from compress.cli.options import DEFAULT_OUT, AsJson, KernelsMode, KVCacheOptions, ScoreOptions
-from compress.common.cli import DEMO_NAME, demo_model_path, with_groups
+from compress.common.cli import DEMO_NAME, demo_model_path, model_folder, with_groups
 from compress.common.errors import ToolkitError
 from compress.common.files import in_home
 
@@ -118,7 +118,7 @@ def evaluate(
     if not ppl:
         raise ToolkitError("nothing to measure was named", "Add --ppl")
     console = Console(stderr=True)
-    path = in_home(model) if model else _default_model(console)
+    path = model_folder(model) if model else _default_model(console)
     request = score.request(path, kv.scheme(read_config(path)), kernels)
     with _progress(console) as progress:
         task = progress.add_task("scoring", total=None)

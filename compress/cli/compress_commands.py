@@ -25,7 +25,7 @@ from compress.cli.options import (
     TextOptions,
     check_rounded,
 )
-from compress.common.cli import DEMO_NAME, DEMO_SOURCE, demo_model_path
+from compress.common.cli import DEMO_NAME, DEMO_SOURCE, bundled_model, demo_model_path, model_folder
 from compress.common.errors import RecipeError
 from compress.common.files import in_home
 from compress.methods.kv_cache import KVCacheStage
@@ -54,9 +54,10 @@ def make_request(model: Path | None, recipe: Recipe, out: Path, job: JobOptions)
 
     if model is None:
         _say(f"No model named: using the {DEMO_NAME} ({demo_model_path()})")
-    folder = demo_model_path() if model is None else in_home(model)
+    folder = demo_model_path() if model is None else model_folder(model)
+    name = DEMO_SOURCE if model is None else bundled_model(model)
     # Refuses loops of links, which resolving them would not survive.
-    source = DEMO_SOURCE if model is None else str(check_folder(folder).resolve())
+    source = name or str(check_folder(folder).resolve())
     return RunRequest(
         folder,
         source,

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from compress.checkpoint.kv_cache import AUTO, KVCacheScheme, stored_kv_cache, wished_kv_cache
+from compress.common.cli import model_folder
 from compress.common.errors import RecipeError
-from compress.common.files import in_home
 from compress.recipe import DEFAULT_LENGTH, DEFAULT_SAMPLES, CalibrationOptions, parse_size
 from compress.search.space import Goal
 
@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 
 Model = Annotated[
     Path | None,
-    typer.Argument(metavar="MODEL", help="Folder of a dense Hugging Face model. Default: the bundled demo model."),
+    typer.Argument(
+        metavar="MODEL",
+        help="Folder of a dense Hugging Face model, or one of the bundled: demo or demo-mixture. Default: demo.",
+    ),
 ]
 Out = Annotated[Path, typer.Option("--out", help="Folder to write; must not exist.")]
 Device = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
@@ -202,7 +205,7 @@ class ScoreOptions:
 
         return EvaluationRequest(
             model,
-            in_home(self.baseline) if self.baseline else None,
+            model_folder(self.baseline) if self.baseline else None,
             self.data,
             self.length,
             self.tokens,

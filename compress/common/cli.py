@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, get_args, get_origin
 import typer
 
 from compress.common.errors import ToolkitError
+from compress.common.files import in_home
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -203,12 +204,30 @@ VersionOption = Annotated[
 
 DEMO_NAME = "bundled demo model"
 DEMO_SOURCE = "demo"
-"""Name in `compression_config.source`, since the folder differs from machine to machine."""
+BUNDLED = {DEMO_SOURCE: "demo_model", "demo-mixture": "demo_model_mixture"}
+"""Folders of the bundled models. Commands and `compression_config.source` name them, because the folders differ from
+machine to machine."""
+
+
+def bundled_model(model: str | Path) -> str | None:
+    """Name of the bundled model that is meant; None for a path. A folder of that name comes first."""
+    return str(model) if str(model) in BUNDLED and not Path(model).exists() else None
+
+
+def model_folder(model: str | Path) -> Path:
+    """Folder of a model that is named by its path or as a bundled one."""
+    name = bundled_model(model)
+    return bundled_path(name) if name else in_home(model)
+
+
+def bundled_path(name: str) -> Path:
+    """Folder of a bundled model, a dense Hugging Face checkpoint."""
+    return Path(str(files("compress") / BUNDLED[name]))
 
 
 def demo_model_path() -> Path:
-    """Folder of the bundled demo model, a dense Hugging Face checkpoint."""
-    return Path(str(files("compress") / "demo_model"))
+    """Folder of the bundled demo model."""
+    return bundled_path(DEMO_SOURCE)
 
 
 def draft_model_path() -> Path:

@@ -14,7 +14,7 @@ from calibration.sources import load_texts
 from compress.checkpoint.config import compression_block, dtype_name, read_config
 from compress.checkpoint.dequantized import open_source
 from compress.checkpoint.kv_cache import UNCOMPRESSED, KVCacheScheme
-from compress.common.cli import DEMO_SOURCE, demo_model_path
+from compress.common.cli import BUNDLED, bundled_path
 from compress.common.errors import DataError
 from compress.evaluate.checks import Domain, SeenText, compare_domains, overlap_warning, shared_spans
 from compress.evaluate.perplexity import Evaluation, Windows, cut_windows, evaluate
@@ -135,7 +135,7 @@ def recorded_source(config: dict[str, Any]) -> Path | None:
     source = compression_block(config).get("source")
     if source is None:
         return None
-    return demo_model_path() if source == DEMO_SOURCE else Path(source)
+    return bundled_path(source) if source in BUNDLED else Path(source)
 
 
 def _is_source(path: Path, config: dict[str, Any]) -> bool:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from compress.common.cli import DEMO_NAME, demo_model_path, nearest, option
+from compress.common.cli import DEMO_NAME, bundled_model, bundled_path, demo_model_path, nearest, option
 from compress.common.errors import CheckpointError, RequestError, ToolkitError
 from compress.common.files import YamlPart, read_yaml
 from runtime.core.config import RuntimeConfig
@@ -28,8 +28,8 @@ ModelArgument = Annotated[
     Path | None,
     typer.Argument(
         metavar="MODEL",
-        help="Checkpoint folder, packed or dense. Without it: the folder 'packed' if there is one, else the bundled "
-        "demo model.",
+        help="Checkpoint folder, packed or dense, or one of the bundled: demo or demo-mixture. Without it: the "
+        "folder 'packed' if there is one, else the bundled demo model.",
         show_default=False,
     ),
 ]
@@ -46,6 +46,8 @@ def resolve_model(model: Path | None) -> tuple[Path, str]:
         return PACKED, f"{PACKED}/ (the default)"
     if model is None:
         return demo_model_path(), f"{DEMO_NAME} (no model was named and there is no folder '{PACKED}')"
+    if name := bundled_model(model):
+        return bundled_path(name), f"{name} (bundled)"
     if not model.is_dir():
         first = "Make it with compress quantize, name" if model == PACKED else "Name"
         remedy = f"{first} a folder with config.json and safetensors files, or leave it out for the bundled demo model"

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO, cast
 
 import typer
 
-from compress.common.cli import demo_model_path, with_groups
+from compress.common.cli import BUNDLED, bundled_path, with_groups
 from compress.common.errors import RequestError, ToolkitError
 from runtime.cli.options import (
     AddressOptions,
@@ -130,7 +130,7 @@ class ServedModel:
 
 def name_of(path: Path) -> str:
     """Returns the default name of a folder's model in the API."""
-    return "demo" if path == demo_model_path() else path.resolve().name
+    return next((name for name in BUNDLED if path == bundled_path(name)), path.resolve().name)
 
 
 def load_served_model(

@@ -1,13 +1,15 @@
 """The whole matrix, over HTTP in float64: nothing that only makes serving faster may change a token.
 
-{prefix cache} x {chunk sizes} x {ample / scarce blocks} x {no speculation, n-gram, draft model, two self-drafts}, and
-in each of these engines, all at the same time, {n = 1, 3} x {greedy, seeded} x {whole / streamed}: 480 cells. Every
-answer must be the one of a plain engine that serves one request at a time. At every run come engines with every pair of
-settings, which are a quarter of them; the others are slow tests.
+{demo model, demo mixture} x {prefix cache} x {chunk sizes} x {ample / scarce blocks} x {no speculation, n-gram, draft
+model, two self-drafts}, and in each of these engines, all at the same time, {n = 1, 3} x {greedy, seeded} x {whole /
+streamed}: 960 cells. Every answer must be the one of a plain engine that serves one request at a time. At every run
+come engines that show every setting and both models; the others are in the full tier.
 """
 
 import asyncio
 import itertools
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -16,7 +18,7 @@ from covering import covering
 from engines import small_engine
 from servers import events
 
-from compress.common.cli import demo_model_path
+from compress.common.cli import BUNDLED, bundled_path
 from runtime.engine.engine import Engine
 from runtime.engine.engine_thread import EngineThread
 from runtime.model.decoder import Decoder
@@ -39,14 +41,17 @@ Answer = list[tuple[str, tuple[str, ...], str]]
 """Text, tokens and finish reason of each choice."""
 
 
-@pytest.fixture(scope="module")
-def decoder() -> Decoder:
-    return load_model(demo_model_path(), device="cpu", dtype="float64")
+@dataclass(frozen=True)
+class Model:
+    folder: Path
+    decoder: Decoder
+    tokenizer: Tokenizer
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return Tokenizer.open(demo_model_path())
+@pytest.fixture(scope="module", params=BUNDLED)
+def model(request: pytest.FixtureRequest) -> Model:
+    folder = bundled_path(request.param)
+    return Model(folder, load_model(folder, device="cpu", dtype="float64"), Tokenizer.open(folder))
 
 
 def bodies() -> list[dict[str, Any]]:
@@ -57,13 +62,13 @@ def bodies() -> list[dict[str, Any]]:
     ]
 
 
-def build_engine(decoder: Decoder, tokenizer: Tokenizer, **options: Any) -> Engine:
-    return small_engine(decoder, demo_model_path(), tokenizer, dtype="float64", max_model_len=72, **options)
+def build_engine(model: Model, **options: Any) -> Engine:
+    return small_engine(model.decoder, model.folder, model.tokenizer, dtype="float64", max_model_len=72, **options)
 
 
-async def serve(engine: Engine, tokenizer: Tokenizer, requests: list[dict[str, Any]], together: bool) -> list[Answer]:
+async def serve(engine: Engine, requests: list[dict[str, Any]], together: bool) -> list[Answer]:
     limits = Limits(engine.runner.max_model_len, max_requests=256)
-    app = create_app(EngineThread(engine), tokenizer, "demo", limits, render_metrics=engine.render_metrics)
+    app = create_app(EngineThread(engine), engine.tokenizer, "demo", limits, render_metrics=engine.render_metrics)
     async with (
         app.router.lifespan_context(app),
         httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost", timeout=120) as client,
@@ -89,10 +94,11 @@ async def ask(client: httpx.AsyncClient, body: dict[str, Any]) -> Answer:
 
 
 @pytest.fixture(scope="module")
-def expected(decoder: Decoder, tokenizer: Tokenizer) -> list[Answer]:
+def expected(model: Model) -> list[Answer]:
     """One request at a time, nothing shared, nothing guessed, every prompt in one piece."""
-    engine = build_engine(decoder, tokenizer, num_blocks=400, prefix_caching=False, prefill_chunk=512)
-    answers = asyncio.run(serve(engine, tokenizer, bodies(), together=False))
+    engine = build_engine(model, num_blocks=400, prefix_caching=False, prefill_chunk=512)
+    whole = asyncio.run(serve(engine, [body for body in bodies() if not body["stream"]], together=False))
+    answers = [answer for answer in whole for _ in ("whole", "streamed")]
     distinct = {tokens for answer in answers for _, tokens, _ in answer}
     # For each prompt three seeded answers, of which the first is also that of n = 1; greedy ones may coincide.
     assert len(distinct) > len(PROMPTS) * 3
@@ -101,8 +107,7 @@ def expected(decoder: Decoder, tokenizer: Tokenizer) -> list[Answer]:
 
 @pytest.mark.parametrize(("speculate", "num_blocks", "chunk", "cache"), covering(SPECULATION, BLOCKS, CHUNKS, CACHES))
 def test_every_cell_gives_the_same_tokens(
-    decoder: Decoder,
-    tokenizer: Tokenizer,
+    model: Model,
     expected: list[Answer],
     speculate: str,
     num_blocks: int,
@@ -110,8 +115,8 @@ def test_every_cell_gives_the_same_tokens(
     cache: bool,
 ) -> None:
     options = {"speculative_model": speculate, "num_blocks": num_blocks, "prefill_chunk": chunk}
-    engine = build_engine(decoder, tokenizer, prefix_caching=cache, **options)
-    found = asyncio.run(serve(engine, tokenizer, bodies(), together=True))
+    engine = build_engine(model, prefix_caching=cache, **options)
+    found = asyncio.run(serve(engine, bodies(), together=True))
     assert found == expected
     stats, pool = engine.scheduler.stats, engine.scheduler.pool
     engine.scheduler.check()

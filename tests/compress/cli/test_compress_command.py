@@ -176,6 +176,16 @@ def test_no_model_means_the_demo_model_and_says_so(compress, tmp_path) -> None:
 
 
 @pytest.mark.full
+def test_a_bundled_model_by_its_name(compress, tmp_path) -> None:
+    report = json.loads(compress("quantize", "demo-mixture", "--method", "rtn", "--json").stdout)
+    assert report["source"] == "demo-mixture"
+    assert all(block["smoothing"] == [] for block in report["blocks"])
+    kl = json.loads(compress("eval", "--ppl", "packed", "--tokens", 512, "--json").stdout)["kl_mean"]
+    against = ("--baseline", "demo-mixture", "--tokens", 512, "--json")
+    assert json.loads(compress("eval", "--ppl", "packed", *against).stdout)["kl_mean"] == kl > 0
+
+
+@pytest.mark.full
 def test_run_does_what_quantize_does(compress, tiny_model, tmp_path) -> None:
     recipe = tmp_path / "mine.yaml"
     recipe.write_text("stages:\n  - quantize: {method: rtn, bits: 8, group_size: -1}\n")

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from calibration.sequences import load_tokenizer
 from calibration.sources import load_texts
 from compress.checkpoint.weights import Int, Scheme
-from compress.common.cli import demo_model_path
+from compress.common.cli import BUNDLED, bundled_path, demo_model_path
 from compress.common.errors import CheckpointError, DataError
 from compress.evaluate.perplexity import cut_windows, evaluate
 from compress.evaluate.scorers import TransformersScorer, load_dequantized, open_scorer
@@ -54,7 +54,8 @@ def test_a_source_that_has_gone_is_a_warning(make_recorded, tmp_path: Path):
 
 
 def test_demo_means_the_bundled_model():
-    assert recorded_source({"compression_config": {"source": "demo"}}) == demo_model_path()
+    for name in BUNDLED:
+        assert recorded_source({"compression_config": {"source": name}}) == bundled_path(name)
     assert recorded_source({"compression_config": {"source": "/models/a"}}) == Path("/models/a")
     assert recorded_source({}) is None
 

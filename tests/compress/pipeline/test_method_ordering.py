@@ -11,7 +11,7 @@ import pytest
 from runs import compared_with, compress, with_outliers
 
 from compress.checkpoint.weights import Int, NMSparsity, Scheme
-from compress.common.cli import demo_model_path
+from compress.common.cli import bundled_path, demo_model_path
 from compress.methods.rotation import RotateStage
 from compress.recipe import CalibrationOptions, FactorizeStage, PruneStage, QuantizeStage, Stage
 
@@ -27,6 +27,7 @@ class Ordering:
     text: tuple[int, int, int, int]
     chain: tuple[Stage | tuple[Stage, ...] | float, ...]
     outliers: bool = False
+    model: str = "demo"
 
 
 def quantized(better: str, worse: str, scheme: Scheme, factor: float, text: tuple[int, int, int, int]) -> Ordering:
@@ -34,7 +35,7 @@ def quantized(better: str, worse: str, scheme: Scheme, factor: float, text: tupl
 
 
 LONG = (32, 512, 16384, 512)
-PATTERN = NMSparsity(2, 4)
+W4, PATTERN = Int(4, 64), NMSparsity(2, 4)
 FULL = {
     "2:4": Ordering(
         (24, 256, 4096, 256),
@@ -55,6 +56,11 @@ FULL = {
         (32, 512, 1024, 512),
         ((RotateStage(), QuantizeStage("rtn", Int(4, None))), 0.6, QuantizeStage("rtn", Int(4, None))),
         outliers=True,
+    ),
+    "experts": Ordering(
+        (8, 512, 4096, 512),
+        (QuantizeStage("gptq", W4), 0.9, QuantizeStage("awq", W4), 0.95, QuantizeStage("rtn", W4)),
+        model="demo-mixture",
     ),
 }
 SLOW = {
@@ -83,7 +89,7 @@ SLOW = {
 def test_each_method_is_nearer_to_the_dense_model_than_the_next(name: str, tmp_path: Path) -> None:
     ordering = (FULL | SLOW)[name]
     samples, length, tokens, window = ordering.text
-    model = demo_model_path()
+    dense = model = bundled_path(ordering.model)
     if ordering.outliers:
         model = with_outliers(model, tmp_path / "model", [3, 19, 40, 41, 90, 127], 32.0)
     divergences = []
@@ -91,7 +97,7 @@ def test_each_method_is_nearer_to_the_dense_model_than_the_next(name: str, tmp_p
         out, calibration = tmp_path / str(number), CalibrationOptions("bundled", samples=samples, length=length)
         stages = stages if isinstance(stages, tuple) else (stages,)
         compress(model, out, *stages, calibration=calibration, dtype="float32")
-        divergences.append(compared_with(demo_model_path(), out, tokens, window).kl_mean)
+        divergences.append(compared_with(dense, out, tokens, window).kl_mean)
     for factor, (better, worse) in zip(ordering.chain[1::2], pairwise(divergences), strict=True):
         assert better < factor * worse, divergences
 

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import typer
 
-from compress.common.cli import demo_model_path, read_size
+from compress.common.cli import BUNDLED, bundled_path, demo_model_path, read_size
 from compress.common.errors import ToolkitError
 from runtime.cli.options import resolve_model
-from runtime.cli.serve import listen, url_of
+from runtime.cli.serve import listen, name_of, url_of
 
 
 @pytest.mark.parametrize(
@@ -34,6 +34,16 @@ def test_model_defaults_to_packed_then_to_the_demo_model(tmp_path: Path, monkeyp
     path, name = resolve_model(None)
     assert path == Path("packed")
     assert "packed/" in name
+
+
+def test_bundled_models_have_names_that_folders_may_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in BUNDLED:
+        path, _ = resolve_model(Path(name))
+        assert path == bundled_path(name)
+        assert name_of(path) == name
+    Path("demo").mkdir()
+    assert resolve_model(Path("demo"))[0] == Path("demo")
 
 
 def test_port_zero_is_any_free_port() -> None:

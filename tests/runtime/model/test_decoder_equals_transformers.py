@@ -4,7 +4,7 @@ import pytest
 import torch
 from tiny_models import GEMMA4_EXPERTS, VARIANTS, load_reference, reference_logits, save_tiny_model
 
-from compress.common.cli import demo_model_path
+from compress.common.cli import BUNDLED, bundled_path
 from runtime.model.loader import load_model
 from runtime.model.scoring import score
 
@@ -75,13 +75,14 @@ def test_logits_in_bfloat16_round_where_transformers_rounds(family, tmp_path):
     torch.testing.assert_close(found, expected, rtol=0.02, atol=0.1)
 
 
-def test_demo_model_in_float64():
+@pytest.mark.parametrize("name", BUNDLED)
+def test_bundled_models_in_float64(name):
     """transformers computes RMSNorm in float32 even here; without that the logits agree to 1e-9."""
     tokens = torch.randint(0, 8192, (1, 200), generator=torch.Generator().manual_seed(0))
-    found = score(load_model(demo_model_path(), dtype="float64"), tokens)
-    expected = reference_logits(load_reference(demo_model_path()), tokens)
+    found = score(load_model(bundled_path(name), dtype="float64"), tokens)
+    expected = reference_logits(load_reference(bundled_path(name)), tokens)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
-    theirs = reference_logits(load_reference(demo_model_path(), exact=False), tokens)
+    theirs = reference_logits(load_reference(bundled_path(name), exact=False), tokens)
     torch.testing.assert_close(found, theirs, rtol=0, atol=1e-4)
 
 
