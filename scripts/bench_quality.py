@@ -2,10 +2,11 @@
 
 Calibration and evaluation texts do not overlap; all is scored in float32 by the runtime's model. It ends with verdicts
 on the promised orders (GPTQ < RTN, SparseGPT <= Wanda <= magnitude, ...), and exits with status 1 when one of them does
-not hold. Settings and their methods are listed in `benchmarking/entries.py`. Examples:
+not hold. Settings and their methods are listed in `benchmarking/quality.py`. Examples:
 
     python scripts/bench_quality.py
     python scripts/bench_quality.py --settings w3g64 w2g64 --methods rtn gptq
+    python scripts/bench_quality.py --model demo-mixture --settings coverage --num-calibration-samples 2
     python scripts/bench_quality.py --data wikitext2_test.txt --seeds 3 --tokens 65536 --markdown quality.md
 """
 
@@ -22,7 +23,18 @@ from typing import Any
 
 from benchmarking.machine import environment, in_own_process, leave_with, weights_sha256
 from benchmarking.models import Cost, compress
-from benchmarking.quality import NO_CALIBRATION, SETTINGS, Trial, Verdict, judge, methods_of, stages_of, table_rows
+from benchmarking.quality import (
+    COVERAGE,
+    NO_CALIBRATION,
+    SETTINGS,
+    TOKENS_PER_CHANNEL,
+    Trial,
+    Verdict,
+    judge,
+    methods_of,
+    stages_of,
+    table_rows,
+)
 from benchmarking.tables import Row, describe, markdown_table, print_table, write_json
 from rich.console import Console
 from safetensors.torch import load_file, save_file
@@ -31,7 +43,7 @@ from torch import Tensor
 from calibration.parts import parse_parts
 from calibration.sequences import load_tokenizer, pack_parts
 from calibration.sources import load_texts
-from compress.common.cli import demo_model_path
+from compress.common.cli import model_folder
 from compress.evaluate.checks import SeenText, overlap_warning, shared_spans
 from compress.evaluate.perplexity import Evaluation, Windows, cut_windows, score_positions
 from compress.evaluate.scorers import BACKENDS, Scorer, open_scorer
@@ -105,12 +117,15 @@ def _try(
 def _compress(options: argparse.Namespace, setting: str, method: str, seed: int, out: Path) -> Cost:
     calibration = CalibrationOptions(options.calibration, options.num_calibration_samples, options.max_seq_length)
     stages = stages_of(setting, method)
-    return compress(options.model, out, stages, calibration, seed, device=options.device, dtype="float32")
+    least = {"tokens_per_channel": TOKENS_PER_CHANNEL[method]} if setting == COVERAGE else {}
+    return compress(options.model, out, stages, calibration, seed, device=options.device, dtype="float32", **least)
 
 
 def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, default=demo_model_path(), help="dense model; default: the demo model")
+    parser.add_argument(
+        "--model", type=model_folder, default="demo", help="dense model: a folder, demo or demo-mixture"
+    )
     parser.add_argument("--settings", nargs="+", default=SETTINGS, help="e.g. w4g64 2:4 rank0.8 recipes")
     parser.add_argument("--methods", nargs="+", default=(), help="only these; default: all of each setting")
     parser.add_argument("--seeds", type=int, default=3, help="calibration seeds of the calibrated methods")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Generic, Protocol, TypeVar
 
 import torch
@@ -115,9 +116,10 @@ class CalibratedRunner(Generic[Outcome]):
 
     def _capture_tokens(self, tokens: Tensor, micro_batch: int, embedding: Tensor | None) -> BlockInputs:
         context = self._context
-        return capture_inputs(
+        inputs = capture_inputs(
             context.skeleton, context.files, tokens, micro_batch, context.device, context.dtype, embedding
         )
+        return replace(inputs, tokens_per_channel=context.request.tokens_per_channel)
 
 
 def _search_rows(tokens: Tensor) -> Tensor:

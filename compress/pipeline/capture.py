@@ -23,7 +23,7 @@ from compress.checkpoint.safetensors import TensorFiles
 from compress.common.errors import NumericsError
 from compress.methods.base import Needs
 from compress.pipeline.block import LoadedBlock, fill, release
-from compress.pipeline.expert_inputs import ExpertCoverage, ExpertStatistics, MixtureInputs
+from compress.pipeline.expert_inputs import TOKENS_PER_CHANNEL, ExpertCoverage, ExpertStatistics, MixtureInputs
 from compress.pipeline.experts import mixtures
 from compress.pipeline.skeleton import Skeleton
 
@@ -44,11 +44,13 @@ class BlockInputs:
         hidden: `[N, L, H]` on the host, input of the next block, in the dtype of computation.
         calls: for each micro-batch the arguments of every block; equal ones are the same object.
         micro_batch: sequences that run at once.
+        tokens_per_channel: of the statistics of experts.
     """
 
     hidden: Tensor
     calls: list[list[Call]]
     micro_batch: int
+    tokens_per_channel: int = TOKENS_PER_CHANNEL
 
     def batches(self, index: int, device: torch.device) -> Iterator[tuple[Tensor, Call]]:
         """Hidden states `[B, L, H]` on `device` and the arguments of block `index`, micro-batch by micro-batch."""
@@ -311,7 +313,7 @@ def observe(
     Raises:
         NumericsError: NaN or infinity in an input, naming the linear.
     """
-    found = {name: MixtureInputs(name, experts) for name, experts in mixtures(block.module)}
+    found = {name: MixtureInputs(name, experts, inputs.tokens_per_channel) for name, experts in mixtures(block.module)}
     plain = [name for name in needs if not name.startswith(tuple(f"{mixture}." for mixture in found))]
     batches = inputs.batches(index, device)
     handles = [each.experts.register_forward_pre_hook(each.record) for each in found.values()]

@@ -13,7 +13,8 @@ from calibration.statistics import InputStatistics
 from compress.pipeline.experts import Experts, WeighedExperts
 
 TOKENS_PER_CHANNEL = 2
-"""Twice what the Hessian of an expert needs for full rank."""
+"""Twice what the Hessian of an expert needs for full rank; fewer are worse, and all tokens are no better
+(docs/benchmarks.md, calibration of experts)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,7 @@ class MixtureInputs:
 
     Attributes:
         name: of the experts inside the block.
+        tokens_per_channel: see `TOKENS_PER_CHANNEL`.
         hidden: `[T_i, H]`, micro-batch by micro-batch.
         chosen: `[T_i, k]`, alike.
         weights: `[T_i, E]`, alike, of experts that read tokens multiplied by their weight; else empty.
@@ -55,6 +57,7 @@ class MixtureInputs:
 
     name: str
     experts: Experts
+    tokens_per_channel: int = TOKENS_PER_CHANNEL
     hidden: list[Tensor] = field(default_factory=list)
     chosen: list[Tensor] = field(default_factory=list)
     weights: list[Tensor] = field(default_factory=list)
@@ -68,8 +71,8 @@ class MixtureInputs:
 
     @property
     def least(self) -> int:
-        """Tokens that an expert needs: `TOKENS_PER_CHANNEL` for each input of its first linears."""
-        return TOKENS_PER_CHANNEL * self.experts.expert(0).in_features
+        """Tokens that an expert needs: `tokens_per_channel` for each input of its first linears."""
+        return self.tokens_per_channel * self.experts.expert(0).in_features
 
     def tokens(self, index: int) -> Tensor:
         """Returns a mask `[T]`: the tokens that count for an expert."""

@@ -22,6 +22,7 @@ from compress.common.errors import CheckpointError, DataError, ToolkitError
 from compress.common.files import check_out_folder
 from compress.make_plan import make_plan
 from compress.models.config import context_length
+from compress.pipeline.expert_inputs import TOKENS_PER_CHANNEL
 from compress.pipeline.memory import estimate_peak, first_micro_batch, return_freed_memory
 from compress.pipeline.resume import RunDisplay
 from compress.pipeline.rotated_source import RotatedFiles, RotatedSource
@@ -161,6 +162,7 @@ class RunRequest:
         trust_remote_code: whether Python files of the model folder may run.
         micro_batch: sequences that run at once; 0 decides.
         measure: whether perplexity and KL are measured at the end, with the whole dense and packed models in memory.
+        tokens_per_channel: tokens that the statistics of an expert take at least, for each input of the expert.
     """
 
     model: Path
@@ -173,6 +175,7 @@ class RunRequest:
     trust_remote_code: bool = False
     micro_batch: int = 0
     measure: bool = True
+    tokens_per_channel: int = TOKENS_PER_CHANNEL
 
 
 @dataclass(frozen=True, slots=True)

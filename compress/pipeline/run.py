@@ -100,6 +100,7 @@ def _identity(context: RunContext) -> dict[str, Any]:
     return {
         **source_identity(context),
         "recipe": context.request.recipe.to_dict(),
+        "tokens_per_channel": context.request.tokens_per_channel,
         "calibration_tokens": sequences.token_sha256 if sequences else None,
         "device": context.device.type,
         "dtype": str(context.dtype),

@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -235,17 +235,17 @@ class Cost:
 
 
 def compress(
-    model: Path, out: Path, stages: Sequence[Stage], calibration: CalibrationOptions, seed: int = 0, **where: str
+    model: Path, out: Path, stages: Sequence[Stage], calibration: CalibrationOptions, seed: int = 0, **options: Any
 ) -> Cost:
     """Runs the pipeline that `compress quantize` runs, without its closing measurement of quality.
 
     Args:
-        where: `device` and `dtype` of the calibration.
+        options: of the request, such as `device` and `dtype` of the calibration.
     """
     from compress.pipeline.prepare import RunRequest, prepare
     from compress.pipeline.run import run
 
-    request = RunRequest(model, str(model), Recipe(tuple(stages), calibration, seed), out, measure=False, **where)
+    request = RunRequest(model, str(model), Recipe(tuple(stages), calibration, seed), out, measure=False, **options)
     prepare(request)  # imports what the model needs, which is no part of the work
     started = Stopwatch()
     prepared = prepare(request)

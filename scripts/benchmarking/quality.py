@@ -17,12 +17,14 @@ from compress.checkpoint.weights import Activations, Int, NMSparsity
 from compress.common.errors import RecipeError
 from compress.evaluate.perplexity import Evaluation
 from compress.methods.base import names
-from compress.recipe import FactorizeStage, PruneStage, QuantizeStage, Recipe, Stage
+from compress.recipe import MAX_TOKENS, FactorizeStage, PruneStage, QuantizeStage, Recipe, Stage
 from compress.recipe_file import bundled_recipes, load_recipe, load_work
 
-RECIPES = "recipes"
+RECIPES, COVERAGE = "recipes", "coverage"
 SETTINGS = ("w4g64", "w4g128", "w3g64", "w2g64", "w8a8", "2:4", "50%", "2:4+w4g64", "rank0.8", RECIPES)
 NO_CALIBRATION = frozenset(("rtn", "hqq", "magnitude", "svd"))
+TOKENS_PER_CHANNEL = {"own tokens": 0, "1 per channel": 1, "2 per channel": 2, "all tokens": MAX_TOKENS}
+"""Tokens that the statistics of an expert take at least, the methods of the setting `coverage` of a mixture."""
 JOINT, AFTERWARDS = "sparsegpt+gptq", "sparsegpt+rtn"
 
 
@@ -42,6 +44,8 @@ def methods_of(setting: str) -> tuple[str, ...]:
     """Methods that apply to a setting."""
     if setting == RECIPES:
         return tuple(name for name in bundled_recipes() if isinstance(load_work(name), Recipe))
+    if setting == COVERAGE:
+        return tuple(TOKENS_PER_CHANNEL)
     if setting == "w8a8":
         return ("rtn", "smoothquant")
     if setting.startswith("w"):
@@ -56,6 +60,8 @@ def orders_of(setting: str) -> tuple[Order, ...]:
     """Orders of methods that the papers promise at a setting, which this toolkit must keep."""
     if setting == RECIPES:
         return ()
+    if setting == COVERAGE:
+        return (Order("2 per channel", "own tokens", strict=True), Order("2 per channel", "1 per channel"))
     if setting == "w8a8":
         return (Order("smoothquant", "rtn"),)
     if setting.startswith("w"):
@@ -75,6 +81,8 @@ def stages_of(setting: str, method: str) -> tuple[Stage, ...]:
     """
     if setting == RECIPES:
         return load_recipe(method).stages
+    if setting == COVERAGE:
+        return (QuantizeStage("gptq", Int(3, 64)),)
     if "+" in setting:
         pattern, _, scheme = setting.partition("+")
         pruning, _, rounding = method.partition("+")

@@ -6,11 +6,12 @@ import pytest
 import runs
 import torch
 from folders import change_tensors
+from safetensors.torch import load_file
 from tiny_models import VARIANTS, save_tiny_model
 
 from calibration.statistics import InputStatistics
 from compress.checkpoint.weights import Int
-from compress.common.cli import demo_model_path
+from compress.common.cli import bundled_path, demo_model_path
 from compress.methods.base import Needs
 from compress.pipeline.block import load_block
 from compress.pipeline.capture import capture_inputs, observe
@@ -104,6 +105,30 @@ def test_short_calibration_gives_every_expert_all_of_its_tokens(source, tmp_path
     for block in result.report["blocks"]:
         (coverage,) = block["experts"]
         assert all(own + more == 40 for own, more in zip(coverage["tokens"], coverage["added"], strict=True))
+
+
+@pytest.mark.full
+def test_other_tokens_help_an_expert_that_few_tokens_chose(tmp_path) -> None:
+    """On trained weights: the KL with other tokens, and the same bytes where every expert has enough of its own."""
+    source, stage = bundled_path("demo-mixture"), QuantizeStage("gptq", Int(3, 64))
+    dense = {name: tensor for name, tensor in load_file(source / "model.safetensors").items() if ".gate." in name}
+    assert len(dense) == 6
+
+    def compress(samples: int, per_channel: int) -> tuple[Path, list[int]]:
+        out, options = tmp_path / f"{samples}-{per_channel}", CalibrationOptions(samples=samples, length=512)
+        result = runs.compress(source, out, stage, calibration=options, dtype="float32", tokens_per_channel=per_channel)
+        stored = load_file(out / "model.safetensors")
+        assert all(torch.equal(stored[name], tensor) for name, tensor in dense.items())
+        return out, [count for block in result.report["blocks"] for each in block["experts"] for count in each["added"]]
+
+    (own, none), (filled, some) = compress(2, 0), compress(2, 2)
+    assert not any(none)
+    assert any(some)
+    divergences = [runs.compared_with(source, out, 8192, 512).kl_mean for out in (own, filled)]
+    assert divergences[1] < divergences[0]
+    (own, _), (filled, some) = compress(12, 0), compress(12, 2)
+    assert not any(some)
+    assert runs.same_bytes(own, filled)
 
 
 def test_methods_without_calibration_count_nothing(source, tmp_path) -> None:
