@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from family_features import all_features
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -20,6 +21,7 @@ from compress.checkpoint.weights.block_fp8 import BlockFp8Weight
 from compress.checkpoint.weights.fp8 import Fp8Weight
 from compress.checkpoint.weights.integer import IntegerWeight
 from compress.checkpoint.weights.mxfp4 import Mxfp4Weight
+from compress.models.registry import known_families
 
 SIZES = {
     "hidden_size": 64,
@@ -65,7 +67,6 @@ DELTA_NET = {
     "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5},
 }
 VARIANTS: dict[str, dict[str, object]] = {
-    "llama": {"attention_bias": True, "mlp_bias": True, "head_dim": 24},
     "mistral": {"sliding_window": 6},
     "phi3": {
         "sliding_window": 16,
@@ -81,9 +82,7 @@ VARIANTS: dict[str, dict[str, object]] = {
     "qwen2": {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
     "qwen3": {"head_dim": 24, "attention_bias": True},
     "apertus": {"head_dim": 24, "attention_bias": True},
-    "arcee": {"attention_bias": True, "mlp_bias": True},
     "cohere2": {**MIXED, "attention_bias": True, "logit_scale": 2.0},
-    "ernie4_5": {"head_dim": 24, "use_bias": True},
     "exaone4": {**MIXED, "head_dim": 24},
     "gemma": {"head_dim": 24},
     "gemma2": {
@@ -108,9 +107,7 @@ VARIANTS: dict[str, dict[str, object]] = {
         "attention_bias": True,
         "final_logit_softcapping": 3.0,
     },
-    "glm4": {"head_dim": 24, "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
     "granite": {**MULTIPLIERS, "attention_bias": True, "mlp_bias": True},
-    "hunyuan_v1_dense": {"head_dim": 24, "attention_bias": True},
     "ministral3": {
         "head_dim": 24,
         "sliding_window": 9,
@@ -122,9 +119,6 @@ VARIANTS: dict[str, dict[str, object]] = {
             "llama_4_scaling_beta": 0.2,
         },
     },
-    "olmo2": {"attention_bias": True},
-    "olmo3": {**MIXED, "attention_bias": True},
-    "seed_oss": {"head_dim": 24, "attention_out_bias": True, "mlp_bias": True},
     "smollm3": {
         **MIXED,
         "use_sliding_window": True,
@@ -132,7 +126,6 @@ VARIANTS: dict[str, dict[str, object]] = {
         "attention_bias": True,
         "mlp_bias": True,
     },
-    "starcoder2": {"sliding_window": 9},
     "ernie4_5_moe": {
         **EXPERTS,
         "num_hidden_layers": 4,
@@ -251,6 +244,7 @@ VARIANTS: dict[str, dict[str, object]] = {
     "qwen3_5_moe_text": {**DELTA_NET, **EXPERTS, "shared_expert_intermediate_size": 48},
     "qwen3_next": {**DELTA_NET, **EXPERTS, "shared_expert_intermediate_size": 48, "mlp_only_layers": [1]},
 }
+VARIANTS |= {family: all_features(family) for family in known_families() if family not in VARIANTS}
 """One model of every family with all of its features."""
 STACKED = {"gpt_oss", "granitemoe", "llama4_text", "mistral4"}
 """Mixtures whose experts are stored as one tensor."""

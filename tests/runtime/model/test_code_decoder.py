@@ -43,7 +43,6 @@ OTHERS = {
         **{"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3, "n_shared_experts": 1},
         **{"first_k_dense_replace": 1, "moe_intermediate_size": 32},
     },
-    "glm": {"head_dim": 24},
     "granite_swa": {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"]},
     "gpt2": {},
     "helium": {"head_dim": 16},
