@@ -38,6 +38,7 @@ def load_engine(path: str | Path, config: RuntimeConfig) -> tuple[Engine, Tokeni
         dtype=config.dtype,
         kernels=config.linear_backend,
         trust_remote_code=config.trust_remote_code,
+        moe_expert_cache=config.moe_expert_cache,
     )
     runner = build_runner(decoder, config)
     return Engine(runner, tokenizer, config, speculator=build_speculator(path, decoder, runner, config)), tokenizer

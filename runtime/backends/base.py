@@ -13,6 +13,7 @@ from compress.checkpoint.weights import Scheme
 from compress.models.clamped_gate import ClampedGate
 from compress.models.router import Router
 from compress.models.spec import Mixture
+from runtime.backends.expert_slots import ExpertSlots
 from runtime.backends.kv_pages import KVCache, KVPages
 from runtime.backends.latent import LatentHeads
 from runtime.backends.state_memory import StepStates
@@ -167,6 +168,8 @@ class MixtureWeights(Protocol):
     def shared_gate(self) -> Tensor | None: ...
     @property
     def kernel(self) -> ComputeMixture | None: ...
+    @property
+    def slots(self) -> ExpertSlots | None: ...
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Chooses experts for `x [T, H]`: their weights `[T, k]`, and int64 experts `[T, k]`."""

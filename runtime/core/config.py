@@ -35,6 +35,14 @@ class ComputeOptions:
         "and less exact; semi_structured: 2:4 sparse weights in 16 bits on a GPU's sparse tensor cores; reference: "
         "plain PyTorch.",
     )
+    moe_expert_cache: int | None = option(
+        "--moe-expert-cache",
+        default=None,
+        min=1,
+        metavar="EXPERTS",
+        help="Keep the experts of mixtures in host memory and EXPERTS of each layer on the GPU: first the most popular "
+        "ones of calibration, then the most recently used ones. Default: all experts on the GPU.",
+    )
     trust_remote_code: bool = option(
         "--trust-remote-code", default=False, help="Run Python files of the model folder. Read them first."
     )

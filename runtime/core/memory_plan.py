@@ -79,7 +79,7 @@ class MemoryPlan:
     """Sizes of all that will be allocated.
 
     Attributes:
-        weight_bytes: prepared weights, embedding included.
+        weight_bytes: prepared weights on the device, embedding included.
         token_bytes: keys and values of one token in all layers.
         num_blocks: KV blocks of `block_size` tokens.
         max_model_len: longest prompt + output.
@@ -91,6 +91,7 @@ class MemoryPlan:
         exact: keys and values that are kept as they are beside the blocks.
         num_sequences: computed in one step, at most.
         budget: memory that the pool could take, and what stays free beside it.
+        expert_bytes: experts in host memory.
     """
 
     weight_bytes: int
@@ -106,6 +107,7 @@ class MemoryPlan:
     exact: ExactTokens = NO_EXACT_TOKENS
     num_sequences: int = 0
     budget: KVBudget = NO_BUDGET
+    expert_bytes: int = 0
 
     @property
     def kv_cache(self) -> KVCacheScheme:

@@ -115,12 +115,14 @@ class StepOutput:
         prompt_logprobs: log-probabilities of the prompt tokens after those of the span, for sequences that need them.
         hidden_sums: sum of the span's final hidden states `[hidden_size]`, for sequences that embed.
         path: how the step was run, where there are several ways: `recorded`, or why it was not among the recorded ones.
+        expert_lookups: experts in host memory that all steps so far chose, and those of them found on the device.
     """
 
     tokens: dict[str, list[SampledToken]]
     prompt_logprobs: dict[str, LogprobColumns] = field(default_factory=dict)
     hidden_sums: dict[str, list[float]] = field(default_factory=dict)
     path: str = ""
+    expert_lookups: tuple[int, int] = (0, 0)
 
 
 class Runner(Protocol):

@@ -181,6 +181,8 @@ class Engine:
             deltas += self.output_processor.process(plan, output)
             if output.path:
                 self.metrics.steps_by_path_total[output.path] += 1
+            if any(output.expert_lookups):
+                self.metrics.expert_cache_queries_total, self.metrics.expert_cache_hits_total = output.expert_lookups
         self.metrics.steps_total += 1
         return deltas
 

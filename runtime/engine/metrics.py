@@ -70,6 +70,8 @@ class Metrics(Collector):
     generation_tokens_total: int = _counter("Tokens generated.")
     prefix_cache_queries_total: int = _counter("Tokens looked up in the prefix cache.")
     prefix_cache_hits_total: int = _counter("Tokens found in the prefix cache.")
+    expert_cache_queries_total: int = _counter("Experts of a layer looked up in the cache of experts.")
+    expert_cache_hits_total: int = _counter("Experts of a layer found in the cache of experts.")
     preemptions_total: int = _counter("Sequences preempted.")
     preempted_tokens_total: int = _counter("Computed tokens lost to preemption.")
     spec_decode_num_draft_tokens_total: int = _counter("Draft tokens verified, of a tree all its nodes.")

@@ -21,6 +21,7 @@ from runtime.core.memory_plan import MemoryPlan
 from runtime.core.model_config import DecoderConfig
 from runtime.memory.estimate import Weights, kv_token_bytes
 from runtime.memory.plan import ITEM_SIZES, Capacity, estimate, explain, find_budget, plan_memory
+from runtime.model.expert_offload import check_expert_cache
 from runtime.model.loader import read_model, resolve_dtype
 
 SHORTEST_CONTEXT = 512
@@ -53,6 +54,7 @@ def find_remedies(path: Path, weights: Weights, config: RuntimeConfig, now: Capa
     """Ways that give room for more tokens or more requests than `now`, the cheapest first."""
     ways = [*_whole_memory(path, config, now, weights), *_shorter_context(path, now)]
     ways += _narrower_dtype(path, weights, now)
+    ways += _experts_on_host(path, weights, now)
     ways += _narrower_keys(path, weights, now)
     return ways + list(_fewer_bits(path, weights, now))
 
@@ -117,6 +119,24 @@ def _narrower_keys(path: Path, weights: Weights, now: Capacity) -> Iterator[Reme
         yield _remedy(f"runtime serve {path} --kv-cache {name}", cost, effect, then)
 
 
+def _experts_on_host(path: Path, weights: Weights, now: Capacity) -> Iterator[Remedy]:
+    """The largest of some caches of experts that makes more requests fit."""
+    mixtures = [block.mixture for block in weights.config.spec.blocks if block.mixture is not None]
+    if weights.target.device.type == "cpu" or weights.moe_expert_cache is not None or not mixtures:
+        return
+    slots = max(len(mixture.experts) for mixture in mixtures) // 2
+    while slots >= max(mixture.router.num_chosen for mixture in mixtures):
+        cached = replace(weights, moe_expert_cache=slots)
+        then = replace(now, weight_bytes=cached.prepared())
+        if then.concurrency(then.context) > now.concurrency(now.context):
+            effect = f"weights of {format_bytes(then.weight_bytes)} on the GPU instead of "
+            effect += f"{format_bytes(now.weight_bytes)}, and {format_bytes(cached.expert_bytes)} of host memory"
+            cost = "speed: other experts are copied to the GPU when they are chosen"
+            yield _remedy(f"runtime serve {path} --moe-expert-cache {slots}", cost, effect, then)
+            return
+        slots //= 2
+
+
 def _fewer_bits(path: Path, weights: Weights, now: Capacity) -> Iterator[Remedy]:
     """Each width that makes prepared weights smaller than all before. Packed checkpoints name their dense source."""
     smallest = now.weight_bytes
@@ -150,6 +170,7 @@ class Report:
         scheme: how the weights are stored.
         stored_bytes: of the weights in the files.
         plan: what `runtime serve` would allocate, or why it refuses.
+        expert_bytes: experts in host memory, which is not the memory of the capacity.
     """
 
     name: str
@@ -160,6 +181,7 @@ class Report:
     capacity: Capacity
     plan: MemoryPlan | str
     remedies: list[Remedy]
+    expert_bytes: int = 0
 
     def as_json(self) -> dict[str, Any]:
         """Sizes in bytes."""
@@ -170,6 +192,7 @@ class Report:
             "memory_bytes": capacity.memory_bytes,
             "weights_stored_bytes": self.stored_bytes,
             "weights_prepared_bytes": capacity.weight_bytes,
+            "host_expert_bytes": self.expert_bytes,
             "activation_bytes": capacity.activation_bytes,
             "process_bytes": capacity.process_bytes,
             "dtype": capacity.dtype,
@@ -214,6 +237,9 @@ class Report:
         yield f"\n  memory       {format_bytes(capacity.memory_bytes):>10}  {self.where}"
         stored = format_bytes(self.stored_bytes)
         yield f"  weights      {format_bytes(capacity.weight_bytes):>10}  prepared for their kernels; {stored} in files"
+        if self.expert_bytes:
+            host = format_bytes(self.expert_bytes)
+            yield f"  experts      {host:>10}  in host memory; the weights have room for copies of some"
         yield f"  activations  {format_bytes(capacity.activation_bytes):>10}  of the largest step, about"
         yield f"  process      {format_bytes(capacity.process_bytes):>10}  Python, torch and the server, about"
         if capacity.room < 0:
@@ -281,7 +307,9 @@ def inspect(path: Path, scheme: str, config: RuntimeConfig, memory_bytes: int | 
     device = resolve_device(config.device)
     target = Target(device, resolve_dtype(config.dtype, model.dtype, device))
     memory = available_bytes(device) if memory_bytes is None else memory_bytes
-    weights = Weights(checkpoint, model, target, config.linear_backend, memory)
+    if config.moe_expert_cache is not None:
+        check_expert_cache(config.moe_expert_cache, model.spec, device)
+    weights = Weights(checkpoint, model, target, config.linear_backend, memory, config.moe_expert_cache)
     dtype, weight_bytes = str(target.dtype).removeprefix("torch."), weights.prepared()
     capacity = estimate(model, config, dtype, weight_bytes, memory)
     return Report(
@@ -291,16 +319,19 @@ def inspect(path: Path, scheme: str, config: RuntimeConfig, memory_bytes: int | 
         model,
         weights.stored_bytes,
         capacity,
-        _plan(model, weight_bytes, dtype, config, memory - weight_bytes if device.type == "cuda" else None),
+        _plan(weights, weight_bytes, dtype, config, memory),
         find_remedies(path, weights, config, capacity),
+        weights.expert_bytes,
     )
 
 
 def _plan(
-    model: DecoderConfig, weight_bytes: int, dtype: str, config: RuntimeConfig, free_gpu_bytes: int | None
+    weights: Weights, weight_bytes: int, dtype: str, config: RuntimeConfig, memory_bytes: int
 ) -> MemoryPlan | str:
     """The allocation of this configuration, or the error message."""
+    free = memory_bytes - weight_bytes if weights.target.device.type == "cuda" else None
     try:
-        return plan_memory(model, weight_bytes, ITEM_SIZES[dtype], config, free_gpu_bytes)
+        plan = plan_memory(weights.config, weight_bytes, ITEM_SIZES[dtype], config, free)
+        return replace(plan, expert_bytes=weights.expert_bytes)
     except ToolkitError as error:
         return str(error)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby
 
 from compress.checkpoint.kv_cache import UNCOMPRESSED, KVCacheScheme
@@ -113,6 +114,7 @@ class Weights:
     Attributes:
         kernels: `auto`, or the name of one kernel.
         free: memory before loading, which bounds what is dequantized at load.
+        moe_expert_cache: experts of each mixture on the device, with all of them in host memory; None for all there.
     """
 
     checkpoint: PackedCheckpoint
@@ -120,6 +122,7 @@ class Weights:
     target: Target
     kernels: str
     free: int
+    moe_expert_cache: int | None = None
 
     @property
     def stored_bytes(self) -> int:
@@ -132,22 +135,51 @@ class Weights:
         return {linear.name: self.checkpoint.scheme(linear.name) for linear in self.config.spec.linears()}
 
     def prepared(self, schemes: Mapping[str, Scheme | None] | None = None) -> int:
-        """Bytes after loading.
+        """Bytes on the device after loading.
 
         Args:
             schemes: other schemes than the stored ones, by module, to know what they would take.
         """
         excluded = exclude_kernels(self.checkpoint, self.config, self.target, self.kernels, self.free)
         spec = self.config.spec
-        chosen = {module: self.checkpoint.scheme(module) for module in self._shapes()} | dict(schemes or {})
+        shapes = {linear.name: linear.shape for linear in expected_linears(self.config, self.checkpoint)}
+        chosen = {module: self.checkpoint.scheme(module) for module in shapes} | dict(schemes or {})
         chosen |= dict.fromkeys(spec.expansions())
         other = spec.other_elements * self.target.dtype.itemsize if isinstance(spec, CodeSpec) else 0
         return (
             other
             + self._outside(excluded)
             + self._layer_inputs
-            + sum(self._fused(scheme, rows, columns, excluded) for scheme, rows, columns in self._products(chosen))
+            + self._multiplied(chosen, shapes, excluded)
+            - sum(host - device for host, device in self._offloaded(chosen, excluded))
         )
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of experts in host memory after loading."""
+        excluded = exclude_kernels(self.checkpoint, self.config, self.target, self.kernels, self.free)
+        return sum(host for host, _ in self._offloaded(self.schemes, excluded))
+
+    def _offloaded(
+        self, schemes: Mapping[str, Scheme | None], excluded: Mapping[str, str]
+    ) -> Iterator[tuple[int, int]]:
+        """Yields bytes of the experts in host memory, and of slots on the device, of each mixture with slots."""
+        for index, block in enumerate(self.config.spec.blocks):
+            experts = () if block.mixture is None else block.mixture.experts
+            if self.moe_expert_cache is None or len(experts) <= self.moe_expert_cache:
+                continue
+            name, linears = self.config.spec.block_name(index), (each for expert in experts for each in expert.linears)
+            size = self._multiplied(schemes, {f"{name}.{each.name}": each.shape for each in linears}, excluded)
+            yield size, size * self.moe_expert_cache // len(experts)
+
+    def _multiplied(
+        self,
+        schemes: Mapping[str, Scheme | None],
+        shapes: Mapping[str, tuple[int, int]],
+        excluded: Mapping[str, str],
+    ) -> int:
+        """Bytes of linears of these shapes, by module."""
+        return sum(self._fused(*product, excluded) for product in self._products(schemes, shapes))
 
     @property
     def _layer_inputs(self) -> int:
@@ -157,24 +189,28 @@ class Weights:
             return 0
         return embedding_bytes(self.checkpoint.scheme(inputs.embedding), *inputs.shape, self.target)
 
-    def _shapes(self) -> dict[str, tuple[int, int]]:
-        return {linear.name: linear.shape for linear in expected_linears(self.config, self.checkpoint)}
-
-    def _products(self, schemes: Mapping[str, Scheme | None]) -> list[tuple[Scheme | None, int, int]]:
-        """Scheme, rows and columns of each product: neighbours over the same input, of one scheme, are one."""
+    @cached_property
+    def _leaders(self) -> dict[str, str]:
+        """The first of the linears that are multiplied as one, by the name of each inside its block."""
         groups = (group for block in self.config.spec.blocks for group in siblings(block))
-        leaders = {name: group[0] for group in groups for name in group}
-        linears = [(_place(module, leaders), schemes[module], shape) for module, shape in self._shapes().items()]
+        return {name: group[0] for group in groups for name in group}
+
+    def _products(
+        self, schemes: Mapping[str, Scheme | None], shapes: Mapping[str, tuple[int, int]]
+    ) -> list[tuple[Scheme | None, int, int]]:
+        """Scheme, rows and columns of each product: neighbours over the same input, of one scheme, are one."""
+        leaders = self._leaders
+        linears = [(_place(module, leaders), schemes[module], shape) for module, shape in shapes.items()]
         products: list[tuple[Scheme | None, int, int]] = []
         for (_, scheme), group in groupby(linears, key=lambda linear: linear[:2]):
-            shapes = [shape for _, _, shape in group]
+            parts = [shape for _, _, shape in group]
             if scheme is not None and not scheme.fuses:
                 # Factors are not fused: each layer has a right one of its own.
-                products += [matrix for shape in shapes for matrix in scheme.matrices(*shape)]
+                products += [matrix for shape in parts for matrix in scheme.matrices(*shape)]
             elif scheme is not None:
-                products += scheme.matrices(sum(rows for rows, _ in shapes), shapes[0][1])
+                products += scheme.matrices(sum(rows for rows, _ in parts), parts[0][1])
             else:
-                products.append((scheme, sum(rows for rows, _ in shapes), shapes[0][1]))
+                products.append((scheme, sum(rows for rows, _ in parts), parts[0][1]))
         return products
 
     def _fused(self, scheme: Scheme | None, rows: int, columns: int, excluded: Mapping[str, str]) -> int:

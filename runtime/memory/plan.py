@@ -154,6 +154,7 @@ def explain(plan: MemoryPlan) -> list[str]:
     host = f"{plan.num_host_blocks} blocks = {host_tokens} tokens" if plan.num_host_blocks else "off"
     return [
         f"weights  {format_bytes(plan.weight_bytes)}",
+        *_experts(plan),
         f"KV form  {plan.kv_choice.describe()}",
         *(f"         {note}" for note in plan.kv_choice.notes),
         f"KV pool  {format_bytes(plan.kv_bytes)}: {plan.num_blocks} blocks of {plan.block_size} tokens = "
@@ -164,6 +165,10 @@ def explain(plan: MemoryPlan) -> list[str]:
         f"longest  {plan.max_model_len} tokens ({plan.reason})",
         *_reach(plan),
     ]
+
+
+def _experts(plan: MemoryPlan) -> list[str]:
+    return [f"         and experts of {format_bytes(plan.expert_bytes)} in host memory"] if plan.expert_bytes else []
 
 
 def _budget(plan: MemoryPlan) -> list[str]:

@@ -18,6 +18,7 @@ from compress.checkpoint.meta_model import build_on_meta, no_loading_bar
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.weights import Weight
 from runtime.backends.base import Attention, Linear, Ops, RunLayers, Target
+from runtime.backends.expert_slots import ExpertSlots
 from runtime.backends.span_attention import attend_span
 from runtime.backends.state_memory import StepStates
 from runtime.backends.torch.linear import DenseLinear
@@ -170,6 +171,11 @@ class CodeDecoder:
         tensors = {tensor for module in modules for tensor in (*module.parameters(False), *module.buffers(False))}
         prepared = {module for module in modules if isinstance(module, PreparedLinear)}
         return sum(tensor.nbytes for tensor in tensors) + sum(module.linear.nbytes for module in prepared)
+
+    @property
+    def expert_slots(self) -> tuple[ExpertSlots, ...]:
+        """Returns none: its modeling code holds its experts."""
+        return ()
 
     def for_length(self, length: int) -> CodeDecoder:
         """Returns the model itself: its modeling code knows its rotary embedding."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from torch import Tensor
 from compress.models.spec import MLP, Block
 from compress.models.spec import Attention as AttentionSpec
 from runtime.backends.base import Attention, Linear, NormWeights, Ops, RunLayers, mlp_linears
+from runtime.backends.expert_slots import ExpertSlots
 from runtime.backends.latent import LatentHeads
 from runtime.backends.span_attention import soft_cap
 from runtime.backends.state_memory import StepStates
@@ -135,6 +137,13 @@ class Decoder:
         """Memory of all weights; a head that is the embedding itself counts once."""
         inputs = 0 if self.layer_inputs is None else self.layer_inputs.nbytes
         return self.embedding.nbytes + self.head.nbytes + inputs + sum(layer.nbytes for layer in self.layers)
+
+    @property
+    def expert_slots(self) -> tuple[ExpertSlots, ...]:
+        """Slots of all mixtures with experts in host memory."""
+        besides = (layer.beside.experts for layer in self.layers if layer.beside is not None)
+        mixtures = chain((layer.experts for layer in self.layers), besides)
+        return tuple(experts.slots for experts in mixtures if experts is not None and experts.slots is not None)
 
     @property
     def rotary(self) -> Rotary:

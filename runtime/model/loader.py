@@ -42,6 +42,7 @@ from runtime.core.model_config import DecoderConfig, parse_config, read_generati
 from runtime.model.decoder import BesideWeights, Decoder, Layer, LayerInputWeights
 from runtime.model.device_files import unpacked_on, unpacks_anywhere
 from runtime.model.embedding import Embedding, LayerInputsWeights, make_embedding
+from runtime.model.expert_offload import NO_OFFLOAD, ExpertOffload
 from runtime.model.gated_delta_net import DeltaNet
 from runtime.model.latent import LatentWeights, split_expansion
 from runtime.model.mixture import Expert, Experts
@@ -131,6 +132,7 @@ def load_model(
     kernels: str = "auto",
     as_dense: bool = False,
     trust_remote_code: bool = False,
+    moe_expert_cache: int | None = None,
 ) -> ServedModel:
     """Opens a checkpoint and prepares every weight for its kernel.
 
@@ -141,11 +143,12 @@ def load_model(
         kernels: `auto`, or the name of one kernel; `reference` is plain torch everywhere.
         as_dense: dequantizes packed weights to the checkpoint's dtype, and rounds no inputs.
         trust_remote_code: whether Python files of the folder may run.
+        moe_expert_cache: experts of each mixture on the device, with all of them in host memory.
 
     Raises:
         CheckpointError: a folder that cannot be read, an architecture that is not supported, missing or misshapen
             tensors. All of it is checked before weights are read.
-        ToolkitError: a device, dtype or kernel that does not exist.
+        ToolkitError: a device, dtype or kernel that does not exist, or a cache of experts that is of no use.
     """
     check_name(kernels)
     checkpoint = PackedCheckpoint.open(path)
@@ -154,7 +157,8 @@ def load_model(
     chosen_device = resolve_device(device)
     target = Target(chosen_device, resolve_dtype(dtype, config.dtype, chosen_device))
     excluded = exclude_kernels(checkpoint, config, target, kernels, available_bytes(chosen_device))
-    loader = _Loader(checkpoint, config, target, kernels, excluded)
+    offload = ExpertOffload.of(checkpoint.path, config.spec, moe_expert_cache, chosen_device)
+    loader = _Loader(checkpoint, config, target, kernels, excluded, offload)
     if not isinstance(config.spec, CodeSpec):
         return loader.load()
     from runtime.model.code_decoder import CodeSource
@@ -198,6 +202,7 @@ class _Loader:
     target: Target
     kernels: str
     excluded: dict[str, str]
+    offload: ExpertOffload = NO_OFFLOAD
     used: Counter[str] = field(default_factory=Counter)
 
     def load(self) -> Decoder:
@@ -340,15 +345,17 @@ class _Loader:
         experts = Experts(
             router,
             scores,
-            tuple(self._expert(name, mlp) for mlp in mixture.experts),
+            tuple(self.offload.expert(self._expert(name, mlp), len(mixture.experts)) for mlp in mixture.experts),
             self._vector(f"{name}.{router.bias}", wide).flatten() if router.bias else None,
             None if mixture.shared is None else self._expert(name, mixture.shared),
             None if gate is None else self._vector(f"{name}.{gate.name}.weight"),
             self._vector(f"{name}.{router.expert_scales}") if router.expert_scales else None,
             scores_bias=self._vector(f"{name}.{router.scores.name}.bias", scores.dtype) if router.scores.bias else None,
         )
+        experts = replace(experts, slots=self.offload.slots(name, experts.experts))
         choice = choose_mixture(mixture, experts, self.target, self.kernels)
-        self.used[f"mixture, {router.num_chosen} of {len(mixture.experts)} experts: {choice.reason}"] += 1
+        where = self.offload.describe(name, len(mixture.experts))
+        self.used[f"mixture, {router.num_chosen} of {len(mixture.experts)} experts: {choice.reason}{where}"] += 1
         return replace(experts, kernel=choice.kernel)
 
     def _norm(self, norm: Norm) -> NormWeights:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from compress.models.router import Router
 from runtime.backends.base import ComputeMixture, Linear
+from runtime.backends.expert_slots import ExpertSlots
 
 
 def route(scores: Tensor, router: Router, bias: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -83,6 +84,7 @@ class Experts:
         shared_gate: `[1, H]`.
         expert_scales: `[E]`, factors on their weights.
         kernel: computes the mixture at once; None goes from expert to expert.
+        slots: those on the device of experts in host memory; None where `experts` are on the device.
     """
 
     router: Router
@@ -94,11 +96,14 @@ class Experts:
     expert_scales: Tensor | None = None
     kernel: ComputeMixture | None = None
     scores_bias: Tensor | None = None
+    slots: ExpertSlots | None = None
 
     @property
     def nbytes(self) -> int:
+        """Memory on the device."""
         shared = 0 if self.shared is None else self.shared.nbytes
-        return self.scores.nbytes + shared + sum(expert.nbytes for expert in self.experts)
+        experts = sum(expert.nbytes for expert in self.experts) if self.slots is None else self.slots.nbytes
+        return self.scores.nbytes + shared + experts
 
     def __call__(self, x: Tensor, apply: Apply, routed: Tensor | None = None) -> Tensor:
         """Computes `[T, H]` of `x [T, H]`; an expert reads the rows that chose it, all at once.
@@ -120,15 +125,20 @@ class Experts:
     def weighted(self, x: Tensor, weights: Tensor, chosen: Tensor, apply: Apply) -> Tensor:
         """Sums up experts `[T, k]` by their weights, and what all tokens share."""
         out = torch.zeros_like(x)
-        for index in chosen.unique().tolist():
+        for index, expert in self._on_device(chosen.unique().tolist()):
             rows, places = (chosen == index).nonzero(as_tuple=True)
             weight = weights[rows, places].unsqueeze(-1)
             if self.router.weighs_inputs:
-                found = apply(self.experts[index], x[rows] * weight.to(x.dtype))
+                found = apply(expert, x[rows] * weight.to(x.dtype))
             else:
-                found = apply(self.experts[index], x[rows]) * weight
+                found = apply(expert, x[rows]) * weight
             out.index_add_(0, rows, found.to(x.dtype))
         return out if self.shared is None else out.add_(self._shared(self.shared, x, apply))
+
+    def _on_device(self, chosen: list[int]) -> Iterator[tuple[int, Expert]]:
+        if self.slots is not None:
+            return self.slots.one_by_one(chosen)
+        return ((index, self.experts[index]) for index in chosen)
 
     def _shared(self, expert: Expert, x: Tensor, apply: Apply) -> Tensor:
         found = apply(expert, x)

@@ -7,6 +7,7 @@ from typing import Protocol
 from torch import Tensor
 
 from runtime.backends.base import Model
+from runtime.backends.expert_slots import ExpertSlots
 
 
 class ServedModel(Model, Protocol):
@@ -20,6 +21,11 @@ class ServedModel(Model, Protocol):
     @property
     def nbytes(self) -> int:
         """Memory of all weights; one that is used twice counts once."""
+        ...
+
+    @property
+    def expert_slots(self) -> tuple[ExpertSlots, ...]:
+        """Slots on the device of all mixtures with experts in host memory."""
         ...
 
     def for_length(self, length: int) -> ServedModel:

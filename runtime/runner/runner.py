@@ -6,6 +6,7 @@ import gc
 import logging
 from collections import Counter, abc
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -144,6 +145,7 @@ class ModelRunner:
         self.sampler = choose_sampler(decoder.device, dtype)
         self.sample: RowSampler = partial(sample_and_match, sampler=self.sampler)
         self.kernels = choose_step_kernels(decoder, memory)
+        self.expert_caches = [slots.cache for slots in decoder.expert_slots]
         self.graphs: StepGraphs | None = None
         self.graphs_reason = self._graphs_unsupported_reason()
         if not self.graphs_reason:
@@ -224,6 +226,7 @@ class ModelRunner:
             prompt_logprobs(self.decoder, hidden, batch),
             hidden_sums(self.decoder, hidden, batch),
             path,
+            (sum(cache.queries for cache in self.expert_caches), sum(cache.hits for cache in self.expert_caches)),
         )
 
     def _run_again(self, graphs: StepGraphs, entries: abc.Sequence[ScheduledSequence]) -> StepOutput:
@@ -239,6 +242,8 @@ class ModelRunner:
             return f"layers run one by one: {self.kernels.layers_reason}"
         if not self.kernels.records:
             return f"{self.kernels.layers_reason} cannot be captured"
+        if self.expert_caches:
+            return "experts come from host memory when they are chosen"
         return "the first tokens are kept exactly, and computed when a sequence begins" if self.cache.sinks else ""
 
     def _forward(self, batch: Batch) -> Tensor:
@@ -293,6 +298,7 @@ def build_runner(decoder: ServedModel, config: RuntimeConfig) -> ModelRunner:
         torch.cuda.empty_cache()
     free = available_bytes(decoder.device) if on_gpu else None
     plan = plan_memory(decoder.config, decoder.nbytes, decoder.dtype.itemsize, config, free)
+    plan = replace(plan, expert_bytes=sum(slots.host_nbytes for slots in decoder.expert_slots))
     check_fits(plan, decoder.device)
     for note in plan.kv_choice.notes:
         logger.warning("KV cache %s: %s", plan.kv_cache, note)
@@ -305,6 +311,8 @@ def build_runner(decoder: ServedModel, config: RuntimeConfig) -> ModelRunner:
     runner = ModelRunner(decoder, plan)
     if on_gpu:
         warm_up(runner, config)
+        for slots in decoder.expert_slots:
+            slots.fill()  # the largest steps chose others
     return runner
 
 

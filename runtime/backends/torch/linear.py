@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -11,14 +12,20 @@ from torch.nn import functional
 from runtime.backends.base import DenseKernel, Target
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class DenseLinear:
     """`F.linear` with the weight as it is; a memory-mapped weight stays mapped."""
 
-    reads_rows = True
+    weight: Tensor
+    bias: Tensor | None
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self.weight, self.bias = weight, bias
-        self.nbytes = weight.nbytes
+    @property
+    def reads_rows(self) -> bool:
+        return True
+
+    @property
+    def nbytes(self) -> int:
+        return self.weight.nbytes
 
     def __call__(self, x: Tensor) -> Tensor:
         return functional.linear(x, self.weight, self.bias)

@@ -1,4 +1,5 @@
-"""Mixtures of experts of 2- to 4-bit codes on NVIDIA GPUs: two grouped products for all experts of a layer."""
+"""Mixtures of experts of 2- to 4-bit codes on NVIDIA GPUs: two grouped products for all experts of a layer, or for
+those of a round where experts are in host memory."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from compress.models.spec import Mixture
 from runtime.backends.base import ExpertWeights, Linear, MixtureWeights, Target
+from runtime.backends.expert_slots import ExpertSlots
 from runtime.backends.fused_layers import is_gated_silu, is_plain_mixture
 from runtime.backends.triton.layers import TritonOps
 from runtime.backends.triton.linear import unsupported_reason
@@ -19,7 +21,8 @@ if TYPE_CHECKING:
 
 
 class TritonMixture:
-    """A mixture whose products depend on shapes only and wait for nothing, so that a graph can capture them.
+    """A mixture whose products depend on shapes only and wait for nothing, so that a graph can capture them; with
+    experts in host memory the host waits for the choice of experts.
 
     An expert reads the rows that chose it; its result is added in float32.
     """
@@ -28,18 +31,36 @@ class TritonMixture:
         from runtime.backends.triton.kernels import grouped_gemm
 
         self._weights, self._kernels, self._ops = weights, grouped_gemm, TritonOps()
-        self._gate_up = grouped_gemm.GroupedWeight(packed([expert.gate_up for expert in weights.experts]))
-        self._down = grouped_gemm.GroupedWeight(packed([expert.down for expert in weights.experts]))
+        experts = weights.experts if weights.slots is None else weights.slots.slots
+        self._gate_up = grouped_gemm.GroupedWeight(packed([expert.gate_up for expert in experts]))
+        self._down = grouped_gemm.GroupedWeight(packed([expert.down for expert in experts]))
 
     def __call__(self, x: Tensor) -> Tensor:
         """Computes `[T, H]` of `x [T, H]`."""
         weights, chosen = self._weights.route(x)
-        blocks = self._kernels.block_rows(chosen, len(self._weights.experts))
-        inner = self._ops.silu_and_mul(self._gate_up.product(x.contiguous(), blocks, chosen.shape[1]))
-        parts = self._down.product(inner, blocks, 1).view(*chosen.shape, -1)
+        slots, x = self._weights.slots, x.contiguous()
+        parts = self._products(x, chosen) if slots is None else self._in_rounds(x, chosen, slots)
         out = torch.bmm(weights.float().unsqueeze(1), parts.float()).squeeze(1).to(x.dtype)
         shared = self._weights.shared
         return out if shared is None else out.add_(self._shared(shared, x))
+
+    def _products(self, x: Tensor, chosen: Tensor) -> Tensor:
+        """Computes `[T, k, H]`, what each of the chosen experts gives."""
+        blocks = self._kernels.block_rows(chosen, len(self._weights.experts))
+        inner = self._ops.silu_and_mul(self._gate_up.product(x, blocks, chosen.shape[1]))
+        return self._down.product(inner, blocks, 1).view(*chosen.shape, -1)
+
+    def _in_rounds(self, x: Tensor, chosen: Tensor, slots: ExpertSlots) -> Tensor:
+        """Computes the same bits as `_products`: a row depends on its block's size, not on the rows beside it."""
+        block_m = self._kernels.rows_per_block(chosen.numel(), slots.num_experts)
+        parts = x.new_empty(*chosen.shape, x.shape[1])
+        for slot_of in slots.rounds(chosen):
+            slot = slot_of[chosen]
+            token, place = (slot >= 0).nonzero(as_tuple=True)
+            blocks = self._kernels.block_rows(slot[token, place, None], len(slots.slots), block_m)
+            inner = self._ops.silu_and_mul(self._gate_up.product(x[token], blocks, 1))
+            parts[token, place] = self._down.product(inner, blocks, 1)
+        return parts
 
     def _shared(self, expert: ExpertWeights, x: Tensor) -> Tensor:
         found, gate = expert.down(self._ops.silu_and_mul(expert.gate_up(x))), self._weights.shared_gate

@@ -10,6 +10,8 @@ from safetensors.torch import load_file
 from tiny_models import VARIANTS, save_tiny_model
 
 from calibration.statistics import InputStatistics
+from compress.checkpoint.config import read_config
+from compress.checkpoint.expert_popularity import by_popularity, calibration_tokens
 from compress.checkpoint.weights import Int
 from compress.common.cli import bundled_path, demo_model_path
 from compress.methods.base import Needs
@@ -18,6 +20,7 @@ from compress.pipeline.capture import capture_inputs, observe
 from compress.recipe import CalibrationOptions, FactorizeStage, QuantizeStage
 from compress.reporting.report_data import read_headers, read_report
 from compress.reporting.report_page import report_page
+from runtime.core.model_config import parse_config
 
 CPU = torch.device("cpu")
 STAGE = QuantizeStage("gptq", Int(4, 32))
@@ -92,6 +95,11 @@ def test_an_expert_that_no_token_reached_is_quantized_like_the_others(source, tm
     found = [each for block in report.blocks for each in block.experts]
     assert [each.module for each in found] == [f"model.layers.{index}.block_sparse_moe.experts" for index in (0, 1)]
     assert all(each.num_rare >= 1 and each.added[UNUSED] == LEAST for each in found)
+    blocks = parse_config(read_config(tmp_path / "out")).spec
+    assert calibration_tokens(tmp_path / "out") == {
+        blocks.block_name(index): each.tokens for index, each in enumerate(found)
+    }
+    assert by_popularity(found[0].tokens, 8)[-1] == UNUSED
     page = report_page(report, read_headers(report)).html()
     assert "<h2>Experts</h2>" in page
     assert f"<td>{found[0].module}</td>" in page

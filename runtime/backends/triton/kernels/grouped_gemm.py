@@ -66,14 +66,20 @@ class RowBlocks:
         return len(self.rows) // len(self.experts)
 
 
-def block_rows(chosen: Tensor, num_experts: int) -> RowBlocks:
+def rows_per_block(num_rows: int, num_experts: int) -> int:
+    """Returns the rows of a block for this number of rows in all."""
+    return BLOCKS_M[num_rows > MOST_ROWS_OF_SMALL_BLOCKS * num_experts]
+
+
+def block_rows(chosen: Tensor, num_experts: int, block_m: int | None = None) -> RowBlocks:
     """Sorts rows into blocks, by operations whose shapes depend on that of `chosen` alone.
 
     Args:
         chosen: int64 `[T, k]`, expert of every row.
+        block_m: rows of a block; None takes what suits their number.
     """
     num_rows = chosen.numel()
-    block_m = BLOCKS_M[num_rows > MOST_ROWS_OF_SMALL_BLOCKS * num_experts]
+    block_m = rows_per_block(num_rows, num_experts) if block_m is None else block_m
     experts, order = chosen.flatten().sort(stable=True)
     counts = (chosen.flatten()[:, None] == torch.arange(num_experts, device=chosen.device)).sum(0)
     blocks = -(-counts // block_m)

@@ -17,6 +17,7 @@ from runtime.backends.torch.linear import DenseLinear
 from runtime.backends.torch.ops import TorchOps
 from runtime.backends.triton.linear import W4A16_KERNEL
 from runtime.backends.triton.mixture import TritonMixture, mixture_unsupported_reason
+from runtime.model.expert_offload import ExpertOffload
 from runtime.model.mixture import Expert, Experts
 
 EXPERTS, SIZE, INNER = 5, 128, 96
@@ -61,6 +62,22 @@ def test_as_experts_one_after_the_other(gpu, tokens: int, shared: bool) -> None:
         found = TritonMixture(packed)(x)
     assert found.dtype == dtype
     assert relative_error(found.cpu(), expected) < 3 * BOUND[dtype]
+
+
+@pytest.mark.parametrize(
+    ("num_slots", "tokens"),
+    [(1, 1), *(pytest.param(*case, marks=pytest.mark.full) for case in [(1, 20), (3, 9)])],
+)
+def test_experts_in_host_memory_give_the_same_bits(gpu, num_slots: int, tokens: int) -> None:
+    packed = experts_of(Target(gpu, torch.float16), shared=tokens > 1)
+    offload = ExpertOffload(num_slots, gpu)
+    experts = tuple(offload.expert(each, EXPERTS) for each in packed.experts)
+    cached = replace(packed, experts=experts, slots=offload.slots("model.layers.0", experts))
+    x = activations(tokens, SIZE, torch.float16, gpu)
+    expected = TritonMixture(packed)(x)
+    with poisoned_allocations():
+        assert torch.equal(TritonMixture(cached)(x), expected)
+    assert cached.slots.cache.queries >= 2
 
 
 def described(activation: str = "silu") -> Mixture:
