@@ -73,7 +73,7 @@ CARRIED = "of no layer in config.json: carried along unchanged"
 OTHER_PART = "copied untouched"
 """Reason in the plan for tensors that the model does not run."""
 
-ROUTER = "router: a rounded one sends tokens to other experts"
+ROUTER = "router or gate: a rounded one sends tokens to other experts, or keeps another share of a state"
 """Reason in the plan for linears that choose or weigh experts."""
 
 

@@ -55,7 +55,7 @@ MULTIPLIERS = {
     "residual_multiplier": 0.7,
 }
 DELTA_NET = {
-    "num_hidden_layers": 3,
+    "num_hidden_layers": 4,
     "head_dim": 24,
     "attention_bias": True,
     "linear_num_key_heads": 2,
@@ -63,7 +63,7 @@ DELTA_NET = {
     "linear_key_head_dim": 12,
     "linear_value_head_dim": 16,
     "linear_conv_kernel_dim": 3,
-    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
     "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5},
 }
 VARIANTS: dict[str, dict[str, object]] = {

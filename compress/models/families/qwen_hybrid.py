@@ -98,7 +98,7 @@ def _kinds(config: Config) -> list[str]:
     period, layers = positive(config, "full_attention_interval", 4), range(num_layers(config))
     kinds = config.get("layer_types")
     if kinds is None:
-        return ["linear_attention" if (layer + 1) % period else "full_attention" for layer in layers]
+        kinds = ["linear_attention" if (layer + 1) % period else "full_attention" for layer in layers]
     known = ("linear_attention", "full_attention")
     if not isinstance(kinds, list) or len(kinds) != len(layers) or any(kind not in known for kind in kinds):
         raise refusal("layer_types", kinds, f"a list of {len(layers)} times {' or '.join(known)}")

@@ -78,8 +78,8 @@ def new_memory(layer: DeltaNet) -> StateMemory:
 
 def compute(layer: DeltaNet, memory: StateMemory, spans: list[tuple[Tensor, int, tuple[tuple[int, int], ...]]]) -> list:
     """One step over the rows of some sequences, with the slot that each reads and the slots that it writes."""
-    nobody: Sequence = None  # type: ignore[assignment]
-    entries = [ScheduledSequence(nobody, 0, len(rows), read, writes) for rows, read, writes in spans]
+    unread: Sequence = None  # type: ignore[assignment]
+    entries = [ScheduledSequence(unread, 0, len(rows), read, writes) for rows, read, writes in spans]
     states = StepStates(build_state_rows(entries, NUM_SLOTS, CPU), memory.tensors)
     out = layer(torch.cat([rows for rows, _, _ in spans]), 0, states, TorchOps())
     return list(out.split([len(rows) for rows, _, _ in spans]))
