@@ -19,7 +19,8 @@ from runtime.backends.registry import choose_dense, choose_linear
 from runtime.core.config import RuntimeConfig
 from runtime.core.memory_plan import SPARE_RESIDUAL_TOKENS, ExactTokens
 from runtime.core.model_config import DecoderConfig
-from runtime.model.loader import exclude_kernels, expected_linears, head_is_embedding
+from runtime.model.expected_tensors import expected_linears, head_is_embedding
+from runtime.model.loader import exclude_kernels
 from runtime.speculative.ngram import MAX_TREE_TOKENS, TREES
 
 FLOAT32 = 4

@@ -25,7 +25,8 @@ from compress.models.recurrent import GatedDeltaNet
 from compress.models.registry import find_family
 from compress.models.spec import CURVE, MLP, Attention, Block, Mixture, Norm
 from compress.models.spec import Linear as LinearSpec
-from runtime.backends.base import Linear, LinearKernel, LowRank, NormWeights, Target, WithOutliers
+from runtime.backends.base import Linear, LinearKernel, NormWeights, Target
+from runtime.backends.composed import LowRank, WithOutliers
 from runtime.backends.fused_layers import fuses_head_norms
 from runtime.backends.registry import (
     Choice,
@@ -42,6 +43,7 @@ from runtime.core.model_config import DecoderConfig, parse_config, read_generati
 from runtime.model.decoder import BesideWeights, Decoder, Layer, LayerInputWeights
 from runtime.model.device_files import unpacked_on, unpacks_anywhere
 from runtime.model.embedding import Embedding, LayerInputsWeights, make_embedding
+from runtime.model.expected_tensors import check_tensors, head_is_embedding
 from runtime.model.expert_offload import NO_OFFLOAD, ExpertOffload
 from runtime.model.gated_delta_net import DeltaNet
 from runtime.model.latent import LatentWeights, split_expansion
@@ -50,64 +52,6 @@ from runtime.model.rotary import Rotary, channel_order
 from runtime.model.served import ServedModel
 from runtime.model.side_by_side import SideBySide, fuse_biases, fuse_weights
 from runtime.model.xielu import Xielu
-
-REMEDY = "Check that config.json and the weights belong to the same model"
-
-
-def check_tensors(checkpoint: PackedCheckpoint, config: DecoderConfig) -> None:
-    """Checks from headers that every tensor the decoder needs is there, with the right shape.
-
-    Raises:
-        CheckpointError: the first tensor that is missing, has another shape than config.json says, or holds integers
-            that no quantization_config explains.
-    """
-    for linear in expected_linears(config, checkpoint):
-        _check_shape(f"{linear.name}.weight", checkpoint.shape(linear.name), linear.shape)
-        _check_numbers(checkpoint, linear.name)
-    for linear in (*config.spec.linears(), config.spec.head):
-        if linear.bias and f"{linear.name}.bias" not in checkpoint.files:
-            raise CheckpointError(
-                f"{checkpoint.path} has no tensor {linear.name}.bias, which this {config.model_type} model needs",
-                REMEDY,
-            )
-    for embedding, matrix in config.spec.embeddings.items():
-        _check_shape(f"{embedding}.weight", checkpoint.shape(embedding), matrix)
-    for linear in config.spec.routers():
-        _check_shape(f"{linear.name}.weight", checkpoint.files.shape(f"{linear.name}.weight"), linear.shape)
-        if linear.bias:
-            _check_shape(f"{linear.name}.bias", checkpoint.files.shape(f"{linear.name}.bias"), linear.shape[:1])
-    for name, shape in config.spec.vectors().items():
-        _check_shape(name, checkpoint.files.shape(name), shape)
-    for norm in config.spec.norms():
-        for name in (norm.tensor, f"{norm.name}.bias")[: 1 + norm.bias]:
-            _check_shape(name, checkpoint.files.shape(name), (norm.size,))
-
-
-def _check_shape(name: str, found: tuple[int, ...], expected: tuple[int, ...]) -> None:
-    if found != expected:
-        raise CheckpointError(f"{name} has shape {found}, config.json says {expected}", REMEDY)
-
-
-def _check_numbers(checkpoint: PackedCheckpoint, module: str) -> None:
-    """Raises CheckpointError for integers that no scheme explains."""
-    if checkpoint.scheme(module) is None:
-        dtype = checkpoint.files.dtype(f"{module}.weight")
-        if not dtype.is_floating_point:
-            raise CheckpointError(f"{module}.weight holds {str(dtype).removeprefix('torch.')}, not weights", REMEDY)
-
-
-def expected_linears(config: DecoderConfig, checkpoint: PackedCheckpoint) -> Iterator[LinearSpec]:
-    """Yields every linear that is loaded, the head last where it is a matrix of its own."""
-    yield from config.spec.linears()
-    yield from config.spec.projections
-    if not head_is_embedding(checkpoint, config):
-        yield config.spec.head
-
-
-def head_is_embedding(checkpoint: PackedCheckpoint, config: DecoderConfig) -> bool:
-    """Whether logits are products with the embedding; a head that was quantized on its own is not."""
-    return checkpoint.tied and config.spec.names.head not in checkpoint.schemes
-
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 

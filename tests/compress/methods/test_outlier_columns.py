@@ -23,7 +23,8 @@ from compress.methods.shared.hessian import HessianOptions, factorize
 from compress.pipeline.finish import compare_with_report
 from compress.recipe import PruneStage, QuantizeStage, Stage
 from compress.recipe_file import parse_recipe
-from runtime.backends.base import Target, WithOutliers
+from runtime.backends.base import Target
+from runtime.backends.composed import WithOutliers
 from runtime.backends.registry import choose_linear
 from runtime.model.loader import load_model
 from runtime.model.side_by_side import SideBySide

@@ -20,7 +20,8 @@ from compress.checkpoint.kv_quant import rotate_heads
 from compress.checkpoint.weights import Activations, Fp8, Int, Scheme
 from compress.models.router import Router
 from compress.models.spec import Linear as LinearSpec
-from runtime.backends.base import Linear, LowRank, NormWeights, Target
+from runtime.backends.base import Linear, NormWeights, Target
+from runtime.backends.composed import LowRank
 from runtime.backends.kv_pages import ExactPlaces, TokenPages
 from runtime.backends.torch.attention import PagedAttention, StepKeys
 from runtime.backends.torch.linear import DenseLinear
