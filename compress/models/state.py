@@ -1,4 +1,4 @@
-"""What a recurrent layer keeps of a sequence: tensors of fixed size in place of keys and values for each token."""
+"""State of a sequence in a recurrent layer: tensors of fixed size in place of keys and values of each token."""
 
 from __future__ import annotations
 

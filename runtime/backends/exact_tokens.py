@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from runtime.backends.span_attention import DenseAttention, scores_of
+from runtime.backends.state_memory import whole_states
 from runtime.core.memory_plan import SPARE_RESIDUAL_TOKENS
 from runtime.core.model_config import DecoderConfig
 from runtime.core.request import Sequence, Status
@@ -116,7 +117,8 @@ class SinkStore:
             return dense(layer, query, key, value)
 
         tokens = torch.tensor(prefixes, dtype=torch.int64, device=device).flatten()
-        decoder.forward(tokens, torch.arange(length, device=device).repeat(len(prefixes)), attention)
+        positions = torch.arange(length, device=device).repeat(len(prefixes))
+        decoder.forward(tokens, positions, attention, None, whole_states(decoder, [length] * len(prefixes)))
 
 
 def _prefix(entry: ScheduledSequence, count: int) -> Prefix:

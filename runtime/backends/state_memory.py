@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from compress.models.state import StateField
-from runtime.backends.kv_pages import BlockField, BlockMemory
-from runtime.core.model_config import DecoderConfig
 from runtime.core.state_rows import StateRows, whole_state_rows
+
+if TYPE_CHECKING:
+    from runtime.backends.base import Model
 
 NUM_SPARE_SLOTS = 2
 """Slots behind those of the pool: `num_slots` holds zeros, and `num_slots + 1` takes what rows of padding write."""
@@ -25,7 +27,6 @@ class StateMemory:
         dtype: of activations.
 
     Attributes:
-        memory: moves slots as if they were blocks.
         tensors: by layer and name, `[num_slots + 2, *shape]`.
     """
 
@@ -35,28 +36,19 @@ class StateMemory:
         num_slots: int,
         dtype: torch.dtype,
         device: torch.device,
-        num_host_slots: int = 0,
     ) -> None:
         self.num_slots = num_slots
-        blocks = {
-            _name(layer, name): BlockField(field.shape, _dtype(field, dtype))
-            for layer, parts in fields.items()
-            for name, field in parts.items()
-        }
-        self.memory = BlockMemory(blocks, 1, num_slots + NUM_SPARE_SLOTS, device, num_host_slots)
-        self.memory.clear([num_slots])
         self.tensors = {
-            layer: {name: self.memory.tensors[_name(layer, name)][0] for name in parts}
+            layer: {name: _allocate(field, num_slots, dtype, device) for name, field in parts.items()}
             for layer, parts in fields.items()
         }
 
 
-def _name(layer: int, name: str) -> str:
-    return f"{layer}.{name}"
-
-
-def _dtype(field: StateField, dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32) if field.is_exact else dtype
+def _allocate(field: StateField, num_slots: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    kept = torch.promote_types(dtype, torch.float32) if field.is_exact else dtype
+    tensor = torch.empty((num_slots + NUM_SPARE_SLOTS, *field.shape), dtype=kept, device=device)
+    tensor[num_slots].zero_()
+    return tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +72,11 @@ class StepStates:
         self.tensors[layer][name].index_copy_(0, self.rows.write_slots, states)
 
 
-def whole_states(config: DecoderConfig, lengths: Sequence[int], dtype: torch.dtype, device: torch.device) -> StepStates:
-    """States of sequences of these lengths that are computed at once, from their first to their last token."""
-    memory = StateMemory(config.state_fields, len(lengths), dtype, device)
-    return StepStates(whole_state_rows(lengths, device), memory.tensors)
+def whole_states(model: Model, lengths: Sequence[int]) -> StepStates | None:
+    """States of sequences of these lengths that are computed at once, from their first to their last token; None for a
+    model without recurrent layers."""
+    fields = model.config.state_fields
+    if not fields:
+        return None
+    memory = StateMemory(fields, len(lengths), model.dtype, model.device)
+    return StepStates(whole_state_rows(lengths, model.device), memory.tensors)

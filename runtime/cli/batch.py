@@ -23,6 +23,7 @@ from runtime.core.config import (
     KVMemoryOptions,
     SeedOptions,
     SpeculativeOptions,
+    StateOptions,
 )
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ def batch(
     kv: KVCacheOptions,
     context: ContextOptions,
     kv_memory: KVMemoryOptions,
+    states: StateOptions,
     drafts: SpeculativeOptions,
     seed: SeedOptions,
 ) -> None:
@@ -79,7 +81,7 @@ def batch(
     served_name = name or name_of(path)
     custom_ids = check(source, served_name)
     check_targets(out, errors)
-    config = runtime_config(compute, kv, context, kv_memory, batching, drafts, seed)
+    config = runtime_config(compute, kv, context, kv_memory, states, batching, drafts, seed)
     with result_files(out, errors) as files:
         plan = Batch(source, served_name, files[0], files[-1], num_at_once=batching.max_num_seqs + WAITING)
         num_pending = sum(not plan.is_done(custom_id) for custom_id in custom_ids)

@@ -9,7 +9,14 @@ import typer
 
 from compress.common.cli import SIZE_OPTION, with_groups
 from runtime.cli.options import ModelArgument, resolve_model, runtime_config
-from runtime.core.config import BatchOptions, ComputeOptions, ContextOptions, KVCacheOptions, KVMemoryOptions
+from runtime.core.config import (
+    BatchOptions,
+    ComputeOptions,
+    ContextOptions,
+    KVCacheOptions,
+    KVMemoryOptions,
+    StateOptions,
+)
 
 
 @with_groups
@@ -24,6 +31,7 @@ def memory(
     kv: KVCacheOptions,
     context: ContextOptions,
     kv_memory: KVMemoryOptions,
+    states: StateOptions,
     batching: BatchOptions,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, with sizes in bytes.")] = False,
 ) -> None:
@@ -35,7 +43,7 @@ def memory(
     from runtime.cli.serve import describe_scheme
     from runtime.memory.advice import inspect
 
-    config = runtime_config(compute, kv, context, kv_memory, batching)
+    config = runtime_config(compute, kv, context, kv_memory, states, batching)
     report = inspect(path, describe_scheme(path), config, memory)
     if as_json:
         print(json.dumps(report.as_json(), indent=2))

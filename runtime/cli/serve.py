@@ -46,6 +46,7 @@ from runtime.core.config import (
     OffloadOptions,
     SeedOptions,
     SpeculativeOptions,
+    StateOptions,
 )
 
 if TYPE_CHECKING:
@@ -190,6 +191,7 @@ def serve(
     context: ContextOptions,
     drafts: SpeculativeOptions,
     kv_memory: KVMemoryOptions,
+    states: StateOptions,
     offload: OffloadOptions,
     batching: BatchOptions,
     limits: LimitOptions,
@@ -215,7 +217,7 @@ def serve(
     path, where = resolve_model(model)
     listener = listen(host, address.port)  # before the model loads, so that a taken port costs no time
     print(f"model     {where}", flush=True)
-    settings = runtime_config(compute, kv, context, drafts, kv_memory, offload, batching, seed)
+    settings = runtime_config(compute, kv, context, drafts, kv_memory, states, offload, batching, seed)
     print(f"weights   {describe_scheme(path)}", flush=True)
     served = load_served_model(
         path,

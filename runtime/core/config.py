@@ -145,6 +145,27 @@ class KVMemoryOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StateOptions:
+    """Recurrent states; models with attention only have none."""
+
+    state_memory_bytes: int | None = option(
+        "--state-memory",
+        default=None,
+        **SIZE_OPTION,
+        help="Memory for the states of recurrent layers, of --kv-memory: one per running sequence, the rest for states "
+        "saved behind cached prefixes. Default: half of it.",
+    )
+    state_interval: int = option(
+        "--state-interval",
+        default=512,
+        min=1,
+        metavar="TOKENS",
+        help="Save the state of recurrent layers every TOKENS tokens of a prompt, beside its end and where prompts "
+        "part.",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class BatchOptions:
     """Size of a batch."""
 
@@ -177,6 +198,7 @@ class RuntimeConfig(
     ContextOptions,
     SpeculativeOptions,
     KVMemoryOptions,
+    StateOptions,
     BatchOptions,
     OffloadOptions,
     SeedOptions,
@@ -186,6 +208,7 @@ class RuntimeConfig(
     Attributes:
         block_size: tokens per KV block.
         num_blocks: blocks of the KV cache; None derives the number from `kv_memory_bytes`.
+        num_state_slots: slots for recurrent states; None derives the number from `state_memory_bytes`.
         max_num_batched_tokens: token budget of one step.
         prefill_chunk: most prompt tokens of one sequence in one step; bounds the time between two tokens of the others.
         prefix_caching: reuse KV blocks of equal prefixes.
@@ -193,6 +216,7 @@ class RuntimeConfig(
 
     block_size: int = 16
     num_blocks: int | None = None
+    num_state_slots: int | None = None
     max_num_batched_tokens: int = 512
     prefill_chunk: int = 256
     prefix_caching: bool = True

@@ -75,6 +75,25 @@ NO_EXACT_TOKENS = ExactTokens()
 
 
 @dataclass(frozen=True, slots=True)
+class StateSlots:
+    """Slots for recurrent states, each for the state of one sequence in all layers.
+
+    Attributes:
+        slot_bytes: of one; 0 for a model without such layers.
+    """
+
+    num_slots: int = 0
+    slot_bytes: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        return self.num_slots * self.slot_bytes
+
+
+NO_STATES = StateSlots()
+
+
+@dataclass(frozen=True, slots=True)
 class MemoryPlan:
     """Sizes of all that will be allocated.
 
@@ -92,6 +111,7 @@ class MemoryPlan:
         num_sequences: computed in one step, at most.
         budget: memory that the pool could take, and what stays free beside it.
         expert_bytes: experts in host memory.
+        states: recurrent states, in the same memory.
     """
 
     weight_bytes: int
@@ -108,6 +128,7 @@ class MemoryPlan:
     num_sequences: int = 0
     budget: KVBudget = NO_BUDGET
     expert_bytes: int = 0
+    states: StateSlots = NO_STATES
 
     @property
     def kv_cache(self) -> KVCacheScheme:
@@ -122,6 +143,11 @@ class MemoryPlan:
     def kv_bytes(self) -> int:
         """Bytes of the blocks and of the exact tokens beside them."""
         return self.tokens * self.token_bytes + self.exact.nbytes
+
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes of keys, values and recurrent states."""
+        return self.kv_bytes + self.states.nbytes
 
     @property
     def host_bytes(self) -> int:

@@ -346,6 +346,9 @@ class Sequence:
         draft_token_ids: draft tokens after `token_ids`, for one step: the drafter sets them, the scheduler may drop
             some, the runner verifies them.
         draft_parents: parents of draft tokens that form a tree; empty for a chain.
+        state_slot: slot of the recurrent state before the next token to compute; -1 for none.
+        state_marks: numbers of tokens behind which such a state is worth saving.
+        saved_state: hash of the state saved last, if the next one replaces it.
         is_held: the last sampled token is not in `token_ids` yet, because `constraint` is slow; no step may continue.
     """
 
@@ -365,6 +368,9 @@ class Sequence:
     draft_token_ids: list[int] = field(default_factory=list)
     draft_parents: list[int] = field(default_factory=list)
     constraint: Constraint | None = None
+    state_slot: int = -1
+    state_marks: tuple[int, ...] = ()
+    saved_state: bytes | None = None
     is_held: bool = False
 
     @property

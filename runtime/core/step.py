@@ -139,6 +139,11 @@ class Runner(Protocol):
         ...
 
     @property
+    def num_state_slots(self) -> int:
+        """Number of slots for recurrent states; plans use ids 0 to num_state_slots - 1. 0 without such states."""
+        ...
+
+    @property
     def max_model_len(self) -> int:
         """Longest prompt plus output in tokens."""
         ...

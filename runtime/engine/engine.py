@@ -16,6 +16,8 @@ from runtime.engine.block_pool import BlockPool
 from runtime.engine.metrics import Metrics
 from runtime.engine.output_processor import OutputProcessor, TextLayer, derive_seed
 from runtime.engine.scheduler import Scheduler
+from runtime.engine.state_manager import StateManager
+from runtime.engine.state_pool import StatePool
 from runtime.text.grammar import CompiledGrammar, GrammarCompiler
 
 logger = logging.getLogger("runtime.engine.engine")
@@ -72,8 +74,12 @@ class Engine:
             num_host_blocks=runner.num_host_blocks,
             chained=runner.attention_window.window is None,
         )
+        states = None
+        if runner.num_state_slots:
+            slots = StatePool(runner.num_state_slots)
+            states = StateManager(slots, config.block_size, config.state_interval, saves=pool.prefix_caching)
         self.scheduler = Scheduler(
-            pool, config, runner.max_model_len, runner.attention_window, shares_blocks=runner.shares_blocks
+            pool, config, runner.max_model_len, runner.attention_window, states, shares_blocks=runner.shares_blocks
         )
         self.grammars = GrammarCompiler(tokenizer, runner.vocab_size) if tokenizer else None
         self.metrics = Metrics()

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from runtime.core.attention_window import RELEASED, AttentionWindow, held_blocks
 from runtime.core.config import RuntimeConfig
 from runtime.core.request import Sequence
-from runtime.core.step import BlockCopy, BlockRestore
+from runtime.core.step import NO_STATE, BlockCopy, BlockRestore
 from runtime.engine.block_pool import BlockPool, extend_hashes, root_hash
+from runtime.engine.state_manager import StateManager
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +75,20 @@ def _known_blocks(
 
 
 @dataclass(frozen=True, slots=True)
+class Start:
+    """Where a sequence starts.
+
+    Attributes:
+        state_slot: recurrent state behind the computed tokens.
+        num_matched_tokens: tokens whose keys and values are cached, with such a state or without.
+    """
+
+    table: TablePlan
+    state_slot: int = NO_STATE
+    num_matched_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class TakenBlocks:
     """Moves of blocks that precede the computation of a sequence."""
 
@@ -88,10 +103,18 @@ class KVCacheManager:
         pool: KV blocks.
         config: its dtype and the most tokens of a prompt in one step.
         attention_window: tokens that a token attends to; blocks outside of it are returned while a sequence runs.
+        states: recurrent states of the same sequences, if the model has any: a cached prefix is used up to one.
     """
 
-    def __init__(self, pool: BlockPool, config: RuntimeConfig, attention_window: AttentionWindow) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        config: RuntimeConfig,
+        attention_window: AttentionWindow,
+        states: StateManager | None = None,
+    ) -> None:
         self.pool = pool
+        self.states = states
         self.config = config
         self.attention_window = attention_window
 
@@ -99,17 +122,20 @@ class KVCacheManager:
         """Returns the most blocks that a sequence of `num_tokens` tokens holds at once."""
         return self.attention_window.blocks_for(num_tokens, self.config.max_span_tokens, self.pool.block_size)
 
-    def take(self, sequence: Sequence, num_spare: int) -> TakenBlocks | None:
-        """Allocates the blocks of a sequence that has none, cached ones first. Returns None without room for them.
+    def take(self, sequence: Sequence, num_running: int) -> TakenBlocks | None:
+        """Allocates the blocks of a sequence that has none, cached ones first. Returns None without room for them, or
+        for its recurrent state.
 
         Args:
-            num_spare: blocks that must stay free.
+            num_running: sequences that run already; as many blocks stay free.
         """
         pool = self.pool
-        hashes = self._findable_hashes(sequence)
-        plan = plan_table(pool, self.attention_window, hashes, sequence.num_tokens, self.config.max_span_tokens)
+        start = self._find_start(sequence, num_running)
+        if start is None:
+            return None
+        plan = start.table
         kept = held_blocks(plan.table)
-        if len(plan.missing) + pool.count_free(kept) + num_spare > pool.num_free:
+        if len(plan.missing) + pool.count_free(kept) + num_running > pool.num_free:
             return None
         # Before the allocation, whose evictions may replace entries in host memory.
         slots = pool.tier.load(plan.saved)
@@ -122,9 +148,28 @@ class KVCacheManager:
         sequence.block_ids = plan.table
         sequence.num_registered_blocks = min(plan.missing, default=len(plan.table))
         sequence.num_computed_tokens = plan.num_computed_tokens
+        if self.states is not None:
+            self.states.start(sequence, start.state_slot, start.num_matched_tokens)
         # The spare blocks and `touch` ensure that `new` does not contain the source.
         copies = [] if plan.source is None else _copy(plan.source, new[-1], pool.block_size - 1)
         return TakenBlocks(copies, list(map(BlockRestore, slots, new)))
+
+    def _plan(self, sequence: Sequence, hashes: abc.Sequence[bytes]) -> TablePlan:
+        span = self.config.max_span_tokens
+        return plan_table(self.pool, self.attention_window, hashes, sequence.num_tokens, span)
+
+    def _find_start(self, sequence: Sequence, num_running: int) -> Start | None:
+        """Returns the longest cached prefix, of a model with recurrent states the longest one with a state behind it;
+        None if there is no slot for that of one more sequence."""
+        whole = self._plan(sequence, hashes := self._findable_hashes(sequence))
+        if self.states is None:
+            return Start(whole)
+        size, matched = self.pool.block_size, whole.num_computed_tokens
+        for count, slot in self.states.starts(hashes[: matched // size], sequence.num_tokens, num_running):
+            plan = self._plan(sequence, hashes[:count])
+            if plan.num_computed_tokens == count * size:
+                return Start(plan, slot, matched)
+        return None
 
     def share(self, parent: Sequence, child: Sequence) -> None:
         """Starts a fork on the blocks of `parent`, with the last prompt token left to compute."""
@@ -205,13 +250,17 @@ class KVCacheManager:
         found = [self.pool.find(block_hash) for block_hash in sequence.block_hashes]
         self.pool.forget(block_id for block_id in found if block_id is not None)
         self.pool.tier.forget(sequence.block_hashes)
+        if self.states is not None:
+            self.states.forget(sequence)
 
     def release(self, sequence: Sequence) -> None:
-        """Returns all blocks."""
+        """Returns all blocks, and the slot of the recurrent state."""
         self.pool.release(held_blocks(sequence.block_ids))
         sequence.block_ids = []
         sequence.num_registered_blocks = 0
         sequence.num_computed_tokens = 0
+        if self.states is not None:
+            self.states.release(sequence)
 
     def release_evictable(self, sequence: Sequence) -> None:
         """Returns the blocks that no later token attends to."""

@@ -16,6 +16,8 @@ tokens. These rules make scheduling fair and free of deadlocks:
   where other sequences hold those too, room is made as for decodes.
 * Draft tokens (`Sequence.draft_token_ids`) get only tokens and blocks that nothing else needs in this step, and those
   blocks are returned after it. So speculation neither preempts nor delays a sequence.
+* With recurrent states (`runtime.engine.state_manager`), admission needs a slot for one more sequence, too. A sequence
+  that runs never waits for a slot.
 
 Hence the first running sequence, and the first one of every other client, computes at least one token in every step.
 With one client and without priorities and forks all running sequences precede all waiting ones, and a sequence ends
@@ -43,6 +45,7 @@ from runtime.core.step import BlockCopy, ScheduledSequence, StepPlan
 from runtime.engine.block_pool import BlockPool
 from runtime.engine.fairness import Clients, count_places, first_of_each, in_prompt, in_turns, token_shares
 from runtime.engine.kv_cache_manager import KVCacheManager, TakenBlocks
+from runtime.engine.state_manager import StateManager
 
 PRIORITY_PLACES = 64
 """Later requests that may overtake a request, per unit of priority that they are ahead; bounds starvation."""
@@ -114,6 +117,7 @@ class Scheduler:
         config: token budget, sequences per step, chunk size.
         max_model_len: longest prompt plus output in tokens.
         attention_window: tokens that a token attends to; blocks outside of it are returned while a sequence runs.
+        states: recurrent states of sequences, if the model has any.
         shares_blocks: forks start on their parent's blocks.
     """
 
@@ -123,14 +127,17 @@ class Scheduler:
         config: RuntimeConfig,
         max_model_len: int,
         attention_window: AttentionWindow = FULL_ATTENTION,
+        states: StateManager | None = None,
         *,
         shares_blocks: bool = True,
     ) -> None:
         self.pool = pool
         self.config = config
         self.max_model_len = max_model_len
-        self.blocks = KVCacheManager(pool, config, attention_window)
-        self.shares_blocks = shares_blocks
+        self.states = states
+        self.blocks = KVCacheManager(pool, config, attention_window, states)
+        # A fork computes the last prompt token again, and no recurrent state is kept before that.
+        self.shares_blocks = shares_blocks and states is None
         self.running: list[Sequence] = []
         self.waiting: list[Sequence] = []
         self.clients = Clients()
@@ -217,7 +224,11 @@ class Scheduler:
             self._schedule_prompts(step)
             step.shares = None  # what some cannot use, the others get
         self._schedule_prompts(step)
+        if self.states is not None:
+            self.states.plan(step.entries)
         self._schedule_drafts(step)
+        if self.states is not None:
+            self.states.add_saves()
         if not step.entries:
             return StepPlan(())
         copies = [*step.copies, *(copy for taken in step.taken.values() for copy in taken.copies)]
@@ -248,19 +259,26 @@ class Scheduler:
         Args:
             accepted: accepted draft tokens by sequence id.
         """
-        self.pool.tier.settle(done=True)
+        self._settle(done=True)
         for entry in plan.entries:
             sequence = entry.sequence
             num_drafts = entry.num_draft_tokens
             kept = (accepted or {}).get(sequence.id, ()) if num_drafts else ()
             sequence.num_computed_tokens = entry.start + entry.num_tokens - num_drafts + len(kept)
             self.blocks.register(sequence, kept)
+            if self.states is not None:
+                self.states.complete(entry)
             if num_drafts:
                 self.blocks.drop_draft(sequence)
 
     def fail(self) -> None:
         """Records that the plan failed. Call `finish` for each of its sequences."""
-        self.pool.tier.settle(done=False)
+        self._settle(done=False)
+
+    def _settle(self, *, done: bool) -> None:
+        self.pool.tier.settle(done=done)
+        if self.states is not None:
+            self.states.settle(done=done)
 
     def preempt(self, sequence: Sequence) -> None:
         """Returns all blocks of a running sequence, which waits in its old place and recomputes its tokens."""
@@ -292,6 +310,8 @@ class Scheduler:
     def heal(self) -> None:
         """Rebuilds the pool from the current block tables, with an empty prefix cache."""
         self.pool.rebuild(held_blocks(sequence.block_ids) for sequence in self.running + self.waiting)
+        if self.states is not None:
+            self.states.rebuild(self.running)
 
     def check(self) -> None:
         """Verifies the invariants of queues, tables and pool.
@@ -303,6 +323,8 @@ class Scheduler:
         for queue, status in ((self.running, Status.RUNNING), (self.waiting, Status.WAITING)):
             if [s.order for s in queue] != sorted(s.order for s in queue) or any(s.status is not status for s in queue):
                 raise RuntimeError(f"the {status} queue is out of order")
+        if self.states is not None:
+            self.states.check(self.running)
         for sequence in self.running:
             self.blocks.check(sequence)
         if any(sequence.block_ids or sequence.num_computed_tokens for sequence in self.waiting):
@@ -403,10 +425,13 @@ class Scheduler:
         for entry in step.entries:
             if entry.sequence.draft_token_ids:
                 # One block per running sequence stays free, so that no draft causes a preemption by a later decode.
-                self.blocks.fit_draft(entry.sequence, step.budget, len(self.running))
+                room = step.budget if self.states is None else min(step.budget, self.states.pool.num_free)
+                self.blocks.fit_draft(entry.sequence, room, len(self.running))
                 num_drafts = len(entry.sequence.draft_token_ids)
                 entry.num_tokens += num_drafts
                 step.budget -= num_drafts
+                if self.states is not None:
+                    self.states.add_drafts(entry)
 
     def _make_writable(self, sequence: Sequence, step: _Step) -> bool:
         """Gives the next token a slot of its own. Returns False if the sequence itself had to be preempted."""

@@ -71,7 +71,7 @@ def _whole_memory(path: Path, config: RuntimeConfig, now: Capacity, weights: Wei
     wider = replace(config, max_num_seqs=sequences)
     then = estimate(weights.config, wider, now.dtype, now.weight_bytes, now.memory_bytes)
     used = min(then.num_blocks, sequences * then.attention_window.blocks_for(then.context, then.step, then.block_size))
-    kv_bytes = used * then.block_size * then.token_bytes + then.exact.nbytes
+    kv_bytes = used * then.block_size * then.token_bytes + then.exact.nbytes + then.states.nbytes
     given = find_budget(config, 0, None).nbytes
     if kv_bytes <= given or not used:
         return
@@ -212,6 +212,8 @@ class Report:
             "room_bytes": capacity.room,
             "fits": capacity.num_blocks > 0,
             "kv_bytes": capacity.kv_bytes,
+            "state_bytes_per_sequence": capacity.state_bytes,
+            "state_slots": capacity.states.num_slots,
             "tokens": capacity.tokens,
             "context": capacity.context,
             "concurrency": {str(length): capacity.concurrency(length) for length in capacity.lengths()},
@@ -247,6 +249,9 @@ class Report:
             return
         copy = format_bytes(capacity.room - capacity.kv_bytes)
         yield f"  KV cache     {format_bytes(capacity.kv_bytes):>10}  what is left, but {copy} for attention"
+        if states := capacity.states.num_slots:
+            each = f"{states} recurrent states of {format_bytes(capacity.state_bytes)} each"
+            yield f"  states       {format_bytes(capacity.states.nbytes):>10}  of that, for {each}"
 
     def _fits(self) -> Iterator[str]:
         capacity = self.capacity

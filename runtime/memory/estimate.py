@@ -67,14 +67,14 @@ def gpu_step_bytes(model: DecoderConfig, config: RuntimeConfig, itemsize: int) -
 def _drawn_rows(config: RuntimeConfig) -> int:
     """Rows of logits that one step draws from: one of each sequence and one for each draft token, all of them
     tokens of the step."""
-    drafts = (
-        MAX_TREE_TOKENS
-        if config.speculative_model == TREES
-        else config.num_speculative_tokens
-        if config.speculative_model
-        else 0
-    )
-    return min(config.max_num_seqs * (1 + drafts), config.max_num_batched_tokens)
+    return min(config.max_num_seqs * (1 + num_draft_tokens(config)), config.max_num_batched_tokens)
+
+
+def num_draft_tokens(config: RuntimeConfig) -> int:
+    """Most draft tokens of a sequence in one step."""
+    if config.speculative_model == TREES:
+        return MAX_TREE_TOKENS
+    return config.num_speculative_tokens if config.speculative_model else 0
 
 
 def _rows_bytes(model: DecoderConfig, rows: int, itemsize: int, attention: int, logits: int) -> int:

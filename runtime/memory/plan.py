@@ -10,9 +10,18 @@ from compress.common.errors import ToolkitError
 from compress.models.generic import CodeSpec
 from runtime.core.attention_window import AttentionWindow, resolve_attention_window
 from runtime.core.config import RuntimeConfig
-from runtime.core.memory_plan import NO_BUDGET, NO_EXACT_TOKENS, ExactTokens, KVBudget, KVCacheChoice, MemoryPlan
+from runtime.core.memory_plan import (
+    NO_BUDGET,
+    NO_EXACT_TOKENS,
+    NO_STATES,
+    ExactTokens,
+    KVBudget,
+    KVCacheChoice,
+    MemoryPlan,
+    StateSlots,
+)
 from runtime.core.model_config import DecoderConfig
-from runtime.memory.estimate import exact_tokens, gpu_step_bytes, kv_token_bytes, step_bytes
+from runtime.memory.estimate import exact_tokens, gpu_step_bytes, kv_token_bytes, num_draft_tokens, step_bytes
 from runtime.speculative.ngram import CHAINS, TREES
 
 STREAM_LENGTH = 2**20
@@ -43,8 +52,10 @@ def plan_memory(
     exact = exact_tokens(model, choice.scheme, itemsize, config.max_num_seqs)
     budget = find_budget(config, gpu_step_bytes(model, config, itemsize), free_gpu_bytes)
     _check_exact(config, exact, budget)
+    states = plan_states(model, config, itemsize, budget)
+    left = budget.nbytes - exact.nbytes - states.nbytes
     num_blocks, blocks_per_sequence, max_model_len, reason = _fill(
-        config, attention_window, longest_wanted(model, config), token_bytes, budget.nbytes - exact.nbytes
+        config, attention_window, longest_wanted(model, config), token_bytes, left
     )
     return MemoryPlan(
         weight_bytes,
@@ -60,6 +71,7 @@ def plan_memory(
         exact,
         config.max_num_seqs,
         budget,
+        _without_unused(states, config, num_blocks),
     )
 
 
@@ -91,6 +103,38 @@ def _fill(
         return num_blocks, needed, length, reason
     length = num_blocks * config.block_size
     return num_blocks, num_blocks, length, f"what the KV pool holds; {reason} is {longest[0]}"
+
+
+def plan_states(model: DecoderConfig, config: RuntimeConfig, itemsize: int, budget: KVBudget) -> StateSlots:
+    """Decides the number of slots for recurrent states; none for a model without them.
+
+    Args:
+        itemsize: bytes of one activation.
+
+    Raises:
+        ToolkitError: there is no memory for the state of one sequence.
+    """
+    slot_bytes = model.state_bytes(itemsize)
+    if not slot_bytes:
+        return NO_STATES
+    given = config.state_memory_bytes
+    if given is None:
+        given = (budget.nbytes or CPU_BYTES) // STATE_SHARE
+    num_slots = config.num_state_slots or given // slot_bytes
+    if num_slots < 1:
+        raise ToolkitError(
+            f"the recurrent state of one sequence takes {format_bytes(slot_bytes)}, and {format_bytes(given)} are for "
+            "states",
+            "Allow more --kv-memory or --state-memory",
+        )
+    return StateSlots(num_slots, slot_bytes)
+
+
+def _without_unused(states: StateSlots, config: RuntimeConfig, num_blocks: int) -> StateSlots:
+    """Leaves out slots that no schedule could fill: more than those of the sequences and their drafts, and one behind
+    each block."""
+    useful = config.max_num_seqs * (1 + num_draft_tokens(config)) + num_blocks
+    return states if config.num_state_slots else replace(states, num_slots=min(states.num_slots, useful))
 
 
 def _check_exact(config: RuntimeConfig, exact: ExactTokens, budget: KVBudget) -> None:
@@ -159,6 +203,7 @@ def explain(plan: MemoryPlan) -> list[str]:
         *(f"         {note}" for note in plan.kv_choice.notes),
         f"KV pool  {format_bytes(plan.kv_bytes)}: {plan.num_blocks} blocks of {plan.block_size} tokens = "
         f"{plan.tokens} tokens at {format_bytes(plan.token_bytes)} each",
+        *_states(plan),
         *_budget(plan),
         *_exact(plan),
         f"host KV  {format_bytes(plan.host_bytes)}: {host}",
@@ -169,6 +214,14 @@ def explain(plan: MemoryPlan) -> list[str]:
 
 def _experts(plan: MemoryPlan) -> list[str]:
     return [f"         and experts of {format_bytes(plan.expert_bytes)} in host memory"] if plan.expert_bytes else []
+
+
+def _states(plan: MemoryPlan) -> list[str]:
+    states = plan.states
+    if not states.num_slots:
+        return []
+    each = f"{states.num_slots} recurrent states of {format_bytes(states.slot_bytes)} each"
+    return [f"states   {format_bytes(states.nbytes)}: {each}, of running sequences and behind cached prefixes"]
 
 
 def _budget(plan: MemoryPlan) -> list[str]:
@@ -240,6 +293,8 @@ def _within(
     return KVCacheChoice(scheme, reason, tuple(notes))
 
 
+STATE_SHARE = 2
+"""1 / STATE_SHARE of the memory for keys and values is for recurrent states, unless more or less is asked for."""
 CPU_BYTES = 512 * 2**20
 """On a CPU, whose memory belongs to others too."""
 SPARE_SHARE, LEAST_SPARE_BYTES = 50, 512 * 2**20
@@ -302,6 +357,7 @@ class Capacity:
         step: tokens of one prompt that are computed together at most.
         kv_cache: form of keys and values.
         exact: keys and values that are kept in `dtype` beside the blocks.
+        state_bytes: recurrent state of one sequence.
     """
 
     memory_bytes: int
@@ -317,6 +373,7 @@ class Capacity:
     process_bytes: int = PROCESS_BYTES
     kv_cache: KVCacheScheme = UNCOMPRESSED
     exact: ExactTokens = NO_EXACT_TOKENS
+    state_bytes: int = 0
 
     @property
     def room(self) -> int:
@@ -327,7 +384,17 @@ class Capacity:
     def num_blocks(self) -> int:
         copied = self.exact.token_bytes or self.token_bytes
         shares = (self.token_bytes * self.num_layers + copied) * self.block_size
-        return max(0, (self.room - self.exact.nbytes) * self.num_layers // shares)
+        return max(0, (self.room - self.exact.nbytes - self.states.nbytes) * self.num_layers // shares)
+
+    @property
+    def states(self) -> StateSlots:
+        """Slots for recurrent states in their share of what keys, values and states take."""
+        if not self.state_bytes:
+            return NO_STATES
+        # Where half of the memory is for states, the room holds both halves and the copy of one.
+        copied, own = self.exact.token_bytes or self.token_bytes, self.token_bytes * self.num_layers
+        share = (self.room * own + self.exact.nbytes * copied) // (STATE_SHARE * own + (STATE_SHARE - 1) * copied)
+        return StateSlots(max(0, share // self.state_bytes), self.state_bytes)
 
     @property
     def tokens(self) -> int:
@@ -337,11 +404,12 @@ class Capacity:
     @property
     def kv_bytes(self) -> int:
         """Value of `--kv-memory` that uses all of the room."""
-        return self.tokens * self.token_bytes + self.exact.nbytes
+        return self.tokens * self.token_bytes + self.exact.nbytes + self.states.nbytes
 
     def concurrency(self, length: int) -> int:
         """Requests of `length` tokens (prompt plus output) that fit together."""
-        return self.num_blocks // self.attention_window.blocks_for(length, self.step, self.block_size)
+        fitting = self.num_blocks // self.attention_window.blocks_for(length, self.step, self.block_size)
+        return min(fitting, self.states.num_slots) if self.state_bytes else fitting
 
     def lengths(self) -> list[int]:
         """Typical lengths below the context, then the context."""
@@ -360,6 +428,7 @@ class Capacity:
             dtype=dtype,
             kv_cache=scheme,
             exact=exact_tokens(model, scheme, ITEM_SIZES[dtype], self.exact.num_sequences),
+            state_bytes=model.state_bytes(ITEM_SIZES[dtype]),
         )
 
 
@@ -410,4 +479,5 @@ def estimate(model: DecoderConfig, config: RuntimeConfig, dtype: str, weight_byt
         config.max_span_tokens,
         kv_cache=scheme,
         exact=exact_tokens(model, scheme, itemsize, config.max_num_seqs),
+        state_bytes=model.state_bytes(itemsize),
     )

@@ -9,7 +9,7 @@ from compress.checkpoint.kv_cache import UNCOMPRESSED, KVCacheScheme
 from compress.checkpoint.kv_quant import read_back, rotate_heads
 from runtime.backends.base import Attention
 from runtime.backends.span_attention import DenseAttention, Scores, attend_span, scores_of, visibility_mask
-from runtime.backends.state_memory import StepStates, whole_states
+from runtime.backends.state_memory import whole_states
 from runtime.model.served import ServedModel
 
 
@@ -90,7 +90,7 @@ def hidden_states(decoder: ServedModel, tokens: Tensor, kv_cache: KVCacheScheme 
     chunks = []
     for part in tokens.to(decoder.device).split(rows):
         positions = torch.arange(length, device=decoder.device).repeat(len(part))
-        states = _states(decoder, [length] * len(part))
+        states = whole_states(decoder, [length] * len(part))
         chunks.append(decoder.forward(part.flatten(), positions, attention, None, states))
     return torch.cat(chunks).view(batch, length, -1)
 
@@ -103,11 +103,6 @@ def score(decoder: ServedModel, tokens: Tensor, kv_cache: KVCacheScheme = UNCOMP
     slice at a time.
     """
     return decoder.logits(hidden_states(decoder, tokens, kv_cache).flatten(0, 1)).view(*tokens.shape, -1)
-
-
-def _states(decoder: ServedModel, lengths: list[int]) -> StepStates | None:
-    config = decoder.config
-    return whole_states(config, lengths, decoder.dtype, decoder.device) if config.state_fields else None
 
 
 def _attention(decoder: ServedModel, length: int, kv_cache: KVCacheScheme) -> Attention:

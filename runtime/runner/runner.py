@@ -16,12 +16,14 @@ from compress.common.device import available_bytes, format_bytes, on_device
 from compress.common.errors import ToolkitError
 from runtime.backends.kv_pages import KVCache, KVPages
 from runtime.backends.registry import choose_step_kernels
+from runtime.backends.state_memory import StateMemory, StepStates
 from runtime.core.attention_window import AttentionWindow
 from runtime.core.batch import Batch, build_batch, build_sampling_metadata, fresh_blocks, slots_of
 from runtime.core.config import RuntimeConfig
 from runtime.core.draft_tree import follow
 from runtime.core.memory_plan import MemoryPlan
 from runtime.core.request import LogprobColumns, Request, SamplingParams, Sequence
+from runtime.core.state_rows import build_state_rows
 from runtime.core.step import SampledToken, ScheduledSequence, StepOutput, StepPlan
 from runtime.memory.plan import plan_memory
 from runtime.model.served import ServedModel
@@ -44,11 +46,11 @@ def warm_up(runner: ModelRunner, config: RuntimeConfig) -> None:
     """
     try:
         for plan in largest_steps(config, runner.num_blocks, runner.max_model_len):
-            runner.execute(plan)
+            runner.execute(with_states(plan, runner.num_state_slots))
     except torch.OutOfMemoryError as error:
-        taken = format_bytes(runner.memory.kv_bytes)
+        taken = format_bytes(runner.memory.pool_bytes)
         raise ToolkitError(
-            f"the largest step does not fit in the GPU beside {taken} of keys and values",
+            f"the largest step does not fit in the GPU beside {taken} of keys, values and states",
             "Allow less --kv-memory or fewer --max-num-seqs",
         ) from error
     if runner.decoder.device.type == "cuda":
@@ -75,6 +77,16 @@ def _step(block_size: int, num_blocks: int, lengths: list[int]) -> StepPlan:
         sequence = Sequence(Request(f"warm-up {index}", (0,) * length, COSTLIEST, 0), [0] * length, block_ids=blocks)
         entries.append(ScheduledSequence(sequence, 0, length))
     return StepPlan(tuple(entries))
+
+
+def with_states(plan: StepPlan, num_slots: int) -> StepPlan:
+    """A plan of sequences that begin, with a slot for the state of each, and without those that there is none for."""
+    if not num_slots:
+        return plan
+    entries = plan.entries[:num_slots]
+    for slot, entry in enumerate(entries):
+        entry.state_writes = ((entry.num_tokens - 1, slot),)
+    return replace(plan, entries=entries)
 
 
 LOGITS_AT_ONCE = 2**23
@@ -133,6 +145,7 @@ class ModelRunner:
 
     Attributes:
         sample: turns logits into tokens and verifies drafts; exactly unless replaced.
+        states: recurrent states; None for a model without them.
         kernels: what computes attention and the layers of a step, and why.
         graphs: runs steps of one token per sequence from CUDA graphs; None where nothing is captured.
         graphs_reason: why nothing is; empty where it is.
@@ -146,6 +159,10 @@ class ModelRunner:
         self.sample: RowSampler = partial(sample_and_match, sampler=self.sampler)
         self.kernels = choose_step_kernels(decoder, memory)
         self.expert_caches = [slots.cache for slots in decoder.expert_slots]
+        self.states: StateMemory | None = None
+        if memory.states.num_slots:
+            fields = decoder.config.state_fields
+            self.states = StateMemory(fields, memory.states.num_slots, decoder.dtype, decoder.device)
         self.graphs: StepGraphs | None = None
         self.graphs_reason = self._graphs_unsupported_reason()
         if not self.graphs_reason:
@@ -173,6 +190,10 @@ class ModelRunner:
     @property
     def num_blocks(self) -> int:
         return self.memory.num_blocks
+
+    @property
+    def num_state_slots(self) -> int:
+        return self.memory.states.num_slots
 
     @property
     def num_host_blocks(self) -> int:
@@ -238,6 +259,8 @@ class ModelRunner:
         """Why no step can be captured; empty when some can."""
         if self.decoder.device.type != "cuda":
             return "captured steps run on NVIDIA GPUs"
+        if self.states is not None:
+            return "recurrent layers run one by one"
         if self.kernels.layers is None:
             return f"layers run one by one: {self.kernels.layers_reason}"
         if not self.kernels.records:
@@ -249,7 +272,11 @@ class ModelRunner:
     def _forward(self, batch: Batch) -> Tensor:
         attention, layers = self.kernels.attention(batch), self.kernels.layers
         run_layers = None if layers is None else partial(layers, attention=attention)
-        return self.decoder.forward(batch.token_ids, batch.positions, attention, run_layers)
+        if self.states is None:
+            return self.decoder.forward(batch.token_ids, batch.positions, attention, run_layers)
+        rows = build_state_rows(batch.entries, self.num_state_slots, self.decoder.device)
+        states = StepStates(rows, self.states.tensors)
+        return self.decoder.forward(batch.token_ids, batch.positions, attention, run_layers, states)
 
     def _logits(self, batch: Batch) -> Tensor:
         """Logits of every row, in the dtype of the head."""
@@ -323,7 +350,7 @@ def check_fits(plan: MemoryPlan, device: torch.device) -> None:
         ToolkitError: with the numbers.
     """
     host, steps = torch.device("cpu"), plan.budget.step_bytes
-    wanted = Counter({device: plan.kv_bytes}) + Counter({host: plan.host_bytes})
+    wanted = Counter({device: plan.pool_bytes}) + Counter({host: plan.host_bytes})
     for where, size in wanted.items():
         free, beside = available_bytes(where), steps if where == device else 0
         if size + beside > free:

@@ -72,6 +72,8 @@ def _check_trees(config: RuntimeConfig, runner: ModelRunner) -> None:
         raise ToolkitError("trees of draft tokens cannot be combined with exact sinks and recent tokens", remedy)
     if any(mixer.chunk is not None for mixer in runner.decoder.config.mixers):
         raise ToolkitError("trees of draft tokens cannot be combined with chunks of tokens", remedy)
+    if runner.decoder.config.state_fields:
+        raise ToolkitError("trees of draft tokens cannot be combined with recurrent layers", remedy)
     shortest = min((window for window in runner.kernels.windows if window is not None), default=None)
     if shortest is not None and shortest <= config.num_speculative_tokens:
         raise ToolkitError(
@@ -87,6 +89,11 @@ def _build_drafter(
     if config.speculative_model == TREES:
         return NgramDrafter(TREE_BRANCHES)
     decoder = _draft_decoder(path, target, config)
+    if decoder.config.state_fields:
+        raise ToolkitError(
+            f"{config.speculative_model} has recurrent layers, and drafts are not rolled back in those of a drafter",
+            "Use --speculative-model ngram",
+        )
     memory = _draft_memory(decoder, target, runner.memory)
     decoder = decoder.for_length(min(config.max_model_len or 0, decoder.config.context_length))
     draft = ModelRunner(decoder, memory)

@@ -11,7 +11,7 @@ from hashlib import blake2b
 from runtime.core.attention_window import FULL_ATTENTION, RELEASED, AttentionWindow
 from runtime.core.draft_tree import find_child, grow_tree, paths
 from runtime.core.request import Sequence, TokenLogprobs
-from runtime.core.step import SampledToken, ScheduledSequence, StepOutput, StepPlan
+from runtime.core.step import NO_STATE, SampledToken, ScheduledSequence, StepOutput, StepPlan
 
 VOCAB_SIZE = 50
 Slot = tuple[int, int]
@@ -67,8 +67,11 @@ class FakeRunner:
         num_host_blocks: int = 0,
         attention_window: AttentionWindow = FULL_ATTENTION,
         shares_blocks: bool = True,
+        num_state_slots: int = 0,
     ) -> None:
         self.shares_blocks = shares_blocks
+        self.num_state_slots = num_state_slots
+        self._states: list[tuple[int, ...] | None] = [None] * num_state_slots
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.num_host_blocks = num_host_blocks
@@ -87,10 +90,15 @@ class FakeRunner:
         self.plans.append({entry.sequence.id: entry.num_tokens for entry in plan.entries})
         if self.failure is not None:
             failure, self.failure = self.failure, None
+            for entry in plan.entries:
+                for _, slot in entry.state_writes:
+                    self._states[slot] = None
             raise failure
         assert all(entry.num_tokens >= 1 for entry in plan.entries)
         self._move(plan)
         self._check_disjoint(plan)
+        if self.num_state_slots:
+            self._advance_states(plan)
         for entry in plan.entries:
             known, draft = entry.sequence.num_tokens, entry.sequence.draft_token_ids
             for position in range(entry.start, min(known, entry.start + entry.num_tokens)):
@@ -133,6 +141,25 @@ class FakeRunner:
             for other in plan.entries:
                 if other is not entry and written & set(other.sequence.block_ids):
                     raise AssertionError(f"{entry.sequence.id} writes into blocks of {other.sequence.id}")
+
+    def _advance_states(self, plan: StepPlan) -> None:
+        """A state is all tokens so far. Reads all before it writes, and allows no slot to be written twice, nor one
+        that another sequence reads."""
+        written = [slot for entry in plan.entries for _, slot in entry.state_writes]
+        assert len(set(written)) == len(written), "a slot is written twice"
+        states: dict[int, tuple[int, ...]] = {}
+        for entry in plan.entries:
+            others = {each.state_read for each in plan.entries if each is not entry}
+            assert others.isdisjoint(slot for _, slot in entry.state_writes), "a slot is written that another reads"
+            before = () if entry.state_read == NO_STATE else self._states[entry.state_read]
+            tokens = (*entry.sequence.token_ids, *entry.sequence.draft_token_ids)
+            assert before == tokens[: entry.start], "the state is that of other tokens"
+            offsets = [offset for offset, _ in entry.state_writes]
+            assert offsets == sorted(set(offsets))
+            assert offsets[-1] == entry.num_tokens - 1
+            states |= {slot: tokens[: entry.start + offset + 1] for offset, slot in entry.state_writes}
+        for slot, state in states.items():
+            self._states[slot] = state
 
     def _verify(self, entry: ScheduledSequence) -> list[SampledToken]:
         """Token after the given ones, and after each draft token of a branch as long as they are accepted. The accepted

@@ -65,6 +65,8 @@ class EngineMachine(RuleBasedStateMachine):
         attention_window=st.just(FULL_ATTENTION) | st.builds(AttentionWindow, st.integers(1, 12), st.integers(0, 5)),
         num_guesses=st.integers(0, 4),
         accuracy=st.sampled_from([0.3, 0.9]),
+        num_state_slots=st.sampled_from([0, 0, 1, 2, 5, 12]),
+        state_interval=st.integers(1, 12),
     )
     def start(
         self,
@@ -80,15 +82,26 @@ class EngineMachine(RuleBasedStateMachine):
         attention_window: AttentionWindow,
         num_guesses: int,
         accuracy: float,
+        num_state_slots: int,
+        state_interval: int,
     ) -> None:
         config = RuntimeConfig(
+            state_interval=state_interval,
             block_size=block_size,
             max_num_batched_tokens=budget,
             max_num_seqs=num_sequences,
             prefill_chunk=chunk,
             prefix_caching=prefix_caching,
         )
-        self.runner = FakeRunner(num_blocks, block_size, MAX_MODEL_LEN, END_TOKENS, num_host_blocks, attention_window)
+        self.runner = FakeRunner(
+            num_blocks,
+            block_size,
+            MAX_MODEL_LEN,
+            END_TOKENS,
+            num_host_blocks,
+            attention_window,
+            num_state_slots=num_state_slots,
+        )
         self.span = config.max_span_tokens
         self.num_steps = 0
         trouble = None if faults is None else FaultInjection(faults, preempt=0.2, evict=0.3, abort=0.02)
@@ -201,6 +214,8 @@ class EngineMachine(RuleBasedStateMachine):
             self.nothing_is_broken()
         pool = self.engine.scheduler.pool
         assert pool.num_free == pool.num_blocks
+        if self.runner.num_state_slots:
+            assert self.engine.scheduler.states.pool.num_free == self.runner.num_state_slots
         requests = self.engine.output_processor
         for table in (requests._requests, requests._by_sequence, requests._times):
             assert not table

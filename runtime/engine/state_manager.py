@@ -1,0 +1,168 @@
+"""Recurrent states of sequences: where they begin, which slots a step writes, which states are saved. No torch.
+
+A sequence that runs continues from one slot, `Sequence.state_slot`; before its first step that is a saved state, or
+none. A step writes the state behind a sequence's last token to the same slot, or to another where the first is saved or
+is read by others too. So saving costs no copy, only the slot.
+
+States can be saved at the ends of blocks, as the prefix cache finds blocks only. Those at the end of a prompt, where a
+prompt parts from cached ones (a junction), and every `interval` tokens stay until they are the least recently used
+ones. The last block's end of each sequence is saved as well, and replaced by the next: a conversation continues there,
+and so does a sequence that was preempted.
+
+With `R` running sequences, and `D` slots that several of them continue from, `R + D` never exceeds the number of slots
+(`StateManager.start` sees to that). Hence each of them finds a slot to write to: its own if nobody else reads it, and
+otherwise one of those that are left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Hashes
+
+from runtime.core.request import Sequence
+from runtime.core.step import NO_STATE, ScheduledSequence
+from runtime.engine.state_pool import StatePool
+
+
+class StateManager:
+    """Manages the state slots of sequences for the scheduler. Single-threaded.
+
+    Args:
+        block_size: tokens per block.
+        interval: tokens between two states of a prompt that are saved, rounded up to whole blocks.
+        saves: states are saved for later sequences.
+    """
+
+    def __init__(self, pool: StatePool, block_size: int, interval: int, *, saves: bool) -> None:
+        self.pool = pool
+        self.block_size = block_size
+        self.interval = -(-interval // block_size) * block_size
+        self.saves = saves
+        self._planned: list[ScheduledSequence] = []
+
+    def starts(self, hashes: Hashes[bytes], num_tokens: int, num_running: int) -> Iterator[tuple[int, int]]:
+        """Yields places where a sequence may start: blocks before it, and the slot; the longest prefix first.
+
+        Nothing is yielded while there is no slot for one more sequence.
+
+        Args:
+            hashes: of the full blocks of its `num_tokens` tokens, of which the last is always computed.
+        """
+        room = self.pool.num_slots - num_running - 1 - self.pool.num_shared
+        if room < 0:
+            return
+        for count in range(min(len(hashes), (num_tokens - 1) // self.block_size), 0, -1):
+            slot = self.pool.find(hashes[count - 1])
+            if slot is not None and (room > 0 or self.pool.num_holds(slot) != 1):
+                yield count, slot
+        yield 0, NO_STATE
+
+    def start(self, sequence: Sequence, slot: int, num_matched_tokens: int) -> None:
+        """Starts a sequence behind its `num_computed_tokens` from the state in a slot.
+
+        Args:
+            num_matched_tokens: tokens whose keys and values are cached.
+        """
+        sequence.state_slot = slot
+        if slot != NO_STATE:
+            self.pool.hold(slot)
+        end = (sequence.num_tokens - 1) // self.block_size * self.block_size
+        sequence.state_marks = (min(num_matched_tokens, end), end)
+
+    def release(self, sequence: Sequence) -> None:
+        """Gives back the slot of a sequence."""
+        if sequence.state_slot != NO_STATE:
+            self.pool.release(sequence.state_slot)
+        sequence.state_slot = NO_STATE
+        sequence.saved_state = None
+
+    def plan(self, entries: Iterable[ScheduledSequence]) -> None:
+        """Gives the last token of each entry, drafts left out, a slot to write to."""
+        self._planned = list(entries)
+        # Those that cannot write the slot that they read come first: they depend on free slots.
+        for entry in sorted(self._planned, key=lambda each: self._may_overwrite(each.sequence.state_slot)):
+            slot = entry.sequence.state_slot
+            if not (self._may_overwrite(slot) and (self.pool.is_writable(slot) or not self.pool.num_free)):
+                slot = self.pool.allocate()
+            elif not self.pool.is_writable(slot):
+                self.pool.unsave(slot)
+            entry.state_read = entry.sequence.state_slot
+            entry.state_writes = ((entry.num_tokens - 1, slot),)
+
+    def add_drafts(self, entry: ScheduledSequence) -> None:
+        """Gives each draft token of an entry a slot; there must be as many free ones."""
+        drafts = range(entry.num_tokens - entry.num_draft_tokens, entry.num_tokens)
+        entry.state_writes += tuple((offset, self.pool.allocate()) for offset in drafts)
+
+    def add_saves(self) -> None:
+        """Plans the states to save inside of spans, as far as there are slots: the last ones of each prompt."""
+        for entry in self._planned if self.saves else ():
+            stop = entry.start + entry.num_tokens - entry.num_draft_tokens
+            for place in self._places(entry.sequence, entry.start, stop):
+                if not self.pool.num_free:
+                    return
+                entry.state_writes = ((place - entry.start - 1, self.pool.allocate()), *entry.state_writes)
+
+    def complete(self, entry: ScheduledSequence) -> None:
+        """Keeps the state behind the computed tokens of a sequence, and saves those at ends of blocks."""
+        sequence, written = entry.sequence, {slot for _, slot in entry.state_writes}
+        if entry.state_read not in written and entry.state_read != NO_STATE:
+            self.pool.release(entry.state_read)
+        for offset, slot in entry.state_writes:
+            place = entry.start + offset + 1
+            if place <= sequence.num_computed_tokens:
+                sequence.state_slot = slot
+                self._save(sequence, slot, place)
+        for slot in written - {sequence.state_slot}:
+            self.pool.release(slot)
+
+    def settle(self, *, done: bool) -> None:
+        """Records the end of the plan in flight. If it failed, nothing that it wrote is kept."""
+        for entry in () if done else self._planned:
+            for slot in {slot for _, slot in entry.state_writes} - {entry.state_read}:
+                self.pool.release(slot)
+        self._planned = []
+
+    def forget(self, sequence: Sequence) -> None:
+        """Makes all states of a sequence's prefixes unfindable."""
+        self.pool.forget(sequence.block_hashes)
+
+    def rebuild(self, sequences: Iterable[Sequence]) -> None:
+        """Resets the pool to the slots of these sequences, without saved states."""
+        self._planned = []
+        self.pool.rebuild(_held(sequences))
+
+    def check(self, sequences: Iterable[Sequence]) -> None:
+        """Verifies the pool against the running sequences, between two steps. Raises RuntimeError."""
+        sequences = list(sequences)
+        self.pool.check(_held(sequences))
+        if len(sequences) + self.pool.num_shared > self.pool.num_slots:
+            raise RuntimeError(f"{len(sequences)} sequences run on {self.pool.num_slots} slots, some shared")
+
+    def _may_overwrite(self, slot: int) -> bool:
+        return slot != NO_STATE and self.pool.num_holds(slot) == 1
+
+    def _lasts(self, sequence: Sequence, place: int) -> bool:
+        """Returns whether a state stays when the sequence saves a later one."""
+        return place in sequence.state_marks or place % self.interval == 0
+
+    def _places(self, sequence: Sequence, start: int, stop: int) -> list[int]:
+        """Returns places inside of a span whose states stay, the last one first."""
+        first = (start // self.interval + 1) * self.interval
+        places = {*range(first, stop, self.interval), *sequence.state_marks}
+        return sorted((place for place in places if start < place < stop), reverse=True)
+
+    def _save(self, sequence: Sequence, slot: int, place: int) -> None:
+        """Saves a state at the end of a block, instead of the last one if that need not stay."""
+        index, rest = divmod(place, self.block_size)
+        if rest or not self.saves or index > len(sequence.block_hashes):
+            return
+        last, block_hash = sequence.saved_state, sequence.block_hashes[index - 1]
+        if last is not None and (found := self.pool.find(last)) is not None and not self.pool.num_holds(found):
+            self.pool.forget([last])
+        self.pool.save(slot, block_hash)
+        sequence.saved_state = None if self._lasts(sequence, place) else block_hash
+
+
+def _held(sequences: Iterable[Sequence]) -> list[int]:
+    return [sequence.state_slot for sequence in sequences if sequence.state_slot != NO_STATE]

@@ -1,0 +1,136 @@
+"""The pool of slots for recurrent states: reference counts, states found by the hash of a prefix, eviction. No torch.
+
+A slot is in exactly one of three states:
+
+    in use   held by sequences that continue from its state, or that write it in this step; it may be saved as well
+    saved    held by none, has a hash; findable until it is allocated again, least recently used first
+    empty    held by none, no hash; allocated before any saved slot
+
+The hash of a saved state is that of the last block before it (`runtime.engine.block_pool`). A state that is saved, or
+that several sequences continue from, is not written: its readers write to slots of their own.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable
+
+
+class StatePool:
+    """Owns all slots. Callers hold ids; each hold counts until it is released.
+
+    Args:
+        num_slots: slots with ids 0 to num_slots - 1.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self.num_evictions = 0
+        self.rebuild([])
+
+    def rebuild(self, held: Iterable[int]) -> None:
+        """Resets the pool to these holds, without saved states."""
+        self._counts = Counter(held)
+        self._empty = [slot for slot in reversed(range(self.num_slots)) if not self._counts[slot]]
+        self._by_hash: dict[bytes, int] = {}
+        self._hashes: dict[int, bytes] = {}
+        self._saved: OrderedDict[int, None] = OrderedDict()  # held by none, least recently used first
+
+    @property
+    def num_free(self) -> int:
+        """Number of slots that can be allocated, saved ones included."""
+        return len(self._empty) + len(self._saved)
+
+    @property
+    def num_findable(self) -> int:
+        """Number of states that can be found by their hash."""
+        return len(self._by_hash)
+
+    @property
+    def num_shared(self) -> int:
+        """Number of slots that several sequences hold, so that none of them may write it."""
+        return sum(count > 1 for count in self._counts.values())
+
+    def find(self, block_hash: bytes) -> int | None:
+        """Returns the slot with this hash, or None. Takes no hold."""
+        return self._by_hash.get(block_hash)
+
+    def num_holds(self, slot: int) -> int:
+        """Returns how many times a slot is held."""
+        return self._counts[slot]
+
+    def is_writable(self, slot: int) -> bool:
+        """Returns whether the only holder of a slot may write it: nobody else reads or finds it."""
+        return self._counts[slot] == 1 and slot not in self._hashes
+
+    def hold(self, slot: int) -> None:
+        """Adds a hold."""
+        self._counts[slot] += 1
+        self._saved.pop(slot, None)
+
+    def allocate(self) -> int:
+        """Allocates an empty slot, else the least recently used saved one.
+
+        Raises:
+            ValueError: none is free; callers look before.
+        """
+        if not self.num_free:
+            raise ValueError("no slot is free")
+        if not self._empty:
+            self.num_evictions += 1
+            self.forget([self._hashes[next(iter(self._saved))]])
+        slot = self._empty.pop()
+        self._counts[slot] = 1
+        return slot
+
+    def release(self, slot: int) -> None:
+        """Drops a hold. A saved slot that nobody holds is then the most recently used one."""
+        if self._counts[slot] < 1:
+            raise ValueError(f"slot {slot} was released twice")
+        self._counts[slot] -= 1
+        if self._counts[slot]:
+            return
+        del self._counts[slot]
+        if slot in self._hashes:
+            self._saved[slot] = None
+        else:
+            self._empty.append(slot)
+
+    def save(self, slot: int, block_hash: bytes) -> None:
+        """Makes the state of a held slot findable. If an equal one is, that one becomes the most recently used."""
+        known = self._by_hash.get(block_hash)
+        if known is None:
+            self._by_hash[block_hash], self._hashes[slot] = slot, block_hash
+        elif known in self._saved:
+            self._saved.move_to_end(known)
+
+    def forget(self, hashes: Iterable[bytes]) -> None:
+        """Makes states unfindable; unknown hashes are ignored."""
+        for block_hash in hashes:
+            slot = self._by_hash.pop(block_hash, None)
+            if slot is not None:
+                del self._hashes[slot]
+                if slot in self._saved:
+                    del self._saved[slot]
+                    self._empty.append(slot)
+
+    def unsave(self, slot: int) -> None:
+        """Makes the state of one slot unfindable."""
+        self.forget([self._hashes[slot]] if slot in self._hashes else [])
+
+    def check(self, held: Iterable[int]) -> None:
+        """Verifies all invariants against the current holds.
+
+        Raises:
+            RuntimeError: an invariant is broken; the message names the slot.
+        """
+        counts = Counter(held)
+        if counts != self._counts:
+            wrong = next(slot for slot in counts | self._counts if counts[slot] != self._counts[slot])
+            raise RuntimeError(f"slot {wrong} counts {self._counts[wrong]} holds, sequences have {counts[wrong]}")
+        if sorted([*counts, *self._empty, *self._saved]) != list(range(self.num_slots)):
+            raise RuntimeError("a slot is lost or on two lists")
+        if self._by_hash != {block_hash: slot for slot, block_hash in self._hashes.items()}:
+            raise RuntimeError("a hash leads to another slot")
+        if not self._saved.keys() <= self._hashes.keys() or self._hashes.keys() & set(self._empty):
+            raise RuntimeError("a slot without a hash is saved, or an empty one has a hash")
