@@ -348,7 +348,7 @@ class Sequence:
         draft_parents: parents of draft tokens that form a tree; empty for a chain.
         state_slot: slot of the recurrent state before the next token to compute; -1 for none.
         state_marks: numbers of tokens behind which such a state is worth saving.
-        saved_state: hash of the state saved last, if the next one replaces it.
+        saved_tokens: tokens before the state that it saved last or started from; 0 for none.
         is_held: the last sampled token is not in `token_ids` yet, because `constraint` is slow; no step may continue.
     """
 
@@ -370,7 +370,7 @@ class Sequence:
     constraint: Constraint | None = None
     state_slot: int = -1
     state_marks: tuple[int, ...] = ()
-    saved_state: bytes | None = None
+    saved_tokens: int = 0
     is_held: bool = False
 
     @property

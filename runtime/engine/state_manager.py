@@ -4,13 +4,13 @@ A sequence that runs continues from one slot, `Sequence.state_slot`; before its 
 none. A step writes the state behind a sequence's last token to the same slot, or to another where the first is saved or
 is read by others too. So saving costs no copy, only the slot.
 
-States can be saved at the ends of blocks, as the prefix cache finds blocks only. Those at the end of a prompt, where a
-prompt parts from cached ones (a junction), and every `interval` tokens stay until they are the least recently used
-ones. The last block's end of each sequence is saved as well, and replaced by the next: a conversation continues there,
-and so does a sequence that was preempted.
+States can be saved at the ends of blocks, as the prefix cache finds blocks only: at the end of a prompt, where a prompt
+parts from cached ones (a junction), every `interval` tokens, and behind the last full block of each sequence, where a
+conversation continues, and a sequence that was preempted. The next one replaces the latter, and lets the others go
+before those that no later state of the same text has replaced.
 
 With `R` running sequences, and `D` slots that several of them continue from, `R + D` never exceeds the number of slots
-(`StateManager.start` sees to that). Hence each of them finds a slot to write to: its own if nobody else reads it, and
+(`StateManager.start` sees to that). Hence each of them finds a slot to write to: its own if no other reads it, and
 otherwise one of those that are left.
 """
 
@@ -67,14 +67,15 @@ class StateManager:
         if slot != NO_STATE:
             self.pool.hold(slot)
         end = (sequence.num_tokens - 1) // self.block_size * self.block_size
-        sequence.state_marks = (min(num_matched_tokens, end), end)
+        sequence.state_marks = (min(num_matched_tokens, end), end, sequence.num_computed_tokens)
+        sequence.saved_tokens = sequence.num_computed_tokens
 
     def release(self, sequence: Sequence) -> None:
         """Gives back the slot of a sequence."""
         if sequence.state_slot != NO_STATE:
             self.pool.release(sequence.state_slot)
         sequence.state_slot = NO_STATE
-        sequence.saved_state = None
+        sequence.saved_tokens = 0
 
     def plan(self, entries: Iterable[ScheduledSequence]) -> None:
         """Gives the last token of each entry, drafts left out, a slot to write to."""
@@ -142,10 +143,6 @@ class StateManager:
     def _may_overwrite(self, slot: int) -> bool:
         return slot != NO_STATE and self.pool.num_holds(slot) == 1
 
-    def _lasts(self, sequence: Sequence, place: int) -> bool:
-        """Returns whether a state stays when the sequence saves a later one."""
-        return place in sequence.state_marks or place % self.interval == 0
-
     def _places(self, sequence: Sequence, start: int, stop: int) -> list[int]:
         """Returns places inside of a span whose states stay, the last one first."""
         first = (start // self.interval + 1) * self.interval
@@ -153,15 +150,15 @@ class StateManager:
         return sorted((place for place in places if start < place < stop), reverse=True)
 
     def _save(self, sequence: Sequence, slot: int, place: int) -> None:
-        """Saves a state at the end of a block, instead of the last one if that need not stay."""
+        """Saves a state at the end of a block."""
         index, rest = divmod(place, self.block_size)
         if rest or not self.saves or index > len(sequence.block_hashes):
             return
-        last, block_hash = sequence.saved_state, sequence.block_hashes[index - 1]
-        if last is not None and (found := self.pool.find(last)) is not None and not self.pool.num_holds(found):
-            self.pool.forget([last])
-        self.pool.save(slot, block_hash)
-        sequence.saved_state = None if self._lasts(sequence, place) else block_hash
+        if last := sequence.saved_tokens:
+            lasts = last in sequence.state_marks or last % self.interval == 0
+            self.pool.replace(sequence.block_hashes[last // self.block_size - 1], lasts=lasts)
+        self.pool.save(slot, sequence.block_hashes[index - 1], wanted=place == sequence.state_marks[0])
+        sequence.saved_tokens = place
 
 
 def _held(sequences: Iterable[Sequence]) -> list[int]:

@@ -3,7 +3,8 @@
 A slot is in exactly one of three states:
 
     in use   held by sequences that continue from its state, or that write it in this step; it may be saved as well
-    saved    held by none, has a hash; findable until it is allocated again, least recently used first
+    saved    held by none, has a hash; findable until it is allocated again, least recently used first, and before
+             them those that a later state of the same text has replaced
     empty    held by none, no hash; allocated before any saved slot
 
 The hash of a saved state is that of the last block before it (`runtime.engine.block_pool`). A state that is saved, or
@@ -14,6 +15,9 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
+
+SHARED_USES = 2
+"""Sequences that continue from a state for it to count as the beginning of several texts."""
 
 
 class StatePool:
@@ -34,12 +38,15 @@ class StatePool:
         self._empty = [slot for slot in reversed(range(self.num_slots)) if not self._counts[slot]]
         self._by_hash: dict[bytes, int] = {}
         self._hashes: dict[int, bytes] = {}
-        self._saved: OrderedDict[int, None] = OrderedDict()  # held by none, least recently used first
+        self._uses: Counter[int] = Counter()
+        # Held by none; least recently used first.
+        self._saved: OrderedDict[int, None] = OrderedDict()
+        self._replaced: OrderedDict[int, None] = OrderedDict()
 
     @property
     def num_free(self) -> int:
         """Number of slots that can be allocated, saved ones included."""
-        return len(self._empty) + len(self._saved)
+        return len(self._empty) + len(self._saved) + len(self._replaced)
 
     @property
     def num_findable(self) -> int:
@@ -60,13 +67,15 @@ class StatePool:
         return self._counts[slot]
 
     def is_writable(self, slot: int) -> bool:
-        """Returns whether the only holder of a slot may write it: nobody else reads or finds it."""
+        """Returns whether the only holder of a slot may write it: no other sequence reads or finds it."""
         return self._counts[slot] == 1 and slot not in self._hashes
 
     def hold(self, slot: int) -> None:
         """Adds a hold."""
         self._counts[slot] += 1
+        self._uses[slot] += slot in self._hashes
         self._saved.pop(slot, None)
+        self._replaced.pop(slot, None)
 
     def allocate(self) -> int:
         """Allocates an empty slot, else the least recently used saved one.
@@ -78,13 +87,13 @@ class StatePool:
             raise ValueError("no slot is free")
         if not self._empty:
             self.num_evictions += 1
-            self.forget([self._hashes[next(iter(self._saved))]])
+            self.unsave(next(iter(self._replaced or self._saved)))
         slot = self._empty.pop()
         self._counts[slot] = 1
         return slot
 
     def release(self, slot: int) -> None:
-        """Drops a hold. A saved slot that nobody holds is then the most recently used one."""
+        """Drops a hold. A saved slot without holds is then the most recently used one."""
         if self._counts[slot] < 1:
             raise ValueError(f"slot {slot} was released twice")
         self._counts[slot] -= 1
@@ -96,22 +105,43 @@ class StatePool:
         else:
             self._empty.append(slot)
 
-    def save(self, slot: int, block_hash: bytes) -> None:
-        """Makes the state of a held slot findable. If an equal one is, that one becomes the most recently used."""
+    def save(self, slot: int, block_hash: bytes, *, wanted: bool = False) -> None:
+        """Makes the state of a held slot findable. If an equal one is, that one becomes the most recently used.
+
+        Args:
+            wanted: several texts continue from it.
+        """
         known = self._by_hash.get(block_hash)
         if known is None:
-            self._by_hash[block_hash], self._hashes[slot] = slot, block_hash
-        elif known in self._saved:
-            self._saved.move_to_end(known)
+            self._by_hash[block_hash], self._hashes[slot], self._uses[slot] = slot, block_hash, int(wanted)
+        else:
+            self.hold(known)
+            self.release(known)
+
+    def replace(self, block_hash: bytes, *, lasts: bool) -> None:
+        """Lets a saved state go before others, unless several sequences continue from it.
+
+        Args:
+            lasts: otherwise it goes at once, if no sequence has continued from it.
+        """
+        slot = self._by_hash.get(block_hash)
+        if slot is None or slot not in self._saved or self._uses[slot] >= SHARED_USES:
+            return
+        if lasts or self._uses[slot]:
+            del self._saved[slot]
+            self._replaced[slot] = None
+        else:
+            self.forget([block_hash])
 
     def forget(self, hashes: Iterable[bytes]) -> None:
         """Makes states unfindable; unknown hashes are ignored."""
         for block_hash in hashes:
             slot = self._by_hash.pop(block_hash, None)
             if slot is not None:
-                del self._hashes[slot]
-                if slot in self._saved:
-                    del self._saved[slot]
+                del self._hashes[slot], self._uses[slot]
+                if not self._counts[slot]:
+                    self._saved.pop(slot, None)
+                    self._replaced.pop(slot, None)
                     self._empty.append(slot)
 
     def unsave(self, slot: int) -> None:
@@ -128,9 +158,10 @@ class StatePool:
         if counts != self._counts:
             wrong = next(slot for slot in counts | self._counts if counts[slot] != self._counts[slot])
             raise RuntimeError(f"slot {wrong} counts {self._counts[wrong]} holds, sequences have {counts[wrong]}")
-        if sorted([*counts, *self._empty, *self._saved]) != list(range(self.num_slots)):
+        saved = self._saved | self._replaced
+        if sorted([*counts, *self._empty, *self._saved, *self._replaced]) != list(range(self.num_slots)):
             raise RuntimeError("a slot is lost or on two lists")
         if self._by_hash != {block_hash: slot for slot, block_hash in self._hashes.items()}:
             raise RuntimeError("a hash leads to another slot")
-        if not self._saved.keys() <= self._hashes.keys() or self._hashes.keys() & set(self._empty):
+        if not saved.keys() <= self._hashes.keys() or self._hashes.keys() & set(self._empty):
             raise RuntimeError("a slot without a hash is saved, or an empty one has a hash")

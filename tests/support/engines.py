@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from poisoned_memory import poison
+from poisoned_memory import poison, poison_states
 from torch import Tensor
 
 from runtime.core.attention_window import held_blocks
@@ -25,6 +25,8 @@ def small_engine(
     config = RuntimeConfig(**({"block_size": 4, "num_blocks": 200} | options))
     runner = build_runner(decoder, config)
     poison(runner.pages.memory)
+    if runner.states is not None:
+        poison_states(runner.states)
     speculator = build_speculator(folder, decoder, runner, config)
     if speculator is not None:
         speculator.gate = None

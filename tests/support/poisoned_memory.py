@@ -6,12 +6,20 @@ from contextlib import contextmanager
 import torch
 
 from runtime.backends.kv_pages import BlockMemory
+from runtime.backends.state_memory import StateMemory
 
 
 def poison(memory: BlockMemory) -> None:
     """Fills pages and host memory with NaN, and codes with ones."""
     for tensor in (*memory.tensors.values(), *memory.host.values()):
         tensor.fill_(float("nan") if tensor.is_floating_point() else 255)
+
+
+def poison_states(memory: StateMemory) -> None:
+    """Fills all slots of the pool with NaN."""
+    for fields in memory.tensors.values():
+        for tensor in fields.values():
+            tensor[: memory.num_slots].fill_(float("nan"))
 
 
 @contextmanager
