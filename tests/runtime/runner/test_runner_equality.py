@@ -6,14 +6,14 @@ import random
 import pytest
 import torch
 from engines import collect, drain, small_engine, tokens_of
-from poisoned_memory import poison
+from poisoned_memory import poison, poison_states
 from tiny_models import VARIANTS, load_reference, reference_logits, save_tiny_model
 
 from compress.common.cli import demo_model_path
 from compress.cpu.binding import library
 from runtime.core.config import RuntimeConfig
 from runtime.core.request import Request, SamplingParams, Sequence
-from runtime.core.step import BlockCopy, ScheduledSequence, StepPlan
+from runtime.core.step import NO_STATE, BlockCopy, ScheduledSequence, StepPlan
 from runtime.model.loader import load_model
 from runtime.model.scoring import score
 from runtime.runner.runner import ModelRunner, build_runner
@@ -68,6 +68,8 @@ def test_any_cut_and_any_mixture_gives_the_logits_of_the_whole_text(family, seed
     expected = {name: reference_logits(reference, torch.tensor([text]))[0] for name, text in texts.items()}
     runner = make_runner(decoder)
     poison(runner.pages.memory)
+    if runner.states is not None:
+        poison_states(runner.states)
     blocks = chance.sample(range(64), 64)
     sequences = {name: new_sequence(name, [], [blocks.pop() for _ in range(10)]) for name in texts}
     while any(sequence.num_tokens < len(texts[name]) for name, sequence in sequences.items()):
@@ -77,7 +79,9 @@ def test_any_cut_and_any_mixture_gives_the_logits_of_the_whole_text(family, seed
             count = min(chance.choice([1, 1, 1, 2, 3, 9, 30]), len(texts[name]) - start)
             if count:
                 sequence.token_ids += texts[name][start : start + count]
-                entries.append(ScheduledSequence(sequence, start, count))
+                slot = sorted(texts).index(name)
+                read = slot if start else NO_STATE
+                entries.append(ScheduledSequence(sequence, start, count, read, ((count - 1, slot),)))
         if not entries:
             continue
         output = runner.execute(StepPlan(tuple(entries)))
