@@ -71,7 +71,7 @@ def plan_memory(
         exact,
         config.max_num_seqs,
         budget,
-        _without_unused(states, config, num_blocks),
+        states=_without_unused(states, config, num_blocks),
     )
 
 
