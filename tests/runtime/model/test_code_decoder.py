@@ -2,8 +2,10 @@
 
 import shutil
 import sys
+from pathlib import Path
 
 import pytest
+import runs
 import torch
 from engines import drain, small_engine, tokens_of
 from folders import change_config, change_tensors
@@ -23,6 +25,9 @@ from transformers import AutoConfig
 from compress.checkpoint.weights import Int
 from compress.common.cli import demo_model_path
 from compress.common.errors import CheckpointError, ToolkitError
+from compress.evaluate.scorers import default_backend, open_scorer
+from compress.models.registry import known_families
+from compress.recipe import QuantizeStage
 from runtime.core.request import SamplingParams
 from runtime.model.loader import load_model
 from runtime.model.scoring import score
@@ -45,8 +50,10 @@ OTHERS = {
     },
     "granite_swa": {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"]},
     "gpt2": {},
+    "gpt_bigcode": {},
     "helium": {"head_dim": 16},
     "modernbert-decoder": {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"]},
+    "nanochat": {"head_dim": 16},
     "olmo": {"clip_qkv": 0.5},
     "persimmon": {},
     "phi": {"partial_rotary_factor": 0.5},
@@ -145,8 +152,50 @@ def test_code_of_the_folder_runs_only_where_it_is_trusted(tmp_path, monkeypatch)
     assert torch.equal(score(load_model(folder, device="cpu", trust_remote_code=True), TOKENS), expected)
 
 
+UNSERVED = {
+    "bloom": {},
+    "codegen": {"rotary_dim": 8},
+    "falcon": {},
+    "gptj": {"rotary_dim": 8},
+    "mamba2": {"head_dim": 16, "num_heads": 8, "state_size": 16, "n_groups": 1},
+    "mpt": {"d_model": 64, "n_heads": 4, "n_layers": 2},
+    "xglm": {},
+}
+DOCUMENTED = ALL | UNSERVED
+DOCS = Path(__file__).parents[3] / "docs/families.md"
+
+
+def documented_rows():
+    """Rows of the table of decoders without a family: whether they are compressed, evaluated by what, and served."""
+    lines = DOCS.read_text().partition("\n## Other decoders")[2].splitlines()
+    rows = [tuple(cell.strip("` ") for cell in line.strip("|").split("|")) for line in lines if line.startswith("| `")]
+    return {name: tuple(cells[:3]) for name, *cells in rows if name != "model_type"}
+
+
+def test_the_table_of_the_docs_has_every_model():
+    assert sorted(documented_rows()) == sorted(DOCUMENTED)
+    assert not DOCUMENTED.keys() & set(known_families())
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", DOCUMENTED)
+def test_the_table_of_the_docs_is_true(family, tmp_path):
+    source = save_tiny_model(tmp_path / "source", family, **DOCUMENTED[family] | {"vocab_size": 8192})
+    for file in demo_model_path().glob("tokenizer*"):
+        shutil.copy(file, source)
+    try:
+        packed = runs.compress(source, tmp_path / "packed", QuantizeStage("rtn", Int(4, 4))).out
+    except CheckpointError:
+        packed = None
+    backend = default_backend(packed or source)
+    logits = open_scorer(packed or source, backend).logits(TOKENS)
+    assert logits.isfinite().all()
+    yes = {True: "yes", False: "no"}
+    assert documented_rows()[family] == (yes[packed is not None], backend, yes[backend == "runtime"])
+
+
 REFUSED = {
-    "mamba2": {"head_dim": 16, "num_heads": 8},
+    "mamba2": UNSERVED["mamba2"],
     "jamba": {},
     "falcon_mamba": {},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
