@@ -110,10 +110,9 @@ class SinkStore:
         dense = DenseAttention(length, self.windows, dtype, device, scores_of(decoder))
 
         def attention(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            shape = (len(prefixes), length, *key.shape[1:])
             if self.sources[layer] == layer:
-                self.keys[layer][slots, :length] = self.rotate(key).view(shape)
-                self.values[layer][slots, :length] = value.reshape(shape)
+                self.keys[layer][slots, :length] = self.rotate(key).unflatten(0, (-1, length))
+                self.values[layer][slots, :length] = value.unflatten(0, (-1, length))
             return dense(layer, query, key, value)
 
         tokens = torch.tensor(prefixes, dtype=torch.int64, device=device).flatten()

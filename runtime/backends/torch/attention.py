@@ -86,8 +86,8 @@ class StepKeys:
     ) -> tuple[Tensor, Tensor]:
         """The exact key and value of the group's own tokens and those just before them; the rings are up to date then,
         which may overwrite what was read."""
-        shape = (group.num_sequences, -1, *key.shape[1:])
-        own = key[group.rows].reshape(shape), value[group.rows].reshape(shape)
+        each = group.num_sequences, -1
+        own = key[group.rows].unflatten(0, each), value[group.rows].unflatten(0, each)
         positions = self.batch.positions[group.rows].view(group.num_sequences, -1)
         before = recent.read(layer, rings, positions[:, 0])
         recent.write(layer, rings, positions, *own)
