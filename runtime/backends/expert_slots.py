@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from compress.common.device import available_bytes, format_bytes
+from compress.common.errors import ToolkitError
 from runtime.core.expert_cache import ExpertCache, Round
 
 Part = TypeVar("Part")
@@ -56,6 +58,8 @@ CHUNK_BYTES, ALIGNMENT = 2**28, 256
 class HostMemory:
     """Host memory for experts, pinned where a GPU reads it.
 
+    `copy` raises ToolkitError when there is no more.
+
     Attributes:
         chunk: bytes of which the first `used` are taken.
     """
@@ -72,6 +76,11 @@ class HostMemory:
         first = -(-self.used // ALIGNMENT) * ALIGNMENT
         if first + nbytes > len(self.chunk):
             size = max(nbytes, CHUNK_BYTES) if self.pinned else nbytes
+            if size > (free := available_bytes(torch.device("cpu"))):
+                raise ToolkitError(
+                    f"{format_bytes(size)} more of experts do not fit in {format_bytes(free)} of free host memory",
+                    "Leave out --moe-expert-cache, or use a checkpoint with fewer bits",
+                )
             self.chunk, first = torch.empty(size, dtype=torch.uint8, pin_memory=self.pinned), 0
         self.used = first + nbytes
         return self.chunk[first : self.used]
@@ -118,13 +127,13 @@ class ExpertSlots:
         """Yields the slot of each expert in a round, int64 `[E]`, -1 for the others, until all chosen ones were in one.
 
         Args:
-            chosen: int64 experts, of any shape. The host waits for them.
+            chosen: int64 experts, of any shape, in host memory as the result.
         """
         for each in self.cache.rounds(chosen.unique().tolist()):
             self._load(each)
             table = torch.full((self.num_experts,), -1)
             table[list(each.slots)] = torch.tensor(list(each.slots.values()))
-            yield table.to(self.device)
+            yield table
 
     def one_by_one(self, chosen: Sequence[int]) -> Iterator[tuple[int, Any]]:
         """Yields the number and the weights of each expert on the device, in the order given."""

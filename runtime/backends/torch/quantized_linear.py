@@ -216,22 +216,28 @@ PANEL_ELEMENTS = 2**22
 """Weights that are dense at one time."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class ReferenceLinear:
     """Keeps codes as bytes and dequantizes rows on every call."""
 
-    reads_rows = True
+    weight: Weight
+    bias: Tensor | None
 
-    def __init__(self, weight: Weight, bias: Tensor | None, target: Target) -> None:
-        (features, inputs), self.scheme = weight.shape, weight.scheme
-        rows = max(1, PANEL_ELEMENTS // inputs)
-        self.weight = weight.to(target.device)
-        self.bias = bias
-        self.panels = [self._slice(first, first + rows) for first in range(0, features, rows)]
-        self.nbytes = weight.nbytes
+    @classmethod
+    def prepare(cls, weight: Weight, bias: Tensor | None, target: Target) -> ReferenceLinear:
+        return cls(weight.to(target.device), bias)
+
+    @property
+    def reads_rows(self) -> bool:
+        return True
+
+    @property
+    def nbytes(self) -> int:
+        return self.weight.nbytes
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self.scheme.activations:
-            q8, scale = quantize_tokens(x, self.scheme.activations)
+        if activations := self.weight.scheme.activations:
+            q8, scale = quantize_tokens(x, activations)
             y = (self._multiply(q8) * scale).to(x.dtype)
         else:
             y = self._multiply(x)
@@ -240,11 +246,18 @@ class ReferenceLinear:
     def rows(self, indices: Tensor, dtype: torch.dtype) -> Tensor:
         return self.weight.changed(lambda tensor: tensor.index_select(0, indices)).dequantize(dtype)
 
-    def _slice(self, first: int, stop: int) -> Weight:
-        return self.weight.changed(lambda tensor: tensor[first:stop])
+    @property
+    def panels(self) -> list[Weight]:
+        """Rows that are dense at one time."""
+        features, inputs = self.weight.shape
+        rows = max(1, PANEL_ELEMENTS // inputs)
+        return [self._slice(first, first + rows) for first in range(0, features, rows)]
 
     def _multiply(self, x: Tensor) -> Tensor:
         return torch.cat([functional.linear(x, panel.dequantize(x.dtype)) for panel in self.panels], -1)
+
+    def _slice(self, first: int, stop: int) -> Weight:
+        return self.weight.changed(lambda tensor: tensor[first:stop])
 
 
 def _reference_nbytes(scheme: Scheme, rows: int, columns: int, target: Target) -> int:
@@ -256,7 +269,7 @@ REFERENCE = LinearKernel(
     "dequantizes on every call: the oracle, slow, least memory",
     "",
     lambda scheme, in_features, target: "",
-    ReferenceLinear,
+    ReferenceLinear.prepare,
     _reference_nbytes,
     lambda columns, target: True,
 )

@@ -54,10 +54,12 @@ class TritonMixture:
         """Computes the same bits as `_products`: a row depends on its block's size, not on the rows beside it."""
         block_m = self._kernels.rows_per_block(chosen.numel(), slots.num_experts)
         parts = x.new_empty(*chosen.shape, x.shape[1])
-        for slot_of in slots.rounds(chosen):
-            slot = slot_of[chosen]
+        on_host = chosen.cpu()  # the only wait for the GPU
+        for slot_of in slots.rounds(on_host):
+            slot = slot_of[on_host]
             token, place = (slot >= 0).nonzero(as_tuple=True)
-            blocks = self._kernels.block_rows(slot[token, place, None], len(slots.slots), block_m)
+            token, place, slot = torch.stack([token, place, slot[token, place]]).to(x.device, non_blocking=True)
+            blocks = self._kernels.block_rows(slot.unsqueeze(1), len(slots.slots), block_m)
             inner = self._ops.silu_and_mul(self._gate_up.product(x[token], blocks, 1))
             parts[token, place] = self._down.product(inner, blocks, 1)
         return parts

@@ -6,19 +6,23 @@ from pathlib import Path
 
 import pytest
 import torch
+from engines import answer_all, small_engine
 from second_device import SECOND, OnSecond, SecondDevice
-from tiny_models import VARIANTS, save_tiny_model
+from tiny_models import VARIANTS, pack_model, save_tiny_model
 
 from compress.checkpoint.reader import PackedCheckpoint
+from compress.checkpoint.weights import Int
+from compress.common.device import format_bytes
 from compress.common.errors import ToolkitError
 from compress.common.files import REPORT_FILE
 from runtime.backends.base import Target
 from runtime.backends.torch.linear import DenseLinear
 from runtime.core.config import RuntimeConfig
 from runtime.core.model_config import DecoderConfig, parse_config
+from runtime.core.request import SamplingParams
 from runtime.memory.advice import find_remedies
 from runtime.memory.estimate import Weights
-from runtime.memory.plan import estimate
+from runtime.memory.plan import estimate, explain
 from runtime.model.decoder import Decoder
 from runtime.model.expert_offload import ExpertOffload
 from runtime.model.loader import _Loader, load_model
@@ -38,12 +42,12 @@ def save_counted(folder: Path, family: str) -> Path:
     return folder
 
 
-def offloaded(folder: Path, num_slots: int) -> Decoder:
+def offloaded(folder: Path, num_slots: int, kernels: str = "auto") -> Decoder:
     """Both memories are the host's."""
     checkpoint = PackedCheckpoint.open(folder)
     config = parse_config(checkpoint.config)
     offload = ExpertOffload(num_slots, CPU, {"model.layers.1": tuple(COUNTS)})
-    return _Loader(checkpoint, config, Target(CPU, torch.float64), "auto", {}, offload).load()
+    return _Loader(checkpoint, config, Target(CPU, torch.float64), kernels, {}, offload).load()
 
 
 @pytest.mark.parametrize("family", ["qwen2_moe", "gpt_oss"])
@@ -56,6 +60,28 @@ def test_the_same_bits_as_with_all_experts_on_the_device(family: str, tmp_path: 
         slots = decoder.expert_slots[-1]
         assert slots.cache.num_slots == num_slots
         assert num_slots == 1 or 0 < slots.cache.hits < slots.cache.queries
+
+
+def test_packed_experts_that_are_dequantized_on_every_call(tmp_path: Path) -> None:
+    dense, packed = save_counted(tmp_path / "dense", "qwen3_moe"), tmp_path / "packed"
+    pack_model(dense, packed, lambda module: Int(4, 32) if "experts" in module else None)
+    expected = score(load_model(packed, dtype="float64", kernels="reference"), TOKENS)
+    assert torch.equal(score(offloaded(packed, 2, "reference"), TOKENS), expected)
+
+
+def test_an_engine_answers_alike_and_counts_what_it_found(tmp_path: Path) -> None:
+    folder = save_counted(tmp_path / "model", "qwen3_moe")
+    requests = [(str(row), TOKENS[row].tolist(), SamplingParams(temperature=0, max_tokens=4)) for row in (0, 1)]
+    decoder = offloaded(folder, 3)
+    engine = small_engine(decoder)
+    assert answer_all(engine, requests) == answer_all(small_engine(load_model(folder, dtype="float64")), requests)
+    caches = [slots.cache for slots in decoder.expert_slots]
+    metrics = engine.metrics
+    assert metrics.expert_cache_queries_total == sum(cache.queries for cache in caches)
+    assert 0 < metrics.expert_cache_hits_total < metrics.expert_cache_queries_total
+    host = engine.runner.memory.expert_bytes
+    assert host == sum(slots.host_nbytes for slots in decoder.expert_slots)
+    assert any(format_bytes(host) in line for line in explain(engine.runner.memory))
 
 
 def test_the_popular_experts_of_calibration_come_first(tmp_path: Path) -> None:

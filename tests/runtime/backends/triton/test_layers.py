@@ -111,7 +111,7 @@ class World:
         seed = int(torch.randint(2**31, (), generator=self.random))
         weight = random_weight((rows, columns), kind, seed, torch.float16)
         weight.scales.mul_(3 * columns**-0.5)
-        return (KERNELS[kind].prepare if fused else ReferenceLinear)(weight, added, self.target)
+        return (KERNELS[kind].prepare if fused else ReferenceLinear.prepare)(weight, added, self.target)
 
     def _layer(self, fused: bool) -> Layer:
         inner, width = self.config.intermediate_size, (self.heads + 2 * self.kv_heads) * self.head_dim
