@@ -30,24 +30,16 @@ def layers_unsupported(spec: ModelSpec) -> str:
         return "has no gate behind attention"
     if mixer.scale is not None or mixer.position_scale is not None:
         return "computes scores divided by the root of the head dimension"
-    if reason := scores_unsupported(spec):
-        return reason
+    if mixer.softcap is not None or mixer.chunk is not None or mixer.sink_logits:
+        return "knows no soft caps, chunks of tokens and sink logits"
     if mixer.qk_norm is not None and not fuses_head_norms(mixer):
         return "computes plain norms of heads before their rotation only"
     return ""
 
 
-def scores_unsupported(spec: ModelSpec, knows_sinks: bool = False) -> str:
-    """Says why an attention that knows windows, and perhaps sink logits, cannot compute the scores of a model; empty
-    when it can."""
-    mixers = spec.attentions
-    if any(mixer.latent is not None for mixer in mixers):
-        return "reads no latents"
-    if any(mixer.softcap is not None for mixer in mixers):
-        return "caps no scores"
-    if not knows_sinks and any(mixer.sink_logits for mixer in mixers):
-        return "has no sink logits in its softmax"
-    return "knows no chunks of tokens" if any(mixer.chunk is not None for mixer in mixers) else ""
+def latents_unsupported(spec: ModelSpec) -> str:
+    """Says that an attention does not read the latents of a model; empty for a model without."""
+    return "reads no latents" if any(mixer.latent is not None for mixer in spec.attentions) else ""
 
 
 def is_gated_silu(mlp: MLP) -> bool:

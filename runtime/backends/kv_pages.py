@@ -147,6 +147,15 @@ class KVPages(Protocol):
         ...
 
 
+def layers_by_shape(config: DecoderConfig) -> dict[tuple[int, int, int], list[int]]:
+    """Layers that write keys and values, by key-value heads and the dimensions of a key and of a value."""
+    kinds: dict[tuple[int, int, int], list[int]] = {}
+    for layer, shape in enumerate(config.kv_shapes):
+        if config.kv_sources[layer] == layer:
+            kinds.setdefault(shape, []).append(layer)
+    return kinds
+
+
 class TokenPages:
     """Pages in the layouts of plain torch: the fields of a block begin with its tokens.
 
@@ -169,10 +178,7 @@ class TokenPages:
         num_host_blocks: int = 0,
     ) -> None:
         self.dtype, formats = dtype, {"key": scheme.key_format, "value": scheme.value_format}
-        kinds: dict[tuple[int, int, int], list[int]] = {}
-        for layer, shape in enumerate(config.kv_shapes):
-            if config.kv_sources[layer] == layer:
-                kinds.setdefault(shape, []).append(layer)
+        kinds = layers_by_shape(config)
         fields: dict[str, BlockField] = {}
         for kind, ((kv_heads, *dims), layers) in enumerate(kinds.items()):
             for (name, format), dim in zip(formats.items(), dims, strict=True):
@@ -190,6 +196,11 @@ class TokenPages:
         if format == EXACT:
             return _ExactPart(tensors[f"{name}s"][place])
         return _QuantizedPart(tensors[f"{name}_codes"][place], tensors[f"{name}_scales"][place], format, self.dtype)
+
+    def stored(self, layer: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+        """Keys and values of a layer that writes them, and their scales; in 16 bits themselves again."""
+        key, value = self._parts[layer]
+        return (key.codes, value.codes), (key.scales, value.scales)
 
     def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
         for part, heads in zip(self._parts[layer], (key, value), strict=True):
@@ -220,16 +231,17 @@ def _fields(
 
 
 class _ExactPart:
-    """Keys, or values, of a layer in the model's dtype."""
+    """Keys, or values, of a layer in the model's dtype; they are their own scales."""
 
     def __init__(self, heads: Tensor) -> None:
-        self._heads, self._slots = heads, heads.flatten(0, 1)
+        self.codes = self.scales = heads
+        self._slots = heads.flatten(0, 1)
 
     def write(self, slots: Tensor, heads: Tensor) -> None:
         self._slots.index_copy_(0, slots, heads)
 
     def gather(self, block_ids: Tensor) -> Tensor:
-        return self._heads.index_select(0, block_ids).flatten(0, 1)
+        return self.codes.index_select(0, block_ids).flatten(0, 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ kernel is many times slower with `enable_gqa` or with repeated heads.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,18 @@ if TYPE_CHECKING:
 def soft_cap(scores: Tensor, cap: float) -> Tensor:
     """Bounds scores smoothly to `(-cap, cap)` (arXiv:2408.00118, section 2)."""
     return (scores / cap).tanh().mul_(cap)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerScores:
+    """Changes of the scores of one layer: see `Scores`."""
+
+    softcap: float | None = None
+    chunk: int | None = None
+    sink_logits: Tensor | None = None
+
+
+PLAIN_LAYER = LayerScores()
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +63,10 @@ class Scores:
     def latent(self, layer: int) -> LatentHeads | None:
         """Weights that make keys and values of the latents of a layer."""
         return self.latents[layer] if self.latents else None
+
+    def of(self, layer: int) -> LayerScores:
+        """Those of one layer."""
+        return LayerScores(self.softcap, self.chunks[layer] if self.chunks else None, self.sinks(layer))
 
 
 PLAIN_SCORES = Scores()
@@ -106,6 +123,21 @@ def attend(
     return (weights @ value.to(dtype)).to(query.dtype)
 
 
+def _attend_with_sink_key(
+    attend: Callable[..., Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    softcap: float | None,
+    sink_logits: Tensor,
+) -> Tensor:
+    """`attend_span`, or `attend_tokens`, with `add_sink_key`."""
+    parts, head_dim = add_sink_key(query, key, value, sink_logits), query.shape[-1]
+    seen = None if mask is None else functional.pad(mask, (0, 1))
+    return attend(*parts, seen, softcap, scale=head_dim**-0.5)[..., :head_dim]
+
+
 def attend_span(
     query: Tensor,
     key: Tensor,
@@ -125,8 +157,7 @@ def attend_span(
     if sink_logits is not None:
         if mask is None:
             mask = visibility_mask(torch.arange(len(query), device=query.device), len(query), None, query.dtype)
-        parts, head_dim = add_sink_key(query, key, value, sink_logits), query.shape[-1]
-        return attend_span(*parts, functional.pad(mask, (0, 1)), softcap, scale=head_dim**-0.5)[..., :head_dim]
+        return _attend_with_sink_key(attend_span, query, key, value, mask, softcap, sink_logits)
     num_tokens, num_heads, head_dim = query.shape
     length, num_kv_heads, _ = key.shape
     shared = num_heads // num_kv_heads
@@ -154,9 +185,7 @@ def attend_tokens(
         sink_logits, scale: see `attend_span`.
     """
     if sink_logits is not None:
-        parts, head_dim = add_sink_key(query, key, value, sink_logits), query.shape[-1]
-        seen = None if mask is None else functional.pad(mask, (0, 1))
-        return attend_tokens(*parts, seen, softcap, scale=head_dim**-0.5)[..., :head_dim]
+        return _attend_with_sink_key(attend_tokens, query, key, value, mask, softcap, sink_logits)
     num_rows, num_heads, head_dim = query.shape
     batch, length, num_kv_heads, _ = key.shape
     shared = num_heads // num_kv_heads

@@ -55,6 +55,17 @@ class AttentionGroup:
         positions = self.positions.view(self.num_sequences, -1)
         return positions[:, :1].expand_as(positions).flatten(), self.ancestors
 
+    def tree_in(self, chunk: int | None) -> tuple[Tensor, Tensor] | None:
+        """As `tree`, without ancestors outside of the row's own chunk, of this many tokens; None is one chunk."""
+        if chunk is None or self.tree is None:
+            return self.tree
+        roots, ancestors = self.tree
+        outside = self.positions // chunk * chunk - roots
+        for number in range(len(ancestors) // self.num_sequences):
+            # An ancestor's bit is higher the deeper it is, so the lowest ones are those of earlier chunks.
+            ancestors = torch.where(outside > number, ancestors & (ancestors - 1), ancestors)
+        return roots, ancestors
+
 
 @dataclass(frozen=True, slots=True)
 class Batch:

@@ -154,7 +154,7 @@ def paged_calls(case: Case, form: str, processors: int, device: torch.device) ->
     splits = num_splits(case.context, case.batch * case.kv_heads, processors)
 
     def call(layer: int) -> Callable[[], object]:
-        read = layer_pages(tensors, scheme, layer)
+        read = layer_pages(pages, scheme, layer)
         return lambda: attend(query, read, table, positions, None, block_rows(case.head_dim)[0], splits)
 
     nbytes = sum(tensor[0].nbytes for tensor in tensors.values())

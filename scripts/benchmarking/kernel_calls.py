@@ -15,6 +15,7 @@ from torch import Tensor
 
 from benchmarking.launches import Launch, Recorder, recorded
 from compress.checkpoint.kv_cache import EXACT, KV_FORMATS, KVCacheScheme
+from runtime.backends.span_attention import PLAIN_LAYER, LayerScores
 from runtime.backends.triton.attention import HEAD_DIMS, HeadPages, SinkTokens, block_rows
 from runtime.backends.triton.fused_linear import (
     Q8_FLOAT,
@@ -236,20 +237,25 @@ def _rope_kv_write(dtype: torch.dtype) -> None:
 
 @dataclass(frozen=True)
 class AttentionForm:
-    """Options of a step of attention: a stream has a window, and exact tokens stand beside quantized pages."""
+    """Options of a step of attention: a stream has a window and plain scores, exact tokens stand beside quantized
+    pages, and chunks of tokens have no window."""
 
     windowed: bool
     streaming: bool
     exact: bool
     tree: bool
+    scores: LayerScores = PLAIN_LAYER
 
     def fits(self, cache: str) -> bool:
+        if (self.streaming and self.scores != PLAIN_LAYER) or (self.windowed and self.scores.chunk):
+            return False
         return (self.windowed or not self.streaming) and (cache != EXACT or not self.exact)
 
 
 def _attention(dtype: torch.dtype) -> None:
     sizes = [(head_dim, rows) for head_dim in HEAD_DIMS for rows in block_rows(head_dim)]
-    forms = [AttentionForm(*flags) for flags in product((False, True), repeat=4)]
+    changed = PLAIN_LAYER, LayerScores(softcap=50.0), LayerScores(chunk=8192)
+    forms = [AttentionForm(*flags) for flags in product(*((False, True),) * 4, changed)]
     for cache, (head_dim, rows), form in product(KV_FORMATS, sizes, forms):
         if form.fits(cache):
             _attend(_pages(cache, head_dim, dtype), head_dim, rows, form, dtype)
@@ -268,9 +274,12 @@ def _attend(into: HeadPages, head_dim: int, rows: int, form: AttentionForm, dtyp
         blocks[:, 0] if form.exact else None,
     )
     window, ancestors = 512 if form.windowed else None, places if form.tree else None
-    plain = form == AttentionForm(False, False, False, False)
-    for splits in ATTENTION_SPLITS if plain else ATTENTION_SPLITS[-1:]:
-        attend(query, into, blocks, places, window, rows, splits, front, ancestors)
+    if form != AttentionForm(False, False, False, False):
+        attend(query, into, blocks, places, window, rows, ATTENTION_SPLITS[-1], front, ancestors, form.scores)
+        return
+    logits = LayerScores(sink_logits=_empty(HEADS, dtype=dtype))
+    for splits, scores in product(ATTENTION_SPLITS, (PLAIN_LAYER, logits)):
+        attend(query, into, blocks, places, window, rows, splits, front, ancestors, scores)
 
 
 def _column_solver() -> None:

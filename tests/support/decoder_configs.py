@@ -1,5 +1,6 @@
 """Decoders of any shape, without a checkpoint."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from runtime.core.model_config import DecoderConfig, parse_config
@@ -33,3 +34,14 @@ def decoder_config(
     blocks = zip(model.spec.blocks, windows, strict=True)
     windowed = tuple(replace(block, mixer=replace(block.mixer, window=window)) for block, window in blocks)
     return replace(model, spec=replace(model.spec, blocks=windowed))
+
+
+def with_heads(config: DecoderConfig, heads: Sequence[tuple[int, int, int, int | None]]) -> DecoderConfig:
+    """A decoder with other heads in each layer: query heads, key-value heads, their dimension, and the earlier layer
+    whose keys and values it reads, if any."""
+    names = "num_heads", "num_kv_heads", "head_dim", "kv_layer"
+    blocks = tuple(
+        replace(block, mixer=replace(block.mixer, **dict(zip(names, values, strict=True))))
+        for block, values in zip(config.spec.blocks, heads, strict=True)
+    )
+    return replace(config, spec=replace(config.spec, blocks=blocks))

@@ -13,7 +13,7 @@ from compress.checkpoint.kv_cache import EXACT, KVCacheScheme
 from compress.checkpoint.kv_quant import QuantizedHeads, dequantize_heads
 from compress.cpu.binding import BEST, absence, library
 from runtime.backends.base import Model
-from runtime.backends.kv_pages import BlockField, BlockMemory, page_sizes
+from runtime.backends.kv_pages import BlockField, BlockMemory, layers_by_shape, page_sizes
 from runtime.core.memory_plan import MemoryPlan
 from runtime.core.model_config import DecoderConfig
 
@@ -57,7 +57,7 @@ def _byte(block: Tensor, block_size: int, bits: int, token: int) -> tuple[Tensor
 
 
 BLOCK_SIZES = (16, 32, 64, 128, 256)
-LONGEST_HEAD = 256
+LONGEST_HEAD = 512
 _BITS = {EXACT: 16, "int8": 8, "int4": 4}
 _SHIFTS = [16 * (member % 2) + 4 * (member // 2) for member in range(8)]
 
@@ -105,8 +105,6 @@ def pages_unsupported_reason(
         return absence()
     if scheme.key_format not in _BITS or scheme.sinks or scheme.residual_length:
         return f"has no KV cache of the form {scheme}"
-    if not config.has_like_heads:
-        return "takes layers with the same heads, and keys and values of their own"
     if reason := heads_unsupported_reason(config):
         return reason
     return "" if block_size in BLOCK_SIZES else f"takes blocks of {BLOCK_SIZES} tokens, not {block_size}"
@@ -121,8 +119,12 @@ def heads_unsupported_reason(config: DecoderConfig) -> str:
 class CpuPages:
     """Keys and values as bytes per block and head, and their scales `[2, block_size]` (offsets second) where quantized.
 
+    Each shape of heads has fields of its own, over the layers with that shape which write keys and values.
+
     Attributes:
-        addresses: of every layer, for compiled code.
+        addresses: what every layer reads, for compiled code.
+        head_dim: of the first layer with attention.
+        sources: layer whose keys and values each layer reads; -1 for none.
     """
 
     def __init__(
@@ -136,15 +138,24 @@ class CpuPages:
         num_host_blocks: int = 0,
     ) -> None:
         self.dtype, self.block_size, self.head_dim = dtype, block_size, config.head_dim
+        self.sources = config.kv_sources
         self.bits = {"keys": _BITS[scheme.key_format], "values": _BITS[scheme.value_format]}
+        kinds = layers_by_shape(config)
         fields: dict[str, BlockField] = {}
-        for name, bits in self.bits.items():
-            head_bytes = block_size * config.head_dim * bits // 8
-            fields[name] = BlockField((config.num_kv_heads, head_bytes), torch.uint8)
-            if bits != 16:
-                fields[f"{name}_scales"] = BlockField((config.num_kv_heads, 2, block_size), torch.float16)
+        for kind, ((kv_heads, *dims), layers) in enumerate(kinds.items()):
+            for (name, bits), dim in zip(self.bits.items(), dims, strict=True):
+                head_bytes = block_size * dim * bits // 8
+                fields[f"{name}.{kind}"] = BlockField((kv_heads, head_bytes), torch.uint8, len(layers))
+                if bits != 16:
+                    scales = BlockField((kv_heads, 2, block_size), torch.float16, len(layers))
+                    fields[f"{name}_scales.{kind}"] = scales
         self.memory = BlockMemory(fields, config.num_layers, num_blocks, device, num_host_blocks)
-        self.addresses = [self._addresses(config, layer) for layer in range(config.num_layers)]
+        self._contents = {
+            layer: self._content(kind, place)
+            for kind, layers in enumerate(kinds.values())
+            for place, layer in enumerate(layers)
+        }
+        self.addresses = [self._addresses(config, layer) for layer in self.sources]
         native = library()
         if native is None:
             raise ValueError("there is no compiled library")
@@ -189,16 +200,17 @@ class CpuPages:
 
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         for source, target in zip(sources, targets, strict=True):
-            for name, content in self.memory.tensors.items():
+            for field, content in self.memory.tensors.items():
+                name, _, _ = field.partition(".")
                 move_token(content, name, self.bits.get(name, 16), self.block_size, source, target)
 
     def _gather(self, name: str, layer: int, block_ids: Tensor) -> Tensor:
-        size, dim = self.block_size, self.head_dim
-        content = self.memory.tensors[name][layer].index_select(0, block_ids)
+        size, dim, contents = self.block_size, self.addresses[layer].head_dim, self._contents[layer]
+        content = contents[name].index_select(0, block_ids)
         if self.bits[name] == 16:
             shape = (dim // 2, size, 2) if name == "keys" else (size // 2, dim, 2)
             return _tokens_first(content.view(torch.bfloat16).unflatten(-1, shape), name)
-        scale, offset = self.memory.tensors[f"{name}_scales"][layer].index_select(0, block_ids).unbind(-2)
+        scale, offset = contents[f"{name}_scales"].index_select(0, block_ids).unbind(-2)
         shape = (-1, dim // 8, size) if name == "keys" else (-1, size // 8, dim)
         words = content.view(torch.int32).unflatten(-1, shape)
         members = torch.stack([words >> shift & 15 for shift in _SHIFTS], -1)
@@ -211,12 +223,20 @@ class CpuPages:
         )
         return dequantize_heads(quantized, self.dtype)
 
+    def _content(self, kind: int, place: int) -> dict[str, Tensor]:
+        """Tensors of one layer by name."""
+        found = (field.split(".") for field in self.memory.tensors)
+        return {name: self.memory.tensors[f"{name}.{kind}"][place] for name, number in found if number == str(kind)}
+
     def _addresses(self, config: DecoderConfig, layer: int) -> PageAddresses:
-        tensors = self.memory.tensors
-        pointers = {name: tensor[layer].data_ptr() for name, tensor in tensors.items()}
+        """Those of a layer that writes keys and values; none for -1."""
+        if layer < 0:
+            return PageAddresses()
+        kv_heads, head_dim, _ = config.kv_shapes[layer]
+        pointers = {name: tensor.data_ptr() for name, tensor in self._contents[layer].items()}
         return PageAddresses(
-            kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
+            kv_heads,
+            head_dim,
             block_size=self.block_size,
             key_bits=self.bits["keys"],
             value_bits=self.bits["values"],

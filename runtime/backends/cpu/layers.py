@@ -5,10 +5,12 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from ctypes import c_float, c_int, c_int32, c_int64, c_void_p
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from compress.checkpoint.kv_quant import rotate_heads
 from compress.common.errors import ToolkitError
 from compress.cpu.binding import BEST, absence, function, library
 from runtime.backends.base import (
@@ -25,8 +27,9 @@ from runtime.backends.base import (
 from runtime.backends.cpu.kv_pages import CpuPages, heads_unsupported_reason, pages_unsupported_reason, token_stride
 from runtime.backends.cpu.linear import CpuLinear
 from runtime.backends.cpu.mixture import CpuMixture, ExpertAddresses, Product, product
-from runtime.backends.fused_layers import layers_unsupported, scores_unsupported
+from runtime.backends.fused_layers import latents_unsupported, layers_unsupported
 from runtime.backends.kv_pages import KVCache
+from runtime.backends.span_attention import PLAIN_SCORES, Scores, scores_of
 from runtime.backends.torch.ops import TorchOps
 from runtime.core.batch import AttentionGroup, Batch, SamplingTensors
 from runtime.core.memory_plan import MemoryPlan
@@ -49,6 +52,8 @@ class PagedAttentionCall(ctypes.Structure):
         ("blocks", c_void_p),
         ("ancestors", c_void_p),
         ("sink_logits", c_void_p),
+        ("chunk", c_int64),
+        ("softcap", c_float),
     )
 
 
@@ -59,7 +64,7 @@ class CpuAttention:
         windows: sliding window of every layer; None is none.
         hadamard: keys are stored Hadamard-rotated (`KVCacheScheme.rotate`); then queries are rotated in place, too.
         instruction_set: of the compiled code.
-        sink_logits: float32 `[heads]` of every layer, see `runtime.backends.span_attention.add_sink_key`; () for none.
+        scores: of the model; its sink logits are float32.
 
     Attributes:
         call: what one call needs that all layers share.
@@ -75,9 +80,9 @@ class CpuAttention:
         windows: tuple[int | None, ...],
         hadamard: bool = False,
         instruction_set: int = BEST,
-        sink_logits: tuple[Tensor, ...] = (),
+        scores: Scores = PLAIN_SCORES,
     ) -> None:
-        self.sink_logits = sink_logits
+        self.scores = scores
         self._attend = function("paged_attention", c_void_p, c_int)
         self.hadamard, self.pages, self.batch, self.windows = hadamard, pages, batch, windows
         self.instruction_set = instruction_set
@@ -93,13 +98,17 @@ class CpuAttention:
         )
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        queries = query if self.hadamard else None
-        self.pages.store(layer, self.batch.slots, key, value, queries, self.instruction_set)
+        if self.pages.sources[layer] == layer:
+            queries = query if self.hadamard else None
+            self.pages.store(layer, self.batch.slots, key, value, queries, self.instruction_set)
+        elif self.hadamard:
+            query = rotate_heads(query)
         out = query.new_empty(query.shape)
-        call = self.call
+        call, scores = self.call, self.scores.of(layer)
         call.pages = ctypes.addressof(self.pages.addresses[layer])
-        call.heads, call.window = query.shape[1], self.windows[layer] or 0
-        call.sink_logits = self.sink_logits[layer].data_ptr() if self.sink_logits else None
+        call.heads, call.scale, call.window = query.shape[1], query.shape[2] ** -0.5, self.windows[layer] or 0
+        call.chunk, call.softcap = scores.chunk or 0, scores.softcap or 0.0
+        call.sink_logits = None if scores.sink_logits is None else scores.sink_logits.data_ptr()
         call.query, call.query_row, call.out = query.data_ptr(), token_stride(query), out.data_ptr()
         if self._attend(ctypes.addressof(call), self.instruction_set):
             raise ValueError(f"this machine lacks instruction set {self.instruction_set}")
@@ -300,7 +309,7 @@ def attention_unsupported_reason(model: Model, memory: MemoryPlan) -> str:
     """Why compiled attention cannot serve a model; "" when it can."""
     if memory.attention_window.window is not None and memory.attention_window.sinks:
         return "keeps no sinks of streams"
-    if reason := scores_unsupported(model.config.spec, knows_sinks=True):
+    if reason := latents_unsupported(model.config.spec):
         return reason
     reason = pages_unsupported_reason(model.config, memory.kv_cache, memory.block_size, model.dtype, model.device)
     return reason or ("" if isinstance(model.ops, CpuOps) else "goes with compiled ops between linears")
@@ -313,12 +322,12 @@ def prepare_attention(
     pages, rotate = cache.pages, cache.scheme.rotate
     if not isinstance(pages, CpuPages):
         raise TypeError(f"{type(pages).__name__} are not the pages of compiled attention")
-
-    found = (layer.sink_logits for layer in model.layers) if model.config.mixer.sink_logits else ()
-    sink_logits = tuple(each.float().contiguous() for each in found if each is not None)
+    scores = scores_of(model)
+    sinks = tuple(None if each is None else each.float().contiguous() for each in scores.sink_logits)
+    scores = replace(scores, sink_logits=sinks)
 
     def step(batch: Batch) -> CpuAttention:
-        return CpuAttention(pages, batch, windows, rotate, sink_logits=sink_logits)
+        return CpuAttention(pages, batch, windows, rotate, scores=scores)
 
     return step
 

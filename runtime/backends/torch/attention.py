@@ -74,7 +74,7 @@ class StepKeys:
     ) -> Tensor:
         """Additive `[rows, keys]`; the last `window` tokens of the own chunk and the first `sinks` are visible."""
         recent = self.cache.scheme.residual_length
-        seen = visibility_mask(group.positions, group.num_keys, window, dtype, sinks, group.tree, chunk)
+        seen = visibility_mask(group.positions, group.num_keys, window, dtype, sinks, group.tree_in(chunk), chunk)
         if not recent:
             return seen
         keys = torch.arange(group.num_keys, device=seen.device)

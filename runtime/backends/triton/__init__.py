@@ -11,6 +11,7 @@ from runtime.backends.base import (
     register,
 )
 from runtime.backends.kv_pages import KVCache, make_pages
+from runtime.backends.span_attention import scores_of
 from runtime.backends.torch.attention import StepKeys
 from runtime.backends.triton.attention import TritonAttention, attention_unsupported_reason
 from runtime.backends.triton.layers import (
@@ -30,11 +31,11 @@ def prepare_attention(
     model: Model, cache: KVCache, windows: tuple[int | None, ...], memory: MemoryPlan
 ) -> AttentionStep:
     """Attention over pages in the layouts of plain torch, read in place."""
-    sinks = memory.attention_window.sinks
+    sinks, scores = memory.attention_window.sinks, scores_of(model)
 
     def step(batch: Batch) -> TritonAttention:
         keys = StepKeys(cache, batch, cache.place(model, batch.entries))
-        return TritonAttention(keys, windows, sinks, model.rotary if sinks else None)
+        return TritonAttention(keys, windows, scores, sinks, model.rotary if sinks else None)
 
     return step
 

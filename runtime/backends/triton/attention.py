@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +9,9 @@ from torch import Tensor
 
 from compress.checkpoint.kv_cache import KVCacheScheme
 from runtime.backends.base import Model, Rotary
-from runtime.backends.fused_layers import scores_unsupported
+from runtime.backends.fused_layers import latents_unsupported
+from runtime.backends.kv_pages import KVCache, TokenPages
+from runtime.backends.span_attention import PLAIN_SCORES, Scores
 from runtime.backends.torch.attention import SinkQueries, StepKeys
 from runtime.backends.triton.linear import num_processors, unsupported_reason
 from runtime.core.memory_plan import MemoryPlan
@@ -32,16 +33,9 @@ class HeadPages:
     hadamard: bool
 
 
-def layer_pages(tensors: Mapping[str, Tensor], scheme: KVCacheScheme, layer: int) -> HeadPages:
-    """Those of one layer in a block memory, in the layouts of plain torch."""
-    names = ("keys", "values") if scheme.is_exact else ("key_codes", "value_codes")
-    beside = names if scheme.is_exact else ("key_scales", "value_scales")
-    return HeadPages(
-        (tensors[names[0]][layer], tensors[names[1]][layer]),
-        (tensors[beside[0]][layer], tensors[beside[1]][layer]),
-        (scheme.key_format, scheme.value_format),
-        scheme.rotate,
-    )
+def layer_pages(pages: TokenPages, scheme: KVCacheScheme, layer: int) -> HeadPages:
+    """Those of one layer that writes them, in the layouts of plain torch."""
+    return HeadPages(*pages.stored(layer), (scheme.key_format, scheme.value_format), scheme.rotate)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +58,7 @@ class SinkTokens:
 NO_SINK_TOKENS = SinkTokens()
 
 
-HEAD_DIMS = (32, 64, 128, 256)
+HEAD_DIMS = (32, 64, 128, 256, 512)
 MIN_SPLIT_TOKENS = 256
 MAX_SPLITS = 64
 
@@ -76,14 +70,21 @@ class TritonAttention:
     Args:
         keys: what is read; without a recent window.
         windows: sliding window of every layer; None is none.
+        scores: of the model; plain ones where there are `sinks`.
         sinks: first tokens that stay visible beside the window; needs one, the same in all layers.
         rotary: of the model, with exact angles; for sinks.
     """
 
     def __init__(
-        self, keys: StepKeys, windows: tuple[int | None, ...], sinks: int = 0, rotary: Rotary | None = None
+        self,
+        keys: StepKeys,
+        windows: tuple[int | None, ...],
+        scores: Scores = PLAIN_SCORES,
+        sinks: int = 0,
+        rotary: Rotary | None = None,
     ) -> None:
-        self.keys, self.windows = keys, windows
+        self.keys, self.windows, self.scores, self.pages = keys, windows, scores, token_pages(keys.cache)
+        self._trees = {chunk: [group.tree_in(chunk) for group in keys.batch.groups] for chunk in {None, *scores.chunks}}
         self.processors = num_processors(keys.cache.pages.memory.device)
         self.sinks = SinkQueries(sinks, windows[0] or 0, rotary, keys.batch.positions) if sinks and rotary else None
 
@@ -104,8 +105,9 @@ class TritonAttention:
     def _attend(self, layer: int, index: int, query: Tensor, moved: Tensor | None) -> Tensor:
         from runtime.backends.triton.kernels.paged_attention import attend
 
-        group, cache = self.keys.batch.groups[index], self.keys.cache
-        read = layer_pages(cache.pages.memory.tensors, cache.scheme, layer)
+        group, cache, scores = self.keys.batch.groups[index], self.keys.cache, self.scores.of(layer)
+        source, tree = cache.sources[layer], self._trees[scores.chunk][index]
+        read = layer_pages(self.pages, cache.scheme, source)
         kv_heads = read.pages[0].shape[2]
         rows = len(query) // group.num_sequences * (query.shape[1] // kv_heads)
         sizes = block_rows(query.shape[2])
@@ -119,8 +121,9 @@ class TritonAttention:
             self.windows[layer],
             rows_of_program,
             num_splits(group.num_keys, programs, self.processors),
-            self._sink_tokens(layer, index, moved),
-            group.ancestors,
+            self._sink_tokens(source, index, moved),
+            None if tree is None else tree[1],
+            scores,
         )
 
     def _sink_tokens(self, layer: int, index: int, moved: Tensor | None) -> SinkTokens:
@@ -133,10 +136,17 @@ class TritonAttention:
         )
 
 
+def token_pages(cache: KVCache) -> TokenPages:
+    """The pages of a cache. Raises TypeError for another layout than those of plain torch."""
+    if not isinstance(cache.pages, TokenPages):
+        raise TypeError(f"{type(cache.pages).__name__} are not in the layouts of plain torch")
+    return cache.pages
+
+
 def block_rows(head_dim: int) -> tuple[int, ...]:
     """Rows that one program may have, a row being a token and one of the query heads that share a kv head: tensor cores
     take no fewer than 16, and registers hold no more."""
-    return (16, 32, 64) if head_dim <= 128 else (16, 32)
+    return tuple(most for most in (16, 32, 64) if most * head_dim <= 8192)
 
 
 def num_splits(num_keys: int, programs: int, processors: int) -> int:
@@ -148,11 +158,9 @@ def attention_unsupported_reason(model: Model, memory: MemoryPlan) -> str:
     """Why this attention cannot serve a model; "" when it can."""
     if reason := unsupported_reason(model.device, model.dtype):
         return reason
-    if reason := scores_unsupported(model.config.spec):
+    if reason := latents_unsupported(model.config.spec):
         return reason
-    if not model.config.has_like_heads:
-        return "takes layers with the same heads, and keys and values of their own"
-    if model.config.head_dim not in HEAD_DIMS:
-        return f"takes heads of {', '.join(map(str, HEAD_DIMS))} dimensions"
+    if odd := set(model.config.head_dims) - set(HEAD_DIMS):
+        return f"takes heads of {', '.join(map(str, HEAD_DIMS))} dimensions, not {min(odd)}"
     # Which keys are exact changes with every token, so they would be a second set of pages with a mask.
     return "reads no exact recent window" if memory.kv_cache.residual_length else ""

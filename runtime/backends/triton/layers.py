@@ -9,7 +9,7 @@ from runtime.backends.base import LayerWeights, Linear, Model, Target, attention
 from runtime.backends.fused_layers import layers_unsupported
 from runtime.backends.kv_pages import KVCache
 from runtime.backends.torch.ops import TorchOps
-from runtime.backends.triton.attention import TritonAttention, layer_pages
+from runtime.backends.triton.attention import TritonAttention, layer_pages, token_pages
 from runtime.backends.triton.fused_linear import ActivationLayout, PartialSums, finished, fused
 from runtime.backends.triton.linear import device_unsupported_reason, unsupported_reason
 from runtime.core.batch import SamplingTensors
@@ -49,8 +49,8 @@ class TritonLayers:
         self._norm_act, self._rope_kv_write = norm_act, rope_kv_write
         self._decoder = decoder
         self._products = [tuple(map(fused, _linears(layer))) for layer in decoder.layers]
-        tensors, scheme = cache.pages.memory.tensors, cache.scheme
-        self._pages = [layer_pages(tensors, scheme, index) for index in range(len(decoder.layers))]
+        pages = token_pages(cache)
+        self._pages = [layer_pages(pages, cache.scheme, index) for index in range(len(decoder.layers))]
 
     def __call__(self, hidden: Tensor, cos: Tensor, sin: Tensor, attention: TritonAttention) -> Tensor:
         """Hidden states `[T, H]` after all layers, in the memory of `hidden`; cosine and sine as for `Ops.rotate`."""

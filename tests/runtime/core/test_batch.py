@@ -3,7 +3,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiers import examples
 
-from runtime.core.batch import build_batch, group_entries
+from runtime.core.batch import AttentionGroup, build_batch, group_entries
+from runtime.core.draft_tree import ancestor_bits
 from runtime.core.request import Request, SamplingParams, Sequence
 from runtime.core.step import ScheduledSequence
 
@@ -41,6 +42,17 @@ def test_layout():
     assert (singles.num_sequences, singles.num_keys, singles.ragged) == (2, 13, True)
     assert (span.blocks.tolist(), span.num_keys, span.ragged) == ([9, 4], 7, True)
     assert (prompt.blocks.tolist(), prompt.num_keys, prompt.ragged) == ([5], 2, False)
+
+
+def test_ancestors_in_an_earlier_chunk_are_left_out():
+    """Two trees: a known token, a branch of two guesses and a single one, with chunks that end at other depths."""
+    bits, positions = torch.tensor(ancestor_bits((-1, 0, -1))).repeat(2), torch.tensor([5, 6, 7, 6, 14, 15, 16, 15])
+    group = AttentionGroup(slice(0, 8), torch.arange(4), positions, 2, 18, True, bits)
+    assert group.tree_in(None)[1].tolist() == bits.tolist() == [0b1, 0b11, 0b111, 0b1001] * 2
+    roots, seen = group.tree_in(7)
+    assert roots.tolist() == [5] * 4 + [14] * 4
+    assert seen.tolist() == [0b1, 0b11, 0b100, 0b1001, 0b1, 0b11, 0b111, 0b1001]
+    assert group.tree_in(3)[1].tolist() == [0b1, 0b10, 0b110, 0b1000, 0b1, 0b10, 0b110, 0b1000]
 
 
 def test_blocks_that_are_filled_or_were_begun_before_are_not_cleared():

@@ -58,6 +58,32 @@ def test_compiled_attention_reads_the_sink_logits(tmp_path):
     assert (found - expected).norm() < 0.2 * (found - without).norm()
 
 
+@pytest.mark.skipif(library() is None, reason="the CPU kernels are not compiled")
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("gemma4_text", {"global_head_dim": 64}),
+        pytest.param("gemma2", {}, marks=pytest.mark.full),
+        pytest.param("llama4_text", {}, marks=pytest.mark.full),
+    ],
+)
+def test_compiled_attention_computes_what_plain_torch_computes(family, options, tmp_path):
+    """A prompt, and drafts behind it; as far from float64 as plain torch in bfloat16 is."""
+    folder = save_tiny_model(
+        tmp_path / "model", family, torch.bfloat16, **VARIANTS[family] | {"head_dim": 32} | options
+    )
+    text, found = [number * 37 % 112 for number in range(50)], {}
+    for dtype, kernels in (("float64", "reference"), ("bfloat16", "reference"), ("bfloat16", "auto")):
+        runner = make_runner(load_model(folder, dtype=dtype, kernels=kernels), block_size=16)
+        assert ("compiled, reads" in runner.kernels.attention_reason) == (kernels == "auto")
+        sequence = new_sequence("A", text, [3, 1, 2, 0])
+        for begin, end in ((0, 45), (45, 49), (49, 50)):
+            runner.execute(StepPlan((ScheduledSequence(sequence, begin, end - begin),)))
+        found[dtype, kernels] = runner.decoder.last[0].double()
+    exact, plain, compiled = found.values()
+    assert (compiled - exact).norm() < 1.5 * (plain - exact).norm()
+
+
 @pytest.mark.parametrize("family", VARIANTS)
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_any_cut_and_any_mixture_gives_the_logits_of_the_whole_text(family, seed, tmp_path):

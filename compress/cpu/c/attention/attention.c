@@ -22,13 +22,16 @@ typedef struct {
     Tile *tiles;
     int64_t num_tiles, num_parts;
     PartResult *results; /* of all parts of all tiles; NULL when tiles go through their parts one after the other */
+    float *values;       /* of these results */
     int64_t *owner;      /* the tile of each of these results */
 } Plan;
 
 static int64_t queries_per_head(const PagedAttention *attention) { return attention->heads / attention->pages->kv_heads; }
 
 static int64_t first_seen(const PagedAttention *attention, int64_t position) {
-    return attention->window && position >= attention->window ? position - attention->window + 1 : 0;
+    const int64_t first = attention->window && position >= attention->window ? position - attention->window + 1 : 0;
+    const int64_t chunk = attention->chunk ? position / attention->chunk * attention->chunk : 0;
+    return chunk > first ? chunk : first;
 }
 
 /* Ancestors of a token of a span, where it is in a tree of drafts. */
@@ -36,10 +39,19 @@ static uint64_t ancestors_of(const PagedAttention *attention, const Span *span, 
     return attention->ancestors ? attention->ancestors[span->first_row + token] : 0;
 }
 
-/* Position of a token among the keys, for a window. */
+/* Position of a token among the keys, for windows and chunks. */
 static int64_t position_of(const PagedAttention *attention, const Span *span, int64_t token) {
     const uint64_t ancestors = ancestors_of(attention, span, token);
     return span->first_position + (ancestors ? __builtin_popcountll(ancestors) - 1 : token);
+}
+
+/* Those ancestors that are in the token's own chunk. A bit is higher the deeper its ancestor is. */
+static uint64_t seen_ancestors(const PagedAttention *attention, const Span *span, int64_t token) {
+    uint64_t ancestors = ancestors_of(attention, span, token);
+    if (!ancestors || !attention->chunk) return ancestors;
+    const int64_t begin = position_of(attention, span, token) / attention->chunk * attention->chunk;
+    for (int64_t key = span->first_position; key < begin; key++) ancestors &= ancestors - 1;
+    return ancestors;
 }
 
 static void set_tile(const PagedAttention *attention, Tile *tile) {
@@ -122,7 +134,6 @@ static void set_queries(const Plan *plan, const Tile *tile, Part *part) {
     part->rows = (int)tile->rows;
     part->first_of_span = tile->span->first_position;
     for (part->width = 1; part->width < part->rows;) part->width *= 2;
-    memset(part->query, 0, sizeof part->query);
     for (int64_t row = 0; row < tile->rows; row++) {
         const int64_t token = (tile->first_row + row) / shared, head = tile->head * shared + (tile->first_row + row) % shared;
         const uint16_t *from = attention->query + (tile->span->first_row + token) * attention->query_row + head * size;
@@ -131,9 +142,10 @@ static void set_queries(const Plan *plan, const Tile *tile, Part *part) {
         for (int64_t d = 0; d < size; d++) part->query_sum[row] += float_of_bfloat16(from[d]);
         part->last[row] = tile->span->first_position + token;
         part->first[row] = first_seen(attention, position_of(attention, tile->span, token));
-        part->ancestors[row] = ancestors_of(attention, tile->span, token);
+        part->ancestors[row] = seen_ancestors(attention, tile->span, token);
     }
     for (int row = part->rows; row < part->width; row++) {
+        memset(part->query[row], 0, (size_t)size * sizeof *part->query[row]);
         part->query_sum[row] = 0;
         part->first[row] = 0, part->last[row] = -1, part->ancestors[row] = 0; /* sees nothing */
     }
@@ -147,14 +159,14 @@ static void join(PartResult *into, const PartResult *from, int64_t rows, int64_t
         const float share = from->largest[row] <= UNSEEN ? 0 : expf(from->largest[row] - largest);
         into->largest[row] = largest;
         into->sum[row] = into->sum[row] * before + from->sum[row] * share;
-        for (int64_t d = 0; d < size; d++)
-            into->values[row][d] = into->values[row][d] * before + from->values[row][d] * share;
+        for (int64_t d = row * size; d < (row + 1) * size; d++)
+            into->values[d] = into->values[d] * before + from->values[d] * share;
     }
 }
 
-static void clear(PartResult *result) {
-    for (int row = 0; row < TILE; row++) result->largest[row] = UNSEEN, result->sum[row] = 0;
-    memset(result->values, 0, sizeof result->values);
+static void clear(PartResult *result, int64_t rows, int64_t size) {
+    for (int64_t row = 0; row < rows; row++) result->largest[row] = UNSEEN, result->sum[row] = 0;
+    memset(result->values, 0, (size_t)(rows * size) * sizeof *result->values);
 }
 
 static void write_out(const Plan *plan, const Tile *tile, const PartResult *result) {
@@ -165,15 +177,17 @@ static void write_out(const Plan *plan, const Tile *tile, const PartResult *resu
         uint16_t *to = attention->out + ((tile->span->first_row + token) * attention->heads + head) * size;
         const float *sink = attention->sink_logits;
         const float share = 1.0f / (result->sum[row] + (sink ? expf(sink[head] - result->largest[row]) : 0));
-        for (int64_t d = 0; d < size; d++) to[d] = bfloat16_of(result->values[row][d] * share + 0.0f); /* no -0 */
+        for (int64_t d = 0; d < size; d++) to[d] = bfloat16_of(result->values[row * size + d] * share + 0.0f); /* no -0 */
     }
 }
 
 static void attend_tile(void *context, int64_t number) {
     const Plan *plan = context;
     const Tile *tile = &plan->tiles[number];
+    const int64_t size = plan->attention->pages->head_dim;
+    float values[2][TILE * LONGEST_HEAD];
     Part part;
-    PartResult all, one;
+    PartResult all = {.values = values[0]}, one = {.values = values[1]};
     set_queries(plan, tile, &part);
     if (tile->num_parts == 1) { /* what joining with nothing gives */
         set_strips(plan, tile, tile->first_part, &part);
@@ -181,11 +195,11 @@ static void attend_tile(void *context, int64_t number) {
         write_out(plan, tile, &one);
         return;
     }
-    clear(&all);
+    clear(&all, tile->rows, size);
     for (int64_t i = 0; i < tile->num_parts; i++) {
         set_strips(plan, tile, tile->first_part + i, &part);
         plan->attend(&part, &one);
-        join(&all, &one, tile->rows, plan->attention->pages->head_dim);
+        join(&all, &one, tile->rows, size);
     }
     write_out(plan, tile, &all);
 }
@@ -196,16 +210,18 @@ static void attend_one_part(void *context, int64_t number) {
     Part part;
     set_queries(plan, tile, &part);
     set_strips(plan, tile, tile->first_part + number - tile->slot, &part);
+    plan->results[number].values = plan->values + number * TILE * plan->attention->pages->head_dim;
     plan->attend(&part, &plan->results[number]);
 }
 
 static void join_tile(void *context, int64_t number) {
     const Plan *plan = context;
     const Tile *tile = &plan->tiles[number];
-    PartResult all;
-    clear(&all);
-    for (int64_t i = 0; i < tile->num_parts; i++)
-        join(&all, &plan->results[tile->slot + i], tile->rows, plan->attention->pages->head_dim);
+    const int64_t size = plan->attention->pages->head_dim;
+    float values[TILE * LONGEST_HEAD];
+    PartResult all = {.values = values};
+    clear(&all, tile->rows, size);
+    for (int64_t i = 0; i < tile->num_parts; i++) join(&all, &plan->results[tile->slot + i], tile->rows, size);
     write_out(plan, tile, &all);
 }
 
@@ -233,13 +249,15 @@ int paged_attention(const PagedAttention *attention, int instruction_set) {
     const int threads = pool_threads();
     if (threads > 1 && plan.num_tiles < threads * TILES_PER_THREAD && plan.num_parts > plan.num_tiles) {
         plan.results = malloc((size_t)plan.num_parts * sizeof *plan.results);
+        plan.values = malloc((size_t)(plan.num_parts * TILE * attention->pages->head_dim) * sizeof *plan.values);
         plan.owner = malloc((size_t)plan.num_parts * sizeof *plan.owner);
     }
-    if (plan.results && plan.owner)
+    if (plan.results && plan.values && plan.owner)
         attend_by_parts(&plan);
     else
         pool_run(attend_tile, &plan, plan.num_tiles);
     free(plan.owner);
+    free(plan.values);
     free(plan.results);
     free(plan.tiles);
     return 0;

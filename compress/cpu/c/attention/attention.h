@@ -32,6 +32,8 @@ typedef struct {
                                   its span; its position is then the first one's and as many as it sees before it. 0: it
                                   sees all up to its own */
     const float *sink_logits; /* [heads], or NULL: a score of each head that counts in the sum of weights, of no key */
+    int64_t chunk;          /* tokens that stand in one chunk, of which each sees no other; 0: all stand in one */
+    float softcap;          /* scores s become softcap * tanh(s / softcap); 0: they are left */
 } PagedAttention;
 
 /* 0, or -1 for an instruction set that this machine lacks. */

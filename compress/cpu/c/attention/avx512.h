@@ -12,11 +12,13 @@
 
 enum { AHEAD = 1 }; /* strips that are fetched before they are needed */
 
-/* Queries of the rows, later the weights of the part's tokens. */
+typedef struct {
+    Factor of[TILE][LONGEST_HEAD] __attribute__((aligned(64)));
+} Queries;
+
 typedef struct {
     Factor of[TILE][PART] __attribute__((aligned(64)));
-} Factors;
-_Static_assert((int)LONGEST_HEAD <= (int)PART, "queries fit into factors");
+} Weights;
 
 /* Values of nibbles. */
 INLINE TARGET Table code_table(int64_t bits, int64_t plane) {
@@ -29,7 +31,7 @@ INLINE TARGET Table code_table(int64_t bits, int64_t plane) {
 INLINE TARGET void fetch(const uint32_t *words) { _mm_prefetch((const char *)words, _MM_HINT_T0); }
 
 /* Products of each row's query with the sixteen tokens of a strip; `next` is fetched meanwhile. */
-INLINE TARGET void multiply_exact_keys(const Part *part, const Factors *query, const Strip *strip, const Strip *next,
+INLINE TARGET void multiply_exact_keys(const Part *part, const Queries *query, const Strip *strip, const Strip *next,
                                       Lanes *products, const int width) {
     const KvPages *pages = part->attention->pages;
     const int64_t step = pages->block_size;
@@ -50,7 +52,7 @@ INLINE TARGET void multiply_exact_keys(const Part *part, const Factors *query, c
     for (int row = 0; row < width; row++) products[row] = (Lanes)_mm512_add_ps(even[row], odd[row]);
 }
 
-INLINE TARGET void multiply_coded_keys(const Part *part, const Factors *query, const Strip *strip, const Strip *next,
+INLINE TARGET void multiply_coded_keys(const Part *part, const Queries *query, const Strip *strip, const Strip *next,
                                       Lanes *products, const int width) {
     const KvPages *pages = part->attention->pages;
     const int64_t step = pages->block_size, bits = pages->key_bits;
@@ -78,7 +80,7 @@ INLINE TARGET void multiply_coded_keys(const Part *part, const Factors *query, c
 }
 
 /* `columns` times sixteen dimensions from `d` of the weighted sum of values. */
-INLINE TARGET void multiply_values(const Part *part, const Factors *weights, int64_t d, const float *middles,
+INLINE TARGET void multiply_values(const Part *part, const Weights *weights, int64_t d, const float *middles,
                                    PartResult *result, const int width, const int columns) {
     const KvPages *pages = part->attention->pages;
     const int64_t size = pages->head_dim, bits = pages->value_bits;
@@ -119,7 +121,7 @@ INLINE TARGET void multiply_values(const Part *part, const Factors *weights, int
     }
     for (int row = 0; row < width; row++)
         for (int column = 0; column < columns; column++)
-            lanes_store(result->values[row] + d + column * LANES, (Lanes)sum[row][column] + lanes_of(middles[row]));
+            lanes_store(result->values + row * size + d + column * LANES, (Lanes)sum[row][column] + lanes_of(middles[row]));
 }
 
 INLINE TARGET void attend(const Part *part, PartResult *result, const int width, const int columns) {
@@ -128,27 +130,28 @@ INLINE TARGET void attend(const Part *part, PartResult *result, const int width,
     Lanes scores[TILE][STRIPS], products[TILE];
     Grid values[STRIPS];
     float middles[TILE];
-    Factors factors;
+    Queries queries;
+    Weights weights;
     for (int row = 0; row < width; row++)
         for (int64_t d = 0; d < size; d += LANES)
-            store_factors(factors.of[row] + d, lanes_load_bfloat16(part->query[row] + d));
+            store_factors(queries.of[row] + d, lanes_load_bfloat16(part->query[row] + d));
     for (int64_t i = 0; i < count; i++) {
         const Strip *strip = &part->strips[i], *next = &part->strips[i + AHEAD < count ? i + AHEAD : i];
         const Grid keys = load_grid(strip->key_scales, pages->block_size, pages->key_bits);
         values[i] = load_grid(strip->value_scales, pages->block_size, pages->value_bits);
         if (pages->key_bits == 16)
-            multiply_exact_keys(part, &factors, strip, next, products, width);
+            multiply_exact_keys(part, &queries, strip, next, products, width);
         else
-            multiply_coded_keys(part, &factors, strip, next, products, width);
+            multiply_coded_keys(part, &queries, strip, next, products, width);
         for (int row = 0; row < width; row++) scores[row][i] = to_scores(part, row, strip, products[row], keys);
     }
     for (int row = 0; row < width; row++) {
         middles[row] = to_weights(part, row, scores[row], values, result);
-        for (int64_t i = 0; i < count; i++) store_factors(factors.of[row] + i * STRIP, scores[row][i]);
+        for (int64_t i = 0; i < count; i++) store_factors(weights.of[row] + i * STRIP, scores[row][i]);
     }
     int64_t d = 0;
-    for (; d + columns * LANES <= size; d += columns * LANES) multiply_values(part, &factors, d, middles, result, width, columns);
-    for (; d < size; d += 2 * LANES) multiply_values(part, &factors, d, middles, result, width, 2);
+    for (; d + columns * LANES <= size; d += columns * LANES) multiply_values(part, &weights, d, middles, result, width, columns);
+    for (; d < size; d += 2 * LANES) multiply_values(part, &weights, d, middles, result, width, 2);
 }
 
 INLINE TARGET void attend_part(const Part *part, PartResult *result) {

@@ -28,7 +28,8 @@ typedef struct {
 
 /* State of each row: the largest score, the sum of exp(score - largest), and that of the values so weighted. */
 typedef struct {
-    float largest[TILE], sum[TILE], values[TILE][LONGEST_HEAD];
+    float largest[TILE], sum[TILE];
+    float *values; /* [TILE, head_dim] */
 } PartResult;
 
 void attend_part_scalar(const Part *part, PartResult *result);
@@ -77,10 +78,20 @@ INLINE Grid load_grid(const uint16_t *scales, int64_t block_size, int64_t bits) 
     return (Grid){scale, offset + scale * lanes_of(bits == 8 ? 128.0f : 8.0f)};
 }
 
+/* Bounds scores smoothly: tanh |x| is (1 - e^-2|x|) / (1 + e^-2|x|). */
+INLINE Lanes soft_cap(Lanes scores, float cap) {
+    const IntLanes sign = (IntLanes)scores & INT32_MIN;
+    const Lanes size = (Lanes)((IntLanes)scores ^ sign), fading = lanes_exp(size * lanes_of(-2.0f / cap));
+    const Lanes bounded = (lanes_of(1.0f) - fading) / (lanes_of(1.0f) + fading) * lanes_of(cap);
+    return (Lanes)((IntLanes)bounded | sign);
+}
+
 /* Scores from the products of a row's query with sixteen keys, or with their centred codes. */
 INLINE Lanes to_scores(const Part *part, int row, const Strip *strip, Lanes products, Grid keys) {
     products = products * keys.scale + keys.middle * lanes_of(part->query_sum[row]);
-    return lanes_select(visible(part, row, strip), products * lanes_of(part->attention->scale), lanes_of(UNSEEN));
+    products *= lanes_of(part->attention->scale);
+    if (part->attention->softcap != 0) products = soft_cap(products, part->attention->softcap);
+    return lanes_select(visible(part, row, strip), products, lanes_of(UNSEEN));
 }
 
 /* Turns a row's scores into weights of what stands in the pages, and sums them up: the scale of values goes into the

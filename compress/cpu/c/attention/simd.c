@@ -70,7 +70,7 @@ INLINE void attend(const Part *part, PartResult *result, const int width) {
     for (int row = 0; row < width; row++) middles[row] = to_weights(part, row, scores[row], values, result);
     for (int64_t d = 0; d < pages->head_dim; d += LANES) {
         multiply_values(part, d, scores, lanes, width);
-        for (int row = 0; row < width; row++) lanes_store(result->values[row] + d, lanes[row] + lanes_of(middles[row]));
+        for (int row = 0; row < width; row++) lanes_store(result->values + row * pages->head_dim + d, lanes[row] + lanes_of(middles[row]));
     }
 }
 

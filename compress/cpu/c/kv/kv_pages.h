@@ -20,7 +20,7 @@
 
 enum {
     STRIP = 16,         /* tokens that stand side by side; divides the tokens of a block */
-    LONGEST_HEAD = 256, /* head_dim at most */
+    LONGEST_HEAD = 512, /* head_dim at most */
 };
 
 typedef struct {

@@ -16,11 +16,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from runtime.backends.span_attention import PLAIN_LAYER, LayerScores
 from runtime.backends.triton.attention import NO_SINK_TOKENS, HeadPages, SinkTokens
 from runtime.backends.triton.kernels.common import from_fp8, multiply
 
 PLAIN, FP8, INT8, INT4 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 """Forms of keys and of values."""
+LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -81,6 +83,12 @@ def score_keys(
 
 
 @triton.jit
+def soft_cap(scores, CAP: tl.constexpr):
+    """Scores to base 2, bounded as `span_attention.soft_cap` bounds them: tanh x is 1 - 2 / (1 + e^2x)."""
+    return (CAP * LOG2_E) * (1.0 - 2.0 / (1.0 + tl.exp2(scores * (2.0 / CAP))))
+
+
+@triton.jit
 def online_softmax_update(scores, highest, weight):
     """Weights `[R, T]` of a tile from its scores, to base 2 and minus infinity where nothing is seen; by how much what
     was summed up before fades; and the new peaks and sums of weights of the rows."""
@@ -126,8 +134,9 @@ def add_values(
 
 @triton.jit
 def attend_tile(
-    query, sums, pages, place, inside, seen, scale, KEY_FORM: tl.constexpr, VALUE_FORM: tl.constexpr,
-    KEY_HALVES: tl.constexpr, HALVES: tl.constexpr, HEAD_DIM: tl.constexpr, INTERPRETED: tl.constexpr,
+    query, sums, pages, place, inside, seen, scale, CAP: tl.constexpr, KEY_FORM: tl.constexpr,
+    VALUE_FORM: tl.constexpr, KEY_HALVES: tl.constexpr, HALVES: tl.constexpr, HEAD_DIM: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """The sums of rows, with the keys at `place [T]` added that they see."""
     keys_ptr, key_scales_ptr, values_ptr, value_scales_ptr = pages
@@ -135,6 +144,8 @@ def attend_tile(
     scores = score_keys(
         query, scale, keys_ptr, key_scales_ptr, place, inside, KEY_FORM, KEY_HALVES, HEAD_DIM, INTERPRETED
     )
+    if CAP > 0:
+        scores = soft_cap(scores, CAP)
     scores = tl.where(inside[None, :] & seen, scores, float("-inf"))
     share, fade, highest, weight = online_softmax_update(scores, highest, weight)
     low, high, offsets = add_values(
@@ -154,7 +165,9 @@ def program_rows(rows_each, tokens_each, head, SHARED: tl.constexpr, BLOCK_R: tl
 
 
 @triton.jit
-def reaches(key, position, root, ancestors, window, TREE: tl.constexpr, WINDOWED: tl.constexpr):
+def reaches(
+    key, position, root, ancestors, window, TREE: tl.constexpr, WINDOWED: tl.constexpr, CHUNK: tl.constexpr
+):  # fmt: skip
     """bool `[R, T]`: whether rows at `position [R]` look at `key [T]`. In a tree by the bits of `ancestors [R]` from
     key `root` on."""
     if TREE:
@@ -164,16 +177,24 @@ def reaches(key, position, root, ancestors, window, TREE: tl.constexpr, WINDOWED
         seen = key[None, :] <= position[:, None]
     if WINDOWED:
         seen = seen & (key[None, :] > position[:, None] - window)
+    if CHUNK > 0:
+        seen = seen & (key[None, :] >= (position // CHUNK * CHUNK)[:, None])
     return seen
 
 
 @triton.jit
-def split_span(position, length, front, split, splits, window, WINDOWED: tl.constexpr, BLOCK_T: tl.constexpr):
+def split_span(
+    position, length, front, split, splits, window, WINDOWED: tl.constexpr, CHUNK: tl.constexpr, BLOCK_T: tl.constexpr
+):  # fmt: skip
     """The keys from `start` to `stop` that a split looks at: its share, in whole tiles, of those that some row sees
     behind the `front`."""
     first = front
+    if WINDOWED or CHUNK > 0:
+        least = tl.min(tl.where(position < 0, 2147483647, position), 0)
     if WINDOWED:
-        first = tl.maximum(tl.min(tl.where(position < 0, 2147483647, position), 0) - window + 1, first)
+        first = tl.maximum(least - window + 1, first)
+    if CHUNK > 0:
+        first = tl.maximum(least // CHUNK * CHUNK, first)
     first = first // BLOCK_T * BLOCK_T
     per_split = tl.cdiv(tl.cdiv(tl.maximum(length - first, 0), splits), BLOCK_T) * BLOCK_T
     start = first + split * per_split
@@ -181,18 +202,29 @@ def split_span(position, length, front, split, splits, window, WINDOWED: tl.cons
 
 
 @triton.jit
+def no_sums(BLOCK_R: tl.constexpr, HEAD_DIM: tl.constexpr, HALVES: tl.constexpr):
+    """Sums of rows that have seen nothing."""
+    highest = tl.full((BLOCK_R,), float("-inf"), tl.float32)
+    weight = tl.zeros((BLOCK_R,), tl.float32)
+    offsets = tl.zeros((BLOCK_R,), tl.float32)
+    low = tl.zeros((BLOCK_R, HEAD_DIM // 2 if HALVES else HEAD_DIM), tl.float32)
+    high = tl.zeros((BLOCK_R, HEAD_DIM // 2 if HALVES else 1), tl.float32)
+    return highest, weight, low, high, offsets
+
+
+@triton.jit
 def attend_exact(
     query, sums, keys_ptr, values_ptr, slot, exact, head, stop, position, window, scale,
-    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WINDOWED: tl.constexpr, KEY_HALVES: tl.constexpr,
-    HALVES: tl.constexpr, BLOCK_T: tl.constexpr, INTERPRETED: tl.constexpr,
+    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WINDOWED: tl.constexpr, CHUNK: tl.constexpr, CAP: tl.constexpr,
+    KEY_HALVES: tl.constexpr, HALVES: tl.constexpr, BLOCK_T: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Sums after adding the keys before `stop` of a slot of exact ones."""
     for begin in tl.range(0, stop, BLOCK_T, num_stages=1):
         key = begin + tl.arange(0, BLOCK_T)
-        seen = reaches(key, position, 0, position, window, False, WINDOWED)
+        seen = reaches(key, position, 0, position, window, False, WINDOWED, CHUNK)
         sums = attend_tile(
             query, sums, (keys_ptr, keys_ptr, values_ptr, values_ptr), (slot * exact + key) * KV_HEADS + head,
-            key < stop, seen, scale, PLAIN, PLAIN, KEY_HALVES, HALVES, HEAD_DIM, INTERPRETED,
+            key < stop, seen, scale, CAP, PLAIN, PLAIN, KEY_HALVES, HALVES, HEAD_DIM, INTERPRETED,
         )  # fmt: skip
     return sums
 
@@ -201,8 +233,8 @@ def attend_exact(
 def attend_pages(
     query, sums, pages, table_ptr, block_size, head, start, stop, skipped, position, window, root, ancestors, scale,
     KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, KEY_FORM: tl.constexpr, VALUE_FORM: tl.constexpr,
-    SKIPS: tl.constexpr, WINDOWED: tl.constexpr, TREE: tl.constexpr, BLOCK_T: tl.constexpr, STAGES: tl.constexpr,
-    INTERPRETED: tl.constexpr,
+    SKIPS: tl.constexpr, WINDOWED: tl.constexpr, CHUNK: tl.constexpr, CAP: tl.constexpr, TREE: tl.constexpr,
+    BLOCK_T: tl.constexpr, STAGES: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Sums after adding the keys from `start` to `stop` in the blocks of a table; SKIPS: without those before
     `skipped`."""
@@ -212,9 +244,9 @@ def attend_pages(
         if SKIPS:
             inside = inside & (key >= skipped)
         block = tl.load(table_ptr + key // block_size, mask=inside, other=0)
-        seen = reaches(key, position, root, ancestors, window, TREE, WINDOWED)
+        seen = reaches(key, position, root, ancestors, window, TREE, WINDOWED, CHUNK)
         sums = attend_tile(
-            query, sums, pages, (block * block_size + key % block_size) * KV_HEADS + head, inside, seen, scale,
+            query, sums, pages, (block * block_size + key % block_size) * KV_HEADS + head, inside, seen, scale, CAP,
             KEY_FORM, VALUE_FORM, KEY_FORM == INT4, VALUE_FORM == INT4, HEAD_DIM, INTERPRETED,
         )  # fmt: skip
     return sums
@@ -243,8 +275,9 @@ def paged_attention(
     exact_slots_ptr, blocks_ptr, positions_ptr, ancestors_ptr, part_ptr, weight_ptr,
     scale, query_stride, blocks_stride, block_size, tokens_each, rows_each, splits, window, sinks, exact,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, KEY_FORM: tl.constexpr,
-    VALUE_FORM: tl.constexpr, WINDOWED: tl.constexpr, STREAMING: tl.constexpr, EXACT: tl.constexpr, TREE: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr, STAGES: tl.constexpr, INTERPRETED: tl.constexpr,
+    VALUE_FORM: tl.constexpr, WINDOWED: tl.constexpr, CHUNK: tl.constexpr, CAP: tl.constexpr, STREAMING: tl.constexpr,
+    EXACT: tl.constexpr, TREE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr, STAGES: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Attention of `tokens_each` tokens of every sequence over one split of its context.
 
@@ -252,7 +285,7 @@ def paged_attention(
     the kv head; `rows_each` are those of a sequence. Pages are `[blocks, block_size, KV_HEADS, D]`, codes of 4 bits
     `[..., D / 2]` with dimensions d and d + D / 2 in a byte; scales `[blocks, block_size, KV_HEADS, 1 or 2]`: scale and
     offset. A key is seen up to the token's position, and from `position - window + 1` on. A token at position -1 is
-    padding and sees nothing.
+    padding and sees nothing. CHUNK and CAP: see `LayerScores`; 0 for none.
 
     TREE: tokens of a sequence are a tree of drafts behind its first token. Of the keys from that one's on, the k-th is
     seen where bit k of `ancestors [tokens]` is set; of those before, all that a window leaves.
@@ -272,7 +305,7 @@ def paged_attention(
         position = position.to(tl.int32)  # saves the registers that these forms lack
     query_place = token.to(tl.int64)[:, None] * query_stride + query_head[:, None] * HEAD_DIM
     query = load_query(query_ptr + query_place, has_row, HEAD_DIM, KEY_HALVES)
-    scale *= 1.4426950408889634
+    scale *= LOG2_E
     length = tl.max(position, 0) + 1
     root, ancestors = 0, position
     if TREE:
@@ -284,15 +317,10 @@ def paged_attention(
         front = sinks
     if EXACT:
         front = tl.maximum(front, exact)
-    start, stop = split_span(position, length, front, split, splits, window, WINDOWED, BLOCK_T)
+    start, stop = split_span(position, length, front, split, splits, window, WINDOWED, CHUNK, BLOCK_T)
     table_ptr = blocks_ptr + sequence * blocks_stride
     pages = keys_ptr, key_scales_ptr, values_ptr, value_scales_ptr
-    highest = tl.full((BLOCK_R,), float("-inf"), tl.float32)
-    weight = tl.zeros((BLOCK_R,), tl.float32)
-    offsets = tl.zeros((BLOCK_R,), tl.float32)
-    low = tl.zeros((BLOCK_R, HEAD_DIM // 2 if HALVES else HEAD_DIM), tl.float32)
-    high = tl.zeros((BLOCK_R, HEAD_DIM // 2 if HALVES else 1), tl.float32)
-    sums = highest, weight, low, high, offsets
+    sums = no_sums(BLOCK_R, HEAD_DIM, HALVES)
     if STREAMING or EXACT:
         in_front = tl.where(split == 0, tl.minimum(front, length), 0)
         front_query = query
@@ -302,32 +330,43 @@ def paged_attention(
         sums = attend_exact(
             front_query, sums, exact_keys_ptr, exact_values_ptr, tl.load(exact_slots_ptr + sequence), exact, head,
             tl.minimum(in_front, exact), position, window, scale,
-            KV_HEADS, HEAD_DIM, WINDOWED and not STREAMING, KEY_HALVES, HALVES, BLOCK_T, INTERPRETED,
+            KV_HEADS, HEAD_DIM, WINDOWED and not STREAMING, CHUNK, CAP, KEY_HALVES, HALVES, BLOCK_T, INTERPRETED,
         )  # fmt: skip
     if STREAMING:
         sums = attend_pages(
             front_query, sums, pages, table_ptr, block_size, head, 0, in_front, exact, position, window, root,
-            ancestors, scale, KV_HEADS, HEAD_DIM, KEY_FORM, VALUE_FORM, EXACT, False, TREE, BLOCK_T, 1, INTERPRETED,
+            ancestors, scale, KV_HEADS, HEAD_DIM, KEY_FORM, VALUE_FORM, EXACT, False, CHUNK, CAP, TREE, BLOCK_T, 1,
+            INTERPRETED,
         )  # fmt: skip
     sums = attend_pages(
         query, sums, pages, table_ptr, block_size, head, start, stop, front, position, window, root, ancestors, scale,
-        KV_HEADS, HEAD_DIM, KEY_FORM, VALUE_FORM, STREAMING or EXACT, WINDOWED, TREE, BLOCK_T, STAGES, INTERPRETED,
+        KV_HEADS, HEAD_DIM, KEY_FORM, VALUE_FORM, STREAMING or EXACT, WINDOWED, CHUNK, CAP, TREE, BLOCK_T, STAGES,
+        INTERPRETED,
     )  # fmt: skip
     place = (token.to(tl.int64) * HEADS + query_head) * splits + split
     store_rows(sums, part_ptr, weight_ptr, place, has_row, HALVES, HEAD_DIM)
 
 
 @triton.jit
-def join_splits(part_ptr, weight_ptr, out_ptr, splits, HEAD_DIM: tl.constexpr, SPLITS: tl.constexpr):
+def join_splits(
+    part_ptr, weight_ptr, sink_ptr, out_ptr, splits, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, SPLITS: tl.constexpr
+):  # fmt: skip
     """`out [rows, D]` in its own dtype: the splits of a row by their weights, zeros for a row that saw nothing. SPLITS
-    is a power of two, at least `splits`."""
+    is a power of two, at least `splits`. Rows are tokens by HEADS, of which each has a logit at `sink_ptr`, if there is
+    one, that counts in the sum of weights."""
     row, split, d = tl.program_id(0).to(tl.int64), tl.arange(0, SPLITS), tl.arange(0, HEAD_DIM)
     weight = tl.load(weight_ptr + row * splits + split, mask=split < splits, other=float("-inf"))
     used = weight > float("-inf")
     peak = tl.max(weight, 0)
-    share = tl.exp2(weight - tl.where(peak > float("-inf"), peak, 0.0))
+    if sink_ptr is not None:
+        sink = tl.load(sink_ptr + row % HEADS).to(tl.float32) * LOG2_E
+        peak = tl.maximum(peak, sink)
+    base = tl.where(peak > float("-inf"), peak, 0.0)
+    share = tl.exp2(weight - base)
     part = tl.load(part_ptr + (row * splits + split)[:, None] * HEAD_DIM + d[None, :], mask=used[:, None], other=0.0)
     total = tl.sum(share, 0)
+    if sink_ptr is not None:
+        total += tl.exp2(sink - base)
     joined = tl.sum(part * share[:, None], 0) / tl.where(total > 0, total, 1.0)
     tl.store(out_ptr + row * HEAD_DIM + d, joined.to(out_ptr.dtype.element_ty))
 
@@ -343,7 +382,7 @@ def attention_tile(head_dim: int, block_rows: int, has_exact: bool, beside: bool
     # pages, need more than four warps have.
     crowded = block_rows == 64 and has_exact
     heavy = head_dim > 128 or crowded or (beside and block_rows > 16 and head_dim > 32)
-    few_keys = block_rows == 64 or beside or (has_exact and head_dim in (64, 128))
+    few_keys = block_rows == 64 or head_dim > 256 or beside or (has_exact and head_dim in (64, 128))
     return {
         "BLOCK_T": 32 if few_keys else 64,
         "STAGES": 1 if crowded or (beside and head_dim > 128) else 2,
@@ -361,6 +400,7 @@ def attend(
     splits: int,
     front: SinkTokens = NO_SINK_TOKENS,
     ancestors: Tensor | None = None,
+    scores: LayerScores = PLAIN_LAYER,
 ) -> Tensor:
     """Attention `[B * n, heads, D]` of n tokens of each of B sequences, in the dtype of the query.
 
@@ -372,6 +412,7 @@ def attend(
         splits: into which the context is cut.
         front: what is special about the first tokens.
         ancestors: int64 `[B * n]`, of tokens that are trees of draft tokens (`AttentionGroup`); None is none.
+        scores: of the layer; for a tree, `ancestors` are those in the chunk of each token.
     """
     tokens, heads, head_dim = query.shape
     keys, values = read.pages
@@ -391,11 +432,13 @@ def attend(
         head_dim**-0.5, heads * head_dim, blocks.shape[1], block_size, tokens_each, rows_each, splits, window or 0,
         front.sinks, exact[0].shape[1] if has_exact else 0,
         HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, KEY_FORM=FORMS[read.formats[0]],
-        VALUE_FORM=FORMS[read.formats[1]], WINDOWED=window is not None, STREAMING=streaming, EXACT=has_exact, TREE=tree,
+        VALUE_FORM=FORMS[read.formats[1]], WINDOWED=window is not None, CHUNK=scores.chunk or 0,
+        CAP=scores.softcap or 0.0, STREAMING=streaming, EXACT=has_exact, TREE=tree,
         BLOCK_R=block_rows, **tile, INTERPRETED=triton.knobs.runtime.interpret,
     )  # fmt: skip
-    out = torch.empty_like(query)
+    out, sinks = torch.empty_like(query), scores.sink_logits
     join_splits[(tokens * heads,)](
-        parts, weights, out, splits, HEAD_DIM=head_dim, SPLITS=triton.next_power_of_2(splits), num_warps=4
-    )
+        parts, weights, sinks, out, splits, HEADS=0 if sinks is None else heads, HEAD_DIM=head_dim,
+        SPLITS=triton.next_power_of_2(splits), num_warps=4,
+    )  # fmt: skip
     return out

@@ -17,9 +17,9 @@ from runtime.backends.triton.kernels.paged_attention import FORMS, FP8, INT4, PL
 @triton.jit
 def hadamard(x, HEAD_DIM: tl.constexpr, ROOT: tl.constexpr):
     """float32 `x [D]` times an orthonormal Hadamard matrix, in the order of `kv_quant.rotate_heads`; ROOT is the
-    square root of D. D is 32 to 256."""
+    square root of D. D is 32 to 512."""
     d = tl.arange(0, HEAD_DIM)
-    LEVELS: tl.constexpr = 5 + (HEAD_DIM >= 64) + (HEAD_DIM >= 128) + (HEAD_DIM >= 256)
+    LEVELS: tl.constexpr = 5 + (HEAD_DIM >= 64) + (HEAD_DIM >= 128) + (HEAD_DIM >= 256) + (HEAD_DIM >= 512)
     for level in tl.static_range(LEVELS):
         other = tl.gather(x, d ^ (1 << level), 0)
         x = tl.where((d >> level & 1) == 1, other - x, x + other)

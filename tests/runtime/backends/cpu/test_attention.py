@@ -3,11 +3,12 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
 from covering import covering
-from decoder_configs import decoder_config
+from decoder_configs import decoder_config, with_heads
 from torch import Tensor
 
 from compress.checkpoint.kv_cache import KVCacheScheme
@@ -15,6 +16,9 @@ from compress.checkpoint.kv_quant import dequantize_heads, quantize_heads, read_
 from compress.cpu.binding import best_instruction_set, library, set_threads
 from runtime.backends.cpu.kv_pages import CpuPages, pages_unsupported_reason
 from runtime.backends.cpu.layers import CpuAttention
+from runtime.backends.kv_pages import ExactPlaces, TokenPages
+from runtime.backends.span_attention import PLAIN_LAYER, LayerScores, Scores
+from runtime.backends.torch.attention import PagedAttention, StepKeys
 from runtime.core.batch import AttentionGroup, Batch
 from runtime.core.draft_tree import ancestor_bits, paths
 from runtime.core.model_config import DecoderConfig
@@ -26,7 +30,14 @@ CPU = torch.device("cpu")
 LAYER, LAYERS = 1, 2
 
 Shape = tuple[int, int, int, int]
-SHAPES: tuple[Shape, ...] = ((8, 2, 64, 16), (3, 3, 32, 32), (14, 2, 96, 16), (16, 1, 128, 64), (5, 1, 256, 16))
+SHAPES: tuple[Shape, ...] = (
+    (8, 2, 64, 16),
+    (3, 3, 32, 32),
+    (14, 2, 96, 16),
+    (16, 1, 128, 64),
+    (5, 1, 256, 16),
+    (2, 1, 512, 16),
+)
 """Heads, key-value heads, head_dim, block size."""
 SPANS = ((1, 1), (1, 5), (1, 16), (1, 257), (1, 600), (3, 40), (20, 20), (17, 290), (40, 513))
 """Tokens of a step and keys of a sequence."""
@@ -86,12 +97,15 @@ class World:
         return Batch((), nothing, nothing, nothing, tuple(groups), (), nothing, (), ())
 
     def attend(
-        self, window: int | None, instruction_set: int, chosen: list[int] | None = None, sinks: Tensor | None = None
+        self,
+        window: int | None,
+        instruction_set: int,
+        chosen: list[int] | None = None,
+        changed: LayerScores = PLAIN_LAYER,
     ) -> Tensor:
-        rows = self.rows(chosen)
-        options = {} if sinks is None else {"sink_logits": (sinks,) * LAYERS}
-        windows = (window,) * LAYERS
-        attention = CpuAttention(self.pages, self.batch(chosen), windows, instruction_set=instruction_set, **options)
+        rows, windows = self.rows(chosen), (window,) * LAYERS
+        options = {"instruction_set": instruction_set, "scores": all_layers(changed)}
+        attention = CpuAttention(self.pages, self.batch(chosen), windows, **options)
         empty = self.query.new_empty(0, self.kv_heads, self.dim)
         return attention(LAYER, self.query[rows], empty, empty)
 
@@ -100,12 +114,17 @@ class World:
         all_rows = torch.arange(len(self.query)).split([tokens for tokens, _ in self.spans])
         return torch.cat([all_rows[index] for index in (range(len(self.spans)) if chosen is None else chosen)])
 
-    def expected(self, window: int | None, sinks: Tensor | None = None) -> Tensor:
+    def expected(self, window: int | None, changed: LayerScores = PLAIN_LAYER) -> Tensor:
         parts = self.query.split([tokens for tokens, _ in self.spans])
-        return torch.cat([exact(query, *keys, window, sinks) for query, keys in zip(parts, self.keys, strict=True)])
+        return torch.cat([exact(query, *keys, window, changed) for query, keys in zip(parts, self.keys, strict=True)])
 
 
-def exact(query: Tensor, key: Tensor, value: Tensor, window: int | None, sinks: Tensor | None = None) -> Tensor:
+def all_layers(changed: LayerScores) -> Scores:
+    sinks = () if changed.sink_logits is None else (changed.sink_logits,) * LAYERS
+    return Scores(changed.softcap, (changed.chunk,) * LAYERS, sinks)
+
+
+def exact(query: Tensor, key: Tensor, value: Tensor, window: int | None, changed: LayerScores = PLAIN_LAYER) -> Tensor:
     """Attention of the last tokens of a sequence in float64: `[n, heads, D]`."""
     shared = query.shape[1] // key.shape[1]
     key, value = (x.double().repeat_interleave(shared, 1) for x in (key, value))
@@ -113,10 +132,14 @@ def exact(query: Tensor, key: Tensor, value: Tensor, window: int | None, sinks: 
     last = torch.arange(len(key) - len(query), len(key)).unsqueeze(-1)
     keys = torch.arange(len(key))
     hidden = (keys > last) | (keys <= last - (window or len(key) + 1))
+    if changed.softcap is not None:
+        scores = torch.tanh(scores / changed.softcap) * changed.softcap
+    if changed.chunk is not None:
+        hidden |= keys < last // changed.chunk * changed.chunk
     scores = scores.masked_fill(hidden, -torch.inf)
-    if sinks is None:
+    if changed.sink_logits is None:
         return torch.einsum("hnl,lhd->nhd", scores.softmax(-1), value)
-    column = sinks.double().view(-1, 1, 1).expand(-1, len(query), 1)
+    column = changed.sink_logits.double().view(-1, 1, 1).expand(-1, len(query), 1)
     return torch.einsum("hnl,lhd->nhd", torch.cat((scores, column), -1).softmax(-1)[..., :-1], value)
 
 
@@ -138,13 +161,73 @@ def test_as_exact_as_its_output(view: tuple[Shape, int | None], format: str, ins
 def test_sink_logits_take_part_in_the_softmax(format: str, instruction_set: int) -> None:
     """Some far below all scores, some far above."""
     world = World(SHAPES[0], format, SPANS)
-    sinks = torch.linspace(-60, 3, world.heads)
+    sinks = LayerScores(sink_logits=torch.linspace(-60, 3, world.heads))
     expected = world.expected(100, sinks)
-    error = (world.attend(100, instruction_set, sinks=sinks).double() - expected).norm(dim=-1)
+    error = (world.attend(100, instruction_set, changed=sinks).double() - expected).norm(dim=-1)
     assert (error / expected.norm(dim=-1)).max() < 0.01
     assert (expected - world.expected(100)).norm() > 0.1 * expected.norm()
-    drowned = world.attend(100, instruction_set, sinks=torch.full((world.heads,), 1e4))
+    flood = LayerScores(sink_logits=torch.full((world.heads,), 1e4))
+    drowned = world.attend(100, instruction_set, changed=flood)
     assert torch.equal(drowned, torch.zeros_like(drowned))
+
+
+CHANGED = (LayerScores(softcap=1.5), LayerScores(chunk=16), LayerScores(chunk=100), LayerScores(softcap=1.5, chunk=300))
+
+
+@pytest.mark.parametrize(("changed", "format", "instruction_set"), covering(CHANGED, FORMATS, SETS), ids=str)
+def test_capped_scores_and_chunks_of_tokens(changed: LayerScores, format: str, instruction_set: int) -> None:
+    for shape, window in ((SHAPES[0], None), (SHAPES[2], 60)):
+        world = World(shape, format, SPANS)
+        expected = world.expected(window, changed)
+        error = (world.attend(window, instruction_set, changed=changed).double() - expected).norm(dim=-1)
+        assert (error / expected.norm(dim=-1)).max() < 0.01
+        assert (expected - world.expected(window)).norm() > 0.05 * expected.norm()
+
+
+@pytest.mark.parametrize("instruction_set", SETS)
+def test_caps_far_away_and_far_below_the_scores(instruction_set: int) -> None:
+    world = World(SHAPES[0], "16bit", SPANS)
+    plain, like_plain = world.attend(None, instruction_set), world.attend(None, instruction_set, None, LayerScores(1e4))
+    assert (plain - like_plain).double().norm() < 0.005 * plain.double().norm()
+    flat = LayerScores(softcap=1e-3)
+    expected = world.expected(None, flat)
+    assert (world.attend(None, instruction_set, None, flat).double() - expected).norm() < 0.005 * expected.norm()
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_layers_with_other_heads_and_keys_of_earlier_layers(format: str) -> None:
+    """Against plain torch over its own pages; tokens move between slots on the way."""
+    layers = (6, 2, 32, None), (4, 1, 64, None), (6, 2, 32, 0), (8, 1, 64, 1)
+    config, scheme = with_heads(decoder_config(6, 2, 32, len(layers)), layers), KVCacheScheme(format)
+    windows, scores = (9, None, 5, None), Scores(2.0, (None, 8, None, None))
+    random, spans = torch.Generator().manual_seed(0), ((0, 37), (37, 41))
+    heads = [
+        [torch.randn(41, n, dim, generator=random).bfloat16() for n in (heads, kv_heads, kv_heads)]
+        for heads, kv_heads, dim, _ in layers
+    ]
+    found: dict[type, list[Tensor]] = {}
+    for kind in (TokenPages, CpuPages):
+        pages = kind(config, scheme, 6, 16, torch.bfloat16, CPU)
+        pages.memory.clear(range(6))
+        cache = SimpleNamespace(pages=pages, scheme=scheme, sources=config.kv_sources, sinks=None, residual_window=None)
+        cache.rotate = rotate_heads if scheme.rotate else lambda heads: heads
+        for begin, end in spans:
+            rows = torch.arange(begin, end)
+            group = AttentionGroup(slice(0, end - begin), torch.tensor([4, 0, 2]), rows, 1, end, True)
+            slots = group.blocks[rows // 16] * 16 + rows % 16
+            batch = SimpleNamespace(groups=(group,), slots=slots, positions=rows)
+            step = (
+                CpuAttention(pages, batch, windows, scheme.rotate, scores=scores)
+                if kind is CpuPages
+                else PagedAttention(StepKeys(cache, batch, ExactPlaces(None, None)), windows, scores)
+            )
+            for layer, source in enumerate(config.kv_sources):
+                query, key, value = heads[layer][0], *heads[source][1:]
+                out = step(layer, *(part[begin:end].clone() for part in (query, key, value)))
+                found.setdefault(kind, []).append(out.double().flatten())
+            pages.move([4 * 16 + 3], [4 * 16 + 2])
+    plain, compiled = (torch.cat(found[kind]) for kind in (TokenPages, CpuPages))
+    assert (plain - compiled).norm() < 0.01 * plain.norm()
 
 
 PARENTS = (-1, 0, 1, 0, 3, -1, 5)
@@ -153,14 +236,20 @@ PARENTS = (-1, 0, 1, 0, 3, -1, 5)
 
 @pytest.mark.parametrize(
     ("span", "format", "instruction_set"),
-    covering([(9, None), (40, None), (260, None), (300, 20)], FORMATS, SETS),
+    covering(
+        [(9, None, None), (40, None, None), (260, None, None), (300, 20, None), (260, None, 254), (300, 20, 98)],
+        FORMATS,
+        SETS,
+    ),
     ids=str,
 )
 def test_tokens_of_a_tree_see_their_branch_as_if_it_were_alone(
-    span: tuple[int, int | None], format: str, instruction_set: int
+    span: tuple[int, int | None, int | None], format: str, instruction_set: int
 ) -> None:
-    """Beside a sequence without a tree. The guesses may begin in one part of the keys and end in the next."""
-    keys, window = span
+    """Beside a sequence without a tree. The guesses may begin in one part of the keys, or in one chunk of tokens, and
+    end in the next."""
+    keys, window, chunk = span
+    changed = LayerScores(chunk=chunk)
     world = World(SHAPES[0], format, ((1 + len(PARENTS), keys), (2, 30)))
     plain = world.batch()
     first, second = plain.groups
@@ -169,16 +258,20 @@ def test_tokens_of_a_tree_see_their_branch_as_if_it_were_alone(
     tree = replace(first, positions=positions, ancestors=torch.tensor(ancestor_bits(PARENTS)))
     windows = (window,) * LAYERS
     attention = CpuAttention(
-        world.pages, replace(plain, groups=(tree, second)), windows, instruction_set=instruction_set
+        world.pages,
+        replace(plain, groups=(tree, second)),
+        windows,
+        instruction_set=instruction_set,
+        scores=all_layers(changed),
     )
     empty = world.query.new_empty(0, world.kv_heads, world.dim)
     found = attention(LAYER, world.query, empty, empty).double()
     key, value = world.keys[0]
     for row, path in enumerate([[], *paths(PARENTS)]):
         seen = [*range(root + 1), *(root + 1 + number for number in path)]
-        expected = exact(world.query[row : row + 1], key[seen], value[seen], window)
+        expected = exact(world.query[row : row + 1], key[seen], value[seen], window, changed)
         assert (found[row] - expected[0]).norm() < 0.01 * expected.norm()
-    assert torch.equal(found[tree.rows.stop :], world.attend(window, instruction_set, [1]).double())
+    assert torch.equal(found[tree.rows.stop :], world.attend(window, instruction_set, [1], changed).double())
 
 
 @pytest.mark.parametrize("format", FORMATS)

@@ -1,12 +1,13 @@
 """Attention over pages in Triton against plain torch in float64 over the same codes: every form, grouped heads,
 windows, ragged lengths, drafts, chunks, empty splits; unwritten memory is poisoned."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 from covering import covering
-from decoder_configs import decoder_config
+from decoder_configs import decoder_config, with_heads
 from poisoned_memory import poison, poisoned_allocations
 from torch import Tensor
 
@@ -14,6 +15,7 @@ from compress.checkpoint.kv_cache import CODE_BITS, KVCacheScheme
 from compress.checkpoint.kv_quant import QuantizedHeads, dequantize_heads, quantize_heads, rotate_heads
 from compress.models.spec import Rope
 from runtime.backends.kv_pages import ExactPlaces, TokenPages, pack_halves
+from runtime.backends.span_attention import PLAIN_LAYER, LayerScores, Scores
 from runtime.backends.torch.attention import PagedAttention, StepKeys, StreamingAttention
 from runtime.backends.triton.attention import (
     NO_SINK_TOKENS,
@@ -53,6 +55,7 @@ class Pages:
     def attend(
         self, query: Tensor, blocks: Tensor, positions: Tensor, window: int | None = None, rows: int = 16,
         splits: int = 1, front: SinkTokens = NO_SINK_TOKENS, ancestors: Tensor | None = None,
+        scores: LayerScores = PLAIN_LAYER,
     ) -> Tensor:  # fmt: skip
         """On the device of the pages, over memory that is poisoned before it is written."""
         from runtime.backends.triton.kernels.paged_attention import attend
@@ -60,14 +63,21 @@ class Pages:
         query, blocks, positions = (t.to(self.device) for t in (query, blocks, positions))
         ancestors = None if ancestors is None else ancestors.to(self.device)
         with poisoned_allocations():
-            return attend(query, self.read, blocks, positions, window, rows, splits, front, ancestors)
+            return attend(
+                query, self.read, blocks, positions, window, rows, splits, front, ancestors, on(scores, query)
+            )
+
+
+def on(scores: LayerScores, like: Tensor) -> LayerScores:
+    sinks = scores.sink_logits
+    return scores if sinks is None else replace(scores, sink_logits=sinks.to(like))
 
 
 def normal(*shape: int, seed: int = 3) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def reference(query, keys, values, blocks, positions, window):
+def reference(query, keys, values, blocks, positions, window, scores=PLAIN_LAYER):
     """The slow way, one row after the other."""
     tokens, heads, head_dim = query.shape
     each, shared = tokens // len(blocks), heads // keys.shape[2]
@@ -76,9 +86,14 @@ def reference(query, keys, values, blocks, positions, window):
         context = [keys[blocks[token // each]].flatten(0, 1), values[blocks[token // each]].flatten(0, 1)]
         last = int(positions[token])
         first = 0 if window is None else max(0, last - window + 1)
+        first = first if scores.chunk is None else max(first, last // scores.chunk * scores.chunk)
         for head in range(heads):
             key, value = (part[first : last + 1, head // shared] for part in context)
-            out[token, head] = torch.softmax(key @ query[token, head] * head_dim**-0.5, 0) @ value
+            logits = key @ query[token, head] * head_dim**-0.5
+            if scores.softcap is not None:
+                logits = torch.tanh(logits / scores.softcap) * scores.softcap
+            sinks = () if scores.sink_logits is None else (scores.sink_logits.double()[head : head + 1],)
+            out[token, head] = torch.softmax(torch.cat((logits, *sinks)), 0)[: len(key)] @ value
     return out
 
 
@@ -106,8 +121,37 @@ def test_against_float64(gpu, case, forms) -> None:
     assert_close(found, reference(query.double(), *pages.exact, blocks, positions, window))
 
 
+CHANGED_CASES = [
+    ((50, 7), 1, 4, 2, None, 2),
+    ((33, 40), 5, 6, 2, 20, 3),
+    ((60,), 11, 4, 1, None, 1),
+]
+CHANGED = [
+    LayerScores(softcap=1.5),
+    LayerScores(chunk=24),
+    LayerScores(chunk=9, softcap=1.5),
+    LayerScores(sink_logits=torch.linspace(-30, 4, 8).half()),
+]
+
+
+@pytest.mark.parametrize(("case", "forms", "scores"), covering(CHANGED_CASES, FORMS[::2], CHANGED), ids=str)
+def test_changed_scores_against_float64(gpu, case, forms, scores) -> None:
+    """Soft caps, chunks of tokens, sink logits far below and far above the scores."""
+    lengths, each, heads, kv_heads, window, splits = case
+    scores = scores if scores.sink_logits is None else replace(scores, sink_logits=scores.sink_logits[-heads:])
+    pages, query = Pages(forms, kv_heads, gpu), normal(len(lengths) * each, heads, HEAD_DIM).half()
+    blocks = torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(4))[: 6 * len(lengths)].view(-1, 6)
+    positions = torch.cat([torch.arange(length - each, length) for length in lengths])
+    found = pages.attend(query, blocks, positions, window, 16 if each < 10 else 64, splits, scores=scores)
+    expected, plain = (
+        reference(query.double(), *pages.exact, blocks, positions, window, each) for each in (scores, PLAIN_LAYER)
+    )
+    assert_close(found, expected)
+    assert (expected - plain).norm() > 0.03 * plain.norm()
+
+
 @pytest.mark.parametrize("forms", [("16bit",) * 2, ("fp8",) * 2, ("int8", "int4"), ("int4",) * 2], ids=str)
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 128, 256, 512])
 def test_every_size_of_heads(gpu, head_dim: int, forms: tuple[str, str]) -> None:
     pages, query = Pages(forms, 2, gpu, head_dim), normal(6, 8, head_dim).half()
     blocks, positions = torch.arange(12).view(2, 6), torch.tensor([70, 71, 72, 3, 4, 5])
@@ -125,19 +169,30 @@ def test_a_sequence_does_not_see_its_neighbours(gpu) -> None:
     assert alone[1].isnan().all()
 
 
-def take_steps(make, device, format="16bit", spans=((0, 37), (37, 41), (41, 42)), exact_sinks=0, hidden=()):
+ONE_LAYER = ((6, 2, HEAD_DIM, None),)
+
+
+def take_steps(
+    make, device, format="16bit", spans=((0, 37), (37, 41), (41, 42)), exact_sinks=0, hidden=(), layers=ONE_LAYER
+):
     """Outputs of an attention for one sequence in several steps over poisoned pages, in float64.
 
     Args:
         make: from the step's keys to the attention.
         hidden: blocks of the sequence that no span sees: they are left out of the table.
+        layers: heads of each, see `with_heads`.
     """
     scheme = KVCacheScheme.named(format, sinks=exact_sinks)
-    config = decoder_config(6, 2, HEAD_DIM, num_layers=1)
+    config = with_heads(decoder_config(6, 2, HEAD_DIM, num_layers=len(layers)), layers)
     sizes = (NUM_BLOCKS, BLOCK_SIZE, torch.float16, device)
     random = torch.Generator().manual_seed(5)
     stop = spans[-1][1]
-    query, key, value = (torch.randn(stop, n, HEAD_DIM, generator=random).to(device, torch.float16) for n in (6, 2, 2))
+    parts = [
+        [torch.randn(stop, n, dim, generator=random).to(device, torch.float16) for n in (heads, kv_heads, kv_heads)]
+        for heads, kv_heads, dim, _ in layers
+    ]
+    queries, keys, values = zip(*parts, strict=True)
+    keys, values = ([part[source] for source in config.kv_sources] for part in (keys, values))
     pages = TokenPages(config, scheme, *sizes)
     poison(pages.memory)
     pages.memory.clear(range(NUM_BLOCKS))
@@ -145,12 +200,13 @@ def take_steps(make, device, format="16bit", spans=((0, 37), (37, 41), (41, 42))
     sinks, places = None, ExactPlaces(None, None)
     if exact_sinks:
         stored = (
-            rotate(key[:exact_sinks])[None, None].expand(-1, 3, -1, -1, -1),
-            value[:exact_sinks].expand(1, 3, -1, -1, -1),
+            [part[:exact_sinks].expand(3, -1, -1, -1).contiguous() for part in each]
+            for each in (map(rotate, keys), values)
         )
-        sinks = SimpleNamespace(count=exact_sinks, keys=stored[0].contiguous(), values=stored[1].contiguous())
+        sinks = SimpleNamespace(count=exact_sinks, **dict(zip(("keys", "values"), stored, strict=True)))
         places = ExactPlaces(torch.tensor([1], device=device), None)
-    cache = SimpleNamespace(pages=pages, scheme=scheme, rotate=rotate, sinks=sinks, residual_window=None, sources=(0,))
+    cache = SimpleNamespace(pages=pages, scheme=scheme, rotate=rotate, sinks=sinks, residual_window=None)
+    cache.sources = config.kv_sources
     table = torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(6))[: -(-stop // BLOCK_SIZE)]
     slots = (table[:, None] * BLOCK_SIZE + torch.arange(BLOCK_SIZE)).flatten().to(device)
     seen = torch.tensor([block for index, block in enumerate(table.tolist()) if index not in hidden], device=device)
@@ -164,7 +220,8 @@ def take_steps(make, device, format="16bit", spans=((0, 37), (37, 41), (41, 42))
         group = AttentionGroup(slice(0, end - begin), blocks, among, 1, int(among[-1]) + 1, ragged)
         batch = SimpleNamespace(groups=(group,), slots=slots[begin:end], positions=positions)
         step = make(StepKeys(cache, batch, places))
-        out.append(step(0, query[begin:end], key[begin:end], value[begin:end]))
+        for layer, heads in enumerate(zip(queries, keys, values, strict=True)):
+            out.append(step(layer, *(part[begin:end] for part in heads)).flatten())
     return torch.cat(out).double()
 
 
@@ -178,6 +235,23 @@ def test_a_step_agrees_with_plain_torch(gpu, format: str) -> None:
     """Prompt, draft and single tokens of several sequences, written and read through the pages that torch uses."""
     plain, triton = (
         take_steps(lambda keys, of=of: of(keys, (None,)), gpu, format) for of in (PagedAttention, TritonAttention)
+    )
+    assert_close(triton, plain)
+
+
+OTHER_PAGES = ["16bit", 0], *(pytest.param(*each, marks=pytest.mark.full) for each in (("int4", 0), ("fp8", 3)))
+
+
+@pytest.mark.parametrize(("format", "exact_sinks"), OTHER_PAGES)
+def test_layers_with_other_heads_and_keys_of_earlier_layers(gpu, format: str, exact_sinks: int) -> None:
+    """A window and chunks in some of them, sink logits in all."""
+    layers, windows = ((6, 2, 32, None), (4, 1, 64, None), (6, 2, 32, 0), (8, 1, 64, 1)), (4, None, 3, None)
+    logits = tuple(torch.linspace(-4, 2, heads).half().to(gpu) for heads, *_ in layers)
+    scores = Scores(None, (None, 4, None, None), logits)
+    options = {"format": format, "exact_sinks": exact_sinks, "layers": layers, "spans": ((0, 5), (5, 6))}
+    plain, triton = (
+        take_steps(lambda keys, of=of: of(keys, windows, scores), gpu, **options)
+        for of in (PagedAttention, TritonAttention)
     )
     assert_close(triton, plain)
 
@@ -209,7 +283,7 @@ def test_streams_look_at_their_sinks_with_a_second_query(gpu, format: str, exact
     rotary = Rotary(Rope("default", 10000.0, {}), HEAD_DIM, torch.float16, gpu).exact()
     options = {"format": format, "spans": ((0, 8), (69, 70), (70, 74)), "exact_sinks": exact_sinks, "hidden": (1, 2)}
     plain = take_steps(lambda keys: StreamingAttention(keys, 6, 20, rotary), gpu, **options)
-    assert_close(take_steps(lambda keys: TritonAttention(keys, (20,), 6, rotary), gpu, **options), plain)
+    assert_close(take_steps(lambda keys: TritonAttention(keys, (20,), sinks=6, rotary=rotary), gpu, **options), plain)
     assert (take_steps(lambda keys: PagedAttention(keys, (20,)), gpu, **options) - plain).norm() > 0.01
 
 
@@ -229,22 +303,37 @@ def test_padding_reads_nothing_and_gives_zeros(gpu, form: str, splits: int, wind
     assert (together[2] == 0).all()
 
 
-@pytest.mark.parametrize(("form", "window", "splits"), [("16bit", None, 1), ("fp8", 30, 3), ("int4", None, 2)])
-def test_tokens_of_a_tree_see_their_branch_only(gpu, form: str, window: int | None, splits: int) -> None:
-    """Two sequences of a known token and seven guesses: each row is what it would be at the end of its branch."""
+@pytest.mark.parametrize(
+    ("form", "window", "splits", "scores"),
+    [
+        ("16bit", None, 1, PLAIN_LAYER),
+        ("fp8", 30, 3, PLAIN_LAYER),
+        ("int4", None, 2, PLAIN_LAYER),
+        pytest.param("int4", None, 2, LayerScores(softcap=1.5, chunk=21), marks=pytest.mark.full),
+        pytest.param("16bit", 30, 1, LayerScores(chunk=3), marks=pytest.mark.full),
+    ],
+    ids=str,
+)
+def test_tokens_of_a_tree_see_their_branch_only(gpu, form, window, splits, scores) -> None:
+    """Two sequences of a known token and seven guesses: each row is what it would be at the end of its branch. Chunks
+    of 21 and of 3 tokens end behind the known one and behind guesses."""
     parents, roots = (-1, 0, 1, 0, 3, -1, 5), (61, 20)
     ends = [(root, path) for root in roots for path in ([], *paths(parents))]
     pages, query = Pages((form,) * 2, 2, gpu), normal(16, 6, HEAD_DIM).half()
     blocks = torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(4))[:12].view(2, 6)
     positions = torch.tensor([root + len(path) for root, path in ends])
     bits = torch.tensor(ancestor_bits(parents)).repeat(2)
-    found = pages.attend(query, blocks, positions, window, 64, splits, ancestors=bits)
+    group = AttentionGroup(slice(0, 16), blocks.flatten(), positions, 2, 69, True, bits)
+    bits = group.tree_in(scores.chunk)[1]
+    found = pages.attend(query, blocks, positions, window, 64, splits, ancestors=bits, scores=scores)
     expected = []
     for row, (root, path) in enumerate(ends):
         seen = [*range(root + 1), *(root + 1 + number for number in path)]
         context = [exact[blocks[row // 8]].flatten(0, 1)[seen].unsqueeze(1) for exact in pages.exact]
         at = torch.tensor([len(seen) - 1])
-        expected.append(reference(query[row : row + 1].double(), *context, [torch.arange(len(seen))], at, window))
+        expected.append(
+            reference(query[row : row + 1].double(), *context, [torch.arange(len(seen))], at, window, scores)
+        )
     assert_close(found, torch.cat(expected))
 
 
@@ -269,24 +358,19 @@ def test_splits_fill_the_processors_and_are_never_tiny() -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "dtype", "head_dim", "softcap", "recent", "fact"),
+    ("device", "dtype", "head_dims", "recent", "fact"),
     [
-        ("cuda", torch.bfloat16, 128, None, 0, ""),
-        ("cpu", torch.bfloat16, 128, None, 0, "NVIDIA"),
-        ("cuda", torch.float32, 128, None, 0, "16 bits"),
-        ("cuda", torch.bfloat16, 16, None, 0, "32, 64, 128, 256"),
-        ("cuda", torch.bfloat16, 96, None, 0, "32, 64, 128, 256"),
-        ("cuda", torch.bfloat16, 512, None, 0, "32, 64, 128, 256"),
-        ("cuda", torch.bfloat16, 128, 50.0, 0, "caps no scores"),
-        ("cuda", torch.bfloat16, 128, None, 64, "recent"),
+        ("cuda", torch.bfloat16, (128,), 0, ""),
+        ("cuda", torch.bfloat16, (256, 512), 0, ""),
+        ("cpu", torch.bfloat16, (128,), 0, "NVIDIA"),
+        ("cuda", torch.float32, (128,), 0, "16 bits"),
+        ("cuda", torch.bfloat16, (16,), 0, "32, 64, 128, 256, 512"),
+        ("cuda", torch.bfloat16, (64, 96), 0, "not 96"),
+        ("cuda", torch.bfloat16, (128,), 64, "recent"),
     ],
 )
-def test_refusals_say_why(
-    device: str, dtype: torch.dtype, head_dim: int, softcap: float | None, recent: int, fact: str
-) -> None:
-    mixer = SimpleNamespace(softcap=softcap, sink_logits="", chunk=None)
-    spec = SimpleNamespace(blocks=[SimpleNamespace(mixer=mixer)])
-    config = SimpleNamespace(head_dim=head_dim, has_like_heads=True, spec=spec)
+def test_refusals_say_why(device: str, dtype: torch.dtype, head_dims: tuple[int, ...], recent: int, fact: str) -> None:
+    config = SimpleNamespace(head_dims=head_dims, spec=SimpleNamespace(attentions=()))
     model = SimpleNamespace(device=torch.device(device), dtype=dtype, config=config)
     reason = attention_unsupported_reason(model, SimpleNamespace(kv_cache=SimpleNamespace(residual_length=recent)))
     assert fact in reason

@@ -41,9 +41,7 @@ def written(qkv: PartialSums, scheme: KVCacheScheme, head_norm, cos, sin, slots)
 
     pages = make_pages(scheme, cos.shape[-1], cos.dtype, cos.device)
     with poisoned_allocations():
-        query = qk_norm_rope_kv_write(
-            qkv, head_norm, EPS, cos, sin, slots, layer_pages(pages.memory.tensors, scheme, 1)
-        )
+        query = qk_norm_rope_kv_write(qkv, head_norm, EPS, cos, sin, slots, layer_pages(pages, scheme, 1))
     return query, pages
 
 
