@@ -9,7 +9,7 @@ from typing import Any
 
 from compress.common.errors import CheckpointError
 from compress.models.clamped_gate import ClampedGate
-from compress.models.recurrent import GatedDeltaNet
+from compress.models.recurrent import Recurrent
 from compress.models.router import Router
 from compress.models.spec import MLP, Attention, Block, Linear, Mixture, ModelSpec, Norm, Rope
 from compress.models.stacks import Stack
@@ -406,7 +406,7 @@ def plain_mlp(config: Config, up: str, down: str, activation: str, *, bias: bool
 
 def decoder(
     config: Config,
-    mixers: Sequence[Attention | GatedDeltaNet],
+    mixers: Sequence[Attention | Recurrent],
     mlp: MLP | Mixture | Sequence[MLP | Mixture],
     **options: Any,
 ) -> ModelSpec:

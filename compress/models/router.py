@@ -16,7 +16,8 @@ class Router:
         scores: one score for each expert, perhaps with a bias; stays dense.
         num_chosen: experts of a token.
         activation: from scores to weights; `sparsemixer` is `softmax` among the best (arXiv:2409.12136, appendix).
-        normalizes: the weights of the chosen experts are divided by their sum, or by `least_sum` if that is more.
+        normalizes: the weights of the chosen experts are divided by their sum plus `added_sum`, or by `least_sum` if
+            that is more.
         scale: factor on the weights.
         bias: name of a vector that is added where experts are chosen, not to their weights; "" for none
             (arXiv:2408.15664).
@@ -46,6 +47,7 @@ class Router:
     score_scale: float = 1.0
     expert_scales: str = ""
     num_ranked: int = 2
+    added_sum: float = 0.0
 
     @property
     def vectors(self) -> dict[str, tuple[int, ...]]:

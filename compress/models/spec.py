@@ -14,7 +14,7 @@ from compress.models.state import StateField
 if TYPE_CHECKING:
     from compress.models.block_parts import Beside, LayerInput, LayerInputs, PositionScale
     from compress.models.latent import Latent
-    from compress.models.recurrent import GatedDeltaNet
+    from compress.models.recurrent import Recurrent
     from compress.models.router import Router
 
 
@@ -284,7 +284,7 @@ class Block:
     """
 
     input_norm: Norm | None
-    mixer: Attention | GatedDeltaNet
+    mixer: Attention | Recurrent
     mlp_norm: Norm | None
     mlp: MLP | Mixture
     output_norm: Norm | None = None

@@ -18,6 +18,7 @@ from runtime.backends.latent import LatentHeads
 from runtime.backends.span_attention import soft_cap
 from runtime.backends.state_memory import StepStates
 from runtime.core.model_config import DecoderConfig
+from runtime.model.causal_conv import ConvLayer
 from runtime.model.embedding import Embedding, LayerInputsWeights
 from runtime.model.gated_delta_net import DeltaNet
 from runtime.model.latent import LatentWeights
@@ -90,7 +91,7 @@ class Layer:
     input: LayerInputWeights | None = None
     scalar: Tensor | None = None
     sink_logits: Tensor | None = None
-    recurrent: DeltaNet | None = None
+    recurrent: DeltaNet | ConvLayer | None = None
     latent: LatentWeights | None = None
 
     @property

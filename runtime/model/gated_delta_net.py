@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import accumulate, groupby, islice, pairwise
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch.nn import functional
 from compress.models.recurrent import GatedDeltaNet
 from runtime.backends.base import Linear, NormWeights, Ops
 from runtime.backends.state_memory import StepStates
-from runtime.core.state_rows import StateRows
+from runtime.model.causal_conv import RowGroup, convolve, group_rows
 
 CHUNK = 64
 """Tokens that are computed at once; more take longer, as the work in a chunk grows with its square."""
@@ -67,27 +67,6 @@ def _chunk(x: DeltaInputs, state: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @dataclass(frozen=True, slots=True)
-class RowGroup:
-    """Sequences that follow each other on the token axis and are cut into segments of the same lengths."""
-
-    num_sequences: int
-    lengths: tuple[int, ...]
-
-    @property
-    def num_rows(self) -> int:
-        return self.num_sequences * sum(self.lengths)
-
-
-def group_rows(rows: StateRows) -> list[RowGroup]:
-    """Groups the sequences of a step, in order."""
-    if rows.is_single:
-        return [RowGroup(len(rows.counts), (1,))]
-    lengths = iter(rows.lengths)
-    cuts = (tuple(islice(lengths, count)) for count in rows.counts)
-    return [RowGroup(len(list(alike)), cut) for cut, alike in groupby(cuts)]
-
-
-@dataclass(frozen=True, slots=True)
 class DeltaNet:
     """Weights of one layer, and what computes it.
 
@@ -133,15 +112,15 @@ class DeltaNet:
         """Computes heads `[rows, H, V]` of a group, and windows and matrices behind its segments."""
         mixed, beta, decay = (part.unflatten(0, (group.num_sequences, -1)) for part in (mixed, beta, decay))
         seen = torch.cat((window, mixed), 1)
-        inputs = self._delta_inputs(self._convolve(seen, ops), beta.mT, decay.mT)
-        outputs, windows, matrices = [], [], []
-        for start, stop in pairwise(accumulate(group.lengths, initial=0)):
+        convolved = ops.activate(convolve(seen, self.conv).to(seen.dtype), self.spec.activation)
+        inputs = self._delta_inputs(convolved, beta.mT, decay.mT)
+        outputs, matrices = [], []
+        for start, stop in pairwise((0, *group.stops)):
             output, matrix = delta_rule(inputs.tokens(start, stop), matrix)
             outputs.append(output)
-            windows.append(seen[:, stop : stop + self.spec.kernel - 1])
             matrices.append(matrix)
         heads = torch.cat(outputs, 2).transpose(1, 2).flatten(0, 1)
-        return heads, torch.stack(windows, 1).flatten(0, 1), torch.stack(matrices, 1).flatten(0, 1)
+        return heads, group.windows(seen), torch.stack(matrices, 1).flatten(0, 1)
 
     def _split(self, projected: Tensor) -> tuple[Tensor, Tensor]:
         """Splits projections into what is convolved, `[T, channels]`, and the output gate `[T, heads, V]`."""
@@ -162,14 +141,6 @@ class DeltaNet:
         beta, step = projected.reshape(len(projected), 2, -1).unbind(1)
         step = functional.softplus(step.to(self.decay.dtype) + self.dt_bias)
         return beta.sigmoid().to(self.decay.dtype), self.decay * step
-
-    def _convolve(self, seen: Tensor, ops: Ops) -> Tensor:
-        """Convolves `[B, kernel - 1 + n, channels]`, with the same sums wherever the text is cut."""
-        count = seen.shape[1] - self.spec.kernel + 1
-        convolved = seen[:, :count] * self.conv[0]
-        for shift, weight in enumerate(self.conv[1:], 1):
-            convolved.addcmul_(seen[:, shift : shift + count], weight)
-        return ops.activate(convolved.to(seen.dtype), self.spec.activation)
 
     def _delta_inputs(self, convolved: Tensor, beta: Tensor, decay: Tensor) -> DeltaInputs:
         spec, (batch, count, _) = self.spec, convolved.shape

@@ -21,7 +21,7 @@ from compress.common.errors import CheckpointError, ToolkitError
 from compress.models.block_parts import Beside, LayerInput
 from compress.models.generic import CodeSpec
 from compress.models.latent import Latent
-from compress.models.recurrent import GatedDeltaNet
+from compress.models.recurrent import GatedDeltaNet, Recurrent, ShortConv
 from compress.models.registry import find_family
 from compress.models.spec import CURVE, MLP, Attention, Block, Mixture, Norm
 from compress.models.spec import Linear as LinearSpec
@@ -40,6 +40,7 @@ from runtime.backends.registry import (
     modes,
 )
 from runtime.core.model_config import DecoderConfig, parse_config, read_generation_config
+from runtime.model.causal_conv import ConvLayer
 from runtime.model.decoder import BesideWeights, Decoder, Layer, LayerInputWeights
 from runtime.model.device_files import unpacked_on, unpacks_anywhere
 from runtime.model.embedding import Embedding, LayerInputsWeights, make_embedding
@@ -200,7 +201,7 @@ class _Loader:
         if isinstance(block.mixer, Attention):
             layer = self._with_attention(name, layer, block.mixer)
         else:
-            layer = replace(layer, recurrent=self._delta_net(name, block.mixer))
+            layer = replace(layer, recurrent=self._recurrent(name, block.mixer))
         layer = self._with_mlp(name, layer, block.mlp)
         return replace(
             layer,
@@ -246,6 +247,18 @@ class _Loader:
             self._norm(replace(latent.norm, name=f"{name}.{latent.norm.name}")),
             self._block_norm(name, latent.query_norm),
             None if latent.query is None else self._linear(*_inside(name, (latent.query,))),
+        )
+
+    def _recurrent(self, name: str, mixer: Recurrent) -> DeltaNet | ConvLayer:
+        return self._short_conv(name, mixer) if isinstance(mixer, ShortConv) else self._delta_net(name, mixer)
+
+    def _short_conv(self, name: str, mixer: ShortConv) -> ConvLayer:
+        wide = torch.promote_types(self.target.dtype, torch.float32)
+        return ConvLayer(
+            self._linear(*_inside(name, mixer.qkv)),
+            self._linear(*_inside(name, (mixer.output,))),
+            self._vector(f"{name}.{mixer.conv}", wide).squeeze(1).T.contiguous(),
+            self._vector(f"{name}.{mixer.bias}", wide) if mixer.bias else None,
         )
 
     def _delta_net(self, name: str, mixer: GatedDeltaNet) -> DeltaNet:

@@ -33,7 +33,8 @@ def route(scores: Tensor, router: Router, bias: Tensor | None) -> tuple[Tensor, 
     chosen = ranks.topk(router.num_chosen, -1).indices
     weights = weights.gather(-1, chosen)
     if router.normalizes:
-        weights = weights / weights.sum(-1, keepdim=True).clamp(min=router.least_sum)
+        total = weights.sum(-1, keepdim=True) + router.added_sum
+        weights = weights / total.clamp(min=router.least_sum)
     return weights * router.scale, chosen
 
 

@@ -66,6 +66,14 @@ DELTA_NET = {
     "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
     "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5},
 }
+CONV = {
+    "num_hidden_layers": 3,
+    "block_multiple_of": 32,
+    "conv_bias": True,
+    "conv_L_cache": 4,
+    "head_dim": 24,
+    "layer_types": ["conv", "full_attention", "conv"],
+}
 VARIANTS: dict[str, dict[str, object]] = {
     "mistral": {"sliding_window": 6},
     "phi3": {
@@ -236,6 +244,8 @@ VARIANTS: dict[str, dict[str, object]] = {
         "rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.9, "llama_4_scaling_beta": 0.2},
     },
     "youtu": {**LATENT, "attention_bias": True},
+    "lfm2": CONV,
+    "lfm2_moe": {**CONV, **EXPERTS, "num_dense_layers": 1, "routed_scaling_factor": 2.5},
     "mixtral": {**EXPERTS, "num_local_experts": 8, "sliding_window": 9},
     "olmoe": {**EXPERTS, "attention_bias": True},
     "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 48, "mlp_only_layers": [0]},

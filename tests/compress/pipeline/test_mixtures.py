@@ -74,13 +74,15 @@ def test_blocks_with_single_experts_give_the_logits_of_fused_ones(mixture, famil
             inputs.hidden = run_all(block.module, block.name, inputs, index, CPU)
             release(block.module)
             assert all(parameter.is_meta for parameter in block.module.parameters())
-        fill(skeleton.model.model.norm, "model.norm", files, CPU, torch.float64)
+        last = skeleton.architecture.final_norm
+        norm = skeleton.model.get_submodule(last)
+        fill(norm, last, files, CPU, torch.float64)
         head = skeleton.model.lm_head
         for name in dict(head.named_parameters()):
             stored = "model.embed_tokens.weight" if skeleton.ties_head and name == "weight" else f"lm_head.{name}"
             setattr(head, name, torch.nn.Parameter(files.tensor(stored).double()))
         scaling = getattr(skeleton.model.config, "logits_scaling", 1.0)
-        found = head(skeleton.model.model.norm(inputs.hidden)) / scaling
+        found = head(norm(inputs.hidden)) / scaling
     expected = reference_logits(load_reference(source), TOKENS)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
 

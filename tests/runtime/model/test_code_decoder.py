@@ -198,7 +198,6 @@ REFUSED = {
     "mamba2": UNSERVED["mamba2"],
     "jamba": {},
     "falcon_mamba": {},
-    "lfm2": {"layer_types": ["conv", "full_attention"]},
     "minimax": {},
     "bloom": {},
     "falcon": {},
