@@ -147,8 +147,12 @@ class ExpertWeights(Protocol):
     def down(self) -> Linear: ...
 
 
-ComputeMixture = Callable[[Tensor], Tensor]
-"""A whole mixture: `[T, H] -> [T, H]`."""
+class ComputeMixture(Protocol):
+    """A whole mixture."""
+
+    def __call__(self, x: Tensor, routed: Tensor | None = None) -> Tensor:
+        """Computes `[T, H]` of `x [T, H]`; the router reads `routed [T, H]` if that is given."""
+        ...
 
 
 class MixtureWeights(Protocol):
@@ -166,6 +170,10 @@ class MixtureWeights(Protocol):
     def shared(self) -> ExpertWeights | None: ...
     @property
     def shared_gate(self) -> Tensor | None: ...
+    @property
+    def scores_bias(self) -> Tensor | None: ...
+    @property
+    def expert_scales(self) -> Tensor | None: ...
     @property
     def kernel(self) -> ComputeMixture | None: ...
     @property
@@ -323,7 +331,7 @@ class MixtureKernel:
 
     summary: str
     unsupported_reason: Callable[[Mixture, MixtureWeights, Target], str]
-    prepare: Callable[[MixtureWeights], ComputeMixture]
+    prepare: Callable[[Mixture, MixtureWeights], ComputeMixture]
 
 
 AttentionStep = Callable[[Batch], Attention]

@@ -207,7 +207,7 @@ def choose_mixture(
             continue
         reason = backend.mixture.unsupported_reason(mixture, weights, target)
         if not reason:
-            return Choice(backend.mixture.prepare(weights), "; ".join([backend.mixture.summary, *reasons]))
+            return Choice(backend.mixture.prepare(mixture, weights), "; ".join([backend.mixture.summary, *reasons]))
         reasons.append(f"{backend.name} {reason}")
     return Choice(None, "; ".join(["expert by expert", *reasons]))
 

@@ -112,8 +112,8 @@ class Experts:
         Args:
             routed: `[T, H]`, what the router reads instead of `x`.
         """
-        if self.kernel is not None and routed is None:
-            return self.kernel(x)
+        if self.kernel is not None:
+            return self.kernel(x, routed)
         return self.weighted(x, *self.route(x if routed is None else routed), apply)
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@ from runtime.backends.cpu.layers import (
     prepare_layers,
 )
 from runtime.backends.cpu.linear import DENSE, INT8, MXFP4, PACKED, SPARSE, W4A8, is_fast
-from runtime.backends.cpu.mixture import CpuMixture, mixture_unsupported_reason
+from runtime.backends.cpu.mixture import mixture_unsupported_reason, prepare_mixture
 
 register(
     Backend(
@@ -26,7 +26,7 @@ register(
             "compiled, reads pages as they are", attention_unsupported_reason, make_pages, prepare_attention
         ),
         layers=LayersKernel("all layers in one call", layers_unsupported_reason, prepare_layers),
-        mixture=MixtureKernel("rows by expert, all experts in one call", mixture_unsupported_reason, CpuMixture),
+        mixture=MixtureKernel("rows by expert, all experts in one call", mixture_unsupported_reason, prepare_mixture),
         sampling=CpuSampling(),
     )
 )

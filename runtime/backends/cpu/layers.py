@@ -13,6 +13,7 @@ from torch import Tensor
 from compress.checkpoint.kv_quant import rotate_heads
 from compress.common.errors import ToolkitError
 from compress.cpu.binding import BEST, absence, function, library
+from compress.models.clamped_gate import ClampedGate
 from runtime.backends.base import (
     UNDECIDED,
     AttentionStep,
@@ -26,7 +27,15 @@ from runtime.backends.base import (
 )
 from runtime.backends.cpu.kv_pages import CpuPages, heads_unsupported_reason, pages_unsupported_reason, token_stride
 from runtime.backends.cpu.linear import CpuLinear
-from runtime.backends.cpu.mixture import CpuMixture, ExpertAddresses, Product, product
+from runtime.backends.cpu.mixture import (
+    ACTIVATIONS,
+    Activation,
+    CpuMixture,
+    ExpertAddresses,
+    Product,
+    clamped,
+    product,
+)
 from runtime.backends.fused_layers import latents_unsupported, layers_unsupported
 from runtime.backends.kv_pages import KVCache
 from runtime.backends.span_attention import PLAIN_SCORES, Scores, scores_of
@@ -161,8 +170,18 @@ class _Rotate(ctypes.Structure):
     )
 
 
-class _SiluMultiply(ctypes.Structure):
-    _fields_ = (("rows", c_int64), ("size", c_int64), ("gate_up", c_void_p), ("out", c_void_p))
+class _ActivateMultiply(ctypes.Structure):
+    _fields_ = (
+        ("rows", c_int64),
+        ("size", c_int64),
+        ("gate_up", c_void_p),
+        ("out", c_void_p),
+        ("activation", Activation),
+    )
+
+
+LANES = 16
+"""Numbers that compiled ops take together (`simd.h`)."""
 
 
 def ops_unsupported_reason(config: DecoderConfig, target: Target) -> str:
@@ -172,7 +191,7 @@ def ops_unsupported_reason(config: DecoderConfig, target: Target) -> str:
         return f"takes bfloat16 on CPUs, not {str(dtype).removeprefix('torch.')} on {device.type}"
     if library() is None:
         return absence()
-    if config.hidden_size % 16 or config.intermediate_size % 16:
+    if config.hidden_size % LANES or config.intermediate_size % LANES:
         return f"takes sizes that 16 divides, not {config.hidden_size} and {config.intermediate_size}"
     return heads_unsupported_reason(config)
 
@@ -185,8 +204,8 @@ class CpuOps(TorchOps):
     """
 
     def __init__(self, instruction_set: int = BEST) -> None:
-        self._add_norm, self._rotate, self._silu_and_mul = (
-            function(name, c_void_p, c_int) for name in ("add_rms_norm", "rotate", "silu_and_mul")
+        self._add_norm, self._rotate, self._activate_and_mul = (
+            function(name, c_void_p, c_int) for name in ("add_rms_norm", "rotate", "activate_and_mul")
         )
         self._instruction_set = instruction_set
 
@@ -205,10 +224,24 @@ class CpuOps(TorchOps):
         return heads
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        return self._activate(gate_up, Activation())
+
+    def activate_and_mul(self, gate_up: Tensor, activation: str) -> Tensor:
+        if activation not in ACTIVATIONS or gate_up.shape[-1] % (2 * LANES):
+            return super().activate_and_mul(gate_up, activation)
+        return self._activate(gate_up, Activation(ACTIVATIONS[activation]))
+
+    def clamp_and_mul(self, gate_up: Tensor, gate: ClampedGate) -> Tensor:
+        if gate_up.shape[-1] % (2 * LANES):
+            return super().clamp_and_mul(gate_up, gate)
+        return self._activate(gate_up, clamped(gate))
+
+    def _activate(self, gate_up: Tensor, activation: Activation) -> Tensor:
         rows, width = gate_up.shape
         out = gate_up.new_empty(rows, width // 2)
-        gate_up = gate_up.contiguous()
-        self._run(self._silu_and_mul, _SiluMultiply(rows, width // 2, gate_up.data_ptr(), out.data_ptr()))
+        where = gate_up.contiguous()
+        job = _ActivateMultiply(rows, width // 2, where.data_ptr(), out.data_ptr(), activation)
+        self._run(self._activate_and_mul, job)
         return out
 
     def _run(self, function: Callable[[int, int], int], job: ctypes.Structure) -> None:

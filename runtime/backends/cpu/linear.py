@@ -22,6 +22,7 @@ from compress.checkpoint.weights.mxfp4 import EXPONENT_BIAS, GROUP_SIZE, VALUES,
 from compress.common.errors import SchemeError, ToolkitError
 from compress.cpu.binding import BEST, INSTRUCTION_SETS, absence, best_instruction_set, library
 from runtime.backends.base import DenseKernel, LinearKernel, Target
+from runtime.backends.cpu.huge_pages import empty_words
 
 SPARSE_BITS = 3
 """Per weight: two codes of 4 bits and two places of 2 bits for four of them."""
@@ -128,6 +129,7 @@ class CpuLinear:
         self.activations, self._instruction_set = int(activations), instruction_set
         self._bias = None if bias is None else bias.float().contiguous()
         self._weight = _Weight(out_features=self.out_features, in_features=self.in_features)
+        self._words: Tensor
         self._scale: Tensor | None = None
         self._zero: Tensor | None = None
         if isinstance(weight, IntegerWeight):
@@ -172,6 +174,15 @@ class CpuLinear:
         )
         if status:
             raise ToolkitError(f"a compiled product failed: {ERRORS[status]}", "Use --linear-backend reference")
+
+    @property
+    def num_words(self) -> int:
+        return len(self._words)
+
+    def move_words(self, memory: Tensor) -> None:
+        """Keeps its codes or numbers in `memory`, int32 `[num_words]`, from now on."""
+        self._words = memory.copy_(self._words)
+        self._weight.words = memory.data_ptr()
 
     def rows(self, indices: Tensor, dtype: torch.dtype) -> Tensor:
         """Rows `[T, I]` of the weight, dequantized in `dtype`, for int64 `indices [T]`."""
@@ -246,7 +257,7 @@ def _check_inputs(group: int) -> None:
 
 
 def _empty_words(out_features: int, in_features: int, bits: int) -> Tensor:
-    return torch.empty(padded_features(out_features) * in_features * bits // 32, dtype=torch.int32)
+    return empty_words(padded_features(out_features) * in_features * bits // 32)
 
 
 def _tiled(values: Tensor) -> Tensor:

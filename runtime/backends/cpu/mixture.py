@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from ctypes import c_float, c_int, c_int32, c_int64, c_void_p
 
 import torch
@@ -10,10 +11,11 @@ from torch import Tensor
 
 from compress.common.errors import ToolkitError
 from compress.cpu.binding import BEST, absence, function
-from compress.models.spec import Mixture
+from compress.models.clamped_gate import ClampedGate
+from compress.models.spec import MLP, Mixture
 from runtime.backends.base import ExpertWeights, Linear, MixtureWeights, Target
+from runtime.backends.cpu.huge_pages import empty_words
 from runtime.backends.cpu.linear import TYPES, CpuLinear
-from runtime.backends.fused_layers import is_gated_silu, is_plain_mixture
 
 MOST_EXPERTS = 1024
 
@@ -30,20 +32,39 @@ class ExpertAddresses(ctypes.Structure):
     _fields_ = (("gate_up", Product), ("down", Product))
 
 
+class Activation(ctypes.Structure):
+    """`Activation` of norm_rope_act.h."""
+
+    _fields_ = (("kind", c_int32), ("alpha", c_float), ("limit", c_float))
+
+
+ACTIVATIONS = {"silu": 0, "swish": 0, "gelu_pytorch_tanh": 1}
+CHOICES = {"softmax": 0, "sigmoid": 1, "sparsemixer": 2}
+
+
+def clamped(gate: ClampedGate) -> Activation:
+    return Activation(2, gate.alpha, torch.tensor(gate.limit, dtype=torch.bfloat16).item())
+
+
 class _Mixture(ctypes.Structure):
     """`Mixture` of mixture.h, with its `Router`."""
 
     _fields_ = (
         *((name, c_int64) for name in ("num_experts", "size", "num_chosen", "num_groups", "num_chosen_groups")),
-        *((name, c_int32) for name in ("type", "sigmoid", "normalizes")),
-        ("scale", c_float),
-        ("least_sum", c_float),
-        *((name, c_void_p) for name in ("scores", "bias", "experts", "shared", "shared_gate")),
+        *((name, c_int32) for name in ("type", "choice", "normalizes")),
+        *((name, c_float) for name in ("scale", "least_sum", "margin", "score_scale")),
+        *((name, c_void_p) for name in ("scores", "bias", "scores_bias", "expert_scales")),
+        *((name, c_void_p) for name in ("experts", "shared", "shared_gate")),
+        ("activation", Activation),
+        ("weighs_inputs", c_int32),
     )
 
 
 class CpuMixture:
     """A mixture whose linears are `CpuLinear`, with the bits that they give expert by expert.
+
+    Args:
+        activation: of all experts.
 
     Attributes:
         address: of the C structure, for compiled code that computes whole layers.
@@ -52,15 +73,20 @@ class CpuMixture:
         ValueError: there is no library; by a call, linears of another kind.
     """
 
-    def __init__(self, weights: MixtureWeights, instruction_set: int = BEST) -> None:
-        self._run = function("mixture", c_void_p, c_int64, c_void_p, c_void_p, c_int)
+    def __init__(
+        self, weights: MixtureWeights, instruction_set: int = BEST, activation: Activation | None = None
+    ) -> None:
+        self._run = function("mixture", c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_int)
         self._route = function("mixture_route", c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_int)
         self._instruction_set, router = instruction_set, weights.router
-        tensors = [None if t is None else t.contiguous() for t in (weights.scores, weights.bias, weights.shared_gate)]
+        numbers = weights.bias, weights.scores_bias, weights.expert_scales
+        tensors = [None if t is None else t.float().contiguous() for t in numbers]
+        tensors += [None if t is None else t.contiguous() for t in (weights.scores, weights.shared_gate)]
+        _move_together(weights.experts)
         experts = (ExpertAddresses * len(weights.experts))(*map(_expert, weights.experts))
         shared = None if weights.shared is None else _expert(weights.shared)
         self._kept = weights, tensors, experts, shared  # their memory is what the structure points at
-        scores, bias, gate = (None if t is None else t.data_ptr() for t in tensors)
+        bias, scores_bias, scales, scores, gate = (None if t is None else t.data_ptr() for t in tensors)
         self._mixture = _Mixture(
             num_experts=len(experts),
             size=weights.scores.shape[1],
@@ -68,27 +94,37 @@ class CpuMixture:
             num_groups=router.num_groups,
             num_chosen_groups=router.num_chosen_groups,
             type=TYPES[weights.scores.dtype],
-            sigmoid=router.activation == "sigmoid",
+            choice=CHOICES[router.activation],
             normalizes=router.normalizes,
             scale=router.scale,
             least_sum=router.least_sum,
+            margin=router.margin,
+            score_scale=router.score_scale,
             scores=scores,
             bias=bias,
+            scores_bias=scores_bias,
+            expert_scales=scales,
             experts=ctypes.addressof(experts),
             shared=None if shared is None else ctypes.addressof(shared),
             shared_gate=gate,
+            activation=activation or Activation(),
+            weighs_inputs=router.weighs_inputs,
         )
         self.address = ctypes.addressof(self._mixture)
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, routed: Tensor | None = None) -> Tensor:
         """Computes `[T, H]` of bfloat16 `x [T, H]`; a row of the result depends on its row of x alone.
+
+        Args:
+            routed: `[T, H]`, what the router reads instead of `x`.
 
         Raises:
             ToolkitError: no memory, or not the instruction set that was asked for.
         """
         x = x.contiguous()
-        out = torch.empty_like(x)
-        self._check(self._run(self.address, len(x), x.data_ptr(), out.data_ptr(), self._instruction_set))
+        out, routed = torch.empty_like(x), None if routed is None else routed.contiguous()
+        where = x.data_ptr(), None if routed is None else routed.data_ptr(), out.data_ptr()
+        self._check(self._run(self.address, len(x), *where, self._instruction_set))
         return out
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -105,6 +141,14 @@ class CpuMixture:
             raise ToolkitError(f"a compiled mixture failed: {reason}", "Use --linear-backend reference")
 
 
+def _move_together(experts: Sequence[ExpertWeights]) -> None:
+    """Moves the words of all experts, each too small for huge pages, into one piece of memory."""
+    linears = [linear for each in experts for linear in (each.gate_up, each.down) if isinstance(linear, CpuLinear)]
+    sizes = [linear.num_words for linear in linears]
+    for linear, memory in zip(linears, empty_words(sum(sizes)).split(sizes), strict=True):
+        linear.move_words(memory)
+
+
 def _expert(weights: ExpertWeights) -> ExpertAddresses:
     return ExpertAddresses(product(weights.gate_up), product(weights.down))
 
@@ -116,14 +160,26 @@ def product(linear: Linear) -> Product:
     return Product(linear.address, linear.activations)
 
 
+def prepare_mixture(mixture: Mixture, weights: MixtureWeights) -> CpuMixture:
+    """A mixture that `mixture_unsupported_reason` finds nothing against."""
+    mlp = mixture.mlps[0]
+    activation = Activation(ACTIVATIONS[mlp.activation]) if mlp.clamped is None else clamped(mlp.clamped)
+    return CpuMixture(weights, activation=activation)
+
+
+def _is_compiled(mlp: MLP) -> bool:
+    return mlp.gated and not mlp.curve and (mlp.clamped is not None or mlp.activation in ACTIVATIONS)
+
+
 def mixture_unsupported_reason(mixture: Mixture, weights: MixtureWeights, target: Target) -> str:
     """Why a mixture cannot be computed in C on a target; "" when it can."""
     if target.device.type != "cpu" or target.dtype != torch.bfloat16:
         return "takes bfloat16 on CPUs"
     if absence():
         return f"is not there: {absence()}"
-    if not is_plain_mixture(mixture) or not all(is_gated_silu(mlp) for mlp in mixture.mlps):
-        return "computes experts with gated silu, and plain routers"
+    kinds = {(mlp.activation, mlp.clamped) for mlp in mixture.mlps}
+    if len(kinds) > 1 or not all(map(_is_compiled, mixture.mlps)):
+        return f"computes experts that are all gated by one of {', '.join(ACTIVATIONS)}, or by a clamped gate"
     if len(weights.experts) > MOST_EXPERTS:
         return f"takes at most {MOST_EXPERTS} experts"
     experts = (*weights.experts, *(() if weights.shared is None else (weights.shared,)))

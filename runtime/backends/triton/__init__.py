@@ -22,7 +22,7 @@ from runtime.backends.triton.layers import (
     ops_unsupported_reason,
 )
 from runtime.backends.triton.linear import KERNELS
-from runtime.backends.triton.mixture import TritonMixture, mixture_unsupported_reason
+from runtime.backends.triton.mixture import mixture_unsupported_reason, prepare_mixture
 from runtime.core.batch import Batch
 from runtime.core.memory_plan import MemoryPlan
 
@@ -51,7 +51,7 @@ register(
         "cuda",
         linears=KERNELS,
         ops=OpsKernel("one launch for each step over rows", ops_unsupported_reason, TritonOps),
-        mixture=MixtureKernel("grouped products over all experts", mixture_unsupported_reason, TritonMixture),
+        mixture=MixtureKernel("grouped products over all experts", mixture_unsupported_reason, prepare_mixture),
         attention=AttentionKernel(
             "reads pages as they are", attention_unsupported_reason, make_pages, prepare_attention
         ),

@@ -35,9 +35,9 @@ class TritonMixture:
         self._gate_up = grouped_gemm.GroupedWeight(packed([expert.gate_up for expert in experts]))
         self._down = grouped_gemm.GroupedWeight(packed([expert.down for expert in experts]))
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """Computes `[T, H]` of `x [T, H]`."""
-        weights, chosen = self._weights.route(x)
+    def __call__(self, x: Tensor, routed: Tensor | None = None) -> Tensor:
+        """Computes `[T, H]` of `x [T, H]`; the router reads `routed [T, H]` if that is given."""
+        weights, chosen = self._weights.route(x if routed is None else routed)
         slots, x = self._weights.slots, x.contiguous()
         parts = self._products(x, chosen) if slots is None else self._in_rounds(x, chosen, slots)
         out = torch.bmm(weights.float().unsqueeze(1), parts.float()).squeeze(1).to(x.dtype)
@@ -76,6 +76,11 @@ def packed(linears: Sequence[Linear]) -> list[InterleavedWeight]:
     weights = [each.weight for each in linears if isinstance(each, W4A16Linear) and each.bias is None]
     kinds = {(w.bits, w.group_size, w.zero_points is None, w.shape, w.scales.dtype) for w in weights}
     return weights if len(weights) == len(linears) and len(kinds) == 1 else []
+
+
+def prepare_mixture(mixture: Mixture, weights: MixtureWeights) -> TritonMixture:
+    """A mixture that `mixture_unsupported_reason` finds nothing against."""
+    return TritonMixture(weights)
 
 
 def mixture_unsupported_reason(mixture: Mixture, weights: MixtureWeights, target: Target) -> str:

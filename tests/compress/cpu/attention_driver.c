@@ -99,8 +99,8 @@ static int glue(int set) {
     uint16_t *x = numbers(rows * heads * dim), *norm = numbers(heads * dim), *cos = numbers(rows * dim), *sin = numbers(rows * dim);
     const AddNorm add = {rows, size, hidden, draw(2) ? update : NULL, weight, 1e-5f, out};
     const Rotate turn = {rows, heads, dim, x, heads * dim, draw(2) ? norm : NULL, 1e-5f, cos, sin};
-    const SiluMultiply gate = {rows, size, gate_up, out};
-    const int wrong = add_rms_norm(&add, set) || rotate(&turn, set) || silu_and_mul(&gate, set);
+    const ActivateMultiply gate = {rows, size, gate_up, out, {(int32_t)draw(3), 1.702f, 7}};
+    const int wrong = add_rms_norm(&add, set) || rotate(&turn, set) || activate_and_mul(&gate, set);
     free(hidden), free(update), free(weight), free(gate_up), free(out), free(x), free(norm), free(cos), free(sin);
     return wrong ? FAILED_STATUS : 0;
 }

@@ -68,19 +68,22 @@ static Router draw_router(void) {
     router.num_chosen_groups = 1 + draw(router.num_groups);
     router.num_chosen = 1 + draw(router.num_chosen_groups * in_group);
     router.type = draw(2) ? FLOAT32 : BFLOAT16;
-    router.sigmoid = draw(2), router.normalizes = draw(2);
+    router.choice = (int32_t)draw(3), router.normalizes = draw(2);
+    router.margin = 0.5f, router.score_scale = draw(2) ? 1.0f : 0.75f;
     router.scores = router.type == FLOAT32 ? (void *)floats(router.num_experts * router.size)
                                            : (void *)halves(router.num_experts * router.size);
     router.bias = draw(2) ? floats(router.num_experts) : NULL;
+    router.scores_bias = draw(2) ? floats(router.num_experts) : NULL;
+    router.expert_scales = draw(2) ? floats(router.num_experts) : NULL;
     return router;
 }
 
 static int compare(const Mixture *weights, int64_t rows, const uint16_t *x, int set) {
     const int64_t size = weights->router.size;
     uint16_t *together = exactly(rows * size * 2), *alone = exactly(size * 2), *plain = exactly(rows * size * 2);
-    int wrong = mixture(weights, rows, x, together, set) || mixture(weights, rows, x, plain, SCALAR) ? FAILED_STATUS : 0;
+    int wrong = mixture(weights, rows, x, NULL, together, set) || mixture(weights, rows, x, x, plain, SCALAR);
     for (int64_t row = 0; !wrong && row < rows; row++) {
-        if (mixture(weights, 1, x + row * size, alone, set)) wrong = FAILED_STATUS;
+        if (mixture(weights, 1, x + row * size, NULL, alone, set)) wrong = FAILED_STATUS;
         if (memcmp(alone, together + row * size, (size_t)size * 2)) wrong = FAILED_ROW;
     }
     for (int64_t i = 0; !wrong && i < rows * size; i++) {
@@ -92,7 +95,8 @@ static int compare(const Mixture *weights, int64_t rows, const uint16_t *x, int 
 }
 
 static int run_case(int set) {
-    Mixture weights = {.router = draw_router()};
+    Mixture weights = {.router = draw_router(), .weighs_inputs = draw(2)};
+    weights.activation = (Activation){(int32_t)draw(3), 1.702f, 1.5f};
     const int64_t size = weights.router.size, inner = 32 * (1 + draw(4)), rows = 1 + draw(20);
     const int activations = draw(2) ? ACTIVATIONS_FLOAT : ACTIVATIONS_INT8_GROUP;
     Expert *experts = exactly(weights.router.num_experts * (int64_t)sizeof *experts), shared = {0};
@@ -106,6 +110,7 @@ static int run_case(int set) {
     if (weights.shared) discard(shared.gate_up), discard(shared.down);
     free(experts), free(x), free((void *)weights.shared_gate);
     free((void *)weights.router.scores), free((void *)weights.router.bias);
+    free((void *)weights.router.scores_bias), free((void *)weights.router.expert_scales);
     return wrong;
 }
 

@@ -60,8 +60,7 @@ INLINE Lanes lanes_load_bfloat16(const uint16_t *from) {
 INLINE Lanes lanes_round_bfloat16(Lanes x) {
     WordLanes bits = (WordLanes)x;
     WordLanes rounded = (bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000u;
-    IntLanes is_nan = lanes_negative(0x7f800000 - (IntLanes)(bits & 0x7fffffff));
-    return lanes_select(is_nan, (Lanes)((bits | 0x400000) & 0xffff0000u), (Lanes)rounded);
+    return lanes_select(lanes_nan(x), (Lanes)((bits | 0x400000) & 0xffff0000u), (Lanes)rounded);
 }
 
 INLINE void lanes_store_bfloat16(uint16_t *to, Lanes x) {

@@ -49,6 +49,8 @@ INLINE IntLanes lanes_below(Lanes a, Lanes b) { return lanes_negative((IntLanes)
 
 INLINE Lanes lanes_max(Lanes a, Lanes b) { return lanes_select(lanes_below(a, b), b, a); }
 
+INLINE IntLanes lanes_nan(Lanes x) { return lanes_negative(0x7f800000 - ((IntLanes)x & 0x7fffffff)); }
+
 INLINE Lanes lanes_clamp(Lanes x, float low, float high) {
     x = lanes_max(x, lanes_of(low));
     return lanes_select(lanes_below(lanes_of(high), x), lanes_of(high), x);
@@ -73,6 +75,13 @@ INLINE Lanes lanes_exp(Lanes x) {
     p = p * r + lanes_of(5.0000000e-1f);
     p = p * r * r + r + lanes_of(1.0f);
     return p * (Lanes)((__builtin_convertvector(n, IntLanes) + 127) << 23) + x * lanes_of(0.0f);
+}
+
+/* 1 / (1 + e^-x); e^-|x| cannot overflow. */
+INLINE Lanes lanes_sigmoid(Lanes x) {
+    const IntLanes negative = lanes_negative((IntLanes)x);
+    const Lanes small = lanes_exp(lanes_select(negative, x, -x)), one = lanes_of(1.0f);
+    return lanes_select(negative, small, one) / (one + small);
 }
 
 INLINE float sum_of_lanes(Lanes x) {

@@ -50,10 +50,11 @@ static int attend(const DecoderLayer *layer, LayersStep *step, const Scratch *sc
 
 /* From `normed` to the update. */
 static int run_mlp(const DecoderLayer *layer, LayersStep *step, const Scratch *scratch, int set) {
-    if (layer->mixture != NULL) return mixture(layer->mixture, step->rows, scratch->normed, step->update, set);
-    const SiluMultiply gating = {step->rows, layer->mlp.down.weight->in_features, scratch->gate_up, scratch->gated};
+    if (layer->mixture != NULL) return mixture(layer->mixture, step->rows, scratch->normed, NULL, step->update, set);
+    const int64_t inner = layer->mlp.down.weight->in_features;
+    const ActivateMultiply gating = {step->rows, inner, scratch->gate_up, scratch->gated, {SILU, 0, 0}};
     int failed = multiply(&layer->mlp.gate_up, step, scratch->normed, scratch->gate_up, set);
-    failed = failed || silu_and_mul(&gating, set);
+    failed = failed || activate_and_mul(&gating, set);
     return failed || multiply(&layer->mlp.down, step, scratch->gated, step->update, set);
 }
 

@@ -3,7 +3,6 @@
 #include <stdlib.h>
 
 #include "common/thread_pool.h"
-#include "layers/norm_rope_act.h"
 #include "layers/router.h"
 
 enum { ROWS_PER_CHUNK = 4 };
@@ -12,7 +11,7 @@ enum { ROWS_PER_CHUNK = 4 };
 typedef struct {
     const Mixture *weights;
     int64_t rows, num_places;
-    const uint16_t *x;
+    const uint16_t *x, *routed;
     uint16_t *out;
     int64_t *chosen, *places;      /* [rows, num_chosen]; a place is a row of what is sorted */
     float *shares;                 /* [rows, num_chosen]: weights of the chosen experts */
@@ -34,13 +33,22 @@ INLINE void for_rows(void *context, int64_t chunk, RowTask task) {
 INLINE void route_one(const MixtureCall *call, int64_t row) {
     const Router *router = &call->weights->router;
     const int64_t at = row * router->num_chosen;
-    route_row(router, call->x + row * router->size, call->chosen + at, call->shares + at);
+    route_row(router, call->routed + row * router->size, call->chosen + at, call->shares + at);
 }
 
+/* Copies what an expert reads to its place. */
 INLINE void copy_one(const MixtureCall *call, int64_t row) {
-    const Router *router = &call->weights->router;
-    for (int64_t i = row * router->num_chosen; i < (row + 1) * router->num_chosen; i++)
-        memcpy(call->sorted + call->places[i] * router->size, call->x + row * router->size, (size_t)router->size * 2);
+    const int64_t size = call->weights->router.size, count = call->weights->router.num_chosen;
+    const uint16_t *x = call->x + row * size;
+    for (int64_t at = row * count; at < (row + 1) * count; at++) {
+        uint16_t *to = call->sorted + call->places[at] * size;
+        if (!call->weights->weighs_inputs) {
+            memcpy(to, x, (size_t)size * sizeof *to);
+            continue;
+        }
+        const Lanes weight = lanes_round_bfloat16(lanes_of(call->shares[at]));
+        for (int64_t i = 0; i < size; i += LANES) lanes_store_bfloat16(to + i, lanes_load_bfloat16(x + i) * weight);
+    }
 }
 
 /* Weight of the shared expert, a bfloat16 number. */
@@ -55,11 +63,13 @@ INLINE float shared_weight(const MixtureCall *call, int64_t row) {
 INLINE void combine_one(const MixtureCall *call, int64_t row) {
     const int64_t size = call->weights->router.size, count = call->weights->router.num_chosen;
     const float shared = call->weights->shared_gate ? shared_weight(call, row) : 1.0f;
+    const bool is_weighed = call->weights->weighs_inputs;
     for (int64_t i = 0; i < size; i += LANES) {
         Lanes sum = {0};
         for (int64_t k = row * count; k < (row + 1) * count; k++) {
             const Lanes found = lanes_load_bfloat16(call->sorted + call->places[k] * size + i);
-            sum = lanes_round_bfloat16(sum + lanes_round_bfloat16(found * lanes_of(call->shares[k])));
+            const Lanes weight = lanes_of(is_weighed ? 1.0f : call->shares[k]);
+            sum = lanes_round_bfloat16(sum + lanes_round_bfloat16(found * weight));
         }
         if (call->weights->shared)
             sum += lanes_round_bfloat16(lanes_load_bfloat16(call->shared + row * size + i) * lanes_of(shared));
@@ -117,15 +127,17 @@ static int64_t width(const Expert *expert) { return expert->down.weight->in_feat
 
 static int compute(const MixtureCall *call, int set) {
     const Mixture *weights = call->weights;
-    const SiluMultiply gating = {call->num_places, width(weights->experts), call->gate_up, call->gated};
+    const ActivateMultiply gating = {call->num_places, width(weights->experts), call->gate_up, call->gated,
+                                     weights->activation};
     run_rows(ROUTE[set], call);
     sort_places(call);
     run_rows(copy, call);
     int failed = multiply(call, false, call->sorted, call->gate_up, call->x, call->shared_gate_up, set);
-    failed = failed || silu_and_mul(&gating, set);
+    failed = failed || activate_and_mul(&gating, set);
     if (weights->shared) {
-        const SiluMultiply shared = {call->rows, width(weights->shared), call->shared_gate_up, call->shared_gated};
-        failed = failed || silu_and_mul(&shared, set);
+        const ActivateMultiply shared = {call->rows, width(weights->shared), call->shared_gate_up, call->shared_gated,
+                                         weights->activation};
+        failed = failed || activate_and_mul(&shared, set);
     }
     failed = failed || multiply(call, true, call->gated, call->sorted, call->shared_gated, call->shared, set);
     if (!failed) run_rows(COMBINE[set], call);
@@ -163,17 +175,19 @@ static size_t lay_out(MixtureCall *call, char *memory) {
 int mixture_route(const Mixture *weights, int64_t rows, const uint16_t *x, int64_t *chosen, float *shares,
                   int instruction_set) {
     const int set = resolve_instruction_set(instruction_set);
-    const MixtureCall call = {.weights = weights, .rows = rows, .x = x, .chosen = chosen, .shares = shares};
+    const MixtureCall call = {.weights = weights, .rows = rows, .routed = x, .chosen = chosen, .shares = shares};
     if (set < 0) return -1;
     run_rows(ROUTE[set], &call);
     return 0;
 }
 
-int mixture(const Mixture *weights, int64_t rows, const uint16_t *x, uint16_t *out, int instruction_set) {
+int mixture(const Mixture *weights, int64_t rows, const uint16_t *x, const uint16_t *routed, uint16_t *out,
+            int instruction_set) {
     const int set = resolve_instruction_set(instruction_set);
     if (set < 0) return -1;
     if (rows < 1) return 0;
-    MixtureCall call = {.weights = weights, .rows = rows, .num_places = rows * weights->router.num_chosen, .x = x, .out = out};
+    MixtureCall call = {.weights = weights, .rows = rows, .num_places = rows * weights->router.num_chosen, .x = x};
+    call.routed = routed == NULL ? x : routed, call.out = out;
     char *memory = malloc(lay_out(&call, NULL));
     if (memory == NULL) return -1;
     lay_out(&call, memory);

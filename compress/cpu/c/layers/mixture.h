@@ -5,6 +5,7 @@
 #ifndef NATIVE_MIXTURE_H
 #define NATIVE_MIXTURE_H
 
+#include "layers/norm_rope_act.h"
 #include "linear/linear.h"
 
 enum { MOST_EXPERTS = 1024 };
@@ -14,20 +15,25 @@ typedef struct {
     int64_t activations; /* one of Activations */
 } Product;
 
-/* down(silu(gate) * up) */
+/* down(activation(gate) * up) */
 typedef struct {
     Product gate_up, down;
 } Expert;
+
+typedef enum { SOFTMAX, SIGMOID, SPARSEMIXER } Choice;
 
 typedef struct {
     int64_t num_experts, size;   /* at most MOST_EXPERTS; INPUT_MULTIPLE divides the size of x */
     int64_t num_chosen;          /* of every row, at most the experts of the chosen groups */
     int64_t num_groups, num_chosen_groups; /* groups of at least two experts; 1 and 1 for none */
     int32_t type;                /* of the scores: FLOAT32 or BFLOAT16 */
-    int32_t sigmoid, normalizes; /* sigmoid instead of softmax; weights are divided by their sum, or by `least_sum` */
+    int32_t choice, normalizes;  /* one of Choice; weights are divided by their sum, or by `least_sum` */
     float scale, least_sum;      /* factor on weights */
+    float margin, score_scale;   /* of SPARSEMIXER: how far below the best score others count; factor on scores */
     const void *scores;          /* [num_experts, size] */
     const float *bias;           /* [num_experts], added where experts are chosen; NULL for none */
+    const float *scores_bias;    /* [num_experts], added to scores; NULL for none */
+    const float *expert_scales;  /* [num_experts], factors on weights; NULL for none */
 } Router;
 
 typedef struct {
@@ -35,6 +41,8 @@ typedef struct {
     const Expert *experts;       /* [num_experts], all of the same sizes */
     const Expert *shared;        /* of all rows, or NULL */
     const uint16_t *shared_gate; /* [size]: its product with x is a score whose sigmoid weighs `shared`; NULL for none */
+    Activation activation;       /* of all experts */
+    int32_t weighs_inputs;       /* weights multiply what an expert reads instead of what it gives */
 } Mixture;
 
 /* bfloat16 x [rows, size]: the experts of every row in the order of their numbers, and their weights, both [rows, num_chosen].
@@ -42,7 +50,8 @@ typedef struct {
 EXPORT int mixture_route(const Mixture *weights, int64_t rows, const uint16_t *x, int64_t *chosen, float *shares,
                          int instruction_set);
 
-/* bfloat16 x and out [rows, size]. 0, or less: an instruction set that this machine lacks, or no memory. */
-EXPORT int mixture(const Mixture *weights, int64_t rows, const uint16_t *x, uint16_t *out, int instruction_set);
+/* bfloat16 x and out [rows, size]; the router reads `routed` [rows, size], or x where that is NULL. 0, or less: an instruction set that this machine lacks, or no memory. */
+EXPORT int mixture(const Mixture *weights, int64_t rows, const uint16_t *x, const uint16_t *routed, uint16_t *out,
+                   int instruction_set);
 
 #endif

@@ -1,5 +1,7 @@
 #include "layers/norm_rope_act.h"
 
+#include <float.h>
+
 #include "layers/heads.h"
 #include "common/thread_pool.h"
 
@@ -52,35 +54,67 @@ INLINE void rotate_rows(void *context, int64_t chunk) {
         }
 }
 
-INLINE void silu_and_mul_rows(void *context, int64_t chunk) {
-    const Share *share = context;
-    const SiluMultiply *job = share->job;
-    for (int64_t row = first_row(share, chunk); row < last_row(share, chunk); row++) {
-        const uint16_t *gate = job->gate_up + 2 * row * job->size, *up = gate + job->size;
-        for (int64_t i = 0; i < job->size; i += LANES) {
-            const Lanes x = lanes_load_bfloat16(gate + i), one = lanes_of(1.0f);
-            const IntLanes negative = lanes_negative((IntLanes)x);
-            const Lanes small = lanes_exp(lanes_select(negative, x, -x)); /* e^-|x| cannot overflow */
-            const Lanes silu = x * lanes_select(negative, small, one) / (one + small);
-            lanes_store_bfloat16(job->out + row * job->size + i, lanes_round_bfloat16(silu) * lanes_load_bfloat16(up + i));
-        }
+/* x * sigmoid(y); e^-|y| cannot overflow. */
+INLINE Lanes lanes_gate(Lanes x, Lanes y) {
+    const IntLanes negative = lanes_negative((IntLanes)y);
+    const Lanes small = lanes_exp(lanes_select(negative, y, -y)), one = lanes_of(1.0f);
+    return x * lanes_select(negative, small, one) / (one + small);
+}
+
+/* 0.5 * x * (1 + tanh(y)) is x * sigmoid(2 * y), which is 0 or x beyond 87. */
+INLINE Lanes lanes_gelu_tanh(Lanes x) {
+    const Lanes y = x * (lanes_of(1.5957691f) + x * x * lanes_of(0.071354814f));
+    return lanes_gate(x, lanes_clamp(y, -87.0f, 87.0f));
+}
+
+INLINE Lanes clamp_numbers(Lanes x, float low, float high) {
+    return lanes_select(lanes_nan(x), x, lanes_clamp(x, low, high));
+}
+
+/* Rounded after every operation, as transformers does. */
+INLINE Lanes lanes_clamped_gate(const Activation *activation, Lanes gate, Lanes up) {
+    gate = clamp_numbers(gate, -FLT_MAX, activation->limit);
+    up = clamp_numbers(up, -activation->limit, activation->limit);
+    const Lanes open = lanes_sigmoid(lanes_round_bfloat16(gate * lanes_of(activation->alpha)));
+    return lanes_round_bfloat16(lanes_round_bfloat16(open) * gate) * lanes_round_bfloat16(up + lanes_of(1.0f));
+}
+
+INLINE void activate_and_mul_row(const ActivateMultiply *job, int64_t row, const ActivationKind kind) {
+    const uint16_t *gates = job->gate_up + 2 * row * job->size, *ups = gates + job->size;
+    for (int64_t i = 0; i < job->size; i += LANES) {
+        const Lanes gate = lanes_load_bfloat16(gates + i), up = lanes_load_bfloat16(ups + i);
+        const Lanes found = kind == CLAMPED ? lanes_clamped_gate(&job->activation, gate, up)
+                            : kind == SILU  ? lanes_round_bfloat16(lanes_gate(gate, gate)) * up
+                                            : lanes_round_bfloat16(lanes_gelu_tanh(gate)) * up;
+        lanes_store_bfloat16(job->out + row * job->size + i, found);
     }
+}
+
+INLINE void activate_and_mul_rows(void *context, int64_t chunk) {
+    const Share *share = context;
+    const ActivateMultiply *job = share->job;
+    for (int64_t row = first_row(share, chunk); row < last_row(share, chunk); row++)
+        switch (job->activation.kind) {
+        case SILU: activate_and_mul_row(job, row, SILU); break;
+        case GELU_TANH: activate_and_mul_row(job, row, GELU_TANH); break;
+        default: activate_and_mul_row(job, row, CLAMPED);
+        }
 }
 
 static void add_rms_norm_scalar(void *share, int64_t chunk) { add_rms_norm_rows(share, chunk); }
 static void rotate_scalar(void *share, int64_t chunk) { rotate_rows(share, chunk); }
-static void silu_and_mul_scalar(void *share, int64_t chunk) { silu_and_mul_rows(share, chunk); }
+static void activate_and_mul_scalar(void *share, int64_t chunk) { activate_and_mul_rows(share, chunk); }
 #if ON_X86
 FOR_AVX2 static void add_rms_norm_avx2(void *share, int64_t chunk) { add_rms_norm_rows(share, chunk); }
 FOR_AVX2 static void rotate_avx2(void *share, int64_t chunk) { rotate_rows(share, chunk); }
-FOR_AVX2 static void silu_and_mul_avx2(void *share, int64_t chunk) { silu_and_mul_rows(share, chunk); }
+FOR_AVX2 static void activate_and_mul_avx2(void *share, int64_t chunk) { activate_and_mul_rows(share, chunk); }
 FOR_AVX512 static void add_rms_norm_avx512(void *share, int64_t chunk) { add_rms_norm_rows(share, chunk); }
 FOR_AVX512 static void rotate_avx512(void *share, int64_t chunk) { rotate_rows(share, chunk); }
-FOR_AVX512 static void silu_and_mul_avx512(void *share, int64_t chunk) { silu_and_mul_rows(share, chunk); }
+FOR_AVX512 static void activate_and_mul_avx512(void *share, int64_t chunk) { activate_and_mul_rows(share, chunk); }
 #endif
 static const PoolTask ADD_NORM[NUM_INSTRUCTION_SETS] = BY_SET(add_rms_norm);
 static const PoolTask ROTATE[NUM_INSTRUCTION_SETS] = BY_SET(rotate);
-static const PoolTask SILU_MULTIPLY[NUM_INSTRUCTION_SETS] = BY_SET(silu_and_mul);
+static const PoolTask ACTIVATE_MULTIPLY[NUM_INSTRUCTION_SETS] = BY_SET(activate_and_mul);
 
 int add_rms_norm(const AddNorm *job, int instruction_set) {
     return run(ADD_NORM, job, job->rows, job->size, instruction_set);
@@ -90,6 +124,6 @@ int rotate(const Rotate *job, int instruction_set) {
     return run(ROTATE, job, job->rows, job->heads * job->head_dim, instruction_set);
 }
 
-int silu_and_mul(const SiluMultiply *job, int instruction_set) {
-    return run(SILU_MULTIPLY, job, job->rows, job->size, instruction_set);
+int activate_and_mul(const ActivateMultiply *job, int instruction_set) {
+    return run(ACTIVATE_MULTIPLY, job, job->rows, job->size, instruction_set);
 }

@@ -31,12 +31,22 @@ typedef struct {
 /* x * cos + (x with its halves exchanged) * sin */
 EXPORT int rotate(const Rotate *job, int instruction_set);
 
+typedef enum { SILU, GELU_TANH, CLAMPED } ActivationKind;
+
+/* SILU: gate * sigmoid(gate) * up. GELU_TANH: the approximation of GELU by tanh. CLAMPED: gate * sigmoid(alpha * gate) *
+ * (up + 1), of gates up to the limit and ups of at most that size (arXiv:2508.10925). */
+typedef struct {
+    int32_t kind;
+    float alpha, limit; /* of CLAMPED; the limit is a bfloat16 number */
+} Activation;
+
 typedef struct {
     int64_t rows, size;
     const uint16_t *gate_up; /* [rows, 2 * size] */
-    uint16_t *out;           /* [rows, size]: gate * sigmoid(gate) * up */
-} SiluMultiply;
+    uint16_t *out;           /* [rows, size] */
+    Activation activation;
+} ActivateMultiply;
 
-EXPORT int silu_and_mul(const SiluMultiply *job, int instruction_set);
+EXPORT int activate_and_mul(const ActivateMultiply *job, int instruction_set);
 
 #endif

@@ -16,6 +16,10 @@ INLINE Lanes router_weights(const Router *router, int64_t at) {
                                    : lanes_load_bfloat16((const uint16_t *)router->scores + at);
 }
 
+INLINE float router_round(const Router *router, float x) {
+    return router->type == FLOAT32 ? x : float_of_bfloat16(bfloat16_of(x));
+}
+
 /* Sums of x * weights for `count` experts from the first on, rounded where the weights are bfloat16. */
 INLINE void score_some(const Router *router, const uint16_t *x, int64_t first, const int count, float *scores) {
     Lanes even[SCORED_TOGETHER] = {{0}}, odd[SCORED_TOGETHER] = {{0}};
@@ -29,8 +33,8 @@ INLINE void score_some(const Router *router, const uint16_t *x, int64_t first, c
         }
     }
     for (int e = 0; e < count; e++) {
-        const float sum = sum_of_lanes(even[e] + odd[e]);
-        scores[e] = router->type == FLOAT32 ? sum : float_of_bfloat16(bfloat16_of(sum));
+        const float bias = router->scores_bias ? router->scores_bias[first + e] : 0;
+        scores[e] = router_round(router, sum_of_lanes(even[e] + odd[e]) + bias);
     }
 }
 
@@ -41,22 +45,15 @@ INLINE void score_all(const Router *router, const uint16_t *x, float *scores) {
     for (; e < router->num_experts; e++) score_some(router, x, e, 1, scores + e);
 }
 
-/* 1 / (1 + e^-x); e^-|x| cannot overflow. */
-INLINE Lanes lanes_sigmoid(Lanes x) {
-    const IntLanes negative = lanes_negative((IntLanes)x);
-    const Lanes small = lanes_exp(lanes_select(negative, x, -x)), one = lanes_of(1.0f);
-    return lanes_select(negative, small, one) / (one + small);
-}
-
 /* Scores to weights, in place. The array is padded to whole lanes. */
 INLINE void weigh(const Router *router, float *scores) {
     float highest = scores[0], sum = 0;
     for (int64_t e = 1; e < router->num_experts; e++) highest = scores[e] > highest ? scores[e] : highest;
     for (int64_t e = 0; e < router->num_experts; e += LANES) {
         const Lanes x = lanes_load(scores + e);
-        lanes_store(scores + e, router->sigmoid ? lanes_sigmoid(x) : lanes_exp(x - lanes_of(highest)));
+        lanes_store(scores + e, router->choice == SIGMOID ? lanes_sigmoid(x) : lanes_exp(x - lanes_of(highest)));
     }
-    if (router->sigmoid) return;
+    if (router->choice == SIGMOID) return;
     for (int64_t e = 0; e < router->num_experts; e++) sum += scores[e];
     for (int64_t e = 0; e < router->num_experts; e++) scores[e] /= sum;
 }
@@ -91,11 +88,34 @@ INLINE void insert_expert(int64_t *chosen, float *weights, int64_t count, int64_
     chosen[count] = expert, weights[count] = weight;
 }
 
-/* The chosen experts of one token with their weights, in the order of their numbers. */
-INLINE void route_row(const Router *router, const uint16_t *x, int64_t *chosen, float *weights) {
-    float scores[MOST_EXPERTS] = {0}, ranks[MOST_EXPERTS], sum = 0;
+/* Its share among the experts that are not taken and whose scores come near its own, the best of these. */
+INLINE float share_among_near(const Router *router, const float *scores, const bool *taken, int64_t expert) {
+    const float best = scores[expert];
+    float sum = 0;
+    for (int64_t first = 0; first < router->num_experts; first += LANES) {
+        float powers[LANES];
+        lanes_store(powers, lanes_exp(lanes_load(scores + first) - lanes_of(best)));
+        for (int64_t e = first; e < first + LANES && e < router->num_experts; e++) {
+            const float size = fabsf(scores[e]), far = (best - scores[e]) / (size < best ? best : size);
+            if (!taken[e] && !(far > router->margin)) sum += powers[e - first];
+        }
+    }
+    return 1 / sum;
+}
+
+/* One expert after the other, as arXiv:2409.12136 does without noise. */
+INLINE void mix_sparsely(const Router *router, const float *scores, int64_t *chosen, float *weights) {
     bool taken[MOST_EXPERTS] = {false};
-    score_all(router, x, scores);
+    for (int64_t i = 0; i < router->num_chosen; i++) {
+        const int64_t best = best_of(scores, taken, 0, router->num_experts);
+        insert_expert(chosen, weights, i, best, share_among_near(router, scores, taken, best));
+        taken[best] = true;
+    }
+}
+
+INLINE void choose_best(const Router *router, float *scores, int64_t *chosen, float *weights) {
+    float ranks[MOST_EXPERTS], sum = 0;
+    bool taken[MOST_EXPERTS] = {false};
     weigh(router, scores);
     for (int64_t e = 0; e < router->num_experts; e++) ranks[e] = scores[e] + (router->bias ? router->bias[e] : 0);
     if (router->num_groups > 1) take_other_groups(router, ranks, taken);
@@ -108,6 +128,20 @@ INLINE void route_row(const Router *router, const uint16_t *x, int64_t *chosen, 
     if (sum < router->least_sum) sum = router->least_sum;
     for (int64_t i = 0; i < router->num_chosen; i++)
         weights[i] = (router->normalizes ? weights[i] / sum : weights[i]) * router->scale;
+}
+
+/* The chosen experts of one token with their weights, in the order of their numbers. */
+INLINE void route_row(const Router *router, const uint16_t *x, int64_t *chosen, float *weights) {
+    float scores[MOST_EXPERTS] = {0};
+    score_all(router, x, scores);
+    if (router->score_scale != 1.0f)
+        for (int64_t e = 0; e < router->num_experts; e++) scores[e] = router_round(router, scores[e] * router->score_scale);
+    if (router->choice == SPARSEMIXER)
+        mix_sparsely(router, scores, chosen, weights);
+    else
+        choose_best(router, scores, chosen, weights);
+    if (router->expert_scales)
+        for (int64_t i = 0; i < router->num_chosen; i++) weights[i] *= router->expert_scales[chosen[i]];
 }
 
 #endif

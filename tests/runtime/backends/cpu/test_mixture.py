@@ -10,12 +10,13 @@ from compress.checkpoint.weights import Int
 from compress.checkpoint.weights.integer import IntegerWeight
 from compress.common.errors import ToolkitError
 from compress.cpu.binding import INSTRUCTION_SETS, best_instruction_set, library, set_threads
+from compress.models.clamped_gate import ClampedGate
 from compress.models.router import Router
 from compress.models.spec import MLP, Linear, Mixture
 from runtime.backends.base import Target
 from runtime.backends.cpu.layers import CpuOps
 from runtime.backends.cpu.linear import Activations, CpuLinear
-from runtime.backends.cpu.mixture import CpuMixture
+from runtime.backends.cpu.mixture import ACTIVATIONS, Activation, CpuMixture, clamped
 from runtime.backends.registry import choose_mixture
 from runtime.model.mixture import Expert, Experts, route
 
@@ -30,8 +31,13 @@ ROUTERS = {
     "sigmoid in groups": Router(GATE, 3, "sigmoid", bias="bias", num_groups=5, num_chosen_groups=2, in_float32=True),
     "all": Router(GATE, EXPERTS, "sigmoid"),
     "least sum": Router(GATE, 2, "sigmoid", in_float32=True, least_sum=1.9),
+    "sparse mixer": Router(GATE, 3, "sparsemixer", in_float32=True, margin=0.4),
+    "weighted inputs": Router(GATE, 2, "sigmoid", normalizes=False, weighs_inputs=True),
+    "scaled scores and experts": Router(GATE, 3, in_float32=True, score_scale=0.3, expert_scales="scales"),
+    "biased scores": Router(replace(GATE, bias=True), 3, in_float32=True),
 }
 FORMS = ("w4a16", "w4a16 asymmetric", "w8a16", "w4a8", "bfloat16")
+CLAMPED = ClampedGate(1.702, 1.3)
 TARGET = Target(torch.device("cpu"), torch.bfloat16)
 
 
@@ -77,16 +83,26 @@ class World:
             self.numbers(EXPERTS) * 0.2 if router.bias else None,
             self.expert(SHARED) if shared else None,
             self.numbers(1, SIZE).bfloat16() if gate else None,
+            self.numbers(EXPERTS).bfloat16() if router.expert_scales else None,
+            scores_bias=self.numbers(EXPERTS) if router.scores.bias else None,
         )
 
     def rows(self, count: int) -> Tensor:
         return self.numbers(count, SIZE).bfloat16()
 
 
-def one_by_one(experts: Experts, mixture: CpuMixture, x: Tensor, instruction_set: int = -1) -> Tensor:
+def one_by_one(
+    experts: Experts, mixture: CpuMixture, x: Tensor, instruction_set: int = -1, activation: str = "silu"
+) -> Tensor:
     """Each expert's linears by themselves, for the experts that compiled code chose."""
     ops = CpuOps(instruction_set)
-    return experts.weighted(x, *mixture.route(x), lambda expert, x: expert.down(ops.silu_and_mul(expert.gate_up(x))))
+
+    def apply(expert: Expert, x: Tensor) -> Tensor:
+        gate_up = expert.gate_up(x)
+        found = ops.activate_and_mul(gate_up, activation) if activation else ops.clamp_and_mul(gate_up, CLAMPED)
+        return expert.down(found)
+
+    return experts.weighted(x, *mixture.route(x), apply)
 
 
 @every_set
@@ -95,12 +111,32 @@ def one_by_one(experts: Experts, mixture: CpuMixture, x: Tensor, instruction_set
 def test_same_bits_as_expert_by_expert(form: str, instruction_set: int, shared: bool) -> None:
     world = World(form, instruction_set)
     experts = world.experts(ROUTERS["softmax"], shared)
+    before = experts.experts[3].down(x := world.numbers(4, INNER).bfloat16())
     mixture = CpuMixture(experts, instruction_set)
+    assert torch.equal(experts.experts[3].down(x), before)
     for count in (1, 2, 61):
         x = world.rows(count)
         found = mixture(x)
         assert torch.equal(found, one_by_one(experts, mixture, x, instruction_set))
         assert found.isfinite().all()
+
+
+@every_set
+@pytest.mark.parametrize(
+    ("activation", "router"),
+    [("gelu_pytorch_tanh", "scaled scores and experts"), ("", "biased scores"), ("silu", "weighted inputs")],
+)
+def test_every_activation_has_the_bits_of_ops(activation: str, router: str, instruction_set: int) -> None:
+    world = World("w4a16", instruction_set)
+    experts, x = world.experts(ROUTERS[router], shared=True), world.rows(7)
+    kind = clamped(CLAMPED) if not activation else Activation(ACTIVATIONS[activation])
+    mixture = CpuMixture(experts, instruction_set, kind)
+    assert torch.equal(mixture(x), one_by_one(experts, mixture, x, instruction_set, activation))
+    routed = world.rows(7)
+    weighted = mixture(x, routed)
+    assert torch.equal(weighted[:0], mixture(x[:0], routed[:0]))
+    assert torch.equal(mixture(routed, x)[:2], mixture(routed[:2], x[:2]))
+    assert not torch.equal(weighted, mixture(x))
 
 
 @every_set
@@ -112,7 +148,9 @@ def test_the_router_chooses_and_weighs_as_the_reference(name: str, instruction_s
     scores = x.double() @ experts.scores.double().T
     if not router.in_float32:
         scores = scores.bfloat16().double()
-    expected, places = route(scores, router, experts.bias)
+    exact = scores if experts.scores_bias is None else scores + experts.scores_bias
+    expected, places = route(exact * router.score_scale, router, experts.bias)
+    expected = expected if experts.expert_scales is None else expected * experts.expert_scales[places]
     places, order = places.sort(-1)
     close = (expected.gather(-1, order) - weights).abs() < 1e-5
     assert ((chosen == places) & close).all(-1).float().mean() > 0.9  # equal scores in 16 bits
@@ -180,8 +218,7 @@ def test_what_is_not_compiled_goes_from_expert_to_expert() -> None:
     for refused in (
         choose_mixture(spec(), experts, TARGET, "reference"),
         choose_mixture(spec(), experts, replace(TARGET, dtype=torch.float32)),
-        choose_mixture(spec(activation="gelu"), experts, TARGET),
-        choose_mixture(spec(Router(GATE, 2, "sparsemixer", margin=0.1)), experts, TARGET),
+        choose_mixture(spec(activation="relu"), experts, TARGET),
         choose_mixture(spec(), other, TARGET),
     ):
         assert refused.kernel is None

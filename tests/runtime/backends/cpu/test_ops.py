@@ -5,8 +5,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from compress.cpu.binding import best_instruction_set, library, set_threads
+from compress.models.clamped_gate import ClampedGate
 from compress.models.spec import Rope
 from runtime.backends.base import Target
 from runtime.backends.cpu.layers import CpuOps
@@ -78,6 +80,21 @@ def test_gating(rows: int, size: int, instruction_set: int) -> None:
     assert (found != TorchOps().silu_and_mul(gate_up)).float().mean() < 0.001
 
 
+@pytest.mark.parametrize("instruction_set", SETS)
+@pytest.mark.parametrize("rows", [1, 33])
+def test_other_gates(rows: int, instruction_set: int) -> None:
+    gate_up, ops, clamped = numbers(rows, 2080, spread=5), CpuOps(instruction_set), ClampedGate(1.702, 3.0)
+    gate, up = gate_up.double().chunk(2, -1)
+    found = ops.activate_and_mul(gate_up, "gelu_pytorch_tanh")
+    exact = functional.gelu(gate, approximate="tanh") * up
+    torch.testing.assert_close(found.double(), exact, rtol=0.02, atol=1e-5)
+    assert (found != TorchOps().activate_and_mul(gate_up, "gelu_pytorch_tanh"))[gate > -2].float().mean() < 0.001
+    assert torch.equal(ops.activate_and_mul(gate_up, "relu"), TorchOps().activate_and_mul(gate_up, "relu"))
+    found = ops.clamp_and_mul(gate_up, clamped)
+    torch.testing.assert_close(found.double(), clamped(gate, up), rtol=0.02, atol=0.02)
+    assert (found != TorchOps().clamp_and_mul(gate_up, clamped)).float().mean() < 0.001
+
+
 @pytest.mark.parametrize("rows", [1, 200])
 def test_rows_do_not_depend_on_others_or_on_threads(rows: int) -> None:
     hidden, update, weight = numbers(rows, 512), numbers(rows, 512, seed=1), numbers(512, seed=2)
@@ -97,7 +114,9 @@ def test_what_is_not_finite_stays_so_in_its_row(instruction_set: int) -> None:
     hidden, weight, gate_up = numbers(2, 64), numbers(64), numbers(2, 128)
     hidden[0, 3] = gate_up[0, 3] = torch.nan
     ops = CpuOps(instruction_set)
-    for found in (ops.add_rms_norm(hidden, None, weight, EPS), ops.silu_and_mul(gate_up)):
+    gated = [ops.silu_and_mul(gate_up), ops.activate_and_mul(gate_up, "gelu_pytorch_tanh")]
+    gated += [ops.clamp_and_mul(part, ClampedGate(1.7, 7.0)) for part in (gate_up, gate_up.roll(64, -1))]
+    for found in (ops.add_rms_norm(hidden, None, weight, EPS), *gated):
         assert not bool(found[0].isfinite().all())
         assert bool(found[1].isfinite().all())
 
