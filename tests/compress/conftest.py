@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from shared_store import SharedStore
-from tiny_models import GEMMA4_LAYERS, VARIANTS
+from tiny_models import GEMMA4_LAYERS, VARIANTS, auto_class
 
 from compress.common.cli import demo_model_path
 from compress.pipeline.prepare import RunRequest, prepare
@@ -55,7 +55,7 @@ def build_model(family: str, **options):
         fields = fields | {"vocab_size_per_layer_input": common["vocab_size"]}
     config = transformers.AutoConfig.for_model(family.removesuffix("_biased"), **common | fields | options)
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
+    model = auto_class(config.model_type).from_config(config).float().eval()
     with torch.no_grad():
         for parameter in model.parameters():
             spread = 0.3 if parameter.dim() == 1 else parameter.shape[-1] ** -0.5

@@ -6,42 +6,12 @@ import pytest
 import torch
 from covering import covering
 from runs import compress, same_bytes
-from tiny_models import MIXTURES, VARIANTS, load_reference, put_checkpoint, reference_logits
 
 from compress.checkpoint.config import read_config
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.safetensors import TensorFiles
 from compress.checkpoint.weights import Int, Scheme
 from compress.recipe import QuantizeStage
-from runtime.model.loader import load_model
-from runtime.model.scoring import score
-
-FAMILIES = ["llama_biased", *(family for family in VARIANTS if family not in MIXTURES)]
-
-
-@pytest.mark.parametrize(("family", "method"), covering(FAMILIES, ["awq", "gptq", "rtn"]))
-def test_every_family_and_method_verifies_and_loads_in_transformers(tiny_model, tmp_path, family, method) -> None:
-    from transformers import AutoModelForCausalLM
-
-    source, out = tiny_model(family), tmp_path / "packed"
-    result = compress(source, out, QuantizeStage(method, Int(4, 64)))
-    assert result.structure.ok
-    packed = PackedCheckpoint.open(out)
-    model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.bfloat16)
-    tokens = torch.randint(10, 8000, (2, 40), generator=torch.Generator().manual_seed(3))
-    with torch.no_grad():
-        logits = model(tokens).logits
-    for module in packed.modules:
-        expected = packed.weight(module).dequantize(torch.bfloat16)
-        assert torch.equal(model.get_submodule(module).weight, expected), module
-    expected = reference_logits(put_checkpoint(load_reference(source), packed), tokens)
-    torch.testing.assert_close(score(load_model(out, dtype="float64"), tokens), expected, rtol=0, atol=1e-9)
-    dense = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
-    with torch.no_grad():
-        reference = dense(tokens).logits
-    # Random weights of 4 bits in small blocks: rounding to the nearest leaves 0.86 of Gemma, a wrong tensor nothing.
-    assert torch.nn.functional.cosine_similarity(logits.float().flatten(), reference.float().flatten(), dim=0) > 0.7
-    assert not (tmp_path / "packed.partial").exists()
 
 
 @pytest.mark.parametrize(("bits", "symmetric", "group_size"), covering(range(2, 9), [True, False], [32, None]))

@@ -1,0 +1,68 @@
+"""Every registered family, packed by the main methods, computes what its own dequantized weights compute, here and in
+transformers."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from covering import covering
+from runs import compress
+from tiny_models import MIXTURES, auto_class, compute_in_float64, reference_logits
+from transformers import PreTrainedModel
+
+from compress.checkpoint.config import read_config
+from compress.checkpoint.reader import PackedCheckpoint
+from compress.checkpoint.weights import Int
+from compress.evaluate.scorers import load_dequantized
+from compress.models.registry import known_families
+from compress.recipe import QuantizeStage
+from runtime.model.loader import load_model
+from runtime.model.scoring import score
+
+METHODS = ["awq", "gptq", "rtn"]
+DENSE = ["llama_biased", *sorted(set(known_families()) - MIXTURES)]
+EXPERTS = [
+    pytest.param(family, method, marks=[pytest.mark.full] * ((family, method) != ("qwen2_moe", "awq")))
+    for family in sorted(MIXTURES)
+    for method in METHODS
+]
+FIRST = 10
+"""First token whose logits are compared: transformers zeros the row of the pad token in some models."""
+TOKENS = torch.randint(FIRST, 8000, (2, 40), generator=torch.Generator().manual_seed(3))
+
+
+def load_packed(out: Path, dtype: torch.dtype) -> PreTrainedModel:
+    """Loads as a user of transformers does, with compressed-tensors."""
+    loader = auto_class(read_config(out)["model_type"])
+    return loader.from_pretrained(out, dtype=dtype, experts_implementation="eager").eval()
+
+
+@pytest.mark.parametrize(("family", "method"), [*covering(DENSE, METHODS), *EXPERTS])
+def test_packed_weights_compute_what_dequantized_ones_do(tiny_model, tmp_path: Path, family: str, method: str) -> None:
+    # transformers leaves experts that it decompresses in the dtype of the checkpoint.
+    dtype = torch.float32 if family in MIXTURES else torch.bfloat16
+    source, out = tiny_model(family, dtype), tmp_path / "packed"
+    result = compress(source, out, QuantizeStage(method, Int(4, 16)))
+    assert result.structure.ok
+    assert not result.report["recovered"]
+    assert not (tmp_path / "packed.partial").exists()
+    expected = reference_logits(compute_in_float64(load_dequantized(out, dtype="float64")), TOKENS)
+    served = score(load_model(out, dtype="float64"), TOKENS)
+    expected, served = expected[..., FIRST:], served[..., FIRST:]
+    torch.testing.assert_close(served, expected, rtol=0, atol=1e-9 * float(expected.std() + 1))
+    if not any("transformers reads those" in note for note in result.report["plan"]["notes"]):
+        found = reference_logits(load_packed(out, torch.float32), TOKENS)[..., FIRST:].double()
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-3 * float(expected.std()))
+    # A wrong tensor leaves nothing of random weights.
+    dense = score(load_model(source, dtype="float32"), TOKENS)[..., FIRST:].double()
+    assert torch.nn.functional.cosine_similarity(served.flatten(), dense.flatten(), dim=0) > 0.5
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", DENSE)
+def test_transformers_decompresses_every_linear_to_the_same_numbers(tiny_model, tmp_path: Path, family: str) -> None:
+    compress(tiny_model(family), tmp_path / "packed", QuantizeStage("rtn", Int(4, 16)))
+    packed, model = PackedCheckpoint.open(tmp_path / "packed"), load_packed(tmp_path / "packed", torch.bfloat16)
+    reference_logits(model, TOKENS)
+    for module in packed.modules:
+        assert torch.equal(model.get_submodule(module).weight, packed.values(module, torch.bfloat16)), module
