@@ -20,8 +20,8 @@ def calibration_tokens(folder: Path) -> dict[str, tuple[int, ...]]:
     return {block["block"]: tuple(mixture["tokens"]) for block in blocks for mixture in block.get("experts", ())}
 
 
-def by_popularity(tokens: tuple[int, ...], num_experts: int) -> list[int]:
-    """Returns all experts, those with most tokens first; in their own order where tokens are not known."""
-    if len(tokens) != num_experts:
-        return list(range(num_experts))
-    return sorted(range(num_experts), key=lambda expert: -tokens[expert])
+def popularity(tokens: tuple[int, ...], num_experts: int) -> list[float]:
+    """Returns the share of tokens of each expert; zeros where tokens are not known."""
+    if len(tokens) != num_experts or not sum(tokens):
+        return [0.0] * num_experts
+    return [count / sum(tokens) for count in tokens]

@@ -41,7 +41,7 @@ class ComputeOptions:
         min=1,
         metavar="EXPERTS",
         help="Keep the experts of mixtures in host memory and EXPERTS of each layer on the GPU: first the most popular "
-        "ones of calibration, then the most recently used ones. Default: all experts on the GPU.",
+        "ones of calibration, then the most frequent ones of recent steps. Default: all experts on the GPU.",
     )
     trust_remote_code: bool = option(
         "--trust-remote-code", default=False, help="Run Python files of the model folder. Read them first."

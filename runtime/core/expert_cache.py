@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+
+DECAY = 0.98
+"""Share of an expert's frequency that one step leaves: about the last 50 steps count."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,57 +24,63 @@ class Round:
 
 @dataclass(slots=True)
 class ExpertCache:
-    """Slots of one mixture, of which a missing expert takes the least recently used one.
+    """Slots of one mixture, of which a missing expert takes that of the least frequently chosen one.
 
     Attributes:
         num_slots: experts that lie on the device.
-        popular: experts in the order in which they are worth a slot at first.
-        slots: slot of each expert on the device, the least recently used first.
+        popularity: share of tokens that calibration sent to each expert: its frequency before the first step.
+        frequency: decaying mean over steps of whether each expert was chosen.
+        slots: slot of each expert on the device.
         queries, hits: experts that steps chose, and those of them that lay on the device.
     """
 
     num_slots: int
-    popular: Sequence[int]
+    popularity: Sequence[float]
+    frequency: list[float] = field(default_factory=list)
     slots: dict[int, int] = field(default_factory=dict)
     queries: int = 0
     hits: int = 0
 
     def fill(self) -> Round:
-        """Begins anew with the most popular experts in the slots, the most popular one last to leave."""
-        first = reversed(self.popular[: self.num_slots])
-        self.slots = {expert: slot for slot, expert in enumerate(first)}
+        """Begins anew with the most popular experts in the slots."""
+        self.frequency = list(self.popularity)
+        ranked = sorted(range(len(self.popularity)), key=lambda expert: -self.popularity[expert])
+        self.slots = {expert: slot for slot, expert in enumerate(ranked[: self.num_slots])}
         self.queries = self.hits = 0
         return Round(dict(self.slots), tuple(self.slots))
 
     def rounds(self, wanted: Sequence[int]) -> Iterator[Round]:
         """Yields rounds in which each of these distinct experts lies on the device once, those that do already first.
 
-        A round is valid until the next one is taken.
+        Later rounds take half of the slots, so that frequent experts outlast a prompt that needs all of them. A round
+        is valid until the next one is taken.
         """
-        present, missing = self._look_up(wanted)
+        self._count(wanted)
+        present = [expert for expert in wanted if expert in self.slots]
+        missing = [expert for expert in wanted if expert not in self.slots]
         room = self.num_slots - len(present)
-        if present or missing:
+        if wanted:
             yield self._round([*present, *missing[:room]])
-        for start in range(room, len(missing), self.num_slots):
-            yield self._round(missing[start : start + self.num_slots])
+        step = max(1, self.num_slots // 2)
+        for start in range(room, len(missing), step):
+            yield self._round(missing[start : start + step])
 
     def one_by_one(self, wanted: Sequence[int]) -> Iterator[Round]:
-        """Yields a round for each expert, in the order given."""
-        self._look_up(wanted)
-        for expert in wanted:
-            yield self._round([expert])
+        """Yields a round for each of these distinct experts, in the order given."""
+        self._count(wanted)
+        for place, expert in enumerate(wanted):
+            yield self._round([expert], wanted[place:])
 
-    def _look_up(self, wanted: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Returns experts that lie on the device, which are now the most recently used ones, and those that do not."""
-        present = [expert for expert in wanted if expert in self.slots]
-        for expert in present:
-            self.slots[expert] = self.slots.pop(expert)
-        return present, [expert for expert in wanted if expert not in self.slots]
+    def _count(self, wanted: Collection[int]) -> None:
+        for expert, frequency in enumerate(self.frequency):
+            self.frequency[expert] = DECAY * frequency + (1 - DECAY) * (expert in wanted)
 
-    def _round(self, experts: Sequence[int]) -> Round:
-        """Gives missing experts the slots of the least recently used ones."""
+    def _round(self, experts: Sequence[int], awaited: Collection[int] = ()) -> Round:
+        """Gives missing experts the slots of the least frequent ones, of those that are awaited last."""
         loads = tuple(expert for expert in experts if expert not in self.slots)
         self.queries, self.hits = self.queries + len(experts), self.hits + len(experts) - len(loads)
-        for expert in loads:
-            self.slots[expert] = self.slots.pop(next(iter(self.slots)))
+        others = (expert for expert in self.slots if expert not in experts)
+        leaving = sorted(others, key=lambda expert: (expert in awaited, self.frequency[expert]))
+        for expert, left in zip(loads, leaving, strict=False):
+            self.slots[expert] = self.slots.pop(left)
         return Round({expert: self.slots[expert] for expert in experts}, loads)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from compress.checkpoint.expert_popularity import by_popularity, calibration_tokens
+from compress.checkpoint.expert_popularity import calibration_tokens, popularity
 from compress.common.errors import ToolkitError
 from compress.models.generic import CodeSpec
 from compress.models.spec import ModelSpec
@@ -75,7 +75,7 @@ class ExpertOffload:
                 f"the {count} experts of {block} cannot take each other's slots: their weights or kernels differ",
                 f"{LEAVE_OUT}, or use --linear-backend auto",
             )
-        cache = ExpertCache(self.num_slots, by_popularity(self.tokens.get(block, ()), count))
+        cache = ExpertCache(self.num_slots, popularity(self.tokens.get(block, ()), count))
         return ExpertSlots(experts, cache, self.device)
 
     def describe(self, block: str, count: int) -> str:
