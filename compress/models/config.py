@@ -339,7 +339,7 @@ def mixture(
         options: further fields of `Router`.
 
     Raises:
-        CheckpointError: more experts for a token than there are, or groups of different sizes.
+        CheckpointError: more experts for a token than there are, or than its groups have, or groups of different sizes.
     """
     count = next((positive(config, key) for key in EXPERT_COUNTS if config.get(key) is not None), None)
     if count is None:
@@ -348,6 +348,8 @@ def mixture(
     router = Router(Linear(f"{name}.{scores}", count, positive(config, "hidden_size"), biased), chosen, **options)
     if count % router.num_groups or router.num_chosen_groups > router.num_groups:
         raise CheckpointError(f"{count} experts cannot be chosen from {router.num_groups} groups", "Check config.json")
+    if chosen > (among := count // router.num_groups * router.num_chosen_groups):
+        raise CheckpointError(f"{chosen} experts cannot be chosen among the {among} of a token's groups", "Set fewer")
     named = (gated_mlp(config, bias=biased, name=f"{name}.experts.{i}", size=size, parts=parts) for i in range(count))
     experts = (replace(expert, clamped=clamped) for expert in named)
     return Mixture(router, tuple(experts), shared, shared_gate, name, stacks)

@@ -75,8 +75,9 @@ def test_a_rotation_that_would_break_them_is_refused(source, tmp_path) -> None:
         runs.prepared(change_tensors(source, add_layer), tmp_path / "out", RotateStage(), STAGE)
 
 
-def test_a_layer_of_multi_token_prediction_behind_a_mixture(tiny_model, tmp_path) -> None:
-    source = private_copy(tiny_model("glm4_moe"), tmp_path / "source")
+@pytest.mark.parametrize("family", ["glm4_moe", pytest.param("deepseek_v3", marks=pytest.mark.full)])
+def test_a_layer_of_multi_token_prediction_behind_a_mixture(tiny_model, tmp_path, family) -> None:
+    source = private_copy(tiny_model(family), tmp_path / "source")
     before = load_file(source / "model.safetensors")
     last = {name: 2 * tensor for name, tensor in before.items() if name.startswith("model.layers.2.")}
     further = {name.replace("layers.2.", "layers.3."): tensor for name, tensor in last.items()}

@@ -17,10 +17,10 @@ from tiny_models import (
     reference_logits,
     save_tiny_model,
 )
-from transformers import AutoModelForCausalLM
 
 from compress.checkpoint.config import read_config
 from compress.checkpoint.dequantized import open_source
+from compress.checkpoint.meta_model import auto_class
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.safetensors import TensorFiles
 from compress.checkpoint.weights import Activations, Int, NMSparsity
@@ -179,7 +179,8 @@ def test_experts_of_a_stack_are_written_one_by_one(mixture, family: str, method:
     assert result.structure.ok
     smoothed = [edge["source"] for block in result.report["blocks"] for edge in block["smoothing"]]
     assert any(".experts." in name for name in smoothed) == (method == "awq" and family != "gpt_oss")
-    weights = {name for name in open_source(mixture(family))[0].names() if name.endswith("_proj.weight")}
+    endings = ("_proj.weight", "_proj_with_mqa.weight")
+    weights = {name for name in open_source(mixture(family))[0].names() if name.endswith(endings)}
     assert {name.removesuffix(".weight") for name in weights} == PackedCheckpoint.open(tmp_path / "out").schemes.keys()
     assert any(".experts.7." in name for name in weights)
     export_checkpoint(tmp_path / "out", "dense", tmp_path / "dense")
@@ -194,7 +195,7 @@ def test_experts_of_a_stack_are_written_one_by_one(mixture, family: str, method:
 def test_the_plan_says_where_transformers_reads_no_single_experts(mixture, family: str, tmp_path: Path) -> None:
     result = runs.compress(mixture(family), tmp_path / "out", QuantizeStage("rtn", W4))
     options = {"dtype": torch.float32, "output_loading_info": True}
-    model, loading = AutoModelForCausalLM.from_pretrained(tmp_path / "out", **options)
+    model, loading = auto_class(family).from_pretrained(tmp_path / "out", **options)
     is_noted = any("--format dense" in note for note in result.report["plan"]["notes"])
     assert is_noted == any("experts" in name for name in loading["missing_keys"])
     if not is_noted:

@@ -43,7 +43,7 @@ class OpenBlock:
 
 
 @pytest.mark.parametrize(
-    "family", ["llama", "llama_biased", "mistral", "qwen2", "qwen3", "glm4_moe", "mixtral", "qwen2_moe"]
+    "family", ["llama", "llama_biased", "mistral", "qwen2", "qwen3", "deepseek_v3", "glm4_moe", "mixtral", "qwen2_moe"]
 )
 @torch.no_grad()
 def test_every_edge_of_the_table_folds_exactly(tiny_model, family: str) -> None:

@@ -132,6 +132,8 @@ def test_what_is_refused(tmp_path: Path) -> None:
         described(num_key_value_heads=4)
     with pytest.raises(CheckpointError, match="topk_method"):
         described("deepseek_v2", topk_method="noaux_tc", num_experts_per_tok=2)
+    with pytest.raises(CheckpointError, match=r"3 experts .* the 2 "):
+        described(n_group=4, topk_group=1, n_routed_experts=8, num_experts_per_tok=3)
     folder = save_tiny_model(tmp_path / "model", "youtu", **VARIANTS["youtu"])
     with pytest.raises(ToolkitError):
         small_engine(load_model(folder), attention_window=16, attention_sinks=4)
