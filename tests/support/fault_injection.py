@@ -32,5 +32,7 @@ class FaultInjection:
                 scheduler.preempt(sequence)
         if self._random.random() < self._evict:
             scheduler.pool.evict(self._random.randint(1, scheduler.pool.num_blocks))
+            if scheduler.states is not None and scheduler.states.pool.num_free:
+                scheduler.states.pool.release(scheduler.states.pool.allocate())
         aborted = [name for name in engine.output_processor.ids() if self._random.random() < self._abort]
         return [delta for name in aborted for delta in engine.abort(name)]

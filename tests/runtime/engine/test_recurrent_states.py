@@ -105,16 +105,20 @@ def test_drafts_take_slots_that_nothing_else_needs() -> None:
     assert engine.metrics.spec_decode_num_accepted_tokens_total > 0
 
 
-def test_sequences_wait_for_slots() -> None:
-    engine = fake_engine(2)
-    names = [engine.add_request([number, 2, 3], SamplingParams(max_tokens=9, seed=0)) for number in range(5)]
+@pytest.mark.parametrize("num_slots", [1, 2, 3, 4])
+def test_sequences_wait_for_slots(num_slots: int) -> None:
+    """All of them could continue from one state, which takes a slot beside theirs."""
+    engine = fake_engine(num_slots)
+    prompts = [[7] * 9 + [number] for number in range(5)]
+    answer(engine, prompts[0])
+    names = [engine.add_request(prompt, SamplingParams(max_tokens=9, seed=0)) for prompt in prompts]
     found: dict[str, list[int]] = {name: [] for name in names}
     while engine.has_work:
         for delta in engine.step():
             found[delta.request_id] += delta.token_ids
-        assert len(engine.scheduler.running) <= 2
+        assert len(engine.scheduler.running) <= num_slots
         engine.scheduler.check()
-    assert list(found.values()) == [expected_tokens([number, 2, 3], 9) for number in range(5)]
+    assert list(found.values()) == [expected_tokens(prompt, 9) for prompt in prompts]
 
 
 @pytest.fixture(scope="module")
