@@ -1,11 +1,11 @@
 import pytest
-from tiny_models import SIZES, save_tiny_model
+from tiny_models import DELTA_NET, SIZES, save_tiny_model
 
 from compress.common.device import format_bytes
 from compress.common.errors import ToolkitError
 from runtime.core.config import RuntimeConfig
 from runtime.core.model_config import parse_config
-from runtime.memory.plan import explain, plan_memory
+from runtime.memory.plan import estimate, explain, plan_memory
 from runtime.model.loader import load_model
 from runtime.runner.runner import build_runner
 
@@ -178,3 +178,43 @@ def test_exact_tokens_are_part_of_the_memory() -> None:
     assert any(line.startswith("exact ") for line in explain(found))
     with pytest.raises(ToolkitError, match=r"37 exact.*8 sequences"):
         plan(kv_memory_bytes=found.exact.nbytes, **options)
+
+
+HYBRID = parse_config({"model_type": "qwen3_5_text", **SIZES, **DELTA_NET})
+STATE_BYTES = 3 * (2 * (2 * 2 * 12 + 4 * 16) * 2 + 4 * 12 * 16 * 4)
+"""Three layers: two inputs of the convolution in two bytes each, and a matrix for each head in float32."""
+
+
+def hybrid_plan(**options):
+    return plan_memory(HYBRID, 1000, 2, RuntimeConfig(**options))
+
+
+def test_states_take_their_share_of_the_memory():
+    found = hybrid_plan(kv_memory_bytes=20 * STATE_BYTES)
+    assert (found.states.num_slots, found.states.slot_bytes) == (10, STATE_BYTES)
+    assert found.kv_bytes <= 10 * STATE_BYTES < found.kv_bytes + found.block_size * found.token_bytes
+    assert found.pool_bytes == found.kv_bytes + found.states.nbytes
+    assert any(line.startswith("states ") and " 10 " in line for line in explain(found))
+    wished = hybrid_plan(kv_memory_bytes=20 * STATE_BYTES, state_memory_bytes=5 * STATE_BYTES)
+    assert wished.states.num_slots == 5
+    assert wished.num_blocks > found.num_blocks
+
+
+def test_no_more_states_than_a_schedule_can_fill():
+    found = hybrid_plan(max_num_seqs=3, speculative_model="ngram", num_speculative_tokens=2)
+    assert found.states.num_slots == 3 * (1 + 2) + found.num_blocks
+
+
+def test_memory_for_no_state_is_refused():
+    with pytest.raises(ToolkitError, match="--state-memory"):
+        hybrid_plan(kv_memory_bytes=2 * STATE_BYTES - 1)
+    assert not plan(kv_memory_bytes=2**20).states.num_slots
+
+
+def test_what_fits_beside_weights_counts_states():
+    """The pool that uses all of the room holds as many slots, and sequences that cannot have one do not run."""
+    capacity = estimate(HYBRID, RuntimeConfig(), "bfloat16", 1000, 2**30)
+    assert capacity.room * 0.99 < capacity.kv_bytes + capacity.tokens * capacity.token_bytes / capacity.num_layers
+    served = hybrid_plan(kv_memory_bytes=capacity.kv_bytes, max_num_seqs=10**6)
+    assert abs(served.states.num_slots - capacity.states.num_slots) <= 1
+    assert capacity.concurrency(16) == capacity.states.num_slots
