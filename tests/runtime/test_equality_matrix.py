@@ -1,14 +1,17 @@
 """The whole matrix, over HTTP in float64: nothing that only makes serving faster may change a token.
 
-{demo model, demo mixture} x {prefix cache} x {chunk sizes} x {ample / scarce blocks} x {no speculation, n-gram, draft
-model, two self-drafts}, and in each of these engines, all at the same time, {n = 1, 3} x {greedy, seeded} x {whole /
-streamed}: 960 cells. Every answer must be the one of a plain engine that serves one request at a time. At every run
-come engines that show every setting and both models; the others are in the full tier.
+{four models} x {prefix cache} x {chunk sizes} x {ample / scarce blocks} x {no speculation, n-gram, draft model, two
+self-drafts}, and in each of these engines, all at the same time, {n = 1, 3} x {greedy, seeded} x {whole / streamed}:
+1,920 cells. Every answer must be the one of a plain engine that serves one request at a time. At every run come engines
+that show every setting, with each tiny model, and one with the demo model; the others are in the full tier.
 """
 
 import asyncio
 import itertools
+import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +20,10 @@ import pytest
 from covering import covering
 from engines import small_engine
 from servers import events
+from shared_store import SharedStore
+from tiny_models import VARIANTS, save_tiny_model
 
-from compress.common.cli import BUNDLED, bundled_path
+from compress.common.cli import BUNDLED, bundled_path, demo_model_path
 from runtime.engine.engine import Engine
 from runtime.engine.engine_thread import EngineThread
 from runtime.model.decoder import Decoder
@@ -32,6 +37,9 @@ PROMPTS = (SYSTEM + "The river was", SYSTEM + "The city was", "the cat and the d
 SAMPLINGS = ({"temperature": 0}, {"temperature": 0.8, "seed": 7})
 FIXED = {"model": "demo", "max_tokens": 14, "logprobs": 0}
 
+TRAINED = tuple(BUNDLED)
+TINY = ("llama", "qwen3_moe")
+"""Families of random weights: an MLP, a mixture of experts."""
 CACHES = (True, False)
 CHUNKS = (7, 64, 512)
 BLOCKS = (400, 18)
@@ -47,11 +55,33 @@ class Model:
     decoder: Decoder
     tokenizer: Tokenizer
 
+    @cached_property
+    def expected(self) -> list[Answer]:
+        """One request at a time, nothing shared, nothing guessed, every prompt in one piece."""
+        engine = build_engine(self, num_blocks=400, prefix_caching=False, prefill_chunk=512)
+        whole = asyncio.run(serve(engine, [body for body in bodies() if not body["stream"]], together=False))
+        answers = [answer for answer in whole for _ in ("whole", "streamed")]
+        distinct = {tokens for answer in answers for _, tokens, _ in answer}
+        # For each prompt three seeded answers, of which the first is also that of n = 1; greedy ones may coincide.
+        assert len(distinct) > len(PROMPTS) * 3
+        return answers
 
-@pytest.fixture(scope="module", params=BUNDLED)
-def model(request: pytest.FixtureRequest) -> Model:
-    folder = bundled_path(request.param)
-    return Model(folder, load_model(folder, device="cpu", dtype="float64"), Tokenizer.open(folder))
+
+@pytest.fixture(scope="module")
+def model_of(shared_store: SharedStore) -> Callable[[str], Model]:
+    @cache
+    def load(name: str) -> Model:
+        tiny = name in TINY
+        folder = shared_store.folder("matrix", name, partial(write_tiny, name)) if tiny else bundled_path(name)
+        return Model(folder, load_model(folder, device="cpu", dtype="float64"), Tokenizer.open(folder))
+
+    return load
+
+
+def write_tiny(family: str, folder: Path) -> None:
+    save_tiny_model(folder, family, **VARIANTS.get(family, {}) | {"vocab_size": 8192, "num_hidden_layers": 3})
+    for file in demo_model_path().glob("tokenizer*"):
+        shutil.copy(file, folder)
 
 
 def bodies() -> list[dict[str, Any]]:
@@ -93,35 +123,33 @@ async def ask(client: httpx.AsyncClient, body: dict[str, Any]) -> Answer:
     return answer
 
 
-@pytest.fixture(scope="module")
-def expected(model: Model) -> list[Answer]:
-    """One request at a time, nothing shared, nothing guessed, every prompt in one piece."""
-    engine = build_engine(model, num_blocks=400, prefix_caching=False, prefill_chunk=512)
-    whole = asyncio.run(serve(engine, [body for body in bodies() if not body["stream"]], together=False))
-    answers = [answer for answer in whole for _ in ("whole", "streamed")]
-    distinct = {tokens for answer in answers for _, tokens, _ in answer}
-    # For each prompt three seeded answers, of which the first is also that of n = 1; greedy ones may coincide.
-    assert len(distinct) > len(PROMPTS) * 3
-    return answers
+def cells() -> list[Any]:
+    """All settings with all models. Those of the quick tier come with the tiny models."""
+    settings = covering(SPECULATION, BLOCKS, CHUNKS, CACHES)
+    tiny = [pytest.param(name, *cell.values, marks=cell.marks) for name in TINY for cell in settings]
+    trained = [pytest.param(name, *cell.values, marks=pytest.mark.full) for name in TRAINED for cell in settings]
+    trained[0] = pytest.param(*trained[0].values)
+    return tiny + trained
 
 
-@pytest.mark.parametrize(("speculate", "num_blocks", "chunk", "cache"), covering(SPECULATION, BLOCKS, CHUNKS, CACHES))
+@pytest.mark.parametrize(("name", "speculate", "num_blocks", "chunk", "caching"), cells())
 def test_every_cell_gives_the_same_tokens(
-    model: Model,
-    expected: list[Answer],
+    model_of: Callable[[str], Model],
+    name: str,
     speculate: str,
     num_blocks: int,
     chunk: int,
-    cache: bool,
+    caching: bool,
 ) -> None:
     options = {"speculative_model": speculate, "num_blocks": num_blocks, "prefill_chunk": chunk}
-    engine = build_engine(model, prefix_caching=cache, **options)
+    model = model_of(name)
+    engine = build_engine(model, prefix_caching=caching, **options)
     found = asyncio.run(serve(engine, bodies(), together=True))
-    assert found == expected
+    assert found == model.expected
     stats, pool = engine.scheduler.stats, engine.scheduler.pool
     engine.scheduler.check()
     assert pool.num_free == pool.num_blocks
     # The cell was what its name says.
     assert (stats.num_preemptions + pool.num_evictions > 0) == (num_blocks == min(BLOCKS))
-    assert stats.num_prefix_hits > 0 if cache else stats.num_prefix_hits == 0
+    assert stats.num_prefix_hits > 0 if caching else stats.num_prefix_hits == 0
     assert (engine.metrics.spec_decode_num_draft_tokens_total > 0) == bool(speculate)
