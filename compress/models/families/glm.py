@@ -1,5 +1,5 @@
-"""GLM-4 (arXiv:2406.12793), in which half of the channels rotate, in neighboring pairs, and norms stand on both sides
-of attention and MLP; and the mixtures GLM-4.5 to 4.7 (arXiv:2508.06471), of which Flash has latent attention."""
+"""GLM-4 (arXiv:2406.12793), in which half of the channels rotate, in neighboring pairs, and later norms stand on both
+sides of attention and MLP; and the mixtures GLM-4.5 to 4.7 (arXiv:2508.06471), of which Flash has latent attention."""
 
 from __future__ import annotations
 
@@ -20,28 +20,30 @@ from compress.models.config import (
 )
 from compress.models.latent import latent_attention
 from compress.models.registry import register
-from compress.models.spec import ModelSpec
+from compress.models.spec import ModelSpec, Norm
+
+DEFAULTS = {"rms_norm_eps": 1.5625e-7, "head_dim": 128, "num_key_value_heads": 2, "partial_rotary_factor": 0.5}
+
+
+@register("glm")
+def glm(config: Config) -> ModelSpec:
+    """Describes the first GLM-4."""
+    return _dense({**DEFAULTS, **config})
 
 
 @register("glm4")
 def glm4(config: Config) -> ModelSpec:
-    """Describes a GLM-4; biases of queries, keys and values are the default."""
-    config = {
-        "rms_norm_eps": 1.5625e-7,
-        "head_dim": 128,
-        "num_key_value_heads": 2,
-        "partial_rotary_factor": 0.5,
-        **config,
-    }
+    """Describes a GLM-4 of 2025, which normalizes what attention and MLP add as well."""
+    config = {**DEFAULTS, **config}
+    after = norm(config, "post_self_attn_layernorm"), norm(config, "post_mlp_layernorm")
+    return _dense(config, output_norm=after[0], mlp_output_norm=after[1])
+
+
+def _dense(config: Config, **norms: Norm) -> ModelSpec:
+    """Describes a dense model; biases of queries, keys and values are the default."""
     bias, rotary = flag(config, "attention_bias", True), rope(config, knows_partial=True, interleaved=True)
     mixer = attention(config, qkv_bias=bias, rope=rotary)
-    return decoder(
-        config,
-        [mixer] * num_layers(config),
-        gated_mlp(config, fused=True),
-        output_norm=norm(config, "post_self_attn_layernorm"),
-        mlp_output_norm=norm(config, "post_mlp_layernorm"),
-    )
+    return decoder(config, [mixer] * num_layers(config), gated_mlp(config, fused=True), **norms)
 
 
 @register("glm4_moe")
