@@ -117,18 +117,21 @@ NAMES = tuple(CONTENDERS)
 
 
 def prepare(work: Path, shape: str, names: Sequence[str]) -> dict[str, Path]:
-    """The models: dense, packed with a 4-bit body and an 8-bit head, and as GGUF."""
+    """Writes the models that are not there: dense, packed with a 4-bit body and an 8-bit head, and as GGUF."""
     from benchmarking.models import SHAPES, compress, write_gguf, write_model
     from compress.checkpoint.weights import Int
     from compress.recipe import HEAD_TARGET, CalibrationOptions, QuantizeStage
 
-    dense = work / "dense"
-    write_model(dense, SHAPES[shape])
+    dense, packed, gguf = (work / name for name in ("dense", "packed", "model.gguf"))
+    work.mkdir(parents=True, exist_ok=True)
+    if not dense.exists():
+        write_model(dense, SHAPES[shape])
     stages = [QuantizeStage("rtn", Int(4, 128)), QuantizeStage("rtn", Int(8, 128), targets=(HEAD_TARGET,))]
-    compress(dense, work / "packed", stages, CalibrationOptions())
-    if NAMES[0] in names:
-        write_gguf(work / "model.gguf", SHAPES[shape])
-    return {"dense": dense, "packed": work / "packed", "gguf": work / "model.gguf"}
+    if not packed.exists():
+        compress(dense, packed, stages, CalibrationOptions())
+    if NAMES[0] in names and not gguf.exists():
+        write_gguf(gguf, SHAPES[shape])
+    return {"dense": dense, "packed": packed, "gguf": gguf}
 
 
 def load(name: str, models: dict[str, Path], threads: int) -> Loaded:
@@ -175,6 +178,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=32, help="of a decode alone; eight sequences take half of them")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--busy", type=int, default=0, help="processes that compute beside the contenders")
+    parser.add_argument("--work", type=Path, help="keep the models in a folder here, and use what is there of them")
     parser.add_argument("--json", type=Path, help="write every timing here")
 
 
@@ -188,8 +192,9 @@ def run(options: argparse.Namespace) -> int:
     console = Console(width=160, highlight=False)
     facts = in_own_process(environment) | {"threads": options.threads, "competing": options.busy}
     timings: dict[tuple[str, str], list[Timing]] = {}
-    with tempfile.TemporaryDirectory() as work:
-        models = in_own_process(prepare, Path(work), options.shape, options.contenders)
+    with tempfile.TemporaryDirectory() as temporary:
+        work = (options.work or Path(temporary)) / options.shape
+        models = in_own_process(prepare, work, options.shape, options.contenders)
         facts["load at the start"] = f"{os.getloadavg()[0]:.1f}"
         console.print(describe(facts))
         running = {name: load(name, models, options.threads) for name in options.contenders}
