@@ -7,7 +7,7 @@ import pytest
 import torch
 from engines import answer_all, small_engine
 from safetensors.torch import load_file, save_file
-from tiny_models import VARIANTS, load_reference, pack_model, reference_logits, save_tiny_model
+from tiny_models import GEMMA4_EXPERTS, VARIANTS, load_reference, pack_model, reference_logits, save_tiny_model
 from torch import Tensor
 
 from compress.checkpoint.config import ModelConfig, read_config, write_config
@@ -83,6 +83,20 @@ def test_whole_layers_in_one_call_answer_as_alone(family: str, tmp_path: Path) -
     together = answer_all(small_engine(decoder, **limits), requests, gap=1)
     for request in requests:
         assert together[request[0], 0] == answer_all(small_engine(decoder, **limits), [request])[request[0], 0]
+
+
+@pytest.mark.full
+@pytest.mark.skipif(library() is None, reason="the CPU kernels are not compiled")
+@pytest.mark.parametrize("family", ["gemma4_text", "gpt_oss", "llama4_text", "phimoe"])
+def test_compiled_mixtures_come_as_near_as_plain_torch(family: str, tmp_path: Path) -> None:
+    folder = save_tiny_model(
+        tmp_path / "model", family, **(GEMMA4_EXPERTS if family == "gemma4_text" else VARIANTS[family])
+    )
+    compiled, plain = (load_model(folder, dtype="bfloat16", kernels=kernels) for kernels in ("auto", "reference"))
+    assert any("all experts in one call" in line for line in compiled.description)
+    exact = score(load_model(folder, dtype="float64"), TOKENS)
+    error, usual = ((score(model, TOKENS) - exact).square().mean().sqrt() for model in (compiled, plain))
+    assert error < 1.3 * usual
 
 
 def test_mxfp4_experts_are_served_as_published(tmp_path: Path) -> None:

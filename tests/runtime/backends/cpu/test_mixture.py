@@ -1,5 +1,6 @@
 """Mixtures in one compiled call: the bits of the C linears expert by expert; rows depend on themselves alone."""
 
+import gc
 from dataclasses import replace
 
 import pytest
@@ -14,6 +15,7 @@ from compress.models.clamped_gate import ClampedGate
 from compress.models.router import Router
 from compress.models.spec import MLP, Linear, Mixture
 from runtime.backends.base import Target
+from runtime.backends.cpu.huge_pages import HUGE_PAGE, empty_words
 from runtime.backends.cpu.layers import CpuOps
 from runtime.backends.cpu.linear import Activations, CpuLinear
 from runtime.backends.cpu.mixture import ACTIVATIONS, Activation, CpuMixture, clamped
@@ -223,6 +225,15 @@ def test_what_is_not_compiled_goes_from_expert_to_expert() -> None:
     ):
         assert refused.kernel is None
         assert refused.reason
+
+
+def test_memory_in_huge_pages_lives_as_long_as_its_parts() -> None:
+    count = HUGE_PAGE // 4 + 5
+    part = empty_words(count).fill_(7)[-10:]
+    gc.collect()
+    assert part.tolist() == [7] * 10
+    assert empty_words(count).shape == (count,)
+    assert empty_words(3).shape == (3,)
 
 
 def test_a_missing_instruction_set_is_an_error() -> None:
