@@ -449,6 +449,12 @@ def find_model_window(model: DecoderConfig, config: RuntimeConfig) -> AttentionW
         )
     if config.attention_sinks and (reason := model.sinks_unsupported_reason):
         raise ToolkitError(f"attention sinks do not fit this model: {reason}", "Leave out --attention-sinks")
+    if config.attention_window is not None and any(model.chunks):
+        # A block that slid out of the window would move the places where chunks begin.
+        raise ToolkitError(
+            f"an attention window does not fit this model, which attends in chunks of {max(filter(None, model.chunks))}",
+            "Leave out --attention-window",
+        )
     return resolve_attention_window(
         model.windows, model.context_length, config.attention_window, config.attention_sinks
     )

@@ -103,10 +103,19 @@ def test_needs_no_torch():
 
 
 @pytest.mark.parametrize(
-    "family", ["smollm3", "gemma3_text", "hunyuan_v1_dense", "ministral3", "gpt_oss", "llama4_text"]
+    ("family", "takes_window"),
+    [
+        *((family, True) for family in ("smollm3", "gemma3_text", "hunyuan_v1_dense", "ministral3", "gpt_oss")),
+        ("llama4_text", False),
+    ],
 )
-def test_queries_of_some_families_cannot_be_moved(family):
+def test_queries_of_some_families_cannot_be_moved(family, takes_window):
+    """Nor can chunks of tokens be counted from a block that is not the first."""
     config = parse_config({"model_type": family, **SIZES, **VARIANTS[family]})
     with pytest.raises(ToolkitError, match="--attention-sinks"):
         find_model_window(config, RuntimeConfig(attention_window=6, attention_sinks=2))
-    assert find_model_window(config, RuntimeConfig(attention_window=6)).window == 6
+    if takes_window:
+        assert find_model_window(config, RuntimeConfig(attention_window=6)).window == 6
+    else:
+        with pytest.raises(ToolkitError, match="--attention-window"):
+            find_model_window(config, RuntimeConfig(attention_window=6))
