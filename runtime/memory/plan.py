@@ -452,7 +452,7 @@ def find_model_window(model: DecoderConfig, config: RuntimeConfig) -> AttentionW
     if config.attention_window is not None and any(model.chunks):
         # A block that slid out of the window would move the places where chunks begin.
         raise ToolkitError(
-            f"an attention window does not fit this model, which attends in chunks of {max(filter(None, model.chunks))}",
+            f"an attention window does not fit a model with chunks of {max(filter(None, model.chunks))} tokens",
             "Leave out --attention-window",
         )
     return resolve_attention_window(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from ctypes import c_float, c_int, c_int64, c_void_p
 
 import torch
@@ -141,15 +141,7 @@ class CpuPages:
         self.sources = config.kv_sources
         self.bits = {"keys": _BITS[scheme.key_format], "values": _BITS[scheme.value_format]}
         kinds = layers_by_shape(config)
-        fields: dict[str, BlockField] = {}
-        for kind, ((kv_heads, *dims), layers) in enumerate(kinds.items()):
-            for (name, bits), dim in zip(self.bits.items(), dims, strict=True):
-                head_bytes = block_size * dim * bits // 8
-                fields[f"{name}.{kind}"] = BlockField((kv_heads, head_bytes), torch.uint8, len(layers))
-                if bits != 16:
-                    scales = BlockField((kv_heads, 2, block_size), torch.float16, len(layers))
-                    fields[f"{name}_scales.{kind}"] = scales
-        self.memory = BlockMemory(fields, config.num_layers, num_blocks, device, num_host_blocks)
+        self.memory = BlockMemory(self._fields(kinds), config.num_layers, num_blocks, device, num_host_blocks)
         self._contents = {
             layer: self._content(kind, place)
             for kind, layers in enumerate(kinds.values())
@@ -222,6 +214,18 @@ class CpuPages:
             *(each.transpose(-1, -2).flatten(0, 1) for each in (scale, offset)),
         )
         return dequantize_heads(quantized, self.dtype)
+
+    def _fields(self, kinds: Mapping[tuple[int, int, int], Sequence[int]]) -> dict[str, BlockField]:
+        """Fields by name and number of the shape of heads."""
+        fields: dict[str, BlockField] = {}
+        for kind, ((kv_heads, *dims), layers) in enumerate(kinds.items()):
+            for (name, bits), dim in zip(self.bits.items(), dims, strict=True):
+                head_bytes = self.block_size * dim * bits // 8
+                fields[f"{name}.{kind}"] = BlockField((kv_heads, head_bytes), torch.uint8, len(layers))
+                if bits != 16:
+                    scales = BlockField((kv_heads, 2, self.block_size), torch.float16, len(layers))
+                    fields[f"{name}_scales.{kind}"] = scales
+        return fields
 
     def _content(self, kind: int, place: int) -> dict[str, Tensor]:
         """Tensors of one layer by name."""
