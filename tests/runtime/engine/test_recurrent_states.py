@@ -15,6 +15,7 @@ from runtime.core.request import SamplingParams
 from runtime.engine.engine import Engine
 from runtime.model.decoder import Decoder
 from runtime.model.loader import load_model
+from runtime.runner.runner import build_runner, largest_steps, with_states
 from runtime.speculative.proposer import Speculator
 
 BLOCK = 4
@@ -133,10 +134,13 @@ def hybrid(folder: Path) -> Decoder:
 
 
 def requests() -> list[tuple[str, list[int], SamplingParams]]:
-    """Prompts with two beginnings, which repeat themselves, each twice; greedy and sampled answers."""
+    """Prompts with two beginnings, which repeat themselves, each twice; one greedy answer or two sampled ones."""
     prompts = [[3 + length % 5, *range(20, 20 + length)] * 2 for length in (9, 9, 5)]
     prompts += [[*range(30, 48), number, *range(60, 63)] for number in range(2)]
-    params = [SamplingParams(max_tokens=8, temperature=heat, seed=5, ignore_eos=True) for heat in (0.0, 0.8)]
+    params = [
+        SamplingParams(max_tokens=8, temperature=0.8 * number, n=1 + number, seed=5, ignore_eos=True)
+        for number in range(2)
+    ]
     return [(str(number), prompt, params[number % 2]) for number, prompt in enumerate(prompts * 2)]
 
 
@@ -189,6 +193,17 @@ def test_preempted_sequences_continue_from_their_last_state(hybrid: Decoder, exp
     stats = engine.scheduler.stats
     assert stats.num_preemptions == len(recomputed) > 0
     assert stats.num_prefix_hits > 0.5 * stats.num_prefix_queries
+
+
+def test_the_largest_steps_have_states(hybrid: Decoder) -> None:
+    """Of fewer sequences, where slots are few; a GPU computes them at the start."""
+    config = RuntimeConfig(num_blocks=200, block_size=4, num_state_slots=3)
+    runner, sizes = build_runner(hybrid, config), []
+    for plan in largest_steps(config, runner.num_blocks, runner.max_model_len):
+        planned = with_states(plan, runner.num_state_slots)
+        sizes.append(len(runner.execute(planned).tokens))
+    assert sizes == [2, 3]
+    assert all(tensor[:3].isfinite().all() for fields in runner.states.tensors.values() for tensor in fields.values())
 
 
 @pytest.mark.parametrize("drafter", ["ngram-tree", "self:skip"])
