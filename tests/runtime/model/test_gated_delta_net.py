@@ -69,7 +69,7 @@ NUM_SLOTS = 64
 
 
 def new_memory(layer: DeltaNet) -> StateMemory:
-    """Memory for one layer that holds NaN, as memory that nobody has written may."""
+    """Memory for one layer that holds NaN, as memory that no step has written may."""
     memory = StateMemory({0: layer.spec.state_fields}, NUM_SLOTS, torch.float64, CPU)
     for tensor in memory.tensors[0].values():
         tensor[:NUM_SLOTS] = torch.nan
