@@ -57,8 +57,8 @@ def qwen3_5_moe_text(config: Config) -> ModelSpec:
     """Describes the text part of a mixture of Qwen3.5, whose experts are stored together."""
     config = {**COMMON, "num_experts": 256, "num_experts_per_tok": 8, **config}
     stacks = (
-        Stack("mlp.experts.gate_up_proj", ("gate_proj.weight", "up_proj.weight")),
-        Stack("mlp.experts.down_proj", ("down_proj.weight",)),
+        Stack("mlp.experts.gate_up_proj", ("gate_proj.weight", "up_proj.weight"), splits_packed=True),
+        Stack("mlp.experts.down_proj", ("down_proj.weight",), splits_packed=True),
     )
     return _hybrid(config, _mixture(config, stacks=stacks))
 
