@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from tiny_models import VARIANTS, load_reference, reference_logits, save_tiny_mo
 
 from compress.common.cli import demo_model_path
 from compress.cpu.binding import library
+from runtime.backends.triton import prepare_attention
 from runtime.core.config import RuntimeConfig
 from runtime.core.request import Request, SamplingParams, Sequence
 from runtime.core.step import NO_STATE, BlockCopy, ScheduledSequence, StepPlan
@@ -72,16 +74,40 @@ def test_compiled_attention_computes_what_plain_torch_computes(family, options, 
     folder = save_tiny_model(
         tmp_path / "model", family, torch.bfloat16, **VARIANTS[family] | {"head_dim": 32} | options
     )
-    text, found = [number * 37 % 112 for number in range(50)], {}
+    found = []
     for dtype, kernels in (("float64", "reference"), ("bfloat16", "reference"), ("bfloat16", "auto")):
         runner = make_runner(load_model(folder, dtype=dtype, kernels=kernels), block_size=16)
         assert ("compiled, reads" in runner.kernels.attention_reason) == (kernels == "auto")
-        sequence = new_sequence("A", text, [3, 1, 2, 0])
-        for begin, end in ((0, 45), (45, 49), (49, 50)):
-            runner.execute(StepPlan((ScheduledSequence(sequence, begin, end - begin),)))
-        found[dtype, kernels] = runner.decoder.last[0].double()
-    exact, plain, compiled = found.values()
+        found.append(logits_after_steps(runner))
+    exact, plain, compiled = found
     assert (compiled - exact).norm() < 1.5 * (plain - exact).norm()
+
+
+def logits_after_steps(runner: ModelRunner) -> torch.Tensor:
+    """Those of the last token of a text, in float64."""
+    sequence = new_sequence("A", [number * 37 % 112 for number in range(50)], [3, 1, 2, 0])
+    for begin, end in ((0, 45), (45, 49), (49, 50)):
+        runner.execute(StepPlan((ScheduledSequence(sequence, begin, end - begin),)))
+    return runner.decoder.last[0].double().cpu()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", ["gemma2", "gemma4_text", "gpt_oss", "llama4_text"])
+def test_triton_attention_computes_what_plain_torch_computes(gpu, family, tmp_path):
+    """Soft caps, heads by layer and keys of earlier layers, sink logits, chunks of tokens."""
+    options = VARIANTS[family] | {"head_dim": 32} | ({"global_head_dim": 64} if "gemma4" in family else {})
+    folder, found = save_tiny_model(tmp_path / "model", family, torch.bfloat16, **options), []
+    for dtype, triton in (("float64", False), ("bfloat16", False), ("bfloat16", True)):
+        decoder = load_model(folder, dtype=dtype, device=str(gpu), kernels="reference")
+        runner = make_runner(decoder, block_size=16)
+        if triton:
+            kernels = runner.kernels
+            step = prepare_attention(runner.decoder, kernels.cache, kernels.windows, runner.memory)
+            runner.kernels = replace(kernels, attention=step)
+        found.append(logits_after_steps(runner))
+    exact, plain, fused = found
+    # The interpreter cuts bfloat16 off, which doubles errors of rounding.
+    assert (fused - exact).norm() < 2.5 * (plain - exact).norm()
 
 
 @pytest.mark.parametrize("family", VARIANTS)
