@@ -89,10 +89,17 @@ def stacked_names(names: Iterable[str], config: Mapping[str, Any]) -> dict[str, 
     return found
 
 
-def join_experts(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Stacks the tensors of experts as the family in `config` stores them, the inverse of `split_experts`."""
+def join_experts(
+    tensors: Mapping[str, Tensor], config: Mapping[str, Any], is_packed: bool = False
+) -> dict[str, Tensor]:
+    """Stacks the tensors of experts as the family in `config` stores them, the inverse of `split_experts`.
+
+    Args:
+        is_packed: whether the checkpoint has packed weights, see `Stack.splits_packed`.
+    """
     describe = find_family(config.get("model_type"))
     places = {} if describe is None else describe(config).slices()
+    places = {name: place for name, place in places.items() if not (is_packed and place.stack.splits_packed)}
     stacks: dict[Stack, dict[int, list[Tensor]]] = {}
     for name in sorted(places.keys() & tensors.keys(), key=lambda name: (places[name].expert, places[name].part)):
         stacks.setdefault(places[name].stack, {}).setdefault(places[name].expert, []).append(tensors[name])

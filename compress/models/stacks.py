@@ -14,7 +14,7 @@ class Stack:
         parts: names of the tensors in a slice, relative to the expert.
         transposed: a slice is stored `[in_features, out_features]`.
         interleaved: rows of the parts take turns; else a part follows the other.
-        splits_packed: transformers reads experts one by one where compressed-tensors packs them.
+        splits_packed: transformers reads experts one by one where compressed-tensors packs any weight of the model.
     """
 
     name: str

@@ -10,7 +10,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from calibration.statistics import full_float32
+from compress.checkpoint.expert_files import join_experts, stacked_names
 from compress.checkpoint.verify import StructureReport
 from compress.common.cli import tool_version
 from compress.common.errors import CheckpointError, NumericsError, ToolkitError
@@ -187,8 +190,17 @@ def _save(
     facts["environment"] = environment(context)
     wanted = index + 1 < context.skeleton.num_blocks or head_needs_inputs(context)
     hidden = outcome.hidden if wanted else None
-    progress.save_block(index, outcome.tensors(context.scale_dtype), facts, hidden, outcome.reference, passed_on)
+    progress.save_block(index, _stored(context, outcome), facts, hidden, outcome.reference, passed_on)
     context.files.release()
+
+
+def _stored(context: RunContext, outcome: BlockOutcome) -> dict[str, Tensor]:
+    """Returns the tensors of a block; experts of which none is packed are stored as transformers reads them."""
+    tensors = outcome.tensors(context.scale_dtype)
+    if stacked_names((f"{module}.weight" for module in outcome.weights | outcome.kept), context.config):
+        return tensors
+    is_packed = any(each.scheme for each in context.plan.layer_plans.values())
+    return join_experts(tensors, context.config, is_packed)
 
 
 def _digests(context: RunContext, progress: Progress) -> dict[str, str]:

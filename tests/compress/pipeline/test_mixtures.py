@@ -202,3 +202,23 @@ def test_the_plan_says_where_transformers_reads_no_single_experts(mixture, famil
     if not is_noted:
         served = score(load_model(tmp_path / "out", dtype="float32"), TOKENS)
         torch.testing.assert_close(reference_logits(model.eval(), TOKENS), served, rtol=0, atol=1e-4)
+
+
+DENSE_EXPERTS = {
+    "left out": QuantizeStage("rtn", W4, ignore=("*.experts.*",)),
+    "pruned": PruneStage("wanda", sparsity=0.5),
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", sorted(STACKED))
+@pytest.mark.parametrize("stage", DENSE_EXPERTS)
+def test_transformers_loads_dense_experts_of_a_stack(mixture, family: str, stage: str, tmp_path: Path) -> None:
+    result = runs.compress(mixture(family), tmp_path / "out", DENSE_EXPERTS[stage])
+    assert result.structure.ok
+    assert not any("transformers reads those" in note for note in result.report["plan"]["notes"])
+    options = {"dtype": torch.float32, "experts_implementation": "eager", "output_loading_info": True}
+    model, loading = auto_class(family).from_pretrained(tmp_path / "out", **options)
+    assert not loading["missing_keys"]
+    served = score(load_model(tmp_path / "out", dtype="float32"), TOKENS)
+    torch.testing.assert_close(reference_logits(model.eval(), TOKENS), served, rtol=0, atol=1e-3 * float(served.std()))
