@@ -18,6 +18,7 @@ Describe = Callable[[Config], ModelSpec]
 """Describes the model of a config.json; raises CheckpointError for one that defines no such model."""
 
 _FAMILIES: dict[str, Describe] = {}
+_OTHER_NAMES: dict[str, str] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +43,11 @@ class Wrapper:
 _WRAPPERS: dict[str, Wrapper] = {}
 
 
-def register(*model_types: str) -> Callable[[Describe], Describe]:
+def register(*model_types: str, other_names: tuple[str, ...] = ()) -> Callable[[Describe], Describe]:
     """Registers a family under the `model_type` values of its config.json.
+
+    Args:
+        other_names: values of `model_type` that transformers does not know.
 
     Raises:
         ValueError: another family has one of them.
@@ -53,6 +57,7 @@ def register(*model_types: str) -> Callable[[Describe], Describe]:
         if taken := [model_type for model_type in model_types if model_type in _FAMILIES]:
             raise ValueError(f"model_type {', '.join(taken)} is registered already")
         _FAMILIES.update(dict.fromkeys(model_types, describe))
+        _OTHER_NAMES.update(dict.fromkeys(other_names, model_types[0]))
         return describe
 
     return add
@@ -80,7 +85,7 @@ def known_wrappers() -> tuple[str, ...]:
 def find_family(model_type: object) -> Describe | None:
     """The family of a `model_type`, if there is one."""
     _import_families()
-    return _FAMILIES.get(model_type) if isinstance(model_type, str) else None
+    return _FAMILIES.get(_OTHER_NAMES.get(model_type, model_type)) if isinstance(model_type, str) else None
 
 
 def known_families() -> tuple[str, ...]:

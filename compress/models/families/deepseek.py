@@ -46,7 +46,7 @@ def deepseek_v2(config: Config) -> ModelSpec:
     return decoder(config, [mixer] * num_layers(config), dense_first(config, experts, 0, bias=bias))
 
 
-@register("deepseek_v3")
+@register("deepseek_v3", other_names=("kimi_k2",))
 def deepseek_v3(config: Config) -> ModelSpec:
     """Describes a DeepSeek-V3."""
     config = {

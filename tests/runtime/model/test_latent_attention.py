@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from engines import answer_all, small_engine
+from folders import change_config
 from runs import foreseen_bytes
 from tiny_models import VARIANTS, load_reference, pack_model, put_weights, reference_logits, save_tiny_model
 from torch import Tensor
@@ -125,6 +126,12 @@ def test_packed_expansions_are_their_dequantized_weights(scheme: Scheme, tmp_pat
     for folder in (dense, tmp_path / "packed"):
         loaded = load_model(folder, kernels="reference", dtype="float32")
         assert foreseen_bytes(folder, torch.float32, "reference") == loaded.nbytes
+
+
+def test_kimi_k2_is_a_deepseek_v3(tmp_path: Path) -> None:
+    folder = save_tiny_model(tmp_path / "model", "deepseek_v3", **VARIANTS["deepseek_v3"])
+    expected = score(load_model(folder), TOKENS)
+    assert torch.equal(score(load_model(change_config(folder, model_type="kimi_k2")), TOKENS), expected)
 
 
 def test_what_is_refused(tmp_path: Path) -> None:
