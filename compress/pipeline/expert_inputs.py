@@ -13,8 +13,8 @@ from calibration.statistics import InputStatistics
 from compress.pipeline.experts import Experts, WeighedExperts
 
 TOKENS_PER_CHANNEL = 2
-"""Twice what the Hessian of an expert needs for full rank; fewer are worse, and all tokens are no better
-(docs/benchmarks.md, calibration of experts)."""
+"""Twice what the Hessian of an expert needs for full rank; fewer are worse after a short calibration, and all
+tokens for all experts are worse after a long one (docs/benchmarks.md, calibration of experts)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,7 +61,7 @@ def orders_of(setting: str) -> tuple[Order, ...]:
     if setting == RECIPES:
         return ()
     if setting == COVERAGE:
-        return (Order("2 per channel", "own tokens", strict=True), Order("2 per channel", "1 per channel"))
+        return (Order("2 per channel", "own tokens"), Order("2 per channel", "1 per channel"))
     if setting == "w8a8":
         return (Order("smoothquant", "rtn"),)
     if setting.startswith("w"):
