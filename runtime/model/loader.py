@@ -233,11 +233,8 @@ class _Loader:
     def _latent(self, name: str, mixer: Attention, latent: Latent) -> LatentWeights:
         """Loads what is between the projections; the expansion is dequantized here to be split."""
         weight = self._weight(f"{name}.{latent.expansion.name}")
-        part, scheme = (
-            latent.expansion.name.rpartition(".")[2],
-            "dense" if isinstance(weight, Tensor) else weight.scheme,
-        )
-        self.used[f"{part}: {scheme}, dequantized and split by heads at load"] += 1
+        form = "dense" if isinstance(weight, Tensor) else f"{weight.scheme}, dequantized"
+        self.used[f"{latent.expansion.name.rpartition('.')[2]}: {form}, split by heads at load"] += 1
         dense = weight if isinstance(weight, Tensor) else weight.dequantize(self.target.dtype)
         dense = dense.to(self.target.device, self.target.dtype)
         scale = mixer.head_dim**-0.5 if mixer.scale is None else mixer.scale
