@@ -66,6 +66,7 @@ def test_compiled_attention_reads_the_sink_logits(tmp_path):
     [
         ("gemma4_text", {"global_head_dim": 64}),
         pytest.param("gemma2", {}, marks=pytest.mark.full),
+        pytest.param("qwen3_next", {}, marks=pytest.mark.full),
         pytest.param("llama4_text", {}, marks=pytest.mark.full),
     ],
 )
@@ -87,7 +88,8 @@ def logits_after_steps(runner: ModelRunner) -> torch.Tensor:
     """Those of the last token of a text, in float64."""
     sequence = new_sequence("A", [number * 37 % 112 for number in range(50)], [3, 1, 2, 0])
     for begin, end in ((0, 45), (45, 49), (49, 50)):
-        runner.execute(StepPlan((ScheduledSequence(sequence, begin, end - begin),)))
+        count, read = end - begin, 0 if begin else NO_STATE
+        runner.execute(StepPlan((ScheduledSequence(sequence, begin, count, read, ((count - 1, 0),)),)))
     return runner.decoder.last[0].double().cpu()
 
 
