@@ -89,6 +89,17 @@ class StateSlots:
     def nbytes(self) -> int:
         return self.num_slots * self.slot_bytes
 
+    @property
+    def max_running(self) -> int:
+        """Most sequences that run at the same time where states are saved, too."""
+        return most_running(self.num_slots)
+
+
+def most_running(num_slots: int) -> int:
+    """Returns for how many running sequences slots are enough where states are saved: half of the slots, one at
+    least."""
+    return max(num_slots // 2, min(num_slots, 1))
+
 
 NO_STATES = StateSlots()
 

@@ -9,9 +9,9 @@ parts from cached ones (a junction), every `interval` tokens, and behind the las
 conversation continues, and a sequence that was preempted. The next one replaces the latter, and lets the others go
 before those that no later state of the same text has replaced.
 
-With `R` running sequences, and `D` slots that several of them continue from, `R + D` never exceeds the number of slots
-(`StateManager.start` sees to that). Hence each of them finds a slot to write to: its own if no other reads it, and
-otherwise one of those that are left.
+Where states are saved, running sequences get at most half of the slots (one at least): otherwise they would take all of
+them under load, and nothing would be found. Each of them then has a slot to write to, even where it continues from a
+saved state, or from one that others read as well.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Hashes
 
+from runtime.core.memory_plan import most_running
 from runtime.core.request import Sequence
 from runtime.core.step import NO_STATE, ScheduledSequence
 from runtime.engine.state_pool import StatePool
@@ -31,6 +32,9 @@ class StateManager:
         block_size: tokens per block.
         interval: tokens between two states of a prompt that are saved, rounded up to whole blocks.
         saves: states are saved for later sequences.
+
+    Attributes:
+        max_running: most sequences that run at the same time.
     """
 
     def __init__(self, pool: StatePool, block_size: int, interval: int, *, saves: bool) -> None:
@@ -38,6 +42,7 @@ class StateManager:
         self.block_size = block_size
         self.interval = -(-interval // block_size) * block_size
         self.saves = saves
+        self.max_running = most_running(pool.num_slots) if saves else pool.num_slots
         self._planned: list[ScheduledSequence] = []
 
     def starts(self, hashes: Hashes[bytes], num_tokens: int, num_running: int) -> Iterator[tuple[int, int]]:
@@ -48,12 +53,11 @@ class StateManager:
         Args:
             hashes: of the full blocks of its `num_tokens` tokens, of which the last is always computed.
         """
-        room = self.pool.num_slots - num_running - 1 - self.pool.num_shared
-        if room < 0:
+        if num_running >= self.max_running:
             return
         for count in range(min(len(hashes), (num_tokens - 1) // self.block_size), 0, -1):
             slot = self.pool.find(hashes[count - 1])
-            if slot is not None and (room > 0 or self.pool.num_holds(slot) != 1):
+            if slot is not None:
                 yield count, slot
         yield 0, NO_STATE
 
@@ -80,14 +84,12 @@ class StateManager:
     def plan(self, entries: Iterable[ScheduledSequence]) -> None:
         """Gives the last token of each entry, drafts left out, a slot to write to."""
         self._planned = list(entries)
-        # Those that cannot write the slot that they read come first: they depend on free slots.
-        for entry in sorted(self._planned, key=lambda each: self._may_overwrite(each.sequence.state_slot)):
-            slot = entry.sequence.state_slot
-            if not (self._may_overwrite(slot) and (self.pool.is_writable(slot) or not self.pool.num_free)):
+        for entry in self._planned:
+            entry.state_read = slot = entry.sequence.state_slot
+            if slot == NO_STATE or (self.pool.num_free and not self.pool.is_writable(slot)):
                 slot = self.pool.allocate()
             elif not self.pool.is_writable(slot):
-                self.pool.unsave(slot)
-            entry.state_read = entry.sequence.state_slot
+                self.pool.unsave(slot)  # there is only one slot
             entry.state_writes = ((entry.num_tokens - 1, slot),)
 
     def add_drafts(self, entry: ScheduledSequence) -> None:
@@ -137,11 +139,8 @@ class StateManager:
         """Verifies the pool against the running sequences, between two steps. Raises RuntimeError."""
         sequences = list(sequences)
         self.pool.check(_held(sequences))
-        if len(sequences) + self.pool.num_shared > self.pool.num_slots:
-            raise RuntimeError(f"{len(sequences)} sequences run on {self.pool.num_slots} slots, some shared")
-
-    def _may_overwrite(self, slot: int) -> bool:
-        return slot != NO_STATE and self.pool.num_holds(slot) == 1
+        if len(sequences) > self.max_running:
+            raise RuntimeError(f"{len(sequences)} sequences run, and slots are for {self.max_running}")
 
     def _places(self, sequence: Sequence, start: int, stop: int) -> list[int]:
         """Returns places inside of a span whose states stay, the last one first."""

@@ -53,11 +53,6 @@ class StatePool:
         """Number of states that can be found by their hash."""
         return len(self._by_hash)
 
-    @property
-    def num_shared(self) -> int:
-        """Number of slots that several sequences hold, so that none of them may write it."""
-        return sum(count > 1 for count in self._counts.values())
-
     def find(self, block_hash: bytes) -> int | None:
         """Returns the slot with this hash, or None. Takes no hold."""
         return self._by_hash.get(block_hash)

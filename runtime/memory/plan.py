@@ -221,7 +221,8 @@ def _states(plan: MemoryPlan) -> list[str]:
     if not states.num_slots:
         return []
     each = f"{states.num_slots} recurrent states of {format_bytes(states.slot_bytes)} each"
-    return [f"states   {format_bytes(states.nbytes)}: {each}, of running sequences and behind cached prefixes"]
+    use = f"of at most {states.max_running} running sequences and behind cached prefixes"
+    return [f"states   {format_bytes(states.nbytes)}: {each}, {use}"]
 
 
 def _budget(plan: MemoryPlan) -> list[str]:
@@ -409,7 +410,7 @@ class Capacity:
     def concurrency(self, length: int) -> int:
         """Requests of `length` tokens (prompt plus output) that fit together."""
         fitting = self.num_blocks // self.attention_window.blocks_for(length, self.step, self.block_size)
-        return min(fitting, self.states.num_slots) if self.state_bytes else fitting
+        return min(fitting, self.states.max_running) if self.state_bytes else fitting
 
     def lengths(self) -> list[int]:
         """Typical lengths below the context, then the context."""

@@ -106,9 +106,9 @@ def test_drafts_take_slots_that_nothing_else_needs() -> None:
     assert engine.metrics.spec_decode_num_accepted_tokens_total > 0
 
 
-@pytest.mark.parametrize("num_slots", [1, 2, 3, 4])
+@pytest.mark.parametrize("num_slots", [1, 2, 5])
 def test_sequences_wait_for_slots(num_slots: int) -> None:
-    """All of them could continue from one state, which takes a slot beside theirs."""
+    """Half of them are for saved states, one of which all of these sequences continue from."""
     engine = fake_engine(num_slots)
     prompts = [[7] * 9 + [number] for number in range(5)]
     answer(engine, prompts[0])
@@ -117,7 +117,7 @@ def test_sequences_wait_for_slots(num_slots: int) -> None:
     while engine.has_work:
         for delta in engine.step():
             found[delta.request_id] += delta.token_ids
-        assert len(engine.scheduler.running) <= num_slots
+        assert len(engine.scheduler.running) <= max(1, num_slots // 2)
         engine.scheduler.check()
     assert list(found.values()) == [expected_tokens(prompt, 9) for prompt in prompts]
 
@@ -196,7 +196,7 @@ def test_preempted_sequences_continue_from_their_last_state(hybrid: Decoder, exp
 
 
 def test_the_largest_steps_have_states(hybrid: Decoder) -> None:
-    """Of fewer sequences, where slots are few; a GPU computes them at the start."""
+    """Steps of fewer sequences, where slots are few; a GPU computes them at the start."""
     config = RuntimeConfig(num_blocks=200, block_size=4, num_state_slots=3)
     runner, sizes = build_runner(hybrid, config), []
     for plan in largest_steps(config, runner.num_blocks, runner.max_model_len):
