@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from compress.models.recurrent import GatedDeltaNet
-from runtime.backends.base import Linear, NormWeights, Ops
+from runtime.backends.base import DeltaStep, Linear, NormWeights, Ops
 from runtime.backends.state_memory import StepStates
 from runtime.model.causal_conv import RowGroup, convolve, group_rows
 
@@ -76,6 +76,7 @@ class DeltaNet:
         conv: `[kernel, channels]` in the dtype of the state.
         decay: `-exp(A_log) [heads]` in the dtype of the state.
         dt_bias: `[heads]`.
+        step: computes one token of each sequence; None for plain torch.
     """
 
     spec: GatedDeltaNet
@@ -86,6 +87,7 @@ class DeltaNet:
     decay: Tensor
     dt_bias: Tensor
     norm: NormWeights
+    step: DeltaStep | None = None
 
     @property
     def nbytes(self) -> int:
@@ -95,6 +97,24 @@ class DeltaNet:
         """Computes `[T, H]` of `x [T, H]`, and keeps states as `states` says."""
         mixed, gate = self._split(self.inputs(x))
         beta, decay = self._read_gates(self.gates(x))
+        compute = self._scan_all if self.step is None or not states.rows.is_single else self._step_all
+        heads = compute(mixed, beta, decay, layer, states, ops)
+        gated = ops.normalize(heads.to(x.dtype), self.norm) * functional.silu(gate.to(self.conv.dtype))
+        return self.output(gated.to(x.dtype).flatten(1))
+
+    def _step_all(self, mixed: Tensor, beta: Tensor, decay: Tensor, layer: int, states: StepStates, ops: Ops) -> Tensor:
+        """Computes heads `[S, H, V]` of one token of each sequence with a kernel."""
+        seen = torch.cat((states.read(layer, "window"), mixed.unsqueeze(1)), 1)
+        states.write(layer, "window", seen[:, 1:])
+        convolved = ops.activate(convolve(seen, self.conv).to(seen.dtype), self.spec.activation)
+        x = self._delta_inputs(convolved, beta.unsqueeze(-1), decay.unsqueeze(-1))
+        if self.step is None:
+            raise ValueError("there is no kernel for one token of each sequence")
+        query, key, value, beta, decay = (part.squeeze(2) for part in (x.query, x.key, x.value, x.beta, x.decay))
+        return self.step(query, key, value, beta, decay, states.tensors[layer]["matrix"], states.rows)
+
+    def _scan_all(self, mixed: Tensor, beta: Tensor, decay: Tensor, layer: int, states: StepStates, ops: Ops) -> Tensor:
+        """Computes heads `[T, H, V]` in plain torch."""
         groups = group_rows(states.rows)
         sequences, tokens = [each.num_sequences for each in groups], [each.num_rows for each in groups]
         before = (states.read(layer, name).split(sequences) for name in ("window", "matrix"))
@@ -103,8 +123,7 @@ class DeltaNet:
         heads, windows, matrices = (torch.cat(parts) for parts in zip(*found, strict=True))
         states.write(layer, "window", windows)
         states.write(layer, "matrix", matrices)
-        gated = ops.normalize(heads.to(x.dtype), self.norm) * functional.silu(gate.to(self.conv.dtype))
-        return self.output(gated.to(x.dtype).flatten(1))
+        return heads
 
     def _scan(
         self, ops: Ops, group: RowGroup, mixed: Tensor, beta: Tensor, decay: Tensor, window: Tensor, matrix: Tensor

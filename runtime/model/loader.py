@@ -31,6 +31,7 @@ from runtime.backends.fused_layers import fuses_head_norms
 from runtime.backends.registry import (
     Choice,
     check_name,
+    choose_delta_step,
     choose_dense,
     choose_linear,
     choose_mixture,
@@ -260,6 +261,8 @@ class _Loader:
 
     def _delta_net(self, name: str, mixer: GatedDeltaNet) -> DeltaNet:
         wide, part = torch.promote_types(self.target.dtype, torch.float32), f"{name}.{mixer.name}"
+        choice = choose_delta_step(mixer, self.target, self.kernels)
+        self.used[f"gated delta rule, one token of each sequence: {choice.reason}"] += 1
         return DeltaNet(
             mixer,
             inputs=self._linear(*_inside(name, mixer.qkv)),
@@ -269,6 +272,7 @@ class _Loader:
             decay=-self._vector(f"{part}.A_log", wide).exp(),
             dt_bias=self._vector(f"{part}.dt_bias"),
             norm=self._norm(replace(mixer.norm, name=f"{name}.{mixer.norm.name}")),
+            step=choice.kernel,
         )
 
     def _beside(self, name: str, part: Beside) -> BesideWeights:

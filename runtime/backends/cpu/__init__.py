@@ -1,6 +1,15 @@
 """Kernels in C for CPUs, called through `compress.cpu`."""
 
-from runtime.backends.base import AttentionKernel, Backend, LayersKernel, MixtureKernel, OpsKernel, register
+from runtime.backends.base import (
+    AttentionKernel,
+    Backend,
+    DeltaKernel,
+    LayersKernel,
+    MixtureKernel,
+    OpsKernel,
+    register,
+)
+from runtime.backends.cpu.delta_step import CpuDeltaStep, delta_unsupported_reason
 from runtime.backends.cpu.kv_pages import make_pages
 from runtime.backends.cpu.layers import (
     CpuOps,
@@ -27,6 +36,7 @@ register(
         ),
         layers=LayersKernel("all layers in one call", layers_unsupported_reason, prepare_layers),
         mixture=MixtureKernel("rows by expert, all experts in one call", mixture_unsupported_reason, prepare_mixture),
+        delta=DeltaKernel("compiled, one pass over states", delta_unsupported_reason, CpuDeltaStep),
         sampling=CpuSampling(),
     )
 )
