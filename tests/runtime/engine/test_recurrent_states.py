@@ -134,14 +134,14 @@ def hybrid(folder: Path) -> Decoder:
 
 
 def requests() -> list[tuple[str, list[int], SamplingParams]]:
-    """Prompts with two beginnings, which repeat themselves, each twice; one greedy answer or two sampled ones."""
+    """Prompts with two beginnings, which repeat themselves, some twice; one greedy answer or two sampled ones."""
     prompts = [[3 + length % 5, *range(20, 20 + length)] * 2 for length in (9, 9, 5)]
     prompts += [[*range(30, 48), number, *range(60, 63)] for number in range(2)]
     params = [
         SamplingParams(max_tokens=8, temperature=0.8 * number, n=1 + number, seed=5, ignore_eos=True)
         for number in range(2)
     ]
-    return [(str(number), prompt, params[number % 2]) for number, prompt in enumerate(prompts * 2)]
+    return [(str(number), prompt, params[number % 2]) for number, prompt in enumerate(prompts + prompts[:3])]
 
 
 @pytest.fixture(scope="module")
