@@ -439,6 +439,6 @@ def attend(
     out, sinks = torch.empty_like(query), scores.sink_logits
     join_splits[(tokens * heads,)](
         parts, weights, sinks, out, splits, HEADS=0 if sinks is None else heads, HEAD_DIM=head_dim,
-        SPLITS=triton.next_power_of_2(splits), num_warps=4,
+        SPLITS=triton.next_power_of_2(splits), num_warps=8 if head_dim > 256 else 4,
     )  # fmt: skip
     return out
