@@ -42,6 +42,9 @@ W4 = Int(4, 16)
 FAMILIES = sorted(MIXTURES - STACKED)
 
 
+ALIKE = {"lfm2_moe", "qwen3_next"}
+"""Families whose mixtures are like those of others."""
+QUICK = [pytest.param(family, marks=[pytest.mark.full] * (family in ALIKE)) for family in FAMILIES]
 GEMMA4 = VARIANTS["gemma4_text"] | GEMMA4_EXPERTS | {"vocab_size_per_layer_input": 8192}
 
 
@@ -61,7 +64,7 @@ def mixture(shared_store):
     return make
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *sorted(STACKED)])
+@pytest.mark.parametrize("family", [*QUICK, *sorted(STACKED)])
 @torch.no_grad()
 def test_blocks_with_single_experts_give_the_logits_of_fused_ones(mixture, family: str) -> None:
     source = mixture(family)
@@ -148,7 +151,7 @@ def test_experts_are_smoothed_for_8_bit_activations(mixture, tmp_path: Path) -> 
     assert torch.nn.functional.cosine_similarity(served.flatten(), dense.flatten(), dim=0) > 0.99
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", QUICK)
 def test_routers_stay_dense_and_the_plan_says_why(mixture, family: str, tmp_path: Path) -> None:
     source = mixture(family)
     context = runs.prepared(source, tmp_path / "out", QuantizeStage("rtn", W4))
