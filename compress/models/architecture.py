@@ -142,9 +142,10 @@ def smoothing_mappings(block: Block) -> tuple[SmoothingMapping, ...]:
     mlp = block.mlp
     first, second = (None, None) if block.is_parallel else (block.input_norm, block.mlp_norm)
     found = _attention_mappings(first, block.mixer) if isinstance(block.mixer, Attention) else _reader(first, block)
-    if all(len(each.inputs) > 1 or not each.gated for each in block.mlps):
-        found += _mixture_mappings(second, mlp) if isinstance(mlp, Mixture) else _mlp_mappings(second, mlp)
-    return found
+    split = [each for each in block.mlps if len(each.inputs) > 1 or not each.gated]
+    if len(split) < len(block.mlps):
+        return found + tuple(mapping for each in split for mapping in _mlp_mappings(None, each))
+    return found + (_mixture_mappings(second, mlp) if isinstance(mlp, Mixture) else _mlp_mappings(second, mlp))
 
 
 def _attention_mappings(norm: Norm | None, mixer: Attention) -> tuple[SmoothingMapping, ...]:

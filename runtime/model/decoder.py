@@ -22,9 +22,13 @@ from runtime.model.causal_conv import ConvLayer
 from runtime.model.embedding import Embedding, LayerInputsWeights
 from runtime.model.gated_delta_net import DeltaNet
 from runtime.model.latent import LatentWeights
+from runtime.model.mamba2 import Mamba2Layer
 from runtime.model.mixture import Expert, Experts
 from runtime.model.rotary import Rotary
 from runtime.model.xielu import Xielu
+
+RecurrentLayer = DeltaNet | ConvLayer | Mamba2Layer
+"""Weights of any mixer with a state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +95,7 @@ class Layer:
     input: LayerInputWeights | None = None
     scalar: Tensor | None = None
     sink_logits: Tensor | None = None
-    recurrent: DeltaNet | ConvLayer | None = None
+    recurrent: RecurrentLayer | None = None
     latent: LatentWeights | None = None
 
     @property

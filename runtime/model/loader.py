@@ -21,7 +21,7 @@ from compress.common.errors import CheckpointError, ToolkitError
 from compress.models.block_parts import Beside, LayerInput
 from compress.models.generic import CodeSpec
 from compress.models.latent import Latent
-from compress.models.recurrent import GatedDeltaNet, Recurrent, ShortConv
+from compress.models.recurrent import HEAD_VECTORS, GatedDeltaNet, Mamba2, Recurrent, ShortConv
 from compress.models.registry import find_family
 from compress.models.spec import CURVE, MLP, Attention, Block, Mixture, Norm
 from compress.models.spec import Linear as LinearSpec
@@ -42,13 +42,14 @@ from runtime.backends.registry import (
 )
 from runtime.core.model_config import DecoderConfig, parse_config, read_generation_config
 from runtime.model.causal_conv import ConvLayer
-from runtime.model.decoder import BesideWeights, Decoder, Layer, LayerInputWeights
+from runtime.model.decoder import BesideWeights, Decoder, Layer, LayerInputWeights, RecurrentLayer
 from runtime.model.device_files import unpacked_on, unpacks_anywhere
 from runtime.model.embedding import Embedding, LayerInputsWeights, make_embedding
 from runtime.model.expected_tensors import check_tensors, head_is_embedding
 from runtime.model.expert_offload import NO_OFFLOAD, ExpertOffload
 from runtime.model.gated_delta_net import DeltaNet
 from runtime.model.latent import LatentWeights, split_expansion
+from runtime.model.mamba2 import Mamba2Layer
 from runtime.model.mixture import Expert, Experts
 from runtime.model.rotary import Rotary, channel_order
 from runtime.model.served import ServedModel
@@ -247,8 +248,25 @@ class _Loader:
             None if latent.query is None else self._linear(*_inside(name, (latent.query,))),
         )
 
-    def _recurrent(self, name: str, mixer: Recurrent) -> DeltaNet | ConvLayer:
+    def _recurrent(self, name: str, mixer: Recurrent) -> RecurrentLayer:
+        if isinstance(mixer, Mamba2):
+            return self._mamba2(name, mixer)
         return self._short_conv(name, mixer) if isinstance(mixer, ShortConv) else self._delta_net(name, mixer)
+
+    def _mamba2(self, name: str, mixer: Mamba2) -> Mamba2Layer:
+        wide = torch.promote_types(self.target.dtype, torch.float32)
+        decay, skip, dt_bias = (self._vector(f"{name}.{mixer.name}.{part}", wide) for part in HEAD_VECTORS)
+        return Mamba2Layer(
+            mixer,
+            inputs=self._linear(*_inside(name, mixer.qkv)),
+            output=self._linear(*_inside(name, (mixer.output,))),
+            conv=self._vector(f"{name}.{mixer.conv}", wide).squeeze(1).T.contiguous(),
+            conv_bias=self._vector(f"{name}.{mixer.bias}", wide) if mixer.bias else None,
+            decay=-decay.exp(),
+            dt_bias=dt_bias,
+            skip=skip,
+            norm=self._norm(replace(mixer.norm, name=f"{name}.{mixer.norm.name}")),
+        )
 
     def _short_conv(self, name: str, mixer: ShortConv) -> ConvLayer:
         wide = torch.promote_types(self.target.dtype, torch.float32)

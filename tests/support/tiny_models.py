@@ -74,6 +74,17 @@ CONV = {
     "head_dim": 24,
     "layer_types": ["conv", "full_attention", "conv"],
 }
+MAMBA = {
+    "num_hidden_layers": 3,
+    "mamba_n_heads": 8,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 12,
+    "mamba_d_conv": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "attention_bias": True,
+    "mamba_proj_bias": True,
+    "time_step_limit": [0.01, 0.9],
+}
 VARIANTS: dict[str, dict[str, object]] = {
     "mistral": {"sliding_window": 6},
     "phi3": {
@@ -182,6 +193,14 @@ VARIANTS: dict[str, dict[str, object]] = {
         "swiglu_limit": 0.4,
     },
     "granitemoe": {**EXPERTS, **MULTIPLIERS, "num_local_experts": 8, "attention_bias": True},
+    "granitemoehybrid": {
+        **EXPERTS,
+        **MULTIPLIERS,
+        **MAMBA,
+        "num_local_experts": 8,
+        "shared_intermediate_size": 48,
+        "position_embedding_type": "rope",
+    },
     "llama4_text": {
         **EXPERTS,
         "num_local_experts": 8,
@@ -256,7 +275,7 @@ VARIANTS: dict[str, dict[str, object]] = {
 }
 VARIANTS |= {family: all_features(family) for family in known_families() if family not in VARIANTS}
 """One model of every family with all of its features."""
-STACKED = {"gpt_oss", "granitemoe", "llama4_text", "mistral4"}
+STACKED = {"gpt_oss", "granitemoe", "granitemoehybrid", "llama4_text", "mistral4"}
 """Mixtures whose experts are stored as one tensor."""
 PADDED = {"youtu"}
 """Families whose row of the pad token transformers fills with zeros at load."""

@@ -1,12 +1,29 @@
-"""Granite 3 (arXiv:2407.13739): Llama with four factors, on embeddings, scores, updates and logits."""
+"""Granite 3 (arXiv:2407.13739): Llama with four factors, on embeddings, scores, updates and logits; and Granite 4, in
+most layers of which Mamba-2 (arXiv:2405.21060) takes the place of attention."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
-from compress.models.config import Config, attention, decoder, flag, gated_mlp, mixture, num_layers, number
+from compress.models.config import (
+    Config,
+    attention,
+    decoder,
+    flag,
+    gated_mlp,
+    mixture,
+    num_layers,
+    number,
+    positive,
+    rope,
+    text,
+)
+from compress.models.mamba_config import mamba2, mixer_kinds
+from compress.models.recurrent import Recurrent
 from compress.models.registry import register
-from compress.models.spec import MLP, Mixture, ModelSpec
+from compress.models.spec import MLP, Attention, Linear, Mixture, ModelSpec
 from compress.models.stacks import Stack
 
 
@@ -19,20 +36,48 @@ def granite(config: Config) -> ModelSpec:
 @register("granitemoe")
 def granitemoe(config: Config) -> ModelSpec:
     """Describes a mixture of Granite, whose experts are stored together."""
+    return _granite(config, _mixture(config))
+
+
+@register("granitemoehybrid")
+def granitemoehybrid(config: Config) -> ModelSpec:
+    """Describes a Granite 4: a shared MLP in every layer, and beside it experts unless there are none of them."""
+    hidden, size = positive(config, "hidden_size"), positive(config, "shared_intermediate_size", 1024)
+    shared = MLP(
+        (Linear("shared_mlp.input_linear", 2 * size, hidden),),
+        Linear("shared_mlp.output_linear", hidden, size, split="rows"),
+        text(config, "hidden_act", "silu"),
+        name="shared_mlp",
+    )
+    mlp = shared if config.get("num_local_experts") == 0 else _mixture(config, shared)
+    rotated = config.get("position_embedding_type") == "rope"
+    mixers: dict[str, Attention | Recurrent] = {
+        "linear_attention": mamba2(config),
+        "full_attention": _attention(config, rope=rope(config) if rotated else None),
+    }
+    return _granite(config, mlp, [mixers[kind] for kind in mixer_kinds(config)])
+
+
+def _mixture(config: Config, shared: MLP | None = None) -> Mixture:
     name, config = "block_sparse_moe", {"num_local_experts": 8, "num_experts_per_tok": 2, **config}
     stacks = (
         Stack(f"{name}.input_linear.weight", ("gate_proj.weight", "up_proj.weight")),
         Stack(f"{name}.output_linear.weight", ("down_proj.weight",)),
     )
-    return _granite(config, mixture(config, name=name, scores="router.layer", stacks=stacks))
+    return mixture(config, name=name, scores="router.layer", stacks=stacks, shared=shared)
 
 
-def _granite(config: Config, mlp: MLP | Mixture) -> ModelSpec:
+def _attention(config: Config, **options: Any) -> Attention:
     bias = flag(config, "attention_bias")
     # transformers takes null as the usual scale, and what is missing as 1.
     scale = number(config, "attention_multiplier", 1.0) if config.get("attention_multiplier", 1.0) is not None else None
-    mixer = attention(config, qkv_bias=bias, output_bias=bias, scale=scale)
-    spec = decoder(config, [mixer] * num_layers(config), mlp, residual_scale=number(config, "residual_multiplier", 1.0))
+    return attention(config, qkv_bias=bias, output_bias=bias, scale=scale, **options)
+
+
+def _granite(config: Config, mlp: MLP | Mixture, mixers: Sequence[Attention | Recurrent] | None = None) -> ModelSpec:
+    """Composes the decoder; without `mixers` all layers have the same attention."""
+    mixers = [_attention(config)] * num_layers(config) if mixers is None else mixers
+    spec = decoder(config, mixers, mlp, residual_scale=number(config, "residual_multiplier", 1.0))
     return replace(
         spec,
         embedding_scale=number(config, "embedding_multiplier", 1.0),

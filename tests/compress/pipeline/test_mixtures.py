@@ -42,10 +42,14 @@ W4 = Int(4, 16)
 FAMILIES = sorted(MIXTURES - STACKED)
 
 
-ALIKE = {"lfm2_moe", "qwen3_next"}
+ALIKE = {"granitemoehybrid", "lfm2_moe", "qwen3_next"}
 """Families whose mixtures are like those of others."""
-QUICK = [pytest.param(family, marks=[pytest.mark.full] * (family in ALIKE)) for family in FAMILIES]
 GEMMA4 = VARIANTS["gemma4_text"] | GEMMA4_EXPERTS | {"vocab_size_per_layer_input": 8192}
+
+
+def quick(families: list[str]) -> list:
+    """Parameters, of which those that are like others are left to the full tier."""
+    return [pytest.param(name, marks=[pytest.mark.full] * (name in ALIKE)) for name in families]
 
 
 @pytest.fixture(scope="session")
@@ -64,7 +68,7 @@ def mixture(shared_store):
     return make
 
 
-@pytest.mark.parametrize("family", [*QUICK, *sorted(STACKED)])
+@pytest.mark.parametrize("family", quick([*FAMILIES, *sorted(STACKED)]))
 @torch.no_grad()
 def test_blocks_with_single_experts_give_the_logits_of_fused_ones(mixture, family: str) -> None:
     source = mixture(family)
@@ -151,7 +155,7 @@ def test_experts_are_smoothed_for_8_bit_activations(mixture, tmp_path: Path) -> 
     assert torch.nn.functional.cosine_similarity(served.flatten(), dense.flatten(), dim=0) > 0.99
 
 
-@pytest.mark.parametrize("family", QUICK)
+@pytest.mark.parametrize("family", quick(FAMILIES))
 def test_routers_stay_dense_and_the_plan_says_why(mixture, family: str, tmp_path: Path) -> None:
     source = mixture(family)
     context = runs.prepared(source, tmp_path / "out", QuantizeStage("rtn", W4))
@@ -183,7 +187,7 @@ def test_experts_of_a_stack_are_written_one_by_one(mixture, family: str, method:
     assert result.structure.ok
     smoothed = [edge["source"] for block in result.report["blocks"] for edge in block["smoothing"]]
     assert any(".experts." in name for name in smoothed) == (method == "awq" and family != "gpt_oss")
-    endings = ("_proj.weight", "_proj_with_mqa.weight")
+    endings = ("_proj.weight", "_proj_with_mqa.weight", "_linear.weight")
     weights = {name for name in open_source(mixture(family))[0].names() if name.endswith(endings)}
     assert {name.removesuffix(".weight") for name in weights} == PackedCheckpoint.open(tmp_path / "out").schemes.keys()
     assert any(".experts.7." in name for name in weights)

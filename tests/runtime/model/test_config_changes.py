@@ -15,7 +15,7 @@ from runtime.model.scoring import score
 
 TOKENS = torch.randint(0, 112, (1, 60), generator=torch.Generator().manual_seed(3))
 
-NEEDED = {"lfm2_moe": ("layer_types",)}
+NEEDED = {"granitemoehybrid": ("layer_types",), "lfm2_moe": ("layer_types",)}
 """Fields without which a class makes no model."""
 
 

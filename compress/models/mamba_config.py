@@ -1,0 +1,72 @@
+"""Readers of config.json for models with Mamba-2 (arXiv:2405.21060)."""
+
+from __future__ import annotations
+
+import math
+
+from compress.models.config import Config, flag, norm, num_layers, positive, refusal, text
+from compress.models.recurrent import Mamba2
+from compress.models.spec import Linear
+
+OLDER_KINDS = {"mamba": "linear_attention", "attention": "full_attention"}
+"""Kinds of layers by the names that older checkpoints have for them."""
+
+
+def mixer_kinds(config: Config) -> list[str]:
+    """Reads the kind of every layer. Raises CheckpointError unless they are of attention and of Mamba-2."""
+    layers, known = num_layers(config), tuple(OLDER_KINDS.values())
+    kinds = config.get("layer_types", config.get("layers_block_type"))
+    if not isinstance(kinds, list) or len(kinds) != layers or not all(isinstance(kind, str) for kind in kinds):
+        raise refusal("layer_types", kinds, f"a list of {layers} times {' or '.join(known)}")
+    found = [str(OLDER_KINDS.get(kind, kind)) for kind in kinds]
+    if not {"full_attention"} <= set(found) <= set(known):
+        raise refusal("layer_types", kinds, f"one of {' and '.join(known)}")
+    return found
+
+
+def mamba2(config: Config, name: str = "mamba") -> Mamba2:
+    """Composes a layer of Mamba-2.
+
+    Raises:
+        CheckpointError: heads that do not take up all channels, or do not divide among the groups.
+    """
+    hidden, heads = positive(config, "hidden_size"), positive(config, "mamba_n_heads", 128)
+    inner, groups = hidden * positive(config, "mamba_expand", 2), positive(config, "mamba_n_groups", 1)
+    size = inner // heads if config.get("mamba_d_head", "auto") == "auto" else positive(config, "mamba_d_head")
+    if heads * size != inner:
+        raise refusal("mamba_n_heads", heads, f"{inner} channels divided by mamba_d_head={size}")
+    if heads % groups:
+        raise refusal("mamba_n_groups", groups, f"a divisor of mamba_n_heads={heads}")
+    bias, state = flag(config, "mamba_proj_bias"), positive(config, "mamba_d_state", 256)
+    return Mamba2(
+        heads,
+        groups,
+        size,
+        state,
+        (Linear(f"{name}.in_proj", 2 * inner + 2 * groups * state + heads, hidden, bias),),
+        Linear(f"{name}.out_proj", hidden, inner, bias, split="rows"),
+        norm(config, f"{name}.norm", inner, in_float32=True),
+        positive(config, "mamba_d_conv", 4),
+        flag(config, "mamba_conv_bias", True),
+        step_limits(config),
+        text(config, "hidden_act", "silu"),
+        name,
+    )
+
+
+def step_limits(config: Config) -> tuple[float, float]:
+    """Reads the least and the largest step. Raises CheckpointError unless they are numbers of 0 or more."""
+    limits = config.get("time_step_limit", [0.0, math.inf])
+    if not isinstance(limits, list | tuple) or len(limits) != 2:
+        raise refusal("time_step_limit", limits, "two numbers")
+    least, most = (_limit(limit) for limit in limits)
+    return least, most
+
+
+def _limit(value: object) -> float:
+    # transformers writes infinity as an object, because JSON has none.
+    if value == {"__float__": "Infinity"}:
+        return math.inf
+    if not isinstance(value, int | float) or isinstance(value, bool) or not value >= 0:
+        raise refusal("time_step_limit", value, "a number of 0 or more")
+    return float(value)

@@ -1,0 +1,143 @@
+"""Selective state space models of Mamba-2 (arXiv:2405.21060) in plain torch: the oracle of every kernel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from compress.models.recurrent import Mamba2
+from runtime.backends.base import Linear, NormWeights, Ops
+from runtime.backends.state_memory import StepStates
+from runtime.model.causal_conv import RowGroup, convolve, group_rows
+
+CHUNK = 64
+"""Tokens that are computed at once; more take longer, as the work in a chunk grows with its square."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScanInputs:
+    """Inputs of the scan, in the dtype of the state: B sequences of n tokens, with G groups of R heads.
+
+    Attributes:
+        heads: `[B, G, R, n, P]`, multiplied by their steps.
+        write, read: what goes into the state and comes out of it, `[B, G, 1, n, N]`.
+        decay: logarithm of the factor on the state before each update, `[B, G, R, n]`; at most 0.
+    """
+
+    heads: Tensor
+    write: Tensor
+    read: Tensor
+    decay: Tensor
+
+    def tokens(self, start: int, stop: int) -> ScanInputs:
+        """Those of some tokens."""
+        heads, write, read = (part[..., start:stop, :] for part in (self.heads, self.write, self.read))
+        return ScanInputs(heads, write, read, self.decay[..., start:stop])
+
+
+def scan(inputs: ScanInputs, state: Tensor, chunk: int = CHUNK) -> tuple[Tensor, Tensor]:
+    """Computes outputs `[B, G, R, n, P]` and the state `[B, G, R, N, P]` after the last token from that before the
+    first."""
+    outputs = []
+    for start in range(0, inputs.decay.shape[-1], chunk):
+        output, state = _chunk(inputs.tokens(start, start + chunk), state)
+        outputs.append(output)
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -2), state
+
+
+def _chunk(x: ScanInputs, state: Tensor) -> tuple[Tensor, Tensor]:
+    """Computes a few tokens at once, as masked attention among themselves (arXiv:2405.21060, section 6)."""
+    total = x.decay.cumsum(-1)
+    since = (total.unsqueeze(-1) - total.unsqueeze(-2)).tril().exp().tril()  # decay from one token to a later one
+    seen, last = total.unsqueeze(-1).exp(), total[..., -1:]
+    output = seen * (x.read @ state) + (since * (x.read @ x.write.mT)) @ x.heads
+    left = (last - total).exp().unsqueeze(-1)
+    return output, last.unsqueeze(-1).exp() * state + x.write.mT @ (left * x.heads)
+
+
+@dataclass(frozen=True, slots=True)
+class Mamba2Layer:
+    """Weights of one layer, and what computes it. All but the linears have the dtype of the state.
+
+    Attributes:
+        inputs: gates, what is convolved, and steps, side by side.
+        conv: `[kernel, channels]`.
+        conv_bias: `[channels]`.
+        decay: `-exp(A_log) [heads]`.
+        dt_bias: `[heads]`.
+        skip: share of its input that is added to the output of a head, `[heads]`.
+    """
+
+    spec: Mamba2
+    inputs: Linear
+    output: Linear
+    conv: Tensor
+    conv_bias: Tensor | None
+    decay: Tensor
+    dt_bias: Tensor
+    skip: Tensor
+    norm: NormWeights
+
+    @property
+    def nbytes(self) -> int:
+        return self.inputs.nbytes + self.output.nbytes + self.conv.nbytes
+
+    def __call__(self, x: Tensor, layer: int, states: StepStates, ops: Ops) -> Tensor:
+        """Computes `[T, H]` of `x [T, H]`, and keeps states as `states` says."""
+        spec = self.spec
+        gate, mixed, step = self.inputs(x).split((spec.inner_size, spec.conv_size, spec.num_heads), -1)
+        groups = group_rows(states.rows)
+        sequences, tokens = [each.num_sequences for each in groups], [each.num_rows for each in groups]
+        before = (states.read(layer, name).split(sequences) for name in ("window", "matrix"))
+        rows = (part.split(tokens) for part in (mixed, self._steps(step)))
+        found = [self._scan(ops, *each) for each in zip(groups, *rows, *before, strict=True)]
+        heads, windows, matrices = (torch.cat(parts) for parts in zip(*found, strict=True))
+        states.write(layer, "window", windows)
+        states.write(layer, "matrix", matrices)
+        return self.output(self._gated(heads, gate).to(x.dtype))
+
+    def _scan(
+        self, ops: Ops, group: RowGroup, mixed: Tensor, step: Tensor, window: Tensor, matrix: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Computes heads `[rows, channels]` of a group, and windows and matrices behind its segments."""
+        mixed, step = (part.unflatten(0, (group.num_sequences, -1)) for part in (mixed, step))
+        seen = torch.cat((window, mixed), 1)
+        heads, inputs = self._scan_inputs(self._convolve(seen, ops), step)
+        state, outputs, matrices = matrix.unflatten(1, (self.spec.num_groups, -1)), [], []
+        for start, stop in pairwise((0, *group.stops)):
+            output, state = scan(inputs.tokens(start, stop), state)
+            outputs.append(output)
+            matrices.append(state.flatten(1, 2))
+        found = torch.cat(outputs, -2).flatten(1, 2).transpose(1, 2) + self.skip.unsqueeze(-1) * heads
+        return found.flatten(0, 1).flatten(1), group.windows(seen), torch.stack(matrices, 1).flatten(0, 1)
+
+    def _convolve(self, seen: Tensor, ops: Ops) -> Tensor:
+        convolved = convolve(seen, self.conv)
+        convolved = convolved if self.conv_bias is None else convolved + self.conv_bias
+        return ops.activate(convolved.to(seen.dtype), self.spec.activation)
+
+    def _steps(self, projected: Tensor) -> Tensor:
+        """Computes the steps `[T, heads]` in the dtype of the state."""
+        return functional.softplus(projected.to(self.decay.dtype) + self.dt_bias).clamp(*self.spec.step_limits)
+
+    def _scan_inputs(self, convolved: Tensor, step: Tensor) -> tuple[Tensor, ScanInputs]:
+        """Splits `[B, n, channels]`; also returns the heads `[B, n, heads, P]` as they are."""
+        spec = self.spec
+        sizes = spec.inner_size, spec.num_groups * spec.state_size, spec.num_groups * spec.state_size
+        heads, write, read = convolved.to(step.dtype).split(sizes, -1)
+        heads = heads.unflatten(-1, (spec.num_heads, -1))
+        write, read = (part.unflatten(-1, (spec.num_groups, 1, -1)).movedim(1, 3) for part in (write, read))
+        scaled, decay = (
+            part.unflatten(2, (spec.num_groups, -1)).movedim(1, 3)
+            for part in (heads * step.unsqueeze(-1), self.decay * step)
+        )
+        return heads, ScanInputs(scaled, write, read, decay)
+
+    def _gated(self, heads: Tensor, gate: Tensor) -> Tensor:
+        """Applies the gate and then the norm, over each group of heads, to `[T, channels]`."""
+        gated = (heads * functional.silu(gate.to(heads.dtype))).unflatten(-1, (self.spec.num_groups, -1))
+        return functional.rms_norm(gated, gated.shape[-1:], None, self.norm.eps).flatten(1) * self.norm.weight
