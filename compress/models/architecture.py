@@ -129,7 +129,7 @@ def _distinct(items: Iterable[Any]) -> tuple[Any, ...]:
 
 def siblings(block: Block) -> tuple[tuple[str, ...], ...]:
     """Groups of linears that share one input and that engines fuse."""
-    groups = (block.mixer.qkv, *(mlp.inputs for mlp in block.mlps))
+    groups = (*(mixer.qkv for mixer in block.mixers), *(mlp.inputs for mlp in block.mlps))
     return tuple(_names(group) for group in groups if len(group) > 1)
 
 
@@ -137,10 +137,11 @@ def smoothing_mappings(block: Block) -> tuple[SmoothingMapping, ...]:
     """Derives a block's smoothing mappings; none where projections are stored as one, as their rows differ in role.
 
     Norms of query and key heads follow the projections and do not see a scale on their inputs. A norm that mixer and
-    MLP both read has no mapping, as no module shows what a change does to both.
+    MLP or two mixers read has no mapping, as no module shows what a change does to both.
     """
     mlp = block.mlp
     first, second = (None, None) if block.is_parallel else (block.input_norm, block.mlp_norm)
+    first = None if block.second is not None else first
     found = _attention_mappings(first, block.mixer) if isinstance(block.mixer, Attention) else _reader(first, block)
     split = [each for each in block.mlps if len(each.inputs) > 1 or not each.gated]
     if len(split) < len(block.mlps):
@@ -211,7 +212,7 @@ def residual_stream(block: Block) -> ResidualStream | None:
     """Derives what touches a block's residual stream; None where value rows are not stored apart, or where more than
     root mean square norms lie between the stream and the linears."""
     mixer, mlp = block.mixer, block.mlp
-    if not isinstance(mixer, Attention) or isinstance(mlp, Mixture) or not is_pre_norm(block):
+    if not isinstance(mixer, Attention) or isinstance(mlp, Mixture) or block.second or not is_pre_norm(block):
         return None
     if len(mixer.qkv) != 3 or len(mlp.inputs) != 2:
         return None

@@ -1,10 +1,24 @@
-"""Parts that few blocks have: a mixture beside the MLP, inputs of a layer's own, and queries that grow."""
+"""Parts that few blocks have: a second mixer or mixture, inputs of a layer's own, and queries that grow."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from compress.models.recurrent import Recurrent
 from compress.models.spec import Linear, Mixture, Norm
+
+
+@dataclass(frozen=True, slots=True)
+class SecondMixer:
+    """A mixer with a state beside attention: both read the same, and each adds `factor * mixer(input_factor * x)`.
+
+    Attributes:
+        attention_factors, factors: `input_factor` and `factor` of attention, and of the mixer.
+    """
+
+    mixer: Recurrent
+    attention_factors: tuple[float, float] = (1.0, 1.0)
+    factors: tuple[float, float] = (1.0, 1.0)
 
 
 @dataclass(frozen=True, slots=True)

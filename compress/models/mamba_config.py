@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from typing import Any
 
 from compress.models.config import Config, flag, norm, num_layers, positive, refusal, text
 from compress.models.recurrent import Mamba2
@@ -24,21 +26,26 @@ def mixer_kinds(config: Config) -> list[str]:
     return found
 
 
-def mamba2(config: Config, name: str = "mamba") -> Mamba2:
+def mamba2(config: Config, inner: int | None = None, **options: Any) -> Mamba2:
     """Composes a layer of Mamba-2.
+
+    Args:
+        inner: channels of all heads; None for a multiple of the residual stream.
+        options: further fields of `Mamba2`.
 
     Raises:
         CheckpointError: heads that do not take up all channels, or do not divide among the groups.
     """
     hidden, heads = positive(config, "hidden_size"), positive(config, "mamba_n_heads", 128)
-    inner, groups = hidden * positive(config, "mamba_expand", 2), positive(config, "mamba_n_groups", 1)
+    inner = hidden * positive(config, "mamba_expand", 2) if inner is None else inner
+    name, groups = "mamba", positive(config, "mamba_n_groups", 1)
     size = inner // heads if config.get("mamba_d_head", "auto") == "auto" else positive(config, "mamba_d_head")
     if heads * size != inner:
         raise refusal("mamba_n_heads", heads, f"{inner} channels divided by mamba_d_head={size}")
     if heads % groups:
         raise refusal("mamba_n_groups", groups, f"a divisor of mamba_n_heads={heads}")
     bias, state = flag(config, "mamba_proj_bias"), positive(config, "mamba_d_state", 256)
-    return Mamba2(
+    mixer = Mamba2(
         heads,
         groups,
         size,
@@ -47,11 +54,12 @@ def mamba2(config: Config, name: str = "mamba") -> Mamba2:
         Linear(f"{name}.out_proj", hidden, inner, bias, split="rows"),
         norm(config, f"{name}.norm", inner, in_float32=True),
         positive(config, "mamba_d_conv", 4),
-        flag(config, "mamba_conv_bias", True),
-        step_limits(config),
-        text(config, "hidden_act", "silu"),
-        name,
+        has_conv_bias=flag(config, "mamba_conv_bias", True),
+        step_limits=step_limits(config),
+        activation=text(config, "hidden_act", "silu"),
+        name=name,
     )
+    return replace(mixer, **options)
 
 
 def step_limits(config: Config) -> tuple[float, float]:

@@ -139,11 +139,13 @@ class Mamba2:
         state_size: numbers that the state keeps for each channel.
         qkv: one projection, of gates, heads, inputs and outputs of the state, and steps, in this order.
         output: reads the heads.
-        norm: over the heads of each group, behind their gate.
+        norm: over the heads of each group, behind their gate; None for none.
+        norms_before_gate: the gate comes behind the norm.
         kernel: tokens that the convolution over heads, inputs and outputs of the state sees.
         has_conv_bias: whether a bias is added to the convolution.
         step_limits: least and largest step.
         activation: behind the convolution.
+        factors: on the five parts of the projection; () for none.
     """
 
     num_heads: int
@@ -152,11 +154,13 @@ class Mamba2:
     state_size: int
     qkv: tuple[Linear, ...]
     output: Linear
-    norm: Norm
+    norm: Norm | None
     kernel: int
+    norms_before_gate: bool = False
     has_conv_bias: bool = True
     step_limits: tuple[float, float] = (0.0, math.inf)
     activation: str = "silu"
+    factors: tuple[float, ...] = ()
     name: str = "mamba"
 
     @property
@@ -167,7 +171,12 @@ class Mamba2:
     @property
     def conv_size(self) -> int:
         """Channels of the convolution."""
-        return self.inner_size + 2 * self.num_groups * self.state_size
+        return sum(self.sizes[1:4])
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Rows of the five parts of the projection."""
+        return self.inner_size, self.inner_size, *(2 * (self.num_groups * self.state_size,)), self.num_heads
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -192,7 +201,7 @@ class Mamba2:
 
     @property
     def norms(self) -> tuple[Norm, ...]:
-        return (self.norm,)
+        return () if self.norm is None else (self.norm,)
 
     @property
     def routers(self) -> tuple[Linear, ...]:

@@ -12,7 +12,7 @@ from compress.models.stacks import Slice, Stack
 from compress.models.state import StateField
 
 if TYPE_CHECKING:
-    from compress.models.block_parts import Beside, LayerInput, LayerInputs, PositionScale
+    from compress.models.block_parts import Beside, LayerInput, LayerInputs, PositionScale, SecondMixer
     from compress.models.latent import Latent
     from compress.models.recurrent import Recurrent
     from compress.models.router import Router
@@ -200,6 +200,7 @@ class MLP:
         activation: name as in config.json.
         clamped: replaces activation and gating; None for none.
         curve: module of the learned numbers of activation `xielu`; "" for one without.
+        factors: on the gate before its activation, and on the output.
     """
 
     inputs: tuple[Linear, ...]
@@ -209,6 +210,7 @@ class MLP:
     name: str = "mlp"
     clamped: ClampedGate | None = None
     curve: str = ""
+    factors: tuple[float, float] = (1.0, 1.0)
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -278,6 +280,7 @@ class Block:
             and `mlp` reads what `mixer` reads.
         output_norm, mlp_output_norm: norms of what mixer and MLP add.
         residual_scale: factor on what mixer and MLP add.
+        second: another mixer, beside attention.
         beside: a mixture that reads the residual stream as the MLP does.
         layer_input: what is added behind the MLP.
         scalar: name of a number that the residual stream is multiplied by last; "" for none.
@@ -291,9 +294,14 @@ class Block:
     mlp_output_norm: Norm | None = None
     residual_scale: float = 1.0
     is_parallel: bool = False
+    second: SecondMixer | None = None
     beside: Beside | None = None
     layer_input: LayerInput | None = None
     scalar: str = ""
+
+    @property
+    def mixers(self) -> tuple[Attention | Recurrent, ...]:
+        return self.mixer, *(() if self.second is None else (self.second.mixer,))
 
     @property
     def mixture(self) -> Mixture | None:
@@ -308,17 +316,18 @@ class Block:
     @property
     def linears(self) -> tuple[Linear, ...]:
         last = () if self.layer_input is None else (self.layer_input.gate, self.layer_input.output)
-        inner = (linear for part in self.parts for linear in part.linears)
-        return *self.mixer.linears, *inner, *last
+        inner = (linear for part in (*self.mixers, *self.parts) for linear in part.linears)
+        return *inner, *last
 
     @property
     def routers(self) -> tuple[Linear, ...]:
-        return *self.mixer.routers, *(() if self.mixture is None else self.mixture.routers)
+        mixers = (linear for mixer in self.mixers for linear in mixer.routers)
+        return *mixers, *(() if self.mixture is None else self.mixture.routers)
 
     @property
     def vectors(self) -> dict[str, tuple[int, ...]]:
         """Shape of every tensor that belongs to no linear and no norm, by name."""
-        found = {name: shape for part in (self.mixer, *self.parts) for name, shape in part.vectors.items()}
+        found = {name: shape for part in (*self.mixers, *self.parts) for name, shape in part.vectors.items()}
         return found | ({self.scalar: (1,)} if self.scalar else {})
 
     @property
@@ -330,7 +339,8 @@ class Block:
         last = None if self.layer_input is None else self.layer_input.norm
         around = self.input_norm, self.output_norm, self.mlp_norm, self.mlp_output_norm, last
         beside = () if self.beside is None else self.beside.norms
-        return *(norm for norm in around if norm is not None), *self.mixer.norms, *beside
+        inner = (norm for mixer in self.mixers for norm in mixer.norms)
+        return *(norm for norm in around if norm is not None), *inner, *beside
 
 
 @dataclass(frozen=True, slots=True)

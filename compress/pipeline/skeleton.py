@@ -46,7 +46,8 @@ class Skeleton:
 
     def head_dim(self, index: int = 0) -> int:
         """Returns the channels of an attention head of a block; 1 where neither modules nor config define them."""
-        for module in self.blocks[index].modules():
+        # A mixer with a state beside attention has heads of its own.
+        for module in sorted(self.blocks[index].modules(), key=lambda each: not hasattr(each, "num_key_value_groups")):
             if isinstance(size := getattr(module, "head_dim", None), int):
                 return size
         config = self.model.config

@@ -12,7 +12,7 @@ from compress.models.spec import MLP, Attention, Mixture, ModelSpec
 def layers_unsupported(spec: ModelSpec) -> str:
     """Says why fused layers cannot compute the blocks of a model; empty when they can."""
     block, mixers = spec.blocks[0], spec.attentions
-    if len(mixers) < len(spec.blocks):
+    if len(mixers) < len(spec.blocks) or block.second is not None:
         return "computes no recurrent layers"
     mixer, rope = mixers[0], mixers[0].rope
     if any(replace(each, window=mixer.window, rope=rope) != mixer for each in mixers):

@@ -129,7 +129,7 @@ class DecoderConfig:
     @property
     def state_fields(self) -> dict[int, dict[str, StateField]]:
         """State of a sequence in recurrent layers, by layer and name; empty without such layers."""
-        mixers = enumerate(block.mixer for block in self.spec.blocks)
+        mixers = ((layer, mixer) for layer, block in enumerate(self.spec.blocks) for mixer in block.mixers)
         return {layer: mixer.state_fields for layer, mixer in mixers if mixer.state_fields}
 
     def state_bytes(self, itemsize: int) -> int:

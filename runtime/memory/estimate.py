@@ -90,7 +90,9 @@ def _qkv_size(model: DecoderConfig) -> int:
         (mixer.num_heads * (1 + mixer.output_gate) + 2 * mixer.num_kv_heads) * mixer.widest_head
         for mixer in model.mixers
     )
-    return max((*attention, *(linear.out_features for block in model.spec.blocks for linear in block.mixer.qkv)))
+    mixers = (mixer for block in model.spec.blocks for mixer in block.mixers)
+    projected = (linear.out_features for mixer in mixers for linear in mixer.qkv)
+    return max((*attention, *projected))
 
 
 def exact_tokens(model: DecoderConfig, scheme: KVCacheScheme, itemsize: int, num_sequences: int) -> ExactTokens:

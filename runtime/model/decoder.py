@@ -252,9 +252,13 @@ class Decoder:
 
     def _apply(self, mlp: MLP, expert: Expert, x: Tensor) -> Tensor:
         """Computes an MLP with the weights of one expert."""
-        return expert.down(self._activate(mlp, expert.gate_up(x)))
+        added, (_, factor) = expert.down(self._activate(mlp, expert.gate_up(x))), mlp.factors
+        return added if factor == 1.0 else added * factor
 
     def _activate(self, mlp: MLP, gate_up: Tensor) -> Tensor:
+        if mlp.factors[0] != 1.0:
+            gate, up = gate_up.chunk(2, -1)
+            gate_up = torch.cat((gate * mlp.factors[0], up), -1)
         if mlp.clamped is not None:
             return self.ops.clamp_and_mul(gate_up, mlp.clamped)
         return (self.ops.activate_and_mul if mlp.gated else self.ops.activate)(gate_up, mlp.activation)
@@ -280,12 +284,22 @@ class Decoder:
         return hidden if norm is None else self.ops.normalize(hidden, norm)
 
     def _mix(self, index: int, block: Block, normed: Tensor, step: _Step) -> Tensor:
-        """Computes attention, or a mixer with a state. Raises ValueError for a mixer whose states are not given."""
-        layer = self.layers[index]
-        if layer.recurrent is not None and step.states is not None:
-            return layer.recurrent(normed, index, step.states, self.ops)
-        if layer.qkv is None or layer.output is None or not isinstance(block.mixer, AttentionSpec):
+        """Computes attention, a mixer with a state, or both. Raises ValueError for states that are not given."""
+        recurrent, second = self.layers[index].recurrent, block.second
+        if recurrent is None:
+            return self._mix_attention(index, block, normed, step)
+        if step.states is None:
             raise ValueError(f"layer {index} needs the states of its sequences")
+        if second is None:
+            return recurrent(normed, index, step.states, self.ops)
+        (before, after), (first, last) = second.attention_factors, second.factors
+        attended = self._mix_attention(index, block, normed * before, step) * after
+        return attended + recurrent(normed * first, index, step.states, self.ops) * last
+
+    def _mix_attention(self, index: int, block: Block, normed: Tensor, step: _Step) -> Tensor:
+        layer = self.layers[index]
+        if layer.qkv is None or layer.output is None or not isinstance(block.mixer, AttentionSpec):
+            raise ValueError(f"layer {index} has no attention")
         heads = layer.qkv(normed)
         if layer.latent is not None:
             return layer.output(self._attend_latents(index, block.mixer, layer.latent, heads, step).flatten(1))

@@ -204,6 +204,8 @@ class _Loader:
             layer = self._with_attention(name, layer, block.mixer)
         else:
             layer = replace(layer, recurrent=self._recurrent(name, block.mixer))
+        if block.second is not None:
+            layer = replace(layer, recurrent=self._recurrent(name, block.second.mixer))
         layer = self._with_mlp(name, layer, block.mlp)
         return replace(
             layer,
@@ -265,8 +267,15 @@ class _Loader:
             decay=-decay.exp(),
             dt_bias=dt_bias,
             skip=skip,
-            norm=self._norm(replace(mixer.norm, name=f"{name}.{mixer.norm.name}")),
+            norm=self._block_norm(name, mixer.norm),
+            factors=self._factors(mixer),
         )
+
+    def _factors(self, mixer: Mamba2) -> Tensor | None:
+        if not mixer.factors:
+            return None
+        parts = [torch.full((size,), factor) for size, factor in zip(mixer.sizes, mixer.factors, strict=True)]
+        return torch.cat(parts).to(self.target.device, self.target.dtype)
 
     def _short_conv(self, name: str, mixer: ShortConv) -> ConvLayer:
         wide = torch.promote_types(self.target.dtype, torch.float32)

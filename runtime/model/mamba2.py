@@ -70,6 +70,7 @@ class Mamba2Layer:
         decay: `-exp(A_log) [heads]`.
         dt_bias: `[heads]`.
         skip: share of its input that is added to the output of a head, `[heads]`.
+        factors: on what `inputs` gives.
     """
 
     spec: Mamba2
@@ -80,7 +81,8 @@ class Mamba2Layer:
     decay: Tensor
     dt_bias: Tensor
     skip: Tensor
-    norm: NormWeights
+    norm: NormWeights | None
+    factors: Tensor | None = None
 
     @property
     def nbytes(self) -> int:
@@ -88,8 +90,9 @@ class Mamba2Layer:
 
     def __call__(self, x: Tensor, layer: int, states: StepStates, ops: Ops) -> Tensor:
         """Computes `[T, H]` of `x [T, H]`, and keeps states as `states` says."""
-        spec = self.spec
-        gate, mixed, step = self.inputs(x).split((spec.inner_size, spec.conv_size, spec.num_heads), -1)
+        projected, spec = self.inputs(x), self.spec
+        projected = projected if self.factors is None else projected * self.factors
+        gate, mixed, step = projected.split((spec.inner_size, spec.conv_size, spec.num_heads), -1)
         groups = group_rows(states.rows)
         sequences, tokens = [each.num_sequences for each in groups], [each.num_rows for each in groups]
         before = (states.read(layer, name).split(sequences) for name in ("window", "matrix"))
@@ -127,8 +130,7 @@ class Mamba2Layer:
     def _scan_inputs(self, convolved: Tensor, step: Tensor) -> tuple[Tensor, ScanInputs]:
         """Splits `[B, n, channels]`; also returns the heads `[B, n, heads, P]` as they are."""
         spec = self.spec
-        sizes = spec.inner_size, spec.num_groups * spec.state_size, spec.num_groups * spec.state_size
-        heads, write, read = convolved.to(step.dtype).split(sizes, -1)
+        heads, write, read = convolved.to(step.dtype).split(spec.sizes[1:4], -1)
         heads = heads.unflatten(-1, (spec.num_heads, -1))
         write, read = (part.unflatten(-1, (spec.num_groups, 1, -1)).movedim(1, 3) for part in (write, read))
         scaled, decay = (
@@ -138,6 +140,15 @@ class Mamba2Layer:
         return heads, ScanInputs(scaled, write, read, decay)
 
     def _gated(self, heads: Tensor, gate: Tensor) -> Tensor:
-        """Applies the gate and then the norm, over each group of heads, to `[T, channels]`."""
-        gated = (heads * functional.silu(gate.to(heads.dtype))).unflatten(-1, (self.spec.num_groups, -1))
-        return functional.rms_norm(gated, gated.shape[-1:], None, self.norm.eps).flatten(1) * self.norm.weight
+        """Applies the gate and the norm to `[T, channels]`."""
+        gate = functional.silu(gate.to(heads.dtype))
+        if self.norm is None:
+            return heads * gate
+        if self.spec.norms_before_gate:
+            return self._normalized(heads, self.norm) * gate
+        return self._normalized(heads * gate, self.norm)
+
+    def _normalized(self, heads: Tensor, norm: NormWeights) -> Tensor:
+        """Applies the norm to each group of heads, `[T, channels]`."""
+        heads = heads.unflatten(-1, (self.spec.num_groups, -1))
+        return functional.rms_norm(heads, heads.shape[-1:], None, norm.eps).flatten(1) * norm.weight

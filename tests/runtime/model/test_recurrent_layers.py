@@ -1,4 +1,4 @@
-"""What a layer with a state computes does not depend on where a text is cut, on its neighbours or on slots."""
+"""Layers with a state give the same wherever a text is cut, whatever stands beside it, in any slots."""
 
 from pathlib import Path
 from random import Random
@@ -20,7 +20,7 @@ from runtime.model.mamba2 import Mamba2Layer
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module", params=["qwen3_5_text", "qwen3_next", "granitemoehybrid"])
+@pytest.fixture(scope="module", params=["qwen3_5_text", "qwen3_next", "falcon_h1", "granitemoehybrid"])
 def layer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> DeltaNet | Mamba2Layer:
     family: str = request.param
     folder: Path = tmp_path_factory.mktemp(family) / "model"
