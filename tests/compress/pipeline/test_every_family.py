@@ -59,6 +59,16 @@ def test_packed_weights_compute_what_dequantized_ones_do(tiny_model, tmp_path: P
 
 
 @pytest.mark.full
+def test_a_hybrid_whose_mixtures_have_no_experts(tiny_model, tmp_path: Path) -> None:
+    source, out = tiny_model("granitemoehybrid", torch.float32, num_local_experts=0), tmp_path / "packed"
+    assert compress(source, out, QuantizeStage("awq", Int(4, 16))).structure.ok
+    assert sum("shared_mlp" in name for name in PackedCheckpoint.open(out).modules) == 2 * 3
+    expected = reference_logits(compute_in_float64(load_dequantized(out, dtype="float64")), TOKENS)
+    found = score(load_model(out, dtype="float64"), TOKENS)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-9 * float(expected.std() + 1))
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("family", DENSE)
 def test_transformers_decompresses_every_linear_to_the_same_numbers(tiny_model, tmp_path: Path, family: str) -> None:
     compress(tiny_model(family), tmp_path / "packed", QuantizeStage("rtn", Int(4, 16)))
