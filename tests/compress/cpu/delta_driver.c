@@ -38,7 +38,7 @@ static double head_error(const DeltaStep *job, const float *before, int64_t row,
 static int check(int64_t values, int set) {
     const int64_t rows = SEQUENCES * HEADS, states = SLOTS * HEADS * KEYS * values;
     static const int64_t reads[] = {4, 1, 0}, writes[] = {2, 1, 3};
-    /* Of their exact sizes, so that the sanitizer sees what lies beside them. */
+    /* Buffers of their exact sizes, so that the sanitizer sees what lies beside them. */
     float *parts[8];
     const int64_t sizes[] = {states, rows * KEYS, rows * KEYS, rows * values, rows, rows, rows * values, states};
     for (int i = 0; i < 8; i++) {
