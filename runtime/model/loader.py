@@ -41,15 +41,15 @@ from runtime.backends.registry import (
     modes,
 )
 from runtime.core.model_config import DecoderConfig, parse_config, read_generation_config
-from runtime.model.causal_conv import ConvLayer
 from runtime.model.decoder import BesideWeights, Decoder, Layer, LayerInputWeights, RecurrentLayer
 from runtime.model.device_files import unpacked_on, unpacks_anywhere
 from runtime.model.embedding import Embedding, LayerInputsWeights, make_embedding
 from runtime.model.expected_tensors import check_tensors, head_is_embedding
 from runtime.model.expert_offload import NO_OFFLOAD, ExpertOffload
-from runtime.model.gated_delta_net import DeltaNet
-from runtime.model.latent import LatentWeights, split_expansion
-from runtime.model.mamba2 import Mamba2Layer
+from runtime.model.mixers.causal_conv import ConvLayer
+from runtime.model.mixers.gated_delta_net import DeltaNet
+from runtime.model.mixers.latent import LatentWeights, split_expansion
+from runtime.model.mixers.mamba2 import Mamba2Layer
 from runtime.model.mixture import Expert, Experts
 from runtime.model.rotary import Rotary, channel_order
 from runtime.model.served import ServedModel

@@ -8,8 +8,8 @@ from compress.cpu.binding import best_instruction_set, library
 from runtime.backends.cpu.delta_step import CpuDeltaStep
 from runtime.backends.state_memory import StateMemory, StepStates
 from runtime.core.state_rows import decode_state_rows
-from runtime.model.gated_delta_net import DeltaInputs, delta_rule
 from runtime.model.loader import load_model
+from runtime.model.mixers.gated_delta_net import DeltaInputs, delta_rule
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no compiled library")
 SETS = range(best_instruction_set() + 1)

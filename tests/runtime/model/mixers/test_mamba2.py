@@ -11,7 +11,7 @@ from transformers.models.granitemoehybrid.modeling_granitemoehybrid import (
     mamba2_selective_state_update,
 )
 
-from runtime.model.mamba2 import CHUNK, ScanInputs, scan
+from runtime.model.mixers.mamba2 import CHUNK, ScanInputs, scan
 
 COUNT, GROUPS, SHARED, SIZE, STATE = 150, 2, 3, 5, 8
 

@@ -12,7 +12,7 @@ from torch.nn import functional
 from compress.models.recurrent import GatedDeltaNet
 from runtime.backends.base import DeltaStep, Linear, NormWeights, Ops
 from runtime.backends.state_memory import StepStates
-from runtime.model.causal_conv import RowGroup, convolve, group_rows
+from runtime.model.mixers.causal_conv import RowGroup, convolve, group_rows
 
 CHUNK = 64
 """Tokens that are computed at once; more take longer, as the work in a chunk grows with its square."""

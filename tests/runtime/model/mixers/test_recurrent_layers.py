@@ -13,9 +13,9 @@ from runtime.backends.torch.ops import TorchOps
 from runtime.core.request import Sequence
 from runtime.core.state_rows import build_state_rows
 from runtime.core.step import NO_STATE, ScheduledSequence
-from runtime.model.gated_delta_net import DeltaNet
 from runtime.model.loader import load_model
-from runtime.model.mamba2 import Mamba2Layer
+from runtime.model.mixers.gated_delta_net import DeltaNet
+from runtime.model.mixers.mamba2 import Mamba2Layer
 
 CPU = torch.device("cpu")
 

@@ -11,7 +11,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (
     torch_recurrent_gated_delta_rule,
 )
 
-from runtime.model.gated_delta_net import CHUNK, DeltaInputs, delta_rule
+from runtime.model.mixers.gated_delta_net import CHUNK, DeltaInputs, delta_rule
 
 
 def random_inputs(count: int) -> tuple[DeltaInputs, Tensor]:
