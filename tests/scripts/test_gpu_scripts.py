@@ -14,6 +14,7 @@ import torch
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 
 
+@pytest.mark.full
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize("command", [[sys.executable, "bench_kernels.py", "gpu"], [sys.executable, "tune_kernels.py"]])
 def test_without_a_gpu_they_say_so_in_one_line(command: list[str]) -> None:

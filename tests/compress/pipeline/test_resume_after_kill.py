@@ -7,6 +7,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from covering import sample
 from killed_runs import killed_after_block
 from runs import compress, same_bytes
 
@@ -97,7 +98,7 @@ DEATHS = {
 
 @pytest.mark.parametrize(
     "method",
-    ["gptq", "rtn", pytest.param("awq", marks=pytest.mark.full), pytest.param("signround", marks=pytest.mark.full)],
+    sample(["gptq", "awq", "rtn", "signround"]),
 )
 def test_killed_again_and_again(tiny_model, tmp_path, uninterrupted, method) -> None:
     expected = uninterrupted(method)

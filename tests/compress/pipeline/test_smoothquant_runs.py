@@ -42,6 +42,7 @@ def test_outliers_cost_little_after_smoothing(outlier_model, tmp_path) -> None:
     assert len({edge["ratio"] for edge in smoothing}) > 1
 
 
+@pytest.mark.full
 def test_transformers_serves_it_too(outlier_model, tmp_path) -> None:
     from transformers import AutoModelForCausalLM
 

@@ -257,6 +257,7 @@ def test_ignored_layers_take_no_part(tiny_model, tmp_path: Path) -> None:
     assert not any("down_proj" in target for stage in recipe.stages for target in stage.targets)
 
 
+@pytest.mark.full
 def test_the_report_draws_what_was_found(tiny_model, tmp_path: Path) -> None:
     out = tmp_path / "out"
     found = opened(tiny_model("llama"), out, asked(Goal(bits_per_weight=4.0), method="rtn"), measure=False)
