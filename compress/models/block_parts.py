@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from compress.models.recurrent import Recurrent
+from compress.models.mixers.recurrent import Recurrent
 from compress.models.spec import Linear, Mixture, Norm
 
 

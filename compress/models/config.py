@@ -9,7 +9,7 @@ from typing import Any
 
 from compress.common.errors import CheckpointError
 from compress.models.clamped_gate import ClampedGate
-from compress.models.recurrent import Recurrent
+from compress.models.mixers.recurrent import Recurrent
 from compress.models.router import Router
 from compress.models.spec import MLP, Attention, Block, Linear, Mixture, ModelSpec, Norm, Rope
 from compress.models.stacks import Stack

@@ -14,7 +14,7 @@ from compress.models.state import StateField
 if TYPE_CHECKING:
     from compress.models.block_parts import Beside, LayerInput, LayerInputs, PositionScale, SecondMixer
     from compress.models.latent import Latent
-    from compress.models.recurrent import Recurrent
+    from compress.models.mixers.recurrent import Recurrent
     from compress.models.router import Router
 
 

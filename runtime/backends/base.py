@@ -11,7 +11,7 @@ from torch import Tensor
 
 from compress.checkpoint.weights import Scheme
 from compress.models.clamped_gate import ClampedGate
-from compress.models.recurrent import GatedDeltaNet
+from compress.models.mixers.gated_delta_net import GatedDeltaNet
 from compress.models.router import Router
 from compress.models.spec import Mixture
 from runtime.backends.expert_slots import ExpertSlots

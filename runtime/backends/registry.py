@@ -14,7 +14,7 @@ from torch import Tensor
 import runtime.backends
 from compress.checkpoint.weights import Activations, Scheme, Weight
 from compress.common.errors import SchemeError
-from compress.models.recurrent import GatedDeltaNet
+from compress.models.mixers.gated_delta_net import GatedDeltaNet
 from compress.models.spec import Mixture
 from runtime.backends.base import (
     BACKENDS,

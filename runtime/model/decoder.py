@@ -19,16 +19,11 @@ from runtime.backends.span_attention import soft_cap
 from runtime.backends.state_memory import StepStates
 from runtime.core.model_config import DecoderConfig
 from runtime.model.embedding import Embedding, LayerInputsWeights
-from runtime.model.mixers.causal_conv import ConvLayer
-from runtime.model.mixers.gated_delta_net import DeltaNet
 from runtime.model.mixers.latent import LatentWeights
-from runtime.model.mixers.mamba2 import Mamba2Layer
+from runtime.model.mixers.registry import RecurrentLayer
 from runtime.model.mixture import Expert, Experts
 from runtime.model.rotary import Rotary
 from runtime.model.xielu import Xielu
-
-RecurrentLayer = DeltaNet | ConvLayer | Mamba2Layer
-"""Weights of any mixer with a state."""
 
 
 @dataclass(frozen=True, slots=True)

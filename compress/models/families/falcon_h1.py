@@ -18,7 +18,7 @@ from compress.models.config import (
     refusal,
 )
 from compress.models.mamba_config import mamba2
-from compress.models.recurrent import Mamba2
+from compress.models.mixers.mamba2 import Mamba2
 from compress.models.registry import register
 from compress.models.spec import MLP, Attention, ModelSpec
 

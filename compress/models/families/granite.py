@@ -21,7 +21,7 @@ from compress.models.config import (
     text,
 )
 from compress.models.mamba_config import mamba2, mixer_kinds
-from compress.models.recurrent import Recurrent
+from compress.models.mixers.recurrent import Recurrent
 from compress.models.registry import register
 from compress.models.spec import MLP, Attention, Linear, Mixture, ModelSpec
 from compress.models.stacks import Stack

@@ -20,7 +20,8 @@ from compress.models.config import (
     refusal,
     rope,
 )
-from compress.models.recurrent import Recurrent, ShortConv
+from compress.models.mixers.recurrent import Recurrent
+from compress.models.mixers.short_conv import ShortConv
 from compress.models.registry import register
 from compress.models.spec import MLP, Attention, Linear, Mixture, ModelSpec
 

@@ -22,7 +22,7 @@ from compress.models.config import (
     text,
 )
 from compress.models.families.qwen_moe import layers_of
-from compress.models.recurrent import GatedDeltaNet
+from compress.models.mixers.gated_delta_net import GatedDeltaNet
 from compress.models.registry import Wrapper, register, register_wrapper
 from compress.models.spec import MLP, Attention, Linear, Mixture, ModelSpec
 from compress.models.stacks import Stack

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from compress.cpu.binding import BEST, absence, function, library
-from compress.models.recurrent import GatedDeltaNet
+from compress.models.mixers.gated_delta_net import GatedDeltaNet
 from runtime.backends.base import Target
 from runtime.core.state_rows import StateRows
 

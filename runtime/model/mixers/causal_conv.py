@@ -8,9 +8,12 @@ from itertools import accumulate, groupby, islice
 import torch
 from torch import Tensor
 
+from compress.models.mixers.short_conv import ShortConv
 from runtime.backends.base import Linear, Ops
 from runtime.backends.state_memory import StepStates
 from runtime.core.state_rows import StateRows
+from runtime.model.mixers.registry import loads
+from runtime.model.weight_reader import WeightReader
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,3 +96,14 @@ class ConvLayer:
         convolved = torch.cat([convolve(each, self.conv).flatten(0, 1) for each in seen])
         convolved = convolved if self.bias is None else convolved + self.bias
         return self.output(after * convolved.to(x.dtype))
+
+
+@loads(ShortConv)
+def load_short_conv(mixer: ShortConv, block: WeightReader) -> ConvLayer:
+    """Loads one layer of `ShortConv`."""
+    return ConvLayer(
+        block.linear(*mixer.qkv),
+        block.linear(mixer.output),
+        block.vector(mixer.conv, block.wide).squeeze(1).T.contiguous(),
+        block.vector(mixer.bias, block.wide) if mixer.bias else None,
+    )

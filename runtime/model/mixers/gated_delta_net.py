@@ -9,10 +9,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from compress.models.recurrent import GatedDeltaNet
+from compress.models.mixers.gated_delta_net import GatedDeltaNet
 from runtime.backends.base import DeltaStep, Linear, NormWeights, Ops
+from runtime.backends.registry import choose_delta_step
 from runtime.backends.state_memory import StepStates
 from runtime.model.mixers.causal_conv import RowGroup, convolve, group_rows
+from runtime.model.mixers.registry import loads
+from runtime.model.weight_reader import WeightReader
 
 CHUNK = 64
 """Tokens that are computed at once; more take longer, as the work in a chunk grows with its square."""
@@ -173,3 +176,21 @@ class DeltaNet:
 
 def _normalized(heads: Tensor) -> Tensor:
     return heads * (heads.square().sum(-1, keepdim=True) + NORM_EPS).rsqrt()
+
+
+@loads(GatedDeltaNet)
+def load_delta_net(mixer: GatedDeltaNet, block: WeightReader) -> DeltaNet:
+    """Loads one layer of a gated delta net."""
+    choice = choose_delta_step(mixer, block.target, block.kernels)
+    block.used[f"gated delta rule, one token of each sequence: {choice.reason}"] += 1
+    return DeltaNet(
+        mixer,
+        inputs=block.linear(*mixer.qkv),
+        gates=block.linear(*mixer.gates),
+        output=block.linear(mixer.output),
+        conv=block.vector(mixer.conv, block.wide).squeeze(1).T.contiguous(),
+        decay=-block.vector(f"{mixer.name}.A_log", block.wide).exp(),
+        dt_bias=block.vector(f"{mixer.name}.dt_bias"),
+        norm=block.norm(mixer.norm),
+        step=choice.kernel,
+    )

@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from compress.models.latent import Latent
+from compress.models.spec import Attention
 from runtime.backends.base import Linear, NormWeights, Ops
 from runtime.backends.latent import LatentHeads
+from runtime.model.weight_reader import WeightReader
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,23 @@ class LatentWeights:
 
 def _normalize(x: Tensor, norm: NormWeights, ops: Ops) -> Tensor:
     return ops.add_rms_norm(x.contiguous(), None, norm.weight, norm.eps)
+
+
+def load_latent(mixer: Attention, latent: Latent, block: WeightReader) -> LatentWeights:
+    """Loads what is between the projections; the expansion is dequantized here to be split."""
+    weight = block.weight(latent.expansion.name)
+    form = "dense" if isinstance(weight, Tensor) else f"{weight.scheme}, dequantized"
+    block.used[f"{latent.expansion.name.rpartition('.')[2]}: {form}, split by heads at load"] += 1
+    dense = weight if isinstance(weight, Tensor) else weight.dequantize(block.target.dtype)
+    dense = dense.to(block.target.device, block.target.dtype)
+    scale = mixer.head_dim**-0.5 if mixer.scale is None else mixer.scale
+    return LatentWeights(
+        split_expansion(dense, latent, mixer.num_heads, scale),
+        latent.rotated,
+        block.norm(latent.norm),
+        block.optional_norm(latent.query_norm),
+        None if latent.query is None else block.linear(latent.query),
+    )
 
 
 def split_expansion(weight: Tensor, latent: Latent, num_heads: int, scale: float) -> LatentHeads:

@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from compress.models.recurrent import Mamba2
+from compress.models.mixers.mamba2 import HEAD_VECTORS, Mamba2
 from runtime.backends.base import Linear, NormWeights, Ops
 from runtime.backends.state_memory import StepStates
 from runtime.model.mixers.causal_conv import RowGroup, convolve, group_rows
+from runtime.model.mixers.registry import loads
+from runtime.model.weight_reader import WeightReader
 
 CHUNK = 64
 """Tokens that are computed at once; more take longer, as the work in a chunk grows with its square."""
@@ -152,3 +154,28 @@ class Mamba2Layer:
         """Applies the norm to each group of heads, `[T, channels]`."""
         heads = heads.unflatten(-1, (self.spec.num_groups, -1))
         return functional.rms_norm(heads, heads.shape[-1:], None, norm.eps).flatten(1) * norm.weight
+
+
+@loads(Mamba2)
+def load_mamba2(mixer: Mamba2, block: WeightReader) -> Mamba2Layer:
+    """Loads one layer of Mamba-2."""
+    decay, skip, dt_bias = (block.vector(f"{mixer.name}.{part}", block.wide) for part in HEAD_VECTORS)
+    return Mamba2Layer(
+        mixer,
+        inputs=block.linear(*mixer.qkv),
+        output=block.linear(mixer.output),
+        conv=block.vector(mixer.conv, block.wide).squeeze(1).T.contiguous(),
+        conv_bias=block.vector(mixer.bias, block.wide) if mixer.bias else None,
+        decay=-decay.exp(),
+        dt_bias=dt_bias,
+        skip=skip,
+        norm=block.optional_norm(mixer.norm),
+        factors=_factors(mixer, block),
+    )
+
+
+def _factors(mixer: Mamba2, block: WeightReader) -> Tensor | None:
+    if not mixer.factors:
+        return None
+    parts = [torch.full((size,), factor) for size, factor in zip(mixer.sizes, mixer.factors, strict=True)]
+    return torch.cat(parts).to(block.target.device, block.target.dtype)

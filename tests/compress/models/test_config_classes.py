@@ -10,7 +10,7 @@ from tiny_models import SIZES, VARIANTS
 from transformers import AutoConfig
 
 from compress.common.errors import CheckpointError
-from compress.models.recurrent import GatedDeltaNet
+from compress.models.mixers.gated_delta_net import GatedDeltaNet
 from compress.models.registry import find_family, known_families
 from compress.models.spec import Attention, ModelSpec, Rope
 

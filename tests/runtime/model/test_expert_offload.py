@@ -28,6 +28,7 @@ from runtime.model.expert_offload import ExpertOffload
 from runtime.model.loader import _Loader, load_model
 from runtime.model.mixture import Expert
 from runtime.model.scoring import score
+from runtime.model.weight_reader import WeightReader
 
 CPU = torch.device("cpu")
 TOKENS = torch.randint(3, 112, (2, 9), generator=torch.Generator().manual_seed(3))
@@ -47,7 +48,7 @@ def offloaded(folder: Path, num_slots: int, kernels: str = "auto") -> Decoder:
     checkpoint = PackedCheckpoint.open(folder)
     config = parse_config(checkpoint.config)
     offload = ExpertOffload(num_slots, CPU, {"model.layers.1": tuple(COUNTS)})
-    return _Loader(checkpoint, config, Target(CPU, torch.float64), kernels, {}, offload).load()
+    return _Loader(config, WeightReader(checkpoint, Target(CPU, torch.float64), kernels, {}), offload).load()
 
 
 @pytest.mark.parametrize("family", ["qwen2_moe", "gpt_oss"])

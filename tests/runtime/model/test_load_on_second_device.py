@@ -9,8 +9,7 @@ from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.weights import Activations, Int
 from compress.checkpoint.weights.integer import IntegerWeight
 from runtime.backends.base import Target
-from runtime.core.model_config import parse_config
-from runtime.model.loader import _Loader
+from runtime.model.weight_reader import WeightReader
 
 FORMS = {
     "compressed-tensors": [Int(4, 32), Int(3, 32, symmetric=False), Int(8, None, activations=Activations.INT8)],
@@ -28,10 +27,10 @@ def test_weights_are_unpacked_there(format, scheme, tmp_path):
     checkpoint = PackedCheckpoint.open(tmp_path / "packed")
     with SecondDevice() as device:
         target = Target(SECOND, torch.float16)
-        loader = _Loader(checkpoint, parse_config(checkpoint.config), target, "auto", {})
+        reader = WeightReader(checkpoint, target, "auto", {})
         for module, expected in weights.items():
             device.arrivals.clear()
-            found = loader._weight(module)
+            found = reader.weight(module)
             assert isinstance(found, IntegerWeight)
             for name in ("qweight", "scales", "zero_points"):
                 tensor = getattr(found, name)

@@ -1,0 +1,132 @@
+"""Reads tensors of a checkpoint and prepares weights for their kernels."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compress.checkpoint.reader import PackedCheckpoint
+from compress.checkpoint.weights import Scheme, Weight
+from compress.checkpoint.weights.base import BesideColumns, Factors
+from compress.checkpoint.weights.integer import IntegerWeight
+from compress.common.errors import CheckpointError
+from compress.models.spec import Linear as LinearSpec
+from compress.models.spec import Norm
+from runtime.backends.base import Linear, LinearKernel, NormWeights, Target
+from runtime.backends.composed import LowRank, WithOutliers
+from runtime.backends.registry import Choice, choose_dense, choose_linear
+from runtime.model.device_files import unpacked_on, unpacks_anywhere
+from runtime.model.side_by_side import SideBySide, fuse_biases, fuse_weights
+
+
+@dataclass(frozen=True)
+class WeightReader:
+    """Reads what is inside of one module, or of the whole model, and counts the kernels in use.
+
+    Attributes:
+        excluded: kernels that may not be chosen, with the reason.
+        prefix: in front of every name.
+    """
+
+    checkpoint: PackedCheckpoint
+    target: Target
+    kernels: str
+    excluded: dict[str, str]
+    used: Counter[str] = field(default_factory=Counter)
+    prefix: str = ""
+
+    def inside(self, module: str) -> WeightReader:
+        """Returns the reader of what is inside of a module."""
+        return replace(self, prefix=f"{self.prefix}{module}.")
+
+    @property
+    def wide(self) -> torch.dtype:
+        """The dtype of activations, float32 at least."""
+        return torch.promote_types(self.target.dtype, torch.float32)
+
+    def norm(self, norm: Norm) -> NormWeights:
+        """Reads a norm."""
+        dtype = self.wide if norm.in_float32 or norm.offset or norm.centered else self.target.dtype
+        device = self.target.device
+        weight = (
+            self.vector(norm.tensor, dtype) if norm.has_weight else torch.ones(norm.size, dtype=dtype, device=device)
+        )
+        bias = self.vector(f"{norm.name}.bias", dtype) if norm.bias else None
+        return NormWeights(
+            weight + norm.offset if norm.offset else weight, norm.eps, bias, norm.centered, norm.is_plain
+        )
+
+    def optional_norm(self, norm: Norm | None) -> NormWeights | None:
+        """Reads a norm, if there is one."""
+        return None if norm is None else self.norm(norm)
+
+    def rows(self, embedding: str) -> IntegerWeight | Tensor:
+        """Reads a weight whose rows are looked up. Raises CheckpointError for a form that has none."""
+        weight = self.weight(embedding)
+        if not isinstance(weight, IntegerWeight | Tensor):
+            raise CheckpointError(f"{embedding} is stored as {weight.scheme}", "Pack embeddings as plain integers")
+        return weight
+
+    def weight(self, module: str) -> Weight | Tensor:
+        """Reads a weight as stored; plain integers are unpacked on the device."""
+        module, device = f"{self.prefix}{module}", self.target.device
+        # A checkpoint that makes its weights itself (`RoundedCheckpoint`) reads more than one matrix for each.
+        is_read = type(self.checkpoint) is PackedCheckpoint
+        if device.type == "cpu" or not is_read or not unpacks_anywhere(self.checkpoint.scheme(module)):
+            return self.checkpoint.weight(module)
+        return unpacked_on(self.checkpoint, device).weight(module).to(device)
+
+    def vector(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """Reads a dense tensor in a dtype, or in that of activations."""
+        return self.checkpoint.tensor(f"{self.prefix}{name}").to(self.target.device, dtype or self.target.dtype)
+
+    def linear(self, *linears: LinearSpec) -> Linear:
+        """Makes one linear of several over one input, fused when they can be."""
+        weights = [self.weight(linear.name) for linear in linears]
+        names = [linear.name.rpartition(".")[2] for linear in linears]
+        biases = [self.vector(f"{linear.name}.bias") if linear.bias else None for linear in linears]
+        fused = fuse_weights(weights)
+        if fused is None:
+            parts = zip(weights, names, biases, strict=True)
+            return SideBySide(tuple(self.prepare(weight, name, bias) for weight, name, bias in parts))
+        return self.prepare(fused, "+".join(names), fuse_biases(biases, [weight.shape[0] for weight in weights]))
+
+    def prepare_module(self, module: str, weight: Tensor | None, bias: Tensor | None) -> Linear:
+        """Makes one linear from its dense weight, or from the packed one of its name."""
+        return self.prepare(self.weight(module) if weight is None else weight, module.rpartition(".")[2], bias)
+
+    def prepare(self, weight: Weight | Tensor, name: str, bias: Tensor | None = None) -> Linear:
+        """Makes one linear from its weight; `name` is for the description."""
+        if isinstance(weight, Tensor):
+            return self._prepare_dense(weight, name, bias)
+        product = weight.product()
+        if isinstance(product, Factors):
+            right = self.prepare(product.right, f"{name}, right factor")
+            return LowRank(right, self.prepare(product.left, f"{name}, left factor", bias))
+        if isinstance(product, BesideColumns):
+            columns = product.columns.to(self.target.device, torch.int64)
+            values = product.values.to(self.target.device, self.target.dtype).T.contiguous()
+            beside = f"{name} beside {len(columns)} columns in 16 bits"
+            return WithOutliers(self.prepare(product.base, beside, bias), columns, values)
+        choice = self._choose(weight.scheme, weight.shape[1])
+        self.used[f"{name}: {weight.scheme}, kernel {choice.kernel.name} ({choice.reason})"] += 1
+        return choice.kernel.prepare(weight.expanded(), bias, self.target)
+
+    def description(self) -> list[str]:
+        """Describes the kernels in use, one line each."""
+        return [f"{count} x {what}" for what, count in self.used.items()]
+
+    def _prepare_dense(self, weight: Tensor, name: str, bias: Tensor | None) -> Linear:
+        dtype = str(self.target.dtype).removeprefix("torch.")
+        placed = weight.to(self.target.device, self.target.dtype)
+        rows, columns = weight.shape
+        choice = choose_dense(rows, columns, self.target, self.kernels, placed)
+        self.used[f"{name}: dense {dtype}, kernel {choice.kernel.name} ({choice.reason})"] += 1
+        return choice.kernel.prepare(placed, bias)
+
+    def _choose(self, scheme: Scheme, in_features: int) -> Choice[LinearKernel[Any]]:
+        return choose_linear(scheme, in_features, self.target, self.kernels, self.excluded)
