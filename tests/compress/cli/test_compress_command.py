@@ -144,6 +144,7 @@ def test_quality_and_advice_of_a_family_that_only_transformers_computes(compress
         compress(*arguments, "--tokens", 256)
 
 
+@pytest.mark.full
 def test_factorize_plans_packs_and_verifies(compress, tiny_model, tmp_path) -> None:
     arguments = (
         "factorize",
