@@ -17,6 +17,7 @@ from compress.models.spec import Mixture
 from runtime.backends.expert_slots import ExpertSlots
 from runtime.backends.kv_pages import KVCache, KVPages
 from runtime.backends.latent import LatentHeads
+from runtime.backends.state_kernels import StateKernel
 from runtime.backends.state_memory import StepStates
 from runtime.core.batch import Batch, SamplingTensors
 from runtime.core.memory_plan import MemoryPlan
@@ -462,7 +463,7 @@ class Backend:
 
     Attributes:
         device: kind of device on which it computes; "" for any.
-        linears, dense: kernels in order of preference.
+        linears, dense, states: kernels in order of preference.
         is_fast: whether it multiplies matrices of a dtype in vectors.
         is_fallback: computes everything, and is asked after all others.
     """
@@ -475,6 +476,7 @@ class Backend:
     ops: OpsKernel | None = None
     mixture: MixtureKernel | None = None
     delta: DeltaKernel | None = None
+    states: tuple[StateKernel[Any, Any], ...] = ()
     attention: AttentionKernel | None = None
     layers: LayersKernel | None = None
     sampling: SamplingKernel | None = None

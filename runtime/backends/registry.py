@@ -15,6 +15,7 @@ import runtime.backends
 from compress.checkpoint.weights import Activations, Scheme, Weight
 from compress.common.errors import SchemeError
 from compress.models.mixers.gated_delta_net import GatedDeltaNet
+from compress.models.mixers.recurrent import Recurrent
 from compress.models.spec import Mixture
 from runtime.backends.base import (
     BACKENDS,
@@ -35,6 +36,7 @@ from runtime.backends.base import (
     Target,
 )
 from runtime.backends.kv_pages import KVCache
+from runtime.backends.state_kernels import StateSteps
 from runtime.backends.torch.quantized_linear import REFERENCE as REFERENCE_KERNEL
 from runtime.backends.torch.quantized_linear import RoundedInputs
 from runtime.core.memory_plan import MemoryPlan
@@ -210,6 +212,27 @@ def choose_delta_step(mixer: GatedDeltaNet, target: Target, kernels: str = AUTO)
             return Choice(backend.delta.prepare(), "; ".join([backend.delta.summary, *reasons]))
         reasons.append(f"{backend.name} {reason}")
     return Choice(None, "; ".join(["plain torch", *reasons]))
+
+
+def choose_state_steps(mixer: Recurrent, weights: Any, target: Target, kernels: str = AUTO) -> StateSteps:
+    """The first kernels of a mixer with these weights: for decode, and for all other steps."""
+    if kernels == REFERENCE:
+        return StateSteps(reason=REFERENCE)
+    decode = spans = None
+    reasons: list[str] = []
+    for backend in _suited(target.device):
+        for kernel in backend.states:
+            if not isinstance(mixer, kernel.mixer) or (decode and (spans or kernel.only_decode)):
+                continue
+            if unsupported := kernel.unsupported_reason(mixer, weights, target):
+                reasons.append(f"{backend.name} {unsupported}")
+                continue
+            step = kernel.prepare(mixer, weights, target)
+            decode, spans = decode or step, spans if kernel.only_decode else step
+            reasons.append(f"{backend.name}: {kernel.summary}")
+    if spans is None:
+        reasons.append("plain torch for spans" if decode else "plain torch")
+    return StateSteps(decode, spans, "; ".join(reasons))
 
 
 def choose_mixture(

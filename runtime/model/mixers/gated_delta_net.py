@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from compress.models.mixers.gated_delta_net import GatedDeltaNet
-from runtime.backends.base import DeltaStep, Linear, NormWeights, Ops
-from runtime.backends.registry import choose_delta_step
+from runtime.backends.base import DeltaStep, Linear, Ops
+from runtime.backends.registry import choose_delta_step, choose_state_steps
+from runtime.backends.state_kernels import DeltaWeights, StateSteps
 from runtime.backends.state_memory import StepStates
 from runtime.model.mixers.causal_conv import RowGroup, convolve, group_rows
 from runtime.model.mixers.registry import loads
@@ -76,40 +77,44 @@ class DeltaNet:
     Attributes:
         inputs: queries, keys, values and output gates, side by side.
         gates: beta and decay, side by side.
-        conv: `[kernel, channels]` in the dtype of the state.
-        decay: `-exp(A_log) [heads]` in the dtype of the state.
-        dt_bias: `[heads]`.
-        step: computes one token of each sequence; None for plain torch.
+        steps: kernels of all between the linears.
+        step: computes one token of each sequence where `steps` does not; None for plain torch.
     """
 
     spec: GatedDeltaNet
     inputs: Linear
     gates: Linear
     output: Linear
-    conv: Tensor
-    decay: Tensor
-    dt_bias: Tensor
-    norm: NormWeights
+    weights: DeltaWeights
+    steps: StateSteps
     step: DeltaStep | None = None
 
     @property
     def nbytes(self) -> int:
-        return self.inputs.nbytes + self.gates.nbytes + self.output.nbytes + self.conv.nbytes
+        return self.inputs.nbytes + self.gates.nbytes + self.output.nbytes + self.weights.conv.nbytes
 
     def __call__(self, x: Tensor, layer: int, states: StepStates, ops: Ops) -> Tensor:
         """Computes `[T, H]` of `x [T, H]`, and keeps states as `states` says."""
-        mixed, gate = self._split(self.inputs(x))
-        beta, decay = self._read_gates(self.gates(x))
+        projected, step = (self.inputs(x), self.gates(x)), self.steps.of(states.rows)
+        if step is not None:
+            return self.output(step(projected, states.tensors[layer], states.rows))
+        return self.output(self._compute(*projected, layer, states, ops))
+
+    def _compute(self, inputs: Tensor, gates: Tensor, layer: int, states: StepStates, ops: Ops) -> Tensor:
+        """Computes in plain torch, or with a kernel of the delta rule alone, what the output reads, `[T, C]`."""
+        mixed, gate = self._split(inputs)
+        beta, decay = self._read_gates(gates)
         compute = self._scan_all if self.step is None or not states.rows.is_single else self._step_all
         heads = compute(mixed, beta, decay, layer, states, ops)
-        gated = ops.normalize(heads.to(x.dtype), self.norm) * functional.silu(gate.to(self.conv.dtype))
-        return self.output(gated.to(x.dtype).flatten(1))
+        wide = functional.silu(gate.to(self.weights.conv.dtype))
+        gated = ops.normalize(heads.to(gate.dtype), self.weights.norm) * wide
+        return gated.to(gate.dtype).flatten(1)
 
     def _step_all(self, mixed: Tensor, beta: Tensor, decay: Tensor, layer: int, states: StepStates, ops: Ops) -> Tensor:
         """Computes heads `[S, H, V]` of one token of each sequence with a kernel."""
         seen = torch.cat((states.read(layer, "window"), mixed.unsqueeze(1)), 1)
         states.write(layer, "window", seen[:, 1:])
-        convolved = ops.activate(convolve(seen, self.conv).to(seen.dtype), self.spec.activation)
+        convolved = ops.activate(convolve(seen, self.weights.conv).to(seen.dtype), self.spec.activation)
         x = self._delta_inputs(convolved, beta.unsqueeze(-1), decay.unsqueeze(-1))
         if self.step is None:
             raise ValueError("there is no kernel for one token of each sequence")
@@ -134,7 +139,7 @@ class DeltaNet:
         """Computes heads `[rows, H, V]` of a group, and windows and matrices behind its segments."""
         mixed, beta, decay = (part.unflatten(0, (group.num_sequences, -1)) for part in (mixed, beta, decay))
         seen = torch.cat((window, mixed), 1)
-        convolved = ops.activate(convolve(seen, self.conv).to(seen.dtype), self.spec.activation)
+        convolved = ops.activate(convolve(seen, self.weights.conv).to(seen.dtype), self.spec.activation)
         inputs = self._delta_inputs(convolved, beta.mT, decay.mT)
         outputs, matrices = [], []
         for start, stop in pairwise((0, *group.stops)):
@@ -161,8 +166,9 @@ class DeltaNet:
         if self.spec.grouped:
             projected = projected.unflatten(-1, (self.spec.num_key_heads, 2, -1)).transpose(1, 2)
         beta, step = projected.reshape(len(projected), 2, -1).unbind(1)
-        step = functional.softplus(step.to(self.decay.dtype) + self.dt_bias)
-        return beta.sigmoid().to(self.decay.dtype), self.decay * step
+        decay = self.weights.decay
+        step = functional.softplus(step.to(decay.dtype) + self.weights.dt_bias)
+        return beta.sigmoid().to(decay.dtype), decay * step
 
     def _delta_inputs(self, convolved: Tensor, beta: Tensor, decay: Tensor) -> DeltaInputs:
         spec, (batch, count, _) = self.spec, convolved.shape
@@ -182,15 +188,20 @@ def _normalized(heads: Tensor) -> Tensor:
 def load_delta_net(mixer: GatedDeltaNet, block: WeightReader) -> DeltaNet:
     """Loads one layer of a gated delta net."""
     choice = choose_delta_step(mixer, block.target, block.kernels)
-    block.used[f"gated delta rule, one token of each sequence: {choice.reason}"] += 1
-    return DeltaNet(
-        mixer,
-        inputs=block.linear(*mixer.qkv),
-        gates=block.linear(*mixer.gates),
-        output=block.linear(mixer.output),
+    weights = DeltaWeights(
         conv=block.vector(mixer.conv, block.wide).squeeze(1).T.contiguous(),
         decay=-block.vector(f"{mixer.name}.A_log", block.wide).exp(),
-        dt_bias=block.vector(f"{mixer.name}.dt_bias"),
+        dt_bias=block.vector(f"{mixer.name}.dt_bias").to(block.wide),
         norm=block.norm(mixer.norm),
-        step=choice.kernel,
+    )
+    steps = choose_state_steps(mixer, weights, block.target, block.kernels)
+    block.used[f"gated delta rule: {steps.reason}"] += 1
+    return DeltaNet(
+        mixer,
+        block.linear(*mixer.qkv),
+        block.linear(*mixer.gates),
+        block.linear(mixer.output),
+        weights,
+        steps,
+        choice.kernel,
     )

@@ -11,6 +11,8 @@ from torch.nn import functional
 
 from compress.models.mixers.mamba2 import HEAD_VECTORS, Mamba2
 from runtime.backends.base import Linear, NormWeights, Ops
+from runtime.backends.registry import choose_state_steps
+from runtime.backends.state_kernels import Mamba2Weights, StateSteps
 from runtime.backends.state_memory import StepStates
 from runtime.model.mixers.causal_conv import RowGroup, convolve, group_rows
 from runtime.model.mixers.registry import loads
@@ -63,38 +65,36 @@ def _chunk(x: ScanInputs, state: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class Mamba2Layer:
-    """Weights of one layer, and what computes it. All but the linears have the dtype of the state.
+    """Weights of one layer, and what computes it.
 
     Attributes:
         inputs: gates, what is convolved, and steps, side by side.
-        conv: `[kernel, channels]`.
-        conv_bias: `[channels]`.
-        decay: `-exp(A_log) [heads]`.
-        dt_bias: `[heads]`.
-        skip: share of its input that is added to the output of a head, `[heads]`.
+        steps: kernels of all between the linears.
         factors: on what `inputs` gives.
     """
 
     spec: Mamba2
     inputs: Linear
     output: Linear
-    conv: Tensor
-    conv_bias: Tensor | None
-    decay: Tensor
-    dt_bias: Tensor
-    skip: Tensor
-    norm: NormWeights | None
+    weights: Mamba2Weights
+    steps: StateSteps
     factors: Tensor | None = None
 
     @property
     def nbytes(self) -> int:
-        return self.inputs.nbytes + self.output.nbytes + self.conv.nbytes
+        return self.inputs.nbytes + self.output.nbytes + self.weights.conv.nbytes
 
     def __call__(self, x: Tensor, layer: int, states: StepStates, ops: Ops) -> Tensor:
         """Computes `[T, H]` of `x [T, H]`, and keeps states as `states` says."""
-        projected, spec = self.inputs(x), self.spec
+        projected, compute = self.inputs(x), self.steps.of(states.rows)
         projected = projected if self.factors is None else projected * self.factors
-        gate, mixed, step = projected.split((spec.inner_size, spec.conv_size, spec.num_heads), -1)
+        if compute is not None:
+            return self.output(compute((projected,), states.tensors[layer], states.rows))
+        return self.output(self._compute(projected, layer, states, ops))
+
+    def _compute(self, projected: Tensor, layer: int, states: StepStates, ops: Ops) -> Tensor:
+        """Computes in plain torch what the output reads, `[T, C]`."""
+        gate, mixed, step = projected.split((self.spec.inner_size, self.spec.conv_size, self.spec.num_heads), -1)
         groups = group_rows(states.rows)
         sequences, tokens = [each.num_sequences for each in groups], [each.num_rows for each in groups]
         before = (states.read(layer, name).split(sequences) for name in ("window", "matrix"))
@@ -103,7 +103,7 @@ class Mamba2Layer:
         heads, windows, matrices = (torch.cat(parts) for parts in zip(*found, strict=True))
         states.write(layer, "window", windows)
         states.write(layer, "matrix", matrices)
-        return self.output(self._gated(heads, gate).to(x.dtype))
+        return self._gated(heads, gate).to(gate.dtype)
 
     def _scan(
         self, ops: Ops, group: RowGroup, mixed: Tensor, step: Tensor, window: Tensor, matrix: Tensor
@@ -117,17 +117,18 @@ class Mamba2Layer:
             output, state = scan(inputs.tokens(start, stop), state)
             outputs.append(output)
             matrices.append(state.flatten(1, 2))
-        found = torch.cat(outputs, -2).flatten(1, 2).transpose(1, 2) + self.skip.unsqueeze(-1) * heads
+        found = torch.cat(outputs, -2).flatten(1, 2).transpose(1, 2) + self.weights.skip.unsqueeze(-1) * heads
         return found.flatten(0, 1).flatten(1), group.windows(seen), torch.stack(matrices, 1).flatten(0, 1)
 
     def _convolve(self, seen: Tensor, ops: Ops) -> Tensor:
-        convolved = convolve(seen, self.conv)
-        convolved = convolved if self.conv_bias is None else convolved + self.conv_bias
+        convolved, bias = convolve(seen, self.weights.conv), self.weights.conv_bias
+        convolved = convolved if bias is None else convolved + bias
         return ops.activate(convolved.to(seen.dtype), self.spec.activation)
 
     def _steps(self, projected: Tensor) -> Tensor:
         """Computes the steps `[T, heads]` in the dtype of the state."""
-        return functional.softplus(projected.to(self.decay.dtype) + self.dt_bias).clamp(*self.spec.step_limits)
+        bias = self.weights.dt_bias
+        return functional.softplus(projected.to(bias.dtype) + bias).clamp(*self.spec.step_limits)
 
     def _scan_inputs(self, convolved: Tensor, step: Tensor) -> tuple[Tensor, ScanInputs]:
         """Splits `[B, n, channels]`; also returns the heads `[B, n, heads, P]` as they are."""
@@ -137,18 +138,18 @@ class Mamba2Layer:
         write, read = (part.unflatten(-1, (spec.num_groups, 1, -1)).movedim(1, 3) for part in (write, read))
         scaled, decay = (
             part.unflatten(2, (spec.num_groups, -1)).movedim(1, 3)
-            for part in (heads * step.unsqueeze(-1), self.decay * step)
+            for part in (heads * step.unsqueeze(-1), self.weights.decay * step)
         )
         return heads, ScanInputs(scaled, write, read, decay)
 
     def _gated(self, heads: Tensor, gate: Tensor) -> Tensor:
         """Applies the gate and the norm to `[T, channels]`."""
-        gate = functional.silu(gate.to(heads.dtype))
-        if self.norm is None:
+        gate, norm = functional.silu(gate.to(heads.dtype)), self.weights.norm
+        if norm is None:
             return heads * gate
         if self.spec.norms_before_gate:
-            return self._normalized(heads, self.norm) * gate
-        return self._normalized(heads * gate, self.norm)
+            return self._normalized(heads, norm) * gate
+        return self._normalized(heads * gate, norm)
 
     def _normalized(self, heads: Tensor, norm: NormWeights) -> Tensor:
         """Applies the norm to each group of heads, `[T, channels]`."""
@@ -160,18 +161,18 @@ class Mamba2Layer:
 def load_mamba2(mixer: Mamba2, block: WeightReader) -> Mamba2Layer:
     """Loads one layer of Mamba-2."""
     decay, skip, dt_bias = (block.vector(f"{mixer.name}.{part}", block.wide) for part in HEAD_VECTORS)
-    return Mamba2Layer(
-        mixer,
-        inputs=block.linear(*mixer.qkv),
-        output=block.linear(mixer.output),
+    weights = Mamba2Weights(
         conv=block.vector(mixer.conv, block.wide).squeeze(1).T.contiguous(),
         conv_bias=block.vector(mixer.bias, block.wide) if mixer.bias else None,
         decay=-decay.exp(),
         dt_bias=dt_bias,
         skip=skip,
         norm=block.optional_norm(mixer.norm),
-        factors=_factors(mixer, block),
     )
+    steps = choose_state_steps(mixer, weights, block.target, block.kernels)
+    block.used[f"Mamba-2: {steps.reason}"] += 1
+    inputs, output = block.linear(*mixer.qkv), block.linear(mixer.output)
+    return Mamba2Layer(mixer, inputs, output, weights, steps, _factors(mixer, block))
 
 
 def _factors(mixer: Mamba2, block: WeightReader) -> Tensor | None:
