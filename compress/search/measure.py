@@ -33,14 +33,24 @@ from compress.search.survey import Survey
 
 
 class _Given(StandIn):
-    """Module that returns a given output and keeps its input: the embedding, in place of the first block."""
+    """Module that returns a given output and keeps its input: the embedding, in place of the first block.
+
+    Attributes:
+        gives_tuple: whether the block has returned a tuple, so that the model takes its first element.
+    """
 
     output: Tensor | None = None
     passed: Tensor
+    gives_tuple = False
 
-    def forward(self, *args: Tensor, **kwargs: Tensor) -> Tensor | None:
+    def watch(self, _block: nn.Module, _args: Any, output: Any) -> None:
+        """Sees an output of the block."""
+        self.gives_tuple = not isinstance(output, Tensor)
+
+    def forward(self, *args: Tensor, **kwargs: Tensor) -> Tensor | tuple[Tensor]:
         self.passed = args[0] if args else kwargs["hidden_states"]
-        return self.passed if self.output is None else self.output
+        given = self.passed if self.output is None else self.output
+        return (given,) if self.gives_tuple else given
 
 
 class LoadedModel:
@@ -174,6 +184,7 @@ def _take_blocks_out(skeleton: Skeleton) -> list[_Given]:
     """Replaces the blocks by stand-ins. The output of the last one goes to the final norm."""
     given = [_Given(block) for block in skeleton.blocks]
     for index, each in enumerate(given):
+        each.block.register_forward_hook(each.watch)
         skeleton.blocks[index] = each
     return given
 
