@@ -68,14 +68,24 @@ def split_experts(files: TensorFiles, config: Mapping[str, Any]) -> TensorFiles:
     describe = find_family(config.get("model_type"))
     if describe is None or not any(len(files.shape(name)) > 2 for name in files.names()):
         return files
-    places = {name: place for name, place in describe(config).slices().items() if place.stack.name in files}
+    return split_stacks(files, describe(config).slices())
+
+
+def split_stacks(files: TensorFiles, slices: Mapping[str, Slice]) -> TensorFiles:
+    """Names the tensors of each expert where `files` hold the stacks of `slices`.
+
+    Raises:
+        CheckpointError: a stack that does not hold as many experts as there are slices of it.
+    """
+    places = {name: place for name, place in slices.items() if place.stack.name in files}
     for stack, count in {place.stack.name: place.expert + 1 for place in places.values()}.items():
         if files.shape(stack)[0] != count:
             raise CheckpointError(
                 f"{stack} has shape {files.shape(stack)}, config.json says {count} experts",
                 "Check that config.json and the weights belong to the same model",
             )
-    return ExpertFiles(**vars(files), slices=places) if places else files
+    known = files.slices if isinstance(files, ExpertFiles) else {}
+    return ExpertFiles(**{**vars(files), "slices": {**known, **places}}) if places else files
 
 
 def stacked_names(names: Iterable[str], config: Mapping[str, Any]) -> dict[str, list[str]]:

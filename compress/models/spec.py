@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from compress.models.block_parts import Beside, LayerInput, LayerInputs, PositionScale, SecondMixer
     from compress.models.latent import Latent
     from compress.models.mixers.recurrent import Recurrent
+    from compress.models.mtp import MultiTokenPrediction
     from compress.models.router import Router
 
 
@@ -345,12 +346,13 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class TensorNames:
-    """Absolute names of the parts around the blocks."""
+    """Absolute names of the parts around the blocks, and the number of the first block."""
 
     blocks: str = "model.layers"
     embedding: str = "model.embed_tokens"
     final_norm: str = "model.norm"
     head: str = "lm_head"
+    first_block: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -366,6 +368,7 @@ class ModelSpec:
         logit_scale: factor on logits.
         logit_softcap: then logits x become `logit_softcap * tanh(x / logit_softcap)`; None leaves them.
         layer_inputs: what blocks with a `layer_input` read.
+        mtp: head of multi-token prediction; None for a family without one.
     """
 
     hidden_size: int
@@ -379,6 +382,7 @@ class ModelSpec:
     logit_softcap: float | None = None
     names: TensorNames = TensorNames()
     layer_inputs: LayerInputs | None = None
+    mtp: MultiTokenPrediction | None = None
 
     @property
     def head(self) -> Linear:
@@ -410,7 +414,7 @@ class ModelSpec:
         return tuple(found)
 
     def block_name(self, index: int) -> str:
-        return f"{self.names.blocks}.{index}"
+        return f"{self.names.blocks}.{self.names.first_block + index}"
 
     def linears(self) -> Iterator[Linear]:
         """Linears of all blocks with absolute names, in the order in which they are computed."""

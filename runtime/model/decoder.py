@@ -176,8 +176,19 @@ class Decoder:
             run_layers: replaces everything between the embedding and the final norm.
             states: of recurrent layers; rows must be in their order then.
         """
+        return self.run_blocks(self.embed(token_ids), token_ids, positions, attention, run_layers, states)
+
+    def run_blocks(
+        self,
+        hidden: Tensor,
+        token_ids: Tensor,
+        positions: Tensor,
+        attention: Attention,
+        run_layers: RunLayers | None = None,
+        states: StepStates | None = None,
+    ) -> Tensor:
+        """As `forward`, from `hidden [T, H]` in place of the embedding of the tokens; changes `hidden` in place."""
         angles = [rotary.at(positions) for rotary in self.rotaries]
-        hidden = self._embed(token_ids)
         if run_layers is not None:
             return run_layers(hidden, *angles[0])
         update, nothing = None, hidden.new_empty(0)
@@ -203,7 +214,8 @@ class Decoder:
         logits = self.head_logits(hidden)
         return logits if logits.dtype == torch.float64 else logits.float()
 
-    def _embed(self, token_ids: Tensor) -> Tensor:
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """Returns what the first layer reads, `[T, H]`, of int64 `token_ids [T]`."""
         hidden, scale = self.embedding(token_ids), self.config.spec.embedding_scale
         return hidden if scale == 1.0 else hidden.mul_(torch.tensor(scale, dtype=hidden.dtype))
 

@@ -17,6 +17,7 @@ from compress.models.config import (
     rope,
 )
 from compress.models.latent import latent_attention
+from compress.models.mtp import layer_behind
 from compress.models.registry import register
 from compress.models.spec import ModelSpec
 
@@ -62,4 +63,4 @@ def deepseek_v3(config: Config) -> ModelSpec:
     config = config if "num_local_experts" in config else {"n_routed_experts": 256, **config}
     mixer = latent_attention(config, rope(config, interleaved=flag(config, "rope_interleave", True)))
     experts = grouped_mixture(config, **SIGMOID_ROUTER)
-    return decoder(config, [mixer] * num_layers(config), dense_first(config, experts, 3))
+    return layer_behind(decoder(config, [mixer] * num_layers(config), dense_first(config, experts, 3)))

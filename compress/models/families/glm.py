@@ -19,6 +19,7 @@ from compress.models.config import (
     rope,
 )
 from compress.models.latent import latent_attention
+from compress.models.mtp import layer_behind
 from compress.models.registry import register
 from compress.models.spec import ModelSpec, Norm
 
@@ -61,7 +62,7 @@ def glm4_moe(config: Config) -> ModelSpec:
     bias = flag(config, "attention_bias")
     mixer = attention(config, qkv_bias=bias, qk_norm=flag(config, "use_qk_norm"), rope=rope(config, knows_partial=True))
     experts = grouped_mixture(config, **SIGMOID_ROUTER)
-    return decoder(config, [mixer] * num_layers(config), dense_first(config, experts, 1))
+    return layer_behind(decoder(config, [mixer] * num_layers(config), dense_first(config, experts, 1)))
 
 
 @register("glm4_moe_lite")
@@ -86,4 +87,5 @@ def glm4_moe_lite(config: Config) -> ModelSpec:
     if not isinstance(kinds, list) or len(kinds) != num_layers(config):
         raise refusal("mlp_layer_types", kinds, "a kind for each layer")
     experts, mlp = grouped_mixture(config, **SIGMOID_ROUTER), gated_mlp(config)
-    return decoder(config, [mixer] * len(kinds), [experts if kind == "sparse" else mlp for kind in kinds])
+    mlps = [experts if kind == "sparse" else mlp for kind in kinds]
+    return layer_behind(decoder(config, [mixer] * len(kinds), mlps))

@@ -23,6 +23,7 @@ from compress.models.config import (
 )
 from compress.models.families.qwen_moe import layers_of
 from compress.models.mixers.gated_delta_net import GatedDeltaNet
+from compress.models.mtp import module_beside
 from compress.models.registry import Wrapper, register, register_wrapper
 from compress.models.spec import MLP, Attention, Linear, Mixture, ModelSpec
 from compress.models.stacks import Stack
@@ -90,7 +91,8 @@ def _hybrid(config: Config, mlps: MLP | Mixture | Sequence[MLP | Mixture], *, gr
         for field, name in (("input_norm", "input_layernorm"), ("mlp_norm", "post_attention_layernorm"))
     }
     spec = decoder(config, [mixers[kind] for kind in _kinds(config)], mlps, **norms)
-    return replace(spec, final_norm=norm(config, spec.final_norm.name, offset=1.0))
+    spec = replace(spec, final_norm=norm(config, spec.final_norm.name, offset=1.0))
+    return module_beside(spec, replace(spec.blocks[-1], mixer=mixers["full_attention"]))
 
 
 def _kinds(config: Config) -> list[str]:

@@ -12,7 +12,7 @@ from transformers import AutoConfig
 from compress.common.errors import CheckpointError
 from compress.models.mixers.gated_delta_net import GatedDeltaNet
 from compress.models.registry import find_family, known_families
-from compress.models.spec import Attention, ModelSpec, Rope
+from compress.models.spec import Attention, Block, ModelSpec, Rope
 
 
 def described(family: str, config: Change) -> ModelSpec | str:
@@ -23,7 +23,12 @@ def described(family: str, config: Change) -> ModelSpec | str:
         spec = describe({"model_type": family, **config})
     except CheckpointError as error:
         return str(error)
-    return replace(spec, blocks=tuple(replace(block, mixer=_read(block.mixer)) for block in spec.blocks))
+    mtp = spec.mtp and replace(spec.mtp, block=_read_block(spec.mtp.block))
+    return replace(spec, blocks=tuple(map(_read_block, spec.blocks)), mtp=mtp)
+
+
+def _read_block(block: Block) -> Block:
+    return replace(block, mixer=_read(block.mixer))
 
 
 def _read(mixer: Attention | GatedDeltaNet) -> Attention | GatedDeltaNet:
