@@ -1,9 +1,10 @@
 """The whole matrix, over HTTP in float64: nothing that only makes serving faster may change a token.
 
-{four models} x {prefix cache} x {chunk sizes} x {ample / scarce blocks} x {no speculation, n-gram, draft model, two
-self-drafts}, and in each of these engines, all at the same time, {n = 1, 3} x {greedy, seeded} x {whole / streamed}:
-1,920 cells. Every answer must be the one of a plain engine that serves one request at a time. At every run come engines
-that show every setting, with each tiny model, and one with the demo model; the others are in the full tier.
+{five models} x {prefix cache} x {chunk sizes} x {ample / scarce blocks and states} x {no speculation, n-gram, draft
+model, two self-drafts}, and in each of these engines, all at the same time, {n = 1, 3} x {greedy, seeded} x {whole /
+streamed}: 2,208 cells, as a hybrid is not its own draft. Every answer must be the one of a plain engine that serves one
+request at a time. At every run come engines that show every setting, with the hybrid and with the mixture, and one with
+the demo model; the others are in the full tier.
 """
 
 import asyncio
@@ -36,14 +37,21 @@ SYSTEM = "The history of the city begins with a small settlement on the river. "
 PROMPTS = (SYSTEM + "The river was", SYSTEM + "The city was", "the cat and the dog and the cat and the dog and the")
 SAMPLINGS = ({"temperature": 0}, {"temperature": 0.8, "seed": 7})
 FIXED = {"model": "demo", "max_tokens": 14, "logprobs": 0}
+FEW_WORDS = {"logit_bias": {str(token): 10 for token in range(300, 308)}}
+"""For the hybrid, which would never repeat a pair of words, so that n-grams would draft nothing."""
 
 TRAINED = tuple(BUNDLED)
-TINY = ("llama", "qwen3_moe")
-"""Families of random weights: an MLP, a mixture of experts."""
+HYBRID = "qwen3_5_text"
+QUICK = (HYBRID, "qwen3_moe")
+TINY = (*QUICK, "llama")
+"""Families of random weights: three recurrent layers and one of attention, a mixture of experts, an MLP."""
 CACHES = (True, False)
 CHUNKS = (7, 64, 512)
 BLOCKS = (400, 18)
+SCARCE_STATES = 12
 SPECULATION = ("", "ngram", "demo", "self:2bit", "self:skip")
+WITHOUT_STATE = SPECULATION[:3]
+"""Drafters for the hybrid: states of a drafter are not rolled back."""
 
 Answer = list[tuple[str, tuple[str, ...], str]]
 """Text, tokens and finish reason of each choice."""
@@ -55,11 +63,20 @@ class Model:
     decoder: Decoder
     tokenizer: Tokenizer
 
+    @property
+    def bodies(self) -> list[dict[str, Any]]:
+        """Each prompt's requests, whole and streamed."""
+        fixed = FIXED | (FEW_WORDS if self.decoder.config.state_fields else {})
+        return [
+            {**fixed, **sampling, "prompt": prompt, "n": n, "stream": stream}
+            for prompt, n, sampling, stream in itertools.product(PROMPTS, (1, 3), SAMPLINGS, (False, True))
+        ]
+
     @cached_property
     def expected(self) -> list[Answer]:
         """One request at a time, nothing shared, nothing guessed, every prompt in one piece."""
         engine = build_engine(self, num_blocks=400, prefix_caching=False, prefill_chunk=512)
-        whole = asyncio.run(serve(engine, [body for body in bodies() if not body["stream"]], together=False))
+        whole = asyncio.run(serve(engine, [body for body in self.bodies if not body["stream"]], together=False))
         answers = [answer for answer in whole for _ in ("whole", "streamed")]
         distinct = {tokens for answer in answers for _, tokens, _ in answer}
         # For each prompt three seeded answers, of which the first is also that of n = 1; greedy ones may coincide.
@@ -79,17 +96,10 @@ def model_of(shared_store: SharedStore) -> Callable[[str], Model]:
 
 
 def write_tiny(family: str, folder: Path) -> None:
-    save_tiny_model(folder, family, **VARIANTS.get(family, {}) | {"vocab_size": 8192, "num_hidden_layers": 3})
+    sizes = {"num_hidden_layers": 3} | VARIANTS.get(family, {}) | {"vocab_size": 8192}
+    save_tiny_model(folder, family, **sizes)
     for file in demo_model_path().glob("tokenizer*"):
         shutil.copy(file, folder)
-
-
-def bodies() -> list[dict[str, Any]]:
-    """Each prompt's requests, whole and streamed."""
-    return [
-        {**FIXED, **sampling, "prompt": prompt, "n": n, "stream": stream}
-        for prompt, n, sampling, stream in itertools.product(PROMPTS, (1, 3), SAMPLINGS, (False, True))
-    ]
 
 
 def build_engine(model: Model, **options: Any) -> Engine:
@@ -124,12 +134,15 @@ async def ask(client: httpx.AsyncClient, body: dict[str, Any]) -> Answer:
 
 
 def cells() -> list[Any]:
-    """All settings with all models. Those of the quick tier come with the tiny models."""
-    settings = covering(SPECULATION, BLOCKS, CHUNKS, CACHES)
-    tiny = [pytest.param(name, *cell.values, marks=cell.marks) for name in TINY for cell in settings]
-    trained = [pytest.param(name, *cell.values, marks=pytest.mark.full) for name in TRAINED for cell in settings]
-    trained[0] = pytest.param(*trained[0].values)
-    return tiny + trained
+    """All settings with all models. Those of the quick tier come with the hybrid and the mixture."""
+    found = []
+    for name in (*TINY, *TRAINED):
+        settings = covering(WITHOUT_STATE if name == HYBRID else SPECULATION, BLOCKS, CHUNKS, CACHES)
+        marks = () if name in QUICK else (pytest.mark.full,)
+        found += [pytest.param(name, *cell.values, marks=marks or cell.marks) for cell in settings]
+    first = len(found) - len(TRAINED) * len(settings)
+    found[first] = pytest.param(*found[first].values)
+    return found
 
 
 @pytest.mark.parametrize(("name", "speculate", "num_blocks", "chunk", "caching"), cells())
@@ -142,14 +155,17 @@ def test_every_cell_gives_the_same_tokens(
     caching: bool,
 ) -> None:
     options = {"speculative_model": speculate, "num_blocks": num_blocks, "prefill_chunk": chunk}
-    model = model_of(name)
+    is_scarce, model = num_blocks == min(BLOCKS), model_of(name)
+    options["num_state_slots"] = SCARCE_STATES if is_scarce else None
     engine = build_engine(model, prefix_caching=caching, **options)
-    found = asyncio.run(serve(engine, bodies(), together=True))
+    found = asyncio.run(serve(engine, model.bodies, together=True))
     assert found == model.expected
     stats, pool = engine.scheduler.stats, engine.scheduler.pool
     engine.scheduler.check()
     assert pool.num_free == pool.num_blocks
+    if states := engine.scheduler.states:
+        assert states.pool.num_free == states.pool.num_slots
     # The cell was what its name says.
-    assert (stats.num_preemptions + pool.num_evictions > 0) == (num_blocks == min(BLOCKS))
+    assert (stats.num_preemptions + pool.num_evictions > 0) == is_scarce
     assert stats.num_prefix_hits > 0 if caching else stats.num_prefix_hits == 0
     assert (engine.metrics.spec_decode_num_draft_tokens_total > 0) == bool(speculate)
