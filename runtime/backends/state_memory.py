@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from compress.models.state import StateField
 from runtime.core.state_rows import StateRows, whole_state_rows
+from runtime.core.step import BlockOffload, BlockRestore
 
 if TYPE_CHECKING:
     from runtime.backends.base import Model
@@ -20,7 +21,8 @@ NUM_SPARE_SLOTS = 2
 
 
 class StateMemory:
-    """Storage for the states of `num_slots` sequences in every recurrent layer. Not initialized, except for zeros.
+    """Storage for the states of `num_slots` sequences in every recurrent layer, and for some more in host memory. Not
+    initialized, except for zeros.
 
     Args:
         fields: by layer and name.
@@ -28,6 +30,7 @@ class StateMemory:
 
     Attributes:
         tensors: by layer and name, `[num_slots + 2, *shape]`.
+        host: by layer and name, `[num_host_slots, *shape]`, pinned beside a GPU.
     """
 
     def __init__(
@@ -36,12 +39,38 @@ class StateMemory:
         num_slots: int,
         dtype: torch.dtype,
         device: torch.device,
+        num_host_slots: int = 0,
     ) -> None:
         self.num_slots = num_slots
+        pinned = device.type == "cuda" and num_host_slots > 0
         self.tensors = {
             layer: {name: _allocate(field, num_slots, dtype, device) for name, field in parts.items()}
             for layer, parts in fields.items()
         }
+        self.host = {
+            layer: {
+                name: torch.empty((num_host_slots, *tensor.shape[1:]), dtype=tensor.dtype, pin_memory=pinned)
+                for name, tensor in parts.items()
+            }
+            for layer, parts in self.tensors.items()
+        }
+
+    def offload(self, offloads: Iterable[BlockOffload]) -> None:
+        """Saves states in host memory. Only `restore` reads it, on the same stream, so no synchronization is needed."""
+        for offload in offloads:
+            for here, there in self._pairs():
+                there[offload.slot].copy_(here[offload.block], non_blocking=True)
+
+    def restore(self, restores: Iterable[BlockRestore]) -> None:
+        """Fills slots with what was saved."""
+        for restore in restores:
+            for here, there in self._pairs():
+                here[restore.block].copy_(there[restore.slot], non_blocking=True)
+
+    def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yields each tensor and its part in host memory."""
+        for layer, parts in self.tensors.items():
+            yield from ((tensor, self.host[layer][name]) for name, tensor in parts.items())
 
 
 def _allocate(field: StateField, num_slots: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -180,7 +180,8 @@ class OffloadOptions:
         "--kv-offload",
         default=0,
         **SIZE_OPTION,
-        help="Host memory for cached prefixes that are evicted from the KV cache, e.g. 4GiB; 0 is off.",
+        help="Host memory for cached prefixes that are evicted from the KV cache, and for saved states of recurrent "
+        "layers, e.g. 4GiB; 0 is off.",
     )
 
 

@@ -80,10 +80,12 @@ class StateSlots:
 
     Attributes:
         slot_bytes: of one; 0 for a model without such layers.
+        num_host_slots: for states in host memory that were evicted from the others.
     """
 
     num_slots: int = 0
     slot_bytes: int = 0
+    num_host_slots: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -162,5 +164,6 @@ class MemoryPlan:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of host memory for keys and values that were evicted from the pool."""
-        return self.num_host_blocks * self.block_size * self.token_bytes
+        """Bytes of host memory for keys, values and states that were evicted from the pools."""
+        states = self.states.num_host_slots * self.states.slot_bytes
+        return self.num_host_blocks * self.block_size * self.token_bytes + states

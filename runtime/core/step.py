@@ -61,7 +61,7 @@ class BlockCopy:
 
 @dataclass(frozen=True, slots=True)
 class BlockOffload:
-    """A copy of a block to a slot of host memory."""
+    """A copy of a block, or of a slot with a recurrent state, to a slot of host memory."""
 
     block: int
     slot: int
@@ -69,7 +69,7 @@ class BlockOffload:
 
 @dataclass(frozen=True, slots=True)
 class BlockRestore:
-    """A copy of a slot of host memory to a block."""
+    """A copy of a slot of host memory to a block, or to a slot for a recurrent state."""
 
     slot: int
     block: int
@@ -84,13 +84,16 @@ class StepPlan:
     Offloaded and copied blocks were computed in an earlier step, and only copies and restores write blocks. Copies read
     no restored block. A slot that one plan both saves and restores holds what was just saved: offloads precede
         restores,
-    no slot is saved twice, and a slot that a restore reads is not given to another hash.
+    no slot is saved twice, and a slot that a restore reads is not given to another hash. Recurrent states move
+    likewise, before the forward pass reads and writes them.
     """
 
     entries: tuple[ScheduledSequence, ...]
     copies: tuple[BlockCopy, ...] = ()
     offloads: tuple[BlockOffload, ...] = ()
     restores: tuple[BlockRestore, ...] = ()
+    state_offloads: tuple[BlockOffload, ...] = ()
+    state_restores: tuple[BlockRestore, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -141,6 +144,11 @@ class Runner(Protocol):
     @property
     def num_state_slots(self) -> int:
         """Number of slots for recurrent states; plans use ids 0 to num_state_slots - 1. 0 without such states."""
+        ...
+
+    @property
+    def num_host_states(self) -> int:
+        """Number of host memory slots for evicted recurrent states; plans use ids 0 to num_host_states - 1."""
         ...
 
     @property

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from runtime.core.attention_window import RELEASED, AttentionWindow, held_blocks
 from runtime.core.config import RuntimeConfig
 from runtime.core.request import Sequence
-from runtime.core.step import NO_STATE, BlockCopy, BlockRestore
+from runtime.core.step import BlockCopy, BlockRestore
 from runtime.engine.block_pool import BlockPool, extend_hashes, root_hash
 from runtime.engine.state_manager import StateManager
 
@@ -79,21 +79,20 @@ class Start:
     """Where a sequence starts.
 
     Attributes:
-        state_slot: recurrent state behind the computed tokens.
-        num_matched_tokens: tokens whose keys and values are cached, with such a state or without.
+        num_matched_tokens: tokens whose keys and values are cached, with a recurrent state behind them or without.
     """
 
     table: TablePlan
-    state_slot: int = NO_STATE
     num_matched_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class TakenBlocks:
-    """Moves of blocks that precede the computation of a sequence."""
+    """Moves of blocks and of a recurrent state that precede the computation of a sequence."""
 
     copies: list[BlockCopy]
     restores: list[BlockRestore]
+    state_restores: list[BlockRestore]
 
 
 class KVCacheManager:
@@ -148,11 +147,10 @@ class KVCacheManager:
         sequence.block_ids = plan.table
         sequence.num_registered_blocks = min(plan.missing, default=len(plan.table))
         sequence.num_computed_tokens = plan.num_computed_tokens
-        if self.states is not None:
-            self.states.start(sequence, start.state_slot, start.num_matched_tokens)
+        states = [] if self.states is None else self.states.start(sequence, start.num_matched_tokens)
         # The spare blocks and `touch` ensure that `new` does not contain the source.
         copies = [] if plan.source is None else _copy(plan.source, new[-1], pool.block_size - 1)
-        return TakenBlocks(copies, list(map(BlockRestore, slots, new)))
+        return TakenBlocks(copies, list(map(BlockRestore, slots, new)), states)
 
     def _plan(self, sequence: Sequence, hashes: abc.Sequence[bytes]) -> TablePlan:
         span = self.config.max_span_tokens
@@ -165,10 +163,10 @@ class KVCacheManager:
         if self.states is None:
             return Start(whole)
         size, matched = self.pool.block_size, whole.num_computed_tokens
-        for count, slot in self.states.starts(hashes[: matched // size], sequence.num_tokens, num_running):
+        for count in self.states.starts(hashes[: matched // size], sequence.num_tokens, num_running):
             plan = self._plan(sequence, hashes[:count])
             if plan.num_computed_tokens == count * size:
-                return Start(plan, slot, matched)
+                return Start(plan, matched)
         return None
 
     def share(self, parent: Sequence, child: Sequence) -> None:

@@ -1,8 +1,8 @@
-"""Bookkeeping of KV blocks that were evicted to host memory, by hash. No torch.
+"""Bookkeeping of KV blocks, or of recurrent states, that were evicted to host memory, by hash. No torch.
 
 The pool saves a block here when it allocates it again, and continues a prefix match here. The runner moves the data
 when it executes the next plan. Until that plan is known to be done, the blocks it saves are not certain, and the blocks
-it loads must not be replaced.
+it loads must not be replaced. Slots of recurrent states (`runtime.engine.state_pool`) are blocks in this sense, too.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from prometheus_client.registry import Collector
 
 from runtime.core.request import FinishReason
 from runtime.engine.scheduler import Scheduler
+from runtime.engine.state_manager import StateManager
 
 PREFIX = "runtime_"
 SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0)
@@ -81,6 +82,14 @@ class Metrics(Collector):
     host_blocks_offloaded_total: int = _counter("KV blocks saved in host memory when they were evicted.")
     host_blocks_restored_total: int = _counter("KV blocks filled from host memory instead of being computed.")
     host_cache_usage_perc: float = _gauge("Share of the host memory for KV blocks in use, 0 to 1.")
+    state_slots: float = _gauge("Slots for recurrent states.")
+    state_slots_used: float = _gauge("Slots whose state a running sequence reads or writes.")
+    state_slots_saved: float = _gauge("Slots whose state a later sequence can continue from.")
+    state_hits_total: int = _counter("Sequences that started from a saved state.")
+    state_evictions_total: int = _counter("Saved states that lost their slot to another.")
+    host_states_saved: float = _gauge("Saved states in host memory.")
+    host_states_offloaded_total: int = _counter("Saved states copied to host memory when they were evicted.")
+    host_states_restored_total: int = _counter("States copied from host memory for a sequence that started there.")
     broken_invariants_total: int = _counter("Times that broken bookkeeping was found and rebuilt.")
     request_success_total: Counter[str] = field(
         default_factory=Counter, metadata={"help": "Requests ended, by reason.", "label": "finished_reason"}
@@ -133,8 +142,19 @@ class Metrics(Collector):
         self.host_blocks_offloaded_total = pool.tier.num_offloads
         self.host_blocks_restored_total = pool.tier.num_restores
         self.host_cache_usage_perc = pool.tier.num_used / max(1, pool.tier.num_slots)
+        if scheduler.states is not None:
+            self._read_states(scheduler.states)
         self.preemptions_total = stats.num_preemptions
         self.preempted_tokens_total = stats.num_preempted_tokens
+
+    def _read_states(self, states: StateManager) -> None:
+        pool = states.pool
+        self.state_slots, self.state_slots_saved = pool.num_slots, pool.num_findable
+        self.state_slots_used = pool.num_slots - pool.num_free
+        self.state_hits_total, self.state_evictions_total = states.num_hits, pool.num_evictions
+        self.host_states_saved = pool.tier.num_used
+        self.host_states_offloaded_total = pool.tier.num_offloads
+        self.host_states_restored_total = pool.tier.num_restores
 
     def collect(self) -> Iterator[Metric]:
         """Yields the metrics in the order of the fields."""

@@ -35,7 +35,7 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as TokenIds
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from compress.common.errors import RequestError
 from runtime.core.attention_window import FULL_ATTENTION, AttentionWindow, held_blocks
@@ -234,7 +234,11 @@ class Scheduler:
         copies = [*step.copies, *(copy for taken in step.taken.values() for copy in taken.copies)]
         restores = tuple(restore for taken in step.taken.values() for restore in taken.restores)
         self.stats.num_copies += len(copies)
-        return StepPlan(tuple(step.entries), tuple(copies), self.pool.tier.take_offloads(), restores)
+        plan = StepPlan(tuple(step.entries), tuple(copies), self.pool.tier.take_offloads(), restores)
+        if self.states is None:
+            return plan
+        states = tuple(restore for taken in step.taken.values() for restore in taken.state_restores)
+        return replace(plan, state_offloads=self.states.pool.tier.take_offloads(), state_restores=states)
 
     def decodes(self) -> list[Sequence]:
         """Returns the sequences to draft for: those in the middle of their output that the next step continues.

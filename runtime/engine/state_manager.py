@@ -21,7 +21,7 @@ from collections.abc import Sequence as Hashes
 
 from runtime.core.memory_plan import most_running
 from runtime.core.request import Sequence
-from runtime.core.step import NO_STATE, ScheduledSequence
+from runtime.core.step import NO_STATE, BlockRestore, ScheduledSequence
 from runtime.engine.state_pool import StatePool
 
 
@@ -35,6 +35,7 @@ class StateManager:
 
     Attributes:
         max_running: most sequences that run at the same time.
+        num_hits: sequences that started from a saved state.
     """
 
     def __init__(self, pool: StatePool, block_size: int, interval: int, *, saves: bool) -> None:
@@ -43,10 +44,11 @@ class StateManager:
         self.interval = -(-interval // block_size) * block_size
         self.saves = saves
         self.max_running = most_running(pool.num_slots) if saves else pool.num_slots
+        self.num_hits = 0
         self._planned: list[ScheduledSequence] = []
 
-    def starts(self, hashes: Hashes[bytes], num_tokens: int, num_running: int) -> Iterator[tuple[int, int]]:
-        """Yields places where a sequence may start: blocks before it, and the slot; the longest prefix first.
+    def starts(self, hashes: Hashes[bytes], num_tokens: int, num_running: int) -> Iterator[int]:
+        """Yields after how many blocks a sequence may start, the longest prefix first.
 
         Nothing is yielded while there is no slot for one more sequence.
 
@@ -56,23 +58,24 @@ class StateManager:
         if num_running >= self.max_running:
             return
         for count in range(min(len(hashes), (num_tokens - 1) // self.block_size), 0, -1):
-            slot = self.pool.find(hashes[count - 1])
-            if slot is not None:
-                yield count, slot
-        yield 0, NO_STATE
+            if self.pool.find(hashes[count - 1]) is not None or hashes[count - 1] in self.pool.tier:
+                yield count
+        yield 0
 
-    def start(self, sequence: Sequence, slot: int, num_matched_tokens: int) -> None:
-        """Starts a sequence behind its `num_computed_tokens` from the state in a slot.
+    def start(self, sequence: Sequence, num_matched_tokens: int) -> list[BlockRestore]:
+        """Starts a sequence behind its `num_computed_tokens`, one of `starts`. Returns what comes from host memory.
 
         Args:
             num_matched_tokens: tokens whose keys and values are cached.
         """
-        sequence.state_slot = slot
-        if slot != NO_STATE:
-            self.pool.hold(slot)
+        count, restores = sequence.num_computed_tokens // self.block_size, []
+        if count:
+            self.num_hits += 1
+            restores = self._take(sequence, sequence.block_hashes[count - 1])
         end = (sequence.num_tokens - 1) // self.block_size * self.block_size
         sequence.state_marks = (min(num_matched_tokens, end), end, sequence.num_computed_tokens)
         sequence.saved_tokens = sequence.num_computed_tokens
+        return restores
 
     def release(self, sequence: Sequence) -> None:
         """Gives back the slot of a sequence."""
@@ -89,7 +92,7 @@ class StateManager:
             if slot == NO_STATE or (self.pool.num_free and not self.pool.is_writable(slot)):
                 slot = self.pool.allocate()
             elif not self.pool.is_writable(slot):
-                self.pool.unsave(slot)  # there is only one slot
+                self.pool.evict(slot)  # there is only one slot
             entry.state_writes = ((entry.num_tokens - 1, slot),)
 
     def add_drafts(self, entry: ScheduledSequence) -> None:
@@ -125,10 +128,12 @@ class StateManager:
             for slot in {slot for _, slot in entry.state_writes} - {entry.state_read}:
                 self.pool.release(slot)
         self._planned = []
+        self.pool.tier.settle(done=done)
 
     def forget(self, sequence: Sequence) -> None:
         """Makes all states of a sequence's prefixes unfindable."""
         self.pool.forget(sequence.block_hashes)
+        self.pool.tier.forget(sequence.block_hashes)
 
     def rebuild(self, sequences: Iterable[Sequence]) -> None:
         """Resets the pool to the slots of these sequences, without saved states."""
@@ -141,6 +146,18 @@ class StateManager:
         self.pool.check(_held(sequences))
         if len(sequences) > self.max_running:
             raise RuntimeError(f"{len(sequences)} sequences run, and slots are for {self.max_running}")
+
+    def _take(self, sequence: Sequence, block_hash: bytes) -> list[BlockRestore]:
+        """Gives a sequence the saved state with this hash; one from host memory gets a slot of its own."""
+        slot = self.pool.find(block_hash)
+        if slot is not None:
+            self.pool.hold(slot)
+            sequence.state_slot = slot
+            return []
+        # Before the allocation, whose eviction may replace entries in host memory.
+        (saved,) = self.pool.tier.load([block_hash])
+        sequence.state_slot = self.pool.allocate()
+        return [BlockRestore(saved, sequence.state_slot)]
 
     def _places(self, sequence: Sequence, start: int, stop: int) -> list[int]:
         """Returns places inside of a span whose states stay, the last one first."""

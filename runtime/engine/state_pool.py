@@ -9,12 +9,17 @@ A slot is in exactly one of three states:
 
 The hash of a saved state is that of the last block before it (`runtime.engine.block_pool`). A state that is saved, or
 that several sequences continue from, is not written: its readers write to slots of their own.
+
+A saved state that is evicted goes to host memory (`runtime.engine.kv_offload`), where it is found by the same hash.
+From there it comes back to a slot of the sequence that continues from it, and stays there.
 """
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
+
+from runtime.engine.kv_offload import KVOffload
 
 SHARED_USES = 2
 """Sequences that continue from a state for it to count as the beginning of several texts."""
@@ -25,15 +30,17 @@ class StatePool:
 
     Args:
         num_slots: slots with ids 0 to num_slots - 1.
+        num_host_slots: slots of host memory for evicted states.
     """
 
-    def __init__(self, num_slots: int) -> None:
+    def __init__(self, num_slots: int, num_host_slots: int = 0) -> None:
         self.num_slots = num_slots
+        self.tier = KVOffload(num_host_slots)
         self.num_evictions = 0
         self.rebuild([])
 
     def rebuild(self, held: Iterable[int]) -> None:
-        """Resets the pool to these holds, without saved states."""
+        """Resets the pool to these holds, without saved states, here and in host memory."""
         self._counts = Counter(held)
         self._empty = [slot for slot in reversed(range(self.num_slots)) if not self._counts[slot]]
         self._by_hash: dict[bytes, int] = {}
@@ -42,6 +49,7 @@ class StatePool:
         # Held by none; least recently used first.
         self._saved: OrderedDict[int, None] = OrderedDict()
         self._replaced: OrderedDict[int, None] = OrderedDict()
+        self.tier.clear()
 
     @property
     def num_free(self) -> int:
@@ -81,8 +89,7 @@ class StatePool:
         if not self.num_free:
             raise ValueError("no slot is free")
         if not self._empty:
-            self.num_evictions += 1
-            self.unsave(next(iter(self._replaced or self._saved)))
+            self.evict(next(iter(self._replaced or self._saved)))
         slot = self._empty.pop()
         self._counts[slot] = 1
         return slot
@@ -139,9 +146,14 @@ class StatePool:
                     self._replaced.pop(slot, None)
                     self._empty.append(slot)
 
-    def unsave(self, slot: int) -> None:
-        """Makes the state of one slot unfindable."""
-        self.forget([self._hashes[slot]] if slot in self._hashes else [])
+    def evict(self, slot: int) -> None:
+        """Makes a slot writable, if it has one holder or none. Host memory saves its state, which the next step reads
+        before it writes."""
+        block_hash = self._hashes.get(slot)
+        if block_hash is not None:
+            self.num_evictions += 1
+            self.tier.save(block_hash, slot)
+            self.forget([block_hash])
 
     def check(self, held: Iterable[int]) -> None:
         """Verifies all invariants against the current holds.
@@ -160,3 +172,4 @@ class StatePool:
             raise RuntimeError("a hash leads to another slot")
         if not saved.keys() <= self._hashes.keys() or self._hashes.keys() & set(self._empty):
             raise RuntimeError("a slot without a hash is saved, or an empty one has a hash")
+        self.tier.check()

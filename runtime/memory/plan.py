@@ -57,6 +57,8 @@ def plan_memory(
     num_blocks, blocks_per_sequence, max_model_len, reason = _fill(
         config, attention_window, longest_wanted(model, config), token_bytes, left
     )
+    host_blocks, host_states = _host_slots(config, choice, token_bytes * config.block_size, states.slot_bytes)
+    states = _without_unused(states, config, num_blocks)
     return MemoryPlan(
         weight_bytes,
         token_bytes,
@@ -64,14 +66,14 @@ def plan_memory(
         num_blocks,
         max_model_len,
         reason,
-        _host_blocks(config, choice, token_bytes * config.block_size),
+        host_blocks,
         attention_window,
         blocks_per_sequence,
         choice,
         exact,
         config.max_num_seqs,
         budget,
-        states=_without_unused(states, config, num_blocks),
+        states=replace(states, num_host_slots=min(host_states, num_blocks + host_blocks)),
     )
 
 
@@ -169,10 +171,11 @@ def longest_wanted(model: DecoderConfig, config: RuntimeConfig) -> tuple[int, st
     return wanted, "as asked for"
 
 
-def _host_blocks(config: RuntimeConfig, choice: KVCacheChoice, block_bytes: int) -> int:
+def _host_slots(config: RuntimeConfig, choice: KVCacheChoice, block_bytes: int, state_bytes: int) -> tuple[int, int]:
+    """Numbers of blocks and of recurrent states in host memory; a state takes `state_bytes`, 0 for none."""
     wanted = config.kv_offload_bytes
     if not wanted:
-        return 0
+        return 0, 0
     if choice.scheme.residual_length:
         raise ToolkitError(
             f"{format_bytes(wanted)} of host memory for KV blocks are of no use beside "
@@ -189,13 +192,16 @@ def _host_blocks(config: RuntimeConfig, choice: KVCacheChoice, block_bytes: int)
             f"{format_bytes(wanted)} of host memory hold no KV block of {format_bytes(block_bytes)}",
             "Allow more host memory for KV blocks, or none",
         )
-    return wanted // block_bytes
+    num_states = wanted // STATE_SHARE // state_bytes if state_bytes else 0
+    return (wanted - num_states * state_bytes) // block_bytes, num_states
 
 
 def explain(plan: MemoryPlan) -> list[str]:
     """One line per item, with the numbers behind it."""
     host_tokens = plan.num_host_blocks * plan.block_size
     host = f"{plan.num_host_blocks} blocks = {host_tokens} tokens" if plan.num_host_blocks else "off"
+    if plan.states.num_host_slots:
+        host += f", and {plan.states.num_host_slots} recurrent states"
     return [
         f"weights  {format_bytes(plan.weight_bytes)}",
         *_experts(plan),

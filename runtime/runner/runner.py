@@ -162,7 +162,7 @@ class ModelRunner:
         self.states: StateMemory | None = None
         if memory.states.num_slots:
             fields = decoder.config.state_fields
-            self.states = StateMemory(fields, memory.states.num_slots, decoder.dtype, decoder.device)
+            self.states = StateMemory(fields, self.num_state_slots, decoder.dtype, decoder.device, self.num_host_states)
         self.graphs: StepGraphs | None = None
         self.graphs_reason = self._graphs_unsupported_reason()
         if not self.graphs_reason:
@@ -200,6 +200,10 @@ class ModelRunner:
         return self.memory.num_host_blocks
 
     @property
+    def num_host_states(self) -> int:
+        return self.memory.states.num_host_slots
+
+    @property
     def block_size(self) -> int:
         return self.memory.block_size
 
@@ -230,6 +234,9 @@ class ModelRunner:
         self.pages.memory.offload(plan.offloads)
         self.pages.memory.copy(plan.copies)
         self.pages.memory.restore(plan.restores)
+        if self.states is not None:
+            self.states.offload(plan.state_offloads)
+            self.states.restore(plan.state_restores)
         if not plan.entries:
             return StepOutput({})
         path = ""

@@ -36,7 +36,7 @@ class InstantRunner:
     eos_token_ids: frozenset[int] = frozenset()
     attention_window = FULL_ATTENTION
     shares_blocks = True
-    num_state_slots = 0
+    num_state_slots = num_host_states = 0
 
     def __init__(self, num_blocks: int, num_host_blocks: int) -> None:
         self.num_blocks, self.num_host_blocks = num_blocks, num_host_blocks

@@ -68,10 +68,13 @@ class FakeRunner:
         attention_window: AttentionWindow = FULL_ATTENTION,
         shares_blocks: bool = True,
         num_state_slots: int = 0,
+        num_host_states: int = 0,
     ) -> None:
         self.shares_blocks = shares_blocks
         self.num_state_slots = num_state_slots
         self._states: list[tuple[int, ...] | None] = [None] * num_state_slots
+        self.num_host_states = num_host_states
+        self._host_states: list[tuple[int, ...] | None] = [None] * num_host_states
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.num_host_blocks = num_host_blocks
@@ -93,11 +96,14 @@ class FakeRunner:
             for entry in plan.entries:
                 for _, slot in entry.state_writes:
                     self._states[slot] = None
+            for offload in plan.state_offloads:
+                self._host_states[offload.slot] = None
             raise failure
         assert all(entry.num_tokens >= 1 for entry in plan.entries)
         self._move(plan)
         self._check_disjoint(plan)
         if self.num_state_slots:
+            self._move_states(plan)
             self._advance_states(plan)
         for entry in plan.entries:
             known, draft = entry.sequence.num_tokens, entry.sequence.draft_token_ids
@@ -141,6 +147,16 @@ class FakeRunner:
             for other in plan.entries:
                 if other is not entry and written & set(other.sequence.block_ids):
                     raise AssertionError(f"{entry.sequence.id} writes into blocks of {other.sequence.id}")
+
+    def _move_states(self, plan: StepPlan) -> None:
+        assert len({offload.slot for offload in plan.state_offloads}) == len(plan.state_offloads)
+        read = [entry.state_read for entry in plan.entries]
+        for offload in plan.state_offloads:
+            assert self._states[offload.block] is not None, "a slot without a state is saved"
+            self._host_states[offload.slot] = self._states[offload.block]
+        for restore in plan.state_restores:
+            assert read.count(restore.block) == 1, "a restored state is not that of one sequence"
+            self._states[restore.block] = self._host_states[restore.slot]
 
     def _advance_states(self, plan: StepPlan) -> None:
         """A state is all tokens so far. Reads all before it writes, and allows no slot to be written twice, nor one

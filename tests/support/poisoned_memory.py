@@ -20,6 +20,9 @@ def poison_states(memory: StateMemory) -> None:
     for fields in memory.tensors.values():
         for tensor in fields.values():
             tensor[: memory.num_slots].fill_(float("nan"))
+    for fields in memory.host.values():
+        for tensor in fields.values():
+            tensor.fill_(float("nan"))
 
 
 @contextmanager

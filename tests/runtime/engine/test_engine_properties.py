@@ -67,6 +67,7 @@ class EngineMachine(RuleBasedStateMachine):
         accuracy=st.sampled_from([0.3, 0.9]),
         num_state_slots=st.sampled_from([0, 0, 1, 2, 5, 12]),
         state_interval=st.integers(1, 12),
+        num_host_states=st.sampled_from([0, 1, 3, 20]),
     )
     def start(
         self,
@@ -84,6 +85,7 @@ class EngineMachine(RuleBasedStateMachine):
         accuracy: float,
         num_state_slots: int,
         state_interval: int,
+        num_host_states: int,
     ) -> None:
         config = RuntimeConfig(
             state_interval=state_interval,
@@ -101,6 +103,7 @@ class EngineMachine(RuleBasedStateMachine):
             num_host_blocks,
             attention_window,
             num_state_slots=num_state_slots,
+            num_host_states=num_host_states,
         )
         self.span = config.max_span_tokens
         self.num_steps = 0
