@@ -15,6 +15,8 @@ def layers_unsupported(spec: ModelSpec) -> str:
     if len(mixers) < len(spec.blocks) or block.second is not None:
         return "computes no recurrent layers"
     mixer, rope = mixers[0], mixers[0].rope
+    if mixer.latent is not None:
+        return "computes no projections to latents"
     if any(replace(each, window=mixer.window, rope=rope) != mixer for each in mixers):
         return "takes layers with the same heads, and keys and values of their own"
     unlike = [mlp for each in spec.blocks for mlp in each.mlps if not is_gated_silu(mlp)]

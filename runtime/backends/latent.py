@@ -42,6 +42,11 @@ class LatentHeads:
         own = self.key.shape[1]
         return torch.cat((query[..., :own], rotate(query[..., own:])), -1)
 
+    def expands(self, num_queries: int, num_keys: int, rotated: int) -> bool:
+        """Whether a span with this many rotated channels expands its keys and values."""
+        _, own, rank = self.key.shape
+        return expands(num_queries, num_keys, own, rotated, self.value.shape[1], rank)
+
     def attend_span(self, query: Tensor, key: Tensor, latent: Tensor, mask: Tensor | None) -> Tensor:
         """A span of one sequence over its tokens.
 
@@ -53,11 +58,10 @@ class LatentHeads:
         Returns:
             `[n, heads, V]`.
         """
-        own, rank, (num_queries, _, width) = self.key.shape[1], latent.shape[-1], query.shape
-        if expands(num_queries, len(key), own, width - own, self.value.shape[1], rank):
+        if self.expands(len(query), len(key), key.shape[-1]):
             return self._expand(query, key, latent, mask)
         keys = torch.cat((latent, key), -1)
-        return self._value(attend_span(self._absorb(query), keys, keys, mask, scale=self.scale), rank)
+        return self._value(attend_span(self._absorb(query), keys, keys, mask, scale=self.scale), latent.shape[-1])
 
     def attend_tokens(self, query: Tensor, key: Tensor, latent: Tensor, mask: Tensor | None) -> Tensor:
         """q tokens of each of B sequences, one sequence after the other, absorbed.
@@ -73,15 +77,24 @@ class LatentHeads:
         keys = torch.cat((latent, key), -1)
         return self._value(attend_tokens(self._absorb(query), keys, keys, mask, scale=self.scale), latent.shape[-1])
 
+    def split(self, query: Tensor) -> tuple[Tensor, Tensor]:
+        """Splits queries `[n, heads, K + R]`: those that look at latents, `[heads, n, rank]`, and the channels `[n,
+        heads, R]` that look at rotated keys."""
+        own = self.key.shape[1]
+        return torch.bmm(query[..., :own].transpose(0, 1), self.key), query[..., own:]
+
+    def values(self, attended: Tensor) -> Tensor:
+        """Values `[n, heads, V]` of sums of latents `[heads, n, rank]`."""
+        return torch.bmm(attended, self.value.mT).transpose(0, 1)
+
     def _absorb(self, query: Tensor) -> Tensor:
         """Queries `[n, heads, rank + R]` that look at latents and rotated keys."""
-        own = self.key.shape[1]
-        absorbed = torch.bmm(query[..., :own].transpose(0, 1), self.key).transpose(0, 1)
-        return torch.cat((absorbed, query[..., own:]), -1)
+        absorbed, rotated = self.split(query)
+        return torch.cat((absorbed.transpose(0, 1), rotated), -1)
 
     def _value(self, attended: Tensor, rank: int) -> Tensor:
         """Values `[n, heads, V]` of attended rows `[n, heads, rank + R]`."""
-        return torch.bmm(attended[..., :rank].transpose(0, 1), self.value.mT).transpose(0, 1)
+        return self.values(attended[..., :rank].transpose(0, 1))
 
     def _expand(self, query: Tensor, key: Tensor, latent: Tensor, mask: Tensor | None) -> Tensor:
         """As `attend_span`, a few heads at a time."""

@@ -73,6 +73,7 @@ RULES = {
     "fp8_skinny_gemm": Rules(TENSOR_CORES),
     "fp8_gemm": Rules(("QMMA",), {90: ("QGMMA",)}),
     "paged_attention": Rules(TENSOR_CORES, converts=True),
+    "latent_attention": Rules(TENSOR_CORES, converts=True),
     "join_splits": Rules(),
     "fused_qk_norm_rope_kv_write": Rules(converts=True, wide=_long_sums),
     "convert_input_kernel": Rules(wide=_always),

@@ -16,7 +16,15 @@ from torch import Tensor
 from benchmarking.launches import Launch, Recorder, recorded
 from compress.checkpoint.kv_cache import EXACT, KV_FORMATS, KVCacheScheme
 from runtime.backends.span_attention import PLAIN_LAYER, LayerScores
-from runtime.backends.triton.attention import HEAD_DIMS, HeadPages, SinkTokens, block_rows
+from runtime.backends.triton.attention import (
+    HEAD_DIMS,
+    LATENT_FORMATS,
+    LATENT_RANKS,
+    ROTATED_CHANNELS,
+    HeadPages,
+    SinkTokens,
+    block_rows,
+)
 from runtime.backends.triton.fused_linear import (
     Q8_FLOAT,
     Q8_INT,
@@ -27,6 +35,7 @@ from runtime.backends.triton.fused_linear import (
     QuantizedInput,
     finished,
 )
+from runtime.backends.triton.latent import BLOCK_ROWS
 
 if TYPE_CHECKING:
     from runtime.backends.triton.kernels.configs import KernelConfig
@@ -92,6 +101,7 @@ def all_launches(arch: int) -> list[Launch]:
             _norm_act(dtype)
             _rope_kv_write(dtype)
             _attention(dtype)
+            _latent_attention(dtype)
         _column_solver()
         _sampling()
     return list(recorder.launches)
@@ -218,11 +228,14 @@ def _level_splits(rows: int) -> int:
     return split_inputs(rows, 2**16, 1, int8_tile(1), PROCESSORS)[0]
 
 
-def _pages(cache: str, head_dim: int, dtype: torch.dtype) -> HeadPages:
+def _pages(cache: str, dims: tuple[int, int], dtype: torch.dtype, kv_heads: int = KV_HEADS) -> HeadPages:
+    """Pages of keys and values of these dimensions."""
     scheme = KVCacheScheme.named(cache)
-    pages = _empty(64, 16, KV_HEADS, head_dim, dtype=dtype if scheme.is_exact else torch.uint8)
-    scales = pages if scheme.is_exact else _empty(64, 16, KV_HEADS, 2, dtype=torch.float16)
-    return HeadPages((pages, pages), (scales, scales), (scheme.key_format, scheme.value_format), scheme.rotate)
+    stored = dtype if scheme.is_exact else torch.uint8
+    key, value = (_empty(64, 16, kv_heads, dim, dtype=stored) for dim in dims)
+    scales = _empty(64, 16, kv_heads, 2, dtype=torch.float16)
+    formats = scheme.key_format, scheme.value_format
+    return HeadPages((key, value), (key, value) if scheme.is_exact else (scales, scales), formats, scheme.rotate)
 
 
 def _rope_kv_write(dtype: torch.dtype) -> None:
@@ -231,7 +244,7 @@ def _rope_kv_write(dtype: torch.dtype) -> None:
     for cache, head_dim, has_norm in product(KV_FORMATS, HEAD_DIMS, (False, True)):
         norm, angles = _empty(HEADS + KV_HEADS, head_dim, dtype=dtype), _empty(4, 1, head_dim, dtype=dtype)
         for qkv in _products((HEADS + 2 * KV_HEADS) * head_dim, dtype):
-            slots, into = _empty(4, dtype=torch.int64), _pages(cache, head_dim, dtype)
+            slots, into = _empty(4, dtype=torch.int64), _pages(cache, (head_dim, head_dim), dtype)
             qk_norm_rope_kv_write(qkv, norm if has_norm else None, 1e-5, angles, angles, slots, into)
 
 
@@ -258,7 +271,7 @@ def _attention(dtype: torch.dtype) -> None:
     forms = [AttentionForm(*flags) for flags in product(*((False, True),) * 4, changed)]
     for cache, (head_dim, rows), form in product(KV_FORMATS, sizes, forms):
         if form.fits(cache):
-            _attend(_pages(cache, head_dim, dtype), head_dim, rows, form, dtype)
+            _attend(_pages(cache, (head_dim, head_dim), dtype), head_dim, rows, form, dtype)
 
 
 def _attend(into: HeadPages, head_dim: int, rows: int, form: AttentionForm, dtype: torch.dtype) -> None:
@@ -280,6 +293,18 @@ def _attend(into: HeadPages, head_dim: int, rows: int, form: AttentionForm, dtyp
     logits = LayerScores(sink_logits=_empty(HEADS, dtype=dtype))
     for splits, scores in product(ATTENTION_SPLITS, (PLAIN_LAYER, logits)):
         attend(query, into, blocks, places, window, rows, splits, front, ancestors, scores)
+
+
+def _latent_attention(dtype: torch.dtype) -> None:
+    from runtime.backends.triton.kernels.latent_attention import attend_latents
+
+    sizes = product(LATENT_FORMATS, LATENT_RANKS, ROTATED_CHANNELS, BLOCK_ROWS, (None, 512), (False, True))
+    for cache, rank, rotated, rows, window, tree in sizes:
+        pages, heads = _pages(cache, (rotated, rank), dtype, 1), 2 * rows
+        absorbed, query = _empty(heads, 1, rank, dtype=dtype), _empty(1, heads, 128 + rotated, dtype=dtype)
+        blocks, places = _empty(1, 64, dtype=torch.int64), _empty(1, dtype=torch.int64)
+        ancestors, options = places if tree else None, (0.1, window, rows, ATTENTION_SPLITS[-1])
+        attend_latents(absorbed, query[..., 128:], pages, blocks, places, *options, ancestors)
 
 
 def _column_solver() -> None:

@@ -14,6 +14,7 @@ from runtime.backends.kv_pages import KVCache, make_pages
 from runtime.backends.span_attention import scores_of
 from runtime.backends.torch.attention import StepKeys
 from runtime.backends.triton.attention import TritonAttention, attention_unsupported_reason
+from runtime.backends.triton.latent import TritonLatentAttention
 from runtime.backends.triton.layers import (
     TritonLayers,
     TritonOps,
@@ -33,8 +34,10 @@ def prepare_attention(
     """Attention over pages in the layouts of plain torch, read in place."""
     sinks, scores = memory.attention_window.sinks, scores_of(model)
 
-    def step(batch: Batch) -> TritonAttention:
+    def step(batch: Batch) -> TritonAttention | TritonLatentAttention:
         keys = StepKeys(cache, batch, cache.place(model, batch.entries))
+        if scores.latents:
+            return TritonLatentAttention(keys, windows, scores)
         return TritonAttention(keys, windows, scores, sinks, model.rotary if sinks else None)
 
     return step

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from compress.checkpoint.kv_cache import KVCacheScheme
+from compress.models.latent import Latent
 from runtime.backends.base import Model, Rotary
-from runtime.backends.fused_layers import latents_unsupported
 from runtime.backends.kv_pages import KVCache, TokenPages
 from runtime.backends.span_attention import PLAIN_SCORES, Scores
 from runtime.backends.torch.attention import SinkQueries, StepKeys
@@ -158,9 +158,24 @@ def attention_unsupported_reason(model: Model, memory: MemoryPlan) -> str:
     """Why this attention cannot serve a model; "" when it can."""
     if reason := unsupported_reason(model.device, model.dtype):
         return reason
-    if reason := latents_unsupported(model.config.spec):
-        return reason
+    if latents := [mixer.latent for mixer in model.config.spec.attentions if mixer.latent is not None]:
+        return latents_unsupported_reason(latents[0], memory.kv_cache)
     if odd := set(model.config.head_dims) - set(HEAD_DIMS):
         return f"takes heads of {', '.join(map(str, HEAD_DIMS))} dimensions, not {min(odd)}"
     # Which keys are exact changes with every token, so they would be a second set of pages with a mask.
     return "reads no exact recent window" if memory.kv_cache.residual_length else ""
+
+
+LATENT_RANKS, ROTATED_CHANNELS = (128, 256, 512), (32, 64, 128)
+"""Channels of a latent and of a rotated key."""
+LATENT_FORMATS = ("16bit", "fp8", "int8")
+
+
+def latents_unsupported_reason(latent: Latent, scheme: KVCacheScheme) -> str:
+    """Why latents cannot be read; "" when they can."""
+    if latent.rank not in LATENT_RANKS or latent.rotated not in ROTATED_CHANNELS:
+        sizes = (", ".join(map(str, numbers)) for numbers in (LATENT_RANKS, ROTATED_CHANNELS))
+        return "takes latents of {} channels and rotated keys of {}".format(*sizes)
+    if not {scheme.key_format, scheme.value_format} <= set(LATENT_FORMATS):
+        return f"reads latents as {', '.join(LATENT_FORMATS)}"
+    return "reads no exact tokens beside latents" if scheme.sinks or scheme.residual_length else ""

@@ -258,12 +258,13 @@ def store_rows(sums, part_ptr, weight_ptr, place, has_row, HALVES: tl.constexpr,
     of that weight: zeros and minus infinity where nothing was seen."""
     OUT: tl.constexpr = HEAD_DIM // 2 if HALVES else HEAD_DIM
     highest, weight, low, high, offsets = sums
-    total = tl.where(weight > 0, weight, 1.0)
+    is_empty = weight == 0  # a weight that is not a number stays one
+    total = tl.where(is_empty, 1.0, weight)
     out_ptrs = part_ptr + place[:, None] * HEAD_DIM + tl.arange(0, OUT)[None, :]
     tl.store(out_ptrs, (low + offsets[:, None]) / total[:, None], mask=has_row[:, None])
     if HALVES:
         tl.store(out_ptrs + OUT, (high + offsets[:, None]) / total[:, None], mask=has_row[:, None])
-    tl.store(weight_ptr + place, tl.where(weight > 0, highest + tl.log2(total), float("-inf")), mask=has_row)
+    tl.store(weight_ptr + place, tl.where(is_empty, float("-inf"), highest + tl.log2(total)), mask=has_row)
 
 
 @triton.jit(  # what changes from step to step: other values must not cause another build while a request waits
