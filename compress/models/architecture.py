@@ -4,7 +4,7 @@ and what touches the residual stream."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from compress.models.latent import Latent
@@ -156,7 +156,7 @@ def _attention_mappings(norm: Norm | None, mixer: Attention) -> tuple[SmoothingM
     if mixer.value_norm is None and mixer.kv_layer is None and mixer.latent is None:
         return found
     found = tuple(each for each in found if each.parent == mixer.name)
-    return found if mixer.latent is None else found + _latent_mappings(mixer.latent)
+    return found if mixer.latent is None else _latent_mappings(found, mixer.latent, mixer.name)
 
 
 def _reader(norm: Norm | None, block: Block) -> tuple[SmoothingMapping, ...]:
@@ -167,11 +167,22 @@ def _reader(norm: Norm | None, block: Block) -> tuple[SmoothingMapping, ...]:
     return (SmoothingMapping(norm.name, _names(mixer.qkv), mixer.name, norm.offset, _names(mixer.routers)),)
 
 
-def _latent_mappings(latent: Latent) -> tuple[SmoothingMapping, ...]:
-    """Derives those from the norms of latents; rows of keys and values take turns in the expansion, so none ends in the
-    output."""
-    pairs = zip(latent.norms, latent.linears, strict=True)
-    return tuple(SmoothingMapping(norm.name, (linear.name,), linear.name) for norm, linear in pairs)
+def _latent_mappings(before: tuple[SmoothingMapping, ...], latent: Latent, parent: str) -> tuple[SmoothingMapping, ...]:
+    """Derives those of latent attention; rows of keys and values take turns in the expansion, so none ends in the
+    output.
+
+    Args:
+        before: from the norm before attention, which an indexer reads as well, as it does the latents of queries.
+    """
+    linears = (latent.expansion,) if latent.query is None else (latent.query, latent.expansion)
+    pairs = list(zip(latent.norms, linears, strict=False))
+    inside = [SmoothingMapping(norm.name, (linear.name,), linear.name) for norm, linear in pairs]
+    if latent.indexer is None:
+        return (*before, *inside)
+    key, routers = (latent.indexer.key.name,), _names(latent.routers)
+    inside[0] = replace(inside[0], balance_layers=(*inside[0].balance_layers, latent.indexer.query.name), parent=parent)
+    first = (replace(each, balance_layers=(*each.balance_layers, *key), routers=routers) for each in before)
+    return (*first, *inside)
 
 
 def _mlp_mappings(norm: Norm | None, mlp: MLP) -> tuple[SmoothingMapping, ...]:

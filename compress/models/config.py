@@ -391,6 +391,20 @@ def dense_first(config: Config, experts: Mixture, num_dense: int, **options: Any
     return [experts if layer >= count else mlp for layer in range(num_layers(config))]
 
 
+def mlps_by_kind(config: Config, experts: Mixture, default: Sequence[MLP | Mixture]) -> list[MLP | Mixture]:
+    """Lists the MLP or mixture of each layer as `mlp_layer_types` says, or `default` without it.
+
+    Raises:
+        CheckpointError: not one kind for each layer.
+    """
+    kinds, mlp = config.get("mlp_layer_types"), gated_mlp(config)
+    if not kinds:
+        return list(default)
+    if not isinstance(kinds, list) or len(kinds) != num_layers(config):
+        raise refusal("mlp_layer_types", kinds, "a kind for each layer")
+    return [experts if kind == "sparse" else mlp for kind in kinds]
+
+
 EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 """Names that configs have for the number of experts."""
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from compress.common.errors import CheckpointError
 from compress.models.config import Config, flag, norm, number, positive
+from compress.models.indexer import Indexer
 from compress.models.spec import Attention, Linear, Norm, Rope
 
 NORM_EPS = 1e-6
@@ -29,6 +30,8 @@ class Latent:
         expansion: reads the normalized latent.
         query_norm, query: norm of the latent of queries, and the linear that makes queries from it; None where
             queries are projected at once.
+        indexer: chooses the tokens that a token sees; None where it sees all.
+        index_layer: earlier layer whose choice is seen here, in a layer without an indexer.
     """
 
     rank: int
@@ -38,6 +41,8 @@ class Latent:
     expansion: Linear
     query_norm: Norm | None = None
     query: Linear | None = None
+    indexer: Indexer | None = None
+    index_layer: int | None = None
 
     @property
     def width(self) -> int:
@@ -46,17 +51,27 @@ class Latent:
 
     @property
     def linears(self) -> tuple[Linear, ...]:
-        return *(() if self.query is None else (self.query,)), self.expansion
+        indexer = () if self.indexer is None else (self.indexer.query, self.indexer.key)
+        return *(() if self.query is None else (self.query,)), self.expansion, *indexer
 
     @property
     def norms(self) -> tuple[Norm, ...]:
-        return *(() if self.query_norm is None else (self.query_norm,)), self.norm
+        indexer = () if self.indexer is None else (self.indexer.norm,)
+        return *(() if self.query_norm is None else (self.query_norm,)), self.norm, *indexer
+
+    @property
+    def routers(self) -> tuple[Linear, ...]:
+        """Linears that stay dense."""
+        return () if self.indexer is None else (self.indexer.weights,)
 
 
-def latent_attention(config: Config, rope: Rope, **options: Any) -> Attention:
+def latent_attention(
+    config: Config, rope: Rope, *, indexer: Indexer | None = None, index_layer: int | None = None, **options: Any
+) -> Attention:
     """Composes latent attention named as in DeepSeek-V2.
 
     Args:
+        indexer, index_layer: see `Latent`.
         options: further fields of `Attention`.
 
     Raises:
@@ -79,7 +94,7 @@ def latent_attention(config: Config, rope: Rope, **options: Any) -> Attention:
         Linear("self_attn.o_proj", hidden, heads * value_dim, bias, split="rows"),
         rope,
         scale=_scale(rope, head_dim),
-        latent=latent,
+        latent=replace(latent, indexer=indexer, index_layer=index_layer),
         **options,
     )
 

@@ -189,7 +189,7 @@ class Attention:
 
     @property
     def routers(self) -> tuple[Linear, ...]:
-        return ()
+        return () if self.latent is None else self.latent.routers
 
 
 @dataclass(frozen=True, slots=True)

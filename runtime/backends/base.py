@@ -15,6 +15,7 @@ from compress.models.mixers.gated_delta_net import GatedDeltaNet
 from compress.models.router import Router
 from compress.models.spec import Mixture
 from runtime.backends.expert_slots import ExpertSlots
+from runtime.backends.indexer import IndexedTokens
 from runtime.backends.kv_pages import KVCache, KVPages
 from runtime.backends.latent import LatentHeads
 from runtime.backends.state_kernels import StateKernel
@@ -134,6 +135,15 @@ class Attention(Protocol):
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attention output `[T, heads, D]` of query `[T, heads, D]`, key and value `[T, kv_heads, D]`."""
+        ...
+
+
+@runtime_checkable
+class SparseAttention(Attention, Protocol):
+    """Attention that can leave out tokens."""
+
+    def choose(self, layer: int, tokens: IndexedTokens) -> None:
+        """Stores the index keys of a layer, and chooses the tokens that it sees, and later ones without an indexer."""
         ...
 
 

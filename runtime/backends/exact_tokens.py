@@ -109,15 +109,24 @@ class SinkStore:
             part[slots] = 0
         dense = DenseAttention(length, self.windows, dtype, device, scores_of(decoder))
 
-        def attention(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            if self.sources[layer] == layer:
-                self.keys[layer][slots, :length] = self.rotate(key).unflatten(0, (-1, length))
-                self.values[layer][slots, :length] = value.unflatten(0, (-1, length))
-            return dense(layer, query, key, value)
-
+        attention = _Beginnings(self, slots, dense)
         tokens = torch.tensor(prefixes, dtype=torch.int64, device=device).flatten()
         positions = torch.arange(length, device=device).repeat(len(prefixes))
         decoder.forward(tokens, positions, attention, None, whole_states(decoder, [length] * len(prefixes)))
+
+
+class _Beginnings:
+    """Attention of beginnings of the same length, which stores their keys and values in slots."""
+
+    def __init__(self, store: SinkStore, slots: list[int], dense: DenseAttention) -> None:
+        self.store, self.slots, self.dense, self.choose = store, slots, dense, dense.choose
+
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        store, length = self.store, self.dense.length
+        if store.sources[layer] == layer:
+            store.keys[layer][self.slots, :length] = store.rotate(key).unflatten(0, (-1, length))
+            store.values[layer][self.slots, :length] = value.unflatten(0, (-1, length))
+        return self.dense(layer, query, key, value)
 
 
 def _prefix(entry: ScheduledSequence, count: int) -> Prefix:

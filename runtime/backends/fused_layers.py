@@ -44,6 +44,12 @@ def latents_unsupported(spec: ModelSpec) -> str:
     return "reads no latents" if any(mixer.latent is not None for mixer in spec.attentions) else ""
 
 
+def indexers_unsupported(spec: ModelSpec) -> str:
+    """Says that an attention cannot leave out tokens; empty for a model without indexers."""
+    sparse = any(mixer.latent is not None and mixer.latent.indexer is not None for mixer in spec.attentions)
+    return "sees all tokens, where an indexer chooses them" if sparse else ""
+
+
 def is_gated_silu(mlp: MLP) -> bool:
     """Whether an MLP is that of Llama, whatever its sizes and biases."""
     return mlp.activation in ("silu", "swish") and mlp == MLP(mlp.inputs, mlp.down, mlp.activation, name=mlp.name)

@@ -184,7 +184,12 @@ class TokenPages:
             for (name, format), dim in zip(formats.items(), dims, strict=True):
                 places = (block_size, kv_heads)
                 fields |= _fields(_field_name(name, kind), format, places, dim, dtype, len(layers))
+        indexed = [layer for layer, dim in enumerate(config.index_dims) if dim]
+        if indexed:
+            shape = block_size, max(config.index_dims)
+            fields["index_keys"] = BlockField(shape, dtype, len(indexed))
         self.memory = BlockMemory(fields, config.num_layers, num_blocks, device, num_host_blocks)
+        self._index_keys = {layer: self.memory.tensors["index_keys"][place] for place, layer in enumerate(indexed)}
         self._parts: dict[int, list[_ExactPart | _QuantizedPart]] = {
             layer: [self._part(_field_name(name, kind), format, place) for name, format in formats.items()]
             for kind, layers in enumerate(kinds.values())
@@ -209,6 +214,14 @@ class TokenPages:
     def gather(self, layer: int, block_ids: Tensor) -> tuple[Tensor, Tensor]:
         key, value = self._parts[layer]
         return key.gather(block_ids), value.gather(block_ids)
+
+    def write_index(self, layer: int, slots: Tensor, key: Tensor) -> None:
+        """Stores index keys `[T, D]` of a layer with an indexer, at int64 slots `[T]`."""
+        self._index_keys[layer].flatten(0, 1).index_copy_(0, slots, key)
+
+    def gather_index(self, layer: int, block_ids: Tensor) -> Tensor:
+        """Index keys `[n * block_size, D]` of blocks `[n]`, in their order, as a copy."""
+        return self._index_keys[layer].index_select(0, block_ids).flatten(0, 1)
 
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         self.memory.move_tokens(sources, targets)

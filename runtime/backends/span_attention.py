@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import repeat
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+from runtime.backends.indexer import ChosenTokens, IndexedTokens, choose_in_spans
 
 if TYPE_CHECKING:
     from runtime.backends.base import Model
@@ -45,12 +48,14 @@ class Scores:
         chunks: of every layer, tokens of a chunk, of which a token sees its own only; None is one chunk.
         sink_logits: of every layer, see `add_sink_key`.
         latents: of every layer, what makes keys and values of latents.
+        index_sources: of every layer, the one whose indexer chooses what it sees; -1 for none.
     """
 
     softcap: float | None = None
     chunks: tuple[int | None, ...] = ()
     sink_logits: tuple[Tensor | None, ...] = ()
     latents: tuple[LatentHeads | None, ...] = ()
+    index_sources: tuple[int, ...] = ()
 
     def seen(self, windows: tuple[int | None, ...]) -> list[tuple[int | None, int | None]]:
         """Window and chunk of every layer."""
@@ -75,8 +80,10 @@ PLAIN_SCORES = Scores()
 def scores_of(model: Model) -> Scores:
     """Reads what a model does to its scores."""
     sinks = tuple(layer.sink_logits for layer in model.layers) if model.config.mixer.sink_logits else ()
-    latents = tuple(layer.latent_heads for layer in model.layers) if model.config.mixer.latent else ()
-    return Scores(model.config.mixer.softcap, model.config.chunks, sinks, latents)
+    if not model.config.mixer.latent:
+        return Scores(model.config.mixer.softcap, model.config.chunks, sinks)
+    latents = tuple(layer.latent_heads for layer in model.layers)
+    return Scores(model.config.mixer.softcap, model.config.chunks, sinks, latents, model.config.index_sources)
 
 
 SINK_CHANNELS = 8
@@ -243,7 +250,7 @@ class DenseAttention:
         device: torch.device,
         scores: Scores = PLAIN_SCORES,
     ) -> None:
-        self.length, self.scores = length, scores
+        self.length, self.scores, self.dtype = length, scores, dtype
         positions = torch.arange(length, device=device)
         seen = scores.seen(windows)
         masks = {
@@ -251,11 +258,15 @@ class DenseAttention:
             for window, chunk in set(seen)
             if min(window or length, chunk or length) < length
         }
-        self.masks = [masks.get(each) for each in seen]
+        self.masks, self._chosen = [masks.get(each) for each in seen], ChosenTokens(scores.index_sources)
+
+    def choose(self, layer: int, tokens: IndexedTokens) -> None:
+        self._chosen.put(layer, choose_in_spans(tokens, self.length, self.masks[layer], self.dtype))
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         spans = zip(query.split(self.length), key.split(self.length), value.split(self.length), strict=True)
         if (latent := self.scores.latent(layer)) is not None:
-            return torch.cat([latent.attend_span(q, k, v, self.masks[layer]) for q, k, v in spans])
+            masks = self._chosen.of(layer) or repeat(self.masks[layer])
+            return torch.cat([latent.attend_span(*span, mask) for span, mask in zip(spans, masks, strict=False)])
         options = self.masks[layer], self.scores.softcap, self.scores.sinks(layer)
         return torch.cat([attend_span(q, k, v, *options) for q, k, v in spans])

@@ -13,6 +13,7 @@ from compress.common.errors import CheckpointError, ToolkitError
 from compress.common.files import read_json
 from compress.models.config import LENGTH, context_length, refusal
 from compress.models.generic import CodeSpec
+from compress.models.latent import Latent
 from compress.models.registry import find_family, known_families
 from compress.models.spec import MLP, Attention, Block, ModelSpec, Rope
 from compress.models.state import StateField
@@ -127,6 +128,23 @@ class DecoderConfig:
         return tuple(-1 if each is None else _source(layer, each) for layer, each in enumerate(self.layer_mixers))
 
     @property
+    def index_dims(self) -> tuple[int, ...]:
+        """Channels of the index key that each layer keeps of a token; 0 for one without an indexer."""
+        indexers = (None if each is None else each.indexer for each in self._latents)
+        return tuple(0 if indexer is None else indexer.head_dim for indexer in indexers)
+
+    @property
+    def index_sources(self) -> tuple[int, ...]:
+        """Layer whose indexer chooses the tokens that each layer sees: itself, or an earlier one; -1 for none."""
+        earlier = (None if each is None else each.index_layer for each in self._latents)
+        own = (layer if dim else -1 for layer, dim in enumerate(self.index_dims))
+        return tuple(mine if other is None else other for mine, other in zip(own, earlier, strict=True))
+
+    @property
+    def _latents(self) -> tuple[Latent | None, ...]:
+        return tuple(None if mixer is None else mixer.latent for mixer in self.layer_mixers)
+
+    @property
     def state_fields(self) -> dict[int, dict[str, StateField]]:
         """State of a sequence in recurrent layers, by layer and name; empty without such layers."""
         mixers = ((layer, mixer) for layer, block in enumerate(self.spec.blocks) for mixer in block.mixers)
@@ -186,9 +204,11 @@ class DecoderConfig:
 
     def keep_layers(self, kept: Iterable[int]) -> DecoderConfig:
         """The model with some of its layers. Raises ToolkitError where layers depend on their number."""
-        if self.spec.layer_inputs is not None or any(mixer.kv_layer is not None for mixer in self.mixers):
+        shares = any(source not in (-1, layer) for layer, source in enumerate(self.kv_sources))
+        shares = shares or any(source not in (-1, layer) for layer, source in enumerate(self.index_sources))
+        if self.spec.layer_inputs is not None or shares:
             raise ToolkitError(
-                "layers cannot be left out of a model that numbers them, for keys and values of others or for inputs",
+                "layers cannot be left out of a model that numbers them, for what others computed or for inputs",
                 "Use --speculative-model ngram",
             )
         return replace(self, spec=replace(self.spec, blocks=tuple(self.spec.blocks[index] for index in kept)))
@@ -259,16 +279,20 @@ def unsupported_reason(spec: ModelSpec) -> str:
         return "scores with different caps are not supported"
     if any(mixer.softcap is not None for mixer in mixers) and any(mixer.sink_logits for mixer in mixers):
         return "sink logits beside capped scores are not supported"
-    latents = {mixer.latent for mixer in mixers}
+    latents = {_without_indexer(mixer.latent) for mixer in mixers}
     if len(latents) > 1:
         return "latent attention that differs from layer to layer is not supported"
-    inner = {norm for latent in latents if latent is not None for norm in latent.norms}
+    inner = {norm for mixer in mixers if mixer.latent is not None for norm in mixer.latent.norms}
     if any(norm.eps != spec.final_norm.eps for norm in first.norms if norm not in inner):
         return "norms with different eps are not supported"
     activations = {mlp.activation for block in spec.blocks for mlp in block.mlps if not mlp.curve}
     if unknown := sorted(activations - set(ACTIVATIONS)):
         return f"activation {unknown[0]!r} is not supported, only {', '.join(ACTIVATIONS)}"
     return next(filter(None, (_unsupported_rope(*rotation) for rotation in spec.rotations)), "")
+
+
+def _without_indexer(latent: Latent | None) -> Latent | None:
+    return None if latent is None else replace(latent, indexer=None, index_layer=None)
 
 
 def _unsupported_rope(rope: Rope, head_dim: int) -> str:

@@ -98,16 +98,18 @@ def _qkv_size(model: DecoderConfig) -> int:
 def exact_tokens(model: DecoderConfig, scheme: KVCacheScheme, itemsize: int, num_sequences: int) -> ExactTokens:
     """Tokens that a format of keys and values keeps exactly of each sequence; `itemsize` as in `kv_token_bytes`."""
     recent = scheme.residual_length + SPARE_RESIDUAL_TOKENS if scheme.residual_length else 0
-    return ExactTokens(scheme.sinks + recent, num_sequences, kv_token_bytes(model, itemsize=itemsize))
+    token_bytes = model.spec.kv_token_bytes(lambda key, value: (key + value) * itemsize)
+    return ExactTokens(scheme.sinks + recent, num_sequences, token_bytes)
 
 
 def kv_token_bytes(model: DecoderConfig, scheme: KVCacheScheme = UNCOMPRESSED, itemsize: int = 2) -> int:
-    """Keys and values of one token in all layers, scales and offsets included, exact copies not.
+    """Keys, values and index keys of one token in all layers, scales and offsets included, exact copies not.
 
     Args:
         itemsize: bytes of one element where nothing is quantized.
     """
-    return model.spec.kv_token_bytes(lambda key, value: scheme.head_bytes(key, itemsize, value))
+    heads = model.spec.kv_token_bytes(lambda key, value: scheme.head_bytes(key, itemsize, value))
+    return heads + sum(model.index_dims) * itemsize
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from compress.models.spec import MLP, Block
 from compress.models.spec import Attention as AttentionSpec
-from runtime.backends.base import Attention, Linear, NormWeights, Ops, RunLayers, mlp_linears
+from runtime.backends.base import Attention, Linear, NormWeights, Ops, RunLayers, SparseAttention, mlp_linears
 from runtime.backends.expert_slots import ExpertSlots
+from runtime.backends.indexer import IndexedTokens
 from runtime.backends.latent import LatentHeads
 from runtime.backends.span_attention import soft_cap
 from runtime.backends.state_memory import StepStates
@@ -309,7 +310,7 @@ class Decoder:
             raise ValueError(f"layer {index} has no attention")
         heads = layer.qkv(normed)
         if layer.latent is not None:
-            return layer.output(self._attend_latents(index, block.mixer, layer.latent, heads, step).flatten(1))
+            return layer.output(self._attend_latents(index, block.mixer, layer.latent, normed, heads, step).flatten(1))
         return layer.output(self._attend(index, block.mixer, heads.view(len(heads), -1, block.mixer.head_dim), step))
 
     def _attend(self, index: int, mixer: AttentionSpec, heads: Tensor, step: _Step) -> Tensor:
@@ -330,10 +331,13 @@ class Decoder:
         return attended.reshape(-1, mixer.num_heads * mixer.head_dim)
 
     def _attend_latents(
-        self, index: int, mixer: AttentionSpec, weights: LatentWeights, projected: Tensor, step: _Step
+        self, index: int, mixer: AttentionSpec, weights: LatentWeights, normed: Tensor, projected: Tensor, step: _Step
     ) -> Tensor:
-        """Computes `[T, heads, V]` of what the first projections of latent attention give."""
-        query, latent, key = weights.read(projected, self.ops)
+        """Computes `[T, heads, V]` of what the first projections of latent attention give for `normed`."""
+        query, latent, key, source = weights.read(projected, self.ops)
+        if weights.indexer is not None:
+            angles = step.angles[self.layers[index].rope or 0]
+            step.choose(index, weights.indexer.read(normed, source, angles, self.ops))
         own, beside = weights.beside(query.view(len(query), mixer.num_heads, -1), key)
         beside = self._rotate(mixer, self.layers[index], beside, step)
         query = _grown(torch.cat((own, beside[:, :-1]), -1), mixer, step.positions)
@@ -378,6 +382,16 @@ class _Step:
     shared: dict[int, tuple[Tensor, Tensor]]
     inputs: Tensor
     states: StepStates | None
+
+    def choose(self, index: int, tokens: IndexedTokens) -> None:
+        """Chooses the tokens that this layer sees, and later ones without an indexer of their own.
+
+        Raises:
+            ValueError: an attention that cannot leave tokens out.
+        """
+        if not isinstance(self.attention, SparseAttention):
+            raise ValueError(f"layer {index} chooses tokens, and {type(self.attention).__name__} sees all")
+        self.attention.choose(index, tokens)
 
     def share(self, index: int, mixer: AttentionSpec, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Keeps the key and value of a layer that others read; returns those that this layer reads."""

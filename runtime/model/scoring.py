@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import repeat
+
 import torch
 from torch import Tensor
 
 from compress.checkpoint.kv_cache import UNCOMPRESSED, KVCacheScheme
 from compress.checkpoint.kv_quant import read_back, rotate_heads
 from runtime.backends.base import Attention
+from runtime.backends.indexer import ChosenTokens, IndexedTokens, choose_in_spans
 from runtime.backends.span_attention import DenseAttention, Scores, attend_span, scores_of, visibility_mask
 from runtime.backends.state_memory import whole_states
 from runtime.model.served import ServedModel
@@ -38,21 +41,25 @@ class CachedAttention:
             (None if window is None or window >= length else window, chunk) for window, chunk in scores.seen(windows)
         ]
         self.masks = {seen: _mask(positions, *seen, scheme.residual_length, dtype) for seen in set(self.seen)}
+        self.dtype, self._chosen = dtype, ChosenTokens(scores.index_sources)
+
+    def choose(self, layer: int, tokens: IndexedTokens) -> None:
+        self._chosen.put(layer, choose_in_spans(tokens, self.length, self.masks[self.seen[layer]], self.dtype))
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         if self.scheme.rotate:
             latent, key = self.scores.latent(layer), rotate_heads(key)
             query = rotate_heads(query) if latent is None else latent.rotated(query, rotate_heads)
         spans = zip(query.split(self.length), key.split(self.length), value.split(self.length), strict=True)
-        return torch.cat([self._attend(layer, q, k, v) for q, k, v in spans])
+        masks = self._chosen.of(layer) or repeat(self.masks[self.seen[layer]])
+        return torch.cat([self._attend(layer, *span, mask) for span, mask in zip(spans, masks, strict=False)])
 
-    def _attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def _attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         kept_key, kept_value = read_back(key, self.scheme.key_format), read_back(value, self.scheme.value_format)
         kept_key[: self.scheme.sinks] = key[: self.scheme.sinks]
         kept_value[: self.scheme.sinks] = value[: self.scheme.sinks]
         if self.scheme.residual_length:
             kept_key, kept_value = torch.cat((kept_key, key)), torch.cat((kept_value, value))
-        mask = self.masks[self.seen[layer]]
         if (latent := self.scores.latent(layer)) is not None:
             return latent.attend_span(query, kept_key, kept_value, mask)
         return attend_span(query, kept_key, kept_value, mask, self.scores.softcap, self.scores.sinks(layer))

@@ -47,6 +47,7 @@ LATENT = {
     "qk_nope_head_dim": 12,
     "v_head_dim": 32,
 }
+INDEXER = {"index_topk": 7, "index_n_heads": 16, "index_head_dim": 32}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 32}
 MULTIPLIERS = {
     "attention_multiplier": 0.1,
@@ -260,6 +261,26 @@ VARIANTS: dict[str, dict[str, object]] = {
         "attention_bias": True,
         "rms_norm_eps": 1e-5,
         "rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.9},
+    },
+    "deepseek_v32": {
+        **EXPERTS,
+        **LATENT,
+        **INDEXER,
+        "n_group": 4,
+        "topk_group": 2,
+        "attention_bias": True,
+        "first_k_dense_replace": 1,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.9},
+    },
+    "glm_moe_dsa": {
+        **EXPERTS,
+        **LATENT,
+        **INDEXER,
+        "num_hidden_layers": 3,
+        "mlp_layer_types": ["dense", "sparse", "dense"],
+        "indexer_types": ["full", "shared", "full"],
+        "attention_bias": True,
     },
     "glm4_moe_lite": {
         **EXPERTS,

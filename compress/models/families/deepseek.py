@@ -1,5 +1,5 @@
-"""DeepSeek-V2 (arXiv:2405.04434) and V3 (arXiv:2412.19437), Kimi-K2 among them: latent attention, and mixtures whose
-first layers are dense."""
+"""DeepSeek-V2 (arXiv:2405.04434), V3 (arXiv:2412.19437), Kimi-K2 among them, and V3.2 (arXiv:2512.02556): latent
+attention, and mixtures whose first layers are dense."""
 
 from __future__ import annotations
 
@@ -11,17 +11,29 @@ from compress.models.config import (
     flag,
     gated_mlp,
     grouped_mixture,
+    mlps_by_kind,
     num_layers,
     positive,
     refusal,
     rope,
 )
+from compress.models.indexer import lightning_indexer
 from compress.models.latent import latent_attention
 from compress.models.mtp import layer_behind
 from compress.models.registry import register
 from compress.models.spec import ModelSpec
 
 HEADS = {"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
+V3 = {
+    **HEADS,
+    "num_key_value_heads": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 2048,
+    "routed_scaling_factor": 2.5,
+    "n_group": 8,
+    "topk_group": 4,
+}
+INDEXER = {"index_topk": 2048, "index_head_dim": 128, "index_n_heads": 64}
 GROUPED = "group_limited_greedy"
 
 
@@ -50,17 +62,18 @@ def deepseek_v2(config: Config) -> ModelSpec:
 @register("deepseek_v3", other_names=("kimi_k2",))
 def deepseek_v3(config: Config) -> ModelSpec:
     """Describes a DeepSeek-V3."""
-    config = {
-        **HEADS,
-        "num_key_value_heads": 128,
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": 2048,
-        "routed_scaling_factor": 2.5,
-        "n_group": 8,
-        "topk_group": 4,
-        **config,
-    }
+    config = {**V3, **config}
     config = config if "num_local_experts" in config else {"n_routed_experts": 256, **config}
     mixer = latent_attention(config, rope(config, interleaved=flag(config, "rope_interleave", True)))
     experts = grouped_mixture(config, **SIGMOID_ROUTER)
     return layer_behind(decoder(config, [mixer] * num_layers(config), dense_first(config, experts, 3)))
+
+
+@register("deepseek_v32")
+def deepseek_v32(config: Config) -> ModelSpec:
+    """Describes a DeepSeek-V3.2, in which an indexer of every layer chooses the tokens that it sees."""
+    config = {**V3, "n_routed_experts": 256, **INDEXER, **config}
+    mixer = latent_attention(config, rope(config, interleaved=True), indexer=lightning_indexer(config))
+    experts = grouped_mixture(config, **SIGMOID_ROUTER)
+    layers = mlps_by_kind(config, experts, dense_first(config, experts, 3))
+    return decoder(config, [mixer] * num_layers(config), layers)

@@ -1,5 +1,6 @@
 """GLM-4 (arXiv:2406.12793), in which half of the channels rotate, in neighboring pairs, and later norms stand on both
-sides of attention and MLP; and the mixtures GLM-4.5 to 4.7 (arXiv:2508.06471), of which Flash has latent attention."""
+sides of attention and MLP; the mixtures GLM-4.5 to 4.7 (arXiv:2508.06471), of which Flash has latent attention; and
+GLM-5, whose latent attention is sparse."""
 
 from __future__ import annotations
 
@@ -12,17 +13,21 @@ from compress.models.config import (
     flag,
     gated_mlp,
     grouped_mixture,
+    integer,
+    mlps_by_kind,
     norm,
     num_layers,
     positive,
     refusal,
     rope,
 )
+from compress.models.indexer import lightning_indexer
 from compress.models.latent import latent_attention
 from compress.models.mtp import layer_behind
 from compress.models.registry import register
 from compress.models.spec import ModelSpec, Norm
 
+LETTERS = {"F": "full", "S": "shared"}
 DEFAULTS = {"rms_norm_eps": 1.5625e-7, "head_dim": 128, "num_key_value_heads": 2, "partial_rotary_factor": 0.5}
 
 
@@ -83,9 +88,59 @@ def glm4_moe_lite(config: Config) -> ModelSpec:
         **config,
     }
     mixer = latent_attention(config, rope(config, interleaved=flag(config, "rope_interleave", True)))
-    kinds = config.get("mlp_layer_types") or ["dense"] + ["sparse"] * (num_layers(config) - 1)
-    if not isinstance(kinds, list) or len(kinds) != num_layers(config):
-        raise refusal("mlp_layer_types", kinds, "a kind for each layer")
-    experts, mlp = grouped_mixture(config, **SIGMOID_ROUTER), gated_mlp(config)
-    mlps = [experts if kind == "sparse" else mlp for kind in kinds]
-    return layer_behind(decoder(config, [mixer] * len(kinds), mlps))
+    experts = grouped_mixture(config, **SIGMOID_ROUTER)
+    layers = mlps_by_kind(config, experts, dense_first({**config, "first_k_dense_replace": 1}, experts, 1))
+    return layer_behind(decoder(config, [mixer] * len(layers), layers))
+
+
+@register("glm_moe_dsa")
+def glm_moe_dsa(config: Config) -> ModelSpec:
+    """Describes a GLM-5, whose layers choose the tokens that they see, or take the choice of an earlier one
+    (arXiv:2603.12201)."""
+    config = {
+        "rms_norm_eps": 1e-5,
+        "num_key_value_heads": 64,
+        "kv_lora_rank": 512,
+        "q_lora_rank": 2048,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 192,
+        "v_head_dim": 256,
+        "n_routed_experts": 256,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 2048,
+        "routed_scaling_factor": 2.5,
+        "index_topk": 2048,
+        "index_head_dim": 128,
+        "index_n_heads": 32,
+        **config,
+    }
+    indexer, rotary = lightning_indexer(config, interleaved=True), rope(config, interleaved=True)
+    mixers = [
+        latent_attention(config, rotary, **({"indexer": indexer} if source == layer else {"index_layer": source}))
+        for layer, source in enumerate(_index_sources(config))
+    ]
+    experts = grouped_mixture(config, **SIGMOID_ROUTER)
+    return decoder(config, mixers, mlps_by_kind(config, experts, dense_first(config, experts, 3)))
+
+
+def _index_sources(config: Config) -> list[int]:
+    """Reads for each layer the one whose indexer it uses: of `indexer_types`, of a pattern, or of a schedule.
+
+    Raises:
+        CheckpointError: not one kind for each layer, an unknown kind, or a first layer that has none.
+    """
+    count, kinds = num_layers(config), config.get("indexer_types")
+    key = "index_topk_pattern" if kinds is None else "indexer_types"
+    kinds = config.get("index_topk_pattern") if kinds is None else kinds
+    if kinds is None:
+        period, offset = max(integer(config, "index_topk_freq", 1), 1), integer(config, "index_skip_topk_offset", 2)
+        kinds = ["shared" if max(layer - offset + 1, 0) % period else "full" for layer in range(count)]
+    kinds = [LETTERS.get(letter, letter) for letter in kinds] if isinstance(kinds, str) else kinds
+    if not isinstance(kinds, list) or len(kinds) != count or not {*map(str, kinds)} <= {*LETTERS.values()}:
+        raise refusal(key, kinds, "full or shared for each layer")
+    if kinds[0] == "shared":
+        raise refusal(key, kinds, "full in the first layer")
+    sources: list[int] = []
+    for layer, kind in enumerate(kinds):
+        sources.append(sources[-1] if kind == "shared" else layer)
+    return sources

@@ -36,7 +36,7 @@ from runtime.backends.cpu.mixture import (
     clamped,
     product,
 )
-from runtime.backends.fused_layers import latents_unsupported, layers_unsupported
+from runtime.backends.fused_layers import indexers_unsupported, latents_unsupported, layers_unsupported
 from runtime.backends.kv_pages import KVCache
 from runtime.backends.span_attention import PLAIN_SCORES, Scores, scores_of
 from runtime.backends.torch.ops import TorchOps
@@ -342,7 +342,7 @@ def attention_unsupported_reason(model: Model, memory: MemoryPlan) -> str:
     """Why compiled attention cannot serve a model; "" when it can."""
     if memory.attention_window.window is not None and memory.attention_window.sinks:
         return "keeps no sinks of streams"
-    if reason := latents_unsupported(model.config.spec):
+    if reason := latents_unsupported(model.config.spec) or indexers_unsupported(model.config.spec):
         return reason
     reason = pages_unsupported_reason(model.config, memory.kv_cache, memory.block_size, model.dtype, model.device)
     return reason or ("" if isinstance(model.ops, CpuOps) else "goes with compiled ops between linears")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import accumulate
 
 import torch
@@ -9,7 +10,8 @@ from torch import Tensor
 
 from runtime.backends.base import Rotary
 from runtime.backends.exact_tokens import ResidualWindow
-from runtime.backends.kv_pages import ExactPlaces, KVCache
+from runtime.backends.indexer import ChosenTokens, IndexedTokens
+from runtime.backends.kv_pages import ExactPlaces, KVCache, TokenPages
 from runtime.backends.span_attention import PLAIN_SCORES, Scores, attend_span, attend_tokens, visibility_mask
 from runtime.backends.torch.ops import rotate
 from runtime.core.batch import AttentionGroup, Batch
@@ -65,6 +67,44 @@ class StepKeys:
         exact_key, exact_value = self._exact[layer][index]
         return torch.cat((key, exact_key), 1), torch.cat((value, exact_value), 1)
 
+    def choose(
+        self, layer: int, tokens: IndexedTokens, masks: Sequence[Tensor | None], window: int | None, chunk: int | None
+    ) -> list[Tensor | None]:
+        """Stores the index keys of a layer; returns the masks of its groups without the keys that are not chosen.
+
+        Raises:
+            TypeError: pages that keep no index keys.
+        """
+        pages = self.cache.pages
+        if not isinstance(pages, TokenPages):
+            raise TypeError(f"{type(pages).__name__} keep no index keys")
+        pages.write_index(layer, self.batch.slots, tokens.key)
+        chosen = []
+        for group, mask in zip(self.batch.groups, masks, strict=True):
+            if group.num_keys > tokens.num_chosen:
+                key = pages.gather_index(layer, group.blocks).unflatten(0, (group.num_sequences, -1))
+                mask = self._leave_out(group, tokens, key[:, : group.num_keys], mask, window, chunk)
+            chosen.append(mask)
+        return chosen
+
+    def _leave_out(
+        self,
+        group: AttentionGroup,
+        tokens: IndexedTokens,
+        key: Tensor,
+        mask: Tensor | None,
+        window: int | None,
+        chunk: int | None,
+    ) -> Tensor:
+        tree, recent = group.tree_in(chunk), self.cache.scheme.residual_length
+        seen = visibility_mask(group.positions, group.num_keys, window, self.cache.pages.dtype, 0, tree, chunk)
+        hidden = tokens.hidden(group.rows, key, seen)
+        if recent:
+            columns = _recent_columns(group, recent).clamp(min=0)
+            exact = columns.repeat_interleave(len(hidden) // len(columns), 0)
+            hidden = torch.cat((hidden, hidden.gather(-1, exact)), -1)
+        return (seen if mask is None else mask).masked_fill(hidden, float("-inf"))
+
     def needs_mask(self, group: AttentionGroup, window: int | None) -> bool:
         """False when causality says it all."""
         return bool(self._rings) or group.ragged or (window is not None and window < group.num_keys)
@@ -96,13 +136,19 @@ class StepKeys:
 
 def _recent_mask(group: AttentionGroup, window: int, recent: int, dtype: torch.dtype, chunk: int | None) -> Tensor:
     """Additive `[rows, recent - 1 + n]` over the exact keys of n tokens and of those before them."""
-    positions = group.positions.view(group.num_sequences, -1)
-    num_tokens = positions.shape[1]
-    columns = positions[:, :1] + torch.arange(1 - recent, num_tokens, device=positions.device)
-    last, columns = positions.unsqueeze(-1), columns.unsqueeze(1)
+    last = group.positions.view(group.num_sequences, -1, 1)
+    columns = _recent_columns(group, recent).unsqueeze(1)
     first = torch.zeros_like(last) if chunk is None else last // chunk * chunk
     hidden = ((columns > last) | (columns <= last - window) | (columns < first)).flatten(0, 1)
     return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
+
+
+def _recent_columns(group: AttentionGroup, recent: int) -> Tensor:
+    """Returns the places `[B, recent - 1 + n]` among the keys of B sequences of those that are exact as well: of the n
+    own tokens and those before."""
+    first = group.positions.view(group.num_sequences, -1)[:, :1]
+    num_tokens = len(group.positions) // group.num_sequences
+    return first + torch.arange(1 - recent, num_tokens, device=first.device)
 
 
 class PagedAttention:
@@ -124,12 +170,17 @@ class PagedAttention:
             ]
             for window, chunk in set(self.seen)
         }
+        self._chosen = ChosenTokens(scores.index_sources)
+
+    def choose(self, layer: int, tokens: IndexedTokens) -> None:
+        seen = self.seen[layer]
+        self._chosen.put(layer, self.keys.choose(layer, tokens, self.masks[seen], *seen))
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         rotate, latent = self.keys.cache.rotate, self.scores.latent(layer)
         query = rotate(query) if latent is None else latent.rotated(query, rotate)
         self.keys.write(layer, rotate(key), value)
-        masks = self.masks[self.seen[layer]]
+        masks = self._chosen.of(layer) or self.masks[self.seen[layer]]
         groups = enumerate(zip(self.keys.batch.groups, masks, strict=True))
         parts = [self._attend(layer, index, query[group.rows], mask) for index, (group, mask) in groups]
         return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -10,6 +10,7 @@ from torch import Tensor
 from compress.checkpoint.kv_cache import KVCacheScheme
 from compress.models.latent import Latent
 from runtime.backends.base import Model, Rotary
+from runtime.backends.fused_layers import indexers_unsupported
 from runtime.backends.kv_pages import KVCache, TokenPages
 from runtime.backends.span_attention import PLAIN_SCORES, Scores
 from runtime.backends.torch.attention import SinkQueries, StepKeys
@@ -157,6 +158,8 @@ def num_splits(num_keys: int, programs: int, processors: int) -> int:
 def attention_unsupported_reason(model: Model, memory: MemoryPlan) -> str:
     """Why this attention cannot serve a model; "" when it can."""
     if reason := unsupported_reason(model.device, model.dtype):
+        return reason
+    if reason := indexers_unsupported(model.config.spec):
         return reason
     if latents := [mixer.latent for mixer in model.config.spec.attentions if mixer.latent is not None]:
         return latents_unsupported_reason(latents[0], memory.kv_cache)

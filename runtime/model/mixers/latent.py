@@ -11,6 +11,7 @@ from compress.models.latent import Latent
 from compress.models.spec import Attention
 from runtime.backends.base import Linear, NormWeights, Ops
 from runtime.backends.latent import LatentHeads
+from runtime.model.mixers.indexer import IndexerWeights, load_indexer
 from runtime.model.weight_reader import WeightReader
 
 
@@ -23,6 +24,7 @@ class LatentWeights:
         norm: of latents.
         query_norm, query: norm of the latents of queries, and the linear that reads them; None where queries are
             projected at once.
+        indexer: None where a token sees all tokens, or those that an earlier layer chose.
     """
 
     heads: LatentHeads
@@ -30,19 +32,22 @@ class LatentWeights:
     norm: NormWeights
     query_norm: NormWeights | None = None
     query: Linear | None = None
+    indexer: IndexerWeights | None = None
 
     @property
     def nbytes(self) -> int:
-        return self.heads.nbytes + (0 if self.query is None else self.query.nbytes)
+        return self.heads.nbytes + sum(part.nbytes for part in (self.query, self.indexer) if part is not None)
 
-    def read(self, projected: Tensor, ops: Ops) -> tuple[Tensor, Tensor, Tensor]:
+    def read(self, projected: Tensor, ops: Ops) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Splits what the first projections give, `[T, *]`: queries `[T, *]`, latents `[T, rank]` and keys `[T, R]`,
-        not rotated."""
+        not rotated, and what the queries were made from."""
         rank = len(self.norm.weight)
         query, row, key = projected.split((projected.shape[-1] - rank - self.rotated, rank, self.rotated), -1)
+        source = query
         if self.query_norm is not None and self.query is not None:
-            query = self.query(_normalize(query, self.query_norm, ops))
-        return query, _normalize(row, self.norm, ops), key
+            source = _normalize(query, self.query_norm, ops)
+            query = self.query(source)
+        return query, _normalize(row, self.norm, ops), key, source
 
     def beside(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """Splits queries `[T, heads, K + R]`: own channels, and the others beside the key, `[T, heads + 1, R]`."""
@@ -68,6 +73,7 @@ def load_latent(mixer: Attention, latent: Latent, block: WeightReader) -> Latent
         block.norm(latent.norm),
         block.optional_norm(latent.query_norm),
         None if latent.query is None else block.linear(latent.query),
+        None if latent.indexer is None else load_indexer(latent.indexer, mixer, latent.rotated, block),
     )
 
 

@@ -17,6 +17,8 @@ TOKENS = torch.randint(0, 112, (1, 60), generator=torch.Generator().manual_seed(
 
 NEEDED = {"granitemoehybrid": ("layer_types",), "lfm2_moe": ("layer_types",)}
 """Fields without which a class makes no model."""
+UNDECIDED: tuple[Change, ...] = ({"index_n_heads": 1},)
+"""Changes that make scores of many tokens equal: which ones transformers chooses depends on the length of the text."""
 
 
 def expected_logits(folder: Path, family: str, options: Change) -> Tensor | None:
@@ -39,7 +41,8 @@ def found_logits(folder: Path) -> Tensor | None:
 def differing_changes(folder: Path, family: str, options: Change) -> tuple[int, list[Change]]:
     """Number of changes that were compared, and those of other logits."""
     compared, wrong = 0, []
-    for number, change in enumerate(changes(family, SIZES | options)):
+    decided = (change for change in changes(family, SIZES | options) if change not in UNDECIDED)
+    for number, change in enumerate(decided):
         case = folder / str(number)
         expected = expected_logits(case, family, options | change)
         found = None if expected is None else found_logits(case)

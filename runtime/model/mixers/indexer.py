@@ -1,0 +1,72 @@
+"""Index queries, keys and weights of the lightning indexer (arXiv:2512.02556, section 2.1)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from compress.models.indexer import Indexer
+from compress.models.spec import Attention
+from runtime.backends.base import Linear, NormWeights, Ops
+from runtime.backends.indexer import IndexedTokens
+from runtime.model.rotary import channel_order
+from runtime.model.weight_reader import WeightReader
+
+
+@dataclass(frozen=True, slots=True)
+class IndexerWeights:
+    """Weights of an indexer.
+
+    Attributes:
+        weights: `[heads, H]`, of the weights of heads; at least float32.
+        norm: of keys.
+        order: see `Rotary.order`.
+    """
+
+    indexer: Indexer
+    query: Linear
+    key: Linear
+    weights: Tensor
+    norm: NormWeights
+    order: Tensor | None
+
+    @property
+    def nbytes(self) -> int:
+        return self.query.nbytes + self.key.nbytes
+
+    def read(self, x: Tensor, latent: Tensor, angles: tuple[Tensor, Tensor], ops: Ops) -> IndexedTokens:
+        """Reads what attention reads, `x [T, H]`, and the normalized latents of queries `[T, rank]`.
+
+        Args:
+            angles: cosine and signed sine `[T, 1, R]`.
+        """
+        heads, dim = self.indexer.num_heads, self.indexer.head_dim
+        key = ops.normalize(self.key(x), self.norm).unsqueeze(1)
+        both = torch.cat((self.query(latent).view(-1, heads, dim), key), 1)
+        rotated, still = both.tensor_split([angles[0].shape[-1]], -1)
+        rotated = rotated.contiguous() if self.order is None else rotated.index_select(-1, self.order)
+        both = torch.cat((ops.rotate(rotated, None, 0.0, *angles), still), -1)
+        weights = functional.linear(x.to(self.weights.dtype), self.weights) * (heads * dim) ** -0.5
+        return IndexedTokens(both[:, :heads], both[:, heads], weights, self.indexer.num_chosen)
+
+
+def load_indexer(indexer: Indexer, mixer: Attention, rotated: int, block: WeightReader) -> IndexerWeights:
+    """Loads the indexer of attention whose heads rotate `rotated` channels.
+
+    Raises:
+        ValueError: attention without a rotary embedding.
+    """
+    if mixer.rope is None:
+        raise ValueError("an indexer needs a rotary embedding")
+    order = channel_order(replace(mixer.rope, interleaved=indexer.interleaved), rotated)
+    return IndexerWeights(
+        indexer,
+        block.linear(indexer.query),
+        block.linear(indexer.key),
+        block.vector(f"{indexer.weights.name}.weight", block.wide),
+        block.norm(indexer.norm),
+        None if order is None else order.to(block.target.device),
+    )
