@@ -30,7 +30,7 @@ from compress.checkpoint.weights import Int, Scheme, Weight
 from compress.checkpoint.weights.base import Get, StoredTensors
 from compress.checkpoint.weights.integer import IntegerWeight
 from compress.common.errors import CheckpointError, ToolkitError
-from compress.models.wrappers import OUTER
+from compress.models.wrappers import layouts_of
 
 GROUP_INDEX = "g_idx"
 """End of the name of a tensor with the group of every column."""
@@ -44,7 +44,7 @@ def open_stored(path: str | Path) -> tuple[TensorFiles, ModelConfig]:
     """
     files = TensorFiles.open(path)
     config = read_config(files.path)
-    return (files.of_text_model() if OUTER in config else files), config
+    return files.of_text_model(layouts_of(config)), config
 
 
 def _schemes(kind: Format, block: Mapping[str, Any], files: TensorFiles) -> dict[str, Scheme]:

@@ -267,9 +267,9 @@ class TensorFiles:
                 )
         return cls(folder, files, owner)
 
-    def of_text_model(self) -> TensorFiles:
-        """Returns the same tensors, those of the text model of a multimodal one by its own names."""
-        layout = TextNames.find(self._owner)
+    def of_text_model(self, layouts: Iterable[tuple[str, str]]) -> TensorFiles:
+        """Returns the same tensors, those of the text model by its own names where files have those of `layouts`."""
+        layout = TextNames.find(self._owner, layouts)
         if layout is None:
             return self
         files = [file.renamed(layout.own) for file in self.files]

@@ -256,7 +256,7 @@ def export_checkpoint(path: str | Path, format: str, out: str | Path, max_shard_
         raise CheckpointError(f"{packed.path} holds no quantized weights", "Quantize it first: compress quantize MODEL")
     if packed.files.text_names is not None and codec.NAME not in _NAMED_BY_PATTERNS:
         raise CheckpointError(
-            f"{packed.path} is a multimodal model, whose modules {format} has no names for",
+            f"modules of {packed.path} have other names in files than in engines, which {format} cannot say",
             f"Export it as {' or '.join(_NAMED_BY_PATTERNS)}",
         )
     schemes = _target_schemes(packed, format)

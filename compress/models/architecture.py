@@ -143,6 +143,8 @@ def smoothing_mappings(block: Block) -> tuple[SmoothingMapping, ...]:
     first, second = (None, None) if block.is_parallel else (block.input_norm, block.mlp_norm)
     first = None if block.second is not None else first
     found = _attention_mappings(first, block.mixer) if isinstance(block.mixer, Attention) else _reader(first, block)
+    if mlp is None:
+        return found
     split = [each for each in block.mlps if len(each.inputs) > 1 or not each.gated]
     if len(split) < len(block.mlps):
         return found + tuple(mapping for each in split for mapping in _mlp_mappings(None, each))
@@ -162,7 +164,7 @@ def _attention_mappings(norm: Norm | None, mixer: Attention) -> tuple[SmoothingM
 def _reader(norm: Norm | None, block: Block) -> tuple[SmoothingMapping, ...]:
     """Derives the one from a norm to a recurrent mixer, whose output projection reads normalized heads."""
     mixer = block.mixer
-    if norm is None:
+    if norm is None or mixer is None:
         return ()
     return (SmoothingMapping(norm.name, _names(mixer.qkv), mixer.name, norm.offset, _names(mixer.routers)),)
 
@@ -193,11 +195,13 @@ def _mlp_mappings(norm: Norm | None, mlp: MLP) -> tuple[SmoothingMapping, ...]:
 
 def _mixture_mappings(norm: Norm | None, mixture: Mixture) -> tuple[SmoothingMapping, ...]:
     """Derives one from the norm to all that reads it, and those inside each expert."""
-    read = tuple(linear for mlp in mixture.mlps for linear in mlp.inputs)
+    narrow = mixture.around[:1]
+    readers = mixture.mlps[len(mixture.experts) :] if narrow else mixture.mlps
+    read = *narrow, *(linear for mlp in readers for linear in mlp.inputs)
     inside = tuple(each for mlp in mixture.mlps for each in _mlp_mappings(None, mlp))
     if norm is None:
         return inside
-    routers, experts = _names(mixture.routers), mixture.experts[0].name.rpartition(".")[0]
+    routers, experts = _names(mixture.routers), "" if narrow else mixture.experts[0].name.rpartition(".")[0]
     before = SmoothingMapping(norm.name, _names(read), mixture.name, norm.offset, routers, experts)
     return before, *inside
 
@@ -223,7 +227,7 @@ def residual_stream(block: Block) -> ResidualStream | None:
     """Derives what touches a block's residual stream; None where value rows are not stored apart, or where more than
     root mean square norms lie between the stream and the linears."""
     mixer, mlp = block.mixer, block.mlp
-    if not isinstance(mixer, Attention) or isinstance(mlp, Mixture) or block.second or not is_pre_norm(block):
+    if not isinstance(mixer, Attention) or not isinstance(mlp, MLP) or block.second or not is_pre_norm(block):
         return None
     if len(mixer.qkv) != 3 or len(mlp.inputs) != 2:
         return None

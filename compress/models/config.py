@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from compress.common.errors import CheckpointError
@@ -242,6 +243,7 @@ def attention(
     qk_norm: bool | tuple[Norm, Norm] = False,
     fused: bool = False,
     output_gate: bool = False,
+    name: str = "self_attn",
     **options: Any,
 ) -> Attention:
     """Composes grouped-query attention named as in Llama.
@@ -249,7 +251,7 @@ def attention(
     Args:
         qk_norm: norms of queries and keys; True is an RMSNorm over each head.
         fused: queries, keys and values are stored as one matrix.
-        output_gate: see `Attention`.
+        output_gate, name: see `Attention`.
         options: further fields of `Attention`.
 
     Raises:
@@ -262,17 +264,18 @@ def attention(
     head_dim = positive(config, "head_dim", hidden // heads)
     parts = {"q_proj": heads * (1 + output_gate), "k_proj": kv_heads, "v_proj": kv_heads}
     parts = {"qkv_proj": sum(parts.values())} if fused else parts
-    norms = norm(config, "self_attn.q_norm", head_dim), norm(config, "self_attn.k_norm", head_dim)
+    norms = norm(config, f"{name}.q_norm", head_dim), norm(config, f"{name}.k_norm", head_dim)
     mixer = Attention(
         heads,
         kv_heads,
         head_dim,
-        tuple(Linear(f"self_attn.{name}", count * head_dim, hidden, qkv_bias) for name, count in parts.items()),
-        Linear("self_attn.o_proj", hidden, heads * head_dim, output_bias, split="rows"),
+        tuple(Linear(f"{name}.{part}", count * head_dim, hidden, qkv_bias) for part, count in parts.items()),
+        Linear(f"{name}.o_proj", hidden, heads * head_dim, output_bias, split="rows"),
         options.pop("rope") if "rope" in options else rope(config),
         (norms if qk_norm is True else qk_norm) or None,
         window=window,
         output_gate=output_gate,
+        name=name,
     )
     return replace(mixer, **options)
 
@@ -327,6 +330,7 @@ def mixture(
     stacks: tuple[Stack, ...] = (),
     biased: bool = False,
     clamped: ClampedGate | None = None,
+    expert: Callable[..., MLP] | None = None,
     **options: Any,
 ) -> Mixture:
     """Composes a mixture of gated experts `NAME.experts.N` with a router `NAME.SCORES`.
@@ -336,6 +340,7 @@ def mixture(
         parts: names of gate, up and down of an expert.
         biased: router and experts have biases.
         clamped: activation of the experts.
+        expert: composes one from its `name`; None for gated ones.
         options: further fields of `Router`.
 
     Raises:
@@ -350,8 +355,8 @@ def mixture(
         raise CheckpointError(f"{count} experts cannot be chosen from {router.num_groups} groups", "Check config.json")
     if chosen > (among := count // router.num_groups * router.num_chosen_groups):
         raise CheckpointError(f"{chosen} experts cannot be chosen among the {among} of a token's groups", "Set fewer")
-    named = (gated_mlp(config, bias=biased, name=f"{name}.experts.{i}", size=size, parts=parts) for i in range(count))
-    experts = (replace(expert, clamped=clamped) for expert in named)
+    expert = expert or partial(gated_mlp, config, bias=biased, size=size, parts=parts)
+    experts = (replace(expert(name=f"{name}.experts.{index}"), clamped=clamped) for index in range(count))
     return Mixture(router, tuple(experts), shared, shared_gate, name, stacks)
 
 
@@ -409,14 +414,25 @@ EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 """Names that configs have for the number of experts."""
 
 
-def plain_mlp(config: Config, up: str, down: str, activation: str, *, bias: bool = False) -> MLP:
-    """Composes an MLP without a gate from the names of its linears and its default activation."""
-    hidden, inner = positive(config, "hidden_size"), positive(config, "intermediate_size")
+def plain_mlp(
+    config: Config,
+    up: str,
+    down: str,
+    activation: str,
+    *,
+    bias: bool = False,
+    name: str = "mlp",
+    size: int | None = None,
+) -> MLP:
+    """Composes an MLP without a gate from the names of its linears and its default activation; `size` as of
+    `gated_mlp`."""
+    hidden, inner = positive(config, "hidden_size"), size or positive(config, "intermediate_size")
     return MLP(
-        (Linear(f"mlp.{up}", inner, hidden, bias),),
-        Linear(f"mlp.{down}", hidden, inner, bias, split="rows"),
+        (Linear(f"{name}.{up}", inner, hidden, bias),),
+        Linear(f"{name}.{down}", hidden, inner, bias, split="rows"),
         text(config, "hidden_act", activation),
         gated=False,
+        name=name,
     )
 
 

@@ -26,11 +26,12 @@ def mixer_kinds(config: Config) -> list[str]:
     return found
 
 
-def mamba2(config: Config, inner: int | None = None, **options: Any) -> Mamba2:
+def mamba2(config: Config, inner: int | None = None, name: str = "mamba", **options: Any) -> Mamba2:
     """Composes a layer of Mamba-2.
 
     Args:
         inner: channels of all heads; None for a multiple of the residual stream.
+        name: prefix of its tensors.
         options: further fields of `Mamba2`.
 
     Raises:
@@ -38,7 +39,7 @@ def mamba2(config: Config, inner: int | None = None, **options: Any) -> Mamba2:
     """
     hidden, heads = positive(config, "hidden_size"), positive(config, "mamba_n_heads", 128)
     inner = hidden * positive(config, "mamba_expand", 2) if inner is None else inner
-    name, groups = "mamba", positive(config, "mamba_n_groups", 1)
+    groups = positive(config, "mamba_n_groups", 1)
     size = inner // heads if config.get("mamba_d_head", "auto") == "auto" else positive(config, "mamba_d_head")
     if heads * size != inner:
         raise refusal("mamba_n_heads", heads, f"{inner} channels divided by mamba_d_head={size}")

@@ -19,6 +19,7 @@ Describe = Callable[[Config], ModelSpec]
 
 _FAMILIES: dict[str, Describe] = {}
 _OTHER_NAMES: dict[str, str] = {}
+_STORED: dict[str, str] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +44,14 @@ class Wrapper:
 _WRAPPERS: dict[str, Wrapper] = {}
 
 
-def register(*model_types: str, other_names: tuple[str, ...] = ()) -> Callable[[Describe], Describe]:
+def register(
+    *model_types: str, other_names: tuple[str, ...] = (), stored_as: str = ""
+) -> Callable[[Describe], Describe]:
     """Registers a family under the `model_type` values of its config.json.
 
     Args:
         other_names: values of `model_type` that transformers does not know.
+        stored_as: what published files call the module `model`; "" for the same.
 
     Raises:
         ValueError: another family has one of them.
@@ -58,6 +62,7 @@ def register(*model_types: str, other_names: tuple[str, ...] = ()) -> Callable[[
             raise ValueError(f"model_type {', '.join(taken)} is registered already")
         _FAMILIES.update(dict.fromkeys(model_types, describe))
         _OTHER_NAMES.update(dict.fromkeys(other_names, model_types[0]))
+        _STORED.update(dict.fromkeys(model_types if stored_as else (), stored_as))
         return describe
 
     return add
@@ -86,6 +91,12 @@ def find_family(model_type: object) -> Describe | None:
     """The family of a `model_type`, if there is one."""
     _import_families()
     return _FAMILIES.get(_OTHER_NAMES.get(model_type, model_type)) if isinstance(model_type, str) else None
+
+
+def find_stored_name(model_type: object) -> str:
+    """Finds what published files of a family call the module `model`; "" for the same."""
+    _import_families()
+    return _STORED.get(model_type, "") if isinstance(model_type, str) else ""
 
 
 def known_families() -> tuple[str, ...]:

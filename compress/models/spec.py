@@ -239,6 +239,7 @@ class Mixture:
         experts: all with the same sizes.
         shared: MLP for all tokens; None for none.
         shared_gate: one score for each token, whose sigmoid is the weight of `shared`; None is a weight of 1.
+        around: linears before and behind `experts`, which read and write fewer channels then; () for none.
         stacks: tensors that may hold the same part of all experts, in place of a tensor for each.
     """
 
@@ -248,6 +249,7 @@ class Mixture:
     shared_gate: Linear | None = None
     name: str = "mlp"
     stacks: tuple[Stack, ...] = ()
+    around: tuple[Linear, ...] = ()
 
     @property
     def mlps(self) -> tuple[MLP, ...]:
@@ -256,7 +258,7 @@ class Mixture:
 
     @property
     def linears(self) -> tuple[Linear, ...]:
-        return tuple(linear for mlp in self.mlps for linear in mlp.linears)
+        return *self.around, *(linear for mlp in self.mlps for linear in mlp.linears)
 
     @property
     def vectors(self) -> dict[str, tuple[int, ...]]:
@@ -277,6 +279,7 @@ class Block:
     """A transformer block: `x += mixer(input_norm(x))`, then `x += mlp(mlp_norm(x))`.
 
     Attributes:
+        mixer, mlp: None, and so are their norms, in a block of one part.
         input_norm, mlp_norm: None where the residual stream is read as it is. In a parallel block `mlp_norm` is None,
             and `mlp` reads what `mixer` reads.
         output_norm, mlp_output_norm: norms of what mixer and MLP add.
@@ -288,9 +291,9 @@ class Block:
     """
 
     input_norm: Norm | None
-    mixer: Attention | Recurrent
+    mixer: Attention | Recurrent | None
     mlp_norm: Norm | None
-    mlp: MLP | Mixture
+    mlp: MLP | Mixture | None
     output_norm: Norm | None = None
     mlp_output_norm: Norm | None = None
     residual_scale: float = 1.0
@@ -302,7 +305,8 @@ class Block:
 
     @property
     def mixers(self) -> tuple[Attention | Recurrent, ...]:
-        return self.mixer, *(() if self.second is None else (self.second.mixer,))
+        both = self.mixer, None if self.second is None else self.second.mixer
+        return tuple(mixer for mixer in both if mixer is not None)
 
     @property
     def mixture(self) -> Mixture | None:
@@ -312,7 +316,8 @@ class Block:
     @property
     def parts(self) -> tuple[MLP | Mixture, ...]:
         """Its MLP, and the mixture beside it."""
-        return self.mlp, *(() if self.beside is None else (self.beside.mixture,))
+        both = self.mlp, None if self.beside is None else self.beside.mixture
+        return tuple(part for part in both if part is not None)
 
     @property
     def linears(self) -> tuple[Linear, ...]:

@@ -1,4 +1,5 @@
-"""Text models inside of multimodal checkpoints: their part of a nested config.json, and the names of their tensors."""
+"""Text models inside of multimodal checkpoints: their part of a nested config.json, and the names of their tensors; and
+models whose files have other names than transformers."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from compress.models.config import Config, block, flag
-from compress.models.registry import find_wrapper
+from compress.models.registry import find_stored_name, find_wrapper
 
 OUTER = "wrapped_in"
 """Key under which the config of a text model keeps the whole config.json that it is from."""
@@ -64,10 +65,10 @@ class TextNames:
     others: frozenset[str] = frozenset()
 
     @classmethod
-    def find(cls, stored: Iterable[str]) -> TextNames | None:
-        """Finds out how `stored` tensors are named; None where the text model has its own names."""
+    def find(cls, stored: Iterable[str], layouts: Iterable[tuple[str, str]]) -> TextNames | None:
+        """Finds out which of `layouts` names `stored` tensors; None where the text model has its own names."""
         names = list(stored)
-        for model, head in LAYOUTS:
+        for model, head in layouts:
             if any(_is_inside(name, model) for name in names):
                 return cls(
                     model, head, frozenset(n for n in names if not _is_inside(n, model) and not _is_inside(n, head))
@@ -95,7 +96,8 @@ class TextNames:
         if f"{module}.weight" in self.others:
             return rf"re:.*{re.escape(module.removeprefix('model.').partition('.')[0])}\..*"
         if module.startswith("model."):
-            return rf"re:.*language_model\.(model\.)?{re.escape(module.removeprefix('model.'))}$"
+            place = r".*language_model\.(model\.)?" if "language_model" in self.model else rf"(model|{self.model})\."
+            return rf"re:{place}{re.escape(module.removeprefix('model.'))}$"
         return rf"re:.*{re.escape(module)}$"
 
     def patterns(self, quantization: Mapping[str, Any]) -> dict[str, Any]:
@@ -114,6 +116,12 @@ class TextNames:
 
 LAYOUTS = (("language_model.model", "language_model.lm_head"), ("model.language_model", "lm_head"))
 """Stored names of a text model and its head: those of transformers before and since version 4.52."""
+
+
+def layouts_of(config: Config) -> tuple[tuple[str, str], ...]:
+    """Stored names that the text model of a config and its head may have."""
+    stored = find_stored_name(config.get("model_type"))
+    return LAYOUTS if OUTER in config else ((stored, "lm_head"),) if stored else ()
 
 
 def _is_inside(name: str, module: str) -> bool:

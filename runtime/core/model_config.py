@@ -272,8 +272,11 @@ def _refuse(reason: str) -> None:
 
 def unsupported_reason(spec: ModelSpec) -> str:
     """Says why the decoder cannot compute a model; empty when it can."""
-    first, mixers = spec.blocks[0], spec.attentions
-    if any(replace(each, mixer=first.mixer, mlp=first.mlp) != first for each in spec.blocks):
+    mixers = spec.attentions
+    if not mixers:
+        return "models without any attention are not supported"
+    whole = [block for block in spec.blocks if block.mixer is not None and block.mlp is not None]
+    if any(replace(each, mixer=whole[0].mixer, mlp=whole[0].mlp) != whole[0] for each in whole):
         return "layers that differ in more than their attention and MLP are not supported"
     if len({(mixer.softcap, mixer.norms_rotated) for mixer in mixers}) > 1:
         return "scores with different caps are not supported"
@@ -283,9 +286,11 @@ def unsupported_reason(spec: ModelSpec) -> str:
     if len(latents) > 1:
         return "latent attention that differs from layer to layer is not supported"
     inner = {norm for mixer in mixers if mixer.latent is not None for norm in mixer.latent.norms}
-    if any(norm.eps != spec.final_norm.eps for norm in first.norms if norm not in inner):
+    norms = (norm for block in spec.blocks for norm in block.norms)
+    if any(norm.eps != spec.final_norm.eps for norm in norms if norm not in inner):
         return "norms with different eps are not supported"
     activations = {mlp.activation for block in spec.blocks for mlp in block.mlps if not mlp.curve}
+    activations |= {getattr(mixer, "activation", "silu") for block in spec.blocks for mixer in block.mixers}
     if unknown := sorted(activations - set(ACTIVATIONS)):
         return f"activation {unknown[0]!r} is not supported, only {', '.join(ACTIVATIONS)}"
     return next(filter(None, (_unsupported_rope(*rotation) for rotation in spec.rotations)), "")

@@ -223,15 +223,18 @@ class Decoder:
     def _block(self, index: int, block: Block, hidden: Tensor, update: Tensor | None, step: _Step) -> Tensor | None:
         """Adds `update` to `hidden`, and what the block adds except for what it returns."""
         layer = self.layers[index]
-        normed = self._normalize(hidden, update, layer.attention_norm)
-        update = self._finish(block, self._mix(index, block, normed, step), layer.output_norm)
+        if block.mixer is not None:
+            normed = self._normalize(hidden, update, layer.attention_norm)
+            update = self._finish(block, self._mix(index, block, normed, step), layer.output_norm)
+        if block.mlp is None:
+            return update
         if not block.is_parallel:
             normed = self._normalize(hidden, update, layer.mlp_norm)
         added = self._mlp(block, layer, normed)
         if layer.beside is not None and block.beside is not None:
             added = self._mix_beside(block.beside.mixture.mlps[0], layer.beside, hidden, added)
         added = self._finish(block, added, layer.mlp_output_norm)
-        added = added.add_(update) if block.is_parallel else added
+        added = added.add_(update) if block.is_parallel and update is not None else added
         return self._close(index, block, hidden, added, step)
 
     def _close(self, index: int, block: Block, hidden: Tensor, update: Tensor, step: _Step) -> Tensor | None:

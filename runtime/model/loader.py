@@ -174,13 +174,12 @@ class _Loader:
             mlp_output_norm=reader.optional_norm(block.mlp_output_norm),
             rope=None,
         )
-        if isinstance(block.mixer, Attention):
-            layer = self._with_attention(layer, block.mixer, reader)
-        else:
-            layer = replace(layer, recurrent=load_recurrent(block.mixer, reader))
-        if block.second is not None:
-            layer = replace(layer, recurrent=load_recurrent(block.second.mixer, reader))
-        layer = self._with_mlp(layer, name, block.mlp, reader)
+        for mixer in block.mixers:
+            if isinstance(mixer, Attention):
+                layer = self._with_attention(layer, mixer, reader)
+            else:
+                layer = replace(layer, recurrent=load_recurrent(mixer, reader))
+        layer = layer if block.mlp is None else self._with_mlp(layer, name, block.mlp, reader)
         return replace(
             layer,
             beside=None if block.beside is None else self._beside(name, block.beside, reader),
@@ -230,6 +229,7 @@ class _Loader:
             None if gate is None else reader.vector(f"{gate.name}.weight"),
             reader.vector(router.expert_scales) if router.expert_scales else None,
             scores_bias=reader.vector(f"{router.scores.name}.bias", scores.dtype) if router.scores.bias else None,
+            around=tuple(reader.linear(linear) for linear in mixture.around),
         )
         experts = replace(experts, slots=self.offload.slots(name, experts.experts))
         choice = choose_mixture(mixture, experts, reader.target, reader.kernels)

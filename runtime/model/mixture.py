@@ -82,6 +82,7 @@ class Experts:
         scores: router `[E, H]`.
         bias: `[E]`, see `route`, in at least float32.
         scores_bias: `[E]`, added to scores.
+        around: linears before and behind the experts.
         shared_gate: `[1, H]`.
         expert_scales: `[E]`, factors on their weights.
         kernel: computes the mixture at once; None goes from expert to expert.
@@ -98,13 +99,14 @@ class Experts:
     kernel: ComputeMixture | None = None
     scores_bias: Tensor | None = None
     slots: ExpertSlots | None = None
+    around: tuple[Linear, ...] = ()
 
     @property
     def nbytes(self) -> int:
         """Memory on the device."""
         shared = 0 if self.shared is None else self.shared.nbytes
         experts = sum(expert.nbytes for expert in self.experts) if self.slots is None else self.slots.nbytes
-        return self.scores.nbytes + shared + experts
+        return self.scores.nbytes + shared + experts + sum(linear.nbytes for linear in self.around)
 
     def __call__(self, x: Tensor, apply: Apply, routed: Tensor | None = None) -> Tensor:
         """Computes `[T, H]` of `x [T, H]`; an expert reads the rows that chose it, all at once.
@@ -125,6 +127,14 @@ class Experts:
 
     def weighted(self, x: Tensor, weights: Tensor, chosen: Tensor, apply: Apply) -> Tensor:
         """Sums up experts `[T, k]` by their weights, and what all tokens share."""
+        if self.around:
+            narrow, widen = self.around
+            out = widen(self._weighted(narrow(x), weights, chosen, apply))
+        else:
+            out = self._weighted(x, weights, chosen, apply)
+        return out if self.shared is None else out.add_(self._shared(self.shared, x, apply))
+
+    def _weighted(self, x: Tensor, weights: Tensor, chosen: Tensor, apply: Apply) -> Tensor:
         out = torch.zeros_like(x)
         for index, expert in self._on_device(chosen.unique().tolist()):
             rows, places = (chosen == index).nonzero(as_tuple=True)
@@ -134,7 +144,7 @@ class Experts:
             else:
                 found = apply(expert, x[rows]) * weight
             out.index_add_(0, rows, found.to(x.dtype))
-        return out if self.shared is None else out.add_(self._shared(self.shared, x, apply))
+        return out
 
     def _on_device(self, chosen: list[int]) -> Iterator[tuple[int, Expert]]:
         if self.slots is not None:

@@ -7,9 +7,7 @@ import pytest
 from tiny_models import SIZES, VARIANTS, save_tiny_model
 from transformers import AutoConfig
 
-from compress.checkpoint.config import read_config
-from compress.checkpoint.expert_files import split_experts
-from compress.checkpoint.safetensors import TensorFiles
+from compress.checkpoint.dequantized import open_source
 from compress.common.errors import CheckpointError
 from compress.models.architecture import architecture_of
 from compress.models.registry import find_family, known_families, register
@@ -41,7 +39,7 @@ def test_parameters_are_those_of_transformers(
     model_type: str, options: dict[str, object], tied: bool, tmp_path: Path
 ) -> None:
     folder = save_tiny_model(tmp_path, model_type, **options, tie_word_embeddings=tied)
-    files = split_experts(TensorFiles.open(folder), read_config(folder))
+    files = open_source(folder)[0]
     stored = {name: tuple(files.shape(name)) for name in files.names()}
     spec = describe(model_type, **options, tie_word_embeddings=tied)
     head = {f"{spec.names.head}.weight": (SIZES["vocab_size"], SIZES["hidden_size"])}

@@ -18,7 +18,7 @@ from compress.checkpoint.writer import export_checkpoint
 from compress.common.cli import demo_model_path
 from compress.common.errors import CheckpointError, RecipeError
 from compress.evaluate.scorers import load_dequantized
-from compress.models.wrappers import TIED, TextNames, text_part, whole_config
+from compress.models.wrappers import LAYOUTS, TIED, TextNames, text_part, whole_config
 from compress.recipe import QuantizeStage, RotateStage
 from runtime.model.loader import load_model
 from runtime.model.scoring import score
@@ -50,7 +50,7 @@ def test_packed_text_models_load_as_they_were_published(tmp_path: Path, model_ty
     assert all(torch.equal(stored.tensor(name), before.tensor(name)) for name in others)
     assert any(note.startswith(f"{len(others)} tensors") for note in result.report["plan"]["notes"])
     packed, loaded = PackedCheckpoint.open(out), load_wrapper(out, torch.bfloat16)
-    names = TextNames.find(name for name, _ in loaded.named_parameters())
+    names = TextNames.find((name for name, _ in loaded.named_parameters()), LAYOUTS)
     with torch.no_grad():
         assert loaded(TOKENS).logits.isfinite().all()
     singles = {f"{module}.weight": packed.weight(module).dequantize(torch.bfloat16) for module in packed.modules}
