@@ -11,6 +11,7 @@ from compress.checkpoint.config import is_embedding
 from compress.checkpoint.safetensors import TensorFiles
 from compress.checkpoint.weights import Scheme
 from compress.models.architecture import SmoothingMapping
+from compress.models.mixers.kimi_delta import KimiDelta
 from compress.models.registry import find_family
 from compress.pipeline.skeleton import Skeleton
 from compress.plan import LayerPlan, PlanRow
@@ -127,6 +128,22 @@ def stack_notes(skeleton: Skeleton, layer_plans: Mapping[str, LayerPlan]) -> lis
         f"experts are written one by one, but transformers reads those of {config.model_type!r} together, as {stack}: "
         "serve this checkpoint here, and give transformers `compress export --format dense`"
         for stack in stacks[:1]
+    ]
+
+
+def conv_notes(skeleton: Skeleton, layer_plans: Mapping[str, LayerPlan]) -> list[str]:
+    """Returns a note on dense convolutions that transformers joins at load, unless any weight is packed."""
+    config = skeleton.model.config
+    describe = find_family(config.model_type)
+    joined = describe is not None and any(
+        isinstance(mixer, KimiDelta) for block in describe(config.to_dict()).blocks for mixer in block.mixers
+    )
+    if not joined or not any(each.scheme for each in layer_plans.values()):
+        return []
+    return [
+        f"convolutions are stored one by one, but transformers reads those of {config.model_type!r} together, "
+        "which fails beside packed weights: serve this checkpoint here, and give transformers "
+        "`compress export --format dense`"
     ]
 
 

@@ -30,6 +30,7 @@ from compress.checkpoint.weights import Int, Scheme, Weight
 from compress.checkpoint.weights.base import Get, StoredTensors
 from compress.checkpoint.weights.integer import IntegerWeight
 from compress.common.errors import CheckpointError, ToolkitError
+from compress.models.registry import find_renaming
 from compress.models.wrappers import layouts_of
 
 GROUP_INDEX = "g_idx"
@@ -44,7 +45,8 @@ def open_stored(path: str | Path) -> tuple[TensorFiles, ModelConfig]:
     """
     files = TensorFiles.open(path)
     config = read_config(files.path)
-    return files.of_text_model(layouts_of(config)), config
+    files, published = files.of_text_model(layouts_of(config)), find_renaming(config.get("model_type"))
+    return (files if published is None else files.renamed(published, files.text_names)), config
 
 
 def _schemes(kind: Format, block: Mapping[str, Any], files: TensorFiles) -> dict[str, Scheme]:

@@ -272,7 +272,11 @@ class TensorFiles:
         layout = TextNames.find(self._owner, layouts)
         if layout is None:
             return self
-        files = [file.renamed(layout.own) for file in self.files]
+        return self.renamed(layout.own, layout)
+
+    def renamed(self, name_of: Callable[[str], str], layout: TextNames | None = None) -> TensorFiles:
+        """Returns the same tensors by other names; `layout` as `text_names`."""
+        files = [file.renamed(name_of) for file in self.files]
         return TensorFiles(self.path, files, {name: file for file in files for name in file.entries}, text_names=layout)
 
     @property

@@ -166,7 +166,8 @@ def _reader(norm: Norm | None, block: Block) -> tuple[SmoothingMapping, ...]:
     mixer = block.mixer
     if norm is None or mixer is None:
         return ()
-    return (SmoothingMapping(norm.name, _names(mixer.qkv), mixer.name, norm.offset, _names(mixer.routers)),)
+    routers = [linear for linear in mixer.routers if not linear.is_inner]
+    return (SmoothingMapping(norm.name, _names(mixer.qkv), mixer.name, norm.offset, _names(routers)),)
 
 
 def _latent_mappings(before: tuple[SmoothingMapping, ...], latent: Latent, parent: str) -> tuple[SmoothingMapping, ...]:

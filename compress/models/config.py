@@ -94,7 +94,8 @@ def num_layers(config: Config) -> int:
 
 def context_length(config: Config) -> int | None:
     """Reads the longest sequence that the model was made for; None where it is not said. Raises CheckpointError."""
-    keys = (key for key in ("max_position_embeddings", "n_positions") if config.get(key) is not None)
+    names = "max_position_embeddings", "n_positions", "model_max_length"
+    keys = (key for key in names if config.get(key) is not None)
     return next((positive(config, key) for key in keys), None)
 
 

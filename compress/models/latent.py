@@ -66,11 +66,12 @@ class Latent:
 
 
 def latent_attention(
-    config: Config, rope: Rope, *, indexer: Indexer | None = None, index_layer: int | None = None, **options: Any
+    config: Config, rope: Rope | None, *, indexer: Indexer | None = None, index_layer: int | None = None, **options: Any
 ) -> Attention:
     """Composes latent attention named as in DeepSeek-V2.
 
     Args:
+        rope: None for no positions; then rotated channels stay as they are.
         indexer, index_layer: see `Latent`.
         options: further fields of `Attention`.
 
@@ -111,10 +112,9 @@ def _latent(config: Config, heads: int, own_channels: int) -> Latent:
     return Latent(rank, rotated, value_dim, key_norm, expansion, query_norm, query)
 
 
-def _scale(rope: Rope, head_dim: int) -> float | None:
+def _scale(rope: Rope | None, head_dim: int) -> float | None:
     """Computes the factor on scores with the temperature of YaRN (arXiv:2309.00071, section 3.4)."""
-    weight = number(rope.options, "mscale_all_dim", 0.0)
-    if rope.type == "default" or not weight:
+    if rope is None or rope.type == "default" or not (weight := number(rope.options, "mscale_all_dim", 0.0)):
         return None
     factor = number(rope.options, "factor", 1.0)
     return head_dim**-0.5 * (0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0) ** 2

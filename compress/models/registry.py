@@ -3,9 +3,10 @@ multimodal models around them."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from pkgutil import iter_modules
 from typing import Any
@@ -20,6 +21,7 @@ Describe = Callable[[Config], ModelSpec]
 _FAMILIES: dict[str, Describe] = {}
 _OTHER_NAMES: dict[str, str] = {}
 _STORED: dict[str, str] = {}
+_RENAMED: dict[str, tuple[str, str]] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +47,17 @@ _WRAPPERS: dict[str, Wrapper] = {}
 
 
 def register(
-    *model_types: str, other_names: tuple[str, ...] = (), stored_as: str = ""
+    *model_types: str,
+    other_names: tuple[str, ...] = (),
+    stored_as: str = "",
+    renamed: tuple[str, str] | None = None,
 ) -> Callable[[Describe], Describe]:
     """Registers a family under the `model_type` values of its config.json.
 
     Args:
         other_names: values of `model_type` that transformers does not know.
         stored_as: what published files call the module `model`; "" for the same.
+        renamed: pattern of names that transformers writes in place of the published ones, and what those have there.
 
     Raises:
         ValueError: another family has one of them.
@@ -63,6 +69,7 @@ def register(
         _FAMILIES.update(dict.fromkeys(model_types, describe))
         _OTHER_NAMES.update(dict.fromkeys(other_names, model_types[0]))
         _STORED.update(dict.fromkeys(model_types if stored_as else (), stored_as))
+        _RENAMED.update(dict.fromkeys(model_types, renamed) if renamed else {})
         return describe
 
     return add
@@ -97,6 +104,15 @@ def find_stored_name(model_type: object) -> str:
     """Finds what published files of a family call the module `model`; "" for the same."""
     _import_families()
     return _STORED.get(model_type, "") if isinstance(model_type, str) else ""
+
+
+def find_renaming(model_type: object) -> Callable[[str], str] | None:
+    """Finds what gives tensors of a family their published names, where transformers writes other ones."""
+    _import_families()
+    if not isinstance(model_type, str) or model_type not in _RENAMED:
+        return None
+    pattern, published = _RENAMED[model_type]
+    return partial(re.sub, pattern, published)
 
 
 def known_families() -> tuple[str, ...]:

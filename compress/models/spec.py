@@ -27,6 +27,7 @@ class Linear:
         name: relative to the block; absolute in `ModelSpec.linears`.
         split: dimension that tensor parallelism divides: `columns` are output features (Megatron-LM,
             arXiv:1909.08053, section 3), `rows` input features, whose partial products are summed.
+        is_inner: reads what another linear of its mixer gives, not what the mixer reads.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Linear:
     in_features: int
     bias: bool = False
     split: Literal["columns", "rows"] = "columns"
+    is_inner: bool = False
 
     @property
     def shape(self) -> tuple[int, int]:

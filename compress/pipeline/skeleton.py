@@ -92,13 +92,15 @@ def open_skeleton(path: Path, config: dict[str, Any], trust_remote_code: bool = 
     Raises:
         CheckpointError: not a decoder-only text model, or an unknown model type.
     """
+    from compress.checkpoint.delta_parts import name_delta_parts
     from compress.pipeline.experts import name_experts
 
     check_decoder(path, config, trust_remote_code)
     model = build_on_meta(path, load_config(path, config, trust_remote_code), trust_remote_code)
     renamed: tuple[str, ...] = ()
     if describe := find_family(model.config.model_type):
-        renamed = name_experts(model, describe(model.config.to_dict()))
+        spec = describe(model.config.to_dict())
+        renamed = name_experts(model, spec) + name_delta_parts(model, spec)
     _refuse_fused_experts(model)
     return Skeleton(model.eval(), find_architecture(model), renamed)
 

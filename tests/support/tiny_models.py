@@ -67,6 +67,13 @@ DELTA_NET = {
     "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
     "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5},
 }
+KIMI_DELTA = {
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_head_dim": 12,
+    "linear_num_heads": 4,
+    "linear_conv_kernel_dim": 3,
+}
 CONV = {
     "num_hidden_layers": 3,
     "block_multiple_of": 32,
@@ -286,6 +293,15 @@ VARIANTS: dict[str, dict[str, object]] = {
         **EXPERTS,
         **LATENT,
         "n_routed_experts": 8,
+        "n_group": 4,
+        "topk_group": 2,
+        "attention_bias": True,
+    },
+    "kimi_linear": {
+        **EXPERTS,
+        **LATENT,
+        **KIMI_DELTA,
+        "num_local_experts": 8,
         "n_group": 4,
         "topk_group": 2,
         "attention_bias": True,

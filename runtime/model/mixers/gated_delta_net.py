@@ -174,13 +174,13 @@ class DeltaNet:
         spec, (batch, count, _) = self.spec, convolved.shape
         keys, shared = spec.num_key_heads * spec.key_dim, spec.num_heads // spec.num_key_heads
         query, key, value = convolved.to(beta.dtype).split((keys, keys, spec.num_heads * spec.value_dim), -1)
-        query, key = (_normalized(part.unflatten(-1, (-1, spec.key_dim))) for part in (query, key))
+        query, key = (normalized(part.unflatten(-1, (-1, spec.key_dim))) for part in (query, key))
         query, key = (part.repeat_interleave(shared, 2).transpose(1, 2) for part in (query, key))
         value = value.view(batch, count, -1, spec.value_dim).transpose(1, 2)
         return DeltaInputs(query * spec.key_dim**-0.5, key, value, beta, decay)
 
 
-def _normalized(heads: Tensor) -> Tensor:
+def normalized(heads: Tensor) -> Tensor:
     return heads * (heads.square().sum(-1, keepdim=True) + NORM_EPS).rsqrt()
 
 

@@ -41,7 +41,7 @@ W4 = Int(4, 16)
 FAMILIES = sorted(MIXTURES - STACKED)
 
 
-ALIKE = {"granitemoehybrid", "lfm2_moe", "nemotron_h", "qwen3_next"}
+ALIKE = {"granitemoehybrid", "kimi_linear", "lfm2_moe", "nemotron_h", "qwen3_next"}
 """Families whose mixtures are like those of others, or have layers to themselves."""
 GEMMA4 = VARIANTS["gemma4_text"] | GEMMA4_EXPERTS | {"vocab_size_per_layer_input": 8192}
 

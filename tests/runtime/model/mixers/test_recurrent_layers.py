@@ -15,25 +15,27 @@ from runtime.core.state_rows import build_state_rows
 from runtime.core.step import NO_STATE, ScheduledSequence
 from runtime.model.loader import load_model
 from runtime.model.mixers.gated_delta_net import DeltaNet
+from runtime.model.mixers.kimi_delta import KimiDeltaLayer
 from runtime.model.mixers.mamba2 import Mamba2Layer
 
+StateLayer = DeltaNet | KimiDeltaLayer | Mamba2Layer
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module", params=["qwen3_5_text", "qwen3_next", "falcon_h1", "granitemoehybrid"])
-def layer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> DeltaNet | Mamba2Layer:
+@pytest.fixture(scope="module", params=["qwen3_5_text", "qwen3_next", "falcon_h1", "granitemoehybrid", "kimi_linear"])
+def layer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> StateLayer:
     family: str = request.param
     folder: Path = tmp_path_factory.mktemp(family) / "model"
     decoder = load_model(save_tiny_model(folder, family, **VARIANTS[family]), dtype="float64")
     layer = decoder.layers[0].recurrent
-    assert isinstance(layer, DeltaNet | Mamba2Layer)
+    assert isinstance(layer, StateLayer)
     return layer
 
 
 NUM_SLOTS = 64
 
 
-def new_memory(layer: DeltaNet | Mamba2Layer) -> StateMemory:
+def new_memory(layer: StateLayer) -> StateMemory:
     """Memory for one layer that holds NaN, as memory that no step has written may."""
     memory = StateMemory({0: layer.spec.state_fields}, NUM_SLOTS, torch.float64, CPU)
     for tensor in memory.tensors[0].values():
@@ -42,7 +44,7 @@ def new_memory(layer: DeltaNet | Mamba2Layer) -> StateMemory:
 
 
 def compute(
-    layer: DeltaNet | Mamba2Layer, memory: StateMemory, spans: list[tuple[Tensor, int, tuple[tuple[int, int], ...]]]
+    layer: StateLayer, memory: StateMemory, spans: list[tuple[Tensor, int, tuple[tuple[int, int], ...]]]
 ) -> list:
     """One step over the rows of some sequences, with the slot that each reads and the slots that it writes."""
     unread: Sequence = None  # type: ignore[assignment]
@@ -63,7 +65,7 @@ def cut(random: Random, length: int) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_outputs_do_not_depend_on_cuts_neighbours_or_slots(layer: DeltaNet | Mamba2Layer, seed: int) -> None:
+def test_outputs_do_not_depend_on_cuts_neighbours_or_slots(layer: StateLayer, seed: int) -> None:
     """Every text goes through steps of random lengths beside others; kept states are begun with again."""
     random, texts = Random(seed), random_texts(4)
     expected = [compute(layer, new_memory(layer), [(text, NO_STATE, ((len(text) - 1, 0),))])[0] for text in texts]
@@ -89,7 +91,7 @@ def test_outputs_do_not_depend_on_cuts_neighbours_or_slots(layer: DeltaNet | Mam
         assert len(free) == len(set(free))
 
 
-def test_a_slot_may_be_read_and_written_by_its_owner(layer: DeltaNet | Mamba2Layer) -> None:
+def test_a_slot_may_be_read_and_written_by_its_owner(layer: StateLayer) -> None:
     text, memory = random_texts(1)[0][:20], new_memory(layer)
     (expected,) = compute(layer, new_memory(layer), [(text, NO_STATE, ((19, 5),))])
     parts, read = [], NO_STATE

@@ -1,0 +1,123 @@
+"""Kimi Linear (arXiv:2510.26692): Kimi delta attention in most layers, latent attention without positions in the rest,
+and mixtures whose first layers are dense."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from compress.models.config import (
+    SIGMOID_ROUTER,
+    Config,
+    block,
+    decoder,
+    gated_mlp,
+    grouped_mixture,
+    norm,
+    num_layers,
+    number,
+    positive,
+    refusal,
+    text,
+)
+from compress.models.latent import latent_attention
+from compress.models.mamba_config import mixer_kinds
+from compress.models.mixers.kimi_delta import KimiDelta
+from compress.models.registry import register
+from compress.models.spec import MLP, Attention, Linear, Mixture, ModelSpec
+
+PUBLISHED = {
+    "model_max_length": "max_position_embeddings",
+    "moe_renormalize": "norm_topk_prob",
+    "num_expert_group": "n_group",
+    "num_experts_per_token": "num_experts_per_tok",
+    "num_shared_experts": "n_shared_experts",
+}
+"""Names of fields that other families have, by those that checkpoints have for them."""
+DEFAULTS: dict[str, Any] = {
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+    "moe_intermediate_size": 1024,
+    "num_experts_per_tok": 8,
+    "routed_scaling_factor": 2.446,
+    "rms_norm_eps": 1e-5,
+}
+MIXTURE = "block_sparse_moe"
+
+
+@register("kimi_linear", renamed=(rf"\.{MIXTURE}\.(gate|up|down)_proj\.", r".mlp.\1_proj."))
+def kimi_linear(config: Config) -> ModelSpec:
+    """Describes a Kimi Linear, whose head is never the embedding."""
+    config = {**DEFAULTS, **{PUBLISHED.get(key, key): value for key, value in config.items()}}
+    config = config if "num_local_experts" in config else {"num_experts": 256, **config}
+    mixers: dict[str, Attention | KimiDelta] = {
+        "linear_attention": _delta(config),
+        "full_attention": latent_attention(config, None),
+    }
+    kinds = mixer_kinds({**config, "layer_types": _kinds(config)})
+    return replace(decoder(config, [mixers[kind] for kind in kinds], _mlps(config)), tied=False)
+
+
+def _kinds(config: Config) -> object:
+    """Reads the kind of every layer, which checkpoints count from 1."""
+    kinds, parts, layers = config.get("layer_types"), block(config, "linear_attn_config"), range(num_layers(config))
+    if kinds is not None:
+        return kinds
+    if not {"full_attn_layers", "kda_layers"} <= parts.keys():
+        return ["full_attention" if layer and layer % 4 == 0 else "linear_attention" for layer in layers]
+    full, linear = parts["full_attn_layers"], parts["kda_layers"]
+    if not isinstance(full, list) or not isinstance(linear, list) or sorted(full + linear) != [i + 1 for i in layers]:
+        raise refusal("linear_attn_config", parts, f"the layers 1 to {len(layers)} in its two lists")
+    return ["linear_attention" if layer + 1 in linear else "full_attention" for layer in layers]
+
+
+def _mlps(config: Config) -> Sequence[MLP | Mixture]:
+    """Lists the MLP or mixture of each layer. Raises CheckpointError for other kinds."""
+    layers, kinds = range(num_layers(config)), config.get("mlp_layer_types")
+    if kinds is None:
+        num_dense = number(config, "first_k_dense_replace", 1)
+        kinds = ["dense" if layer < num_dense else "sparse" for layer in layers]
+    known = ("dense", "sparse")
+    if not isinstance(kinds, list) or len(kinds) != len(layers) or any(kind not in known for kind in kinds):
+        raise refusal("mlp_layer_types", kinds, f"a list of {len(layers)} times dense or sparse")
+    size = positive(config, "moe_intermediate_size") * positive(config, "n_shared_experts", 1)
+    experts = grouped_mixture(
+        config,
+        name=MIXTURE,
+        parts=("w1", "w3", "w2"),
+        shared=gated_mlp(config, name=f"{MIXTURE}.shared_experts", size=size),
+        **{**SIGMOID_ROUTER, "bias": f"{MIXTURE}.gate.e_score_correction_bias"},
+    )
+    mlps = {"dense": gated_mlp(config), "sparse": experts}
+    return [mlps[kind] for kind in kinds]
+
+
+KERNEL = "short_conv_kernel_size"
+
+
+def _delta(config: Config) -> KimiDelta:
+    """Composes a layer of Kimi delta attention; sizes in `linear_attn_config` win, as in transformers."""
+    parts, name, hidden = block(config, "linear_attn_config"), "self_attn", positive(config, "hidden_size")
+    older = {"linear_head_dim": "head_dim", "linear_num_heads": "num_heads", "linear_conv_kernel_dim": KERNEL}
+    sizes = {**config, **{key: parts[inner] for key, inner in older.items() if inner in parts}}
+    heads, head_dim = positive(sizes, "linear_num_heads", 32), positive(sizes, "linear_head_dim", 128)
+    gates = {"f_a_proj": head_dim, "g_a_proj": head_dim, "b_proj": heads}
+    decay, gate = (Linear(f"{name}.{part}_b_proj", heads * head_dim, head_dim, is_inner=True) for part in "fg")
+    return KimiDelta(
+        heads,
+        head_dim,
+        tuple(Linear(f"{name}.{part}_proj", heads * head_dim, hidden) for part in "qkv"),
+        tuple(Linear(f"{name}.{part}", rows, hidden) for part, rows in gates.items()),
+        decay,
+        gate,
+        Linear(f"{name}.o_proj", hidden, heads * head_dim, split="rows"),
+        norm(config, f"{name}.o_norm", head_dim, in_float32=True),
+        positive(sizes, "linear_conv_kernel_dim", 4),
+        text(config, "hidden_act", "silu"),
+        name,
+    )
