@@ -93,7 +93,7 @@ def _mlps(config: Config) -> Sequence[MLP | Mixture]:
         shared=gated_mlp(config, name=f"{MIXTURE}.shared_experts", size=size),
         **{**SIGMOID_ROUTER, "bias": f"{MIXTURE}.gate.e_score_correction_bias"},
     )
-    mlps = {"dense": gated_mlp(config), "sparse": experts}
+    mlps: dict[str, MLP | Mixture] = {"dense": gated_mlp(config), "sparse": experts}
     return [mlps[kind] for kind in kinds]
 
 
