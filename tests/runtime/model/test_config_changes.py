@@ -15,7 +15,7 @@ from runtime.model.scoring import score
 
 TOKENS = torch.randint(0, 112, (1, 60), generator=torch.Generator().manual_seed(3))
 
-NEEDED = {family: ("layer_types",) for family in ("granitemoehybrid", "kimi_linear", "lfm2_moe")}
+NEEDED = dict.fromkeys(("granitemoehybrid", "kimi_linear", "lfm2_moe"), ("layer_types",))
 """Fields without which a class makes no model."""
 UNDECIDED: tuple[Change, ...] = ({"index_n_heads": 1},)
 """Changes that make scores of many tokens equal: which ones transformers chooses depends on the length of the text."""
