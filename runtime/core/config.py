@@ -160,8 +160,8 @@ class StateOptions:
         default=512,
         min=1,
         metavar="TOKENS",
-        help="Save the state of recurrent layers every TOKENS tokens of a prompt, beside its end and where prompts "
-        "part.",
+        help="Save the state of recurrent layers every TOKENS tokens of a prompt, beside its end, the ends of its "
+        "messages and where prompts part.",
     )
 
 

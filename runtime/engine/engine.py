@@ -77,7 +77,13 @@ class Engine:
         states = None
         if runner.num_state_slots:
             slots = StatePool(runner.num_state_slots, runner.num_host_states if pool.prefix_caching else 0)
-            states = StateManager(slots, config.block_size, config.state_interval, saves=pool.prefix_caching)
+            states = StateManager(
+                slots,
+                config.block_size,
+                config.state_interval,
+                saves=pool.prefix_caching,
+                end_token_ids=runner.eos_token_ids,
+            )
         self.scheduler = Scheduler(
             pool, config, runner.max_model_len, runner.attention_window, states, shares_blocks=runner.shares_blocks
         )

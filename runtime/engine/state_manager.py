@@ -5,9 +5,12 @@ none. A step writes the state behind a sequence's last token to the same slot, o
 is read by others too. So saving costs no copy, only the slot.
 
 States can be saved at the ends of blocks, as the prefix cache finds blocks only: at the end of a prompt, where a prompt
-parts from cached ones (a junction), every `interval` tokens, and behind the last full block of each sequence, where a
-conversation continues, and a sequence that was preempted. The next one replaces the latter, and lets the others go
-before those that no later state of the same text has replaced.
+parts from cached ones (a junction), at the end of each message of a conversation, which may be edited or answered anew
+there, every `interval` tokens, and behind the last full block of each sequence, where a conversation continues, and a
+sequence that was preempted. The next one replaces the latter, and lets the others go before those that no later state
+of the same text has replaced.
+
+Messages end with the tokens that end an answer, which chat templates put behind each message.
 
 Where states are saved, running sequences get at most half of the slots (one at least): otherwise they would take all of
 them under load, and nothing would be found. Each of them then has a slot to write to, even where it continues from a
@@ -17,7 +20,7 @@ saved state, or from one that others read as well.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from collections.abc import Sequence as Hashes
+from collections.abc import Sequence as ListOf
 
 from runtime.core.memory_plan import most_running
 from runtime.core.request import Sequence
@@ -32,22 +35,32 @@ class StateManager:
         block_size: tokens per block.
         interval: tokens between two states of a prompt that are saved, rounded up to whole blocks.
         saves: states are saved for later sequences.
+        end_token_ids: end messages of a prompt.
 
     Attributes:
         max_running: most sequences that run at the same time.
         num_hits: sequences that started from a saved state.
     """
 
-    def __init__(self, pool: StatePool, block_size: int, interval: int, *, saves: bool) -> None:
+    def __init__(
+        self,
+        pool: StatePool,
+        block_size: int,
+        interval: int,
+        *,
+        saves: bool,
+        end_token_ids: frozenset[int] = frozenset(),
+    ) -> None:
         self.pool = pool
         self.block_size = block_size
         self.interval = -(-interval // block_size) * block_size
         self.saves = saves
+        self.end_token_ids = end_token_ids
         self.max_running = most_running(pool.num_slots) if saves else pool.num_slots
         self.num_hits = 0
         self._planned: list[ScheduledSequence] = []
 
-    def starts(self, hashes: Hashes[bytes], num_tokens: int, num_running: int) -> Iterator[int]:
+    def starts(self, hashes: ListOf[bytes], num_tokens: int, num_running: int) -> Iterator[int]:
         """Yields after how many blocks a sequence may start, the longest prefix first.
 
         Nothing is yielded while there is no slot for one more sequence.
@@ -73,7 +86,12 @@ class StateManager:
             self.num_hits += 1
             restores = self._take(sequence, sequence.block_hashes[count - 1])
         end = (sequence.num_tokens - 1) // self.block_size * self.block_size
-        sequence.state_marks = (min(num_matched_tokens, end), end, sequence.num_computed_tokens)
+        sequence.state_marks = (
+            min(num_matched_tokens, end),
+            end,
+            sequence.num_computed_tokens,
+            *self._message_ends(sequence),
+        )
         sequence.saved_tokens = sequence.num_computed_tokens
         return restores
 
@@ -112,15 +130,15 @@ class StateManager:
     def complete(self, entry: ScheduledSequence) -> None:
         """Keeps the state behind the computed tokens of a sequence, and saves those at ends of blocks."""
         sequence, written = entry.sequence, {slot for _, slot in entry.state_writes}
-        if entry.state_read not in written and entry.state_read != NO_STATE:
-            self.pool.release(entry.state_read)
+        kept = entry.state_read if entry.state_read not in written else NO_STATE
         for offset, slot in entry.state_writes:
             place = entry.start + offset + 1
-            if place <= sequence.num_computed_tokens:
-                sequence.state_slot = slot
+            released = kept if place <= sequence.num_computed_tokens else slot
+            if released != NO_STATE:
+                self.pool.release(released)
+            if released != slot:
+                kept = sequence.state_slot = slot
                 self._save(sequence, slot, place)
-        for slot in written - {sequence.state_slot}:
-            self.pool.release(slot)
 
     def settle(self, *, done: bool) -> None:
         """Records the end of the plan in flight. If it failed, nothing that it wrote is kept."""
@@ -146,6 +164,16 @@ class StateManager:
         self.pool.check(_held(sequences))
         if len(sequences) > self.max_running:
             raise RuntimeError(f"{len(sequences)} sequences run, and slots are for {self.max_running}")
+
+    def _message_ends(self, sequence: Sequence) -> list[int]:
+        """Returns the last ends of messages in what is left of a prompt, rounded down to whole blocks; half of the
+        slots that saved states have at least are for those of one prompt."""
+        if not self.saves:
+            return []
+        start, size = sequence.num_computed_tokens, self.block_size
+        rest = enumerate(sequence.request.prompt_token_ids[start:], start + 1)
+        places = sorted({end // size * size for end, token_id in rest if token_id in self.end_token_ids})
+        return places[-max(1, (self.pool.num_slots - self.max_running) // 2) :]
 
     def _take(self, sequence: Sequence, block_hash: bytes) -> list[BlockRestore]:
         """Gives a sequence the saved state with this hash; one from host memory gets a slot of its own."""
