@@ -11,7 +11,6 @@ from torch import Tensor
 
 from compress.checkpoint.weights import Scheme
 from compress.models.clamped_gate import ClampedGate
-from compress.models.mixers.gated_delta_net import GatedDeltaNet
 from compress.models.router import Router
 from compress.models.spec import Mixture
 from runtime.backends.expert_slots import ExpertSlots
@@ -23,7 +22,6 @@ from runtime.backends.state_memory import StepStates
 from runtime.core.batch import Batch, SamplingTensors
 from runtime.core.memory_plan import MemoryPlan
 from runtime.core.model_config import DecoderConfig
-from runtime.core.state_rows import StateRows
 
 Stored = TypeVar("Stored", contravariant=True)
 """Stored forms of weights that a kernel multiplies by."""
@@ -347,30 +345,6 @@ class MixtureKernel:
     prepare: Callable[[Mixture, MixtureWeights], ComputeMixture]
 
 
-class DeltaStep(Protocol):
-    """One token of S sequences in a layer of the gated delta rule."""
-
-    def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, beta: Tensor, decay: Tensor, states: Tensor, rows: StateRows
-    ) -> Tensor:
-        """Outputs `[S, heads, V]` of query and key `[S, heads, K]`, value `[S, heads, V]`, beta and the logarithm of
-        the decay `[S, heads]`; reads and writes `states [slots, heads, K, V]`."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class DeltaKernel:
-    """One way to compute `DeltaStep`.
-
-    Attributes:
-        unsupported_reason: why it cannot compute a mixer on a target; "" when it can.
-    """
-
-    summary: str
-    unsupported_reason: Callable[[GatedDeltaNet, Target], str]
-    prepare: Callable[[], DeltaStep]
-
-
 AttentionStep = Callable[[Batch], Attention]
 """Attention of one step, from its batch."""
 
@@ -485,7 +459,6 @@ class Backend:
     is_fast: Callable[[torch.dtype], bool] = lambda dtype: False
     ops: OpsKernel | None = None
     mixture: MixtureKernel | None = None
-    delta: DeltaKernel | None = None
     states: tuple[StateKernel[Any, Any], ...] = ()
     attention: AttentionKernel | None = None
     layers: LayersKernel | None = None

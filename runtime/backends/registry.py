@@ -14,7 +14,6 @@ from torch import Tensor
 import runtime.backends
 from compress.checkpoint.weights import Activations, Scheme, Weight
 from compress.common.errors import SchemeError
-from compress.models.mixers.gated_delta_net import GatedDeltaNet
 from compress.models.mixers.recurrent import Recurrent
 from compress.models.spec import Mixture
 from runtime.backends.base import (
@@ -23,7 +22,6 @@ from runtime.backends.base import (
     AttentionStep,
     Backend,
     ComputeMixture,
-    DeltaStep,
     DenseKernel,
     FusedSampling,
     LayersStep,
@@ -197,21 +195,6 @@ def choose_ops(config: DecoderConfig, target: Target, kernels: str = AUTO) -> Ch
         return Choice(found[-1][1].prepare(), f"{REFERENCE} kernels are plain torch")
     _, ops, reason = _first(found, lambda ops: ops.unsupported_reason(config, target))
     return Choice(ops.prepare(), "; ".join(filter(None, [ops.summary, reason])))
-
-
-def choose_delta_step(mixer: GatedDeltaNet, target: Target, kernels: str = AUTO) -> Choice[DeltaStep | None]:
-    """The first kernel for one token of each sequence; None where plain torch computes it."""
-    if kernels == REFERENCE:
-        return Choice(None, REFERENCE)
-    reasons: list[str] = []
-    for backend in _suited(target.device):
-        if backend.delta is None:
-            continue
-        reason = backend.delta.unsupported_reason(mixer, target)
-        if not reason:
-            return Choice(backend.delta.prepare(), "; ".join([backend.delta.summary, *reasons]))
-        reasons.append(f"{backend.name} {reason}")
-    return Choice(None, "; ".join(["plain torch", *reasons]))
 
 
 def choose_state_steps(mixer: Recurrent, weights: Any, target: Target, kernels: str = AUTO) -> StateSteps:

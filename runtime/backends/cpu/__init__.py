@@ -1,15 +1,15 @@
 """Kernels in C for CPUs, called through `compress.cpu`."""
 
+from compress.models.mixers.gated_delta_net import GatedDeltaNet
+from compress.models.mixers.mamba2 import Mamba2
 from runtime.backends.base import (
     AttentionKernel,
     Backend,
-    DeltaKernel,
     LayersKernel,
     MixtureKernel,
     OpsKernel,
     register,
 )
-from runtime.backends.cpu.delta_step import CpuDeltaStep, delta_unsupported_reason
 from runtime.backends.cpu.kv_pages import make_pages
 from runtime.backends.cpu.layers import (
     CpuOps,
@@ -22,6 +22,15 @@ from runtime.backends.cpu.layers import (
 )
 from runtime.backends.cpu.linear import DENSE, INT8, MXFP4, PACKED, SPARSE, W4A8, is_fast
 from runtime.backends.cpu.mixture import mixture_unsupported_reason, prepare_mixture
+from runtime.backends.cpu.state_step import (
+    delta_unsupported_reason,
+    mamba2_unsupported_reason,
+    prepare_delta,
+    prepare_mamba2,
+)
+from runtime.backends.state_kernels import StateKernel
+
+STATE_SUMMARY = "compiled, one pass over states"
 
 register(
     Backend(
@@ -36,7 +45,10 @@ register(
         ),
         layers=LayersKernel("all layers in one call", layers_unsupported_reason, prepare_layers),
         mixture=MixtureKernel("rows by expert, all experts in one call", mixture_unsupported_reason, prepare_mixture),
-        delta=DeltaKernel("compiled, one pass over states", delta_unsupported_reason, CpuDeltaStep),
+        states=(
+            StateKernel(GatedDeltaNet, STATE_SUMMARY, delta_unsupported_reason, prepare_delta),
+            StateKernel(Mamba2, STATE_SUMMARY, mamba2_unsupported_reason, prepare_mamba2),
+        ),
         sampling=CpuSampling(),
     )
 )

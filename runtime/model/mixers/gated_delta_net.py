@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from compress.models.mixers.gated_delta_net import GatedDeltaNet
-from runtime.backends.base import DeltaStep, Linear, Ops
-from runtime.backends.registry import choose_delta_step, choose_state_steps
+from runtime.backends.base import Linear, Ops
+from runtime.backends.registry import choose_state_steps
 from runtime.backends.state_kernels import DeltaWeights, StateSteps
 from runtime.backends.state_memory import StepStates
 from runtime.model.mixers.causal_conv import RowGroup, convolve, group_rows
@@ -78,7 +78,6 @@ class DeltaNet:
         inputs: queries, keys, values and output gates, side by side.
         gates: beta and decay, side by side.
         steps: kernels of all between the linears.
-        step: computes one token of each sequence where `steps` does not; None for plain torch.
     """
 
     spec: GatedDeltaNet
@@ -87,7 +86,6 @@ class DeltaNet:
     output: Linear
     weights: DeltaWeights
     steps: StateSteps
-    step: DeltaStep | None = None
 
     @property
     def nbytes(self) -> int:
@@ -101,25 +99,13 @@ class DeltaNet:
         return self.output(self._compute(*projected, layer, states, ops))
 
     def _compute(self, inputs: Tensor, gates: Tensor, layer: int, states: StepStates, ops: Ops) -> Tensor:
-        """Computes in plain torch, or with a kernel of the delta rule alone, what the output reads, `[T, C]`."""
+        """Computes in plain torch what the output reads, `[T, C]`."""
         mixed, gate = self._split(inputs)
         beta, decay = self._read_gates(gates)
-        compute = self._scan_all if self.step is None or not states.rows.is_single else self._step_all
-        heads = compute(mixed, beta, decay, layer, states, ops)
+        heads = self._scan_all(mixed, beta, decay, layer, states, ops)
         wide = functional.silu(gate.to(self.weights.conv.dtype))
         gated = ops.normalize(heads.to(gate.dtype), self.weights.norm) * wide
         return gated.to(gate.dtype).flatten(1)
-
-    def _step_all(self, mixed: Tensor, beta: Tensor, decay: Tensor, layer: int, states: StepStates, ops: Ops) -> Tensor:
-        """Computes heads `[S, H, V]` of one token of each sequence with a kernel."""
-        seen = torch.cat((states.read(layer, "window"), mixed.unsqueeze(1)), 1)
-        states.write(layer, "window", seen[:, 1:])
-        convolved = ops.activate(convolve(seen, self.weights.conv).to(seen.dtype), self.spec.activation)
-        x = self._delta_inputs(convolved, beta.unsqueeze(-1), decay.unsqueeze(-1))
-        if self.step is None:
-            raise ValueError("there is no kernel for one token of each sequence")
-        query, key, value, beta, decay = (part.squeeze(2) for part in (x.query, x.key, x.value, x.beta, x.decay))
-        return self.step(query, key, value, beta, decay, states.tensors[layer]["matrix"], states.rows)
 
     def _scan_all(self, mixed: Tensor, beta: Tensor, decay: Tensor, layer: int, states: StepStates, ops: Ops) -> Tensor:
         """Computes heads `[T, H, V]` in plain torch."""
@@ -187,7 +173,6 @@ def normalized(heads: Tensor) -> Tensor:
 @loads(GatedDeltaNet)
 def load_delta_net(mixer: GatedDeltaNet, block: WeightReader) -> DeltaNet:
     """Loads one layer of a gated delta net."""
-    choice = choose_delta_step(mixer, block.target, block.kernels)
     weights = DeltaWeights(
         conv=block.vector(mixer.conv, block.wide).squeeze(1).T.contiguous(),
         decay=-block.vector(f"{mixer.name}.A_log", block.wide).exp(),
@@ -203,5 +188,4 @@ def load_delta_net(mixer: GatedDeltaNet, block: WeightReader) -> DeltaNet:
         block.linear(mixer.output),
         weights,
         steps,
-        choice.kernel,
     )

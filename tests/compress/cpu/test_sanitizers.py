@@ -12,7 +12,7 @@ from compress.cpu.build import FLAGS, SOURCES, compile_c, find_compiler
 DRIVERS = {
     "linear_driver.c": ("linear/*.c",),
     "mixture_driver.c": ("linear/*.c", "layers/mixture.c", "layers/norm_rope_act.c"),
-    "delta_driver.c": ("layers/delta_step.c",),
+    "state_driver.c": ("state/*.c",),
     "attention_driver.c": ("attention/*.c", "kv/*.c", "layers/norm_rope_act.c", "gptq/*.c", "sampling/*.c"),
 }
 """Drivers and the sources that each tests, beside the pool and the dispatch that all need."""
