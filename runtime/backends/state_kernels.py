@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class StateStep(Protocol):
-    """What one layer computes between its linears."""
+    """All that one layer computes between its linears."""
 
     def __call__(self, projected: Sequence[Tensor], states: Mapping[str, Tensor], rows: StateRows) -> Tensor:
         """Computes what the output linear reads, `[T, C]` in the dtype of activations.
@@ -34,7 +34,7 @@ class StateStep(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DeltaWeights:
-    """What a gated delta net needs between its linears. All but the norm have the dtype of the state.
+    """Vectors of a gated delta net beside its linears. All but the norm have the dtype of the state.
 
     Attributes:
         conv: `[kernel, channels]`.
@@ -51,7 +51,7 @@ class DeltaWeights:
 
 @dataclass(frozen=True, slots=True)
 class Mamba2Weights:
-    """What Mamba-2 needs between its linears. All but the norm have the dtype of the state.
+    """Vectors of a layer of Mamba-2 beside its linears. All but the norm have the dtype of the state.
 
     Attributes:
         conv: `[kernel, channels]`.

@@ -5,7 +5,7 @@ INLINE Lanes gate_of(const StateStep *job, int64_t row, int64_t lane, int is_wid
     return lanes_silu(load_activations(job->projected, at, is_wide));
 }
 
-/* What the norm reads, in place; returns one over the root of its mean square, 1 without a norm. */
+/* Stores what the norm reads in place; returns one over the root of its mean square, 1 without a norm. */
 INLINE float prepare_group(const StateStep *job, int64_t row, int64_t first, float *x, int is_wide) {
     const StateLayer *layer = job->layer;
     Lanes sum[2] = {{0}, {0}};

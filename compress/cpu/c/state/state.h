@@ -18,7 +18,7 @@ enum { MOST_TAPS = 8, MOST_KEYS = 256 };
 
 typedef enum { NO_NORM, NORM_BEFORE_GATE, NORM_BEHIND_GATE } NormPlace;
 
-/* What is the same in every step. Channels of keys and values, and groups of a norm, are multiples of 16. */
+/* A layer, the same in every step. Channels of keys and values, and groups of a norm, are multiples of 16. */
 typedef struct {
     int64_t heads, shared;      /* heads, and how many of them have the same query and key */
     int64_t key_dim, value_dim; /* channels of a head */
