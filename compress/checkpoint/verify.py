@@ -16,6 +16,7 @@ from compress.checkpoint.formats import compress_runtime, compressed_tensors
 from compress.checkpoint.kv_cache import measured_kv_caches, stored_kv_cache
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.safetensors import TensorFiles
+from compress.checkpoint.state_dtype import measured_states
 from compress.checkpoint.weights.base import Weight, digest
 from compress.common.errors import CheckpointError, SchemeError
 from compress.models.registry import find_family
@@ -230,9 +231,10 @@ def _config_problems(packed: PackedCheckpoint) -> Iterator[str]:
 
 
 def _kv_cache_problems(packed: PackedCheckpoint) -> Iterator[str]:
-    """The default form of keys and values, and what was measured of it."""
+    """The default form of keys and values, and what was measured of it and of recurrent states."""
     try:
         scheme, record = stored_kv_cache(packed.config), measured_kv_caches(packed.config)
+        measured_states(packed.config)
     except (CheckpointError, SchemeError) as error:
         yield error.problem
         return

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from compress.checkpoint.config import read_config
-from compress.cli.options import DEFAULT_OUT, AsJson, KernelsMode, KVCacheOptions, ScoreOptions
+from compress.cli.options import DEFAULT_OUT, AsJson, KernelsMode, KVCacheOptions, ScoreOptions, StateOptions
 from compress.common.cli import DEMO_NAME, demo_model_path, model_folder, with_groups
 from compress.common.errors import ToolkitError
 from compress.common.files import in_home
@@ -102,6 +102,7 @@ def evaluate(
     ppl: Annotated[bool, typer.Option("--ppl", help="Measure perplexity, and KL to the baseline.")] = False,
     score: ScoreOptions,
     kv: KVCacheOptions,
+    states: StateOptions,
     kernels: KernelsMode = "auto",
     as_json: AsJson = False,
 ) -> None:
@@ -113,16 +114,20 @@ def evaluate(
     from rich.console import Console
 
     from compress.cli.tables import print_evaluation
-    from compress.evaluate.session import run_evaluation
+    from compress.evaluate.session import record_states, run_evaluation
 
+    states.check()
     if not ppl:
         raise ToolkitError("nothing to measure was named", "Add --ppl")
     console = Console(stderr=True)
     path = model_folder(model) if model else _default_model(console)
-    request = score.request(path, kv.scheme(read_config(path)), kernels)
+    request = score.request(path, kv.scheme(read_config(path)), kernels, states.state_dtype)
+    request = replace(request, baseline=path) if states.record else request
     with _progress(console) as progress:
         task = progress.add_task("scoring", total=None)
         report = run_evaluation(request, lambda done, total: progress.update(task, completed=done, total=total))
+    if states.record:
+        console.print(f"recorded: {record_states(report)}", highlight=False, soft_wrap=True)
     for warning in report.warnings:
         console.print(f"warning: {warning}", style="yellow", highlight=False, soft_wrap=True)
     if as_json:

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from compress.checkpoint.kv_cache import AUTO, KVCacheScheme, stored_kv_cache, wished_kv_cache
+from compress.checkpoint.state_dtype import STATE_FLOAT32
 from compress.common.cli import model_folder
-from compress.common.errors import RecipeError
+from compress.common.errors import DataError, RecipeError
 from compress.recipe import DEFAULT_LENGTH, DEFAULT_SAMPLES, CalibrationOptions, parse_size
 from compress.search.space import Goal
 
@@ -199,7 +200,7 @@ class ScoreOptions:
     dtype: Annotated[str, typer.Option(help="auto (the checkpoint's), bfloat16, float32, ...")] = "auto"
     trust_remote_code: TrustRemoteCode = False
 
-    def request(self, model: Path, kv_cache: KVCacheScheme, kernels: str) -> EvaluationRequest:
+    def request(self, model: Path, kv_cache: KVCacheScheme, kernels: str, state_dtype: str) -> EvaluationRequest:
         """Build the request for the checkpoint in the folder `model`. Imports torch."""
         from compress.evaluate.session import EvaluationRequest
 
@@ -215,7 +216,34 @@ class ScoreOptions:
             kv_cache,
             kernels,
             self.trust_remote_code,
+            state_dtype,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class StateOptions:
+    """Dtype of the recurrent states of the measured model."""
+
+    state_dtype: Annotated[
+        str,
+        typer.Option(
+            metavar="DTYPE",
+            help="Round recurrent states to bfloat16 or float16 after every token. The baseline keeps float32.",
+        ),
+    ] = STATE_FLOAT32
+    record: Annotated[
+        bool,
+        typer.Option(
+            "--record",
+            help="Compare with the same checkpoint with states in float32, and write the cost of --state-dtype into "
+            "its config.json: `runtime serve --state-dtype` requires it.",
+        ),
+    ] = False
+
+    def check(self) -> None:
+        """Raises DataError where there is nothing to record."""
+        if self.record and self.state_dtype == STATE_FLOAT32:
+            raise DataError("states in float32 cost nothing to record", "Add --state-dtype bfloat16 or float16")
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
+from compress.checkpoint.state_dtype import STATE_FLOAT32
 from compress.checkpoint.weights import Int, Scheme
 from compress.common.cli import wide_console
 from compress.common.files import REPORT_FILE
@@ -194,6 +195,8 @@ def print_evaluation(report: EvaluationReport) -> None:
         table.add_row("same first token", f"{100 * result.top1_agreement:.2f} %")
     if not report.request.kv_cache.is_exact:
         table.add_row("KV cache", str(report.request.kv_cache))
+    if report.request.state_dtype != STATE_FLOAT32:
+        table.add_row("recurrent states", report.request.state_dtype)
     table.add_row("predicted tokens", f"{result.tokens:,}")
     console = Console()
     console.print(table)

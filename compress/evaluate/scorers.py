@@ -12,7 +12,8 @@ from compress.checkpoint.expert_files import join_experts
 from compress.checkpoint.kv_cache import UNCOMPRESSED, KVCacheScheme
 from compress.checkpoint.meta_model import auto_class, read_transformers_config
 from compress.checkpoint.reader import PackedCheckpoint
-from compress.common.errors import CheckpointError
+from compress.checkpoint.state_dtype import STATE_FLOAT32
+from compress.common.errors import CheckpointError, DataError
 
 BACKENDS = ("runtime", "transformers")
 
@@ -30,6 +31,7 @@ class RuntimeScorer:
 
     Attributes:
         kv_cache: form in which keys and values are cached and read. May be set between calls.
+        state_dtype: dtype in which recurrent states are kept.
     """
 
     def __init__(
@@ -42,17 +44,20 @@ class RuntimeScorer:
         kv_cache: KVCacheScheme = UNCOMPRESSED,
         as_dense: bool = False,
         trust_remote_code: bool = False,
+        state_dtype: str = STATE_FLOAT32,
     ) -> None:
         from runtime.model.loader import load_model
 
         options = {"as_dense": as_dense, "trust_remote_code": trust_remote_code}
         self._decoder = load_model(path, device=device, dtype=dtype, kernels=kernels, **options)
-        self.kv_cache = kv_cache
+        if state_dtype != STATE_FLOAT32 and not self._decoder.config.state_fields:
+            raise DataError(f"{path} has no recurrent layers", "Leave out --state-dtype")
+        self.kv_cache, self.state_dtype = kv_cache, state_dtype
 
     def logits(self, tokens: Tensor) -> Tensor:
         from runtime.model.scoring import score
 
-        return score(self._decoder, tokens, self.kv_cache)
+        return score(self._decoder, tokens, self.kv_cache, self.state_dtype)
 
 
 class TransformersScorer:
@@ -88,6 +93,7 @@ def open_scorer(
     kernels: str = "auto",
     as_dense: bool = False,
     trust_remote_code: bool = False,
+    state_dtype: str = STATE_FLOAT32,
 ) -> Scorer:
     """Opens a scorer for a dense or packed checkpoint.
 
@@ -98,10 +104,12 @@ def open_scorer(
         kernels: backend of linears; for `runtime` only.
         as_dense: dequantizes packed weights at load, as transformers' model always does.
         trust_remote_code: whether Python files of the folder may run; for `runtime` only.
+        state_dtype: dtype of kept recurrent states; for `runtime` only.
     """
     if backend == "runtime":
-        options = {"as_dense": as_dense, "trust_remote_code": trust_remote_code}
-        return RuntimeScorer(path, device=device, dtype=dtype, kernels=kernels, kv_cache=kv_cache, **options)
+        forms: dict[str, Any] = {"kv_cache": kv_cache, "state_dtype": state_dtype, "as_dense": as_dense}
+        options: dict[str, Any] = {"device": device, "dtype": dtype, "trust_remote_code": trust_remote_code}
+        return RuntimeScorer(path, kernels=kernels, **forms, **options)
     return TransformersScorer(path, device=device, dtype=dtype)
 
 

@@ -11,9 +11,10 @@ from typing import Any
 
 from calibration.sequences import SequenceSet, load_tokenizer
 from calibration.sources import load_texts
-from compress.checkpoint.config import compression_block, dtype_name, read_config
+from compress.checkpoint.config import compression_block, dtype_name, read_config, write_config
 from compress.checkpoint.dequantized import open_source
 from compress.checkpoint.kv_cache import UNCOMPRESSED, KVCacheScheme
+from compress.checkpoint.state_dtype import STATE_DTYPES, STATE_FLOAT32, MeasuredStates, with_measured_states
 from compress.common.cli import BUNDLED, bundled_path
 from compress.common.errors import DataError
 from compress.evaluate.checks import Domain, SeenText, compare_domains, overlap_warning, shared_spans
@@ -40,6 +41,7 @@ class EvaluationRequest:
         kv_cache: form of keys and values of the model; the baseline has 16 bits.
         kernels: of the model, not of the baseline: a mode or a kernel of `runtime.backends.registry`.
         trust_remote_code: whether Python files of the folders may run.
+        state_dtype: dtype of kept recurrent states of the model; the baseline has float32.
     """
 
     model: Path
@@ -53,6 +55,7 @@ class EvaluationRequest:
     kv_cache: KVCacheScheme = UNCOMPRESSED
     kernels: str = "auto"
     trust_remote_code: bool = False
+    state_dtype: str = STATE_FLOAT32
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +86,7 @@ class EvaluationReport:
             "dtype": self.request.dtype,
             "kv_cache": self.request.kv_cache.to_dict(),
             "kernels": self.request.kernels,
+            "state_dtype": self.request.state_dtype,
             "calibration_overlap": self.overlap,
             "bits_per_byte": asdict(self.domain) if self.domain else None,
             "warnings": list(self.warnings),
@@ -119,7 +123,8 @@ def run_evaluation(
         dtype=request.dtype,
         trust_remote_code=request.trust_remote_code,
     )
-    model = opened(request.model, kv_cache=request.kv_cache, kernels=request.kernels)
+    forms: dict[str, Any] = {"kv_cache": request.kv_cache, "state_dtype": request.state_dtype}
+    model = opened(request.model, kernels=request.kernels, **forms)
     # A quantized source is compared with as the run read it, whatever kernels would make of it.
     reference = opened(baseline, as_dense=_is_source(baseline, config)) if baseline else None
     result = evaluate(model, windows, reference, on_progress)
@@ -128,6 +133,14 @@ def run_evaluation(
     if domain and seen:
         warnings += domain.warnings(seen.name, windows.source)
     return EvaluationReport(request, result, windows, baseline, warnings, shared, domain)
+
+
+def record_states(report: EvaluationReport) -> MeasuredStates:
+    """Writes the cost of recurrent states into the config.json of a checkpoint that was its own baseline."""
+    request = report.request
+    measured = MeasuredStates.of(request.state_dtype, report.to_dict())
+    write_config(request.model, with_measured_states(read_config(request.model), measured))
+    return measured
 
 
 def recorded_source(config: dict[str, Any]) -> Path | None:
@@ -144,7 +157,8 @@ def _is_source(path: Path, config: dict[str, Any]) -> bool:
 
 
 def _check_choices(request: EvaluationRequest) -> None:
-    for option, value, known in (("backend", request.backend, BACKENDS), ("dtype", request.dtype, DTYPES)):
+    options = ("backend", request.backend, BACKENDS), ("dtype", request.dtype, DTYPES)
+    for option, value, known in (*options, ("state-dtype", request.state_dtype, STATE_DTYPES)):
         if value not in known:
             raise DataError(f"{option} {value!r} is unknown", f"Use --{option} " + " or ".join(known))
     if request.backend != "runtime" and not request.kv_cache.is_exact:
@@ -152,6 +166,8 @@ def _check_choices(request: EvaluationRequest) -> None:
             f"{request.backend} cannot read keys and values as {request.kv_cache}",
             "Use --backend runtime, or --kv-cache 16bit",
         )
+    if request.backend != "runtime" and request.state_dtype != STATE_FLOAT32:
+        raise DataError(f"{request.backend} keeps no states in {request.state_dtype}", "Use --backend runtime")
     if request.backend != "runtime" and request.kernels != "auto":
         raise DataError(f"{request.backend} has no kernels {request.kernels}", "Use --backend runtime")
 

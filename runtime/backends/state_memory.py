@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from compress.checkpoint.state_dtype import STATE_FLOAT32
 from compress.models.state import StateField
 from runtime.core.state_rows import StateRows, whole_state_rows
 from runtime.core.step import BlockOffload, BlockRestore
@@ -27,10 +28,12 @@ class StateMemory:
     Args:
         fields: by layer and name.
         dtype: of activations.
+        kept: name of the dtype of exact states; float32 is the dtype in which they are computed.
 
     Attributes:
         tensors: by layer and name, `[num_slots + 2, *shape]`.
         host: by layer and name, `[num_host_slots, *shape]`, pinned beside a GPU.
+        wide: dtype in which each is computed, by layer and name.
     """
 
     def __init__(
@@ -40,11 +43,21 @@ class StateMemory:
         dtype: torch.dtype,
         device: torch.device,
         num_host_slots: int = 0,
+        kept: str = STATE_FLOAT32,
     ) -> None:
         self.num_slots = num_slots
         pinned = device.type == "cuda" and num_host_slots > 0
+        exact = torch.promote_types(dtype, torch.float32)
+        self.wide = {
+            layer: {name: exact if field.is_exact else dtype for name, field in parts.items()}
+            for layer, parts in fields.items()
+        }
+        exact = exact if kept == STATE_FLOAT32 else getattr(torch, kept)
         self.tensors = {
-            layer: {name: _allocate(field, num_slots, dtype, device) for name, field in parts.items()}
+            layer: {
+                name: _allocate(field, num_slots, exact if field.is_exact else dtype, device)
+                for name, field in parts.items()
+            }
             for layer, parts in fields.items()
         }
         self.host = {
@@ -74,8 +87,7 @@ class StateMemory:
 
 
 def _allocate(field: StateField, num_slots: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    kept = torch.promote_types(dtype, torch.float32) if field.is_exact else dtype
-    tensor = torch.empty((num_slots + NUM_SPARE_SLOTS, *field.shape), dtype=kept, device=device)
+    tensor = torch.empty((num_slots + NUM_SPARE_SLOTS, *field.shape), dtype=dtype, device=device)
     tensor[num_slots].zero_()
     return tensor
 
@@ -95,6 +107,10 @@ class StepStates:
     def read(self, layer: int, name: str) -> Tensor:
         """Returns the state before the first row of each sequence, `[S, *shape]`, as a copy."""
         return self.tensors[layer][name].index_select(0, self.rows.read_slots)
+
+    def mix(self, layer: int, x: Tensor, compute: Callable[[Tensor, StepStates], Tensor]) -> Tensor:
+        """Computes a layer: `compute` gives `[T, H]` of `x [T, H]` and keeps states."""
+        return compute(x, self)
 
     def write(self, layer: int, name: str, states: Tensor) -> None:
         """Stores the state behind each segment, `[W, *shape]`; read all before that."""

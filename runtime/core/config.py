@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from compress.checkpoint.kv_cache import AUTO
+from compress.checkpoint.state_dtype import STATE_DTYPES, STATE_FLOAT32
 from compress.common.cli import SIZE_OPTION, option
 
 
@@ -162,6 +163,13 @@ class StateOptions:
         metavar="TOKENS",
         help="Save the state of recurrent layers every TOKENS tokens of a prompt, beside its end, the ends of its "
         "messages and where prompts part.",
+    )
+    state_dtype: str = option(
+        "--state-dtype",
+        default=STATE_FLOAT32,
+        choices=STATE_DTYPES,
+        help="Dtype in which the states of recurrent layers are kept; they are computed in float32. 16 bits need the "
+        "cost that `compress eval --state-dtype --record` measures.",
     )
 
 

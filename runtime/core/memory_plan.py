@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from compress.checkpoint.kv_cache import UNCOMPRESSED, KVCacheScheme
+from compress.checkpoint.state_dtype import STATE_FLOAT32, MeasuredStates
 from runtime.core.attention_window import FULL_ATTENTION, AttentionWindow
 
 
@@ -81,11 +82,20 @@ class StateSlots:
     Attributes:
         slot_bytes: of one; 0 for a model without such layers.
         num_host_slots: for states in host memory that were evicted from the others.
+        dtype: of matrices that are computed in float32, by name.
+        measured: what that costs the checkpoint; None for float32.
     """
 
     num_slots: int = 0
     slot_bytes: int = 0
     num_host_slots: int = 0
+    dtype: str = STATE_FLOAT32
+    measured: MeasuredStates | None = None
+
+    @property
+    def form(self) -> str:
+        """Dtype and cost where states are not kept in float32; "" otherwise."""
+        return "" if self.measured is None else f" in {self.dtype} (measured {self.measured})"
 
     @property
     def nbytes(self) -> int:

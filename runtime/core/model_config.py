@@ -9,6 +9,7 @@ from typing import Any
 
 from compress.checkpoint.config import dtype_name
 from compress.checkpoint.kv_cache import KVCacheRecord, KVCacheScheme, measured_kv_caches, stored_kv_cache
+from compress.checkpoint.state_dtype import STATE_FLOAT32, STATE_ITEMSIZE, MeasuredStates, measured_states
 from compress.common.errors import CheckpointError, ToolkitError
 from compress.common.files import read_json
 from compress.models.config import LENGTH, context_length, refusal
@@ -44,6 +45,7 @@ class DecoderConfig:
         eos_token_ids: tokens that end a sequence.
         kv_cache: form of keys and values that the checkpoint records for serving.
         kv_measured: measured costs of such forms, recorded when the checkpoint was made.
+        states_measured: recorded costs of recurrent states in fewer bits.
     """
 
     model_type: str
@@ -53,6 +55,7 @@ class DecoderConfig:
     eos_token_ids: frozenset[int]
     kv_cache: KVCacheScheme | None = None
     kv_measured: KVCacheRecord | None = None
+    states_measured: tuple[MeasuredStates, ...] = ()
 
     @property
     def mixer(self) -> Attention:
@@ -150,10 +153,14 @@ class DecoderConfig:
         mixers = ((layer, mixer) for layer, block in enumerate(self.spec.blocks) for mixer in block.mixers)
         return {layer: mixer.state_fields for layer, mixer in mixers if mixer.state_fields}
 
-    def state_bytes(self, itemsize: int) -> int:
-        """Bytes of the state of one sequence in all recurrent layers, where activations take `itemsize` each."""
+    def state_bytes(self, itemsize: int, dtype: str = STATE_FLOAT32) -> int:
+        """Bytes of the state of one sequence in all recurrent layers, where activations take `itemsize` each.
+
+        Args:
+            dtype: in which exact states are kept, by name.
+        """
         fields = (field for parts in self.state_fields.values() for field in parts.values())
-        return sum(field.nbytes(itemsize) for field in fields)
+        return sum(field.nbytes(itemsize, STATE_ITEMSIZE[dtype]) for field in fields)
 
     @property
     def has_like_heads(self) -> bool:
@@ -249,6 +256,7 @@ def parse_config(
         eos_token_ids=_eos_token_ids(config, generation or {}),
         kv_cache=stored_kv_cache(config),
         kv_measured=measured_kv_caches(config),
+        states_measured=measured_states(config),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from compress.checkpoint.kv_cache import UNCOMPRESSED, KVCacheRecord, KVCacheScheme, kv_cache_warning, wished_kv_cache
+from compress.checkpoint.state_dtype import STATE_FLOAT32, require_measured
 from compress.common.device import format_bytes
 from compress.common.errors import ToolkitError
 from compress.models.generic import CodeSpec
@@ -114,14 +115,13 @@ def plan_states(model: DecoderConfig, config: RuntimeConfig, itemsize: int, budg
         itemsize: bytes of one activation.
 
     Raises:
-        ToolkitError: there is no memory for the state of one sequence.
+        ToolkitError: there is no memory for the state of one sequence, or a dtype whose cost was not measured.
     """
-    slot_bytes = model.state_bytes(itemsize)
+    slot_bytes = model.state_bytes(itemsize, config.state_dtype)
     if not slot_bytes:
         return NO_STATES
-    given = config.state_memory_bytes
-    if given is None:
-        given = (budget.nbytes or CPU_BYTES) // STATE_SHARE
+    share = (budget.nbytes or CPU_BYTES) // STATE_SHARE
+    given = share if config.state_memory_bytes is None else config.state_memory_bytes
     num_slots = config.num_state_slots or given // slot_bytes
     if num_slots < 1:
         raise ToolkitError(
@@ -129,7 +129,8 @@ def plan_states(model: DecoderConfig, config: RuntimeConfig, itemsize: int, budg
             "states",
             "Allow more --kv-memory or --state-memory",
         )
-    return StateSlots(num_slots, slot_bytes)
+    measured = require_measured(model.states_measured, config.state_dtype)
+    return StateSlots(num_slots, slot_bytes, dtype=config.state_dtype, measured=measured)
 
 
 def _without_unused(states: StateSlots, config: RuntimeConfig, num_blocks: int) -> StateSlots:
@@ -226,7 +227,7 @@ def _states(plan: MemoryPlan) -> list[str]:
     states = plan.states
     if not states.num_slots:
         return []
-    each = f"{states.num_slots} recurrent states of {format_bytes(states.slot_bytes)} each"
+    each = f"{states.num_slots} recurrent states of {format_bytes(states.slot_bytes)} each{states.form}"
     use = f"of at most {states.max_running} running sequences and behind cached prefixes"
     return [f"states   {format_bytes(states.nbytes)}: {each}, {use}"]
 
@@ -365,6 +366,7 @@ class Capacity:
         kv_cache: form of keys and values.
         exact: keys and values that are kept in `dtype` beside the blocks.
         state_bytes: recurrent state of one sequence.
+        state_dtype: of matrices in it that are computed in float32.
     """
 
     memory_bytes: int
@@ -381,6 +383,7 @@ class Capacity:
     kv_cache: KVCacheScheme = UNCOMPRESSED
     exact: ExactTokens = NO_EXACT_TOKENS
     state_bytes: int = 0
+    state_dtype: str = STATE_FLOAT32
 
     @property
     def room(self) -> int:
@@ -435,7 +438,7 @@ class Capacity:
             dtype=dtype,
             kv_cache=scheme,
             exact=exact_tokens(model, scheme, ITEM_SIZES[dtype], self.exact.num_sequences),
-            state_bytes=model.state_bytes(ITEM_SIZES[dtype]),
+            state_bytes=model.state_bytes(ITEM_SIZES[dtype], self.state_dtype),
         )
 
 
@@ -492,5 +495,6 @@ def estimate(model: DecoderConfig, config: RuntimeConfig, dtype: str, weight_byt
         config.max_span_tokens,
         kv_cache=scheme,
         exact=exact_tokens(model, scheme, itemsize, config.max_num_seqs),
-        state_bytes=model.state_bytes(itemsize),
+        state_bytes=model.state_bytes(itemsize, config.state_dtype),
+        state_dtype=config.state_dtype,
     )

@@ -301,11 +301,12 @@ class Decoder:
             return self._mix_attention(index, block, normed, step)
         if step.states is None:
             raise ValueError(f"layer {index} needs the states of its sequences")
+        compute = partial(_compute, recurrent, index, self.ops)
         if second is None:
-            return recurrent(normed, index, step.states, self.ops)
+            return step.states.mix(index, normed, compute)
         (before, after), (first, last) = second.attention_factors, second.factors
         attended = self._mix_attention(index, block, normed * before, step) * after
-        return attended + recurrent(normed * first, index, step.states, self.ops) * last
+        return attended + step.states.mix(index, normed * first, compute) * last
 
     def _mix_attention(self, index: int, block: Block, normed: Tensor, step: _Step) -> Tensor:
         layer = self.layers[index]
@@ -403,6 +404,10 @@ class _Step:
         if index in self.shared:
             self.shared[index] = key, value
         return key, value
+
+
+def _compute(recurrent: RecurrentLayer, layer: int, ops: Ops, x: Tensor, states: StepStates) -> Tensor:
+    return recurrent(x, layer, states, ops)
 
 
 def _scaled(query: Tensor, mixer: AttentionSpec, positions: Tensor) -> Tensor:

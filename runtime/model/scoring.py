@@ -9,8 +9,10 @@ from torch import Tensor
 
 from compress.checkpoint.kv_cache import UNCOMPRESSED, KVCacheScheme
 from compress.checkpoint.kv_quant import read_back, rotate_heads
+from compress.checkpoint.state_dtype import STATE_FLOAT32
 from runtime.backends.base import Attention
 from runtime.backends.indexer import ChosenTokens, IndexedTokens, choose_in_spans
+from runtime.backends.narrow_states import token_states
 from runtime.backends.span_attention import DenseAttention, Scores, attend_span, scores_of, visibility_mask
 from runtime.backends.state_memory import whole_states
 from runtime.model.served import ServedModel
@@ -84,11 +86,14 @@ TOKENS_AT_ONCE = 4096
 
 
 @torch.inference_mode()
-def hidden_states(decoder: ServedModel, tokens: Tensor, kv_cache: KVCacheScheme = UNCOMPRESSED) -> Tensor:
+def hidden_states(
+    decoder: ServedModel, tokens: Tensor, kv_cache: KVCacheScheme = UNCOMPRESSED, state_dtype: str = STATE_FLOAT32
+) -> Tensor:
     """Computes hidden states `[B, T, H]` before the final norm, of int64 tokens `[B, T]`; rows start at position 0.
 
     Args:
         kv_cache: form in which keys and values are stored and read back, as in serving.
+        state_dtype: in which recurrent states are kept; in 16 bits they are rounded after every token, as in decoding.
     """
     batch, length = tokens.shape
     decoder = decoder if length <= decoder.config.default_length else decoder.for_length(length)
@@ -97,19 +102,23 @@ def hidden_states(decoder: ServedModel, tokens: Tensor, kv_cache: KVCacheScheme 
     chunks = []
     for part in tokens.to(decoder.device).split(rows):
         positions = torch.arange(length, device=decoder.device).repeat(len(part))
-        states = whole_states(decoder, [length] * len(part))
+        lengths = [length] * len(part)
+        is_exact = state_dtype == STATE_FLOAT32
+        states = whole_states(decoder, lengths) if is_exact else token_states(decoder, lengths, state_dtype)
         chunks.append(decoder.forward(part.flatten(), positions, attention, None, states))
     return torch.cat(chunks).view(batch, length, -1)
 
 
 @torch.inference_mode()
-def score(decoder: ServedModel, tokens: Tensor, kv_cache: KVCacheScheme = UNCOMPRESSED) -> Tensor:
+def score(
+    decoder: ServedModel, tokens: Tensor, kv_cache: KVCacheScheme = UNCOMPRESSED, state_dtype: str = STATE_FLOAT32
+) -> Tensor:
     """Computes causal next-token logits `[B, T, V]` in float32 (float64 for a float64 model) of int64 tokens `[B, T]`.
 
     The result takes B * T * V * 4 bytes: call it with few rows, or use `hidden_states` and `decoder.logits` of a
     slice at a time.
     """
-    return decoder.logits(hidden_states(decoder, tokens, kv_cache).flatten(0, 1)).view(*tokens.shape, -1)
+    return decoder.logits(hidden_states(decoder, tokens, kv_cache, state_dtype).flatten(0, 1)).view(*tokens.shape, -1)
 
 
 def _attention(decoder: ServedModel, length: int, kv_cache: KVCacheScheme) -> Attention:

@@ -15,8 +15,9 @@ from torch import Tensor
 from compress.common.device import available_bytes, format_bytes, on_device
 from compress.common.errors import ToolkitError
 from runtime.backends.kv_pages import KVCache, KVPages
+from runtime.backends.narrow_states import step_states
 from runtime.backends.registry import choose_step_kernels
-from runtime.backends.state_memory import StateMemory, StepStates
+from runtime.backends.state_memory import StateMemory
 from runtime.core.attention_window import AttentionWindow
 from runtime.core.batch import Batch, build_batch, build_sampling_metadata, fresh_blocks, slots_of
 from runtime.core.config import RuntimeConfig
@@ -161,8 +162,8 @@ class ModelRunner:
         self.expert_caches = [slots.cache for slots in decoder.expert_slots]
         self.states: StateMemory | None = None
         if memory.states.num_slots:
-            fields = decoder.config.state_fields
-            self.states = StateMemory(fields, self.num_state_slots, decoder.dtype, decoder.device, self.num_host_states)
+            sizes = self.num_state_slots, decoder.dtype, decoder.device, self.num_host_states
+            self.states = StateMemory(decoder.config.state_fields, *sizes, kept=memory.states.dtype)
         self.graphs: StepGraphs | None = None
         self.graphs_reason = self._graphs_unsupported_reason()
         if not self.graphs_reason:
@@ -282,7 +283,7 @@ class ModelRunner:
         if self.states is None:
             return self.decoder.forward(batch.token_ids, batch.positions, attention, run_layers)
         rows = build_state_rows(batch.entries, self.num_state_slots, self.decoder.device)
-        states = StepStates(rows, self.states.tensors)
+        states = step_states(self.states, rows)
         return self.decoder.forward(batch.token_ids, batch.positions, attention, run_layers, states)
 
     def _logits(self, batch: Batch) -> Tensor:
@@ -336,6 +337,8 @@ def build_runner(decoder: ServedModel, config: RuntimeConfig) -> ModelRunner:
     check_fits(plan, decoder.device)
     for note in plan.kv_choice.notes:
         logger.warning("KV cache %s: %s", plan.kv_cache, note)
+    if plan.states.measured is not None and plan.states.measured.is_costly:
+        logger.warning("recurrent states in %s: measured %s", plan.states.dtype, plan.states.measured)
     # By what was asked for, not by what memory allows: answers must not depend on the machine.
     length = min(config.max_model_len or 0, decoder.config.context_length)
     if length > decoder.config.default_length:

@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from compress.checkpoint.config import read_config
+from compress.checkpoint.state_dtype import measured_states, require_measured
+from compress.checkpoint.verify import verify_structure
 from compress.cli import main
 from compress.common.cli import demo_model_path
 from compress.evaluate import session
@@ -114,3 +117,19 @@ def test_what_cannot_be_measured_is_one_line_and_status_one(run, tmp_path: Path,
     assert len(lines) == 1
     assert lines[0].startswith("error: ")
     assert re.search(message, lines[0])
+
+
+@pytest.mark.full
+def test_the_cost_of_states_is_recorded_for_serving(run, tiny_model, tmp_path: Path):
+    model = shutil.copytree(tiny_model("qwen3_5_text"), tmp_path / "hybrid")
+    options = ("--ppl", *SHORT, "--dtype", "float32", "--state-dtype", "bfloat16")
+    status, out, _ = run(str(model), *options, "--record", "--json")
+    assert status == 0
+    (record,) = measured_states(read_config(model))
+    assert record.dtype == json.loads(out)["state_dtype"] == "bfloat16"
+    assert 1e-9 < record.kl_mean == json.loads(out)["kl_mean"]
+    assert require_measured([record], "bfloat16") == record
+    assert verify_structure(model).ok
+    assert run(str(model), *options, "--backend", "transformers")[0] == 1
+    assert run(str(demo_model_path()), *options)[0] == 1
+    assert run(str(model), "--ppl", *SHORT, "--record")[0] == 1
