@@ -8,7 +8,8 @@ States can be saved at the ends of blocks, as the prefix cache finds blocks only
 parts from cached ones (a junction), at the end of each message of a conversation, which may be edited or answered anew
 there, every `interval` tokens, and behind the last full block of each sequence, where a conversation continues, and a
 sequence that was preempted. The next one replaces the latter, and lets the others go before those that no later state
-of the same text has replaced.
+of the same text has replaced. The end of a prompt is not replaced by its answer: chat templates leave the thoughts of
+earlier answers out, so that the next prompt parts from the answer at its beginning.
 
 Messages end with the tokens that end an answer, which chat templates put behind each message.
 
@@ -198,7 +199,8 @@ class StateManager:
         index, rest = divmod(place, self.block_size)
         if rest or not self.saves or index > len(sequence.block_hashes):
             return
-        if last := sequence.saved_tokens:
+        last, (_, prompt_end, *_) = sequence.saved_tokens, sequence.state_marks
+        if last and last != prompt_end:
             lasts = last in sequence.state_marks or last % self.interval == 0
             self.pool.replace(sequence.block_hashes[last // self.block_size - 1], lasts=lasts)
         self.pool.save(slot, sequence.block_hashes[index - 1], wanted=place == sequence.state_marks[0])

@@ -71,6 +71,11 @@ def test_nearly_all_that_attention_would_find_is_found(num_slots: int, num_host_
     assert possible >= found >= ENOUGH * possible > 0
 
 
+@pytest.mark.parametrize("thinks", [False, True])
+def test_few_states_serve_conversations_that_leave_thoughts_out_and_others(thinks: bool) -> None:
+    assert replay(make_engine(16), thinks=thinks) > replay(make_engine(0), thinks=thinks) / 2
+
+
 @pytest.mark.parametrize(("end_token_ids", "found"), [(frozenset({END_TOKEN}), 4), (frozenset(), 0)])
 def test_a_conversation_from_elsewhere_may_be_changed_anywhere(end_token_ids: frozenset[int], found: int) -> None:
     """Its messages are new, so only their ends can have states, where anything but the end of the prompt has."""
