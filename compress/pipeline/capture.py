@@ -27,6 +27,9 @@ from compress.pipeline.expert_inputs import TOKENS_PER_CHANNEL, ExpertCoverage, 
 from compress.pipeline.experts import mixtures
 from compress.pipeline.skeleton import Skeleton
 
+PASSED = "prev_topk_indices"
+"""Argument by which a block reads what the one before it returns beside hidden states; a store stands there."""
+
 
 @dataclass(frozen=True, slots=True)
 class Call:
@@ -34,6 +37,17 @@ class Call:
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+
+    def run(self, block: Callable[..., Any], hidden: Tensor) -> Tensor:
+        """Return a block's output `[B, L, H]`; families that return a tuple put it first."""
+        store = self.kwargs.get(PASSED)
+        if store is None:
+            output = block(hidden, *self.args, **self.kwargs)
+            return output if isinstance(output, Tensor) else output[0]
+        (before,) = store.get(PASSED, (None,))
+        output, passed = block(hidden, *self.args, **self.kwargs | {PASSED: before})
+        store[PASSED] = (passed,)
+        return output
 
 
 @dataclass
@@ -59,8 +73,8 @@ class BlockInputs:
 
     def passed_on(self) -> dict[str, Tensor]:
         """Returns what blocks so far passed on to later ones beside hidden states, `[N, ...]` on the host: keys and
-        values that layers share."""
-        stores = [_store(calls) for calls in self.calls]
+        values that layers share, or the tokens that a layer chose."""
+        stores = [store_of(calls) for calls in self.calls]
         names = [(kind, part) for kind, parts in (stores[0] or {}).items() for part in range(len(parts))]
         return {
             f"{kind}.{part}": torch.cat([store[kind][part].cpu() for store in stores if store is not None])
@@ -72,12 +86,12 @@ class BlockInputs:
         for name, tensor in passed.items():
             kind, _, part = name.rpartition(".")
             for calls, rows in zip(self.calls, tensor.split(self.micro_batch), strict=True):
-                store = _store(calls)
+                store = store_of(calls)
                 if store is not None:
                     store[kind] = (*store.get(kind, ())[: int(part)], rows.to(device))
 
 
-def _store(calls: list[Call]) -> UserDict[str, tuple[Tensor, ...]] | None:
+def store_of(calls: list[Call]) -> UserDict[str, tuple[Tensor, ...]] | None:
     """Returns the place where the blocks of a micro-batch leave something for later ones."""
     values = (value for call in calls for value in call.kwargs.values())
     return next((value for value in values if isinstance(value, UserDict)), None)
@@ -119,8 +133,7 @@ class Calibration:
 
 def run_block(module: nn.Module, hidden: Tensor, call: Call) -> Tensor:
     """Return a block's output `[B, L, H]`; families that return a tuple put it first."""
-    output = module(hidden, *call.args, **call.kwargs)
-    return output if isinstance(output, Tensor) else output[0]
+    return call.run(module, hidden)
 
 
 def run_all(
@@ -216,13 +229,15 @@ class _Recorder(StandIn):
         super().__init__(block)
         self.is_last = is_last
 
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor, Any]:
         kwargs = dict(kwargs)
         hidden = args[0] if args else kwargs.pop("hidden_states")
+        if PASSED in kwargs and kwargs[PASSED] is None:
+            kwargs[PASSED] = UserDict()
         self.hidden, self.call = hidden, Call(args[1:], kwargs)
         if self.is_last:
             raise _AllRecorded
-        return hidden
+        return (hidden, kwargs[PASSED]) if PASSED in kwargs else hidden
 
 
 class _AllRecorded(Exception):  # noqa: N818 - a signal that ends the forward pass, not an error

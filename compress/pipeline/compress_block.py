@@ -95,8 +95,7 @@ class BlockError:
         """Return the squared error of the output over the mean square of the target, summed."""
         hidden, call, target = batch
         parameters = {f"{name}.weight": weight.to(hidden.dtype) for name, weight in weights.items()}
-        output = functional_call(self.block.module, parameters, (hidden, *call.args), call.kwargs)
-        output = output if isinstance(output, Tensor) else output[0]
+        output = call.run(lambda *args, **kwargs: functional_call(self.block.module, parameters, args, kwargs), hidden)
         return (output.float() - target.float()).square().sum() / target.float().square().mean()
 
     @torch.no_grad()

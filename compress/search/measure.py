@@ -21,7 +21,7 @@ from compress.common.errors import NumericsError
 from compress.methods.base import Needs
 from compress.methods.shared.hessian import HessianCache
 from compress.pipeline.block import LoadedBlock, fill, read_block, read_tensor
-from compress.pipeline.capture import BlockInputs, StandIn, capture_inputs, observe, run_all, run_block
+from compress.pipeline.capture import BlockInputs, StandIn, capture_inputs, observe, run_all, run_block, store_of
 from compress.pipeline.compress_layer import LayerCompressor, Ranked, decompose_block, values_of
 from compress.pipeline.prepare import source_identity
 from compress.pipeline.resume import RunDisplay
@@ -36,21 +36,21 @@ class _Given(StandIn):
     """Module that returns a given output and keeps its input: the embedding, in place of the first block.
 
     Attributes:
-        gives_tuple: whether the block has returned a tuple, so that the model takes its first element.
+        others: what the block has returned beside its output in a tuple; None where it returned none.
     """
 
     output: Tensor | None = None
     passed: Tensor
-    gives_tuple = False
+    others: tuple[None, ...] | None = None
 
     def watch(self, _block: nn.Module, _args: Any, output: Any) -> None:
         """Sees an output of the block."""
-        self.gives_tuple = not isinstance(output, Tensor)
+        self.others = None if isinstance(output, Tensor) else (None,) * (len(output) - 1)
 
-    def forward(self, *args: Tensor, **kwargs: Tensor) -> Tensor | tuple[Tensor]:
+    def forward(self, *args: Tensor, **kwargs: Tensor) -> Tensor | tuple[Tensor | None, ...]:
         self.passed = args[0] if args else kwargs["hidden_states"]
         given = self.passed if self.output is None else self.output
-        return (given,) if self.gives_tuple else given
+        return given if self.others is None else (given, *self.others)
 
 
 class LoadedModel:
@@ -128,8 +128,13 @@ class LoadedModel:
         begin = max(first, 0)
         for hidden, calls, tokens in batches:
             hidden = self._embedded(tokens) if first == EMBEDDING else hidden.to(self._device)
+            # The next run begins at the same block, which may read what those before it passed on.
+            store = store_of(calls)
+            passed = {} if store is None else dict(store)
             for module, call in zip(self.blocks[begin:], calls[begin:], strict=True):
                 hidden = run_block(module, hidden, call)
+            if store is not None:
+                store.update(passed)
             yield self._after_blocks(hidden, tokens)
 
     def _embedded(self, tokens: Tensor) -> Tensor:

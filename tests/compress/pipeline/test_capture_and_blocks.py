@@ -33,7 +33,10 @@ def stream(path, micro_batch: int) -> torch.Tensor:
     return skeleton.model.lm_head(skeleton.model.model.norm(inputs.hidden))
 
 
-@pytest.mark.parametrize("family", ["llama", "llama_biased", "mistral", "qwen2", "qwen3", "phi3"])
+FULL = [pytest.param("glm_moe_dsa", marks=pytest.mark.full)]
+
+
+@pytest.mark.parametrize("family", ["llama", "llama_biased", "mistral", "qwen2", "qwen3", "phi3", *FULL])
 @torch.no_grad()
 def test_streamed_blocks_give_the_whole_models_logits(tiny_model, family: str) -> None:
     from transformers import AutoModelForCausalLM

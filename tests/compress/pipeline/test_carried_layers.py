@@ -75,7 +75,10 @@ def test_a_rotation_that_would_break_them_is_refused(source, tmp_path) -> None:
         runs.prepared(change_tensors(source, add_layer), tmp_path / "out", RotateStage(), STAGE)
 
 
-@pytest.mark.parametrize("family", ["glm4_moe", pytest.param("deepseek_v3", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "family",
+    ["glm4_moe", *(pytest.param(family, marks=pytest.mark.full) for family in ("deepseek_v3", "deepseek_v32"))],
+)
 def test_a_layer_of_multi_token_prediction_behind_a_mixture(tiny_model, tmp_path, family) -> None:
     source = private_copy(tiny_model(family), tmp_path / "source")
     before = load_file(source / "model.safetensors")

@@ -117,6 +117,13 @@ def test_killed_again_and_again(tiny_model, tmp_path, uninterrupted, case) -> No
         ({"tie_word_embeddings": True}, [RotateStage(), QuantizeStage("gptq", Int(3, None))], 1),
         ({}, [QuantizeStage("gptaq", Int(2, 64)), QuantizeStage("gptaq", Int(3, 64), targets=("down_proj",))], 1),
         pytest.param({"family": "gemma4_text"}, [QuantizeStage("awq", Int(4, 64))], 1, marks=pytest.mark.full),
+        pytest.param({"family": "glm_moe_dsa"}, [QuantizeStage("awq", Int(4, 16))], 0, marks=pytest.mark.full),
+        pytest.param(
+            {"family": "glm_moe_dsa"},
+            [QuantizeStage("signround", Int(4, 16), options=SignRoundOptions(steps=4))],
+            0,
+            marks=pytest.mark.full,
+        ),
         pytest.param(
             {"family": "gemma4_text"},
             [QuantizeStage("signround", Int(4, 64), options=SignRoundOptions(steps=4))],
@@ -124,7 +131,15 @@ def test_killed_again_and_again(tiny_model, tmp_path, uninterrupted, case) -> No
             marks=pytest.mark.full,
         ),
     ],
-    ids=["svd-llm", "rotate", "gptaq", "shared keys", "shared keys, learned"],
+    ids=[
+        "svd-llm",
+        "rotate",
+        "gptaq",
+        "shared keys",
+        "shared choice",
+        "shared choice, learned",
+        "shared keys, learned",
+    ],
 )
 def test_an_interrupted_run_goes_on_to_the_same_bytes(tiny_model, tmp_path, options, stages, last) -> None:
     model = tiny_model(**options)

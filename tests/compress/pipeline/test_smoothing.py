@@ -43,7 +43,19 @@ class OpenBlock:
 
 
 @pytest.mark.parametrize(
-    "family", ["llama", "llama_biased", "mistral", "qwen2", "qwen3", "deepseek_v3", "glm4_moe", "mixtral", "qwen2_moe"]
+    "family",
+    [
+        "llama",
+        "llama_biased",
+        "mistral",
+        "qwen2",
+        "qwen3",
+        pytest.param("deepseek_v3", marks=pytest.mark.full),
+        "deepseek_v32",
+        "glm4_moe",
+        "mixtral",
+        "qwen2_moe",
+    ],
 )
 @torch.no_grad()
 def test_every_edge_of_the_table_folds_exactly(tiny_model, family: str) -> None:

@@ -48,7 +48,9 @@ def test_experts_of_a_block_share_one_choice(tiny_model, tmp_path: Path) -> None
 
 SPECIAL = {
     "deepseek_v3": ("self_attn.q_a_proj self_attn.kv_a_proj_with_mqa", "self_attn.q_b_proj", "self_attn.kv_b_proj"),
+    "deepseek_v32": ("self_attn.indexer.wq_b", "self_attn.indexer.wk"),
     "falcon_h1": ("mamba.in_proj", "mamba.out_proj"),
+    "glm_moe_dsa": ("self_attn.indexer.wq_b", "self_attn.indexer.wk"),
     "granitemoehybrid": ("mamba.in_proj", "mamba.out_proj"),
     "lfm2": ("conv.in_proj", "conv.out_proj"),
     "minicpm3": ("self_attn.q_a_proj self_attn.kv_a_proj_with_mqa", "self_attn.q_b_proj", "self_attn.kv_b_proj"),
