@@ -482,18 +482,22 @@ def pack_model(
     files = PackedCheckpoint.open(dense).files
     tensors = {name: files.tensor(name) for name in files}
     weights = {}
-    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+    for name in filter(_is_packed, list(tensors)):
         module = name.removesuffix(".weight")
         chosen = scheme(module)
         if chosen is not None:
             weights[module] = random_weight(tuple(tensors.pop(name).shape), chosen, len(weights), scale_dtype)
             tensors |= stored_tensors(codec, module, weights[module], scale_dtype)
-    ignored = sorted({"lm_head", *(n.removesuffix(".weight") for n in tensors if n.endswith("_proj.weight"))})
+    ignored = sorted({"lm_head", *(n.removesuffix(".weight") for n in tensors if _is_packed(n))})
     block = codec.quantization_config({module: weight.scheme for module, weight in weights.items()}, ignored)
     out.mkdir()
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, out / "model.safetensors")
     write_config(out, packed_config(read_config(dense), block, weights))
     return weights
+
+
+def _is_packed(name: str) -> bool:
+    return name.endswith(("_proj.weight", ".wq_b.weight", ".wk.weight")) and "indexer.weights_proj" not in name
 
 
 def put_weights(model: PreTrainedModel, weights: dict[str, Weight]) -> PreTrainedModel:
