@@ -117,9 +117,10 @@ class SpeculativeOptions:
         default="",
         metavar="DRAFTER",
         help="Draft several tokens and verify them in one step. DRAFTER is ngram (repeats the text), ngram-tree "
-        "(several earlier continuations at once), self:2bit or self:3bit (the model, rounded further), self:skip or "
-        "self:skip=N (the model without N layers), demo (the bundled draft model), or the folder of a smaller "
-        "checkpoint with the same tokenizer. Turns itself off when measured throughput does not improve.",
+        "(several earlier continuations at once), mtp (the checkpoint's own head of multi-token prediction), "
+        "self:2bit or self:3bit (the model, rounded further), self:skip or self:skip=N (the model without N layers), "
+        "demo (the bundled draft model), or the folder of a smaller checkpoint with the same tokenizer. Turns itself "
+        "off when measured throughput does not improve.",
     )
     num_speculative_tokens: int = option(
         "--num-speculative-tokens", default=4, min=1, max=16, help="Draft tokens per step and sequence."

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 
@@ -17,7 +18,7 @@ from compress.models.generic import CodeSpec
 from runtime.backends.base import Target
 from runtime.backends.registry import choose_dense, choose_linear
 from runtime.core.config import RuntimeConfig
-from runtime.core.memory_plan import SPARE_RESIDUAL_TOKENS, ExactTokens
+from runtime.core.memory_plan import SPARE_RESIDUAL_TOKENS, ExactTokens, KVBudget
 from runtime.core.model_config import DecoderConfig
 from runtime.model.expected_tensors import expected_linears, head_is_embedding
 from runtime.model.loader import exclude_kernels
@@ -110,6 +111,19 @@ def kv_token_bytes(model: DecoderConfig, scheme: KVCacheScheme = UNCOMPRESSED, i
     """
     heads = model.spec.kv_token_bytes(lambda key, value: scheme.head_bytes(key, itemsize, value))
     return heads + sum(model.index_dims) * itemsize
+
+
+def beside_head(budget: KVBudget, model: DecoderConfig, scheme: KVCacheScheme, itemsize: int) -> KVBudget:
+    """Leaves room for a head of multi-token prediction, if the family has one: its dense weights, keys and values."""
+    head = model.spec.mtp
+    if head is None:
+        return budget
+    layer = head.model(model.spec)
+    weights = itemsize * sum(math.prod(linear.shape) for linear in (*layer.linears(), head.projection))
+    own = kv_token_bytes(replace(model, spec=layer), scheme, itemsize)
+    target = kv_token_bytes(model, scheme, itemsize)
+    left = max(0, budget.nbytes - weights) * target // (target + own)
+    return replace(budget, nbytes=left, reason=f"{budget.reason}, and the head of multi-token prediction")
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,15 @@ from runtime.core.memory_plan import (
     StateSlots,
 )
 from runtime.core.model_config import DecoderConfig
-from runtime.memory.estimate import exact_tokens, gpu_step_bytes, kv_token_bytes, num_draft_tokens, step_bytes
-from runtime.speculative.ngram import CHAINS, TREES
+from runtime.memory.estimate import (
+    beside_head,
+    exact_tokens,
+    gpu_step_bytes,
+    kv_token_bytes,
+    num_draft_tokens,
+    step_bytes,
+)
+from runtime.speculative.ngram import CHAINS, MTP, TREES
 
 STREAM_LENGTH = 2**20
 """Longest sequence where tokens look at sinks and a window only, unless another length is asked for."""
@@ -52,6 +59,8 @@ def plan_memory(
     token_bytes = kv_token_bytes(model, choice.scheme, itemsize)
     exact = exact_tokens(model, choice.scheme, itemsize, config.max_num_seqs)
     budget = find_budget(config, gpu_step_bytes(model, config, itemsize), free_gpu_bytes)
+    if config.speculative_model == MTP and budget.spare_bytes:
+        budget = beside_head(budget, model, choice.scheme, itemsize)
     _check_exact(config, exact, budget)
     states = plan_states(model, config, itemsize, budget)
     left = budget.nbytes - exact.nbytes - states.nbytes
@@ -341,7 +350,7 @@ def find_budget(config: RuntimeConfig, step_bytes: int, free: int | None) -> KVB
 
 def drafts_with_model(config: RuntimeConfig) -> bool:
     """Whether draft tokens come from a model, which needs weights and a KV pool of its own."""
-    return bool(config.speculative_model) and config.speculative_model not in (CHAINS, TREES)
+    return bool(config.speculative_model) and config.speculative_model not in (CHAINS, TREES, MTP)
 
 
 PROCESS_BYTES = 350 * 2**20

@@ -8,13 +8,14 @@ from collections import Counter, abc
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from compress.common.device import available_bytes, format_bytes, on_device
 from compress.common.errors import ToolkitError
-from runtime.backends.kv_pages import KVCache, KVPages
+from runtime.backends.kv_pages import BlockMemory, KVCache, KVPages
 from runtime.backends.narrow_states import step_states
 from runtime.backends.registry import choose_step_kernels
 from runtime.backends.state_memory import StateMemory
@@ -138,6 +139,19 @@ RowSampler = Callable[[abc.Sequence[ScheduledSequence], Tensor, Tensor | None], 
 steps it gets what `sample_tokens` calls `drawn` too."""
 
 
+class StepObserver(Protocol):
+    """Reads the hidden states of every step, and keeps something of its own for the tokens of each block."""
+
+    @property
+    def memory(self) -> BlockMemory:
+        """Memory whose blocks move as those of the runner."""
+        ...
+
+    def observe(self, batch: Batch, hidden: Tensor, tokens: Mapping[str, list[SampledToken]]) -> None:
+        """Reads a computed step: final hidden states `[T, H]`, and the sampled tokens."""
+        ...
+
+
 class ModelRunner:
     """Implements `runtime.core.step.Runner`. Calls must come one at a time, from any one thread.
 
@@ -150,6 +164,7 @@ class ModelRunner:
         kernels: what computes attention and the layers of a step, and why.
         graphs: runs steps of one token per sequence from CUDA graphs; None where nothing is captured.
         graphs_reason: why nothing is; empty where it is.
+        observer: reads every step; None for none.
     """
 
     def __init__(self, decoder: ServedModel, memory: MemoryPlan) -> None:
@@ -164,6 +179,7 @@ class ModelRunner:
         if memory.states.num_slots:
             sizes = self.num_state_slots, decoder.dtype, decoder.device, self.num_host_states
             self.states = StateMemory(decoder.config.state_fields, *sizes, kept=memory.states.dtype)
+        self.observer: StepObserver | None = None
         self.graphs: StepGraphs | None = None
         self.graphs_reason = self._graphs_unsupported_reason()
         if not self.graphs_reason:
@@ -175,6 +191,11 @@ class ModelRunner:
         fused = self.sampler.fused
         draw = partial(sample_step, fused) if fused else None
         self.graphs = StepGraphs(self._logits, buffers, capture, draw)
+
+    def hand_to(self, observer: StepObserver) -> None:
+        """Lets an observer read every step from now on. Captured steps keep no hidden states, so none is captured."""
+        self.observer = observer
+        self.graphs, self.graphs_reason = None, "the drafter reads hidden states"
 
     @property
     def cache(self) -> KVCache:
@@ -232,9 +253,10 @@ class ModelRunner:
             return self._execute(plan)
 
     def _execute(self, plan: StepPlan) -> StepOutput:
-        self.pages.memory.offload(plan.offloads)
-        self.pages.memory.copy(plan.copies)
-        self.pages.memory.restore(plan.restores)
+        for memory in self._memories():
+            memory.offload(plan.offloads)
+            memory.copy(plan.copies)
+            memory.restore(plan.restores)
         if self.states is not None:
             self.states.offload(plan.state_offloads)
             self.states.restore(plan.state_restores)
@@ -246,10 +268,13 @@ class ModelRunner:
             if not path:
                 return self._run_again(self.graphs, plan.entries)
         batch = build_batch(plan.entries, self.block_size, self.decoder.device, self.attention_window)
-        self.pages.memory.clear(batch.fresh_blocks)
+        for memory in self._memories():
+            memory.clear(batch.fresh_blocks)
         hidden = self._forward(batch)
         tokens = self._sample(hidden, batch) if batch.sampling else {}
         self._keep_branches(batch, tokens)
+        if self.observer is not None:
+            self.observer.observe(batch, self.decoder.final_norm(hidden), tokens)
         return StepOutput(
             tokens,
             prompt_logprobs(self.decoder, hidden, batch),
@@ -257,6 +282,9 @@ class ModelRunner:
             path,
             (sum(cache.queries for cache in self.expert_caches), sum(cache.hits for cache in self.expert_caches)),
         )
+
+    def _memories(self) -> list[BlockMemory]:
+        return [self.pages.memory, *([] if self.observer is None else [self.observer.memory])]
 
     def _run_again(self, graphs: StepGraphs, entries: abc.Sequence[ScheduledSequence]) -> StepOutput:
         self.pages.memory.clear([block for entry in entries for block in fresh_blocks(entry, self.block_size)])

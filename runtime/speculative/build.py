@@ -13,16 +13,18 @@ from runtime.core.memory_plan import MemoryPlan
 from runtime.memory.estimate import kv_token_bytes
 from runtime.model.decoder import Decoder
 from runtime.model.loader import load_model
+from runtime.model.mtp import load_head
 from runtime.model.served import ServedModel
 from runtime.runner.runner import ModelRunner, check_fits
-from runtime.speculative.draft_model import ModelDrafter, round_layers, skip_layers
-from runtime.speculative.ngram import CHAINS, TREE_BRANCHES, TREES, NgramDrafter
+from runtime.speculative.draft_model import OTHER_NOISE, ModelDrafter, round_layers, skip_layers
+from runtime.speculative.mtp import HeadRunner, MtpDrafter, draft_blocks
+from runtime.speculative.ngram import CHAINS, MTP, TREE_BRANCHES, TREES, NgramDrafter
 from runtime.speculative.proposer import Drafter, Gate, Speculator
 from runtime.speculative.verify import Proposals, ProposalSampler, RejectionSampler
 from runtime.text.tokenizer import Tokenizer
 
 MAX_DRAFT_TOKENS = 16
-CHOICES = "ngram, ngram-tree, self:2bit, self:3bit, self:skip, self:skip=N, demo, or the folder of a checkpoint"
+CHOICES = "ngram, ngram-tree, mtp, self:2bit, self:3bit, self:skip, self:skip=N, demo, or the folder of a checkpoint"
 SELF_ROUNDED = re.compile(r"self:([23])bit")
 SELF_SKIPPING = re.compile(r"self:skip(?:=(\d+))?")
 
@@ -88,6 +90,8 @@ def _build_drafter(
         return NgramDrafter()
     if config.speculative_model == TREES:
         return NgramDrafter(TREE_BRANCHES)
+    if config.speculative_model == MTP:
+        return _build_head(path, target, runner, config, proposals)
     decoder = _draft_decoder(path, target, config)
     if decoder.config.state_fields:
         raise ToolkitError(
@@ -100,6 +104,31 @@ def _build_drafter(
     if proposals is not None:
         draft.sample = ProposalSampler(proposals)
     return ModelDrafter(draft, config, same_noise=proposals is None)
+
+
+def _build_head(
+    path: str | Path, target: ServedModel, runner: ModelRunner, config: RuntimeConfig, proposals: Proposals | None
+) -> MtpDrafter:
+    """Builds the drafter of the checkpoint's own head, which reads every step of `runner` from now on."""
+    if not isinstance(target, Decoder):
+        raise ToolkitError("models that run by their own modeling code draft with no head", "Use another drafter")
+    if runner.attention_window.window is not None:
+        raise ToolkitError(
+            "a head of multi-token prediction cannot be combined with --attention-window",
+            "Use --speculative-model ngram",
+        )
+    head = load_head(path, target, config.linear_backend)
+    head = replace(head, decoder=head.decoder.for_length(min(config.max_model_len or 0, target.config.context_length)))
+    each = draft_blocks(config.num_speculative_tokens, runner.block_size)
+    num_blocks = runner.num_blocks + each * max(1, runner.memory.num_sequences)
+    memory = _draft_memory(head.decoder, target, replace(runner.memory, num_blocks=num_blocks))
+    memory = replace(memory, num_host_blocks=runner.num_host_blocks)
+    noise = 0 if proposals is None else OTHER_NOISE
+    drafter = MtpDrafter(HeadRunner(head, memory), runner.num_blocks, each, noise=noise)
+    if proposals is not None:
+        drafter.sample = ProposalSampler(proposals)
+    runner.hand_to(drafter)
+    return drafter
 
 
 def _draft_decoder(path: str | Path, target: ServedModel, config: RuntimeConfig) -> ServedModel:

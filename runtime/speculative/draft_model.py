@@ -8,7 +8,7 @@ they sample the same token, so sampled text is drafted nearly as well as greedy 
 from __future__ import annotations
 
 from collections.abc import Sequence as ListOf
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from compress.checkpoint.reader import PackedCheckpoint, RoundedCheckpoint
@@ -17,58 +17,14 @@ from compress.checkpoint.weights import Int, Scheme
 from compress.common.errors import ToolkitError
 from runtime.core.config import RuntimeConfig
 from runtime.core.request import Sequence
-from runtime.core.step import Runner, SampledToken, ScheduledSequence, StepPlan
+from runtime.core.step import Runner, ScheduledSequence, StepPlan
 from runtime.model.decoder import Decoder
 from runtime.model.loader import load_layers
 from runtime.speculative.proposer import DraftRequest
+from runtime.speculative.shadow import Shadow
 
 OTHER_NOISE = 0x5DEECE66D1234567
 """Mixed into a seed to get independent noise."""
-
-
-@dataclass(eq=False, slots=True)
-class _Shadow:
-    """The draft model's state of one sequence.
-
-    Attributes:
-        own: the sequence's tokens, then the draft tokens of the last round; blocks of the draft model's pool.
-        num_known: tokens of `own` before the draft tokens.
-    """
-
-    own: Sequence
-    num_known: int = 0
-
-    def follow(self, sequence: Sequence) -> None:
-        """Copies tokens added since the last round; keys and values of accepted draft tokens stay valid."""
-        own, known = self.own, sequence.token_ids
-        agree = self.num_known
-        while agree < min(len(known), own.num_tokens) and own.token_ids[agree] == known[agree]:
-            agree += 1
-        own.token_ids[agree:] = known[agree:]
-        # The last token is always computed: its logits are needed.
-        own.num_computed_tokens = min(own.num_computed_tokens, agree, len(known) - 1)
-        self.num_known = len(known)
-        own.constraint = sequence.constraint
-
-    def take(self, drawn: list[SampledToken] | None) -> bool:
-        """Appends a draft token; returns False if there is none or the grammar forbids it."""
-        if drawn is None or drawn[0].error:
-            return False
-        constraint = self.own.constraint
-        if constraint is not None and not constraint.accept([drawn[0].token_id]):
-            return False
-        self.own.token_ids.append(drawn[0].token_id)
-        return True
-
-    def take_back(self) -> None:
-        """Rolls the sequence's constraint back to before the draft tokens."""
-        if self.own.constraint is not None:
-            self.own.constraint.rollback(len(self.draft))
-
-    @property
-    def draft(self) -> list[int]:
-        """Draft tokens of this round."""
-        return self.own.token_ids[self.num_known :]
 
 
 class ModelDrafter:
@@ -85,7 +41,7 @@ class ModelDrafter:
         self.config = config
         self._noise = 0 if same_noise else OTHER_NOISE
         self._free = list(range(runner.num_blocks))
-        self._shadows: dict[Sequence, _Shadow] = {}
+        self._shadows: dict[Sequence, Shadow] = {}
 
     def propose(self, requests: ListOf[DraftRequest]) -> None:
         self._forget_all_but({sequence for sequence, _ in requests})
@@ -102,7 +58,7 @@ class ModelDrafter:
             shadow = shadows.get(sequence)
             sequence.draft_token_ids = shadow.draft if shadow is not None else []
 
-    def _advance(self, active: dict[_Shadow, int]) -> dict[_Shadow, int]:
+    def _advance(self, active: dict[Shadow, int]) -> dict[Shadow, int]:
         """Runs one forward pass, which gives each sequence that is up to date one more draft token.
 
         Returns:
@@ -122,13 +78,11 @@ class ModelDrafter:
         drafted = {shadow: count for shadow, count in active.items() if shadow.take(tokens.get(shadow.own.id))}
         return {shadow: count for shadow, count in drafted.items() if len(shadow.draft) < count}
 
-    def _shadow(self, sequence: Sequence, count: int) -> _Shadow | None:
+    def _shadow(self, sequence: Sequence, count: int) -> Shadow | None:
         """Returns the sequence's shadow with its new tokens and blocks for `count` draft tokens; None without room."""
         shadow = self._shadows.get(sequence)
         if shadow is None:
-            request = sequence.request
-            sampling = replace(request.sampling, logprobs=None, prompt_logprobs=None)
-            shadow = _Shadow(Sequence(replace(request, sampling=sampling, seed=request.seed ^ self._noise), []))
+            shadow = Shadow.of(sequence, self._noise)
         shadow.follow(sequence)
         # The last draft token is never computed here.
         num_computed = sequence.num_tokens + count - 1

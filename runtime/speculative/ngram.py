@@ -16,6 +16,8 @@ LENGTHS = (3, 2)
 """Lengths of the n-grams that are looked up, the longest first."""
 CHAINS, TREES = "ngram", "ngram-tree"
 """Values of `RuntimeConfig.speculative_model` for one continuation and for a tree of them."""
+MTP = "mtp"
+"""The value for the checkpoint's own head of multi-token prediction (`runtime.speculative.mtp`)."""
 TREE_BRANCHES = 4
 """Most continuations in a tree."""
 MAX_TREE_TOKENS = 16

@@ -87,7 +87,7 @@ class PlainHead:
 
     @torch.no_grad()
     def states(self, tokens: Tensor, hidden: Tensor) -> Tensor:
-        """Of the tokens behind the positions, and hidden states there; before the last norm."""
+        """States before the last norm, of the tokens behind the positions and hidden states there."""
         embedded = self._norm(self.names[2], self.tensors["model.embed_tokens.weight"][tokens])
         both = torch.cat((embedded, self._norm(self.names[3], hidden)), -1)
         inputs = both @ self.tensors[f"{self.names[1]}.weight"].T
