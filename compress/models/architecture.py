@@ -137,10 +137,10 @@ def smoothing_mappings(block: Block) -> tuple[SmoothingMapping, ...]:
     """Derives a block's smoothing mappings; none where projections are stored as one, as their rows differ in role.
 
     Norms of query and key heads follow the projections and do not see a scale on their inputs. A norm that mixer and
-    MLP or two mixers read has no mapping, as no module shows what a change does to both.
+    MLP, two mixers or the residual stream read has no mapping, as no module shows what a change does to both.
     """
     mlp = block.mlp
-    first, second = (None, None) if block.is_parallel else (block.input_norm, block.mlp_norm)
+    first, second = (None, None) if block.is_parallel or _norms_replace(block) else (block.input_norm, block.mlp_norm)
     first = None if block.second is not None else first
     found = _attention_mappings(first, block.mixer) if isinstance(block.mixer, Attention) else _reader(first, block)
     if mlp is None:
@@ -219,9 +219,14 @@ def _mappings(
 def is_pre_norm(block: Block) -> bool:
     """Whether mixer and MLP read the residual stream through plain norms and add to it without one."""
     read = block.input_norm, block.mlp_norm
-    return (
-        all(norm is not None and norm.is_plain for norm in read) and block.output_norm is block.mlp_output_norm is None
-    )
+    if _norms_replace(block) or not all(norm is not None and norm.is_plain for norm in read):
+        return False
+    return block.output_norm is block.mlp_output_norm is None
+
+
+def _norms_replace(block: Block) -> bool:
+    """Whether what norms give takes the place of the residual stream."""
+    return block.residual is not None and block.residual.kept is not None
 
 
 def residual_stream(block: Block) -> ResidualStream | None:

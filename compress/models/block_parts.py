@@ -41,6 +41,25 @@ class Beside:
 
 
 @dataclass(frozen=True, slots=True)
+class Residual:
+    """Factors around mixer and MLP, in this order: `x += scale * mixer(norm(x))`.
+
+    Attributes:
+        scales: on what mixer and MLP add.
+        kept: with them norms replace the residual stream: `x = norm(x)`, then `x = kept * x + scale * mixer(x)`; None
+            leaves it as it is.
+    """
+
+    scales: tuple[float, float]
+    kept: tuple[float, float] | None = None
+
+    @classmethod
+    def scaled(cls, scale: float) -> Residual | None:
+        """Makes those of one factor on all that is added."""
+        return None if scale == 1.0 else cls((scale, scale))
+
+
+@dataclass(frozen=True, slots=True)
 class LayerInput:
     """The last sum of a block: `x += norm(output(activation(gate(x)) * e))` with its row e of `LayerInputs`."""
 

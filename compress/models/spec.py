@@ -12,7 +12,7 @@ from compress.models.stacks import Slice, Stack
 from compress.models.state import StateField
 
 if TYPE_CHECKING:
-    from compress.models.block_parts import Beside, LayerInput, LayerInputs, PositionScale, SecondMixer
+    from compress.models.block_parts import Beside, LayerInput, LayerInputs, PositionScale, Residual, SecondMixer
     from compress.models.latent import Latent
     from compress.models.mixers.recurrent import Recurrent
     from compress.models.mtp import MultiTokenPrediction
@@ -285,7 +285,7 @@ class Block:
         input_norm, mlp_norm: None where the residual stream is read as it is. In a parallel block `mlp_norm` is None,
             and `mlp` reads what `mixer` reads.
         output_norm, mlp_output_norm: norms of what mixer and MLP add.
-        residual_scale: factor on what mixer and MLP add.
+        residual: factors on the residual stream and on what is added to it; None for none.
         second: another mixer, beside attention.
         beside: a mixture that reads the residual stream as the MLP does.
         layer_input: what is added behind the MLP.
@@ -298,7 +298,7 @@ class Block:
     mlp: MLP | Mixture | None
     output_norm: Norm | None = None
     mlp_output_norm: Norm | None = None
-    residual_scale: float = 1.0
+    residual: Residual | None = None
     is_parallel: bool = False
     second: SecondMixer | None = None
     beside: Beside | None = None

@@ -24,7 +24,7 @@ def layers_unsupported(spec: ModelSpec) -> str:
     if others:
         return f"computes gated silu, not {', '.join(sorted(others))}"
     closes = block.beside is not None or block.layer_input is not None or block.scalar
-    if block.is_parallel or block.residual_scale != 1.0 or closes or not is_pre_norm(block):
+    if block.is_parallel or block.residual is not None or closes or not is_pre_norm(block):
         return "computes plain norms before attention and MLP only, and adds what they give as it is"
     if rope is None or rope.partial != 1 or rope.interleaved or any(each.rope != rope for each in mixers):
         return "rotates all layers and channels alike"

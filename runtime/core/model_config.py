@@ -284,7 +284,8 @@ def unsupported_reason(spec: ModelSpec) -> str:
     if not mixers:
         return "models without any attention are not supported"
     whole = [block for block in spec.blocks if block.mixer is not None and block.mlp is not None]
-    if any(replace(each, mixer=whole[0].mixer, mlp=whole[0].mlp) != whole[0] for each in whole):
+    first = whole[0]
+    if any(replace(each, mixer=first.mixer, mlp=first.mlp, residual=first.residual) != first for each in whole):
         return "layers that differ in more than their attention and MLP are not supported"
     if len({(mixer.softcap, mixer.norms_rotated) for mixer in mixers}) > 1:
         return "scores with different caps are not supported"
@@ -294,6 +295,8 @@ def unsupported_reason(spec: ModelSpec) -> str:
     if len(latents) > 1:
         return "latent attention that differs from layer to layer is not supported"
     inner = {norm for mixer in mixers if mixer.latent is not None for norm in mixer.latent.norms}
+    others = (mixer for block in spec.blocks for mixer in block.mixers if not isinstance(mixer, Attention))
+    inner |= {norm for mixer in others for norm in mixer.norms}
     norms = (norm for block in spec.blocks for norm in block.norms)
     if any(norm.eps != spec.final_norm.eps for norm in norms if norm not in inner):
         return "norms with different eps are not supported"

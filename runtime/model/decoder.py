@@ -10,6 +10,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from compress.models.block_parts import Residual
 from compress.models.spec import MLP, Block
 from compress.models.spec import Attention as AttentionSpec
 from runtime.backends.base import Attention, Linear, NormWeights, Ops, RunLayers, SparseAttention, mlp_linears
@@ -225,15 +226,17 @@ class Decoder:
         layer = self.layers[index]
         if block.mixer is not None:
             normed = self._normalize(hidden, update, layer.attention_norm)
-            update = self._finish(block, self._mix(index, block, normed, step), layer.output_norm)
+            _keep(block.residual, 0, hidden, normed)
+            update = self._finish(block, 0, self._mix(index, block, normed, step), layer.output_norm)
         if block.mlp is None:
             return update
         if not block.is_parallel:
             normed = self._normalize(hidden, update, layer.mlp_norm)
+            _keep(block.residual, 1, hidden, normed)
         added = self._mlp(block, layer, normed)
         if layer.beside is not None and block.beside is not None:
             added = self._mix_beside(block.beside.mixture.mlps[0], layer.beside, hidden, added)
-        added = self._finish(block, added, layer.mlp_output_norm)
+        added = self._finish(block, 1, added, layer.mlp_output_norm)
         added = added.add_(update) if block.is_parallel and update is not None else added
         return self._close(index, block, hidden, added, step)
 
@@ -280,11 +283,11 @@ class Decoder:
         mixed = beside.experts(read, partial(self._apply, mlp), routed)
         return self._normalize(added, None, beside.mlp_norm) + self._normalize(mixed, None, beside.output_norm)
 
-    def _finish(self, block: Block, update: Tensor, norm: NormWeights | None) -> Tensor:
-        """Applies what a block does to an update before it is added."""
+    def _finish(self, block: Block, part: int, update: Tensor, norm: NormWeights | None) -> Tensor:
+        """Applies what a block does to an update of its mixer (0) or MLP (1) before it is added."""
         if norm is not None:
             update = self._normalize(update, None, norm)
-        return update if block.residual_scale == 1.0 else update * block.residual_scale
+        return update if block.residual is None else update * block.residual.scales[part]
 
     def _normalize(self, hidden: Tensor, update: Tensor | None, norm: NormWeights | None) -> Tensor:
         """Adds `update` to `hidden` in place and returns the norm of the sum; without a norm, the sum itself."""
@@ -408,6 +411,12 @@ class _Step:
 
 def _compute(recurrent: RecurrentLayer, layer: int, ops: Ops, x: Tensor, states: StepStates) -> Tensor:
     return recurrent(x, layer, states, ops)
+
+
+def _keep(residual: Residual | None, part: int, hidden: Tensor, normed: Tensor) -> None:
+    """Replaces the residual stream by its norm before the mixer (0) or MLP (1), in blocks that do so."""
+    if residual is not None and residual.kept is not None:
+        torch.mul(normed, residual.kept[part], out=hidden)
 
 
 def _scaled(query: Tensor, mixer: AttentionSpec, positions: Tensor) -> Tensor:

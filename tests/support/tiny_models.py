@@ -241,6 +241,20 @@ VARIANTS: dict[str, dict[str, object]] = {
         "attention_bias": True,
         "head_dim": 24,
     },
+    "minimax": {
+        **EXPERTS,
+        "num_local_experts": 8,
+        "num_hidden_layers": 4,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+        "head_dim": 24,
+        "block_size": 16,
+        "full_attn_alpha_factor": 1.5,
+        "full_attn_beta_factor": 0.7,
+        "linear_attn_alpha_factor": 1.2,
+        "linear_attn_beta_factor": 0.9,
+        "mlp_alpha_factor": 0.8,
+        "mlp_beta_factor": 1.1,
+    },
     "minimax_m2": {
         **EXPERTS,
         "num_local_experts": 8,
@@ -352,6 +366,8 @@ VARIANTS |= {family: all_features(family) for family in known_families() if fami
 """One model of every family with all of its features."""
 STACKED = {"gpt_oss", "granitemoe", "granitemoehybrid", "llama4_text", "mistral4"}
 """Mixtures whose experts are stored as one tensor."""
+DECAYS = ("slope_rate", "_decay")
+"""Ends of the names of tables that follow from config.json."""
 PADDED = {"youtu"}
 """Families whose row of the pad token transformers fills with zeros at load."""
 GEMMA4_LAYERS = {
@@ -377,6 +393,8 @@ def save_tiny_model(folder: Path, family: str = "llama", dtype: torch.dtype = to
     torch.manual_seed(0)
     model = auto_class(family).from_config(config).to(dtype)
     for name, tensor in model.state_dict().items():
+        if name.endswith(DECAYS):
+            continue
         nn.init.normal_(tensor, mean=1.0 if "norm" in name else 0.0, std=0.3 if tensor.dim() == 1 else 0.15)
     if family in PADDED:
         model.get_input_embeddings().weight.data[config.pad_token_id] = 0
@@ -422,9 +440,19 @@ def compute_in_float64(model: Any) -> Any:
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             parameter.data = parameter.double()
+        if hasattr(module, "decay_factors"):
+            _compute_decays(module)
         if module is model or type(module).__name__.endswith("Norm"):
             module.forward = _in_float64(module.forward)
     return model
+
+
+def _compute_decays(module: Any) -> None:
+    """Replaces tables of decays that were rounded to float32."""
+    torch.set_default_dtype(torch.float64)
+    module.slope_rate = module.get_slope_rate()
+    torch.set_default_dtype(torch.float32)
+    module.query_decay, module.key_decay, module.diagonal_decay = module.decay_factors(module.slope_rate)
 
 
 def _in_float64(compute: Callable[..., Any]) -> Callable[..., Any]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from compress.models.block_parts import Residual
 from compress.models.config import (
     Config,
     attention,
@@ -77,7 +78,7 @@ def _attention(config: Config, **options: Any) -> Attention:
 def _granite(config: Config, mlp: MLP | Mixture, mixers: Sequence[Attention | Recurrent] | None = None) -> ModelSpec:
     """Composes the decoder; without `mixers` all layers have the same attention."""
     mixers = [_attention(config)] * num_layers(config) if mixers is None else mixers
-    spec = decoder(config, mixers, mlp, residual_scale=number(config, "residual_multiplier", 1.0))
+    spec = decoder(config, mixers, mlp, residual=Residual.scaled(number(config, "residual_multiplier", 1.0)))
     return replace(
         spec,
         embedding_scale=number(config, "embedding_multiplier", 1.0),

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from compress.models.block_parts import Residual
 from compress.models.config import Config, decoder, flag, gated_mlp, num_layers, number, positive, rope
 from compress.models.latent import latent_attention
 from compress.models.registry import register
@@ -31,7 +32,7 @@ def minicpm3(config: Config) -> ModelSpec:
         config = {**config, "v_head_dim": hidden // positive(config, "num_attention_heads")}
     depth = 1.0 if config["scale_depth"] is None else number(config, "scale_depth") / layers**0.5
     mlp = gated_mlp(config, bias=flag(config, "mlp_bias"))
-    spec = decoder(config, [latent_attention(config, rope(config))] * layers, mlp, residual_scale=depth)
+    spec = decoder(config, [latent_attention(config, rope(config))] * layers, mlp, residual=Residual.scaled(depth))
     return replace(
         spec,
         embedding_scale=number(config, "scale_emb", 12.0),

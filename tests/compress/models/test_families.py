@@ -4,7 +4,7 @@ import math
 from pathlib import Path
 
 import pytest
-from tiny_models import SIZES, VARIANTS, save_tiny_model
+from tiny_models import DECAYS, SIZES, VARIANTS, save_tiny_model
 from transformers import AutoConfig
 
 from compress.checkpoint.dequantized import open_source
@@ -40,7 +40,7 @@ def test_parameters_are_those_of_transformers(
 ) -> None:
     folder = save_tiny_model(tmp_path, model_type, **options, tie_word_embeddings=tied)
     files = open_source(folder)[0]
-    stored = {name: tuple(files.shape(name)) for name in files.names()}
+    stored = {name: tuple(files.shape(name)) for name in files.names() if not name.endswith(DECAYS)}
     spec = describe(model_type, **options, tie_word_embeddings=tied)
     head = {f"{spec.names.head}.weight": (SIZES["vocab_size"], SIZES["hidden_size"])}
     assert spec.parameters() == (stored | head if tied else stored)
