@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -64,8 +65,32 @@ def not_highest(scores: Tensor, count: int) -> Tensor:
     return ~(is_above | is_equal & (is_equal.cumsum(-1) <= room))
 
 
-class ChosenTokens:
-    """Masks of the tokens that the last indexer chose, one for each part of a step.
+@dataclass(frozen=True, slots=True)
+class ChosenSlots:
+    """Places of the chosen tokens of each of n rows, in the order of the text.
+
+    Attributes:
+        slots: int64 `[n, count]`; slot = block id * block_size + offset.
+        mask: additive `[n, count]`; hides what fills the places of a row that sees fewer tokens.
+    """
+
+    slots: Tensor
+    mask: Tensor
+
+    @classmethod
+    def of(cls, hidden: Tensor, seen: Tensor, slots: Tensor, count: int) -> ChosenSlots:
+        """Finds the `count` keys that `hidden [n, L]` leaves, with an additive mask `seen [n, L]` and slots of all keys
+        `[n, L]`."""
+        places = hidden.logical_not().byte().topk(count, -1, sorted=False).indices.sort(-1).values
+        return cls(slots.gather(1, places), seen.gather(1, places))
+
+
+Part = TypeVar("Part")
+"""Form in which a part of a step knows the chosen tokens."""
+
+
+class ChosenTokens(Generic[Part]):
+    """Masks of the tokens that the last indexer chose, or their places, one for each part of a step.
 
     Args:
         sources: of every layer, the one whose indexer chooses what it sees; -1 for none.
@@ -73,18 +98,18 @@ class ChosenTokens:
 
     def __init__(self, sources: Sequence[int]) -> None:
         self._sources, self._layer = sources, -1
-        self._masks: list[Tensor | None] = []
+        self._parts: Sequence[Part] = []
 
-    def put(self, layer: int, masks: list[Tensor | None]) -> None:
-        """Puts the masks of a layer with an indexer in the place of those before."""
-        self._layer, self._masks = layer, masks
+    def put(self, layer: int, parts: Sequence[Part]) -> None:
+        """Puts those of a layer with an indexer in the place of those before."""
+        self._layer, self._parts = layer, parts
 
-    def of(self, layer: int) -> list[Tensor | None] | None:
-        """Masks of a layer; None for one that sees all tokens. Raises ValueError where its indexer did not choose."""
+    def of(self, layer: int) -> Sequence[Part] | None:
+        """Those of a layer; None for one that sees all tokens. Raises ValueError where its indexer did not choose."""
         source = self._sources[layer] if self._sources else -1
         if source not in (-1, self._layer):
             raise ValueError(f"layer {layer} sees what layer {source} chooses, which did not")
-        return self._masks if source >= 0 else None
+        return self._parts if source >= 0 else None
 
 
 def choose_in_spans(tokens: IndexedTokens, length: int, mask: Tensor | None, dtype: torch.dtype) -> list[Tensor | None]:

@@ -177,7 +177,11 @@ class TokenPages:
         device: torch.device,
         num_host_blocks: int = 0,
     ) -> None:
-        self.dtype, formats = dtype, {"key": scheme.key_format, "value": scheme.value_format}
+        self.dtype, self.block_size, formats = (
+            dtype,
+            block_size,
+            {"key": scheme.key_format, "value": scheme.value_format},
+        )
         kinds = layers_by_shape(config)
         fields: dict[str, BlockField] = {}
         for kind, ((kv_heads, *dims), layers) in enumerate(kinds.items()):
@@ -214,6 +218,11 @@ class TokenPages:
     def gather(self, layer: int, block_ids: Tensor) -> tuple[Tensor, Tensor]:
         key, value = self._parts[layer]
         return key.gather(block_ids), value.gather(block_ids)
+
+    def gather_slots(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Key and value `[n, kv_heads, D]` at int64 slots `[n]`, as copies."""
+        key, value = self._parts[layer]
+        return key.gather_slots(slots), value.gather_slots(slots)
 
     def write_index(self, layer: int, slots: Tensor, key: Tensor) -> None:
         """Stores index keys `[T, D]` of a layer with an indexer, at int64 slots `[T]`."""
@@ -256,6 +265,9 @@ class _ExactPart:
     def gather(self, block_ids: Tensor) -> Tensor:
         return self.codes.index_select(0, block_ids).flatten(0, 1)
 
+    def gather_slots(self, slots: Tensor) -> Tensor:
+        return self._slots.index_select(0, slots)
+
 
 @dataclass(frozen=True, slots=True)
 class _QuantizedPart:
@@ -274,8 +286,13 @@ class _QuantizedPart:
         self.scales.flatten(0, 1).index_copy_(0, slots, torch.stack(metadata, -1))
 
     def gather(self, block_ids: Tensor) -> Tensor:
-        codes = self.codes.index_select(0, block_ids).flatten(0, 1)
-        scale, *offset = self.scales.index_select(0, block_ids).flatten(0, 1).unbind(-1)
+        return self._read(*(part.index_select(0, block_ids).flatten(0, 1) for part in (self.codes, self.scales)))
+
+    def gather_slots(self, slots: Tensor) -> Tensor:
+        return self._read(*(part.flatten(0, 1).index_select(0, slots) for part in (self.codes, self.scales)))
+
+    def _read(self, codes: Tensor, scales: Tensor) -> Tensor:
+        scale, *offset = scales.unbind(-1)
         codes = unpack_halves(codes) if CODE_BITS[self.format] == 4 else codes
         return dequantize_heads(QuantizedHeads(codes, scale, offset[0] if offset else None), self.dtype)
 

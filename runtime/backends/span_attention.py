@@ -258,7 +258,7 @@ class DenseAttention:
             for window, chunk in set(seen)
             if min(window or length, chunk or length) < length
         }
-        self.masks, self._chosen = [masks.get(each) for each in seen], ChosenTokens(scores.index_sources)
+        self.masks, self._chosen = [masks.get(each) for each in seen], ChosenTokens[Tensor | None](scores.index_sources)
 
     def choose(self, layer: int, tokens: IndexedTokens) -> None:
         self._chosen.put(layer, choose_in_spans(tokens, self.length, self.masks[layer], self.dtype))

@@ -43,7 +43,7 @@ class CachedAttention:
             (None if window is None or window >= length else window, chunk) for window, chunk in scores.seen(windows)
         ]
         self.masks = {seen: _mask(positions, *seen, scheme.residual_length, dtype) for seen in set(self.seen)}
-        self.dtype, self._chosen = dtype, ChosenTokens(scores.index_sources)
+        self.dtype, self._chosen = dtype, ChosenTokens[Tensor | None](scores.index_sources)
 
     def choose(self, layer: int, tokens: IndexedTokens) -> None:
         self._chosen.put(layer, choose_in_spans(tokens, self.length, self.masks[self.seen[layer]], self.dtype))

@@ -10,11 +10,14 @@ from torch import Tensor
 
 from runtime.backends.base import Rotary
 from runtime.backends.exact_tokens import ResidualWindow
-from runtime.backends.indexer import ChosenTokens, IndexedTokens
+from runtime.backends.indexer import ChosenSlots, ChosenTokens, IndexedTokens
 from runtime.backends.kv_pages import ExactPlaces, KVCache, TokenPages
 from runtime.backends.span_attention import PLAIN_SCORES, Scores, attend_span, attend_tokens, visibility_mask
 from runtime.backends.torch.ops import rotate
 from runtime.core.batch import AttentionGroup, Batch
+
+Chosen = Tensor | ChosenSlots | None
+"""Mask of a group, or the places of what its rows see."""
 
 
 class StepKeys:
@@ -69,41 +72,55 @@ class StepKeys:
 
     def choose(
         self, layer: int, tokens: IndexedTokens, masks: Sequence[Tensor | None], window: int | None, chunk: int | None
-    ) -> list[Tensor | None]:
-        """Stores the index keys of a layer; returns the masks of its groups without the keys that are not chosen.
+    ) -> list[Chosen]:
+        """Stores the index keys of a layer, and chooses keys of every group; its mask where all are seen."""
+        self.pages.write_index(layer, self.batch.slots, tokens.key)
+        groups = zip(self.batch.groups, masks, strict=True)
+        return [
+            self._choose(layer, group, tokens, mask, (window, chunk)) if group.num_keys > tokens.num_chosen else mask
+            for group, mask in groups
+        ]
 
-        Raises:
-            TypeError: pages that keep no index keys.
-        """
-        pages = self.cache.pages
-        if not isinstance(pages, TokenPages):
-            raise TypeError(f"{type(pages).__name__} keep no index keys")
-        pages.write_index(layer, self.batch.slots, tokens.key)
-        chosen = []
-        for group, mask in zip(self.batch.groups, masks, strict=True):
-            if group.num_keys > tokens.num_chosen:
-                key = pages.gather_index(layer, group.blocks).unflatten(0, (group.num_sequences, -1))
-                mask = self._leave_out(group, tokens, key[:, : group.num_keys], mask, window, chunk)
-            chosen.append(mask)
-        return chosen
-
-    def _leave_out(
+    def _choose(
         self,
+        layer: int,
         group: AttentionGroup,
         tokens: IndexedTokens,
-        key: Tensor,
         mask: Tensor | None,
-        window: int | None,
-        chunk: int | None,
-    ) -> Tensor:
-        tree, recent = group.tree_in(chunk), self.cache.scheme.residual_length
-        seen = visibility_mask(group.positions, group.num_keys, window, self.cache.pages.dtype, 0, tree, chunk)
-        hidden = tokens.hidden(group.rows, key, seen)
+        within: tuple[int | None, int | None],
+    ) -> Chosen:
+        (window, chunk), recent = within, self.cache.scheme.residual_length
+        index_key = self.pages.gather_index(layer, group.blocks).unflatten(0, (group.num_sequences, -1))
+        dtype, tree = self.cache.pages.dtype, group.tree_in(chunk)
+        seen = visibility_mask(group.positions, group.num_keys, window, dtype, 0, tree, chunk)
+        hidden = tokens.hidden(group.rows, index_key[:, : group.num_keys], seen)
+        is_fewer = len(hidden) * tokens.num_chosen < group.num_sequences * group.num_keys
+        if is_fewer and not recent and self.cache.sinks is None:
+            return ChosenSlots.of(hidden, seen, self._slots(group), tokens.num_chosen)
         if recent:
             columns = _recent_columns(group, recent).clamp(min=0)
             exact = columns.repeat_interleave(len(hidden) // len(columns), 0)
             hidden = torch.cat((hidden, hidden.gather(-1, exact)), -1)
         return (seen if mask is None else mask).masked_fill(hidden, float("-inf"))
+
+    def _slots(self, group: AttentionGroup) -> Tensor:
+        """Slots of the keys of every row, int64 `[rows, keys]`."""
+        size = self.pages.block_size
+        inside = torch.arange(size, device=group.blocks.device)
+        slots = (group.blocks.unsqueeze(-1) * size + inside).view(group.num_sequences, -1)[:, : group.num_keys]
+        return slots.repeat_interleave(len(group.positions) // group.num_sequences, 0)
+
+    @property
+    def pages(self) -> TokenPages:
+        """Those of the cache. Raises TypeError for pages that keep no index keys."""
+        if not isinstance(self.cache.pages, TokenPages):
+            raise TypeError(f"{type(self.cache.pages).__name__} keep no index keys")
+        return self.cache.pages
+
+    def read_slots(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Key and value `[B, n, kv_heads, D]` at slots `[B, n]`, after `write` of the same layer."""
+        key, value = self.pages.gather_slots(self.cache.sources[layer], slots.flatten())
+        return key.unflatten(0, slots.shape), value.unflatten(0, slots.shape)
 
     def needs_mask(self, group: AttentionGroup, window: int | None) -> bool:
         """False when causality says it all."""
@@ -170,7 +187,7 @@ class PagedAttention:
             ]
             for window, chunk in set(self.seen)
         }
-        self._chosen = ChosenTokens(scores.index_sources)
+        self._chosen = ChosenTokens[Chosen](scores.index_sources)
 
     def choose(self, layer: int, tokens: IndexedTokens) -> None:
         seen = self.seen[layer]
@@ -180,14 +197,19 @@ class PagedAttention:
         rotate, latent = self.keys.cache.rotate, self.scores.latent(layer)
         query = rotate(query) if latent is None else latent.rotated(query, rotate)
         self.keys.write(layer, rotate(key), value)
-        masks = self._chosen.of(layer) or self.masks[self.seen[layer]]
+        masks: Sequence[Chosen] = self._chosen.of(layer) or self.masks[self.seen[layer]]
         groups = enumerate(zip(self.keys.batch.groups, masks, strict=True))
         parts = [self._attend(layer, index, query[group.rows], mask) for index, (group, mask) in groups]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _attend(self, layer: int, index: int, query: Tensor, mask: Tensor | None) -> Tensor:
+    def _attend(self, layer: int, index: int, query: Tensor, mask: Chosen) -> Tensor:
+        latent = self.scores.latent(layer)
+        if latent is not None and isinstance(mask, ChosenSlots):
+            return latent.attend_tokens(query, *self.keys.read_slots(layer, mask.slots), mask.mask)
+        if isinstance(mask, ChosenSlots):
+            raise ValueError(f"layer {layer} has no latents, whose tokens were chosen")
         key, value = self.keys.read(layer, index)
-        latent, is_shared = self.scores.latent(layer), len(key) > 1 or len(query) == 1
+        is_shared = len(key) > 1 or len(query) == 1
         if latent is not None:
             if is_shared:
                 return latent.attend_tokens(query, key, value, mask)
