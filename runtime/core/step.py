@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from runtime.core.attention_window import AttentionWindow
+from runtime.core.draft_states import StateCosts
 from runtime.core.draft_tree import chain
 from runtime.core.request import LogprobColumns, Sequence, TokenLogprobs
 
@@ -149,6 +150,11 @@ class Runner(Protocol):
     @property
     def num_host_states(self) -> int:
         """Number of host memory slots for evicted recurrent states; plans use ids 0 to num_host_states - 1."""
+        ...
+
+    @property
+    def state_costs(self) -> StateCosts:
+        """What recurrent states of draft tokens cost."""
         ...
 
     @property

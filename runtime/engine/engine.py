@@ -83,6 +83,7 @@ class Engine:
                 config.state_interval,
                 saves=pool.prefix_caching,
                 end_token_ids=runner.eos_token_ids,
+                costs=runner.state_costs,
             )
         self.scheduler = Scheduler(
             pool, config, runner.max_model_len, runner.attention_window, states, shares_blocks=runner.shares_blocks

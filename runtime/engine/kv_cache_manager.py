@@ -220,10 +220,10 @@ class KVCacheManager:
         missing = self.pool.blocks_for(sequence.num_tokens + len(sequence.draft_token_ids)) - len(sequence.block_ids)
         sequence.block_ids += self.pool.allocate(max(0, missing))
 
-    def drop_draft(self, sequence: Sequence) -> None:
-        """Returns the blocks of draft tokens that were not accepted."""
+    def drop_draft(self, sequence: Sequence, num_known: int) -> None:
+        """Returns the blocks of draft tokens that were not accepted, behind those of `num_known` tokens."""
         sequence.keep_drafts(0)
-        num_blocks = self.pool.blocks_for(sequence.num_computed_tokens)
+        num_blocks = self.pool.blocks_for(num_known)
         self.pool.release(sequence.block_ids[num_blocks:])
         del sequence.block_ids[num_blocks:]
         self.release_evictable(sequence)

@@ -17,7 +17,8 @@ tokens. These rules make scheduling fair and free of deadlocks:
 * Draft tokens (`Sequence.draft_token_ids`) get only tokens and blocks that nothing else needs in this step, and those
   blocks are returned after it. So speculation neither preempts nor delays a sequence.
 * With recurrent states (`runtime.engine.state_manager`), admission needs a slot for one more sequence, too. A sequence
-  that runs never waits for a slot.
+  that runs never waits for a slot. It may compute accepted draft tokens again (`runtime.core.draft_states`), and is
+  never behind what it had computed before them.
 
 Hence the first running sequence, and the first one of every other client, computes at least one token in every step.
 With one client and without priorities and forks all running sequences precede all waiting ones, and a sequence ends
@@ -250,7 +251,8 @@ class Scheduler:
         chunk, budget = self.config.prefill_chunk, self.config.max_num_batched_tokens
         if sum(min(s.num_tokens - s.num_computed_tokens, chunk) for s in self.running) >= budget:
             return []
-        decodes = [s for s in self.running if s.num_tokens - s.num_computed_tokens == 1 and s.num_output_tokens]
+        most = 1 if self.states is None else 1 + self.config.num_speculative_tokens
+        decodes = [s for s in self.running if s.num_tokens - s.num_computed_tokens <= most and s.num_output_tokens]
         # Drafts would make a slow grammar slower.
         return [s for s in decodes if not s.is_held and (s.constraint is None or not s.constraint.is_slow)]
 
@@ -268,12 +270,13 @@ class Scheduler:
             sequence = entry.sequence
             num_drafts = entry.num_draft_tokens
             kept = (accepted or {}).get(sequence.id, ()) if num_drafts else ()
-            sequence.num_computed_tokens = entry.start + entry.num_tokens - num_drafts + len(kept)
+            num_known = entry.start + entry.num_tokens - num_drafts + len(kept)
+            sequence.num_computed_tokens = num_known if self.states is None else self.states.reached(entry, num_known)
             self.blocks.register(sequence, kept)
             if self.states is not None:
                 self.states.complete(entry)
             if num_drafts:
-                self.blocks.drop_draft(sequence)
+                self.blocks.drop_draft(sequence, num_known)
 
     def fail(self) -> None:
         """Records that the plan failed. Call `finish` for each of its sequences."""
@@ -426,16 +429,27 @@ class Scheduler:
 
     def _schedule_drafts(self, step: _Step) -> None:
         # Last, so that drafts get only what nothing else needs.
-        for entry in step.entries:
-            if entry.sequence.draft_token_ids:
-                # One block per running sequence stays free, so that no draft causes a preemption by a later decode.
-                room = step.budget if self.states is None else min(step.budget, self.states.pool.num_free)
-                self.blocks.fit_draft(entry.sequence, room, len(self.running))
-                num_drafts = len(entry.sequence.draft_token_ids)
-                entry.num_tokens += num_drafts
-                step.budget -= num_drafts
-                if self.states is not None:
-                    self.states.add_drafts(entry)
+        drafted = [entry for entry in step.entries if entry.sequence.draft_token_ids]
+        for place, entry in enumerate(drafted, 1):
+            # One block per running sequence stays free, so that no draft causes a preemption by a later decode.
+            self.blocks.fit_draft(entry.sequence, self._draft_room(entry, step), len(self.running))
+            num_drafts = len(entry.sequence.draft_token_ids)
+            entry.num_tokens += num_drafts
+            step.budget -= num_drafts
+            if self.states is not None:
+                self.states.add_drafts(entry, len(drafted) - place)
+        if self.states is not None:
+            planned = {entry.sequence.id for entry in step.entries}
+            for sequence in self.running:
+                if sequence.id not in planned:
+                    sequence.keep_drafts(0)  # no tokens were left for what precedes them
+
+    def _draft_room(self, entry: ScheduledSequence, step: _Step) -> int:
+        """Returns the most draft tokens of an entry; none where it does not reach them, or without a free slot."""
+        if self.states is None:
+            return step.budget
+        is_reached = entry.start + entry.num_tokens == entry.sequence.num_tokens
+        return step.budget if is_reached and self.states.pool.num_free else 0
 
     def _make_writable(self, sequence: Sequence, step: _Step) -> bool:
         """Gives the next token a slot of its own. Returns False if the sequence itself had to be preempted."""

@@ -23,10 +23,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as ListOf
 
+from runtime.core.draft_states import StateCosts, num_draft_states
 from runtime.core.memory_plan import most_running
 from runtime.core.request import Sequence
 from runtime.core.step import NO_STATE, BlockRestore, ScheduledSequence
 from runtime.engine.state_pool import StatePool
+
+NO_COSTS = StateCosts()
 
 
 class StateManager:
@@ -37,6 +40,7 @@ class StateManager:
         interval: tokens between two states of a prompt that are saved, rounded up to whole blocks.
         saves: states are saved for later sequences.
         end_token_ids: end messages of a prompt.
+        costs: of states of draft tokens.
 
     Attributes:
         max_running: most sequences that run at the same time.
@@ -51,12 +55,14 @@ class StateManager:
         *,
         saves: bool,
         end_token_ids: frozenset[int] = frozenset(),
+        costs: StateCosts = NO_COSTS,
     ) -> None:
         self.pool = pool
         self.block_size = block_size
         self.interval = -(-interval // block_size) * block_size
         self.saves = saves
         self.end_token_ids = end_token_ids
+        self.costs = costs
         self.max_running = most_running(pool.num_slots) if saves else pool.num_slots
         self.num_hits = 0
         self._planned: list[ScheduledSequence] = []
@@ -114,10 +120,20 @@ class StateManager:
                 self.pool.evict(slot)  # there is only one slot
             entry.state_writes = ((entry.num_tokens - 1, slot),)
 
-    def add_drafts(self, entry: ScheduledSequence) -> None:
-        """Gives each draft token of an entry a slot; there must be as many free ones."""
-        drafts = range(entry.num_tokens - entry.num_draft_tokens, entry.num_tokens)
+    def add_drafts(self, entry: ScheduledSequence, num_spare: int) -> None:
+        """Gives each draft token of an entry a slot, or only the last one, for which one must be free.
+
+        Args:
+            num_spare: slots that stay free for the drafts of others, as far as there are so many.
+        """
+        num_free = max(1, self.pool.num_free - num_spare)
+        count = num_draft_states(entry.num_draft_tokens, num_free, self.costs) if entry.num_draft_tokens else 0
+        drafts = range(entry.num_tokens - count, entry.num_tokens)
         entry.state_writes += tuple((offset, self.pool.allocate()) for offset in drafts)
+
+    def reached(self, entry: ScheduledSequence, num_tokens: int) -> int:
+        """Returns behind how many tokens, of `num_tokens` that are computed and accepted, there is a state."""
+        return max(place for offset, _ in entry.state_writes if (place := entry.start + offset + 1) <= num_tokens)
 
     def add_saves(self) -> None:
         """Plans the states to save inside of spans, as far as there are slots: the last ones of each prompt."""

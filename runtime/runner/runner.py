@@ -22,6 +22,7 @@ from runtime.backends.state_memory import StateMemory
 from runtime.core.attention_window import AttentionWindow
 from runtime.core.batch import Batch, build_batch, build_sampling_metadata, fresh_blocks, slots_of
 from runtime.core.config import RuntimeConfig
+from runtime.core.draft_states import StateCosts
 from runtime.core.draft_tree import follow
 from runtime.core.memory_plan import MemoryPlan
 from runtime.core.request import LogprobColumns, Request, SamplingParams, Sequence
@@ -90,6 +91,10 @@ def with_states(plan: StepPlan, num_slots: int) -> StepPlan:
         entry.state_writes = ((entry.num_tokens - 1, slot),)
     return replace(plan, entries=entries)
 
+
+TOKENS_PER_READ = {"cpu": 5, "cuda": 100}
+"""Tokens whose computation takes about as long as reading the weights: kernels of 4 and 8 bits on a CPU take 4 to 7
+(docs/serving.md, between M=1 and M=8), tensor cores in 16 bits 75 to 300 by their data sheets."""
 
 LOGITS_AT_ONCE = 2**23
 """Logits that exist at a time at most, one row at least: those of a whole long prompt would fill the memory."""
@@ -224,6 +229,12 @@ class ModelRunner:
     @property
     def num_host_states(self) -> int:
         return self.memory.states.num_host_slots
+
+    @property
+    def state_costs(self) -> StateCosts:
+        return StateCosts(
+            self.memory.states.slot_bytes, self.memory.weight_bytes // TOKENS_PER_READ[self.decoder.device.type]
+        )
 
     @property
     def block_size(self) -> int:

@@ -21,7 +21,7 @@ from typing import NamedTuple, Protocol
 
 from runtime.core.draft_tree import depth
 from runtime.core.request import Sequence
-from runtime.core.step import StepPlan
+from runtime.core.step import ScheduledSequence, StepPlan
 
 WEIGHT = 0.25
 """Weight of the newest observation in the moving average of accepted draft tokens."""
@@ -192,10 +192,15 @@ class Speculator:
         for entry in plan.entries:
             if entry.num_draft_tokens:
                 self._windows[entry.sequence].note(depth(entry.draft_parents), num_accepted[entry.sequence.id])
-        only_decodes = all(entry.samples and entry.num_tokens == 1 + entry.num_draft_tokens for entry in plan.entries)
-        if self.gate is not None and only_decodes:
+        if self.gate is not None and all(map(self._is_decode, plan.entries)):
             num_tokens = sum(1 + num_accepted[entry.sequence.id] for entry in plan.entries)
-            self.gate.note(num_tokens, seconds, drafted=any(entry.num_draft_tokens for entry in plan.entries))
+            self.gate.note(num_tokens, seconds, drafted=any(entry.num_tokens > 1 for entry in plan.entries))
+
+    def _is_decode(self, entry: ScheduledSequence) -> bool:
+        """Whether a span has one token and drafts, and before it at most accepted drafts that are computed again."""
+        num_known = entry.num_tokens - entry.num_draft_tokens
+        is_output = num_known == 1 or entry.start >= entry.sequence.num_prompt_tokens
+        return entry.samples and is_output and num_known <= 1 + self.num_draft_tokens
 
     def _new_window(self) -> Window:
         return Window(self.num_draft_tokens, expected=self.num_draft_tokens / 2)

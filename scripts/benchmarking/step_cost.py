@@ -19,6 +19,7 @@ from benchmarking.tables import Row, print_table
 from compress.common.cli import demo_model_path
 from runtime.core.attention_window import FULL_ATTENTION
 from runtime.core.config import RuntimeConfig
+from runtime.core.draft_states import StateCosts
 from runtime.core.request import RequestOptions, SamplingParams
 from runtime.core.step import SampledToken, StepOutput, StepPlan
 from runtime.engine.engine import Engine
@@ -37,6 +38,7 @@ class InstantRunner:
     attention_window = FULL_ATTENTION
     shares_blocks = True
     num_state_slots = num_host_states = 0
+    state_costs = StateCosts()
 
     def __init__(self, num_blocks: int, num_host_blocks: int) -> None:
         self.num_blocks, self.num_host_blocks = num_blocks, num_host_blocks

@@ -9,6 +9,7 @@ from collections.abc import Sequence as TokenIds
 from hashlib import blake2b
 
 from runtime.core.attention_window import FULL_ATTENTION, RELEASED, AttentionWindow
+from runtime.core.draft_states import StateCosts
 from runtime.core.draft_tree import find_child, grow_tree, paths
 from runtime.core.request import Sequence, TokenLogprobs
 from runtime.core.step import NO_STATE, SampledToken, ScheduledSequence, StepOutput, StepPlan
@@ -69,11 +70,12 @@ class FakeRunner:
         shares_blocks: bool = True,
         num_state_slots: int = 0,
         num_host_states: int = 0,
+        state_costs: StateCosts = StateCosts(write_bytes=1, token_bytes=100),
     ) -> None:
         self.shares_blocks = shares_blocks
         self.num_state_slots = num_state_slots
         self._states: list[tuple[int, ...] | None] = [None] * num_state_slots
-        self.num_host_states = num_host_states
+        self.num_host_states, self.state_costs = num_host_states, state_costs
         self._host_states: list[tuple[int, ...] | None] = [None] * num_host_states
         self.num_blocks = num_blocks
         self.block_size = block_size

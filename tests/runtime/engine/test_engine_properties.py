@@ -22,6 +22,7 @@ from hypothesis.stateful import (
 from compress.common.errors import RequestError
 from runtime.core.attention_window import FULL_ATTENTION, AttentionWindow
 from runtime.core.config import RuntimeConfig
+from runtime.core.draft_states import StateCosts
 from runtime.core.request import Delta, FinishReason, RequestOptions, SamplingParams
 from runtime.engine.engine import Engine
 from runtime.engine.output_processor import derive_seed
@@ -68,6 +69,7 @@ class EngineMachine(RuleBasedStateMachine):
         num_state_slots=st.sampled_from([0, 0, 1, 2, 5, 12]),
         state_interval=st.integers(1, 12),
         num_host_states=st.sampled_from([0, 1, 3, 20]),
+        token_bytes=st.sampled_from([0, 9]),
     )
     def start(
         self,
@@ -86,6 +88,7 @@ class EngineMachine(RuleBasedStateMachine):
         num_state_slots: int,
         state_interval: int,
         num_host_states: int,
+        token_bytes: int,
     ) -> None:
         config = RuntimeConfig(
             state_interval=state_interval,
@@ -104,6 +107,7 @@ class EngineMachine(RuleBasedStateMachine):
             attention_window,
             num_state_slots=num_state_slots,
             num_host_states=num_host_states,
+            state_costs=StateCosts(1, token_bytes),
         )
         self.span = config.max_span_tokens
         self.num_steps = 0

@@ -98,12 +98,13 @@ def test_conversations_are_cached(drafted: bool) -> None:
     assert hits[1] >= 0.95 * hits[0] > 0
 
 
-def test_drafts_take_slots_that_nothing_else_needs() -> None:
-    engine = fake_engine(3, FakeDrafter(3, 1.0), prefix_caching=False)
+@pytest.mark.parametrize(("num_slots", "longest"), [(1, 0), (2, 3)])
+def test_drafts_take_slots_that_nothing_else_needs(num_slots: int, longest: int) -> None:
+    engine = fake_engine(num_slots, FakeDrafter(3, 1.0), prefix_caching=False)
     answer(engine, [1, 2, 3], 30)
     drafted = [sum(plan.values()) - 1 for plan in engine.runner.plans[1:]]
-    assert max(drafted) == 2
-    assert engine.metrics.spec_decode_num_accepted_tokens_total > 0
+    assert max(drafted) == longest
+    assert (engine.metrics.spec_decode_num_accepted_tokens_total > 0) == (longest > 0)
 
 
 @pytest.mark.parametrize("num_slots", [1, 2, 5])
