@@ -437,22 +437,23 @@ def load_reference(folder: Path, dtype: torch.dtype = torch.float64, *, exact: b
 
 def compute_in_float64(model: Any) -> Any:
     """Makes a module of transformers, and the norms in it, compute everything in float64."""
+    compute_decays(model)
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             parameter.data = parameter.double()
-        if hasattr(module, "decay_factors"):
-            _compute_decays(module)
         if module is model or type(module).__name__.endswith("Norm"):
             module.forward = _in_float64(module.forward)
     return model
 
 
-def _compute_decays(module: Any) -> None:
+def compute_decays(model: Any) -> None:
     """Replaces tables of decays that were rounded to float32."""
-    torch.set_default_dtype(torch.float64)
-    module.slope_rate = module.get_slope_rate()
-    torch.set_default_dtype(torch.float32)
-    module.query_decay, module.key_decay, module.diagonal_decay = module.decay_factors(module.slope_rate)
+    for module in model.modules():
+        if hasattr(module, "decay_factors"):
+            torch.set_default_dtype(torch.float64)
+            module.slope_rate = module.get_slope_rate()
+            torch.set_default_dtype(torch.float32)
+            module.query_decay, module.key_decay, module.diagonal_decay = module.decay_factors(module.slope_rate)
 
 
 def _in_float64(compute: Callable[..., Any]) -> Callable[..., Any]:

@@ -42,7 +42,7 @@ def delta_chunk(x: DeltaInputs, state: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _later_keys(key: Tensor, total: Tensor) -> Tensor:
-    """What is left of each key at each token, `[B, H, n, n, K]`; nothing of those that come after it."""
+    """Computes what is left of each key at each token, `[B, H, n, n, K]`; nothing of those that come after it."""
     count = total.shape[-2]
     later = torch.ones(count, count, dtype=torch.bool, device=total.device).triu(1).unsqueeze(-1)
     since = (total.unsqueeze(-2) - total.unsqueeze(-3)).masked_fill_(later, float("-inf"))
