@@ -10,7 +10,7 @@ from runtime.backends.base import (
     OpsKernel,
     register,
 )
-from runtime.backends.cpu.kv_pages import make_pages
+from runtime.backends.cpu.latent import make_pages
 from runtime.backends.cpu.layers import (
     CpuOps,
     CpuSampling,

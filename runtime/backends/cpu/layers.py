@@ -25,7 +25,9 @@ from runtime.backends.base import (
     mlp_linears,
     plain_weight,
 )
+from runtime.backends.cpu.attention_call import PagedAttentionCall, ancestors_of, spans_of
 from runtime.backends.cpu.kv_pages import CpuPages, heads_unsupported_reason, pages_unsupported_reason, token_stride
+from runtime.backends.cpu.latent import CpuLatentAttention, latents_unsupported_reason
 from runtime.backends.cpu.linear import CpuLinear
 from runtime.backends.cpu.mixture import (
     ACTIVATIONS,
@@ -37,33 +39,13 @@ from runtime.backends.cpu.mixture import (
     product,
 )
 from runtime.backends.fused_layers import indexers_unsupported, latents_unsupported, layers_unsupported
-from runtime.backends.kv_pages import KVCache
+from runtime.backends.kv_pages import ExactPlaces, KVCache
 from runtime.backends.span_attention import PLAIN_SCORES, Scores, scores_of
+from runtime.backends.torch.attention import StepKeys
 from runtime.backends.torch.ops import TorchOps
-from runtime.core.batch import AttentionGroup, Batch, SamplingTensors
+from runtime.core.batch import Batch, SamplingTensors
 from runtime.core.memory_plan import MemoryPlan
 from runtime.core.model_config import DecoderConfig
-
-
-class PagedAttentionCall(ctypes.Structure):
-    """`PagedAttention` of attention.h."""
-
-    _fields_ = (
-        ("pages", c_void_p),
-        ("heads", c_int64),
-        ("window", c_int64),
-        ("scale", c_float),
-        ("query", c_void_p),
-        ("query_row", c_int64),
-        ("out", c_void_p),
-        ("num_spans", c_int64),
-        ("spans", c_void_p),
-        ("blocks", c_void_p),
-        ("ancestors", c_void_p),
-        ("sink_logits", c_void_p),
-        ("chunk", c_int64),
-        ("softcap", c_float),
-    )
 
 
 class CpuAttention:
@@ -95,9 +77,9 @@ class CpuAttention:
         self._attend = function("paged_attention", c_void_p, c_int)
         self.hadamard, self.pages, self.batch, self.windows = hadamard, pages, batch, windows
         self.instruction_set = instruction_set
-        self._spans = torch.tensor(_spans(batch.groups), dtype=torch.int64)
+        self._spans = torch.tensor(spans_of(batch.groups), dtype=torch.int64)
         self._blocks = torch.cat([group.blocks for group in batch.groups])
-        self._ancestors = _ancestors(batch.groups)
+        self._ancestors = ancestors_of(batch.groups)
         self.call = PagedAttentionCall(
             num_spans=len(self._spans),
             spans=self._spans.data_ptr(),
@@ -122,26 +104,6 @@ class CpuAttention:
         if self._attend(ctypes.addressof(call), self.instruction_set):
             raise ValueError(f"this machine lacks instruction set {self.instruction_set}")
         return out
-
-
-def _spans(groups: tuple[AttentionGroup, ...]) -> list[tuple[int, int, int, int]]:
-    """First row, number of tokens, first block in the table of all groups, and first position of every sequence."""
-    spans, block = [], 0
-    for group in groups:
-        num_tokens = (group.rows.stop - group.rows.start) // group.num_sequences
-        num_blocks = len(group.blocks) // group.num_sequences
-        for index, position in enumerate(group.positions[::num_tokens].tolist()):
-            spans.append((group.rows.start + index * num_tokens, num_tokens, block + index * num_blocks, position))
-        block += len(group.blocks)
-    return spans
-
-
-def _ancestors(groups: tuple[AttentionGroup, ...]) -> Tensor | None:
-    """Ancestor bits of every row, 0 for plain causal attention; None when all rows are causal."""
-    if all(group.ancestors is None for group in groups):
-        return None
-    bits = [torch.zeros_like(group.positions) if group.ancestors is None else group.ancestors for group in groups]
-    return torch.cat(bits)
 
 
 class _AddNorm(ctypes.Structure):
@@ -342,8 +304,10 @@ def attention_unsupported_reason(model: Model, memory: MemoryPlan) -> str:
     """Why compiled attention cannot serve a model; "" when it can."""
     if memory.attention_window.window is not None and memory.attention_window.sinks:
         return "keeps no sinks of streams"
-    if reason := latents_unsupported(model.config.spec) or indexers_unsupported(model.config.spec):
+    if reason := indexers_unsupported(model.config.spec):
         return reason
+    if latents_unsupported(model.config.spec):
+        return latents_unsupported_reason(model, memory)
     reason = pages_unsupported_reason(model.config, memory.kv_cache, memory.block_size, model.dtype, model.device)
     return reason or ("" if isinstance(model.ops, CpuOps) else "goes with compiled ops between linears")
 
@@ -352,10 +316,12 @@ def prepare_attention(
     model: Model, cache: KVCache, windows: tuple[int | None, ...], memory: MemoryPlan
 ) -> AttentionStep:
     """Compiled attention over pages in place."""
-    pages, rotate = cache.pages, cache.scheme.rotate
+    pages, rotate, scores = cache.pages, cache.scheme.rotate, scores_of(model)
+    if scores.latents:
+        nowhere = ExactPlaces(None, None)
+        return lambda batch: CpuLatentAttention(StepKeys(cache, batch, nowhere), windows, scores)
     if not isinstance(pages, CpuPages):
         raise TypeError(f"{type(pages).__name__} are not the pages of compiled attention")
-    scores = scores_of(model)
     sinks = tuple(None if each is None else each.float().contiguous() for each in scores.sink_logits)
     scores = replace(scores, sink_logits=sinks)
 

@@ -7,6 +7,7 @@
 #include <string.h>
 
 #include "attention/attention.h"
+#include "attention/latent.h"
 #include "gptq/gptq.h"
 #include "layers/norm_rope_act.h"
 #include "common/thread_pool.h"
@@ -92,6 +93,43 @@ static int attend(int set) {
     return wrong;
 }
 
+/* Latents, or rotated keys; scales of 0.0156 and offsets of 0. */
+static LatentPart latent_part(int64_t size, int64_t format, int64_t slots) {
+    const int64_t bytes = format == LATENT_EXACT ? 2 * size : format == LATENT_INT4 ? size / 2 : size;
+    uint8_t *codes = format == LATENT_EXACT ? (uint8_t *)numbers(slots * size) : exactly(slots * bytes);
+    for (int64_t i = 0; format != LATENT_EXACT && i < slots * bytes; i++) codes[i] = (uint8_t)draw(119);
+    const int64_t count = format == LATENT_EXACT ? 0 : format == LATENT_FP8 ? slots : 2 * slots;
+    uint16_t *scales = exactly(count * 2);
+    for (int64_t i = 0; i < count; i++) scales[i] = format != LATENT_FP8 && i % 2 ? 0 : 0x2400;
+    return (LatentPart){size, format, codes, scales};
+}
+
+static int attend_latents(int set) {
+    const int64_t rank = 2 * (1 + draw(256)), rotated = 2 * (1 + draw(40)), block_size = 4 << draw(4);
+    const int64_t width = (rank + rotated + 31) / 32 * 32, heads = 1 + draw(70);
+    const int64_t length = 1 + draw(1100), tokens = 1 + draw(length < 5 ? length : 5);
+    const int64_t num_blocks = (length + block_size - 1) / block_size, count = tokens * heads * width;
+    int64_t *blocks = exactly(num_blocks * 8);
+    for (int64_t i = 0; i < num_blocks; i++) blocks[i] = num_blocks - 1 - i;
+    uint16_t *query = numbers(count), *first = exactly(count * 2), *other = exactly(count * 2);
+    for (int64_t i = 0; i < count; i++) query[i] = i % width < rank + rotated ? query[i] : 0;
+    const Span span = {0, tokens, 0, length - tokens};
+    LatentAttention job = {.width = width, .block_size = block_size};
+    job.attention = (PagedAttention){.heads = heads, .window = draw(2) ? 0 : 1 + draw(700), .scale = 0.02f, .query = query};
+    job.attention.query_row = heads * width, job.attention.num_spans = 1, job.attention.spans = &span;
+    job.attention.blocks = blocks, job.attention.out = first;
+    job.latents = latent_part(rank, draw(4), num_blocks * block_size);
+    job.keys = latent_part(rotated, draw(4), num_blocks * block_size);
+    int wrong = latent_attention(&job, SCALAR) ? FAILED_STATUS : 0;
+    job.attention.out = other;
+    if (!wrong && latent_attention(&job, set)) wrong = FAILED_STATUS;
+    for (int64_t i = 0; i < count; i++)
+        if (!(fabsf(value(first[i]) - value(other[i])) <= 0.05f + 0.02f * fabsf(value(first[i])))) wrong = FAILED_NUMBERS;
+    free(blocks), free(query), free(first), free(other);
+    free((void *)job.latents.codes), free((void *)job.latents.scales), free((void *)job.keys.codes), free((void *)job.keys.scales);
+    return wrong;
+}
+
 static int glue(int set) {
     const int64_t rows = 1 + draw(30), size = 16 * (1 + draw(40)), heads = 1 + draw(5), dim = 32 * (1 + draw(8));
     uint16_t *hidden = numbers(rows * size), *update = numbers(rows * size), *weight = numbers(size);
@@ -147,6 +185,7 @@ int main(void) {
     for (int i = 0; !wrong && i < CASES; i++) {
         const int set = i % (native_best_instruction_set() + 1);
         wrong = attend(set);
+        if (!wrong) wrong = attend_latents(set);
         if (!wrong) wrong = glue(set);
         if (!wrong) wrong = columns(set);
         if (!wrong) wrong = sample(set);

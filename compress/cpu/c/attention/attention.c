@@ -8,17 +8,9 @@
 
 enum { TILES_PER_THREAD = 4 }; /* with fewer tiles than that, their parts are shared out, too */
 
-/* Rows of one span and one key-value head. */
-typedef struct {
-    const Span *span;
-    int64_t head, first_row, rows; /* counted over the tokens of the span and the query heads of `head` */
-    int64_t first_part, num_parts; /* of its keys */
-    int64_t slot;                  /* of its first part's result, where those are kept */
-} Tile;
-
 typedef struct {
     const PagedAttention *attention;
-    void (*attend)(const Part *part, PartResult *result);
+    AttendPart attend;
     Tile *tiles;
     int64_t num_tiles, num_parts;
     PartResult *results; /* of all parts of all tiles; NULL when tiles go through their parts one after the other */
@@ -127,8 +119,7 @@ static void set_strips(const Plan *plan, const Tile *tile, int64_t number, Part 
     }
 }
 
-static void set_queries(const Plan *plan, const Tile *tile, Part *part) {
-    const PagedAttention *attention = plan->attention;
+void set_queries(const PagedAttention *attention, const Tile *tile, Part *part) {
     const int64_t shared = queries_per_head(attention), size = attention->pages->head_dim;
     part->attention = attention;
     part->rows = (int)tile->rows;
@@ -151,8 +142,7 @@ static void set_queries(const Plan *plan, const Tile *tile, Part *part) {
     }
 }
 
-/* Joins what another part gave; `into` begins with no keys. */
-static void join(PartResult *into, const PartResult *from, int64_t rows, int64_t size) {
+void join(PartResult *into, const PartResult *from, int64_t rows, int64_t size) {
     for (int64_t row = 0; row < rows; row++) {
         const float largest = fmaxf(into->largest[row], from->largest[row]);
         const float before = into->largest[row] <= UNSEEN ? 0 : expf(into->largest[row] - largest);
@@ -164,13 +154,12 @@ static void join(PartResult *into, const PartResult *from, int64_t rows, int64_t
     }
 }
 
-static void clear(PartResult *result, int64_t rows, int64_t size) {
+void clear(PartResult *result, int64_t rows, int64_t size) {
     for (int64_t row = 0; row < rows; row++) result->largest[row] = UNSEEN, result->sum[row] = 0;
     memset(result->values, 0, (size_t)(rows * size) * sizeof *result->values);
 }
 
-static void write_out(const Plan *plan, const Tile *tile, const PartResult *result) {
-    const PagedAttention *attention = plan->attention;
+void write_out(const PagedAttention *attention, const Tile *tile, const PartResult *result) {
     const int64_t shared = queries_per_head(attention), size = attention->pages->head_dim;
     for (int64_t row = 0; row < tile->rows; row++) {
         const int64_t token = (tile->first_row + row) / shared, head = tile->head * shared + (tile->first_row + row) % shared;
@@ -188,11 +177,11 @@ static void attend_tile(void *context, int64_t number) {
     float values[2][TILE * LONGEST_HEAD];
     Part part;
     PartResult all = {.values = values[0]}, one = {.values = values[1]};
-    set_queries(plan, tile, &part);
+    set_queries(plan->attention, tile, &part);
     if (tile->num_parts == 1) { /* what joining with nothing gives */
         set_strips(plan, tile, tile->first_part, &part);
         plan->attend(&part, &one);
-        write_out(plan, tile, &one);
+        write_out(plan->attention, tile, &one);
         return;
     }
     clear(&all, tile->rows, size);
@@ -201,14 +190,14 @@ static void attend_tile(void *context, int64_t number) {
         plan->attend(&part, &one);
         join(&all, &one, tile->rows, size);
     }
-    write_out(plan, tile, &all);
+    write_out(plan->attention, tile, &all);
 }
 
 static void attend_one_part(void *context, int64_t number) {
     const Plan *plan = context;
     const Tile *tile = &plan->tiles[plan->owner[number]];
     Part part;
-    set_queries(plan, tile, &part);
+    set_queries(plan->attention, tile, &part);
     set_strips(plan, tile, tile->first_part + number - tile->slot, &part);
     plan->results[number].values = plan->values + number * TILE * plan->attention->pages->head_dim;
     plan->attend(&part, &plan->results[number]);
@@ -222,7 +211,7 @@ static void join_tile(void *context, int64_t number) {
     PartResult all = {.values = values};
     clear(&all, tile->rows, size);
     for (int64_t i = 0; i < tile->num_parts; i++) join(&all, &plan->results[tile->slot + i], tile->rows, size);
-    write_out(plan, tile, &all);
+    write_out(plan->attention, tile, &all);
 }
 
 static void attend_by_parts(Plan *plan) {
@@ -232,7 +221,7 @@ static void attend_by_parts(Plan *plan) {
     pool_run(join_tile, plan, plan->num_tiles);
 }
 
-static void (*const ATTEND_PART[NUM_INSTRUCTION_SETS])(const Part *, PartResult *) =
+const AttendPart ATTEND_PART[NUM_INSTRUCTION_SETS] =
 #if ON_X86
     {attend_part_scalar, attend_part_avx2, attend_part_avx512, attend_part_avx512_bf16};
 #else

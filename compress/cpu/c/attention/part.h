@@ -32,6 +32,25 @@ typedef struct {
     float *values; /* [TILE, head_dim] */
 } PartResult;
 
+/* Rows of one span and one key-value head. */
+typedef struct {
+    const Span *span;
+    int64_t head, first_row, rows; /* counted over the tokens of the span and the query heads of `head` */
+    int64_t first_part, num_parts; /* of its keys */
+    int64_t slot;                  /* of its first part's result, where those are kept */
+} Tile;
+
+/* Everything of a part but its strips. */
+void set_queries(const PagedAttention *attention, const Tile *tile, Part *part);
+
+/* A result of no keys; what another part gave, joined to it; and the output of a tile. */
+void clear(PartResult *result, int64_t rows, int64_t size);
+void join(PartResult *into, const PartResult *from, int64_t rows, int64_t size);
+void write_out(const PagedAttention *attention, const Tile *tile, const PartResult *result);
+
+typedef void (*AttendPart)(const Part *part, PartResult *result);
+extern const AttendPart ATTEND_PART[NUM_INSTRUCTION_SETS];
+
 void attend_part_scalar(const Part *part, PartResult *result);
 void attend_part_avx2(const Part *part, PartResult *result);
 void attend_part_avx512(const Part *part, PartResult *result);

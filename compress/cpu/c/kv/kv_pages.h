@@ -20,7 +20,7 @@
 
 enum {
     STRIP = 16,         /* tokens that stand side by side; divides the tokens of a block */
-    LONGEST_HEAD = 512, /* head_dim at most */
+    LONGEST_HEAD = 640, /* numbers of a head at most: a latent of 512 channels and a rotated key of up to 128 */
 };
 
 typedef struct {
