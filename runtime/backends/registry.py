@@ -245,7 +245,8 @@ class StepKernels:
         layers: all layers of a step at once; None where the decoder goes from layer to layer.
         layers_reason: which one it is; without one, why.
         windows: sliding window of every layer; None is none.
-        records: steps of one token per sequence can be captured in CUDA graphs.
+        records: steps of one token per sequence can be captured in CUDA graphs; also those of models with recurrent
+            layers, which run layer by layer.
     """
 
     cache: KVCache
@@ -273,9 +274,17 @@ def choose_step_kernels(model: Model, memory: MemoryPlan) -> StepKernels:
     if layers is None:
         return StepKernels(cache, windows, attention, described, None, f"{backend.name} computes no whole layers")
     if unsupported := layers.unsupported_reason(model, memory):
-        return StepKernels(cache, windows, attention, described, None, unsupported)
+        records = layers.records and records_by_layer(model)
+        return StepKernels(cache, windows, attention, described, None, unsupported, records)
     prepared = layers.prepare(model, cache, windows)
     return StepKernels(cache, windows, attention, described, prepared, layers.summary, layers.records)
+
+
+def records_by_layer(model: Model) -> bool:
+    """Whether steps that go from layer to layer can be captured: those of models with recurrent layers whose mixtures
+    are computed at once. Where they go from expert to expert, the host asks which ones were chosen."""
+    mixtures = (layer.experts for layer in model.layers if layer.experts is not None)
+    return bool(model.config.state_fields) and all(mixture.kernel is not None for mixture in mixtures)
 
 
 def choose_attention(model: Model, memory: MemoryPlan) -> tuple[Backend, AttentionKernel, str]:

@@ -14,6 +14,7 @@ from runtime.core.attention_window import FULL_ATTENTION, AttentionWindow
 from runtime.core.draft_tree import ancestor_bits, paths
 from runtime.core.request import Constraint, SamplingParams
 from runtime.core.request import Sequence as LiveSequence
+from runtime.core.state_rows import StateRows
 from runtime.core.step import ScheduledSequence
 
 MIN_SHARED_BLOCKS = 16
@@ -79,6 +80,7 @@ class Batch:
         sample_rows: int64, the last row of each of them, and the one before each of their draft tokens.
         prompt_rows: entries that want their whole prompt, and the rows of their span.
         fresh_blocks: blocks that this step begins and does not fill.
+        state_rows: recurrent states of the rows, where they are laid out already.
     """
 
     entries: tuple[ScheduledSequence, ...]
@@ -90,6 +92,7 @@ class Batch:
     sample_rows: Tensor
     prompt_rows: tuple[tuple[ScheduledSequence, slice], ...]
     fresh_blocks: tuple[int, ...]
+    state_rows: StateRows | None = None
 
 
 def build_batch(

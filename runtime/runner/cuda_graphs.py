@@ -23,23 +23,24 @@ from runtime.core.batch import (
     visible_blocks,
 )
 from runtime.core.memory_plan import MemoryPlan
-from runtime.core.step import ScheduledSequence
+from runtime.core.state_rows import decode_state_rows
+from runtime.core.step import NO_STATE, ScheduledSequence
 from runtime.model.served import ServedModel
 from runtime.sampling.sampler import SampleStep
 
 PADDING = -1
 """Slot and position of rows that stand for no token: nothing is written for them, and they see no keys."""
-PADDING_NUMBERS = [[0], [PADDING], [PADDING], [PADDING]]
-NUM_NUMBERS, NUM_SAMPLING_COLUMNS = 4, 6
-"""Columns of a row: token id, position, slot, and position among the keys that it looks at; then how the next token is
-drawn, as `runtime.core.batch.SamplingTensors` has it: three integers, and three numbers of float64."""
+NUM_NUMBERS, NUM_SAMPLING_COLUMNS = 6, 6
+"""Columns of a row: token id, position, slot, position among the keys that it looks at, and slots that its recurrent
+state is read from and written to; then how the next token is drawn, as `runtime.core.batch.SamplingTensors` has it:
+three integers, and three numbers of float64."""
 NUM_COLUMNS = NUM_NUMBERS + NUM_SAMPLING_COLUMNS
 
 
 class StepBuffers:
     """Room for steps of up to `num_rows` sequences with one token each.
 
-    The columns `[10, num_rows]` and the block tables `[num_rows, blocks_each]` lie one behind the other, and once more
+    The columns `[12, num_rows]` and the block tables `[num_rows, blocks_each]` lie one behind the other, and once more
     in the memory of the host, pinned beside a GPU: one copy brings a step there.
 
     Args:
@@ -54,12 +55,16 @@ class StepBuffers:
         self.num_rows, self.blocks_each = num_rows, memory.blocks_per_sequence
         self.block_size: int = memory.block_size
         self.attention_window: AttentionWindow = memory.attention_window
+        self.num_state_slots = memory.states.num_slots
         size = num_rows * (NUM_COLUMNS + self.blocks_each)
         self._host = torch.zeros(size, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._there = torch.zeros(size, dtype=torch.int64, device=device)
         self._numbers = self._host[: NUM_COLUMNS * num_rows].view(NUM_COLUMNS, num_rows).numpy()
         self._floats = self._numbers[-3:].view("float64")
         self._tables = self._host[NUM_COLUMNS * num_rows :].view(num_rows, self.blocks_each).numpy()
+        # Rows of padding begin with a state of zeros, and share a slot to write to (`StateMemory`).
+        states = self.num_state_slots, self.num_state_slots + 1
+        self._padding = [[number] for number in (0, PADDING, PADDING, PADDING, *states)]
         self._filled: list[list[int]] = [[] for _ in range(num_rows)]
         dtype = torch.float64 if decoder.dtype == torch.float64 else torch.float32
         self.logits = torch.zeros(num_rows, decoder.config.vocab_size, dtype=dtype, device=device)
@@ -68,12 +73,13 @@ class StepBuffers:
     def batch(self, size: int) -> Batch:
         """The first `size` rows as a step. Its numbers are those of the last `fill`; its lengths never change, so a
         launch that is sized by them suits every step."""
-        token_ids, positions, slots, key_positions = self._columns(size)[:NUM_NUMBERS]
+        token_ids, positions, slots, key_positions, *state_slots = self._columns(size)[:NUM_NUMBERS]
         blocks = self._there[NUM_COLUMNS * self.num_rows :][: size * self.blocks_each]
         num_keys = self.blocks_each * self.block_size
         group = AttentionGroup(slice(0, size), blocks, key_positions, size, num_keys, ragged=True)
         no_rows = token_ids[:0]
-        return Batch((), token_ids, positions, slots, (group,), (), no_rows, (), ())
+        state_rows = decode_state_rows(*state_slots) if self.num_state_slots else None
+        return Batch((), token_ids, positions, slots, (group,), (), no_rows, (), (), state_rows)
 
     def sampling_tensors(self, size: int) -> SamplingTensors:
         """Sampling tensors of the first `size` rows, as `batch`. Rows of padding are greedy."""
@@ -87,9 +93,10 @@ class StepBuffers:
         """
         count = len(entries)
         floats = [floats_of(entry.sequence.request.sampling) for entry in entries]
-        self._numbers[:-3, :count] = list(zip(*map(self._integers, entries), strict=True))
-        self._floats[:, :count] = list(zip(*floats, strict=True))
-        self._numbers[:NUM_NUMBERS, count:size] = PADDING_NUMBERS
+        if entries:
+            self._numbers[:-3, :count] = list(zip(*map(self._integers, entries), strict=True))
+            self._floats[:, :count] = list(zip(*floats, strict=True))
+        self._numbers[:NUM_NUMBERS, count:size] = self._padding
         self._numbers[NUM_NUMBERS:, count:size] = 0
         changed = [row for row, entry in enumerate(entries) if self._fill_table(row, entry)]
         sent = NUM_COLUMNS * self.num_rows + (self.blocks_each * (changed[-1] + 1) if changed else 0)
@@ -104,7 +111,14 @@ class StepBuffers:
         (slot,) = slots_of(entry, self.block_size)
         hidden = num_hidden_keys(entry, self.block_size, self.attention_window)
         sampling = integers_of(request.sampling, request.seed, start + 1)
-        return entry.sequence.token_ids[start], start, slot, start - hidden, *sampling
+        return entry.sequence.token_ids[start], start, slot, start - hidden, *self._state_slots(entry), *sampling
+
+    def _state_slots(self, entry: ScheduledSequence) -> tuple[int, int]:
+        """Where the recurrent state comes from and goes to; without such states anything."""
+        if not entry.state_writes:
+            return 0, 0
+        ((_, write),) = entry.state_writes
+        return self.num_state_slots if entry.state_read == NO_STATE else entry.state_read, write
 
     def _fill_table(self, row: int, entry: ScheduledSequence) -> bool:
         """Whether the row's block table is another one than in the step before."""
@@ -204,8 +218,8 @@ class StepGraphs:
         """For n supported entries, in their order: logits `[n, V]`, and what `draw` made of them, int64
         `[n]`; good until the next call."""
         kind, count = self._kind(entries), len(entries)
-        self.buffers.fill(entries, kind.size)
         step = self._captured.get(kind) or self._capture_step(kind)
+        self.buffers.fill(entries, kind.size)
         step()
         return self.buffers.logits[:count], self.buffers.tokens[:count] if self._draw else None
 
@@ -215,7 +229,9 @@ class StepGraphs:
         return _Kind(size, truncates and self._draw is not None)
 
     def _capture_step(self, kind: _Kind) -> Computation:
-        """The captured step of a kind; the step itself where capture fails."""
+        """The captured step of a kind; the step itself where capture fails. It is captured with rows of padding: a
+        recurrent state must not advance with every run."""
+        self.buffers.fill((), kind.size)
         step = partial(self._step, self.buffers.batch(kind.size), kind)
         try:
             captured = self._captured[kind] = self._capture(step)

@@ -306,9 +306,7 @@ class ModelRunner:
         """Why no step can be captured; empty when some can."""
         if self.decoder.device.type != "cuda":
             return "captured steps run on NVIDIA GPUs"
-        if self.states is not None:
-            return "recurrent layers run one by one"
-        if self.kernels.layers is None:
+        if self.kernels.layers is None and self.states is None:
             return f"layers run one by one: {self.kernels.layers_reason}"
         if not self.kernels.records:
             return f"{self.kernels.layers_reason} cannot be captured"
@@ -321,7 +319,7 @@ class ModelRunner:
         run_layers = None if layers is None else partial(layers, attention=attention)
         if self.states is None:
             return self.decoder.forward(batch.token_ids, batch.positions, attention, run_layers)
-        rows = build_state_rows(batch.entries, self.num_state_slots, self.decoder.device)
+        rows = batch.state_rows or build_state_rows(batch.entries, self.num_state_slots, self.decoder.device)
         states = step_states(self.states, rows)
         return self.decoder.forward(batch.token_ids, batch.positions, attention, run_layers, states)
 

@@ -2,13 +2,17 @@
 
 import random
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
+from covering import sample
 from engines import answer_all
-from tiny_models import save_tiny_model
+from poisoned_memory import poison_states
+from tiny_models import DELTA_NET, save_tiny_model
 from unrecorded_steps import capture_nothing
 
+from runtime.backends.registry import records_by_layer
 from runtime.core.config import RuntimeConfig
 from runtime.core.request import Request, SamplingParams, Sequence
 from runtime.core.step import ScheduledSequence, StepPlan
@@ -16,6 +20,7 @@ from runtime.engine.engine import Engine
 from runtime.model.loader import load_model
 from runtime.runner.cuda_graphs import batch_sizes
 from runtime.runner.runner import ModelRunner, build_runner
+from runtime.speculative.build import build_speculator
 
 GREEDY = SamplingParams(temperature=0, max_tokens=200)
 SIZES = {"num_blocks": 64, "block_size": 4, "max_num_seqs": 6, "prefill_chunk": 8}
@@ -211,3 +216,51 @@ def test_answers_of_an_engine_are_the_same(tiny, kv_cache):
     paths = recorded.metrics.steps_by_path_total
     assert paths["recorded"] > 20 < paths["prompts are computed"] + paths["recorded"]
     assert 'runtime_steps_by_path_total{path="recorded"}' in recorded.render_metrics()
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory):
+    folder = save_tiny_model(tmp_path_factory.mktemp("models") / "hybrid", "qwen3_5_text", **DELTA_NET)
+    return load_model(folder, dtype="float64")
+
+
+def capture_after_warm_ups(compute):
+    """Computes the step twice before it is recorded, as a capture on a GPU does."""
+    compute()
+    compute()
+    return compute
+
+
+def test_layers_with_a_state_are_recorded_one_by_one(tiny, hybrid):
+    assert records_by_layer(hybrid)
+    assert not records_by_layer(tiny)
+    layers = [SimpleNamespace(experts=SimpleNamespace(kernel=None))]
+    assert not records_by_layer(SimpleNamespace(config=hybrid.config, layers=layers))
+
+
+@pytest.mark.parametrize("speculative_model", sample(["", "ngram"]))
+def test_recurrent_states_advance_once_per_step(hybrid, speculative_model):
+    """Saved ones are left alone, and rows of padding write where nothing reads."""
+    options = {"num_blocks": 60, "num_state_slots": 14, "speculative_model": speculative_model}
+    requests = [
+        (str(i), [3 + i % 2, *range(20, 24 + 2 * i)], SamplingParams(temperature=i % 2, seed=i, max_tokens=6 + 2 * i))
+        for i in range(6)
+    ]
+
+    def answers(capture):
+        runner = make_runner(hybrid, capture, **options)
+        poison_states(runner.states)
+        config = RuntimeConfig(**SIZES | options)
+        speculator = build_speculator("", hybrid, runner, config)
+        engine = Engine(runner, None, config, speculator=speculator)
+        found = [answer_all(engine, requests) for _ in range(2)]
+        assert found[0] == found[1]
+        assert engine.scheduler.stats.num_prefix_hits > 0
+        for fields in runner.states.tensors.values():
+            assert all(not tensor[14].any() for tensor in fields.values())
+        return found[0], engine
+
+    expected, _ = answers(None)
+    found, recorded = answers(capture_after_warm_ups)
+    assert found == expected
+    assert recorded.metrics.steps_by_path_total["recorded"] > 10
