@@ -311,6 +311,18 @@ VARIANTS: dict[str, dict[str, object]] = {
         "topk_group": 2,
         "attention_bias": True,
     },
+    "jamba": {
+        **EXPERTS,
+        "num_hidden_layers": 4,
+        "attn_layer_period": 3,
+        "attn_layer_offset": 1,
+        "expert_layer_period": 3,
+        "expert_layer_offset": 0,
+        "mamba_d_state": 12,
+        "mamba_d_conv": 3,
+        "mamba_dt_rank": 6,
+        "mamba_proj_bias": True,
+    },
     "kimi_linear": {
         **EXPERTS,
         **LATENT,

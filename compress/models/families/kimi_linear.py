@@ -3,7 +3,6 @@ and mixtures whose first layers are dense."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +13,7 @@ from compress.models.config import (
     decoder,
     gated_mlp,
     grouped_mixture,
+    mlps_by_kind,
     norm,
     num_layers,
     number,
@@ -76,15 +76,8 @@ def _kinds(config: Config) -> object:
     return ["linear_attention" if layer + 1 in linear else "full_attention" for layer in layers]
 
 
-def _mlps(config: Config) -> Sequence[MLP | Mixture]:
-    """Lists the MLP or mixture of each layer. Raises CheckpointError for other kinds."""
-    layers, kinds = range(num_layers(config)), config.get("mlp_layer_types")
-    if kinds is None:
-        num_dense = number(config, "first_k_dense_replace", 1)
-        kinds = ["dense" if layer < num_dense else "sparse" for layer in layers]
-    known = ("dense", "sparse")
-    if not isinstance(kinds, list) or len(kinds) != len(layers) or any(kind not in known for kind in kinds):
-        raise refusal("mlp_layer_types", kinds, f"a list of {len(layers)} times dense or sparse")
+def _mlps(config: Config) -> list[MLP | Mixture]:
+    """Lists the MLP or mixture of each layer."""
     size = positive(config, "moe_intermediate_size") * positive(config, "n_shared_experts", 1)
     experts = grouped_mixture(
         config,
@@ -93,8 +86,9 @@ def _mlps(config: Config) -> Sequence[MLP | Mixture]:
         shared=gated_mlp(config, name=f"{MIXTURE}.shared_experts", size=size),
         **{**SIGMOID_ROUTER, "bias": f"{MIXTURE}.gate.e_score_correction_bias"},
     )
-    mlps: dict[str, MLP | Mixture] = {"dense": gated_mlp(config), "sparse": experts}
-    return [mlps[kind] for kind in kinds]
+    dense, num_dense = gated_mlp(config), number(config, "first_k_dense_replace", 1)
+    default = [dense if layer < num_dense else experts for layer in range(num_layers(config))]
+    return mlps_by_kind(config, experts, default)
 
 
 KERNEL = "short_conv_kernel_size"

@@ -17,15 +17,17 @@ from runtime.model.loader import load_model
 from runtime.model.mixers.gated_delta_net import DeltaNet
 from runtime.model.mixers.kimi_delta import KimiDeltaLayer
 from runtime.model.mixers.lightning import LightningLayer
+from runtime.model.mixers.mamba1 import Mamba1Layer
 from runtime.model.mixers.mamba2 import Mamba2Layer
 
-StateLayer = DeltaNet | KimiDeltaLayer | LightningLayer | Mamba2Layer
+StateLayer = DeltaNet | KimiDeltaLayer | LightningLayer | Mamba1Layer | Mamba2Layer
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(
-    scope="module", params=["qwen3_5_text", "qwen3_next", "falcon_h1", "granitemoehybrid", "kimi_linear", "minimax"]
-)
+FAMILIES = ("qwen3_5_text", "qwen3_next", "falcon_h1", "granitemoehybrid", "jamba", "kimi_linear", "minimax")
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
 def layer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> StateLayer:
     family: str = request.param
     folder: Path = tmp_path_factory.mktemp(family) / "model"
