@@ -15,6 +15,7 @@ from torch import Tensor
 from calibration.sequences import load_tokenizer
 from calibration.sources import load_texts
 from compress.checkpoint.kv_cache import UNCOMPRESSED, KVCacheScheme
+from compress.common.errors import ToolkitError
 from compress.evaluate.perplexity import (
     BATCH_LOGITS,
     Evaluation,
@@ -57,7 +58,8 @@ def check_measurable(config: dict[str, Any], nbytes: int, device: str) -> None:
     from compress.common.device import require_memory, resolve_device
     from runtime.core.model_config import parse_config
 
-    parse_config(config)
+    if not parse_config(config).mixers:
+        raise ToolkitError("no layer of this model keeps keys and values", "Leave the kv_cache stage out")
     remedy = "Leave the kv_cache stage out, or run on a machine with more memory"
     require_memory("KV caches are measured with the finished model in memory", nbytes, resolve_device(device), remedy)
 

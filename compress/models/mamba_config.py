@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -26,26 +27,43 @@ def mixer_kinds(config: Config) -> list[str]:
     return found
 
 
-def mamba2(config: Config, inner: int | None = None, name: str = "mamba", **options: Any) -> Mamba2:
+KEYS = {
+    "heads": "mamba_n_heads",
+    "groups": "mamba_n_groups",
+    "head_dim": "mamba_d_head",
+    "state": "mamba_d_state",
+    "kernel": "mamba_d_conv",
+    "expand": "mamba_expand",
+    "bias": "mamba_proj_bias",
+    "conv_bias": "mamba_conv_bias",
+    "activation": "hidden_act",
+}
+"""Fields of config.json that most families have."""
+
+
+def mamba2(
+    config: Config, inner: int | None = None, name: str = "mamba", keys: Mapping[str, str] = KEYS, **options: Any
+) -> Mamba2:
     """Composes a layer of Mamba-2.
 
     Args:
         inner: channels of all heads; None for a multiple of the residual stream.
         name: prefix of its tensors.
+        keys: fields of config.json, as `KEYS`.
         options: further fields of `Mamba2`.
 
     Raises:
         CheckpointError: heads that do not take up all channels, or do not divide among the groups.
     """
-    hidden, heads = positive(config, "hidden_size"), positive(config, "mamba_n_heads", 128)
-    inner = hidden * positive(config, "mamba_expand", 2) if inner is None else inner
-    groups = positive(config, "mamba_n_groups", 1)
-    size = inner // heads if config.get("mamba_d_head", "auto") == "auto" else positive(config, "mamba_d_head")
+    hidden, heads = positive(config, "hidden_size"), positive(config, keys["heads"], 128)
+    inner = hidden * positive(config, keys["expand"], 2) if inner is None else inner
+    groups = positive(config, keys["groups"], 1)
+    size = inner // heads if config.get(keys["head_dim"], "auto") == "auto" else positive(config, keys["head_dim"])
     if heads * size != inner:
-        raise refusal("mamba_n_heads", heads, f"{inner} channels divided by mamba_d_head={size}")
+        raise refusal(keys["heads"], heads, f"{inner} channels divided by {keys['head_dim']}={size}")
     if heads % groups:
-        raise refusal("mamba_n_groups", groups, f"a divisor of mamba_n_heads={heads}")
-    bias, state = flag(config, "mamba_proj_bias"), positive(config, "mamba_d_state", 256)
+        raise refusal(keys["groups"], groups, f"a divisor of {keys['heads']}={heads}")
+    bias, state = flag(config, keys["bias"]), positive(config, keys["state"], 256)
     mixer = Mamba2(
         heads,
         groups,
@@ -54,10 +72,10 @@ def mamba2(config: Config, inner: int | None = None, name: str = "mamba", **opti
         (Linear(f"{name}.in_proj", 2 * inner + 2 * groups * state + heads, hidden, bias),),
         Linear(f"{name}.out_proj", hidden, inner, bias, split="rows"),
         norm(config, f"{name}.norm", inner, in_float32=True),
-        positive(config, "mamba_d_conv", 4),
-        has_conv_bias=flag(config, "mamba_conv_bias", True),
+        positive(config, keys["kernel"], 4),
+        has_conv_bias=flag(config, keys["conv_bias"], True),
         step_limits=step_limits(config),
-        activation=text(config, "hidden_act", "silu"),
+        activation=text(config, keys["activation"], "silu"),
         name=name,
     )
     return replace(mixer, **options)

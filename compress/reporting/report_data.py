@@ -425,11 +425,14 @@ def _key_values(config: Mapping[str, Any]) -> KeyValues | None:
     kv_heads, head_dim = _size(config, "num_key_value_heads") or heads, _size(config, "head_dim") or hidden // heads
     describe = find_family(config.get("model_type"))
     alike = 2 * layers * kv_heads * head_dim
+    numbers = alike if describe is None else describe(config).kv_token_bytes(lambda key, value: key + value)
+    if not numbers:
+        return None
     return KeyValues(
         layers=layers,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        numbers=alike if describe is None else describe(config).kv_token_bytes(lambda key, value: key + value),
+        numbers=numbers,
         dtype=dtype_name(config),
         max_tokens=_size(config, "max_position_embeddings") or 2048,
     )

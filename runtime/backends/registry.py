@@ -34,6 +34,7 @@ from runtime.backends.base import (
     Target,
 )
 from runtime.backends.kv_pages import KVCache
+from runtime.backends.no_attention import NO_ATTENTION
 from runtime.backends.state_kernels import StateSteps
 from runtime.backends.torch.quantized_linear import REFERENCE as REFERENCE_KERNEL
 from runtime.backends.torch.quantized_linear import RoundedInputs
@@ -290,6 +291,8 @@ def records_by_layer(model: Model) -> bool:
 def choose_attention(model: Model, memory: MemoryPlan) -> tuple[Backend, AttentionKernel, str]:
     """The first backend that supports attention of a model, its kernel, and why none before it."""
     found = [(backend, backend.attention) for backend in _suited(model.device) if backend.attention is not None]
+    if not model.config.mixers:
+        return found[0][0], NO_ATTENTION, ""
     return _first(found, lambda kernel: kernel.unsupported_reason(model, memory))
 
 

@@ -79,6 +79,8 @@ PLAIN_SCORES = Scores()
 
 def scores_of(model: Model) -> Scores:
     """Reads what a model does to its scores."""
+    if not model.config.mixers:
+        return PLAIN_SCORES
     sinks = tuple(layer.sink_logits for layer in model.layers) if model.config.mixer.sink_logits else ()
     if not model.config.mixer.latent:
         return Scores(model.config.mixer.softcap, model.config.chunks, sinks)

@@ -30,6 +30,8 @@ ROPE_NUMBERS = {
 }
 ACTIVATIONS = ("silu", "swish", "gelu", "gelu_pytorch_tanh", "relu", "relu2")
 GENERATION_FILE = "generation_config.json"
+STREAM_LENGTH = 2**20
+"""Longest sequence where memory does not grow with its length, unless another length is asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +61,8 @@ class DecoderConfig:
 
     @property
     def mixer(self) -> Attention:
-        """Attention of the first layer that has it; where `has_like_heads`, that of the others except for window and
-        rotary embedding."""
+        """Attention of the first layer that has it, if any has; where `has_like_heads`, that of the others except for
+        window and rotary embedding."""
         return self.mixers[0]
 
     @property
@@ -91,7 +93,7 @@ class DecoderConfig:
 
     @property
     def intermediate_size(self) -> int:
-        return max(mlp.down.in_features for mlp in self.mlps)
+        return max((mlp.down.in_features for mlp in self.mlps), default=0)
 
     @property
     def num_layers(self) -> int:
@@ -123,7 +125,7 @@ class DecoderConfig:
     def num_kv_layers(self) -> int:
         """Layers of the size of the largest whose keys and values take the memory of all, rounded down."""
         largest = max(heads * (key + value) for heads, key, value in self.kv_shapes)
-        return self.spec.kv_token_bytes(lambda key, value: key + value) // largest
+        return self.spec.kv_token_bytes(lambda key, value: key + value) // max(largest, 1)
 
     @property
     def kv_sources(self) -> tuple[int, ...]:
@@ -165,9 +167,11 @@ class DecoderConfig:
     @property
     def has_like_heads(self) -> bool:
         """Whether all layers have the same heads, and keys and values of their own."""
+        if self.state_fields:
+            return False
         first = self.mixer
         alike = {(mixer.num_heads, mixer.num_kv_heads, mixer.head_dim, mixer.kv_layer) for mixer in self.mixers}
-        return not self.state_fields and alike == {(first.num_heads, first.num_kv_heads, first.head_dim, None)}
+        return alike == {(first.num_heads, first.num_kv_heads, first.head_dim, None)}
 
     @property
     def vocab_size(self) -> int:
@@ -190,6 +194,8 @@ class DecoderConfig:
     @property
     def sinks_unsupported_reason(self) -> str:
         """Why queries cannot be moved to the place of sinks; empty when they can."""
+        if not self.mixers:
+            return "none of its layers has attention"
         first = self.mixer
         if first.latent is not None:
             return "its keys are made of latents"
@@ -251,13 +257,18 @@ def parse_config(
     return DecoderConfig(
         model_type=str(config.get("model_type")),
         spec=spec,
-        context_length=(context_length(config) if code is None else code.context_length) or 2048,
+        context_length=(context_length(config) if code is None else code.context_length) or _unnamed_length(spec),
         dtype=dtype_name(config),
         eos_token_ids=_eos_token_ids(config, generation or {}),
         kv_cache=stored_kv_cache(config),
         kv_measured=measured_kv_caches(config),
         states_measured=measured_states(config),
     )
+
+
+def _unnamed_length(spec: ModelSpec) -> int:
+    """Longest sequence of a model whose config.json names none; without attention no length is too much."""
+    return 2048 if spec.attentions else STREAM_LENGTH
 
 
 def _describe(config: Mapping[str, Any]) -> ModelSpec:
@@ -281,11 +292,9 @@ def _refuse(reason: str) -> None:
 def unsupported_reason(spec: ModelSpec) -> str:
     """Says why the decoder cannot compute a model; empty when it can."""
     mixers = spec.attentions
-    if not mixers:
-        return "models without any attention are not supported"
     whole = [block for block in spec.blocks if block.mixer is not None and block.mlp is not None]
-    first = whole[0]
-    if any(replace(each, mixer=first.mixer, mlp=first.mlp, residual=first.residual) != first for each in whole):
+    alike = [replace(each, mixer=whole[0].mixer, mlp=whole[0].mlp, residual=whole[0].residual) for each in whole]
+    if any(each != whole[0] for each in alike):
         return "layers that differ in more than their attention and MLP are not supported"
     if len({(mixer.softcap, mixer.norms_rotated) for mixer in mixers}) > 1:
         return "scores with different caps are not supported"

@@ -19,8 +19,9 @@ from runtime.backends.registry import is_fast
 from runtime.core.config import RuntimeConfig
 from runtime.core.memory_plan import MemoryPlan
 from runtime.core.model_config import DecoderConfig
+from runtime.memory.capacity import ITEM_SIZES, Capacity, estimate
 from runtime.memory.estimate import Weights, kv_token_bytes
-from runtime.memory.plan import ITEM_SIZES, Capacity, estimate, explain, find_budget, plan_memory
+from runtime.memory.plan import explain, find_budget, plan_memory
 from runtime.model.expert_offload import check_expert_cache
 from runtime.model.loader import read_model, resolve_dtype
 
@@ -110,7 +111,7 @@ def _narrower_dtype(path: Path, weights: Weights, now: Capacity) -> Iterator[Rem
 
 
 def _narrower_keys(path: Path, weights: Weights, now: Capacity) -> Iterator[Remedy]:
-    if not now.kv_cache.is_exact:
+    if not now.kv_cache.is_exact or not now.token_bytes:
         return
     for name in KV_REMEDIES:
         then = now.changed(weights.config, format=name)
@@ -248,15 +249,20 @@ class Report:
             yield f"  missing      {format_bytes(-capacity.room):>10}  it does not fit"
             return
         copy = format_bytes(capacity.room - capacity.kv_bytes)
-        yield f"  KV cache     {format_bytes(capacity.kv_bytes):>10}  what is left, but {copy} for attention"
+        if capacity.token_bytes:
+            yield f"  KV cache     {format_bytes(capacity.kv_bytes):>10}  what is left, but {copy} for attention"
         if states := capacity.states.num_slots:
             each = f"{states} recurrent states of {format_bytes(capacity.state_bytes)} each"
-            yield f"  states       {format_bytes(capacity.states.nbytes):>10}  of that, for {each}"
+            whole = "of that, for" if capacity.token_bytes else "what is left:"
+            yield f"  states       {format_bytes(capacity.states.nbytes):>10}  {whole} {each}"
 
     def _fits(self) -> Iterator[str]:
         capacity = self.capacity
         yield from self._kv_formats()
         if not capacity.num_blocks:
+            return
+        if not capacity.token_bytes:
+            yield f"Fit: {capacity.states.max_running:,} requests of any length"
             return
         yield f"Fit: {capacity.tokens:,} tokens, that is"
         for length in capacity.lengths():
@@ -264,12 +270,16 @@ class Report:
             yield f"  {capacity.concurrency(length):>8,} requests of {length:,} tokens{note}"
 
     def _formats(self) -> dict[str, Capacity]:
-        """Capacity with each format of keys and values."""
-        return {name: self.capacity.changed(self.model, format=name) for name in KV_FORMATS}
+        """Capacity with each format of keys and values; empty for a model that keeps none."""
+        formats = KV_FORMATS if self.capacity.token_bytes else ()
+        return {name: self.capacity.changed(self.model, format=name) for name in formats}
 
     def _kv_formats(self) -> Iterator[str]:
         """A table; in it the form that is served has its exact tokens taken off."""
         capacity = self.capacity
+        if not capacity.token_bytes:
+            yield "\nNo layer keeps keys and values: memory does not grow with the length of a request."
+            return
         yield f"\nKeys and values of one token, served as {capacity.kv_cache} in {capacity.dtype}:"
         yield f"  {'--kv-cache':10}  {'per token':>10}  {'bits':>5}  {'tokens per GiB':>14}  {'tokens here':>11}"
         for name, then in self._formats().items():

@@ -56,7 +56,7 @@ def step_bytes(model: DecoderConfig, config: RuntimeConfig, itemsize: int, seen_
 def gpu_step_bytes(model: DecoderConfig, config: RuntimeConfig, itemsize: int) -> int:
     """Bytes that the largest step holds on a GPU, with what captured steps keep for themselves; on the large side."""
     rows, drawn = config.max_num_seqs, _drawn_rows(config)
-    heads = max(mixer.num_heads * mixer.head_dim for mixer in model.mixers)
+    heads = max((mixer.num_heads * mixer.head_dim for mixer in model.mixers), default=0)
     widest = max(2 * model.intermediate_size, _qkv_size(model), model.vocab_size)
     parts = SPLIT_TOKENS * MOST_SPLITS * widest * FLOAT32
     attended = config.max_num_batched_tokens * heads * FLOAT32

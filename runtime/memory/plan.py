@@ -1,11 +1,11 @@
-"""Number of KV blocks, longest sequence, form of keys and values; and what fits beside weights of a known size."""
+"""Number of KV blocks, longest sequence, form of keys and values."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from compress.checkpoint.kv_cache import UNCOMPRESSED, KVCacheRecord, KVCacheScheme, kv_cache_warning, wished_kv_cache
-from compress.checkpoint.state_dtype import STATE_FLOAT32, require_measured
+from compress.checkpoint.state_dtype import require_measured
 from compress.common.device import format_bytes
 from compress.common.errors import ToolkitError
 from compress.models.generic import CodeSpec
@@ -13,7 +13,6 @@ from runtime.core.attention_window import AttentionWindow, resolve_attention_win
 from runtime.core.config import RuntimeConfig
 from runtime.core.memory_plan import (
     NO_BUDGET,
-    NO_EXACT_TOKENS,
     NO_STATES,
     ExactTokens,
     KVBudget,
@@ -21,19 +20,18 @@ from runtime.core.memory_plan import (
     MemoryPlan,
     StateSlots,
 )
-from runtime.core.model_config import DecoderConfig
+from runtime.core.model_config import STREAM_LENGTH, DecoderConfig
 from runtime.memory.estimate import (
     beside_head,
     exact_tokens,
     gpu_step_bytes,
     kv_token_bytes,
     num_draft_tokens,
-    step_bytes,
 )
 from runtime.speculative.ngram import CHAINS, MTP, TREES
 
-STREAM_LENGTH = 2**20
-"""Longest sequence where tokens look at sinks and a window only, unless another length is asked for."""
+FORMAL_BLOCKS = 2**16
+"""Blocks of a model without attention, unless more are asked for: they take no memory, only bookkeeping."""
 
 
 def plan_memory(
@@ -55,7 +53,7 @@ def plan_memory(
             attention window that does not fit in the context, or a GPU that has nothing left for keys and values.
     """
     attention_window = find_model_window(model, config)
-    choice = choose_kv_cache(model.kv_cache, config, attention_window, model.kv_measured)
+    choice = choose_model_kv_cache(model, config, attention_window)
     token_bytes = kv_token_bytes(model, choice.scheme, itemsize)
     exact = exact_tokens(model, choice.scheme, itemsize, config.max_num_seqs)
     budget = find_budget(config, gpu_step_bytes(model, config, itemsize), free_gpu_bytes)
@@ -67,7 +65,8 @@ def plan_memory(
     num_blocks, blocks_per_sequence, max_model_len, reason = _fill(
         config, attention_window, longest_wanted(model, config), token_bytes, left
     )
-    host_blocks, host_states = _host_slots(config, choice, token_bytes * config.block_size, states.slot_bytes)
+    block_bytes = token_bytes * config.block_size
+    host_blocks, host_states = _host_slots(config, choice, num_blocks, block_bytes, states.slot_bytes)
     states = _without_unused(states, config, num_blocks)
     return MemoryPlan(
         weight_bytes,
@@ -102,8 +101,9 @@ def _fill(
         ToolkitError: they cannot hold one sequence of the length that was asked for.
     """
     length, reason = longest
-    affordable = config.num_blocks or kv_bytes // (token_bytes * config.block_size)
     needed = attention_window.blocks_for(length, config.max_span_tokens, config.block_size)
+    fitting = kv_bytes // (token_bytes * config.block_size) if token_bytes else max(needed, FORMAL_BLOCKS)
+    affordable = config.num_blocks or fitting
     if affordable < 1 or (config.max_model_len is not None and affordable < needed):
         raise ToolkitError(
             f"a sequence of {length} tokens needs {needed} KV blocks "
@@ -129,7 +129,7 @@ def plan_states(model: DecoderConfig, config: RuntimeConfig, itemsize: int, budg
     slot_bytes = model.state_bytes(itemsize, config.state_dtype)
     if not slot_bytes:
         return NO_STATES
-    share = (budget.nbytes or CPU_BYTES) // STATE_SHARE
+    share = (budget.nbytes or CPU_BYTES) // (STATE_SHARE if model.mixers else 1)
     given = share if config.state_memory_bytes is None else config.state_memory_bytes
     num_slots = config.num_state_slots or given // slot_bytes
     if num_slots < 1:
@@ -181,8 +181,11 @@ def longest_wanted(model: DecoderConfig, config: RuntimeConfig) -> tuple[int, st
     return wanted, "as asked for"
 
 
-def _host_slots(config: RuntimeConfig, choice: KVCacheChoice, block_bytes: int, state_bytes: int) -> tuple[int, int]:
-    """Numbers of blocks and of recurrent states in host memory; a state takes `state_bytes`, 0 for none."""
+def _host_slots(
+    config: RuntimeConfig, choice: KVCacheChoice, num_blocks: int, block_bytes: int, state_bytes: int
+) -> tuple[int, int]:
+    """Numbers of blocks and of recurrent states in host memory; a state takes `state_bytes`, 0 for none. Blocks that
+    take no memory are as many as on the device."""
     wanted = config.kv_offload_bytes
     if not wanted:
         return 0, 0
@@ -197,11 +200,14 @@ def _host_slots(config: RuntimeConfig, choice: KVCacheChoice, block_bytes: int, 
             f"{format_bytes(wanted)} of host memory for KV blocks are of no use without prefix caching",
             "Turn prefix caching on, or leave the host memory out",
         )
-    if wanted < block_bytes:
+    least = block_bytes or state_bytes
+    if wanted < least:
         raise ToolkitError(
-            f"{format_bytes(wanted)} of host memory hold no KV block of {format_bytes(block_bytes)}",
-            "Allow more host memory for KV blocks, or none",
+            f"{format_bytes(wanted)} of host memory hold no KV block or recurrent state of {format_bytes(least)}",
+            "Allow more host memory, or none",
         )
+    if not block_bytes:
+        return num_blocks, wanted // state_bytes
     num_states = wanted // STATE_SHARE // state_bytes if state_bytes else 0
     return (wanted - num_states * state_bytes) // block_bytes, num_states
 
@@ -215,16 +221,25 @@ def explain(plan: MemoryPlan) -> list[str]:
     return [
         f"weights  {format_bytes(plan.weight_bytes)}",
         *_experts(plan),
-        f"KV form  {plan.kv_choice.describe()}",
-        *(f"         {note}" for note in plan.kv_choice.notes),
-        f"KV pool  {format_bytes(plan.kv_bytes)}: {plan.num_blocks} blocks of {plan.block_size} tokens = "
-        f"{plan.tokens} tokens at {format_bytes(plan.token_bytes)} each",
+        *_keys_and_values(plan),
         *_states(plan),
         *_budget(plan),
         *_exact(plan),
         f"host KV  {format_bytes(plan.host_bytes)}: {host}",
         f"longest  {plan.max_model_len} tokens ({plan.reason})",
         *_reach(plan),
+    ]
+
+
+def _keys_and_values(plan: MemoryPlan) -> list[str]:
+    blocks = f"{plan.num_blocks} blocks of {plan.block_size} tokens"
+    if not plan.token_bytes:
+        return [f"KV pool  none, as no layer keeps keys and values; {blocks} only name what states are behind"]
+    return [
+        f"KV form  {plan.kv_choice.describe()}",
+        *(f"         {note}" for note in plan.kv_choice.notes),
+        f"KV pool  {format_bytes(plan.kv_bytes)}: {blocks} = "
+        f"{plan.tokens} tokens at {format_bytes(plan.token_bytes)} each",
     ]
 
 
@@ -261,6 +276,19 @@ def _reach(plan: MemoryPlan) -> list[str]:
         return []
     held = f"{plan.blocks_per_sequence} blocks per sequence at most, whatever its length"
     return [f"reach    {plan.attention_window} tokens: {held}"]
+
+
+def choose_model_kv_cache(
+    model: DecoderConfig, config: RuntimeConfig, attention_window: AttentionWindow
+) -> KVCacheChoice:
+    """Chooses the form of a model's keys and values, see `choose_kv_cache`. Raises ToolkitError for one that is asked
+    for where no layer keeps any."""
+    if model.mixers:
+        return choose_kv_cache(model.kv_cache, config, attention_window, model.kv_measured)
+    choice = choose_kv_cache(None, config, attention_window)
+    if choice.scheme != UNCOMPRESSED:
+        raise ToolkitError(f"no layer of this model keeps keys and values as {choice.scheme}", "Leave out --kv-cache")
+    return replace(choice, reason="no layer keeps keys and values")
 
 
 def choose_kv_cache(
@@ -353,112 +381,6 @@ def drafts_with_model(config: RuntimeConfig) -> bool:
     return bool(config.speculative_model) and config.speculative_model not in (CHAINS, TREES, MTP)
 
 
-PROCESS_BYTES = 350 * 2**20
-"""Python, torch and the server without any model (measured on Linux with a CPU build)."""
-TYPICAL_LENGTHS = (512, 2048, 8192, 32768, 131072)
-ITEM_SIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-
-
-@dataclass(frozen=True, slots=True)
-class Capacity:
-    """The memory of one served model.
-
-    Attributes:
-        memory_bytes: that serving may use in all.
-        weight_bytes: prepared.
-        activation_bytes: of the largest step, attention over long contexts left out.
-        token_bytes: keys and values of one token in all layers, in the form in which they are kept.
-        dtype: of activations, and of keys and values while they are used.
-        context: longest prompt + output.
-        num_layers: of the size of the largest; attention reads a copy of its keys and values in `dtype`.
-        step: tokens of one prompt that are computed together at most.
-        kv_cache: form of keys and values.
-        exact: keys and values that are kept in `dtype` beside the blocks.
-        state_bytes: recurrent state of one sequence.
-        state_dtype: of matrices in it that are computed in float32.
-    """
-
-    memory_bytes: int
-    weight_bytes: int
-    activation_bytes: int
-    token_bytes: int
-    dtype: str
-    context: int
-    num_layers: int
-    attention_window: AttentionWindow
-    block_size: int
-    step: int
-    process_bytes: int = PROCESS_BYTES
-    kv_cache: KVCacheScheme = UNCOMPRESSED
-    exact: ExactTokens = NO_EXACT_TOKENS
-    state_bytes: int = 0
-    state_dtype: str = STATE_FLOAT32
-
-    @property
-    def room(self) -> int:
-        """Bytes for keys, values and the copy that attention reads; below zero when the rest does not fit."""
-        return self.memory_bytes - self.weight_bytes - self.activation_bytes - self.process_bytes
-
-    @property
-    def num_blocks(self) -> int:
-        copied = self.exact.token_bytes or self.token_bytes
-        shares = (self.token_bytes * self.num_layers + copied) * self.block_size
-        return max(0, (self.room - self.exact.nbytes - self.states.nbytes) * self.num_layers // shares)
-
-    @property
-    def states(self) -> StateSlots:
-        """Slots for recurrent states in their share of what keys, values and states take."""
-        if not self.state_bytes:
-            return NO_STATES
-        # Where half of the memory is for states, the room holds both halves and the copy of one.
-        copied, own = self.exact.token_bytes or self.token_bytes, self.token_bytes * self.num_layers
-        share = (self.room * own + self.exact.nbytes * copied) // (STATE_SHARE * own + (STATE_SHARE - 1) * copied)
-        return StateSlots(max(0, share // self.state_bytes), self.state_bytes)
-
-    @property
-    def tokens(self) -> int:
-        """Tokens whose keys and values fit."""
-        return self.num_blocks * self.block_size
-
-    @property
-    def kv_bytes(self) -> int:
-        """Value of `--kv-memory` that uses all of the room."""
-        return self.tokens * self.token_bytes + self.exact.nbytes + self.states.nbytes
-
-    def concurrency(self, length: int) -> int:
-        """Requests of `length` tokens (prompt plus output) that fit together."""
-        fitting = self.num_blocks // self.attention_window.blocks_for(length, self.step, self.block_size)
-        return min(fitting, self.states.max_running) if self.state_bytes else fitting
-
-    def lengths(self) -> list[int]:
-        """Typical lengths below the context, then the context."""
-        return [length for length in TYPICAL_LENGTHS if length < self.context] + [self.context]
-
-    def changed(self, model: DecoderConfig, dtype: str = "", format: str = "", weight_bytes: int = 0) -> Capacity:
-        """The same in another dtype, with weights of that, or with keys and values in another format. Unless that is
-        the same, there are no exact tokens beside them."""
-        dtype, is_same = dtype or self.dtype, format in ("", self.kv_cache.format)
-        scheme = self.kv_cache if is_same else KVCacheScheme.named(format)
-        return replace(
-            self,
-            weight_bytes=weight_bytes or self.weight_bytes,
-            activation_bytes=self.activation_bytes * ITEM_SIZES[dtype] // ITEM_SIZES[self.dtype],
-            token_bytes=kv_token_bytes(model, scheme, ITEM_SIZES[dtype]),
-            dtype=dtype,
-            kv_cache=scheme,
-            exact=exact_tokens(model, scheme, ITEM_SIZES[dtype], self.exact.num_sequences),
-            state_bytes=model.state_bytes(ITEM_SIZES[dtype], self.state_dtype),
-        )
-
-
-def activation_bytes(model: DecoderConfig, config: RuntimeConfig, itemsize: int) -> int:
-    """Estimate of what the largest step holds beside weights and the pool."""
-    longest, _ = longest_wanted(model, config)
-    # Keys that a span of a prompt looks at, at most.
-    blocks = find_model_window(model, config).blocks_for(longest, config.max_span_tokens, config.block_size)
-    return step_bytes(model, config, itemsize, min(longest, blocks * config.block_size))
-
-
 def find_model_window(model: DecoderConfig, config: RuntimeConfig) -> AttentionWindow:
     """Attention window of a model. Raises ToolkitError for a window that the model cannot have."""
     if config.attention_window is not None and isinstance(model.spec, CodeSpec):
@@ -466,6 +388,8 @@ def find_model_window(model: DecoderConfig, config: RuntimeConfig) -> AttentionW
             "an attention window does not fit this model: its own modeling code knows positions up to its context only",
             "Leave out --attention-window",
         )
+    if config.attention_window is not None and not model.mixers:
+        raise ToolkitError("no layer of this model has attention", "Leave out --attention-window")
     if config.attention_sinks and (reason := model.sinks_unsupported_reason):
         raise ToolkitError(f"attention sinks do not fit this model: {reason}", "Leave out --attention-sinks")
     if config.attention_window is not None and any(model.chunks):
@@ -476,34 +400,4 @@ def find_model_window(model: DecoderConfig, config: RuntimeConfig) -> AttentionW
         )
     return resolve_attention_window(
         model.windows, model.context_length, config.attention_window, config.attention_sinks
-    )
-
-
-def estimate(model: DecoderConfig, config: RuntimeConfig, dtype: str, weight_bytes: int, memory_bytes: int) -> Capacity:
-    """Estimates what fits beside weights of a known size.
-
-    Args:
-        dtype: of activations, keys and values, by name.
-        memory_bytes: for everything.
-
-    Raises:
-        ToolkitError: a length or a window that the model cannot have.
-    """
-    itemsize, attention_window = ITEM_SIZES[dtype], find_model_window(model, config)
-    scheme = choose_kv_cache(model.kv_cache, config, attention_window).scheme
-    return Capacity(
-        memory_bytes,
-        weight_bytes,
-        activation_bytes(model, config, itemsize),
-        kv_token_bytes(model, scheme, itemsize),
-        dtype,
-        longest_wanted(model, config)[0],
-        model.num_kv_layers,
-        attention_window,
-        config.block_size,
-        config.max_span_tokens,
-        kv_cache=scheme,
-        exact=exact_tokens(model, scheme, itemsize, config.max_num_seqs),
-        state_bytes=model.state_bytes(itemsize, config.state_dtype),
-        state_dtype=config.state_dtype,
     )

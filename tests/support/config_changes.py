@@ -12,8 +12,9 @@ from transformers.activations import ACT2FN
 Change = dict[str, Any]
 """Fields of a config.json and their other values."""
 
-COSMETIC = ("output_", "use_cache", "initializer_range")
-"""Beginnings of names of fields that no logits depend on, beside those that every configuration has."""
+COSMETIC = ("output_", "use_cache", "initializer_range", "rescale_prenorm_residual")
+"""Beginnings of names of fields that no logits depend on, beside those that every configuration has: with the last one,
+transformers scales weights of Mamba-2 at load that are meant to be scaled when a training begins."""
 COSMETIC_ENDS = ("_token_id", "_dropout", "dropout", "_pdrop", "_coef", "_range")
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "gelu_new", "quick_gelu", "relu", "relu2", "tanh", "sigmoid")
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}

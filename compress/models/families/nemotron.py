@@ -40,6 +40,21 @@ DEFAULTS = {
     "n_routed_experts": 8,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 7688,
+    "mamba_head_dim": 64,
+    "n_groups": 8,
+    "ssm_state_size": 128,
+}
+OLDER_KEYS = {"mamba_n_groups": "n_groups", "mamba_d_conv": "conv_kernel", "mamba_conv_bias": "use_conv_bias"}
+MAMBA_KEYS = {
+    "heads": "mamba_num_heads",
+    "groups": "n_groups",
+    "head_dim": "mamba_head_dim",
+    "state": "ssm_state_size",
+    "kernel": "conv_kernel",
+    "expand": "expand",
+    "bias": "use_bias",
+    "conv_bias": "use_conv_bias",
+    "activation": "mamba_hidden_act",
 }
 
 
@@ -84,20 +99,11 @@ def _attention(config: Config) -> Attention:
 
 
 def _mamba2(config: Config) -> Mamba2:
-    heads, size = positive(config, "mamba_num_heads", 128), positive(config, "mamba_head_dim", 64)
-    read = {
-        "mamba_n_heads": heads,
-        "mamba_d_head": size,
-        "mamba_n_groups": config.get("mamba_n_groups", positive(config, "n_groups", 8)),
-        "mamba_d_state": positive(config, "ssm_state_size", 128),
-        "mamba_d_conv": config.get("mamba_d_conv", positive(config, "conv_kernel", 4)),
-        "mamba_conv_bias": config.get("mamba_conv_bias", flag(config, "use_conv_bias", True)),
-        "mamba_proj_bias": flag(config, "use_bias"),
-        "hidden_act": text(config, "mamba_hidden_act", "silu"),
-    }
+    config = {**config, **{key: config[older] for older, key in OLDER_KEYS.items() if older in config}}
+    inner = positive(config, "mamba_num_heads", 128) * positive(config, "mamba_head_dim")
     # transformers reads no `time_step_limit` here.
     limits = number(config, "mamba_dt_min", number(config, "time_step_min", 0.001)), math.inf
-    return mamba2({**config, **read}, heads * size, NAME, step_limits=limits)
+    return mamba2(config, inner, NAME, MAMBA_KEYS, step_limits=limits)
 
 
 def _mlp(config: Config, name: str = NAME, size: int | None = None) -> MLP:
@@ -128,4 +134,4 @@ PARTS: dict[str, Callable[[Config], Attention | Mamba2 | MLP | Mixture]] = {
     "mlp": _mlp,
     "moe": _mixture,
 }
-"""What composes the part of a layer of each kind."""
+"""Composers of the part of a layer, by its kind."""

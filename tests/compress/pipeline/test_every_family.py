@@ -19,6 +19,8 @@ from runtime.model.loader import load_model
 from runtime.model.scoring import score
 
 METHODS = ["awq", "gptq", "rtn"]
+UNREADABLE = {"mamba2"}
+"""Families whose packed weights transformers does not load, which the plan says."""
 DENSE = ["llama_biased", *sorted(set(known_families()) - MIXTURES)]
 QUICK = {
     "arcee": "rtn",
@@ -63,7 +65,9 @@ def test_packed_weights_compute_what_dequantized_ones_do(tiny_model, tmp_path: P
     served = score(load_model(out, dtype="float64"), TOKENS)
     expected, served = expected[..., FIRST:], served[..., FIRST:]
     torch.testing.assert_close(served, expected, rtol=0, atol=1e-9 * float(expected.std() + 1))
-    if not any("transformers reads those" in note for note in result.report["plan"]["notes"]):
+    notes = result.report["plan"]["notes"]
+    assert family not in UNREADABLE or any("export --format dense" in note for note in notes)
+    if family not in UNREADABLE and not any("transformers reads those" in note for note in notes):
         found = reference_logits(load_packed(out, torch.float32), TOKENS)[..., FIRST:].double()
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-3 * float(expected.std()))
     # A wrong tensor leaves nothing of random weights.
@@ -82,7 +86,7 @@ def test_a_hybrid_whose_mixtures_have_no_experts(tiny_model, tmp_path: Path) -> 
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("family", DENSE)
+@pytest.mark.parametrize("family", [family for family in DENSE if family not in UNREADABLE])
 def test_transformers_decompresses_every_linear_to_the_same_numbers(tiny_model, tmp_path: Path, family: str) -> None:
     compress(tiny_model(family), tmp_path / "packed", QuantizeStage("rtn", Int(4, 16)))
     packed, model = PackedCheckpoint.open(tmp_path / "packed"), load_packed(tmp_path / "packed", torch.bfloat16)

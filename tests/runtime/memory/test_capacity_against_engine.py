@@ -15,7 +15,7 @@ from runtime.core.config import RuntimeConfig
 from runtime.core.memory_plan import MemoryPlan
 from runtime.llm import load_engine
 from runtime.memory.advice import Report, inspect
-from runtime.memory.plan import Capacity, activation_bytes, estimate
+from runtime.memory.capacity import Capacity, activation_bytes, estimate
 
 GIB = 2**30
 CONFIG = RuntimeConfig(device="cpu", kv_memory_bytes=4 * 2**20)

@@ -157,7 +157,6 @@ UNSERVED = {
     "codegen": {"rotary_dim": 8},
     "falcon": {},
     "gptj": {"rotary_dim": 8},
-    "mamba2": {"head_dim": 16, "num_heads": 8, "state_size": 16, "n_groups": 1},
     "mpt": {"d_model": 64, "n_heads": 4, "n_layers": 2},
     "xglm": {},
 }
@@ -195,7 +194,6 @@ def test_the_table_of_the_docs_is_true(family, tmp_path):
 
 
 REFUSED = {
-    "mamba2": UNSERVED["mamba2"],
     "jamba": {},
     "falcon_mamba": {},
     "minimax": {},

@@ -21,8 +21,9 @@ from runtime.core.config import RuntimeConfig
 from runtime.core.model_config import DecoderConfig, parse_config
 from runtime.core.request import SamplingParams
 from runtime.memory.advice import find_remedies
+from runtime.memory.capacity import estimate
 from runtime.memory.estimate import Weights
-from runtime.memory.plan import estimate, explain
+from runtime.memory.plan import explain
 from runtime.model.decoder import Decoder
 from runtime.model.expert_offload import ExpertOffload
 from runtime.model.loader import _Loader, load_model

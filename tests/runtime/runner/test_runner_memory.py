@@ -5,7 +5,8 @@ from compress.common.device import format_bytes
 from compress.common.errors import ToolkitError
 from runtime.core.config import RuntimeConfig
 from runtime.core.model_config import parse_config
-from runtime.memory.plan import estimate, explain, plan_memory
+from runtime.memory.capacity import estimate
+from runtime.memory.plan import explain, plan_memory
 from runtime.model.loader import load_model
 from runtime.runner.runner import build_runner
 

@@ -13,9 +13,10 @@ from tiny_models import load_reference, save_tiny_model
 from compress.common.errors import ToolkitError
 from runtime.backends.torch.ops import rotate
 from runtime.core.attention_window import AttentionWindow
+from runtime.core.model_config import STREAM_LENGTH
 from runtime.core.request import SamplingParams
 from runtime.engine.engine import Engine
-from runtime.memory.plan import STREAM_LENGTH, explain
+from runtime.memory.plan import explain
 from runtime.model.loader import load_model
 from runtime.model.rotary import Rotary
 from runtime.runner.runner import build_runner
