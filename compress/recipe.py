@@ -15,6 +15,7 @@ from compress.common.cli import nearest
 from compress.common.errors import RecipeError
 from compress.methods import base as methods
 from compress.methods.kv_cache import KVCacheStage
+from compress.methods.mtp import MtpStage
 from compress.methods.outlier_columns import check_amount, number_of_columns
 from compress.methods.rotation import RotateStage
 
@@ -339,7 +340,7 @@ def group_size_from(value: int) -> int | None:
 
 TensorStage = QuantizeStage | PruneStage | FactorizeStage
 """Stages that change tensors."""
-Stage = TensorStage | RotateStage | KVCacheStage
+Stage = TensorStage | RotateStage | KVCacheStage | MtpStage
 
 STAGE_NAMES = {
     RotateStage: "rotate",
@@ -347,6 +348,7 @@ STAGE_NAMES = {
     PruneStage: "prune",
     FactorizeStage: "factorize",
     KVCacheStage: "kv_cache",
+    MtpStage: "mtp",
 }
 
 
@@ -407,6 +409,8 @@ class Recipe:
 
         if len([stage for stage in self.stages if isinstance(stage, KVCacheStage)]) > 1:
             raise RecipeError("the recipe has two kv_cache stages", "Keep one: its format `auto` compares them all")
+        if len([stage for stage in self.stages if isinstance(stage, MtpStage)]) > 1:
+            raise RecipeError("the recipe has two mtp stages", "Keep one")
 
         if any(isinstance(stage, RotateStage) for stage in self.stages[1:]):
             raise RecipeError("rotate is not the first stage", "Put it first: every other stage works on its result")
@@ -419,12 +423,17 @@ class Recipe:
     @property
     def tensor_stages(self) -> tuple[TensorStage, ...]:
         """Stages that change linears, in order."""
-        return tuple(stage for stage in self.stages if not isinstance(stage, KVCacheStage | RotateStage))
+        return tuple(stage for stage in self.stages if not isinstance(stage, KVCacheStage | MtpStage | RotateStage))
 
     @property
     def kv_cache(self) -> KVCacheStage | None:
         """The kv_cache stage, which runs last wherever it is listed."""
         return next((stage for stage in self.stages if isinstance(stage, KVCacheStage)), None)
+
+    @property
+    def mtp(self) -> MtpStage | None:
+        """The mtp stage, which runs when the weights are done wherever it is listed."""
+        return next((stage for stage in self.stages if isinstance(stage, MtpStage)), None)
 
     @property
     def needs_calibration(self) -> bool:

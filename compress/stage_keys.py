@@ -11,6 +11,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 from compress.checkpoint.scheme import FLOAT_BITS, Scheme
 from compress.methods import base
 from compress.methods.kv_cache import KVCacheStage
+from compress.methods.mtp import MtpStage
 from compress.methods.rotation import RotateStage
 from compress.recipe import (
     PER_CHANNEL,
@@ -34,6 +35,7 @@ def stage_keys() -> dict[str, type[Any]]:
         "prune": PruneKeys,
         "factorize": FactorizeKeys,
         "kv_cache": KVCacheStage,
+        "mtp": MtpStage,
     }
 
 

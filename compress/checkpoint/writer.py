@@ -102,6 +102,10 @@ class BlockStore:
         except CheckpointError as error:
             raise CheckpointError(error.problem, "Run the same command again, which makes it anew") from error
 
+    def remove(self, key: str) -> None:
+        """Removes a piece, if it is there."""
+        self._path(key).unlink(missing_ok=True)
+
     def read_metadata(self, key: str) -> dict[str, Any]:
         return json.loads(self.open(key).metadata["piece"])
 

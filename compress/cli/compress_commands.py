@@ -20,6 +20,7 @@ from compress.cli.options import (
     JobOptions,
     KVDefault,
     Model,
+    MtpBits,
     Out,
     Rotate,
     TextOptions,
@@ -29,6 +30,7 @@ from compress.common.cli import DEMO_NAME, DEMO_SOURCE, bundled_model, demo_mode
 from compress.common.errors import RecipeError
 from compress.common.files import in_home
 from compress.methods.kv_cache import KVCacheStage
+from compress.methods.mtp import MtpStage
 from compress.methods.rotation import RotateStage
 from compress.recipe import (
     FactorizeKeys,
@@ -167,6 +169,7 @@ def quantize(
     rounding: QuantizeKeys,
     ends: EndOptions,
     kv_cache: KVDefault = None,
+    mtp_bits: MtpBits = None,
     rotate: Rotate = False,
     ignore: Ignore = None,
     text: TextOptions,
@@ -182,6 +185,8 @@ def quantize(
     name = f"{'int' if stage.scheme.numbers == 'int' else 'fp'}{stage.scheme.bits}-{stage.method}"
     if rotate:
         stages, name = [RotateStage(), *stages], f"{name}-rotated"
+    if mtp_bits is not None:
+        stages, name = [*stages, MtpStage(mtp_bits)], f"{name}-mtp{mtp_bits}"
     if kv_cache is not None:
         stages, name = [*stages, KVCacheStage(kv_cache)], f"{name}-kv-{kv_cache}"
     carry_out(model, _recipe(stages, text, name), out, job)

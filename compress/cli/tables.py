@@ -129,6 +129,8 @@ def _rows(context: RunContext, result: RunResult, with_tip: bool) -> Iterator[tu
         yield "GPU memory", f"{gigabytes(peak)} GB at most"
     if result.kv_cache is not None:
         yield "KV cache", result.kv_cache.describe()
+    if result.mtp is not None:
+        yield "drafting head", result.mtp.describe()
     if recovered := result.report["recovered"]:
         yield "fallbacks", "; ".join(f"{each['module']}: {each['recovery']}" for each in recovered[:3])
     yield "report", str(result.out / REPORT_FILE)

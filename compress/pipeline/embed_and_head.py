@@ -81,15 +81,20 @@ def _save(
     statistics: InputStatistics | None,
 ) -> None:
     outcome = BlockOutcome()
-    outcome.keep(*_quantize(context, module, layer_plan, statistics))
+    outcome.keep(*round_matrix(context, module, layer_plan, statistics))
     facts = outcome.facts() | {"block": module, "environment": environment(context)}
     progress.pieces.write(key, outcome.tensors(context.scale_dtype), facts)
     context.files.release()
 
 
-def _quantize(
+def round_matrix(
     context: RunContext, module: str, layer_plan: LayerPlan, statistics: InputStatistics | None
 ) -> tuple[IntegerWeight, LinearRecord]:
+    """Rounds a matrix of the source, a few rows at a time.
+
+    Raises:
+        ValueError: it has no scheme or no method.
+    """
     if layer_plan.scheme is None or layer_plan.method is None:
         raise ValueError(f"{module} is not quantized")
     method, details = layer_plan.method, dict[str, Any]()

@@ -24,7 +24,7 @@ from compress.methods.shared.column_solver import column_kernel
 from compress.models.config import context_length
 from compress.pipeline.block import BlockOutcome, check_finite
 from compress.pipeline.prepare import RunContext, describe_calibration
-from compress.pipeline.resume import REST, Progress, RunDisplay
+from compress.pipeline.resume import MTP, REST, Progress, RunDisplay
 
 if TYPE_CHECKING:
     from compress.evaluate.perplexity import Evaluation
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 def provenance(context: RunContext, progress: Progress) -> dict[str, Any]:
     """Return `compression_config`: where a checkpoint came from. Equal runs give equal values."""
-    request = context.request
+    request, packed = context.request, _packed_mtp(progress)
     return {
         "source": request.source,
         **({"source_form": context.quantized_source.description} if context.quantized_source else {}),
@@ -43,10 +43,16 @@ def provenance(context: RunContext, progress: Progress) -> dict[str, Any]:
         "dense": {
             row.tensor.removesuffix(".weight"): row.reason
             for row in context.plan.rows
-            if row.reason and len(row.shape) > 1 and row.kept is None
+            if row.reason and len(row.shape) > 1 and row.kept is None and row.tensor not in packed
         }
         | _kept_whole(context, progress),
     }
+
+
+def _packed_mtp(progress: Progress) -> set[str]:
+    """Weights of a packed head of multi-token prediction by their names in the source."""
+    packed = progress.pieces.read_metadata(MTP)["schemes"] if progress.pieces.has(MTP) else ()
+    return {f"{module}.weight" for module in packed}
 
 
 def _kept_whole(context: RunContext, progress: Progress) -> dict[str, str]:
@@ -102,7 +108,8 @@ def save_rest(context: RunContext, progress: Progress) -> None:
     """Writes everything outside of the blocks, bit for bit as it was. Raises NumericsError on NaN or infinity."""
     blocks = tuple(f"{context.skeleton.block_name(index)}." for index in range(context.skeleton.num_blocks))
     outside = [row for row in context.plan.rows if row.bytes_after and not row.tensor.startswith(blocks)]
-    names = [row.tensor for row in outside if row.layer_plan is None and row.kept is None]
+    packed = _packed_mtp(progress)
+    names = [row.tensor for row in outside if row.layer_plan is None and row.kept is None and row.tensor not in packed]
     kept = kept_weights(context, [row.tensor.removesuffix(".weight") for row in outside if row.kept is not None])
     outcome = BlockOutcome(kept=kept, dense={name: context.files.tensor(name) for name in names})
     for name, tensor in outcome.dense.items():

@@ -21,7 +21,10 @@ from compress.common.device import resolve_device
 from compress.common.errors import CheckpointError, DataError, ToolkitError
 from compress.common.files import check_out_folder
 from compress.make_plan import make_plan
+from compress.methods.mtp import MtpStage
 from compress.models.config import context_length
+from compress.models.registry import find_family
+from compress.models.spec import ModelSpec
 from compress.pipeline.expert_inputs import TOKENS_PER_CHANNEL
 from compress.pipeline.memory import estimate_peak, first_micro_batch, return_freed_memory
 from compress.pipeline.resume import RunDisplay
@@ -276,6 +279,8 @@ def prepare(request: RunRequest, dry_run: bool = False) -> RunContext:
     peak = estimate_peak(skeleton, plan, count, length, micro_batch, dtype.itemsize) + working
     if request.recipe.kv_cache and request.recipe.kv_cache.candidates:
         _check_kv_measurable(request, config, plan, device)
+    if request.recipe.mtp:
+        _check_head_measurable(request.recipe.mtp, request.model, config, files, plan, device)
     streams = 2 if plan.needs.dense_model else 1
     disk = _disk_bytes(files, plan, streams * count * length * skeleton.model.config.hidden_size * dtype.itemsize)
     return RunContext(
@@ -342,6 +347,30 @@ def _check_kv_measurable(request: RunRequest, config: dict[str, Any], plan: Plan
     if stage := request.recipe.kv_cache:
         length = stage.window_length(context_length(config))
         measured_windows(request.model, data=stage.data, tokens=stage.tokens, length=length)
+
+
+def _check_head_measurable(
+    stage: MtpStage, model: Path, config: dict[str, Any], files: TensorFiles, plan: Plan, device: torch.device
+) -> None:
+    """Refuse before the run, rather than after the last block."""
+    from compress.evaluate.kv_cache import check_measurable, measured_windows
+
+    head_of(config, files)
+    check_measurable(config, plan.bytes_after, str(device))
+    measured_windows(model, data=stage.data, tokens=stage.tokens, length=stage.max_seq_length)
+
+
+def head_of(config: dict[str, Any], files: TensorFiles) -> ModelSpec:
+    """Describes the head of multi-token prediction of a source as a model of one layer.
+
+    Raises:
+        CheckpointError: it has none.
+    """
+    describe = find_family(config.get("model_type"))
+    spec = None if describe is None else describe(config)
+    if spec is None or spec.mtp is None or f"{spec.mtp.projection.name}.weight" not in files:
+        raise CheckpointError("the model has no head of multi-token prediction", "Leave the mtp stage out")
+    return spec.mtp.model(spec)
 
 
 def _model_dtype(config: dict[str, Any], files: TensorFiles) -> str:

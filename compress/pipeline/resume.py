@@ -3,6 +3,7 @@
     progress.json            what the result depends on
     pieces/survey-00003...   what a first pass found in each block, where a recipe needs one
     pieces/embedding, head   the matrices at both ends, where a recipe changes them
+    pieces/mtp               a packed head of multi-token prediction
     pieces/block-00003...    finished blocks, each whole or absent
     inputs/hidden-00004...   hidden states entering the first unfinished block
 
@@ -34,7 +35,7 @@ from compress.common.errors import CheckpointError, ToolkitError
 from compress.common.files import atomic_file, partial_folder, read_json
 from compress.pipeline.block import check_finite
 
-EMBEDDING, HEAD, REST = "embedding", "head", "rest"
+EMBEDDING, HEAD, MTP, REST = "embedding", "head", "mtp", "rest"
 BLOCK, SURVEY = "block", "survey"
 _HIDDEN, _REFERENCE, _PASSED = "hidden", "reference", "passed_on."
 _LOCK = "lock"
@@ -112,8 +113,8 @@ class Progress:
         return self.pieces.open(self._key(index))
 
     def ends(self) -> list[str]:
-        """Pieces of the embedding and the head, as far as they are made."""
-        return [key for key in (EMBEDDING, HEAD) if self.pieces.has(key)]
+        """Pieces of the embedding and of both heads, as far as they are made."""
+        return [key for key in (EMBEDDING, HEAD, MTP) if self.pieces.has(key)]
 
     def all_facts(self, num_blocks: int) -> list[dict[str, Any]]:
         """Return the metadata of all blocks, the embedding, the head and the rest, once all are finished; those of the

@@ -38,8 +38,9 @@ from compress.pipeline.finish import (
 )
 from compress.pipeline.first_pass import finalize_plan
 from compress.pipeline.memory import device_peak, forget_device_peak, return_freed_memory
+from compress.pipeline.mtp_head import HeadResult, pack_head
 from compress.pipeline.prepare import RunContext, source_identity
-from compress.pipeline.resume import Progress, RunDisplay, only_one_run
+from compress.pipeline.resume import MTP, Progress, RunDisplay, only_one_run
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,7 @@ class RunResult:
     quality: dict[str, Any]
     report: dict[str, Any]
     kv_cache: KVResult | None = None
+    mtp: HeadResult | None = None
 
 
 def run(context: RunContext, quiet: bool = False) -> RunResult:
@@ -71,6 +73,7 @@ def run(context: RunContext, quiet: bool = False) -> RunResult:
                 final = replace(context, plan=plan)
             folder = _compress(final, progress, quiet)
             peak = device_peak(context.device)  # of this work: what measures afterwards holds whole models
+            folder, head = pack_head(final, progress, folder, partial(_assemble, final, progress), quiet)
             structure = check_checkpoint(context, folder, _digests(context, progress))
             kv_cache = choose_default(final, folder, quiet)
             quality = check_quality(folder, context)
@@ -80,18 +83,24 @@ def run(context: RunContext, quiet: bool = False) -> RunResult:
             "plan": context.to_dict(),
             "layerwise": [each.to_dict() for each in shares],
             "kv_cache": kv_cache.to_dict() if kv_cache else None,
+            "mtp": head.to_dict() if head else None,
             "peak_device_bytes": peak,
         }
         put_in_place(folder, context.request.out, report)
         progress.discard()
-    return RunResult(context.request.out, structure, quality, report, kv_cache)
+    return RunResult(context.request.out, structure, quality, report, kv_cache, head)
 
 
 def _compress(context: RunContext, progress: Progress, quiet: bool) -> Path:
     """Compress embedding, blocks and head, and return the folder of the assembled checkpoint."""
+    progress.pieces.remove(MTP)  # of a killed run, which may have rejected it
     quantize_embedding(context, progress)
     _run_blocks(context, progress, quiet)
     quantize_head(context, progress)
+    return _assemble(context, progress)
+
+
+def _assemble(context: RunContext, progress: Progress) -> Path:
     save_rest(context, progress)
     config = checkpoint_config(context, progress)
     return progress.assemble(context.skeleton.num_blocks, config, context.files)

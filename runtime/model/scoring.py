@@ -15,6 +15,7 @@ from runtime.backends.indexer import ChosenTokens, IndexedTokens, choose_in_span
 from runtime.backends.narrow_states import token_states
 from runtime.backends.span_attention import DenseAttention, Scores, attend_span, scores_of, visibility_mask
 from runtime.backends.state_memory import whole_states
+from runtime.model.mtp import MtpHead
 from runtime.model.served import ServedModel
 
 
@@ -119,6 +120,19 @@ def score(
     slice at a time.
     """
     return decoder.logits(hidden_states(decoder, tokens, kv_cache, state_dtype).flatten(0, 1)).view(*tokens.shape, -1)
+
+
+@torch.inference_mode()
+def head_states(head: MtpHead, following: Tensor, hidden: Tensor) -> Tensor:
+    """Computes states `[T, H]` of a head of multi-token prediction over one text from its begin.
+
+    Args:
+        following: int64 `[T]`, the tokens behind the positions.
+        hidden: final hidden states `[T, H]` of the model there.
+    """
+    length, decoder = len(following), head.decoder
+    positions = torch.arange(length, device=decoder.device)
+    return head.forward(following, positions, hidden, _attention(decoder, length, UNCOMPRESSED))
 
 
 def _attention(decoder: ServedModel, length: int, kv_cache: KVCacheScheme) -> Attention:

@@ -102,3 +102,19 @@ class PlainHead:
     def _norm(self, name: str, x: Tensor) -> Tensor:
         eps = self.target.config.rms_norm_eps
         return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * (self.tensors[f"{name}.weight"] + self.offset)
+
+
+def save_copying_model(folder: Path, **options: Any) -> Path:
+    """A model of one layer whose head computes it again over the tokens alone: its drafts are those of the model but
+    for the first token of the text, which the head does not see."""
+    save_mtp_model(folder, "glm4_moe", num_hidden_layers=1, first_k_dense_replace=2, **options)
+    tensors = load_file(folder / "model.safetensors")
+    embedding, first, head = tensors["model.embed_tokens.weight"], "model.layers.0.", "model.layers.1."
+    tensors["model.embed_tokens.weight"] = embedding / embedding.square().mean(-1, keepdim=True).sqrt()
+    tensors |= {name.replace(first, head): tensor.clone() for name, tensor in tensors.items() if first in name}
+    hidden = embedding.shape[1]
+    tensors[f"{head}eh_proj.weight"] = torch.cat((torch.eye(hidden), torch.zeros(hidden, hidden)), 1)
+    tensors[f"{head}enorm.weight"] = torch.ones(hidden)
+    tensors[f"{head}shared_head.norm.weight"] = tensors["model.norm.weight"].clone()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder

@@ -6,10 +6,9 @@ from tiny_models import VARIANTS, save_tiny_model
 from tiny_mtp import FAMILIES, PlainHead, save_mtp_model
 
 from compress.common.errors import ToolkitError
-from runtime.backends.span_attention import DenseAttention, scores_of
 from runtime.model.loader import load_model
 from runtime.model.mtp import load_head
-from runtime.model.scoring import hidden_states
+from runtime.model.scoring import head_states, hidden_states
 
 TOKENS = torch.randint(0, 112, (1, 30), generator=torch.Generator().manual_seed(4))
 
@@ -31,11 +30,9 @@ def test_states_in_float64(family, tmp_path) -> None:
     for tokens in (TOKENS[:, 1:], TOKENS[:, 2:]):
         length = tokens.shape[1]
         hidden, wanted = hidden[:length], wanted[:, :length]
-        decoder = head.decoder
-        attention = DenseAttention(length, (None,), decoder.dtype, decoder.device, scores_of(decoder))
-        found = head.forward(tokens[0], torch.arange(length), hidden, attention)
+        found = head_states(head, tokens[0], hidden)
         expected = plain.states(tokens, wanted)
-        torch.testing.assert_close(decoder.logits(found), plain.logits(expected)[0], rtol=0, atol=1e-10)
+        torch.testing.assert_close(head.decoder.logits(found), plain.logits(expected)[0], rtol=0, atol=1e-10)
         hidden, wanted = head.feedback(found), plain.normed(expected) if head.spec.feeds_normed else expected
 
 
