@@ -171,7 +171,7 @@ def table(timings: dict[tuple[str, str], list[Timing]], work: Sequence[Task], na
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--shape", default="1.1b", choices=("tiny", "125m", "1.1b", "2b-a400m", "8b"))
+    parser.add_argument("--shape", default="1.1b", choices=("tiny", "125m", "1.1b", "1b-hybrid", "2b-a400m", "8b"))
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--contenders", nargs="+", default=NAMES, choices=NAMES)
     parser.add_argument("--prompt", type=int, default=512, help="tokens of a prefill, at most 512")

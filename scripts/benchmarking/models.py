@@ -28,10 +28,11 @@ CHARACTERS_PER_TOKEN = 5
 
 @dataclass(frozen=True)
 class Shape:
-    """Dimensions of a Llama model, of a Qwen3, which also has norms of heads, or of its mixtures.
+    """Dimensions of a Llama model, of a Qwen3, which also has norms of heads, of its mixtures, or of a Qwen3.5.
 
     Attributes:
         experts, chosen: of every layer, each expert `intermediate` wide; 0 for an MLP.
+        delta_heads: of the gated delta nets that three of four layers are, `DELTA_DIM` wide; 0 for attention only.
     """
 
     hidden: int
@@ -43,14 +44,26 @@ class Shape:
     family: str = "llama"
     experts: int = 0
     chosen: int = 0
+    delta_heads: int = 0
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden // self.heads
+
+    def is_delta(self, layer: int) -> bool:
+        """Whether a layer is a gated delta net."""
+        return self.delta_heads > 0 and (layer + 1) % DELTA_INTERVAL > 0
 
 
+DELTA_DIM, DELTA_TAPS, DELTA_INTERVAL = 128, 4, 4
+"""Channels of a head of a gated delta net, tokens that its convolution sees, and how often a layer has attention."""
 SHAPES = {
     "tiny": Shape(128, 256, 2, 4, 2, 8192),
     "125m": Shape(768, 2048, 12, 12, 4, 32000),
     "1.1b": Shape(2048, 5632, 22, 32, 4, 32000),
     "8b": Shape(4096, 14336, 32, 32, 8, 128256),
     "14b": Shape(5120, 17408, 40, 40, 8, 151936, "qwen3"),
+    "1b-hybrid": Shape(2048, 6144, 16, 8, 2, 32000, "qwen3_5_text", delta_heads=16),
     "2b-a400m": Shape(1024, 512, 20, 16, 4, 32000, "qwen3_moe", experts=64, chosen=10),
 }
 
@@ -94,13 +107,14 @@ def config_of(shape: Shape, **changed: int) -> PretrainedConfig:
             "num_hidden_layers": shape.layers,
             "num_attention_heads": shape.heads,
             "num_key_value_heads": shape.kv_heads,
-            "head_dim": shape.hidden // shape.heads,
+            "head_dim": shape.head_dim,
             "vocab_size": shape.vocabulary,
             "max_position_embeddings": 8192,
             "rms_norm_eps": 1e-5,
             "bos_token_id": None,
             "eos_token_id": None,
             **_mixture(shape),
+            **_delta_nets(shape),
             **changed,
         },
     )
@@ -109,6 +123,15 @@ def config_of(shape: Shape, **changed: int) -> PretrainedConfig:
 def _mixture(shape: Shape) -> dict[str, object]:
     sizes = {"num_experts": shape.experts, "num_experts_per_tok": shape.chosen}
     return {**sizes, "moe_intermediate_size": shape.intermediate, "norm_topk_prob": True} if shape.experts else {}
+
+
+def _delta_nets(shape: Shape) -> dict[str, object]:
+    if not shape.delta_heads:
+        return {}
+    kinds = ["linear_attention" if shape.is_delta(layer) else "full_attention" for layer in range(shape.layers)]
+    heads = dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), shape.delta_heads)
+    sizes = dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), DELTA_DIM)
+    return {"layer_types": kinds, "linear_conv_kernel_dim": DELTA_TAPS, **heads, **sizes}
 
 
 Q4_BLOCK = 32
@@ -129,22 +152,23 @@ def write_gguf(path: Path, shape: Shape, seed: int = 0) -> None:
     for name, *size in _gguf_linears(shape):
         writer.add_tensor(f"{name}.weight", _q4(size, random), raw_dtype=q4)
     writer.add_tensor("output.weight", _q6(shape.vocabulary, shape.hidden, random), raw_dtype=q6)
-    for name, *size in _gguf_routers(shape):
+    for name, *size in (*_gguf_routers(shape), *_gguf_convolutions(shape)):
         writer.add_tensor(f"{name}.weight", random.normal(0, 0.02, size).astype(np.float32))
     for name, width in _gguf_norms(shape):
         writer.add_tensor(f"{name}.weight", np.ones(width, np.float32))
+    for name in _gguf_delta_vectors(shape):
+        writer.add_tensor(name, -np.ones(shape.delta_heads, np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
 
 
-GGUF_ARCHITECTURES = {"llama": "llama", "qwen3": "qwen3", "qwen3_moe": "qwen3moe"}
+GGUF_ARCHITECTURES = {"llama": "llama", "qwen3": "qwen3", "qwen3_moe": "qwen3moe", "qwen3_5_text": "qwen35"}
 
 
 def _gguf_facts(shape: Shape) -> dict[str, object]:
     """Metadata by what follows `add_` in the names of the writer's methods."""
-    head_dim = shape.hidden // shape.heads
     experts = {
         "expert_count": shape.experts,
         "expert_used_count": shape.chosen,
@@ -157,30 +181,64 @@ def _gguf_facts(shape: Shape) -> dict[str, object]:
         "feed_forward_length": shape.intermediate,
         "head_count": shape.heads,
         "head_count_kv": shape.kv_heads,
-        "key_length": head_dim,
-        "value_length": head_dim,
+        "key_length": shape.head_dim,
+        "value_length": shape.head_dim,
         "layer_norm_rms_eps": 1e-5,
-        "rope_dimension_count": head_dim,
+        "rope_dimension_count": shape.head_dim,
         "rope_freq_base": 10000.0,
         "vocab_size": shape.vocabulary,
         "tokenizer_model": "llama",
         "token_list": [f"<{token}>".encode() for token in range(shape.vocabulary)],
         "token_scores": [0.0] * shape.vocabulary,
         **(experts if shape.experts else {}),
+        **(_gguf_delta_facts(shape) if shape.delta_heads else {}),
+    }
+
+
+def _gguf_delta_facts(shape: Shape) -> dict[str, object]:
+    rotated = shape.head_dim // 4  # Qwen3.5 rotates a quarter of each head
+    return {
+        "full_attention_interval": DELTA_INTERVAL,
+        "ssm_conv_kernel": DELTA_TAPS,
+        "ssm_state_size": DELTA_DIM,
+        "ssm_group_count": shape.delta_heads,
+        "ssm_time_step_rank": shape.delta_heads,
+        "ssm_inner_size": shape.delta_heads * DELTA_DIM,
+        "rope_dimension_count": rotated,
+        "rope_dimension_sections": [rotated // 2, 0, 0, 0],
     }
 
 
 def _gguf_linears(shape: Shape) -> Iterator[tuple[str | int, ...]]:
     """Names with rows and columns, behind the number of experts where all of a layer are one tensor."""
-    hidden, kv, inner = shape.hidden, shape.hidden // shape.heads * shape.kv_heads, shape.intermediate
-    attention = {"attn_q": (hidden, hidden), "attn_k": (kv, hidden), "attn_v": (kv, hidden)}
+    hidden, kv, inner = shape.hidden, shape.head_dim * shape.kv_heads, shape.intermediate
+    gated = 2 if shape.delta_heads else 1  # an output gate beside each query
+    attention = {"attn_q": (gated * hidden, hidden), "attn_k": (kv, hidden), "attn_v": (kv, hidden)}
+    attention["attn_output"] = hidden, hidden
     feed_forward = {"ffn_gate": (inner, hidden), "ffn_up": (inner, hidden), "ffn_down": (hidden, inner)}
     if shape.experts:
         feed_forward = {f"{name}_exps": (shape.experts, *size) for name, size in feed_forward.items()}
     yield "token_embd", shape.vocabulary, hidden
     for layer in range(shape.layers):
-        for name, size in (attention | {"attn_output": (hidden, hidden)} | feed_forward).items():
+        mixer = _gguf_delta_linears(shape) if shape.is_delta(layer) else attention
+        for name, size in (mixer | feed_forward).items():
             yield f"blk.{layer}.{name}", *size
+
+
+def _gguf_delta_linears(shape: Shape) -> dict[str, tuple[int, int]]:
+    values, gates = shape.delta_heads * DELTA_DIM, (shape.delta_heads, shape.hidden)
+    inputs = {"attn_qkv": (3 * values, shape.hidden), "attn_gate": (values, shape.hidden)}
+    return {**inputs, "ssm_beta": gates, "ssm_alpha": gates, "ssm_out": (shape.hidden, values)}
+
+
+def _gguf_convolutions(shape: Shape) -> Iterator[tuple[str | int, ...]]:
+    for layer in filter(shape.is_delta, range(shape.layers)):
+        yield f"blk.{layer}.ssm_conv1d", 3 * shape.delta_heads * DELTA_DIM, DELTA_TAPS
+
+
+def _gguf_delta_vectors(shape: Shape) -> Iterator[str]:
+    for layer in filter(shape.is_delta, range(shape.layers)):
+        yield from (f"blk.{layer}.ssm_dt.bias", f"blk.{layer}.ssm_a")
 
 
 def _gguf_routers(shape: Shape) -> Iterator[tuple[str | int, ...]]:
@@ -190,11 +248,11 @@ def _gguf_routers(shape: Shape) -> Iterator[tuple[str | int, ...]]:
 
 def _gguf_norms(shape: Shape) -> Iterator[tuple[str, int]]:
     yield "output_norm", shape.hidden
-    widths = {"attn": shape.hidden, "ffn": shape.hidden}
-    if shape.family.startswith("qwen3"):
-        widths |= dict.fromkeys(("attn_q", "attn_k"), shape.hidden // shape.heads)
+    widths = {"attn": shape.hidden, "post_attention" if shape.delta_heads else "ffn": shape.hidden}
+    heads = dict.fromkeys(("attn_q", "attn_k"), shape.head_dim) if shape.family.startswith("qwen3") else {}
     for layer in range(shape.layers):
-        yield from ((f"blk.{layer}.{name}_norm", width) for name, width in widths.items())
+        own = {"ssm": DELTA_DIM} if shape.is_delta(layer) else heads
+        yield from ((f"blk.{layer}.{name}_norm", width) for name, width in (widths | own).items())
 
 
 def _q4(size: Sequence[int], random: np.random.Generator) -> np.ndarray:

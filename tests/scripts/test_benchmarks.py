@@ -186,3 +186,15 @@ def test_both_engines_read_the_same_model_of_4_bits(shape: tuple[Any, ...], tmp_
         chosen = logits.gather(-1, torch.tensor(tokens)[:, None])[:, 0]
         # Its activations have 8 bits, so it may take a token that comes near the best one.
         assert ((logits.amax(-1) - chosen) / logits.std(-1)).max() < 0.1
+
+
+@pytest.mark.full
+def test_llama_cpp_reads_a_hybrid(tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    pytest.importorskip("llama_cpp")
+    from benchmarking.contenders import Job, Settings, llama_cpp
+    from benchmarking.models import Shape, write_gguf
+
+    write_gguf(tmp_path / "model.gguf", Shape(512, 512, 4, 2, 1, 512, "qwen3_5_text", delta_heads=2))
+    with llama_cpp(tmp_path / "model.gguf", Settings(batch=2)) as answer:
+        assert [len(tokens) for tokens in answer([Job((1, 2, 3), 5)] * 2)] == [5, 5]
