@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from compress.models.spec import Block, Linear, Norm
+from compress.models.spec import Attention, Block, Linear, Norm
 
 if TYPE_CHECKING:
     from compress.models.spec import ModelSpec
@@ -45,8 +45,12 @@ class MultiTokenPrediction:
         return replace(spec, blocks=(self.block,), final_norm=self.norm, names=names, layer_inputs=None, mtp=None)
 
 
-def layer_behind(spec: ModelSpec) -> ModelSpec:
-    """Adds the head that DeepSeek and GLM store as one more layer, of the kind of the last one."""
+def layer_behind(spec: ModelSpec, mixer: Attention | None = None) -> ModelSpec:
+    """Adds the head that DeepSeek and GLM store as one more layer, of the kind of the last one.
+
+    Args:
+        mixer: of its block, where it is another than that of the last layer.
+    """
     number, norm = len(spec.blocks), spec.final_norm
     name = f"{spec.names.blocks}.{number}"
     return replace(
@@ -54,7 +58,7 @@ def layer_behind(spec: ModelSpec) -> ModelSpec:
         mtp=MultiTokenPrediction(
             spec.names.blocks,
             number,
-            spec.blocks[-1],
+            spec.blocks[-1] if mixer is None else replace(spec.blocks[-1], mixer=mixer),
             replace(norm, name=f"{name}.enorm"),
             replace(norm, name=f"{name}.hnorm"),
             Linear(f"{name}.eh_proj", spec.hidden_size, 2 * spec.hidden_size),

@@ -299,7 +299,7 @@ VARIANTS: dict[str, dict[str, object]] = {
         **LATENT,
         **INDEXER,
         "num_hidden_layers": 3,
-        "mlp_layer_types": ["dense", "sparse", "dense"],
+        "mlp_layer_types": ["sparse", "dense", "sparse"],
         "indexer_types": ["full", "shared", "full"],
         "attention_bias": True,
     },

@@ -10,8 +10,19 @@ from safetensors.torch import load_file, save_file
 from tiny_models import SIZES, VARIANTS, load_reference, save_tiny_model
 from torch import Tensor, nn
 
-FAMILIES = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+FAMILIES = (
+    "deepseek_v3",
+    "deepseek_v32",
+    "glm4_moe",
+    "glm4_moe_lite",
+    "glm_moe_dsa",
+    "qwen3_next",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+)
 """Families with a description of a head."""
+LAST = {"layer_types": "full_attention", "mlp_layer_types": "sparse", "indexer_types": "full"}
+"""Kind of the block of a head, by the field with a kind for each layer."""
 PARTS = {
     "qwen": ("mtp.layers.0", "mtp.fc", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm"),
     "": ("", "eh_proj", "enorm", "hnorm", "shared_head.norm"),
@@ -23,7 +34,7 @@ def save_mtp_model(folder: Path, family: str, **options: Any) -> Path:
     """A model whose last layer becomes the block of its head."""
     options = {**SIZES, **VARIANTS[family], **options}
     count, hidden = options["num_hidden_layers"], options["hidden_size"]
-    kinds = {"layer_types": [*options["layer_types"], "full_attention"]} if "layer_types" in options else {}
+    kinds = {key: [*options[key], kind] for key, kind in LAST.items() if key in options}
     save_tiny_model(folder, family, **options | {"num_hidden_layers": count + 1} | kinds)
     tensors, block = load_file(folder / "model.safetensors"), f"model.layers.{count}"
     name, projection, *norms = (_name(part, block) for part in _parts(family))
@@ -33,7 +44,7 @@ def save_mtp_model(folder: Path, family: str, **options: Any) -> Path:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
     config |= {"num_hidden_layers": count, "num_nextn_predict_layers": 1}
-    config |= {key: config[key][:count] for key in ("layer_types", "mlp_layer_types") if config.get(key)}
+    config |= {key: config[key][:count] for key in LAST if config.get(key)}
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
@@ -64,8 +75,7 @@ class PlainHead:
         count = config["num_hidden_layers"]
         names = [_name(part, f"model.layers.{count}") for part in _parts(family)]
         config |= {"num_hidden_layers": count + 1}
-        config |= {key: [*config[key], "full_attention"] for key in ("layer_types",) if config.get(key)}
-        config |= {key: [*config[key], "sparse"] for key in ("mlp_layer_types",) if config.get(key)}
+        config |= {key: [*config[key], kind] for key, kind in LAST.items() if config.get(key)}
         longer = folder.with_name(f"{folder.name} longer")
         longer.mkdir()
         (longer / "config.json").write_text(json.dumps(config))

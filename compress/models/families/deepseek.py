@@ -76,4 +76,4 @@ def deepseek_v32(config: Config) -> ModelSpec:
     mixer = latent_attention(config, rope(config, interleaved=True), indexer=lightning_indexer(config))
     experts = grouped_mixture(config, **SIGMOID_ROUTER)
     layers = mlps_by_kind(config, experts, dense_first(config, experts, 3))
-    return decoder(config, [mixer] * num_layers(config), layers)
+    return layer_behind(decoder(config, [mixer] * num_layers(config), layers))

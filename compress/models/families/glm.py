@@ -114,13 +114,14 @@ def glm_moe_dsa(config: Config) -> ModelSpec:
         "index_n_heads": 32,
         **config,
     }
-    indexer, rotary = lightning_indexer(config, interleaved=True), rope(config, interleaved=True)
+    rotary = rope(config, interleaved=True)
+    own = latent_attention(config, rotary, indexer=lightning_indexer(config, interleaved=True))
     mixers = [
-        latent_attention(config, rotary, **({"indexer": indexer} if source == layer else {"index_layer": source}))
+        own if source == layer else latent_attention(config, rotary, index_layer=source)
         for layer, source in enumerate(_index_sources(config))
     ]
     experts = grouped_mixture(config, **SIGMOID_ROUTER)
-    return decoder(config, mixers, mlps_by_kind(config, experts, dense_first(config, experts, 3)))
+    return layer_behind(decoder(config, mixers, mlps_by_kind(config, experts, dense_first(config, experts, 3))), own)
 
 
 def _index_sources(config: Config) -> list[int]:

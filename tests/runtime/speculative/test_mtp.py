@@ -92,6 +92,7 @@ class Checked:
         pytest.param("qwen3_next", 30, REQUESTS, marks=pytest.mark.full),
         pytest.param("deepseek_v3", 30, REQUESTS, marks=pytest.mark.full),
         pytest.param("glm4_moe", 30, REQUESTS, marks=pytest.mark.full),
+        pytest.param("glm_moe_dsa", 30, REQUESTS, marks=pytest.mark.full),
     ],
 )
 def test_drafts_are_those_of_the_whole_text(family, num_blocks, requests, folders) -> None:
@@ -116,6 +117,7 @@ def test_drafts_are_those_of_the_whole_text(family, num_blocks, requests, folder
         ("qwen3_5_text", {}),
         ("deepseek_v3", {"kv_offload_bytes": 10**6, "num_blocks": 30}),
         ("glm4_moe_lite", {"spec_verify": "rejection"}),
+        ("deepseek_v32", {"kv_offload_bytes": 10**6, "num_blocks": 30}),
         ("qwen3_5_moe_text", {"num_speculative_tokens": 1}),
         ("glm4_moe", {"kv_cache": "int8", "num_speculative_tokens": 8}),
     ],
