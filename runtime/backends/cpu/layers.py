@@ -20,6 +20,7 @@ from runtime.backends.base import (
     LayerWeights,
     Linear,
     Model,
+    NormWeights,
     Target,
     attention_linears,
     mlp_linears,
@@ -115,6 +116,7 @@ class _AddNorm(ctypes.Structure):
         ("weight", c_void_p),
         ("eps", c_float),
         ("out", c_void_p),
+        ("wide", c_void_p),
     )
 
 
@@ -176,6 +178,18 @@ class CpuOps(TorchOps):
         update_at = None if update is None else update.contiguous().data_ptr()
         rows, size = hidden.shape
         job = _AddNorm(rows, size, hidden.data_ptr(), update_at, weight.data_ptr(), eps, out.data_ptr())
+        self._run(self._add_norm, job)
+        return out
+
+    def normalize(self, hidden: Tensor, norm: NormWeights) -> Tensor:
+        size, weight = hidden.shape[-1], norm.weight
+        is_wide_rms = weight.dtype == torch.float32 and not norm.centered and norm.bias is None
+        if size % LANES or not is_wide_rms or hidden.dtype != torch.bfloat16:
+            return super().normalize(hidden, norm)
+        rows = hidden.contiguous()
+        out = torch.empty_like(rows)
+        job = _AddNorm(rows.numel() // size, size, rows.data_ptr(), None, None, norm.eps, out.data_ptr())
+        job.wide = weight.data_ptr()
         self._run(self._add_norm, job)
         return out
 

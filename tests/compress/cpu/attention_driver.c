@@ -133,13 +133,14 @@ static int attend_latents(int set) {
 static int glue(int set) {
     const int64_t rows = 1 + draw(30), size = 16 * (1 + draw(40)), heads = 1 + draw(5), dim = 32 * (1 + draw(8));
     uint16_t *hidden = numbers(rows * size), *update = numbers(rows * size), *weight = numbers(size);
+    float *wide = calloc((size_t)size, sizeof *wide);
     uint16_t *gate_up = numbers(rows * 2 * size), *out = exactly(rows * size * 2);
     uint16_t *x = numbers(rows * heads * dim), *norm = numbers(heads * dim), *cos = numbers(rows * dim), *sin = numbers(rows * dim);
-    const AddNorm add = {rows, size, hidden, draw(2) ? update : NULL, weight, 1e-5f, out};
+    const AddNorm add = {rows, size, hidden, draw(2) ? update : NULL, weight, 1e-5f, out, draw(2) ? wide : NULL};
     const Rotate turn = {rows, heads, dim, x, heads * dim, draw(2) ? norm : NULL, 1e-5f, cos, sin};
     const ActivateMultiply gate = {rows, size, gate_up, out, {(int32_t)draw(3), 1.702f, 7}};
     const int wrong = add_rms_norm(&add, set) || rotate(&turn, set) || activate_and_mul(&gate, set);
-    free(hidden), free(update), free(weight), free(gate_up), free(out), free(x), free(norm), free(cos), free(sin);
+    free(wide), free(hidden), free(update), free(weight), free(gate_up), free(out), free(x), free(norm), free(cos), free(sin);
     return wrong ? FAILED_STATUS : 0;
 }
 

@@ -8,16 +8,28 @@
 #include "kv/kv_pages.h"
 #include "common/bf16.h"
 
-/* Writes x / sqrt(mean square + eps) * weight; x and out may be the same. */
-INLINE void normalize(const uint16_t *x, const uint16_t *weight, int64_t size, float eps, uint16_t *out) {
+/* One over the root of the mean square. */
+INLINE float norm_factor(const uint16_t *x, int64_t size, float eps) {
     Lanes sum[2] = {{0}, {0}};
     for (int64_t i = 0; i < size; i += LANES) {
         const Lanes value = lanes_load_bfloat16(x + i);
         sum[i / LANES % 2] += value * value;
     }
-    const Lanes factor = lanes_of(1.0f / sqrtf(sum_of_lanes(sum[0] + sum[1]) / (float)size + eps));
+    return 1.0f / sqrtf(sum_of_lanes(sum[0] + sum[1]) / (float)size + eps);
+}
+
+/* Writes x / sqrt(mean square + eps) * weight; x and out may be the same. */
+INLINE void normalize(const uint16_t *x, const uint16_t *weight, int64_t size, float eps, uint16_t *out) {
+    const Lanes factor = lanes_of(norm_factor(x, size, eps));
     for (int64_t i = 0; i < size; i += LANES)
         lanes_store_bfloat16(out + i, lanes_round_bfloat16(lanes_load_bfloat16(x + i) * factor) * lanes_load_bfloat16(weight + i));
+}
+
+/* As `normalize`, rounded once. */
+INLINE void normalize_wide(const uint16_t *x, const float *weight, int64_t size, float eps, uint16_t *out) {
+    const Lanes factor = lanes_of(norm_factor(x, size, eps));
+    for (int64_t i = 0; i < size; i += LANES)
+        lanes_store_bfloat16(out + i, lanes_load_bfloat16(x + i) * factor * lanes_load(weight + i));
 }
 
 /* Rotary embedding in place: x * cos + (x with its halves exchanged) * sin. */

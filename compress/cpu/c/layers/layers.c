@@ -17,7 +17,7 @@ static int multiply(const Product *product, const LayersStep *step, const uint16
 
 static int normalize(const LayersStep *step, int64_t size, const uint16_t *update, const uint16_t *weight,
                      uint16_t *out, int set) {
-    const AddNorm job = {step->rows, size, step->hidden, update, weight, step->eps, out};
+    const AddNorm job = {step->rows, size, step->hidden, update, weight, step->eps, out, NULL};
     return add_rms_norm(&job, set);
 }
 

@@ -38,7 +38,11 @@ INLINE void add_rms_norm_rows(void *context, int64_t chunk) {
                 const Lanes update = lanes_load_bfloat16(job->update + row * job->size + i);
                 lanes_store_bfloat16(hidden + i, lanes_load_bfloat16(hidden + i) + update);
             }
-        normalize(hidden, job->weight, job->size, job->eps, job->out + row * job->size);
+        uint16_t *out = job->out + row * job->size;
+        if (job->wide)
+            normalize_wide(hidden, job->wide, job->size, job->eps, out);
+        else
+            normalize(hidden, job->weight, job->size, job->eps, out);
     }
 }
 

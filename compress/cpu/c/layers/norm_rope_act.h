@@ -15,6 +15,7 @@ typedef struct {
     const uint16_t *weight; /* [size] */
     float eps;
     uint16_t *out;          /* [rows, size]: hidden / sqrt(mean square + eps), times weight */
+    const float *wide;      /* [size], a weight in place of the other that multiplies before rounding, or NULL */
 } AddNorm;
 
 EXPORT int add_rms_norm(const AddNorm *job, int instruction_set);

@@ -10,7 +10,7 @@ from torch.nn import functional
 from compress.cpu.binding import best_instruction_set, library, set_threads
 from compress.models.clamped_gate import ClampedGate
 from compress.models.spec import Rope
-from runtime.backends.base import Target
+from runtime.backends.base import NormWeights, Target
 from runtime.backends.cpu.layers import CpuOps
 from runtime.backends.registry import choose_ops
 from runtime.backends.torch.ops import TorchOps
@@ -45,6 +45,18 @@ def test_add_and_norm(rows: int, size: int, instruction_set: int) -> None:
     before = ours.clone()
     assert torch.equal(CpuOps(instruction_set).add_rms_norm(ours, None, weight, EPS), found)
     assert torch.equal(ours, before)
+
+
+@pytest.mark.parametrize("instruction_set", SETS)
+@pytest.mark.parametrize("shape", [(1, 16), (3, 48), (5, 3, 256), (3, 24)])
+def test_a_norm_with_a_wide_weight_is_rounded_once(shape: tuple[int, ...], instruction_set: int) -> None:
+    hidden, weight = numbers(*shape, spread=3), numbers(shape[-1], seed=2).float() + 1.001
+    norm, exact, before = NormWeights(weight, EPS), hidden.double(), hidden.clone()
+    found = CpuOps(instruction_set).normalize(hidden.transpose(0, -2).contiguous().transpose(0, -2), norm)
+    expected = exact / (exact.square().mean(-1, keepdim=True) + EPS).sqrt() * weight.double()
+    torch.testing.assert_close(found.double(), expected, rtol=2**-8, atol=1e-6)
+    assert found.dtype == torch.bfloat16
+    assert torch.equal(hidden, before)
 
 
 @pytest.mark.parametrize("instruction_set", SETS)
