@@ -44,11 +44,20 @@ def whole_config(config: Config) -> dict[str, Any]:
     """Returns the whole config.json of the config of a text model, with what was changed or added to that."""
     if OUTER not in config:
         return dict(config)
-    outer = {key: value for key, value in config[OUTER].items() if key not in ADDED}
+    outer, inner = ({key: value for key, value in part.items() if key not in ADDED} for part in _parts(config[OUTER]))
     changed = {key: config[key] for key in ADDED if key in config}
-    if config[TIED] != text_part(config[OUTER])[TIED]:
-        changed |= {TIED: config[TIED], "text_config": {**block(outer, "text_config"), TIED: config[TIED]}}
-    return outer | changed
+    before = text_part(config[OUTER])
+    if changed == {key: before[key] for key in ADDED if key in before}:
+        outer, inner = _parts(config[OUTER])
+        changed = {}
+    if config[TIED] != before[TIED]:
+        changed[TIED] = inner[TIED] = config[TIED]
+    return outer | changed | ({"text_config": inner} if "text_config" in outer else {})
+
+
+def _parts(whole: Config) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns a whole config.json, and the part of its text model, which may say how its weights are packed."""
+    return dict(whole), block(whole, "text_config")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What fits beside weights of a known size: tokens, requests and recurrent states, before anything is allocated."""
+"""Capacity beside weights of a known size: tokens, requests and recurrent states, before anything is allocated."""
 
 from __future__ import annotations
 

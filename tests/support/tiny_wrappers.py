@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from folders import change_tensors
 from tiny_models import GEMMA4_LAYERS, SIZES, VARIANTS
 from torch import nn
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
@@ -32,6 +33,20 @@ WRAPPERS: dict[str, dict[str, Any]] = {
         "text_config": VARIANTS["gemma4_text"] | GEMMA4_LAYERS,
         "vision_config": TOWER | {"num_key_value_heads": 2, "head_dim": 16, "position_embedding_size": 64},
         "audio_config": None,
+    },
+    "kimi_k25": {
+        "text_config": VARIANTS["deepseek_v3"],
+        "vision_config": {
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "pos_emb_height": 4,
+            "pos_emb_width": 4,
+            "pos_emb_time": 2,
+        },
+        "projection_hidden_size": 32,
+        "tie_word_embeddings": False,
     },
     "llama4": {
         "text_config": VARIANTS["llama4_text"],
@@ -65,7 +80,14 @@ def save_tiny_wrapper(folder: Path, model_type: str, dtype: Any = torch.float32,
         if tensor.is_floating_point():
             nn.init.normal_(tensor, mean=1.0 if "norm" in name else 0.0, std=0.3 if tensor.dim() == 1 else 0.15)
     model.save_pretrained(folder)
+    change_tensors(folder, _name_as_published)
     return folder
+
+
+def _name_as_published(tensors: dict[str, torch.Tensor]) -> None:
+    """Takes back what transformers renames in the text model of Kimi-K2.5 together with its vision tower."""
+    for name in list(tensors):
+        tensors[name.replace("language_model.model.blocks.", "language_model.model.layers.")] = tensors.pop(name)
 
 
 def load_wrapper(folder: Path, dtype: torch.dtype) -> PreTrainedModel:

@@ -20,7 +20,7 @@ from compress.models.config import (
 from compress.models.indexer import lightning_indexer
 from compress.models.latent import latent_attention
 from compress.models.mtp import layer_behind
-from compress.models.registry import register
+from compress.models.registry import Wrapper, register, register_wrapper
 from compress.models.spec import ModelSpec
 
 HEADS = {"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
@@ -77,3 +77,7 @@ def deepseek_v32(config: Config) -> ModelSpec:
     experts = grouped_mixture(config, **SIGMOID_ROUTER)
     layers = mlps_by_kind(config, experts, dense_first(config, experts, 3))
     return layer_behind(decoder(config, [mixer] * num_layers(config), layers))
+
+
+# The head is the embedding unless config.json says otherwise, as in the class of transformers.
+register_wrapper("kimi_k25", Wrapper("deepseek_v3", {"kimi_k2": "deepseek_v3"}, ties_head=True))

@@ -1,6 +1,7 @@
 """Multimodal models: their text model is compressed, and everything else is copied."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -59,7 +60,7 @@ def test_packed_text_models_load_as_they_were_published(tmp_path: Path, model_ty
     # transformers joins the experts of some models when it loads them.
     served = joined if all(names.stored(name) in parameters for name in joined) else singles
     for name, tensor in served.items():
-        assert torch.equal(parameters[names.stored(name)], tensor), name
+        assert torch.equal(loaded_parameter(parameters, names.stored(name)), tensor), name
     reference = compute_in_float64(load_wrapper(source, torch.float64))
     state = {f"{module}.weight": packed.weight(module).dequantize(torch.float64) for module in packed.modules}
     state |= {name: packed.tensor(name) for name in packed.dense_names()}
@@ -67,11 +68,32 @@ def test_packed_text_models_load_as_they_were_published(tmp_path: Path, model_ty
     for name, parameter in reference.named_parameters():
         own = names.own(name)
         if own != name or own.startswith("lm_head"):
-            parameter.data = state[own].double()
+            parameter.data = (state[own] if own in state else joined_experts(state, own, len(parameter))).double()
     expected = reference_logits(reference, TOKENS)
     torch.testing.assert_close(score(load_model(out, dtype="float64"), TOKENS), expected, rtol=0, atol=1e-9)
     found = reference_logits(load_dequantized(out, dtype="float32"), TOKENS)
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=0.01 * expected.std().item())
+
+
+def loaded_parameter(parameters: dict[str, torch.Tensor], name: str) -> torch.Tensor:
+    """The parameter of transformers, or its slice for an expert that files hold alone."""
+    if name in parameters:
+        return parameters[name]
+    owner, _, inside = name.partition(".experts.")
+    index, part, _ = inside.split(".")
+    if part == "down_proj":
+        return parameters[f"{owner}.experts.down_proj"][int(index)]
+    gate, up = parameters[f"{owner}.experts.gate_up_proj"][int(index)].chunk(2)
+    return gate if part == "gate_proj" else up
+
+
+def joined_experts(tensors: dict[str, torch.Tensor], name: str, count: int) -> torch.Tensor:
+    """A parameter of transformers with the same part of all experts."""
+    owner, _, part = name.rpartition(".")
+    parts = ("gate_proj", "up_proj") if part == "gate_up_proj" else (part,)
+    return torch.stack(
+        [torch.cat([tensors[f"{owner}.{index}.{part}.weight"] for part in parts]) for index in range(count)]
+    )
 
 
 @pytest.fixture(scope="module")
@@ -98,6 +120,25 @@ def test_modules_of_several_schemes_are_found_by_their_patterns(mixed: Path) -> 
     assert report.ok
     reasons = {row.name: row.reason for row in report.dense}
     assert reasons["model.visual.patch_embed.proj.bias"] not in (reasons["model.norm.weight"], "norm or bias")
+
+
+def test_packing_may_be_described_in_the_config_of_the_text_model(mixed: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(mixed, tmp_path / "nested"))
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"]["quantization_config"] = config.pop("quantization_config")
+    (folder / "config.json").write_text(json.dumps(config))
+    assert PackedCheckpoint.open(folder).schemes == PackedCheckpoint.open(mixed).schemes
+
+
+def test_what_the_text_model_says_of_its_packing_is_replaced_by_what_was_done(tmp_path: Path) -> None:
+    source = wrapped_model(tmp_path / "source", "gemma3")
+    published = json.loads((source / "config.json").read_text())
+    published["text_config"]["quantization_config"] = {"format": "pack-quantized"}
+    assert text_part(published)["quantization_config"] == {"format": "pack-quantized"}
+    assert whole_config(text_part(published)) == published
+    whole = whole_config(text_part(published) | {"quantization_config": {"format": "int-quantized"}})
+    assert whole["quantization_config"] == {"format": "int-quantized"}
+    assert "quantization_config" not in whole["text_config"]
 
 
 def test_a_head_that_is_no_longer_tied_is_so_for_every_reader(tmp_path: Path) -> None:
