@@ -62,7 +62,7 @@ def not_highest(scores: Tensor, count: int) -> Tensor:
     least = scores.topk(count, -1, sorted=False).values.amin(-1, keepdim=True)
     is_above, is_equal = scores > least, scores == least
     room = count - is_above.sum(-1, keepdim=True)
-    return ~(is_above | is_equal & (is_equal.cumsum(-1) <= room))
+    return ~(is_above | is_equal & (is_equal.cumsum(-1, dtype=torch.int32) <= room))
 
 
 @dataclass(frozen=True, slots=True)

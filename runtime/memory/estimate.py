@@ -16,6 +16,7 @@ from compress.checkpoint.weights.integer import num_words
 from compress.models.architecture import siblings
 from compress.models.generic import CodeSpec
 from runtime.backends.base import Target
+from runtime.backends.indexer import SCORE_NUMBERS
 from runtime.backends.registry import choose_dense, choose_linear
 from runtime.core.config import RuntimeConfig
 from runtime.core.memory_plan import SPARE_RESIDUAL_TOKENS, ExactTokens, KVBudget
@@ -34,6 +35,8 @@ CAPTURED_LOGIT_BYTES = 24
 """Bytes of one logit of a captured step: itself, tempered, truncated, and its exponential, twice."""
 SPLIT_TOKENS, MOST_SPLITS = 64, 8
 """Linears over at most SPLIT_TOKENS tokens reduce at most MOST_SPLITS float32 partial sums."""
+MARK_BYTES = 7
+"""Bytes that say whether a token is chosen: three comparisons, and how many of equal scores come before."""
 LIBRARY_BYTES = 256 * 2**20
 """Bytes that libraries take of a GPU: loaded kernels, workspaces of matrix products, a panel of expanded weights."""
 
@@ -49,17 +52,32 @@ def step_bytes(model: DecoderConfig, config: RuntimeConfig, itemsize: int, seen_
         seen_keys: that a span of a prompt looks at through a mask.
     """
     logits = config.max_num_seqs * model.vocab_size * max(itemsize, FLOAT32) * LOGITS_COPIES
-    mask = config.max_span_tokens * seen_keys * itemsize
+    mask = config.max_span_tokens * seen_keys * itemsize + index_bytes(model, config.max_span_tokens, seen_keys)
     return _rows_bytes(model, config.max_num_batched_tokens, itemsize, mask, logits)
 
 
-def gpu_step_bytes(model: DecoderConfig, config: RuntimeConfig, itemsize: int) -> int:
-    """Bytes that the largest step holds on a GPU, with what captured steps keep for themselves; on the large side."""
+def index_bytes(model: DecoderConfig, rows: int, keys: int) -> int:
+    """Bytes that the widest indexer holds while it ranks `keys` for each of `rows`: scores of single heads, a part at a
+    time, their sums, and marks of the chosen ones."""
+    indexers = (mixer.latent.indexer for mixer in model.mixers if mixer.latent is not None)
+    heads = max((each.num_heads for each in indexers if each is not None and keys > each.num_chosen), default=0)
+    if not heads:
+        return 0
+    scores = min(rows, max(1, SCORE_NUMBERS // (keys * heads))) * keys * heads
+    return scores * FLOAT32 + rows * keys * (FLOAT32 + MARK_BYTES)
+
+
+def gpu_step_bytes(model: DecoderConfig, config: RuntimeConfig, itemsize: int, seen_keys: int = 0) -> int:
+    """Bytes that the largest step holds on a GPU, with what captured steps keep for themselves; on the large side.
+
+    Args:
+        seen_keys: of the longest sequence.
+    """
     rows, drawn = config.max_num_seqs, _drawn_rows(config)
     heads = max((mixer.num_heads * mixer.head_dim for mixer in model.mixers), default=0)
     widest = max(2 * model.intermediate_size, _qkv_size(model), model.vocab_size)
     parts = SPLIT_TOKENS * MOST_SPLITS * widest * FLOAT32
-    attended = config.max_num_batched_tokens * heads * FLOAT32
+    attended = config.max_num_batched_tokens * heads * FLOAT32 + index_bytes(model, config.max_span_tokens, seen_keys)
     step = _rows_bytes(model, config.max_num_batched_tokens, itemsize, attended, drawn * model.vocab_size * itemsize)
     captured = _rows_bytes(model, rows, itemsize, 0, rows * model.vocab_size * CAPTURED_LOGIT_BYTES)
     return step + captured + 2 * parts + drawn * model.vocab_size * GPU_LOGIT_BYTES + LIBRARY_BYTES

@@ -56,7 +56,8 @@ def plan_memory(
     choice = choose_model_kv_cache(model, config, attention_window)
     token_bytes = kv_token_bytes(model, choice.scheme, itemsize)
     exact = exact_tokens(model, choice.scheme, itemsize, config.max_num_seqs)
-    budget = find_budget(config, gpu_step_bytes(model, config, itemsize), free_gpu_bytes)
+    step = gpu_step_bytes(model, config, itemsize, longest_wanted(model, config)[0])
+    budget = find_budget(config, step, free_gpu_bytes)
     if config.speculative_model == MTP and budget.spare_bytes:
         budget = beside_head(budget, model, choice.scheme, itemsize)
     _check_exact(config, exact, budget)

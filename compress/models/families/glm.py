@@ -137,11 +137,11 @@ def _index_sources(config: Config) -> list[int]:
         period, offset = max(integer(config, "index_topk_freq", 1), 1), integer(config, "index_skip_topk_offset", 2)
         kinds = ["shared" if max(layer - offset + 1, 0) % period else "full" for layer in range(count)]
     kinds = [LETTERS.get(letter, letter) for letter in kinds] if isinstance(kinds, str) else kinds
-    if not isinstance(kinds, list) or len(kinds) != count or not {*map(str, kinds)} <= {*LETTERS.values()}:
+    if not isinstance(kinds, list) or len(kinds) < count or not {*map(str, kinds)} <= {*LETTERS.values()}:
         raise refusal(key, kinds, "full or shared for each layer")
     if kinds[0] == "shared":
         raise refusal(key, kinds, "full in the first layer")
     sources: list[int] = []
-    for layer, kind in enumerate(kinds):
+    for layer, kind in enumerate(kinds[:count]):
         sources.append(sources[-1] if kind == "shared" else layer)
     return sources

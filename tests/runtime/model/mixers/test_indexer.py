@@ -1,5 +1,6 @@
 """Sparse attention: which tokens an indexer chooses, over pages of every form, packed, and what it takes of memory."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from runtime.backends import indexer
 from runtime.backends.indexer import ChosenTokens, IndexedTokens, not_highest
 from runtime.core.model_config import DecoderConfig, parse_config
 from runtime.core.request import SamplingParams
-from runtime.memory.estimate import kv_token_bytes
+from runtime.memory.estimate import index_bytes, kv_token_bytes
 from runtime.model.loader import load_model
 from runtime.model.scoring import score
 
@@ -120,9 +121,12 @@ def test_packed_indexers_are_their_dequantized_weights(scheme: Scheme, tmp_path:
         assert foreseen_bytes(folder, torch.float32, "reference") == loaded.nbytes
 
 
-def described(model_type: str = "glm_moe_dsa", **options: object) -> DecoderConfig:
-    sizes = {"hidden_size": 6144, "num_attention_heads": 64, "num_hidden_layers": 6, "vocab_size": 154_880}
-    return parse_config({"model_type": model_type, "intermediate_size": 12_288, **sizes, **options})
+SMALL = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 6, "vocab_size": 96, "intermediate_size": 64}
+
+
+def described(**options: object) -> DecoderConfig:
+    """Indexers in the shape of GLM-5."""
+    return parse_config({**SMALL, "model_type": "glm_moe_dsa", "num_key_value_heads": 4, **options})
 
 
 @pytest.mark.parametrize(("format", "expected"), [("16bit", 1152), ("int4", 296)])
@@ -134,12 +138,20 @@ def test_numbers_of_a_token(format: str, expected: int) -> None:
     assert kv_token_bytes(described(), KVCacheScheme(format)) == 6 * (expected + 256)
 
 
+def test_memory_of_a_step_grows_with_ranked_keys_only() -> None:
+    """300 rows of 32 heads: scores of `SCORE_NUMBERS`, at most, and eleven bytes of each row and key."""
+    assert index_bytes(described(), 300, 2048) == 0
+    assert index_bytes(described(index_topk=2047), 300, 2048) == 300 * 2048 * (32 * 4 + 11)
+    assert index_bytes(described(), 300, 2**16) == 32 * 32 * 2**16 * 4 + 300 * 2**16 * 11
+    assert index_bytes(parse_config({**SMALL, "model_type": "llama"}), 300, 2**16) == 0
+
+
 @pytest.mark.parametrize(
     "options",
     [
         {"indexer_types": ["full", "shared"] * 3},
         {"index_topk_pattern": "FSFSFS"},
-        {"index_topk_pattern": ["full", "shared"] * 3},
+        {"index_topk_pattern": [*["full", "shared"] * 3, "full"]},
     ],
 )
 def test_which_layers_share(options: dict[str, object]) -> None:
@@ -162,6 +174,22 @@ def test_which_layers_share(options: dict[str, object]) -> None:
 def test_what_is_refused(key: str, value: object) -> None:
     with pytest.raises(CheckpointError, match=key):
         described(**{key: value})
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("speculative_model", ["ngram", "ngram-tree"])
+def test_drafts_move_their_index_keys(speculative_model: str, tmp_path: Path) -> None:
+    """With five tokens, guesses at random are often right."""
+    folder = save_tiny_model(tmp_path / "model", "glm_moe_dsa", **VARIANTS["glm_moe_dsa"] | {"vocab_size": 5})
+    decoder, sampling = load_model(folder, dtype="float64"), replace(GREEDY, max_tokens=60)
+    requests = [(str(length), (TOKENS[0, :length] % 5).tolist(), sampling) for length in (30, 40)]
+    engine = small_engine(decoder, folder, speculative_model=speculative_model)
+    found = answer_all(engine, requests)
+    assert engine.metrics.spec_decode_num_accepted_tokens_total > 5
+    for name, prompt, _ in requests:
+        tokens = found[name, 0]
+        logits = score(decoder, torch.tensor([prompt + tokens]))[0, len(prompt) - 1 : -1]
+        assert tokens == logits.argmax(-1).tolist()
 
 
 @pytest.mark.full
