@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,7 +14,8 @@ from runtime.backends.base import Linear, Ops
 from runtime.backends.registry import choose_state_steps
 from runtime.backends.state_kernels import DeltaWeights, StateSteps
 from runtime.backends.state_memory import StepStates
-from runtime.model.mixers.causal_conv import RowGroup, convolve, group_rows
+from runtime.model.mixers.causal_conv import RowGroup, convolve
+from runtime.model.mixers.group_scan import scan_groups, scan_segments
 from runtime.model.mixers.registry import loads
 from runtime.model.weight_reader import WeightReader
 
@@ -102,22 +103,10 @@ class DeltaNet:
         """Computes in plain torch what the output reads, `[T, C]`."""
         mixed, gate = self._split(inputs)
         beta, decay = self._read_gates(gates)
-        heads = self._scan_all(mixed, beta, decay, layer, states, ops)
+        heads = scan_groups(states, layer, (mixed, beta, decay), partial(self._scan, ops))
         wide = functional.silu(gate.to(self.weights.conv.dtype))
         gated = ops.normalize(heads.to(gate.dtype), self.weights.norm) * wide
         return gated.to(gate.dtype).flatten(1)
-
-    def _scan_all(self, mixed: Tensor, beta: Tensor, decay: Tensor, layer: int, states: StepStates, ops: Ops) -> Tensor:
-        """Computes heads `[T, H, V]` in plain torch."""
-        groups = group_rows(states.rows)
-        sequences, tokens = [each.num_sequences for each in groups], [each.num_rows for each in groups]
-        before = (states.read(layer, name).split(sequences) for name in ("window", "matrix"))
-        rows = (part.split(tokens) for part in (mixed, beta, decay))
-        found = [self._scan(ops, *each) for each in zip(groups, *rows, *before, strict=True)]
-        heads, windows, matrices = (torch.cat(parts) for parts in zip(*found, strict=True))
-        states.write(layer, "window", windows)
-        states.write(layer, "matrix", matrices)
-        return heads
 
     def _scan(
         self, ops: Ops, group: RowGroup, mixed: Tensor, beta: Tensor, decay: Tensor, window: Tensor, matrix: Tensor
@@ -127,13 +116,8 @@ class DeltaNet:
         seen = torch.cat((window, mixed), 1)
         convolved = ops.activate(convolve(seen, self.weights.conv).to(seen.dtype), self.spec.activation)
         inputs = self._delta_inputs(convolved, beta.mT, decay.mT)
-        outputs, matrices = [], []
-        for start, stop in pairwise((0, *group.stops)):
-            output, matrix = delta_rule(inputs.tokens(start, stop), matrix)
-            outputs.append(output)
-            matrices.append(matrix)
-        heads = torch.cat(outputs, 2).transpose(1, 2).flatten(0, 1)
-        return heads, group.windows(seen), torch.stack(matrices, 1).flatten(0, 1)
+        found, matrices = scan_segments(group, inputs, matrix, delta_rule, CHUNK)
+        return found.transpose(1, 2).flatten(0, 1), group.windows(seen), matrices
 
     def _split(self, projected: Tensor) -> tuple[Tensor, Tensor]:
         """Splits projections into what is convolved, `[T, channels]`, and the output gate `[T, heads, V]`."""

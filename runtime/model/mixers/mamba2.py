@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,7 +14,8 @@ from runtime.backends.base import Linear, NormWeights, Ops
 from runtime.backends.registry import choose_state_steps
 from runtime.backends.state_kernels import Mamba2Weights, StateSteps
 from runtime.backends.state_memory import StepStates
-from runtime.model.mixers.causal_conv import RowGroup, convolve, group_rows
+from runtime.model.mixers.causal_conv import RowGroup, convolve
+from runtime.model.mixers.group_scan import scan_groups, scan_segments
 from runtime.model.mixers.registry import loads
 from runtime.model.weight_reader import WeightReader
 
@@ -95,14 +96,7 @@ class Mamba2Layer:
     def _compute(self, projected: Tensor, layer: int, states: StepStates, ops: Ops) -> Tensor:
         """Computes in plain torch what the output reads, `[T, C]`."""
         gate, mixed, step = projected.split((self.spec.inner_size, self.spec.conv_size, self.spec.num_heads), -1)
-        groups = group_rows(states.rows)
-        sequences, tokens = [each.num_sequences for each in groups], [each.num_rows for each in groups]
-        before = (states.read(layer, name).split(sequences) for name in ("window", "matrix"))
-        rows = (part.split(tokens) for part in (mixed, self._steps(step)))
-        found = [self._scan(ops, *each) for each in zip(groups, *rows, *before, strict=True)]
-        heads, windows, matrices = (torch.cat(parts) for parts in zip(*found, strict=True))
-        states.write(layer, "window", windows)
-        states.write(layer, "matrix", matrices)
+        heads = scan_groups(states, layer, (mixed, self._steps(step)), partial(self._scan, ops))
         return self._gated(heads, gate).to(gate.dtype)
 
     def _scan(
@@ -112,13 +106,9 @@ class Mamba2Layer:
         mixed, step = (part.unflatten(0, (group.num_sequences, -1)) for part in (mixed, step))
         seen = torch.cat((window, mixed), 1)
         heads, inputs = self._scan_inputs(self._convolve(seen, ops), step)
-        state, outputs, matrices = matrix.unflatten(1, (self.spec.num_groups, -1)), [], []
-        for start, stop in pairwise((0, *group.stops)):
-            output, state = scan(inputs.tokens(start, stop), state)
-            outputs.append(output)
-            matrices.append(state.flatten(1, 2))
-        found = torch.cat(outputs, -2).flatten(1, 2).transpose(1, 2) + self.weights.skip.unsqueeze(-1) * heads
-        return found.flatten(0, 1).flatten(1), group.windows(seen), torch.stack(matrices, 1).flatten(0, 1)
+        found, matrices = scan_segments(group, inputs, matrix.unflatten(1, (self.spec.num_groups, -1)), scan, CHUNK)
+        found = found.flatten(1, 2).transpose(1, 2) + self.weights.skip.unsqueeze(-1) * heads
+        return found.flatten(0, 1).flatten(1), group.windows(seen), matrices.flatten(1, 2)
 
     def _convolve(self, seen: Tensor, ops: Ops) -> Tensor:
         convolved, bias = convolve(seen, self.weights.conv), self.weights.conv_bias
