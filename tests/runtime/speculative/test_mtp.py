@@ -115,6 +115,8 @@ def test_drafts_are_those_of_the_whole_text(family, num_blocks, requests, folder
     ("family", "options"),
     [
         ("qwen3_5_text", {}),
+        ("qwen3_5_text", {"num_state_slots": 10}),
+        ("qwen3_5_text", {"num_state_slots": 14, "num_blocks": 40, "kv_offload_bytes": 10**7}),
         ("deepseek_v3", {"kv_offload_bytes": 10**6, "num_blocks": 30}),
         ("glm4_moe_lite", {"spec_verify": "rejection"}),
         ("deepseek_v32", {"kv_offload_bytes": 10**6, "num_blocks": 30}),
