@@ -9,7 +9,7 @@ from pathlib import Path
 from compress.common.cli import draft_model_path
 from compress.common.errors import ToolkitError
 from runtime.core.config import RuntimeConfig
-from runtime.core.memory_plan import MemoryPlan
+from runtime.core.memory_plan import NO_STATES, MemoryPlan, StateSlots
 from runtime.memory.estimate import kv_token_bytes
 from runtime.model.decoder import Decoder
 from runtime.model.loader import load_model
@@ -93,11 +93,6 @@ def _build_drafter(
     if config.speculative_model == MTP:
         return _build_head(path, target, runner, config, proposals)
     decoder = _draft_decoder(path, target, config)
-    if decoder.config.state_fields:
-        raise ToolkitError(
-            f"{config.speculative_model} has recurrent layers, and drafts are not rolled back in those of a drafter",
-            "Use --speculative-model ngram",
-        )
     memory = _draft_memory(decoder, target, runner.memory)
     decoder = decoder.for_length(min(config.max_model_len or 0, decoder.config.context_length))
     draft = ModelRunner(decoder, memory)
@@ -168,6 +163,15 @@ def _check_vocabulary(path: Path, target: ServedModel, folder: Path, draft: Serv
         )
 
 
+def _draft_states(decoder: ServedModel, memory: MemoryPlan) -> StateSlots:
+    """Plans two slots for each sequence that runs at the same time."""
+    slot_bytes = decoder.config.state_bytes(decoder.dtype.itemsize)
+    num_running = memory.num_sequences
+    if memory.states.num_slots:
+        num_running = min(num_running, memory.states.max_running)
+    return StateSlots(2 * num_running, slot_bytes) if slot_bytes else NO_STATES
+
+
 def _draft_memory(decoder: ServedModel, target: ServedModel, memory: MemoryPlan) -> MemoryPlan:
     """Plans as many KV blocks as the target has, in the target's format, without exact sinks and recent tokens."""
     model, choice = decoder.config, memory.kv_choice
@@ -186,6 +190,7 @@ def _draft_memory(decoder: ServedModel, target: ServedModel, memory: MemoryPlan)
         blocks_per_sequence=-(-longest // memory.block_size),
         kv_choice=choice,
         num_sequences=memory.num_sequences,
+        states=_draft_states(decoder, memory),
     )
     check_fits(plan, decoder.device)
     return plan

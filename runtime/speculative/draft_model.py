@@ -21,14 +21,15 @@ from runtime.core.step import Runner, ScheduledSequence, StepPlan
 from runtime.model.decoder import Decoder
 from runtime.model.loader import load_layers
 from runtime.speculative.proposer import DraftRequest
-from runtime.speculative.shadow import Shadow
+from runtime.speculative.shadow import Shadow, StateSlots
 
 OTHER_NOISE = 0x5DEECE66D1234567
 """Mixed into a seed to get independent noise."""
 
 
 class ModelDrafter:
-    """Drafts with any runner. A sequence without free blocks, or whose prompt is still being computed, gets no draft.
+    """Drafts with any runner. A sequence without free blocks or slots for recurrent states, or whose prompt is still
+    being computed, gets no draft.
 
     Args:
         runner: runner of the draft model.
@@ -41,6 +42,8 @@ class ModelDrafter:
         self.config = config
         self._noise = 0 if same_noise else OTHER_NOISE
         self._free = list(range(runner.num_blocks))
+        slots = range(runner.num_state_slots)
+        self._free_slots: list[StateSlots] = list(zip(slots[::2], slots[1::2], strict=False))
         self._shadows: dict[Sequence, Shadow] = {}
 
     def propose(self, requests: ListOf[DraftRequest]) -> None:
@@ -70,7 +73,7 @@ class ModelDrafter:
             own = shadow.own
             count = min(own.num_tokens - own.num_computed_tokens, self.config.prefill_chunk, budget)
             if count:
-                entries.append(ScheduledSequence(own, own.num_computed_tokens, count))
+                entries.append(shadow.plan(count))
                 budget -= count
         tokens = self.runner.execute(StepPlan(tuple(entries))).tokens
         for entry in entries:
@@ -87,15 +90,22 @@ class ModelDrafter:
         # The last draft token is never computed here.
         num_computed = sequence.num_tokens + count - 1
         missing = -(-num_computed // self.config.block_size) - len(shadow.own.block_ids)
+        lacks_slots = bool(self.runner.num_state_slots) and shadow.state_slots is None
         if missing > len(self._free) or num_computed > self.runner.max_model_len:
             return None
+        if lacks_slots and not self._free_slots:
+            return None
+        if lacks_slots:
+            shadow.state_slots = self._free_slots.pop()
         shadow.own.block_ids += [self._free.pop() for _ in range(missing)]
         self._shadows[sequence] = shadow
         return shadow
 
     def _forget_all_but(self, sequences: set[Sequence]) -> None:
         for sequence in self._shadows.keys() - sequences:
-            self._free += self._shadows.pop(sequence).own.block_ids
+            shadow = self._shadows.pop(sequence)
+            self._free += shadow.own.block_ids
+            self._free_slots += filter(None, [shadow.state_slots])
 
 
 def skip_layers(target: Decoder, num_skipped: int | None = None) -> Decoder:

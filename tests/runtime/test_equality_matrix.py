@@ -2,7 +2,7 @@
 
 {five models} x {prefix cache} x {chunk sizes} x {ample / scarce blocks and states} x {no speculation, n-gram, draft
 model, two self-drafts}, and in each of these engines, all at the same time, {n = 1, 3} x {greedy, seeded} x {whole /
-streamed}: 2,208 cells, as a hybrid is not its own draft. Every answer must be the one of a plain engine that serves one
+streamed}: 2,400 cells. Every answer must be the one of a plain engine that serves one
 request at a time. At every run come engines that show every setting, with the hybrid and with the mixture, and one with
 the demo model; the others are in the full tier.
 """
@@ -50,8 +50,6 @@ CHUNKS = (7, 64, 512)
 BLOCKS = (400, 18)
 SCARCE_STATES = 12
 SPECULATION = ("", "ngram", "demo", "self:2bit", "self:skip")
-WITHOUT_STATE = SPECULATION[:3]
-"""Drafters for the hybrid: states of a drafter are not rolled back."""
 
 Answer = list[tuple[str, tuple[str, ...], str]]
 """Text, tokens and finish reason of each choice."""
@@ -137,7 +135,7 @@ def cells() -> list[Any]:
     """All settings with all models. Those of the quick tier come with the hybrid and the mixture."""
     found = []
     for name in (*TINY, *TRAINED):
-        settings = covering(WITHOUT_STATE if name == HYBRID else SPECULATION, BLOCKS, CHUNKS, CACHES)
+        settings = covering(SPECULATION, BLOCKS, CHUNKS, CACHES)
         marks = () if name in QUICK else (pytest.mark.full,)
         found += [pytest.param(name, *cell.values, marks=marks or cell.marks) for cell in settings]
     first = len(found) - len(TRAINED) * len(settings)

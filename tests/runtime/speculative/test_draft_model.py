@@ -17,16 +17,20 @@ def new_sequence(name: str, prompt: list[int], seed: int = 0) -> Sequence:
     return Sequence(Request(name, tuple(prompt), SamplingParams(logprobs=2), seed), list(prompt))
 
 
-def make_drafter(num_blocks: int = 100, **options: int) -> tuple[ModelDrafter, FakeRunner]:
-    runner = FakeRunner(num_blocks, BLOCK)
+def make_drafter(num_blocks: int = 100, num_state_slots: int = 0, **options: int) -> tuple[ModelDrafter, FakeRunner]:
+    runner = FakeRunner(num_blocks, BLOCK, num_state_slots=num_state_slots)
     return ModelDrafter(runner, RuntimeConfig(block_size=BLOCK, **options)), runner
 
 
 @examples(150)
 @given(st.data())
 def test_guesses_are_what_the_draft_model_says_next(data: st.DataObject) -> None:
-    """Whatever was accepted, skipped or added in the meantime, of sequences that come and go."""
-    drafter, _ = make_drafter(data.draw(st.integers(4, 60)), prefill_chunk=7, max_num_batched_tokens=16)
+    """Whatever was accepted, skipped or added in the meantime, of sequences that come and go; with recurrent states,
+    of which the runner checks each, or without."""
+    num_state_slots = data.draw(st.sampled_from([0, 2, 7]))
+    drafter, _ = make_drafter(
+        data.draw(st.integers(4, 60)), num_state_slots, prefill_chunk=7, max_num_batched_tokens=16
+    )
     live: list[Sequence] = []
     for step in range(data.draw(st.integers(1, 15))):
         if not live or data.draw(st.booleans()):
@@ -38,10 +42,12 @@ def test_guesses_are_what_the_draft_model_says_next(data: st.DataObject) -> None
             assert len(guesses) <= count
             assert guesses == expected_tokens(sequence.token_ids, len(guesses), sequence.request.seed)
             accepted = data.draw(st.integers(0, len(guesses)))
-            sequence.token_ids += [*guesses[:accepted], data.draw(st.integers(0, 49))]
+            if data.draw(st.integers(0, 4)):
+                sequence.token_ids += [*guesses[:accepted], data.draw(st.integers(0, 49))]
         live = [sequence for sequence in live if data.draw(st.integers(0, 3))]
     drafter.propose([])
     assert sorted(drafter._free) == list(range(drafter.runner.num_blocks))
+    assert len(drafter._free_slots) == num_state_slots // 2
 
 
 def test_many_are_drafted_together_and_nothing_is_computed_twice() -> None:
