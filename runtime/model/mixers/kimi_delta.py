@@ -31,22 +31,15 @@ def delta_chunk(x: DeltaInputs, state: Tensor) -> tuple[Tensor, Tensor]:
         x: with a decay of each channel, `[B, H, n, K]`.
     """
     total, beta = x.decay.cumsum(-2), x.beta.unsqueeze(-1)
-    seen, later = total.exp(), _later_keys(x.key, total)
+    # What is left of each key at each token, [B, H, n, n, K]; keys that come after a token are cut off below.
+    left = (total.unsqueeze(-2) - total.unsqueeze(-3)).clamp_(max=0).exp_().mul_(x.key.unsqueeze(-3))
+    shared, mixed = (torch.stack((x.key, x.query), -2) @ left.mT).unbind(-2)
+    seen, last = total.exp(), total[..., -1:, :]
     update = beta * (x.value - (seen * x.key) @ state)
     if x.beta.shape[-1] > 1:
-        shared = (beta * (later @ x.key.unsqueeze(-1)).squeeze(-1)).tril(-1)
-        update = torch.linalg.solve_triangular(shared, update, upper=False, unitriangular=True)
-    output = (seen * x.query) @ state + (later @ x.query.unsqueeze(-1)).squeeze(-1) @ update
-    left = (total[..., -1:, :] - total).exp()
-    return output, total[..., -1, :, None].exp() * state + (left * x.key).mT @ update
-
-
-def _later_keys(key: Tensor, total: Tensor) -> Tensor:
-    """Computes what is left of each key at each token, `[B, H, n, n, K]`; nothing of those that come after it."""
-    count = total.shape[-2]
-    later = torch.ones(count, count, dtype=torch.bool, device=total.device).triu(1).unsqueeze(-1)
-    since = (total.unsqueeze(-2) - total.unsqueeze(-3)).masked_fill_(later, float("-inf"))
-    return since.exp_().mul_(key.unsqueeze(-3))
+        update = torch.linalg.solve_triangular((beta * shared).tril(-1), update, upper=False, unitriangular=True)
+    output = (seen * x.query) @ state + mixed.tril() @ update
+    return output, last.mT.exp() * state + ((last - total).exp() * x.key).mT @ update
 
 
 @dataclass(frozen=True, slots=True)
