@@ -178,7 +178,7 @@ def _carried_note(packed: PackedCheckpoint, implied: Shapes) -> tuple[str, ...]:
     parts = {_part(name) for name in implied}
     others = packed.files.other_parts
     carried = [name for name in _stored(packed) if implied and _part(name) not in parts and name not in others]
-    found = f"{len(carried)} tensors are of no layer in config.json, and are not read"
+    found = f"{len(carried)} tensors are of no layer in config.json: only drafting reads a head among them"
     return (f"{found}, e.g. {min(carried)}",) if carried else ()
 
 

@@ -162,7 +162,7 @@ def assemble(
             if source is not None:
                 copy_side_files(source, building, leave_out)
             if config is not None:
-                write_config(building, config if layout is None else _named_as_stored(config, layout))
+                write_config(building, config if layout is None else _named_as_stored(config, layout, pieces))
             _write_shards(_plan_shards(pieces, max_shard_bytes), building)
             building.rename(out)
             sync(out.parent)
@@ -172,11 +172,14 @@ def assemble(
     return out
 
 
-def _named_as_stored(config: Mapping[str, Any], layout: TextNames) -> Mapping[str, Any]:
+def _named_as_stored(config: Mapping[str, Any], layout: TextNames, pieces: Iterable[MappedFile]) -> Mapping[str, Any]:
     quantization = quantization_block(config)
     if format_name(quantization) != compressed_tensors.NAME:
         return config
-    return {**config, QUANTIZATION_KEY: layout.patterns(quantization)}
+    return {
+        **config,
+        QUANTIZATION_KEY: layout.patterns(quantization, {name for piece in pieces for name in piece.entries}),
+    }
 
 
 def copy_side_files(source: TensorFiles, out: Path, leave_out: Set[str] = frozenset()) -> None:

@@ -4,7 +4,7 @@ models whose files have other names than transformers."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,27 +100,36 @@ class TextNames:
                 return place + own.removeprefix(name)
         return own
 
-    def pattern(self, module: str) -> str:
-        """A pattern for a module by the names of files and of engines, which differ; for another part, of all of it."""
-        if f"{module}.weight" in self.others:
-            return rf"re:.*{re.escape(module.removeprefix('model.').partition('.')[0])}\..*"
+    def pattern(self, module: str, changed: Set[str] = frozenset()) -> str:
+        """A pattern for a module by the names of files and of engines, which differ; for another part, of all of it.
+
+        Args:
+            changed: other parts that are not wholly dense.
+        """
+        if f"{module}.weight" in self.others and (part := _part(module)) not in changed:
+            return rf"re:.*{re.escape(part)}\..*"
         if module.startswith("model."):
             place = r".*language_model\.(model\.)?" if "language_model" in self.model else rf"(model|{self.model})\."
             return rf"re:{place}{re.escape(module.removeprefix('model.'))}$"
         return rf"re:.*{re.escape(module)}$"
 
-    def patterns(self, quantization: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns a `quantization_config` of compressed-tensors that names modules of the text model by patterns."""
+    def patterns(self, quantization: Mapping[str, Any], written: Container[str]) -> dict[str, Any]:
+        """Returns a `quantization_config` of compressed-tensors that names modules of the text model by patterns.
+
+        Args:
+            written: tensors of the checkpoint; a weight of another part that is not among them was packed.
+        """
         found = dict(quantization)
-        found["ignore"] = sorted({self.pattern(module) for module in quantization.get("ignore", ())})
+        changed = {_part(name) for name in self.others if name.endswith(".weight") and name not in written}
+        found["ignore"] = sorted({self.pattern(module, changed) for module in quantization.get("ignore", ())})
         found["config_groups"] = {
-            name: {**group, "targets": [self._target(target) for target in group["targets"]]}
+            name: {**group, "targets": [self._target(target, changed) for target in group["targets"]]}
             for name, group in quantization.get("config_groups", {}).items()
         }
         return found
 
-    def _target(self, target: str) -> str:
-        return self.pattern(target) if "." in target or target == "lm_head" else target
+    def _target(self, target: str, changed: Set[str]) -> str:
+        return self.pattern(target, changed) if "." in target or target == "lm_head" else target
 
 
 LAYOUTS = (("language_model.model", "language_model.lm_head"), ("model.language_model", "lm_head"))
@@ -131,6 +140,11 @@ def layouts_of(config: Config) -> tuple[tuple[str, str], ...]:
     """Stored names that the text model of a config and its head may have."""
     stored = find_stored_name(config.get("model_type"))
     return LAYOUTS if OUTER in config else ((stored, "lm_head"),) if stored else ()
+
+
+def _part(name: str) -> str:
+    """Returns the part of the whole that a module or tensor is in."""
+    return name.removeprefix("model.").partition(".")[0]
 
 
 def _is_inside(name: str, module: str) -> bool:

@@ -1,6 +1,7 @@
 """Tiny random models with a head of multi-token prediction, and the head in plain torch."""
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -115,7 +116,7 @@ class PlainHead:
 
 
 def save_copying_model(folder: Path, **options: Any) -> Path:
-    """A model of one layer whose head computes it again over the tokens alone: its drafts are those of the model but
+    """A model of one layer whose head computes it again over the tokens alone: its drafts are those of the model except
     for the first token of the text, which the head does not see."""
     save_mtp_model(folder, "glm4_moe", num_hidden_layers=1, first_k_dense_replace=2, **options)
     tensors = load_file(folder / "model.safetensors")
@@ -127,4 +128,16 @@ def save_copying_model(folder: Path, **options: Any) -> Path:
     tensors[f"{head}enorm.weight"] = torch.ones(hidden)
     tensors[f"{head}shared_head.norm.weight"] = tensors["model.norm.weight"].clone()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def wrap_mtp_model(folder: Path, model_type: str) -> Path:
+    """Names config and tensors of a text model of Qwen as its multimodal checkpoints do, with one tensor of a tower."""
+    text = json.loads((folder / "config.json").read_text())
+    whole = {"model_type": model_type, "text_config": text, "dtype": text["dtype"], "tie_word_embeddings": False}
+    (folder / "config.json").write_text(json.dumps(whole))
+    tensors = load_file(folder / "model.safetensors")
+    stored = {re.sub(r"^model\.", "model.language_model.", name): tensor for name, tensor in tensors.items()}
+    stored["model.visual.merger.linear.weight"] = torch.randn(32, 32)
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
     return folder

@@ -1,21 +1,25 @@
 """The recipe stage mtp: a head of multi-token prediction is packed only while its drafts stay good."""
 
 import json
+import re
 import shutil
 
 import pytest
 from runs import compress
 from tiny_models import save_tiny_model
-from tiny_mtp import save_copying_model, save_mtp_model
+from tiny_mtp import save_copying_model, save_mtp_model, wrap_mtp_model
 
+from compress.checkpoint.config import read_config
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.verify import verify_structure
 from compress.checkpoint.weights import Int
+from compress.checkpoint.writer import export_checkpoint
 from compress.common.cli import demo_model_path
 from compress.common.errors import CheckpointError, RecipeError
 from compress.common.files import REPORT_FILE
 from compress.methods.mtp import MtpStage
 from compress.pipeline.finish import compare_with_report
+from compress.pipeline.mtp_head import HeadResult
 from compress.recipe import QuantizeStage
 from compress.recipe_file import parse_recipe
 from runtime.model.loader import load_model
@@ -78,6 +82,29 @@ def test_experts_and_projections_of_a_mixture(tmp_path) -> None:
     assert not any(module.endswith("mlp.gate") for module in result.mtp.modules)
     assert any(".experts." in module for module in result.mtp.modules)
     assert result.mtp.is_packed == (result.mtp.dense > 0 and result.mtp.packed >= 0.95 * result.mtp.dense)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3_5_moe_text"])
+def test_a_head_beside_a_multimodal_model(family, tmp_path, monkeypatch) -> None:
+    """Packed although its drafts are random; towers and what stays dense of the head are named apart."""
+    monkeypatch.setattr(HeadResult, "is_packed", True)
+    sizes = {"shared_expert_intermediate_size": 64} if "moe" in family else {}
+    folder = save_mtp_model(tmp_path / "model", family, vocab_size=8192, **sizes)
+    folder = with_tokenizer(wrap_mtp_model(folder, family.removesuffix("_text")))
+    out = tmp_path / "packed"
+    found = compress(folder, out, QuantizeStage("rtn", Int(8, 32)), MtpStage(**TEXT)).mtp
+    packed = PackedCheckpoint.open(out)
+    assert sorted(found.modules) == [module for module in packed.modules if module.startswith("mtp.")]
+    assert packed.scheme("mtp.fc") is None
+    ignored = [entry.removeprefix("re:") for entry in read_config(out)["quantization_config"]["ignore"]]
+    assert not any(re.match(pattern, module) for pattern in ignored for module in found.modules)
+    assert any(re.match(pattern, "mtp.fc") for pattern in ignored)
+    assert any(re.match(pattern, "model.visual.blocks.0.attn.qkv") for pattern in ignored)
+    assert not verify_structure(out).problems
+    load_head(out, load_model(out))
+    export_checkpoint(out, "dense", tmp_path / "dense")
+    load_head(tmp_path / "dense", load_model(tmp_path / "dense"))
 
 
 def test_a_model_without_a_head_is_refused_before_the_run(tmp_path) -> None:
