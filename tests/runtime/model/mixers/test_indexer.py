@@ -14,7 +14,9 @@ from compress.checkpoint.kv_cache import KVCacheScheme
 from compress.checkpoint.weights import BlockFp8, Int, Scheme
 from compress.common.errors import CheckpointError, ToolkitError
 from runtime.backends import indexer
+from runtime.backends.fused_layers import indexers_unsupported
 from runtime.backends.indexer import ChosenTokens, IndexedTokens, not_highest
+from runtime.backends.registry import choose_attention
 from runtime.core.model_config import DecoderConfig, parse_config
 from runtime.core.request import SamplingParams
 from runtime.memory.estimate import index_bytes, kv_token_bytes
@@ -136,6 +138,17 @@ def test_numbers_of_a_token(format: str, expected: int) -> None:
     assert shared.index_sources == (0, 1, 1, 1, 4, 4)
     assert kv_token_bytes(shared, KVCacheScheme(format)) == 6 * expected + 3 * 256
     assert kv_token_bytes(described(), KVCacheScheme(format)) == 6 * (expected + 256)
+
+
+def test_compiled_attention_leaves_indexers_to_plain_torch(tmp_path: Path) -> None:
+    sizes = {"qk_rope_head_dim": 32, "qk_nope_head_dim": 32}
+    folder = save_tiny_model(tmp_path / "model", "deepseek_v32", torch.bfloat16, **VARIANTS["deepseek_v32"] | sizes)
+    sparse = load_model(folder)
+    dense = load_model(change_config(folder, model_type="deepseek_v3"))
+    backend, _, reason = choose_attention(sparse, small_engine(sparse, block_size=16).runner.memory)
+    assert (backend.name, bool(reason)) == ("torch", True)
+    assert indexers_unsupported(sparse.config.spec)
+    assert not indexers_unsupported(dense.config.spec)
 
 
 def test_memory_of_a_step_grows_with_ranked_keys_only() -> None:
