@@ -158,6 +158,11 @@ class MemoryPlan:
         return self.kv_choice.scheme
 
     @property
+    def reach(self) -> AttentionWindow:
+        """Tokens that a step lays block tables out for: without keys and values, a token itself only."""
+        return self.attention_window if self.token_bytes else AttentionWindow(1)
+
+    @property
     def tokens(self) -> int:
         """Tokens that the blocks hold."""
         return self.num_blocks * self.block_size

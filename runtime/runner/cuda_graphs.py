@@ -52,9 +52,9 @@ class StepBuffers:
 
     def __init__(self, decoder: ServedModel, memory: MemoryPlan, num_rows: int) -> None:
         device = decoder.device
-        self.num_rows, self.blocks_each = num_rows, memory.blocks_per_sequence
+        self.num_rows, self.blocks_each = num_rows, memory.blocks_per_sequence if memory.token_bytes else 1
         self.block_size: int = memory.block_size
-        self.attention_window: AttentionWindow = memory.attention_window
+        self.attention_window: AttentionWindow = memory.reach
         self.num_state_slots = memory.states.num_slots
         size = num_rows * (NUM_COLUMNS + self.blocks_each)
         self._host = torch.zeros(size, dtype=torch.int64, pin_memory=device.type == "cuda")

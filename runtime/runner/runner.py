@@ -278,7 +278,7 @@ class ModelRunner:
             path = self.graphs.unsupported_reason(plan.entries)
             if not path:
                 return self._run_again(self.graphs, plan.entries)
-        batch = build_batch(plan.entries, self.block_size, self.decoder.device, self.attention_window)
+        batch = build_batch(plan.entries, self.block_size, self.decoder.device, self.memory.reach)
         for memory in self._memories():
             memory.clear(batch.fresh_blocks)
         hidden = self._forward(batch)

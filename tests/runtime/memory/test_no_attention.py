@@ -4,19 +4,24 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from engines import answer_all, small_engine
 from tiny_models import VARIANTS, save_tiny_model
 
 from compress.checkpoint.config import read_config, write_config
 from compress.common.errors import ToolkitError
 from compress.evaluate.kv_cache import check_measurable
+from runtime.core.batch import build_batch
 from runtime.core.config import RuntimeConfig
 from runtime.core.model_config import STREAM_LENGTH
-from runtime.core.request import SamplingParams
+from runtime.core.request import Request, SamplingParams, Sequence
+from runtime.core.step import ScheduledSequence
 from runtime.memory.advice import inspect
 from runtime.memory.plan import plan_memory
 from runtime.model.loader import load_model
+from runtime.runner.cuda_graphs import StepBuffers
 
+CPU = torch.device("cpu")
 GIB = 2**30
 MEMORY = 2**20
 CONFIG = RuntimeConfig(kv_memory_bytes=MEMORY, max_num_seqs=4)
@@ -42,6 +47,15 @@ def test_all_memory_is_for_states(folder: Path) -> None:
     assert hosted.num_host_blocks == hosted.num_blocks
     assert hosted.states.num_host_slots == MEMORY // config.state_bytes(4)
     assert hosted.host_bytes <= MEMORY
+
+
+def test_block_tables_do_not_grow_with_the_length_of_a_sequence(folder: Path) -> None:
+    engine = small_engine(load_model(folder), num_state_slots=2)
+    sequence = Sequence(Request("long", tuple(range(3, 43)), SamplingParams(), 0), list(range(3, 43)))
+    sequence.block_ids = list(range(10))
+    batch = build_batch([ScheduledSequence(sequence, 39, 1)], 4, CPU, engine.runner.memory.reach)
+    assert [group.blocks.tolist() for group in batch.groups] == [[9]]
+    assert StepBuffers(engine.runner.decoder, engine.runner.memory, 2).blocks_each == 1
 
 
 REFUSED = {

@@ -9,7 +9,7 @@ import torch
 from covering import sample
 from engines import answer_all
 from poisoned_memory import poison_states
-from tiny_models import DELTA_NET, save_tiny_model
+from tiny_models import VARIANTS, save_tiny_model
 from unrecorded_steps import capture_nothing
 
 from runtime.backends.registry import records_by_layer
@@ -218,9 +218,10 @@ def test_answers_of_an_engine_are_the_same(tiny, kv_cache):
     assert 'runtime_steps_by_path_total{path="recorded"}' in recorded.render_metrics()
 
 
-@pytest.fixture(scope="module")
-def hybrid(tmp_path_factory):
-    folder = save_tiny_model(tmp_path_factory.mktemp("models") / "hybrid", "qwen3_5_text", **DELTA_NET)
+@pytest.fixture(scope="module", params=sample(["qwen3_5_text", "mamba2"]))
+def hybrid(tmp_path_factory, request):
+    """A model with recurrent layers, some or all."""
+    folder = save_tiny_model(tmp_path_factory.mktemp("models") / "hybrid", request.param, **VARIANTS[request.param])
     return load_model(folder, dtype="float64")
 
 
