@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class StateCosts:
-    """What states of draft tokens cost, in bytes of memory traffic.
+    """Costs of states of draft tokens, in bytes of memory traffic.
 
     Attributes:
         write_bytes: of the state of one sequence.

@@ -154,7 +154,7 @@ class Runner(Protocol):
 
     @property
     def state_costs(self) -> StateCosts:
-        """What recurrent states of draft tokens cost."""
+        """Costs of recurrent states of draft tokens."""
         ...
 
     @property

@@ -124,7 +124,7 @@ class StateManager:
         """Gives each draft token of an entry a slot, or only the last one, for which one must be free.
 
         Args:
-            num_spare: slots that stay free for the drafts of others, as far as there are so many.
+            num_spare: slots that stay free for the drafts of others, unless there are too few.
         """
         num_free = max(1, self.pool.num_free - num_spare)
         count = num_draft_states(entry.num_draft_tokens, num_free, self.costs) if entry.num_draft_tokens else 0

@@ -1,12 +1,19 @@
 """Common prefixes are computed once, over HTTP: growing conversations, few-shot prompts, one system prompt for many
 users. A salt keeps tenants apart."""
 
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from servers import answer, serving_demo
+from servers import answer, serving_demo, serving_engine
+from tiny_models import DELTA_NET, save_tiny_model
+
+from compress.common.cli import demo_model_path
+from runtime.core.config import RuntimeConfig
+from runtime.llm import load_engine
 
 BLOCK_SIZE = 4
 EXAMPLES = "Berlin is in Germany. Paris is in France. Rome is in Italy. Madrid is in "
@@ -65,3 +72,24 @@ def test_a_salt_keeps_tenants_apart(api: httpx.Client, path: str) -> None:
     assert found[:2] == [0, 0]
     assert found[4] == 0
     assert found[2] == found[3] == found[5] == found[6] > 0
+
+
+@pytest.mark.full
+def test_a_conversation_with_a_hybrid_may_be_changed_at_any_message(tmp_path: Path) -> None:
+    """It is new to the server; recurrent states are saved where the chat template ends its messages."""
+    folder = save_tiny_model(tmp_path / "hybrid", "qwen3_5_text", **DELTA_NET | {"vocab_size": 8192})
+    for file in demo_model_path().iterdir():
+        if file.name.startswith(("tokenizer", "chat_template", "generation_config")):
+            shutil.copy(file, folder)
+    config = RuntimeConfig(device="cpu", dtype="float32", max_model_len=256, block_size=BLOCK_SIZE, num_state_slots=64)
+    engine, tokenizer = load_engine(folder, config)
+    roles = ("user", "assistant")
+    messages = [SYSTEM, *({"role": roles[n % 2], "content": f"Castle {n} is older than that."} for n in range(7))]
+    with serving_engine(engine, tokenizer, 32) as url, httpx.Client(base_url=url, timeout=60) as api:
+        ask(api, "chat/completions", messages=messages)
+        for count in (7, 5, 3, 1):
+            kept, changed = messages[:count], {"role": "user", "content": "Why?"}
+            _, same, _ = ask(api, "chat/completions", messages=kept, cache_salt="another tenant", max_tokens=1)
+            _, _, cached = ask(api, "chat/completions", messages=[*kept, changed])
+            # The beginning of the answer is no part of the messages.
+            assert same - 2 * BLOCK_SIZE - 4 <= cached <= same
