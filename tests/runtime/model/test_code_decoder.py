@@ -194,9 +194,9 @@ def test_the_table_of_the_docs_is_true(family, tmp_path):
 
 
 REFUSED = {
-    "jamba": {},
+    "bamba": {},
     "falcon_mamba": {},
-    "minimax": {},
+    "recurrent_gemma": {},
     "bloom": {},
     "falcon": {},
     "bart": {},
