@@ -66,7 +66,7 @@ class TextNames:
 
     Attributes:
         model, head: what the text model's `model` and `lm_head` are stored as.
-        others: stored tensors of other parts.
+        others: stored tensors of other parts; those that belong to no part of a model of text alone are none.
     """
 
     model: str
@@ -79,9 +79,8 @@ class TextNames:
         names = list(stored)
         for model, head in layouts:
             if any(_is_inside(name, model) for name in names):
-                return cls(
-                    model, head, frozenset(n for n in names if not _is_inside(n, model) and not _is_inside(n, head))
-                )
+                others = (name for name in names if not _is_inside(name, model) and not _is_inside(name, head))
+                return cls(model, head, frozenset(others if (model, head) in LAYOUTS else ()))
         return None
 
     def own(self, stored: str) -> str:
@@ -109,7 +108,8 @@ class TextNames:
         if f"{module}.weight" in self.others and (part := _part(module)) not in changed:
             return rf"re:.*{re.escape(part)}\..*"
         if module.startswith("model."):
-            place = r".*language_model\.(model\.)?" if "language_model" in self.model else rf"(model|{self.model})\."
+            is_part = (self.model, self.head) in LAYOUTS
+            place = r".*language_model\.(model\.)?" if is_part else rf"(model|{self.model})\."
             return rf"re:{place}{re.escape(module.removeprefix('model.'))}$"
         return rf"re:.*{re.escape(module)}$"
 

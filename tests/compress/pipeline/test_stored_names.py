@@ -1,9 +1,11 @@
 """Models whose files have other names than transformers are packed under the names of the files."""
 
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from folders import change_tensors
 from runs import compress
 from tiny_models import auto_class
 
@@ -12,6 +14,7 @@ from compress.checkpoint.safetensors import TensorFiles
 from compress.checkpoint.weights import Int
 from compress.checkpoint.writer import export_checkpoint
 from compress.common.errors import CheckpointError
+from compress.evaluate.scorers import load_dequantized
 from compress.recipe import QuantizeStage
 
 LEFT_OUT = "model.layers.3.mixer.up_proj"
@@ -33,3 +36,15 @@ def test_files_keep_their_names_and_transformers_finds_what_was_left_out(tiny_mo
     assert torch.equal(model.get_submodule(LEFT_OUT).weight, packed.tensor(f"{LEFT_OUT}.weight"))
     with pytest.raises(CheckpointError, match="compressed-tensors"):
         export_checkpoint(out, "gptq", tmp_path / "gptq")
+
+
+@pytest.mark.full
+def test_multi_token_prediction_is_carried_along(tiny_model, tmp_path: Path) -> None:
+    ahead = "mtp.layers.0.norm.weight"
+    source = Path(shutil.copytree(tiny_model("nemotron_h", torch.float32), tmp_path / "source"))
+    change_tensors(source, lambda tensors: tensors.update({ahead: torch.full((64,), 2.0)}))
+    result = compress(source, tmp_path / "out", QuantizeStage("rtn", Int(4, 16)))
+    assert result.structure.ok
+    assert any("multi-token prediction" in note for note in result.report["plan"]["notes"])
+    assert torch.equal(TensorFiles.open(tmp_path / "out").tensor(ahead), torch.full((64,), 2.0))
+    assert load_dequantized(tmp_path / "out", dtype="float32").config.model_type == "nemotron_h"
