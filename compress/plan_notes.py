@@ -74,7 +74,7 @@ CARRIED = "of no layer in config.json: carried along unchanged"
 OTHER_PART = "copied untouched"
 """Reason in the plan for tensors that the model does not run."""
 
-ROUTER = "router, gate or index weights: a rounded one chooses other experts or tokens, or keeps another share of a state"
+ROUTER = "router, gate or index weights: a rounded one chooses other experts or tokens, or another share of a state"
 """Reason in the plan for linears that choose or weigh experts."""
 
 
