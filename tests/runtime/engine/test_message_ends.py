@@ -3,6 +3,7 @@
 import random
 
 import pytest
+from covering import sample
 from engines import drain, tokens_of
 from fake_runner import FakeRunner, expected_tokens
 
@@ -63,14 +64,16 @@ def replay(engine: Engine, *, thinks: bool) -> int:
     return engine.scheduler.stats.num_prefix_hits
 
 
-@pytest.mark.parametrize("thinks", [False, True])
-@pytest.mark.parametrize(("num_slots", "num_host_states"), [(80, 0), (8, 80)])
+@pytest.mark.parametrize(
+    ("num_slots", "num_host_states", "thinks"), sample([(8, 80, True), (80, 0, True), (8, 80, False), (80, 0, False)])
+)
 def test_nearly_all_that_attention_would_find_is_found(num_slots: int, num_host_states: int, thinks: bool) -> None:
     possible = replay(make_engine(0), thinks=thinks)
     found = replay(make_engine(num_slots, num_host_states), thinks=thinks)
     assert possible >= found >= ENOUGH * possible > 0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("thinks", [False, True])
 def test_few_states_serve_conversations_that_leave_thoughts_out_and_others(thinks: bool) -> None:
     assert replay(make_engine(16), thinks=thinks) > replay(make_engine(0), thinks=thinks) / 2

@@ -245,7 +245,7 @@ def test_recurrent_states_advance_once_per_step(hybrid, speculative_model):
     options = {"num_blocks": 60, "num_state_slots": 14, "speculative_model": speculative_model}
     requests = [
         (str(i), [3 + i % 2, *range(20, 24 + 2 * i)], SamplingParams(temperature=i % 2, seed=i, max_tokens=6 + 2 * i))
-        for i in range(6)
+        for i in range(4)
     ]
 
     def answers(capture):
