@@ -9,8 +9,8 @@ the slot of a draft token that is not accepted is given back.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import accumulate, chain
+from dataclasses import dataclass, field
+from itertools import accumulate, chain, islice, pairwise
 
 import torch
 from torch import Tensor
@@ -42,11 +42,34 @@ class StateRows:
     first_segments: Tensor
     lengths: tuple[int, ...]
     counts: tuple[int, ...]
+    _chunks: dict[int, Tensor] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def is_single(self) -> bool:
         """Whether every sequence has one row, so that rows, segments and sequences are the same."""
         return len(self.counts) == sum(self.lengths)
+
+    @property
+    def num_rows(self) -> list[int]:
+        """Rows of each sequence."""
+        lengths = iter(self.lengths)
+        return [sum(islice(lengths, count)) for count in self.counts]
+
+    def chunks(self, size: int) -> Tensor:
+        """Cuts segments into chunks of `size` rows or fewer: int32 `[chunks, 4]` of the sequence, the first row, the
+        row behind the last one, and the segment that ends with it or -1. Made once for all layers of a step."""
+        if size not in self._chunks:
+            self._chunks[size] = torch.tensor(self._cut(size), dtype=torch.int32).to(self.read_slots.device)
+        return self._chunks[size]
+
+    def _cut(self, size: int) -> list[tuple[int, int, int, int]]:
+        cuts, sequences = [], chain.from_iterable([index] * count for index, count in enumerate(self.counts))
+        bounds = pairwise(accumulate(self.lengths, initial=0))
+        for segment, (sequence, (start, stop)) in enumerate(zip(sequences, bounds, strict=True)):
+            for first in range(start, stop, size):
+                end = min(first + size, stop)
+                cuts.append((sequence, first, end, segment if end == stop else -1))
+        return cuts
 
 
 def build_state_rows(entries: Sequence[ScheduledSequence], num_slots: int, device: torch.device) -> StateRows:

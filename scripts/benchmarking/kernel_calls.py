@@ -8,14 +8,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from benchmarking.launches import Launch, Recorder, recorded
 from compress.checkpoint.kv_cache import EXACT, KV_FORMATS, KVCacheScheme
+from compress.models.mixers.gated_delta_net import GatedDeltaNet
+from compress.models.mixers.mamba2 import Mamba2
+from compress.models.spec import Linear, Norm
+from runtime.backends.base import NormWeights, Target
 from runtime.backends.span_attention import PLAIN_LAYER, LayerScores
+from runtime.backends.state_kernels import DeltaWeights, Mamba2Weights
 from runtime.backends.triton.attention import (
     HEAD_DIMS,
     LATENT_FORMATS,
@@ -36,6 +41,7 @@ from runtime.backends.triton.fused_linear import (
     finished,
 )
 from runtime.backends.triton.latent import BLOCK_ROWS
+from runtime.core.state_rows import StateRows
 
 if TYPE_CHECKING:
     from runtime.backends.triton.kernels.configs import KernelConfig
@@ -102,6 +108,7 @@ def all_launches(arch: int) -> list[Launch]:
             _rope_kv_write(dtype)
             _attention(dtype)
             _latent_attention(dtype)
+            _states(dtype)
         _column_solver()
         _sampling()
     return list(recorder.launches)
@@ -305,6 +312,56 @@ def _latent_attention(dtype: torch.dtype) -> None:
         blocks, places = _empty(1, 64, dtype=torch.int64), _empty(1, dtype=torch.int64)
         ancestors, options = places if tree else None, (0.1, window, rows, ATTENTION_SPLITS[-1])
         attend_latents(absorbed, query[..., 128:], pages, blocks, places, *options, ancestors)
+
+
+def _delta_net(keys: int, heads: int, size: int, grouped: bool) -> GatedDeltaNet:
+    gates, output = Linear("gates", 2 * heads, 1), Linear("output", 1, heads * size)
+    return GatedDeltaNet(heads, keys, size, size, (), (gates,), output, Norm("norm", size, 1e-6), 4, grouped)
+
+
+def _mamba(heads: int, groups: int, size: int, state: int, **options: Any) -> Mamba2:
+    norm = Norm("norm", heads * size, 1e-5)
+    return replace(Mamba2(heads, groups, size, state, (), Linear("output", 1, heads * size), norm, 4), **options)
+
+
+STATE_MIXERS = (
+    _delta_net(16, 32, 128, True),
+    _delta_net(16, 16, 128, False),
+    _delta_net(16, 64, 128, False),
+    _mamba(128, 1, 64, 128),
+    _mamba(128, 8, 64, 128),
+    _mamba(24, 1, 64, 256, norms_before_gate=True, norm=None),
+    _mamba(80, 1, 64, 128, has_conv_bias=False, norms_before_gate=True),
+)
+"""Qwen3-Next, Qwen3.5, Granite 4, Nemotron-H, Falcon-H1 and Codestral-Mamba, or mixers like theirs."""
+
+
+def _states(dtype: torch.dtype) -> None:
+    from runtime.backends.triton.states import STATE_KERNELS
+
+    prepare = {kernel.mixer: kernel.prepare for kernel in STATE_KERNELS}
+    for mixer, has_wide_norm in product(STATE_MIXERS, (False, True)):
+        heads, channels = _empty(mixer.num_heads, dtype=torch.float32), mixer.conv_size
+        conv = _empty(mixer.kernel, channels, dtype=torch.float32)
+        size, norm_dtype = 0 if mixer.norm is None else mixer.norm.size, torch.float32 if has_wide_norm else dtype
+        norm = NormWeights(_empty(size, dtype=norm_dtype), 1e-6) if size else None
+        if isinstance(mixer, GatedDeltaNet):
+            weights: Any = DeltaWeights(conv, heads, heads, norm)
+            widths = channels + mixer.num_heads * mixer.value_dim, 2 * mixer.num_heads
+        else:
+            bias = _empty(channels, dtype=torch.float32) if mixer.has_conv_bias else None
+            weights, widths = Mamba2Weights(conv, bias, heads, heads, heads, norm), (sum(mixer.sizes),)
+        step = prepare[type(mixer)](mixer, weights, Target(torch.device("meta"), dtype))
+        exact = {name: torch.float32 if field.is_exact else dtype for name, field in mixer.state_fields.items()}
+        states = {name: _empty(4, *field.shape, dtype=exact[name]) for name, field in mixer.state_fields.items()}
+        for rows in (1, 128):
+            step([_empty(rows, width, dtype=dtype) for width in widths], states, _state_rows(rows))
+
+
+def _state_rows(count: int) -> StateRows:
+    """A sequence of this many rows."""
+    slots, starts = _empty(1, dtype=torch.int64), _empty(2, dtype=torch.int32)
+    return StateRows(slots, slots, starts, starts, starts, (count,), (1,))
 
 
 def _column_solver() -> None:

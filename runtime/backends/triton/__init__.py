@@ -24,6 +24,7 @@ from runtime.backends.triton.layers import (
 )
 from runtime.backends.triton.linear import KERNELS
 from runtime.backends.triton.mixture import mixture_unsupported_reason, prepare_mixture
+from runtime.backends.triton.states import STATE_KERNELS
 from runtime.core.batch import Batch
 from runtime.core.memory_plan import MemoryPlan
 
@@ -58,6 +59,7 @@ register(
         attention=AttentionKernel(
             "reads pages as they are", attention_unsupported_reason, make_pages, prepare_attention
         ),
+        states=STATE_KERNELS,
         layers=LayersKernel("fused kernels between products", layers_unsupported_reason, prepare_layers, records=True),
         fused_sampling=TritonSampling(),
     )
