@@ -96,8 +96,8 @@ def load_steps(
 
 @triton.jit
 def product(a, b, total, INTERPRETED: tl.constexpr):
-    """`total + a b` of activations and float32 numbers, which are cut in two halves of 16 bits for tensor cores: the low
-    ones have what the high ones leave out. float16 saturates."""
+    """`total + a b` of activations and float32 numbers, cut in two halves of 16 bits for tensor cores: the low ones
+    have what the high ones leave out. float16 saturates."""
     if INTERPRETED or a.dtype == tl.float32:
         return tl.dot(a.to(tl.float32), b, total)
     else:

@@ -114,7 +114,7 @@ def test_greedy_tokens_through_the_engine(gpu, tmp_path: Path, family: str) -> N
         decoder = load_model(folder, dtype="float32", kernels="reference")
         if in_triton:
             decoder = with_state_kernels(decoder, gpu)
-        engine = small_engine(decoder, prefill_chunk=24, speculate="ngram")
+        engine = small_engine(decoder, prefill_chunk=24, speculative_model="ngram")
         answers.append(answer_all(engine, [(str(n), [*range(11, 11 + n)] * 2, greedy) for n in (2, 25)]))
     assert answers[1] == answers[0]
 
