@@ -285,7 +285,7 @@ class ModelRunner:
         tokens = self._sample(hidden, batch) if batch.sampling else {}
         self._keep_branches(batch, tokens)
         if self.observer is not None:
-            self.observer.observe(batch, self.decoder.final_norm(hidden), tokens)
+            self._show(self.observer, batch, hidden, tokens)
         return StepOutput(
             tokens,
             prompt_logprobs(self.decoder, hidden, batch),
@@ -293,6 +293,16 @@ class ModelRunner:
             path,
             (sum(cache.queries for cache in self.expert_caches), sum(cache.hits for cache in self.expert_caches)),
         )
+
+    def _show(
+        self, observer: StepObserver, batch: Batch, hidden: Tensor, tokens: Mapping[str, list[SampledToken]]
+    ) -> None:
+        """Shows the observer a computed step. If it raises, no request fails: it sees no step from then on."""
+        try:
+            observer.observe(batch, self.decoder.final_norm(hidden), tokens)
+        except Exception:  # a kernel may raise anything; the step is complete without it
+            logger.exception("the drafter failed to read a step; it drafts nothing from now on")
+            self.observer = None
 
     def _memories(self) -> list[BlockMemory]:
         return [self.pages.memory, *([] if self.observer is None else [self.observer.memory])]

@@ -18,6 +18,7 @@ from runtime.memory.plan import plan_memory
 from runtime.model.loader import load_model
 from runtime.model.mtp import MtpHead, load_head
 from runtime.model.scoring import head_states, hidden_states
+from runtime.speculative.mtp import HeadRunner
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
 SEEDED = SamplingParams(max_tokens=24, temperature=0.8, seed=5, ignore_eos=True)
@@ -145,6 +146,25 @@ def test_a_good_head_is_accepted(tmp_path) -> None:
     metrics = engine.metrics
     # It does not see the first token, which counts in short texts; a random head agrees once in a hundred times.
     assert metrics.spec_decode_num_accepted_tokens_total > 0.4 * metrics.spec_decode_num_draft_tokens_total
+
+
+def test_a_head_that_fails_drafts_nothing_more(tmp_path, monkeypatch) -> None:
+    folder = save_copying_model(tmp_path / "model")
+    run, calls = HeadRunner.run, []
+
+    def fail_later(runner, batch, following, hidden):
+        calls.append(len(calls))
+        if len(calls) > 9:
+            raise RuntimeError("injected")
+        return run(runner, batch, following, hidden)
+
+    monkeypatch.setattr(HeadRunner, "run", fail_later)
+    wanted, _ = serve(folder, "", requests=REQUESTS[:2])
+    tokens, engine = serve(folder, "mtp", requests=REQUESTS[:2], num_speculative_tokens=1)
+    assert tokens == wanted
+    assert len(calls) == 10
+    assert engine.metrics.spec_decode_num_draft_tokens_total > 0
+    assert engine.metrics.step_errors_total == 0
 
 
 def test_a_window_is_refused(folders) -> None:
