@@ -10,8 +10,10 @@ from tiny_models import compute_in_float64, reference_logits
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.evaluate.scorers import load_dequantized
 from compress.evaluate.session import EvaluationRequest, run_evaluation
+from compress.pipeline.capture import capture_inputs
 from compress.pipeline.prepare import RunRequest
 from compress.recipe import CalibrationOptions
+from compress.search.measure import LoadedModel
 from compress.search.run import Files, carry_out, find
 from compress.search.space import Goal, SearchRequest, parse_candidates
 from compress.search.survey import Survey, survey
@@ -85,6 +87,18 @@ def test_projections_of_recurrent_layers_and_of_latents_have_sensitivities(
     assert_serves_what_is_stored(out)
     evaluation = run_evaluation(EvaluationRequest(out, source, "bundled", 48, 96, dtype="float32")).result
     assert 0 < evaluation.kl_mean < 2 * outcome.choice.predicted
+
+
+@pytest.mark.full
+def test_a_layer_is_measured_with_the_choice_of_the_one_before(tiny_model, tmp_path: Path) -> None:
+    """Later layers choose other tokens in each run."""
+    found, _ = opened(tiny_model("glm_moe_dsa"), tmp_path / "out", Goal(bits_per_weight=4.5), "w2g16,w4g16")
+    context = found.context
+    parts = context.skeleton, context.files
+    measured = capture_inputs(*parts, found.measured, 1, context.device, context.dtype)
+    model = LoadedModel(*parts, measured, found.measured, context.device, context.dtype)
+    model.advance(0)
+    assert [model.divergence(1) < 1e-6 for _ in range(2)] == [True, True]
 
 
 def assert_serves_what_is_stored(out: Path) -> None:
