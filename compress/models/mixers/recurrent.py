@@ -1,4 +1,4 @@
-"""What every mixer with a state of fixed size says of itself."""
+"""Description that every mixer with a state of fixed size gives of itself."""
 
 from __future__ import annotations
 
