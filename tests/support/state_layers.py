@@ -106,7 +106,7 @@ def random_memory(mixer: GatedDeltaNet | Mamba2, dtype: torch.dtype) -> Mapping[
 def computed_in_torch(
     mixer: GatedDeltaNet | Mamba2, weights, inputs: tuple[Tensor, ...], memory: Mapping[str, Tensor], rows: StateRows
 ) -> Tensor:
-    """What plain torch computes in the dtype of the inputs; states are read from `memory` and written there."""
+    """Output of plain torch in the dtype of the inputs; states are read from `memory` and written there."""
     dtype = inputs[0].dtype
     layer = layer_of(mixer, in_dtype(weights, dtype), Target(CPU, dtype))
     return layer._compute(*inputs, 0, StepStates(rows, {0: memory}), TorchOps())

@@ -161,7 +161,7 @@ def chunk_products(
     KEY: tl.constexpr, CHANNELS: tl.constexpr, GATES: tl.constexpr, MOST: tl.constexpr, BLOCK_R: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """What chunks need before their states are known: products of queries with keys up to their own, faded, rows of
+    """Matrices of chunks that depend on no state: products of queries with keys up to their own, faded, rows of
     `shared [rows, HEADS, BLOCK_R]`; and by the delta rule inverses of the triangular systems that updates solve
     (arXiv:2412.06464, section 3.3), rows of `solved` likewise. Program (chunk, head); sequences of up to MOST rows are
     left out."""

@@ -105,18 +105,18 @@ def test_sequences_do_not_see_each_other(gpu, mixer: GatedDeltaNet | Mamba2) -> 
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_text", "granitemoehybrid"])
+@pytest.mark.parametrize("family", ["qwen3_next", "granitemoehybrid"])
 def test_greedy_tokens_through_the_engine(gpu, tmp_path: Path, family: str) -> None:
     """Prompts in chunks, drafts and several requests: the tokens of plain torch."""
     sizes = {"mamba_d_state": 16} if family == "granitemoehybrid" else {"linear_key_head_dim": 16}
     folder = save_tiny_model(tmp_path / "model", family, **VARIANTS.get(family, {}) | sizes)
-    answers, greedy = [], SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    answers, greedy = [], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
     for in_triton in (False, True):
         decoder = load_model(folder, dtype="float32", kernels="reference")
         if in_triton:
             decoder = with_state_kernels(decoder, gpu)
         engine = small_engine(decoder, prefill_chunk=24, speculative_model="ngram")
-        answers.append(answer_all(engine, [(str(n), [*range(11, 11 + n)] * 2, greedy) for n in (2, 25)]))
+        answers.append(answer_all(engine, [(str(n), [*range(11, 11 + n)] * 2, greedy) for n in (2, 14)]))
     assert answers[1] == answers[0]
 
 
