@@ -83,3 +83,21 @@ def test_rows_do_not_depend_on_what_is_beside_them(mixer: GatedDeltaNet | Mamba2
         alone = step([part[rows] for part in inputs], random_memory(mixer, torch.bfloat16), state_rows([span]))
         assert torch.equal(alone, found[rows])
         first = rows.stop
+
+
+@pytest.mark.parametrize("mixer", [DELTA_NETS[1], MAMBAS[0]])
+def test_results_do_not_depend_on_where_a_text_is_cut(mixer: GatedDeltaNet | Mamba2) -> None:
+    generator, target = torch.Generator().manual_seed(3), Target(CPU, torch.float32)
+    weights = in_dtype(random_weights(mixer, generator), torch.float32)
+    inputs = tuple(part.float() for part in projections(mixer, 21, generator))
+    step = PREPARE[type(mixer)](mixer, weights, target)
+    whole, memory = random_memory(mixer, torch.float32), random_memory(mixer, torch.float32)
+    expected = step(inputs, whole, state_rows([(21, NO_STATE, ((20, 0),))]))
+    found, first, read = [], 0, NO_STATE
+    for count in (1, 5, 8, 7):
+        part = [each[first : first + count] for each in inputs]
+        found.append(step(part, memory, state_rows([(count, read, ((count - 1, 0),))])))
+        first, read = first + count, 0
+    torch.testing.assert_close(torch.cat(found), expected, rtol=1e-5, atol=1e-5)
+    for name, tensor in memory.items():
+        torch.testing.assert_close(tensor[0], whole[name][0], rtol=1e-5, atol=1e-5)
