@@ -26,6 +26,7 @@ from runtime.backends.cpu.state_step import (
     prepare_delta,
     prepare_mamba2,
 )
+from runtime.core.step import NO_STATE
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no compiled library")
 SETS = range(best_instruction_set() + 1)
