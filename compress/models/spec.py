@@ -436,7 +436,7 @@ class ModelSpec:
                 yield replace(linear, name=f"{self.block_name(index)}.{linear.name}")
 
     def expansions(self) -> Iterator[str]:
-        """Yields the names of linears that make keys and values of latents, which serving holds dense."""
+        """Yields the names of linears that make keys and values of latents, which serving splits by heads."""
         for index, block in enumerate(self.blocks):
             if isinstance(block.mixer, Attention) and block.mixer.latent is not None:
                 yield f"{self.block_name(index)}.{block.mixer.latent.expansion.name}"

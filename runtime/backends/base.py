@@ -16,7 +16,7 @@ from compress.models.spec import Mixture
 from runtime.backends.expert_slots import ExpertSlots
 from runtime.backends.indexer import IndexedTokens
 from runtime.backends.kv_pages import KVCache, KVPages
-from runtime.backends.latent import LatentHeads
+from runtime.backends.latent import LatentHeadsKernel, LatentProducts
 from runtime.backends.state_kernels import StateKernel
 from runtime.backends.state_memory import StepStates
 from runtime.core.batch import Batch, SamplingTensors
@@ -217,7 +217,7 @@ class LayerWeights(Protocol):
     @property
     def sink_logits(self) -> Tensor | None: ...
     @property
-    def latent_heads(self) -> LatentHeads | None: ...
+    def latent_heads(self) -> LatentProducts | None: ...
 
 
 def attention_linears(layer: LayerWeights) -> tuple[Linear, Linear]:
@@ -461,6 +461,7 @@ class Backend:
     mixture: MixtureKernel | None = None
     states: tuple[StateKernel[Any, Any], ...] = ()
     attention: AttentionKernel | None = None
+    latent_heads: LatentHeadsKernel | None = None
     layers: LayersKernel | None = None
     sampling: SamplingKernel | None = None
     fused_sampling: FusedSampling | None = None

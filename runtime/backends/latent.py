@@ -8,15 +8,67 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from compress.checkpoint.weights import Scheme, Weight
 from runtime.backends.span_attention import attend_span, attend_tokens
+
+if TYPE_CHECKING:
+    from runtime.backends.base import Target
 
 EXPANDED_NUMBERS = 2**26
 """Largest number of elements of the keys that are expanded at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class LatentShape:
+    """Sizes of the weights between latents and heads.
+
+    Attributes:
+        own: channels of a key beside the rotated ones.
+    """
+
+    heads: int
+    own: int
+    value_dim: int
+    rank: int
+
+
+class LatentProducts(Protocol):
+    """Weights that make keys and values of all heads from latents, and products with them; see `LatentHeads`."""
+
+    @property
+    def shape(self) -> LatentShape: ...
+    @property
+    def scale(self) -> float: ...
+    @property
+    def nbytes(self) -> int: ...
+
+    def rotated(self, query: Tensor, rotate: Callable[[Tensor], Tensor]) -> Tensor: ...
+    def expands(self, num_queries: int, num_keys: int, rotated: int) -> bool: ...
+    def attend_span(self, query: Tensor, key: Tensor, latent: Tensor, mask: Tensor | None) -> Tensor: ...
+    def attend_tokens(self, query: Tensor, key: Tensor, latent: Tensor, mask: Tensor | None) -> Tensor: ...
+    def split(self, query: Tensor) -> tuple[Tensor, Tensor]: ...
+    def values(self, attended: Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class LatentHeadsKernel:
+    """One way to multiply packed weights between latents and heads.
+
+    Attributes:
+        unsupported_reason: why it cannot take a scheme with this rank on a target; "" when it can.
+        prepare: called once for each layer, with the factor on scores.
+        nbytes: memory of prepared weights with this scheme, rows and rank.
+    """
+
+    unsupported_reason: Callable[[Scheme, int, Target], str]
+    prepare: Callable[[Weight, LatentShape, float], LatentProducts]
+    nbytes: Callable[[Scheme, int, int], int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +84,10 @@ class LatentHeads:
     key: Tensor
     value: Tensor
     scale: float
+
+    @property
+    def shape(self) -> LatentShape:
+        return LatentShape(len(self.key), self.key.shape[1], self.value.shape[1], self.key.shape[2])
 
     @property
     def nbytes(self) -> int:
@@ -60,8 +116,7 @@ class LatentHeads:
         """
         if self.expands(len(query), len(key), key.shape[-1]):
             return self._expand(query, key, latent, mask)
-        keys = torch.cat((latent, key), -1)
-        return self._value(attend_span(self._absorb(query), keys, keys, mask, scale=self.scale), latent.shape[-1])
+        return attend_absorbed(self, attend_span, query, key, latent, mask)
 
     def attend_tokens(self, query: Tensor, key: Tensor, latent: Tensor, mask: Tensor | None) -> Tensor:
         """q tokens of each of B sequences, one sequence after the other, absorbed.
@@ -74,8 +129,7 @@ class LatentHeads:
         Returns:
             `[B * q, heads, V]`.
         """
-        keys = torch.cat((latent, key), -1)
-        return self._value(attend_tokens(self._absorb(query), keys, keys, mask, scale=self.scale), latent.shape[-1])
+        return attend_absorbed(self, attend_tokens, query, key, latent, mask)
 
     def split(self, query: Tensor) -> tuple[Tensor, Tensor]:
         """Splits queries `[n, heads, K + R]`: those that look at latents, `[heads, n, rank]`, and the channels `[n,
@@ -86,15 +140,6 @@ class LatentHeads:
     def values(self, attended: Tensor) -> Tensor:
         """Values `[n, heads, V]` of sums of latents `[heads, n, rank]`."""
         return torch.bmm(attended, self.value.mT).transpose(0, 1)
-
-    def _absorb(self, query: Tensor) -> Tensor:
-        """Queries `[n, heads, rank + R]` that look at latents and rotated keys."""
-        absorbed, rotated = self.split(query)
-        return torch.cat((absorbed.transpose(0, 1), rotated), -1)
-
-    def _value(self, attended: Tensor, rank: int) -> Tensor:
-        """Values `[n, heads, V]` of attended rows `[n, heads, rank + R]`."""
-        return self.values(attended[..., :rank].transpose(0, 1))
 
     def _expand(self, query: Tensor, key: Tensor, latent: Tensor, mask: Tensor | None) -> Tensor:
         """As `attend_span`, a few heads at a time."""
@@ -113,6 +158,21 @@ class LatentHeads:
         width = max(keys.shape[-1], value.shape[-1])
         query, keys, value = (functional.pad(part, (0, width - part.shape[-1])) for part in (query, keys, value))
         return attend_span(query, keys, value, mask, scale=self.scale)
+
+
+def attend_absorbed(
+    heads: LatentProducts,
+    attend: Callable[..., Tensor],
+    query: Tensor,
+    key: Tensor,
+    latent: Tensor,
+    mask: Tensor | None,
+) -> Tensor:
+    """Lets queries `[n, heads, K + R]` look at latents by `attend_span` or `attend_tokens`: values `[n, heads, V]`."""
+    absorbed, rotated = heads.split(query)
+    keys, queries = torch.cat((latent, key), -1), torch.cat((absorbed.transpose(0, 1), rotated), -1)
+    attended = attend(queries, keys, keys, mask, scale=heads.scale)
+    return heads.values(attended[..., : latent.shape[-1]].transpose(0, 1))
 
 
 def expands(num_queries: int, num_keys: int, own: int, rotated: int, value_dim: int, rank: int) -> bool:

@@ -34,6 +34,7 @@ from runtime.backends.base import (
     Target,
 )
 from runtime.backends.kv_pages import KVCache
+from runtime.backends.latent import LatentHeadsKernel
 from runtime.backends.no_attention import NO_ATTENTION
 from runtime.backends.state_kernels import StateSteps
 from runtime.backends.torch.quantized_linear import REFERENCE as REFERENCE_KERNEL
@@ -217,6 +218,22 @@ def choose_state_steps(mixer: Recurrent, weights: Any, target: Target, kernels: 
     if spans is None:
         reasons.append("plain torch for spans" if decode else "plain torch")
     return StateSteps(decode, spans, "; ".join(reasons))
+
+
+def choose_latent_heads(
+    scheme: Scheme, rank: int, target: Target, kernels: str = AUTO
+) -> Choice[LatentHeadsKernel | None]:
+    """The first kernel that multiplies packed weights between latents and heads; None where they are dequantized."""
+    if kernels == REFERENCE:
+        return Choice(None, f"{REFERENCE} dequantizes at load")
+    reasons = []
+    for backend in _suited(target.device):
+        if backend.latent_heads is None:
+            continue
+        if not (reason := backend.latent_heads.unsupported_reason(scheme, rank, target)):
+            return Choice(backend.latent_heads, f"{backend.name} multiplies packed weights")
+        reasons.append(f"{backend.name} {reason}")
+    return Choice(None, "; ".join(["dequantized at load", *reasons]))
 
 
 def choose_mixture(

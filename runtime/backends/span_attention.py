@@ -19,7 +19,7 @@ from runtime.backends.indexer import ChosenTokens, IndexedTokens, choose_in_span
 
 if TYPE_CHECKING:
     from runtime.backends.base import Model
-    from runtime.backends.latent import LatentHeads
+    from runtime.backends.latent import LatentProducts
 
 
 def soft_cap(scores: Tensor, cap: float) -> Tensor:
@@ -54,7 +54,7 @@ class Scores:
     softcap: float | None = None
     chunks: tuple[int | None, ...] = ()
     sink_logits: tuple[Tensor | None, ...] = ()
-    latents: tuple[LatentHeads | None, ...] = ()
+    latents: tuple[LatentProducts | None, ...] = ()
     index_sources: tuple[int, ...] = ()
 
     def seen(self, windows: tuple[int | None, ...]) -> list[tuple[int | None, int | None]]:
@@ -65,7 +65,7 @@ class Scores:
         """The sink logits of a layer."""
         return self.sink_logits[layer] if self.sink_logits else None
 
-    def latent(self, layer: int) -> LatentHeads | None:
+    def latent(self, layer: int) -> LatentProducts | None:
         """Weights that make keys and values of the latents of a layer."""
         return self.latents[layer] if self.latents else None
 

@@ -17,7 +17,7 @@ from compress.models.architecture import siblings
 from compress.models.generic import CodeSpec
 from runtime.backends.base import Target
 from runtime.backends.indexer import SCORE_NUMBERS
-from runtime.backends.registry import choose_dense, choose_linear
+from runtime.backends.registry import choose_dense, choose_latent_heads, choose_linear
 from runtime.core.config import RuntimeConfig
 from runtime.core.memory_plan import SPARE_RESIDUAL_TOKENS, ExactTokens, KVBudget
 from runtime.core.model_config import DecoderConfig
@@ -181,15 +181,25 @@ class Weights:
         spec = self.config.spec
         shapes = {linear.name: linear.shape for linear in expected_linears(self.config, self.checkpoint)}
         chosen = {module: self.checkpoint.scheme(module) for module in shapes} | dict(schemes or {})
-        chosen |= dict.fromkeys(spec.expansions())
+        heads = {module: self._heads_bytes(chosen[module], shapes[module]) for module in spec.expansions()}
+        chosen |= {module: None for module, size in heads.items() if not size}
+        shapes = {module: shape for module, shape in shapes.items() if not heads.get(module)}
         other = spec.other_elements * self.target.dtype.itemsize if isinstance(spec, CodeSpec) else 0
         return (
             other
+            + sum(heads.values())
             + self._outside(excluded)
             + self._layer_inputs
             + self._multiplied(chosen, shapes, excluded)
             - sum(host - device for host, device in self._offloaded(chosen, excluded))
         )
+
+    def _heads_bytes(self, scheme: Scheme | None, shape: tuple[int, int]) -> int:
+        """Bytes of weights between latents and heads that stay packed; 0 where they do not."""
+        if scheme is None:
+            return 0
+        kernel = choose_latent_heads(scheme, shape[1], self.target, self.kernels).kernel
+        return 0 if kernel is None else kernel.nbytes(scheme, *shape)
 
     @property
     def expert_bytes(self) -> int:

@@ -16,7 +16,7 @@ from compress.models.spec import Attention as AttentionSpec
 from runtime.backends.base import Attention, Linear, NormWeights, Ops, RunLayers, SparseAttention, mlp_linears
 from runtime.backends.expert_slots import ExpertSlots
 from runtime.backends.indexer import IndexedTokens
-from runtime.backends.latent import LatentHeads
+from runtime.backends.latent import LatentProducts
 from runtime.backends.span_attention import soft_cap
 from runtime.backends.state_memory import StepStates
 from runtime.core.model_config import DecoderConfig
@@ -96,7 +96,7 @@ class Layer:
     latent: LatentWeights | None = None
 
     @property
-    def latent_heads(self) -> LatentHeads | None:
+    def latent_heads(self) -> LatentProducts | None:
         """Weights that make keys and values of latents."""
         return None if self.latent is None else self.latent.heads
 

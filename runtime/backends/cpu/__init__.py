@@ -11,6 +11,7 @@ from runtime.backends.base import (
     register,
 )
 from runtime.backends.cpu.latent import make_pages
+from runtime.backends.cpu.latent_heads import heads_nbytes, heads_unsupported_reason, prepare_heads
 from runtime.backends.cpu.layers import (
     CpuOps,
     CpuSampling,
@@ -28,6 +29,7 @@ from runtime.backends.cpu.state_step import (
     prepare_delta,
     prepare_mamba2,
 )
+from runtime.backends.latent import LatentHeadsKernel
 from runtime.backends.state_kernels import StateKernel
 
 STATE_SUMMARY = "compiled, one pass over states"
@@ -43,6 +45,7 @@ register(
         attention=AttentionKernel(
             "compiled, reads pages as they are", attention_unsupported_reason, make_pages, prepare_attention
         ),
+        latent_heads=LatentHeadsKernel(heads_unsupported_reason, prepare_heads, heads_nbytes),
         layers=LayersKernel("all layers in one call", layers_unsupported_reason, prepare_layers),
         mixture=MixtureKernel("rows by expert, all experts in one call", mixture_unsupported_reason, prepare_mixture),
         states=(

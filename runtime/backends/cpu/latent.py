@@ -16,7 +16,7 @@ from runtime.backends.base import Model
 from runtime.backends.cpu.attention_call import PagedAttentionCall, ancestors_of, spans_of
 from runtime.backends.cpu.kv_pages import make_pages as make_head_pages
 from runtime.backends.kv_pages import KVPages, TokenPages
-from runtime.backends.latent import LatentHeads
+from runtime.backends.latent import LatentProducts, LatentShape
 from runtime.backends.span_attention import Scores, scores_of
 from runtime.backends.torch.attention import StepKeys
 from runtime.core.batch import AttentionGroup, Batch
@@ -84,7 +84,7 @@ class CpuLatentAttention:
             raise TypeError(f"{type(keys.cache.pages).__name__} are not in the layouts of plain torch")
         self._pages = keys.cache.pages
         self._attend = function("latent_attention", c_void_p, c_int)
-        self._splits: dict[tuple[int, ...], _Split] = {}
+        self._splits: dict[tuple[LatentShape, int], _Split] = {}
         self._masks: dict[tuple[int | None, int], Tensor | None] = {}
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -97,7 +97,7 @@ class CpuLatentAttention:
         split = self._split(heads, key.shape[-1])
         if not split.expanded:
             return self._attend_absorbed(layer, heads, query, split)
-        out = query.new_empty(*query.shape[:2], heads.value.shape[1])
+        out = query.new_empty(*query.shape[:2], heads.shape.value_dim)
         for index in split.expanded:
             rows = self.keys.batch.groups[index].rows
             keys, latents = self.keys.read(layer, index)
@@ -107,16 +107,16 @@ class CpuLatentAttention:
             out[split.rows] = self._attend_absorbed(layer, heads, query[split.rows], split)
         return out
 
-    def _split(self, heads: LatentHeads, rotated: int) -> _Split:
+    def _split(self, heads: LatentProducts, rotated: int) -> _Split:
         """Decides how the groups of the step are computed, once for all layers of one shape."""
-        shape = (*heads.key.shape, *heads.value.shape, rotated)
+        shape = heads.shape, rotated
         if shape not in self._splits:
             groups = self.keys.batch.groups
             expanded = tuple(i for i, group in enumerate(groups) if _expands(heads, group, rotated))
             self._splits[shape] = _lay_out(self.keys.batch, expanded)
         return self._splits[shape]
 
-    def _attend_absorbed(self, layer: int, heads: LatentHeads, query: Tensor, split: _Split) -> Tensor:
+    def _attend_absorbed(self, layer: int, heads: LatentProducts, query: Tensor, split: _Split) -> Tensor:
         absorbed, rotated = heads.split(query)
         rank, used = absorbed.shape[-1], absorbed.shape[-1] + rotated.shape[-1]
         width = -(-used // WIDTH_STEP) * WIDTH_STEP
@@ -161,7 +161,7 @@ class CpuLatentAttention:
         return self._masks[window, index]
 
 
-def _expands(heads: LatentHeads, group: AttentionGroup, rotated: int) -> bool:
+def _expands(heads: LatentProducts, group: AttentionGroup, rotated: int) -> bool:
     num_tokens = group.rows.stop - group.rows.start
     return group.num_sequences == 1 and heads.expands(num_tokens, group.num_keys, rotated)
 

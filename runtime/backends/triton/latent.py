@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from runtime.backends.latent import LatentHeads
+from runtime.backends.latent import LatentProducts
 from runtime.backends.span_attention import Scores
 from runtime.backends.torch.attention import StepKeys
 from runtime.backends.triton.attention import layer_pages, num_splits, token_pages
@@ -41,20 +41,20 @@ class TritonLatentAttention:
         parts = [self._attend(layer, heads, index, query[group.rows]) for index, group in groups]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _heads(self, layer: int) -> LatentHeads:
+    def _heads(self, layer: int) -> LatentProducts:
         heads = self.scores.latent(layer)
         if heads is None:
             raise ValueError(f"layer {layer} has no latents")
         return heads
 
-    def _attend(self, layer: int, heads: LatentHeads, index: int, query: Tensor) -> Tensor:
-        group, own = self.keys.batch.groups[index], heads.key.shape[1]
+    def _attend(self, layer: int, heads: LatentProducts, index: int, query: Tensor) -> Tensor:
+        group, own = self.keys.batch.groups[index], heads.shape.own
         if group.num_sequences == 1 and heads.expands(len(query), group.num_keys, query.shape[-1] - own):
             key, latent = self.keys.read(layer, index)
             return heads.attend_span(query, key[0], latent[0], self._mask(layer, index, query.dtype))
         return heads.values(self._attend_absorbed(layer, heads, index, query.contiguous()))
 
-    def _attend_absorbed(self, layer: int, heads: LatentHeads, index: int, query: Tensor) -> Tensor:
+    def _attend_absorbed(self, layer: int, heads: LatentProducts, index: int, query: Tensor) -> Tensor:
         """Sums of latents `[heads, n, rank]` of a group."""
         from runtime.backends.triton.kernels.latent_attention import attend_latents
 

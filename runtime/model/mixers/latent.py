@@ -10,7 +10,8 @@ from torch import Tensor
 from compress.models.latent import Latent
 from compress.models.spec import Attention
 from runtime.backends.base import Linear, NormWeights, Ops
-from runtime.backends.latent import LatentHeads
+from runtime.backends.latent import LatentHeads, LatentProducts, LatentShape
+from runtime.backends.registry import choose_latent_heads
 from runtime.model.mixers.indexer import IndexerWeights, load_indexer
 from runtime.model.weight_reader import WeightReader
 
@@ -27,7 +28,7 @@ class LatentWeights:
         indexer: None where a token sees all tokens, or those that an earlier layer chose.
     """
 
-    heads: LatentHeads
+    heads: LatentProducts
     rotated: int
     norm: NormWeights
     query_norm: NormWeights | None = None
@@ -51,7 +52,7 @@ class LatentWeights:
 
     def beside(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """Splits queries `[T, heads, K + R]`: own channels, and the others beside the key, `[T, heads + 1, R]`."""
-        own = self.heads.key.shape[1]
+        own = self.heads.shape.own
         return query[..., :own], torch.cat((query[..., own:], key.unsqueeze(1)), 1)
 
 
@@ -60,21 +61,31 @@ def _normalize(x: Tensor, norm: NormWeights, ops: Ops) -> Tensor:
 
 
 def load_latent(mixer: Attention, latent: Latent, block: WeightReader) -> LatentWeights:
-    """Loads what is between the projections; the expansion is dequantized here to be split."""
-    weight = block.weight(latent.expansion.name)
-    form = "dense" if isinstance(weight, Tensor) else f"{weight.scheme}, dequantized"
-    block.used[f"{latent.expansion.name.rpartition('.')[2]}: {form}, split by heads at load"] += 1
-    dense = weight if isinstance(weight, Tensor) else weight.dequantize(block.target.dtype)
-    dense = dense.to(block.target.device, block.target.dtype)
-    scale = mixer.head_dim**-0.5 if mixer.scale is None else mixer.scale
+    """Loads what is between the projections."""
     return LatentWeights(
-        split_expansion(dense, latent, mixer.num_heads, scale),
+        load_heads(mixer, latent, block),
         latent.rotated,
         block.norm(latent.norm),
         block.optional_norm(latent.query_norm),
         None if latent.query is None else block.linear(latent.query),
         None if latent.indexer is None else load_indexer(latent.indexer, mixer, latent.rotated, block),
     )
+
+
+def load_heads(mixer: Attention, latent: Latent, block: WeightReader) -> LatentProducts:
+    """Loads the expansion: packed where a kernel multiplies it from both sides, else dequantized to be split."""
+    weight, name = block.weight(latent.expansion.name), latent.expansion.name.rpartition(".")[2]
+    scale = mixer.head_dim**-0.5 if mixer.scale is None else mixer.scale
+    if isinstance(weight, Tensor):
+        block.used[f"{name}: dense, split by heads at load"] += 1
+        return split_expansion(weight.to(block.target.device, block.target.dtype), latent, mixer.num_heads, scale)
+    choice = choose_latent_heads(weight.scheme, latent.rank, block.target, block.kernels)
+    block.used[f"{name}: {weight.scheme}, split by heads ({choice.reason})"] += 1
+    if choice.kernel is not None:
+        own = latent.expansion.out_features // mixer.num_heads - latent.value_dim
+        return choice.kernel.prepare(weight, LatentShape(mixer.num_heads, own, latent.value_dim, latent.rank), scale)
+    dense = weight.dequantize(block.target.dtype).to(block.target.device, block.target.dtype)
+    return split_expansion(dense, latent, mixer.num_heads, scale)
 
 
 def split_expansion(weight: Tensor, latent: Latent, num_heads: int, scale: float) -> LatentHeads:

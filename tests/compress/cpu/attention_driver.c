@@ -8,6 +8,7 @@
 
 #include "attention/attention.h"
 #include "attention/latent.h"
+#include "attention/latent_heads.h"
 #include "gptq/gptq.h"
 #include "layers/norm_rope_act.h"
 #include "common/thread_pool.h"
@@ -130,6 +131,38 @@ static int attend_latents(int set) {
     return wrong;
 }
 
+/* Queries of one head in columns of weights that are all 0.5, against their sums. */
+static int multiply_heads(int set) {
+    LatentHeads weights = {.heads = 1 + draw(4), .own = 1 + draw(20), .value_dim = 1 + draw(20), .rank = 32 * (1 + draw(16))};
+    weights.bits = draw(2) ? 4 : 8, weights.group = draw(2) ? 32 : weights.rank;
+    const int64_t per_head = weights.own + weights.value_dim, count = weights.heads * per_head, rows = 1 + draw(40);
+    const int64_t groups = count * weights.rank / weights.group, bytes = count * weights.rank * weights.bits / 8;
+    uint8_t *codes = exactly(bytes), *zeros = exactly(groups);
+    float *scales = exactly(groups * 4);
+    memset(codes, weights.bits == 4 ? 0x77 : 7, (size_t)bytes), memset(zeros, 5, (size_t)groups);
+    for (int64_t i = 0; i < groups; i++) scales[i] = 0.25f;
+    weights.codes = codes, weights.scales = scales, weights.zeros = zeros;
+    const int64_t from_row = weights.heads * weights.own;
+    uint16_t *query = numbers(rows * from_row), *sums = numbers(rows * weights.heads * weights.rank);
+    uint16_t *absorbed = exactly(rows * weights.heads * weights.rank * 2), *values = exactly(rows * weights.heads * weights.value_dim * 2);
+    uint16_t *dense = exactly(count * weights.rank * 2);
+    LatentProduct product = {&weights, rows, query, from_row, weights.own, absorbed};
+    int wrong = absorb_queries(&product, set) ? FAILED_STATUS : 0;
+    product.from = sums, product.from_row = weights.heads * weights.rank, product.from_head = weights.rank, product.to = values;
+    if (latent_values(&product, set)) wrong = FAILED_STATUS;
+    product.to = dense, product.rows = weights.heads, product.from_head = 0;
+    if (unpack_latent_heads(&product, set)) wrong = FAILED_STATUS;
+    for (int64_t i = 0; i < count * weights.rank; i++)
+        if (value(dense[i]) != 0.5f) wrong = FAILED_NUMBERS;
+    for (int64_t i = 0; i < rows * weights.heads * weights.rank; i++) {
+        float sum = 0;
+        for (int64_t k = 0; k < weights.own; k++) sum += 0.5f * value(query[i / weights.rank * weights.own + k]);
+        if (!(fabsf(sum - value(absorbed[i])) < 0.1f)) wrong = FAILED_NUMBERS;
+    }
+    free(codes), free(zeros), free(scales), free(query), free(sums), free(absorbed), free(values), free(dense);
+    return wrong;
+}
+
 static int glue(int set) {
     const int64_t rows = 1 + draw(30), size = 16 * (1 + draw(40)), heads = 1 + draw(5), dim = 32 * (1 + draw(8));
     uint16_t *hidden = numbers(rows * size), *update = numbers(rows * size), *weight = numbers(size);
@@ -187,6 +220,7 @@ int main(void) {
         const int set = i % (native_best_instruction_set() + 1);
         wrong = attend(set);
         if (!wrong) wrong = attend_latents(set);
+        if (!wrong) wrong = multiply_heads(set);
         if (!wrong) wrong = glue(set);
         if (!wrong) wrong = columns(set);
         if (!wrong) wrong = sample(set);
