@@ -280,7 +280,7 @@ def scan_rows(
     solved = torch.empty_like(shared) if heads.is_delta else shared
     known = {name: options[name] for name in options if name not in ("VALUE_DIM", "VALUE", "BLOCK_V")}
     chunk_products[(len(chunks), heads.num_heads)](
-        *from_rows, solved, shared, chunks, rows.row_starts, *numbers, **known, BLOCK_R=CHUNK, num_warps=4
+        *from_rows, solved, shared, chunks, rows.row_starts, *numbers, **known, BLOCK_R=CHUNK, num_warps=8
     )
     if heads.is_delta or heads.key_dim > 128:
         options["BLOCK_V"] = 16  # so the state fits in registers, as `scripts/compile_kernels.py` found it
