@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from ctypes import c_int, c_int64, c_void_p
 
 import torch
@@ -17,9 +17,6 @@ from runtime.backends.latent import LatentHeads, LatentShape, attend_absorbed, e
 from runtime.backends.span_attention import attend_span, attend_tokens
 
 LANES, LONGEST_LATENT = 16, 512
-MOST_ROWS = 8
-"""Rows above which weights are unpacked first, some heads at a time, for products of dense matrices."""
-HEADS_AT_ONCE = 8
 
 
 class _Weights(ctypes.Structure):
@@ -45,7 +42,8 @@ class _Product(ctypes.Structure):
 
 
 class CpuLatentHeads:
-    """As `LatentHeads`, from packed integers. All tensors are bfloat16 on the CPU.
+    """As `LatentHeads`, from packed integers. All tensors are bfloat16 on the CPU, and a row's products depend on that
+    row alone.
 
     Raises:
         ValueError: an instruction set that this machine lacks, when it is called.
@@ -84,37 +82,23 @@ class CpuLatentHeads:
 
     def split(self, query: Tensor) -> tuple[Tensor, Tensor]:
         own = self.shape.own
-        if len(query) > MOST_ROWS:
-            parts = zip(query[..., :own].transpose(0, 1).split(HEADS_AT_ONCE), self._parts(), strict=True)
-            return torch.cat([torch.bmm(part, weights[:, :own]) for part, weights in parts]), query[..., own:]
         absorbed = query.new_empty(len(query), self.shape.heads, self.shape.rank)
         self._run("absorb_queries", query[..., :own], absorbed)
         return absorbed.transpose(0, 1), query[..., own:]
 
     def values(self, attended: Tensor) -> Tensor:
         rows = attended.transpose(0, 1)
-        if len(rows) > MOST_ROWS:
-            parts = zip(attended.split(HEADS_AT_ONCE), self._parts(), strict=True)
-            found = [torch.bmm(part, weights[:, self.shape.own :].mT) for part, weights in parts]
-            return torch.cat(found).transpose(0, 1)
         out = attended.new_empty(len(rows), self.shape.heads, self.shape.value_dim)
         self._run("latent_values", rows, out)
         return out
 
     def unpacked(self) -> LatentHeads:
         """Returns the weights as dense matrices."""
-        key, value = self._unpack(0, self.shape.heads).split((self.shape.own, self.shape.value_dim), 1)
+        heads, own, value_dim, rank = (getattr(self.shape, name) for name in ("heads", "own", "value_dim", "rank"))
+        out = torch.empty(heads, own + value_dim, rank, dtype=torch.bfloat16)
+        self._call("unpack_latent_heads", _Product(rows=heads, to=out.data_ptr()))
+        key, value = out.split((own, value_dim), 1)
         return LatentHeads(key, value, self.scale)
-
-    def _parts(self) -> Iterator[Tensor]:
-        """Yields the weights of some heads, `[heads, K + V, rank]`."""
-        for first in range(0, self.shape.heads, HEADS_AT_ONCE):
-            yield self._unpack(first, min(HEADS_AT_ONCE, self.shape.heads - first))
-
-    def _unpack(self, first: int, count: int) -> Tensor:
-        out = torch.empty(count, self.shape.own + self.shape.value_dim, self.shape.rank, dtype=torch.bfloat16)
-        self._call("unpack_latent_heads", _Product(rows=count, from_head=first, to=out.data_ptr()))
-        return out
 
     def _run(self, name: str, rows: Tensor, to: Tensor) -> None:
         """Calls a product of `rows [n, heads, *]`."""

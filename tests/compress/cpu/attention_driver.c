@@ -150,7 +150,7 @@ static int multiply_heads(int set) {
     int wrong = absorb_queries(&product, set) ? FAILED_STATUS : 0;
     product.from = sums, product.from_row = weights.heads * weights.rank, product.from_head = weights.rank, product.to = values;
     if (latent_values(&product, set)) wrong = FAILED_STATUS;
-    product.to = dense, product.rows = weights.heads, product.from_head = 0;
+    product.to = dense, product.rows = weights.heads;
     if (unpack_latent_heads(&product, set)) wrong = FAILED_STATUS;
     for (int64_t i = 0; i < count * weights.rank; i++)
         if (value(dense[i]) != 0.5f) wrong = FAILED_NUMBERS;

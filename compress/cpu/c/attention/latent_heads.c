@@ -133,10 +133,9 @@ INLINE void make_values(const LatentProduct *product, int64_t chunk) {
 
 INLINE void unpack(const LatentProduct *product, int64_t head) {
     const LatentHeads *weights = product->weights;
-    const int64_t before = first_row(weights, product->from_head);
     float weight[LONGEST_LATENT];
     for (int64_t row = first_row(weights, head); row < first_row(weights, head + 1); row++) {
-        unpack_row(weights, before + row, weight);
+        unpack_row(weights, row, weight);
         for (int64_t column = 0; column < weights->rank; column += LANES)
             lanes_store_bfloat16(product->to + row * weights->rank + column, lanes_load(weight + column));
     }

@@ -30,7 +30,7 @@ typedef struct {
 EXPORT int absorb_queries(const LatentProduct *product, int instruction_set);
 EXPORT int latent_values(const LatentProduct *product, int instruction_set);
 
-/* All numbers of `rows` heads from head `from_head` on as bfloat16 [rows, own + value_dim, rank], in `to`. */
+/* All numbers of `rows` heads as bfloat16 [rows, own + value_dim, rank], in `to`. */
 EXPORT int unpack_latent_heads(const LatentProduct *product, int instruction_set);
 
 #endif

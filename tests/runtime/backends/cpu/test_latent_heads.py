@@ -50,12 +50,12 @@ def test_products_against_float64(scheme: Int, shape: LatentShape, rows: int, in
 def test_rows_and_threads_change_no_bit() -> None:
     shape = SHAPES[0]
     heads = CpuLatentHeads(random_weight((5 * 19, 192), Int(4, 32)), shape, 0.1)
-    query, attended = normal(8, 5, 12), normal(5, 8, 192)
+    query, attended = normal(40, 5, 12), normal(5, 40, 192)
     together = heads.split(query)[0], heads.values(attended)
     try:
         set_threads(3)
-        assert torch.equal(heads.split(query[6:])[0], together[0][:, 6:])
-        assert torch.equal(heads.values(attended[:, 6:]), together[1][6:])
+        assert torch.equal(heads.split(query[38:])[0], together[0][:, 38:])
+        assert torch.equal(heads.values(attended[:, 38:]), together[1][38:])
     finally:
         set_threads(0)
 
