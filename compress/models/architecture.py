@@ -7,8 +7,13 @@ from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
-from compress.models.latent import Latent
-from compress.models.spec import MLP, Attention, Block, Linear, Mixture, ModelSpec, Norm
+from compress.models.block import Block
+from compress.models.linear import Linear
+from compress.models.mixers.attention import Attention
+from compress.models.mixers.latent import Latent
+from compress.models.mlp import MLP, Mixture
+from compress.models.norm import Norm
+from compress.models.spec import ModelSpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from compress.models.linear import Linear
 from compress.models.mixers.recurrent import Recurrent
-from compress.models.spec import Linear, Mixture, Norm
+from compress.models.mlp import Mixture
+from compress.models.norm import Norm
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,10 +9,16 @@ from functools import partial
 from typing import Any
 
 from compress.common.errors import CheckpointError
+from compress.models.block import Block
 from compress.models.clamped_gate import ClampedGate
+from compress.models.linear import Linear
+from compress.models.mixers.attention import Attention
 from compress.models.mixers.recurrent import Recurrent
+from compress.models.mlp import MLP, Mixture
+from compress.models.norm import Norm
+from compress.models.rope import Rope
 from compress.models.router import Router
-from compress.models.spec import MLP, Attention, Block, Linear, Mixture, ModelSpec, Norm, Rope
+from compress.models.spec import ModelSpec
 from compress.models.stacks import Stack
 
 Config = Mapping[str, Any]

@@ -7,7 +7,12 @@ from dataclasses import dataclass
 
 from compress.common.errors import CheckpointError
 from compress.models.architecture import Architecture
-from compress.models.spec import MLP, Attention, Block, Linear, ModelSpec, Norm, TensorNames
+from compress.models.block import Block
+from compress.models.linear import Linear
+from compress.models.mixers.attention import Attention
+from compress.models.mlp import MLP
+from compress.models.norm import Norm
+from compress.models.spec import ModelSpec, TensorNames
 
 
 @dataclass(frozen=True, slots=True)

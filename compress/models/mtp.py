@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from compress.models.spec import Attention, Block, Linear, Norm
+from compress.models.block import Block
+from compress.models.linear import Linear
+from compress.models.mixers.attention import Attention
+from compress.models.norm import Norm
 
 if TYPE_CHECKING:
     from compress.models.spec import ModelSpec

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from compress.models.spec import Linear
+from compress.models.linear import Linear
 
 
 @dataclass(frozen=True, slots=True)

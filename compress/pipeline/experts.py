@@ -14,7 +14,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from compress.models.spec import MLP, Mixture, ModelSpec
+from compress.models.mlp import MLP, Mixture
+from compress.models.spec import ModelSpec
 
 
 class Expert(nn.Module):

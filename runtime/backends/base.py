@@ -11,8 +11,8 @@ from torch import Tensor
 
 from compress.checkpoint.weights import Scheme
 from compress.models.clamped_gate import ClampedGate
+from compress.models.mlp import Mixture
 from compress.models.router import Router
-from compress.models.spec import Mixture
 from runtime.backends.expert_slots import ExpertSlots
 from runtime.backends.indexer import IndexedTokens
 from runtime.backends.kv_pages import KVCache, KVPages

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from compress.models.architecture import is_pre_norm
+from compress.models.mixers.attention import Attention
+from compress.models.mlp import MLP, Mixture
 from compress.models.router import Router
-from compress.models.spec import MLP, Attention, Mixture, ModelSpec
+from compress.models.spec import ModelSpec
 
 
 def layers_unsupported(spec: ModelSpec) -> str:

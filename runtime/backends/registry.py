@@ -15,7 +15,7 @@ import runtime.backends
 from compress.checkpoint.weights import Activations, Scheme, Weight
 from compress.common.errors import SchemeError
 from compress.models.mixers.recurrent import Recurrent
-from compress.models.spec import Mixture
+from compress.models.mlp import Mixture
 from runtime.backends.base import (
     BACKENDS,
     AttentionKernel,

@@ -12,11 +12,15 @@ from compress.checkpoint.kv_cache import KVCacheRecord, KVCacheScheme, measured_
 from compress.checkpoint.state_dtype import STATE_FLOAT32, STATE_ITEMSIZE, MeasuredStates, measured_states
 from compress.common.errors import CheckpointError, ToolkitError
 from compress.common.files import read_json
+from compress.models.block import Block
 from compress.models.config import LENGTH, context_length, refusal
 from compress.models.generic import CodeSpec
-from compress.models.latent import Latent
+from compress.models.mixers.attention import Attention
+from compress.models.mixers.latent import Latent
+from compress.models.mlp import MLP
 from compress.models.registry import find_family, known_families
-from compress.models.spec import MLP, Attention, Block, ModelSpec, Rope
+from compress.models.rope import Rope
+from compress.models.spec import ModelSpec
 from compress.models.state import StateField
 
 ROPE_TYPES = ("default", "dynamic", "linear", "llama3", "longrope", "proportional", "yarn")

@@ -16,7 +16,8 @@ from compress.checkpoint.meta_model import build_on_meta, check_decoder, load_co
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.common.errors import CheckpointError
 from compress.models.generic import SINKS, CodeSpec, Heads, code_spec
-from compress.models.spec import Linear, TensorNames
+from compress.models.linear import Linear
+from compress.models.spec import TensorNames
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

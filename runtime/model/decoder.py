@@ -10,9 +10,10 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from compress.models.block import Block
 from compress.models.block_parts import Residual
-from compress.models.spec import MLP, Block
-from compress.models.spec import Attention as AttentionSpec
+from compress.models.mixers.attention import Attention as AttentionSpec
+from compress.models.mlp import MLP
 from runtime.backends.base import Attention, Linear, NormWeights, Ops, RunLayers, SparseAttention, mlp_linears
 from runtime.backends.expert_slots import ExpertSlots
 from runtime.backends.indexer import IndexedTokens

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.common.errors import CheckpointError
-from compress.models.spec import Linear as LinearSpec
+from compress.models.linear import Linear as LinearSpec
 from runtime.core.model_config import DecoderConfig
 
 REMEDY = "Check that config.json and the weights belong to the same model"

@@ -13,10 +13,12 @@ from compress.checkpoint.dequantized import UNUSED_SCALES, dequantized
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.common.device import available_bytes, format_bytes, resolve_device
 from compress.common.errors import ToolkitError
+from compress.models.block import Block
 from compress.models.block_parts import Beside, LayerInput
 from compress.models.generic import CodeSpec
+from compress.models.mixers.attention import Attention
+from compress.models.mlp import CURVE, MLP, Mixture
 from compress.models.registry import find_family
-from compress.models.spec import CURVE, MLP, Attention, Block, Mixture
 from runtime.backends.base import Linear, Target
 from runtime.backends.fused_layers import fuses_head_norms
 from runtime.backends.registry import (

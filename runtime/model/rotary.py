@@ -9,7 +9,7 @@ from copy import copy
 import torch
 from torch import Tensor
 
-from compress.models.spec import Rope
+from compress.models.rope import Rope
 
 
 class Rotary:

@@ -14,8 +14,8 @@ from compress.checkpoint.weights import Scheme, Weight
 from compress.checkpoint.weights.base import BesideColumns, Factors
 from compress.checkpoint.weights.integer import IntegerWeight
 from compress.common.errors import CheckpointError
-from compress.models.spec import Linear as LinearSpec
-from compress.models.spec import Norm
+from compress.models.linear import Linear as LinearSpec
+from compress.models.norm import Norm
 from runtime.backends.base import Linear, LinearKernel, NormWeights, Target
 from runtime.backends.composed import LowRank, WithOutliers
 from runtime.backends.registry import Choice, choose_dense, choose_linear

@@ -15,8 +15,8 @@ from benchmarking.cpu_kernels import TARGET, random_weight
 from benchmarking.tables import Row
 from compress.checkpoint.weights import Int
 from compress.checkpoint.weights.integer import IntegerWeight
+from compress.models.linear import Linear as LinearSpec
 from compress.models.router import Router
-from compress.models.spec import Linear as LinearSpec
 from runtime.backends.base import Linear, LinearKernel
 from runtime.backends.cpu.layers import CpuOps
 from runtime.backends.cpu.linear import PACKED, W4A8

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from benchmarking.launches import Launch, Recorder, recorded
 from compress.checkpoint.kv_cache import EXACT, KV_FORMATS, KVCacheScheme
+from compress.models.linear import Linear
 from compress.models.mixers.gated_delta_net import GatedDeltaNet
 from compress.models.mixers.mamba2 import Mamba2
-from compress.models.spec import Linear, Norm
+from compress.models.norm import Norm
 from runtime.backends.base import NormWeights, Target
 from runtime.backends.span_attention import PLAIN_LAYER, LayerScores
 from runtime.backends.state_kernels import DeltaWeights, Mamba2Weights

@@ -6,9 +6,10 @@ from dataclasses import fields, replace
 import torch
 from torch import Tensor
 
+from compress.models.linear import Linear
 from compress.models.mixers.gated_delta_net import GatedDeltaNet
 from compress.models.mixers.mamba2 import Mamba2
-from compress.models.spec import Linear, Norm
+from compress.models.norm import Norm
 from runtime.backends.base import NormWeights, Target
 from runtime.backends.registry import REFERENCE, choose_state_steps
 from runtime.backends.state_kernels import DeltaWeights, Mamba2Weights

@@ -17,8 +17,8 @@ from compress.models.config import (
     refusal,
     rope,
 )
-from compress.models.indexer import lightning_indexer
-from compress.models.latent import latent_attention
+from compress.models.mixers.indexer import lightning_indexer
+from compress.models.mixers.latent import latent_attention
 from compress.models.mtp import layer_behind
 from compress.models.registry import Wrapper, register, register_wrapper
 from compress.models.spec import ModelSpec

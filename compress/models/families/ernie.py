@@ -17,8 +17,9 @@ from compress.models.config import (
     positive,
     rope,
 )
+from compress.models.mlp import MLP, Mixture
 from compress.models.registry import register
-from compress.models.spec import MLP, Mixture, ModelSpec
+from compress.models.spec import ModelSpec
 
 
 @register("ernie4_5")

@@ -17,10 +17,12 @@ from compress.models.config import (
     positive,
     refusal,
 )
-from compress.models.mamba_config import mamba2
+from compress.models.mixers.attention import Attention
 from compress.models.mixers.mamba2 import Mamba2
+from compress.models.mixers.mamba_config import mamba2
+from compress.models.mlp import MLP
 from compress.models.registry import register
-from compress.models.spec import MLP, Attention, ModelSpec
+from compress.models.spec import ModelSpec
 
 
 @register("falcon_h1")

@@ -23,8 +23,10 @@ from compress.models.config import (
     ropes_by_kind,
     windows,
 )
+from compress.models.mixers.attention import Attention
+from compress.models.norm import Norm
 from compress.models.registry import Wrapper, register, register_wrapper
-from compress.models.spec import Attention, ModelSpec, Norm
+from compress.models.spec import ModelSpec
 
 COMMON = {"head_dim": 256, "tie_word_embeddings": True, "hidden_act": "gelu_pytorch_tanh"}
 

@@ -25,9 +25,14 @@ from compress.models.config import (
     text,
     windows,
 )
+from compress.models.linear import Linear
+from compress.models.mixers.attention import Attention
+from compress.models.mlp import Mixture
+from compress.models.norm import Norm
 from compress.models.registry import Wrapper, register, register_wrapper
+from compress.models.rope import Rope
 from compress.models.router import Router
-from compress.models.spec import Attention, Linear, Mixture, ModelSpec, Norm, Rope
+from compress.models.spec import ModelSpec
 from compress.models.stacks import Stack
 
 COMMON = {

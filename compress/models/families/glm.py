@@ -21,11 +21,12 @@ from compress.models.config import (
     refusal,
     rope,
 )
-from compress.models.indexer import lightning_indexer
-from compress.models.latent import latent_attention
+from compress.models.mixers.indexer import lightning_indexer
+from compress.models.mixers.latent import latent_attention
 from compress.models.mtp import layer_behind
+from compress.models.norm import Norm
 from compress.models.registry import register
-from compress.models.spec import ModelSpec, Norm
+from compress.models.spec import ModelSpec
 
 LETTERS = {"F": "full", "S": "shared"}
 DEFAULTS = {"rms_norm_eps": 1.5625e-7, "head_dim": 128, "num_key_value_heads": 2, "partial_rotary_factor": 0.5}

@@ -21,10 +21,13 @@ from compress.models.config import (
     rope,
     text,
 )
-from compress.models.mamba_config import mamba2, mixer_kinds
+from compress.models.linear import Linear
+from compress.models.mixers.attention import Attention
+from compress.models.mixers.mamba_config import mamba2, mixer_kinds
 from compress.models.mixers.recurrent import Recurrent
+from compress.models.mlp import MLP, Mixture
 from compress.models.registry import register
-from compress.models.spec import MLP, Attention, Linear, Mixture, ModelSpec
+from compress.models.spec import ModelSpec
 from compress.models.stacks import Stack
 
 

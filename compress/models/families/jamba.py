@@ -19,10 +19,13 @@ from compress.models.config import (
     refusal,
     text,
 )
-from compress.models.mamba_config import mixer_kinds
+from compress.models.linear import Linear
+from compress.models.mixers.attention import Attention
 from compress.models.mixers.mamba1 import Mamba1
+from compress.models.mixers.mamba_config import mixer_kinds
+from compress.models.mlp import MLP, Mixture
 from compress.models.registry import register
-from compress.models.spec import MLP, Attention, Linear, Mixture, ModelSpec
+from compress.models.spec import ModelSpec
 
 DEFAULTS = {"num_attention_heads": 32, "num_key_value_heads": 8, "num_experts_per_tok": 2}
 NAME = "feed_forward"

@@ -21,11 +21,14 @@ from compress.models.config import (
     refusal,
     text,
 )
-from compress.models.latent import latent_attention
-from compress.models.mamba_config import mixer_kinds
+from compress.models.linear import Linear
+from compress.models.mixers.attention import Attention
 from compress.models.mixers.kimi_delta import KimiDelta
+from compress.models.mixers.latent import latent_attention
+from compress.models.mixers.mamba_config import mixer_kinds
+from compress.models.mlp import MLP, Mixture
 from compress.models.registry import register
-from compress.models.spec import MLP, Attention, Linear, Mixture, ModelSpec
+from compress.models.spec import ModelSpec
 
 PUBLISHED = {
     "model_max_length": "max_position_embeddings",

@@ -20,10 +20,13 @@ from compress.models.config import (
     refusal,
     rope,
 )
+from compress.models.linear import Linear
+from compress.models.mixers.attention import Attention
 from compress.models.mixers.recurrent import Recurrent
 from compress.models.mixers.short_conv import ShortConv
+from compress.models.mlp import MLP, Mixture
 from compress.models.registry import register
-from compress.models.spec import MLP, Attention, Linear, Mixture, ModelSpec
+from compress.models.spec import ModelSpec
 
 NAME, PARTS = "feed_forward", ("w1", "w3", "w2")
 

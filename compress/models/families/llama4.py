@@ -20,8 +20,10 @@ from compress.models.config import (
     refusal,
     rope,
 )
+from compress.models.mixers.attention import Attention
+from compress.models.mlp import MLP, Mixture
 from compress.models.registry import Wrapper, register, register_wrapper
-from compress.models.spec import MLP, Attention, Mixture, ModelSpec
+from compress.models.spec import ModelSpec
 from compress.models.stacks import Stack
 
 NAME = "feed_forward"

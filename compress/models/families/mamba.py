@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from compress.models.block import Block
 from compress.models.config import Config, flag, norm, num_layers, number, positive
-from compress.models.mamba_config import mamba2
+from compress.models.mixers.mamba_config import mamba2
 from compress.models.registry import register
-from compress.models.spec import Block, ModelSpec, TensorNames
+from compress.models.spec import ModelSpec, TensorNames
 
 NAMES = TensorNames("backbone.layers", "backbone.embeddings", "backbone.norm_f")
 DEFAULTS = {"hidden_size": 4096, "vocab_size": 32768, "num_hidden_layers": 64, "n_groups": 8, "state_size": 128}

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from compress.models.block_parts import Residual
 from compress.models.config import Config, decoder, flag, gated_mlp, num_layers, number, positive, rope
-from compress.models.latent import latent_attention
+from compress.models.mixers.latent import latent_attention
 from compress.models.registry import register
 from compress.models.spec import ModelSpec
 

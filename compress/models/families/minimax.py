@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from compress.models.block import Block
 from compress.models.block_parts import Residual
 from compress.models.config import (
     Config,
@@ -19,10 +20,12 @@ from compress.models.config import (
     text,
     wide_norms,
 )
-from compress.models.mamba_config import mixer_kinds
+from compress.models.linear import Linear
+from compress.models.mixers.attention import Attention
 from compress.models.mixers.lightning import LightningAttention
+from compress.models.mixers.mamba_config import mixer_kinds
 from compress.models.registry import register
-from compress.models.spec import Attention, Block, Linear, ModelSpec
+from compress.models.spec import ModelSpec
 
 NAME, PARTS = "block_sparse_moe", ("w1", "w3", "w2")
 LIGHTNING_EPS = 1e-6

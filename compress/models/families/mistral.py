@@ -22,9 +22,10 @@ from compress.models.config import (
     rope,
     windows,
 )
-from compress.models.latent import latent_attention
+from compress.models.mixers.latent import latent_attention
 from compress.models.registry import Wrapper, register, register_wrapper
-from compress.models.spec import ModelSpec, Rope
+from compress.models.rope import Rope
+from compress.models.spec import ModelSpec
 from compress.models.stacks import Stack
 
 DEFAULT_WINDOW = 4096

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
+from compress.models.block import Block
 from compress.models.config import (
     MAX_LAYERS,
     SIGMOID_ROUTER,
@@ -22,10 +23,13 @@ from compress.models.config import (
     refusal,
     text,
 )
-from compress.models.mamba_config import OLDER_KINDS, mamba2
+from compress.models.linear import Linear
+from compress.models.mixers.attention import Attention
 from compress.models.mixers.mamba2 import Mamba2
+from compress.models.mixers.mamba_config import OLDER_KINDS, mamba2
+from compress.models.mlp import MLP, Mixture
 from compress.models.registry import register
-from compress.models.spec import MLP, Attention, Block, Linear, Mixture, ModelSpec, TensorNames
+from compress.models.spec import ModelSpec, TensorNames
 
 NAME = "mixer"
 SYMBOLS = {"M": "linear_attention", "E": "moe", "*": "full_attention", "-": "mlp"}

@@ -21,8 +21,9 @@ from compress.models.config import (
     wide_norms,
     windows,
 )
+from compress.models.mixers.attention import Attention
 from compress.models.registry import register
-from compress.models.spec import Attention, ModelSpec
+from compress.models.spec import ModelSpec
 
 DEFAULTS = {"rms_norm_eps": 1e-5}
 DEFAULT_THETA = 500_000.0

@@ -21,7 +21,8 @@ from compress.models.config import (
     windows,
 )
 from compress.models.registry import register
-from compress.models.spec import ModelSpec, Rope
+from compress.models.rope import Rope
+from compress.models.spec import ModelSpec
 
 
 @register("phi3")

@@ -22,10 +22,13 @@ from compress.models.config import (
     text,
 )
 from compress.models.families.qwen_moe import layers_of
+from compress.models.linear import Linear
+from compress.models.mixers.attention import Attention
 from compress.models.mixers.gated_delta_net import GatedDeltaNet
+from compress.models.mlp import MLP, Mixture
 from compress.models.mtp import module_beside
 from compress.models.registry import Wrapper, register, register_wrapper
-from compress.models.spec import MLP, Attention, Linear, Mixture, ModelSpec
+from compress.models.spec import ModelSpec
 from compress.models.stacks import Stack
 
 COMMON = {

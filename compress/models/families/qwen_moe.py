@@ -15,8 +15,10 @@ from compress.models.config import (
     positive,
     switched_windows,
 )
+from compress.models.linear import Linear
+from compress.models.mlp import MLP, Mixture
 from compress.models.registry import register
-from compress.models.spec import MLP, Linear, Mixture, ModelSpec
+from compress.models.spec import ModelSpec
 
 
 @register("qwen2_moe")

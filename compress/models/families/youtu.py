@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from compress.models.config import Config, decoder, flag, gated_mlp, num_layers, rope
-from compress.models.latent import latent_attention
+from compress.models.mixers.latent import latent_attention
 from compress.models.registry import register
 from compress.models.spec import ModelSpec
 

@@ -1,1 +1,1 @@
-"""Mixers that keep a state of fixed size for each sequence in place of keys and values."""
+"""Mixers of tokens: attention, and those that keep a state of fixed size in place of keys and values."""

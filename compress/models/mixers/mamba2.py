@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from compress.models.spec import Linear, Norm
+from compress.models.linear import Linear
+from compress.models.norm import Norm
 from compress.models.state import StateField
 
 HEAD_VECTORS = ("A_log", "D", "dt_bias")

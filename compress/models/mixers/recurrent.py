@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from compress.models.spec import Linear, Norm
+from compress.models.linear import Linear
+from compress.models.norm import Norm
 from compress.models.state import StateField
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from compress.common.errors import ToolkitError
 from compress.cpu.binding import BEST, absence, function
 from compress.models.clamped_gate import ClampedGate
-from compress.models.spec import MLP, Mixture
+from compress.models.mlp import MLP, Mixture
 from runtime.backends.base import ExpertWeights, Linear, MixtureWeights, Target
 from runtime.backends.cpu.huge_pages import empty_words
 from runtime.backends.cpu.linear import TYPES, CpuLinear

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from compress.checkpoint.kv_cache import KVCacheScheme
-from compress.models.latent import Latent
+from compress.models.mixers.latent import Latent
 from runtime.backends.base import Model, Rotary
 from runtime.backends.fused_layers import indexers_unsupported
 from runtime.backends.kv_pages import KVCache, TokenPages

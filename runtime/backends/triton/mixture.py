@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from compress.models.spec import Mixture
+from compress.models.mlp import Mixture
 from runtime.backends.base import ExpertWeights, Linear, MixtureWeights, Target
 from runtime.backends.expert_slots import ExpertSlots
 from runtime.backends.fused_layers import is_gated_silu, is_plain_mixture

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from compress.models.indexer import Indexer
-from compress.models.spec import Attention
+from compress.models.mixers.attention import Attention
+from compress.models.mixers.indexer import Indexer
 from runtime.backends.base import Linear, NormWeights, Ops
 from runtime.backends.indexer import IndexedTokens
 from runtime.model.rotary import channel_order

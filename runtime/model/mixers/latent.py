@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from compress.models.latent import Latent
-from compress.models.spec import Attention
+from compress.models.mixers.attention import Attention
+from compress.models.mixers.latent import Latent
 from runtime.backends.base import Linear, NormWeights, Ops
 from runtime.backends.latent import LatentHeads, LatentProducts, LatentShape
 from runtime.backends.registry import choose_latent_heads

@@ -10,9 +10,12 @@ from tiny_models import SIZES, VARIANTS
 from transformers import AutoConfig
 
 from compress.common.errors import CheckpointError
+from compress.models.block import Block
+from compress.models.mixers.attention import Attention
 from compress.models.mixers.gated_delta_net import GatedDeltaNet
 from compress.models.registry import find_family, known_families
-from compress.models.spec import Attention, Block, ModelSpec, Rope
+from compress.models.rope import Rope
+from compress.models.spec import ModelSpec
 
 
 def described(family: str, config: Change) -> ModelSpec | str:

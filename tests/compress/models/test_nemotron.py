@@ -7,8 +7,10 @@ from tiny_models import SIZES, VARIANTS
 from transformers import AutoConfig
 
 from compress.common.errors import CheckpointError
+from compress.models.mixers.attention import Attention
+from compress.models.mlp import MLP, Mixture
 from compress.models.registry import find_family
-from compress.models.spec import MLP, Attention, Mixture, ModelSpec
+from compress.models.spec import ModelSpec
 from compress.models.wrappers import TextNames, layouts_of
 
 CONFIG = {"model_type": "nemotron_h", **SIZES, **VARIANTS["nemotron_h"]}

@@ -14,9 +14,9 @@ from compress.checkpoint.config import ModelConfig, read_config, write_config
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.weights import Int
 from compress.cpu.binding import library
+from compress.models.linear import Linear
 from compress.models.registry import find_family
 from compress.models.router import Router
-from compress.models.spec import Linear
 from runtime.core.config import RuntimeConfig
 from runtime.core.request import SamplingParams
 from runtime.memory.advice import inspect

@@ -13,8 +13,8 @@ from compress.checkpoint.weights import Int
 from compress.checkpoint.weights.integer import IntegerWeight
 from compress.common.errors import ToolkitError
 from compress.cpu.binding import INSTRUCTION_SETS, best_instruction_set, library
+from compress.models.linear import Linear
 from compress.models.router import Router
-from compress.models.spec import Linear
 from runtime.backends.base import NormWeights
 from runtime.backends.cpu.kv_pages import CpuPages
 from runtime.backends.cpu.layers import CpuAttention, CpuLayers, CpuOps, layers_unsupported_reason

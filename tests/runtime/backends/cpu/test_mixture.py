@@ -12,8 +12,9 @@ from compress.checkpoint.weights.integer import IntegerWeight
 from compress.common.errors import ToolkitError
 from compress.cpu.binding import INSTRUCTION_SETS, best_instruction_set, library, set_threads
 from compress.models.clamped_gate import ClampedGate
+from compress.models.linear import Linear
+from compress.models.mlp import MLP, Mixture
 from compress.models.router import Router
-from compress.models.spec import MLP, Linear, Mixture
 from runtime.backends.base import Target
 from runtime.backends.cpu.huge_pages import HUGE_PAGE, empty_words
 from runtime.backends.cpu.layers import CpuOps

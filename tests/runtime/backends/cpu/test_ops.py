@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from compress.cpu.binding import best_instruction_set, library, set_threads
 from compress.models.clamped_gate import ClampedGate
-from compress.models.spec import Rope
+from compress.models.rope import Rope
 from runtime.backends.base import NormWeights, Target
 from runtime.backends.cpu.layers import CpuOps
 from runtime.backends.registry import choose_ops

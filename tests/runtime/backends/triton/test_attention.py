@@ -13,7 +13,7 @@ from torch import Tensor
 
 from compress.checkpoint.kv_cache import CODE_BITS, KVCacheScheme
 from compress.checkpoint.kv_quant import QuantizedHeads, dequantize_heads, quantize_heads, rotate_heads
-from compress.models.spec import Rope
+from compress.models.rope import Rope
 from runtime.backends.kv_pages import ExactPlaces, TokenPages, pack_halves
 from runtime.backends.span_attention import PLAIN_LAYER, LayerScores, Scores
 from runtime.backends.torch.attention import PagedAttention, StepKeys, StreamingAttention

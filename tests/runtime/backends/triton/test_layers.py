@@ -18,8 +18,8 @@ from triton_steps import use_triton
 from compress.checkpoint.kv_cache import KVCacheScheme
 from compress.checkpoint.kv_quant import rotate_heads
 from compress.checkpoint.weights import Activations, Fp8, Int, Scheme
+from compress.models.linear import Linear as LinearSpec
 from compress.models.router import Router
-from compress.models.spec import Linear as LinearSpec
 from runtime.backends.base import Linear, NormWeights, Target
 from runtime.backends.composed import LowRank
 from runtime.backends.kv_pages import ExactPlaces, TokenPages

@@ -10,8 +10,9 @@ from tiny_models import random_weight
 from torch import Tensor
 
 from compress.checkpoint.weights import Int, Scheme
+from compress.models.linear import Linear
+from compress.models.mlp import MLP, Mixture
 from compress.models.router import Router
-from compress.models.spec import MLP, Linear, Mixture
 from runtime.backends.base import Target
 from runtime.backends.torch.linear import DenseLinear
 from runtime.backends.torch.ops import TorchOps

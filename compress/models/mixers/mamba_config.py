@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from compress.models.config import Config, flag, norm, num_layers, positive, refusal, text
+from compress.models.linear import Linear
 from compress.models.mixers.mamba2 import Mamba2
-from compress.models.spec import Linear
 
 OLDER_KINDS = {"mamba": "linear_attention", "attention": "full_attention"}
 """Kinds of layers by the names that older checkpoints have for them."""

@@ -6,7 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from compress.models.config import Config, positive
-from compress.models.spec import Linear, Norm
+from compress.models.linear import Linear
+from compress.models.norm import Norm
 
 KEY_NORM_EPS = 1e-6
 """Eps of the norm of index keys."""

@@ -8,8 +8,11 @@ from typing import Any
 
 from compress.common.errors import CheckpointError
 from compress.models.config import Config, flag, norm, number, positive
-from compress.models.indexer import Indexer
-from compress.models.spec import Attention, Linear, Norm, Rope
+from compress.models.linear import Linear
+from compress.models.mixers.attention import Attention
+from compress.models.mixers.indexer import Indexer
+from compress.models.norm import Norm
+from compress.models.rope import Rope
 
 NORM_EPS = 1e-6
 """Eps of the norms of latents, whatever that of the other norms is."""

@@ -1,0 +1,87 @@
+"""Blocks of decoders."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from compress.models.block_parts import Beside, LayerInput, Residual, SecondMixer
+from compress.models.linear import Linear
+from compress.models.mixers.attention import Attention
+from compress.models.mixers.recurrent import Recurrent
+from compress.models.mlp import MLP, Mixture
+from compress.models.norm import Norm
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A transformer block: `x += mixer(input_norm(x))`, then `x += mlp(mlp_norm(x))`.
+
+    Attributes:
+        mixer, mlp: None, and so are their norms, in a block of one part.
+        input_norm, mlp_norm: None where the residual stream is read as it is. In a parallel block `mlp_norm` is None,
+            and `mlp` reads what `mixer` reads.
+        output_norm, mlp_output_norm: norms of what mixer and MLP add.
+        residual: factors on the residual stream and on what is added to it; None for none.
+        second: another mixer, beside attention.
+        beside: a mixture that reads the residual stream as the MLP does.
+        layer_input: what is added behind the MLP.
+        scalar: name of a number that the residual stream is multiplied by last; "" for none.
+    """
+
+    input_norm: Norm | None
+    mixer: Attention | Recurrent | None
+    mlp_norm: Norm | None
+    mlp: MLP | Mixture | None
+    output_norm: Norm | None = None
+    mlp_output_norm: Norm | None = None
+    residual: Residual | None = None
+    is_parallel: bool = False
+    second: SecondMixer | None = None
+    beside: Beside | None = None
+    layer_input: LayerInput | None = None
+    scalar: str = ""
+
+    @property
+    def mixers(self) -> tuple[Attention | Recurrent, ...]:
+        both = self.mixer, None if self.second is None else self.second.mixer
+        return tuple(mixer for mixer in both if mixer is not None)
+
+    @property
+    def mixture(self) -> Mixture | None:
+        """Its mixture, in the place of the MLP or beside it."""
+        return next((part for part in self.parts if isinstance(part, Mixture)), None)
+
+    @property
+    def parts(self) -> tuple[MLP | Mixture, ...]:
+        """Its MLP, and the mixture beside it."""
+        both = self.mlp, None if self.beside is None else self.beside.mixture
+        return tuple(part for part in both if part is not None)
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        last = () if self.layer_input is None else (self.layer_input.gate, self.layer_input.output)
+        inner = (linear for part in (*self.mixers, *self.parts) for linear in part.linears)
+        return *inner, *last
+
+    @property
+    def routers(self) -> tuple[Linear, ...]:
+        mixers = (linear for mixer in self.mixers for linear in mixer.routers)
+        return *mixers, *(() if self.mixture is None else self.mixture.routers)
+
+    @property
+    def vectors(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every tensor that belongs to no linear and no norm, by name."""
+        found = {name: shape for part in (*self.mixers, *self.parts) for name, shape in part.vectors.items()}
+        return found | ({self.scalar: (1,)} if self.scalar else {})
+
+    @property
+    def mlps(self) -> tuple[MLP, ...]:
+        return tuple(mlp for part in self.parts for mlp in (part.mlps if isinstance(part, Mixture) else (part,)))
+
+    @property
+    def norms(self) -> tuple[Norm, ...]:
+        last = None if self.layer_input is None else self.layer_input.norm
+        around = self.input_norm, self.output_norm, self.mlp_norm, self.mlp_output_norm, last
+        beside = () if self.beside is None else self.beside.norms
+        inner = (norm for mixer in self.mixers for norm in mixer.norms)
+        return *(norm for norm in around if norm is not None), *inner, *beside

@@ -1,0 +1,92 @@
+"""MLPs, and mixtures of them as experts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from compress.models.clamped_gate import ClampedGate
+from compress.models.linear import Linear
+from compress.models.router import Router
+from compress.models.stacks import Stack
+
+
+@dataclass(frozen=True, slots=True)
+class MLP:
+    """`down(activation(gate(x)) * up(x))` (arXiv:2002.05202), or `down(activation(up(x)))`.
+
+    Attributes:
+        inputs: gate and up in this order, a single linear where they are stored as one; without a gate, up.
+        activation: name as in config.json.
+        clamped: replaces activation and gating; None for none.
+        curve: module of the learned numbers of activation `xielu`; "" for one without.
+        factors: on the gate before its activation, and on the output.
+    """
+
+    inputs: tuple[Linear, ...]
+    down: Linear
+    activation: str = "silu"
+    gated: bool = True
+    name: str = "mlp"
+    clamped: ClampedGate | None = None
+    curve: str = ""
+    factors: tuple[float, float] = (1.0, 1.0)
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        return *self.inputs, self.down
+
+    @property
+    def vectors(self) -> dict[str, tuple[int, ...]]:
+        """Shape of everything but matrices by tensor name."""
+        return {f"{self.curve}.{part}": shape for part, shape in CURVE.items()} if self.curve else {}
+
+    @property
+    def routers(self) -> tuple[Linear, ...]:
+        return ()
+
+
+CURVE: dict[str, tuple[int, ...]] = {"alpha_p": (1,), "alpha_n": (1,), "beta": (), "eps": ()}
+"""Shape of the numbers of xIELU (arXiv:2411.13010) by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """A mixture of experts: the weighted sum of the chosen ones, and of what all tokens share.
+
+    Attributes:
+        experts: all with the same sizes.
+        shared: MLP for all tokens; None for none.
+        shared_gate: one score for each token, whose sigmoid is the weight of `shared`; None is a weight of 1.
+        around: linears before and behind `experts`, which read and write fewer channels then; () for none.
+        stacks: tensors that may hold the same part of all experts, in place of a tensor for each.
+    """
+
+    router: Router
+    experts: tuple[MLP, ...]
+    shared: MLP | None = None
+    shared_gate: Linear | None = None
+    name: str = "mlp"
+    stacks: tuple[Stack, ...] = ()
+    around: tuple[Linear, ...] = ()
+
+    @property
+    def mlps(self) -> tuple[MLP, ...]:
+        """All experts, and the shared one."""
+        return *self.experts, *(() if self.shared is None else (self.shared,))
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        return *self.around, *(linear for mlp in self.mlps for linear in mlp.linears)
+
+    @property
+    def vectors(self) -> dict[str, tuple[int, ...]]:
+        """Shape of everything but matrices by tensor name."""
+        found = dict(self.router.vectors)
+        for mlp in self.mlps:
+            found |= mlp.vectors
+        return found
+
+    @property
+    def routers(self) -> tuple[Linear, ...]:
+        """Linears that stay dense: a rounded one sends tokens to other experts."""
+        return self.router.scores, *(() if self.shared_gate is None else (self.shared_gate,))
