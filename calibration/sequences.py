@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -222,6 +222,16 @@ def overlap(first: Tensor, second: Tensor, window: int = OVERLAP_WINDOW) -> floa
 def _spans(row: Tensor, window: int) -> list[bytes]:
     data = row.numpy().astype(np.int32)
     return [data[start : start + window].tobytes() for start in range(len(data) - window + 1)]
+
+
+def check_token_ids(tokens: Tensor, config: Mapping[str, Any], path: Path) -> None:
+    """Raises DataError for token ids that a model does not have: the tokenizer in its folder belongs to another."""
+    size, largest = config.get("vocab_size"), int(tokens.max())
+    if isinstance(size, int) and largest >= size:
+        raise DataError(
+            f"the tokenizer in {path} gives token id {largest}, and the model has {size} tokens (vocab_size)",
+            "Copy the tokenizer that belongs to the model into the folder",
+        )
 
 
 def load_tokenizer(path: str | Path) -> Any:

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from calibration.sequences import load_tokenizer
+from calibration.sequences import check_token_ids, load_tokenizer
 from calibration.sources import load_texts
+from compress.checkpoint.config import read_config
 from compress.checkpoint.kv_cache import UNCOMPRESSED, KVCacheScheme
 from compress.common.errors import ToolkitError
 from compress.evaluate.perplexity import (
@@ -66,7 +67,9 @@ def check_measurable(config: dict[str, Any], nbytes: int, device: str) -> None:
 
 def measured_windows(path: Path, *, data: str, tokens: int, length: int) -> Windows:
     """Cuts the text to measure on by the tokenizer in the folder `path`. Raises DataError for either."""
-    return cut_windows(load_texts(data), load_tokenizer(path), length=length, max_tokens=tokens)
+    windows = cut_windows(load_texts(data), load_tokenizer(path), length=length, max_tokens=tokens)
+    check_token_ids(windows.tokens, read_config(path), path)
+    return windows
 
 
 def measure_kv_caches(

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from calibration.sequences import SequenceSet, load_tokenizer
+from calibration.sequences import SequenceSet, check_token_ids, load_tokenizer
 from calibration.sources import load_texts
 from compress.checkpoint.config import compression_block, dtype_name, read_config, write_config
 from compress.checkpoint.dequantized import open_source
@@ -114,6 +114,7 @@ def run_evaluation(
     if length < request.length:
         warnings += (f"windows have {length} tokens, the model's context, not --max-seq-length {request.length}",)
     windows = cut_windows(load_texts(request.data), tokenizer, length=length, max_tokens=request.max_tokens)
+    check_token_ids(windows.tokens, config, request.model)
     seen = SeenText.of(calibration) if calibration else SeenText.recorded(compression_block(config), tokenizer)
     shared = shared_spans(seen, windows)
     opened = partial(

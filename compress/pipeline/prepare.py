@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from calibration.sequences import SequenceSet, load_tokenizer, pack_parts, separator_token
+from calibration.sequences import SequenceSet, check_token_ids, load_tokenizer, pack_parts, separator_token
 from calibration.sources import sample_sequences
 from compress.checkpoint.config import dtype_name, quantization_block, read_config
 from compress.checkpoint.dequantized import DequantizedFiles, open_source
@@ -60,7 +60,7 @@ def calibration_sequences(
     def write(count: int, length: int, seed: int) -> Tensor:
         return _write(source, tokenizer, count, length, seed)
 
-    return pack_parts(
+    sequences = pack_parts(
         options.parts,
         tokenizer,
         samples=options.samples,
@@ -68,6 +68,8 @@ def calibration_sequences(
         seed=seed,
         sampler=None if dry_run else write,
     )
+    check_token_ids(sequences.tokens, read_config(source.path), source.path)
+    return sequences
 
 
 def _write(source: SourceModel, tokenizer: Any, count: int, length: int, seed: int) -> Tensor:

@@ -12,6 +12,7 @@ from folders import change_tensors, private_copy
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.weights import Int
 from compress.common.errors import CheckpointError, DataError, NumericsError, ToolkitError
+from compress.evaluate.kv_cache import measured_windows
 from compress.pipeline.memory import is_out_of_memory, with_smaller_batches
 from compress.pipeline.run import RunResult
 from compress.recipe import CalibrationOptions, QuantizeStage
@@ -151,6 +152,17 @@ def test_a_dead_layer_falls_back_and_the_report_says_so(source, tmp_path) -> Non
     fallen = {record["module"]: record["recovery"] for record in report["recovered"]}
     assert set(fallen) == {f"model.layers.1.self_attn.{name}_proj" for name in "qkvo"}
     assert all("every calibration input was zero" in reason for reason in fallen.values())
+
+
+def test_a_tokenizer_with_tokens_that_the_model_lacks(tiny_model, tmp_path) -> None:
+    source = tiny_model(vocab_size=300)
+    with pytest.raises(DataError, match="300 tokens"):
+        compress(source, tmp_path / "calibrated")
+    with pytest.raises(DataError, match="300 tokens"):
+        measured_windows(source, data="pydoc", tokens=256, length=64)
+    # The result of a long run is not lost to its check.
+    assert "300 tokens" in compress(source, tmp_path / "packed", "rtn", measure=True).quality["not_measured"]
+    assert [path.name for path in tmp_path.iterdir()] == ["packed"]
 
 
 def test_missing_tokenizer_is_one_line(source, tmp_path) -> None:
