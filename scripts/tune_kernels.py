@@ -14,29 +14,28 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarking.cpu_kernels import random_weight
-from benchmarking.gpu_kernels import candidates, num_copies, require_gpu, seconds_per_call
+from benchmarking.gpu_kernels import candidates, num_copies, require_gpu, seconds_per_call, triton_errors
 from benchmarking.machine import leave_with
 from rich.console import Console
 
 from runtime.backends.triton.kernels.configs import BUCKETS, KernelConfig, to_json
 
 Timer = Callable[[int, KernelConfig], float]
-"""Seconds for a number of tokens; raises RuntimeError where a configuration cannot run."""
+"""Seconds for a number of tokens; raises RuntimeError, or an error of Triton, where a configuration cannot run."""
+IMPORTANT = (1, 16, 64, 256, 8, 2048)
+"""Numbers of tokens that are measured first: the run may be cut off."""
 
 
-def tune(buckets: Sequence[int], timer: Timer) -> tuple[dict[int, KernelConfig], int]:
-    """Returns the fastest configuration for each number of tokens, and how many could not run."""
-    best: dict[int, KernelConfig] = {}
+def tune(tokens: int, timer: Timer) -> tuple[KernelConfig | None, int]:
+    """Returns the fastest configuration for a number of tokens, if any can run, and how many cannot."""
+    times: dict[KernelConfig, float] = {}
     refused = 0
-    for tokens in buckets:
-        times: dict[KernelConfig, float] = {}
-        for config in candidates(tokens):
-            try:
-                times[config] = timer(tokens, config)
-            except RuntimeError:
-                refused += 1
-        best[tokens] = min(times, key=lambda config: times[config])
-    return best, refused
+    for config in candidates(tokens):
+        try:
+            times[config] = timer(tokens, config)
+        except (RuntimeError, *triton_errors()):
+            refused += 1
+    return min(times, key=lambda config: times[config], default=None), refused
 
 
 def timer_of(rows: int, columns: int) -> Timer:
@@ -69,17 +68,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     require_gpu()
     import torch
 
-    from runtime.backends.triton.linear import table_path
+    from runtime.backends.measured import table_path
+    from runtime.backends.triton.linear import TABLES
 
     gpu = torch.cuda.get_device_name()
-    out = options.out or table_path(gpu)
+    out = options.out or table_path(TABLES, gpu)
     out.parent.mkdir(parents=True, exist_ok=True)
-    found = {}
-    for shape in options.shapes:
-        rows, columns = map(int, shape.split("x"))
-        found[rows, columns], refused = tune(options.tokens, timer_of(rows, columns))
-        console.print(f"{shape}: {found[rows, columns]}; {refused} configurations could not run")
-        out.write_text(to_json(gpu, found), encoding="utf-8")  # after each shape: the run may be cut off
+    shapes = [tuple(map(int, shape.split("x"))) for shape in options.shapes]
+    timers = {(rows, columns): timer_of(rows, columns) for rows, columns in shapes}
+    found: dict[tuple[int, int], dict[int, KernelConfig]] = {}
+    for tokens in sorted(options.tokens, key=lambda each: (*IMPORTANT, each).index(each)):
+        for shape, timer in timers.items():
+            config, refused = tune(tokens, timer)
+            console.print(f"{shape} {tokens}: {config}; {refused} configurations could not run")
+            if config is not None:
+                found.setdefault(shape, {})[tokens] = config
+                out.write_text(to_json(gpu, found), encoding="utf-8")
     console.print(f"written: {out}")
     return 0
 

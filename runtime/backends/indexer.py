@@ -94,22 +94,25 @@ class ChosenTokens(Generic[Part]):
 
     Args:
         sources: of every layer, the one whose indexer chooses what it sees; -1 for none.
+
+    Attributes:
+        layer, parts: the last layer with an indexer, and what it chose.
     """
 
     def __init__(self, sources: Sequence[int]) -> None:
-        self._sources, self._layer = sources, -1
-        self._parts: Sequence[Part] = []
+        self._sources, self.layer = sources, -1
+        self.parts: Sequence[Part] = []
 
     def put(self, layer: int, parts: Sequence[Part]) -> None:
         """Puts those of a layer with an indexer in the place of those before."""
-        self._layer, self._parts = layer, parts
+        self.layer, self.parts = layer, parts
 
     def of(self, layer: int) -> Sequence[Part] | None:
         """Those of a layer; None for one that sees all tokens. Raises ValueError where its indexer did not choose."""
         source = self._sources[layer] if self._sources else -1
-        if source not in (-1, self._layer):
+        if source not in (-1, self.layer):
             raise ValueError(f"layer {layer} sees what layer {source} chooses, which did not")
-        return self._parts if source >= 0 else None
+        return self.parts if source >= 0 else None
 
 
 def choose_in_spans(tokens: IndexedTokens, length: int, mask: Tensor | None, dtype: torch.dtype) -> list[Tensor | None]:

@@ -71,6 +71,8 @@ class Scores:
 
     def of(self, layer: int) -> LayerScores:
         """Those of one layer."""
+        if self.softcap is None and not self.chunks and not self.sink_logits:
+            return PLAIN_LAYER
         return LayerScores(self.softcap, self.chunks[layer] if self.chunks else None, self.sinks(layer))
 
 
@@ -260,15 +262,15 @@ class DenseAttention:
             for window, chunk in set(seen)
             if min(window or length, chunk or length) < length
         }
-        self.masks, self._chosen = [masks.get(each) for each in seen], ChosenTokens[Tensor | None](scores.index_sources)
+        self.masks, self.chosen = [masks.get(each) for each in seen], ChosenTokens[Tensor | None](scores.index_sources)
 
     def choose(self, layer: int, tokens: IndexedTokens) -> None:
-        self._chosen.put(layer, choose_in_spans(tokens, self.length, self.masks[layer], self.dtype))
+        self.chosen.put(layer, choose_in_spans(tokens, self.length, self.masks[layer], self.dtype))
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         spans = zip(query.split(self.length), key.split(self.length), value.split(self.length), strict=True)
         if (latent := self.scores.latent(layer)) is not None:
-            masks = self._chosen.of(layer) or repeat(self.masks[layer])
+            masks = self.chosen.of(layer) or repeat(self.masks[layer])
             return torch.cat([latent.attend_span(*span, mask) for span, mask in zip(spans, masks, strict=False)])
         options = self.masks[layer], self.scores.softcap, self.scores.sinks(layer)
         return torch.cat([attend_span(q, k, v, *options) for q, k, v in spans])

@@ -1,164 +1,144 @@
-"""GPU kernels compile for both architectures without a GPU, every kernel is among them, and the checks can fail."""
+"""GPU kernels that served decoders launch compile for both architectures without a GPU, and the checks can fail."""
 
 from __future__ import annotations
 
 import ast
-import os
-import subprocess
-import sys
+import shutil
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from itertools import chain, combinations, product
+from collections.abc import Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
-SOURCES = [
-    *(SCRIPTS.parent / "runtime/backends/triton").rglob("*.py"),
-    SCRIPTS.parent / "compress/methods/shared/column_solver_triton.py",
-]
 pytest.importorskip("triton")
-SLICES = 28
-"""Number of slices of the builds of an architecture; each takes about a minute of one core."""
+
+from jit_without_gpu.builds import Build
+from jit_without_gpu.cases import CASES
+from jit_without_gpu.own_process import processes_that_compile
+
+ROOT = Path(__file__).parents[2]
+SOURCES = [
+    *(ROOT / "runtime/backends/triton").rglob("*.py"),
+    ROOT / "compress/methods/shared/column_solver_triton.py",
+]
+OTHERS = ["the tuner", "columns of GPTQ"]
 
 
-def compile_kernels(*arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(SCRIPTS.parent), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, str(SCRIPTS / "compile_kernels.py"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env=environment)
-
-
-def make_launch(
-    kernel: str = "split_k_reduce_kernel", constants: Mapping[str, Any] | None = None, tried: bool = False
-) -> Any:
-    from benchmarking.launches import Launch
-
-    types = (("part_ptr", "*fp32"), ("M", "i32"))
-    options = (("num_warps", 4), ("num_stages", 3))
-    return Launch("m", kernel, types, frozenset({"part_ptr"}), tuple((constants or {}).items()), options, tried)
+@pytest.fixture(scope="module")
+def compilers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Executor]:
+    """A process that compiles, with one cache for all of them: decoders share many builds."""
+    if shutil.which("cc") is None:
+        pytest.skip("needs a C compiler")
+    with processes_that_compile(1, tmp_path_factory.getbasetemp().parent / "compiled") as pool:
+        yield pool
 
 
 @pytest.mark.full
-def test_some_of_them() -> None:
-    result = compile_kernels("--slice", "1/500")
-    assert result.returncode == 0, result.stdout
-    assert "4 builds, 0 failed" in result.stdout
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("arch", ["80", "90"])
-@pytest.mark.parametrize("number", range(1, SLICES + 1))
-def test_all_that_can_be_launched(arch: str, number: int) -> None:
-    result = compile_kernels("--arch", arch, "--slice", f"{number}/{SLICES}", "--jobs", "1")
-    assert result.returncode == 0, result.stdout
-
-
-def test_slices_are_all_builds() -> None:
+@pytest.mark.every_combination
+@pytest.mark.parametrize("arch", [90, 80])
+@pytest.mark.parametrize("case", [*CASES, *OTHERS])
+def test_what_a_decoder_launches(compilers: Executor, case: str, arch: int) -> None:
     import compile_kernels as script
 
-    slices = [range(1250)[script.one_of_many(f"{number}/40")] for number in range(1, 41)]
-    assert sorted(chain(*slices)) == list(range(1250))
-    for wrong in ("0/40", "41/40", "3"):
-        with pytest.raises(ValueError, match=r"."):
-            script.one_of_many(wrong)
+    results = list(script.results_of(compilers, [script.CARDS[arch]], [case]))
+    assert [str(result) for result in results if result.problems] == []
+    assert {result.arch for result in results} == {arch}
 
 
-def test_every_kernel_that_is_launched_is_recorded_and_has_rules() -> None:
+def test_every_kernel_that_is_launched_has_rules() -> None:
     from benchmarking.builds import RULES
 
     assert launched_in_source() == set(RULES)
-    result = compile_kernels("--arch", "90", "--list")
-    builds = [line.split() for line in result.stdout.splitlines()]
-    assert {words[1] for words in builds} == set(RULES), result.stderr
-    assert len({" ".join(words) for words in builds}) == len(builds) > 550
 
 
 def launched_in_source() -> set[str]:
-    """Names of JIT functions in expressions like `kernel[grid](...)`."""
+    """Names of kernels: functions that are decorated by `Launcher`, and JIT functions in `kernel[grid](...)`."""
     trees = [ast.parse(source.read_text(encoding="utf-8")) for source in SOURCES]
     nodes = [node for tree in trees for node in ast.walk(tree)]
-    jitted = {
-        n.name for n in nodes if isinstance(n, ast.FunctionDef) and any("jit" in ast.dump(d) for d in n.decorator_list)
+    decorators = {
+        node.name: " ".join(map(ast.dump, node.decorator_list)) for node in nodes if isinstance(node, ast.FunctionDef)
     }
     calls = [node.func for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript)]
-    return jitted & {call.value.id for call in calls if isinstance(call.value, ast.Name)}
+    called = {call.value.id for call in calls if isinstance(call.value, ast.Name)}
+    return {name for name, dump in decorators.items() if "Launcher" in dump or (name in called and "jit" in dump)}
 
 
-def test_a_launch_is_recorded_once_with_all_that_its_code_depends_on() -> None:
-    from benchmarking.launches import Recorder
-
-    names = ["x_ptr", "M", "K", "BLOCK"]
-    params = [SimpleNamespace(name=name) for name in names]
-    compiled = {
-        "signature": {"x_ptr": "*bf16", "M": "constexpr", "K": "i32", "BLOCK": "constexpr"},
-        "constants": {(1,): 1, (3,): 64},
-        "configs": [{(0,): [["tt.divisibility", 16]], (2,): []}],
-        "num_warps": 4,
-        "num_stages": 3,
-    }
-    recorder = Recorder()
-    for _ in range(2):
-        info = SimpleNamespace(module="m", name="kernel", jit_function=SimpleNamespace(params=params))
-        assert recorder(fn=info, compile=compiled, key="", repr="")
-    (launch,) = recorder.launches
-    assert launch.types == (("x_ptr", "*bf16"), ("K", "i32"))
-    assert launch.constants == (("M", 1), ("BLOCK", 64))
-    assert launch.aligned == {"x_ptr"}
-    assert {("num_warps", 4), ("x_ptr%16", True), ("K%16", False)} <= set(launch.choices)
-
-
-@pytest.mark.parametrize("at_once", [2, 3])
-def test_few_launches_show_every_choices_together(at_once: int) -> None:
-    from benchmarking.launches import cover, varying_choices
-
-    values = product((1, 2, 3), (1, 2), ("a", "b"), (False, True), (7,))
-    launches = [make_launch(constants=dict(zip("ABCDE", each, strict=True))) for each in values]
-    chosen = cover(launches, at_once)
-    assert 3 * 2 ** (at_once - 1) <= len(chosen) < len(launches)
-
-    def shown(some: list[Any]) -> set[Any]:
-        return {each for launch in some for each in combinations(launch.constants, at_once)}
-
-    assert shown(chosen) == shown(launches)
-    assert {name for choices in varying_choices(launches) for name, _ in choices} == set("ABCD")
+def make_build(kernel: str, shared_bytes: int = 0, aligned: frozenset[str] = frozenset()) -> Build:
+    types = (("part_ptr", "*fp32"), ("V", "i32"))
+    constants = (("HEAD_DIM", 128), ("BLOCK", 64), ("PTX", "lop3.b32 $0, $1, 0x000f000f, 0x43004300;"), ("EVEN", True))
+    return Build(kernel, 90, types, aligned, constants, 4, 3, shared_bytes, 1.0, False, Path("a.cubin"))
 
 
 def test_violations_are_found() -> None:
-    from benchmarking.builds import Build, find_problems
+    from benchmarking.builds import find_problems, name_of
 
-    def words(launch: Any, *figures: Any) -> list[str]:
-        return [problem.split(" ")[0] for problem in find_problems(Build(90, "x", launch), *figures)]
+    def words(build: Build, *figures: Any) -> list[str]:
+        return [problem.split(" ")[0] for problem in find_problems(build, *figures)]
 
-    bad = 16, 300_000, Counter(I2F=100, STL=2), False
-    assert words(make_launch("w4a16_skinny_gemm"), *bad) == ["spills:", "300000", "none", "100"]
-    assert words(make_launch("w4a16_skinny_gemm", tried=True), *bad) == ["none", "100"]
-    assert words(make_launch("split_k_reduce_kernel"), 0, 0, Counter(I2F=100), False) == ["no"]
-    assert words(make_launch("split_k_reduce_kernel"), 0, 0, Counter(I2F=100), True) == []
-    assert words(make_launch("paged_attention"), 0, 0, Counter(HMMA=1, I2F=100), False) == []
-    assert words(make_launch("fp8_gemm"), 0, 0, Counter(QMMA=1), False) == ["none"]
-    assert words(make_launch("another"), 0, 0, Counter(), True) == ["another"]
+    bad = 40, Counter(I2F=100, STL=2), False
+    assert words(make_build("w4a16_skinny_gemm", 300_000), *bad) == ["spills:", "300000", "none", "100"]
+    assert words(make_build("w4a16_skinny_gemm"), 0, Counter(HGMMA=1), False) == []
+    assert words(make_build("split_k_reduce_kernel"), 0, Counter(I2F=100), False) == ["no"]
+    assert words(make_build("split_k_reduce_kernel"), 0, Counter(I2F=100), True) == []
+    assert words(make_build("fused_qk_norm_rope_kv_write"), 0, Counter(), False) == ["no"]
+    assert words(make_build("sample_parts"), 0, Counter(), False) == []
+    assert words(make_build("sample_parts", aligned=frozenset({"V"})), 0, Counter(), False) == ["no"]
+    assert words(make_build("paged_attention"), 0, Counter(HMMA=1, I2F=100), False) == []
+    assert words(make_build("fp8_gemm"), 0, Counter(QMMA=1), False) == ["none"]
+    assert words(make_build("another"), 0, Counter(), True) == ["another"]
+    assert name_of(make_build("another")) == "another *fp32 HEAD_DIM=128 BLOCK=64 EVEN 4w"
 
 
-def test_an_interrupted_run_keeps_what_there_is(monkeypatch, capsys) -> None:
+def test_builds_are_inspected_once_and_failures_are_results(monkeypatch: pytest.MonkeyPatch) -> None:
     import compile_kernels as script
-    from benchmarking.builds import Build, Built
+    from benchmarking.builds import Built
 
-    def interrupted(builds: list[Build], jobs: int) -> Iterator[Built]:
-        yield Built(builds[0].name, 90, 40, 0, 2048)
+    def found(case: str, card: Any) -> Any:
+        problem = "fails" if case == "broken" else ""
+        return script.Found(case, [make_build("one"), make_build(case)], problem)
+
+    monkeypatch.setattr(script, "builds_of", found)
+    monkeypatch.setattr(script, "inspect", lambda build: Built(build.kernel, build.arch, 1, 0, 0))
+    monkeypatch.setattr(script, "inspect_tried", lambda build: Built(f"tried {build.kernel}", build.arch, 1, 0, 0))
+    with ThreadPoolExecutor(1) as pool:
+        results = list(script.results_of(pool, [script.CARDS[90]], ["two", "broken", "the tuner"]))
+    names = sorted(result.name for result in results)
+    assert names == ["broken", "broken", "one", "tried the tuner", "two"]
+    assert [result.problems for result in results if result.problems] == [("fails",)]
+
+
+def test_an_interrupted_run_keeps_what_there_is(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    import compile_kernels as script
+    from benchmarking.builds import Built
+
+    def interrupted(*_: Any) -> Iterator[Built]:
+        yield Built("split_k_reduce_kernel 0", 90, 40, 0, 2048)
         raise KeyboardInterrupt
 
-    builds = [Build(90, f"split_k_reduce_kernel {number}", make_launch()) for number in range(6)]
-    monkeypatch.setattr(script, "all_builds", lambda arch, every: [*builds, Build(90, "other", make_launch())])
-    monkeypatch.setattr(script, "compile_all", interrupted)
-    assert script.main(["--arch", "90", "--only", "split_k_reduce_kernel"]) == 1
+    monkeypatch.setattr(script, "results_of", interrupted)
+    assert script.main(["--arch", "90", "--cases", "16 bits"]) == 1
     printed = capsys.readouterr().out
-    assert "1/6 sm_90 split_k_reduce_kernel 0: 40 registers, 2048 B shared, ok" in printed
-    assert "interrupted: 5 builds are missing" in printed
+    assert "1 sm_90 split_k_reduce_kernel 0: 40 registers, 2048 B shared, ok" in printed
+    assert "interrupted" in printed
     assert "| split_k_reduce_kernel | sm_90 | 1 | 0 | 40 | 2 | 0 |" in printed
+
+
+@pytest.mark.parametrize(
+    ("found", "status"), [([], 1), (["one"], 0), (["one", "two"], 0), (["bad", "two"], 1)], ids=str
+)
+def test_a_run_succeeds_with_builds_of_which_none_fails(
+    monkeypatch: pytest.MonkeyPatch, found: list[str], status: int
+) -> None:
+    import compile_kernels as script
+    from benchmarking.builds import Built
+
+    built = [Built(name, 90, 1, 0, 0, problems=("spills",) if name == "bad" else ()) for name in found]
+    monkeypatch.setattr(script, "results_of", lambda *_: iter(built))
+    monkeypatch.setattr(script, "RULES", {"one": None, "two": None})
+    assert script.main(["--arch", "90", "--cases", "16 bits"]) == status
+    assert script.main(["--arch", "90"]) == (0 if status == 0 and len(found) == 2 else 1)
 
 
 def test_the_most_that_a_kernel_takes() -> None:
@@ -175,11 +155,3 @@ def test_the_most_that_a_kernel_takes() -> None:
         ("b", "sm_90", "1", "0"),
     ]
     assert (rows[0]["registers"], rows[0]["shared memory, KiB"], rows[0]["stack, bytes"]) == ("7", "4", "8")
-
-
-def test_compiling_nothing_is_no_success(monkeypatch, capsys) -> None:
-    import compile_kernels as script
-
-    monkeypatch.setattr(script, "all_builds", lambda arch, every: [])
-    assert script.main(["--arch", "90"]) == 1
-    assert "0 builds" in capsys.readouterr().out

@@ -14,6 +14,7 @@ from runtime.backends.kv_pages import KVCache, make_pages
 from runtime.backends.span_attention import scores_of
 from runtime.backends.torch.attention import StepKeys
 from runtime.backends.triton.attention import TritonAttention, attention_unsupported_reason
+from runtime.backends.triton.compilation import TritonCompiler
 from runtime.backends.triton.latent import TritonLatentAttention
 from runtime.backends.triton.layers import (
     TritonLayers,
@@ -62,5 +63,6 @@ register(
         states=STATE_KERNELS,
         layers=LayersKernel("fused kernels between products", layers_unsupported_reason, prepare_layers, records=True),
         fused_sampling=TritonSampling(),
+        compiler=TritonCompiler(),
     )
 )

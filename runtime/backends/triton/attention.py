@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from compress.checkpoint.kv_cache import KVCacheScheme
@@ -14,7 +13,10 @@ from runtime.backends.fused_layers import indexers_unsupported
 from runtime.backends.kv_pages import KVCache, TokenPages
 from runtime.backends.span_attention import PLAIN_SCORES, Scores
 from runtime.backends.torch.attention import SinkQueries, StepKeys
-from runtime.backends.triton.linear import num_processors, unsupported_reason
+from runtime.backends.triton.device import num_processors, unsupported_reason
+from runtime.backends.triton.fused_linear import ROWS, ROWS_LAYOUT, SUMS, ActivationLayout, QuantizedInput
+from runtime.backends.triton.prefill import MIN_SPAN_TOKENS, attend_span, span_unsupported_reason
+from runtime.core.batch import AttentionGroup
 from runtime.core.memory_plan import MemoryPlan
 
 
@@ -24,7 +26,7 @@ class HeadPages:
 
     Attributes:
         pages, scales: of keys and of values, `[blocks, block_size, kv_heads, ...]`; without scales the pages again.
-        formats: of keys and of values, a name of `paged_attention.FORMS` each.
+        formats: of keys and of values, a name of `attention_tiles.FORMS` each.
         hadamard: keys, and queries with them, are Hadamard-rotated.
     """
 
@@ -55,8 +57,45 @@ class SinkTokens:
     exact: tuple[Tensor, Tensor] | None = None
     slots: Tensor | None = None
 
+    @property
+    def forms(self) -> tuple[bool, bool]:
+        """Whether there are second queries, and exact tokens."""
+        return self.sinks > 0, self.exact is not None
+
+    @property
+    def queries(self) -> tuple[Tensor, ...]:
+        return () if self.moved is None else (self.moved,)
+
+    @property
+    def exact_tensors(self) -> tuple[Tensor, ...]:
+        """Exact keys, values and their slots, or nothing."""
+        return () if self.exact is None or self.slots is None else (*self.exact, self.slots)
+
+    @property
+    def num_exact(self) -> int:
+        return 0 if self.exact is None else self.exact[0].shape[1]
+
 
 NO_SINK_TOKENS = SinkTokens()
+
+
+@dataclass(frozen=True, slots=True)
+class OutputRows:
+    """Rows of a step's attention that the tokens of one group have.
+
+    Attributes:
+        out: `[M, heads * D]`, in the layout `form`.
+        form: rows, or rows with sums.
+        first: row of the first token.
+    """
+
+    out: QuantizedInput
+    form: ActivationLayout = ROWS_LAYOUT
+    first: int = 0
+
+    def rows(self, count: int) -> Tensor:
+        """The rows `[count, heads * D]` of the group."""
+        return self.out.rows[self.first : self.first + count]
 
 
 HEAD_DIMS = (32, 64, 128, 256, 512)
@@ -74,6 +113,9 @@ class TritonAttention:
         scores: of the model; plain ones where there are `sinks`.
         sinks: first tokens that stay visible beside the window; needs one, the same in all layers.
         rotary: of the model, with exact angles; for sinks.
+
+    Attributes:
+        takes_spans: long spans of prompts are left to torch where that computes the same.
     """
 
     def __init__(
@@ -84,51 +126,85 @@ class TritonAttention:
         sinks: int = 0,
         rotary: Rotary | None = None,
     ) -> None:
+        from runtime.backends.triton.kernels import norm_act, paged_attention
+
         self.keys, self.windows, self.scores, self.pages = keys, windows, scores, token_pages(keys.cache)
         self._trees = {chunk: [group.tree_in(chunk) for group in keys.batch.groups] for chunk in {None, *scores.chunks}}
         self.processors = num_processors(keys.cache.pages.memory.device)
+        self.takes_spans = keys.cache.pages.memory.device.type == "cuda"
         self.sinks = SinkQueries(sinks, windows[0] or 0, rotary, keys.batch.positions) if sinks and rotary else None
+        self._norm_act, self._paged_attention = norm_act, paged_attention
+        self._tables = [group.blocks.view(group.num_sequences, -1) for group in keys.batch.groups]
+        self._cuts: dict[tuple[int, int, int, int], tuple[int, int]] = {}
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         cache = self.keys.cache
         moved = cache.rotate(self.sinks.move(query)) if self.sinks else None
         query = cache.rotate(query)
         self.keys.write(layer, cache.rotate(key), value)
-        return self.attend(layer, query, moved)
+        return self.attend(layer, query, moved).rows.view(query.shape)
 
-    def attend(self, layer: int, query: Tensor, moved: Tensor | None = None) -> Tensor:
-        """Attention of the step's Hadamard-rotated queries `[T, heads, D]` over keys and values that are written.
-        With sinks, `moved` are those that look at them."""
-        groups = enumerate(self.keys.batch.groups)
-        parts = [self._attend(layer, i, query[g.rows], None if moved is None else moved[g.rows]) for i, g in groups]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+    def attend(
+        self, layer: int, query: Tensor, moved: Tensor | None = None, form: ActivationLayout = ROWS_LAYOUT
+    ) -> QuantizedInput:
+        """Attention `[T, heads * D]` of the step's Hadamard-rotated queries `[T, heads, D]` over keys and values that
+        are written, in a form. With sinks, `moved` are those that look at them."""
+        (tokens, heads, head_dim), groups = query.shape, self.keys.batch.groups
+        spans = [self._is_span(layer, group, head_dim) for group in groups]
+        joined = form if form.kind in (ROWS, SUMS) and not any(spans) else ROWS_LAYOUT
+        out = self._norm_act.empty_input(query, tokens, heads * head_dim, joined, query.dtype)
+        for index, (group, is_span) in enumerate(zip(groups, spans, strict=True)):
+            into, rows = OutputRows(out, joined, group.rows.start), query if len(groups) == 1 else query[group.rows]
+            if is_span:
+                self._attend_span(layer, index, rows, into)
+            else:
+                self._attend(layer, index, rows, None if moved is None else moved[group.rows], into)
+        return out if joined == form else self._norm_act.convert_input(out.rows, form)
 
-    def _attend(self, layer: int, index: int, query: Tensor, moved: Tensor | None) -> Tensor:
-        from runtime.backends.triton.kernels.paged_attention import attend
+    def _is_span(self, layer: int, group: AttentionGroup, head_dim: int) -> bool:
+        if not self.takes_spans or self.sinks is not None or len(group.positions) < MIN_SPAN_TOKENS:
+            return False
+        scheme, window = self.keys.cache.scheme, self.windows[layer]
+        formats = scheme.key_format, scheme.value_format
+        return not span_unsupported_reason(group, window, self.scores.of(layer), formats, head_dim)
 
+    def _attend_span(self, layer: int, index: int, query: Tensor, into: OutputRows) -> None:
+        key, value = self.keys.read(layer, index)
+        into.rows(len(query)).view(query.shape).copy_(attend_span(query, key[0], value[0]))
+
+    def _attend(self, layer: int, index: int, query: Tensor, moved: Tensor | None, into: OutputRows) -> None:
         group, cache, scores = self.keys.batch.groups[index], self.keys.cache, self.scores.of(layer)
         source, tree = cache.sources[layer], self._trees[scores.chunk][index]
         read = layer_pages(self.pages, cache.scheme, source)
-        kv_heads = read.pages[0].shape[2]
-        rows = len(query) // group.num_sequences * (query.shape[1] // kv_heads)
-        sizes = block_rows(query.shape[2])
-        rows_of_program = next((most for most in sizes if rows <= most), sizes[-1])
-        programs = group.num_sequences * -(-rows // rows_of_program) * kv_heads
-        return attend(
+        self._paged_attention.attend(
             query.contiguous(),
             read,
-            group.blocks.view(group.num_sequences, -1),
+            self._tables[index],
             group.positions,
             self.windows[layer],
-            rows_of_program,
-            num_splits(group.num_keys, programs, self.processors),
+            *self._cut(index, query, read.pages[0].shape[2]),
             self._sink_tokens(source, index, moved),
             None if tree is None else tree[1],
             scores,
+            into,
         )
+
+    def _cut(self, index: int, query: Tensor, kv_heads: int) -> tuple[int, int]:
+        """Rows of a program and splits of the context for a group; computed once for layers with the same heads."""
+        tokens, heads, head_dim = query.shape
+        key = index, heads, kv_heads, head_dim
+        if key not in self._cuts:
+            group, sizes = self.keys.batch.groups[index], block_rows(head_dim)
+            rows = tokens // group.num_sequences * (heads // kv_heads)
+            rows_of_program = next((most for most in sizes if rows <= most), sizes[-1])
+            programs = group.num_sequences * -(-rows // rows_of_program) * kv_heads
+            self._cuts[key] = rows_of_program, num_splits(group.num_keys, programs, self.processors)
+        return self._cuts[key]
 
     def _sink_tokens(self, layer: int, index: int, moved: Tensor | None) -> SinkTokens:
         exact, slots = self.keys.cache.sinks, self.keys.sink_slots
+        if moved is None and exact is None:
+            return NO_SINK_TOKENS
         return SinkTokens(
             self.sinks.count if self.sinks else 0,
             None if moved is None else moved.contiguous(),

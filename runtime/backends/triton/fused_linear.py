@@ -4,7 +4,7 @@ best, and products whose partial sums are not added yet. Does not import Triton.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -13,8 +13,7 @@ from runtime.backends.base import Linear
 ROWS, SUMS, Q8_INT, Q8_FLOAT = "rows", "sums", "q8_int", "q8_float"
 
 
-@dataclass(frozen=True, slots=True)
-class ActivationLayout:
+class ActivationLayout(NamedTuple):
     """Layout in which a linear takes its input `[M, K]`.
 
     Attributes:
@@ -30,6 +29,9 @@ class ActivationLayout:
     num_sums: int = 0
 
 
+ROWS_LAYOUT = ActivationLayout()
+
+
 @dataclass(frozen=True, slots=True)
 class QuantizedInput:
     """An input in some form.
@@ -41,6 +43,14 @@ class QuantizedInput:
 
     rows: Tensor
     beside: Tensor | None = None
+
+
+class SumsForm(NamedTuple):
+    """Form of partial sums: number of parts, and what their sum is multiplied by and added to."""
+
+    splits: int = 1
+    has_bias: bool = False
+    has_scales: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +70,10 @@ class PartialSums:
     num_rows: int
     bias: Tensor | None = None
     scales: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def form(self) -> SumsForm:
+        return SumsForm(self.parts.shape[0], self.bias is not None, self.scales is not None)
 
 
 @runtime_checkable

@@ -9,7 +9,7 @@ from runtime.backends.latent import LatentProducts
 from runtime.backends.span_attention import Scores
 from runtime.backends.torch.attention import StepKeys
 from runtime.backends.triton.attention import layer_pages, num_splits, token_pages
-from runtime.backends.triton.linear import num_processors
+from runtime.backends.triton.device import num_processors
 
 BLOCK_ROWS = (16, 32)
 """Rows that one program may have, a row being a token and a head: registers hold no more sums of 512 channels."""

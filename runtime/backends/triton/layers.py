@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from runtime.backends.base import LayerWeights, Linear, Model, Target, attention_linears, mlp_linears, plain_weight
+from runtime.backends.base import (
+    ComputeMixture,
+    LayerWeights,
+    Model,
+    Target,
+    attention_linears,
+    mlp_linears,
+    plain_weight,
+)
 from runtime.backends.fused_layers import layers_unsupported
 from runtime.backends.kv_pages import KVCache
 from runtime.backends.torch.ops import TorchOps
-from runtime.backends.triton.attention import TritonAttention, layer_pages, token_pages
-from runtime.backends.triton.fused_linear import ActivationLayout, PartialSums, finished, fused
-from runtime.backends.triton.linear import device_unsupported_reason, unsupported_reason
+from runtime.backends.triton.attention import HeadPages, TritonAttention, layer_pages, token_pages
+from runtime.backends.triton.device import device_unsupported_reason, unsupported_reason
+from runtime.backends.triton.fused_linear import ActivationLayout, FusedLinear, PartialSums, finished, fused
 from runtime.core.batch import SamplingTensors
 from runtime.core.memory_plan import MemoryPlan
 from runtime.core.model_config import DecoderConfig
@@ -36,9 +46,10 @@ class TritonOps(TorchOps):
 class TritonLayers:
     """The layers of a decoder over pages in the layouts of plain torch, with the numbers of `TorchOps`.
 
-    Launches of a layer: norm; qkv; heads rotated, keys and values written; attention and the join of its splits, for
-    each group of sequences; its output put into the form that the output product takes (none for 16-bit rows); output;
-    norm; gate and up; gate; down. That is 11, or 10. A linear that is no `FusedLinear` is called as it is, with 16-bit
+    Launches of a layer: norm; qkv; heads rotated, keys and values written; attention and, for several splits, their
+    join, for each group of sequences; output; norm; gate and up; gate; down. That is 10, or 9. The join puts what it
+    joins into rows with sums, if the output product takes those, and one split is joined for that, too; quantized rows
+    are one more launch. A linear that is no `FusedLinear` is called as it is, with 16-bit
     rows, and launches what it likes. Each of these launches depends on shapes only, and nothing waits for the GPU, so
     the layers can be captured in a graph.
     """
@@ -47,51 +58,76 @@ class TritonLayers:
         from runtime.backends.triton.kernels import norm_act, rope_kv_write
 
         self._norm_act, self._rope_kv_write = norm_act, rope_kv_write
-        self._decoder = decoder
-        self._products = [tuple(map(fused, _linears(layer))) for layer in decoder.layers]
-        pages = token_pages(cache)
-        self._pages = [layer_pages(pages, cache.scheme, index) for index in range(len(decoder.layers))]
+        self._eps, pages = decoder.config.norm_eps, token_pages(cache)
+        self._layers = [
+            FusedLayer.of(index, layer, layer_pages(pages, cache.scheme, index))
+            for index, layer in enumerate(decoder.layers)
+        ]
 
     def __call__(self, hidden: Tensor, cos: Tensor, sin: Tensor, attention: TritonAttention) -> Tensor:
         """Hidden states `[T, H]` after all layers, in the memory of `hidden`; cosine and sine as for `Ops.rotate`."""
         update: PartialSums | None = None
-        for index in range(len(self._products)):
-            update = self._mlp(index, hidden, self._attend(index, hidden, update, cos, sin, attention))
+        for layer in self._layers:
+            update = self._mlp(layer, hidden, self._attend(layer, hidden, update, cos, sin, attention))
         return hidden if update is None else hidden.add_(self._norm_act.split_k_reduce(update, hidden.dtype))
 
     def _attend(
         self,
-        index: int,
+        layer: FusedLayer,
         hidden: Tensor,
         update: PartialSums | None,
         cos: Tensor,
         sin: Tensor,
         attention: TritonAttention,
     ) -> PartialSums:
-        layer, (qkv_product, output, *_) = self._decoder.layers[index], self._products[index]
-        eps, tokens, kernels = self._decoder.config.norm_eps, len(hidden), self._norm_act
-        layout = qkv_product.activation_layout(tokens)
-        qkv = qkv_product.product(kernels.add_rms_norm(hidden, update, plain_weight(layer.attention_norm), eps, layout))
-        slots, pages = attention.keys.batch.slots, self._pages[index]
-        query = self._rope_kv_write.qk_norm_rope_kv_write(qkv, layer.head_norm, eps, cos, sin, slots, pages)
-        attended = attention.attend(index, query).flatten(1)
-        return output.product(kernels.convert_input(attended, output.activation_layout(tokens)))
+        eps, tokens, kernels = self._eps, hidden.shape[0], self._norm_act
+        layout = layer.qkv.activation_layout(tokens)
+        qkv = layer.qkv.product(kernels.add_rms_norm(hidden, update, layer.attention_norm, eps, layout))
+        slots = attention.keys.batch.slots
+        query = self._rope_kv_write.qk_norm_rope_kv_write(qkv, layer.head_norm, eps, cos, sin, slots, layer.pages)
+        return layer.output.product(attention.attend(layer.index, query, form=layer.output.activation_layout(tokens)))
 
-    def _mlp(self, index: int, hidden: Tensor, update: PartialSums) -> PartialSums:
-        layer, (_, _, *products) = self._decoder.layers[index], self._products[index]
-        eps, tokens, kernels = self._decoder.config.norm_eps, len(hidden), self._norm_act
-        layout = products[0].activation_layout(tokens) if products else ActivationLayout()
-        normed = kernels.add_rms_norm(hidden, update, plain_weight(layer.mlp_norm), eps, layout)
-        if layer.experts is not None and layer.experts.kernel is not None:
-            return finished(layer.experts.kernel(normed.rows))
-        gate_up_product, down = products
-        gate_up = gate_up_product.product(normed)
-        return down.product(kernels.silu_and_mul(gate_up, down.activation_layout(tokens), hidden.dtype))
+    def _mlp(self, layer: FusedLayer, hidden: Tensor, update: PartialSums) -> PartialSums:
+        tokens, kernels = hidden.shape[0], self._norm_act
+        if layer.mixture is not None:
+            normed = kernels.add_rms_norm(hidden, update, layer.mlp_norm, self._eps, ActivationLayout())
+            return finished(layer.mixture(normed.rows))
+        gate_up, down = layer.mlp
+        layout = gate_up.activation_layout(tokens)
+        product = gate_up.product(kernels.add_rms_norm(hidden, update, layer.mlp_norm, self._eps, layout))
+        return down.product(kernels.silu_and_mul(product, down.activation_layout(tokens), hidden.dtype))
 
 
-def _linears(layer: LayerWeights) -> tuple[Linear, ...]:
-    """Returns the linears of a layer; those of a mixture belong to its kernel."""
-    return *attention_linears(layer), *(() if layer.experts is not None else mlp_linears(layer))
+@dataclass(frozen=True, slots=True)
+class FusedLayer:
+    """Weights and pages of a layer, as its launches read them.
+
+    Attributes:
+        index: of the layer.
+        attention_norm, mlp_norm: weights `[H]`.
+        head_norm: weights `[heads + kv_heads, D]`, or None.
+        mlp: linears for gate and up, and down; none beside a mixture.
+        pages: of keys and values.
+    """
+
+    index: int
+    attention_norm: Tensor
+    qkv: FusedLinear
+    head_norm: Tensor | None
+    output: FusedLinear
+    mlp_norm: Tensor
+    mlp: tuple[FusedLinear, ...]
+    mixture: ComputeMixture | None
+    pages: HeadPages
+
+    @classmethod
+    def of(cls, index: int, layer: LayerWeights, pages: HeadPages) -> FusedLayer:
+        """Collects it from the weights of a layer that `layers_unsupported_reason` finds nothing against."""
+        qkv, output = map(fused, attention_linears(layer))
+        mixture = None if layer.experts is None else layer.experts.kernel
+        mlp = () if layer.experts is not None else tuple(map(fused, mlp_linears(layer)))
+        norms = plain_weight(layer.attention_norm), plain_weight(layer.mlp_norm)
+        return cls(index, norms[0], qkv, layer.head_norm, output, norms[1], mlp, mixture, pages)
 
 
 def layers_unsupported_reason(decoder: Model, memory: MemoryPlan) -> str:

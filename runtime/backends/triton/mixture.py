@@ -13,8 +13,8 @@ from compress.models.mlp import Mixture
 from runtime.backends.base import ExpertWeights, Linear, MixtureWeights, Target
 from runtime.backends.expert_slots import ExpertSlots
 from runtime.backends.fused_layers import is_gated_silu, is_plain_mixture
+from runtime.backends.triton.device import unsupported_reason
 from runtime.backends.triton.layers import TritonOps
-from runtime.backends.triton.linear import unsupported_reason
 
 if TYPE_CHECKING:
     from runtime.backends.triton.kernels.weight_layout import InterleavedWeight
@@ -74,7 +74,7 @@ def packed(linears: Sequence[Linear]) -> list[InterleavedWeight]:
     from runtime.backends.triton.kernels.w4a16 import W4A16Linear
 
     weights = [each.weight for each in linears if isinstance(each, W4A16Linear) and each.bias is None]
-    kinds = {(w.bits, w.group_size, w.zero_points is None, w.shape, w.scales.dtype) for w in weights}
+    kinds = {(w.bits, w.group_size, w.shape, w.scale_dtype) for w in weights}
     return weights if len(weights) == len(linears) and len(kinds) == 1 else []
 
 
@@ -90,4 +90,4 @@ def mixture_unsupported_reason(mixture: Mixture, weights: MixtureWeights, target
     if not is_plain_mixture(mixture) or not all(is_gated_silu(mlp) for mlp in mixture.mlps):
         return "computes experts with gated silu, and plain routers"
     parts = [expert.gate_up for expert in weights.experts], [expert.down for expert in weights.experts]
-    return "" if all(map(packed, parts)) else "takes experts of 2 to 4 bits that are packed alike, without biases"
+    return "" if all(map(packed, parts)) else "takes experts of 2 to 8 bits that are packed alike, without biases"

@@ -13,7 +13,7 @@ from compress.models.mixers.gated_delta_net import GatedDeltaNet
 from compress.models.mixers.mamba2 import Mamba2
 from runtime.backends.base import NormWeights, Target
 from runtime.backends.state_kernels import DeltaWeights, Mamba2Weights, StateKernel
-from runtime.backends.triton.linear import unsupported_reason
+from runtime.backends.triton.device import unsupported_reason
 from runtime.core.state_rows import StateRows
 
 if TYPE_CHECKING:

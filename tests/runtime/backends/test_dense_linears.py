@@ -37,19 +37,19 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
 )
 def test_the_choice_says_why(in_features, target, kernel, said, monkeypatch):
     monkeypatch.setattr(torch_linear, "is_fast", lambda dtype: True)
-    monkeypatch.setattr(cpu_linear, "has_matrix_tiles", lambda: False)
+    monkeypatch.setattr(cpu_linear, "dense_refusal", lambda: "")
     choice = choose_dense(64, in_features, target)
     assert choice.kernel is kernel
     assert said in choice.reason
 
 
-def test_matrix_tiles_are_left_to_onednn(monkeypatch):
+@needs_vectors
+def test_onednn_multiplies_where_it_is_said_to(monkeypatch):
     monkeypatch.setattr(torch_linear, "is_fast", lambda dtype: True)
-    monkeypatch.setattr(cpu_linear, "has_matrix_tiles", lambda: True)
+    monkeypatch.setattr(cpu_linear, "dense_refusal", lambda: "leaves it to oneDNN: 0.80 times")
     choice = choose_dense(64, 64, BF16)
     assert choice.kernel is ONEDNN
-    if not absence():
-        assert "cpu multiplies no matrix tiles (AMX)" in choice.reason
+    assert "cpu leaves it to oneDNN: 0.80 times" in choice.reason
 
 
 def test_without_native_kernels(monkeypatch):
@@ -89,7 +89,7 @@ def test_product_rows_and_size(shape, dtype):
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_dense_checkpoint_runs_compiled(tied, tmp_path, monkeypatch):
     """All of its linears: the layers run in one call, and a head that is the embedding is held once."""
-    monkeypatch.setattr(cpu_linear, "has_matrix_tiles", lambda: False)
+    monkeypatch.setattr(cpu_linear, "dense_refusal", lambda: "")
     path = save_tiny_model(
         tmp_path, dtype=torch.bfloat16, tie_word_embeddings=tied, hidden_size=128, intermediate_size=96
     )

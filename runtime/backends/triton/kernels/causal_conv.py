@@ -9,8 +9,20 @@ import triton.language as tl
 from torch import Tensor
 
 from runtime.backends.triton.kernels.common import rounded
+from runtime.backends.triton.launcher import Launcher
+from runtime.backends.triton.sizes import cdiv, next_power_of_2
 from runtime.core.state_rows import StateRows
 
+PLACES = (
+    "read_slots_ptr",
+    "write_slots_ptr",
+    "chunks_ptr",
+    "row_starts_ptr",
+    "segment_starts_ptr",
+    "first_segments_ptr",
+)
+"""Arguments that are parts of one upload: how they are aligned depends on the number of rows, and a number is read at
+a time."""
 CHUNK = 64
 """Rows of a program in spans."""
 
@@ -46,7 +58,8 @@ def source_columns(channel, SHARES: tl.constexpr, KEY_DIM: tl.constexpr, KEYS: t
         return tl.where(part < 2, of_key, of_value)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@Launcher
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=PLACES)
 def causal_conv(
     x_ptr, weight_ptr, bias_ptr, before_ptr, windows_ptr, read_slots_ptr, write_slots_ptr, chunks_ptr, row_starts_ptr,
     out_ptr, rows, x_stride, first, CHANNELS: tl.constexpr, SHARES: tl.constexpr, KEY_DIM: tl.constexpr,
@@ -119,7 +132,7 @@ def convolve_rows(
     # Programs of a sequence run at once, and one of them may write the slot that others still read.
     before = windows if single else windows.index_select(0, rows.read_slots)
     block_r, block_c = (4, 128) if single else (CHUNK, 64)
-    grid = (triton.cdiv(len(projected), block_r) if single else len(chunks), triton.cdiv(channels, block_c))
+    grid = (cdiv(len(projected), block_r) if single else len(chunks), cdiv(channels, block_c))
     causal_conv[grid](
         projected, weight, bias, before, windows, rows.read_slots, rows.write_slots, chunks, rows.row_starts, out,
         len(projected), projected.stride(0), columns.first, CHANNELS=channels, SHARES=columns.shares,
@@ -129,6 +142,7 @@ def convolve_rows(
     return out
 
 
+@Launcher
 @triton.jit
 def gated_norm(
     heads_ptr, gate_ptr, weight_ptr, out_ptr, gate_stride, first, jump, eps, weight_stride, GROUPS: tl.constexpr,
@@ -178,7 +192,7 @@ def gate_heads(
     tokens, groups, width = heads.shape
     out = projected.new_empty(tokens, groups * width)
     stride = 0 if weight is None or len(weight) == width else width
-    block = triton.next_power_of_2(width)
+    block = next_power_of_2(width)
     gated_norm[(tokens, groups)](
         heads, projected, weight, out, projected.stride(0), columns.first, columns.jump, eps, stride, GROUPS=groups,
         SHARED=columns.shared, WIDTH=width, NORMS=weight is not None, GATES_FIRST=gates_first, BLOCK=block,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import triton
 import triton.language as tl
 
@@ -97,25 +99,51 @@ def store_sums(part_ptr, sums, split, m, n, M, N):
     store_tile(part_ptr + split.to(tl.int64) * M * N, sums, m, n, M, N)
 
 
+@cache
 def unpack_instructions(bits: int, is_bfloat16: bool) -> tuple[str, ...]:
-    """PTX for each plane: two packed words in, two 16-bit floats out, by one `lop3` behind the shift. It puts a
-    code into the bits of 128 or, in float16, 1024, which is the offset of what comes out."""
-    mask = (1 << bits) - 1
-    pattern = 0x4300 if is_bfloat16 else 0x6400
-    select = f"0x{mask << 16 | mask:08x}, 0x{pattern << 16 | pattern:08x}, 0xea;"
-    first = f"lop3.b32 $0, $1, {select}"
-    shifted = "{{ .reg .b32 t; shr.u32 t, $1, {}; lop3.b32 $0, t, {} }}"
-    return (first, *(shifted.format(shift, select) for shift in range(bits, 16, bits)))
+    """PTX for each plane: two packed words in, two 16-bit floats of `code_offset` + code out."""
+    of_plane = _signed_byte(is_bfloat16) if bits == 8 else _code_in_float(bits, is_bfloat16)
+    shifted = "{ .reg .b32 w; shr.u32 w, $1, SHIFT; OF_PLANE }".replace("OF_PLANE", of_plane.replace("$1", "w"))
+    return (of_plane, *(shifted.replace("SHIFT", str(shift)) for shift in range(bits, 16, bits)))
+
+
+def _code_in_float(bits: int, is_bfloat16: bool) -> str:
+    """One `lop3` puts a code into the bits of 128 or, in float16, 1024."""
+    mask, pattern = (1 << bits) - 1, 0x4300 if is_bfloat16 else 0x6400
+    return f"lop3.b32 $0, $1, {_twice(mask)}, {_twice(pattern)}, 0xea;"
+
+
+def _signed_byte(is_bfloat16: bool) -> str:
+    """A signed byte as an exact float: 1024 + 128 more than it, less 1152, or in bfloat16, which has 8 bits, 128 + its
+    low 7 bits, less 128 or, where the sign bit is in the exponent, 256."""
+    if not is_bfloat16:
+        byte = f"lop3.b32 t, $1, {_twice(0xFF)}, {_twice(0x6480)}, 0x6a;"
+        return f"{{ .reg .b32 t, u; {byte} mov.b32 u, {_twice(0xE480)}; add.rn.f16x2 $0, t, u; }}"
+    low = f"lop3.b32 t, $1, {_twice(0x7F)}, {_twice(0x4300)}, 0xea;"
+    sign = f"lop3.b32 u, $1, {_twice(0x80)}, {_twice(0xC300)}, 0xea;"
+    return f"{{ .reg .b32 t, u, one; {low} {sign} mov.b32 one, {_twice(0x3F80)}; fma.rn.bf16x2 $0, t, one, u; }}"
+
+
+def _twice(pattern: int) -> str:
+    """Bits of both halves of a word."""
+    return f"0x{pattern << 16 | pattern:08x}"
+
+
+@triton.jit
+def code_offset(BITS: tl.constexpr, BFLOAT16: tl.constexpr):
+    """Distance of unpacked floats from their codes."""
+    return -128.0 if BITS == 8 else (128.0 if BFLOAT16 else 1024.0)
 
 
 @triton.jit
 def unpack(
     words, plane: tl.constexpr, BITS: tl.constexpr, BFLOAT16: tl.constexpr, PTX: tl.constexpr, INTERPRETED: tl.constexpr
 ):
-    """One plane of `words [n, 32]` as floats of offset + code. The interpreter knows no PTX."""
+    """One plane of `words [n, 32]` as floats of `code_offset` + code. The interpreter knows no PTX."""
     if INTERPRETED:
         codes = (words.to(tl.int32) >> (plane * BITS)) & ((1 << BITS) - 1)
-        return codes.to(tl.float32) + (128.0 if BFLOAT16 else 1024.0)
+        codes = codes ^ 128 if BITS == 8 else codes
+        return codes.to(tl.float32) + code_offset(BITS, BFLOAT16)
     elif BFLOAT16:
         return tl.inline_asm_elementwise(PTX[plane], "=r,r", [words], dtype=tl.bfloat16, is_pure=True, pack=2)
     else:

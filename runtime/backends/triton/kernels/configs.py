@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from compress.common.errors import DataError
+from runtime.backends.triton.sizes import next_power_of_2
 
 SKINNY, GEMM, EXPAND = "skinny", "gemm", "expand"
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
-"""Numbers of tokens; a call uses the first that is not smaller, or the last."""
-
-ROWS_OF_WIDE_BLOCKS = 8192
+"""Numbers of tokens, powers of two; a call uses the first that is not smaller, or the last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +27,7 @@ class KernelConfig:
     Attributes:
         kernel: `skinny`, `gemm`, or `expand` (dequantize rows, then a dense product).
         block_n, block_m: rows of the weight and tokens of one program.
-        splits: most stretches of K with sums of their own (`skinny` only).
+        splits: most stretches of K with sums of their own; not of `expand`.
     """
 
     kernel: str
@@ -47,38 +46,129 @@ Plan = Mapping[int, KernelConfig]
 """A config for every bucket."""
 
 
+SPLITS = (1, 2, 4, 8, 16)
+"""Few numbers, as whoever adds the sums is compiled for each."""
+TILES_OF_SPLIT = 4
+"""Least tiles of K in a split, so that its pipeline fills."""
+CONVERSION, START = 12, 0.3
+"""Time of a program besides products: for each bit of the codes of a row that of this many tokens, and for its start
+this share of a tile's. From instructions counted for sm_90."""
+SUM_COST = 1.5
+"""Time to write and add one partial sum, for each bit of a code: the fewer they are, the more inputs has a tile."""
+
+OTHER_BLOCK = 1.1
+"""Factor by which another block must be faster: it is another kernel to compile before the first token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Rows and tokens of a program, its warps and stages, and how many of such programs keep a processor's memory
+    busy: 0 where arithmetic is the limit."""
+
+    block_n: int
+    block_m: int
+    num_warps: int
+    num_stages: int
+    least_programs: int = 0
+
+    def config(self, kernel: str, splits: int) -> KernelConfig:
+        return KernelConfig(kernel, self.block_n, self.block_m, self.num_warps, self.num_stages, splits)
+
+
+SKINNY_BLOCKS = {
+    8: Block(64, 8, 2, 5, 3),
+    16: Block(64, 16, 2, 5, 3),
+    32: Block(64, 32, 2, 4, 3),
+    64: Block(128, 64, 4, 4, 1),
+}
+"""By most tokens. Two warps have no product of a warpgroup, each of which would be waited for."""
+GEMM_BLOCKS = Block(128, 128, 8, 3), Block(128, 64, 4, 3)
+
+
+def _skinny_blocks(bits: int) -> dict[int, Block]:
+    # Tiles of 2-bit codes span twice the inputs, which takes more registers and shared memory.
+    return SKINNY_BLOCKS if bits > 2 else SKINNY_BLOCKS | {64: Block(128, 64, 8, 3, 1)}
+
+
+def _gemm_blocks(bits: int) -> list[Block]:
+    return [replace(block, num_stages=block.num_stages if bits > 2 else 2) for block in GEMM_BLOCKS]
+
+
+def _blocks(bucket: int, bits: int) -> list[Block]:
+    """Programs worth considering for a number of tokens."""
+    return [_skinny_blocks(bits)[max(8, bucket)]] if bucket <= 64 else _gemm_blocks(bits)
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A product of `tokens` by a weight of `rows` x `num_tiles` tiles of 2-, 4- or 8-bit codes on a GPU."""
+
+    bits: int
+    rows: int
+    num_tiles: int
+    tokens: int
+    num_processors: int
+
+    def programs(self, block: Block, splits: int) -> int:
+        return -(-self.rows // block.block_n) * -(-self.tokens // block.block_m) * splits
+
+    def fills(self, block: Block, splits: int) -> bool:
+        """Returns whether enough programs keep the memory busy."""
+        return self.programs(block, splits) >= 0.95 * block.least_programs * self.num_processors
+
+    def cost(self, block: Block, splits: int) -> float:
+        """Time of the busiest processor, in products of a token and a row over a tile's inputs."""
+        waves = -(-self.programs(block, splits) // self.num_processors)
+        tiles = waves * (-(-self.num_tiles // splits) + START)
+        sums = splits * self.tokens * self.rows / self.num_processors if splits > 1 else 0
+        return tiles * block.block_n * (block.block_m + CONVERSION * self.bits) + SUM_COST * self.bits * sums
+
+
 def default_plan(bits: int, rows: int, num_tiles: int, num_processors: int) -> dict[int, KernelConfig]:
-    """Configs of a weight of `rows` x `num_tiles` tiles of 2- or 4-bit codes, where none was measured on this GPU.
-
-    Few tokens are bound by memory: as many programs as keep it busy, four per processor, but each with work for its
-    pipeline. Many are bound by arithmetic.
-    """
-    return {bucket: _default(bucket, bits, rows, num_tiles, num_processors) for bucket in BUCKETS}
+    """Configs of a weight, as `Task` has it, where none was measured on this GPU: the least time of the busiest
+    processor, in whole waves of programs."""
+    return {bucket: _default(Task(bits, rows, num_tiles, bucket, num_processors)) for bucket in BUCKETS}
 
 
-def _default(bucket: int, bits: int, rows: int, num_tiles: int, num_processors: int) -> KernelConfig:
-    if bucket > 1024:
+def _default(task: Task) -> KernelConfig:
+    if task.tokens > 1024:
         return KernelConfig(EXPAND)
-    if bucket > 64:
-        # Tiles of 2-bit codes span twice the inputs: fewer of them fit in the shared memory of an A100.
-        return KernelConfig(GEMM, 128, 128, num_warps=8, num_stages=3 if bits > 2 else 2)
-    block_m = max(16, bucket)
-    block_n = 64 if rows < ROWS_OF_WIDE_BLOCKS else 128
-    wanted = -(-4 * num_processors // -(-rows // block_n))
-    splits = max(1, min(wanted, num_tiles // 4, 16))
-    return KernelConfig(SKINNY, block_n, block_m, 4 if block_m <= 16 else 8, 4, splits)
+    most = max(1, task.num_tiles // TILES_OF_SPLIT)
+    choices = [(block, splits) for block in _blocks(task.tokens, task.bits) for splits in SPLITS if splits <= most]
+    full = [(block, splits) for block, splits in choices if task.fills(block, splits)]
+    first = choices[0][0]
+    costs = {(b, s): task.cost(b, s) * (1 if b == first else OTHER_BLOCK) for b, s in full or choices[-1:]}
+    block, splits = min(costs, key=lambda choice: costs[choice])
+    return block.config(SKINNY if task.tokens <= 64 else GEMM, splits)
+
+
+PANEL_STEP, DENSE_TOKENS = 256, 128
+"""Rows and tokens of a tile of a large dense product on Hopper."""
+
+
+def panel_rows(rows: int, most: int, tokens: int, num_processors: int) -> int:
+    """Rows of a weight that are dense at one time, up to `most` or one step: the fewest waves of tiles over all panels,
+    of those the fewest panels."""
+
+    def waves(panel: int) -> tuple[int, int]:
+        panels, rest = divmod(rows, panel)
+        return panels * _waves(panel, tokens, num_processors) + _waves(rest, tokens, num_processors), -panel
+
+    return min(range(PANEL_STEP, max(most, PANEL_STEP) + 1, PANEL_STEP), key=waves)
+
+
+def _waves(rows: int, tokens: int, num_processors: int) -> int:
+    return -(-(-(-rows // PANEL_STEP) * -(-tokens // DENSE_TOKENS)) // num_processors)
+
+
+def bucket_of(num_tokens: int) -> int:
+    """The first bucket that is not smaller than a number of tokens, or the largest."""
+    return next_power_of_2(num_tokens) if num_tokens < BUCKETS[-1] else BUCKETS[-1]
 
 
 def config_for(plan: Plan, num_tokens: int) -> KernelConfig:
-    """The config of the first bucket that is not smaller than `num_tokens`, or of the largest."""
-    bucket = next((bucket for bucket in BUCKETS if bucket >= num_tokens), BUCKETS[-1])
-    return plan[bucket]
-
-
-def all_configs(bits: int) -> list[KernelConfig]:
-    """Every config that `default_plan` can choose at a width for any shape, once each, without splits."""
-    plans = [default_plan(bits, rows, 1, 1) for rows in (ROWS_OF_WIDE_BLOCKS - 1, ROWS_OF_WIDE_BLOCKS)]
-    return list(dict.fromkeys(replace(config, splits=1) for plan in plans for config in plan.values()))
+    """The config of the bucket of a number of tokens."""
+    return plan[bucket_of(num_tokens)]
 
 
 def measured_plan(table: Path, gpu: str, rows: int, inputs: int) -> dict[int, KernelConfig] | None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import torch
 import triton
@@ -19,9 +21,17 @@ from runtime.backends.triton.kernels.common import (
     store_sums,
     store_tile,
 )
-from runtime.backends.triton.kernels.int8_gemm import MAX_BLOCK_K, MAX_SKINNY_TOKENS, room_for_sums, w8a16_tile
+from runtime.backends.triton.kernels.int8_gemm import (
+    MAX_BLOCK_K,
+    MAX_SKINNY_TOKENS,
+    split_inputs,
+    tile_tokens,
+)
 from runtime.backends.triton.kernels.norm_act import PackedLinear
+from runtime.backends.triton.kernels.split_product import SplitProduct
 from runtime.backends.triton.kernels.w4a16 import GROUP_M
+from runtime.backends.triton.launcher import Launcher
+from runtime.backends.triton.sizes import cdiv, next_power_of_2
 
 
 @triton.jit
@@ -35,7 +45,8 @@ def widened(codes, like: tl.constexpr, MULTIPLIES_FP8: tl.constexpr, INTERPRETED
         return from_fp8(codes, INTERPRETED, like)
 
 
-@triton.jit(do_not_specialize=["M"])
+@Launcher
+@triton.jit(do_not_specialize=["M", "blocks_per_split"])
 def fp8_skinny_gemm(
     x_ptr, codes_ptr, row_scale_ptr, part_ptr, M, K, ROWS, blocks_per_split,
     Q8_INPUT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
@@ -60,6 +71,7 @@ def fp8_skinny_gemm(
     store_sums(part_ptr, total, split, m[None, :], n[:, None], M, ROWS)
 
 
+@Launcher
 @triton.jit(do_not_specialize=["M"])
 def fp8_gemm(
     q8_ptr, codes_ptr, token_scale_ptr, row_scale_ptr, bias_ptr, y_ptr, M, K, ROWS,
@@ -89,6 +101,13 @@ def fp8_gemm(
     store_tile(y_ptr, y, m[:, None], n[None, :], M, ROWS)
 
 
+def skinny_tile(tokens: int) -> dict[str, Any]:
+    """Tile of a product in 16 bits for a number of tokens."""
+    block_m = min(MAX_SKINNY_TOKENS, max(8, next_power_of_2(tokens)))
+    warps = 2 if block_m <= 32 else 4  # as those of packed codes
+    return {"BLOCK_N": 64, "BLOCK_M": block_m, "BLOCK_K": MAX_BLOCK_K, "STAGES": 4, "num_warps": warps}
+
+
 WIDE_TILE = {"BLOCK_N": 128, "BLOCK_M": 128, "BLOCK_K": MAX_BLOCK_K, "GROUP_M": GROUP_M, "STAGES": 3, "num_warps": 8}
 """Tile of the GEMM of many tokens."""
 
@@ -115,6 +134,11 @@ class Fp8Linear(PackedLinear):
     num_processors: int
     dtype: torch.dtype
 
+    @cached_property
+    def _products(self) -> dict[int, SplitProduct]:
+        """Prepared launches, by `tile_tokens`."""
+        return {}
+
     @property
     def nbytes(self) -> int:
         return self.qweight.nbytes + self.scales.nbytes
@@ -125,23 +149,30 @@ class Fp8Linear(PackedLinear):
     def product(self, x: QuantizedInput) -> PartialSums:
         """By 8-bit products where there are many tokens, rounded, and a GPU that has such; else by 16-bit products of
         the same numbers."""
-        (tokens, inputs), rows = x.rows.shape, len(self.qweight)
-        if tokens > MAX_SKINNY_TOKENS and self.native and x.beside is not None:
-            return finished(self._wide(x.rows, x.beside))
-        tile = w8a16_tile(tokens, 0)
-        parts, grid, blocks_per_split = room_for_sums(x.rows, rows, tile, self.num_processors, torch.float32)
-        fp8_skinny_gemm[grid](
-            x.rows, self.qweight, self.scales, parts, tokens, inputs, rows, blocks_per_split,
+        tokens, rows = x.rows.shape[0], self.qweight.shape[0]
+        is_wide = tokens > MAX_SKINNY_TOKENS and self.native and x.beside is not None
+        size = tile_tokens(tokens)
+        if size not in self._products:
+            self._products[size] = self._wide() if is_wide else self._skinny(size)
+        if x.beside is not None and is_wide:
+            return finished(self._products[size](x.rows, x.beside)[0])
+        sums = self._products[size](x.rows)
+        return PartialSums(sums, rows, self.bias, None if x.beside is None else (x.beside, self.scales))
+
+    def _skinny(self, tokens: int) -> SplitProduct:
+        (rows, inputs), tile = self.qweight.shape, skinny_tile(tokens)
+        splits, blocks_per_split = split_inputs(rows, inputs, tokens, tile, self.num_processors)
+        kernel = fp8_skinny_gemm.bind(
+            codes_ptr=self.qweight, row_scale_ptr=self.scales, K=inputs, ROWS=rows, blocks_per_split=blocks_per_split,
             Q8_INPUT=self.rounds_inputs, **tile, MULTIPLIES_FP8=self.native, INTERPRETED=triton.knobs.runtime.interpret,
         )  # fmt: skip
-        return PartialSums(parts, rows, self.bias, None if x.beside is None else (x.beside, self.scales))
+        return SplitProduct(kernel, rows, cdiv(rows, tile["BLOCK_N"]), splits, tile["BLOCK_M"])
 
-    def _wide(self, q8: Tensor, token_scale: Tensor) -> Tensor:
-        (tokens, inputs), rows = q8.shape, len(self.qweight)
-        y = q8.new_empty(tokens, rows, dtype=self.dtype)
-        grid = (triton.cdiv(rows, WIDE_TILE["BLOCK_N"]) * triton.cdiv(tokens, WIDE_TILE["BLOCK_M"]),)
-        fp8_gemm[grid](
-            q8, self.qweight, token_scale, self.scales, y if self.bias is None else self.bias, y, tokens, inputs, rows,
+    def _wide(self) -> SplitProduct:
+        rows, inputs = self.qweight.shape
+        kernel = fp8_gemm.bind(
+            codes_ptr=self.qweight, row_scale_ptr=self.scales, bias_ptr=self.bias, K=inputs, ROWS=rows,
             HAS_BIAS=self.bias is not None, **WIDE_TILE, INTERPRETED=triton.knobs.runtime.interpret,
         )  # fmt: skip
-        return y
+        blocks_n = cdiv(rows, WIDE_TILE["BLOCK_N"])
+        return SplitProduct(kernel, rows, blocks_n, 1, WIDE_TILE["BLOCK_M"], self.dtype, is_grouped=True)

@@ -11,22 +11,25 @@ from torch import Tensor
 
 from runtime.backends.triton.kernels.w4a16 import dequantized_product, layout_constants
 from runtime.backends.triton.kernels.weight_layout import InterleavedWeight, tile_inputs
+from runtime.backends.triton.launcher import BoundKernel, Launcher
+from runtime.backends.triton.sizes import cdiv
 
-BLOCK_N, BLOCKS_M, NUM_STAGES = 64, (16, 64), 4
-MOST_ROWS_OF_SMALL_BLOCKS = 32
-"""Rows of an expert, on average, up to which blocks hold 16 of them: few rows are bound by memory."""
+BLOCK_N, NUM_STAGES = 64, 4
+BLOCKS_M = {8: 4, 16: 32, 64: None}
+"""Rows of a block, and of an expert, on average, up to which it is taken: few rows are bound by memory."""
 
 
+@Launcher
 @triton.jit(do_not_specialize=["NUM_ROWS"])
 def grouped_w4a16_gemm(
-    x_ptr, words_table, scale_table, zero_table, rows_ptr, expert_ptr, y_ptr, NUM_ROWS, N, STRIDE, K, num_tiles,
-    BITS: tl.constexpr, GROUP_SIZE: tl.constexpr, UNIT: tl.constexpr, MIDPOINT: tl.constexpr, HAS_ZERO: tl.constexpr,
-    SCALE_TYPE: tl.constexpr, ROWS_PER_TOKEN: tl.constexpr, EVEN_K: tl.constexpr, BFLOAT16: tl.constexpr,
+    x_ptr, words_table, scale_table, rows_ptr, expert_ptr, y_ptr, NUM_ROWS, N, STRIDE, K, num_tiles,
+    BITS: tl.constexpr, GROUP_SIZE: tl.constexpr, UNIT: tl.constexpr, SCALE_TYPE: tl.constexpr,
+    ROWS_PER_TOKEN: tl.constexpr, EVEN_K: tl.constexpr, BFLOAT16: tl.constexpr,
     PTX: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, STAGES: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """`y [NUM_ROWS, N]`: row r is row `r // ROWS_PER_TOKEN` of `x [., K]` times the weight of its expert.
 
-    The tables hold the addresses of each expert's words, scales and zero points, with STRIDE rows. Block b has the rows
+    The tables hold the addresses of each expert's words and scales, with STRIDE rows. Block b has the rows
     `rows [b * BLOCK_M ...]`, of which those from NUM_ROWS on are padding, and the expert `expert [b]`, negative in a
     block without rows.
     """
@@ -35,12 +38,12 @@ def grouped_w4a16_gemm(
     if expert >= 0:
         row = tl.load(rows_ptr + block * BLOCK_M + tl.arange(0, BLOCK_M))
         n, has_row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), row < NUM_ROWS
+        SCALE_WORD: tl.constexpr = tl.int64 if SCALE_TYPE.primitive_bitwidth == 32 else tl.int32
         words_ptr = tl.multiple_of(tl.load(words_table + expert).to(tl.pointer_type(tl.int16)), 16)
-        scale_ptr = tl.multiple_of(tl.load(scale_table + expert).to(tl.pointer_type(SCALE_TYPE)), 16)
-        zero_ptr = tl.multiple_of(tl.load(zero_table + expert).to(tl.pointer_type(tl.uint8)), 16)
+        scale_ptr = tl.multiple_of(tl.load(scale_table + expert).to(tl.pointer_type(SCALE_WORD)), 16)
         total = dequantized_product(
-            x_ptr, words_ptr, scale_ptr, zero_ptr, (row // ROWS_PER_TOKEN).to(tl.int64), has_row, n, STRIDE, K,
-            num_tiles, BITS, GROUP_SIZE, UNIT, MIDPOINT, HAS_ZERO, EVEN_K, BFLOAT16, PTX, BLOCK_N, BLOCK_M, STAGES,
+            x_ptr, words_ptr, scale_ptr, (row // ROWS_PER_TOKEN).to(tl.int64), has_row, n, STRIDE, K,
+            0, num_tiles, BITS, GROUP_SIZE, UNIT, SCALE_TYPE, EVEN_K, BFLOAT16, PTX, BLOCK_N, BLOCK_M, STAGES,
             INTERPRETED,
         )  # fmt: skip
         inside = has_row[None, :] & (n < N)[:, None]
@@ -68,7 +71,7 @@ class RowBlocks:
 
 def rows_per_block(num_rows: int, num_experts: int) -> int:
     """Returns the rows of a block for this number of rows in all."""
-    return BLOCKS_M[num_rows > MOST_ROWS_OF_SMALL_BLOCKS * num_experts]
+    return next(block for block, most in BLOCKS_M.items() if most is None or num_rows <= most * num_experts)
 
 
 def block_rows(chosen: Tensor, num_experts: int, block_m: int | None = None) -> RowBlocks:
@@ -100,26 +103,29 @@ class GroupedWeight:
 
     def __init__(self, weights: list[InterleavedWeight]) -> None:
         self.first, self._kept = weights[0], weights
+        self._kernels: dict[tuple[torch.dtype, int, int], BoundKernel] = {}
         device = self.first.words.device
-        zeros = [weight.words if weight.zero_points is None else weight.zero_points for weight in weights]
-        self.words, self.scales, self.zeros = (
+        self.words, self.scales = (
             torch.tensor([tensor.data_ptr() for tensor in tensors], dtype=torch.int64, device=device)
-            for tensors in ([weight.words for weight in weights], [weight.scales for weight in weights], zeros)
+            for tensors in ([weight.words for weight in weights], [weight.scales for weight in weights])
         )
 
     def product(self, x: Tensor, blocks: RowBlocks, rows_per_token: int) -> Tensor:
         """Multiplies rows `r // rows_per_token` of `x [., K]` by the weight of their expert: `[num_rows, N]`."""
-        first = self.first
-        (rows, inputs), (tiles, stride) = first.shape, first.words.shape[:2]
-        y = x.new_empty(blocks.num_rows, rows)
-        grouped_w4a16_gemm[triton.cdiv(rows, BLOCK_N), len(blocks.experts)](
-            x, self.words, self.scales, self.zeros, blocks.rows, blocks.experts, y,
-            blocks.num_rows, rows, stride, inputs, tiles, **layout_constants(first, x.dtype),
-            SCALE_TYPE=_TYPES[first.scales.dtype], ROWS_PER_TOKEN=rows_per_token,
-            EVEN_K=inputs % tile_inputs(first.bits) == 0, BLOCK_N=BLOCK_N, BLOCK_M=blocks.block_m, STAGES=NUM_STAGES,
-            num_warps=4,
-        )  # fmt: skip
+        y = x.new_empty(blocks.num_rows, self.first.shape[0])
+        key = x.dtype, blocks.block_m, rows_per_token
+        if key not in self._kernels:
+            self._kernels[key] = self._prepare(*key)
+        grid = cdiv(y.shape[1], BLOCK_N), blocks.experts.shape[0]
+        self._kernels[key](grid, x, blocks.rows, blocks.experts, y, blocks.num_rows)
         return y
 
-
-_TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
+    def _prepare(self, dtype: torch.dtype, block_m: int, rows_per_token: int) -> BoundKernel:
+        first = self.first
+        (rows, inputs), (tiles, stride) = first.shape, first.words.shape[:2]
+        return grouped_w4a16_gemm.bind(
+            words_table=self.words, scale_table=self.scales, N=rows, STRIDE=stride, K=inputs, num_tiles=tiles,
+            **layout_constants(first, dtype), ROWS_PER_TOKEN=rows_per_token,
+            EVEN_K=inputs % tile_inputs(first.bits) == 0, BLOCK_N=BLOCK_N, BLOCK_M=block_m, STAGES=NUM_STAGES,
+            num_warps=2 if block_m < 32 else 4,
+        )  # fmt: skip

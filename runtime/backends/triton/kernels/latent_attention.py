@@ -9,14 +9,14 @@ import triton.language as tl
 from torch import Tensor
 
 from runtime.backends.triton.attention import HeadPages
-from runtime.backends.triton.kernels.common import multiply
-from runtime.backends.triton.kernels.paged_attention import (
+from runtime.backends.triton.fused_linear import QuantizedInput
+from runtime.backends.triton.kernels.attention_tiles import (
     FORMS,
     INT8,
     LOG2_E,
     PLAIN,
-    join_splits,
     load_numbers,
+    load_scales,
     no_sums,
     online_softmax_update,
     program_rows,
@@ -24,6 +24,10 @@ from runtime.backends.triton.kernels.paged_attention import (
     split_span,
     store_rows,
 )
+from runtime.backends.triton.kernels.common import multiply
+from runtime.backends.triton.kernels.split_join import join
+from runtime.backends.triton.launcher import Launcher
+from runtime.backends.triton.sizes import cdiv
 
 
 @triton.jit
@@ -32,15 +36,12 @@ def load_rows(
 ):  # fmt: skip
     """Numbers `[T, WIDTH]` at `place [T]` of pages, and scale and offset `[T]` of each row."""
     codes_ptr, scales_ptr = pages
-    META: tl.constexpr = 2 if FORM == INT8 else 1
     pointers = codes_ptr + place[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     numbers = load_numbers(pointers, inside[:, None], FORM, INTERPRETED, like)
     scale = inside.to(tl.float32)
     offset = scale
     if FORM != PLAIN:
-        scale = tl.load(scales_ptr + place * META, mask=inside, other=0.0).to(tl.float32)
-    if FORM == INT8:
-        offset = tl.load(scales_ptr + place * META + 1, mask=inside, other=0.0).to(tl.float32)
+        scale, offset = load_scales(scales_ptr, place, inside, FORM)
     return numbers, scale, offset
 
 
@@ -56,6 +57,7 @@ def score_rows(query, query_sum, rows, FORM: tl.constexpr, INTERPRETED: tl.const
     return scores
 
 
+@Launcher
 @triton.jit(  # what changes from step to step: other values must not cause another build while a request waits
     do_not_specialize=["tokens", "blocks_stride", "tokens_each", "rows_each", "splits"],
     do_not_specialize_on_alignment=["blocks_ptr", "positions_ptr", "ancestors_ptr"],
@@ -92,10 +94,13 @@ def latent_attention(
     if TREE:
         root = tl.load(positions_ptr + sequence * tokens_each).to(tl.int32)
         ancestors = tl.load(ancestors_ptr + token, mask=has_row, other=0)
-        length = tl.where(root < 0, 0, root + tokens_each)
+        # Rows of padding behind a short draft have no ancestors, and their keys are not written.
+        last = tl.max(tl.where(ancestors != 0, token - sequence * tokens_each + 1, 0), 0)
+        length = tl.where(root < 0, 0, root + last)
     start, stop = split_span(position, length, 0, split, splits, window, WINDOWED, 0, BLOCK_T)
     table_ptr = blocks_ptr + sequence * blocks_stride
-    highest, weight, sums, unused, offsets = no_sums(BLOCK_R, RANK, False)
+    highest, weight, planes, offsets = no_sums(BLOCK_R, RANK, 1)
+    sums = planes[0]
     for begin in tl.range(start, stop, BLOCK_T, num_stages=STAGES):
         key = begin + tl.arange(0, BLOCK_T)
         inside = key < stop
@@ -115,8 +120,8 @@ def latent_attention(
             share *= latents[1][None, :]
         share = share if INTERPRETED else share.to(like)
         sums = multiply(share, latents[0], sums * fade[:, None], INTERPRETED)
-    found = highest, weight, sums, unused, offsets
-    store_rows(found, part_ptr, weight_ptr, place * splits + split, has_row, False, RANK)
+    found = highest, weight, (sums,), offsets
+    store_rows(found, part_ptr, weight_ptr, place * splits + split, has_row, 1, RANK, INTERPRETED)
 
 
 def latent_tile(block_rows: int) -> dict[str, int]:
@@ -150,7 +155,7 @@ def attend_latents(
     tokens_each, width = tokens // len(blocks), rotated.shape[-1]
     parts = absorbed.new_empty(heads, tokens, splits, rank, dtype=torch.float32)
     weights = absorbed.new_empty(heads, tokens, splits, dtype=torch.float32)
-    grid = (len(blocks) * triton.cdiv(tokens_each * heads, block_rows), splits)
+    grid = (len(blocks) * cdiv(tokens_each * heads, block_rows), splits)
     latent_attention[grid](
         absorbed, rotated, read.pages[0], read.scales[0], read.pages[1], read.scales[1], blocks, positions,
         positions if ancestors is None else ancestors, parts, weights,
@@ -161,8 +166,5 @@ def attend_latents(
         BLOCK_R=block_rows, **latent_tile(block_rows), INTERPRETED=triton.knobs.runtime.interpret,
     )  # fmt: skip
     out = torch.empty_like(absorbed)
-    join_splits[(heads * tokens,)](
-        parts, weights, None, out, splits, HEADS=0, HEAD_DIM=rank, SPLITS=triton.next_power_of_2(splits),
-        num_warps=8 if rank > 256 else 4,
-    )  # fmt: skip
+    join(parts.view(-1, 1, splits, rank), weights.view(-1, 1, splits), None, QuantizedInput(out.view(-1, rank)))
     return out

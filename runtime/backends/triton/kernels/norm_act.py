@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -18,8 +19,11 @@ from runtime.backends.triton.fused_linear import (
     FusedLinear,
     PartialSums,
     QuantizedInput,
+    SumsForm,
 )
 from runtime.backends.triton.kernels.common import largest, nearest, rounded, to_fp8
+from runtime.backends.triton.launcher import BoundKernel, Launcher
+from runtime.backends.triton.sizes import cdiv, next_power_of_2
 
 FORM_ROWS, FORM_SUMS, FORM_LEVELS, FORM_FLOATS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 """Forms of an input, see `ActivationLayout`."""
@@ -30,12 +34,14 @@ def product_at(
     product, m, n, inside,
     SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr, SCALED: tl.constexpr, like: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Elements `n` of token m (int64) of a product (pointers to parts, bias, scales of tokens and of rows; M, N), whose
-    parts `[SPLITS, M, N]` are added in order: rounded to `like`, given in float32. Zeros where not `inside`."""
-    part_ptr, bias_ptr, token_scale_ptr, row_scale_ptr, M, N = product
+    """Elements `n` of token m (int64) of a product (pointers to parts, bias, scales of tokens and of rows; M, N and the
+    number of splits), whose parts `[splits, M, N]` are added in order: rounded to `like`, given in float32. Zeros where
+    not `inside`. SPLITS is 1 or at least `splits`."""
+    part_ptr, bias_ptr, token_scale_ptr, row_scale_ptr, M, N, splits = product
     total = tl.load(part_ptr + m * N + n, mask=inside, other=0)
+    count = n * 0 + splits  # one for each element: the interpreter combines no mask with a scalar
     for split in tl.static_range(1, SPLITS):
-        total += tl.load(part_ptr + (split * M + m) * N + n, mask=inside, other=0)
+        total += tl.load(part_ptr + (split * M + m) * N + n, mask=inside & (count > split), other=0)
     total = total.to(tl.float32)
     if SCALED:
         row_scale = tl.load(row_scale_ptr + n, mask=inside, other=0.0).to(tl.float32)
@@ -82,6 +88,7 @@ def store_row(
         tl.store(beside_ptr + unit * M + m, sums, mask=unit < num_sums)
 
 
+@Launcher
 @triton.jit(do_not_specialize=["M"])
 def convert_input_kernel(
     x_ptr, out_ptr, beside_ptr, M, K, num_sums, FORM: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr
@@ -93,24 +100,26 @@ def convert_input_kernel(
     store_row(x, m, first, M, K, num_sums, out_ptr, beside_ptr, FORM, UNIT, BLOCK)
 
 
-@triton.jit(do_not_specialize=["M"])
+@Launcher
+@triton.jit(do_not_specialize=["M", "splits"])
 def split_k_reduce_kernel(
-    part_ptr, bias_ptr, token_scale_ptr, row_scale_ptr, y_ptr, M, N, ROWS_OUT,
+    part_ptr, bias_ptr, token_scale_ptr, row_scale_ptr, y_ptr, M, N, splits, ROWS_OUT,
     SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """A product as rows `y [M, ROWS_OUT]` in their own dtype. Programs (token, block of outputs)."""
     m, n = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     like = y_ptr.dtype.element_ty
-    product = part_ptr, bias_ptr, token_scale_ptr, row_scale_ptr, M, N
+    product = part_ptr, bias_ptr, token_scale_ptr, row_scale_ptr, M, N, splits
     y = product_at(product, m, n, n < ROWS_OUT, SPLITS, HAS_BIAS, SCALED, like, INTERPRETED)
     tl.store(y_ptr + m * ROWS_OUT + n, y.to(like), mask=n < ROWS_OUT)
 
 
-@triton.jit(do_not_specialize=["M"])
+@Launcher
+@triton.jit(do_not_specialize=["M", "splits"])
 def add_rms_norm_kernel(
     hidden_ptr, part_ptr, bias_ptr, token_scale_ptr, row_scale_ptr, weight_ptr, out_ptr, beside_ptr,
-    eps, M, N, K, num_sums,
+    eps, M, N, splits, K, num_sums,
     HAS_UPDATE: tl.constexpr, SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr, SCALED: tl.constexpr,
     FORM: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
@@ -124,7 +133,7 @@ def add_rms_norm_kernel(
     like = hidden_ptr.dtype.element_ty
     x = tl.load(hidden_ptr + m * K + k, mask=inside, other=0.0).to(tl.float32)
     if HAS_UPDATE:
-        product = part_ptr, bias_ptr, token_scale_ptr, row_scale_ptr, M, N
+        product = part_ptr, bias_ptr, token_scale_ptr, row_scale_ptr, M, N, splits
         update = product_at(product, m, k, inside, SPLITS, HAS_BIAS, SCALED, like, INTERPRETED)
         x = rounded(x + update, like, INTERPRETED)
         tl.store(hidden_ptr + m * K + k, x.to(like), mask=inside)
@@ -147,9 +156,10 @@ def gated_at(
     return rounded(active * up, like, INTERPRETED)
 
 
-@triton.jit(do_not_specialize=["M"])
+@Launcher
+@triton.jit(do_not_specialize=["M", "splits"])
 def silu_and_mul_kernel(
-    part_ptr, bias_ptr, token_scale_ptr, row_scale_ptr, out_ptr, beside_ptr, M, N, K, num_sums,
+    part_ptr, bias_ptr, token_scale_ptr, row_scale_ptr, out_ptr, beside_ptr, M, N, splits, K, num_sums,
     SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr, SCALED: tl.constexpr, FORM: tl.constexpr, UNIT: tl.constexpr,
     BLOCK: tl.constexpr, like: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
@@ -159,7 +169,7 @@ def silu_and_mul_kernel(
     not fit in registers.
     """
     m, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK
-    lane, product = tl.arange(0, BLOCK), (part_ptr, bias_ptr, token_scale_ptr, row_scale_ptr, M, N)
+    lane, product = tl.arange(0, BLOCK), (part_ptr, bias_ptr, token_scale_ptr, row_scale_ptr, M, N, splits)
     if FORM == FORM_LEVELS or FORM == FORM_FLOATS:
         peak = 0.0
         for start in tl.range(0, K, BLOCK):
@@ -177,6 +187,8 @@ def silu_and_mul_kernel(
 
 FORMS = {ROWS: 0, SUMS: 1, Q8_INT: 2, Q8_FLOAT: 3}
 """Layouts of an input by the numbers that kernels take."""
+UNROLLED_SPLITS = (1, 4, 8, 16)
+"""Parts that a kernel adds up with one build for all numbers up to each: those beyond the last part are not read."""
 BLOCK = 1024
 """Numbers of one program where a row may be cut."""
 GATED_BLOCK = 4096
@@ -189,13 +201,16 @@ def convert_input(x: Tensor, form: ActivationLayout) -> QuantizedInput:
     x = x.contiguous()
     if form.kind == ROWS:
         return QuantizedInput(x)
-    out = empty_input(x, len(x), x.shape[1], form)
-    block, blocks = row_blocks(x.shape[1], form)
-    convert_input_kernel[(len(x), blocks)](
-        x, *input_pointers(out), *x.shape, form.num_sums,
-        FORM=FORMS[form.kind], UNIT=form.unit, BLOCK=block, num_warps=num_warps(block),
-    )  # fmt: skip
+    tokens, size = x.shape
+    out, (kernel, blocks) = empty_input(x, tokens, size, form, x.dtype), _convert(size, form)
+    kernel((tokens, blocks), x, *input_pointers(out), tokens)
     return out
+
+
+@cache
+def _convert(size: int, form: ActivationLayout) -> tuple[BoundKernel, int]:
+    block, blocks = row_blocks(size, form)
+    return convert_input_kernel.bind(K=size, **form_constants(form, block), num_warps=num_warps(block)), blocks
 
 
 def split_k_reduce(product: PartialSums, dtype: torch.dtype) -> Tensor:
@@ -203,11 +218,15 @@ def split_k_reduce(product: PartialSums, dtype: torch.dtype) -> Tensor:
     parts = product.parts
     if parts.dtype == dtype:
         return parts[0]
-    y = parts.new_empty(parts.shape[1], product.num_rows, dtype=dtype)
-    split_k_reduce_kernel[(len(y), triton.cdiv(product.num_rows, BLOCK))](
-        *product_arguments(product), y, *parts.shape[1:], product.num_rows, **product_constants(product), BLOCK=BLOCK
-    )
+    (_, tokens, width), rows = parts.shape, product.num_rows
+    y = parts.new_empty(tokens, rows, dtype=dtype)
+    _reduce(product.form, width, rows)((tokens, cdiv(rows, BLOCK)), *product_arguments(product), y, tokens)
     return y
+
+
+@cache
+def _reduce(sums: SumsForm, width: int, rows: int) -> BoundKernel:
+    return split_k_reduce_kernel.bind(N=width, ROWS_OUT=rows, **product_constants(sums), BLOCK=BLOCK)
 
 
 class PackedLinear(FusedLinear):
@@ -222,55 +241,84 @@ def add_rms_norm(
     hidden: Tensor, update: PartialSums | None, weight: Tensor, eps: float, form: ActivationLayout
 ) -> QuantizedInput:
     """Adds `update [M, H]` to `hidden [M, H]` in place; gives the RMSNorm of that in a form."""
-    (tokens, size), read = hidden.shape, update or PartialSums(hidden.unsqueeze(0), hidden.shape[1])
-    out, block = empty_input(hidden, tokens, size, form), whole_row(size, form)
-    add_rms_norm_kernel[(tokens,)](
-        hidden, *product_arguments(read), weight, *input_pointers(out), eps, tokens, read.parts.shape[2], size,
-        form.num_sums, HAS_UPDATE=update is not None, **product_constants(read),
-        FORM=FORMS[form.kind], UNIT=form.unit, BLOCK=block, num_warps=num_warps(block),
-    )  # fmt: skip
+    tokens, size = hidden.shape
+    out = empty_input(hidden, tokens, size, form, hidden.dtype)
+    kernel = _norm(size, form, *((None, 0) if update is None else (update.form, update.parts.shape[2])))
+    sums = () if update is None else product_arguments(update)
+    kernel((tokens,), hidden, *sums, weight, *input_pointers(out), eps, tokens)
     return out
+
+
+@cache
+def _norm(size: int, form: ActivationLayout, sums: SumsForm | None, width: int) -> BoundKernel:
+    block = whole_row(size, form)
+    update = {"part_ptr": None} | product_constants(SumsForm()) if sums is None else product_constants(sums)
+    return add_rms_norm_kernel.bind(
+        N=width,
+        K=size,
+        HAS_UPDATE=sums is not None,
+        **update,
+        **form_constants(form, block),
+        num_warps=num_warps(block),
+    )
 
 
 def silu_and_mul(gate_up: PartialSums, form: ActivationLayout, dtype: torch.dtype) -> QuantizedInput:
     """`silu(gate) * up [M, I]` of both side by side, `[M, 2 * I]`, in a form; rounded to `dtype` on the way."""
     (_, tokens, width), size = gate_up.parts.shape, gate_up.num_rows // 2
-    out = empty_input(gate_up.parts.new_empty(0, dtype=dtype), tokens, size, form)
-    block, blocks = (GATED_BLOCK, 1) if form.kind in (Q8_INT, Q8_FLOAT) else row_blocks(size, form)
-    silu_and_mul_kernel[(tokens, blocks)](
-        *product_arguments(gate_up), *input_pointers(out), tokens, width, size, form.num_sums,
-        **product_constants(gate_up), FORM=FORMS[form.kind], UNIT=form.unit, BLOCK=block, like=TYPES[dtype],
-        num_warps=num_warps(2 * block),
-    )  # fmt: skip
+    out = empty_input(gate_up.parts, tokens, size, form, dtype)
+    kernel, blocks = _gate(size, form, gate_up.form, width, dtype)
+    kernel((tokens, blocks), *product_arguments(gate_up), *input_pointers(out), tokens)
     return out
 
 
-def empty_input(like: Tensor, tokens: int, inputs: int, form: ActivationLayout) -> QuantizedInput:
-    """Room for an input `[tokens, inputs]`, on the device and in the dtype of `like`."""
-    rows = like.new_empty(tokens, inputs, dtype={Q8_INT: torch.int8, Q8_FLOAT: torch.uint8}.get(form.kind, like.dtype))
-    shapes = {SUMS: (form.num_sums, tokens), Q8_INT: (tokens,), Q8_FLOAT: (tokens,)}
+@cache
+def _gate(size: int, form: ActivationLayout, sums: SumsForm, width: int, dtype: torch.dtype) -> tuple[BoundKernel, int]:
+    block, blocks = (GATED_BLOCK, 1) if form.kind in (Q8_INT, Q8_FLOAT) else row_blocks(size, form)
+    kernel = silu_and_mul_kernel.bind(
+        N=width, K=size, **product_constants(sums), **form_constants(form, block), like=TYPES[dtype],
+        num_warps=num_warps(2 * block),
+    )  # fmt: skip
+    return kernel, blocks
+
+
+def empty_input(like: Tensor, tokens: int, inputs: int, form: ActivationLayout, dtype: torch.dtype) -> QuantizedInput:
+    """Room for an input `[tokens, inputs]` of 16-bit numbers of a dtype, or of codes, on the device of `like`."""
     if form.kind == ROWS:
-        return QuantizedInput(rows)
-    return QuantizedInput(rows, like.new_empty(shapes[form.kind], dtype=torch.float32))
+        return QuantizedInput(like.new_empty(tokens, inputs, dtype=dtype))
+    if form.kind == SUMS:
+        sums = like.new_empty(form.num_sums, tokens, dtype=torch.float32)
+        return QuantizedInput(like.new_empty(tokens, inputs, dtype=dtype), sums)
+    codes = torch.int8 if form.kind == Q8_INT else torch.uint8
+    return QuantizedInput(like.new_empty(tokens, inputs, dtype=codes), like.new_empty(tokens, dtype=torch.float32))
 
 
-def input_pointers(out: QuantizedInput) -> tuple[Tensor, Tensor]:
-    """Tensors that a kernel writes an input to. An unused argument must be a pointer, too."""
-    return out.rows, out.rows if out.beside is None else out.beside
+def input_pointers(out: QuantizedInput) -> tuple[Tensor, ...]:
+    """Tensors that a kernel writes an input to."""
+    return (out.rows,) if out.beside is None else (out.rows, out.beside)
 
 
-def product_arguments(product: PartialSums) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Arguments of a kernel that reads partial sums: parts, bias and both scales."""
-    parts, bias = product.parts, product.bias
-    return parts, parts if bias is None else bias, *(product.scales or (parts, parts))
+def form_constants(form: ActivationLayout, block: int) -> dict[str, Any]:
+    """Arguments of a kernel that writes an input in a form, `block` numbers in a program."""
+    beside = {"beside_ptr": None} if form.kind == ROWS else {}
+    return beside | {"num_sums": form.num_sums, "FORM": FORMS[form.kind], "UNIT": form.unit, "BLOCK": block}
 
 
-def product_constants(product: PartialSums) -> dict[str, Any]:
-    """Compile-time constants of a kernel that reads partial sums."""
-    return {
-        "SPLITS": len(product.parts),
-        "HAS_BIAS": product.bias is not None,
-        "SCALED": product.scales is not None,
+def product_arguments(product: PartialSums) -> tuple[Tensor, ...]:
+    """Tensors that a kernel reads partial sums from: parts, bias and both scales, as far as they are there."""
+    bias = () if product.bias is None else (product.bias,)
+    return (product.parts, *bias, *(product.scales or ()))
+
+
+def product_constants(sums: SumsForm) -> dict[str, Any]:
+    """Arguments of a kernel that reads partial sums of a form; what is not there is None."""
+    absent = [] if sums.has_bias else ["bias_ptr"]
+    absent += [] if sums.has_scales else ["token_scale_ptr", "row_scale_ptr"]
+    return dict.fromkeys(absent) | {
+        "splits": sums.splits,
+        "SPLITS": next(most for most in UNROLLED_SPLITS if sums.splits <= most),
+        "HAS_BIAS": sums.has_bias,
+        "SCALED": sums.has_scales,
         "INTERPRETED": triton.knobs.runtime.interpret,
     }
 
@@ -279,12 +327,12 @@ def row_blocks(inputs: int, form: ActivationLayout) -> tuple[int, int]:
     """Numbers of one program, and programs that a row takes: quantization needs all of it."""
     if form.kind in (Q8_INT, Q8_FLOAT):
         return whole_row(inputs, form), 1
-    return BLOCK, triton.cdiv(max(inputs, form.unit * form.num_sums), BLOCK)
+    return BLOCK, cdiv(max(inputs, form.unit * form.num_sums), BLOCK)
 
 
 def whole_row(inputs: int, form: ActivationLayout) -> int:
     """Numbers of a program that has a whole row: a power of two, with the zeros that sums count."""
-    return triton.next_power_of_2(max(inputs, form.unit * form.num_sums))
+    return next_power_of_2(max(inputs, form.unit * form.num_sums))
 
 
 def num_warps(block: int) -> int:

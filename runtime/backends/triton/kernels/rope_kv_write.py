@@ -3,15 +3,18 @@ keys and values quantized into their pages."""
 
 from __future__ import annotations
 
+from functools import cache
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from runtime.backends.triton.attention import HeadPages
-from runtime.backends.triton.fused_linear import PartialSums
+from runtime.backends.triton.fused_linear import PartialSums, SumsForm
+from runtime.backends.triton.kernels.attention_tiles import FORMS, FP8, INT4, PLAIN
 from runtime.backends.triton.kernels.common import largest, nearest, rounded, to_float16, to_fp8
 from runtime.backends.triton.kernels.norm_act import product_arguments, product_at, product_constants
-from runtime.backends.triton.kernels.paged_attention import FORMS, FP8, INT4, PLAIN
+from runtime.backends.triton.launcher import BoundKernel, Launcher
 
 
 @triton.jit
@@ -57,10 +60,11 @@ def write_head(
         tl.store(scales_ptr + place * 2 + 1, offset.to(tl.float16))
 
 
-@triton.jit(do_not_specialize=["M"], do_not_specialize_on_alignment=["slots_ptr"])
+@Launcher
+@triton.jit(do_not_specialize=["M", "splits"], do_not_specialize_on_alignment=["slots_ptr"])
 def fused_qk_norm_rope_kv_write(
     part_ptr, bias_ptr, token_scale_ptr, row_scale_ptr, norm_ptr, cos_ptr, sin_ptr, slots_ptr, query_ptr,
-    keys_ptr, key_scales_ptr, values_ptr, value_scales_ptr, eps, M, N,
+    keys_ptr, key_scales_ptr, values_ptr, value_scales_ptr, eps, M, N, splits,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROOT: tl.constexpr,
     HEAD_NORM: tl.constexpr, HADAMARD: tl.constexpr, KEY_FORM: tl.constexpr, VALUE_FORM: tl.constexpr,
     SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr, SCALED: tl.constexpr, INTERPRETED: tl.constexpr,
@@ -72,7 +76,7 @@ def fused_qk_norm_rope_kv_write(
     """
     m, head, d = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, HEAD_DIM)
     like = query_ptr.dtype.element_ty
-    qkv = part_ptr, bias_ptr, token_scale_ptr, row_scale_ptr, M, N
+    qkv = part_ptr, bias_ptr, token_scale_ptr, row_scale_ptr, M, N, splits
     x = product_at(qkv, m, head * HEAD_DIM + d, d >= 0, SPLITS, HAS_BIAS, SCALED, like, INTERPRETED)
     slot = tl.load(slots_ptr + m)
     if head < HEADS + KV_HEADS:
@@ -107,13 +111,31 @@ def qk_norm_rope_kv_write(
         slots: int64 `[M]`; nothing is stored for one below 0.
     """
     (tokens, _, head_dim), kv_heads = cos.shape, into.pages[0].shape[2]
-    heads = qkv.num_rows // head_dim - 2 * kv_heads
+    heads, width = qkv.num_rows // head_dim - 2 * kv_heads, qkv.parts.shape[2]
     query = cos.new_empty(tokens, heads, head_dim)
-    fused_qk_norm_rope_kv_write[(tokens, heads + 2 * kv_heads)](
-        *product_arguments(qkv), query if head_norm is None else head_norm, cos, sin, slots, query,
-        into.pages[0], into.scales[0], into.pages[1], into.scales[1], eps, tokens, qkv.parts.shape[2],
-        HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, ROOT=head_dim**0.5, HEAD_NORM=head_norm is not None,
-        HADAMARD=into.hadamard, KEY_FORM=FORMS[into.formats[0]], VALUE_FORM=FORMS[into.formats[1]],
-        **product_constants(qkv), num_warps=1,
-    )  # fmt: skip
+    kernel = _bound(heads, kv_heads, head_dim, qkv.form, width, head_norm is not None, into.hadamard, into.formats)
+    norm = () if head_norm is None else (head_norm,)
+    (keys, values), (key_scales, value_scales) = into.pages, into.scales
+    into_pages = keys, key_scales, values, value_scales
+    grid = tokens, heads + 2 * kv_heads
+    kernel(grid, *product_arguments(qkv), *norm, cos, sin, slots, query, *into_pages, eps, tokens)
     return query
+
+
+@cache
+def _bound(
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    sums: SumsForm,
+    width: int,
+    has_norm: bool,
+    is_hadamard: bool,
+    formats: tuple[str, str],
+) -> BoundKernel:
+    norm = {} if has_norm else {"norm_ptr": None}
+    key_form, value_form = (FORMS[name] for name in formats)
+    return fused_qk_norm_rope_kv_write.bind(
+        **norm, N=width, HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, ROOT=head_dim**0.5, HEAD_NORM=has_norm,
+        HADAMARD=is_hadamard, KEY_FORM=key_form, VALUE_FORM=value_form, **product_constants(sums), num_warps=1,
+    )  # fmt: skip

@@ -7,7 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from runtime.backends.base import FORBIDDEN, INFINITE, UNDECIDED
+from runtime.backends.sampling_kernel import FORBIDDEN, INFINITE, UNDECIDED
+from runtime.backends.triton.launcher import Launcher
+from runtime.backends.triton.sizes import cdiv, next_power_of_2
 from runtime.core.batch import SamplingTensors
 
 GAMMA = tl.constexpr(0x9E3779B97F4A7C15)
@@ -57,6 +59,7 @@ def are_close(highest, second):
     return highest - second <= ABSOLUTE + RELATIVE * tl.abs(highest)
 
 
+@Launcher
 @triton.jit(
     do_not_specialize=["PARTS"], do_not_specialize_on_alignment=["seeds_ptr", "positions_ptr", "temperature_ptr"]
 )
@@ -86,6 +89,7 @@ def sample_parts(
     tl.store(sums_ptr + place + (row + 1) * PARTS, second)
 
 
+@Launcher
 @triton.jit(do_not_specialize=["PARTS"], do_not_specialize_on_alignment=["temperature_ptr", "tokens_ptr"])
 def join_parts(
     sums_ptr, ids_ptr, temperature_ptr, tokens_ptr, PARTS, BLOCK: tl.constexpr,
@@ -107,6 +111,7 @@ def join_parts(
     tl.store(tokens_ptr + row, token.to(tl.int64))
 
 
+@Launcher
 @triton.jit(
     do_not_specialize=["K"],
     do_not_specialize_on_alignment=["truncated_ptr", "unknown_ptr", "seeds_ptr", "positions_ptr", "tokens_ptr"],
@@ -142,13 +147,13 @@ def sample_rows(logits: Tensor, scores: Tensor, tensors: SamplingTensors, tokens
         scores: the logits as requests want them, or `logits` itself.
     """
     rows, vocab_size = logits.shape
-    parts = triton.cdiv(vocab_size, BLOCK)
+    parts = cdiv(vocab_size, BLOCK)
     sums, ids = logits.new_empty(rows, 2, parts), logits.new_empty(rows, parts, dtype=torch.int32)
     sample_parts[(rows, parts)](
         logits, scores, tensors.seeds, tensors.positions, tensors.temperature, sums, ids, vocab_size, parts, BLOCK=BLOCK
     )
     outcomes = {"INFINITE": INFINITE, "FORBIDDEN": FORBIDDEN, "UNDECIDED": UNDECIDED}
-    block = triton.next_power_of_2(parts)
+    block = next_power_of_2(parts)
     join_parts[(rows,)](sums, ids, tensors.temperature, tokens, parts, BLOCK=block, **outcomes, num_warps=1)
 
 
@@ -165,5 +170,5 @@ def sample_from_listed(
     rows, listed = scores.shape
     sample_listed_kernel[(rows,)](
         scores, ids, is_truncated, unknown, tensors.seeds, tensors.positions, tokens, listed,
-        BLOCK=triton.next_power_of_2(listed), UNDECIDED=UNDECIDED, num_warps=1,
+        BLOCK=next_power_of_2(listed), UNDECIDED=UNDECIDED, num_warps=1,
     )  # fmt: skip

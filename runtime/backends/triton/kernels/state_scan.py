@@ -15,8 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from runtime.backends.triton.kernels.causal_conv import CHUNK
+from runtime.backends.triton.kernels.causal_conv import CHUNK, PLACES
 from runtime.backends.triton.kernels.common import multiply, rounded
+from runtime.backends.triton.launcher import Launcher
 from runtime.core.state_rows import StateRows
 
 SHORT = 16
@@ -107,7 +108,8 @@ def product(a, b, total, INTERPRETED: tl.constexpr):
         return tl.dot(a, (b - high.to(tl.float32)).to(a.dtype), tl.dot(a, high, total))
 
 
-@triton.jit
+@Launcher
+@triton.jit(do_not_specialize_on_alignment=PLACES)
 def state_step(
     x_ptr, gates_ptr, decay_ptr, bias_ptr, skip_ptr, states_ptr, out_ptr, read_slots_ptr, write_slots_ptr,
     row_starts_ptr, segment_starts_ptr, first_segments_ptr, stride, gate, scale, lower, upper,
@@ -154,7 +156,8 @@ def state_step(
             tl.store(states_ptr + tl.load(write_slots_ptr + segment) * size + place, state)
 
 
-@triton.jit
+@Launcher
+@triton.jit(do_not_specialize_on_alignment=PLACES)
 def chunk_products(
     x_ptr, gates_ptr, decay_ptr, bias_ptr, solved_ptr, shared_ptr, chunks_ptr, row_starts_ptr, stride, gate, scale,
     lower, upper, HEADS: tl.constexpr, SHARED: tl.constexpr, KEY_DIM: tl.constexpr, QUERY: tl.constexpr,
@@ -193,7 +196,8 @@ def chunk_products(
             tl.store(solved_ptr + place, solved, mask=inside[:, None])
 
 
-@triton.jit
+@Launcher
+@triton.jit(do_not_specialize_on_alignment=PLACES)
 def state_scan(
     x_ptr, gates_ptr, decay_ptr, bias_ptr, skip_ptr, solved_ptr, shared_ptr, states_ptr, out_ptr, read_slots_ptr,
     write_slots_ptr, row_starts_ptr, segment_starts_ptr, first_segments_ptr, stride, gate, scale, lower, upper,

@@ -1,64 +1,105 @@
-"""Weight-only GEMM and skinny GEMM of 2- to 4-bit codes: kernels and launches."""
+"""Weight-only GEMM and skinny GEMM of 2- to 8-bit codes: kernels and launches."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.nn import functional
 
+from runtime.backends.triton.device import num_processors
 from runtime.backends.triton.fused_linear import SUMS, ActivationLayout, PartialSums, QuantizedInput, finished
-from runtime.backends.triton.kernels.common import grouped_tile, multiply, store_tile, unpack, unpack_instructions
-from runtime.backends.triton.kernels.configs import EXPAND, SKINNY, KernelConfig, Plan, config_for
+from runtime.backends.triton.kernels.common import (
+    code_offset,
+    grouped_tile,
+    multiply,
+    split_tile,
+    store_sums,
+    store_tile,
+    unpack,
+    unpack_instructions,
+)
+from runtime.backends.triton.kernels.configs import EXPAND, SKINNY, KernelConfig, Plan, bucket_of, panel_rows
 from runtime.backends.triton.kernels.norm_act import PackedLinear
+from runtime.backends.triton.kernels.split_product import SplitProduct
 from runtime.backends.triton.kernels.weight_layout import InterleavedWeight, tile_inputs
+from runtime.backends.triton.launcher import Launcher
+from runtime.backends.triton.sizes import cdiv
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit
+def zero_and_scale(words, like: tl.constexpr):
+    """Zero points and scales as float32, of words that hold both as type `like`."""
+    if like == tl.bfloat16:
+        return (words << 16).to(tl.float32, bitcast=True), (words & -65536).to(tl.float32, bitcast=True)
+    elif like == tl.float16:
+        zero, scale = words.to(tl.int16), (words >> 16).to(tl.int16)
+        return zero.to(tl.float16, bitcast=True).to(tl.float32), scale.to(tl.float16, bitcast=True).to(tl.float32)
+    else:
+        zero, scale = words.to(tl.int32), (words >> 32).to(tl.int32)
+        return zero.to(tl.float32, bitcast=True), scale.to(tl.float32, bitcast=True)
+
+
+@Launcher
+@triton.jit(do_not_specialize=["M", "num_tiles", "tiles_per_split"])
 def w4a16_skinny_gemm(
-    x_ptr, words_ptr, scale_ptr, zero_ptr, sums_ptr, part_ptr,
-    M, N, K, num_tiles, tiles_per_split,
-    BITS: tl.constexpr, GROUP_SIZE: tl.constexpr, UNIT: tl.constexpr, MIDPOINT: tl.constexpr, HAS_ZERO: tl.constexpr,
-    EVEN_K: tl.constexpr, BFLOAT16: tl.constexpr, PTX: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, STAGES: tl.constexpr, INTERPRETED: tl.constexpr,
+    x_ptr, words_ptr, scale_ptr, sums_ptr, part_ptr, M, N, K, num_tiles, tiles_per_split,
+    BITS: tl.constexpr, GROUP_SIZE: tl.constexpr, UNIT: tl.constexpr, SCALE_TYPE: tl.constexpr, EVEN_K: tl.constexpr,
+    BFLOAT16: tl.constexpr, PTX: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, STAGES: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Partial sums `part [splits, M, N]` float32 of `x [M, K]` and packed weights with N rows, a multiple of BLOCK_N.
 
-    `sums [K / unit, M]` are those of `x` over the unit that shares a scale inside a tile.
+    `sums [K / unit, M]` are those of `x` over the unit that shares a scale inside a tile. They are taken off tile by
+    tile, as the offset of small codes would drown sums of a long row.
     """
     TILE: tl.constexpr = 512 // BITS
-    OFFSET: tl.constexpr = 128.0 if BFLOAT16 else 1024.0
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    split = tl.program_id(1)
-    m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
+    WHOLE_ROW: tl.constexpr = BITS == 8 and GROUP_SIZE == 0
+    n, split, m = split_tile(BLOCK_N, BLOCK_M)
     lane = tl.arange(0, 32)
     has_token = m < M
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     first = split * tiles_per_split
     words_ptrs = words_ptr + (first.to(tl.int64) * N + n)[:, None] * 32 + lane[None, :]
+    all_x = tl.zeros((BLOCK_M,), tl.float32)
+    if GROUP_SIZE == 0:
+        zero, scale = zero_and_scale(tl.load(scale_ptr + n), SCALE_TYPE)
     for tile in tl.range(first, tl.minimum(first + tiles_per_split, num_tiles), num_stages=STAGES):
         words = tl.load(words_ptrs, eviction_policy="evict_first")
         for unit in tl.static_range(TILE // UNIT):
-            raw = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+            raw = total if WHOLE_ROW else tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
             for plane in tl.static_range(unit * (UNIT // 32), (unit + 1) * (UNIT // 32)):
                 k = tile * TILE + plane * 32 + lane
                 inside = has_token[None, :] if EVEN_K else has_token[None, :] & (k < K)[:, None]
                 x = tl.load(x_ptr + m[None, :] * K + k[:, None], mask=inside, other=0.0)
                 raw = multiply(unpack(words, plane, BITS, BFLOAT16, PTX, INTERPRETED), x, raw, INTERPRETED)
-            group = (tile * TILE + unit * UNIT) // GROUP_SIZE if GROUP_SIZE > 0 else 0
-            scale = tl.load(scale_ptr + group * N + n).to(tl.float32)
+            if GROUP_SIZE > 0:
+                group = (tile * TILE + unit * UNIT) // GROUP_SIZE
+                zero, scale = zero_and_scale(tl.load(scale_ptr + group * N + n), SCALE_TYPE)
             x_sum = tl.load(sums_ptr + (tile * (TILE // UNIT) + unit) * M + m, mask=has_token, other=0.0)
-            if HAS_ZERO:
-                zero = tl.load(zero_ptr + group * N + n).to(tl.float32)
-                total += scale[:, None] * (raw - (OFFSET + zero)[:, None] * x_sum[None, :])
+            if WHOLE_ROW:
+                total = raw
+                all_x += x_sum
             else:
-                total += scale[:, None] * (raw - (OFFSET + MIDPOINT) * x_sum[None, :])
+                total += scale[:, None] * (raw - (code_offset(BITS, BFLOAT16) + zero)[:, None] * x_sum[None, :])
         words_ptrs += N * 32
-    tl.store(part_ptr + (split * M + m[None, :]) * N + n[:, None], total, mask=has_token[None, :])
+    if WHOLE_ROW:
+        total = scale[:, None] * (total - (code_offset(BITS, BFLOAT16) + zero)[:, None] * all_x[None, :])
+    store_sums(part_ptr, total, split, m[None, :], n[:, None], M, N)
+
+
+@triton.jit
+def centred_plane(
+    words, zero, plane: tl.constexpr, BITS: tl.constexpr, BFLOAT16: tl.constexpr, PTX: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """`code - zero` of a plane `[n, 32]`, for zero `[n]`: exact in 16 bits."""
+    codes = unpack(words, plane, BITS, BFLOAT16, PTX, INTERPRETED)
+    return codes - (zero + code_offset(BITS, BFLOAT16)).to(codes.dtype)[:, None]
 
 
 @triton.jit
@@ -66,81 +107,76 @@ def dequantized_plane(
     words, zero, scale, plane: tl.constexpr, BITS: tl.constexpr, BFLOAT16: tl.constexpr, PTX: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """`(code - zero) * scale` of a plane `[n, 32]`, for zero and scale `[n]` in the dtype of the activations.
-
-    The difference is exact; the product is rounded once.
-    """
-    OFFSET: tl.constexpr = 128.0 if BFLOAT16 else 1024.0
-    codes = unpack(words, plane, BITS, BFLOAT16, PTX, INTERPRETED)
-    centred = codes - (zero + OFFSET).to(codes.dtype)[:, None]
-    product = centred * scale.to(codes.dtype)[:, None]
-    return product.to(scale.dtype)
-
-
-@triton.jit
-def zero_and_scale(zero_ptr, scale_ptr, place, MIDPOINT: tl.constexpr, HAS_ZERO: tl.constexpr):
-    """Zero point as float32 and scale as stored, of rows `place [n]` in their arrays."""
-    scale = tl.load(scale_ptr + place)
-    if HAS_ZERO:
-        zero = tl.load(zero_ptr + place).to(tl.float32)
-    else:
-        zero = tl.full(place.shape, MIDPOINT, tl.float32)
-    return zero, scale
+    """`(code - zero) * scale` of a plane `[n, 32]`, for zero and scale `[n]` in the dtype of the activations: rounded
+    once."""
+    centred = centred_plane(words, zero, plane, BITS, BFLOAT16, PTX, INTERPRETED)
+    return (centred * scale.to(centred.dtype)[:, None]).to(scale.dtype)
 
 
 @triton.jit
 def dequantized_product(
-    x_ptr, words_ptr, scale_ptr, zero_ptr, x_row, has_row, n, STRIDE, K, num_tiles,
-    BITS: tl.constexpr, GROUP_SIZE: tl.constexpr, UNIT: tl.constexpr, MIDPOINT: tl.constexpr, HAS_ZERO: tl.constexpr,
-    EVEN_K: tl.constexpr, BFLOAT16: tl.constexpr, PTX: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
-    STAGES: tl.constexpr, INTERPRETED: tl.constexpr,
+    x_ptr, words_ptr, scale_ptr, x_row, has_row, n, STRIDE, K, first, stop,
+    BITS: tl.constexpr, GROUP_SIZE: tl.constexpr, UNIT: tl.constexpr, SCALE_TYPE: tl.constexpr, EVEN_K: tl.constexpr,
+    BFLOAT16: tl.constexpr, PTX: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, STAGES: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Float32 products `[BLOCK_N, BLOCK_M]` of rows `n` of packed weights, STRIDE in all, and rows `x_row` (int64) of
-    `x [., K]`, which count as zeros where `has_row` is false."""
+    `x [., K]`, which count as zeros where `has_row` is false, over tiles of inputs from `first` to `stop`. Weights are
+    rounded to 16 bits if they have groups; else their sums are scaled."""
     TILE: tl.constexpr = 512 // BITS
     lane = tl.arange(0, 32)
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    words_ptrs = words_ptr + n.to(tl.int64)[:, None] * 32 + lane[None, :]
-    for tile in tl.range(0, num_tiles, num_stages=STAGES):
+    words_ptrs = words_ptr + (tl.cast(first, tl.int64) * STRIDE + n)[:, None] * 32 + lane[None, :]
+    if GROUP_SIZE == 0:
+        zero, scale = zero_and_scale(tl.load(scale_ptr + n), SCALE_TYPE)
+    for tile in tl.range(first, stop, num_stages=STAGES):
         words = tl.load(words_ptrs)
         for unit in tl.static_range(TILE // UNIT):
-            group = (tile * TILE + unit * UNIT) // GROUP_SIZE if GROUP_SIZE > 0 else 0
-            zero, scale = zero_and_scale(zero_ptr, scale_ptr, group * STRIDE + n, MIDPOINT, HAS_ZERO)
+            if GROUP_SIZE > 0:
+                group = (tile * TILE + unit * UNIT) // GROUP_SIZE
+                zero, scale = zero_and_scale(tl.load(scale_ptr + group * STRIDE + n), SCALE_TYPE)
             for plane in tl.static_range(unit * (UNIT // 32), (unit + 1) * (UNIT // 32)):
                 k = tile * TILE + plane * 32 + lane
                 inside = has_row[None, :] if EVEN_K else has_row[None, :] & (k < K)[:, None]
                 x = tl.load(x_ptr + x_row[None, :] * K + k[:, None], mask=inside, other=0.0)
-                weight = dequantized_plane(
-                    words, zero, scale.to(x_ptr.dtype.element_ty), plane, BITS, BFLOAT16, PTX, INTERPRETED
-                )
+                if GROUP_SIZE > 0:
+                    like = x_ptr.dtype.element_ty
+                    weight = dequantized_plane(words, zero, scale.to(like), plane, BITS, BFLOAT16, PTX, INTERPRETED)
+                else:
+                    weight = centred_plane(words, zero, plane, BITS, BFLOAT16, PTX, INTERPRETED)
                 total = multiply(weight, x, total, INTERPRETED)
         words_ptrs += STRIDE * 32
-    return total
+    return total if GROUP_SIZE > 0 else total * scale[:, None]
 
 
-@triton.jit(do_not_specialize=["M"])
+@Launcher
+@triton.jit(do_not_specialize=["M", "num_tiles", "tiles_per_split"])
 def w4a16_gemm(
-    x_ptr, words_ptr, scale_ptr, zero_ptr, bias_ptr, y_ptr, M, N, K, ROWS, num_tiles,
-    BITS: tl.constexpr, GROUP_SIZE: tl.constexpr, UNIT: tl.constexpr, MIDPOINT: tl.constexpr, HAS_ZERO: tl.constexpr,
-    HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr, BFLOAT16: tl.constexpr, PTX: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, GROUP_M: tl.constexpr, STAGES: tl.constexpr,
-    INTERPRETED: tl.constexpr,
+    x_ptr, words_ptr, scale_ptr, bias_ptr, y_ptr, M, N, K, ROWS, num_tiles, tiles_per_split,
+    BITS: tl.constexpr, GROUP_SIZE: tl.constexpr, UNIT: tl.constexpr, SCALE_TYPE: tl.constexpr, HAS_BIAS: tl.constexpr,
+    EVEN_K: tl.constexpr, BFLOAT16: tl.constexpr, PTX: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
+    GROUP_M: tl.constexpr, STAGES: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """`y [M, ROWS]` of `x [M, K]` and packed weights with N rows, a multiple of BLOCK_N."""
+    """`y [splits, M, ROWS]` in its own dtype, for each split of K, of `x [M, K]` and packed weights with N rows, a
+    multiple of BLOCK_N."""
     n, m = grouped_tile(M, N, BLOCK_N, BLOCK_M, GROUP_M)
+    split = tl.program_id(1)
+    first = split * tiles_per_split
     total = dequantized_product(
-        x_ptr, words_ptr, scale_ptr, zero_ptr, m.to(tl.int64), m < M, n, N, K, num_tiles, BITS, GROUP_SIZE, UNIT,
-        MIDPOINT, HAS_ZERO, EVEN_K, BFLOAT16, PTX, BLOCK_N, BLOCK_M, STAGES, INTERPRETED,
+        x_ptr, words_ptr, scale_ptr, m.to(tl.int64), m < M, n, N, K, first,
+        tl.minimum(first + tiles_per_split, num_tiles), BITS, GROUP_SIZE, UNIT, SCALE_TYPE, EVEN_K, BFLOAT16, PTX,
+        BLOCK_N, BLOCK_M, STAGES, INTERPRETED,
     )  # fmt: skip
     if HAS_BIAS:
         total += tl.load(bias_ptr + n, mask=n < ROWS, other=0.0).to(tl.float32)[:, None]
-    store_tile(y_ptr, total, m[None, :], n[:, None], M, ROWS)
+    store_sums(y_ptr, total, split, m[None, :], n[:, None], M, ROWS)
 
 
+@Launcher
 @triton.jit
 def expand(
-    words_ptr, scale_ptr, zero_ptr, weight_ptr, first_row, ROWS, N, K,
-    BITS: tl.constexpr, GROUP_SIZE: tl.constexpr, UNIT: tl.constexpr, MIDPOINT: tl.constexpr, HAS_ZERO: tl.constexpr,
+    words_ptr, scale_ptr, weight_ptr, first_row, ROWS, N, K,
+    BITS: tl.constexpr, GROUP_SIZE: tl.constexpr, UNIT: tl.constexpr, SCALE_TYPE: tl.constexpr,
     BFLOAT16: tl.constexpr, PTX: tl.constexpr, BLOCK_N: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Dequantizes rows from `first_row` on into `weight [ROWS, K]`, for a dense product over very many tokens."""
@@ -150,7 +186,7 @@ def expand(
     words = tl.load(words_ptr + (tile.to(tl.int64) * N + n)[:, None] * 32 + lane[None, :])
     for unit in tl.static_range(TILE // UNIT):
         group = (tile * TILE + unit * UNIT) // GROUP_SIZE if GROUP_SIZE > 0 else 0
-        zero, scale = zero_and_scale(zero_ptr, scale_ptr, group * N + n, MIDPOINT, HAS_ZERO)
+        zero, scale = zero_and_scale(tl.load(scale_ptr + group * N + n), SCALE_TYPE)
         for plane in tl.static_range(unit * (UNIT // 32), (unit + 1) * (UNIT // 32)):
             k = tile * TILE + plane * 32 + lane
             weight = dequantized_plane(
@@ -166,11 +202,16 @@ GROUP_M = 8
 
 @dataclass(frozen=True, slots=True)
 class W4A16Linear(PackedLinear):
-    """A weight of 2- to 4-bit codes in planes; the plan says which kernel multiplies by it for how many tokens."""
+    """A weight of 2- to 8-bit codes in planes; the plan says which kernel multiplies by it for how many tokens."""
 
     weight: InterleavedWeight
     bias: Tensor | None
     plan: Plan
+
+    @cached_property
+    def _products(self) -> dict[tuple[int, torch.dtype], SplitProduct]:
+        """Prepared launches, by bucket and dtype of inputs."""
+        return {}
 
     @property
     def nbytes(self) -> int:
@@ -178,62 +219,67 @@ class W4A16Linear(PackedLinear):
 
     def activation_layout(self, num_tokens: int) -> ActivationLayout:
         """Rows, with their sums beside them where the skinny GEMM reads those."""
-        if config_for(self.plan, num_tokens).kernel != SKINNY:
-            return ActivationLayout()
+        return self._sums if self.plan[bucket_of(num_tokens)].kernel == SKINNY else ActivationLayout()
+
+    @cached_property
+    def _sums(self) -> ActivationLayout:
         unit = self.weight.unit
         return ActivationLayout(SUMS, unit, len(self.weight.words) * tile_inputs(self.weight.bits) // unit)
 
     def product(self, x: QuantizedInput) -> PartialSums:
-        config = config_for(self.plan, len(x.rows))
+        """Finished rows; sums without the bias by the skinny GEMM and where there are several splits."""
+        (tokens, _), dtype = x.rows.shape, x.rows.dtype
+        bucket = bucket_of(tokens)
+        if self.plan[bucket].kernel == EXPAND:
+            return finished(self._expanded(x.rows))
+        if (bucket, dtype) not in self._products:
+            self._products[bucket, dtype] = self._prepare(self.plan[bucket], dtype)
+        sums = self._products[bucket, dtype](x.rows, *(() if x.beside is None else (x.beside,)))
+        return PartialSums(sums, self.weight.shape[0], self.bias if sums.dtype == torch.float32 else None)
+
+    def _prepare(self, config: KernelConfig, dtype: torch.dtype) -> SplitProduct:
+        (tiles, stride, _), (rows, inputs) = self.weight.words.shape, self.weight.shape
+        tiles_per_split = cdiv(tiles, config.splits)
+        splits, blocks_n = cdiv(tiles, tiles_per_split), stride // config.block_n
+        given = {
+            "words_ptr": self.weight.words,
+            "scale_ptr": self.weight.scales,
+            "N": stride,
+            "K": inputs,
+            "num_tiles": tiles,
+            "tiles_per_split": tiles_per_split,
+            **layout_constants(self.weight, dtype),
+            **_tile(self.weight, config),
+        }
         if config.kernel == SKINNY:
-            return self._skinny(x, config)
-        return finished(self._expanded(x.rows) if config.kernel == EXPAND else self._gemm(x.rows, config))
-
-    def _skinny(self, x: QuantizedInput, config: KernelConfig) -> PartialSums:
-        (tokens, inputs), (tiles, rows) = x.rows.shape, self.weight.words.shape[:2]
-        tiles_per_split = triton.cdiv(tiles, config.splits)
-        splits = triton.cdiv(tiles, tiles_per_split)
-        parts = x.rows.new_empty(splits, tokens, rows, dtype=torch.float32)
-        w4a16_skinny_gemm[rows // config.block_n, splits, triton.cdiv(tokens, config.block_m)](
-            x.rows, *_pointers(self.weight), x.beside, parts, tokens, rows, inputs, tiles, tiles_per_split,
-            **layout_constants(self.weight, x.rows.dtype), **_tile(self.weight, config),
-        )  # fmt: skip
-        return PartialSums(parts, self.weight.shape[0], self.bias)
-
-    def _gemm(self, x: Tensor, config: KernelConfig) -> Tensor:
-        (tokens, inputs), (tiles, rows) = x.shape, self.weight.words.shape[:2]
-        y = x.new_empty(tokens, self.weight.shape[0])
-        w4a16_gemm[(rows // config.block_n * triton.cdiv(tokens, config.block_m),)](
-            x, *_pointers(self.weight), x if self.bias is None else self.bias, y,
-            tokens, rows, inputs, y.shape[1], tiles, **layout_constants(self.weight, x.dtype),
-            HAS_BIAS=self.bias is not None, GROUP_M=GROUP_M, **_tile(self.weight, config),
-        )  # fmt: skip
-        return y
+            return SplitProduct(w4a16_skinny_gemm.bind(**given), stride, blocks_n, splits, config.block_m)
+        bias, out = (self.bias, dtype) if splits == 1 else (None, torch.float32)
+        kernel = w4a16_gemm.bind(**given, bias_ptr=bias, ROWS=rows, HAS_BIAS=bias is not None, GROUP_M=GROUP_M)
+        return SplitProduct(kernel, rows, blocks_n, splits, config.block_m, out, is_grouped=True)
 
     def _expanded(self, x: Tensor) -> Tensor:
+        """Rows by dense products of panels of the weight, each written where it belongs."""
         rows, inputs = self.weight.shape
-        step = max(64, EXPANDED_ELEMENTS // inputs // 64 * 64)
+        step = panel_rows(rows, EXPANDED_ELEMENTS // inputs, len(x), num_processors(x.device))
         panel = x.new_empty(min(step, rows), inputs)
         y = x.new_empty(len(x), rows)
         for first in range(0, rows, step):
             stop = min(first + step, rows)
             dense = expand_rows(self.weight, first, panel[: stop - first])
-            y[:, first:stop] = functional.linear(x, dense, None if self.bias is None else self.bias[first:stop])
+            if self.bias is None:
+                torch.mm(x, dense.T, out=y[:, first:stop])
+            else:
+                torch.addmm(self.bias[first:stop], x, dense.T, out=y[:, first:stop])
         return y
 
 
 def expand_rows(weight: InterleavedWeight, first: int, out: Tensor) -> Tensor:
     """Fills `out [R, K]` with the dequantized rows from `first`, a multiple of 64, on."""
-    expand[len(weight.words), triton.cdiv(len(out), 64)](
-        *_pointers(weight), out, first, len(out), weight.words.shape[1], weight.shape[1],
+    expand[len(weight.words), cdiv(len(out), 64)](
+        weight.words, weight.scales, out, first, len(out), weight.words.shape[1], weight.shape[1],
         **layout_constants(weight, out.dtype), BLOCK_N=64, num_warps=4,
     )  # fmt: skip
     return out
-
-
-def _pointers(weight: InterleavedWeight) -> tuple[Tensor, Tensor, Tensor]:
-    """Words, scales and zero points; an unused argument must still be a pointer."""
-    return weight.words, weight.scales, weight.words if weight.zero_points is None else weight.zero_points
 
 
 def _tile(weight: InterleavedWeight, config: KernelConfig) -> dict[str, Any]:
@@ -246,6 +292,9 @@ def _tile(weight: InterleavedWeight, config: KernelConfig) -> dict[str, Any]:
     }
 
 
+SCALE_TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
+
+
 def layout_constants(weight: InterleavedWeight, dtype: torch.dtype) -> dict[str, Any]:
     """Compile-time constants of kernels that read the layout."""
     is_bfloat16 = dtype == torch.bfloat16
@@ -253,8 +302,7 @@ def layout_constants(weight: InterleavedWeight, dtype: torch.dtype) -> dict[str,
         "BITS": weight.bits,
         "GROUP_SIZE": weight.group_size,
         "UNIT": weight.unit,
-        "MIDPOINT": weight.midpoint,
-        "HAS_ZERO": weight.zero_points is not None,
+        "SCALE_TYPE": SCALE_TYPES[weight.scale_dtype],
         "BFLOAT16": is_bfloat16,
         "PTX": unpack_instructions(weight.bits, is_bfloat16),
         "INTERPRETED": triton.knobs.runtime.interpret,

@@ -21,7 +21,12 @@ from runtime.backends.base import Target
 PLANE = 32
 ROW_MULTIPLE = 128
 """Rows are filled up to this with zeros, so that no kernel needs to mask its loads of weights."""
-SCALE_BYTES = 2
+ZERO_AND_SCALE_BYTES = 4
+"""Bytes of a zero point and a 16-bit scale in one word: GPUs copy no less to shared memory while they compute."""
+SIGN = 128
+"""Bit by which a byte and the signed byte 128 below it differ."""
+WORDS = {torch.float16: torch.int32, torch.bfloat16: torch.int32, torch.float32: torch.int64}
+"""Words of twice the width of a scale."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,18 +35,17 @@ class InterleavedWeight:
 
     Attributes:
         words: int16 `[tiles, rows, 32]`, rows at least N.
-        scales: `[groups, rows]` in the dtype of the checkpoint.
-        zero_points: uint8 `[groups, rows]`, or None when every zero point is `midpoint`.
-        bits: of a stored code, 2 or 4; 3-bit codes are stored in 4.
+        scales: `[groups, rows]`, words with the zero point in the low half and the scale in the high one, both as
+            `scale_dtype`, which is that of the checkpoint.
+        bits: of a stored code, 2, 4 or 8; codes of other widths are stored in the next of these.
         group_size: inputs that share a scale; 0 when all of a row do.
         shape: N and K.
     """
 
     words: Tensor
     scales: Tensor
-    zero_points: Tensor | None
+    scale_dtype: torch.dtype
     bits: int
-    midpoint: int
     group_size: int
     shape: tuple[int, int]
 
@@ -52,7 +56,7 @@ class InterleavedWeight:
 
     @property
     def nbytes(self) -> int:
-        return self.words.nbytes + self.scales.nbytes + (0 if self.zero_points is None else self.zero_points.nbytes)
+        return self.words.nbytes + self.scales.nbytes
 
 
 def interleaved_bytes(scheme: Scheme, rows: int, inputs: int, target: Target) -> int:
@@ -60,7 +64,7 @@ def interleaved_bytes(scheme: Scheme, rows: int, inputs: int, target: Target) ->
     bits, padded = stored_bits(scheme.bits), rows + -rows % ROW_MULTIPLE
     tiles = -(-inputs // tile_inputs(bits))
     groups = -(-tiles * tile_inputs(bits) // scheme.group_size) if scheme.group_size else 1
-    return padded * (tiles * PLANE * 2 + groups * (SCALE_BYTES + (0 if scheme.symmetric else 1)))
+    return padded * (tiles * PLANE * 2 + groups * ZERO_AND_SCALE_BYTES)
 
 
 def tile_inputs(bits: int) -> int:
@@ -69,17 +73,18 @@ def tile_inputs(bits: int) -> int:
 
 
 def stored_bits(bits: int) -> int:
-    return 2 if bits == 2 else 4
+    """Returns 2, 4 or 8."""
+    return next(width for width in (2, 4, 8) if width >= bits)
 
 
 def interleave(weight: IntegerWeight, device: torch.device) -> InterleavedWeight:
-    """Codes of 2 to 4 bits, in groups of a multiple of 32 inputs or in one, as planes. Inputs beyond K get code 0 and
-    scale 0, and the kernels multiply them by nothing."""
+    """Codes of 2 to 8 bits, in groups of a multiple of 32 inputs or in one, as planes; those of 8 as signed bytes, 128
+    below. Inputs beyond K get code 0 and scale 0, and the kernels multiply them by nothing."""
     bits = stored_bits(weight.scheme.bits)
     tile = tile_inputs(bits)
     (rows, inputs), scheme = weight.shape, weight.scheme
     more_rows, more_inputs = -rows % ROW_MULTIPLE, -inputs % tile
-    codes = functional.pad(weight.qweight.to(device), (0, more_inputs, 0, more_rows))
+    codes = functional.pad(weight.qweight.to(device), (0, more_inputs, 0, more_rows)) ^ (SIGN if bits == 8 else 0)
     planes = codes.view(rows + more_rows, -1, 16 // bits, PLANE).to(torch.int32)
     shifts = torch.arange(0, 16, bits, dtype=torch.int32, device=device)
     words = (planes << shifts[:, None]).sum(2, dtype=torch.int32).to(torch.int16).transpose(0, 1).contiguous()
@@ -89,5 +94,5 @@ def interleave(weight: IntegerWeight, device: torch.device) -> InterleavedWeight
         functional.pad(t.to(device), (0, more_groups, 0, more_rows)).T.contiguous()
         for t in (weight.scales, weight.zero_points)
     )
-    zero_or_none = None if scheme.symmetric else zero
-    return InterleavedWeight(words, scale, zero_or_none, bits, scheme.midpoint, group_size, weight.shape)
+    scales = torch.stack([zero.to(scale.dtype), scale], -1).view(WORDS[scale.dtype]).squeeze(-1)
+    return InterleavedWeight(words, scales, scale.dtype, bits, group_size, weight.shape)

@@ -10,7 +10,7 @@ from compress.checkpoint.weights import Activations, Fp8, Int, Scheme
 from runtime.backends.base import Target
 from runtime.backends.registry import choose_linear
 from runtime.backends.triton.attention import attention_unsupported_reason
-from runtime.backends.triton.linear import unsupported_reason
+from runtime.backends.triton.device import Gpu, unsupported_reason
 from runtime.core.memory_plan import MemoryPlan
 
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
@@ -22,8 +22,7 @@ PLANED = [Int(4, 128), Int(4, 32, False), Int(4, None, False), Int(4, 96), Int(3
 def older_gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.device:
     """A GPU of a compute capability."""
     pytest.importorskip("triton")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: request.param)
+    monkeypatch.setattr("runtime.backends.triton.device.gpu_of", lambda device: Gpu("older", request.param, 40))
     return GPU
 
 

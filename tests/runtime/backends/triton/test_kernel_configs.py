@@ -6,7 +6,10 @@ import pytest
 import torch
 
 from compress.common.errors import DataError
+from runtime.backends.measured import table_path
+from runtime.backends.triton import device as triton_device
 from runtime.backends.triton import linear as triton_linear
+from runtime.backends.triton.device import Gpu
 from runtime.backends.triton.kernels.configs import (
     BUCKETS,
     EXPAND,
@@ -16,8 +19,12 @@ from runtime.backends.triton.kernels.configs import (
     config_for,
     default_plan,
     measured_plan,
+    panel_rows,
     to_json,
 )
+
+LAYERS = ((6144, 32), (4096, 32), (28672, 32), (4096, 112))
+"""Rows and tiles of the linears of an 8B model."""
 
 
 @pytest.mark.parametrize(("rows", "tiles"), [(128, 1), (4096, 32), (28672, 32), (8192, 112)])
@@ -28,10 +35,39 @@ def test_defaults_split_no_more_than_there_is_to_do(rows: int, tiles: int) -> No
     assert all(config.splits <= max(1, tiles // 4) for config in plan.values())
 
 
-def test_small_layers_are_split_to_fill_the_processors() -> None:
-    config = default_plan(4, 4096, 32, 132)[1]
-    assert 4096 // config.block_n * config.splits > 3 * 132
-    assert default_plan(4, 28672, 32, 132)[1].splits == 3
+def busy(rows: int, tiles: int, tokens: int) -> float:
+    """Returns the programs of a product over the 132 processors of an H200."""
+    config = default_plan(4, rows, tiles, 132)[tokens]
+    return -(-rows // config.block_n) * -(-tokens // config.block_m) * config.splits / 132
+
+
+def test_few_tokens_have_several_programs_for_each_processor() -> None:
+    assert all(busy(rows, tiles, tokens) > 2.8 for rows, tiles in LAYERS for tokens in (1, 8, 16, 32))
+
+
+@pytest.mark.parametrize("tokens", [64, 128, 256])
+def test_layers_with_few_outputs_are_split_to_fill_the_processors(tokens: int) -> None:
+    assert all(busy(4096, tiles, tokens) > 0.95 for tiles in (32, 112))
+
+
+def test_tiles_are_no_larger_than_the_tokens() -> None:
+    plan = default_plan(4, 4096, 32, 132)
+    assert [plan[m].block_m for m in (1, 2, 4, 8, 16, 32, 64)] == [8, 8, 8, 8, 16, 32, 64]
+
+
+@pytest.mark.parametrize(("tokens", "most"), [(2048, 3072), (4096, 3072), (8192, 877)])
+def test_panels_fill_whole_waves(tokens: int, most: int) -> None:
+    for rows in (4096, 6144, 28672):
+        panel = panel_rows(rows, most, tokens, 132)
+        assert panel % 256 == 0
+        assert panel <= most
+        sizes = [*[panel] * (rows // panel), *([rows % panel] if rows % panel else [])]
+        tiles = [-(-size // 256) * -(-tokens // 128) for size in sizes]
+        assert sum(tiles) > 0.9 * 132 * sum(-(-each // 132) for each in tiles)
+
+
+def test_a_long_row_makes_panels_of_one_step() -> None:
+    assert panel_rows(4096, 100, 2048, 132) == 256
 
 
 def test_a_call_takes_the_next_bucket() -> None:
@@ -53,9 +89,8 @@ def test_a_measured_table_is_read_back_and_filled(tmp_path: Path) -> None:
 def test_a_table_is_of_4_bit_codes_alone(tmp_path: Path, monkeypatch) -> None:
     few = KernelConfig(SKINNY, 128, 16, splits=5)
     monkeypatch.setattr(triton_linear, "TABLES", tmp_path)
-    monkeypatch.setattr(triton_linear, "num_processors", lambda device: 132)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
-    triton_linear.table_path("Some GPU").write_text(to_json("Some GPU", {(4096, 1024): {16: few}}))
+    monkeypatch.setattr(triton_device, "gpu_of", lambda device: Gpu("Some GPU", (9, 0), 132))
+    table_path(tmp_path, "Some GPU").write_text(to_json("Some GPU", {(4096, 1024): {16: few}}))
     device = torch.device("cuda")
     assert triton_linear._plan(device, 4, 4096, 8, (4096, 1024))[1] == few
     assert triton_linear._plan(device, 4, 4096, 8, (4096, 2048)) == default_plan(4, 4096, 8, 132)

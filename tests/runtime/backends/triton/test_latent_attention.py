@@ -74,8 +74,10 @@ def reference(absorbed: Tensor, rotated: Tensor, keys: Tensor, latents: Tensor, 
 
 
 def assert_close(found: Tensor, wanted: Tensor) -> None:
+    """On a GPU shares of latents are rounded to 16 bits for their product."""
+    bound = 4e-3 if found.is_cuda else 2e-3
     found = found.double().to(wanted.device)
-    assert (found - wanted).norm() / wanted.norm() < 2e-3
+    assert (found - wanted).norm() / wanted.norm() < bound
 
 
 CASES = [
@@ -183,7 +185,9 @@ def test_a_step_agrees_with_plain_torch(gpu, scheme: KVCacheScheme) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("family", ["deepseek_v3", "youtu"])
 def test_greedy_tokens_through_the_engine(gpu, tmp_path, family: str) -> None:
-    folder = save_tiny_model(tmp_path / "model", family, **VARIANTS[family] | {"kv_lora_rank": RANK})
+    folder = save_tiny_model(
+        tmp_path / "model", family, **VARIANTS[family] | {"kv_lora_rank": RANK, "qk_rope_head_dim": ROTATED}
+    )
     answers, greedy = [], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
     for fused in (False, True):
         engine = small_engine(load_model(folder, dtype="float32"), prefill_chunk=16, kv_cache="int8")

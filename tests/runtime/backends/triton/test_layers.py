@@ -10,6 +10,7 @@ import torch
 from decoder_configs import decoder_config
 from engines import answer_all
 from poisoned_memory import poison, poisoned_allocations
+from rounding import assert_same_bits
 from tiny_models import random_weight
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -252,9 +253,12 @@ def test_padding_changes_nothing(gpu, kind, format: str) -> None:
     alone, padded = world.cache(format, world.dtype), world.cache(format, world.dtype)
     expected = logits_of(decoder, alone, make_batch(STEPS[1], gpu), fused=True)
     found = logits_of(decoder, padded, make_batch(STEPS[1], gpu, padding=2), fused=True)
-    assert torch.equal(found[: len(expected)], expected)
+    if gpu.type == "cuda":  # cuBLAS, which computes the logits, chooses its kernel by the number of rows
+        torch.testing.assert_close(found[: len(expected)], expected, rtol=0, atol=2e-3 * expected.abs().max().item())
+    else:
+        assert torch.equal(found[: len(expected)], expected)
     for name, tensor in alone.pages.memory.tensors.items():
-        assert torch.equal(tensor, padded.pages.memory.tensors[name]), name
+        assert_same_bits(padded.pages.memory.tensors[name], tensor, name)
 
 
 class Launches(TorchDispatchMode):
@@ -283,7 +287,7 @@ class Launches(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(("kind", "launches"), [(INT4, 11), (W8A8, 11), (INT8, 10), ("dense", 10)], ids=str)
+@pytest.mark.parametrize(("kind", "launches"), [(INT4, 10), (W8A8, 10), (INT8, 10), ("dense", 9)], ids=str)
 def test_launches_of_a_layer(gpu, monkeypatch, kind, launches: int) -> None:
     if gpu.type == "cuda":
         pytest.skip("launches are counted in the interpreter")

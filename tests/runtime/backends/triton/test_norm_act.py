@@ -5,6 +5,7 @@ import pytest
 import torch
 from covering import covering
 from poisoned_memory import poisoned_allocations
+from rounding import assert_same_bits
 from torch import Tensor
 
 from compress.checkpoint.scale_search import quantize_tokens
@@ -118,8 +119,15 @@ def check_rows(plain: Tensor, expected: Tensor, found: QuantizedInput, form: Act
     assert (plain != expected).float().mean() < 0.02
     assert torch.allclose(plain.double(), expected.double(), rtol=1e-2, atol=1e-6)
     in_form = convert_input(plain, form)
-    assert torch.equal(found.rows, in_form.rows)
-    assert form.kind == ROWS or torch.allclose(found.beside, in_form.beside, atol=1e-5)
+    assert_same_bits(found.rows, in_form.rows)
+    assert form.kind == ROWS or torch.allclose(found.beside, in_form.beside, **beside_bound(form, plain))
+
+
+def beside_bound(form: ActivationLayout, rows: Tensor) -> dict[str, float]:
+    """A GPU may round a number of a row, the peak too, by a step that is 2^-7 of it at most."""
+    if not rows.is_cuda:
+        return {"atol": 1e-5}
+    return {"atol": 2**-6 * rows.abs().max().item()} if form.kind == SUMS else {"rtol": 2**-7}
 
 
 @pytest.mark.parametrize(("kind", "form", "dtype"), covering([None, *KINDS], FORMS, DTYPES), ids=str)
@@ -135,7 +143,7 @@ def test_norm_adds_and_normalizes(gpu, kind: str | None, form: ActivationLayout,
     with poisoned_allocations():
         plain = add_rms_norm(hidden.clone(), update, weight, EPS, ActivationLayout()).rows
         found = add_rms_norm(hidden, update, weight, EPS, form)
-    assert torch.equal(hidden, expected_hidden)
+    assert_same_bits(hidden, expected_hidden)
     check_rows(plain, expected, found, form)  # squares are added in another order
 
 
@@ -159,8 +167,8 @@ def test_levels_of_rows_that_are_longer_than_a_program(gpu, form: ActivationLayo
         silu_and_mul(gate_up, form, torch.float16),
         convert_input(silu_and_mul(gate_up, ActivationLayout(), torch.float16).rows, form),
     )
-    assert torch.equal(found.rows, in_form.rows)
-    assert torch.equal(found.beside, in_form.beside)
+    assert_same_bits(found.rows, in_form.rows)
+    assert torch.allclose(found.beside, in_form.beside, rtol=2**-7 if gpu.type == "cuda" else 0, atol=0)
 
 
 def test_rows_of_a_called_linear_may_have_any_strides(gpu) -> None:

@@ -6,6 +6,7 @@ import torch
 from covering import covering
 from decoder_configs import decoder_config
 from poisoned_memory import poison, poisoned_allocations
+from rounding import FEW, assert_same_bits, bits
 from torch import Tensor
 
 from compress.checkpoint.kv_cache import KVCacheScheme
@@ -66,12 +67,21 @@ def test_the_same_bytes_as_plain_torch(gpu, format: str, head_dim: int, dtype: t
     query, pages = written(finished(heads.flatten(1)), scheme, head_norm, cos, sin, slots)
     assert query.dtype == dtype
     if not normed:
-        assert torch.equal(query, rotated[:, :HEADS])
+        assert_same_bits(query, rotated[:, :HEADS])
     assert torch.allclose(query.double(), rotated[:, :HEADS].double(), rtol=1e-2, atol=2e-2)
-    for name, tensor in expected.memory.tensors.items():
-        found = pages.memory.tensors[name].contiguous().view(torch.uint8)
-        wrong = (found != tensor.contiguous().view(torch.uint8)).float().mean()
-        assert wrong <= (2e-3 if normed else 0), name  # of the norm, squares are added in another order
+    check_pages(pages, expected, slots[kept], 2e-3 if normed else 0)  # of the norm, squares are added in another order
+
+
+def check_pages(found: KVPages, expected: KVPages, slots: Tensor, apart: float = 0) -> None:
+    """The same bytes except a share of all; on a GPU a share of those written to layer 1, and no others."""
+    for name, wanted in expected.memory.tensors.items():
+        differing = bits(found.memory.tensors[name]) != bits(wanted)
+        if wanted.is_cuda:
+            written = differing[1].flatten(0, 1)[slots]
+            assert written.float().mean() <= FEW + 2 / written.numel(), name
+            assert int(differing.sum()) == int(written.sum()), name
+        else:
+            assert differing.float().mean() <= apart, name
 
 
 @pytest.mark.parametrize("format", ["fp8", "int8", "int4"])
@@ -86,8 +96,7 @@ def test_heads_that_are_no_numbers_are_not_hidden(gpu, format: str) -> None:
     rotated = by_torch(heads[:, : HEADS + KV_HEADS].clone(), None, cos, sin, scheme.rotate)
     expected.write(1, slots, rotated[:, HEADS:], heads[:, HEADS + KV_HEADS :])
     pages = written(finished(heads.flatten(1)), scheme, None, cos, sin, slots)[1]
-    for name, tensor in expected.memory.tensors.items():
-        assert torch.equal(pages.memory.tensors[name].nan_to_num(777), tensor.nan_to_num(777)), name
+    check_pages(pages, expected, slots)
 
 
 @pytest.mark.parametrize("scaled", [False, True])
@@ -108,6 +117,5 @@ def test_parts_are_added_up_first(gpu, scaled: bool) -> None:
     cos, sin = angles.cos().to(gpu, dtype), angles.sin().to(gpu, dtype)
     found = written(qkv, scheme, None, cos, sin, slots)
     expected = written(finished(split_k_reduce(qkv, dtype)), scheme, None, cos, sin, slots)
-    assert torch.equal(found[0], expected[0])
-    for name, tensor in expected[1].memory.tensors.items():
-        assert torch.equal(found[1].memory.tensors[name].nan_to_num(777), tensor.nan_to_num(777)), name
+    assert_same_bits(found[0], expected[0])
+    check_pages(found[1], expected[1], slots[slots >= 0])

@@ -28,12 +28,15 @@ from runtime.backends.base import Target
 from runtime.backends.state_kernels import StateSteps
 from runtime.backends.triton.states import STATE_KERNELS
 from runtime.core.request import SamplingParams
+from runtime.core.state_rows import decode_state_rows
 from runtime.core.step import NO_STATE
 from runtime.model.decoder import Decoder
 from runtime.model.loader import load_model
 
 LONG = [(75, 4, ((2, 7), (70, 4), (74, 2))), (1, 1, ((0, 1),)), (3, 5, ((0, 0), (2, 6))), (18, NO_STATE, ((17, 3),))]
 """Segments shorter and longer than a chunk, a single token, a draft and a beginning."""
+DRAFTED = [(4, 5, ((0, 0), (1, 1), (2, 2), (3, 3))), (4, NO_STATE, ((0, 4), (1, 6), (2, 7), (3, 8)))]
+"""As captured steps lay drafts out: the state behind each token is kept."""
 KERNELS = {kernel.mixer: kernel for kernel in STATE_KERNELS}
 DELTA_NETS = [delta_net(2, 1, 32, 16, True), delta_net(2, 2, 16, 64, False), delta_net(2, 1, 128, 128, True)]
 MAMBAS = [
@@ -72,17 +75,26 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
         (MAMBAS[0], DECODE),
         *(pytest.param(mixer, DECODE, marks=pytest.mark.full) for mixer in (*DELTA_NETS, *MAMBAS[1:])),
         *(pytest.param(mixer, LONG, marks=pytest.mark.full) for mixer in (*DELTA_NETS[:2], *MAMBAS)),
+        *(pytest.param(mixer, DRAFTED, marks=pytest.mark.full) for mixer in (DELTA_NETS[1], MAMBAS[1])),
     ],
 )
 def test_equals_plain_torch(gpu, mixer: GatedDeltaNet | Mamba2, spans: list) -> None:
-    """On a GPU products round factors to 11 bits."""
-    compare(mixer, spans, gpu, torch.float32, 2e-3 if gpu.type == "cuda" else 1e-5)
+    """On a GPU products round factors to 11 bits, one after the other."""
+    compare(mixer, spans, gpu, torch.float32, 5e-3 if gpu.type == "cuda" else 1e-5)
+
+
+def test_captured_steps_lay_drafts_out_as_others_do() -> None:
+    expected = state_rows(DRAFTED)
+    found = decode_state_rows(expected.read_slots, expected.write_slots)
+    for name in ("read_slots", "write_slots", "row_starts", "segment_starts", "first_segments"):
+        assert torch.equal(getattr(found, name), getattr(expected, name)), name
+    assert (found.lengths, found.counts) == (expected.lengths, expected.counts)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("mixer", [DELTA_NETS[1], MAMBAS[0]])
 def test_16_bit_activations_are_rounded_and_nothing_else(gpu, mixer: GatedDeltaNet | Mamba2) -> None:
-    compare(mixer, LONG, gpu, torch.float16, 2e-3)
+    compare(mixer, LONG, gpu, torch.float16, 5e-3 if gpu.type == "cuda" else 2e-3)
 
 
 @pytest.mark.full

@@ -1,0 +1,89 @@
+"""GPUs as Triton kernels see them: which one a device is, and whether it is new enough."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+
+import torch
+
+FIRST_CAPABILITY = (8, 0)
+"""Ampere: asynchronous copies, bfloat16 and 8-bit products on tensor cores."""
+NATIVE_CAPABILITY = (8, 9)
+"""Compute capability since which GPUs multiply 8-bit floats: Ada and Hopper."""
+
+HOPPER = (9, 0)
+"""Products of warpgroups."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """An NVIDIA GPU as its driver describes it.
+
+    Attributes:
+        processors: number of multiprocessors.
+    """
+
+    name: str
+    capability: tuple[int, int]
+    processors: int
+
+
+def gpu_of(device: torch.device) -> Gpu | None:
+    """Describes the GPU of a device; None for another device, and for a GPU that is not there."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return None
+    found = torch.cuda.get_device_properties(device)
+    return Gpu(found.name, (found.major, found.minor), found.multi_processor_count)
+
+
+@cache
+def has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
+def gpu_name(device: torch.device) -> str:
+    """Name that the driver gives a GPU; empty where there is none."""
+    gpu = gpu_of(device)
+    return "" if gpu is None else gpu.name
+
+
+def num_processors(device: torch.device) -> int:
+    """Multiprocessors of a GPU; 1 for a CPU, where Triton's interpreter runs one program after the other."""
+    gpu = gpu_of(device)
+    return 1 if gpu is None else gpu.processors
+
+
+def is_gpu(device: torch.device) -> bool:
+    """Whether a device is a GPU; one that is not there, and only planned for, is one."""
+    return device.type == "cuda" or gpu_of(device) is not None
+
+
+def has_capability(device: torch.device, least: tuple[int, int]) -> bool:
+    """Whether a GPU has a compute capability; one that is not there, and only planned for, is taken to."""
+    gpu = gpu_of(device)
+    return gpu is None or gpu.capability >= least
+
+
+def multiplies_fp8(device: torch.device) -> bool:
+    """Whether a GPU multiplies 8-bit floats itself; one that is not there, and only planned for, is taken to."""
+    return is_gpu(device) and has_capability(device, NATIVE_CAPABILITY)
+
+
+def unsupported_reason(device: torch.device, dtype: torch.dtype) -> str:
+    """Why no Triton kernel of a model serves a dtype on a device; empty where they may."""
+    if reason := device_unsupported_reason(device):
+        return reason
+    return "" if dtype in (torch.bfloat16, torch.float16) else "computes in 16 bits"
+
+
+def device_unsupported_reason(device: torch.device) -> str:
+    """Why no Triton kernel runs on a device; empty where they may."""
+    if not is_gpu(device):
+        return "runs on NVIDIA GPUs"
+    if not has_triton():
+        return "needs Triton"
+    if not has_capability(device, FIRST_CAPABILITY):
+        return f"needs a GPU of compute capability {FIRST_CAPABILITY[0]}.{FIRST_CAPABILITY[1]} or newer"
+    return ""

@@ -1,0 +1,59 @@
+"""Launches of 8B decoders through Triton's real path, onto a driver without a GPU."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+if shutil.which("cc") is None:
+    pytest.skip("needs a C compiler", allow_module_level=True)
+
+from jit_without_gpu.cases import FORMS
+from jit_without_gpu.numbers import reading_zeros
+from jit_without_gpu.own_process import compile_in_own_process
+from jit_without_gpu.served import launch_with_blocks, serve_first_tokens
+
+MOST_BUILDS = 20
+"""Until the second token: each is a wait of about a second."""
+
+
+@pytest.mark.full
+@pytest.mark.every_combination
+@pytest.mark.parametrize("form", FORMS)
+def test_few_builds_come_before_the_second_token_and_triton_binds_no_launch_twice(tmp_path: Path, form: str) -> None:
+    builds, launches, bound_again = compile_in_own_process(tmp_path, serve_first_tokens, form)
+    assert not any(build.cached for build in builds)
+    assert len({build.identity for build in builds}) == len(builds) <= MOST_BUILDS
+    layers = FORMS[form].read_config()["num_hidden_layers"]
+    assert launches >= 2 * 5 * layers
+    assert bound_again == 0
+
+
+@pytest.mark.full
+def test_a_grid_that_no_gpu_has_is_refused(tmp_path: Path) -> None:
+    assert compile_in_own_process(tmp_path, launch_with_blocks, 2**16 - 1) == 1
+    with pytest.raises(RuntimeError, match="invalid argument"):
+        compile_in_own_process(tmp_path, launch_with_blocks, 2**16)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled beside a GPU")
+def test_a_process_that_interprets_kernels_has_no_session() -> None:
+    with pytest.raises(RuntimeError, match="TRITON_INTERPRET"):
+        launch_with_blocks(1)
+
+
+def test_tensors_without_numbers_read_as_zeros_within_a_session_only() -> None:
+    empty = torch.empty(2, 3, dtype=torch.int64, device="meta")
+    with reading_zeros():
+        assert empty[0].tolist() == [0, 0, 0]
+        assert torch.ones(3).copy_(empty[0]).tolist() == [0, 0, 0]
+        assert not empty[0, 0]
+        assert empty.new_empty(4, dtype=torch.int8).dtype == torch.int8
+        assert torch.ones(2).tolist() == [1, 1]
+        assert torch.ones(2).new_empty(3).device.type == "cpu"
+    with pytest.raises(NotImplementedError):
+        empty.tolist()
+    with pytest.raises(NotImplementedError):
+        torch.ones(3).copy_(empty[0])

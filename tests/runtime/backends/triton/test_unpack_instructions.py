@@ -1,0 +1,68 @@
+"""The PTX that unpacks codes, which the interpreter cannot run, computed one instruction after the other."""
+
+import re
+
+import pytest
+import torch
+from torch import Tensor
+
+HALVES = {"f16x2": torch.float16, "bf16x2": torch.bfloat16}
+
+
+def halves(word: int, kind: str) -> Tensor:
+    """Returns the two floats of a word, exactly."""
+    low, high = ((half ^ 0x8000) - 0x8000 for half in (word & 0xFFFF, word >> 16))
+    return torch.tensor([low, high], dtype=torch.int16).view(HALVES[kind]).double()
+
+
+def joined(numbers: Tensor, kind: str) -> int:
+    low, high = (half & 0xFFFF for half in numbers.to(HALVES[kind]).view(torch.int16).tolist())
+    return high << 16 | low
+
+
+def lop3(a: int, b: int, c: int, table: int) -> int:
+    """Each bit of the result is the bit of the table that the bits of a, b and c number."""
+    terms = [(a if row & 4 else ~a) & (b if row & 2 else ~b) & (c if row & 1 else ~c) for row in range(8)]
+    return sum(term & 0xFFFFFFFF for row, term in enumerate(terms) if table >> row & 1) & 0xFFFFFFFF
+
+
+def run(text: str, word: int) -> int:
+    """Runs PTX on an input and returns its output."""
+    registers = {"$1": word}
+
+    def value(name: str) -> int:
+        return registers[name] if name in registers else int(name, 0)
+
+    for name, operands in re.findall(r"(lop3|shr|mov|add|fma)\.([^;]*);", text):
+        kind, rest = operands.split(" ", 1)
+        target, *given = (part.strip() for part in rest.split(","))
+        numbers = [value(part) for part in given]
+        if name == "lop3":
+            registers[target] = lop3(*numbers)
+        elif name == "shr":
+            registers[target] = numbers[0] >> numbers[1]
+        elif name == "mov":
+            registers[target] = numbers[0]
+        else:
+            kind = kind.split(".")[-1]
+            first, *others = (halves(number, kind) for number in numbers)
+            registers[target] = joined(first + others[0] if name == "add" else first * others[0] + others[1], kind)
+    return registers["$0"]
+
+
+@pytest.mark.parametrize("is_bfloat16", [True, False])
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_every_code_comes_out_as_offset_and_code(bits: int, is_bfloat16: bool) -> None:
+    from runtime.backends.triton.kernels.common import unpack_instructions
+
+    offset = -128 if bits == 8 else 128 if is_bfloat16 else 1024
+    noise = 0x5AA59669
+    for plane, text in enumerate(unpack_instructions(bits, is_bfloat16)):
+        shift = plane * bits
+        for code in range(1 << bits):
+            other = (1 << bits) - 1 - code
+            stored = [each ^ 128 if bits == 8 else each for each in (code, other)]
+            field = ((1 << bits) - 1) << shift
+            word = noise & ~(field << 16 | field) | stored[1] << shift + 16 | stored[0] << shift
+            found = halves(run(text, word), "bf16x2" if is_bfloat16 else "f16x2")
+            assert found.tolist() == [offset + code, offset + other]

@@ -1,0 +1,109 @@
+"""Decoders that are served without a GPU: builds until the first tokens, of the warm-up, and after it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from unittest.mock import patch
+
+import torch
+
+from jit_without_gpu.builds import Build
+from jit_without_gpu.cases import CASES, Case
+from jit_without_gpu.decoders import decodes, drafted, make_decoder, make_runner, prompts
+from jit_without_gpu.session import DEVICE, H200, Card, gpu_without_hardware
+from runtime.backends.triton.fused_linear import SUMS, ActivationLayout
+from runtime.core.config import RuntimeConfig
+from runtime.core.request import SamplingParams
+from runtime.core.step import StepPlan
+from runtime.runner.runner import ModelRunner
+from runtime.runner.warm_up import warm_up
+
+OPTIONS = {"max_num_seqs": 64, "num_blocks": 8192, "max_num_batched_tokens": 2048, "prefill_chunk": 2048}
+PROMPTS = ([1], [2], [17], [64], [65], [128], [200], [513], [1024], [1025], [2048], [16] * 8, [17, 33, 1000])
+"""Lengths of prompts of one step."""
+DECODES = (([2], 1), ([300, 5], 2), ([1000], 3), ([129], 8), ([129], 11), ([700], 24), ([40], 48), ([513], 64))
+"""Tokens of sequences that are decoded, in turn, and how many there are."""
+DRAFTS = ([], [-1, -1, 0, 1])
+"""Parents of drafted tokens: a chain and a tree."""
+SAMPLING = (
+    SamplingParams(temperature=0),
+    SamplingParams(temperature=0.7),
+    SamplingParams(temperature=0.7, top_p=0.9),
+)
+
+
+@dataclass(frozen=True)
+class Served:
+    """Builds of one decoder.
+
+    Attributes:
+        builds: all of them.
+        late: of steps behind the warm-up, which should have found all that they need.
+        launches: of the steps behind it.
+        kernels: how it is computed.
+    """
+
+    builds: list[Build]
+    late: list[Build]
+    launches: int
+    kernels: tuple[str, ...]
+
+
+def serve_first_tokens(name: str) -> tuple[list[Build], int, int]:
+    """Builds and launches for a prompt and a first decode step of a case, and how many of their launches Triton binds
+    when both are computed again."""
+    from triton.runtime.jit import JITFunction
+
+    case = CASES[name]
+    with gpu_without_hardware() as gpu:
+        runner = _runner(case, RuntimeConfig(**OPTIONS, **case.options))
+        runner.execute(prompts(runner, [128]))
+        runner.execute(decodes(runner, [129]))
+        builds, launches = list(gpu.builds), gpu.launches
+        with patch.object(JITFunction, "run", autospec=True, side_effect=JITFunction.run) as bind:
+            runner.execute(prompts(runner, [128]))
+            runner.execute(decodes(runner, [129]))
+        return builds, launches, bind.call_count
+
+
+def serve(name: str, card: Card = H200) -> Served:
+    """Warms up for a case and computes many steps."""
+    case = CASES[name]
+    config = RuntimeConfig(**OPTIONS, **case.options, warm_up=True)
+    with gpu_without_hardware(card) as gpu:
+        runner = _runner(case, config)
+        warm_up(runner, config)
+        count, launches = len(gpu.builds), gpu.launches
+        for plan in _steps(runner):
+            runner.execute(plan)
+        late, launches = gpu.builds[count:], gpu.launches - launches
+        for parents in DRAFTS if case.drafts else ():
+            runner.execute(drafted(runner, [300, 40], parents))
+        return Served(gpu.builds, late, launches, (*runner.decoder.description, runner.kernels.describe()))
+
+
+def _runner(case: Case, config: RuntimeConfig) -> ModelRunner:
+    return make_runner(make_decoder(case.read_config(), case.scheme, case.head), config)
+
+
+def _steps(runner: ModelRunner) -> Iterator[StepPlan]:
+    for sampling in SAMPLING:
+        for lengths in PROMPTS:
+            yield prompts(runner, lengths, sampling)
+        for lengths, count in DECODES:
+            yield decodes(runner, (lengths * count)[:count], sampling)
+
+
+def launch_with_blocks(blocks: int) -> int:
+    """Launches a kernel whose grid has a second dimension of this size; returns the number of launches.
+
+    Raises:
+        RuntimeError: what Triton says where the GPU has no such grid.
+    """
+    with gpu_without_hardware() as gpu:
+        from runtime.backends.triton.kernels.norm_act import BLOCK, convert_input
+
+        size = blocks * BLOCK
+        convert_input(torch.empty(1, size, dtype=torch.bfloat16, device=DEVICE), ActivationLayout(SUMS, 32, size // 32))
+        return gpu.launches
