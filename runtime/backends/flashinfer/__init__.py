@@ -1,0 +1,26 @@
+"""Attention of the package flashinfer-python (extra `flashinfer`) over 16-bit pages, in steps that are not captured."""
+
+from runtime.backends.base import AttentionKernel, Backend, LayersKernel, register
+from runtime.backends.flashinfer.attention import prepare_attention, unsupported_reason, verdict
+from runtime.backends.kv_pages import make_pages
+from runtime.backends.triton.layers import TritonLayers, layers_unsupported_reason
+
+register(
+    Backend(
+        "flashinfer",
+        "cuda",
+        attention=AttentionKernel(
+            "prompts by flashinfer, captured steps by Triton",
+            unsupported_reason,
+            make_pages,
+            prepare_attention,
+            verdict=verdict,
+        ),
+        layers=LayersKernel(
+            "fused kernels between products",
+            layers_unsupported_reason,
+            lambda model, cache, windows: TritonLayers(model, cache),
+            records=True,
+        ),
+    )
+)
