@@ -15,7 +15,7 @@ from runtime.core.draft_tree import ancestor_bits, paths
 from runtime.core.request import Constraint, SamplingParams
 from runtime.core.request import Sequence as LiveSequence
 from runtime.core.state_rows import StateRows
-from runtime.core.step import ScheduledSequence
+from runtime.core.step import KNOWN, ScheduledSequence
 
 MIN_SHARED_BLOCKS = 16
 """Short spans of equally many tokens share one attention call when their block tables round up to the same power of
@@ -108,8 +108,8 @@ def build_batch(
     ordered = [entry for group in groups for entry in group]
     stops = list(accumulate(entry.num_tokens for entry in ordered))
     parts = [
-        list(chain.from_iterable(_token_ids(entry) for entry in ordered)),
-        list(chain.from_iterable(_positions(entry) for entry in ordered)),
+        list(chain.from_iterable(token_ids_of(entry) for entry in ordered)),
+        list(chain.from_iterable(positions_of(entry) for entry in ordered)),
         list(chain.from_iterable(slots_of(entry, block_size) for entry in ordered)),
         list(chain.from_iterable(_sample_rows(entry, stop) for entry, stop in zip(ordered, stops, strict=True))),
         list(chain.from_iterable(_key_positions(entry, block_size, attention_window) for entry in ordered))
@@ -204,10 +204,10 @@ def num_hidden_keys(entry: ScheduledSequence, block_size: int, attention_window:
 
 def _key_positions(entry: ScheduledSequence, block_size: int, attention_window: AttentionWindow) -> list[int]:
     num_hidden = num_hidden_keys(entry, block_size, attention_window)
-    return [position - num_hidden for position in _positions(entry)]
+    return [position - num_hidden for position in positions_of(entry)]
 
 
-def _positions(entry: ScheduledSequence) -> Iterable[int]:
+def positions_of(entry: ScheduledSequence) -> Iterable[int]:
     """Positions of the span's tokens in the text; draft tokens that follow the same token share one."""
     if entry.has_tree:
         return [entry.start, *(entry.start + len(path) for path in paths(entry.draft_parents))]
@@ -218,7 +218,10 @@ def _stop(entry: ScheduledSequence) -> int:
     return entry.start + entry.num_tokens
 
 
-def _token_ids(entry: ScheduledSequence) -> list[int]:
+def token_ids_of(entry: ScheduledSequence) -> list[int]:
+    """Tokens of the span, draft tokens included; 0 for one that only the step before knows."""
+    if entry.source_row != KNOWN:
+        return [0]
     token_ids = entry.sequence.token_ids[entry.start : _stop(entry)]
     if len(token_ids) < entry.num_tokens:
         token_ids += entry.sequence.draft_token_ids[: entry.num_tokens - len(token_ids)]
@@ -283,7 +286,7 @@ def upload_columns(
 def to_device(host: Tensor, device: torch.device) -> Tensor:
     """A tensor of the host on a device; itself on a CPU. It goes through pinned memory, which torch does not reuse
     before the copy is done: from other memory a copy waits for all that the device has to do."""
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+    return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,7 +310,7 @@ class SamplingMetadata:
     @property
     def changes_logits(self) -> bool:
         """Whether bias, mask or penalties apply."""
-        return bool(self.sampling.logit_bias) or self.mask is not None or self.sampling.has_penalties
+        return self.mask is not None or self.sampling.reads_history
 
 
 def build_sampling_metadata(entry: ScheduledSequence) -> list[SamplingMetadata]:
@@ -320,14 +323,15 @@ def build_sampling_metadata(entry: ScheduledSequence) -> list[SamplingMetadata]:
     draft = sequence.draft_token_ids[: entry.num_draft_tokens]
     masks = _masks(sequence.constraint, draft)
     drafted = [[], *([draft[number] for number in path] for path in paths(entry.draft_parents))] if draft else [[]]
-    return [_metadata(sequence, before, mask) for before, mask in zip(drafted, masks, strict=True)]
+    position = entry.start + entry.num_tokens - entry.num_draft_tokens
+    return [_metadata(sequence, position, before, mask) for before, mask in zip(drafted, masks, strict=True)]
 
 
-def _metadata(sequence: LiveSequence, drafted: list[int], mask: bytes | None) -> SamplingMetadata:
+def _metadata(sequence: LiveSequence, position: int, drafted: list[int], mask: bytes | None) -> SamplingMetadata:
     request, sampling = sequence.request, sequence.request.sampling
     prompt = request.prompt_token_ids if sampling.repetition_penalty != 1 else ()
     output = sequence.output_token_ids + drafted if sampling.has_penalties else ()
-    return SamplingMetadata(sampling, request.seed, sequence.num_tokens + len(drafted), prompt, output, mask)
+    return SamplingMetadata(sampling, request.seed, position + len(drafted), prompt, output, mask)
 
 
 def _masks(constraint: Constraint | None, draft: list[int]) -> list[bytes | None]:
@@ -400,3 +404,13 @@ def floats_of(sampling: SamplingParams) -> tuple[float, float, float]:
     """Temperature, top-p and min-p; only temperature 0 is greedy."""
     temperature = max(sampling.temperature, MIN_TEMPERATURE) if sampling.temperature > 0 else 0.0
     return temperature, sampling.top_p, sampling.min_p
+
+
+MIN_REPETITION_PENALTY = 1e-10
+"""Lower ones are as good as this, and what is divided by it stays finite."""
+
+
+def penalty_factors(sampling: SamplingParams) -> tuple[float, float, float]:
+    """Repetition, frequency and presence penalty."""
+    repetition = max(sampling.repetition_penalty, MIN_REPETITION_PENALTY)
+    return repetition, sampling.frequency_penalty, sampling.presence_penalty

@@ -31,10 +31,17 @@ class ComputeOptions:
     linear_backend: str = option(
         "--linear-backend",
         default="auto",
-        choices=("auto", "w4a8", "semi_structured", "reference"),
+        choices=("auto", "w4a8", "semi_structured", "humming", "reference"),
         help="Kernels for quantized weights. auto: the fastest that are exact enough; w4a8: 8-bit activations, faster "
-        "and less exact; semi_structured: 2:4 sparse weights in 16 bits on a GPU's sparse tensor cores; reference: "
-        "plain PyTorch.",
+        "and less exact; semi_structured: 2:4 sparse weights in 16 bits on a GPU's sparse tensor cores; humming: the "
+        "CUDA kernels of the package humming-kernels; reference: plain PyTorch.",
+    )
+    attention_backend: str = option(
+        "--attention-backend",
+        default="auto",
+        choices=("auto", "flashinfer"),
+        help="Attention on a GPU. auto: the project's own, or another that a table measured on this GPU prefers; "
+        "flashinfer: prompts by the package flashinfer-python, where pages are 16-bit.",
     )
     moe_expert_cache: int | None = option(
         "--moe-expert-cache",
@@ -176,9 +183,15 @@ class StateOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchOptions:
-    """Size of a batch."""
+    """Size of a batch, and how one follows the other."""
 
     max_num_seqs: int = option("--max-num-seqs", default=64, min=1, help="Most sequences in one step.")
+    overlap: bool = option(
+        "--overlap/--no-overlap",
+        default=True,
+        help="Submit the next decode step to a GPU before the tokens of the last one are read, where CUDA graphs run "
+        "it.",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,6 +235,7 @@ class RuntimeConfig(
         max_num_batched_tokens: token budget of one step.
         prefill_chunk: most prompt tokens of one sequence in one step; bounds the time between two tokens of the others.
         prefix_caching: reuse KV blocks of equal prefixes.
+        warm_up: on a GPU, compile and capture whatever any step needs before the first request.
     """
 
     block_size: int = 16
@@ -230,6 +244,7 @@ class RuntimeConfig(
     max_num_batched_tokens: int = 512
     prefill_chunk: int = 256
     prefix_caching: bool = True
+    warm_up: bool = False
 
     @property
     def max_span_tokens(self) -> int:

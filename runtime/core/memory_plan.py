@@ -8,6 +8,9 @@ from compress.checkpoint.kv_cache import UNCOMPRESSED, KVCacheScheme
 from compress.checkpoint.state_dtype import STATE_FLOAT32, MeasuredStates
 from runtime.core.attention_window import FULL_ATTENTION, AttentionWindow
 
+MAX_COPIED_KEYS = 32768
+"""Keys of one sequence that a step on a GPU may copy out of their pages, for one layer at a time."""
+
 
 @dataclass(frozen=True, slots=True)
 class KVCacheChoice:
@@ -115,6 +118,14 @@ def most_running(num_slots: int) -> int:
 
 NO_STATES = StateSlots()
 
+MOST_DRAFT_ROWS = 256
+"""Tokens of a captured step that verifies drafts: with more of them computing takes longer than launching."""
+
+
+def captured_rows(num_sequences: int, num_draft_tokens: int) -> int:
+    """Tokens of the largest captured step: one of each sequence, and its draft as far as `MOST_DRAFT_ROWS` reach."""
+    return max(num_sequences, min(num_sequences * (1 + num_draft_tokens), MOST_DRAFT_ROWS))
+
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
@@ -132,6 +143,8 @@ class MemoryPlan:
         kv_choice: form of keys and values.
         exact: keys and values that are kept as they are beside the blocks.
         num_sequences: computed in one step, at most.
+        num_draft_tokens: of a sequence in one step, at most.
+        drafts_trees: these may be trees.
         budget: memory that the pool could take, and what stays free beside it.
         expert_bytes: experts in host memory.
         states: recurrent states, in the same memory.
@@ -152,6 +165,13 @@ class MemoryPlan:
     budget: KVBudget = NO_BUDGET
     expert_bytes: int = 0
     states: StateSlots = NO_STATES
+    num_draft_tokens: int = 0
+    drafts_trees: bool = False
+
+    @property
+    def captured_rows(self) -> int:
+        """Tokens that captured steps have room for."""
+        return captured_rows(self.num_sequences, self.num_draft_tokens)
 
     @property
     def kv_cache(self) -> KVCacheScheme:

@@ -83,7 +83,7 @@ class LogitBias:
 
     @classmethod
     def of(cls, pairs: Iterable[tuple[int, float]]) -> LogitBias:
-        """Splits pairs of a token id and a value into columns.
+        """Splits pairs of a token id and a value into columns; values of the same token are added up.
 
         Raises:
             RequestError: a value outside of its range.
@@ -92,7 +92,12 @@ class LogitBias:
         if wrong := [value for value in values if not -MAX_BIAS <= value <= MAX_BIAS]:
             rule = f"logit_bias must be between -{MAX_BIAS} and {MAX_BIAS} each"
             raise RequestError(f"logit_bias={wrong[0]!r} is not allowed", rule)
-        return cls(array("q", token_ids), array("d", values))
+        if len(set(token_ids)) == len(token_ids):
+            return cls(array("q", token_ids), array("d", values))
+        summed = dict.fromkeys(token_ids, 0.0)
+        for token_id, value in pairs:
+            summed[token_id] += value
+        return cls(array("q", summed), array("d", summed.values()))
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -146,6 +151,11 @@ class SamplingParams(TruncationParams, PenaltyParams):
     def has_penalties(self) -> bool:
         """Whether penalties apply."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+    @property
+    def reads_history(self) -> bool:
+        """Whether logits change by what is known of the sequence: by penalties, or by a bias."""
+        return bool(self.logit_bias) or self.has_penalties
 
     @property
     def is_truncated(self) -> bool:
@@ -350,6 +360,7 @@ class Sequence:
         state_marks: numbers of tokens behind which such a state is worth saving.
         saved_tokens: tokens before the state that it saved last or started from; 0 for none.
         is_held: the last sampled token is not in `token_ids` yet, because `constraint` is slow; no step may continue.
+        needs_logits: a token could not be decided without a second look at its logits, so that another may not either.
     """
 
     request: Request
@@ -372,6 +383,7 @@ class Sequence:
     state_marks: tuple[int, ...] = ()
     saved_tokens: int = 0
     is_held: bool = False
+    needs_logits: bool = False
 
     @property
     def id(self) -> str:

@@ -86,10 +86,11 @@ def whole_state_rows(lengths: Sequence[int], device: torch.device) -> StateRows:
 
 
 def decode_state_rows(read_slots: Tensor, write_slots: Tensor) -> StateRows:
-    """Lays out one row of each of S sequences; both int64 `[S]`."""
-    ones = (1,) * len(read_slots)
-    starts = torch.arange(len(ones) + 1, dtype=torch.int32, device=read_slots.device)
-    return StateRows(read_slots, write_slots, starts, starts, starts, ones, ones)
+    """Lays out equally many rows of each of S sequences, all of whose states are kept: int64 `[S]` and `[S * n]`."""
+    count, rows = len(read_slots), len(write_slots)
+    segments = torch.arange(rows + 1, dtype=torch.int32, device=read_slots.device)
+    starts = segments[:: rows // count].contiguous()
+    return StateRows(read_slots, write_slots, starts, segments, starts, (1,) * rows, (rows // count,) * count)
 
 
 def _lay_out(reads: list[int], writes: list[int], lengths: list[list[int]], device: torch.device) -> StateRows:

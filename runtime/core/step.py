@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from runtime.core.attention_window import AttentionWindow
 from runtime.core.draft_states import StateCosts
@@ -12,6 +12,9 @@ from runtime.core.request import LogprobColumns, Sequence, TokenLogprobs
 
 NO_STATE = -1
 """Slot of a sequence that begins with a recurrent state of zeros."""
+
+KNOWN = -1
+"""Row of an entry whose tokens are known."""
 
 
 @dataclass(slots=True)  # one per token, as deltas
@@ -23,6 +26,8 @@ class ScheduledSequence:
         state_read: slot with the recurrent state before the span, or `NO_STATE`.
         state_writes: pairs of an offset into the span and a slot, ascending: the recurrent state behind the token of
             that offset goes there. The last pair is that of the last token. Empty for models without such states.
+        source_row: place among the entries of the step submitted before this one, whose token is the only one of this
+            span and is not read yet; `KNOWN` where the sequence has its tokens. All entries of a plan have one or none.
     """
 
     sequence: Sequence
@@ -30,10 +35,13 @@ class ScheduledSequence:
     num_tokens: int
     state_read: int = NO_STATE
     state_writes: tuple[tuple[int, int], ...] = ()
+    source_row: int = KNOWN
 
     @property
     def num_draft_tokens(self) -> int:
         """Number of draft tokens in the span."""
+        if self.source_row != KNOWN:
+            return 0
         return max(0, self.start + self.num_tokens - self.sequence.num_tokens)
 
     @property
@@ -118,7 +126,7 @@ class StepOutput:
         tokens: sampled tokens of each entry that samples; several if draft tokens were accepted.
         prompt_logprobs: log-probabilities of the prompt tokens after those of the span, for sequences that need them.
         hidden_sums: sum of the span's final hidden states `[hidden_size]`, for sequences that embed.
-        path: how the step was run, where there are several ways: `recorded`, or why it was not among the recorded ones.
+        path: how the step was run, where there are several ways: `recorded`, why it was not, or both for its parts.
         expert_lookups: experts in host memory that all steps so far chose, and those of them found on the device.
     """
 
@@ -127,6 +135,36 @@ class StepOutput:
     hidden_sums: dict[str, list[float]] = field(default_factory=dict)
     path: str = ""
     expert_lookups: tuple[int, int] = (0, 0)
+
+
+class SubmittedStep(Protocol):
+    """A step that is being computed, or is computed."""
+
+    @property
+    def feeds_next(self) -> bool:
+        """Whether the plan submitted next may have `source_row`s of this step, before `result` is called, of sequences
+        that need nothing but their tokens of it."""
+        ...
+
+    def result(self) -> StepOutput:
+        """Waits for the output. After the next plan is submitted, a token that only a second look at the logits decides
+        is missing, and has to be drawn again.
+
+        Raises:
+            Exception: the step failed.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ComputedStep:
+    """A submitted step whose output is known."""
+
+    output: StepOutput
+    feeds_next: ClassVar[bool] = False
+
+    def result(self) -> StepOutput:
+        return self.output
 
 
 class Runner(Protocol):
@@ -182,6 +220,7 @@ class Runner(Protocol):
         """Token ids that end a sequence unless it ignores them."""
         ...
 
-    def execute(self, plan: StepPlan) -> StepOutput:
-        """Runs one forward pass over the plan's spans and samples where a span reaches the end of its sequence."""
+    def submit(self, plan: StepPlan) -> SubmittedStep:
+        """Starts one forward pass over the plan's spans, which samples where a span reaches the end of its sequence.
+        Plans are computed in the order in which they are submitted."""
         ...

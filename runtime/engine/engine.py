@@ -6,15 +6,17 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as TokenIds
+from dataclasses import replace
 from typing import Protocol
 
 from compress.common.errors import RequestError
 from runtime.core.config import RuntimeConfig
 from runtime.core.request import Delta, FinishReason, LogitBias, Request, RequestOptions, SamplingParams, Sequence
-from runtime.core.step import Runner, SampledToken, StepPlan
+from runtime.core.step import Runner, SampledToken, StepOutput, StepPlan
 from runtime.engine.block_pool import BlockPool
 from runtime.engine.metrics import Metrics
 from runtime.engine.output_processor import OutputProcessor, TextLayer, derive_seed
+from runtime.engine.overlap import FailedStep, StepInFlight, continued_rows, unsupported_reason
 from runtime.engine.scheduler import Scheduler
 from runtime.engine.state_manager import StateManager
 from runtime.engine.state_pool import StatePool
@@ -94,6 +96,7 @@ class Engine:
         self._clock = clock
         self._before_step = before_step
         self._num_requests = 0
+        self._ahead: StepInFlight | None = None
         self.output_processor = OutputProcessor(
             self.scheduler, tokenizer, runner.eos_token_ids, self.grammars, self.metrics, clock
         )
@@ -168,7 +171,8 @@ class Engine:
         return self.output_processor.end(self.output_processor.ids(), FinishReason.ABORT)
 
     def step(self) -> list[Delta]:
-        """Computes one step and returns its deltas, at most one per answer.
+        """Reads one step and returns its deltas, at most one per answer. It is planned here, unless the last call did
+        that already; where that is possible, the step after it is submitted before.
 
         If the runner raises, the requests of this step fail, with the reason in their last deltas; the others continue.
 
@@ -177,27 +181,12 @@ class Engine:
         """
         deltas = self.output_processor.end_late() + (self._before_step(self) if self._before_step else [])
         deltas += self.output_processor.release(timeout=0)
-        self._speculate()
-        plan = self._plan()
-        if not plan.entries:
+        step = (self._ahead and self._ahead.without_ended()) or self._begin()
+        if step is None:
+            self._ahead = None
             return deltas + self.output_processor.release(HELD_SECONDS)
-        self.output_processor.note_start(plan)
-        sampling = [entry.sequence for entry in plan.entries if entry.samples]
-        try:
-            output = self.runner.execute(plan)
-            sampled = [(sequence, output.tokens[sequence.id]) for sequence in sampling]
-        except Exception as error:  # a kernel may raise anything; the requests are told, the engine continues
-            deltas += self._fail_step(plan, error)
-        else:
-            self.num_failed_steps = 0
-            self._complete(plan, sampled)
-            deltas += self.output_processor.process(plan, output)
-            if output.path:
-                self.metrics.steps_by_path_total[output.path] += 1
-            if any(output.expert_lookups):
-                self.metrics.expert_cache_queries_total, self.metrics.expert_cache_hits_total = output.expert_lookups
-        self.metrics.steps_total += 1
-        return deltas
+        self._ahead = self._continue(step)
+        return deltas + self._read(step)
 
     def render_metrics(self) -> str:
         """Renders all metrics in Prometheus' text format. Any thread may call it."""
@@ -214,6 +203,63 @@ class Engine:
             )
             self.scheduler.heal()
             self.metrics.broken_invariants_total += 1
+
+    def _begin(self) -> StepInFlight | None:
+        """Plans and submits a step while none is in flight; None if there is nothing to compute."""
+        self._speculate()
+        plan = self._plan()
+        if not plan.entries:
+            return None
+        self.output_processor.note_start(plan)
+        return self._submit(plan)
+
+    def _continue(self, step: StepInFlight) -> StepInFlight | None:
+        """Plans and submits the step after one in flight; None where that has to be read first."""
+        if not self.config.overlap or self.speculator is not None or not step.submitted.feeds_next:
+            return None
+        rows = continued_rows(step)
+        reason, plan = unsupported_reason(step, len(rows), self.scheduler), None
+        if not reason and (plan := self.scheduler.schedule_ahead(rows)) is None:
+            reason = "too few free blocks"
+        self.metrics.steps_by_overlap_total[reason or "overlapped"] += 1
+        return None if plan is None else self._submit(plan)
+
+    def _submit(self, plan: StepPlan) -> StepInFlight:
+        rows = tuple(range(len(plan.entries)))
+        try:
+            return StepInFlight(plan, rows, self.runner.submit(plan))
+        except Exception as error:  # a kernel may raise anything; the requests are told when the step is read
+            return StepInFlight(plan, rows, FailedStep(error))
+
+    def _read(self, step: StepInFlight) -> list[Delta]:
+        """Waits for a step and processes its output."""
+        plan = step.plan
+        self.metrics.steps_total += 1
+        try:
+            output = step.submitted.result()
+            if self._ahead is not None:
+                plan = self._without_undecided(plan, output)
+            sampled = [(entry.sequence, output.tokens[entry.sequence.id]) for entry in plan.entries if entry.samples]
+        except Exception as error:  # a kernel may raise anything; the requests are told, the engine continues
+            return self._fail_step(plan, error)
+        self.num_failed_steps = 0
+        self._complete(plan, sampled)
+        if output.path:
+            self.metrics.steps_by_path_total[output.path] += 1
+        if any(output.expert_lookups):
+            self.metrics.expert_cache_queries_total, self.metrics.expert_cache_hits_total = output.expert_lookups
+        return self.output_processor.process(plan, output)
+
+    def _without_undecided(self, plan: StepPlan, output: StepOutput) -> StepPlan:
+        """Returns the plan without the entries whose token has to be drawn again, because the next step has replaced
+        what it is drawn from."""
+        decided = tuple(entry for entry in plan.entries if entry.sequence.id in output.tokens)
+        if len(decided) == len(plan.entries):
+            return plan
+        for entry in plan.entries:
+            if entry.sequence.id not in output.tokens:
+                self.scheduler.redraw(entry.sequence)
+        return replace(plan, entries=decided)
 
     def _speculate(self) -> None:
         """Drafts the next tokens. If the drafter raises, no request fails: speculation is turned off for good."""

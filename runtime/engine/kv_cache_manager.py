@@ -176,14 +176,15 @@ class KVCacheManager:
         child.num_computed_tokens = child.num_tokens - 1
         child.num_registered_blocks = child.num_computed_tokens // self.pool.block_size
 
-    def lacks_slot(self, sequence: Sequence) -> bool:
-        """Returns whether the next token needs a new block."""
-        index = sequence.num_computed_tokens // self.pool.block_size
+    def lacks_slot(self, sequence: Sequence, ahead: int = 0) -> bool:
+        """Returns whether the next token, or the one that many places `ahead` of it, needs a new block."""
+        index = (sequence.num_computed_tokens + ahead) // self.pool.block_size
         return index == len(sequence.block_ids) or self.pool.shared(sequence.block_ids[index])
 
-    def make_writable(self, sequence: Sequence) -> list[BlockCopy]:
-        """Gives the next token a slot of its own; there must be a free block if it needs one."""
-        index, table = sequence.num_computed_tokens // self.pool.block_size, sequence.block_ids
+    def make_writable(self, sequence: Sequence, ahead: int = 0) -> list[BlockCopy]:
+        """Gives a token as in `lacks_slot` a slot of its own; there must be a free block if it needs one."""
+        table, size = sequence.block_ids, self.pool.block_size
+        index, offset = divmod(sequence.num_computed_tokens + ahead, size)
         if index == len(table):
             table += self.pool.allocate(1)
             return []
@@ -193,7 +194,7 @@ class KVCacheManager:
             return []
         (table[index],) = self.pool.allocate(1)
         self.pool.release([source])
-        return _copy(source, table[index], sequence.num_computed_tokens % self.pool.block_size)
+        return _copy(source, table[index], offset)
 
     def num_missing(self, sequence: Sequence) -> int:
         """Returns the number of blocks to allocate for the next span of a prompt."""

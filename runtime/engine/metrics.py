@@ -95,7 +95,15 @@ class Metrics(Collector):
         default_factory=Counter, metadata={"help": "Requests ended, by reason.", "label": "finished_reason"}
     )
     steps_by_path_total: Counter[str] = field(
-        default_factory=Counter, metadata={"help": "Steps on a GPU: recorded, or why not.", "label": "path"}
+        default_factory=Counter,
+        metadata={"help": "Steps on a GPU: recorded, why not, or both.", "label": "path"},
+    )
+    steps_by_overlap_total: Counter[str] = field(
+        default_factory=Counter,
+        metadata={
+            "help": "Recorded steps read after the next was submitted: overlapped, or why not.",
+            "label": "overlap",
+        },
     )
     request_queue_time_seconds: Histogram = field(
         default_factory=Histogram, metadata={"help": "From arrival to the first step."}

@@ -36,16 +36,17 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as TokenIds
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from compress.common.errors import RequestError
 from runtime.core.attention_window import FULL_ATTENTION, AttentionWindow, held_blocks
 from runtime.core.config import RuntimeConfig
 from runtime.core.request import Request, Sequence, Status
-from runtime.core.step import BlockCopy, ScheduledSequence, StepPlan
+from runtime.core.step import ScheduledSequence, StepPlan
 from runtime.engine.block_pool import BlockPool
 from runtime.engine.fairness import Clients, count_places, first_of_each, in_prompt, in_turns, token_shares
-from runtime.engine.kv_cache_manager import KVCacheManager, TakenBlocks
+from runtime.engine.kv_cache_manager import KVCacheManager
+from runtime.engine.planned_step import PlannedStep
 from runtime.engine.state_manager import StateManager
 
 PRIORITY_PLACES = 64
@@ -61,49 +62,6 @@ class SchedulerStats:
     num_prefix_queries: int = 0
     num_prefix_hits: int = 0
     num_copies: int = 0
-
-
-@dataclass(slots=True)
-class _Step:
-    """A plan under construction.
-
-    Attributes:
-        budget: number of tokens left.
-        turns: running sequences whose turn is now or later; the last one is the next to be preempted.
-        taken: moves of blocks for sequences that got a place in this step, by sequence id.
-        copies: other copies of blocks.
-        prompts: entries with prompt tokens, by sequence id.
-        shares: most prompt tokens of each client that are left to it; None does not limit them.
-    """
-
-    budget: int
-    turns: list[Sequence] = field(default_factory=list)
-    entries: list[ScheduledSequence] = field(default_factory=list)
-    taken: dict[str, TakenBlocks] = field(default_factory=dict)
-    copies: list[BlockCopy] = field(default_factory=list)
-    prompts: dict[str, ScheduledSequence] = field(default_factory=dict)
-    shares: dict[str, int] | None = None
-
-    def add(self, sequence: Sequence, num_tokens: int) -> ScheduledSequence:
-        entry = ScheduledSequence(sequence, sequence.num_computed_tokens, num_tokens)
-        self.entries.append(entry)
-        self.budget -= num_tokens
-        return entry
-
-    def room(self, client: str) -> int:
-        """Returns the most prompt tokens of a client that the step has room for."""
-        return self.budget if self.shares is None else min(self.budget, self.shares[client])
-
-    def add_chunk(self, sequence: Sequence, longest: int) -> None:
-        """Adds as many tokens of a prompt as there is room for, to at most `longest` in all."""
-        entry = self.prompts.get(sequence.id) or self.add(sequence, 0)
-        self.prompts[sequence.id] = entry
-        rest = min(sequence.num_tokens - sequence.num_computed_tokens, longest) - entry.num_tokens
-        count = min(rest, self.room(sequence.client))
-        entry.num_tokens += count
-        self.budget -= count
-        if self.shares is not None:
-            self.shares[sequence.client] -= count
 
 
 def _order(sequence: Sequence) -> tuple[int, int, int]:
@@ -214,7 +172,7 @@ class Scheduler:
 
     def schedule(self) -> StepPlan:
         """Plans one step and allocates its blocks. Call `complete` or `fail` after the step."""
-        step = _Step(self.config.max_num_batched_tokens)
+        step = PlannedStep(self.config.max_num_batched_tokens)
         is_shared = self.clients.are_several
         if is_shared:
             self._claim_places(step)
@@ -240,6 +198,38 @@ class Scheduler:
             return plan
         states = tuple(restore for taken in step.taken.values() for restore in taken.state_restores)
         return replace(plan, state_offloads=self.states.pool.tier.take_offloads(), state_restores=states)
+
+    def schedule_ahead(self, rows: Mapping[Sequence, int]) -> StepPlan | None:
+        """Plans the step after one in flight, before that is completed: one more token of some of its sequences.
+
+        Args:
+            rows: these sequences, and the row of the step in flight that draws that token.
+
+        Returns:
+            None without free blocks for all of them.
+        """
+        sequences = [sequence for sequence in self.running if sequence in rows]
+        if self.clients.are_several:
+            sequences = in_turns(sequences)
+        for sequence in sequences:
+            self.blocks.release_evictable(sequence)
+        if sum(self.blocks.lacks_slot(sequence, 1) for sequence in sequences) > self.pool.num_free:
+            return None
+        copies = [copy for sequence in sequences for copy in self.blocks.make_writable(sequence, 1)]
+        self.stats.num_copies += len(copies)
+        entries = [ScheduledSequence(s, s.num_computed_tokens + 1, 1, source_row=rows[s]) for s in sequences]
+        return StepPlan(tuple(entries), tuple(copies))
+
+    def may_admit(self, num_running: int) -> bool:
+        """Returns whether a waiting sequence might run beside `num_running` others, or instead of one."""
+        if not self.waiting or num_running < self._max_running:
+            return bool(self.waiting)
+        return self.clients.are_several and self._is_unequal(count_places(self.running))
+
+    def redraw(self, sequence: Sequence) -> None:
+        """Lets the next step compute the last known token of a sequence again, which the one in flight has computed."""
+        self.blocks.drop_draft(sequence, sequence.num_tokens)
+        sequence.needs_logits = True
 
     def decodes(self) -> list[Sequence]:
         """Returns the sequences to draft for: those in the middle of their output that the next step continues.
@@ -352,7 +342,7 @@ class Scheduler:
         key = self._key(count_places(self.running))
         return min(map(key, first_of_each(self.waiting))) < key(sequence)
 
-    def _head(self, step: _Step) -> Sequence | None:
+    def _head(self, step: PlannedStep) -> Sequence | None:
         """Returns the waiting sequence that is next, of a client that the step has tokens for; with several clients
         none that is held."""
         if not self.clients.are_several:
@@ -360,17 +350,21 @@ class Scheduler:
         heads = [s for s in first_of_each(self.waiting) if step.room(s.client) and not s.is_held]
         return min(heads, key=self._key(count_places(self.running)), default=None)
 
-    def _claim_places(self, step: _Step) -> None:
+    def _claim_places(self, step: PlannedStep) -> None:
         """Lets in clients that hold at least two places fewer than another, before anything is planned."""
         places = count_places(self.running)
-        if max(places.values(), default=0) < min(places[client] for client in self.clients.by_name) + 2:
+        if not self._is_unequal(places):
             return
         busy = in_prompt(self.running)
         claims = [s for s in first_of_each(self.waiting) if s.client not in busy and not s.is_held]
         for sequence in sorted(claims, key=self._key(places)):
             self._claim_place(sequence, step)
 
-    def _claim_place(self, sequence: Sequence, step: _Step) -> None:
+    def _is_unequal(self, places: Mapping[str, int]) -> bool:
+        """Returns whether a client holds at least two places fewer than another."""
+        return max(places.values(), default=0) >= min(places[client] for client in self.clients.by_name) + 2
+
+    def _claim_place(self, sequence: Sequence, step: PlannedStep) -> None:
         while self.running:
             places, last = count_places(self.running), in_turns(self.running)[-1]
             if places[last.client] < places[sequence.client] + 2:
@@ -379,7 +373,7 @@ class Scheduler:
                 return
             self.preempt(last)
 
-    def _share_tokens(self, step: _Step) -> dict[str, int]:
+    def _share_tokens(self, step: PlannedStep) -> dict[str, int]:
         """Returns the most prompt tokens of each client, given the decodes of the step."""
         asking = prompts = in_prompt(self.running)
         if len(self.running) < self._max_running:
@@ -387,7 +381,7 @@ class Scheduler:
         decodes = count_places(entry.sequence for entry in step.entries) if len(asking) > 1 else {}
         return token_shares(step.budget, decodes, prompts, asking)
 
-    def _schedule_decodes(self, step: _Step) -> None:
+    def _schedule_decodes(self, step: PlannedStep) -> None:
         # In turns, and the last one is preempted, so no sequence preempted here has been planned yet: it leaves
         # `step.turns` before the loop comes to it. Prompts in progress take their blocks in the same order, and are
         # planned later.
@@ -400,7 +394,7 @@ class Scheduler:
             elif self._make_writable(sequence, step):
                 step.add(sequence, 1)
 
-    def _schedule_prompts(self, step: _Step) -> None:
+    def _schedule_prompts(self, step: PlannedStep) -> None:
         """Plans prompts in progress, then waiting sequences."""
         for sequence in self.running:
             if sequence.num_tokens - sequence.num_computed_tokens > 1 and step.room(sequence.client):
@@ -410,7 +404,7 @@ class Scheduler:
                 break
             step.add_chunk(head, self.config.prefill_chunk)
 
-    def _enter(self, sequence: Sequence, step: _Step) -> bool:
+    def _enter(self, sequence: Sequence, step: PlannedStep) -> bool:
         """Gives a waiting sequence a place and blocks. Returns False if it is held, or without room for its blocks."""
         # About one block per running sequence stays free, so that admission causes no preemption in the next step.
         taken = None if sequence.is_held else self.blocks.take(sequence, len(self.running))
@@ -427,7 +421,7 @@ class Scheduler:
         sequence.status = Status.RUNNING
         insort(self.running, sequence, key=_order)
 
-    def _schedule_drafts(self, step: _Step) -> None:
+    def _schedule_drafts(self, step: PlannedStep) -> None:
         # Last, so that drafts get only what nothing else needs.
         drafted = [entry for entry in step.entries if entry.sequence.draft_token_ids]
         for place, entry in enumerate(drafted, 1):
@@ -444,14 +438,14 @@ class Scheduler:
                 if sequence.id not in planned:
                     sequence.keep_drafts(0)  # no tokens were left for what precedes them
 
-    def _draft_room(self, entry: ScheduledSequence, step: _Step) -> int:
+    def _draft_room(self, entry: ScheduledSequence, step: PlannedStep) -> int:
         """Returns the most draft tokens of an entry; none where it does not reach them, or without a free slot."""
         if self.states is None:
             return step.budget
         is_reached = entry.start + entry.num_tokens == entry.sequence.num_tokens
         return step.budget if is_reached and self.states.pool.num_free else 0
 
-    def _make_writable(self, sequence: Sequence, step: _Step) -> bool:
+    def _make_writable(self, sequence: Sequence, step: PlannedStep) -> bool:
         """Gives the next token a slot of its own. Returns False if the sequence itself had to be preempted."""
         while self.blocks.lacks_slot(sequence) and self.pool.num_free < 1:
             if not self._make_room(sequence, step):
@@ -459,14 +453,14 @@ class Scheduler:
         step.copies += self.blocks.make_writable(sequence)
         return True
 
-    def _extend(self, sequence: Sequence, step: _Step) -> None:
+    def _extend(self, sequence: Sequence, step: PlannedStep) -> None:
         """Allocates the blocks of a prompt's next span, unless the sequence itself has to be preempted."""
         while self.blocks.num_missing(sequence) > self.pool.num_free:
             if not self._make_room(sequence, step):
                 return
         self.blocks.extend(sequence)
 
-    def _make_room(self, sequence: Sequence, step: _Step) -> bool:
+    def _make_room(self, sequence: Sequence, step: PlannedStep) -> bool:
         """Preempts the last running sequence. Returns False if that is `sequence` itself."""
         victim = step.turns.pop()
         step.taken.pop(victim.id, None)  # its blocks may be another's in this step

@@ -19,7 +19,7 @@ from runtime.backends.base import Target
 from runtime.backends.indexer import SCORE_NUMBERS
 from runtime.backends.registry import choose_dense, choose_latent_heads, choose_linear
 from runtime.core.config import RuntimeConfig
-from runtime.core.memory_plan import SPARE_RESIDUAL_TOKENS, ExactTokens, KVBudget
+from runtime.core.memory_plan import MAX_COPIED_KEYS, SPARE_RESIDUAL_TOKENS, ExactTokens, KVBudget, captured_rows
 from runtime.core.model_config import DecoderConfig
 from runtime.model.expected_tensors import expected_linears, head_is_embedding
 from runtime.model.loader import exclude_kernels
@@ -32,7 +32,11 @@ LOGITS_COPIES = 4
 GPU_LOGIT_BYTES = 64
 """Bytes of one logit on a GPU, where its noise is computed and at worst the whole vocabulary is sorted."""
 CAPTURED_LOGIT_BYTES = 24
-"""Bytes of one logit of a captured step: itself, tempered, truncated, and its exponential, twice."""
+"""Bytes of one logit of a captured step: itself, tempered, truncated, and its exponential, twice. As many are enough
+to adjust it: where it stands in the history, how often, two products and the bits of a mask."""
+ADJUSTED_LOGIT_BYTES, HISTORY_BYTES = 4, 8
+"""Bytes that stay allocated for captured steps: of a logit that requests change, and of each sequence and token id the
+count and the bias."""
 SPLIT_TOKENS, MOST_SPLITS = 64, 8
 """Linears over at most SPLIT_TOKENS tokens reduce at most MOST_SPLITS float32 partial sums."""
 MARK_BYTES = 7
@@ -73,14 +77,17 @@ def gpu_step_bytes(model: DecoderConfig, config: RuntimeConfig, itemsize: int, s
     Args:
         seen_keys: of the longest sequence.
     """
-    rows, drawn = config.max_num_seqs, _drawn_rows(config)
+    rows, drawn = captured_rows(config.max_num_seqs, num_draft_tokens(config)), _drawn_rows(config)
     heads = max((mixer.num_heads * mixer.head_dim for mixer in model.mixers), default=0)
     widest = max(2 * model.intermediate_size, _qkv_size(model), model.vocab_size)
     parts = SPLIT_TOKENS * MOST_SPLITS * widest * FLOAT32
     attended = config.max_num_batched_tokens * heads * FLOAT32 + index_bytes(model, config.max_span_tokens, seen_keys)
+    widest_keys = max((heads * (key + value) for heads, key, value in model.kv_shapes), default=0)
+    attended += min(seen_keys, MAX_COPIED_KEYS) * widest_keys * itemsize
     step = _rows_bytes(model, config.max_num_batched_tokens, itemsize, attended, drawn * model.vocab_size * itemsize)
     captured = _rows_bytes(model, rows, itemsize, 0, rows * model.vocab_size * CAPTURED_LOGIT_BYTES)
-    return step + captured + 2 * parts + drawn * model.vocab_size * GPU_LOGIT_BYTES + LIBRARY_BYTES
+    kept = (rows * ADJUSTED_LOGIT_BYTES + (config.max_num_seqs + 1) * HISTORY_BYTES) * model.vocab_size
+    return step + captured + kept + 2 * parts + drawn * model.vocab_size * GPU_LOGIT_BYTES + LIBRARY_BYTES
 
 
 def _drawn_rows(config: RuntimeConfig) -> int:

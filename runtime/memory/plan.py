@@ -84,6 +84,8 @@ def plan_memory(
         config.max_num_seqs,
         budget,
         states=replace(states, num_host_slots=min(host_states, num_blocks + host_blocks)),
+        num_draft_tokens=num_draft_tokens(config),
+        drafts_trees=config.speculative_model == TREES,
     )
 
 

@@ -17,7 +17,7 @@ from compress.common.device import available_bytes, format_bytes, on_device
 from compress.common.errors import ToolkitError
 from runtime.backends.kv_pages import BlockMemory, KVCache, KVPages
 from runtime.backends.narrow_states import step_states
-from runtime.backends.registry import choose_step_kernels
+from runtime.backends.registry import AUTO, choose_step_kernels
 from runtime.backends.state_memory import StateMemory
 from runtime.core.attention_window import AttentionWindow
 from runtime.core.batch import Batch, build_batch, build_sampling_metadata, fresh_blocks, slots_of
@@ -25,72 +25,21 @@ from runtime.core.config import RuntimeConfig
 from runtime.core.draft_states import StateCosts
 from runtime.core.draft_tree import follow
 from runtime.core.memory_plan import MemoryPlan
-from runtime.core.request import LogprobColumns, Request, SamplingParams, Sequence
+from runtime.core.progress import Report, ignore
+from runtime.core.request import LogprobColumns
 from runtime.core.state_rows import build_state_rows
-from runtime.core.step import SampledToken, ScheduledSequence, StepOutput, StepPlan
+from runtime.core.step import ComputedStep, SampledToken, ScheduledSequence, StepOutput, StepPlan, SubmittedStep
 from runtime.memory.plan import plan_memory
 from runtime.model.served import ServedModel
-from runtime.runner.cuda_graphs import Capture, CudaCapture, StepBuffers, StepGraphs
-from runtime.sampling.logits_processors import NUM_LIKELY
-from runtime.sampling.sampler import choose_sampler, logprob_columns, sample_step, sample_tokens
+from runtime.runner.capture import Capture, CudaCapture
+from runtime.runner.pending_step import PendingStep, TokenCopies
+from runtime.runner.step_buffers import StepBuffers
+from runtime.runner.step_graphs import Kind, Split, StepGraphs, StepResult
+from runtime.runner.warm_up import warm_up
+from runtime.sampling.sampler import Drawn, Sampler, choose_sampler, sample_step, sample_tokens
 from runtime.speculative.verify import verify_by_match
 
 logger = logging.getLogger("runtime.runner.runner")
-
-COSTLIEST = SamplingParams(temperature=1, top_k=NUM_LIKELY + 1)
-"""Has the whole vocabulary of every row sorted."""
-
-
-def warm_up(runner: ModelRunner, config: RuntimeConfig) -> None:
-    """Runs the largest steps of a runner whose pool is not in use yet.
-
-    Raises:
-        ToolkitError: the GPU has no memory for them.
-    """
-    try:
-        for plan in largest_steps(config, runner.num_blocks, runner.max_model_len):
-            runner.execute(with_states(plan, runner.num_state_slots))
-    except torch.OutOfMemoryError as error:
-        taken = format_bytes(runner.memory.pool_bytes)
-        raise ToolkitError(
-            f"the largest step does not fit in the GPU beside {taken} of keys, values and states",
-            "Allow less --kv-memory or fewer --max-num-seqs",
-        ) from error
-    if runner.decoder.device.type == "cuda":
-        peak = torch.cuda.max_memory_allocated(runner.decoder.device)
-        logger.info("the largest steps are computed; with them %s of the GPU were in use", format_bytes(peak))
-
-
-def largest_steps(config: RuntimeConfig, num_blocks: int, max_model_len: int) -> list[StepPlan]:
-    """The most prompt tokens in one step, then the most sequences with one token each, as far as a pool holds them."""
-    budget = min(config.max_num_batched_tokens, num_blocks * config.block_size)
-    each = min(config.max_span_tokens, max_model_len)
-    spans = [min(each, budget - start) for start in range(0, budget, each)][: config.max_num_seqs]
-    singles = [1] * min(config.max_num_seqs, num_blocks)
-    return [_step(config.block_size, num_blocks, spans), _step(config.block_size, num_blocks, singles)]
-
-
-def _step(block_size: int, num_blocks: int, lengths: list[int]) -> StepPlan:
-    """Prompts of these lengths, without those that the pool has no blocks for."""
-    entries, free = [], iter(range(num_blocks))
-    for index, length in enumerate(lengths):
-        blocks = [block for _, block in zip(range(0, length, block_size), free, strict=False)]
-        if len(blocks) * block_size < length:
-            break
-        sequence = Sequence(Request(f"warm-up {index}", (0,) * length, COSTLIEST, 0), [0] * length, block_ids=blocks)
-        entries.append(ScheduledSequence(sequence, 0, length))
-    return StepPlan(tuple(entries))
-
-
-def with_states(plan: StepPlan, num_slots: int) -> StepPlan:
-    """A plan of sequences that begin, with a slot for the state of each, and without those that there is none for."""
-    if not num_slots:
-        return plan
-    entries = plan.entries[:num_slots]
-    for slot, entry in enumerate(entries):
-        entry.state_writes = ((entry.num_tokens - 1, slot),)
-    return replace(plan, entries=entries)
-
 
 TOKENS_PER_READ = {"cpu": 5, "cuda": 100}
 """Tokens whose computation takes about as long as reading the weights: kernels of 4 and 8 bits on a CPU take 4 to 7
@@ -100,14 +49,14 @@ LOGITS_AT_ONCE = 2**23
 """Logits that exist at a time at most, one row at least: those of a whole long prompt would fill the memory."""
 
 
-def prompt_logprobs(decoder: ServedModel, hidden: Tensor, batch: Batch) -> dict[str, LogprobColumns]:
+def prompt_logprobs(decoder: ServedModel, sampler: Sampler, hidden: Tensor, batch: Batch) -> dict[str, LogprobColumns]:
     """By sequence id, of the tokens that follow those of the span inside the prompt.
 
     Args:
         hidden: `[T, H]` before the final norm.
     """
     return {
-        entry.sequence.id: _span_logprobs(decoder, hidden[rows], entry, number)
+        entry.sequence.id: _span_logprobs(decoder, sampler, hidden[rows], entry, number)
         for entry, rows in batch.prompt_rows
         if (number := entry.sequence.request.sampling.prompt_logprobs) is not None
     }
@@ -126,7 +75,9 @@ def hidden_sums(decoder: ServedModel, hidden: Tensor, batch: Batch) -> dict[str,
     }
 
 
-def _span_logprobs(decoder: ServedModel, hidden: Tensor, entry: ScheduledSequence, num_top: int) -> LogprobColumns:
+def _span_logprobs(
+    decoder: ServedModel, sampler: Sampler, hidden: Tensor, entry: ScheduledSequence, num_top: int
+) -> LogprobColumns:
     """Log-probabilities of the tokens after those of `hidden [T, H]`; the prompt's last token has none after it."""
     start = entry.start + 1
     following = entry.sequence.request.prompt_token_ids[start : start + len(hidden)]
@@ -135,13 +86,13 @@ def _span_logprobs(decoder: ServedModel, hidden: Tensor, entry: ScheduledSequenc
     for first in range(0, len(following), step):
         chosen = following[first : first + step]
         logits = decoder.logits(hidden[first : first + len(chosen)])
-        found.extend(logprob_columns(logits, chosen, num_top))
+        found.extend(sampler.logprob_columns(logits, chosen, num_top))
     return found
 
 
-RowSampler = Callable[[abc.Sequence[ScheduledSequence], Tensor, Tensor | None], dict[str, list[SampledToken]]]
+RowSampler = Callable[[abc.Sequence[ScheduledSequence], Tensor, Drawn | None], dict[str, list[SampledToken]]]
 """From the entries that sample, and `1 + num_draft_tokens` rows of logits each, to tokens by sequence id. Of captured
-steps it gets what `sample_tokens` calls `drawn` too."""
+steps it gets what is drawn already."""
 
 
 class StepObserver(Protocol):
@@ -162,23 +113,24 @@ class ModelRunner:
 
     Args:
         memory: sizes of the pool and of the longest sequence, as `plan_memory` decides them.
+        attention_backend: the backend whose attention comes first where it can serve the model.
 
     Attributes:
         sample: turns logits into tokens and verifies drafts; exactly unless replaced.
         states: recurrent states; None for a model without them.
         kernels: what computes attention and the layers of a step, and why.
-        graphs: runs steps of one token per sequence from CUDA graphs; None where nothing is captured.
+        graphs: runs steps of one token per sequence, and drafts, from CUDA graphs; None where nothing is captured.
         graphs_reason: why nothing is; empty where it is.
         observer: reads every step; None for none.
     """
 
-    def __init__(self, decoder: ServedModel, memory: MemoryPlan) -> None:
+    def __init__(self, decoder: ServedModel, memory: MemoryPlan, attention_backend: str = AUTO) -> None:
         self.decoder = decoder
         self.memory = memory
         dtype = torch.float64 if decoder.dtype == torch.float64 else torch.float32
         self.sampler = choose_sampler(decoder.device, dtype)
         self.sample: RowSampler = partial(sample_and_match, sampler=self.sampler)
-        self.kernels = choose_step_kernels(decoder, memory)
+        self.kernels = choose_step_kernels(decoder, memory, attention_backend)
         self.expert_caches = [slots.cache for slots in decoder.expert_slots]
         self.states: StateMemory | None = None
         if memory.states.num_slots:
@@ -186,13 +138,15 @@ class ModelRunner:
             self.states = StateMemory(decoder.config.state_fields, *sizes, kept=memory.states.dtype)
         self.observer: StepObserver | None = None
         self.graphs: StepGraphs | None = None
+        self._token_copies = TokenCopies(memory.num_sequences, decoder.device)
+        self._pending: PendingStep | None = None
         self.graphs_reason = self._graphs_unsupported_reason()
         if not self.graphs_reason:
             self.capture_steps(CudaCapture(decoder.device))
 
     def capture_steps(self, capture: Capture) -> None:
-        """From now on steps of one token per sequence are captured when they are first needed, and run again."""
-        buffers = StepBuffers(self.decoder, self.memory, self.memory.num_sequences)
+        """From now on steps of one token per sequence, and drafts, are captured when they are first needed."""
+        buffers = StepBuffers(self.decoder, self.memory)
         fused = self.sampler.fused
         draw = partial(sample_step, fused) if fused else None
         self.graphs = StepGraphs(self._logits, buffers, capture, draw)
@@ -256,14 +210,75 @@ class ModelRunner:
     def eos_token_ids(self) -> frozenset[int]:
         return self.decoder.config.eos_token_ids
 
-    @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepOutput:
-        """Moves blocks, computes the plan's spans in one forward pass, samples where a span ends its sequence and
-        verifies the drafts there."""
-        with on_device(self.decoder.device):
-            return self._execute(plan)
+        """Computes a plan, and waits for it."""
+        return self.submit(plan).result()
 
-    def _execute(self, plan: StepPlan) -> StepOutput:
+    @torch.inference_mode()
+    def submit(self, plan: StepPlan) -> SubmittedStep:
+        """Moves blocks, computes the plan's spans, samples where a span ends its sequence, and verifies drafts there.
+
+        What a captured step can compute is replayed, the rest is computed in one forward pass behind it. Where the
+        captured step is all of it, and draws one token for each sequence, they are read later.
+        """
+        if self._pending is not None:
+            self._pending.is_late = True
+        with on_device(self.decoder.device):
+            self._move(plan)
+            step = self._compute(plan.entries) if plan.entries else ComputedStep(StepOutput({}))
+        self._pending = step if isinstance(step, PendingStep) else None
+        return step
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> None:
+        """Launches what computes a plan that no captured step serves, and reads nothing of it."""
+        with on_device(self.decoder.device):
+            batch = build_batch(plan.entries, self.block_size, self.decoder.device, self.memory.reach)
+            hidden = self._forward(batch)
+            if batch.sampling:
+                logits = self.decoder.logits(hidden.index_select(0, batch.sample_rows))
+                draws = [draw for entry in batch.sampling for draw in build_sampling_metadata(entry)]
+                self.sampler.choose(logits, draws)
+
+    @torch.inference_mode()
+    def launch_head(self, num_rows: int) -> None:
+        """Launches what computes logits of some tokens."""
+        with on_device(self.decoder.device):
+            shape = num_rows, self.decoder.config.hidden_size
+            self.decoder.logits(torch.zeros(shape, dtype=self.decoder.dtype, device=self.decoder.device))
+
+    @torch.inference_mode()
+    def prepare(self, graphs: StepGraphs, kind: Kind, *, capture: bool) -> None:
+        """Launches a kind of captured step over rows of padding, or captures it."""
+        with on_device(self.decoder.device):
+            (graphs.capture if capture else graphs.launch)(kind)
+
+    def _compute(self, entries: abc.Sequence[ScheduledSequence]) -> SubmittedStep:
+        # Captured entries come first: while they are computed, the kernels of the others are launched.
+        split = Split((), entries) if self.graphs is None else self.graphs.split(entries)
+        replayed = self._replay(self.graphs, split.captured) if self.graphs and split.captured else None
+        path = split.path("" if replayed is None else replayed.failure)
+        has_drafts = any(entry.num_draft_tokens for entry in entries)
+        if replayed is not None and replayed.drawn is not None and not split.rest and not has_drafts:
+            sample = partial(self._decide, entries, replayed.logits, replayed.drawn)
+            return PendingStep(entries, self._token_copies.send(replayed.drawn.tokens), sample, path)
+        output = self._run_eagerly(split.rest) if split.rest else StepOutput({})
+        if replayed is not None:
+            tokens = self.sample(split.captured, replayed.logits, replayed.drawn)
+            self._keep_branches(split.captured, tokens)
+            output.tokens.update(tokens)
+        return ComputedStep(replace(output, path=path))
+
+    def _decide(
+        self, entries: abc.Sequence[ScheduledSequence], logits: Tensor, drawn: Drawn, tokens: Tensor
+    ) -> dict[str, list[SampledToken]]:
+        """Makes tokens by sequence id of those that were drawn, and have come to the host."""
+        with on_device(self.decoder.device):
+            return self.sample(entries, logits, drawn._replace(tokens=tokens))
+
+    def _move(self, plan: StepPlan) -> None:
+        """Moves blocks and states. No entry of a plan reads a block, or a state, that another one writes: what a step
+        computes is shared from the next one on. So it does not matter which entries are computed first."""
         for memory in self._memories():
             memory.offload(plan.offloads)
             memory.copy(plan.copies)
@@ -271,27 +286,24 @@ class ModelRunner:
         if self.states is not None:
             self.states.offload(plan.state_offloads)
             self.states.restore(plan.state_restores)
-        if not plan.entries:
-            return StepOutput({})
-        path = ""
-        if self.graphs is not None:
-            path = self.graphs.unsupported_reason(plan.entries)
-            if not path:
-                return self._run_again(self.graphs, plan.entries)
-        batch = build_batch(plan.entries, self.block_size, self.decoder.device, self.memory.reach)
+
+    def _run_eagerly(self, entries: abc.Sequence[ScheduledSequence]) -> StepOutput:
+        batch = build_batch(entries, self.block_size, self.decoder.device, self.memory.reach)
         for memory in self._memories():
             memory.clear(batch.fresh_blocks)
         hidden = self._forward(batch)
         tokens = self._sample(hidden, batch) if batch.sampling else {}
-        self._keep_branches(batch, tokens)
+        self._keep_branches(batch.sampling, tokens)
         if self.observer is not None:
             self._show(self.observer, batch, hidden, tokens)
         return StepOutput(
             tokens,
-            prompt_logprobs(self.decoder, hidden, batch),
+            prompt_logprobs(self.decoder, self.sampler, hidden, batch),
             hidden_sums(self.decoder, hidden, batch),
-            path,
-            (sum(cache.queries for cache in self.expert_caches), sum(cache.hits for cache in self.expert_caches)),
+            expert_lookups=(
+                sum(cache.queries for cache in self.expert_caches),
+                sum(cache.hits for cache in self.expert_caches),
+            ),
         )
 
     def _show(
@@ -307,10 +319,9 @@ class ModelRunner:
     def _memories(self) -> list[BlockMemory]:
         return [self.pages.memory, *([] if self.observer is None else [self.observer.memory])]
 
-    def _run_again(self, graphs: StepGraphs, entries: abc.Sequence[ScheduledSequence]) -> StepOutput:
+    def _replay(self, graphs: StepGraphs, entries: abc.Sequence[ScheduledSequence]) -> StepResult:
         self.pages.memory.clear([block for entry in entries for block in fresh_blocks(entry, self.block_size)])
-        tokens = self.sample(entries, *graphs.run(entries))
-        return StepOutput(tokens, path=graphs.unsupported_reason(entries) or "recorded")
+        return graphs.run(entries)
 
     def _graphs_unsupported_reason(self) -> str:
         """Why no step can be captured; empty when some can."""
@@ -337,9 +348,11 @@ class ModelRunner:
         """Logits of every row, in the dtype of the head."""
         return self.decoder.head_logits(self._forward(batch))
 
-    def _keep_branches(self, batch: Batch, tokens: Mapping[str, list[SampledToken]]) -> None:
+    def _keep_branches(
+        self, entries: abc.Sequence[ScheduledSequence], tokens: Mapping[str, list[SampledToken]]
+    ) -> None:
         """Moves keys and values of accepted branches to where the next step looks for them."""
-        moves = [move for entry in batch.sampling if entry.has_tree for move in self._moves(entry, tokens)]
+        moves = [move for entry in entries if entry.has_tree for move in self._moves(entry, tokens)]
         if moves:
             self.pages.move(*zip(*moves, strict=True))
 
@@ -356,20 +369,24 @@ class ModelRunner:
 def sample_and_match(
     entries: abc.Sequence[ScheduledSequence],
     logits: Tensor,
-    drawn: Tensor | None = None,
+    drawn: Drawn | None = None,
     sampler: Callable[..., list[SampledToken]] = sample_tokens,
 ) -> dict[str, list[SampledToken]]:
     """Tokens by sequence id, of `1 + num_draft_tokens` rows of logits `[R, V]` per entry, in order."""
-    draws = [draw for entry in entries for draw in build_sampling_metadata(entry)]
-    tokens = sampler(logits, draws, drawn)
+    groups = list(map(build_sampling_metadata, entries)) if drawn is None else drawn.draws
+    draws = [draw for group in groups for draw in group]
+    tokens = sampler(logits, draws, None if drawn is None else drawn.tokens)
     if len(tokens) > len(entries):
         return verify_by_match(entries, tokens)
     return {entry.sequence.id: [token] for entry, token in zip(entries, tokens, strict=True)}
 
 
-def build_runner(decoder: ServedModel, config: RuntimeConfig) -> ModelRunner:
+def build_runner(decoder: ServedModel, config: RuntimeConfig, report: Report = ignore) -> ModelRunner:
     """A runner whose pool fits the budget of `config`. On a GPU it has computed the largest steps, so that what serves
     later finds its memory.
+
+    Args:
+        report: is told how far it is.
 
     Raises:
         ToolkitError: a sequence of `max_model_len` tokens does not fit in the pool, or pool and steps not in memory.
@@ -392,9 +409,9 @@ def build_runner(decoder: ServedModel, config: RuntimeConfig) -> ModelRunner:
         decoder = decoder.for_length(length)
     if config.attention_window is not None:
         decoder = decoder.for_streams()
-    runner = ModelRunner(decoder, plan)
+    runner = ModelRunner(decoder, plan, config.attention_backend)
     if on_gpu:
-        warm_up(runner, config)
+        warm_up(runner, config, report)
         for slots in decoder.expert_slots:
             slots.fill()  # the largest steps chose others
     return runner

@@ -14,13 +14,17 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from runtime.backends.base import UNDECIDED
+from runtime.backends.sampling_kernel import UNDECIDED
 from runtime.backends.torch.ops import gumbel_argmax
-from runtime.core.batch import SamplingMetadata, SamplingTensors, to_device, upload, upload_columns
+from runtime.core.batch import (
+    SamplingMetadata,
+    SamplingTensors,
+    penalty_factors,
+    to_device,
+    upload,
+    upload_columns,
+)
 from runtime.core.request import LogitBias
-
-MIN_REPETITION_PENALTY = 1e-10
-"""Lower ones are as good as this, and what is divided by it stays finite."""
 
 
 def adjust_logits(logits: Tensor, draws: Sequence[SamplingMetadata]) -> Tensor:
@@ -55,9 +59,8 @@ def _add_bias(scores: Tensor, rows: list[int], draws: Sequence[SamplingMetadata]
 def _forbid(scores: Tensor, rows: list[int], draws: Sequence[SamplingMetadata]) -> None:
     vocab_size = scores.shape[-1]
     num_bytes = (vocab_size + 7) // 8
-    # The model's table may be padded beyond the ids a mask knows: those cannot be said.
-    packed = b"".join((draws[row].mask or b"")[:num_bytes].ljust(num_bytes, b"\0") for row in rows)
-    octets = to_device(torch.frombuffer(bytearray(packed), dtype=torch.uint8), scores.device)
+    packed = packed_masks([draws[row].mask or b"" for row in rows], num_bytes)
+    octets = to_device(torch.frombuffer(packed, dtype=torch.uint8), scores.device)
     octets = octets.view(len(rows), num_bytes, 1)
     bits = octets.bitwise_right_shift(torch.arange(8, dtype=torch.uint8, device=scores.device)).bitwise_and_(1)
     forbidden = bits.view(len(rows), -1)[:, :vocab_size] == 0
@@ -68,24 +71,34 @@ def _forbid(scores: Tensor, rows: list[int], draws: Sequence[SamplingMetadata]) 
         scores.index_copy_(0, index, scores.index_select(0, index).masked_fill_(forbidden, float("-inf")))
 
 
+def packed_masks(masks: Sequence[bytes], num_bytes: int) -> bytearray:
+    """Masks one behind the other, of `num_bytes` each. The model's table may be padded beyond the ids that a mask
+    knows: those cannot be said."""
+    return bytearray(b"".join(mask[:num_bytes].ljust(num_bytes, b"\0") for mask in masks))
+
+
 def _penalize(scores: Tensor, rows: list[int], draws: Sequence[SamplingMetadata]) -> None:
     """Changes the logits of tokens in the history; the rest of the vocabulary is not touched."""
     seen, counts = _count_tokens(scores, rows, draws)
     row_of = seen // scores.shape[-1]
-    params = [draw.sampling for draw in draws]
-    columns = (
-        [max(p.repetition_penalty, MIN_REPETITION_PENALTY) for p in params],
-        [p.frequency_penalty for p in params],
-        [p.presence_penalty for p in params],
-    )
+    factors = zip(*(penalty_factors(draw.sampling) for draw in draws), strict=True)
     repetition, frequency, presence = (
-        column.to(scores.dtype).index_select(0, row_of) for column in upload_columns((), columns, scores.device)
+        column.to(scores.dtype).index_select(0, row_of) for column in upload_columns((), tuple(factors), scores.device)
     )
-    values = scores.view(-1).index_select(0, seen)
+    values = penalize(scores.view(-1).index_select(0, seen), counts, repetition, frequency, presence)
+    scores.view(-1).index_copy_(0, seen, values)
+
+
+def penalize(values: Tensor, counts: Tensor, repetition: Tensor, frequency: Tensor, presence: Tensor) -> Tensor:
+    """Scores of tokens of the history with penalties.
+
+    Args:
+        counts: how often each is in the output; all in the dtype of scores.
+    """
     values = torch.where(values > 0, values / repetition, values * repetition)
     values -= counts * frequency
     values -= (counts > 0) * presence
-    scores.view(-1).index_copy_(0, seen, values)
+    return values
 
 
 def _count_tokens(scores: Tensor, rows: list[int], draws: Sequence[SamplingMetadata]) -> tuple[Tensor, Tensor]:

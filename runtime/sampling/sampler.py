@@ -9,13 +9,14 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from runtime.backends.base import FORBIDDEN, INFINITE, UNDECIDED, FusedSampling, SamplingKernel
 from runtime.backends.registry import choose_sampling
-from runtime.backends.torch.ops import gumbel_argmax
+from runtime.backends.sampling_kernel import FORBIDDEN, INFINITE, UNDECIDED, FusedSampling, SamplingKernel
+from runtime.backends.torch.ops import argmax, gumbel_argmax
 from runtime.core.batch import SamplingMetadata, SamplingTensors, upload, upload_sampling_tensors
 from runtime.core.request import LogprobColumns, TokenLogprobs
 from runtime.core.step import SampledToken
@@ -29,14 +30,14 @@ ERRORS = {
 
 @dataclass(frozen=True, slots=True)
 class Sampler:
-    """Turns rows of logits into tokens with kernels that are chosen once.
+    """Turns rows of logits into tokens with kernels that are chosen once, or with plain torch.
 
     Attributes:
-        kernel: argmax over rows.
+        kernel: samples rows in the host's memory; None where no backend can.
         fused: samples all rows without waiting for the device; None where no backend can.
     """
 
-    kernel: SamplingKernel
+    kernel: SamplingKernel | None = None
     fused: FusedSampling | None = None
 
     def __call__(
@@ -49,56 +50,90 @@ class Sampler:
         whose mask allows nothing, gives an error and leaves the others alone.
 
         Args:
-            drawn: what the step that computed the logits has drawn from them; valid unless requests change the logits.
+            drawn: what the step that computed the logits has drawn from them already, int64 `[R]`.
         """
-        scores = _processed(logits, draws)
-        if drawn is None or scores is not logits:
-            drawn = self._choose(logits, scores, draws)
+        if drawn is None:
+            drawn = self.choose(logits, draws)
         chosen = drawn.tolist()
-        _decide(chosen, scores, draws)
+        _decide(chosen, logits, draws)
         wanted = {row: draws[row].sampling.logprobs for row, token_id in enumerate(chosen) if token_id >= 0}
-        logprobs = _logprobs(logits, chosen, wanted)
+        logprobs = self._logprobs(logits, chosen, wanted)
         return [
             SampledToken(token_id, logprobs.get(row)) if token_id >= 0 else SampledToken(-1, error=ERRORS[token_id])
             for row, token_id in enumerate(chosen)
         ]
 
-    def _choose(self, logits: Tensor, scores: Tensor, draws: Sequence[SamplingMetadata]) -> Tensor:
-        """int64 `[R]`: the token of each row, or what stands in place of one.
-
-        Args:
-            scores: the processed logits, or `logits` itself.
-        """
+    def choose(self, logits: Tensor, draws: Sequence[SamplingMetadata]) -> Tensor:
+        """int64 `[R]`: the token of each row, or what stands in place of one. Nothing is read from the device."""
+        if self.fused is None and self.kernel is not None:
+            return self.kernel.sample(logits, draws)
+        scores = _processed(logits, draws)
         rows = _random_rows(draws, truncated=True)
         if self.fused is not None:
             chosen = torch.empty(len(draws), dtype=torch.int64, device=logits.device)
             tensors = upload_sampling_tensors(draws, range(len(draws)), logits.device)[1]
             sample_step(self.fused, logits, scores, tensors, bool(rows), chosen)
             return chosen
-        chosen = self._choose_untruncated(logits, scores, draws, _random_rows(draws, truncated=False))
+        chosen = _choose_untruncated(logits, scores, draws)
         if not rows:
             return chosen
         index, tensors = upload_sampling_tensors(draws, rows, logits.device)
         mine = chosen.index_select(0, index)
         return chosen.index_copy_(0, index, torch.where(mine < 0, mine, draw_likely(_rows(scores, index), tensors)))
 
-    def _choose_untruncated(
-        self, logits: Tensor, scores: Tensor, draws: Sequence[SamplingMetadata], rows: Sequence[int]
-    ) -> Tensor:
-        """As `_choose`, without truncation.
+    def token_logprobs(self, logits: Tensor, token_ids: Sequence[int], num_top: int) -> list[TokenLogprobs]:
+        """Log-probabilities of one token per row of raw logits `[R, V]`, with the `num_top` most likely ones, best
+        first.
 
-        Args:
-            rows: that get noise; in others the highest score wins.
+        A token has the same value as the chosen one and among the most likely ones.
         """
-        tokens, finite = self.kernel.argmax(scores)
-        if rows:
-            index, tensors = upload_sampling_tensors(draws, rows, scores.device)
-            tempered = tensors.temper(_rows(scores, index))
-            tokens.index_copy_(0, index, self.kernel.gumbel_argmax(tempered, tensors))
-        if scores is not logits:
-            tokens.masked_fill_(scores.amax(-1) == float("-inf"), FORBIDDEN)
-            finite = self.kernel.argmax(logits)[1]
-        return tokens.masked_fill_(~finite, INFINITE)
+        chosen, ids, values = self._top_logprobs(logits, token_ids, num_top)
+        rows = zip(chosen.tolist(), ids.tolist(), values.tolist(), strict=True)
+        return [TokenLogprobs(value, tuple(zip(top_ids, top, strict=True))) for value, top_ids, top in rows]
+
+    def logprob_columns(self, logits: Tensor, token_ids: Sequence[int], num_top: int) -> LogprobColumns:
+        """As `token_logprobs`, for many rows."""
+        chosen, ids, values = self._top_logprobs(logits, token_ids, num_top)
+        columns = (array("q", ids.flatten().tolist()), array("d", values.flatten().tolist()))
+        return LogprobColumns(ids.shape[-1], array("d", chosen.tolist()), *columns)
+
+    def _top_logprobs(self, logits: Tensor, token_ids: Sequence[int], num_top: int) -> tuple[Tensor, Tensor, Tensor]:
+        """As `SamplingKernel.logprobs`."""
+        if self.kernel is not None:
+            return self.kernel.logprobs(logits, token_ids, num_top)
+        logprobs = logits.log_softmax(-1)
+        chosen = logprobs.gather(-1, upload(token_ids, logits.device).unsqueeze(-1))
+        values, ids = logprobs.topk(min(num_top, logprobs.shape[-1]))
+        return chosen.squeeze(-1), ids, values
+
+    def _logprobs(
+        self, logits: Tensor, token_ids: list[int], num_top: dict[int, int | None]
+    ) -> dict[int, TokenLogprobs]:
+        """Log-probabilities by row. Rows with equally many alternatives are computed together, so that other rows do
+        not change the order of ties."""
+        found: dict[int, TokenLogprobs] = {}
+        for number in sorted({number for number in num_top.values() if number is not None}):
+            rows = [row for row, wanted in num_top.items() if wanted == number]
+            mine, chosen = _rows(logits, upload(rows, logits.device)), [token_ids[row] for row in rows]
+            found |= zip(rows, self.token_logprobs(mine, chosen, number), strict=True)
+        return found
+
+
+def _choose_untruncated(logits: Tensor, scores: Tensor, draws: Sequence[SamplingMetadata]) -> Tensor:
+    """As `Sampler.choose`, without truncation.
+
+    Args:
+        scores: the processed logits, or `logits` itself.
+    """
+    tokens, finite = argmax(scores)
+    if rows := _random_rows(draws, truncated=False):
+        index, tensors = upload_sampling_tensors(draws, rows, scores.device)
+        ids = torch.arange(scores.shape[-1], device=scores.device).unsqueeze(0)
+        tokens.index_copy_(0, index, gumbel_argmax(tensors.temper(_rows(scores, index)), ids, tensors))
+    if scores is not logits:
+        tokens.masked_fill_(scores.amax(-1) == float("-inf"), FORBIDDEN)
+        finite = argmax(logits)[1]
+    return tokens.masked_fill_(~finite, INFINITE)
 
 
 def choose_sampler(device: torch.device, dtype: torch.dtype) -> Sampler:
@@ -109,6 +144,13 @@ def choose_sampler(device: torch.device, dtype: torch.dtype) -> Sampler:
 def sample_tokens(logits: Tensor, draws: Sequence[SamplingMetadata], drawn: Tensor | None = None) -> list[SampledToken]:
     """As `Sampler`, with kernels chosen for these logits."""
     return choose_sampler(logits.device, logits.dtype)(logits, draws, drawn)
+
+
+class Drawn(NamedTuple):
+    """Tokens int64 `[R]` that a captured step has drawn, or what stands in place of one, and how they were drawn."""
+
+    tokens: Tensor
+    draws: list[list[SamplingMetadata]]
 
 
 SampleStep = Callable[[Tensor, Tensor, SamplingTensors, bool, Tensor], None]
@@ -133,31 +175,6 @@ def sample_step(
     kernel.sample(logits, scores, greedy, tokens)
     likely, ids, unknown = likely_candidates(tensors.temper(scores), *tensors.limits(scores.dtype))
     kernel.sample_listed(likely, ids, unknown, is_truncated, tensors, tokens)
-
-
-def token_logprobs(logits: Tensor, token_ids: Sequence[int], num_top: int) -> list[TokenLogprobs]:
-    """Log-probabilities of one token per row of raw logits `[R, V]`, with the `num_top` most likely ones, best first.
-
-    Chosen and top values are read from the same tensor: the most likely token has exactly the top's first value.
-    """
-    chosen, ids, values = _top_logprobs(logits, token_ids, num_top)
-    rows = zip(chosen.tolist(), ids.tolist(), values.tolist(), strict=True)
-    return [TokenLogprobs(value, tuple(zip(top_ids, top, strict=True))) for value, top_ids, top in rows]
-
-
-def logprob_columns(logits: Tensor, token_ids: Sequence[int], num_top: int) -> LogprobColumns:
-    """As `token_logprobs`, for many rows."""
-    chosen, ids, values = _top_logprobs(logits, token_ids, num_top)
-    columns = (array("q", ids.flatten().tolist()), array("d", values.flatten().tolist()))
-    return LogprobColumns(ids.shape[-1], array("d", chosen.tolist()), *columns)
-
-
-def _top_logprobs(logits: Tensor, token_ids: Sequence[int], num_top: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probabilities `[R]` of tokens, and the most likely ids `[R, K]` with theirs."""
-    logprobs = logits.log_softmax(-1)
-    chosen = logprobs.gather(-1, upload(token_ids, logits.device).unsqueeze(-1))
-    values, ids = logprobs.topk(min(num_top, logprobs.shape[-1]))
-    return chosen.squeeze(-1), ids, values
 
 
 def draw_tokens(logits: Tensor, draws: Sequence[SamplingMetadata], *, truncated: bool) -> Tensor:
@@ -190,14 +207,15 @@ def _processed(logits: Tensor, draws: Sequence[SamplingMetadata]) -> Tensor:
     return adjust_logits(logits, draws) if any(draw.changes_logits for draw in draws) else logits
 
 
-def _decide(chosen: list[int], scores: Tensor, draws: Sequence[SamplingMetadata]) -> None:
+def _decide(chosen: list[int], logits: Tensor, draws: Sequence[SamplingMetadata]) -> None:
     """Puts tokens where rows are undecided; few are."""
     undecided = {row for row, token_id in enumerate(chosen) if token_id == UNDECIDED}
     for truncated in (False, True) if undecided else ():
         rows = [row for row in _random_rows(draws, truncated=truncated) if row in undecided]
         if rows:
-            mine = _rows(scores, upload(rows, scores.device))
-            tokens = draw_tokens(mine, [draws[row] for row in rows], truncated=truncated)
+            mine = [draws[row] for row in rows]
+            scores = _processed(_rows(logits, upload(rows, logits.device)), mine)
+            tokens = draw_tokens(scores, mine, truncated=truncated)
             for row, token_id in zip(rows, tokens.tolist(), strict=True):
                 chosen[row] = token_id
 
@@ -208,17 +226,6 @@ def _scores(logits: Tensor, tensors: SamplingTensors, *, truncated: bool) -> tup
     if truncated:
         return candidates(scores, *tensors.limits(scores.dtype))
     return scores, torch.arange(logits.shape[-1], device=logits.device).unsqueeze(0)
-
-
-def _logprobs(logits: Tensor, token_ids: list[int], num_top: dict[int, int | None]) -> dict[int, TokenLogprobs]:
-    """Log-probabilities by row. Rows with equally many alternatives are computed together, so that other rows do not
-    change the order of ties."""
-    found: dict[int, TokenLogprobs] = {}
-    for number in sorted({number for number in num_top.values() if number is not None}):
-        rows = [row for row, wanted in num_top.items() if wanted == number]
-        chosen = [token_ids[row] for row in rows]
-        found |= zip(rows, token_logprobs(_rows(logits, upload(rows, logits.device)), chosen, number), strict=True)
-    return found
 
 
 def _random_rows(draws: Sequence[SamplingMetadata], *, truncated: bool) -> list[int]:

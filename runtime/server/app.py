@@ -54,7 +54,7 @@ from runtime.server.tokenize import DetokenizeRequest, TokenizeRequest, tokeniza
 from runtime.text.grammar import MAX_CHARACTERS, MAX_WORK
 
 UNHEALTHY: Responses = {
-    503: {"model": HealthResponse, "description": "Unhealthy, or draining: it stops after the last answer"}
+    503: {"model": HealthResponse, "description": "Starting, unhealthy, or draining: it stops after the last answer"}
 }
 
 

@@ -193,13 +193,25 @@ class ModelList(TypedDict):
 
 
 @closed
+class StartPosition(TypedDict):
+    """Position of a start: `done` of `total` parts of a stage (0 of 0 if they cannot be counted), and its seconds so
+    far."""
+
+    stage: str
+    done: int
+    total: int
+    seconds: float
+
+
+@closed
 class HealthResponse(TypedDict):
     """Answer of `/health`: numbers of sequences, and the reason when the server should get no requests."""
 
-    status: Literal["ok", "unhealthy", "draining"]
+    status: Literal["ok", "starting", "unhealthy", "draining"]
     reason: str
     running: int
     waiting: int
+    progress: NotRequired[StartPosition]
 
 
 @closed

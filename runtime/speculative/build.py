@@ -16,6 +16,7 @@ from runtime.model.loader import load_model
 from runtime.model.mtp import load_head
 from runtime.model.served import ServedModel
 from runtime.runner.runner import ModelRunner, check_fits
+from runtime.runner.warm_up import warm_up
 from runtime.speculative.draft_model import OTHER_NOISE, ModelDrafter, round_layers, skip_layers
 from runtime.speculative.mtp import HeadRunner, MtpDrafter, draft_blocks
 from runtime.speculative.ngram import CHAINS, MTP, TREE_BRANCHES, TREES, NgramDrafter
@@ -49,9 +50,10 @@ def build_speculator(
     _check(config, runner)
     proposals: Proposals | None = {} if config.spec_verify == "rejection" else None
     drafter = _build_drafter(path, target, runner, config, proposals)
-    if proposals is not None:
-        runner.sample = RejectionSampler(proposals)
-    return Speculator(drafter, config.num_speculative_tokens, Gate())
+    if proposals is None:
+        return Speculator(drafter, config.num_speculative_tokens, Gate())
+    runner.sample = RejectionSampler(proposals)
+    return Speculator(drafter, config.num_speculative_tokens, Gate(), before=proposals.clear)
 
 
 def _check(config: RuntimeConfig, runner: ModelRunner) -> None:
@@ -96,6 +98,8 @@ def _build_drafter(
     memory = _draft_memory(decoder, target, runner.memory)
     decoder = decoder.for_length(min(config.max_model_len or 0, decoder.config.context_length))
     draft = ModelRunner(decoder, memory)
+    if config.warm_up and decoder.device.type == "cuda":
+        warm_up(draft, config)
     if proposals is not None:
         draft.sample = ProposalSampler(proposals)
     return ModelDrafter(draft, config, same_noise=proposals is None)

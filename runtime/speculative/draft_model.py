@@ -75,7 +75,7 @@ class ModelDrafter:
             if count:
                 entries.append(shadow.plan(count))
                 budget -= count
-        tokens = self.runner.execute(StepPlan(tuple(entries))).tokens
+        tokens = self.runner.submit(StepPlan(tuple(entries))).result().tokens
         for entry in entries:
             entry.sequence.num_computed_tokens += entry.num_tokens
         drafted = {shadow: count for shadow, count in active.items() if shadow.take(tokens.get(shadow.own.id))}

@@ -152,6 +152,7 @@ class Speculator:
         drafter: proposes the tokens.
         num_draft_tokens: most draft tokens per sequence and step.
         gate: turns drafting off where it does not pay; None always drafts.
+        before: called before tokens are drafted for a step.
         clock: seconds.
     """
 
@@ -161,18 +162,20 @@ class Speculator:
         num_draft_tokens: int,
         gate: Gate | None = None,
         *,
+        before: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.drafter = drafter
         self.num_draft_tokens = num_draft_tokens
         self.gate = gate
-        self._clock = clock
+        self._before, self._clock = before, clock
         self._started = 0.0
         self._windows: dict[Sequence, Window] = {}
 
     def propose(self, decodes: ListOf[Sequence]) -> None:
         """Sets the drafts of all sequences that the next step decodes."""
         self._started = self._clock()
+        self._before()
         if not decodes:
             return
         known = self._windows

@@ -26,7 +26,7 @@ from runtime.backends.torch.ops import gumbel_noise
 from runtime.core.batch import SamplingMetadata, build_sampling_metadata
 from runtime.core.draft_tree import find_child
 from runtime.core.step import SampledToken, ScheduledSequence
-from runtime.sampling.sampler import probabilities, sample_tokens, token_logprobs
+from runtime.sampling.sampler import Drawn, choose_sampler, probabilities, sample_tokens
 
 
 def verify_by_match(
@@ -56,7 +56,8 @@ ACCEPTANCE_NOISE = 0x2545F4914F6CDD1D
 """Mixed into a seed to get the noise that decides about acceptance."""
 
 Proposals = dict[tuple[str, int], Tensor]
-"""Distributions `q [V]` that draft tokens were sampled from, by sequence id and position, for one step."""
+"""Distributions `q [V]` that draft tokens were sampled from, by sequence id and position, for one step. They are
+dropped when the next drafts are made: a step may verify its sequences in several parts."""
 
 
 class ProposalSampler:
@@ -66,35 +67,40 @@ class ProposalSampler:
         self._proposals = proposals
 
     def __call__(
-        self, entries: Sequence[ScheduledSequence], logits: Tensor, drawn: Tensor | None = None
+        self, entries: Sequence[ScheduledSequence], logits: Tensor, drawn: Drawn | None = None
     ) -> dict[str, list[SampledToken]]:
-        draws = [build_sampling_metadata(entry)[0] for entry in entries]
+        draws = [group[0] for group in _groups(entries, drawn)]
         for entry, draw, row in zip(entries, draws, probabilities(logits, draws), strict=True):
             self._proposals[entry.sequence.id, draw.position] = row
-        tokens = sample_tokens(logits, draws, drawn)
+        tokens = sample_tokens(logits, draws, None if drawn is None else drawn.tokens)
         return {entry.sequence.id: [token] for entry, token in zip(entries, tokens, strict=True)}
+
+
+def _groups(entries: Sequence[ScheduledSequence], drawn: Drawn | None) -> list[list[SamplingMetadata]]:
+    """Returns how the rows of each entry are drawn."""
+    return list(map(build_sampling_metadata, entries)) if drawn is None else drawn.draws
 
 
 class RejectionSampler:
     """Samples the next tokens of each sequence and verifies its draft by rejection sampling.
 
     Args:
-        proposals: distributions of the draft tokens; cleared by each call.
+        proposals: distributions of the draft tokens of this step.
     """
 
     def __init__(self, proposals: Proposals) -> None:
         self._proposals = proposals
 
     def __call__(
-        self, entries: Sequence[ScheduledSequence], logits: Tensor, drawn: Tensor | None = None
+        self, entries: Sequence[ScheduledSequence], logits: Tensor, drawn: Drawn | None = None
     ) -> dict[str, list[SampledToken]]:
         """Returns tokens by sequence id, from `1 + num_draft_tokens` rows of logits `[R, V]` per entry, in order."""
-        draws = [build_sampling_metadata(entry) for entry in entries]
+        draws = _groups(entries, drawn)
         flat = [draw for group in draws for draw in group]
-        own, first, tokens = sample_tokens(logits, flat, drawn), 0, {}
+        own = sample_tokens(logits, flat, None if drawn is None else drawn.tokens)
+        first, tokens = 0, {}
         drafted = list(_draft_tokens(entries, draws))
         verdicts = self._judge(drafted, logits, flat) if drafted else {}
-        self._proposals.clear()
         for entry, group in zip(entries, draws, strict=True):
             rows = range(first, first + len(group))
             tokens[entry.sequence.id] = _until_rejected(rows, own, verdicts)
@@ -186,4 +192,5 @@ def _token(logits: Tensor, token_id: int, draw: SamplingMetadata) -> SampledToke
     wanted = draw.sampling.logprobs
     if wanted is None:
         return SampledToken(token_id)
-    return SampledToken(token_id, token_logprobs(logits.unsqueeze(0), [token_id], wanted)[0])
+    sampler = choose_sampler(logits.device, logits.dtype)
+    return SampledToken(token_id, sampler.token_logprobs(logits.unsqueeze(0), [token_id], wanted)[0])

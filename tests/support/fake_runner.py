@@ -6,13 +6,24 @@ A wrong block table, a stale block, a missing copy or a token computed at the wr
 import random
 from array import array
 from collections.abc import Sequence as TokenIds
+from dataclasses import replace
 from hashlib import blake2b
+from zlib import crc32
 
 from runtime.core.attention_window import FULL_ATTENTION, RELEASED, AttentionWindow
 from runtime.core.draft_states import StateCosts
 from runtime.core.draft_tree import find_child, grow_tree, paths
 from runtime.core.request import Sequence, TokenLogprobs
-from runtime.core.step import NO_STATE, SampledToken, ScheduledSequence, StepOutput, StepPlan
+from runtime.core.step import (
+    KNOWN,
+    NO_STATE,
+    ComputedStep,
+    SampledToken,
+    ScheduledSequence,
+    StepOutput,
+    StepPlan,
+    SubmittedStep,
+)
 
 VOCAB_SIZE = 50
 Slot = tuple[int, int]
@@ -57,6 +68,9 @@ class FakeRunner:
         failure: raised by the next `execute`.
         plans: how many tokens each step had, by request id.
         script: tokens that every request gets instead of those computed; for tests of text.
+        overlaps: decode steps can be continued before they are read, as those that a GPU captured. They are computed
+            when they are submitted, and what goes wrong shows when they are read.
+        undecided: share of the tokens of such steps that cannot be decided once the next one is submitted.
     """
 
     def __init__(
@@ -88,8 +102,26 @@ class FakeRunner:
         self.failure: Exception | None = None
         self.plans: list[dict[str, int]] = []
         self.script: list[int] = []
+        self.overlaps = False
+        self.undecided = 0.0
+        self.latest: FakeStep | None = None
         self._slots: list[Slot | None] = [None] * (num_blocks * block_size)
         self._host: list[list[Slot | None]] = [[]] * num_host_blocks
+
+    def submit(self, plan: StepPlan) -> SubmittedStep:
+        sources = [entry.source_row for entry in plan.entries if entry.source_row != KNOWN]
+        assert not sources or (self.latest is not None and len(set(sources)) == len(plan.entries))
+        if not self.overlaps or any(entry.num_tokens > 1 or not entry.samples for entry in plan.entries):
+            assert not sources
+            self.latest = None
+            return ComputedStep(self.execute(plan))
+        output: StepOutput | Exception
+        try:
+            output = self.execute(plan)
+        except Exception as error:
+            output = error
+        self.latest = FakeStep(self, plan, output)
+        return self.latest
 
     def execute(self, plan: StepPlan) -> StepOutput:
         self.plans.append({entry.sequence.id: entry.num_tokens for entry in plan.entries})
@@ -108,12 +140,24 @@ class FakeRunner:
             self._move_states(plan)
             self._advance_states(plan)
         for entry in plan.entries:
-            known, draft = entry.sequence.num_tokens, entry.sequence.draft_token_ids
+            known, draft = self._num_known(entry), entry.sequence.draft_token_ids
             for position in range(entry.start, min(known, entry.start + entry.num_tokens)):
-                self._slots[self._slot(entry, position)] = (entry.sequence.token_ids[position], position)
+                self._slots[self._slot(entry, position)] = (self._token(entry, position), position)
             for number, path in enumerate(paths(entry.draft_parents)):
                 self._slots[self._slot(entry, known + number)] = (draft[number], known + len(path) - 1)
         return StepOutput({e.sequence.id: self._verify(e) for e in plan.entries if e.samples})
+
+    def _num_known(self, entry: ScheduledSequence) -> int:
+        """Tokens before the drafts, the one included that only the step before knows."""
+        return entry.sequence.num_tokens if entry.source_row == KNOWN else entry.start + 1
+
+    def _token(self, entry: ScheduledSequence, position: int) -> int:
+        """A token of the span; what the step before drew is taken from it, and anything where that failed."""
+        if entry.source_row == KNOWN:
+            return entry.sequence.token_ids[position]
+        assert entry.sequence.num_tokens == position, "the token is known"
+        assert self.latest is not None
+        return max(0, self.latest.drawn[entry.source_row])
 
     def _slot(self, entry: ScheduledSequence, position: int) -> int:
         block_id = entry.sequence.block_ids[position // self.block_size]
@@ -183,7 +227,7 @@ class FakeRunner:
         """Token after the given ones, and after each draft token of a branch as long as they are accepted. The accepted
         branch is appended to the tokens."""
         parents, path = entry.draft_parents, []
-        draft, known = entry.sequence.draft_token_ids[: len(parents)], entry.sequence.num_tokens
+        draft, known = entry.sequence.draft_token_ids[: len(parents)], self._num_known(entry)
         drawn = [self._sample(entry, path)]
         while (guess := find_child(draft, parents, path[-1] if path else -1, drawn[-1].token_id)) is not None:
             path.append(guess)
@@ -194,19 +238,42 @@ class FakeRunner:
 
     def _sample(self, entry: ScheduledSequence, path: list[int]) -> SampledToken:
         """The token behind the known ones and a branch of guesses."""
-        sequence, num_guesses = entry.sequence, len(path)
+        sequence, known, num_guesses = entry.sequence, self._num_known(entry), len(path)
         if sequence.id in self.broken_ids:
             return SampledToken(-1, error="logits are not finite")
-        visible = visible_positions(sequence.num_tokens + num_guesses, self.attention_window)
-        places = [*range(sequence.num_tokens), *(sequence.num_tokens + number for number in path)]
+        visible = visible_positions(known + num_guesses, self.attention_window)
+        places = [*range(known), *(known + number for number in path)]
         history = [self._slots[self._slot(entry, places[position])] for position in visible]
         if any(slot is None for slot in history):
             raise AssertionError(f"{sequence.id} reads a slot that was never written")
         if self.script:
-            return SampledToken(self.script[sequence.num_output_tokens + num_guesses])
+            return SampledToken(self.script[known - sequence.num_prompt_tokens + num_guesses])
         token = next_token([slot for slot in history if slot is not None], sequence.request.seed)
         wants = sequence.request.sampling.logprobs is not None
         return SampledToken(token, TokenLogprobs(-0.5, ((token, -0.5),)) if wants else None)
+
+
+class FakeStep:
+    """A decode step of a `FakeRunner` that is read late."""
+
+    feeds_next = True
+
+    def __init__(self, runner: FakeRunner, plan: StepPlan, output: StepOutput | Exception) -> None:
+        self.runner, self.plan, self.output = runner, plan, output
+        failed = isinstance(output, Exception)
+        self.drawn = [0 if failed else output.tokens[entry.sequence.id][0].token_id for entry in plan.entries]
+
+    def result(self) -> StepOutput:
+        if isinstance(self.output, Exception):
+            raise self.output
+        if self.runner.latest is self:
+            return self.output
+        tokens = self.output.tokens
+        late = [entry for entry in self.plan.entries if self._is_decided(entry)]
+        return replace(self.output, tokens={entry.sequence.id: tokens[entry.sequence.id] for entry in late})
+
+    def _is_decided(self, entry: ScheduledSequence) -> bool:
+        return crc32(f"{entry.sequence.id} {entry.start}".encode()) >= self.runner.undecided * 2**32
 
 
 class FakeDrafter:

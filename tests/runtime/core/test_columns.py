@@ -10,7 +10,9 @@ from tiers import examples
 from compress.common.errors import RequestError
 from runtime.core.request import MAX_BIAS, LogitBias, LogprobColumns, SamplingParams, TokenLogprobs
 
-PAIRS = st.lists(st.tuples(st.integers(0, 2**31 - 1), st.floats(-MAX_BIAS, MAX_BIAS))).map(tuple)
+PAIRS = st.lists(
+    st.tuples(st.integers(0, 2**31 - 1), st.floats(-MAX_BIAS, MAX_BIAS)), unique_by=lambda pair: pair[0]
+).map(tuple)
 
 
 @given(pairs=PAIRS)
@@ -22,6 +24,10 @@ def test_a_bias_is_its_pairs(pairs: tuple[tuple[int, float], ...]) -> None:
     assert len(sampling.logit_bias) == len(pairs)
     assert hash(sampling) == hash(SamplingParams(logit_bias=pairs))
     assert sampling == SamplingParams(logit_bias=LogitBias.of(pairs))
+
+
+def test_values_of_the_same_token_are_added_up() -> None:
+    assert SamplingParams(logit_bias=((7, 1.5), (3, 2.0), (7, -4.0))).logit_bias == ((7, -2.5), (3, 2.0))
 
 
 @pytest.mark.parametrize("value", [MAX_BIAS + 0.5, -MAX_BIAS - 0.5, float("nan"), float("inf")])

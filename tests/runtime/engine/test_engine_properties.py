@@ -70,6 +70,8 @@ class EngineMachine(RuleBasedStateMachine):
         state_interval=st.integers(1, 12),
         num_host_states=st.sampled_from([0, 1, 3, 20]),
         token_bytes=st.sampled_from([0, 9]),
+        overlaps=st.sampled_from([False, False, True]),
+        undecided=st.sampled_from([0, 0, 0.1]),
     )
     def start(
         self,
@@ -89,7 +91,11 @@ class EngineMachine(RuleBasedStateMachine):
         state_interval: int,
         num_host_states: int,
         token_bytes: int,
+        overlaps: bool,
+        undecided: float,
     ) -> None:
+        if overlaps:  # not with drafts, host memory and recurrent states
+            num_guesses = num_state_slots = num_host_blocks = 0
         config = RuntimeConfig(
             state_interval=state_interval,
             block_size=block_size,
@@ -109,6 +115,7 @@ class EngineMachine(RuleBasedStateMachine):
             num_host_states=num_host_states,
             state_costs=StateCosts(1, token_bytes),
         )
+        self.runner.overlaps, self.runner.undecided = overlaps, undecided
         self.span = config.max_span_tokens
         self.num_steps = 0
         trouble = None if faults is None else FaultInjection(faults, preempt=0.2, evict=0.3, abort=0.02)

@@ -35,9 +35,11 @@ class GatedRunner(FakeRunner):
         return super().execute(plan)
 
 
-@pytest.fixture
-def runner() -> GatedRunner:
-    return GatedRunner()
+@pytest.fixture(params=[False, pytest.param(True, marks=pytest.mark.full)], ids=["serial", "overlapped"])
+def runner(request: pytest.FixtureRequest) -> GatedRunner:
+    runner = GatedRunner()
+    runner.overlaps = request.param
+    return runner
 
 
 @pytest.fixture

@@ -15,7 +15,8 @@ from runtime.core.request import SamplingParams
 from runtime.engine.engine import Engine
 from runtime.model.decoder import Decoder
 from runtime.model.loader import load_model
-from runtime.runner.runner import build_runner, largest_steps, with_states
+from runtime.runner.runner import build_runner
+from runtime.runner.warm_up import largest_steps, with_states
 from runtime.speculative.proposer import Speculator
 
 BLOCK = 4

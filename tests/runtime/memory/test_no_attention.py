@@ -19,7 +19,7 @@ from runtime.core.step import ScheduledSequence
 from runtime.memory.advice import inspect
 from runtime.memory.plan import plan_memory
 from runtime.model.loader import load_model
-from runtime.runner.cuda_graphs import StepBuffers
+from runtime.runner.step_buffers import StepBuffers
 
 CPU = torch.device("cpu")
 GIB = 2**30
@@ -55,7 +55,7 @@ def test_block_tables_do_not_grow_with_the_length_of_a_sequence(folder: Path) ->
     sequence.block_ids = list(range(10))
     batch = build_batch([ScheduledSequence(sequence, 39, 1)], 4, CPU, engine.runner.memory.reach)
     assert [group.blocks.tolist() for group in batch.groups] == [[9]]
-    assert StepBuffers(engine.runner.decoder, engine.runner.memory, 2).blocks_each == 1
+    assert StepBuffers(engine.runner.decoder, engine.runner.memory).blocks_each == 1
 
 
 REFUSED = {

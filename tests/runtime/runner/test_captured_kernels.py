@@ -19,8 +19,10 @@ from runtime.core.config import RuntimeConfig
 from runtime.core.request import Request, SamplingParams, Sequence
 from runtime.core.step import ScheduledSequence, StepPlan
 from runtime.model.loader import load_model
-from runtime.runner.cuda_graphs import CudaCapture, StepBuffers, StepGraphs
+from runtime.runner.capture import CudaCapture
 from runtime.runner.runner import ModelRunner, build_runner, sample_and_match
+from runtime.runner.step_buffers import StepBuffers
+from runtime.runner.step_graphs import StepGraphs
 from runtime.sampling.sampler import sample_step
 
 SIZES = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 1}
@@ -43,7 +45,7 @@ def make_runner(decoder, **options) -> ModelRunner:
     poison(runner.pages.memory)
     use_triton(runner)
     capture = CudaCapture(decoder.device) if decoder.device.type == "cuda" else capture_nothing
-    buffers = StepBuffers(decoder, runner.memory, runner.memory.num_sequences)
+    buffers = StepBuffers(decoder, runner.memory)
     runner.graphs = StepGraphs(runner._logits, buffers, capture, partial(sample_step, TritonSampling()))
     return runner
 
@@ -59,7 +61,7 @@ def begin(
     for index, length in enumerate(lengths):
         tokens = [chance.randrange(112) for _ in range(length)]
         request = Request(f"s{index}", tuple(tokens), SamplingParams(**wishes[index % len(wishes)]), seed=7)
-        sequence = Sequence(request, tokens, block_ids=[blocks.pop() for _ in range(-(-length // BLOCK_SIZE))])
+        sequence = Sequence(request, tokens, block_ids=[blocks.pop() for _ in range(-(-(length + 4) // BLOCK_SIZE))])
         slots = torch.tensor(slots_of(ScheduledSequence(sequence, 0, length - 1), BLOCK_SIZE), device=device)
         shape = (2, config.num_layers, length - 1, config.num_kv_heads, config.head_dim)
         keys, values = torch.randn(shape, generator=generator).to(device, torch.bfloat16)
@@ -74,14 +76,15 @@ def ordinary_logits(runner: ModelRunner, entries: tuple[ScheduledSequence, ...])
     found: dict[str, torch.Tensor] = {}
 
     def keep(sampling, rows, drawn):
-        found.update(zip([entry.sequence.id for entry in sampling], rows, strict=True))
+        parts = rows.split([1 + entry.num_draft_tokens for entry in sampling])
+        found.update(zip([entry.sequence.id for entry in sampling], parts, strict=True))
         return {entry.sequence.id: [] for entry in sampling}
 
     graphs, sample = runner.graphs, runner.sample
     runner.graphs, runner.sample = None, keep
     runner.execute(StepPlan(entries))
     runner.graphs, runner.sample = graphs, sample
-    return torch.stack([found[entry.sequence.id] for entry in entries])
+    return torch.cat([found[entry.sequence.id] for entry in entries])
 
 
 @pytest.mark.parametrize("kv_cache", ["16bit", "int4"])
@@ -92,6 +95,25 @@ def test_logits_are_those_of_ordinary_steps(decoder, kv_cache):
     assert recorded.isfinite().all()
     expected = ordinary_logits(runner, entries)
     torch.testing.assert_close(recorded, expected, rtol=0, atol=0.02 * expected.abs().max().item())
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("parents", [[-1, -1, 1], []], ids=str)
+def test_drafts_of_many_lengths_are_verified(decoder, parents):
+    """Chains, and trees beside them: the same logits, and nothing is written for the rows of padding."""
+    runner = make_runner(decoder, speculative_model="ngram-tree", num_speculative_tokens=4)
+    entries = begin(runner, [9, 6, 14])
+    entries[0].sequence.draft_token_ids, entries[0].sequence.draft_parents = [5, 6, 7], parents
+    entries[2].sequence.draft_token_ids = [8]
+    entries = tuple(replace(entry, num_tokens=1 + len(entry.sequence.draft_token_ids)) for entry in entries)
+    assert runner.graphs.split(entries).rest == []
+    recorded = runner.graphs.run(entries)[0].clone()
+    assert recorded.isfinite().all()
+    written = {name: tensor.clone() for name, tensor in runner.pages.memory.tensors.items()}
+    expected = ordinary_logits(runner, entries)
+    torch.testing.assert_close(recorded, expected, rtol=0, atol=0.02 * expected.abs().max().item())
+    for name, tensor in runner.pages.memory.tensors.items():
+        assert torch.equal(tensor.isnan(), written[name].isnan()), name
 
 
 def test_rows_of_padding_write_and_change_nothing(decoder):
@@ -136,30 +158,30 @@ class Operations(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(
-    ("wishes", "rest"),
+    "wishes",
     [
-        ((GREEDY, {}, {"temperature": 0.6}), False),
-        (({"temperature": 0, "top_k": 5}, {"top_k": 3}, {"top_p": 0.7, "temperature": 2.0}), False),
-        (({}, {"min_p": 0.1}, {}), False),
-        ((GREEDY, {}, {"logit_bias": ((5, 100.0),)}), True),
+        (GREEDY, {}, {"temperature": 0.6}),
+        ({"temperature": 0, "top_k": 5}, {"top_k": 3}, {"top_p": 0.7, "temperature": 2.0}),
+        ({}, {"min_p": 0.1}, {}),
+        (GREEDY, {"repetition_penalty": 1.5, "temperature": 0}, {"logit_bias": ((5, 4.0),)}),
     ],
-    ids=["whole", "truncated", "mixed", "biased"],
+    ids=["whole", "truncated", "mixed", "changed"],
 )
-def test_tokens_are_drawn_within_the_step(decoder, wishes, rest):
-    """Only reading the tokens is left after the graph, except where requests change logits."""
+def test_tokens_are_drawn_within_the_step(decoder, wishes):
+    """Only reading the tokens is left after the graph, also where requests change logits."""
     runner = make_runner(decoder)
     entries = begin(runner, [9, 1, 14], wishes)
     for seed in (2**63 - 1, 5):
         for entry in entries:
             entry.sequence.request = replace(entry.sequence.request, seed=seed)
-        logits, drawn = runner.graphs.run(entries)
+        logits, drawn, _ = runner.graphs.run(entries)
         there = logits.cpu()
-        before = drawn.clone()
+        before = drawn.tokens.clone()
         with Operations() as operations:
             found = sample_and_match(entries, logits, drawn)
         assert found == sample_and_match(entries, there)
-        assert torch.equal(drawn, before)
-        assert bool(operations.names - {"aten::_to_copy"}) == rest
+        assert torch.equal(drawn.tokens, before)
+        assert operations.names <= {"aten::_to_copy"}
 
 
 def test_steps_in_which_somebody_truncates_have_recordings_of_their_own(decoder):
@@ -167,4 +189,4 @@ def test_steps_in_which_somebody_truncates_have_recordings_of_their_own(decoder)
     greedy, mixed = begin(runner, [9, 1]), begin(runner, [9, 1], (GREEDY, {"top_k": 3}))
     for entries, recorded in ((greedy, 1), (mixed, 2), (greedy, 2), (mixed, 2)):
         runner.graphs.run(entries)
-        assert len(runner.graphs._captured) == recorded
+        assert len(runner.graphs._captured) == 1 + recorded, "the step itself has one"

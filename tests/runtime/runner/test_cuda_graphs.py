@@ -1,9 +1,11 @@
 """Only on a GPU: recorded steps against the same steps kernel by kernel, what is read back, and memory that is kept."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
+from constraints import NoRepeats, constrain
 from engines import answer_all
 from tiny_models import save_tiny_model
 from unrecorded_steps import capture_nothing
@@ -15,9 +17,10 @@ from runtime.core.request import Request, SamplingParams, Sequence
 from runtime.core.step import ScheduledSequence, StepPlan
 from runtime.engine.engine import Engine
 from runtime.model.loader import load_model
-from runtime.runner.cuda_graphs import CudaCapture
-from runtime.runner.runner import ModelRunner, build_runner
+from runtime.runner.capture import CudaCapture
+from runtime.runner.runner import ModelRunner, build_runner, sample_and_match
 from runtime.sampling.sampler import sample_tokens
+from runtime.speculative.build import build_speculator
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 
@@ -38,8 +41,8 @@ def make_runner(decoder, capture=None, **options) -> ModelRunner:
     return runner
 
 
-def begin(runner: ModelRunner, count: int) -> tuple[ScheduledSequence, ...]:
-    """Sequences of many lengths, all but their last tokens computed, and those last tokens."""
+def begin(runner: ModelRunner, count: int, num_drafts: int = 0) -> tuple[ScheduledSequence, ...]:
+    """Sequences of many lengths, all but their last tokens computed, and those last tokens with drafts behind some."""
     chance, entries = random.Random(count), []
     blocks = chance.sample(range(runner.num_blocks), runner.num_blocks)
     for index in range(count):
@@ -48,7 +51,9 @@ def begin(runner: ModelRunner, count: int) -> tuple[ScheduledSequence, ...]:
         request = Request(f"s{index}", tuple(tokens), SamplingParams(temperature=0), seed=index)
         sequence = Sequence(request, tokens, block_ids=[blocks.pop() for _ in range(-(-length // 16))])
         runner.execute(StepPlan((ScheduledSequence(sequence, 0, length - 1),)))
-        entries.append(ScheduledSequence(sequence, length - 1, 1))
+        sequence.draft_token_ids = [chance.randrange(runner.vocab_size) for _ in range(index % (1 + num_drafts))]
+        sequence.block_ids += [blocks.pop()]
+        entries.append(ScheduledSequence(sequence, length - 1, 1 + len(sequence.draft_token_ids)))
     return tuple(entries)
 
 
@@ -63,6 +68,40 @@ def test_a_graph_gives_the_bits_of_its_kernels(demo, kv_cache, count):
     assert replayed.isfinite().all()
 
 
+@pytest.mark.parametrize("speculate", ["ngram", "ngram-tree"])
+@pytest.mark.parametrize("count", [1, 5, 20])
+def test_a_graph_verifies_drafts_with_the_bits_of_its_kernels(demo, speculate, count):
+    options = {"speculative_model": speculate, "num_speculative_tokens": 4}
+    runner = make_runner(demo, CudaCapture(torch.device("cuda")), **options)
+    entries = begin(runner, count, num_drafts=4)
+    if speculate == "ngram-tree":
+        for entry in entries:
+            entry.sequence.draft_parents = [-1, -1, 0, 1][: entry.num_draft_tokens]
+    assert not runner.graphs.split(entries).rest
+    replayed = runner.graphs.run(entries)[0].clone()
+    assert len(replayed) == sum(entry.num_tokens for entry in entries)
+    runner.capture_steps(capture_nothing)
+    assert torch.equal(runner.graphs.run(entries)[0], replayed)
+    assert replayed.isfinite().all()
+
+
+def test_a_graph_draws_what_the_host_draws_of_changed_logits(demo):
+    """Penalties, biases and masks: from the logits of a graph the same tokens as step by step on the host."""
+    runner = make_runner(demo)
+    entries = begin(runner, 8)
+    for index, entry in enumerate(entries):
+        request, wishes = entry.sequence.request, CHANGES[index % len(CHANGES)]
+        entry.sequence.request = replace(request, sampling=SamplingParams(**wishes))
+        entry.sequence.constraint = NoRepeats() if index % 2 else None
+    for token in (5, 7):
+        logits, drawn, _ = runner.graphs.run(entries)
+        there = logits.cpu()
+        assert sample_and_match(entries, logits, drawn) == sample_and_match(entries, there)
+        for entry in entries:
+            entry.sequence.token_ids.append(token)
+            entry.start += 1
+
+
 def test_twenty_replays_give_the_same_bits(demo):
     runner = make_runner(demo)
     entries = begin(runner, 13)
@@ -71,22 +110,58 @@ def test_twenty_replays_give_the_same_bits(demo):
         assert torch.equal(runner.graphs.run(entries)[0], first)
 
 
+CHANGES = (
+    {"temperature": 0, "repetition_penalty": 1.4},
+    {"presence_penalty": 0.6, "frequency_penalty": 0.3},
+    {"logit_bias": ((5, 4.0), (6, -100.0)), "top_k": 40},
+    {},
+)
+
+
 def answers(runner: ModelRunner, config: RuntimeConfig) -> tuple[list[list[int]], Engine]:
-    engine, chance, requests = Engine(runner, None, config), random.Random(5), []
+    speculator = build_speculator("", runner.decoder, runner, config)
+    if speculator is not None:
+        speculator.gate = None
+    engine, chance, requests = Engine(runner, None, config, speculator=speculator), random.Random(5), []
+    constrain(engine, NoRepeats)
     for index in range(40):
-        params = SamplingParams(temperature=index % 3 / 2, top_p=1 - index % 2 / 10, seed=index, max_tokens=8 + index)
+        wishes = {"temperature": index % 3 / 2, "top_p": 1 - index % 2 / 10} | CHANGES[index % len(CHANGES)]
+        params = SamplingParams(**wishes, seed=index, max_tokens=8 + index)
         prompt = [chance.randrange(runner.vocab_size) for _ in range(1 + 11 * index)]
         requests.append((str(index), prompt, params))
     found = answer_all(engine, requests)
     return [found[str(index), 0] for index in range(40)], engine
 
 
-def test_answers_of_an_engine_are_those_of_the_same_kernels(demo):
-    config = RuntimeConfig(device="cuda", num_blocks=2000, max_num_seqs=32)
-    expected, _ = answers(make_runner(demo, capture_nothing), config)
-    found, engine = answers(make_runner(demo), config)
+@pytest.mark.parametrize("speculate", ["", "ngram", "ngram-tree"])
+def test_answers_of_an_engine_are_those_of_the_same_kernels(demo, speculate):
+    options = {"num_blocks": 2000, "max_num_seqs": 32, "speculative_model": speculate}
+    config = RuntimeConfig(device="cuda", **options)
+    expected, _ = answers(make_runner(demo, capture_nothing, **options), config)
+    found, engine = answers(make_runner(demo, **options), config)
     assert found == expected
-    assert engine.metrics.steps_by_path_total["recorded"] > 20
+    paths = engine.metrics.steps_by_path_total
+    assert paths["recorded"] > 20
+    assert any(path.startswith("recorded; ") for path in paths)
+
+
+def test_answers_are_the_same_where_the_next_step_is_submitted_before_the_last_is_read(demo):
+    """Without end tokens, so that both make the same batches: other batches may be rounded differently."""
+
+    def serve(overlap: bool) -> tuple[object, Engine]:
+        config = RuntimeConfig(device="cuda", num_blocks=2000, max_num_seqs=32, overlap=overlap)
+        chance, requests = random.Random(7), []
+        for index in range(32):
+            prompt = [chance.randrange(8000) for _ in range(1 + 9 * index)]
+            params = SamplingParams(temperature=index % 2, seed=index, max_tokens=20 + 3 * index, ignore_eos=True)
+            requests.append((str(index), prompt, params))
+        engine = Engine(make_runner(demo), None, config)
+        return answer_all(engine, requests), engine
+
+    (expected, serial), (found, overlapped) = serve(overlap=False), serve(overlap=True)
+    assert found == expected
+    assert overlapped.metrics.steps_by_overlap_total["overlapped"] > 50
+    assert not serial.metrics.steps_by_overlap_total
 
 
 COMMON = ({"temperature": 0}, {}, {"top_k": 40}, {"top_p": 0.6, "temperature": 0.8})
@@ -135,6 +210,7 @@ def wide(tmp_path_factory):
     return save_tiny_model(tmp_path_factory.mktemp("models") / "wide", "llama", torch.bfloat16, head_dim=64, **sizes)
 
 
+@pytest.mark.whole_gpu
 def test_memory_is_kept_when_all_of_it_is_given_away(wide):
     """All that is free but 8 GiB is taken first; then the default pool takes its share, and the heaviest mixture of
     requests must find its memory: nothing grows beyond what was set aside for steps."""

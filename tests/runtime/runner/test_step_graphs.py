@@ -1,6 +1,8 @@
 """Recorded steps give what ordinary steps give; here the recording is the function itself, so no GPU is needed."""
 
 import random
+import weakref
+from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -10,34 +12,20 @@ from covering import sample
 from engines import answer_all
 from poisoned_memory import poison_states
 from tiny_models import VARIANTS, save_tiny_model
-from unrecorded_steps import capture_nothing
+from unrecorded_steps import capture_nothing, runner_on_cpu
 
 from runtime.backends.registry import records_by_layer
 from runtime.core.config import RuntimeConfig
 from runtime.core.request import Request, SamplingParams, Sequence
-from runtime.core.step import ScheduledSequence, StepPlan
+from runtime.core.step import SampledToken, ScheduledSequence, StepPlan
 from runtime.engine.engine import Engine
 from runtime.model.loader import load_model
-from runtime.runner.cuda_graphs import batch_sizes
-from runtime.runner.runner import ModelRunner, build_runner
+from runtime.runner.runner import ModelRunner
+from runtime.runner.step_graphs import batch_sizes
 from runtime.speculative.build import build_speculator
 
 GREEDY = SamplingParams(temperature=0, max_tokens=200)
 SIZES = {"num_blocks": 64, "block_size": 4, "max_num_seqs": 6, "prefill_chunk": 8}
-
-
-class SkippingPages:
-    """Pages that write nothing for rows without a slot, as the GPU's kernels do."""
-
-    def __init__(self, pages) -> None:
-        self.pages = pages
-
-    def __getattr__(self, name):
-        return getattr(self.pages, name)
-
-    def write(self, layer, slots, key, value):
-        has_slot = slots >= 0
-        self.pages.write(layer, slots[has_slot], key[has_slot], value[has_slot])
 
 
 class Recorder:
@@ -54,13 +42,7 @@ class Recorder:
 
 
 def make_runner(decoder, capture=None, **options) -> ModelRunner:
-    runner = build_runner(decoder, RuntimeConfig(**(SIZES | options)))
-    for tensor in runner.pages.memory.tensors.values():
-        tensor.fill_(9)  # finite: plain torch multiplies all keys that it reads, masked ones by zero
-    runner.cache.pages = SkippingPages(runner.cache.pages)
-    if capture is not None:
-        runner.capture_steps(capture)
-    return runner
+    return runner_on_cpu(decoder, RuntimeConfig(**(SIZES | options)), capture)
 
 
 @pytest.fixture(scope="module")
@@ -166,15 +148,57 @@ def test_what_is_not_recorded_says_why(tiny):
     runner = make_runner(tiny, capture_nothing)
     found = sequences(runner, [5, 6, 7, 8, 9, 10])
     entries = last_tokens(found)
-    assert runner.graphs.unsupported_reason(entries) == ""
-    assert runner.graphs.unsupported_reason((*entries, entries[0])) == "too many sequences"
-    assert runner.graphs.unsupported_reason((ScheduledSequence(found[0], 3, 2), entries[1])) == "prompts are computed"
-    assert runner.graphs.unsupported_reason((ScheduledSequence(found[0], 3, 1), entries[1])) == "prompts are computed"
+
+    def reason(*entries: ScheduledSequence) -> str:
+        captured, rest, reason = runner.graphs.split(entries)
+        assert not captured
+        assert tuple(rest) == entries
+        return reason
+
+    assert runner.graphs.split(entries) == (list(entries), [], "")
+    assert reason(*entries, entries[0]) == "too many sequences"
+    assert reason(ScheduledSequence(found[0], 3, 2)) == "prompts are computed"
+    assert reason(ScheduledSequence(found[0], 3, 1)) == "prompts are computed"
     found[0].draft_token_ids = [3]
-    assert runner.graphs.unsupported_reason((ScheduledSequence(found[0], 4, 2), entries[1])) == "drafts are verified"
-    output = runner.execute(StepPlan((ScheduledSequence(found[0], 4, 2), entries[1])))
-    assert output.path == "drafts are verified"
-    assert len(output.tokens["s0"]) in (1, 2)
+    assert reason(ScheduledSequence(found[0], 4, 2)) == "too many drafts", "none are planned for"
+
+
+def test_drafts_are_recorded_where_padding_does_not_outweigh_them(tiny):
+    """A sequence with a long draft among many without is rather computed apart from them."""
+    runner = make_runner(tiny, capture_nothing, speculative_model="ngram", num_speculative_tokens=15, max_num_seqs=20)
+    assert runner.graphs.draft_sizes == (0, 1, 2, 4, 8, 15)
+    found = sequences(runner, [5] * 7)
+    found[0].draft_token_ids = [3] * 15
+    (drafted, *singles) = last_tokens(found)
+    drafted = replace(drafted, num_tokens=16)
+    assert runner.graphs.split((drafted, *singles[:3])) == ([drafted, *singles[:3]], [], "")
+    assert runner.graphs.split((drafted, *singles)) == (singles, [drafted], "too many drafts")
+    for sequence in found:
+        sequence.draft_token_ids = [3] * 15
+    assert not runner.graphs.split([replace(entry, num_tokens=16) for entry in (drafted, *singles)]).rest
+    output = runner.execute(StepPlan((drafted, *singles)))
+    assert output.path == "recorded; too many drafts"
+
+
+def test_decodes_beside_a_prompt_are_recorded(tiny):
+    """In any order; what is not recorded is computed behind them, and every sequence gets the token it gets alone."""
+    runner = make_runner(tiny, capture_nothing)
+    found = sequences(runner, [5, 6, 7, 8])
+    prompt, whole = ScheduledSequence(found[0], 2, 3), ScheduledSequence(found[1], 1, 4)
+    entries = (prompt, *last_tokens(found[2:]), whole)
+    expected = {entry.sequence.id: tokens_alone(runner, entry) for entry in entries}
+    output = runner.execute(StepPlan(entries))
+    assert output.path == "recorded; prompts are computed"
+    assert output.tokens == {name: tokens for name, tokens in expected.items() if tokens}
+    assert output.tokens.keys() == {"s0", "s2", "s3"}
+
+
+def tokens_alone(runner: ModelRunner, entry: ScheduledSequence) -> list[SampledToken]:
+    """Tokens of an entry in an ordinary step of its own."""
+    runner.graphs, graphs = None, runner.graphs
+    output = runner.execute(StepPlan((entry,)))
+    runner.graphs = graphs
+    return output.tokens.get(entry.sequence.id, [])
 
 
 def test_where_recording_fails_the_step_runs_all_the_same(tiny, caplog):
@@ -214,7 +238,7 @@ def test_answers_of_an_engine_are_the_same(tiny, kv_cache):
     assert found == expected
     assert not ordinary.metrics.steps_by_path_total
     paths = recorded.metrics.steps_by_path_total
-    assert paths["recorded"] > 20 < paths["prompts are computed"] + paths["recorded"]
+    assert paths["recorded"] > 20 < paths["recorded; prompts are computed"] + paths["recorded"]
     assert 'runtime_steps_by_path_total{path="recorded"}' in recorded.render_metrics()
 
 
@@ -230,6 +254,19 @@ def capture_after_warm_ups(compute):
     compute()
     compute()
     return compute
+
+
+def capture_addresses(compute):
+    """Keeps nothing alive, as a graph, which has the addresses of tensors."""
+    computation = weakref.ref(compute)
+    return lambda: computation()()
+
+
+def test_what_recordings_read_stays_allocated(tiny):
+    runner = make_runner(tiny, capture_addresses)
+    found = sequences(runner, [5, 6, 7])
+    for _ in range(2):
+        assert runner.execute(StepPlan(last_tokens(found))).path == "recorded"
 
 
 def test_layers_with_a_state_are_recorded_one_by_one(tiny, hybrid):

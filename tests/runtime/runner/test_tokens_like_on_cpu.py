@@ -3,6 +3,7 @@
 Sixteen bits round, so an answer may leave the other where two tokens are nearly equally likely, and only there.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,8 @@ PROMPTS = (
 )
 TOKENS = 24
 NEARLY_EQUAL = 0.15
-"""Nats between two tokens that 16-bit arithmetic may exchange."""
+"""Nats by which 16-bit arithmetic may change a log-probability, and between two tokens that it may exchange. These were
+0.053 and 0.068 at most in bfloat16 on a CPU, with the same prompts and forms."""
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +45,7 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def answers(folder: Path, kv_cache: str = "16bit", **options: str) -> list[Completion]:
-    llm = LLM(folder, RuntimeConfig(kv_cache=kv_cache, **options))
+    llm = LLM(folder, RuntimeConfig(kv_cache=kv_cache, num_blocks=64, max_num_seqs=len(PROMPTS), **options))
     return llm.generate(PROMPTS, SamplingParams(TOKENS, temperature=0, ignore_eos=True, logprobs=5))
 
 
@@ -59,18 +61,28 @@ def test_answers_part_only_where_tokens_are_nearly_equally_likely(packed, form: 
 
 def check(mine: Completion, theirs: Completion) -> None:
     assert len(mine.token_ids) == TOKENS
-    pairs = zip(mine.token_ids, theirs.token_ids, strict=True)
-    parting = next((place for place, (one, other) in enumerate(pairs) if one != other), None)
-    if parting is None:
-        return
-    likely = theirs.logprobs[parting]
-    alternatives = dict(likely.top)
-    assert mine.token_ids[parting] in alternatives
-    assert likely.logprob - alternatives[mine.token_ids[parting]] < NEARLY_EQUAL
+    for place, (one, other) in enumerate(zip(mine.token_ids, theirs.token_ids, strict=True)):
+        likely, alternatives = theirs.logprobs[place].logprob, dict(theirs.logprobs[place].top)
+        assert one in alternatives
+        assert likely - alternatives[one] < NEARLY_EQUAL
+        assert abs(mine.logprobs[place].logprob - alternatives[one]) < NEARLY_EQUAL
+        if one != other:
+            return
 
 
 def test_the_check_can_fail(packed) -> None:
+    """By the answer to another prompt, and by the right tokens of which one has another probability."""
     first, second = answers(packed["dense"], device="cpu", dtype="float32")[:2]
     check(first, first)
-    with pytest.raises(AssertionError):
-        check(second, first)
+    likely = first.logprobs[5]
+    doubtful = [*first.logprobs[:5], replace(likely, logprob=likely.logprob - 2 * NEARLY_EQUAL), *first.logprobs[6:]]
+    for wrong in (second, replace(first, logprobs=doubtful)):
+        with pytest.raises(AssertionError):
+            check(wrong, first)
+
+
+@pytest.mark.full
+def test_16_bits_on_a_cpu_stay_within_the_tolerance(packed) -> None:
+    expected, found = (answers(packed["dense"], device="cpu", dtype=dtype) for dtype in ("float32", "bfloat16"))
+    for mine, theirs in zip(found, expected, strict=True):
+        check(mine, theirs)

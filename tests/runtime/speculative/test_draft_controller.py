@@ -2,7 +2,7 @@ import random
 
 import pytest
 
-from runtime.speculative.proposer import PERIOD, PROBE_EVERY, TRIAL, Gate, Window
+from runtime.speculative.proposer import PERIOD, PROBE_EVERY, TRIAL, Gate, Speculator, Window
 
 
 def run_window(window: Window, probability: float, steps: int, seed: int = 0) -> list[int]:
@@ -96,3 +96,10 @@ def test_one_slow_step_does_not_decide() -> None:
         count += allowed
         gate.note(10, 50.0 if step == 2 else 10 / (200 if allowed else 100), drafted=allowed)
     assert count == PERIOD - TRIAL
+
+
+def test_what_was_proposed_for_a_step_is_dropped_before_the_next() -> None:
+    """Even if none is drafted for then: a preempted sequence keeps no distributions."""
+    proposals = {("a", 3): 0.5}
+    Speculator(drafter=None, num_draft_tokens=4, before=proposals.clear).propose([])
+    assert not proposals

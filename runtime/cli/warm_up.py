@@ -1,0 +1,86 @@
+"""`runtime warm-up`: compiles the kernels of a model, and takes them from one machine to another."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from compress.common.cli import with_groups
+from compress.common.errors import ToolkitError
+from runtime.cli.options import ConfigOption, ModelArgument, check_targets, resolve_model, runtime_config
+from runtime.cli.start_display import showing
+from runtime.core.config import (
+    BatchOptions,
+    ComputeOptions,
+    ContextOptions,
+    KVCacheOptions,
+    KVMemoryOptions,
+    OffloadOptions,
+    SpeculativeOptions,
+    StateOptions,
+)
+from runtime.core.progress import StartProgress
+
+
+@with_groups
+def warm_up(
+    *,
+    model: ModelArgument = None,
+    config: ConfigOption = None,
+    export: Annotated[
+        Path | None,
+        typer.Option("--export", metavar="FILE", help="Pack the compiled kernels into FILE, such as cache.tar.xz."),
+    ] = None,
+    compute: ComputeOptions,
+    kv: KVCacheOptions,
+    context: ContextOptions,
+    drafts: SpeculativeOptions,
+    kv_memory: KVMemoryOptions,
+    states: StateOptions,
+    offload: OffloadOptions,
+    batching: BatchOptions,
+) -> None:
+    """Compile all GPU kernels that serving a checkpoint takes.
+
+    They are kept in Triton's cache folder, where runtime serve finds them if it has the same options. With --export
+    they also go into a file for other machines with the same GPU, Triton and version of this toolkit, see
+    runtime serve --jit-cache.
+    """
+    path, where = resolve_model(model)
+    check_targets(export)
+    print(f"model     {where}", flush=True)
+    settings = runtime_config(compute, kv, context, drafts, kv_memory, states, offload, batching)
+    from compress.common.device import resolve_device
+    from runtime.backends.triton.kernel_cache import cache_folder, kernel_facts, noting_entries, pack_kernels
+    from runtime.llm import load_engine
+
+    facts, progress = kernel_facts(resolve_device(settings.device)), StartProgress()
+    with noting_entries() as entries, showing(progress):
+        load_engine(path, replace(settings, warm_up=True), progress)
+    print(f"ready     in {progress.summary()}")
+    print(f"kernels   {len(entries)} in {cache_folder()}: {', '.join(map(' '.join, facts.items()))}")
+    if export is None:
+        return
+    pack_kernels(cache_folder(), export, facts=facts, only=entries)
+    print(f"packed    into {export}, {export.stat().st_size / 1e6:.1f} MB")
+
+
+def import_kernels(archive: Path, device: str) -> None:
+    """Unpacks an archive of kernels into Triton's cache folder.
+
+    Args:
+        device: as `--device` names it.
+
+    Raises:
+        ToolkitError: it is no such archive or for other machines, or this machine has no GPU.
+    """
+    from compress.common.device import resolve_device
+    from runtime.backends.triton.kernel_cache import cache_folder, kernel_facts, unpack_kernels
+
+    if not archive.is_file():
+        raise ToolkitError(f"there is no file {archive}", "Make it by runtime warm-up MODEL --export FILE")
+    number = unpack_kernels(archive, cache_folder(), kernel_facts(resolve_device(device)))
+    print(f"kernels   {number} of {archive} are in {cache_folder()}")

@@ -1,0 +1,94 @@
+"""A captured step that is read later: its tokens go to the host while the device computes what is submitted next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from runtime.backends.sampling_kernel import UNDECIDED
+from runtime.core.step import SampledToken, ScheduledSequence, StepOutput
+from runtime.sampling.sampler import ERRORS
+
+NUM_COPIES = 2
+"""Steps that are not read yet: one that is computed, and the one before."""
+
+
+class DeviceEvent:
+    """Marks a place in the work of a device; on a CPU, which is never behind, nothing."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event = torch.cuda.Event() if device.type == "cuda" else None
+
+    def record(self) -> None:
+        """Marks what was launched so far on the current stream."""
+        if self._event is not None:
+            self._event.record()
+
+    def wait(self) -> None:
+        """Waits for what `record` has marked last."""
+        if self._event is not None:
+            self._event.synchronize()
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    tokens: Tensor
+    arrival: DeviceEvent
+
+
+class TokenCopies:
+    """Room in the memory of the host for the tokens of the last `NUM_COPIES` steps, pinned beside a GPU."""
+
+    def __init__(self, num_rows: int, device: torch.device) -> None:
+        is_pinned = device.type == "cuda"
+        tokens = torch.zeros(NUM_COPIES, num_rows, dtype=torch.int64, pin_memory=is_pinned)
+        self._copies = [_Copy(each, DeviceEvent(device)) for each in tokens]
+
+    def send(self, tokens: Tensor) -> Callable[[], Tensor]:
+        """Starts a copy of int64 `[n]`. Returns what waits for it; good until `NUM_COPIES` more are started."""
+        copy = self._copies.pop(0)
+        self._copies.append(copy)
+        host = copy.tokens[: len(tokens)]
+        host.copy_(tokens, non_blocking=True)
+        copy.arrival.record()
+
+        def receive() -> Tensor:
+            copy.arrival.wait()
+            return host
+
+        return receive
+
+
+@dataclass(slots=True, eq=False)
+class PendingStep:
+    """A captured step of one token per entry, whose tokens are drawn.
+
+    Attributes:
+        receive: waits for int64 `[n]`, the tokens of the entries.
+        sample: makes tokens by sequence id of these, and looks at the logits where they are not decided.
+        is_late: another step has replaced the logits.
+    """
+
+    entries: Sequence[ScheduledSequence]
+    receive: Callable[[], Tensor]
+    sample: Callable[[Tensor], dict[str, list[SampledToken]]]
+    path: str
+    is_late: bool = False
+    feeds_next: ClassVar[bool] = True
+
+    @torch.inference_mode()
+    def result(self) -> StepOutput:
+        chosen = self.receive()
+        return StepOutput(self._decided(chosen.tolist()) if self.is_late else self.sample(chosen), path=self.path)
+
+    def _decided(self, chosen: list[int]) -> dict[str, list[SampledToken]]:
+        pairs = zip(self.entries, chosen, strict=True)
+        return {entry.sequence.id: [_sampled(token)] for entry, token in pairs if token != UNDECIDED}
+
+
+def _sampled(token: int) -> SampledToken:
+    return SampledToken(token) if token >= 0 else SampledToken(-1, error=ERRORS[token])

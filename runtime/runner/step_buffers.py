@@ -1,0 +1,198 @@
+"""Tensors that captured decoding steps read and write: only their contents change."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+
+from runtime.core.attention_window import AttentionWindow
+from runtime.core.batch import (
+    AttentionGroup,
+    Batch,
+    SamplingTensors,
+    floats_of,
+    integers_of,
+    num_hidden_keys,
+    positions_of,
+    slots_of,
+    token_ids_of,
+    upload,
+    visible_blocks,
+)
+from runtime.core.draft_tree import ancestor_bits
+from runtime.core.memory_plan import MemoryPlan
+from runtime.core.state_rows import decode_state_rows
+from runtime.core.step import KNOWN, NO_STATE, ScheduledSequence
+from runtime.model.served import ServedModel
+from runtime.runner.pending_step import DeviceEvent
+
+PADDING = -1
+"""Slot and position of rows that stand for no token: nothing is written for them, and they see no keys."""
+NUM_INTEGERS, NUM_FLOATS = 9, 3
+"""Columns of a row: token id, position, slot, position among the keys that it looks at, slot that its recurrent state
+is written to, and ancestors in a tree of drafts; then how the next token is drawn, as `runtime.core.batch` has it in
+`SamplingTensors`: three integers, and three numbers of float64."""
+NUM_COLUMNS = NUM_INTEGERS + 1 + NUM_FLOATS
+"""One more in between: slots that the recurrent states of sequences are read from."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """Numbers of sequences in a step, and of draft tokens of each; whether some of these are trees."""
+
+    size: int
+    num_drafts: int = 0
+    has_trees: bool = False
+
+    @property
+    def num_rows(self) -> int:
+        """Tokens of the step."""
+        return self.size * (1 + self.num_drafts)
+
+
+class StepBuffers:
+    """Room for steps of up to `num_sequences` sequences with a token each and their drafts, `num_rows` tokens in all.
+
+    Rows of a sequence follow each other, those of its drafts behind the one of its last known token. A sequence with
+    fewer drafts than others has rows of padding behind them.
+
+    The columns `[13, num_rows]` and the block tables `[num_sequences, blocks_each]` lie one behind the other, and once
+    more in the memory of the host, pinned beside a GPU: one copy brings a step there.
+
+    Args:
+        memory: says how many sequences and drafts there are, how long block tables are, and what tokens look at.
+
+    Attributes:
+        logits, tokens: `[num_rows, V]` and int64 `[num_rows]`, where captured steps leave their results.
+    """
+
+    def __init__(self, decoder: ServedModel, memory: MemoryPlan) -> None:
+        device = decoder.device
+        self.num_sequences, self.num_drafts = memory.num_sequences, memory.num_draft_tokens
+        self.num_rows, self.has_trees = memory.captured_rows, memory.drafts_trees
+        self.block_size: int = memory.block_size
+        self.attention_window: AttentionWindow = memory.reach
+        self.blocks_each = memory.blocks_per_sequence if memory.token_bytes else 1
+        if self.attention_window.window is not None:
+            self.blocks_each += -(-self.num_drafts // self.block_size)  # each of them may look as far back as the first
+        self.num_state_slots = memory.states.num_slots
+        self._num_numbers = NUM_COLUMNS * self.num_rows
+        size = self._num_numbers + self.num_sequences * self.blocks_each
+        self._device, self._sent = device, DeviceEvent(device)
+        self._host = torch.zeros(size, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._there = torch.zeros(size, dtype=torch.int64, device=device)
+        self._numbers = self._host[: self._num_numbers].view(NUM_COLUMNS, self.num_rows).numpy()
+        self._floats = self._numbers[-NUM_FLOATS:].view("float64")
+        self._tables = self._host[self._num_numbers :].view(self.num_sequences, self.blocks_each).numpy()
+        # Rows of padding begin with a state of zeros, and share a slot to write to (`StateMemory`).
+        self._padding = (0, PADDING, PADDING, PADDING, self.num_state_slots + 1, 0, 0, 0, 0)
+        self._filled: list[list[int]] = [[] for _ in range(self.num_sequences)]
+        dtype = torch.float64 if decoder.dtype == torch.float64 else torch.float32
+        self.logits = torch.zeros(self.num_rows, decoder.config.vocab_size, dtype=dtype, device=device)
+        self.tokens = torch.zeros(self.num_rows, dtype=torch.int64, device=device)
+
+    def batch(self, shape: StepShape) -> Batch:
+        """The first rows as a step. Its numbers are those of the last `fill`; its lengths never change, so a launch
+        that is sized by them suits every step."""
+        rows = shape.num_rows
+        token_ids, positions, slots, key_positions, writes, ancestors, *_ = self._columns(rows)
+        blocks = self._there[self._num_numbers :][: shape.size * self.blocks_each]
+        num_keys = self.blocks_each * self.block_size
+        bits = ancestors if shape.has_trees else None
+        group = AttentionGroup(slice(0, rows), blocks, key_positions, shape.size, num_keys, ragged=True, ancestors=bits)
+        reads = self._columns(shape.size)[NUM_INTEGERS]
+        state_rows = decode_state_rows(reads, writes) if self.num_state_slots else None
+        return Batch((), token_ids, positions, slots, (group,), (), token_ids[:0], (), (), state_rows)
+
+    def sampling_tensors(self, num_rows: int) -> SamplingTensors:
+        """Sampling tensors of the first rows, as `batch`. Rows of padding are greedy."""
+        columns = self._columns(num_rows)
+        floats = (column.view(torch.float64) for column in columns[-NUM_FLOATS:])
+        return SamplingTensors(*columns[NUM_INTEGERS - 3 : NUM_INTEGERS], *floats)
+
+    def fill(self, entries: Sequence[ScheduledSequence], shape: StepShape) -> None:
+        """Lays out entries in the first rows and padding in the rest, and sends them.
+
+        A token that only the step before knows is left out; `put_tokens` brings it.
+        """
+        self._sent.wait()
+        count, rows = len(entries) * (1 + shape.num_drafts), shape.num_rows
+        if entries:
+            if shape.num_drafts:
+                integers = list(chain.from_iterable(self._padded(entry, shape.num_drafts) for entry in entries))
+                floats = list(chain.from_iterable(_padded_floats(entry, shape.num_drafts) for entry in entries))
+            else:
+                integers = [self._decode_integers(entry) for entry in entries]
+                floats = [floats_of(entry.sequence.request.sampling) for entry in entries]
+            self._numbers[:NUM_INTEGERS, :count] = list(zip(*integers, strict=True))
+            self._floats[:, :count] = list(zip(*floats, strict=True))
+            self._numbers[NUM_INTEGERS, : len(entries)] = [self._read_slot(entry) for entry in entries]
+        self._numbers[:NUM_INTEGERS, count:rows] = [[number] for number in self._padding]
+        self._numbers[NUM_INTEGERS, len(entries) : shape.size] = self.num_state_slots
+        self._floats[:, count:rows] = 0
+        changed = [row for row, entry in enumerate(entries) if self._fill_table(row, entry)]
+        sent = self._num_numbers + (self.blocks_each * (changed[-1] + 1) if changed else 0)
+        self._there[:sent].copy_(self._host[:sent], non_blocking=True)
+        self._sent.record()
+
+    def unknown_tokens(self, entries: Sequence[ScheduledSequence]) -> torch.Tensor | None:
+        """int64 `[n]`: tokens of n entries as the step before has drawn them, anything where it drew none. None if they
+        are known."""
+        if not entries or entries[0].source_row == KNOWN:
+            return None
+        rows = [entry.source_row for entry in entries]
+        drawn = self.tokens[: len(rows)] if rows == list(range(len(rows))) else self.tokens[upload(rows, self._device)]
+        return drawn.clamp(min=0)
+
+    def put_tokens(self, token_ids: torch.Tensor) -> None:
+        """Replaces the token ids of the first rows of what was sent."""
+        self._columns(len(token_ids))[0].copy_(token_ids)
+
+    def _columns(self, num_rows: int) -> list[torch.Tensor]:
+        columns = self._there[: self._num_numbers].view(NUM_COLUMNS, self.num_rows)
+        return [column[:num_rows] for column in columns]
+
+    def _decode_integers(self, entry: ScheduledSequence) -> tuple[int, ...]:
+        request, start = entry.sequence.request, entry.start
+        (token_id,), (slot,) = token_ids_of(entry), slots_of(entry, self.block_size)
+        hidden = num_hidden_keys(entry, self.block_size, self.attention_window)
+        write = entry.state_writes[0][1] if entry.state_writes else 0
+        sampling = integers_of(request.sampling, request.seed, start + 1)
+        return token_id, start, slot, start - hidden, write, 1, *sampling
+
+    def _padded(self, entry: ScheduledSequence, num_drafts: int) -> Iterator[tuple[int, ...]]:
+        """Yields the integers of each token of a span, then those of padding."""
+        request = entry.sequence.request
+        hidden = num_hidden_keys(entry, self.block_size, self.attention_window)
+        tokens = zip(
+            token_ids_of(entry),
+            positions_of(entry),
+            slots_of(entry, self.block_size),
+            [slot for _, slot in entry.state_writes] or [0] * entry.num_tokens,
+            ancestor_bits(entry.draft_parents),
+            strict=True,
+        )
+        for token_id, position, slot, write, bits in tokens:
+            sampling = integers_of(request.sampling, request.seed, position + 1)
+            yield token_id, position, slot, position - hidden, write, bits, *sampling
+        yield from [self._padding] * (1 + num_drafts - entry.num_tokens)
+
+    def _read_slot(self, entry: ScheduledSequence) -> int:
+        return self.num_state_slots if entry.state_read == NO_STATE else entry.state_read
+
+    def _fill_table(self, row: int, entry: ScheduledSequence) -> bool:
+        """Whether the row's block table is another one than in the step before."""
+        blocks = visible_blocks(entry, self.block_size, self.attention_window)
+        if blocks == self._filled[row]:
+            return False
+        self._tables[row, : len(blocks)] = blocks
+        self._filled[row] = blocks
+        return True
+
+
+def _padded_floats(entry: ScheduledSequence, num_drafts: int) -> list[tuple[float, ...]]:
+    padding = [(0.0,) * NUM_FLOATS] * (1 + num_drafts - entry.num_tokens)
+    return [floats_of(entry.sequence.request.sampling)] * entry.num_tokens + padding

@@ -1,0 +1,143 @@
+"""Captured steps that are submitted before the last one is read give the same answers, here without a GPU: what is
+computed late there is computed at once, into the same tensors."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from engines import drain
+from unrecorded_steps import PlainSampling, runner_on_cpu
+
+from runtime.backends.sampling_kernel import INFINITE, UNDECIDED
+from runtime.core.config import RuntimeConfig
+from runtime.core.request import Delta, Request, SamplingParams, Sequence
+from runtime.core.step import ScheduledSequence, StepPlan
+from runtime.engine.engine import Engine
+from runtime.runner.pending_step import PendingStep, TokenCopies
+
+SIZES = {"num_blocks": 40, "block_size": 4, "max_num_seqs": 6, "prefill_chunk": 8}
+
+
+class HesitantSampling(PlainSampling):
+    """Leaves tokens of one request to a second look."""
+
+    def sample(self, logits, scores, tensors, tokens) -> None:
+        super().sample(logits, scores, tensors, tokens)
+        tokens.masked_fill_((tensors.seeds == 5) & (tensors.positions % 3 == 0), UNDECIDED)
+
+
+def capture_after_a_warm_up(compute):
+    """Computes a step once before it is recorded, which replaces what the step before has left."""
+    compute()
+    return compute
+
+
+def requests() -> list[tuple[str, list[int], SamplingParams]]:
+    """Greedy, random and truncated ones, some with log-probabilities, penalties or a bias, of many lengths."""
+    return [
+        (
+            str(number),
+            [(7 * number + place) % 100 for place in range(1 + 2 * number)],
+            SamplingParams(
+                logit_bias=((number, 3.5),) if number == 4 else (),
+                max_tokens=4 + 3 * number,
+                temperature=number % 3 / 2,
+                top_p=0.9 if number % 4 == 3 else 1,
+                seed=number,
+                logprobs=2 if number == 1 else None,
+                presence_penalty=1 if number == 2 else 0,
+                ignore_eos=number % 2 == 0,
+            ),
+        )
+        for number in range(10)
+    ]
+
+
+def serve(decoder, sampling: PlainSampling, *, overlap: bool) -> tuple[dict[str, list[Delta]], Engine]:
+    config = RuntimeConfig(**SIZES, overlap=overlap)
+    runner = runner_on_cpu(decoder, config, None, draws=True)
+    runner.sampler.fused.sample = sampling.sample
+    runner.capture_steps(capture_after_a_warm_up)
+    engine = Engine(runner, None, config)
+    for name, prompt, params in requests():
+        engine.add_request(prompt, params, name)
+    return drain(engine), engine
+
+
+@pytest.mark.parametrize("sampling", [pytest.param(PlainSampling(), marks=pytest.mark.full), HesitantSampling()])
+def test_answers_are_those_of_steps_that_are_read_at_once(tiny, sampling: PlainSampling):
+    expected, serial = serve(tiny, sampling, overlap=False)
+    found, overlapped = serve(tiny, sampling, overlap=True)
+    if isinstance(sampling, HesitantSampling):
+        assert overlapped.metrics.steps_by_overlap_total["a token was not decided"]
+    else:
+        assert found == expected
+        assert overlapped.metrics.steps_by_path_total == serial.metrics.steps_by_path_total
+    for name, _, _ in requests():
+        assert [d.token_ids for d in found[name] if d.token_ids] == [d.token_ids for d in expected[name] if d.token_ids]
+        assert found[name][-1].finish_reason == expected[name][-1].finish_reason
+    assert overlapped.metrics.steps_by_overlap_total["overlapped"] > 10
+    assert not serial.metrics.steps_by_overlap_total
+
+
+def entries(*ids: str) -> list[ScheduledSequence]:
+    return [ScheduledSequence(Sequence(Request(name, (1,), SamplingParams(), 0), [1]), 0, 1) for name in ids]
+
+
+def test_a_late_step_leaves_out_what_is_not_decided_and_says_what_is_not_finite():
+    def read(*chosen: int, is_late: bool) -> dict[str, object]:
+        sample: Callable[[torch.Tensor], dict] = lambda tokens: {"looked at": tokens.tolist()}  # noqa: E731
+        step = PendingStep(entries("a", "b", "c"), lambda: torch.tensor(chosen), sample, "recorded", is_late)
+        return step.result().tokens
+
+    found = read(7, INFINITE, UNDECIDED, is_late=True)
+    assert found.keys() == {"a", "b"}
+    assert [found["a"][0].token_id, found["b"][0].token_id] == [7, -1]
+    assert "not finite" in found["b"][0].error
+    assert read(7, 8, UNDECIDED, is_late=False) == {"looked at": [7, 8, UNDECIDED]}
+
+
+def test_tokens_of_two_steps_are_kept():
+    copies, tokens = TokenCopies(4, torch.device("cpu")), torch.tensor([1, 2, 3])
+    first = copies.send(tokens)
+    tokens += 10
+    second = copies.send(tokens[:2])
+    tokens += 10
+    assert (first().tolist(), second().tolist()) == ([1, 2, 3], [11, 12])
+
+
+def test_a_step_takes_its_tokens_from_the_rows_of_the_one_before(tiny):
+    """Also where that had more rows, and where its kind is captured in between."""
+    config = RuntimeConfig(**SIZES)
+
+    def sequences() -> list[Sequence]:
+        prompts = [[3, 1, 2], [4, 1], [5, 9, 2, 6]]
+        made = [Sequence(Request(str(p), tuple(p), SamplingParams(temperature=0), 0), list(p)) for p in prompts]
+        for index, sequence in enumerate(made):
+            sequence.block_ids = [2 * index, 2 * index + 1]
+        return made
+
+    def prepare(found: list[Sequence]):
+        runner = runner_on_cpu(tiny, config, None, draws=True)
+        runner.capture_steps(capture_after_a_warm_up)
+        for sequence in found:
+            runner.execute(StepPlan((ScheduledSequence(sequence, 0, sequence.num_tokens - 1),)))
+        last = tuple(ScheduledSequence(sequence, sequence.num_tokens - 1, 1) for sequence in found)
+        return runner, runner.submit(StepPlan(last))
+
+    known, unknown = sequences(), sequences()
+    runner, step = prepare(known)
+    for sequence in known:
+        sequence.token_ids.append(step.result().tokens[sequence.id][0].token_id)
+    order = [known[2], known[0]]
+    expected = runner.execute(StepPlan(tuple(ScheduledSequence(s, s.num_tokens - 1, 1) for s in order))).tokens
+
+    runner, step = prepare(unknown)
+    assert step.feeds_next
+    order = [(unknown[2], 2), (unknown[0], 0)]
+    plan = StepPlan(tuple(ScheduledSequence(s, s.num_tokens, 1, source_row=row) for s, row in order))
+    following = runner.submit(plan)
+    for sequence in unknown:
+        sequence.token_ids.append(step.result().tokens[sequence.id][0].token_id)
+    assert [s.token_ids for s in unknown] == [s.token_ids for s in known]
+    assert following.result().tokens == expected
