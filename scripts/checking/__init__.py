@@ -1,0 +1,1 @@
+"""Steps with time limits, of which a summary is written as they end."""
