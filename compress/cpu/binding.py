@@ -15,6 +15,7 @@ from typing import Any
 
 from compress.common.errors import ToolkitError
 from compress.cpu.build import LIBRARY, source_digest
+from compress.cpu.memory_nodes import memory_nodes, processor_masks
 
 CPUS = Path("/sys/devices/system/cpu")
 GROUPS = Path("/sys/fs/cgroup")
@@ -73,12 +74,12 @@ def _text(file: Path) -> str:
         return ""
 
 
-INSTRUCTION_SETS = (
-    ("scalar", "neon", "neon_dotprod")
-    if platform.machine() in ("aarch64", "arm64")
-    else ("scalar", "avx2", "avx512", "avx512_bf16")
-)
-"""Names for this kind of processor, from the slowest to the fastest, as `dispatch.h` numbers them."""
+X86_SETS = ("scalar", "avx2", "avx512", "avx512_bf16", "amx", "amx_emulated")
+ARM_SETS = ("scalar", "neon", "neon_dotprod", "neon_i8mm", "amx_emulated")
+INSTRUCTION_SETS = ARM_SETS if platform.machine() in ("aarch64", "arm64") else X86_SETS
+"""Names for this kind of processor, from the slowest to the fastest, as `dispatch.h` numbers them. The last one
+is matrix tiles in plain C, for tests; it is never the best."""
+EMULATED = len(INSTRUCTION_SETS) - 1
 BEST = -1
 """In place of an instruction set: the fastest this machine has."""
 
@@ -115,6 +116,15 @@ def best_instruction_set() -> int:
     return -1 if native is None else int(native.native_best_instruction_set())
 
 
+def tiles_refusal() -> str:
+    """Why this process multiplies no matrix tiles (AMX); empty when it does."""
+    native = library()
+    if native is None:
+        return absence()
+    native.native_tiles_refusal.restype = ctypes.c_char_p
+    return str(native.native_tiles_refusal().decode())
+
+
 def set_threads(count: int) -> int:
     """Threads that share one call from now on, the calling one included; 0 asks for as many as this machine lends.
 
@@ -134,6 +144,9 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
         logger.warning("%s (until then PyTorch computes in their place, more slowly)", reason)
     else:
         native.pool_set_threads(available_threads())
+        nodes = memory_nodes()
+        if len(nodes) > 1:
+            native.nodes_set(len(nodes), processor_masks(nodes))
     return native, reason
 
 

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from compress.common.errors import ToolkitError
@@ -45,12 +46,14 @@ def build(target: Path = LIBRARY) -> Path:
     Raises:
         ToolkitError: no compiler, or one that fails; a folder that cannot be written.
     """
-    digest = source_digest()
-    sources = sorted(str(file) for file in SOURCES.rglob("*.c"))
+    digest = f'-DNATIVE_DIGEST="{source_digest()}"'
     try:
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=".native-") as folder:
+            objects = {source: f"{folder}/{index}.o" for index, source in enumerate(_largest_first())}
+            with ThreadPoolExecutor(os.cpu_count()) as pool:
+                list(pool.map(lambda pair: compile_c([digest, "-c", str(pair[0]), "-o", pair[1]]), objects.items()))
             built = Path(folder) / target.name
-            compile_c(["-shared", f'-DNATIVE_DIGEST="{digest}"', *sources, "-o", str(built)])
+            compile_c(["-shared", *objects.values(), "-o", str(built)])
             os.replace(built, target)
     except OSError as error:
         remedy = (
@@ -58,6 +61,11 @@ def build(target: Path = LIBRARY) -> Path:
         )
         raise ToolkitError(f"cannot write {target} ({error.strerror})", remedy) from error
     return target
+
+
+def _largest_first() -> list[Path]:
+    """Sources, those that take longest to compile first, so that nothing waits for them in the end."""
+    return sorted(SOURCES.rglob("*.c"), key=lambda file: (file.parent.name not in ("attention", "linear"), file))
 
 
 def compile_c(arguments: list[str]) -> None:

@@ -14,7 +14,6 @@ from runtime.backends.cpu.latent import make_pages
 from runtime.backends.cpu.latent_heads import heads_nbytes, heads_unsupported_reason, prepare_heads
 from runtime.backends.cpu.layers import (
     CpuOps,
-    CpuSampling,
     attention_unsupported_reason,
     layers_unsupported_reason,
     ops_unsupported_reason,
@@ -23,6 +22,7 @@ from runtime.backends.cpu.layers import (
 )
 from runtime.backends.cpu.linear import DENSE, INT8, MXFP4, PACKED, SPARSE, W4A8, is_fast
 from runtime.backends.cpu.mixture import mixture_unsupported_reason, prepare_mixture
+from runtime.backends.cpu.sampling import CpuSampling
 from runtime.backends.cpu.state_step import (
     delta_unsupported_reason,
     mamba2_unsupported_reason,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from ctypes import c_float, c_int64, c_void_p
+from ctypes import c_float, c_int32, c_int64, c_void_p
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ class PagedAttentionCall(ctypes.Structure):
         ("sink_logits", c_void_p),
         ("chunk", c_int64),
         ("softcap", c_float),
+        ("wide", c_int32),
     )
 
 

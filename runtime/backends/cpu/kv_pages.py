@@ -1,18 +1,19 @@
-"""Pages in the layout of the compiled attention (`kv_pages.h`): bfloat16, or codes of 8 and 4 bits."""
+"""Pages in the layout of the compiled attention (`kv_pages.h`): bfloat16 or float32, or codes of 8 and 4 bits."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping, Sequence
-from ctypes import c_float, c_int, c_int64, c_void_p
+from ctypes import c_float, c_int, c_int32, c_int64, c_void_p
 
 import torch
 from torch import Tensor
 
-from compress.checkpoint.kv_cache import EXACT, KVCacheScheme
+from compress.checkpoint.kv_cache import KVCacheScheme
 from compress.checkpoint.kv_quant import QuantizedHeads, dequantize_heads
 from compress.cpu.binding import BEST, absence, library
 from runtime.backends.base import Model
+from runtime.backends.cpu.huge_pages import empty
 from runtime.backends.kv_pages import BlockField, BlockMemory, layers_by_shape, page_sizes
 from runtime.core.memory_plan import MemoryPlan
 from runtime.core.model_config import DecoderConfig
@@ -27,16 +28,20 @@ def move_token(content: Tensor, name: str, bits: int, block_size: int, source: i
         bits: of a number of the keys or values.
     """
     old, new = (content[:, slot // block_size] for slot in (source, target))
-    if name == "values" and bits != 16:
+    if name == "values" and bits < 16:
         _move_codes(old, new, block_size, bits, source % block_size, target % block_size)
     else:
-        _at(new, name, block_size, target % block_size).copy_(_at(old, name, block_size, source % block_size))
+        _at(new, name, bits, block_size, target % block_size).copy_(
+            _at(old, name, bits, block_size, source % block_size)
+        )
 
 
-def _at(block: Tensor, name: str, block_size: int, token: int) -> Tensor:
+def _at(block: Tensor, name: str, bits: int, block_size: int, token: int) -> Tensor:
     """A token's words, members or scales."""
     if name == "keys":
         return block.view(torch.int32).unflatten(-1, (-1, block_size))[..., token]
+    if name == "values" and bits == 32:
+        return block.view(torch.int32).unflatten(-1, (block_size, -1))[..., token, :]
     if name == "values":
         return block.view(torch.int16).unflatten(-1, (block_size // 2, -1, 2))[..., token // 2, :, token % 2]
     return block[..., token]
@@ -58,7 +63,8 @@ def _byte(block: Tensor, block_size: int, bits: int, token: int) -> tuple[Tensor
 
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 LONGEST_HEAD = 512
-_BITS = {EXACT: 16, "int8": 8, "int4": 4}
+_BITS = {"int8": 8, "int4": 4}
+DTYPES = (torch.bfloat16, torch.float32)
 _SHIFTS = [16 * (member % 2) + 4 * (member // 2) for member in range(8)]
 
 
@@ -89,7 +95,8 @@ class _KvStep(ctypes.Structure):
         ("norm", c_void_p),
         ("eps", c_float),
         *((name, c_void_p) for name in ("cos", "sin")),
-        ("hadamard", c_int64),
+        ("hadamard", c_int32),
+        ("wide", c_int32),
     )
 
 
@@ -99,11 +106,11 @@ def pages_unsupported_reason(
     """Why keys and values cannot be kept like this; empty when they can."""
     if device.type != "cpu":
         return f"runs on CPUs, not on {device.type}"
-    if dtype != torch.bfloat16:
-        return f"takes bfloat16, not {str(dtype).removeprefix('torch.')}"
+    if dtype not in DTYPES:
+        return f"takes bfloat16 and float32, not {str(dtype).removeprefix('torch.')}"
     if library() is None:
         return absence()
-    if scheme.key_format not in _BITS or scheme.sinks or scheme.residual_length:
+    if not (scheme.is_exact or scheme.key_format in _BITS) or scheme.sinks or scheme.residual_length:
         return f"has no KV cache of the form {scheme}"
     if reason := heads_unsupported_reason(config):
         return reason
@@ -139,9 +146,10 @@ class CpuPages:
     ) -> None:
         self.dtype, self.block_size, self.head_dim = dtype, block_size, config.head_dim
         self.sources = config.kv_sources
-        self.bits = {"keys": _BITS[scheme.key_format], "values": _BITS[scheme.value_format]}
+        exact = 8 * dtype.itemsize
+        self.bits = {"keys": _BITS.get(scheme.key_format, exact), "values": _BITS.get(scheme.value_format, exact)}
         kinds = layers_by_shape(config)
-        self.memory = BlockMemory(self._fields(kinds), config.num_layers, num_blocks, device, num_host_blocks)
+        self.memory = BlockMemory(self._fields(kinds), config.num_layers, num_blocks, device, num_host_blocks, empty)
         self._contents = {
             layer: self._content(kind, place)
             for kind, layers in enumerate(kinds.values())
@@ -180,6 +188,7 @@ class CpuPages:
             key_row=token_stride(key),
             value=value.data_ptr(),
             value_row=token_stride(value),
+            wide=self.dtype == torch.float32,
         )
         if queries is not None:
             step.hadamard, step.heads = True, queries.shape[1]
@@ -199,6 +208,9 @@ class CpuPages:
     def _gather(self, name: str, layer: int, block_ids: Tensor) -> Tensor:
         size, dim, contents = self.block_size, self.addresses[layer].head_dim, self._contents[layer]
         content = contents[name].index_select(0, block_ids)
+        if self.bits[name] == 32:
+            shape = (dim, size, 1) if name == "keys" else (size, dim, 1)
+            return _tokens_first(content.view(torch.float32).unflatten(-1, shape), name)
         if self.bits[name] == 16:
             shape = (dim // 2, size, 2) if name == "keys" else (size // 2, dim, 2)
             return _tokens_first(content.view(torch.bfloat16).unflatten(-1, shape), name)
@@ -222,7 +234,7 @@ class CpuPages:
             for (name, bits), dim in zip(self.bits.items(), dims, strict=True):
                 head_bytes = self.block_size * dim * bits // 8
                 fields[f"{name}.{kind}"] = BlockField((kv_heads, head_bytes), torch.uint8, len(layers))
-                if bits != 16:
+                if bits < 16:
                     scales = BlockField((kv_heads, 2, self.block_size), torch.float16, len(layers))
                     fields[f"{name}_scales.{kind}"] = scales
         return fields

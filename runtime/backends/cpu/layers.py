@@ -1,4 +1,4 @@
-"""Compiled attention (`attention.h`), ops between linears, whole layers (`layers.h`) and sampling (`sampling.h`)."""
+"""Compiled attention (`attention.h`), ops between linears and whole layers (`layers.h`)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from compress.common.errors import ToolkitError
 from compress.cpu.binding import BEST, absence, function, library
 from compress.models.clamped_gate import ClampedGate
 from runtime.backends.base import (
-    UNDECIDED,
     AttentionStep,
     LayerWeights,
     Linear,
@@ -44,7 +43,7 @@ from runtime.backends.kv_pages import ExactPlaces, KVCache
 from runtime.backends.span_attention import PLAIN_SCORES, Scores, scores_of
 from runtime.backends.torch.attention import StepKeys
 from runtime.backends.torch.ops import TorchOps
-from runtime.core.batch import Batch, SamplingTensors
+from runtime.core.batch import Batch
 from runtime.core.memory_plan import MemoryPlan
 from runtime.core.model_config import DecoderConfig
 
@@ -87,6 +86,7 @@ class CpuAttention:
             blocks=self._blocks.data_ptr(),
             ancestors=None if self._ancestors is None else self._ancestors.data_ptr(),
             scale=pages.head_dim**-0.5,
+            wide=pages.dtype == torch.float32,
         )
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -323,7 +323,9 @@ def attention_unsupported_reason(model: Model, memory: MemoryPlan) -> str:
     if latents_unsupported(model.config.spec):
         return latents_unsupported_reason(model, memory)
     reason = pages_unsupported_reason(model.config, memory.kv_cache, memory.block_size, model.dtype, model.device)
-    return reason or ("" if isinstance(model.ops, CpuOps) else "goes with compiled ops between linears")
+    if reason or model.dtype == torch.float32:
+        return reason
+    return "" if isinstance(model.ops, CpuOps) else "goes with compiled ops between linears"
 
 
 def prepare_attention(
@@ -350,66 +352,3 @@ def prepare_layers(model: Model, cache: KVCache, windows: tuple[int | None, ...]
     if not isinstance(cache.pages, CpuPages):
         raise TypeError(f"{type(cache.pages).__name__} are not the pages of compiled layers")
     return CpuLayers(model, cache.pages, windows)
-
-
-class _PeakRows(ctypes.Structure):
-    """`PeakRows` of sampling.h."""
-
-    _fields_ = (
-        *((name, c_int64) for name in ("rows", "vocab")),
-        *((name, c_void_p) for name in ("scores", "highest", "finite")),
-    )
-
-
-class _NoisyRows(ctypes.Structure):
-    """`NoisyRows` of sampling.h."""
-
-    _fields_ = (
-        *((name, c_int64) for name in ("rows", "vocab")),
-        *((name, c_void_p) for name in ("scores", "seeds", "positions", "winners")),
-    )
-
-
-def argmax(scores: Tensor, instruction_set: int = BEST) -> tuple[Tensor, Tensor]:
-    """The first of the highest scores of every row, int64 `[R]`, and whether all of the row are finite, bool `[R]`."""
-    scores = scores.contiguous()
-    highest, finite = scores.new_empty(len(scores), dtype=torch.int64), scores.new_empty(len(scores), dtype=torch.bool)
-    job = _PeakRows(*scores.shape, scores.data_ptr(), highest.data_ptr(), finite.data_ptr())
-    _run("argmax_rows", job, instruction_set)
-    return highest, finite
-
-
-def gumbel_argmax(scores: Tensor, seeds: Tensor, positions: Tensor, instruction_set: int = BEST) -> Tensor:
-    """The token with the highest sum of score and `gumbel_noise` of every row, int64 `[R]`; -1 where two sums are so
-    close that the rounding of logarithms decides.
-
-    Args:
-        scores: float32 `[R, V]`, finite, or minus infinity where a token cannot be drawn.
-        seeds, positions: int64 `[R]`.
-    """
-    scores, seeds, positions = scores.contiguous(), seeds.contiguous(), positions.contiguous()
-    winners = torch.empty_like(seeds)
-    where = scores.data_ptr(), seeds.data_ptr(), positions.data_ptr(), winners.data_ptr()
-    _run("gumbel_argmax_rows", _NoisyRows(*scores.shape, *where), instruction_set)
-    return winners
-
-
-class CpuSampling:
-    """Argmax of contiguous float32 scores on CPUs."""
-
-    def unsupported_reason(self, device: torch.device, dtype: torch.dtype) -> str:
-        if device.type != "cpu" or dtype != torch.float32:
-            return "reads float32 scores on CPUs"
-        return "" if library() is not None else absence()
-
-    def argmax(self, scores: Tensor) -> tuple[Tensor, Tensor]:
-        return argmax(scores)
-
-    def gumbel_argmax(self, scores: Tensor, tensors: SamplingTensors) -> Tensor:
-        winners = gumbel_argmax(scores, tensors.seeds, tensors.positions)
-        return winners.masked_fill_(winners < 0, UNDECIDED)
-
-
-def _run(name: str, job: ctypes.Structure, instruction_set: int) -> None:
-    if function(name, c_void_p, c_int)(ctypes.addressof(job), instruction_set):
-        raise ValueError(f"this machine lacks instruction set {instruction_set}")

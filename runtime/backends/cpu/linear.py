@@ -9,6 +9,7 @@ from the model, so it serves only the mode `w4a8`. `cpu_mxfp4` looks 4-bit float
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from ctypes import c_float, c_int, c_int32, c_int64, c_void_p
 from enum import IntEnum
 from functools import cache
@@ -22,11 +23,15 @@ from compress.checkpoint.weights.mxfp4 import EXPONENT_BIAS, GROUP_SIZE, VALUES,
 from compress.common.errors import SchemeError, ToolkitError
 from compress.cpu.binding import BEST, INSTRUCTION_SETS, absence, best_instruction_set, library
 from runtime.backends.base import DenseKernel, LinearKernel, Target
+from runtime.backends.cpu.choice import DENSE_FORM, dense_refusal, describe, fewest_tile_rows
 from runtime.backends.cpu.huge_pages import empty_words
+from runtime.backends.prepared_weight import Layout, PreparedWeight
 
 SPARSE_BITS = 3
 """Per weight: two codes of 4 bits and two places of 2 bits for four of them."""
 ZERO_CODE = 8
+NUMBER_BITS = 16
+"""Bits of a weight that is bfloat16 numbers."""
 FASTER_SETS = ("avx2", "avx512")
 
 
@@ -84,7 +89,7 @@ class _Weight(ctypes.Structure):
 
     _fields_ = (
         *((name, c_int64) for name in ("out_features", "in_features", "group")),
-        *((name, c_int32) for name in ("bits", "scale_type")),
+        *((name, c_int32) for name in ("bits", "scale_type", "fewest_tile_rows")),
         *((name, c_void_p) for name in ("words", "scales", "zeros", "bias")),
         ("table", c_float * 16),
     )
@@ -97,32 +102,36 @@ class CpuLinear:
     multiple of 64.
 
     Args:
-        weight: integers, or bfloat16 numbers `[O, I]`.
+        weight: integers, bfloat16 numbers `[O, I]`, or what `prepared` returned, which is not copied.
         bias: `[O]`, any float dtype.
         codebook: what the codes stand for, before scales, instead of `code - 2^(bits - 1)`: as many float numbers as
             there are codes of 2 or 4 bits. The weight's zero points are then not looked at.
         sparse: keep two of every four codes; for symmetric weights of 2:4 sparsity and up to 4 bits that meet float
             activations.
+        fewest_tile_rows: that matrix tiles multiply, where there are some, 0 for none; None chooses by measurements.
 
     Attributes:
         address: of the C structure, for compiled code that multiplies by itself.
         activations: a value of `Activations`.
+        is_prepared: its memory is that of a `PreparedWeight`.
 
     Raises:
         ToolkitError: there is no library.
         SchemeError: groups or inputs that are no multiple of 32.
+        CheckpointError: a prepared weight whose tensors do not have the sizes of its shape.
     """
 
     reads_rows = True
 
     def __init__(
         self,
-        weight: IntegerWeight | Tensor,
+        weight: IntegerWeight | PreparedWeight | Tensor,
         bias: Tensor | None = None,
         *,
         activations: Activations = Activations.FLOAT,
         codebook: Tensor | None = None,
         sparse: bool = False,
+        fewest_tile_rows: int | None = None,
         instruction_set: int = BEST,
     ) -> None:
         self.out_features, self.in_features = weight.shape
@@ -132,10 +141,14 @@ class CpuLinear:
         self._words: Tensor
         self._scale: Tensor | None = None
         self._zero: Tensor | None = None
-        if isinstance(weight, IntegerWeight):
+        self.is_prepared = isinstance(weight, PreparedWeight)
+        if isinstance(weight, PreparedWeight):
+            self._take(weight, codebook)
+        elif isinstance(weight, IntegerWeight):
             self._pack_codes(weight, codebook, sparse)
         else:
             self._pack_numbers(weight)
+        self._weight.fewest_tile_rows = self._fewest_tile_rows() if fewest_tile_rows is None else fewest_tile_rows
         self._weight.words = self._words.data_ptr()
         self._weight.bias = None if self._bias is None else self._bias.data_ptr()
         self.address = ctypes.addressof(self._weight)
@@ -174,6 +187,15 @@ class CpuLinear:
         )
         if status:
             raise ToolkitError(f"a compiled product failed: {ERRORS[status]}", "Use --linear-backend reference")
+
+    def prepared(self) -> PreparedWeight:
+        """Returns its tensors, which are not copied."""
+        named = {"words": self._words, "scales": self._scale, "zeros": self._zero}
+        tensors = {name: tensor for name, tensor in named.items() if tensor is not None}
+        return PreparedWeight((self.out_features, self.in_features), tensors, self._weight.bits, self._weight.group)
+
+    def _fewest_tile_rows(self) -> int:
+        return fewest_tile_rows(form_of(self._weight.bits, Activations(self.activations)))
 
     @property
     def num_words(self) -> int:
@@ -219,24 +241,60 @@ class CpuLinear:
             check_kept(codes)
         self._words = _empty_words(self.out_features, self.in_features, bits)
         _functions().linear_pack(codes.data_ptr(), self.out_features, self.in_features, bits, self._words.data_ptr())
-        self._scale = _tiled(weight.scales)
+        zero = _tiled(weight.zero_points + shift) if codebook is None and not weight.scheme.symmetric else None
+        self._describe(bits, group, _tiled(weight.scales), zero, codebook)
+
+    def _take(self, weight: PreparedWeight, codebook: Tensor | None) -> None:
+        check_prepared(weight)
+        self._words = weight.tensors["words"]
+        if weight.bits == NUMBER_BITS:
+            self._weight.bits, self._weight.group = NUMBER_BITS, self.in_features
+        else:
+            tensors = weight.tensors
+            self._describe(weight.bits, weight.group, tensors["scales"], tensors.get("zeros"), codebook)
+
+    def _describe(self, bits: int, group: int, scale: Tensor, zero: Tensor | None, codebook: Tensor | None) -> None:
+        self._scale, self._zero = scale, zero
         self._weight.bits, self._weight.group = bits, group
-        self._weight.scales, self._weight.scale_type = self._scale.data_ptr(), TYPES[weight.scales.dtype]
-        if codebook is None and not weight.scheme.symmetric:
-            self._zero = _tiled(weight.zero_points + shift)
-            self._weight.zeros = self._zero.data_ptr()
+        self._weight.scales, self._weight.scale_type = scale.data_ptr(), TYPES[scale.dtype]
+        self._weight.zeros = None if zero is None else zero.data_ptr()
         if bits <= 4:
+            middle = 2 if bits == 2 else ZERO_CODE
             values = list(range(-middle, middle)) if codebook is None else codebook.tolist()
             self._weight.table[: len(values)] = values
 
     def _pack_numbers(self, weight: Tensor) -> None:
         _check_inputs(self.in_features)
         weight = weight.to(torch.bfloat16).contiguous()
-        self._words = _empty_words(self.out_features, self.in_features, 16)
+        self._words = _empty_words(self.out_features, self.in_features, NUMBER_BITS)
         _functions().linear_pack_bfloat16(
             weight.data_ptr(), self.out_features, self.in_features, self._words.data_ptr()
         )
-        self._weight.bits, self._weight.group = 16, self.in_features
+        self._weight.bits, self._weight.group = NUMBER_BITS, self.in_features
+
+
+def check_prepared(weight: PreparedWeight) -> None:
+    """Checks that the C kernels find memory wherever they read.
+
+    Raises:
+        CheckpointError: tensors that a weight of this shape, bits and groups does not have.
+    """
+    (rows, columns), bits, group = weight.shape, weight.bits, weight.group
+    is_number = bits == NUMBER_BITS
+    known = is_number or bits in (2, SPARSE_BITS, 4, 8)
+    if not known or group < 1 or group % INPUT_MULTIPLE or columns % group or (is_number and group != columns):
+        raise weight.refusal(f"{bits} bits in groups of {group}")
+    weight.check("words", (padded_features(rows) * columns * bits // 32,), (torch.int32,))
+    scales = padded_features(rows) // TILE, columns // group, TILE
+    if not is_number:
+        weight.check("scales", scales, tuple(TYPES))
+    if "zeros" in weight.tensors:
+        weight.check("zeros", scales, (torch.uint8,))
+
+
+def form_of(bits: int, activations: Activations) -> str:
+    """Name of a form of weights in tables of measured speeds."""
+    return DENSE_FORM if bits == 16 else f"w{bits}a{16 if activations == Activations.FLOAT else 8}"
 
 
 def stored_bits(bits: int) -> int:
@@ -318,6 +376,10 @@ def sparse_unsupported_reason(scheme: Scheme, in_features: int, target: Target) 
     return unsupported_reason(scheme, in_features, target) or kept_unsupported_reason(scheme)
 
 
+def _detail(activations: Activations) -> Callable[[Scheme], str]:
+    return lambda scheme: describe(form_of(stored_bits(scheme.bits), activations))
+
+
 def _nbytes(scheme: Scheme, rows: int, columns: int, target: Target) -> int:
     groups = scheme.num_groups(columns) * (SCALE_BYTES + (0 if scheme.symmetric else ZERO_BYTES))
     return padded_features(rows) * (columns * stored_bits(scheme.bits) // 8 + groups)
@@ -339,6 +401,8 @@ PACKED: LinearKernel[IntegerWeight] = LinearKernel(
     lambda weight, bias, target: CpuLinear(weight, bias),
     _nbytes,
     _reads_rows,
+    detail=_detail(Activations.FLOAT),
+    layout=Layout("codes", CpuLinear),
 )
 SPARSE: LinearKernel[IntegerWeight] = LinearKernel(
     "cpu_sparse",
@@ -348,6 +412,7 @@ SPARSE: LinearKernel[IntegerWeight] = LinearKernel(
     lambda weight, bias, target: CpuLinear(weight, bias, sparse=True),
     _sparse_nbytes,
     _reads_rows,
+    layout=Layout("kept codes", CpuLinear),
 )
 MXFP4: LinearKernel[Mxfp4Weight] = LinearKernel(
     "cpu_mxfp4",
@@ -357,6 +422,8 @@ MXFP4: LinearKernel[Mxfp4Weight] = LinearKernel(
     lambda weight, bias, target: CpuLinear(with_codes(weight), bias, codebook=torch.tensor(VALUES)),
     lambda scheme, rows, columns, target: padded_features(rows) * scheme.num_groups(columns) * (16 + SCALE_BYTES),
     _reads_rows,
+    detail=_detail(Activations.FLOAT),
+    layout=Layout("4-bit floats", lambda weight, bias: CpuLinear(weight, bias, codebook=torch.tensor(VALUES))),
 )
 INT8: LinearKernel[IntegerWeight] = LinearKernel(
     "cpu_int8",
@@ -366,6 +433,8 @@ INT8: LinearKernel[IntegerWeight] = LinearKernel(
     lambda weight, bias, target: CpuLinear(weight, bias, activations=Activations.INT8_ROW),
     _nbytes,
     _reads_rows,
+    detail=_detail(Activations.INT8_ROW),
+    layout=Layout("codes", lambda weight, bias: CpuLinear(weight, bias, activations=Activations.INT8_ROW)),
 )
 W4A8: LinearKernel[IntegerWeight] = LinearKernel(
     "cpu_w4a8",
@@ -376,6 +445,8 @@ W4A8: LinearKernel[IntegerWeight] = LinearKernel(
     _nbytes,
     _reads_rows,
     mode="w4a8",
+    detail=_detail(Activations.INT8_GROUP),
+    layout=Layout("codes", lambda weight, bias: CpuLinear(weight, bias, activations=Activations.INT8_GROUP)),
 )
 
 
@@ -389,9 +460,7 @@ def dense_unsupported_reason(out_features: int, in_features: int, target: Target
         return "holds bfloat16 numbers"
     if in_features % INPUT_MULTIPLE:
         return f"takes inputs that are a multiple of {INPUT_MULTIPLE}"
-    if has_matrix_tiles():
-        return "multiplies no matrix tiles (AMX), which oneDNN does on this CPU"
-    return "" if has_vectors() else "has no vectors for this CPU"
+    return dense_refusal() if has_vectors() else "has no vectors for this CPU"
 
 
 def _dense_nbytes(out_features: int, in_features: int, target: Target) -> int:
@@ -399,7 +468,13 @@ def _dense_nbytes(out_features: int, in_features: int, target: Target) -> int:
 
 
 DENSE = DenseKernel(
-    "cpu", "bfloat16 numbers in C, float32 sums", dense_unsupported_reason, CpuLinear, _dense_nbytes, True
+    "cpu",
+    "bfloat16 numbers in C, float32 sums",
+    dense_unsupported_reason,
+    CpuLinear,
+    _dense_nbytes,
+    True,
+    layout=Layout("bfloat16 numbers", CpuLinear),
 )
 
 
@@ -411,8 +486,3 @@ def is_fast(dtype: torch.dtype) -> bool:
 def has_vectors() -> bool:
     """Whether the compiled kernels have vectors for this CPU."""
     return best_instruction_set() > INSTRUCTION_SETS.index("scalar")
-
-
-def has_matrix_tiles() -> bool:
-    """Whether this CPU multiplies tiles of bfloat16 numbers (AMX), as oneDNN does and the compiled kernels do not."""
-    return bool(torch.cpu.get_capabilities().get("amx_bf16"))

@@ -142,8 +142,10 @@ class CpuMixture:
 
 
 def _move_together(experts: Sequence[ExpertWeights]) -> None:
-    """Moves the words of all experts, each too small for huge pages, into one piece of memory."""
-    linears = [linear for each in experts for linear in (each.gate_up, each.down) if isinstance(linear, CpuLinear)]
+    """Moves the words of all experts, each too small for huge pages, into one piece of memory; prepared ones stay in
+    their file."""
+    both = (linear for each in experts for linear in (each.gate_up, each.down))
+    linears = [linear for linear in both if isinstance(linear, CpuLinear) and not linear.is_prepared]
     sizes = [linear.num_words for linear in linears]
     for linear, memory in zip(linears, empty_words(sum(sizes)).split(sizes), strict=True):
         linear.move_words(memory)

@@ -1,6 +1,6 @@
-/* Runs pages, attention, the ops between linears, sampling and the column loop with every instruction set on buffers of exactly
+/* Runs pages, attention, the ops between linears and the column loop with every instruction set on buffers of exactly
  * their size. Numbers are checked elsewhere; here equal instruction sets must agree roughly, and nothing may be read or
- * written beside its place. Built with sanitizers by test_native_sanitized.py. */
+ * written beside its place. Built with sanitizers by test_sanitizers.py. */
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -12,22 +12,9 @@
 #include "gptq/gptq.h"
 #include "layers/norm_rope_act.h"
 #include "common/thread_pool.h"
-#include "sampling/sampling.h"
+#include "driver.h"
 
-enum { CASES = 16, FAILED_STATUS = 1, FAILED_NUMBERS = 2 };
-
-static uint32_t state = 7;
-
-static int64_t draw(int64_t below) {
-    state = state * 1664525u + 1013904223u;
-    return (int64_t)(state >> 8) % below;
-}
-
-static void *exactly(int64_t bytes) {
-    void *memory = malloc((size_t)bytes);
-    if (memory == NULL) exit(FAILED_STATUS);
-    return memory;
-}
+enum { CASES = 16 };
 
 /* Bfloat16 numbers between -2 and 2. */
 static uint16_t *numbers(int64_t count) {
@@ -51,43 +38,55 @@ static float value(uint16_t half) {
     return x;
 }
 
+/* Numbers of both kinds. */
+static void *heads_of(int64_t wide, int64_t count) { return wide ? (void *)floats(count) : (void *)numbers(count); }
+static float head_value(int64_t wide, const void *heads, int64_t i) {
+    return wide ? ((const float *)heads)[i] : value(((const uint16_t *)heads)[i]);
+}
+
 static int attend(int set) {
-    static const int64_t widths[] = {16, 8, 4}, block_sizes[] = {16, 32, 64};
+    static const int64_t block_sizes[] = {16, 32, 64};
     KvPages pages = {.kv_heads = 1 + draw(3), .head_dim = 32 * (1 + draw(8)), .block_size = block_sizes[draw(3)]};
+    const int64_t wide = draw(3) == 0, widths[] = {wide ? 32 : 16, 8, 4}, itemsize = wide ? 4 : 2;
     pages.key_bits = widths[draw(3)], pages.value_bits = widths[draw(3)];
-    const int64_t length = 1 + draw(600), tokens = 1 + draw(length < 40 ? length : 40);
+    const int64_t length = draw(4) ? 1 + draw(600) : 2000 + draw(200), most = length < 2000 ? 40 : 3;
+    const int64_t tokens = 1 + draw(length < most ? length : most);
     const int64_t num_blocks = (length + pages.block_size - 1) / pages.block_size, heads = pages.kv_heads * (1 + draw(9));
     const int64_t cells = num_blocks * pages.kv_heads, row = pages.kv_heads * pages.head_dim;
     pages.keys = calloc((size_t)cells, (size_t)head_bytes(&pages, pages.key_bits));
     pages.values = calloc((size_t)cells, (size_t)head_bytes(&pages, pages.value_bits));
-    pages.key_scales = pages.key_bits == 16 ? NULL : calloc((size_t)cells, (size_t)(4 * pages.block_size));
-    pages.value_scales = pages.value_bits == 16 ? NULL : calloc((size_t)cells, (size_t)(4 * pages.block_size));
+    pages.key_scales = pages.key_bits >= 16 ? NULL : calloc((size_t)cells, (size_t)(4 * pages.block_size));
+    pages.value_scales = pages.value_bits >= 16 ? NULL : calloc((size_t)cells, (size_t)(4 * pages.block_size));
     int64_t *slots = exactly(length * 8), *blocks = exactly(num_blocks * 8);
     for (int64_t i = 0; i < num_blocks; i++) blocks[i] = num_blocks - 1 - i;
     for (int64_t i = 0; i < length; i++)
         slots[i] = blocks[i / pages.block_size] * pages.block_size + i % pages.block_size;
-    uint16_t *key = numbers(length * row), *val = numbers(length * row), *query = numbers(tokens * heads * pages.head_dim);
+    const int64_t count = tokens * heads * pages.head_dim;
+    void *key = heads_of(wide, length * row), *val = heads_of(wide, length * row), *query = heads_of(wide, count);
     const int64_t queries = draw(3);
-    uint16_t *asked = numbers(length * queries * pages.head_dim), *norm = numbers((queries + pages.kv_heads) * pages.head_dim);
+    void *asked = heads_of(wide, length * queries * pages.head_dim);
+    uint16_t *norm = numbers((queries + pages.kv_heads) * pages.head_dim);
     uint16_t *cos = numbers(length * pages.head_dim), *sin = numbers(length * pages.head_dim);
     KvStep step = {.pages = &pages, .rows = length, .heads = queries, .slots = slots, .query = asked, .key = key, .value = val};
     step.query_row = queries * pages.head_dim, step.key_row = step.value_row = row, step.eps = 1e-5f, step.hadamard = draw(2);
-    if (draw(2)) step.norm = norm;
-    if (draw(2)) step.cos = cos, step.sin = sin;
+    step.wide = (int32_t)wide;
+    if (!wide && draw(2)) step.norm = norm;
+    if (!wide && draw(2)) step.cos = cos, step.sin = sin;
     if (kv_store(&step, set)) exit(FAILED_STATUS);
     free(asked), free(norm), free(cos), free(sin);
     const Span span = {0, tokens, 0, length - tokens};
-    uint16_t *first = exactly(tokens * heads * pages.head_dim * 2), *other = exactly(tokens * heads * pages.head_dim * 2);
+    void *first = exactly(count * itemsize), *other = exactly(count * itemsize);
     uint64_t *ancestors = exactly(tokens * 8); /* of guesses in a tree, the first tokens of a span */
     for (int64_t i = 0; i < tokens; i++) ancestors[i] = 1 | 1ull << i | ((uint64_t)draw(1 << 20) & ((1ull << i) - 1));
-    PagedAttention job = {&pages, heads, draw(2) ? 0 : 1 + draw(300), 0.1f, query, heads * pages.head_dim, first, 1, &span, blocks,
-                          draw(2) ? ancestors : NULL};
+    PagedAttention job = {.pages = &pages, .heads = heads, .window = draw(2) ? 0 : 1 + draw(300), .scale = 0.1f, .query = query};
+    job.query_row = heads * pages.head_dim, job.out = first, job.num_spans = 1, job.spans = &span, job.blocks = blocks;
+    job.ancestors = draw(2) ? ancestors : NULL, job.wide = (int32_t)wide;
     int wrong = paged_attention(&job, SCALAR) ? FAILED_STATUS : 0;
     job.out = other;
     for (int other_set = SCALAR; !wrong && other_set <= native_best_instruction_set(); other_set++) {
         if (paged_attention(&job, other_set)) wrong = FAILED_STATUS;
-        for (int64_t i = 0; i < tokens * heads * pages.head_dim; i++)
-            if (!(fabsf(value(first[i]) - value(other[i])) < 0.05f)) wrong = FAILED_NUMBERS;
+        for (int64_t i = 0; i < count; i++)
+            if (!(fabsf(head_value(wide, first, i) - head_value(wide, other, i)) < 0.05f)) wrong = FAILED_NUMBERS;
     }
     free(pages.keys), free(pages.values), free(pages.key_scales), free(pages.value_scales), free(slots), free(blocks);
     free(key), free(val), free(query), free(first), free(other), free(ancestors);
@@ -199,20 +198,6 @@ static int columns(int set) {
     return wrong ? FAILED_STATUS : 0;
 }
 
-static int sample(int set) {
-    const int64_t rows = 1 + draw(5), vocab = 1 + draw(400);
-    float *scores = floats(rows * vocab);
-    int64_t *seeds = exactly(rows * 8), *positions = exactly(rows * 8), *found = exactly(rows * 8);
-    uint8_t *finite = exactly(rows);
-    for (int64_t i = 0; i < rows; i++) seeds[i] = draw(1000) - 500, positions[i] = draw(1000);
-    if (draw(2)) scores[draw(rows * vocab)] = draw(2) ? NAN : -INFINITY;
-    const PeakRows peaks = {rows, vocab, scores, found, finite};
-    const NoisyRows noisy = {rows, vocab, scores, seeds, positions, found};
-    const int wrong = argmax_rows(&peaks, set) || gumbel_argmax_rows(&noisy, set);
-    free(scores), free(seeds), free(positions), free(found), free(finite);
-    return wrong ? FAILED_STATUS : 0;
-}
-
 int main(void) {
     pool_set_threads(3);
     int wrong = 0;
@@ -223,7 +208,6 @@ int main(void) {
         if (!wrong) wrong = multiply_heads(set);
         if (!wrong) wrong = glue(set);
         if (!wrong) wrong = columns(set);
-        if (!wrong) wrong = sample(set);
         if (wrong) fprintf(stderr, "case %d failed: %d\n", i, wrong);
     }
     return wrong;

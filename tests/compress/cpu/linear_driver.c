@@ -1,5 +1,6 @@
-/* Runs the C linears with every instruction set, width and kind of activations on buffers of exactly their size, from several
- * threads at once, and compares with sums in double. Built with sanitizers, and for ARM, by test_native_sanitized.py. */
+/* Runs the C linears with every instruction set, emulated matrix tiles too, width and kind of activations on buffers of exactly
+ * their size, from several threads at once, and compares with sums in double. Built with sanitizers, and for ARM, by
+ * test_sanitizers.py. */
 #include <math.h>
 #include <pthread.h>
 #include <stdio.h>
@@ -17,7 +18,7 @@ static uint32_t draw(uint32_t *state) {
 }
 
 typedef struct {
-    int bits, activations, type, scale_type, set, symmetric;
+    int bits, activations, type, scale_type, set, symmetric, fewest_tile_rows;
     int64_t rows, outputs, inputs, group;
 } Case;
 
@@ -26,6 +27,7 @@ static Case draw_case(int kind, int set, uint32_t *state) {
     Case drawn = {.bits = 2 << kind % 3, .activations = kind / 3, .set = set, .type = (int)(draw(state) % 2)};
     if (kind >= 9) drawn.bits = kind == 9 ? 16 : SPARSE, drawn.activations = ACTIVATIONS_FLOAT;
     drawn.scale_type = (int)(draw(state) % 3);
+    drawn.fewest_tile_rows = (int)(draw(state) % 3 * 2);
     drawn.symmetric = drawn.bits == SPARSE || draw(state) % 2;
     drawn.rows = 1 + draw(state) % 20;
     drawn.outputs = 1 + draw(state) % 150;
@@ -90,6 +92,7 @@ static void set_weight(const Case *now, Product *product) {
     const int has_scales = now->bits != 16;
     product->weight = (LinearWeight){.out_features = now->outputs, .in_features = now->inputs, .group = now->group};
     product->weight.bits = now->bits, product->weight.words = product->words, product->weight.scale_type = now->scale_type;
+    product->weight.fewest_tile_rows = now->fewest_tile_rows;
     if (has_scales) product->weight.scales = now->scale_type == FLOAT32 ? (void *)product->scales : product->halves;
     if (has_scales && !now->symmetric) product->weight.zeros = product->zeros;
     for (int i = 0; i < 16; i++) product->weight.table[i] = (float)(i - code_count(now->bits) / 2);
@@ -148,9 +151,9 @@ static int run_case(const Case *now, uint32_t *state) {
 static void *run_cases(void *argument) {
     uint32_t state = (uint32_t)(intptr_t)argument;
     intptr_t wrong = 0;
-    for (int set = SCALAR; set <= native_best_instruction_set(); set++)
+    for (int i = SCALAR, best = native_best_instruction_set(); i <= best + 1; i++)
         for (int kind = 0; kind < KINDS; kind++) {
-            const Case now = draw_case(kind, set, &state);
+            const Case now = draw_case(kind, i > best ? AMX_EMULATED : i, &state);
             wrong |= run_case(&now, &state);
         }
     return (void *)wrong;

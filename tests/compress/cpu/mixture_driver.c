@@ -9,21 +9,9 @@
 #include "common/bf16.h"
 #include "common/thread_pool.h"
 #include "layers/mixture.h"
+#include "driver.h"
 
-enum { CASES = 24, FAILED_STATUS = 1, FAILED_NUMBERS = 2, FAILED_ROW = 3, GROUP = 32 };
-
-static uint32_t state = 7;
-
-static int64_t draw(int64_t below) {
-    state = state * 1664525u + 1013904223u;
-    return (int64_t)(state >> 8) % below;
-}
-
-static void *exactly(int64_t bytes) {
-    void *memory = malloc((size_t)bytes);
-    if (memory == NULL) exit(FAILED_STATUS);
-    return memory;
-}
+enum { CASES = 24, FAILED_ROW = 3, GROUP = 32 };
 
 static float number(void) { return (float)(draw(257) - 128) / 128; }
 

@@ -199,7 +199,7 @@ def test_a_busy_neighbour_costs_its_share_and_not_more(linear: CpuLinear) -> Non
 @needs_library
 def test_the_number_of_threads_is_clamped() -> None:
     assert set_threads(1) == 1
-    assert set_threads(10**6) == 64
+    assert set_threads(10**6) == 256
     assert set_threads(0) == binding.available_threads()
 
 

@@ -1,4 +1,4 @@
-"""C linears against the exact product in float64, with every instruction set this machine has."""
+"""C linears against the exact product in float64, with every instruction set this machine has and emulated tiles."""
 
 from dataclasses import replace
 
@@ -14,13 +14,13 @@ from compress.checkpoint.weights import Int, Mxfp4
 from compress.checkpoint.weights.integer import IntegerWeight
 from compress.checkpoint.weights.mxfp4 import VALUES
 from compress.common.errors import SchemeError
-from compress.cpu.binding import INSTRUCTION_SETS, absence, best_instruction_set, library, set_threads
+from compress.cpu.binding import EMULATED, INSTRUCTION_SETS, absence, best_instruction_set, library, set_threads
 from runtime.backends.base import Target
 from runtime.backends.cpu.linear import MXFP4, Activations, CpuLinear, with_codes
 from runtime.backends.registry import choose_linear
 
 pytestmark = pytest.mark.skipif(library() is None, reason=absence())
-SETS = range(best_instruction_set() + 1)
+SETS = [*range(best_instruction_set() + 1), EMULATED]
 every_set = pytest.mark.parametrize("instruction_set", SETS, ids=lambda index: INSTRUCTION_SETS[index])
 LARGE = 3e33
 """Value of guard bytes, which must not be read or overwritten."""

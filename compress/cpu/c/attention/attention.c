@@ -6,16 +6,28 @@
 #include "attention/part.h"
 #include "common/thread_pool.h"
 
-enum { TILES_PER_THREAD = 4 }; /* with fewer tiles than that, their parts are shared out, too */
+enum {
+    BAND = 8,             /* tiles of one head that read each part together */
+    SEGMENT = 8,          /* parts whose results are joined as they come */
+    BANDS_PER_THREAD = 4, /* with fewer bands than that, their segments are shared out, too */
+};
+
+/* Tiles that follow each other, of one head of one span. */
+typedef struct {
+    int64_t first_tile, num_tiles;
+    int64_t first_segment, num_segments;
+} Band;
 
 typedef struct {
     const PagedAttention *attention;
     AttendPart attend;
     Tile *tiles;
-    int64_t num_tiles, num_parts;
-    PartResult *results; /* of all parts of all tiles; NULL when tiles go through their parts one after the other */
+    Band *bands;
+    int64_t num_tiles, num_bands, num_units;
+    int64_t *band_of;    /* of each unit, a segment of a band */
+    int64_t *first_unit; /* of each band */
+    PartResult *results; /* [num_units, BAND] */
     float *values;       /* of these results */
-    int64_t *owner;      /* the tile of each of these results */
 } Plan;
 
 static int64_t queries_per_head(const PagedAttention *attention) { return attention->heads / attention->pages->kv_heads; }
@@ -55,68 +67,114 @@ static void set_tile(const PagedAttention *attention, Tile *tile) {
         first = seen < first ? seen : first;
     }
     tile->first_part = first / PART;
-    tile->num_parts = last / PART + 1 - tile->first_part;
+    tile->end_part = last / PART + 1;
 }
 
-static int64_t count_tiles(const PagedAttention *attention) {
-    int64_t count = 0;
+static int64_t tiles_of_head(const PagedAttention *attention, const Span *span) {
+    return (span->num_tokens * queries_per_head(attention) + TILE - 1) / TILE;
+}
+
+static void count(Plan *plan) {
+    const PagedAttention *attention = plan->attention;
     for (int64_t i = 0; i < attention->num_spans; i++) {
-        const int64_t rows = attention->spans[i].num_tokens * queries_per_head(attention);
-        count += (rows + TILE - 1) / TILE * attention->pages->kv_heads;
+        const int64_t tiles = tiles_of_head(attention, &attention->spans[i]);
+        plan->num_tiles += tiles * attention->pages->kv_heads;
+        plan->num_bands += (tiles + BAND - 1) / BAND * attention->pages->kv_heads;
     }
-    return count;
 }
 
 /* Tiles of one head follow each other: they read the same keys. */
+static void cut_tiles(const PagedAttention *attention, const Span *span, int64_t head, Tile *tiles) {
+    const int64_t rows = span->num_tokens * queries_per_head(attention);
+    for (int64_t row = 0; row < rows; row += TILE, tiles++) {
+        *tiles = (Tile){.span = span, .head = head, .first_row = row, .rows = rows - row < TILE ? rows - row : TILE};
+        set_tile(attention, tiles);
+    }
+}
+
+static void set_band(Band *band, const Tile *tiles, int64_t num_tiles) {
+    int64_t first = tiles->first_part, end = tiles->end_part;
+    for (int64_t i = 1; i < num_tiles; i++) {
+        first = tiles[i].first_part < first ? tiles[i].first_part : first;
+        end = tiles[i].end_part > end ? tiles[i].end_part : end;
+    }
+    band->num_tiles = num_tiles;
+    band->first_segment = first / SEGMENT;
+    band->num_segments = (end + SEGMENT - 1) / SEGMENT - band->first_segment;
+}
+
 static void lay_out(Plan *plan) {
     const PagedAttention *attention = plan->attention;
-    Tile *tile = plan->tiles;
+    Band *band = plan->bands;
+    int64_t done = 0;
     for (int64_t i = 0; i < attention->num_spans; i++) {
-        const Span *span = &attention->spans[i];
-        const int64_t rows = span->num_tokens * queries_per_head(attention);
-        for (int64_t head = 0; head < attention->pages->kv_heads; head++)
-            for (int64_t row = 0; row < rows; row += TILE, tile++) {
-                *tile = (Tile){.span = span, .head = head, .first_row = row, .slot = plan->num_parts};
-                tile->rows = rows - row < TILE ? rows - row : TILE;
-                set_tile(attention, tile);
-                plan->num_parts += tile->num_parts;
+        const int64_t tiles = tiles_of_head(attention, &attention->spans[i]);
+        for (int64_t head = 0; head < attention->pages->kv_heads; head++) {
+            cut_tiles(attention, &attention->spans[i], head, plan->tiles + done);
+            for (int64_t tile = 0; tile < tiles; tile += BAND, band++) {
+                band->first_tile = done + tile;
+                set_band(band, plan->tiles + done + tile, tiles - tile < BAND ? tiles - tile : BAND);
+                plan->num_units += band->num_segments;
             }
+            done += tiles;
+        }
     }
 }
 
 /* They lie far apart, where no processor expects them. */
 static void fetch_scales(const KvPages *pages, const Strip *strip) {
-    if (pages->key_bits != 16) {
+    if (pages->key_bits < 16) {
         __builtin_prefetch(strip->key_scales);
         __builtin_prefetch(strip->key_scales + pages->block_size);
     }
-    if (pages->value_bits != 16) {
+    if (pages->value_bits < 16) {
         __builtin_prefetch(strip->value_scales);
         __builtin_prefetch(strip->value_scales + pages->block_size);
     }
 }
 
-/* The keys of a part that some row of the tile sees. */
-static void set_strips(const Plan *plan, const Tile *tile, int64_t number, Part *part) {
+/* The keys of a part that some row of the tile sees; their number. */
+static int64_t find_strips(const Plan *plan, const Tile *tile, const Part *part, int64_t number, Strip *strips) {
     const PagedAttention *attention = plan->attention;
     const KvPages *pages = attention->pages;
     const int64_t begin = number * PART, last = part->last[tile->rows - 1];
-    int64_t first = part->first[0];
+    const int64_t members = pages->value_bits < 16 ? 8 : 32 / pages->value_bits; /* tokens per word of values */
+    int64_t first = part->first[0], count = 0;
     for (int row = 1; row < part->rows; row++) first = part->first[row] < first ? part->first[row] : first;
-    int64_t key = first > begin ? first / STRIP * STRIP : begin;
-    for (part->num_strips = 0; key < begin + PART && key <= last; key += STRIP) {
+    for (int64_t key = first > begin ? first / STRIP * STRIP : begin; key < begin + PART && key <= last; key += STRIP) {
         const int64_t block = attention->blocks[tile->span->first_block + key / pages->block_size];
         const int64_t head = block * pages->kv_heads + tile->head, token = key % pages->block_size;
-        const int64_t members = pages->value_bits == 16 ? 2 : 8; /* tokens per word of values */
-        part->strips[part->num_strips] = (Strip){
+        strips[count] = (Strip){
             (const uint32_t *)(pages->keys + head * head_bytes(pages, pages->key_bits)) + token,
             (const uint32_t *)(pages->values + head * head_bytes(pages, pages->value_bits)) + token / members * pages->head_dim,
             pages->key_scales + head * 2 * pages->block_size + token,
             pages->value_scales + head * 2 * pages->block_size + token,
             key,
         };
-        fetch_scales(pages, &part->strips[part->num_strips++]);
+        fetch_scales(pages, &strips[count++]);
     }
+    return count;
+}
+
+/* Goes on to a part whose strips may have been found before, for fetching. */
+static void set_strips(const Plan *plan, const Tile *tile, int64_t number, Part *part) {
+    if (part->num_next && part->next->first_key / PART == number)
+        memcpy(part->strips, part->next, (size_t)(part->num_strips = part->num_next) * sizeof *part->strips);
+    else
+        part->num_strips = find_strips(plan, tile, part, number, part->strips);
+    part->num_next = number + 1 < tile->end_part ? find_strips(plan, tile, part, number + 1, part->next) : 0;
+}
+
+static Lanes load_query(const PagedAttention *attention, int64_t place) {
+    return attention->wide ? lanes_load((const float *)attention->query + place)
+                           : lanes_load_bfloat16((const uint16_t *)attention->query + place);
+}
+
+static void store_out(const PagedAttention *attention, int64_t place, Lanes x) {
+    if (attention->wide)
+        lanes_store((float *)attention->out + place, x);
+    else
+        lanes_store_bfloat16((uint16_t *)attention->out + place, x);
 }
 
 void set_queries(const PagedAttention *attention, const Tile *tile, Part *part) {
@@ -124,19 +182,24 @@ void set_queries(const PagedAttention *attention, const Tile *tile, Part *part) 
     part->attention = attention;
     part->rows = (int)tile->rows;
     part->first_of_span = tile->span->first_position;
+    part->num_next = 0;
     for (part->width = 1; part->width < part->rows;) part->width *= 2;
     for (int64_t row = 0; row < tile->rows; row++) {
         const int64_t token = (tile->first_row + row) / shared, head = tile->head * shared + (tile->first_row + row) % shared;
-        const uint16_t *from = attention->query + (tile->span->first_row + token) * attention->query_row + head * size;
-        memcpy(part->query[row], from, (size_t)size * sizeof *from);
-        part->query_sum[row] = 0;
-        for (int64_t d = 0; d < size; d++) part->query_sum[row] += float_of_bfloat16(from[d]);
+        const int64_t from = (tile->span->first_row + token) * attention->query_row + head * size;
+        Lanes sum = {0};
+        for (int64_t d = 0; d < size; d += LANES) {
+            const Lanes query = load_query(attention, from + d);
+            lanes_store(part->query[row] + d, query);
+            sum += query;
+        }
+        part->query_sum[row] = sum_of_lanes(sum);
         part->last[row] = tile->span->first_position + token;
         part->first[row] = first_seen(attention, position_of(attention, tile->span, token));
         part->ancestors[row] = seen_ancestors(attention, tile->span, token);
     }
     for (int row = part->rows; row < part->width; row++) {
-        memset(part->query[row], 0, (size_t)size * sizeof *part->query[row]);
+        memset(part->query[row], 0, (size_t)size * sizeof part->query[row][0]);
         part->query_sum[row] = 0;
         part->first[row] = 0, part->last[row] = -1, part->ancestors[row] = 0; /* sees nothing */
     }
@@ -163,67 +226,108 @@ void write_out(const PagedAttention *attention, const Tile *tile, const PartResu
     const int64_t shared = queries_per_head(attention), size = attention->pages->head_dim;
     for (int64_t row = 0; row < tile->rows; row++) {
         const int64_t token = (tile->first_row + row) / shared, head = tile->head * shared + (tile->first_row + row) % shared;
-        uint16_t *to = attention->out + ((tile->span->first_row + token) * attention->heads + head) * size;
+        const int64_t to = ((tile->span->first_row + token) * attention->heads + head) * size;
         const float *sink = attention->sink_logits;
         const float share = 1.0f / (result->sum[row] + (sink ? expf(sink[head] - result->largest[row]) : 0));
-        for (int64_t d = 0; d < size; d++) to[d] = bfloat16_of(result->values[row * size + d] * share + 0.0f); /* no -0 */
+        for (int64_t d = 0; d < size; d += LANES) /* no -0 */
+            store_out(attention, to + d, lanes_load(result->values + row * size + d) * lanes_of(share) + lanes_of(0.0f));
     }
 }
 
-static void attend_tile(void *context, int64_t number) {
+/* Joins a segment of a band to results, [BAND]. */
+static void attend_segment(const Plan *plan, const Band *band, int64_t segment, PartResult *results) {
+    const Tile *tiles = plan->tiles + band->first_tile;
+    Part parts[BAND];
+    for (int64_t i = 0; i < band->num_tiles; i++) set_queries(plan->attention, &tiles[i], &parts[i]);
+    for (int64_t number = segment * SEGMENT; number < (segment + 1) * SEGMENT; number++)
+        for (int64_t i = 0; i < band->num_tiles; i++) {
+            if (number < tiles[i].first_part || number >= tiles[i].end_part) continue;
+            set_strips(plan, &tiles[i], number, &parts[i]);
+            plan->attend(&parts[i], &results[i]);
+        }
+}
+
+static void prepare_results(PartResult *results, float *values, int64_t count, int64_t size) {
+    for (int64_t i = 0; i < count; i++) {
+        results[i].values = values + i * TILE * size;
+        clear(&results[i], TILE, size);
+    }
+}
+
+static void join_all(const Plan *plan, const Band *band, PartResult *into, const PartResult *from) {
+    for (int64_t i = 0; i < band->num_tiles; i++)
+        join(&into[i], &from[i], plan->tiles[band->first_tile + i].rows, plan->attention->pages->head_dim);
+}
+
+static void write_band(const Plan *plan, const Band *band, const PartResult *results) {
+    for (int64_t i = 0; i < band->num_tiles; i++)
+        write_out(plan->attention, &plan->tiles[band->first_tile + i], &results[i]);
+}
+
+static void attend_band(void *context, int64_t number) {
     const Plan *plan = context;
-    const Tile *tile = &plan->tiles[number];
+    const Band *band = &plan->bands[number];
     const int64_t size = plan->attention->pages->head_dim;
-    float values[2][TILE * LONGEST_HEAD];
-    Part part;
-    PartResult all = {.values = values[0]}, one = {.values = values[1]};
-    set_queries(plan->attention, tile, &part);
-    if (tile->num_parts == 1) { /* what joining with nothing gives */
-        set_strips(plan, tile, tile->first_part, &part);
-        plan->attend(&part, &one);
-        write_out(plan->attention, tile, &one);
-        return;
+    float values[2][BAND * TILE * LONGEST_HEAD];
+    PartResult all[BAND], one[BAND];
+    prepare_results(all, values[0], band->num_tiles, size);
+    for (int64_t i = 0; i < band->num_segments; i++) {
+        PartResult *results = i ? one : all; /* the first one is what joining it with nothing gives */
+        if (i) prepare_results(one, values[1], band->num_tiles, size);
+        attend_segment(plan, band, band->first_segment + i, results);
+        if (i) join_all(plan, band, all, one);
     }
-    clear(&all, tile->rows, size);
-    for (int64_t i = 0; i < tile->num_parts; i++) {
-        set_strips(plan, tile, tile->first_part + i, &part);
-        plan->attend(&part, &one);
-        join(&all, &one, tile->rows, size);
-    }
-    write_out(plan->attention, tile, &all);
+    write_band(plan, band, all);
 }
 
-static void attend_one_part(void *context, int64_t number) {
+static void attend_unit(void *context, int64_t number) {
     const Plan *plan = context;
-    const Tile *tile = &plan->tiles[plan->owner[number]];
-    Part part;
-    set_queries(plan->attention, tile, &part);
-    set_strips(plan, tile, tile->first_part + number - tile->slot, &part);
-    plan->results[number].values = plan->values + number * TILE * plan->attention->pages->head_dim;
-    plan->attend(&part, &plan->results[number]);
+    const int64_t size = plan->attention->pages->head_dim, owner = plan->band_of[number];
+    const Band *band = &plan->bands[owner];
+    PartResult *results = plan->results + number * BAND;
+    prepare_results(results, plan->values + number * BAND * TILE * size, band->num_tiles, size);
+    attend_segment(plan, band, band->first_segment + number - plan->first_unit[owner], results);
 }
 
-static void join_tile(void *context, int64_t number) {
+static void join_band(void *context, int64_t number) {
     const Plan *plan = context;
-    const Tile *tile = &plan->tiles[number];
+    const Band *band = &plan->bands[number];
+    PartResult *results = plan->results + plan->first_unit[number] * BAND;
+    for (int64_t i = 1; i < band->num_segments; i++) join_all(plan, band, results, results + i * BAND);
+    write_band(plan, band, results);
+}
+
+/* Room for the results of all units; 0 without memory. */
+static int make_room(Plan *plan) {
     const int64_t size = plan->attention->pages->head_dim;
-    float values[TILE * LONGEST_HEAD];
-    PartResult all = {.values = values};
-    clear(&all, tile->rows, size);
-    for (int64_t i = 0; i < tile->num_parts; i++) join(&all, &plan->results[tile->slot + i], tile->rows, size);
-    write_out(plan->attention, tile, &all);
+    plan->results = malloc((size_t)(plan->num_units * BAND) * sizeof *plan->results);
+    plan->values = malloc((size_t)(plan->num_units * BAND * TILE * size) * sizeof *plan->values);
+    plan->band_of = malloc((size_t)plan->num_units * sizeof *plan->band_of);
+    plan->first_unit = malloc((size_t)plan->num_bands * sizeof *plan->first_unit);
+    return plan->results && plan->values && plan->band_of && plan->first_unit;
 }
 
-static void attend_by_parts(Plan *plan) {
-    for (int64_t tile = 0, part = 0; tile < plan->num_tiles; tile++)
-        for (int64_t i = 0; i < plan->tiles[tile].num_parts; i++) plan->owner[part++] = tile;
-    pool_run(attend_one_part, plan, plan->num_parts);
-    pool_run(join_tile, plan, plan->num_tiles);
+static void attend_by_segments(Plan *plan) {
+    for (int64_t band = 0, unit = 0; band < plan->num_bands; band++) {
+        plan->first_unit[band] = unit;
+        for (int64_t i = 0; i < plan->bands[band].num_segments; i++) plan->band_of[unit++] = band;
+    }
+    pool_run(attend_unit, plan, plan->num_units);
+    pool_run(join_band, plan, plan->num_bands);
 }
 
 const AttendPart ATTEND_PART[NUM_INSTRUCTION_SETS] =
 #if ON_X86
-    {attend_part_scalar, attend_part_avx2, attend_part_avx512, attend_part_avx512_bf16};
+    {attend_part_scalar,      attend_part_avx2,        attend_part_avx512,
+     attend_part_avx512_bf16, attend_part_avx512_bf16, attend_part_scalar};
+#else
+    BY_SET(attend_part);
+#endif
+
+/* The same without products of bfloat16 numbers. */
+static const AttendPart ATTEND_WIDE[NUM_INSTRUCTION_SETS] =
+#if ON_X86
+    {attend_part_scalar, attend_part_avx2, attend_part_avx512, attend_part_avx512, attend_part_avx512, attend_part_scalar};
 #else
     BY_SET(attend_part);
 #endif
@@ -231,23 +335,24 @@ const AttendPart ATTEND_PART[NUM_INSTRUCTION_SETS] =
 int paged_attention(const PagedAttention *attention, int instruction_set) {
     const int set = resolve_instruction_set(instruction_set);
     if (set < 0) return -1;
-    Plan plan = {.attention = attention, .attend = ATTEND_PART[set], .num_tiles = count_tiles(attention)};
+    Plan plan = {.attention = attention, .attend = attention->wide ? ATTEND_WIDE[set] : ATTEND_PART[set]};
+    count(&plan);
     plan.tiles = malloc((size_t)plan.num_tiles * sizeof *plan.tiles);
-    if (!plan.tiles) return -1;
-    lay_out(&plan);
-    const int threads = pool_threads();
-    if (threads > 1 && plan.num_tiles < threads * TILES_PER_THREAD && plan.num_parts > plan.num_tiles) {
-        plan.results = malloc((size_t)plan.num_parts * sizeof *plan.results);
-        plan.values = malloc((size_t)(plan.num_parts * TILE * attention->pages->head_dim) * sizeof *plan.values);
-        plan.owner = malloc((size_t)plan.num_parts * sizeof *plan.owner);
+    plan.bands = malloc((size_t)plan.num_bands * sizeof *plan.bands);
+    const int ready = plan.tiles && plan.bands, threads = pool_threads();
+    if (ready) {
+        lay_out(&plan);
+        const int few = threads > 1 && plan.num_bands < threads * BANDS_PER_THREAD && plan.num_units > plan.num_bands;
+        if (few && make_room(&plan))
+            attend_by_segments(&plan);
+        else
+            pool_run(attend_band, &plan, plan.num_bands);
     }
-    if (plan.results && plan.values && plan.owner)
-        attend_by_parts(&plan);
-    else
-        pool_run(attend_tile, &plan, plan.num_tiles);
-    free(plan.owner);
+    free(plan.first_unit);
+    free(plan.band_of);
     free(plan.values);
     free(plan.results);
+    free(plan.bands);
     free(plan.tiles);
-    return 0;
+    return ready ? 0 : -1;
 }

@@ -4,7 +4,8 @@
  * tile, over stretches of PART keys that begin at multiples of PART; a part gives the largest score, the sum of weights
  * and the weighted sum of values, and parts are joined in order. What a row gets depends on its own keys and on nothing
  * else: not on its tile, its span, other sequences or the number of threads. All sums are float32; where bfloat16
- * numbers are multiplied in pairs (AVX512_BF16), weights are rounded to bfloat16 before they meet the values.
+ * numbers are multiplied in pairs (AVX512_BF16), weights are rounded to bfloat16 before they meet the values; not where
+ * queries are float32.
  */
 #ifndef NATIVE_ATTENTION_H
 #define NATIVE_ATTENTION_H
@@ -22,9 +23,9 @@ typedef struct {
     int64_t heads;          /* a multiple of pages->kv_heads */
     int64_t window;         /* last keys that a token sees, itself included; 0: all */
     float scale;            /* of scores */
-    const uint16_t *query;  /* bfloat16 [T, heads, head_dim], tokens query_row elements apart */
+    const void *query;      /* bfloat16 or float32 [T, heads, head_dim], tokens query_row elements apart */
     int64_t query_row;
-    uint16_t *out;          /* bfloat16 [T, heads, head_dim] */
+    void *out;              /* alike [T, heads, head_dim] */
     int64_t num_spans;
     const Span *spans;
     const int64_t *blocks;  /* the spans' tables of blocks */
@@ -34,6 +35,7 @@ typedef struct {
     const float *sink_logits; /* [heads], or NULL: a score of each head that counts in the sum of weights, of no key */
     int64_t chunk;          /* tokens that stand in one chunk, of which each sees no other; 0: all stand in one */
     float softcap;          /* scores s become softcap * tanh(s / softcap); 0: they are left */
+    int32_t wide;           /* query and out are float32, and so are all products */
 } PagedAttention;
 
 /* 0, or -1 for an instruction set that this machine lacks. */

@@ -1,7 +1,8 @@
 /* Without products of bfloat16 numbers: members of pairs are widened, and products are float32. */
-#include "common/dispatch.h"
-
-#if ON_X86
+#if defined(__x86_64__)
+#if !defined(__clang__)
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,fma,f16c")
+#endif
 
 #include <immintrin.h>
 
@@ -22,6 +23,11 @@ INLINE TARGET void store_factors(Factor *to, Lanes factors) { lanes_store(to, fa
 INLINE TARGET Pairs numbers(__m512i words) {
     const __m512i odd = _mm512_and_si512(words, _mm512_set1_epi32((int32_t)0xffff0000));
     return (Pairs){_mm512_castsi512_ps(_mm512_slli_epi32(words, 16)), _mm512_castsi512_ps(odd)};
+}
+
+/* Pairs of thirty-two float32 numbers. */
+INLINE TARGET Pairs wide(__m512i even, __m512i odd) {
+    return (Pairs){_mm512_castsi512_ps(even), _mm512_castsi512_ps(odd)};
 }
 
 /* Lookups see only the low bits of an index. */

@@ -1,7 +1,8 @@
 /* With products of bfloat16 numbers: pairs are taken as they are. */
-#include "common/dispatch.h"
-
-#if ON_X86
+#if defined(__x86_64__)
+#if !defined(__clang__)
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512bf16,fma,f16c")
+#endif
 
 #include <immintrin.h>
 
@@ -25,6 +26,12 @@ INLINE TARGET void store_factors(Factor *to, Lanes factors) {
 }
 
 INLINE TARGET Pairs numbers(__m512i words) { return (Pairs)words; }
+
+/* Float32 pages are multiplied without products of bfloat16 numbers. */
+INLINE TARGET Pairs wide(__m512i even, __m512i odd) {
+    (void)odd;
+    return (Pairs)even;
+}
 
 INLINE TARGET Pairs decoded(__m512i words, Table table, int step) {
     return (Pairs)_mm512_permutexvar_epi16(_mm512_srli_epi16(words, (unsigned)(4 * step)), table);

@@ -126,14 +126,12 @@ static void attend_unit(void *context, int64_t number) {
     const Chunk *chunk = &plan->chunks[unit.chunk];
     const int64_t width = plan->latent->width, begin = (chunk->first_segment + unit.segment) * SEGMENT;
     PartResult *results = &plan->results[(unit.chunk * plan->per_wave + unit.segment % plan->per_wave) * TILES];
-    float values[TILE * LONGEST_HEAD];
-    PartResult one = {.values = values};
     Tile tiles[TILES];
     Part parts[TILES];
     Laid laid;
     const int64_t num_tiles = cut_tiles(chunk, tiles);
     for (int64_t i = 0; i < num_tiles; i++) {
-        clear(&results[i], tiles[i].rows, width);
+        clear(&results[i], TILE, width);
         set_queries(&plan->attention, &tiles[i], &parts[i]);
     }
     for (int64_t key = begin; key < begin + SEGMENT && key <= chunk->last_key; key += AT_ONCE) {
@@ -146,8 +144,7 @@ static void attend_unit(void *context, int64_t number) {
                 if (first > chunk->last_key) break;
                 part->strips[strip] = (Strip){laid.keys[strip], laid.values[strip], NULL, NULL, first};
             }
-            plan->attend(part, &one);
-            join(&results[i], &one, tiles[i].rows, width);
+            plan->attend(part, &results[i]);
         }
     }
 }

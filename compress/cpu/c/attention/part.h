@@ -2,6 +2,8 @@
 #ifndef NATIVE_ATTENTION_PART_H
 #define NATIVE_ATTENTION_PART_H
 
+#include <math.h>
+
 #include "attention/attention.h"
 #include "common/bf16.h"
 
@@ -17,16 +19,17 @@ typedef struct {
 typedef struct {
     const PagedAttention *attention;
     int rows, width;                            /* rows, and rows that are computed: 1, 2, 4 or 8; the rest are zeros */
-    uint16_t query[TILE][LONGEST_HEAD];
+    float query[TILE][LONGEST_HEAD];
     float query_sum[TILE];
     int64_t first[TILE], last[TILE];            /* keys that a row sees, `last` included */
     int64_t first_of_span;                      /* key of the span's first token */
     uint64_t ancestors[TILE];                   /* as in PagedAttention: of the keys from there on, those that a row sees */
-    int64_t num_strips;
-    Strip strips[STRIPS];
+    int64_t num_strips, num_next;
+    Strip strips[STRIPS], next[STRIPS];         /* those that are read, and others that are worth fetching meanwhile */
 } Part;
 
-/* State of each row: the largest score, the sum of exp(score - largest), and that of the values so weighted. */
+/* State of each row over the parts so far: the largest score, the sum of exp(score - largest), and that of the values so
+ * weighted. */
 typedef struct {
     float largest[TILE], sum[TILE];
     float *values; /* [TILE, head_dim] */
@@ -36,18 +39,18 @@ typedef struct {
 typedef struct {
     const Span *span;
     int64_t head, first_row, rows; /* counted over the tokens of the span and the query heads of `head` */
-    int64_t first_part, num_parts; /* of its keys */
-    int64_t slot;                  /* of its first part's result, where those are kept */
+    int64_t first_part, end_part;  /* of its keys */
 } Tile;
 
 /* Everything of a part but its strips. */
 void set_queries(const PagedAttention *attention, const Tile *tile, Part *part);
 
-/* A result of no keys; what another part gave, joined to it; and the output of a tile. */
+/* A result of no keys; what other keys gave, joined to it; and the output of a tile. */
 void clear(PartResult *result, int64_t rows, int64_t size);
 void join(PartResult *into, const PartResult *from, int64_t rows, int64_t size);
 void write_out(const PagedAttention *attention, const Tile *tile, const PartResult *result);
 
+/* Joins the keys of a part to a result. */
 typedef void (*AttendPart)(const Part *part, PartResult *result);
 extern const AttendPart ATTEND_PART[NUM_INSTRUCTION_SETS];
 
@@ -92,7 +95,7 @@ typedef struct {
 } Grid;
 
 INLINE Grid load_grid(const uint16_t *scales, int64_t block_size, int64_t bits) {
-    if (bits == 16) return (Grid){lanes_of(1.0f), lanes_of(0.0f)};
+    if (bits >= 16) return (Grid){lanes_of(1.0f), lanes_of(0.0f)};
     Lanes scale = lanes_load_float16(scales), offset = lanes_load_float16(scales + block_size);
     return (Grid){scale, offset + scale * lanes_of(bits == 8 ? 128.0f : 8.0f)};
 }
@@ -113,22 +116,20 @@ INLINE Lanes to_scores(const Part *part, int row, const Strip *strip, Lanes prod
     return lanes_select(visible(part, row, strip), products, lanes_of(UNSEEN));
 }
 
-/* Turns a row's scores into weights of what stands in the pages, and sums them up: the scale of values goes into the
- * weights; the share of what their codes are centred on, the same for all dimensions, is returned. */
-INLINE float to_weights(const Part *part, int row, Lanes *scores, const Grid *values, PartResult *result) {
-    Lanes most = lanes_of(UNSEEN), sum = {0}, middles = {0};
-    for (int64_t i = 0; i < part->num_strips; i++) most = lanes_max(most, scores[i]);
-    const float largest = largest_lane(most);
-    for (int64_t i = 0; i < part->num_strips; i++) {
-        const IntLanes seen = visible(part, row, &part->strips[i]);
-        const Lanes weight = lanes_select(seen, lanes_exp(scores[i] - lanes_of(largest)), (Lanes){0});
-        sum += weight;
-        middles += lanes_select(seen, weight * values[i].middle, (Lanes){0});
-        scores[i] = lanes_select(seen, weight * values[i].scale, (Lanes){0});
-    }
+/* Whether every row sees every key. */
+INLINE int sees_all(const Part *part) {
+    const int64_t first = part->strips[0].first_key, last = part->strips[part->num_strips - 1].first_key + STRIP - 1;
+    for (int row = 0; row < part->rows; row++)
+        if (part->first[row] > first || part->last[row] < last || part->ancestors[row]) return 0;
+    return 1;
+}
+
+/* Takes the largest score of a part into a row's state; what is left of its sums is returned. */
+INLINE float raise_largest(PartResult *result, int row, float largest) {
+    const float before = result->largest[row];
+    if (largest < before) return 1.0f;
     result->largest[row] = largest;
-    result->sum[row] = sum_of_lanes(sum);
-    return sum_of_lanes(middles);
+    return before <= UNSEEN ? 0 : expf(before - largest);
 }
 
 #endif

@@ -84,6 +84,12 @@ INLINE Lanes lanes_sigmoid(Lanes x) {
     return lanes_select(negative, small, one) / (one + small);
 }
 
+INLINE float highest_lane(Lanes x) {
+    float most = x[0];
+    for (int lane = 1; lane < LANES; lane++) most = x[lane] > most ? x[lane] : most;
+    return most;
+}
+
 INLINE float sum_of_lanes(Lanes x) {
     float half[8], sum = 0;
     for (int lane = 0; lane < 8; lane++) half[lane] = x[lane] + x[lane + 8];

@@ -5,6 +5,8 @@
 #include <stdbool.h>
 #include <time.h>
 
+#include "common/memory_nodes.h"
+
 #if ON_X86
 #include <xmmintrin.h>
 #endif
@@ -24,6 +26,12 @@ typedef struct {
     _Atomic int active; /* workers in use */
 } Load;
 
+/* Chunks [next, end) of a job that are still to be taken, in a cache line of its own. */
+typedef struct {
+    _Alignas(64) _Atomic int64_t next;
+    int64_t end;
+} Share;
+
 typedef struct {
     pthread_mutex_t mutex; /* guards sleeping workers and callers */
     pthread_cond_t wake, left;
@@ -34,10 +42,9 @@ typedef struct {
     _Atomic int limit; /* workers that may enter */
     _Atomic int workers; /* wanted */
     int started;
-    _Atomic int64_t next; /* chunk */
+    Share shares[MAX_NODES]; /* of the job's chunks, by memory node */
     PoolTask task;
     void *context;
-    int64_t num_chunks;
     Load load;
 } Pool;
 
@@ -59,18 +66,29 @@ static void pause_briefly(void) {
 #endif
 }
 
-/* Takes chunks until there are none; returns how many it did. */
-static int64_t take_chunks(PoolTask task, void *context, _Atomic int64_t *next, int64_t num_chunks) {
+/* Takes chunks until there are none, those of a node first; returns how many it did. */
+static int64_t take_chunks(PoolTask task, void *context, Share *shares, int num_shares, int node) {
 #if ON_X86
     const unsigned before = _mm_getcsr();
     _mm_setcsr(before | 0x8040); /* flush denormal results and inputs to zero */
 #endif
     int64_t done = 0;
-    for (int64_t chunk; (chunk = atomic_fetch_add(next, 1)) < num_chunks; done++) task(context, chunk);
+    for (int i = 0; i < num_shares; i++) {
+        Share *share = &shares[(node + i) % num_shares];
+        for (int64_t chunk; (chunk = atomic_fetch_add(&share->next, 1)) < share->end; done++) task(context, chunk);
+    }
 #if ON_X86
     _mm_setcsr(before);
 #endif
     return done;
+}
+
+static void share_out(int64_t num_chunks) {
+    const int num_nodes = node_count();
+    for (int node = 0; node < num_nodes; node++) {
+        atomic_store(&pool.shares[node].next, num_chunks * node / num_nodes);
+        pool.shares[node].end = num_chunks * (node + 1) / num_nodes;
+    }
 }
 
 static bool enter(void) {
@@ -109,11 +127,12 @@ static uint32_t next_generation(uint32_t seen, int index) {
 }
 
 static void *help(void *argument) {
-    const int index = (int)(intptr_t)argument;
+    const int index = (int)(intptr_t)argument, node = (index + 1) % node_count();
+    node_stay_on(node);
     for (uint32_t seen = 0;;) {
         seen = next_generation(seen, index);
         if (index >= atomic_load(&pool.limit) || !enter()) continue;
-        take_chunks(pool.task, pool.context, &pool.next, pool.num_chunks);
+        take_chunks(pool.task, pool.context, pool.shares, node_count(), node);
         leave();
     }
     return NULL;
@@ -175,8 +194,8 @@ static void run_together(PoolTask task, void *context, int64_t num_chunks) {
     int workers = workers_now(&pool.load, atomic_load(&pool.workers), begin);
     if (workers > num_chunks - 1) workers = (int)(num_chunks - 1);
     start_workers(workers);
-    pool.task = task, pool.context = context, pool.num_chunks = num_chunks;
-    atomic_store(&pool.next, 0);
+    pool.task = task, pool.context = context;
+    share_out(num_chunks);
     atomic_store(&pool.limit, workers);
     if (workers) {
         atomic_store(&pool.door, OPEN);
@@ -187,7 +206,7 @@ static void run_together(PoolTask task, void *context, int64_t num_chunks) {
             pthread_mutex_unlock(&pool.mutex);
         }
     }
-    const int64_t done = take_chunks(task, context, &pool.next, num_chunks);
+    const int64_t done = take_chunks(task, context, pool.shares, node_count(), node_current());
     const int64_t finished = now();
     if (!workers) return;
     atomic_fetch_and(&pool.door, ~OPEN);
@@ -201,8 +220,8 @@ static void run_together(PoolTask task, void *context, int64_t num_chunks) {
 void pool_run(PoolTask task, void *context, int64_t num_chunks) {
     pthread_once(&prepared, prepare);
     if (num_chunks < 2 || !atomic_load(&pool.workers) || atomic_flag_test_and_set(&pool.busy)) {
-        _Atomic int64_t next = 0;
-        take_chunks(task, context, &next, num_chunks);
+        Share all = {0, num_chunks};
+        take_chunks(task, context, &all, 1, 0);
         return;
     }
     run_together(task, context, num_chunks);

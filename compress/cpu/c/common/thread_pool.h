@@ -6,6 +6,10 @@
  * next one mostly follows at once) and then sleep. A worker that makes jobs longer, because it is interrupted inside
  * of its chunks, is left out for a while.
  *
+ * Where memory has several nodes, each worker stays on one of them, a job's chunks are shared out evenly over nodes in
+ * their order, and every thread takes those of its node before it helps others. Weights are read in the order of chunks:
+ * `nodes_touch` puts each part of a weight on the node that will read it.
+ *
  * Any thread may call `pool_run`, also from inside of a chunk: while the pool is busy a call runs its chunks alone.
  * Chunks run with denormals flushed to zero on every thread, so results do not depend on who computes them.
  * After fork() the child starts with fresh workers. */
@@ -15,6 +19,8 @@
 #include <stdint.h>
 
 #include "common/dispatch.h"
+
+enum { POOL_MAX_THREADS = 256 };
 
 typedef void (*PoolTask)(void *context, int64_t chunk);
 
@@ -27,7 +33,5 @@ EXPORT int pool_threads(void);
 
 /* Threads that the measured load leaves in use at the moment. */
 EXPORT int pool_active_threads(void);
-
-enum { POOL_MAX_THREADS = 64 };
 
 #endif

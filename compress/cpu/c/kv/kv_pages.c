@@ -28,11 +28,11 @@ INLINE uint16_t stored(float x) {
     return float16_of(x > FLOAT16_MAX ? FLOAT16_MAX : x < -FLOAT16_MAX ? -FLOAT16_MAX : x);
 }
 
-INLINE void quantize(const uint16_t *head, int64_t size, int64_t bits, Quantized *out) {
+INLINE void quantize(const float *head, int64_t size, int64_t bits, Quantized *out) {
     const float max_code = (float)((1 << bits) - 1);
-    float low = float_of_bfloat16(head[0]), high = low;
+    float low = head[0], high = low;
     for (int64_t d = 0; d < size; d++) {
-        const float x = float_of_bfloat16(head[d]);
+        const float x = head[d];
         low = x < low || x != x ? x : low;
         high = x > high || x != x ? x : high;
     }
@@ -40,7 +40,7 @@ INLINE void quantize(const uint16_t *head, int64_t size, int64_t bits, Quantized
     out->offset = stored(low);
     const float scale = float_of_float16(out->scale), offset = float_of_float16(out->offset);
     for (int64_t d = 0; d < size; d++) {
-        float code = scale == 0 ? 0 : (float_of_bfloat16(head[d]) - offset) / scale;
+        float code = scale == 0 ? 0 : (head[d] - offset) / scale;
         code = code > 0 ? code : 0; /* NaN, too */
         code = code < max_code ? code : max_code;
         out->code[d] = (uint8_t)((code + 12582912.0f) - 12582912.0f);
@@ -54,12 +54,16 @@ INLINE void write_scales(uint16_t *scales, const KvPages *pages, int64_t block, 
     scales[pages->block_size] = quantized->offset;
 }
 
-INLINE void write_key(const KvPages *pages, int64_t block, int64_t head, int64_t token, const uint16_t *x) {
+INLINE void write_key(const KvPages *pages, int64_t block, int64_t head, int64_t token, const float *x) {
     const int64_t size = pages->head_dim, bits = pages->key_bits;
     uint32_t *words = (uint32_t *)(pages->keys + (block * pages->kv_heads + head) * head_bytes(pages, bits)) + token;
-    if (bits == 16) {
+    if (bits == 32) {
+        for (int64_t d = 0; d < size; d++) words[d * pages->block_size] = bits_of_float(x[d]);
+        return;
+    }
+    if (bits == 16) { /* bfloat16 numbers, which lose nothing */
         for (int64_t d = 0; d < size; d += 2)
-            words[d / 2 * pages->block_size] = x[d] | (uint32_t)x[d + 1] << 16;
+            words[d / 2 * pages->block_size] = bits_of_float(x[d]) >> 16 | (bits_of_float(x[d + 1]) & 0xffff0000u);
         return;
     }
     Quantized quantized;
@@ -73,12 +77,16 @@ INLINE void write_key(const KvPages *pages, int64_t block, int64_t head, int64_t
         }
 }
 
-INLINE void write_value(const KvPages *pages, int64_t block, int64_t head, int64_t token, const uint16_t *x) {
+INLINE void write_value(const KvPages *pages, int64_t block, int64_t head, int64_t token, const float *x) {
     const int64_t size = pages->head_dim, bits = pages->value_bits;
     uint8_t *place = pages->values + (block * pages->kv_heads + head) * head_bytes(pages, bits);
+    if (bits == 32) {
+        memcpy(place + token * size * (int64_t)sizeof *x, x, (size_t)size * sizeof *x);
+        return;
+    }
     if (bits == 16) {
         uint16_t *pairs = (uint16_t *)place + token / 2 * size * 2 + token % 2;
-        for (int64_t d = 0; d < size; d++) pairs[2 * d] = x[d];
+        for (int64_t d = 0; d < size; d++) pairs[2 * d] = (uint16_t)(bits_of_float(x[d]) >> 16);
         return;
     }
     Quantized quantized;
@@ -99,18 +107,44 @@ INLINE void change_head(const KvStep *step, int64_t row, int64_t head, uint16_t 
     if (step->hadamard) hadamard_head(x, size);
 }
 
+/* Key of a row as it is stored; and its value. */
+INLINE void read_key(const KvStep *step, int64_t row, int64_t head, float *to) {
+    const int64_t size = step->pages->head_dim, from = row * step->key_row + head * size;
+    if (step->wide) {
+        memcpy(to, (const float *)step->key + from, (size_t)size * sizeof *to);
+        if (step->hadamard) hadamard_wide(to, size);
+        return;
+    }
+    uint16_t key[LONGEST_HEAD];
+    memcpy(key, (const uint16_t *)step->key + from, (size_t)size * sizeof *key);
+    change_head(step, row, step->heads + head, key);
+    for (int64_t d = 0; d < size; d += LANES) lanes_store(to + d, lanes_load_bfloat16(key + d));
+}
+
+INLINE void read_value(const KvStep *step, int64_t row, int64_t head, float *to) {
+    const int64_t size = step->pages->head_dim, from = row * step->value_row + head * size;
+    for (int64_t d = 0; d < size; d += LANES)
+        lanes_store(to + d, step->wide ? lanes_load((const float *)step->value + from + d)
+                                       : lanes_load_bfloat16((const uint16_t *)step->value + from + d));
+}
+
 INLINE void store_row(const KvStep *step, int64_t row) {
     const KvPages *pages = step->pages;
     const int64_t size = pages->head_dim;
     const int64_t block = step->slots[row] / pages->block_size, token = step->slots[row] % pages->block_size;
-    for (int64_t head = 0; head < step->heads; head++)
-        change_head(step, row, head, step->query + row * step->query_row + head * size);
+    float numbers[LONGEST_HEAD];
+    for (int64_t head = 0; head < step->heads; head++) {
+        const int64_t place = row * step->query_row + head * size;
+        if (!step->wide)
+            change_head(step, row, head, (uint16_t *)step->query + place);
+        else if (step->hadamard)
+            hadamard_wide((float *)step->query + place, size);
+    }
     for (int64_t head = 0; head < pages->kv_heads; head++) {
-        uint16_t key[LONGEST_HEAD];
-        memcpy(key, step->key + row * step->key_row + head * size, (size_t)size * sizeof *key);
-        change_head(step, row, step->heads + head, key);
-        write_key(pages, block, head, token, key);
-        write_value(pages, block, head, token, step->value + row * step->value_row + head * size);
+        read_key(step, row, head, numbers);
+        write_key(pages, block, head, token, numbers);
+        read_value(step, row, head, numbers);
+        write_value(pages, block, head, token, numbers);
     }
 }
 

@@ -3,6 +3,8 @@
  *
  *   keys, 16 bits     [D / 2][tokens][2] bfloat16: a 32-bit word is two dimensions of one token
  *   values, 16 bits   [tokens / 2][D][2] bfloat16: a word is two tokens of one dimension
+ *   keys, 32 bits     [D][tokens] float32
+ *   values, 32 bits   [tokens][D] float32
  *   keys, 4 bits      [D / 8][tokens] words: eight dimensions of one token
  *   values, 4 bits    [tokens / 8][D] words: eight tokens of one dimension
  *   8 bits            two such planes of 4 bits, low halves of the codes before high halves
@@ -26,7 +28,7 @@ enum {
 typedef struct {
     int64_t kv_heads, head_dim; /* head_dim: a multiple of 32, at most LONGEST_HEAD */
     int64_t block_size;         /* tokens: 16, 32, 64, 128 or 256 */
-    int64_t key_bits, value_bits; /* 16, 8 or 4 */
+    int64_t key_bits, value_bits; /* 32, 16, 8 or 4 */
     uint8_t *keys, *values;       /* of block 0 */
     uint16_t *key_scales, *value_scales;
 } KvPages;
@@ -46,13 +48,14 @@ typedef struct {
     const KvPages *pages;
     int64_t rows, heads;         /* of queries; no heads: no queries to change */
     const int64_t *slots;        /* [rows]: block * block_size + offset. They differ; those that share a word are neighbours */
-    uint16_t *query;             /* [rows, heads, head_dim], changed in place */
-    const uint16_t *key, *value; /* [rows, kv_heads, head_dim] */
+    void *query;                 /* [rows, heads, head_dim], changed in place */
+    const void *key, *value;     /* [rows, kv_heads, head_dim] */
     int64_t query_row, key_row, value_row;
     const uint16_t *norm;        /* [heads + kv_heads, head_dim] of an RMSNorm over each head, or NULL for none */
     float eps;
     const uint16_t *cos, *sin;   /* [rows, head_dim], as in Rotate; NULL: heads are rotated already */
-    int64_t hadamard;            /* times an orthonormal Hadamard matrix, after all that */
+    int32_t hadamard;            /* times an orthonormal Hadamard matrix, after all that */
+    int32_t wide;                /* heads are float32, not bfloat16, and come without norm, cos and sin */
 } KvStep;
 
 /* 0, or -1 for an instruction set that this machine lacks. */

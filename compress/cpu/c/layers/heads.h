@@ -46,10 +46,8 @@ INLINE void rotate_head(uint16_t *x, int64_t size, const uint16_t *cos, const ui
 
 /* Times an orthonormal Hadamard matrix in place, as rotate_heads of compress/checkpoint/kv_quant.py: blocks of the
  * largest power of two that divides `size`, each by itself. */
-INLINE void hadamard_head(uint16_t *x, int64_t size) {
+INLINE void hadamard_wide(float *rotated, int64_t size) {
     const int64_t block = size & -size;
-    float rotated[LONGEST_HEAD];
-    for (int64_t d = 0; d < size; d++) rotated[d] = float_of_bfloat16(x[d]);
     for (int64_t half = 1; half < block; half *= 2)
         for (int64_t first = 0; first < size; first += 2 * half)
             for (int64_t d = first; d < first + half; d++) {
@@ -58,7 +56,14 @@ INLINE void hadamard_head(uint16_t *x, int64_t size) {
                 rotated[d] = sum;
             }
     const Lanes norm = lanes_of(sqrtf((float)block));
-    for (int64_t d = 0; d < size; d += LANES) lanes_store_bfloat16(x + d, lanes_load(rotated + d) / norm);
+    for (int64_t d = 0; d < size; d += LANES) lanes_store(rotated + d, lanes_load(rotated + d) / norm);
+}
+
+INLINE void hadamard_head(uint16_t *x, int64_t size) {
+    float rotated[LONGEST_HEAD];
+    for (int64_t d = 0; d < size; d += LANES) lanes_store(rotated + d, lanes_load_bfloat16(x + d));
+    hadamard_wide(rotated, size);
+    for (int64_t d = 0; d < size; d += LANES) lanes_store_bfloat16(x + d, lanes_load(rotated + d));
 }
 
 #endif

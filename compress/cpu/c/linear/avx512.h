@@ -30,6 +30,15 @@ INLINE TARGET Floats table_look_up(Table table, Words word, int shift) {
     return _mm512_permutexvar_ps((__m512i)(word >> shift), table);
 }
 
+INLINE TARGET Words pair_weights(Words word, int step, int bits, Table table) {
+    if (bits == 16) return word;
+    if (bits == 8) { /* exact in bfloat16: the upper halves say it all */
+        const Floats even = floats_centred(word, code_shift(2 * step, 8)), odd = floats_centred(word, code_shift(2 * step + 1, 8));
+        return (Words)_mm512_mask_blend_epi16(0xaaaaaaaa, (__m512i)((Words)even >> 16), (__m512i)odd);
+    }
+    return (Words)_mm512_permutexvar_epi16(_mm512_srli_epi16((__m512i)word, (unsigned)(bits * step)), (__m512i)table);
+}
+
 INLINE TARGET Floats floats_quad(const float *from) { return _mm512_broadcast_f32x4(_mm_loadu_ps(from)); }
 /* Picks see only the low bits. */
 INLINE TARGET Floats floats_pick(Floats quad, Words word, int shift) {

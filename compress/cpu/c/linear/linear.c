@@ -1,13 +1,11 @@
 /* Products of linear_multiply and linear_multiply_all: activations converted, products in chunks, results. */
 #include <float.h>
 #include <math.h>
+#include <pthread.h>
 #include <stdlib.h>
 
 #include "common/thread_pool.h"
 #include "linear/tiles.h"
-
-/* Rows that share one pass over the weights and one decoded run: their sums stay in the second cache. */
-enum { ROWS_PER_CHUNK = 128 };
 
 typedef struct LinearCall LinearCall;
 /* One row: converts it and sums up its runs. */
@@ -34,9 +32,6 @@ struct LinearCall {
     int64_t rows_per_chunk, tiles_per_chunk, num_tiles;
     int64_t preparations, chunks; /* of the pool's */
 };
-
-INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-INLINE int64_t parts(int64_t whole, int64_t part) { return (whole + part - 1) / part; }
 
 static const int LARGEST_Q8 = 127;
 
@@ -221,29 +216,81 @@ static void multiply_chunk(void *context, int64_t chunk) {
     const int64_t row = chunk / chunks_of_tiles * call->rows_per_chunk;
     const int64_t first = chunk % chunks_of_tiles * call->tiles_per_chunk;
     const int64_t last = smaller(first + call->tiles_per_chunk, call->num_tiles);
-    for (int64_t tile = first; tile < last; tile++)
-        multiply_tile(call, tile, row, smaller(call->rows_per_chunk, call->rows - row));
+    const int64_t rows = smaller(call->rows_per_chunk, call->rows - row);
+    if (call->kernels->enter != NULL) call->kernels->enter(&call->prepared, rows);
+    for (int64_t tile = first; tile < last; tile++) multiply_tile(call, tile, row, rows);
+    if (call->kernels->leave != NULL) call->kernels->leave();
 }
 
 enum { ROWS_PER_PREPARATION = 8 };
 /* Rough speed of one core, from which chunks of some ten microseconds are cut. */
 static const double CHUNK_NANOSECONDS = 40000, BYTES_PER_NANOSECOND = 15, PRODUCTS_PER_NANOSECOND = 150;
 
-/* Without a kind for bfloat16 such activations are widened. */
+/* Without a kind for bfloat16 such activations are widened. A kind for few rows has the bits of the one for many. */
 static const struct {
-    const KernelKind *float32, *bfloat16, *q8;
+    const KernelKind *float32, *bfloat16, *q8, *few_bfloat16, *few_q8;
 } kernel_sets[NUM_INSTRUCTION_SETS] = {
     [SCALAR] = {&scalar_float32, NULL, &scalar_q8},
 #if ON_ARM
     [NEON] = {&neon_float32, NULL, &neon_q8},
     [NEON_DOTPROD] = {&neon_float32, NULL, &neon_dotprod_q8},
+    [NEON_I8MM] = {&neon_float32, NULL, &neon_i8mm_q8},
 #endif
 #if ON_X86
     [AVX2] = {&avx2_float32, NULL, &avx2_q8},
     [AVX512] = {&avx512_float32, NULL, &avx512_q8},
     [AVX512_BF16] = {&avx512_float32, &avx512_bfloat16, &avx512_q8},
+    [AMX] = {&avx512_float32, &amx_bfloat16, &amx_q8, &avx512_tile_order, &avx512_q8},
+    [AMX_EMULATED] = {&scalar_float32, &emulated_bfloat16, &emulated_q8, &avx512_tile_order, &avx512_q8},
+#else
+    [AMX_EMULATED] = {&scalar_float32, &emulated_bfloat16, &emulated_q8},
 #endif
 };
+
+#if ON_X86
+
+/* Whether matrix tiles add products up in the order that matrix_tiles.h says: asked once, of numbers of all sizes. */
+static bool is_ordered(const KernelKind *tiles, const KernelKind *vectors) {
+    enum { ROWS = 3, INPUTS = 64 };
+    uint16_t numbers[TILE + ROWS][INPUTS];
+    uint32_t words[INPUTS / 2 * TILE], state = 1;
+    float by_tiles[ROWS * TILE] = {0}, by_vectors[ROWS * TILE] = {0};
+    for (int i = 0; i < (TILE + ROWS) * INPUTS; i++) {
+        state = state * 1664525u + 1013904223u;
+        numbers[i / INPUTS][i % INPUTS] = (uint16_t)(state >> 16 & 0x807f) | (uint16_t)((115 + (state >> 8) % 24) << 7);
+    }
+    linear_pack_bfloat16(numbers[0], TILE, INPUTS, words);
+    const LinearWeight weight = {.out_features = TILE, .in_features = INPUTS, .group = INPUTS, .bits = 16, .words = words};
+    const Prepared input = {.x = numbers[TILE], .stride = INPUTS, .run = INPUTS, .num_runs = 1, .num_groups = 1,
+                            .runs_per_group = 1};
+    Place place = {.rows = ROWS, .words = words, .sums = by_tiles};
+    tiles->enter(&input, ROWS);
+    tiles->run[width_index(16)](&weight, &input, &place);
+    tiles->leave();
+    place.sums = by_vectors;
+    vectors->run[width_index(16)](&weight, &input, &place);
+    return memcmp(by_tiles, by_vectors, sizeof by_tiles) == 0;
+}
+
+static bool amx_is_ordered;
+static void ask_for_order(void) { amx_is_ordered = is_ordered(&amx_bfloat16, &avx512_tile_order); }
+
+/* Whether a few rows need not wait for matrix tiles. */
+static bool few_rows_take_vectors(int set) {
+    static pthread_once_t asked = PTHREAD_ONCE_INIT;
+    if (set == AMX_EMULATED) return native_best_instruction_set() >= AVX512;
+    if (set == AMX) pthread_once(&asked, ask_for_order);
+    return set == AMX && amx_is_ordered;
+}
+
+#else
+
+static bool few_rows_take_vectors(int set) {
+    (void)set;
+    return false;
+}
+
+#endif
 
 static void prepare_chunk(void *context, int64_t chunk) {
     const LinearCall *call = context;
@@ -268,7 +315,7 @@ static void cut_chunks(LinearCall *call) {
     const double reading = numbers * weight->bits / 8 / BYTES_PER_NANOSECOND;
     const double multiplying = numbers * (double)call->rows_per_chunk / PRODUCTS_PER_NANOSECOND;
     const int64_t tiles = (int64_t)(CHUNK_NANOSECONDS / (reading > multiplying ? reading : multiplying));
-    call->tiles_per_chunk = tiles < 1 ? 1 : smaller(tiles, parts(call->num_tiles, 4));
+    call->tiles_per_chunk = tiles < 1 ? 1 : smaller(tiles, parts(call->num_tiles, 2 * pool_threads()));
     call->chunks = parts(call->rows, call->rows_per_chunk) * parts(call->num_tiles, call->tiles_per_chunk);
 }
 
@@ -297,15 +344,19 @@ static void *make_room(LinearCall *call) {
     return room;
 }
 
-static const KernelKind *choose_kernels(int set, Activations activations, NumberType type, int bits) {
-    if (activations != ACTIVATIONS_FLOAT) return kernel_sets[set].q8;
-    if (type == BFLOAT16 && bits != SPARSE && kernel_sets[set].bfloat16 != NULL) return kernel_sets[set].bfloat16;
-    return kernel_sets[set].float32;
+static const KernelKind *choose_kernels(int set, const LinearCall *call) {
+    const int64_t fewest = call->weight->fewest_tile_rows;
+    if (set >= FIRST_WITH_TILES && !fewest) set = (int)smaller(native_best_instruction_set(), FIRST_WITH_TILES - 1);
+    const bool few = call->rows < smaller(fewest, FEW_ROWS + 1) && few_rows_take_vectors(set);
+    if (call->activations != ACTIVATIONS_FLOAT) return few ? kernel_sets[set].few_q8 : kernel_sets[set].q8;
+    if (call->type != BFLOAT16 || call->weight->bits == SPARSE || kernel_sets[set].bfloat16 == NULL)
+        return kernel_sets[set].float32;
+    return few ? kernel_sets[set].few_bfloat16 : kernel_sets[set].bfloat16;
 }
 
 /* Fills in a call that begins with operands; returns what is to be freed, or NULL when there is no memory. */
 static void *begin(LinearCall *call, int set) {
-    call->kernels = choose_kernels(set, call->activations, call->type, call->weight->bits);
+    call->kernels = choose_kernels(set, call);
     call->prepare = prepare_by_set[set];
     call->finish = finish_by_set[set];
     void *room = make_room(call);

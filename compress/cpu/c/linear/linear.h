@@ -16,8 +16,8 @@
  * at most LONGEST_RUN inputs, and over runs; no sum depends on other rows of x, on their number or on threads.
  * With 8-bit activations sums within a group are exact int32.
  *
- * Activations are bfloat16 or float32, and y has their type. bfloat16 pairs are multiplied as they are where AVX-512
- * does so; elsewhere, and for float32, products are float32. */
+ * Activations are bfloat16 or float32, and y has their type. bfloat16 pairs are multiplied as they are where AVX-512 or matrix
+ * tiles do so; elsewhere, and for float32, products are float32. */
 #ifndef NATIVE_LINEAR_H
 #define NATIVE_LINEAR_H
 
@@ -39,6 +39,7 @@ typedef struct {
     int64_t out_features, in_features, group;
     int32_t bits; /* 2, 4 or 8 of a code, SPARSE; 16 for bfloat16 numbers, which have neither scales nor zeros */
     int32_t scale_type;
+    int32_t fewest_tile_rows; /* that matrix tiles multiply; fewer take vectors with the same bits; 0: no tiles at all */
     const uint32_t *words;
     const void *scales;
     const uint8_t *zeros; /* NULL: symmetric */

@@ -12,6 +12,12 @@
 #include "common/bf16.h"
 
 enum { NUM_WIDTHS = 6 };
+/* Rows that share one pass over the weights and one decoded run: their sums stay in the second cache. */
+enum { ROWS_PER_CHUNK = 128 };
+enum { FEW_ROWS = 3 /* that vectors multiply in the order of matrix tiles */ };
+
+INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE int64_t parts(int64_t whole, int64_t part) { return (whole + part - 1) / part; }
 
 /* Values of codes of 2 or 4 bits, repeated where they are fewer. */
 typedef union {
@@ -59,11 +65,14 @@ typedef struct {
     int decoded_bits;
     RunKernel run[NUM_WIDTHS];
     DecodeKernel decode[NUM_WIDTHS]; /* NULL where nothing is gained */
+    void (*enter)(const Prepared *input, int64_t rows); /* before a chunk of `rows` rows; or NULL */
+    void (*leave)(void);                                /* after it */
 } KernelKind;
 
 extern const KernelKind scalar_float32, scalar_q8, avx2_float32, avx2_q8;
 extern const KernelKind avx512_float32, avx512_q8, avx512_bfloat16;
-extern const KernelKind neon_float32, neon_q8, neon_dotprod_q8;
+extern const KernelKind avx512_tile_order, amx_bfloat16, amx_q8, emulated_bfloat16, emulated_q8;
+extern const KernelKind neon_float32, neon_q8, neon_dotprod_q8, neon_i8mm_q8;
 
 /* Widths are 2, 4, 8, 16 and 32 bits, and SPARSE. */
 INLINE int width_index(int bits) {

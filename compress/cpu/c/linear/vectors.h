@@ -6,6 +6,8 @@
  *     floats_of_float16(address), words_of_bytes(address)    PER_VECTOR numbers
  *     Table                        the 16 entries of a table; or 16 pairs of them where activations are taken in pairs
  *     table_load(address), table_look_up(table, word, shift)    of codes from bit `shift` on, whatever is above them
+ *     pair_weights(word, step, bits, table)    where activations are taken in pairs: inputs 2 step and 2 step + 1 of every feature,
+ *                                  as bfloat16 numbers
  *     words_dot(sum, codes, q8, bits)    sum + products of 4 unsigned bytes, codes of `bits`, with 4 signed ones
  *     floats_quad(address)         four floats, again and again
  *     floats_pick(quad, word, shift)    of each quad the one that the two bits at `shift` name

@@ -50,13 +50,20 @@ def config_of(shape: Shape) -> DecoderConfig:
 class World:
     """Sequences in pages that held garbage before, one group each, and what float64 makes of the same numbers."""
 
-    def __init__(self, shape: Shape, format: str, spans: tuple[tuple[int, int], ...], seed: int = 0) -> None:
-        self.random = torch.Generator().manual_seed(seed)
+    def __init__(
+        self,
+        shape: Shape,
+        format: str,
+        spans: tuple[tuple[int, int], ...],
+        seed: int = 0,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
+        self.random, self.dtype = torch.Generator().manual_seed(seed), dtype
         self.shape, self.scheme = shape, KVCacheScheme(format)
         self.heads, self.kv_heads, self.dim, self.block_size = shape
         counts = [-(-keys // self.block_size) for _, keys in spans]
         total = sum(counts) + 2
-        self.pages = CpuPages(config_of(shape), self.scheme, total, self.block_size, torch.bfloat16, CPU)
+        self.pages = CpuPages(config_of(shape), self.scheme, total, self.block_size, dtype, CPU)
         for tensor in self.pages.memory.tensors.values():
             tensor.view(torch.uint8).fill_(255)  # NaN wherever it is read as numbers
         self.tables = torch.randperm(total, generator=self.random)[: sum(counts)].split(counts)
@@ -65,7 +72,7 @@ class World:
         self.query = self.normal(sum(tokens for tokens, _ in spans), self.heads)
 
     def normal(self, *shape: int) -> Tensor:
-        return torch.randn(*shape, self.dim, generator=self.random).bfloat16()
+        return torch.randn(*shape, self.dim, generator=self.random).to(self.dtype)
 
     def _written(self, table: Tensor, length: int) -> tuple[Tensor, Tensor]:
         """Writes a sequence; returns keys and values as they stand in the pages, `[L, kv_heads, D]`."""
@@ -154,6 +161,17 @@ def test_as_exact_as_its_output(view: tuple[Shape, int | None], format: str, ins
     error = (world.attend(window, instruction_set).double() - expected).norm(dim=-1) / expected.norm(dim=-1)
     assert error.max() < 0.01
     assert error.mean() < 0.003
+
+
+@pytest.mark.parametrize(("view", "format", "instruction_set"), covering(VIEWS, FORMATS, SETS), ids=str)
+def test_float32_is_as_exact(view: tuple[Shape, int | None], format: str, instruction_set: int) -> None:
+    shape, window = view
+    world = World(shape, format, SPANS, dtype=torch.float32)
+    expected, found = world.expected(window), world.attend(window, instruction_set)
+    assert found.dtype == torch.float32
+    assert ((found.double() - expected).norm(dim=-1) / expected.norm(dim=-1)).max() < 1e-5
+    alone = [world.attend(window, instruction_set, [index]) for index in range(len(SPANS))]
+    assert torch.equal(torch.cat(alone), found)
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -274,11 +292,12 @@ def test_tokens_of_a_tree_see_their_branch_as_if_it_were_alone(
     assert torch.equal(found[tree.rows.stop :], world.attend(window, instruction_set, [1], changed).double())
 
 
-@pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("shape", SHAPES[:3])
-def test_tokens_move_between_slots(shape: Shape, format: str) -> None:
+@pytest.mark.parametrize(
+    ("shape", "format", "dtype"), covering(SHAPES[:3], FORMATS, (torch.bfloat16, torch.float32)), ids=str
+)
+def test_tokens_move_between_slots(shape: Shape, format: str, dtype: torch.dtype) -> None:
     """Into other words and within one, into other blocks; nothing else changes."""
-    world = World(shape, format, ((1, 3 * shape[3]),))
+    world = World(shape, format, ((1, 3 * shape[3]),), dtype=dtype)
     size, table = shape[3], world.tables[0].tolist()
     places = [(6, 5), (7, 6), (12, 7), (size, size - 2), (size + 1, size - 1), (2 * size + 9, size)]
     before = world.pages.gather(LAYER, world.tables[0])
@@ -290,10 +309,11 @@ def test_tokens_move_between_slots(shape: Shape, format: str) -> None:
         assert torch.equal(old, new)
 
 
-@pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_pages_hold_what_the_scheme_says(shape: Shape, format: str) -> None:
-    world = World(shape, format, ((1, 100),))
+@pytest.mark.parametrize(
+    ("shape", "format", "dtype"), covering(SHAPES, FORMATS, (torch.bfloat16, torch.float32)), ids=str
+)
+def test_pages_hold_what_the_scheme_says(shape: Shape, format: str, dtype: torch.dtype) -> None:
+    world = World(shape, format, ((1, 100),), dtype=dtype)
     key, value = world.pages.gather(LAYER, world.tables[0])
     assert torch.equal(key[:100], read_back(world.written[0], world.scheme.key_format))
     assert torch.equal(value[:100], read_back(world.written[1], world.scheme.value_format))
@@ -330,10 +350,29 @@ def test_neighbours_threads_and_spans_change_no_bit(format: str) -> None:
         set_threads(0)
 
 
-@pytest.mark.parametrize("instruction_set", SETS)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_keys_and_queries_are_turned_as_the_scheme_turns_them(shape: Shape, instruction_set: int) -> None:
-    world = World(shape, "16bit", ((1, 1),))
+@pytest.mark.parametrize(("format", "instruction_set"), covering(["16bit", "int4"], SETS), ids=str)
+def test_keys_beyond_a_segment(format: str, instruction_set: int) -> None:
+    """Parts are joined in segments, which several threads may share: in the same order by however many."""
+    world = World((4, 1, 32, 16), format, ((1, 4200), (70, 2080), (1, 2048)))
+    together, expected = world.attend(None, instruction_set), world.expected(None)
+    error = (together.double() - expected).norm(dim=-1) / expected.norm(dim=-1)
+    assert error.mean() < 0.003
+    try:
+        for threads in (1, 2, 5):
+            set_threads(threads)
+            for chosen in ([0], [1], [2], [2, 0, 1]):
+                assert torch.equal(world.attend(None, instruction_set, chosen), together[world.rows(chosen)])
+    finally:
+        set_threads(0)
+
+
+@pytest.mark.parametrize(
+    ("shape", "instruction_set", "dtype"), covering(SHAPES, SETS, (torch.bfloat16, torch.float32)), ids=str
+)
+def test_keys_and_queries_are_turned_as_the_scheme_turns_them(
+    shape: Shape, instruction_set: int, dtype: torch.dtype
+) -> None:
+    world = World(shape, "16bit", ((1, 1),), dtype=dtype)
     query, key = world.normal(1, world.heads), world.normal(1, world.kv_heads)
     batch = replace(world.batch(), slots=world.tables[0][:1] * world.block_size)
     expected = rotate_heads(query), rotate_heads(key)

@@ -1,4 +1,5 @@
-/* One part in plain C, for instruction sets below AVX-512. */
+/* One part in plain C, for instruction sets below AVX-512. Files that include this begin with the pragma of their target:
+ * what is only inlined into a function for a target is taken apart by GCC before. */
 #include "attention/part.h"
 
 /* Member j of sixteen words of 4-bit codes, less the middle code; of 8-bit codes the `plane` 0 or 1. */
@@ -10,6 +11,7 @@ INLINE Lanes centred(WordLanes word, int64_t j, int64_t bits, int64_t plane) {
 }
 
 INLINE Lanes member(WordLanes word, int64_t j, int64_t bits, int64_t plane) {
+    if (bits == 32) return (Lanes)word;
     if (bits == 16) return (Lanes)(j ? word & 0xffff0000u : word << 16);
     return centred(word, j, bits, plane);
 }
@@ -23,7 +25,7 @@ INLINE WordLanes load_words(const uint32_t *from) {
 /* Products of each row's query with sixteen tokens. */
 INLINE void multiply_keys(const Part *part, const Strip *strip, Lanes *products, const int width) {
     const KvPages *pages = part->attention->pages;
-    const int64_t bits = pages->key_bits, members = bits == 16 ? 2 : 8, planes = bits == 8 ? 2 : 1;
+    const int64_t bits = pages->key_bits, members = bits < 16 ? 8 : 32 / bits, planes = bits == 8 ? 2 : 1;
     const uint32_t *words = strip->keys;
     for (int row = 0; row < width; row++) products[row] = (Lanes){0};
     for (int64_t plane = 0; plane < planes; plane++)
@@ -32,7 +34,7 @@ INLINE void multiply_keys(const Part *part, const Strip *strip, Lanes *products,
             for (int64_t j = 0; j < members; j++) {
                 const Lanes x = member(word, j, bits, plane);
                 for (int row = 0; row < width; row++)
-                    products[row] += x * lanes_of(float_of_bfloat16(part->query[row][d + j]));
+                    products[row] += x * lanes_of(part->query[row][d + j]);
             }
         }
 }
@@ -40,7 +42,7 @@ INLINE void multiply_keys(const Part *part, const Strip *strip, Lanes *products,
 /* Sixteen dimensions of the weighted sum of values. */
 INLINE void multiply_values(const Part *part, int64_t d, Lanes weights[TILE][STRIPS], Lanes *sums, const int width) {
     const KvPages *pages = part->attention->pages;
-    const int64_t bits = pages->value_bits, members = bits == 16 ? 2 : 8, planes = bits == 8 ? 2 : 1;
+    const int64_t bits = pages->value_bits, members = bits < 16 ? 8 : 32 / bits, planes = bits == 8 ? 2 : 1;
     for (int row = 0; row < width; row++) sums[row] = (Lanes){0};
     for (int64_t i = 0; i < part->num_strips; i++)
         for (int64_t plane = 0; plane < planes; plane++) {
@@ -55,11 +57,29 @@ INLINE void multiply_values(const Part *part, int64_t d, Lanes weights[TILE][STR
         }
 }
 
+/* Turns a row's scores into weights of what stands in the pages: the scale of values goes into the weights; the share of
+ * what their codes are centred on, the same for all dimensions, is returned. Adds weights to the row's sum, of which
+ * `left` is what is left. */
+INLINE float to_weights(const Part *part, int row, Lanes *scores, const Grid *values, PartResult *result, float *left) {
+    Lanes most = lanes_of(UNSEEN), sum = {0}, middles = {0};
+    for (int64_t i = 0; i < part->num_strips; i++) most = lanes_max(most, scores[i]);
+    *left = raise_largest(result, row, largest_lane(most));
+    for (int64_t i = 0; i < part->num_strips; i++) {
+        const IntLanes seen = visible(part, row, &part->strips[i]);
+        const Lanes weight = lanes_select(seen, lanes_exp(scores[i] - lanes_of(result->largest[row])), (Lanes){0});
+        sum += weight;
+        middles += lanes_select(seen, weight * values[i].middle, (Lanes){0});
+        scores[i] = lanes_select(seen, weight * values[i].scale, (Lanes){0});
+    }
+    result->sum[row] = result->sum[row] * *left + sum_of_lanes(sum);
+    return sum_of_lanes(middles);
+}
+
 INLINE void attend(const Part *part, PartResult *result, const int width) {
     const KvPages *pages = part->attention->pages;
     Lanes scores[TILE][STRIPS], lanes[TILE];
     Grid values[STRIPS];
-    float middles[TILE];
+    float middles[TILE], left[TILE];
     for (int64_t i = 0; i < part->num_strips; i++) {
         const Strip *strip = &part->strips[i];
         const Grid keys = load_grid(strip->key_scales, pages->block_size, pages->key_bits);
@@ -67,10 +87,13 @@ INLINE void attend(const Part *part, PartResult *result, const int width) {
         multiply_keys(part, strip, lanes, width);
         for (int row = 0; row < width; row++) scores[row][i] = to_scores(part, row, strip, lanes[row], keys);
     }
-    for (int row = 0; row < width; row++) middles[row] = to_weights(part, row, scores[row], values, result);
+    for (int row = 0; row < width; row++) middles[row] = to_weights(part, row, scores[row], values, result, &left[row]);
     for (int64_t d = 0; d < pages->head_dim; d += LANES) {
         multiply_values(part, d, scores, lanes, width);
-        for (int row = 0; row < width; row++) lanes_store(result->values + row * pages->head_dim + d, lanes[row] + lanes_of(middles[row]));
+        for (int row = 0; row < width; row++) {
+            float *to = result->values + row * pages->head_dim + d;
+            lanes_store(to, lanes_load(to) * lanes_of(left[row]) + (lanes[row] + lanes_of(middles[row])));
+        }
     }
 }
 
@@ -82,8 +105,3 @@ INLINE void attend_part(const Part *part, PartResult *result) {
         default: attend(part, result, TILE); break;
     }
 }
-
-void attend_part_scalar(const Part *part, PartResult *result) { attend_part(part, result); }
-#if ON_X86
-FOR_AVX2 void attend_part_avx2(const Part *part, PartResult *result) { attend_part(part, result); }
-#endif

@@ -1,0 +1,123 @@
+"""Compiled sampling and log-probabilities (`sampling.h`)."""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from collections.abc import Sequence
+from ctypes import c_char_p, c_double, c_int, c_int64, c_void_p
+from itertools import chain
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from compress.cpu.binding import BEST, absence, function, library
+from runtime.core.batch import SamplingMetadata, penalty_factors, upload, upload_sampling_tensors
+from runtime.core.request import LogitBias
+
+
+class _Adjustment(ctypes.Structure):
+    _fields_ = (
+        ("mask", c_void_p),
+        ("mask_bytes", c_int64),
+        *((name, c_void_p) for name in ("bias_ids", "biases")),
+        ("num_biases", c_int64),
+        ("history", c_void_p),
+        *((name, c_int64) for name in ("num_prompt", "num_output")),
+        *((name, c_double) for name in ("repetition", "frequency", "presence")),
+    )
+
+
+class _SampledRows(ctypes.Structure):
+    _fields_ = (
+        *((name, c_int64) for name in ("rows", "vocab")),
+        *((name, c_void_p) for name in ("logits", "seeds", "positions", "top_k", "temperature", "top_p", "min_p")),
+        *((name, c_void_p) for name in ("adjustments", "tokens")),
+    )
+
+
+class _LogprobRows(ctypes.Structure):
+    _fields_ = (
+        *((name, c_int64) for name in ("rows", "vocab", "num_top")),
+        *((name, c_void_p) for name in ("logits", "token_ids", "chosen", "top_ids", "top")),
+    )
+
+
+class CpuSampling:
+    """Sampling of float32 logits on CPUs, a few passes over each row.
+
+    Args:
+        instruction_set: of the compiled code.
+    """
+
+    def __init__(self, instruction_set: int = BEST) -> None:
+        self._instruction_set = instruction_set
+
+    def unsupported_reason(self, device: torch.device, dtype: torch.dtype) -> str:
+        if device.type != "cpu" or dtype != torch.float32:
+            return "reads float32 logits on CPUs"
+        return "" if library() is not None else absence()
+
+    def sample(self, logits: Tensor, draws: Sequence[SamplingMetadata]) -> Tensor:
+        logits = logits.contiguous()
+        tokens = torch.empty(len(draws), dtype=torch.int64)
+        _, tensors = upload_sampling_tensors(draws, range(len(draws)), logits.device)
+        columns = tensors.seeds, tensors.positions, tensors.top_k, tensors.temperature, tensors.top_p, tensors.min_p
+        changes = _Adjustments(draws)
+        job = _SampledRows(*logits.shape, logits.data_ptr(), *(column.data_ptr() for column in columns))
+        job.adjustments, job.tokens = changes.address, tokens.data_ptr()
+        self._run("sample_rows", job)
+        return tokens
+
+    def logprobs(self, logits: Tensor, token_ids: Sequence[int], num_top: int) -> tuple[Tensor, Tensor, Tensor]:
+        logits, wanted = logits.contiguous(), upload(token_ids, logits.device)
+        rows, vocab = logits.shape
+        top = logits.new_empty(rows, min(num_top, vocab))
+        chosen, top_ids = logits.new_empty(rows), torch.empty(top.shape, dtype=torch.int64)
+        tensors = logits, wanted, chosen, top_ids, top
+        self._run("logprob_rows", _LogprobRows(rows, vocab, top.shape[1], *(each.data_ptr() for each in tensors)))
+        return chosen, top_ids, top
+
+    def _run(self, name: str, job: ctypes.Structure) -> None:
+        if function(name, c_void_p, c_int)(ctypes.addressof(job), self._instruction_set):
+            raise ValueError(f"this machine lacks instruction set {self._instruction_set}")
+
+
+class _Adjustments:
+    """Changes of logits as compiled code reads them.
+
+    Attributes:
+        address: of one structure per row; None where no row is changed.
+    """
+
+    def __init__(self, draws: Sequence[SamplingMetadata]) -> None:
+        self.address: int | None = None
+        if any(draw.changes_logits for draw in draws):
+            self._histories = [_history(draw) for draw in draws]
+            self._rows = (_Adjustment * len(draws))(*map(_adjustment, draws, self._histories))
+            self.address = ctypes.addressof(self._rows)
+
+
+def _history(draw: SamplingMetadata) -> array[int]:
+    if not draw.sampling.has_penalties:
+        return array("q")
+    return array("q", chain(draw.prompt_token_ids, draw.output_token_ids))
+
+
+def _adjustment(draw: SamplingMetadata, history: array[int]) -> _Adjustment:
+    """Points at the mask and the bias of a draw and at its history, and keeps none of them."""
+    found = _Adjustment(mask=_address_of(draw.mask), mask_bytes=len(draw.mask or b""))
+    if bias := cast("LogitBias", draw.sampling.logit_bias):
+        found.bias_ids, found.num_biases = bias.token_ids.buffer_info()
+        found.biases = bias.values.buffer_info()[0]
+    if history:
+        found.history = history.buffer_info()[0]
+        found.num_prompt = len(draw.prompt_token_ids)
+        found.num_output = len(history) - found.num_prompt
+        found.repetition, found.frequency, found.presence = penalty_factors(draw.sampling)
+    return found
+
+
+def _address_of(mask: bytes | None) -> int | None:
+    return ctypes.cast(c_char_p(mask), c_void_p).value
