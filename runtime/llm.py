@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from compress.common.errors import RequestError, ToolkitError
+from runtime.core.collector import without_collections
 from runtime.core.config import RuntimeConfig
+from runtime.core.progress import Report, ignore
 from runtime.core.request import Delta, RequestOptions, SamplingParams
 from runtime.engine.engine import NO_OPTIONS, Engine
 from runtime.text.tokenizer import Tokenizer
@@ -20,8 +22,12 @@ class Completion(Delta):
     prompt_token_ids: list[int] = field(default_factory=list)
 
 
-def load_engine(path: str | Path, config: RuntimeConfig) -> tuple[Engine, Tokenizer]:
+@without_collections()
+def load_engine(path: str | Path, config: RuntimeConfig, report: Report = ignore) -> tuple[Engine, Tokenizer]:
     """Loads a checkpoint folder, packed or dense. Imports torch, so it takes a second or more.
+
+    Args:
+        report: is told how far it is.
 
     Raises:
         CheckpointError: the folder cannot be loaded.
@@ -39,8 +45,9 @@ def load_engine(path: str | Path, config: RuntimeConfig) -> tuple[Engine, Tokeni
         kernels=config.linear_backend,
         trust_remote_code=config.trust_remote_code,
         moe_expert_cache=config.moe_expert_cache,
+        report=report,
     )
-    runner = build_runner(decoder, config)
+    runner = build_runner(decoder, config, report)
     return Engine(runner, tokenizer, config, speculator=build_speculator(path, decoder, runner, config)), tokenizer
 
 

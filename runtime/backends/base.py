@@ -17,9 +17,12 @@ from runtime.backends.expert_slots import ExpertSlots
 from runtime.backends.indexer import IndexedTokens
 from runtime.backends.kv_pages import KVCache, KVPages
 from runtime.backends.latent import LatentHeadsKernel, LatentProducts
+from runtime.backends.measured import Verdict
+from runtime.backends.prepared_weight import Layout
+from runtime.backends.sampling_kernel import FusedSampling, SamplingKernel
 from runtime.backends.state_kernels import StateKernel
 from runtime.backends.state_memory import StepStates
-from runtime.core.batch import Batch, SamplingTensors
+from runtime.core.batch import Batch
 from runtime.core.memory_plan import MemoryPlan
 from runtime.core.model_config import DecoderConfig
 
@@ -280,6 +283,10 @@ class LinearKernel(Generic[Stored]):
         mode: name that must be asked for; the kernel is then preferred to all others. "" for kernels that need no
             request.
         is_dense: it holds a dense weight, which takes the memory of one.
+        verdict: whether measurements put it before the kernels that are preferred to it, asked where it supports a
+            scheme; None for a kernel whose place does not depend on measurements.
+        layout: in which files keep its linears from one start to the next; None: they are made anew.
+        detail: which instructions multiply a scheme on this machine, for people; "" where the summary says all.
     """
 
     name: str
@@ -291,6 +298,9 @@ class LinearKernel(Generic[Stored]):
     reads_rows: Callable[[int, Target], bool] = lambda columns, target: False
     mode: str = ""
     is_dense: bool = False
+    verdict: Callable[[Scheme, int, Target], Verdict] | None = None
+    layout: Layout | None = None
+    detail: Callable[[Scheme], str] = lambda scheme: ""
 
     def takes(self, scheme: Scheme) -> bool:
         """Whether it multiplies by such codes at all; kernels that do not are left out of the reasons."""
@@ -310,6 +320,7 @@ class DenseKernel:
         mode: as for `LinearKernel`.
         suits: whether it gains from the values of a weight; asked only for kernels with a mode.
         note: shown where the kernel suits a weight and its mode was not asked for.
+        layout: as for `LinearKernel`.
     """
 
     name: str
@@ -321,6 +332,7 @@ class DenseKernel:
     mode: str = ""
     suits: Callable[[Tensor], bool] = lambda weight: True
     note: str = ""
+    layout: Layout | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -358,12 +370,15 @@ class AttentionKernel:
         pages: allocates the pages.
         prepare: the attention of every step, from the model, its cache, the sliding window of every layer (None is
             none), and the memory plan.
+        verdict: whether measurements put it before others, asked where it supports a model; None for a kernel that
+            needs neither them nor a request.
     """
 
     summary: str
     unsupported_reason: Callable[[Model, MemoryPlan], str]
     pages: Callable[[Model, MemoryPlan], KVPages]
     prepare: Callable[[Model, KVCache, tuple[int | None, ...], MemoryPlan], AttentionStep]
+    verdict: Callable[[Model, MemoryPlan], Verdict] | None = None
 
 
 class LayersStep(Protocol):
@@ -389,53 +404,24 @@ class LayersKernel:
     records: bool = False
 
 
-INFINITE, FORBIDDEN, UNDECIDED = -1, -2, -3
-"""Instead of a token: the row is not finite, nothing may be sampled, or another look at the row is needed."""
+Build = Callable[[], object]
+"""Compiles one kernel, or reads it from a cache on disk; any thread may call it."""
 
 
-class SamplingKernel(Protocol):
-    """Argmax over rows of scores, with and without Gumbel noise."""
+class Compiler(Protocol):
+    """Compiles kernels before the launches that need them."""
 
-    def unsupported_reason(self, device: torch.device, dtype: torch.dtype) -> str:
-        """Why it cannot read contiguous scores of a dtype on a device; "" when it can."""
+    def missing(self, run: Callable[[], None], device: torch.device) -> Sequence[Build]:
+        """Calls `run`, whose launches of kernels that are not compiled are left out, and returns these builds."""
         ...
 
-    def argmax(self, scores: Tensor) -> tuple[Tensor, Tensor]:
-        """The first of the highest scores of every row, int64 `[R]`, and whether all of the row are finite, bool
-        `[R]`."""
-        ...
-
-    def gumbel_argmax(self, scores: Tensor, tensors: SamplingTensors) -> Tensor:
-        """int64 `[R]`: the token with the highest sum of finite score and noise, or `UNDECIDED`."""
-        ...
-
-
-class FusedSampling(Protocol):
-    """Sampling of all rows in launches that depend on shapes only, so that a CUDA graph can end with them."""
-
-    def unsupported_reason(self, device: torch.device, dtype: torch.dtype) -> str:
-        """As `SamplingKernel.unsupported_reason`."""
-        ...
-
-    def sample(self, logits: Tensor, scores: Tensor, tensors: SamplingTensors, tokens: Tensor) -> None:
-        """Writes the token of each row, or an outcome, to int64 `tokens [R]`; greedy where the temperature is 0.
+    def compile(self, builds: Sequence[Build], device: torch.device, report: Callable[[int, int], None]) -> int:
+        """Compiles several at a time, on all cores but one, and returns how many the cache on disk lacked.
 
         Args:
-            scores: the processed logits `[R, V]`, or `logits` itself.
+            device: the one that launches them.
+            report: is told how many of how many are done.
         """
-        ...
-
-    def sample_listed(
-        self,
-        scores: Tensor,
-        ids: Tensor,
-        unknown: Tensor,
-        is_truncated: Tensor,
-        tensors: SamplingTensors,
-        tokens: Tensor,
-    ) -> None:
-        """Replaces the token of each truncated row by one of `ids [R, K]` with `scores [R, K]`, or by `UNDECIDED`
-        where `unknown [R]` says that other tokens may win."""
         ...
 
 
@@ -465,6 +451,7 @@ class Backend:
     layers: LayersKernel | None = None
     sampling: SamplingKernel | None = None
     fused_sampling: FusedSampling | None = None
+    compiler: Compiler | None = None
     is_fallback: bool = False
 
 

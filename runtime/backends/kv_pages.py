@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -35,6 +36,10 @@ class BlockField:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
+def _empty(device: torch.device, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
 class BlockMemory:
     """Storage for `num_blocks` blocks in every layer, and for some more in host memory.
 
@@ -44,6 +49,7 @@ class BlockMemory:
 
     Args:
         fields: what a block consists of, by name.
+        allocate: makes the tensors on the device, of a shape and a dtype; by default torch.
 
     Attributes:
         tensors: by name, `[layers, num_blocks, *shape]`.
@@ -57,13 +63,14 @@ class BlockMemory:
         num_blocks: int,
         device: torch.device,
         num_host_blocks: int = 0,
+        allocate: Callable[[tuple[int, ...], torch.dtype], Tensor] | None = None,
     ) -> None:
+        make = allocate or partial(_empty, device)
         pinned = device.type == "cuda" and num_host_blocks > 0
         self.num_blocks, self.device = num_blocks, device
         layers = {name: num_layers if field.num_layers is None else field.num_layers for name, field in fields.items()}
         self.tensors = {
-            name: torch.empty((layers[name], num_blocks, *field.shape), dtype=field.dtype, device=device)
-            for name, field in fields.items()
+            name: make((layers[name], num_blocks, *field.shape), field.dtype) for name, field in fields.items()
         }
         self.host = {
             name: torch.empty((num_host_blocks, layers[name], *field.shape), dtype=field.dtype, pin_memory=pinned)

@@ -21,21 +21,22 @@ from runtime.backends.base import (
     AttentionKernel,
     AttentionStep,
     Backend,
+    Compiler,
     ComputeMixture,
     DenseKernel,
-    FusedSampling,
     LayersStep,
     Linear,
     LinearKernel,
     MixtureWeights,
     Model,
     Ops,
-    SamplingKernel,
     Target,
 )
 from runtime.backends.kv_pages import KVCache
 from runtime.backends.latent import LatentHeadsKernel
+from runtime.backends.measured import Verdict
 from runtime.backends.no_attention import NO_ATTENTION
+from runtime.backends.sampling_kernel import FusedSampling, SamplingKernel
 from runtime.backends.state_kernels import StateSteps
 from runtime.backends.torch.quantized_linear import REFERENCE as REFERENCE_KERNEL
 from runtime.backends.torch.quantized_linear import RoundedInputs
@@ -130,17 +131,28 @@ def choose_linear(
     if kernels not in modes():
         return _named(scheme, in_features, target, kernels)
     reasons = [EXPANDED.format(scheme.sparsity)] if scheme.sparsity and target.device.type == "cuda" else []
-    for kernel in _preferred(kernels):
+    verdicts = _verdicts(scheme, in_features, target) if kernels == AUTO else []
+    reasons += [f"{kernel.name} {verdict.reason}" for kernel, verdict in verdicts]
+    for kernel in [*(kernel for kernel, verdict in verdicts if verdict.is_faster), *_preferred(kernels)]:
         reason: str | None = None
         if kernel.takes(scheme):
             reason = (excluded or {}).get(kernel.name) or kernel.unsupported_reason(scheme, in_features, target)
         elif kernel.mode:
             reason = "multiplies by another form of numbers"
         if reason == "":
-            return Choice(kernel, "; ".join([kernel.summary, *reasons]))
+            return Choice(kernel, "; ".join([*_summary(kernel, scheme), *reasons]))
         if reason is not None:
             reasons.append(f"{kernel.name} {reason}")
     raise SchemeError(f"no kernel serves {scheme}: {'; '.join(reasons)}")
+
+
+def _verdicts(scheme: Scheme, in_features: int, target: Target) -> list[tuple[LinearKernel[Any], Verdict]]:
+    """Kernels that support a linear and whose place measurements decide, with these."""
+    return [
+        (kernel, kernel.verdict(scheme, in_features, target))
+        for kernel in linear_kernels()
+        if kernel.verdict and kernel.takes(scheme) and not kernel.unsupported_reason(scheme, in_features, target)
+    ]
 
 
 def _preferred(mode: str) -> list[LinearKernel[Any]]:
@@ -157,7 +169,11 @@ def _named(scheme: Scheme, in_features: int, target: Target, name: str) -> Choic
         reason = kernel.unsupported_reason(scheme, in_features, target)
     if reason:
         raise SchemeError(f"kernel {name} cannot serve {scheme}: it {reason}", f"Choose {AUTO} or {REFERENCE}")
-    return Choice(kernel, f"asked for; {kernel.summary}")
+    return Choice(kernel, "; ".join(["asked for", *_summary(kernel, scheme)]))
+
+
+def _summary(kernel: LinearKernel[Any], scheme: Scheme) -> list[str]:
+    return list(filter(None, [kernel.summary, kernel.detail(scheme)]))
 
 
 def choose_dense(
@@ -281,9 +297,10 @@ class StepKernels:
         return f"{self.attention_reason}; {way}"
 
 
-def choose_step_kernels(model: Model, memory: MemoryPlan) -> StepKernels:
-    """The fastest attention that supports a model within a memory plan, and the fastest way through its layers."""
-    backend, kernel, reason = choose_attention(model, memory)
+def choose_step_kernels(model: Model, memory: MemoryPlan, asked: str = AUTO) -> StepKernels:
+    """The fastest attention that supports a model within a memory plan, and the fastest way through its layers; with
+    `asked`, that of a backend where it can."""
+    backend, kernel, reason = choose_attention(model, memory, asked)
     windows = attention_windows(model, memory)
     cache = KVCache(model.config, memory, kernel.pages(model, memory), windows)
     attention = kernel.prepare(model, cache, windows, memory)
@@ -305,12 +322,25 @@ def records_by_layer(model: Model) -> bool:
     return bool(model.config.state_fields) and all(mixture.kernel is not None for mixture in mixtures)
 
 
-def choose_attention(model: Model, memory: MemoryPlan) -> tuple[Backend, AttentionKernel, str]:
-    """The first backend that supports attention of a model, its kernel, and why none before it."""
+def choose_attention(model: Model, memory: MemoryPlan, asked: str = AUTO) -> tuple[Backend, AttentionKernel, str]:
+    """The first backend that supports attention of a model, its kernel, and why none before it.
+
+    Args:
+        asked: a backend that comes first.
+    """
     found = [(backend, backend.attention) for backend in _suited(model.device) if backend.attention is not None]
+    always = [(backend, kernel) for backend, kernel in found if kernel.verdict is None]
     if not model.config.mixers:
-        return found[0][0], NO_ATTENTION, ""
-    return _first(found, lambda kernel: kernel.unsupported_reason(model, memory))
+        return always[0][0], NO_ATTENTION, ""
+    first = [(backend, kernel) for backend, kernel in found if backend.name == asked]
+    notes: list[str] = []
+    for backend, kernel in found:
+        if asked == AUTO and kernel.verdict is not None and not kernel.unsupported_reason(model, memory):
+            verdict = kernel.verdict(model, memory)
+            notes.append(f"{backend.name} {verdict.reason}")
+            first += [(backend, kernel)] if verdict.is_faster else []
+    backend, kernel, reason = _first([*first, *always], lambda kernel: kernel.unsupported_reason(model, memory))
+    return backend, kernel, "; ".join(filter(None, [*notes, reason]))
 
 
 def attention_windows(model: Model, memory: MemoryPlan) -> tuple[int | None, ...]:
@@ -319,14 +349,19 @@ def attention_windows(model: Model, memory: MemoryPlan) -> tuple[int | None, ...
     return model.config.windows if window is None else (window,) * model.config.num_layers
 
 
-def choose_sampling(device: torch.device, dtype: torch.dtype) -> tuple[SamplingKernel, FusedSampling | None]:
-    """Argmax of scores of a dtype on a device, and sampling in launches that a CUDA graph can capture, if any."""
-    kernels = (backend.sampling for backend in BACKENDS)
-    fused = (backend.fused_sampling for backend in BACKENDS)
+def choose_sampling(device: torch.device, dtype: torch.dtype) -> tuple[SamplingKernel | None, FusedSampling | None]:
+    """Sampling of logits of a dtype in the host's memory, and in launches that a CUDA graph can capture, if any."""
+    kernels = [backend.sampling for backend in BACKENDS if backend.sampling is not None]
+    fused = [backend.fused_sampling for backend in BACKENDS if backend.fused_sampling is not None]
     return (
-        next(kernel for kernel in kernels if kernel is not None and not kernel.unsupported_reason(device, dtype)),
-        next((kernel for kernel in fused if kernel is not None and not kernel.unsupported_reason(device, dtype)), None),
+        next((kernel for kernel in kernels if not kernel.unsupported_reason(device, dtype)), None),
+        next((kernel for kernel in fused if not kernel.unsupported_reason(device, dtype)), None),
     )
+
+
+def compilers(device: torch.device) -> list[Compiler]:
+    """Compilers that build kernels for a device before they are launched."""
+    return [backend.compiler for backend in _suited(device) if backend.compiler is not None]
 
 
 def _suited(device: torch.device) -> Iterable[Backend]:

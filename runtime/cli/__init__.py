@@ -10,7 +10,9 @@ from runtime.cli.bench import bench
 from runtime.cli.chat import chat
 from runtime.cli.generate import generate
 from runtime.cli.memory import memory
+from runtime.cli.prepare import prepare
 from runtime.cli.serve import serve
+from runtime.cli.warm_up import warm_up
 
 app = typer.Typer(
     name="runtime",
@@ -26,6 +28,8 @@ app.command()(chat)
 app.command()(batch)
 app.command()(bench)
 app.command()(memory)
+app.command()(prepare)
+app.command("warm-up")(warm_up)
 
 
 @app.callback()

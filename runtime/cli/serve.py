@@ -14,7 +14,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from logging.handlers import QueueHandler, QueueListener
 from pathlib import Path
@@ -35,6 +35,9 @@ from runtime.cli.options import (
     runtime_config,
     warn_of_readers,
 )
+from runtime.cli.start_display import showing
+from runtime.cli.warm_up import import_kernels
+from runtime.core.collector import without_collections
 from runtime.core.config import (
     BatchOptions,
     ComputeOptions,
@@ -48,6 +51,7 @@ from runtime.core.config import (
     SpeculativeOptions,
     StateOptions,
 )
+from runtime.core.progress import Report, StartProgress, ignore
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -68,7 +72,7 @@ PORTS_TO_TRY = 50
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Opens a listening socket; port 0 picks a free one. Clients that connect while the model loads wait.
+    """Opens a listening socket; port 0 picks a free one. Clients that connect before anyone accepts wait.
 
     Raises:
         ToolkitError: the port is in use or forbidden, or the address is not of this machine.
@@ -142,6 +146,7 @@ def load_served_model(
     *,
     keys: ApiKeys | None = None,
     allowed_hosts: Collection[str] = (),
+    report: Report = ignore,
 ) -> ServedModel:
     """Loads a checkpoint and wraps it. Imports torch; the engine's thread starts with the application.
 
@@ -149,6 +154,7 @@ def load_served_model(
         limits: makes the limits of the server from the context length of the loaded model.
         keys: one of them is required; None requires none.
         allowed_hosts: host names by which clients may address the server; empty allows any.
+        report: is told how far it is.
 
     Raises:
         CheckpointError: the folder cannot be loaded.
@@ -158,7 +164,7 @@ def load_served_model(
     from runtime.llm import load_engine
     from runtime.server.app import create_app
 
-    engine, tokenizer = load_engine(path, config)
+    engine, tokenizer = load_engine(path, config, report)
     if engine.grammars is not None:
         with suppress(RequestError):  # without llguidance each grammar is refused
             engine.grammars.read_vocabulary()  # here no request waits for it
@@ -204,13 +210,31 @@ def serve(
             "Default: any; on 127.0.0.1 the local names only.",
         ),
     ] = None,
+    warm_up: Annotated[
+        bool,
+        typer.Option(
+            "--warm-up/--no-warm-up",
+            help="On a GPU, compile and record steps of every size before the first request; else at their first use.",
+        ),
+    ] = True,
+    jit_cache: Annotated[
+        Path | None,
+        typer.Option(
+            "--jit-cache",
+            metavar="FILE",
+            help="First add the kernels of this file, made by runtime warm-up --export, to Triton's cache folder. They "
+            "are programs: take them from no one whom you would not let run a program.",
+        ),
+    ] = None,
 ) -> None:
     """Serve a checkpoint through OpenAI's HTTP API.
 
-    After Ctrl-C or SIGTERM running requests finish before the server stops, and new ones get a 503; a second signal
-    ends the running ones with an error.
+    While the model loads /health tells the progress, with status 503. After Ctrl-C or SIGTERM running requests finish
+    before the server stops, and new ones get a 503; a second signal ends the running ones with an error.
     """
-    from runtime.server.native_memory import share_arenas
+    with without_collections():
+        from runtime.server.native_memory import share_arenas
+        from runtime.server.starting import answering
 
     share_arenas()  # before there are threads
     host, keys, encryption = address.host, load_keys(address), tls.checked()
@@ -218,20 +242,27 @@ def serve(
     listener = listen(host, address.port)  # before the model loads, so that a taken port costs no time
     print(f"model     {where}", flush=True)
     settings = runtime_config(compute, kv, context, drafts, kv_memory, states, offload, batching, seed)
-    print(f"weights   {describe_scheme(path)}", flush=True)
-    served = load_served_model(
-        path,
-        address.name or name_of(path),
-        settings,
-        partial(Limits, **asdict(limits)),
-        keys=keys,
-        allowed_hosts=names_of_server(host, allowed_host or []),
-    )
+    settings = replace(settings, warm_up=warm_up)
+    hosts, progress = names_of_server(host, allowed_host or []), StartProgress()
+    with without_collections(), answering(listener, progress, limits.client_seconds, hosts, **encryption):
+        print(f"weights   {describe_scheme(path)}", flush=True)
+        if jit_cache is not None:
+            import_kernels(jit_cache, settings.device)
+        with showing(progress):
+            served = load_served_model(
+                path,
+                address.name or name_of(path),
+                settings,
+                partial(Limits, **asdict(limits)),
+                keys=keys,
+                allowed_hosts=hosts,
+                report=progress,
+            )
     print(*describe_engine(served.engine), sep="\n")
+    print(f"ready     in {progress.summary()}")
     url, has_chat = url_of(listener, "https" if encryption else "http"), served.tokenizer.chat_template is not None
     announce(url, served.name, has_chat, needs_key=keys is not None)
     warn_of_open_door(host, is_open=keys is None and tls.ssl_ca_certs is None)
-    gc.collect()
     gc.freeze()  # else a full collection goes through all objects of the libraries, and no thread runs for 0.1 s
     with writing_logs(logs.log_level.upper()):
         run(served.app, listener, limits.drain_seconds, limits.client_seconds, **encryption)
@@ -390,7 +421,10 @@ def describe_gpu(runner: ModelRunner) -> list[str]:
     steps = f"launched kernel by kernel: {runner.graphs_reason}"
     if runner.graphs is not None:
         sizes = ", ".join(map(str, runner.graphs.sizes))
-        steps = f"of one token for each of {sizes} sequences are recorded at their first use (CUDA graphs)"
+        drafts = ", ".join(map(str, runner.graphs.draft_sizes[1:]))
+        verified = f", with {drafts} draft tokens or none," if drafts else ""
+        when = "" if runner.graphs.is_complete else " at their first use"
+        steps = f"of one token for each of {sizes} sequences{verified} are recorded{when} (CUDA graphs)"
     return [*(f"memory    {line}" for line in explain(runner.memory)), f"steps     {steps}"]
 
 

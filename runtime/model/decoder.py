@@ -3,6 +3,7 @@ padding."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -111,6 +112,27 @@ class Layer:
 
 
 @dataclass(slots=True)
+class Activations:
+    """Activations of the tokens of a step between two layers.
+
+    Attributes:
+        hidden: residual stream `[T, H]`.
+        update: `[T, H]`, left to add to it; None for nothing.
+        inputs: `[T, layers, size]`, see `LayerInputsWeights`; empty without them.
+        shared: keys and values of the layers that later ones read.
+    """
+
+    hidden: Tensor
+    update: Tensor | None
+    inputs: Tensor
+    shared: dict[int, tuple[Tensor, Tensor]]
+
+    def finish(self) -> Tensor:
+        """Returns hidden states `[T, H]` behind the last layer."""
+        return self.hidden if self.update is None else self.hidden.add_(self.update)
+
+
+@dataclass(slots=True)
 class Decoder:
     """A decoder-only model. Holds no state between calls: keys and values belong to the attention object.
 
@@ -191,16 +213,32 @@ class Decoder:
         states: StepStates | None = None,
     ) -> Tensor:
         """As `forward`, from `hidden [T, H]` in place of the embedding of the tokens; changes `hidden` in place."""
-        angles = [rotary.at(positions) for rotary in self.rotaries]
         if run_layers is not None:
-            return run_layers(hidden, *angles[0])
-        update, nothing = None, hidden.new_empty(0)
+            return run_layers(hidden, *self.rotaries[0].at(positions))
+        passing = self.begin(hidden, token_ids)
+        self.advance(range(len(self.config.spec.blocks)), passing, positions, attention, states)
+        return passing.finish()
+
+    def begin(self, hidden: Tensor, token_ids: Tensor) -> Activations:
+        """Returns what the first layer reads of `hidden [T, H]`, which layers change in place."""
+        nothing = hidden.new_empty(0)
         shared = {mixer.kv_layer: (nothing, nothing) for mixer in self.config.mixers if mixer.kv_layer is not None}
         inputs = nothing if self.layer_inputs is None else self.layer_inputs(token_ids, hidden, self.ops)
-        step = _Step(positions, angles, attention, shared, inputs, states)
-        for index, block in enumerate(self.config.spec.blocks):
-            update = self._block(index, block, hidden, update, step)
-        return hidden if update is None else hidden.add_(update)
+        return Activations(hidden, None, inputs, shared)
+
+    def advance(
+        self,
+        layers: Iterable[int],
+        passing: Activations,
+        positions: Tensor,
+        attention: Attention,
+        states: StepStates | None = None,
+    ) -> None:
+        """Passes activations through some layers, in order; see `forward`."""
+        angles = [rotary.at(positions) for rotary in self.rotaries]
+        step = _Step(positions, angles, attention, passing.shared, passing.inputs, states)
+        for index in layers:
+            passing.update = self._block(index, self.config.spec.blocks[index], passing.hidden, passing.update, step)
 
     def final_norm(self, hidden: Tensor) -> Tensor:
         """Applies the final norm, `[T, H] -> [T, H]`: the last hidden state of transformers."""

@@ -77,14 +77,8 @@ class SharedEmbedding:
         return self.head.rows(token_ids, self.dtype)
 
 
-def make_embedding(weight: IntegerWeight | Tensor, target: Target, head: Linear | None = None) -> Embedding:
-    """Makes the embedding of a weight `[V, H]`.
-
-    Args:
-        head: the output head, when it multiplies by this same weight.
-    """
-    if isinstance(head, RowSource) and head.reads_rows:
-        return SharedEmbedding(head, target.dtype)
+def make_embedding(weight: IntegerWeight | Tensor, target: Target) -> Embedding:
+    """Makes the embedding of a weight `[V, H]`."""
     if isinstance(weight, Tensor):
         return DenseEmbedding(weight.to(target.device, target.dtype))
     return PackedEmbedding(weight, target)

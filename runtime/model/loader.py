@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,13 +14,12 @@ from compress.checkpoint.dequantized import UNUSED_SCALES, dequantized
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.common.device import available_bytes, format_bytes, resolve_device
 from compress.common.errors import ToolkitError
-from compress.models.block import Block
 from compress.models.block_parts import Beside, LayerInput
 from compress.models.generic import CodeSpec
 from compress.models.mixers.attention import Attention
 from compress.models.mlp import CURVE, MLP, Mixture
 from compress.models.registry import find_family
-from runtime.backends.base import Linear, Target
+from runtime.backends.base import Linear, RowSource, Target
 from runtime.backends.fused_layers import fuses_head_norms
 from runtime.backends.registry import (
     check_name,
@@ -31,19 +31,36 @@ from runtime.backends.registry import (
     modes,
 )
 from runtime.core.model_config import DecoderConfig, parse_config, read_generation_config
+from runtime.core.progress import Report, Stage, ignore
 from runtime.model.decoder import BesideWeights, Decoder, Layer, LayerInputWeights
-from runtime.model.embedding import Embedding, LayerInputsWeights, make_embedding
+from runtime.model.embedding import Embedding, LayerInputsWeights, SharedEmbedding, make_embedding
 from runtime.model.expected_tensors import check_tensors, head_is_embedding
 from runtime.model.expert_offload import NO_OFFLOAD, ExpertOffload
 from runtime.model.mixers.latent import load_latent
 from runtime.model.mixers.registry import load_recurrent
 from runtime.model.mixture import Expert, Experts
+from runtime.model.prepared import NOTHING_PREPARED, NoPrepared, find_prepared
 from runtime.model.rotary import Rotary, channel_order
 from runtime.model.served import ServedModel
 from runtime.model.weight_reader import WeightReader
 from runtime.model.xielu import Xielu
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
+
+
+class Unloaded:
+    """Stands in the place of an embedding or a linear that is not in memory."""
+
+    nbytes = 0
+
+    def __call__(self, *_: Any, **__: Any) -> Tensor:
+        raise ValueError("this part of the model is not loaded")
+
+
+UNLOADED = Unloaded()
+UNLOADED_LAYER = Layer(
+    attention_norm=None, qkv=None, head_norm=None, output=None, mlp_norm=None, gate_up=None, down=None
+)
 
 
 def resolve_dtype(name: str, checkpoint_dtype: str, device: torch.device) -> torch.dtype:
@@ -67,6 +84,8 @@ def load_model(
     as_dense: bool = False,
     trust_remote_code: bool = False,
     moe_expert_cache: int | None = None,
+    prepared: NoPrepared | None = None,
+    report: Report = ignore,
 ) -> ServedModel:
     """Opens a checkpoint and prepares every weight for its kernel.
 
@@ -78,12 +97,34 @@ def load_model(
         as_dense: dequantizes packed weights to the checkpoint's dtype, and rounds no inputs.
         trust_remote_code: whether Python files of the folder may run.
         moe_expert_cache: experts of each mixture on the device, with all of them in host memory.
+        prepared: weights that need not be packed; None looks for those of `runtime prepare`.
+        report: is told how many layers are read.
 
     Raises:
         CheckpointError: a folder that cannot be read, an architecture that is not supported, missing or misshapen
             tensors. All of it is checked before weights are read.
         ToolkitError: a device, dtype or kernel that does not exist, or a cache of experts that is of no use.
     """
+    report(Stage.WEIGHTS, 0, 0)
+    config, reader = open_weights(path, device, dtype, kernels, as_dense, trust_remote_code)
+    checkpoint, target = reader.checkpoint, reader.target
+    if prepared is None and target.device.type == "cpu" and not as_dense:
+        prepared = find_prepared(checkpoint.path)
+    reader = replace(reader, prepared=prepared or NOTHING_PREPARED)
+    offload = ExpertOffload.of(checkpoint.path, config.spec, moe_expert_cache, target.device)
+    if not isinstance(config.spec, CodeSpec):
+        return load_decoder(config, reader, offload, report)
+    from runtime.model.code_decoder import CodeSource
+
+    decoder = CodeSource(checkpoint, config, target, reader.prepare_module, trust_remote_code).load()
+    decoder.description = tuple(reader.description())
+    return decoder
+
+
+def open_weights(
+    path: str | Path, device: str, dtype: str, kernels: str, as_dense: bool, trust_remote_code: bool
+) -> tuple[DecoderConfig, WeightReader]:
+    """Describes the model of a checkpoint, and what prepares its weights; reads none. See `load_model`."""
     check_name(kernels)
     checkpoint = PackedCheckpoint.open(path)
     checkpoint = dequantized(checkpoint) if as_dense else checkpoint
@@ -91,15 +132,14 @@ def load_model(
     chosen_device = resolve_device(device)
     target = Target(chosen_device, resolve_dtype(dtype, config.dtype, chosen_device))
     excluded = exclude_kernels(checkpoint, config, target, kernels, available_bytes(chosen_device))
-    offload = ExpertOffload.of(checkpoint.path, config.spec, moe_expert_cache, chosen_device)
-    reader = WeightReader(checkpoint, target, kernels, excluded)
-    if not isinstance(config.spec, CodeSpec):
-        return _Loader(config, reader, offload).load()
-    from runtime.model.code_decoder import CodeSource
+    return config, WeightReader(checkpoint, target, kernels, excluded)
 
-    decoder = CodeSource(checkpoint, config, target, reader.prepare_module, trust_remote_code).load()
-    decoder.description = tuple(reader.description())
-    return decoder
+
+def load_decoder(
+    config: DecoderConfig, reader: WeightReader, offload: ExpertOffload = NO_OFFLOAD, report: Report = ignore
+) -> Decoder:
+    """Prepares every weight of a model of a registered family."""
+    return DecoderLoader(config, reader, offload, report).load()
 
 
 def read_model(checkpoint: PackedCheckpoint, trust_remote_code: bool = False) -> DecoderConfig:
@@ -124,45 +164,56 @@ def load_layers(checkpoint: PackedCheckpoint, model: Decoder, kernels: str = "au
     target = Target(model.device, model.dtype)
     excluded = exclude_kernels(checkpoint, model.config, target, kernels, available_bytes(model.device))
     reader = WeightReader(checkpoint, target, kernels, excluded)
-    return _Loader(model.config, reader).layers(), reader.description()
+    return DecoderLoader(model.config, reader).layers(), reader.description()
 
 
 @dataclass(frozen=True)
-class _Loader:
-    """Builds a decoder."""
+class DecoderLoader:
+    """Builds a decoder, whole or in parts."""
 
     config: DecoderConfig
     reader: WeightReader
     offload: ExpertOffload = NO_OFFLOAD
+    report: Report = ignore
 
     def load(self) -> Decoder:
-        config, reader, target = self.config, self.reader, self.reader.target
-        ops = choose_ops(config, target, reader.kernels)
         layers = self.layers()
         embedding, head = self._ends()
+        frame, layer_inputs = self.frame(), self.layer_inputs()
+        contradicted = contradictions(self.reader.checkpoint, self.config)
+        description = (*self.reader.description(), *frame.description, *contradicted)
+        parts: dict[str, Any] = {"embedding": embedding, "layers": layers, "head": head, "layer_inputs": layer_inputs}
+        return replace(frame, **parts, description=description)
+
+    def frame(self) -> Decoder:
+        """Returns what is small: norm and rotary embeddings, with `UNLOADED` in the place of embedding, layers and
+        head."""
+        config, reader, target = self.config, self.reader, self.reader.target
+        ops = choose_ops(config, target, reader.kernels)
         return Decoder(
             config=config,
             dtype=target.dtype,
             device=target.device,
-            embedding=embedding,
-            layers=layers,
+            embedding=UNLOADED,
+            layers=[UNLOADED_LAYER] * len(config.spec.blocks),
             norm=reader.norm(config.spec.final_norm),
-            head=head,
+            head=UNLOADED,
             rotaries=tuple(Rotary(*rotation, target.dtype, target.device) for rotation in config.spec.rotations),
             ops=ops.kernel,
-            layer_inputs=self._layer_inputs(),
-            description=(
-                *reader.description(),
-                f"ops between linears: {type(ops.kernel).__name__} ({ops.reason})",
-                *contradictions(reader.checkpoint, config),
-            ),
+            description=(f"ops between linears: {type(ops.kernel).__name__} ({ops.reason})",),
         )
 
     def layers(self) -> list[Layer]:
-        spec = self.config.spec
-        return [self._layer(spec.block_name(index), block) for index, block in enumerate(spec.blocks)]
+        layers, total = list[Layer](), len(self.config.spec.blocks)
+        for index in range(total):
+            self.report(Stage.WEIGHTS, index, total)
+            layers.append(self.layer(index))
+            self.reader.checkpoint.files.release()  # what was packed is not read again
+        return layers
 
-    def _layer(self, name: str, block: Block) -> Layer:
+    def layer(self, index: int) -> Layer:
+        """Prepares the weights of one layer."""
+        name, block = self.config.spec.block_name(index), self.config.spec.blocks[index]
         reader = self.reader.inside(name)
         layer = Layer(
             attention_norm=reader.optional_norm(block.input_norm),
@@ -212,7 +263,8 @@ class _Loader:
     def _beside(self, name: str, part: Beside, reader: WeightReader) -> BesideWeights:
         return BesideWeights(self._experts(name, part.mixture, reader), *(reader.norm(norm) for norm in part.norms))
 
-    def _layer_inputs(self) -> LayerInputsWeights | None:
+    def layer_inputs(self) -> LayerInputsWeights | None:
+        """Prepares what layers with an input of their own read; None for a model without such layers."""
         inputs, reader = self.config.spec.layer_inputs, self.reader
         if inputs is None:
             return None
@@ -241,13 +293,24 @@ class _Loader:
 
     def _ends(self) -> tuple[Embedding, Linear]:
         """Prepares embedding and head, with one matrix for both where possible."""
+        head = self.head()
+        if head_is_embedding(self.reader.checkpoint, self.config) and isinstance(head, RowSource) and head.reads_rows:
+            return SharedEmbedding(head, self.reader.target.dtype), head
+        return self.embedding(), head
+
+    def embedding(self) -> Embedding:
+        """Prepares the embedding alone."""
+        return make_embedding(self.reader.rows(self.config.spec.names.embedding), self.reader.target)
+
+    def head(self) -> Linear:
+        """Prepares the output head alone."""
         reader, spec = self.reader, self.config.spec
-        weight = reader.rows(spec.names.embedding)
         if not head_is_embedding(reader.checkpoint, self.config):
-            return make_embedding(weight, reader.target), reader.linear(spec.head)
+            return reader.linear(spec.head)
         bias = reader.vector(f"{spec.names.head}.bias") if spec.head_bias else None
-        head = reader.prepare(weight, "head (the embedding)", bias)
-        return make_embedding(weight, reader.target, head), head
+        name, label = spec.names.embedding, "head (the embedding)"
+        ready = reader.restore((name,), reader.checkpoint.shape(name), label, bias)
+        return reader.prepare(reader.rows(name), label, bias, (name,)) if ready is None else ready
 
 
 def _layer_input(part: LayerInput, reader: WeightReader) -> LayerInputWeights:

@@ -10,11 +10,10 @@ from torch import Tensor
 from compress.checkpoint.kv_cache import UNCOMPRESSED, KVCacheScheme
 from compress.checkpoint.kv_quant import read_back, rotate_heads
 from compress.checkpoint.state_dtype import STATE_FLOAT32
-from runtime.backends.base import Attention
 from runtime.backends.indexer import ChosenTokens, IndexedTokens, choose_in_spans
 from runtime.backends.narrow_states import token_states
 from runtime.backends.span_attention import DenseAttention, Scores, attend_span, scores_of, visibility_mask
-from runtime.backends.state_memory import whole_states
+from runtime.backends.state_memory import StepStates, whole_states
 from runtime.model.mtp import MtpHead
 from runtime.model.served import ServedModel
 
@@ -44,17 +43,17 @@ class CachedAttention:
             (None if window is None or window >= length else window, chunk) for window, chunk in scores.seen(windows)
         ]
         self.masks = {seen: _mask(positions, *seen, scheme.residual_length, dtype) for seen in set(self.seen)}
-        self.dtype, self._chosen = dtype, ChosenTokens[Tensor | None](scores.index_sources)
+        self.dtype, self.chosen = dtype, ChosenTokens[Tensor | None](scores.index_sources)
 
     def choose(self, layer: int, tokens: IndexedTokens) -> None:
-        self._chosen.put(layer, choose_in_spans(tokens, self.length, self.masks[self.seen[layer]], self.dtype))
+        self.chosen.put(layer, choose_in_spans(tokens, self.length, self.masks[self.seen[layer]], self.dtype))
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         if self.scheme.rotate:
             latent, key = self.scores.latent(layer), rotate_heads(key)
             query = rotate_heads(query) if latent is None else latent.rotated(query, rotate_heads)
         spans = zip(query.split(self.length), key.split(self.length), value.split(self.length), strict=True)
-        masks = self._chosen.of(layer) or repeat(self.masks[self.seen[layer]])
+        masks = self.chosen.of(layer) or repeat(self.masks[self.seen[layer]])
         return torch.cat([self._attend(layer, *span, mask) for span, mask in zip(spans, masks, strict=False)])
 
     def _attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
@@ -98,16 +97,26 @@ def hidden_states(
     """
     batch, length = tokens.shape
     decoder = decoder if length <= decoder.config.default_length else decoder.for_length(length)
-    attention = _attention(decoder, length, kv_cache)
-    rows = max(1, TOKENS_AT_ONCE // length)
+    attention = whole_attention(decoder, length, kv_cache)
     chunks = []
-    for part in tokens.to(decoder.device).split(rows):
-        positions = torch.arange(length, device=decoder.device).repeat(len(part))
-        lengths = [length] * len(part)
-        is_exact = state_dtype == STATE_FLOAT32
-        states = whole_states(decoder, lengths) if is_exact else token_states(decoder, lengths, state_dtype)
+    for part in split_rows(tokens.to(decoder.device)):
+        positions, states = whole_rows(decoder, part, state_dtype)
         chunks.append(decoder.forward(part.flatten(), positions, attention, None, states))
     return torch.cat(chunks).view(batch, length, -1)
+
+
+def split_rows(tokens: Tensor) -> tuple[Tensor, ...]:
+    """Splits `[B, T]` into parts that are computed in one forward pass each."""
+    return tokens.split(max(1, TOKENS_AT_ONCE // tokens.shape[1]))
+
+
+def whole_rows(decoder: ServedModel, tokens: Tensor, state_dtype: str) -> tuple[Tensor, StepStates | None]:
+    """Returns positions `[B * T]` and recurrent states of whole sequences `[B, T]`."""
+    batch, length = tokens.shape
+    positions, lengths = torch.arange(length, device=decoder.device).repeat(batch), [length] * batch
+    if state_dtype == STATE_FLOAT32:
+        return positions, whole_states(decoder, lengths)
+    return positions, token_states(decoder, lengths, state_dtype)
 
 
 @torch.inference_mode()
@@ -132,9 +141,12 @@ def head_states(head: MtpHead, following: Tensor, hidden: Tensor) -> Tensor:
     """
     length, decoder = len(following), head.decoder
     positions = torch.arange(length, device=decoder.device)
-    return head.forward(following, positions, hidden, _attention(decoder, length, UNCOMPRESSED))
+    return head.forward(following, positions, hidden, whole_attention(decoder, length))
 
 
-def _attention(decoder: ServedModel, length: int, kv_cache: KVCacheScheme) -> Attention:
+def whole_attention(
+    decoder: ServedModel, length: int, kv_cache: KVCacheScheme = UNCOMPRESSED
+) -> DenseAttention | CachedAttention:
+    """Returns the attention of sequences of `length` tokens that are computed at once."""
     options = (length, decoder.config.windows, decoder.dtype, decoder.device, scores_of(decoder))
     return DenseAttention(*options) if kv_cache.is_exact else CachedAttention(*options, kv_cache)

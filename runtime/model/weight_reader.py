@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,10 +17,11 @@ from compress.checkpoint.weights.integer import IntegerWeight
 from compress.common.errors import CheckpointError
 from compress.models.linear import Linear as LinearSpec
 from compress.models.norm import Norm
-from runtime.backends.base import Linear, LinearKernel, NormWeights, Target
+from runtime.backends.base import DenseKernel, Linear, LinearKernel, NormWeights, Target
 from runtime.backends.composed import LowRank, WithOutliers
-from runtime.backends.registry import Choice, choose_dense, choose_linear
+from runtime.backends.registry import Choice, choose_dense, choose_linear, dense_kernels
 from runtime.model.device_files import unpacked_on, unpacks_anywhere
+from runtime.model.prepared import NOTHING_PREPARED, NoPrepared
 from runtime.model.side_by_side import SideBySide, fuse_biases, fuse_weights
 
 
@@ -30,6 +32,7 @@ class WeightReader:
     Attributes:
         excluded: kernels that may not be chosen, with the reason.
         prefix: in front of every name.
+        prepared: weights that need not be packed.
     """
 
     checkpoint: PackedCheckpoint
@@ -38,6 +41,7 @@ class WeightReader:
     excluded: dict[str, str]
     used: Counter[str] = field(default_factory=Counter)
     prefix: str = ""
+    prepared: NoPrepared = NOTHING_PREPARED
 
     def inside(self, module: str) -> WeightReader:
         """Returns the reader of what is inside of a module."""
@@ -86,23 +90,59 @@ class WeightReader:
 
     def linear(self, *linears: LinearSpec) -> Linear:
         """Makes one linear of several over one input, fused when they can be."""
-        weights = [self.weight(linear.name) for linear in linears]
-        names = [linear.name.rpartition(".")[2] for linear in linears]
+        names, sizes = [linear.name.rpartition(".")[2] for linear in linears], [each.out_features for each in linears]
         biases = [self.vector(f"{linear.name}.bias") if linear.bias else None for linear in linears]
+        label, bias = "+".join(names), fuse_biases(biases, sizes)
+        modules = tuple(f"{self.prefix}{linear.name}" for linear in linears)
+        if (ready := self.restore(modules, (sum(sizes), linears[0].in_features), label, bias)) is not None:
+            return ready
+        weights = [self.weight(linear.name) for linear in linears]
         fused = fuse_weights(weights)
         if fused is None:
-            parts = zip(weights, names, biases, strict=True)
-            return SideBySide(tuple(self.prepare(weight, name, bias) for weight, name, bias in parts))
-        return self.prepare(fused, "+".join(names), fuse_biases(biases, [weight.shape[0] for weight in weights]))
+            parts = zip(weights, names, biases, ((module,) for module in modules), strict=True)
+            return SideBySide(tuple(self.prepare(*part) for part in parts))
+        return self.prepare(fused, label, bias, modules)
+
+    def restore(self, modules: Sequence[str], shape: tuple[int, int], name: str, bias: Tensor | None) -> Linear | None:
+        """Makes one linear `[O, I]` of modules that are prepared for the kernel of their scheme; None where they are
+        not."""
+        scheme = self.checkpoint.scheme(modules[0])
+        depends_on_values = scheme is None and self.kernels in (kernel.mode for kernel in dense_kernels())
+        if type(self.prepared) is NoPrepared or depends_on_values:
+            return None
+        choice: Choice[LinearKernel[Any]] | Choice[DenseKernel]
+        choice = choose_dense(*shape, self.target, self.kernels) if scheme is None else self._choose(scheme, shape[1])
+        layout = choice.kernel.layout
+        try:
+            weight = self.prepared.find(modules, layout)
+            if weight is None or layout is None or weight.shape != shape:
+                return None
+            linear = layout.restore(weight, bias)
+        except CheckpointError as error:
+            self.used[f"{name}: packed anew, {error.problem}"] += 1
+            return None
+        self.used[self._use(name, scheme, choice)] += 1
+        return linear
+
+    def _use(self, name: str, scheme: Scheme | None, choice: Choice[Any]) -> str:
+        form = f"dense {str(self.target.dtype).removeprefix('torch.')}" if scheme is None else str(scheme)
+        return f"{name}: {form}, kernel {choice.kernel.name} ({choice.reason})"
 
     def prepare_module(self, module: str, weight: Tensor | None, bias: Tensor | None) -> Linear:
         """Makes one linear from its dense weight, or from the packed one of its name."""
         return self.prepare(self.weight(module) if weight is None else weight, module.rpartition(".")[2], bias)
 
-    def prepare(self, weight: Weight | Tensor, name: str, bias: Tensor | None = None) -> Linear:
-        """Makes one linear from its weight; `name` is for the description."""
+    def prepare(
+        self, weight: Weight | Tensor, name: str, bias: Tensor | None = None, modules: Sequence[str] = ()
+    ) -> Linear:
+        """Makes one linear from its weight.
+
+        Args:
+            name: for the description.
+            modules: whose weight it is, where it may be kept for the next start.
+        """
         if isinstance(weight, Tensor):
-            return self._prepare_dense(weight, name, bias)
+            return self._prepare_dense(weight, name, bias, modules)
         product = weight.product()
         if isinstance(product, Factors):
             right = self.prepare(product.right, f"{name}, right factor")
@@ -113,20 +153,21 @@ class WeightReader:
             beside = f"{name} beside {len(columns)} columns in 16 bits"
             return WithOutliers(self.prepare(product.base, beside, bias), columns, values)
         choice = self._choose(weight.scheme, weight.shape[1])
-        self.used[f"{name}: {weight.scheme}, kernel {choice.kernel.name} ({choice.reason})"] += 1
-        return choice.kernel.prepare(weight.expanded(), bias, self.target)
+        self.used[self._use(name, weight.scheme, choice)] += 1
+        linear = choice.kernel.prepare(weight.expanded(), bias, self.target)
+        return self.prepared.keep(modules, choice.kernel.layout, linear, bias)
 
     def description(self) -> list[str]:
         """Describes the kernels in use, one line each."""
-        return [f"{count} x {what}" for what, count in self.used.items()]
+        notes = [self.prepared.note] if self.prepared.note else []
+        return [*(f"{count} x {what}" for what, count in self.used.items()), *notes]
 
-    def _prepare_dense(self, weight: Tensor, name: str, bias: Tensor | None) -> Linear:
-        dtype = str(self.target.dtype).removeprefix("torch.")
+    def _prepare_dense(self, weight: Tensor, name: str, bias: Tensor | None, modules: Sequence[str]) -> Linear:
         placed = weight.to(self.target.device, self.target.dtype)
         rows, columns = weight.shape
         choice = choose_dense(rows, columns, self.target, self.kernels, placed)
-        self.used[f"{name}: dense {dtype}, kernel {choice.kernel.name} ({choice.reason})"] += 1
-        return choice.kernel.prepare(placed, bias)
+        self.used[self._use(name, None, choice)] += 1
+        return self.prepared.keep(modules, choice.kernel.layout, choice.kernel.prepare(placed, bias), bias)
 
     def _choose(self, scheme: Scheme, in_features: int) -> Choice[LinearKernel[Any]]:
         return choose_linear(scheme, in_features, self.target, self.kernels, self.excluded)

@@ -5,7 +5,7 @@ from runtime.backends.kv_pages import KVCache, make_pages
 from runtime.backends.span_attention import scores_of
 from runtime.backends.torch.attention import PagedAttention, StepKeys, StreamingAttention
 from runtime.backends.torch.linear import ONEDNN, PLAIN, SPARSE, is_fast
-from runtime.backends.torch.ops import TorchOps, TorchSampling
+from runtime.backends.torch.ops import TorchOps
 from runtime.backends.torch.quantized_linear import INT4PACK, INT8_DYNAMIC
 from runtime.core.batch import Batch
 from runtime.core.memory_plan import MemoryPlan
@@ -34,7 +34,6 @@ register(
         is_fast=is_fast,
         ops=OpsKernel("plain torch", lambda config, target: "", TorchOps),
         attention=AttentionKernel("gathers pages", lambda model, memory: "", make_pages, prepare_attention),
-        sampling=TorchSampling(),
         is_fallback=True,
     )
 )

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -126,14 +125,6 @@ def _shift_right_(words: Tensor, bits: int) -> Tensor:
     return words.bitwise_right_shift_(bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 
-class TorchSampling:
-    """Argmax of scores in any dtype and on any device, with Gumbel noise of the whole vocabulary in memory."""
-
-    def unsupported_reason(self, device: torch.device, dtype: torch.dtype) -> str:
-        return ""
-
-    def argmax(self, scores: Tensor) -> tuple[Tensor, Tensor]:
-        return scores.argmax(-1), scores.sum(-1).isfinite()  # a sum is finite only if all of its terms are
-
-    def gumbel_argmax(self, scores: Tensor, tensors: SamplingTensors) -> Tensor:
-        return gumbel_argmax(scores, torch.arange(scores.shape[-1], device=scores.device).unsqueeze(0), tensors)
+def argmax(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """The first of the highest scores of every row, int64 `[R]`, and whether all of the row are finite, bool `[R]`."""
+    return scores.argmax(-1), scores.sum(-1).isfinite()  # a sum is finite only if all of its terms are

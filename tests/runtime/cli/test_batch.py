@@ -60,7 +60,7 @@ def test_answers_are_the_server_s(tmp_path: Path) -> None:
         for entry in MIXED:
             response = httpx.post(url + entry["url"], json=entry["body"], timeout=60)
             mine = found[entry["custom_id"]]
-            assert mine["status_code"] == response.status_code
+            assert mine["status_code"] == response.status_code, (entry["custom_id"], url, response.text)
             assert mine["request_id"]
             for name in response.json().keys() - set(WHERE_ANSWERS_DIFFER):
                 assert rounded(mine["body"][name]) == rounded(response.json()[name]), entry["custom_id"]

@@ -186,7 +186,7 @@ def test_engine_failure_keeps_nothing(session: Session, monkeypatch: pytest.Monk
     def broken(plan: object) -> None:
         raise RuntimeError("boom")
 
-    monkeypatch.setattr(session.engine.runner, "execute", broken)
+    monkeypatch.setattr(session.engine.runner, "submit", broken)
     with pytest.raises(ToolkitError, match="RuntimeError: boom"):
         say(session, "Hello")
     assert session.conversation.turns == []

@@ -9,7 +9,7 @@ from tiny_models import save_tiny_model
 from unrecorded_steps import capture_nothing
 
 from runtime.backends.registry import choose_attention
-from runtime.backends.triton import linear as triton_linear
+from runtime.backends.triton import device as triton_device
 from runtime.cli.serve import describe_engine, describe_gpu
 from runtime.core.config import RuntimeConfig
 from runtime.engine.engine import Engine
@@ -45,6 +45,14 @@ def test_memory_and_recorded_steps_of_a_gpu(engine):
     assert lines[-1].startswith("steps     of one token for each of 1, 2, 4, 5 sequences are recorded")
 
 
+def test_recorded_drafts_of_a_gpu(engine):
+    runner = engine.runner
+    runner.memory = replace(runner.memory, num_draft_tokens=5)
+    runner.capture_steps(capture_nothing)
+    runner.decoder = replace(runner.decoder, device=torch.device("cuda"))
+    assert "sequences, with 1, 2, 4, 5 draft tokens or none, are recorded" in describe_gpu(runner)[-1]
+
+
 def test_why_nothing_is_recorded(engine):
     runner = engine.runner
     runner.decoder = replace(runner.decoder, device=torch.device("cuda"))
@@ -54,7 +62,7 @@ def test_why_nothing_is_recorded(engine):
         == "steps     launched kernel by kernel: layers run one by one: attention is plain torch"
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(triton_linear, "device_unsupported_reason", lambda triton_linear: "")
+        patch.setattr(triton_device, "device_unsupported_reason", lambda device: "")
         chosen, _, reason = choose_attention(runner.decoder, runner.memory)
     assert (chosen.name, reason) == ("torch", "triton computes in 16 bits")
 

@@ -16,7 +16,7 @@ from runtime_command import ENVIRONMENT, runtime_here, serving
 
 from compress.common.cli import demo_model_path, tool_version
 
-COMMANDS = ("serve", "generate", "chat", "batch", "bench", "memory")
+COMMANDS = ("serve", "generate", "chat", "batch", "bench", "memory", "prepare", "warm-up")
 NOISE = 3.0  # how much slower than promised a busy machine may be
 
 
@@ -59,6 +59,9 @@ def test_port_in_use_is_one_line_with_a_remedy() -> None:
         (["serve", "--api-key", ""], 1, "--api-key"),
         (["serve", "--kv-memory", "lots"], 2, "is not a size"),
         (["serve", "--dtype", "int3"], 2, "int3"),
+        (["serve", "--port", "0", "--jit-cache", "nowhere"], 1, "there is no file nowhere"),
+        (["warm-up", "--device", "cpu"], 1, "runs on NVIDIA GPUs"),
+        (["warm-up", "--export", "nowhere/kernels"], 1, "there is no folder nowhere"),
         (["generate", "--prompt", "x", "--top-p", "7"], 1, "top_p=7"),
         (["generate", "--prompt", "x", "--repetition-penalty", "3"], 1, "repetition_penalty=3"),
     ],

@@ -26,7 +26,7 @@ from runtime.memory.estimate import Weights
 from runtime.memory.plan import explain
 from runtime.model.decoder import Decoder
 from runtime.model.expert_offload import ExpertOffload
-from runtime.model.loader import _Loader, load_model
+from runtime.model.loader import DecoderLoader, load_model
 from runtime.model.mixture import Expert
 from runtime.model.scoring import score
 from runtime.model.weight_reader import WeightReader
@@ -49,7 +49,7 @@ def offloaded(folder: Path, num_slots: int, kernels: str = "auto") -> Decoder:
     checkpoint = PackedCheckpoint.open(folder)
     config = parse_config(checkpoint.config)
     offload = ExpertOffload(num_slots, CPU, {"model.layers.1": tuple(COUNTS)})
-    return _Loader(config, WeightReader(checkpoint, Target(CPU, torch.float64), kernels, {}), offload).load()
+    return DecoderLoader(config, WeightReader(checkpoint, Target(CPU, torch.float64), kernels, {}), offload).load()
 
 
 @pytest.mark.parametrize("family", ["qwen2_moe", "gpt_oss"])

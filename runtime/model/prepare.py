@@ -1,0 +1,50 @@
+"""Writes the prepared weights of a checkpoint."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from compress.checkpoint.reader import PackedCheckpoint
+from compress.common.errors import ToolkitError
+from compress.cpu.binding import absence
+from runtime.backends.cpu.huge_pages import read_into_huge_pages
+from runtime.core.progress import Report, ignore
+from runtime.model.loader import load_model
+from runtime.model.prepared import writing
+from runtime.model.prepared_key import places
+
+
+def prepare_model(path: Path, in_cache: bool = False, report: Report = ignore) -> tuple[Path, int]:
+    """Writes the prepared weights of the checkpoint at `path` and returns their file and number.
+
+    Args:
+        in_cache: into the cache folder, as where the checkpoint cannot be written to.
+        report: is told how many layers are done.
+
+    Raises:
+        CheckpointError: the checkpoint cannot be loaded, or the disk is full.
+        ToolkitError: there are no CPU kernels, no weight that they pack, or no folder that can be written.
+    """
+    if reason := absence():
+        raise ToolkitError("there are no CPU kernels that weights could be prepared for", reason)
+    checkpoint = PackedCheckpoint.open(path)
+    beside, cached = places(checkpoint.path)
+    target = next((place for place in ([] if in_cache else [beside]) + [cached] if _makes_folder(place.parent)), None)
+    if target is None:
+        raise ToolkitError(f"neither {beside.parent} nor {cached.parent} can be written", "Free one of them")
+    with writing(target, checkpoint) as writer:
+        load_model(path, device="cpu", prepared=writer, report=report)
+        if not writer.linears:
+            raise ToolkitError(f"{path} has no weight that CPU kernels pack", "Serve it as it is")
+    read_into_huge_pages(target)
+    return target, len(writer.linears)
+
+
+def _makes_folder(folder: Path) -> bool:
+    """Makes a folder and returns whether files can be written into it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return False
+    return os.access(folder, os.W_OK)
