@@ -40,6 +40,8 @@ DTYPES = {
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 MAX_HEADER_BYTES = 100_000_000
+PREFIX_BYTES = 8
+"""Bytes of the header's length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +99,12 @@ class MappedFile:
         """Returns the file with other names for its tensors."""
         return replace(self, entries={name_of(name): entry for name, entry in self.entries.items()})
 
+    def over(self, memory: mmap.mmap) -> MappedFile:
+        """Returns the file with its bytes taken from `memory`, which holds all of them."""
+        file = replace(self)
+        file.__dict__["_map"] = memory
+        return file
+
     @cached_property
     def _map(self) -> mmap.mmap:
         with self.path.open("rb") as stream:
@@ -121,13 +129,17 @@ class MappedFile:
 
     def release(self) -> None:
         """Gives the resident pages back to the system. Tensors stay valid: their bytes are read again when used."""
-        mapped = self.__dict__.pop("_map", None)
+        # The map is kept: those of tensors that are still in use are given back the next time.
+        mapped = self.__dict__.get("_map")
         if mapped is not None and hasattr(mmap, "MADV_DONTNEED"):
             mapped.madvise(mmap.MADV_DONTNEED)
 
 
-def build_header(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], metadata: dict[str, str]) -> bytes:
-    """Header bytes (with the length prefix) for tensors stored in the order of `tensors`, padded to 8 bytes."""
+def build_header(
+    tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], metadata: dict[str, str], size: int = 0
+) -> bytes:
+    """Header bytes (with the length prefix) for tensors stored in the order of `tensors`, padded to 8 bytes, and to
+    `size` bytes at least."""
     header: dict[str, Any] = {"__metadata__": metadata}
     offset = 0
     for name, (dtype, shape) in tensors.items():
@@ -135,6 +147,7 @@ def build_header(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], met
         header[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text = text.ljust(size - PREFIX_BYTES)
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text
 

@@ -3,12 +3,17 @@
 The search minimises `sum_i importance_i * (w_i - q_i)^2` of each group. With importance = diag(H), the mean square of
 each input, this is the layer's output error when inputs are taken as uncorrelated; without importance it is plain MSE.
 Every candidate is rounded to the dtype it will be stored in before it is judged.
+
+On a CPU the search by weighted error, and the rounding to codes, are compiled code (`compress/cpu/c/rounding`). It adds
+errors up in an order of its own: where two candidates differ by less than the rounding of those sums, torch may choose
+the other. Given scales lead to the same codes in both.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from itertools import permutations
 
 import torch
@@ -17,12 +22,17 @@ from torch import Tensor
 from compress.checkpoint.scheme import Activations
 from compress.checkpoint.weights.integer import Int, IntegerWeight
 from compress.common.device import divide, require_finite
+from compress.cpu.binding import BEST, library
+from compress.cpu.rounding import RangeTrials, encode_groups, round_groups, search_ranges
 
 _TINY = torch.finfo(torch.float32).tiny
 # Fractions of the full range that are tried first; clipping to a quarter is already rare at 2 bits.
 _COARSE = tuple(1.0 - 0.04 * step for step in range(20))
 # Fractions of either side of an asymmetric range, in all combinations.
 _SIDES = (1.0, 0.8, 0.6, 0.4, 0.25)
+LIKELY = 10
+"""Ranges with the least weighted error, of which the error of outputs is measured: with 4 bits and more the best by
+that error is mostly among them. With fewer bits it is measured of all."""
 # Around the best of them, closer than one coarse step.
 _FINE = (0.97, 0.98, 0.99, 1.01, 1.02, 1.03)
 
@@ -56,27 +66,27 @@ class GroupRange:
 
     def candidates(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields scales and zero points for the full range and ever smaller parts of it."""
-        if self.scheme.symmetric:
-            half = self.scheme.midpoint
-            # The first fraction clips nothing on the short side either: the range of an unsigned scale.
-            for fraction in (half / (half - 1), *_fractions(self.scheme.bits)):
-                scale, zero = self.shrunk(fraction)
-                yield scale, zero
-                yield -scale, zero
-        else:
-            for fraction in _fractions(self.scheme.bits):
-                yield self.between(fraction, fraction)
-            for below, above in permutations(_SIDES, 2):
-                yield self.between(below, above)
+        for below, above in range_trials(self.scheme).parts:
+            yield self.shrunk(below) if self.scheme.symmetric else self.between(below, above)
 
     def neighbours(self, scale: Tensor, zero: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Scales and zero points close to those of a good candidate."""
-        for factor in _FINE:
-            yield scale * factor, zero
-        for shift in () if self.scheme.symmetric else (-1, 1):
-            shifted = (zero + shift).clamp_(0, self.scheme.max_code)
-            for factor in (1.0, *_FINE):
-                yield scale * factor, shifted
+        for factor, shift in range_trials(self.scheme).neighbours:
+            yield scale * factor, (zero + shift).clamp_(0, self.scheme.max_code)
+
+
+@cache
+def range_trials(scheme: Int) -> RangeTrials:
+    """Returns the parts of a range that are tried, and the neighbours of the best; symmetric: fractions with a sign."""
+    near = [(factor, 0) for factor in _FINE]
+    if scheme.symmetric:
+        half = scheme.midpoint
+        # The first fraction clips nothing on the short side either: the range of an unsigned scale.
+        fractions = (half / (half - 1), *_fractions(scheme.bits))
+        return RangeTrials([(sign * each,) * 2 for each in fractions for sign in (1, -1)], near, scheme.max_code, True)
+    parts = [(each, each) for each in _fractions(scheme.bits)] + list(permutations(_SIDES, 2))
+    near += [(factor, shift) for shift in (-1, 1) for factor in (1.0, *_FINE)]
+    return RangeTrials(parts, near, scheme.max_code, False)
 
 
 def _fractions(bits: int) -> tuple[float, ...]:
@@ -124,6 +134,7 @@ def search_scales(
     scale_dtype: torch.dtype | None = None,
     *,
     inputs: Tensor | None = None,
+    instruction_set: int | None = BEST,
 ) -> GroupScales:
     """The scales and zero points with the least weighted squared error.
 
@@ -137,33 +148,62 @@ def search_scales(
         scale_dtype: dtype in which scales are stored; None is bfloat16.
         inputs: `[T, I]` sample inputs in place of importance: the error is then that of each group's share of the
             outputs, correlations within the group included.
+        instruction_set: of the compiled code; None keeps to torch. With inputs it chooses the
+            `LIKELY` ranges of which the error of outputs is measured; torch measures that of all.
 
     Raises:
         SchemeError: the group size does not divide `I`.
         NumericsError: NaN or infinity in weight, importance or inputs.
     """
-    groups = scheme.num_groups(weight.shape[1])
+    groups, dtype = scheme.num_groups(weight.shape[1]), scale_dtype or torch.bfloat16
     require_finite(weight, "the weight")
+    compiled = None if range_kernel(weight.device) == "torch" else instruction_set
     if inputs is None:
-        measure = _weighted_error(_column_weights(weight, importance).view(groups, -1))
-    else:
-        measure = _output_error(inputs.to(weight.device), groups)
-    dtype = scale_dtype or torch.bfloat16
-    found = [_search_rows(rows, measure, scheme, dtype) for rows in _row_chunks(weight, groups)]
-    return GroupScales(torch.cat([each.scales for each in found]), torch.cat([each.zero_points for each in found]))
+        columns = _column_weights(weight, importance)
+        if compiled is not None:
+            return _search_compiled(weight, scheme, columns, dtype, compiled, 1)[0]
+        return _search(weight, scheme, _weighted_error(columns.view(groups, -1)), dtype, [])
+    inputs = inputs.to(weight.device)
+    measure, likely = _output_error(inputs, groups), list[GroupScales]()
+    if compiled is not None and scheme.bits >= 4:
+        columns = _column_weights(weight, inputs.float().square().mean(0))
+        likely = _search_compiled(weight, scheme, columns, dtype, compiled, LIKELY)
+    return _search(weight, scheme, measure, dtype, likely)
 
 
-def range_scales(weight: Tensor, scheme: Int, scale_dtype: torch.dtype | None = None) -> GroupScales:
-    """Returns the scales that span each group's range, without a search."""
+def range_kernel(device: torch.device) -> str:
+    """Returns the kernel that searches ranges by weighted error on a device."""
+    return "C" if device.type == "cpu" and library() is not None else "torch"
+
+
+def range_scales(
+    weight: Tensor, scheme: Int, scale_dtype: torch.dtype | None = None, *, instruction_set: int | None = BEST
+) -> GroupScales:
+    """Returns the scales that span each group's range, without a search; `instruction_set` as above."""
     require_finite(weight, "the weight")
+    dtype = scale_dtype or torch.bfloat16
+    if instruction_set is not None and range_kernel(weight.device) == "C":
+        return _full_compiled(weight.float().contiguous(), scheme, dtype, instruction_set)
     rows = weight.float().unflatten(1, (scheme.num_groups(weight.shape[1]), -1))
     scale, zero = GroupRange.of(rows, scheme).full()
-    dtype = scale_dtype or torch.bfloat16
     return _stored(storable(scale, dtype), zero, dtype)
 
 
-def round_in_range(weight: Tensor, scheme: Int, scale_dtype: torch.dtype | None = None) -> Tensor:
+def _full_compiled(weight: Tensor, scheme: Int, dtype: torch.dtype, instruction_set: int) -> GroupScales:
+    full = RangeTrials([(1.0, 1.0)], (), scheme.max_code, scheme.symmetric)
+    # A single range is not judged, so any weights of columns will do.
+    scales, zeros = search_ranges(weight, weight[0], scheme.num_groups(weight.shape[1]), full, dtype, instruction_set)
+    return GroupScales(scales[0], zeros[0])
+
+
+def round_in_range(
+    weight: Tensor, scheme: Int, scale_dtype: torch.dtype | None = None, *, instruction_set: int | None = BEST
+) -> Tensor:
     """Rounds `weight [O, I]` under its `range_scales`, as float32; cheap, for searches that try many candidates."""
+    if instruction_set is not None and range_kernel(weight.device) == "C":
+        exact = weight.float().contiguous()
+        found = _full_compiled(exact, scheme, scale_dtype or torch.bfloat16, instruction_set)
+        return round_groups(exact, found.scales.float(), found.zero_points, scheme.max_code, instruction_set)
     rounded = torch.empty(weight.shape, device=weight.device)
     groups = scheme.num_groups(weight.shape[1])
     # The chunks of `rounded` are views: what is written to them lands there.
@@ -173,12 +213,17 @@ def round_in_range(weight: Tensor, scheme: Int, scale_dtype: torch.dtype | None 
     return rounded
 
 
-def encode(weight: Tensor, scales: GroupScales, scheme: Int) -> IntegerWeight:
-    """Rounds `weight [O, I]` to the nearest codes under given scales (half to even)."""
-    grouped = weight.float().unflatten(1, (scales.scales.shape[1], -1))
-    codes = (grouped / scales.scales.float().unsqueeze(-1)).round_().add_(scales.zero_points.unsqueeze(-1))
-    codes = codes.clamp_(0, scheme.max_code).to(torch.uint8).flatten(1)
-    return IntegerWeight(codes, scales.scales, scales.zero_points, scheme)
+def encode(weight: Tensor, scales: GroupScales, scheme: Int, *, instruction_set: int | None = BEST) -> IntegerWeight:
+    """Rounds `weight [O, I]` to the nearest codes under given scales (half to even), `instruction_set` as above."""
+    scale, zero = scales.scales.float(), scales.zero_points
+    if instruction_set is not None and range_kernel(weight.device) == "C":
+        exact = weight.float().contiguous()
+        codes = encode_groups(exact, scale.contiguous(), zero.contiguous(), scheme.max_code, instruction_set)
+    else:
+        grouped = weight.float().unflatten(1, (scale.shape[1], -1))
+        steps = (grouped / scale.unsqueeze(-1)).round_().add_(zero.unsqueeze(-1))
+        codes = steps.clamp_(0, scheme.max_code).to(torch.uint8).flatten(1)
+    return IntegerWeight(codes, scales.scales, zero, scheme)
 
 
 def _column_weights(weight: Tensor, importance: Tensor | None) -> Tensor:
@@ -208,14 +253,35 @@ def _row_chunks(weight: Tensor, groups: int) -> Iterator[Tensor]:
         yield rows.float().unflatten(1, (groups, -1))
 
 
-def _search_rows(rows: Tensor, measure: Measure, scheme: Int, scale_dtype: torch.dtype) -> GroupScales:
-    span = GroupRange.of(rows, scheme)
-    best = _Best(rows, measure, span, scale_dtype)
-    for scale, zero in span.candidates():
-        best.consider(scale, zero)
-    for scale, zero in span.neighbours(best.scale, best.zero):
-        best.consider(scale, zero)
-    return _stored(best.scale, best.zero, scale_dtype)
+def _search_compiled(
+    weight: Tensor, scheme: Int, columns: Tensor, dtype: torch.dtype, instruction_set: int, kept: int
+) -> list[GroupScales]:
+    """Returns the `kept` ranges of each group with the least error, weighted by `columns [I]`, the best first."""
+    groups, trials = scheme.num_groups(weight.shape[1]), range_trials(scheme)
+    if kept > 1:
+        trials = replace(trials, neighbours=())  # of the best by this error, which are much alike
+    exact = weight.float().contiguous()
+    found = search_ranges(exact, columns, groups, trials, dtype, instruction_set, kept)
+    return [GroupScales(*each) for each in zip(*found, strict=True)]
+
+
+def _search(
+    weight: Tensor, scheme: Int, measure: Measure, dtype: torch.dtype, likely: list[GroupScales]
+) -> GroupScales:
+    """Returns the ranges of least error of `likely` ones, or of all where there are none, and of their neighbours."""
+    found, begin = list[GroupScales](), 0
+    for rows in _row_chunks(weight, scheme.num_groups(weight.shape[1])):
+        part = slice(begin, begin + len(rows))
+        given = [(each.scales[part, :, None].float(), each.zero_points[part, :, None].float()) for each in likely]
+        span = GroupRange.of(rows, scheme)
+        best = _Best(rows, measure, span, dtype)
+        for scale, zero in given or span.candidates():
+            best.consider(scale, zero)
+        for scale, zero in span.neighbours(best.scale, best.zero):
+            best.consider(scale, zero)
+        found.append(_stored(best.scale, best.zero, dtype))
+        begin = part.stop
+    return GroupScales(torch.cat([each.scales for each in found]), torch.cat([each.zero_points for each in found]))
 
 
 def _stored(scale: Tensor, zero: Tensor, dtype: torch.dtype) -> GroupScales:
@@ -231,7 +297,7 @@ class _Best:
         self._scheme = span.scheme
         self._dtype = scale_dtype
         self._scratch = torch.empty_like(rows)
-        scale, self.zero = span.full()
+        scale, self.zero = next(span.candidates())
         self.scale = storable(scale, scale_dtype)
         self.error = torch.full_like(self.scale, torch.inf)
 

@@ -9,15 +9,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from compress.checkpoint.config import compression_block, quantization_block
 from compress.checkpoint.formats import compress_runtime, compressed_tensors
 from compress.checkpoint.kv_cache import measured_kv_caches, stored_kv_cache
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.safetensors import TensorFiles
 from compress.checkpoint.state_dtype import measured_states
-from compress.checkpoint.weights.base import Weight, digest
+from compress.checkpoint.weights.base import Weight, digest, nonfinite_problems
 from compress.common.errors import CheckpointError, SchemeError
 from compress.models.registry import find_family
 
@@ -261,8 +259,7 @@ def _name_problems(packed: PackedCheckpoint, source: TensorFiles | None, implied
 
 def _dense_problems(packed: PackedCheckpoint, name: str, implied: Shapes) -> Iterator[str]:
     tensor = packed.tensor(name)
-    if tensor.is_floating_point() and not bool(torch.isfinite(tensor.to(torch.float32)).all()):
-        yield f"{name} holds NaN or infinity"
+    yield from nonfinite_problems(name, tensor)
     expected = implied.get(name, tuple(tensor.shape))
     if expected != tuple(tensor.shape):
         yield f"{name} is {tuple(tensor.shape)}, but config.json says {expected}"

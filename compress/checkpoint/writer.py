@@ -71,13 +71,20 @@ class BlockStore:
 
     folder: Path
 
-    def write(self, key: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any] | None = None) -> None:
+    def write(
+        self,
+        key: str,
+        tensors: Mapping[str, Tensor],
+        metadata: Mapping[str, Any] | None = None,
+        source: TensorFiles | None = None,
+    ) -> None:
         """Stores a piece, replacing an older one of this key. Equal input gives equal bytes.
 
         Args:
             key: letters, digits, `.`, `_` and `-`.
             tensors: by full name.
             metadata: JSON-able facts to find again with `read_metadata`.
+            source: where tensors are mapped from: its pages are given back after each.
 
         Raises:
             CheckpointError: disk full; the store is as before.
@@ -89,6 +96,8 @@ class BlockStore:
             stream.write(build_header(layout, {"piece": json.dumps(dict(metadata or {}), sort_keys=True)}))
             for name in order:
                 stream.write(tensor_bytes(tensors[name]))
+                if source is not None:
+                    source.release()
 
     def has(self, key: str) -> bool:
         return self._path(key).is_file()

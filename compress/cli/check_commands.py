@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,16 +12,24 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from compress.checkpoint.config import read_config
-from compress.cli.options import DEFAULT_OUT, AsJson, KernelsMode, KVCacheOptions, ScoreOptions, StateOptions
+from compress.cli.options import (
+    DEFAULT_OUT,
+    AsJson,
+    KernelsMode,
+    KVCacheOptions,
+    ScoreOptions,
+    StateOptions,
+    StreamOptions,
+)
 from compress.common.cli import DEMO_NAME, demo_model_path, model_folder, with_groups
 from compress.common.errors import ToolkitError
 from compress.common.files import in_home
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.progress import Progress
 
     from compress.checkpoint.verify import StructureReport
+    from compress.evaluate.streamed import Report
     from compress.reporting.comparison import Comparison
 
 
@@ -103,6 +113,7 @@ def evaluate(
     score: ScoreOptions,
     kv: KVCacheOptions,
     states: StateOptions,
+    stream: StreamOptions,
     kernels: KernelsMode = "auto",
     as_json: AsJson = False,
 ) -> None:
@@ -114,18 +125,27 @@ def evaluate(
     from rich.console import Console
 
     from compress.cli.tables import print_evaluation
-    from compress.evaluate.session import record_states, run_evaluation
+    from compress.evaluate.session import plan_evaluation, record_states, run_evaluation
 
     states.check()
     if not ppl:
         raise ToolkitError("nothing to measure was named", "Add --ppl")
     console = Console(stderr=True)
     path = model_folder(model) if model else _default_model(console)
-    request = score.request(path, kv.scheme(read_config(path)), kernels, states.state_dtype)
+    streaming = stream.streaming(path)
+    request = score.request(path, kv.scheme(read_config(path)), kernels, states.state_dtype, streaming)
     request = replace(request, baseline=path) if states.record else request
-    with _progress(console) as progress:
-        task = progress.add_task("scoring", total=None)
-        report = run_evaluation(request, lambda done, total: progress.update(task, completed=done, total=total))
+    if stream.dry_run:
+        plan = plan_evaluation(request)
+        typer.echo(json.dumps(plan.to_dict(), indent=2) if as_json else plan.describe())
+        return
+    try:
+        with _progress(console, streaming is not None) as on_progress:
+            report = run_evaluation(request, on_progress)
+    except KeyboardInterrupt:
+        if streaming is not None and streaming.folder.exists():
+            console.print(f"\nInterrupted. Hidden states are in {streaming.folder}: run the same command to continue.")
+        raise
     if states.record:
         console.print(f"recorded: {record_states(report)}", highlight=False, soft_wrap=True)
     for warning in report.warnings:
@@ -146,11 +166,23 @@ def _default_model(console: Console) -> Path:
     return demo_model_path()
 
 
-def _progress(console: Console) -> Progress:
+@contextmanager
+def _progress(console: Console, with_lines: bool) -> Iterator[Report]:
+    """Shows a bar; in its place on what is no terminal a line for each layer, where that is asked for."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task, last = progress.add_task("scoring", total=None), ""
+
+        def report(what: str, done: int, total: int) -> None:
+            nonlocal last
+            progress.update(task, description=what, completed=done, total=total)
+            if with_lines and not console.is_terminal and what != last:
+                console.print(what, highlight=False)
+            last = what
+
+        yield report
 
 
 def export(

@@ -85,11 +85,12 @@ def carry_out(model: Path | None, recipe: Recipe, out: Path, job: JobOptions) ->
     """
     from compress.cli.tables import print_plan, print_result
     from compress.pipeline.prepare import prepare
+    from compress.pipeline.quality import plan_quality
 
     context = prepare(make_request(model, recipe, out, job), job.dry_run)
     if job.dry_run:
         if job.as_json:
-            typer.echo(json.dumps(context.to_dict(), indent=2))
+            typer.echo(json.dumps(context.to_dict() | {"quality_check": plan_quality(context).to_dict()}, indent=2))
         else:
             print_plan(context)
         return

@@ -12,11 +12,13 @@ from compress.checkpoint.kv_cache import AUTO, KVCacheScheme, stored_kv_cache, w
 from compress.checkpoint.state_dtype import STATE_FLOAT32
 from compress.common.cli import model_folder
 from compress.common.errors import DataError, RecipeError
+from compress.common.files import PARTIAL_SUFFIX, in_home
 from compress.recipe import DEFAULT_LENGTH, DEFAULT_SAMPLES, CalibrationOptions, parse_size
 from compress.search.space import Goal
 
 if TYPE_CHECKING:
     from compress.evaluate.session import EvaluationRequest
+    from compress.evaluate.streamed import Streaming
 
 
 Model = Annotated[
@@ -210,7 +212,9 @@ class ScoreOptions:
     dtype: Annotated[str, typer.Option(help="auto (the checkpoint's), bfloat16, float32, ...")] = "auto"
     trust_remote_code: TrustRemoteCode = False
 
-    def request(self, model: Path, kv_cache: KVCacheScheme, kernels: str, state_dtype: str) -> EvaluationRequest:
+    def request(
+        self, model: Path, kv_cache: KVCacheScheme, kernels: str, state_dtype: str, streaming: Streaming | None
+    ) -> EvaluationRequest:
         """Build the request for the checkpoint in the folder `model`. Imports torch."""
         from compress.evaluate.session import EvaluationRequest
 
@@ -227,7 +231,40 @@ class ScoreOptions:
             kernels,
             self.trust_remote_code,
             state_dtype,
+            streaming,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class StreamOptions:
+    """Evaluation of models that do not fit in memory."""
+
+    stream: Annotated[
+        bool,
+        typer.Option(
+            "--stream",
+            help="Pass the text through one layer of one model at a time: little memory for any model, and the same "
+            "figures.",
+        ),
+    ] = False
+    stream_dir: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder for hidden states between layers, gone at the end. Default: MODEL.eval.partial here.",
+            show_default=False,
+        ),
+    ] = None
+    resume: Annotated[
+        bool, typer.Option("--resume/--restart", help="Continue an interrupted --stream, or begin it anew.")
+    ] = True
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show time and memory of --stream, and stop.")] = False
+
+    def streaming(self, model: Path) -> Streaming | None:
+        """Build what streams the checkpoint in the folder `model`; None without --stream. Imports torch."""
+        from compress.evaluate.streamed import Streaming
+
+        folder = self.stream_dir or Path(f"{model.resolve().name}.eval{PARTIAL_SUFFIX}")
+        return Streaming(in_home(folder), not self.resume) if self.stream else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -142,11 +142,14 @@ def _bits(counted: Plan | StructureReport) -> str:
 
 
 def _facts(context: RunContext) -> list[str]:
+    from compress.pipeline.quality import plan_quality
+
     plan = context.plan
     lines = [
         f"bits per weight: {_bits(plan)}",
         f"peak memory: about {gigabytes(context.peak_memory)} GB; "
         f"disk while running: about {gigabytes(context.disk)} GB beside {context.request.out}",
+        plan_quality(context).describe(),
     ]
     return [*lines, describe_run(context), *(f"note: {note}" for note in context.notes)]
 

@@ -119,22 +119,25 @@ class Domain:
         )
 
 
-def compare_domains(
-    scorer: Scorer, seen: SeenText | None, windows: Windows, result: Evaluation, tokenizer: Any
-) -> Domain | None:
-    """Scores some of the calibration text; None where it is not available.
-
-    Args:
-        scorer: the baseline, or the model where there is none.
-        result: its evaluation on `windows`.
-    """
+def domain_sample(seen: SeenText | None) -> Windows | None:
+    """Takes some of the calibration text; None where it is not available."""
     if seen is None or seen.tokens is None:
         return None
     tokens = seen.tokens[: max(1, _TOKENS // seen.tokens.shape[1])]
-    sample = evaluate(scorer, Windows(tokens, "calibration sequences as they are", seen.name, ""))
+    return Windows(tokens, "calibration sequences as they are", seen.name, "")
+
+
+def compare_domains(scorer: Scorer, sample: Windows, windows: Windows, result: Evaluation, tokenizer: Any) -> Domain:
+    """Scores some of the calibration text.
+
+    Args:
+        scorer: the baseline, or the model where there is none.
+        sample: result of `domain_sample`.
+        result: evaluation of the scorer on `windows`.
+    """
     measured = result.baseline_perplexity or result.perplexity
     return Domain(
-        math.log2(sample.perplexity) / _bytes_per_token(tokens, tokenizer),
+        math.log2(evaluate(scorer, sample).perplexity) / _bytes_per_token(sample.tokens, tokenizer),
         math.log2(measured) / _bytes_per_token(windows.tokens, tokenizer),
     )
 

@@ -188,8 +188,20 @@ def _score_batches(
         done += len(batch)
         if on_progress:
             on_progress(done, len(tokens))
-        # The first window alone showed how many logits one has; the next batches are as large as memory allows.
-        size = max(1, BATCH_LOGITS // logp[0].numel())
+        # The first window alone showed how many logits one has.
+        size = _batch_size(batch.shape[1], logp.shape[-1])
+
+
+def _batch_size(length: int, vocabulary: int) -> int:
+    """Returns as many windows as memory for their logits allows."""
+    return max(1, BATCH_LOGITS // ((length - 1) * vocabulary))
+
+
+def batches(tokens: Tensor, vocabulary: int) -> Iterator[Tensor]:
+    """Yields the batches of windows `[N, T]` in which `score_positions` asks for logits."""
+    yield tokens[:1]
+    if len(tokens) > 1:
+        yield from tokens[1:].split(_batch_size(tokens.shape[1], vocabulary))
 
 
 def log_probabilities(logits: Tensor, who: str) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -14,6 +14,9 @@ from compress.checkpoint.meta_model import auto_class, read_transformers_config
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.state_dtype import STATE_FLOAT32
 from compress.common.errors import CheckpointError, DataError
+
+if TYPE_CHECKING:
+    from runtime.core.model_config import DecoderConfig
 
 BACKENDS = ("runtime", "transformers")
 
@@ -48,16 +51,22 @@ class RuntimeScorer:
     ) -> None:
         from runtime.model.loader import load_model
 
-        options = {"as_dense": as_dense, "trust_remote_code": trust_remote_code}
-        self._decoder = load_model(path, device=device, dtype=dtype, kernels=kernels, **options)
-        if state_dtype != STATE_FLOAT32 and not self._decoder.config.state_fields:
-            raise DataError(f"{path} has no recurrent layers", "Leave out --state-dtype")
+        self._decoder = load_model(
+            path, device=device, dtype=dtype, kernels=kernels, as_dense=as_dense, trust_remote_code=trust_remote_code
+        )
+        check_states(self._decoder.config, path, state_dtype)
         self.kv_cache, self.state_dtype = kv_cache, state_dtype
 
     def logits(self, tokens: Tensor) -> Tensor:
         from runtime.model.scoring import score
 
         return score(self._decoder, tokens, self.kv_cache, self.state_dtype)
+
+
+def check_states(config: DecoderConfig, path: Path, state_dtype: str) -> None:
+    """Raises DataError where a model has no states to keep in a dtype."""
+    if state_dtype != STATE_FLOAT32 and not config.state_fields:
+        raise DataError(f"{path} has no recurrent layers", "Leave out --state-dtype")
 
 
 class TransformersScorer:

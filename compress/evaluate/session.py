@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,20 @@ from compress.checkpoint.dequantized import open_source
 from compress.checkpoint.kv_cache import UNCOMPRESSED, KVCacheScheme
 from compress.checkpoint.state_dtype import STATE_DTYPES, STATE_FLOAT32, MeasuredStates, with_measured_states
 from compress.common.cli import BUNDLED, bundled_path
+from compress.common.device import available_bytes, format_bytes, require_memory, resolve_device
 from compress.common.errors import DataError
-from compress.evaluate.checks import Domain, SeenText, compare_domains, overlap_warning, shared_spans
+from compress.evaluate.checks import (
+    Domain,
+    SeenText,
+    compare_domains,
+    domain_sample,
+    overlap_warning,
+    shared_spans,
+)
 from compress.evaluate.perplexity import Evaluation, Windows, cut_windows, evaluate
-from compress.evaluate.scorers import BACKENDS, default_backend, open_scorer
+from compress.evaluate.scorers import BACKENDS, Scorer, check_states, default_backend, open_scorer
+from compress.evaluate.stream_plan import ModelCost, StreamPlan, stored_tensors
+from compress.evaluate.streamed import Report, StreamedScorer, Streaming
 from compress.models.config import context_length
 
 DEFAULT_DATA = "pydoc"
@@ -42,6 +53,7 @@ class EvaluationRequest:
         kernels: of the model, not of the baseline: a mode or a kernel of `runtime.backends.registry`.
         trust_remote_code: whether Python files of the folders may run.
         state_dtype: dtype of kept recurrent states of the model; the baseline has float32.
+        streaming: None keeps both models in memory.
     """
 
     model: Path
@@ -56,6 +68,7 @@ class EvaluationRequest:
     kernels: str = "auto"
     trust_remote_code: bool = False
     state_dtype: str = STATE_FLOAT32
+    streaming: Streaming | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,17 +108,78 @@ class EvaluationReport:
 
 def run_evaluation(
     request: EvaluationRequest,
-    on_progress: Callable[[int, int], None] | None = None,
+    on_progress: Report = lambda _what, _done, _all: None,
     calibration: SequenceSet | None = None,
 ) -> EvaluationReport:
     """Loads models and text of a request and evaluates them.
 
     Args:
+        on_progress: is told what is done, how many steps of it are, and how many there are.
         calibration: calibration sequences of the checkpoint; None packs the recorded text again.
 
     Raises:
         ToolkitError: a path, text or option that cannot be used, or logits that are not finite.
     """
+    prepared = _prepare(request, calibration)
+    windows, seen, sample = prepared.windows, prepared.seen, prepared.sample
+    with _scorers(prepared, on_progress) as (model, reference):
+        result = evaluate(model, windows, reference, partial(on_progress, "scoring"))
+        scorer = reference or model
+        domain = None if sample is None else compare_domains(scorer, sample, windows, result, prepared.tokenizer)
+    shared = shared_spans(seen, windows)
+    warnings = prepared.warnings + overlap_warning(shared, seen, windows)
+    if domain and seen:
+        warnings += domain.warnings(seen.name, windows.source)
+    return EvaluationReport(request, result, windows, prepared.baseline, warnings, shared, domain)
+
+
+def plan_evaluation(request: EvaluationRequest) -> StreamPlan:
+    """Plans the evaluation of a request that streams; reads no weights.
+
+    Raises:
+        ToolkitError: see `run_evaluation`.
+    """
+    scorers = [scorer for scorer in _streamed(_prepare(request, None)) if scorer is not None]
+    parts = [part for scorer in scorers for part in scorer.parts]
+    target = scorers[0].model.loader.reader.target
+    checkpoints = (scorer.model.loader.reader.checkpoint for scorer in scorers)
+    spec, itemsize = scorers[0].model.config.spec, target.dtype.itemsize
+    return StreamPlan(
+        spec,
+        tuple(ModelCost.of(spec, stored_tensors(checkpoint), itemsize) for checkpoint in checkpoints),
+        sum(part.numel() for part in parts),
+        max(part.numel() for part in parts),
+        max(part.shape[1] for part in parts),
+        target,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """A request with its text.
+
+    Attributes:
+        sample: of the calibration text; None where it is not available.
+    """
+
+    request: EvaluationRequest
+    config: dict[str, Any]
+    baseline: Path | None
+    tokenizer: Any
+    windows: Windows
+    seen: SeenText | None
+    sample: Windows | None
+    warnings: tuple[str, ...]
+
+    @property
+    def as_dense(self) -> bool:
+        """Whether the baseline is compared with as the run read it, whatever kernels would make of it: a quantized
+        source."""
+        return self.baseline is not None and _is_source(self.baseline, self.config)
+
+
+def _prepare(request: EvaluationRequest, calibration: SequenceSet | None) -> _Prepared:
+    """Finds the baseline and cuts the text; see `run_evaluation`."""
     _check_choices(request)
     config = read_config(request.model)
     baseline, warnings = _find_baseline(request, config)
@@ -116,24 +190,47 @@ def run_evaluation(
     windows = cut_windows(load_texts(request.data), tokenizer, length=length, max_tokens=request.max_tokens)
     check_token_ids(windows.tokens, config, request.model)
     seen = SeenText.of(calibration) if calibration else SeenText.recorded(compression_block(config), tokenizer)
-    shared = shared_spans(seen, windows)
-    opened = partial(
-        open_scorer,
-        backend=request.backend,
-        device=request.device,
-        dtype=request.dtype,
-        trust_remote_code=request.trust_remote_code,
-    )
+    return _Prepared(request, config, baseline, tokenizer, windows, seen, domain_sample(seen), warnings)
+
+
+@contextmanager
+def _scorers(prepared: _Prepared, report: Report) -> Iterator[tuple[Scorer, Scorer | None]]:
+    """Opens the model and its baseline, and streams the text through them where that is asked for."""
+    request, baseline = prepared.request, prepared.baseline
+    if request.streaming is not None:
+        with request.streaming.scorers(*_streamed(prepared), report) as scorers:
+            yield scorers
+        return
+    options: dict[str, Any] = _options(request)
     forms: dict[str, Any] = {"kv_cache": request.kv_cache, "state_dtype": request.state_dtype}
-    model = opened(request.model, kernels=request.kernels, **forms)
-    # A quantized source is compared with as the run read it, whatever kernels would make of it.
-    reference = opened(baseline, as_dense=_is_source(baseline, config)) if baseline else None
-    result = evaluate(model, windows, reference, on_progress)
-    warnings += overlap_warning(shared, seen, windows)
-    domain = compare_domains(reference or model, seen, windows, result, tokenizer)
-    if domain and seen:
-        warnings += domain.warnings(seen.name, windows.source)
-    return EvaluationReport(request, result, windows, baseline, warnings, shared, domain)
+    model = open_scorer(request.model, request.backend, kernels=request.kernels, **forms, **options)
+    yield model, open_scorer(baseline, request.backend, as_dense=prepared.as_dense, **options) if baseline else None
+
+
+def _options(request: EvaluationRequest) -> dict[str, Any]:
+    """Returns options that a model and its baseline share."""
+    return {"device": request.device, "dtype": request.dtype, "trust_remote_code": request.trust_remote_code}
+
+
+def _streamed(prepared: _Prepared) -> tuple[StreamedScorer, StreamedScorer | None]:
+    """Opens the model and its baseline; reads no weights. Raises DataError for a request that does not stream."""
+    from runtime.model.streamed import StreamedModel
+
+    request, baseline, options = prepared.request, prepared.baseline, _options(prepared.request)
+    if request.streaming is None:
+        raise DataError("only streamed evaluations are planned", "Add --stream, or leave --dry-run out")
+    model = StreamedModel.open(request.model, kernels=request.kernels, **options)
+    check_states(model.config, request.model, request.state_dtype)
+    alone = [prepared.windows.tokens]
+    texts = alone if prepared.sample is None else [*alone, prepared.sample.tokens]
+    folder = request.streaming.folder
+    forms: dict[str, Any] = {"kv_cache": request.kv_cache, "state_dtype": request.state_dtype}
+    if baseline is None:
+        return StreamedScorer.of(model, folder / "model", texts, **forms), None
+    reference = StreamedModel.open(baseline, as_dense=prepared.as_dense, **options)
+    return StreamedScorer.of(model, folder / "model", alone, **forms), StreamedScorer.of(
+        reference, folder / "baseline", texts
+    )
 
 
 def record_states(report: EvaluationReport) -> MeasuredStates:
@@ -171,6 +268,8 @@ def _check_choices(request: EvaluationRequest) -> None:
         raise DataError(f"{request.backend} keeps no states in {request.state_dtype}", "Use --backend runtime")
     if request.backend != "runtime" and request.kernels != "auto":
         raise DataError(f"{request.backend} has no kernels {request.kernels}", "Use --backend runtime")
+    if request.backend != "runtime" and request.streaming is not None:
+        raise DataError(f"{request.backend} computes whole models only", "Use --backend runtime, or leave --stream out")
 
 
 def _find_baseline(request: EvaluationRequest, config: dict[str, Any]) -> tuple[Path | None, tuple[str, ...]]:
@@ -184,30 +283,43 @@ def _find_baseline(request: EvaluationRequest, config: dict[str, Any]) -> tuple[
 
 
 def quick_check(
-    packed: Path, source: Path, tokens: int = QUICK_TOKENS, calibration: SequenceSet | None = None
+    packed: Path,
+    source: Path,
+    tokens: int = QUICK_TOKENS,
+    calibration: SequenceSet | None = None,
+    streaming: Streaming | None = None,
+    on_progress: Report = lambda _what, _done, _all: None,
+    say: Callable[[str], None] = lambda _line: None,
 ) -> dict[str, Any]:
     """Measures perplexity and KL of a new checkpoint against its source on a fixed slice of the default text.
 
     Args:
         calibration: its calibration sequences, to be compared with that text.
+        streaming: in use where both models do not fit in memory; None refuses that.
+        on_progress: see `run_evaluation`.
+        say: is told in one line that the models are streamed.
 
     Raises:
-        CheckpointError: the packed checkpoint does not compute, or both models do not fit in memory.
+        CheckpointError: the packed checkpoint does not compute, or both models do not fit in memory and cannot be
+            streamed.
     """
-    _require_memory(source)
     length = min(DEFAULT_LENGTH, context_length(read_config(packed)) or DEFAULT_LENGTH)
     request = EvaluationRequest(packed, source, length=length, max_tokens=tokens, backend=default_backend(packed))
-    return run_evaluation(request, calibration=calibration).to_dict()
+    device, needed = resolve_device("auto"), both_bytes(source)
+    if streaming is None or request.backend != "runtime":
+        remedy = "Run compress eval on a machine with more memory"
+        require_memory("the check holds the dense and the packed model", needed, device, remedy)
+    elif needed > (free := available_bytes(device)):
+        taken = f"the dense and the packed model take about {format_bytes(needed)}, {format_bytes(free)} are free"
+        say(f"quality check: {taken} on {device}: one layer at a time")
+        request = replace(request, streaming=streaming)
+    return run_evaluation(request, on_progress, calibration).to_dict()
 
 
-def _require_memory(source: Path) -> None:
-    """Raises CheckpointError where two whole models do not fit in memory; compression streams them."""
-    from compress.common.device import require_memory, resolve_device
+def both_bytes(source: Path) -> int:
+    """Returns the bytes of two whole models."""
     from runtime.model.loader import resolve_dtype
 
     files, config = open_source(source)
-    device = resolve_device("auto")
-    item_bytes = resolve_dtype("auto", dtype_name(config), device).itemsize
-    needed = 2 * item_bytes * sum(math.prod(files.shape(name)) for name in files.names())
-    remedy = "Run compress eval on a machine with more memory"
-    require_memory("the check holds the dense and the packed model", needed, device, remedy)
+    item_bytes = resolve_dtype("auto", dtype_name(config), resolve_device("auto")).itemsize
+    return 2 * item_bytes * sum(math.prod(files.shape(name)) for name in files.names())

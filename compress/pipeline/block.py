@@ -13,6 +13,7 @@ from compress.checkpoint.dequantized import stored_scheme
 from compress.checkpoint.safetensors import TensorFiles
 from compress.checkpoint.weights import Scheme, Weight
 from compress.checkpoint.weights.base import about, digest
+from compress.common.device import count_nonfinite
 from compress.common.errors import CheckpointError, NumericsError
 from compress.methods.base import TuningRecord
 from compress.models.architecture import SmoothingMapping
@@ -217,14 +218,23 @@ def load_block(
 
 
 def read_block(
-    skeleton: Skeleton, files: TensorFiles, index: int, quantized: set[str], device: torch.device
+    skeleton: Skeleton,
+    files: TensorFiles,
+    index: int,
+    quantized: set[str],
+    device: torch.device,
+    masters: torch.dtype | None = torch.float32,
 ) -> LoadedBlock:
-    """Return the tensors of block `index` without a module that could compute: all that rounding to nearest needs."""
+    """Return the tensors of block `index` without a module that could compute: all that rounding to nearest needs.
+
+    Args:
+        masters: dtype of the weights of `quantized`; None leaves them as stored, on memory-mapped pages.
+    """
     block = LoadedBlock(skeleton.block_name(index), skeleton.blocks[index])
     for name in _stored_names(files, block.name):
         linear, _, leaf = name.rpartition(".")
         if leaf == "weight" and linear in quantized:
-            block.weights[linear] = files.tensor(f"{block.name}.{name}").to(device, torch.float32)
+            block.weights[linear] = files.tensor(f"{block.name}.{name}").to(device, masters)
         elif stored_scheme(files, f"{block.name}.{name}") is None:
             block.dense[name] = files.tensor(f"{block.name}.{name}")
     return block
@@ -266,9 +276,7 @@ def read_tensor(files: TensorFiles, name: str, shape: tuple[int, ...]) -> Tensor
 
 def check_finite(name: str, tensor: Tensor) -> None:
     """Raises NumericsError when a tensor holds NaN or infinity."""
-    # A float64 sum of finite 32-bit numbers is finite, so only a bad tensor pays for the mask.
-    if tensor.is_floating_point() and not torch.isfinite(tensor.sum(dtype=torch.float64)):
-        bad = int((~torch.isfinite(tensor)).sum())
+    if bad := count_nonfinite(tensor):
         raise NumericsError(
             f"{name} holds {bad} NaN or infinite values among {tensor.numel()}",
             "Get an intact copy of the model; nothing was written",

@@ -237,13 +237,17 @@ class LayerCompressor(Layer):
 def compress_layers(block: LoadedBlock, job: BlockJob) -> BlockOutcome:
     """Compress a block's layers one by one by methods that need no calibration: no forward pass.
 
+    Args:
+        block: with weights of any dtype, of which only one at a time is in float32 unless they are factorized.
+
     Raises:
         SchemeError, NumericsError: from the method, naming the linear.
     """
     outcome = BlockOutcome(dense={f"{block.name}.{name}": tensor for name, tensor in block.dense.items()})
-    ranked = decompose_block(block.weights, job.layer_plans, {})
+    factorized = {name: block.weights[name].float() for name, each in job.layer_plans.items() if each.factoring}
+    ranked = decompose_block(factorized, job.layer_plans, {})
     for name, layer_plan in job.layer_plans.items():
-        weight, decomposed = block.weights.pop(name), ranked.pop(name, None)
+        weight, decomposed = block.weights.pop(name).float(), ranked.pop(name, None)
         module, inputs = f"{block.name}.{name}", HessianCache(None)
         outcome.keep(*LayerCompressor.of(module, weight, layer_plan, job.scale_dtype, inputs, decomposed).apply())
     return outcome
@@ -254,11 +258,18 @@ def values_of(stored: Stored) -> Tensor:
     return stored.float() if isinstance(stored, Tensor) else stored.dequantize(torch.float32)
 
 
+_ERROR_ELEMENTS = 2**20
+"""Weights whose errors are computed at one time."""
+
+
 def _relative_error(weight: Tensor, values: Tensor, importance: Tensor | None) -> float:
     """Return squared error over squared weights, each column weighted by the mean square of its input."""
     columns = torch.ones(weight.shape[1], device=weight.device) if importance is None else importance
-    error = ((values - weight).square() * columns).sum()
-    total = (weight.square() * columns).sum()
+    rows = max(1, _ERROR_ELEMENTS // weight.shape[1])
+    error = total = torch.zeros((), dtype=torch.float64, device=weight.device)
+    for value, exact in zip(values.split(rows), weight.split(rows), strict=True):
+        error = error + ((value - exact).square_() @ columns).sum(dtype=torch.float64)
+        total = total + (exact.square() @ columns).sum(dtype=torch.float64)
     return float(error / total) if float(total) else 0.0
 
 

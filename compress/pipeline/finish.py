@@ -14,10 +14,11 @@ import torch
 from compress.checkpoint.config import COMPRESSION_KEY, is_embedding, packed_config, read_config, write_config
 from compress.checkpoint.formats import dense, format_for
 from compress.checkpoint.kv_cache import KV_CACHE_KEY, KV_MEASURED_KEY, KVCacheRecord, KVCacheScheme, MeasuredKVCache
+from compress.checkpoint.scale_search import range_kernel
 from compress.checkpoint.verify import StructureReport, verify_against, verify_structure
 from compress.checkpoint.weights import Scheme, Weight
 from compress.common.cli import DISTRIBUTION, tool_version
-from compress.common.errors import CheckpointError, ToolkitError
+from compress.common.errors import CheckpointError
 from compress.common.files import REPORT_FILE, read_json, sync
 from compress.methods.kv_cache import KVCacheStage, KVChoice, choose_kv_cache
 from compress.methods.shared.column_solver import column_kernel
@@ -101,6 +102,7 @@ def environment(context: RunContext) -> dict[str, Any]:
         "device": torch.cuda.get_device_name() if context.device.type == "cuda" else platform.machine(),
         "threads": torch.get_num_threads(),
         "columns": column_kernel(context.device),
+        "ranges": range_kernel(context.device),
     }
 
 
@@ -114,9 +116,9 @@ def save_rest(context: RunContext, progress: Progress) -> None:
     outcome = BlockOutcome(kept=kept, dense={name: context.files.tensor(name) for name in names})
     for name, tensor in outcome.dense.items():
         check_finite(name, tensor)
+        context.files.release()
     facts = outcome.facts() | {"block": REST} if kept else None
-    progress.pieces.write(REST, outcome.tensors(context.scale_dtype), facts)
-    context.files.release()
+    progress.pieces.write(REST, outcome.tensors(context.scale_dtype), facts, context.files)
 
 
 def kept_weights(context: RunContext, modules: Iterable[str]) -> dict[str, Weight]:
@@ -156,18 +158,6 @@ def _unverified(problems: Iterable[str]) -> CheckpointError:
         "Nothing was put in place. Run the same command again: it keeps what is intact. If that is refused too, report "
         "it",
     )
-
-
-def check_quality(folder: Path, context: RunContext) -> dict[str, Any]:
-    """Return perplexity and KL on a small fixed slice; says why where they were not measured."""
-    if not context.request.measure:
-        return {"not_measured": "not asked for"}
-    from compress.evaluate.session import quick_check
-
-    try:
-        return quick_check(folder, context.request.model, calibration=context.sequences)
-    except ToolkitError as error:
-        return {"not_measured": str(error)}
 
 
 def put_in_place(folder: Path, out: Path, report: dict[str, Any]) -> None:

@@ -13,7 +13,6 @@ the first missing piece has its inputs.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import shutil
 import sys
@@ -31,14 +30,15 @@ from compress.checkpoint.safetensors import MappedFile, TensorFiles
 from compress.checkpoint.weights import Scheme
 from compress.checkpoint.weights.base import StoredTensors, digest
 from compress.checkpoint.writer import BlockStore, assemble
+from compress.common import work_folder
 from compress.common.errors import CheckpointError, ToolkitError
-from compress.common.files import atomic_file, partial_folder, read_json
+from compress.common.files import partial_folder
 from compress.pipeline.block import check_finite
 
 EMBEDDING, HEAD, MTP, REST = "embedding", "head", "mtp", "rest"
 BLOCK, SURVEY = "block", "survey"
 _HIDDEN, _REFERENCE, _PASSED = "hidden", "reference", "passed_on."
-_LOCK = "lock"
+_OTHER = "Run that configuration to finish it, choose another --out, or add --restart to throw the progress away"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,19 +68,17 @@ class Progress:
         progress = cls(partial_folder(out), dict(identity))
         if restart:
             progress.discard()
-        if progress.exists:
-            _refuse_other(progress.folder, read_json(progress._record, "Add --restart"), progress.identity)
+        work_folder.check_same(progress.folder, progress.identity, _OTHER)
         return progress
 
     @property
     def exists(self) -> bool:
         """Whether an earlier run left something to continue from."""
-        return self._record.is_file()
+        return work_folder.has_progress(self.folder)
 
     def begin(self) -> None:
         """Records the identity: from here on there is progress."""
-        with atomic_file(self._record) as stream:
-            stream.write(json.dumps(self.identity, indent=2).encode())
+        work_folder.begin(self.folder, self.identity)
 
     @property
     def survey(self) -> Progress:
@@ -185,21 +183,13 @@ class Progress:
 
     def discard(self) -> None:
         """Removes everything but the lock."""
-        for child in self.folder.iterdir():
-            if child.is_dir():
-                shutil.rmtree(child)
-            elif child.name != _LOCK:
-                child.unlink()
+        work_folder.discard(self.folder)
 
     def _key(self, index: int) -> str:
         return f"{self.phase}-{index:05d}"
 
     def _hidden_key(self, index: int) -> str:
         return f"{'' if self.phase == BLOCK else f'{self.phase}-'}{_HIDDEN}-{index:05d}"
-
-    @property
-    def _record(self) -> Path:
-        return self.folder / "progress.json"
 
     @property
     def _inputs(self) -> BlockStore:
@@ -230,46 +220,9 @@ def only_one_run(out: Path) -> Iterator[None]:
     Raises:
         CheckpointError: another process holds it.
     """
-    folder = partial_folder(out)
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / _LOCK).open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise CheckpointError(
-                f"another process is writing {out} right now", "Wait for it, or choose another --out"
-            ) from error
-        try:
-            yield
-        finally:
-            Path(lock.name).unlink(missing_ok=True)
-            if not any(folder.iterdir()):
-                folder.rmdir()
-
-
-def _refuse_other(folder: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    old, new = _flat(before), _flat(now)
-    differing = [key for key in {**old, **new} if old.get(key) != new.get(key)]
-    if not differing:
-        return
-    shown = "; ".join(f"{key} was {old.get(key)}, now {new.get(key)}" for key in differing[:4])
-    more = f" and {len(differing) - 4} more" if len(differing) > 4 else ""
-    raise CheckpointError(
-        f"{folder} holds unfinished progress of another configuration: {shown}{more}",
-        "Run that configuration to finish it, choose another --out, or add --restart to throw the progress away",
-    )
-
-
-def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Return nested mappings and sequences as one level, keys joined by dots."""
-    is_sequence = isinstance(value, list | tuple)
-    items = value.items() if isinstance(value, Mapping) else enumerate(value) if is_sequence else None
-    if items is None:
-        return {prefix: value}
-    flat: dict[str, Any] = {}
-    for key, item in items:
-        flat |= _flat(item, f"{prefix}.{key}".lstrip("."))
-    return flat or {prefix: list(value)}
+    busy = CheckpointError(f"another process is writing {out} right now", "Wait for it, or choose another --out")
+    with work_folder.held_by_one(partial_folder(out), busy):
+        yield
 
 
 class RunDisplay:

@@ -27,7 +27,6 @@ from compress.pipeline.embed_and_head import head_needs_inputs, quantize_embeddi
 from compress.pipeline.finish import (
     KVResult,
     check_checkpoint,
-    check_quality,
     checkpoint_config,
     choose_default,
     environment,
@@ -40,6 +39,7 @@ from compress.pipeline.first_pass import finalize_plan
 from compress.pipeline.memory import device_peak, forget_device_peak, return_freed_memory
 from compress.pipeline.mtp_head import HeadResult, pack_head
 from compress.pipeline.prepare import RunContext, source_identity
+from compress.pipeline.quality import check_quality
 from compress.pipeline.resume import MTP, Progress, RunDisplay, only_one_run
 
 
@@ -74,9 +74,10 @@ def run(context: RunContext, quiet: bool = False) -> RunResult:
             folder = _compress(final, progress, quiet)
             peak = device_peak(context.device)  # of this work: what measures afterwards holds whole models
             folder, head = pack_head(final, progress, folder, partial(_assemble, final, progress), quiet)
-            structure = check_checkpoint(context, folder, _digests(context, progress))
+            digests = _digests(context, progress)
+            structure = check_checkpoint(context, folder, digests)
             kv_cache = choose_default(final, folder, quiet)
-            quality = check_quality(folder, context)
+            quality = check_quality(folder, context, progress, digests, quiet)
         seconds = time.monotonic() - started
         # With the plan as it was made: kinds of layers, not every layer on its own.
         report = full_report(final, progress, structure, quality, seconds) | {
@@ -181,7 +182,7 @@ def _runner(context: RunContext, progress: Progress, done: int, display: RunDisp
 
 def _run_plainly(context: RunContext, index: int) -> BlockOutcome:
     job = BlockJob.of(context, index)
-    block = read_block(context.skeleton, context.files, index, set(job.layer_plans), context.device)
+    block = read_block(context.skeleton, context.files, index, set(job.layer_plans), context.device, None)
     return compress_layers(block, job)
 
 
@@ -204,7 +205,7 @@ def _save(
 
 
 def _stored(context: RunContext, outcome: BlockOutcome) -> dict[str, Tensor]:
-    """Returns the tensors of a block; experts of which none is packed are stored as transformers reads them."""
+    """Returns the tensors of a block; if no expert is packed, experts are stacked as in transformers."""
     tensors = outcome.tensors(context.scale_dtype)
     if stacked_names((f"{module}.weight" for module in outcome.weights | outcome.kept), context.config):
         return tensors

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from compress.checkpoint.formats import compress_runtime
 from compress.common.errors import DataError, RecipeError, SchemeError
+from compress.common.speed import product_speed
 from compress.make_plan import assign, find_embed_and_head, packed_bytes
 from compress.methods.low_rank import ALIGNMENT, largest_rank
 from compress.pipeline.prepare import RunContext, RunRequest, prepare
@@ -184,7 +183,7 @@ class Survey:
 
     def seconds(self) -> float:
         """Estimates the time from below, by the current speed of matrix products."""
-        return self.operations / _speed(self.context.device, self.context.dtype)
+        return self.operations / product_speed(self.context.device, self.context.dtype)
 
     @property
     def peak_memory(self) -> int:
@@ -293,13 +292,3 @@ def _offered(group: LayerGroup, context: RunContext, search: SearchRequest) -> l
     """Returns the requested candidates; embedding and head are only rounded or stay dense."""
     inside = 0 <= group.block < context.skeleton.num_blocks
     return [candidate for candidate in search.candidates if inside or candidate.is_plain or candidate.is_dense]
-
-
-def _speed(device: torch.device, dtype: torch.dtype) -> float:
-    """Measures operations per second of a matrix product."""
-    size = 1024 if device.type == "cpu" else 4096
-    matrix = torch.ones(size, size, device=device, dtype=dtype)
-    float((matrix @ matrix)[0, 0])
-    started = time.monotonic()
-    float((matrix @ matrix)[0, 0])
-    return 2.0 * size**3 / (time.monotonic() - started)

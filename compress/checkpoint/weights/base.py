@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 Get: TypeAlias = "Callable[[str], Tensor]"
 """Gives a stored tensor by its full name; raises CheckpointError when there is none."""
 
-PANEL_ELEMENTS = 2**22
-"""Weights whose exact values are in memory at one time while a whole matrix is dequantized."""
+PANEL_ELEMENTS = 2**18
+"""Weights whose exact values are in memory at one time while a whole matrix is dequantized; they fit into a cache."""
 
 
 class Weight(ABC):
@@ -283,15 +283,15 @@ def check_activation_order(module: str, group_index: Tensor | None, in_features:
 
 def nonfinite_problems(name: str, values: Tensor) -> Iterator[str]:
     """A line when unquantized values are NaN or infinite."""
-    import torch
+    from compress.common.device import count_nonfinite
 
-    if not bool(torch.isfinite(values.to(torch.float32)).all()):
+    if count_nonfinite(values):
         yield f"{name} holds NaN or infinity"
 
 
 def scale_problems(module: str, scale: Tensor) -> Iterator[str]:
     """A line when scales are NaN or infinite."""
-    import torch
+    from compress.common.device import count_nonfinite
 
-    if bad := int((~torch.isfinite(scale.to(torch.float32))).sum()):
+    if bad := count_nonfinite(scale):
         yield f"{module} has {bad} scales that are not finite"

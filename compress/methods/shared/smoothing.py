@@ -73,7 +73,7 @@ def best_scale(
 
     def better(best: SmoothingResult, limit: float, tried: Iterable[Candidate]) -> SmoothingResult:
         for each in tried:
-            current = loss([quantize(weight * each.scale).float() / each.scale for weight in weights], each.scale)
+            current = loss([quantize(weight * each.scale).float().div_(each.scale) for weight in weights], each.scale)
             if current < limit:
                 limit = current
                 best = SmoothingResult(each.scale, each.ratio, each.duo, loss_before, current)

@@ -83,6 +83,7 @@ def test_dry_run_shows_the_plan_and_writes_nothing(compress, tiny_model, tmp_pat
     assert "dense: token embedding" in shown
     assert "bits per weight: 4.250" in shown
     assert "peak memory: about" in shown
+    assert "quality check: about" in shown
     assert "4 sequences of 48 tokens" in shown
     assert list(tmp_path.iterdir()) == []
 
@@ -91,6 +92,8 @@ def test_dry_run_as_json(compress, tiny_model, tmp_path) -> None:
     plan = json.loads(compress("quantize", tiny_model(), "--dry-run", "--json", *QUICK).stdout)
     assert plan["bits_per_weight"] == 4.25
     assert plan["calibration"]["tokens"] == 4 * 48
+    # Windows of 256 tokens through both models, and the calibration sequences through the dense one.
+    assert plan["quality_check"]["streamed"]["tokens"] == 2 * 4096 + 4 * 48
     assert {layer["scheme"] for layer in plan["layers"]} == {"dense", "w4a16 g64 sym"}
 
 

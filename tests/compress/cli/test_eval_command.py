@@ -14,6 +14,7 @@ from compress.checkpoint.verify import verify_structure
 from compress.cli import main
 from compress.common.cli import demo_model_path
 from compress.evaluate import session
+from compress.evaluate.streamed import StreamedScorer
 
 SHORT = ["--tokens", "128", "--max-seq-length", "64"]
 
@@ -68,6 +69,58 @@ def test_json_is_one_object_with_the_promised_keys(run, packed: Path):
     assert values["tokens"] == 2 * 63
 
 
+def test_streamed_figures_are_the_same(run, packed: Path, tmp_path: Path):
+    status, out, error = run("--ppl", "packed", *SHORT, "--stream", "--json")
+    assert status == 0
+    assert "baseline, layer 1 of 6\n" in error
+    assert not (tmp_path / "packed.eval.partial").exists()
+    assert json.loads(out) == json.loads(run("--ppl", "packed", *SHORT, "--json")[1])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", ["demo-mixture", "qwen3_5_text", "gemma4_text"])
+def test_streamed_figures_of_mixtures_and_hybrids_are_the_same(run, tiny_model, tmp_path: Path, capsys, family: str):
+    model, packed = family if family == "demo-mixture" else str(tiny_model(family)), str(tmp_path / "small")
+    compress_rtn(model, packed)
+    capsys.readouterr()
+    streamed, resident = (json.loads(run("--ppl", packed, *SHORT, *options, "--json")[1]) for options in STREAMED)
+    assert streamed == resident
+    assert streamed["kl_mean"] > 0
+
+
+STREAMED = (("--stream",), ())
+
+
+def compress_rtn(model: str, out: str) -> None:
+    """Rounds a model to nearest by the command line."""
+    arguments = ["compress", "quantize", model, "--method", "rtn", "--group-size", "32", "--out", out]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", arguments)
+        with pytest.raises(SystemExit) as stop:
+            main()
+    assert not stop.value.code
+
+
+def test_the_plan_of_a_stream_and_its_run_count_the_same_tokens(run, packed: Path, tmp_path: Path):
+    status, out, _ = run("--ppl", "packed", *SHORT, "--stream", "--dry-run", "--json")
+    assert status == 0
+    assert json.loads(out)["tokens"] == 2 * 128
+    assert json.loads(out)["read_bytes"] == pytest.approx(2 * (packed / "model.safetensors").stat().st_size, rel=0.01)
+    assert "one layer in memory" in run("--ppl", "packed", *SHORT, "--stream", "--dry-run")[1]
+    assert [path.name for path in tmp_path.iterdir()] == ["packed"]
+
+
+def test_an_interrupted_stream_says_how_to_continue(run, packed: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(StreamedScorer, "logits", lambda *_: interrupt())
+    status, _, error = run("--ppl", "packed", *SHORT, "--stream")
+    assert status == 130
+    assert "in packed.eval.partial: run the same command" in " ".join(error.split())
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
 def test_a_local_text_is_measured(run, tmp_path: Path):
     (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 40)
     status, out, _ = run("--ppl", "--data", "text.txt", *SHORT, "--json")
@@ -104,6 +157,8 @@ def test_warnings_are_printed_beside_the_figures(run, packed: Path, monkeypatch:
         (("--ppl", "--backend", "vllm"), "--backend"),
         (("--ppl", "--dtype", "int3"), "'int3'"),
         (("--ppl", "--max-seq-length", "1"), r"predict nothing\."),
+        (("--ppl", "--dry-run"), "Add --stream"),
+        (("--ppl", "--stream", "--backend", "transformers"), r"whole models only\."),
         (("--ppl", "--baseline", "nowhere"), r"model folder nowhere does not exist\."),
     ],
 )

@@ -17,7 +17,7 @@ from compress.recipe import CalibrationOptions, QuantizeStage
 GPTQ = QuantizeStage("gptq", Int(4, 64))
 ROOT = Path(__file__).parents[3]
 
-# Prints the peak resident memory of a run in MB.
+# Prints the peak resident memory of a run in MB, mapped files included.
 MEASURE = """
 import sys
 from pathlib import Path
@@ -28,8 +28,8 @@ from compress.pipeline.prepare import RunRequest, prepare
 from compress.recipe import CalibrationOptions, Recipe
 from compress.recipe import QuantizeStage
 
-model, out = map(Path, sys.argv[1:])
-recipe = Recipe((QuantizeStage("gptq", Int(4, 64)),), CalibrationOptions(samples=4, length=64))
+model, out = map(Path, sys.argv[1:3])
+recipe = Recipe((QuantizeStage(sys.argv[3], Int(4, 64)),), CalibrationOptions(samples=4, length=64))
 run(prepare(RunRequest(model, "test", recipe, out, measure=False)), quiet=True)
 # Not ru_maxrss: that one starts from the memory of the process that forked this one.
 status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
@@ -37,8 +37,8 @@ print(int(status["VmHWM"].split()[0]) / 1024)
 """
 
 
-def peak_megabytes(model: Path, out: Path) -> float:
-    command = [sys.executable, "-c", MEASURE, str(model), str(out)]
+def peak_megabytes(model: Path, out: Path, method: str = "gptq") -> float:
+    command = [sys.executable, "-c", MEASURE, str(model), str(out), method]
     # Every larger allocation gets pages of its own, so the peak is what was in use and not what the C library kept.
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "1048576"}
     finished = subprocess.run(
@@ -102,3 +102,13 @@ def test_peak_memory_of_a_mixture_is_foreseen(tiny_model, tmp_path) -> None:
         assert peaks[experts] < foreseen[experts]
     # Codes and mapped pages of the source are not in the estimate.
     assert peaks[64] - peaks[8] < 1.5 * (foreseen[64] - foreseen[8]), (peaks, foreseen)
+
+
+@pytest.mark.full
+def test_peak_memory_beside_a_large_vocabulary_is_foreseen(tiny_model, tmp_path) -> None:
+    """Embedding and head are copied and checked without a copy in float32, and their mapped pages are given back."""
+    sizes = {"hidden_size": 512, "vocab_size": 192 * 1024, "num_attention_heads": 8, "num_key_value_heads": 4}
+    model = tiny_model(dtype=torch.bfloat16, tie_word_embeddings=False, **sizes)
+    foreseen = prepared(model, tmp_path / "out", QuantizeStage("rtn", Int(4, 64))).peak_memory / 2**20
+    assert (model / "model.safetensors").stat().st_size > 400 * 10**6
+    assert peak_megabytes(model, tmp_path / "out", "rtn") < foreseen
