@@ -8,33 +8,40 @@ weights, inputs and outputs; the last column is their rate over the measured rea
 
     python scripts/bench_kernels.py gpu
     python scripts/bench_kernels.py gpu --shapes 8192x8192 --tokens 1 16 256 2048 --json kernels.json
+    python scripts/bench_kernels.py gpu --write-tables
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
 from torch import Tensor
 from torch.nn import functional
 
-from benchmarking.cpu_kernels import Case, decoder_config, fill_pages, random_weight
+from benchmarking.cpu_attention import Case, decoder_config, fill_pages
+from benchmarking.cpu_kernels import random_weight
 from benchmarking.machine import environment
 from benchmarking.tables import Row, describe, print_with_markdown, write_json
 from compress.checkpoint.kv_cache import KVCacheScheme
 from compress.checkpoint.weights import Activations, Fp8, Int
 from compress.common.errors import ToolkitError
 from runtime.backends.base import Target
+from runtime.backends.flashinfer import attention as flashinfer
+from runtime.backends.humming import linear as humming
 from runtime.backends.kv_pages import TokenPages
+from runtime.backends.measured import Speedups, table_path, to_json
 from runtime.backends.torch.linear import DenseLinear, semi_structured_bytes
 from runtime.backends.triton.attention import block_rows, layer_pages, num_splits
-from runtime.backends.triton.kernels.configs import EXPAND, GEMM, SKINNY, KernelConfig
+from runtime.backends.triton.kernels.configs import EXPAND, GEMM, SKINNY, SPLITS, KernelConfig
 from runtime.backends.triton.linear import FP8_KERNEL, FP8_W8A16_KERNEL, W4A16_KERNEL, W8A8_KERNEL, W8A16_KERNEL
 
 CACHE_BYTES = 2 * 64 * 2**20
@@ -61,6 +68,7 @@ def num_copies(nbytes: int) -> int:
 def seconds_per_call(calls: Sequence[Callable[[], object]]) -> float:
     """Median time of one of the calls, which do the same to different copies: all of them recorded in one graph."""
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for call in calls:
             call()
@@ -127,7 +135,7 @@ def peers() -> list[str]:
     return [name for name in PEERS if name != GEMLITE or find_spec("gemlite")]
 
 
-FORMS = ("16bit", "fp8", "int8", "int4")
+FORMS, PAGES = ("16bit", "fp8", "int8", "int4"), "pages "
 SDPA = "SDPA bf16, contiguous"
 
 
@@ -139,8 +147,8 @@ class Calls:
     nbytes: int
 
 
-def paged_calls(case: Case, form: str, processors: int, device: torch.device) -> Calls:
-    """One token of each of `case.batch` sequences over `case.context` keys, in the form of the pages."""
+def paged_calls(case: Case, form: str, processors: int, device: torch.device, tokens: int = 1) -> Calls:
+    """The last tokens of each of `case.batch` sequences of `case.context` keys, in the form of the pages."""
     from runtime.backends.triton.kernels.paged_attention import attend
 
     blocks, scheme = case.num_blocks, KVCacheScheme(form)
@@ -148,17 +156,42 @@ def paged_calls(case: Case, form: str, processors: int, device: torch.device) ->
     pages = TokenPages(config, scheme, blocks, case.block_size, torch.bfloat16, device)
     tensors = pages.memory.tensors
     fill_pages(tensors, scheme)
-    query = torch.randn(case.batch, case.heads, case.head_dim, device=device, dtype=torch.bfloat16)
+    query = torch.randn(case.batch * tokens, case.heads, case.head_dim, device=device, dtype=torch.bfloat16)
     table = torch.randperm(blocks, device=device).view(case.batch, -1)
-    positions = torch.full((case.batch,), case.context - 1, device=device)
-    splits = num_splits(case.context, case.batch * case.kv_heads, processors)
+    positions = torch.arange(case.context - tokens, case.context, device=device).repeat(case.batch)
+    rows, sizes = tokens * (case.heads // case.kv_heads), block_rows(case.head_dim)
+    rows_of_program = next((most for most in sizes if rows <= most), sizes[-1])
+    programs = case.batch * case.kv_heads * -(-rows // rows_of_program)
+    splits = num_splits(case.context, programs, processors)
 
     def call(layer: int) -> Callable[[], object]:
         read = layer_pages(pages, scheme, layer)
-        return lambda: attend(query, read, table, positions, None, block_rows(case.head_dim)[0], splits)
+        return lambda: attend(query, read, table, positions, None, rows_of_program, splits)
 
     nbytes = sum(tensor[0].nbytes for tensor in tensors.values())
     return Calls([call(layer) for layer in range(config.num_layers)], nbytes)
+
+
+FLASHINFER = "flashinfer 16bit"
+
+
+def flashinfer_calls(case: Case, device: torch.device, tokens: int = 1) -> Calls:
+    """The same over 16-bit pages by the optional package, planned once."""
+    from runtime.backends.flashinfer.attention import Spans, new_wrapper, plan
+
+    table = torch.randperm(case.num_blocks, device=device, dtype=torch.int32)
+    each, counts = case.num_blocks // case.batch, torch.arange(case.batch + 1, dtype=torch.int32)
+    last = torch.full((case.batch,), case.block_size, dtype=torch.int32)
+    spans, wrapper = Spans(counts * tokens, counts * each, table, last), new_wrapper(device)
+    plan(wrapper, spans, (case.heads, case.kv_heads, case.head_dim), case.block_size, torch.bfloat16)
+    query = torch.randn(case.batch * tokens, case.heads, case.head_dim, device=device, dtype=torch.bfloat16)
+    shape = case.num_blocks, case.block_size, case.kv_heads, case.head_dim
+
+    def call() -> Callable[[], object]:
+        pages = tuple(torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(2))
+        return lambda: wrapper.run(query, pages)
+
+    return Calls([call() for _ in range(copies_of(case))], case.kv_bytes)
 
 
 def sdpa_calls(case: Case, device: torch.device) -> Calls:
@@ -186,7 +219,11 @@ KERNELS = {
     "w8a8": (W8A8_KERNEL, Int(8, None, True, Activations.INT8)),
     "fp8": (FP8_W8A16_KERNEL, Fp8()),
     "fp8 w8a8": (FP8_KERNEL, Fp8(Activations.FP8)),
+    "humming int4 g128": (humming.KERNEL, Int(4, 128)),
+    "humming int8": (humming.KERNEL, Int(8, None)),
 }
+INSTEAD_OF = {"humming int4 g128": "int4 g128", "humming int8": "int8", FLASHINFER: "pages 16bit"}
+"""Optional kernels, and our own that they may replace."""
 DENSE = "cuBLAS bf16"
 
 
@@ -215,6 +252,11 @@ def linears(name: str, rows: int, columns: int, device: torch.device) -> list[Ca
     return [first, *(make() for _ in range(num_copies(weight_bytes(name, rows, columns)) - 1))]
 
 
+def default_kernels() -> list[str]:
+    """Returns all kernels but those of packages that are not installed."""
+    return [name for name in KERNELS if name not in INSTEAD_OF or humming.is_installed()]
+
+
 def weight_bytes(name: str, rows: int, columns: int) -> int:
     if name == DENSE:
         return rows * columns * 2
@@ -235,28 +277,53 @@ def measure(shape: str, tokens: int, name: str, device: torch.device) -> Measure
 def measure_or_say(
     shape: str, tokens: int, name: str, device: torch.device, say: Callable[[str], None]
 ) -> Measured | None:
-    """None where a peer cannot: then it says why."""
+    """None where a kernel cannot: then it says why."""
     try:
         return measure(shape, tokens, name, device)
-    except (RuntimeError, ValueError, NotImplementedError, ImportError) as error:
-        if name not in PEERS:
-            raise
-        say(f"{name} cannot do {shape} for {tokens} tokens: {str(error).splitlines()[0]}")
+    except (RuntimeError, ValueError, NotImplementedError, ImportError, *triton_errors()) as error:
+        say(f"{name} cannot do {shape} for {tokens} tokens: {_first_line(error)}")
         return None
 
 
-def measure_attention(contexts: Sequence[int], batches: Sequence[int], device: torch.device) -> list[Measured]:
-    """One decode step with the heads of an 8B model."""
-    from runtime.backends.triton.linear import num_processors
+def triton_errors() -> tuple[type[Exception], ...]:
+    """Returns what Triton raises where a kernel does not compile or does not fit, which are no RuntimeErrors."""
+    try:
+        from triton.errors import TritonError
+    except ImportError:
+        return ()
+    return (TritonError,)
 
-    measured = []
-    for case in (Case(batch, context) for batch in batches for context in contexts):
-        found = {SDPA: sdpa_calls(case, device)}
-        found |= {f"pages {form}": paged_calls(case, form, num_processors(device), device) for form in FORMS}
-        for name, calls in found.items():
-            seconds = seconds_per_call(calls.calls)
-            measured.append(Measured(f"{case.context} keys", case.batch, name, seconds, calls.nbytes))
-    return measured
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+SPAN = 2048
+"""Tokens of a chunk of a prompt behind a cached prefix."""
+
+
+def attention_calls(case: Case, name: str, device: torch.device, tokens: int) -> Calls:
+    """The last tokens of each sequence, by SDPA, by flashinfer, or over pages of a form."""
+    from runtime.backends.triton.device import num_processors
+
+    if name == SDPA:
+        return sdpa_calls(case, device)
+    if name == FLASHINFER:
+        return flashinfer_calls(case, device, tokens)
+    return paged_calls(case, name.removeprefix(PAGES), num_processors(device), device, tokens)
+
+
+def measure_attention(
+    case: Case, name: str, device: torch.device, say: Callable[[str], None], tokens: int = 1
+) -> Measured | None:
+    """One step of the last tokens with the heads of an 8B model; None where that cannot."""
+    place = (f"{case.context} keys", case.batch) if tokens == 1 else (f"{case.heads}x{case.head_dim}", case.context)
+    try:
+        calls = attention_calls(case, name, device, tokens)
+        return Measured(*place, name, seconds_per_call(calls.calls), calls.nbytes)
+    except (RuntimeError, *triton_errors()) as error:
+        say(f"{name} cannot do {tokens} tokens of {case.batch} x {case.context} keys: {_first_line(error)}")
+        return None
 
 
 def table(measured: Sequence[Measured], stream: float, first: str = DENSE) -> list[Row]:
@@ -268,26 +335,51 @@ def table(measured: Sequence[Measured], stream: float, first: str = DENSE) -> li
             "tokens": str(each.tokens),
             "kernel": each.name,
             "microseconds": f"{each.seconds * 1e6:.1f}",
-            f"x {first}": f"{dense[each.shape, each.tokens] / each.seconds:.2f}",
+            f"x {first}": _ratio(dense.get((each.shape, each.tokens)), each.seconds),
             "GB/s": f"{each.nbytes / each.seconds / 1e9:.0f}",
             "of the stream": f"{each.nbytes / each.seconds / stream:.0%}",
         }
-        for each in measured
+        for each in sorted(measured, key=lambda each: (each.shape, each.tokens))
     ]
+
+
+def _ratio(dense: float | None, seconds: float) -> str:
+    return "-" if dense is None else f"{dense / seconds:.2f}"
+
+
+def speedups(measured: Sequence[Measured]) -> Speedups:
+    """Returns the speed of optional kernels over those that they may replace, by scheme, as the registry reads it."""
+    seconds = {(each.name, each.shape, each.tokens): each.seconds for each in measured}
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for (name, shape, tokens), taken in seconds.items():
+        if own := seconds.get((INSTEAD_OF.get(name, ""), shape, tokens)):
+            scheme = flashinfer.MEASURED if name == FLASHINFER else str(KERNELS[name][1])
+            by_shape = found.setdefault(scheme, {})
+            by_shape.setdefault(shape, {})[str(tokens)] = round(own / taken, 3)
+    return found
+
+
+def write_tables(measured: Sequence[Measured], folder: Path) -> Path:
+    """Writes the table by which the registry chooses an optional kernel on this GPU, and returns its path."""
+    gpu = torch.cuda.get_device_name()
+    path = table_path(folder, gpu)
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(to_json(gpu, speedups(measured)), encoding="utf-8")
+    return path
 
 
 def candidates(tokens: int) -> Iterator[KernelConfig]:
     """Yields configurations of the int4 kernels worth measuring for a number of tokens."""
     if tokens <= 128:
-        for block_n in (64, 128):
-            for num_warps in (4, 8):
-                for num_stages in (3, 4, 5):
-                    for splits in (1, 2, 4, 8, 16):
-                        yield KernelConfig(SKINNY, block_n, min(64, max(16, tokens)), num_warps, num_stages, splits)
+        block_m = min(64, max(8, tokens))
+        for (block_n, num_warps), num_stages, splits in product(((64, 2), (64, 4), (128, 4)), (3, 4, 5), SPLITS):
+            yield KernelConfig(SKINNY, block_n, block_m, num_warps, num_stages, splits)
     if tokens >= 64:
-        for block_m in (64, 128, 256):
-            for num_stages in (2, 3):
-                yield KernelConfig(GEMM, 128, block_m, 8, num_stages)
+        few_splits = [splits for splits in SPLITS if splits * tokens <= 1024]
+        for (block_m, num_warps), num_stages, splits in product(
+            ((64, 4), (128, 8), (256, 8)), (2, 3), few_splits or [1]
+        ):
+            yield KernelConfig(GEMM, 128, block_m, num_warps, num_stages, splits)
     if tokens >= 256:
         yield KernelConfig(EXPAND)
 
@@ -295,30 +387,79 @@ def candidates(tokens: int) -> Iterator[KernelConfig]:
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shapes", nargs="+", default=SHAPES, help="rows x columns")
     parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS)
-    parser.add_argument("--kernels", nargs="+", default=list(KERNELS), choices=list(KERNELS))
+    parser.add_argument("--kernels", nargs="+", default=default_kernels(), choices=list(KERNELS))
+    parser.add_argument("--no-peers", action="store_true", help="leave out kernels of other projects")
     parser.add_argument("--contexts", nargs="*", type=int, default=(4096, 32768), help="keys of a step of attention")
     parser.add_argument("--batches", nargs="+", type=int, default=(1, 16), help="sequences of a step of attention")
     parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--write-tables", action="store_true", help="let the registry choose by these figures")
+
+
+@dataclass
+class Figures:
+    """Figures so far, written after each: the run may be cut off.
+
+    Attributes:
+        failed: our own kernels that could not.
+    """
+
+    path: Path | None
+    facts: Mapping[str, Any]
+    stream: float
+    rows: list[Measured] = field(default_factory=list)
+    attention: list[Measured] = field(default_factory=list)
+    spans: list[Measured] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+
+    def add(self, found: Measured | None, rows: list[Measured], name: str) -> None:
+        if found is not None:
+            rows.append(found)
+        elif name not in (*PEERS, *INSTEAD_OF, SDPA):
+            self.failed.append(name)
+        if self.path is not None:
+            lists = {
+                "rows": [asdict(each) for each in self.rows],
+                "attention": [asdict(each) for each in self.attention],
+            }
+            write_json(self.path, {"facts": self.facts, "stream": self.stream, **lists, "failed": self.failed})
+
+    def show(self, console: Console) -> None:
+        tables = {
+            "Linears: medians over replays": (self.rows, DENSE),
+            "Attention of one layer": (self.attention, SDPA),
+            f"Attention of one layer: the last {SPAN} tokens of a sequence": (self.spans, f"{PAGES}16bit"),
+        }
+        for title, (rows, first) in tables.items():
+            if rows:
+                print_with_markdown(title, table(rows, self.stream, first), console)
 
 
 def run(options: argparse.Namespace) -> int:
     console = Console(width=160, highlight=False)
     device = require_gpu()
-    facts, stream = environment(), read_stream(device)
-    console.print(describe(facts))
-    console.print(f"read stream: {stream / 1e9:.0f} GB/s")
-    tried = [
-        measure_or_say(shape, tokens, name, device, console.print)
-        for shape in options.shapes
-        for tokens in options.tokens
-        for name in (DENSE, *peers(), *options.kernels)
-    ]
-    measured = [each for each in tried if each is not None]
-    print_with_markdown("Linears: medians over replays", table(measured, stream), console)
-    attention = measure_attention(options.contexts, options.batches, device)
-    if attention:
-        print_with_markdown("Attention of one layer", table(attention, stream, attention[0].name), console)
-    if options.json:
-        rows = {"rows": [asdict(each) for each in measured], "attention": [asdict(each) for each in attention]}
-        write_json(options.json, {"facts": facts, "stream": stream, **rows})
-    return 0
+    figures = Figures(options.json, environment(), read_stream(device))
+    console.print(describe(figures.facts))
+    console.print(f"read stream: {figures.stream / 1e9:.0f} GB/s")
+
+    def time_linears(names: Sequence[str]) -> None:
+        for name, tokens, shape in product(names, options.tokens, options.shapes):
+            figures.add(measure_or_say(shape, tokens, name, device, console.print), figures.rows, name)
+
+    def time_attention(names: Sequence[str], batches: Sequence[int], rows: list[Measured], tokens: int = 1) -> None:
+        for name, context, batch in product(names, options.contexts, batches):
+            if context >= tokens:
+                found = measure_attention(Case(batch, context), name, device, console.print, tokens)
+                figures.add(found, rows, name)
+
+    # What matters most comes first.
+    time_linears([*options.kernels[:1], DENSE])
+    time_attention([f"{PAGES}int4", f"{PAGES}16bit"], options.batches, figures.attention)
+    optional = [FLASHINFER] if flashinfer.is_installed() else []
+    time_attention([f"{PAGES}16bit", *optional], [1], figures.spans, SPAN)
+    time_attention([SDPA, f"{PAGES}fp8", f"{PAGES}int8", *optional], options.batches, figures.attention)
+    time_linears([*options.kernels[1:], *([] if options.no_peers else peers())])
+    figures.show(console)
+    if options.write_tables:
+        for folder, rows in ((humming.TABLES, figures.rows), (flashinfer.TABLES, figures.spans)):
+            console.print(f"written: {write_tables(rows, folder)}")
+    return int(bool(figures.failed))

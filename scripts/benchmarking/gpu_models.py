@@ -12,7 +12,10 @@ there is no GPU.
 from __future__ import annotations
 
 import argparse
+import shutil
+import signal
 import statistics
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -35,6 +38,7 @@ from benchmarking.contenders import (
 )
 from benchmarking.machine import Stopwatch, environment, in_own_process, peak_device_bytes, peak_host_bytes
 from benchmarking.tables import Row, describe, markdown_table, print_with_markdown, write_json
+from compress.common.cli import demo_model_path
 
 MAX_SEQUENCES = 64
 CACHE_ROOM = 128
@@ -52,6 +56,7 @@ class Measurement:
         kv_cache: form of the engine's keys and values.
         static_cache: tokens of transformers' static cache behind the prompt; 0: its cache grows.
         single, mixed: whether it does single tasks, and requests of mixed lengths.
+        overlap: the engine submits a step before it reads the last one.
     """
 
     folder: str
@@ -60,11 +65,14 @@ class Measurement:
     static_cache: int = 0
     single: bool = True
     mixed: bool = True
+    overlap: bool = True
 
     def settings(self, device: str, kv_memory_bytes: int | None) -> Settings:
         sizes = {"max_num_batched_tokens": STEP_TOKENS, "prefill_chunk": STEP_TOKENS}
-        cache = {"kv_cache": self.kv_cache, "kv_memory_bytes": kv_memory_bytes}
-        return Settings(batch=MAX_SEQUENCES, device=device, engine=sizes | cache, static_cache=self.static_cache)
+        # What is compiled or captured later would count as time of a step.
+        cache = {"kv_cache": self.kv_cache, "kv_memory_bytes": kv_memory_bytes, "warm_up": True}
+        options = sizes | cache | {"overlap": self.overlap}
+        return Settings(batch=MAX_SEQUENCES, device=device, engine=options, static_cache=self.static_cache)
 
 
 MEASUREMENTS = {
@@ -75,6 +83,7 @@ MEASUREMENTS = {
     "transformers, eager": Measurement("dense", static_batches, mixed=False),
     "transformers, compiled static cache": Measurement("dense", static_batches, static_cache=CACHE_ROOM, mixed=False),
     "transformers, continuous batching": Measurement("dense", continuous, single=False),
+    "engine int4, serial steps": Measurement("int4", engine, overlap=False),
 }
 
 
@@ -108,7 +117,7 @@ class Figures:
     """Figures of one contender; None or left out where it was not asked.
 
     Attributes:
-        first_token: seconds from before loading to the first token.
+        first_token: seconds from before loading to the first token, compiling and capturing included.
         decode: seconds of a step, by batch.
         step_bytes: weights, keys and values that such a step must read.
         prefill: tokens per second.
@@ -185,24 +194,33 @@ UNKNOWN = "-"
 
 
 def prepare(form: str, work: Path, shape: str, device: str) -> Path:
-    """Returns the folder of the model in one form, which its first contender makes: dense, or packed by rounding to
-    8 bits, or to 4 bits with an 8-bit head."""
-    from benchmarking.models import SHAPES, compress, write_model
+    """Returns the folder of the model in one form, which its first contender makes: dense, or in 8 or 4 bits, each with
+    an 8-bit head. The demo model is rounded; others have random codes."""
+    from benchmarking.models import SHAPES, compress, write_packed_model
     from compress.checkpoint.weights import Int
-    from compress.common.cli import demo_model_path
-    from compress.recipe import HEAD_TARGET, CalibrationOptions, QuantizeStage
+    from compress.recipe import CalibrationOptions, QuantizeStage
 
-    demo, folder = shape == "demo", work / form
-    if form == "dense" and demo:
+    folder, is_int8 = work / form, form == "int8"
+    if shape == "demo" and form == "dense":
         return demo_model_path()
-    if not folder.exists() and form == "dense":
-        write_model(folder, SHAPES[shape], device=device)
+    if not folder.exists() and shape == "demo":
+        stages = [QuantizeStage("rtn", Int(8, None) if is_int8 else Int(4, 64))]
+        compress(demo_model_path(), folder, stages, CalibrationOptions(), device=device)
     elif not folder.exists():
-        scheme = Int(8, None) if form == "int8" else Int(4, 64 if demo else 128)
-        head = [] if demo else [QuantizeStage("rtn", Int(8, 64), targets=(HEAD_TARGET,))]
-        dense = prepare("dense", work, shape, device)
-        compress(dense, folder, [QuantizeStage("rtn", scheme), *head], CalibrationOptions(), device=device)
+        packed = (Int(8, None) if is_int8 else Int(4, 128), Int(8, 64))
+        write_packed_model(folder, SHAPES[shape], *((None, None) if form == "dense" else packed), device)
     return folder
+
+
+SHARED_MEMORY = Path("/dev/shm")
+ROOM = 4 * 10**10
+"""Bytes of the three forms of a model of 8 billion parameters, and some more."""
+
+
+def room_for_models() -> Path | None:
+    """Returns a folder in memory that has room for large models, or None for the default of temporary files."""
+    has_room = SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > ROOM
+    return SHARED_MEMORY if has_room else None
 
 
 def stream_of(device: str) -> float | None:
@@ -271,9 +289,9 @@ def run(options: argparse.Namespace) -> int:
     stream = in_own_process(stream_of, options.device)
     facts = in_own_process(environment) | {"shape": options.shape, "read stream GB/s": stream and round(stream / 1e9)}
     console.print(describe(facts))
-    with tempfile.TemporaryDirectory() as folder:
-        dense = in_own_process(prepare, "dense", Path(folder), options.shape, options.device)
-        jobs = mixed_jobs(dense, options.requests, options.shortest, options.longest)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the models are removed
+    with tempfile.TemporaryDirectory(dir=room_for_models()) as folder:
+        jobs = mixed_jobs(demo_model_path(), options.requests, options.shortest, options.longest)
         kv_bytes = None if options.device == "cpu" else round(options.kv_memory * 1e9)
         sizes = options.prompt, options.steps, options.prefill
         work = Work(tuple(options.batches), *sizes, tuple(jobs), options.rounds, kv_bytes)

@@ -15,6 +15,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+from compress.common.cli import let_threads_sleep
 from compress.common.errors import ToolkitError
 from runtime.bench.figures import processor_name
 
@@ -58,7 +59,11 @@ Result = TypeVar("Result")
 
 
 def in_own_process(work: Callable[..., Result], *arguments: object) -> Result:
-    """Runs `work(*arguments)` in a fresh interpreter and returns its result; both must be picklable."""
+    """Runs `work(*arguments)` in a fresh interpreter and returns its result; both must be picklable.
+
+    Threads of PyTorch sleep there while they wait, as those of the commands do.
+    """
+    let_threads_sleep()
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(work, *arguments).result()
 

@@ -7,16 +7,22 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from safetensors.torch import save_file
+from torch import Tensor
 
+from benchmarking.cpu_kernels import random_weight
 from benchmarking.machine import Stopwatch, peak_device_bytes, peak_host_bytes
 from calibration.sources import load_texts
+from compress.checkpoint.config import HEAD
+from compress.checkpoint.weights import Scheme
 from compress.common.cli import demo_model_path
 from compress.recipe import CalibrationOptions, Recipe, Stage
 
@@ -82,9 +88,86 @@ def write_model(folder: Path, shape: Shape, seed: int = 0, device: str = "cpu") 
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config_of(shape), dtype=torch.bfloat16)
     model.save_pretrained(folder, max_shard_size="1GB")
+    _copy_tokenizer(folder)
+    return model.num_parameters()
+
+
+def write_packed_model(
+    folder: Path, shape: Shape, scheme: Scheme | None, head: Scheme | None = None, device: str = "cpu"
+) -> None:
+    """Writes a model whose linears have random codes of a scheme, and its output head of another; None: in bfloat16.
+
+    All layers have the same tensors, which are made once: so a large model is there in seconds.
+    """
+    from compress.checkpoint.config import packed_config, write_config
+    from compress.checkpoint.formats import format_for
+
+    config = config_of(shape)
+    named = _modules(config)
+    schemes = {name: head if name == HEAD else scheme for name, size in named.items() if _is_linear(name, size)}
+    packed = {name: found for name, found in schemes.items() if found is not None}
+    folder.mkdir(parents=True)
+    shards = _write_shards(folder, named, packed, device)
+    index = {"metadata": {}, "weight_map": shards}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    ignored = sorted(set(schemes) - set(packed))
+    quantization = format_for(packed).quantization_config(packed, ignored) if packed else {}
+    write_config(folder, packed_config({**config.to_dict(), "dtype": "bfloat16"}, quantization, packed))
+    _copy_tokenizer(folder)
+
+
+def _modules(config: PretrainedConfig) -> dict[str, tuple[int, ...]]:
+    """Shapes of the parameters of a model by name, without `.weight`."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        parameters = AutoModelForCausalLM.from_config(config).state_dict()
+    return {name.removesuffix(".weight"): tuple(tensor.shape) for name, tensor in parameters.items()}
+
+
+def _is_linear(name: str, size: tuple[int, ...]) -> bool:
+    return len(size) == 2 and (name == HEAD or name.endswith("_proj"))
+
+
+def _write_shards(
+    folder: Path, named: Mapping[str, tuple[int, ...]], packed: Mapping[str, Scheme], device: str
+) -> dict[str, str]:
+    """Writes one file for each layer and one for the rest, and returns the file of each tensor."""
+    files: dict[str, str] = {}
+    layers: dict[str, list[str]] = defaultdict(list)
+    for name in named:
+        layers[".".join(name.split(".")[:3]) if ".layers." in name else "rest"].append(name)
+    made: dict[tuple[str, tuple[int, ...]], dict[str, Tensor]] = {}
+    for layer, names in layers.items():
+        tensors, file = {}, f"model-{layer.rpartition('.')[2]}.safetensors"
+        for name in names:
+            own = name.removeprefix(f"{layer}.")
+            if (own, named[name]) not in made:
+                made[own, named[name]] = _random_tensors(named[name], packed.get(name), packed, device)
+            tensors |= {name + suffix: tensor for suffix, tensor in made[own, named[name]].items()}
+        save_file(tensors, folder / file, {"format": "pt"})
+        files |= dict.fromkeys(tensors, file)
+    return files
+
+
+def _random_tensors(
+    size: tuple[int, ...], scheme: Scheme | None, packed: Mapping[str, Scheme], device: str
+) -> dict[str, Tensor]:
+    """Stored tensors of one parameter in the memory of the host, by suffix."""
+    from compress.checkpoint.formats import format_for, stored_tensors
+
+    if scheme is None:
+        numbers = torch.ones(size) if len(size) == 1 else torch.randn(size, device=device) * 0.02
+        return {".weight": numbers.bfloat16().cpu()}
+    weight = random_weight(*size, scheme, torch.device(device))
+    weight.scales.mul_(16 / 2**scheme.bits)
+    found = stored_tensors(format_for(packed), "", weight, torch.bfloat16)
+    return {suffix: tensor.cpu().contiguous() for suffix, tensor in found.items()}
+
+
+def _copy_tokenizer(folder: Path) -> None:
     for file in demo_model_path().glob("tokenizer*"):
         shutil.copy(file, folder)
-    return model.num_parameters()
 
 
 def write_calibration(path: Path, tokens: int) -> None:

@@ -21,7 +21,7 @@ from runtime.core.attention_window import FULL_ATTENTION
 from runtime.core.config import RuntimeConfig
 from runtime.core.draft_states import StateCosts
 from runtime.core.request import RequestOptions, SamplingParams
-from runtime.core.step import SampledToken, StepOutput, StepPlan
+from runtime.core.step import ComputedStep, SampledToken, StepOutput, StepPlan
 from runtime.engine.engine import Engine
 from runtime.text.tokenizer import Tokenizer
 
@@ -44,11 +44,11 @@ class InstantRunner:
         self.num_blocks, self.num_host_blocks = num_blocks, num_host_blocks
         self.asked = self.answered = 0.0
 
-    def execute(self, plan: StepPlan) -> StepOutput:
+    def submit(self, plan: StepPlan) -> ComputedStep:
         self.asked = time.thread_time()
         output = StepOutput({entry.sequence.id: [SampledToken(300)] for entry in plan.entries if entry.samples})
         self.answered = time.thread_time()
-        return output
+        return ComputedStep(output)
 
 
 def step_milliseconds(engine: Engine, runner: InstantRunner) -> list[tuple[float, float]]:

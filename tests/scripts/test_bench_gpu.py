@@ -21,6 +21,30 @@ def test_a_step_reads_every_weight_but_the_embedding_and_all_keys_and_values(tmp
     assert step_bytes(tmp_path / "model", "int4", 3, 100) < weights + 100 * keys_and_values
 
 
+@pytest.mark.full
+@pytest.mark.parametrize(("form", "bits"), [("dense", 16), ("int8", 8), ("int4", 4)])
+def test_forms_of_a_model_are_made_of_random_codes(tmp_path: Path, form: str, bits: int) -> None:
+    from benchmarking.gpu_models import prepare
+    from benchmarking.models import SHAPES, write_model
+
+    from compress.checkpoint.reader import PackedCheckpoint
+    from runtime.core.config import RuntimeConfig
+    from runtime.core.request import SamplingParams
+    from runtime.llm import LLM
+
+    parameters = write_model(tmp_path / "made by transformers", SHAPES["tiny"])
+    folder = prepare(form, tmp_path, "tiny", "cpu")
+    checkpoint, embedding = PackedCheckpoint.open(folder), 8192 * 128
+    stored = sum(checkpoint.files.tensor(name).nbytes for name in checkpoint.files)
+    head = embedding * (2 if bits == 16 else 1)
+    assert stored == pytest.approx(2 * embedding + head + (parameters - 2 * embedding) * bits / 8, rel=0.04)
+    layers = [scheme.bits for name, scheme in checkpoint.schemes.items() if "layers" in name]
+    assert layers == ([] if bits == 16 else 14 * [bits])
+    llm = LLM(folder, RuntimeConfig(device="cpu", num_blocks=20))
+    answer = llm.generate([(1, 2)], SamplingParams(4, ignore_eos=True))
+    assert len(answer[0].token_ids) == 4
+
+
 def test_a_step_is_what_more_tokens_take_longer_than_one(monkeypatch: pytest.MonkeyPatch) -> None:
     from benchmarking import gpu_models
 

@@ -59,3 +59,14 @@ def test_throughput_compares_the_dense_and_the_packed_model(tmp_path: Path) -> N
     (timed,) = json.loads(figures.read_text())["rounds"]
     assert [run["name"] for run in timed] == ["engine, dense", "engine, int4"]
     assert all(len(run["outputs"]) == 2 and run["seconds"] > 0 for run in timed)
+
+
+@pytest.mark.full
+def test_starts_with_and_without_prepared_weights(capsys: pytest.CaptureFixture[str]) -> None:
+    import bench_serve
+
+    assert bench_serve.main(["start", "--rounds", "1"]) == 0
+    rows = [row for row in table(capsys.readouterr().out) if row[0] != "start"]
+    ways = ["runtime generate", "runtime serve, first answer"]
+    assert [row[0] for row in rows] == ["import torch alone", *ways, *(f"{way}, prepared" for way in ways)]
+    assert all(float(row[4]) > 0.1 for row in rows)

@@ -1,4 +1,4 @@
-"""`scripts/bench_quality.py` and `scripts/bench_compress.py` at the smallest size that still runs every part."""
+"""`bench_quality.py`, `bench_compress.py` and `bench_eval.py` at the smallest size that still runs every part."""
 
 from __future__ import annotations
 
@@ -125,6 +125,17 @@ def test_compression_is_measured_beside_a_dense_pass(tmp_path: Path, capsys):
     assert [path.name for path in tmp_path.iterdir()] == ["figures.json"]
 
 
+@pytest.mark.full
+def test_streamed_and_resident_evaluations_are_measured_in_turn(tmp_path: Path, capsys):
+    import bench_eval
+
+    assert bench_eval.main(["--shape", "tiny", "--tokens", "256", "--work", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert "| --stream |" in shown
+    assert "same figures" in shown
+    assert not list(tmp_path.iterdir())
+
+
 def test_random_model_loads_in_transformers(tmp_path: Path):
     from benchmarking.models import SHAPES, write_model
     from transformers import AutoModelForCausalLM
@@ -143,6 +154,15 @@ def test_peak_memory_is_of_this_process():
     assert peak_host_bytes() > ballast.nbytes
     # A bare interpreter does not inherit the peak of the one that started it.
     assert in_own_process(peak_host_bytes) < ballast.nbytes
+
+
+@pytest.mark.skipif(library() is None, reason="the CPU kernels are not compiled")
+def test_sampling_is_timed_in_turns() -> None:
+    from benchmarking.cpu_sampling import KINDS, sampling_rows
+
+    rows = sampling_rows(640, [1, 3], torch.bfloat16, 0.0)
+    assert [row["draw"] for row in rows] == list(KINDS)
+    assert all(row[column].endswith("x)") for row in rows for column in ("R=1", "R=3"))
 
 
 @pytest.mark.skipif(library() is None, reason="the CPU kernels are not compiled")
