@@ -43,6 +43,15 @@ def test_importing_needs_no_torch() -> None:
     assert result.stdout.splitlines() == [f"{name} False" for name in modules]
 
 
+def test_a_start_imports_no_compiler() -> None:
+    """TorchDynamo alone takes as long to import as the rest of PyTorch; transformers reads no model of a family."""
+    slow = {"torch._dynamo", "torch._inductor", "transformers", "triton"}
+    modules = ["runtime.llm", "runtime.model.loader", "runtime.runner.runner", "runtime.speculative.build"]
+    code = f"import sys, {', '.join(modules)}\nprint(*sorted({slow} & set(sys.modules)))"
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert result.stdout.split() == []
+
+
 def test_everything_but_kernels_imports_without_triton() -> None:
     """Triton is no dependency: on a CPU the package is installed without it."""
     modules = ["runtime.backends.registry", "runtime.runner.runner", "runtime.memory.estimate", "compress.pipeline.run"]
