@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from shared_store import SharedStore
-from tiny_models import GEMMA4_LAYERS, VARIANTS, auto_class
+from tiny_configs import GEMMA4_LAYERS, VARIANTS
+from tiny_models import auto_class
 
 from compress.common.cli import demo_model_path
 from compress.pipeline.prepare import RunRequest, prepare

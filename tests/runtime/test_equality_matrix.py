@@ -22,7 +22,8 @@ from covering import covering
 from engines import small_engine
 from servers import events
 from shared_store import SharedStore
-from tiny_models import VARIANTS, save_tiny_model
+from tiny_configs import VARIANTS
+from tiny_models import save_tiny_model
 
 from compress.common.cli import BUNDLED, bundled_path, demo_model_path
 from runtime.engine.engine import Engine

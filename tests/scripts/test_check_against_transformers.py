@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 from folders import change_config
-from tiny_models import VARIANTS, save_tiny_model
+from tiny_configs import VARIANTS
+from tiny_models import save_tiny_model
 
 from compress.common.cli import demo_model_path
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_models import SIZES, VARIANTS, load_reference, save_tiny_model
+from tiny_configs import SIZES, VARIANTS
+from tiny_models import load_reference, save_tiny_model
 from torch import Tensor, nn
 
 FAMILIES = (

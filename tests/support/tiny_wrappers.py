@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from folders import change_tensors
-from tiny_models import GEMMA4_LAYERS, SIZES, VARIANTS
+from tiny_configs import GEMMA4_LAYERS, SIZES, VARIANTS
 from torch import nn
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from tiny_models import SIZES
+from tiny_configs import SIZES
 
 from compress.checkpoint.expert_files import ExpertFiles, split_experts
 from compress.checkpoint.safetensors import TensorFiles

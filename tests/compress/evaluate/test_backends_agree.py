@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 from covering import sample
-from tiny_models import MIXTURES, VARIANTS, load_reference, pack_model, reference_logits, save_tiny_model
+from tiny_configs import MIXTURES, VARIANTS
+from tiny_models import load_reference, pack_model, reference_logits, save_tiny_model
 
 from compress.checkpoint.config import read_config
 from compress.checkpoint.weights import Int

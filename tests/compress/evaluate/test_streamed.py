@@ -9,7 +9,8 @@ import torch
 from covering import sample
 from folders import change_tensors, private_copy
 from runs import compress
-from tiny_models import MIXTURES, VARIANTS, pack_model, save_tiny_model
+from tiny_configs import MIXTURES, VARIANTS
+from tiny_models import pack_model, save_tiny_model
 from torch import Tensor
 
 from compress.checkpoint.config import read_config

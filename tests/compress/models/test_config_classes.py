@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 from config_changes import Change, changes, legacy_changes, missing_fields, null_fields
-from tiny_models import SIZES, VARIANTS
+from tiny_configs import SIZES, VARIANTS
 from transformers import AutoConfig
 
 from compress.common.errors import CheckpointError

@@ -7,7 +7,7 @@ import pytest
 import runs
 from covering import sample
 from folders import change_config, private_copy
-from tiny_models import SIZES
+from tiny_configs import SIZES
 
 from compress.checkpoint.config import read_config
 from compress.checkpoint.verify import verify_structure

@@ -4,7 +4,8 @@ import math
 from pathlib import Path
 
 import pytest
-from tiny_models import DECAYS, SIZES, VARIANTS, save_tiny_model
+from tiny_configs import DECAYS, SIZES, VARIANTS
+from tiny_models import save_tiny_model
 from transformers import AutoConfig
 
 from compress.checkpoint.dequantized import open_source

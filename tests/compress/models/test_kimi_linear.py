@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_models import SIZES, VARIANTS, load_reference, reference_logits, save_tiny_model
+from tiny_configs import SIZES, VARIANTS
+from tiny_models import load_reference, reference_logits, save_tiny_model
 from transformers import AutoConfig
 
 from compress.models.families.kimi_linear import kimi_linear

@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from tiny_models import SIZES, VARIANTS
+from tiny_configs import SIZES, VARIANTS
 from transformers import AutoConfig
 
 from compress.common.errors import CheckpointError

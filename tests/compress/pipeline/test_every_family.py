@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 from runs import compress
-from tiny_models import MIXTURES, auto_class, compute_in_float64, reference_logits
+from tiny_configs import MIXTURES
+from tiny_models import auto_class, compute_in_float64, reference_logits
 from transformers import PreTrainedModel
 
 from compress.checkpoint.config import read_config

@@ -7,7 +7,8 @@ import runs
 import torch
 from folders import change_tensors
 from safetensors.torch import load_file
-from tiny_models import VARIANTS, save_tiny_model
+from tiny_configs import VARIANTS
+from tiny_models import save_tiny_model
 
 from calibration.statistics import InputStatistics
 from compress.checkpoint.config import read_config

@@ -6,11 +6,8 @@ import pytest
 import runs
 import torch
 from covering import sample
+from tiny_configs import GEMMA4_EXPERTS, MIXTURES, STACKED, VARIANTS
 from tiny_models import (
-    GEMMA4_EXPERTS,
-    MIXTURES,
-    STACKED,
-    VARIANTS,
     StayInFloat64,
     compute_decays,
     compute_in_float64,

@@ -9,7 +9,8 @@ import torch
 from folders import change_config, change_tensors, private_copy
 from killed_runs import killed_after_block
 from safetensors.torch import load_file
-from tiny_models import VARIANTS, load_reference, pack_model, put_checkpoint, reference_logits, save_tiny_model
+from tiny_configs import VARIANTS
+from tiny_models import load_reference, pack_model, put_checkpoint, reference_logits, save_tiny_model
 
 from compress.checkpoint.config import compression_block, quantization_block, read_config
 from compress.checkpoint.reader import PackedCheckpoint

@@ -8,7 +8,8 @@ import torch
 from folders import change_tensors
 from runs import prepared
 from safetensors.torch import load_file
-from tiny_models import VARIANTS, load_reference, reference_logits, save_tiny_model
+from tiny_configs import VARIANTS
+from tiny_models import load_reference, reference_logits, save_tiny_model
 
 from compress.checkpoint.config import read_config
 from compress.checkpoint.safetensors import TensorFiles

@@ -7,7 +7,7 @@ import pytest
 import torch
 from folders import change_tensors, private_copy
 from runs import prepared
-from tiny_models import SIZES
+from tiny_configs import SIZES
 from transformers import AutoConfig
 
 from compress.checkpoint.reader import PackedCheckpoint

@@ -9,7 +9,8 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 from engines import answer_all, small_engine
-from tiny_models import VARIANTS, save_tiny_model
+from tiny_configs import VARIANTS
+from tiny_models import save_tiny_model
 from torch import Tensor
 
 from runtime.backends.flashinfer import attention as flashinfer

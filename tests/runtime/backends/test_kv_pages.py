@@ -1,6 +1,6 @@
 import pytest
 import torch
-from tiny_models import SIZES
+from tiny_configs import SIZES
 
 from compress.checkpoint.kv_cache import UNCOMPRESSED
 from runtime.backends.kv_pages import BlockField, BlockMemory, TokenPages

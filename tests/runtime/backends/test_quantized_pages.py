@@ -7,7 +7,8 @@ import torch
 from engines import drain, tokens_of
 from poisoned_memory import poison
 from safetensors.torch import load_file, save_file
-from tiny_models import SIZES, save_tiny_model
+from tiny_configs import SIZES
+from tiny_models import save_tiny_model
 
 from calibration.sequences import load_tokenizer
 from calibration.sources import load_texts

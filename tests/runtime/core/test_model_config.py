@@ -3,7 +3,7 @@ import sys
 import time
 
 import pytest
-from tiny_models import SIZES, VARIANTS
+from tiny_configs import SIZES, VARIANTS
 
 from compress.common.errors import CheckpointError, ToolkitError
 from runtime.core.config import RuntimeConfig

@@ -7,7 +7,8 @@ import pytest
 import torch
 from covering import sample
 from engines import answer_all, small_engine
-from tiny_models import VARIANTS, load_reference, reference_logits, save_tiny_model
+from tiny_configs import VARIANTS
+from tiny_models import load_reference, reference_logits, save_tiny_model
 
 from runtime.core.request import SamplingParams
 from runtime.engine.engine import Engine

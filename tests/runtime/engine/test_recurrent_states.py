@@ -7,7 +7,8 @@ import pytest
 from covering import covering, sample
 from engines import Tokens, answer_all, small_engine
 from fake_runner import FakeDrafter, FakeRunner, expected_tokens
-from tiny_models import DELTA_NET, save_tiny_model
+from tiny_configs import DELTA_NET
+from tiny_models import save_tiny_model
 
 from compress.common.errors import ToolkitError
 from runtime.core.config import RuntimeConfig

@@ -7,7 +7,8 @@ from covering import sample
 from engines import Tokens, answer_all, drain, small_engine, tokens_of
 from fake_runner import FakeRunner, expected_tokens
 from fault_injection import FaultInjection
-from tiny_models import DELTA_NET, save_tiny_model
+from tiny_configs import DELTA_NET
+from tiny_models import save_tiny_model
 
 from runtime.core.config import RuntimeConfig
 from runtime.core.request import FinishReason, SamplingParams

@@ -2,7 +2,8 @@
 
 import torch
 from runs import foreseen_bytes
-from tiny_models import VARIANTS, save_tiny_model
+from tiny_configs import VARIANTS
+from tiny_models import save_tiny_model
 
 from runtime.model.loader import load_model
 

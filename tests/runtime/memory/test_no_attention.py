@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 from engines import answer_all, small_engine
-from tiny_models import VARIANTS, save_tiny_model
+from tiny_configs import VARIANTS
+from tiny_models import save_tiny_model
 
 from compress.checkpoint.config import read_config, write_config
 from compress.common.errors import ToolkitError

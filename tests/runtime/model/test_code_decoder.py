@@ -11,15 +11,8 @@ from engines import drain, small_engine, tokens_of
 from folders import change_config, change_tensors
 from runtime_command import runtime_here
 from safetensors.torch import save_file
-from tiny_models import (
-    SIZES,
-    compute_in_float64,
-    load_reference,
-    pack_model,
-    put_weights,
-    reference_logits,
-    save_tiny_model,
-)
+from tiny_configs import SIZES
+from tiny_models import compute_in_float64, load_reference, pack_model, put_weights, reference_logits, save_tiny_model
 from transformers import AutoConfig
 
 from compress.checkpoint.weights import Int

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 from config_changes import Change, changes
-from tiny_models import SIZES, VARIANTS, load_reference, reference_logits, save_tiny_model
+from tiny_configs import SIZES, VARIANTS
+from tiny_models import load_reference, reference_logits, save_tiny_model
 from torch import Tensor
 
 from compress.common.errors import CheckpointError

@@ -2,7 +2,8 @@ import json
 
 import pytest
 import torch
-from tiny_models import GEMMA4_EXPERTS, VARIANTS, load_reference, reference_logits, save_tiny_model
+from tiny_configs import GEMMA4_EXPERTS, VARIANTS
+from tiny_models import load_reference, reference_logits, save_tiny_model
 
 from compress.common.cli import BUNDLED, bundled_path
 from runtime.model.loader import load_model

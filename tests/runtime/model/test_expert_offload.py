@@ -8,7 +8,8 @@ import pytest
 import torch
 from engines import answer_all, small_engine
 from second_device import SECOND, OnSecond, SecondDevice
-from tiny_models import VARIANTS, pack_model, save_tiny_model
+from tiny_configs import VARIANTS
+from tiny_models import pack_model, save_tiny_model
 
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.weights import Int

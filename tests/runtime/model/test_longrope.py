@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 from engines import answer_all, small_engine
-from tiny_models import VARIANTS, load_reference, reference_logits, save_tiny_model
+from tiny_configs import VARIANTS
+from tiny_models import load_reference, reference_logits, save_tiny_model
 
 from compress.common.errors import ToolkitError
 from runtime.core.request import SamplingParams

@@ -7,7 +7,8 @@ import pytest
 import torch
 from engines import answer_all, small_engine
 from safetensors.torch import load_file, save_file
-from tiny_models import GEMMA4_EXPERTS, VARIANTS, load_reference, pack_model, reference_logits, save_tiny_model
+from tiny_configs import GEMMA4_EXPERTS, VARIANTS
+from tiny_models import load_reference, pack_model, reference_logits, save_tiny_model
 from torch import Tensor
 
 from compress.checkpoint.config import ModelConfig, read_config, write_config

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from tiny_models import VARIANTS, save_tiny_model
+from tiny_configs import VARIANTS
+from tiny_models import save_tiny_model
 from tiny_mtp import FAMILIES, PlainHead, save_mtp_model
 
 from compress.common.errors import ToolkitError

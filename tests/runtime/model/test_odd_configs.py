@@ -7,7 +7,8 @@ import torch
 from folders import change_config as edit_config
 from folders import change_tensors
 from safetensors.torch import load_file
-from tiny_models import SIZES, load_reference, reference_logits, save_tiny_model
+from tiny_configs import SIZES
+from tiny_models import load_reference, reference_logits, save_tiny_model
 
 from compress.checkpoint.reader import PackedCheckpoint
 from runtime.model.loader import load_model

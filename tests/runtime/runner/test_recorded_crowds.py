@@ -9,7 +9,8 @@ import pytest
 from constraints import NoRepeats, constrain
 from covering import sample
 from engines import Tokens, answer_all
-from tiny_models import VARIANTS, save_tiny_model
+from tiny_configs import VARIANTS
+from tiny_models import save_tiny_model
 from unrecorded_steps import capture_nothing, runner_on_cpu
 
 from runtime.core.batch import SamplingMetadata, slots_of

@@ -8,7 +8,8 @@ import pytest
 import torch
 from engines import collect, drain, small_engine, tokens_of
 from poisoned_memory import poison, poison_states
-from tiny_models import VARIANTS, load_reference, reference_logits, save_tiny_model
+from tiny_configs import VARIANTS
+from tiny_models import load_reference, reference_logits, save_tiny_model
 
 from compress.common.cli import demo_model_path
 from compress.cpu.binding import library

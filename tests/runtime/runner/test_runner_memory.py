@@ -1,5 +1,6 @@
 import pytest
-from tiny_models import DELTA_NET, SIZES, save_tiny_model
+from tiny_configs import DELTA_NET, SIZES
+from tiny_models import save_tiny_model
 
 from compress.common.device import format_bytes
 from compress.common.errors import ToolkitError

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 from engines import answer_all, small_engine
-from tiny_models import VARIANTS, save_tiny_model
+from tiny_configs import VARIANTS
+from tiny_models import save_tiny_model
 from torch import Tensor
 
 from compress.checkpoint.state_dtype import MeasuredStates, measured_states, with_measured_states

@@ -11,7 +11,8 @@ import torch
 from covering import sample
 from engines import answer_all
 from poisoned_memory import poison_states
-from tiny_models import VARIANTS, save_tiny_model
+from tiny_configs import VARIANTS
+from tiny_models import save_tiny_model
 from unrecorded_steps import capture_nothing, runner_on_cpu
 
 from runtime.backends.registry import records_by_layer

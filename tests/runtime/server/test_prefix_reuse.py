@@ -9,7 +9,8 @@ from typing import Any
 import httpx
 import pytest
 from servers import answer, serving_demo, serving_engine
-from tiny_models import DELTA_NET, save_tiny_model
+from tiny_configs import DELTA_NET
+from tiny_models import save_tiny_model
 
 from compress.common.cli import demo_model_path
 from runtime.core.config import RuntimeConfig

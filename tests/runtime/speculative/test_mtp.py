@@ -6,7 +6,7 @@ import pytest
 import torch
 from engines import Tokens, answer_all, small_engine
 from poisoned_memory import poison
-from tiny_models import SIZES, VARIANTS
+from tiny_configs import SIZES, VARIANTS
 from tiny_mtp import save_copying_model, save_mtp_model
 
 from compress.common.errors import ToolkitError

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 from covering import covering, sample
 from engines import Tokens, answer_all, small_engine
-from tiny_models import VARIANTS, save_tiny_model
+from tiny_configs import VARIANTS
+from tiny_models import save_tiny_model
 
 from compress.common.cli import demo_model_path
 from compress.common.errors import ToolkitError

@@ -9,7 +9,8 @@ import torch
 from covering import covering
 from engines import answer_all, small_engine
 from poisoned_memory import poison
-from tiny_models import VARIANTS, save_tiny_model
+from tiny_configs import VARIANTS
+from tiny_models import save_tiny_model
 from torch import Tensor
 
 from compress.checkpoint.kv_cache import KVCacheScheme

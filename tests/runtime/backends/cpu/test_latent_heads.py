@@ -6,7 +6,8 @@ import pytest
 import torch
 from covering import covering
 from runs import foreseen_bytes
-from tiny_models import VARIANTS, pack_model, random_weight, save_tiny_model
+from tiny_configs import VARIANTS
+from tiny_models import pack_model, random_weight, save_tiny_model
 
 from compress.checkpoint.weights import BlockFp8, Int
 from compress.cpu.binding import best_instruction_set, library, set_threads

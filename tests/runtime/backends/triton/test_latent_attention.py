@@ -10,7 +10,8 @@ import torch
 from covering import covering
 from engines import answer_all, small_engine
 from poisoned_memory import poison, poisoned_allocations
-from tiny_models import VARIANTS, save_tiny_model
+from tiny_configs import VARIANTS
+from tiny_models import save_tiny_model
 from torch import Tensor
 from triton_steps import use_triton
 

@@ -19,7 +19,8 @@ from state_layers import (
     random_weights,
     state_rows,
 )
-from tiny_models import VARIANTS, save_tiny_model
+from tiny_configs import VARIANTS
+from tiny_models import save_tiny_model
 from torch import Tensor
 
 from compress.models.mixers.gated_delta_net import GatedDeltaNet

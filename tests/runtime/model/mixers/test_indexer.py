@@ -8,7 +8,8 @@ import torch
 from engines import answer_all, small_engine
 from folders import change_config
 from runs import foreseen_bytes
-from tiny_models import VARIANTS, load_reference, pack_model, put_weights, reference_logits, save_tiny_model
+from tiny_configs import VARIANTS
+from tiny_models import load_reference, pack_model, put_weights, reference_logits, save_tiny_model
 
 from compress.checkpoint.kv_cache import KVCacheScheme
 from compress.checkpoint.weights import BlockFp8, Int, Scheme

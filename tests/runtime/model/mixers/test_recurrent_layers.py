@@ -5,7 +5,8 @@ from random import Random
 
 import pytest
 import torch
-from tiny_models import VARIANTS, save_tiny_model
+from tiny_configs import VARIANTS
+from tiny_models import save_tiny_model
 from torch import Tensor
 
 from runtime.backends.state_memory import StateMemory, StepStates
