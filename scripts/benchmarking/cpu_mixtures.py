@@ -19,7 +19,7 @@ from compress.models.linear import Linear as LinearSpec
 from compress.models.router import Router
 from runtime.backends.base import Linear, LinearKernel
 from runtime.backends.cpu.layers import CpuOps
-from runtime.backends.cpu.linear import PACKED, W4A8
+from runtime.backends.cpu.linear_kernels import PACKED, W4A8
 from runtime.backends.cpu.mixture import CpuMixture
 from runtime.model.mixture import Expert, Experts
 

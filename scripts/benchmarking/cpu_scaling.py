@@ -30,7 +30,8 @@ from benchmarking.tables import Row, describe, print_with_markdown
 from compress.checkpoint.weights import Int
 from compress.common.errors import ToolkitError
 from compress.cpu.binding import absence, library, set_threads
-from runtime.backends.cpu.linear import TILE, CpuLinear
+from runtime.backends.cpu.linear import CpuLinear
+from runtime.backends.cpu.weight_layout import TILE
 
 CHUNK_SECONDS = 40e-6
 """Work of a chunk, and how many of them a thread gets at least, as `linear.c` cuts them."""

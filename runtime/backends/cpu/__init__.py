@@ -20,7 +20,7 @@ from runtime.backends.cpu.layers import (
     prepare_attention,
     prepare_layers,
 )
-from runtime.backends.cpu.linear import DENSE, INT8, MXFP4, PACKED, SPARSE, W4A8, is_fast
+from runtime.backends.cpu.linear_kernels import DENSE, INT8, MXFP4, PACKED, SPARSE, W4A8, is_fast
 from runtime.backends.cpu.mixture import mixture_unsupported_reason, prepare_mixture
 from runtime.backends.cpu.sampling import CpuSampling
 from runtime.backends.cpu.state_step import (

@@ -1,15 +1,8 @@
-"""Packed linears in plain C on CPUs (`compress.cpu`): exact codes, scales and zero points, float32 or int32 sums.
-
-Five kernels over one layout. `cpu` multiplies by activations as they come, `cpu_sparse` does so and reads only
-what 2:4 sparsity keeps, `cpu_int8` multiplies by the 8-bit activations that the checkpoint asks for. `cpu_w4a8`
-rounds activations to 8 bits although the checkpoint does not ask for it: faster for many rows, and a little further
-from the model, so it serves only the mode `w4a8`. `cpu_mxfp4` looks 4-bit floats up in a table.
-"""
+"""Linears in plain C on CPUs (`compress.cpu`): exact codes, scales and zero points, float32 or int32 sums."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from ctypes import c_float, c_int, c_int32, c_int64, c_void_p
 from enum import IntEnum
 from functools import cache
@@ -17,59 +10,24 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from compress.checkpoint.weights import Int, Mxfp4, NMSparsity, Scheme
 from compress.checkpoint.weights.integer import IntegerWeight
-from compress.checkpoint.weights.mxfp4 import EXPONENT_BIAS, GROUP_SIZE, VALUES, Mxfp4Weight
-from compress.common.errors import SchemeError, ToolkitError
-from compress.cpu.binding import BEST, INSTRUCTION_SETS, absence, best_instruction_set, library
-from runtime.backends.base import DenseKernel, LinearKernel, Target
-from runtime.backends.cpu.choice import DENSE_FORM, dense_refusal, describe, fewest_tile_rows
-from runtime.backends.cpu.huge_pages import empty_words
-from runtime.backends.prepared_weight import Layout, PreparedWeight
+from compress.common.errors import ToolkitError
+from compress.cpu.binding import BEST, absence, library
+from runtime.backends.cpu.choice import DENSE_FORM, fewest_tile_rows
+from runtime.backends.cpu.kept_codes import ZERO_CODE, check_kept, expand_words
+from runtime.backends.cpu.weight_layout import (
+    NUMBER_BITS,
+    SPARSE_BITS,
+    TILE,
+    TYPES,
+    check_inputs,
+    check_prepared,
+    packed_words,
+    stored_bits,
+    tiled,
+)
+from runtime.backends.prepared_weight import PreparedWeight
 
-SPARSE_BITS = 3
-"""Per weight: two codes of 4 bits and two places of 2 bits for four of them."""
-ZERO_CODE = 8
-NUMBER_BITS = 16
-"""Bits of a weight that is bfloat16 numbers."""
-FASTER_SETS = ("avx2", "avx512")
-
-
-def kept_unsupported_reason(scheme: Scheme) -> str:
-    """Why a weight's zeros should be read, too; empty where reading kept codes alone was measured to be faster."""
-    if scheme.sparsity != NMSparsity(2, 4):
-        return "takes 2:4 sparsity"
-    if not scheme.symmetric or scheme.bits not in (3, 4):
-        return "takes symmetric codes of 3 and 4 bits"
-    best = INSTRUCTION_SETS[best_instruction_set()]
-    return "" if best in FASTER_SETS else f"was not seen to be faster with {best}"
-
-
-def check_kept(codes: Tensor) -> None:
-    """Refuses codes `[O, I]` of which more than two of four neighbours are not `ZERO_CODE`.
-
-    Raises:
-        SchemeError: there are such codes.
-    """
-    if (codes.unflatten(1, (-1, 4)) != ZERO_CODE).sum(-1, dtype=torch.uint8).max() > 2:
-        raise SchemeError(
-            "a weight recorded as 2:4 sparse keeps more than 2 of 4 values", "Use --linear-backend reference"
-        )
-
-
-def expand_words(words: Tensor) -> Tensor:
-    """Codes `[T, I]`, int32, from words `[T, I * 3 / 32]`."""
-    codes, places = words.unflatten(1, (-1, 3)).split((2, 1), -1)
-    nibbles = torch.arange(0, 32, 4, dtype=torch.int32)
-    kept = (codes.unsqueeze(-1) >> nibbles & 15).flatten(-2).unflatten(-1, (8, 2))
-    where = (places >> torch.arange(0, 32, 2, dtype=torch.int32) & 3).unflatten(-1, (8, 2))
-    filled = torch.full((*kept.shape[:-1], 4), ZERO_CODE, dtype=torch.int32)
-    return filled.scatter_(-1, where.long(), kept).flatten(1)
-
-
-TILE = 64
-INPUT_MULTIPLE = 32
-TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 ERRORS = {-1: "this machine lacks the instruction set", -2: "there is no memory"}
 
 
@@ -233,16 +191,16 @@ class CpuLinear:
         code_bits = 4 if sparse else stored_bits(weight.scheme.bits)
         bits = SPARSE_BITS if sparse else code_bits
         group = self.in_features // weight.scales.shape[1]
-        _check_inputs(group)
+        check_inputs(group)
         middle = 1 << (code_bits - 1)
         shift = 0 if codebook is not None else middle - weight.scheme.midpoint
         codes = (weight.qweight + shift).contiguous()
         if sparse:
             check_kept(codes)
-        self._words = _empty_words(self.out_features, self.in_features, bits)
+        self._words = packed_words(self.out_features, self.in_features, bits)
         _functions().linear_pack(codes.data_ptr(), self.out_features, self.in_features, bits, self._words.data_ptr())
-        zero = _tiled(weight.zero_points + shift) if codebook is None and not weight.scheme.symmetric else None
-        self._describe(bits, group, _tiled(weight.scales), zero, codebook)
+        zero = tiled(weight.zero_points + shift) if codebook is None and not weight.scheme.symmetric else None
+        self._describe(bits, group, tiled(weight.scales), zero, codebook)
 
     def _take(self, weight: PreparedWeight, codebook: Tensor | None) -> None:
         check_prepared(weight)
@@ -264,64 +222,18 @@ class CpuLinear:
             self._weight.table[: len(values)] = values
 
     def _pack_numbers(self, weight: Tensor) -> None:
-        _check_inputs(self.in_features)
+        check_inputs(self.in_features)
         weight = weight.to(torch.bfloat16).contiguous()
-        self._words = _empty_words(self.out_features, self.in_features, NUMBER_BITS)
+        self._words = packed_words(self.out_features, self.in_features, NUMBER_BITS)
         _functions().linear_pack_bfloat16(
             weight.data_ptr(), self.out_features, self.in_features, self._words.data_ptr()
         )
         self._weight.bits, self._weight.group = NUMBER_BITS, self.in_features
 
 
-def check_prepared(weight: PreparedWeight) -> None:
-    """Checks that the C kernels find memory wherever they read.
-
-    Raises:
-        CheckpointError: tensors that a weight of this shape, bits and groups does not have.
-    """
-    (rows, columns), bits, group = weight.shape, weight.bits, weight.group
-    is_number = bits == NUMBER_BITS
-    known = is_number or bits in (2, SPARSE_BITS, 4, 8)
-    if not known or group < 1 or group % INPUT_MULTIPLE or columns % group or (is_number and group != columns):
-        raise weight.refusal(f"{bits} bits in groups of {group}")
-    weight.check("words", (padded_features(rows) * columns * bits // 32,), (torch.int32,))
-    scales = padded_features(rows) // TILE, columns // group, TILE
-    if not is_number:
-        weight.check("scales", scales, tuple(TYPES))
-    if "zeros" in weight.tensors:
-        weight.check("zeros", scales, (torch.uint8,))
-
-
 def form_of(bits: int, activations: Activations) -> str:
     """Name of a form of weights in tables of measured speeds."""
     return DENSE_FORM if bits == 16 else f"w{bits}a{16 if activations == Activations.FLOAT else 8}"
-
-
-def stored_bits(bits: int) -> int:
-    """Bits that a code takes in memory."""
-    return next(width for width in (2, 4, 8) if bits <= width)
-
-
-def padded_features(out_features: int) -> int:
-    """Output features with those that fill the last tile."""
-    return out_features + -out_features % TILE
-
-
-def _check_inputs(group: int) -> None:
-    if group % INPUT_MULTIPLE:
-        raise SchemeError(
-            f"groups of {group} inputs are no multiple of {INPUT_MULTIPLE}", "Use --linear-backend reference"
-        )
-
-
-def _empty_words(out_features: int, in_features: int, bits: int) -> Tensor:
-    return empty_words(padded_features(out_features) * in_features * bits // 32)
-
-
-def _tiled(values: Tensor) -> Tensor:
-    """`[O, G]` as `[O / TILE, G, TILE]`, with zeros for the features that are not there."""
-    padded = torch.cat((values, values.new_zeros(-len(values) % TILE, values.shape[1])))
-    return padded.view(-1, TILE, values.shape[1]).transpose(1, 2).contiguous()
 
 
 @cache
@@ -337,152 +249,3 @@ def _functions() -> ctypes.CDLL:
         *(c_void_p, c_int64, c_void_p, c_int64, c_int),
     )
     return native
-
-
-def with_codes(weight: Mxfp4Weight) -> IntegerWeight:
-    """Codes of `VALUES` with powers of two as bfloat16 scales, which hold them all."""
-    scales = torch.ones(weight.exponents.shape).ldexp(weight.exponents.int() - EXPONENT_BIAS).bfloat16()
-    scheme = Int(weight.scheme.bits, GROUP_SIZE)
-    zeros = torch.full_like(weight.exponents, scheme.midpoint)
-    return IntegerWeight(weight.qweight, scales, zeros, scheme)
-
-
-SCALE_BYTES, ZERO_BYTES = 2, 1
-
-
-def _unsupported_reason(scheme: Scheme, in_features: int, target: Target) -> str:
-    if target.device.type != "cpu":
-        return "runs on CPUs"
-    if absence():
-        return f"is not there: {absence()}"
-    if target.dtype not in (torch.bfloat16, torch.float32):
-        return "computes in bfloat16 and float32"
-    if (scheme.group_size or in_features) % INPUT_MULTIPLE:
-        return f"takes groups that are a multiple of {INPUT_MULTIPLE}"
-    return ""
-
-
-def unsupported_reason(scheme: Scheme, in_features: int, target: Target) -> str:
-    return (
-        "keeps activations in 16 bits" if scheme.activation_bits else _unsupported_reason(scheme, in_features, target)
-    )
-
-
-def int8_unsupported_reason(scheme: Scheme, in_features: int, target: Target) -> str:
-    return _unsupported_reason(scheme, in_features, target) if scheme.activation_bits else "needs 8-bit activations"
-
-
-def sparse_unsupported_reason(scheme: Scheme, in_features: int, target: Target) -> str:
-    return unsupported_reason(scheme, in_features, target) or kept_unsupported_reason(scheme)
-
-
-def _detail(activations: Activations) -> Callable[[Scheme], str]:
-    return lambda scheme: describe(form_of(stored_bits(scheme.bits), activations))
-
-
-def _nbytes(scheme: Scheme, rows: int, columns: int, target: Target) -> int:
-    groups = scheme.num_groups(columns) * (SCALE_BYTES + (0 if scheme.symmetric else ZERO_BYTES))
-    return padded_features(rows) * (columns * stored_bits(scheme.bits) // 8 + groups)
-
-
-def _sparse_nbytes(scheme: Scheme, rows: int, columns: int, target: Target) -> int:
-    return padded_features(rows) * (columns * SPARSE_BITS // 8 + scheme.num_groups(columns) * SCALE_BYTES)
-
-
-def _reads_rows(columns: int, target: Target) -> bool:
-    return True
-
-
-PACKED: LinearKernel[IntegerWeight] = LinearKernel(
-    "cpu",
-    "packed codes in C, float32 sums: exact weights",
-    "int",
-    unsupported_reason,
-    lambda weight, bias, target: CpuLinear(weight, bias),
-    _nbytes,
-    _reads_rows,
-    detail=_detail(Activations.FLOAT),
-    layout=Layout("codes", CpuLinear),
-)
-SPARSE: LinearKernel[IntegerWeight] = LinearKernel(
-    "cpu_sparse",
-    "kept codes alone in C, float32 sums: exact weights",
-    "int",
-    sparse_unsupported_reason,
-    lambda weight, bias, target: CpuLinear(weight, bias, sparse=True),
-    _sparse_nbytes,
-    _reads_rows,
-    layout=Layout("kept codes", CpuLinear),
-)
-MXFP4: LinearKernel[Mxfp4Weight] = LinearKernel(
-    "cpu_mxfp4",
-    "4-bit floats in C as stored, float32 sums: exact weights",
-    Mxfp4.numbers,
-    unsupported_reason,
-    lambda weight, bias, target: CpuLinear(with_codes(weight), bias, codebook=torch.tensor(VALUES)),
-    lambda scheme, rows, columns, target: padded_features(rows) * scheme.num_groups(columns) * (16 + SCALE_BYTES),
-    _reads_rows,
-    detail=_detail(Activations.FLOAT),
-    layout=Layout("4-bit floats", lambda weight, bias: CpuLinear(weight, bias, codebook=torch.tensor(VALUES))),
-)
-INT8: LinearKernel[IntegerWeight] = LinearKernel(
-    "cpu_int8",
-    "packed codes in C, 8-bit activations, exact int32 sums",
-    "int",
-    int8_unsupported_reason,
-    lambda weight, bias, target: CpuLinear(weight, bias, activations=Activations.INT8_ROW),
-    _nbytes,
-    _reads_rows,
-    detail=_detail(Activations.INT8_ROW),
-    layout=Layout("codes", lambda weight, bias: CpuLinear(weight, bias, activations=Activations.INT8_ROW)),
-)
-W4A8: LinearKernel[IntegerWeight] = LinearKernel(
-    "cpu_w4a8",
-    "packed codes in C, activations rounded to 8 bits by groups",
-    "int",
-    unsupported_reason,
-    lambda weight, bias, target: CpuLinear(weight, bias, activations=Activations.INT8_GROUP),
-    _nbytes,
-    _reads_rows,
-    mode="w4a8",
-    detail=_detail(Activations.INT8_GROUP),
-    layout=Layout("codes", lambda weight, bias: CpuLinear(weight, bias, activations=Activations.INT8_GROUP)),
-)
-
-
-def dense_unsupported_reason(out_features: int, in_features: int, target: Target) -> str:
-    """Why a dense weight cannot be multiplied in C on a target; "" when it can."""
-    if target.device.type != "cpu":
-        return "runs on CPUs"
-    if absence():
-        return f"is not there: {absence()}"
-    if target.dtype != torch.bfloat16:
-        return "holds bfloat16 numbers"
-    if in_features % INPUT_MULTIPLE:
-        return f"takes inputs that are a multiple of {INPUT_MULTIPLE}"
-    return dense_refusal() if has_vectors() else "has no vectors for this CPU"
-
-
-def _dense_nbytes(out_features: int, in_features: int, target: Target) -> int:
-    return padded_features(out_features) * in_features * target.dtype.itemsize
-
-
-DENSE = DenseKernel(
-    "cpu",
-    "bfloat16 numbers in C, float32 sums",
-    dense_unsupported_reason,
-    CpuLinear,
-    _dense_nbytes,
-    True,
-    layout=Layout("bfloat16 numbers", CpuLinear),
-)
-
-
-def is_fast(dtype: torch.dtype) -> bool:
-    """Whether the compiled kernels have vectors for products in a dtype."""
-    return dtype == torch.bfloat16 and has_vectors()
-
-
-def has_vectors() -> bool:
-    """Whether the compiled kernels have vectors for this CPU."""
-    return best_instruction_set() > INSTRUCTION_SETS.index("scalar")

@@ -15,7 +15,8 @@ from compress.models.clamped_gate import ClampedGate
 from compress.models.mlp import MLP, Mixture
 from runtime.backends.base import ExpertWeights, Linear, MixtureWeights, Target
 from runtime.backends.cpu.huge_pages import empty_words
-from runtime.backends.cpu.linear import TYPES, CpuLinear
+from runtime.backends.cpu.linear import CpuLinear
+from runtime.backends.cpu.weight_layout import TYPES
 
 MOST_EXPERTS = 1024
 

@@ -16,7 +16,8 @@ from compress.checkpoint.weights.mxfp4 import VALUES
 from compress.common.errors import SchemeError
 from compress.cpu.binding import EMULATED, INSTRUCTION_SETS, absence, best_instruction_set, library, set_threads
 from runtime.backends.base import Target
-from runtime.backends.cpu.linear import MXFP4, Activations, CpuLinear, with_codes
+from runtime.backends.cpu.linear import Activations, CpuLinear
+from runtime.backends.cpu.linear_kernels import MXFP4, with_codes
 from runtime.backends.registry import choose_linear
 
 pytestmark = pytest.mark.skipif(library() is None, reason=absence())

@@ -11,8 +11,9 @@ from compress.checkpoint.weights import Int, NMSparsity, Scheme
 from compress.checkpoint.weights.integer import IntegerWeight
 from compress.common.errors import SchemeError
 from compress.cpu.binding import INSTRUCTION_SETS, absence, best_instruction_set, library, set_threads
-from runtime.backends.cpu import linear as cpu_linear
-from runtime.backends.cpu.linear import CpuLinear, kept_unsupported_reason
+from runtime.backends.cpu import kept_codes
+from runtime.backends.cpu.kept_codes import kept_unsupported_reason
+from runtime.backends.cpu.linear import CpuLinear
 
 pytestmark = pytest.mark.skipif(library() is None, reason=absence())
 SETS = range(best_instruction_set() + 1)
@@ -113,7 +114,7 @@ def test_what_keeps_more_than_it_says_is_refused() -> None:
 )
 @pytest.mark.parametrize("best", range(len(INSTRUCTION_SETS)))
 def test_where_it_is_chosen(changed: dict, said: str, best: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_linear, "best_instruction_set", lambda: best)
+    monkeypatch.setattr(kept_codes, "best_instruction_set", lambda: best)
     fields = {"bits": 4, "group_size": 32, "sparsity": "2:4"}
     refusal = kept_unsupported_reason(Scheme.from_dict(fields | changed))
     faster = INSTRUCTION_SETS[best] in ("avx2", "avx512")

@@ -6,9 +6,10 @@ from tiny_models import save_tiny_model
 
 from compress.cpu.binding import absence
 from runtime.backends.base import RowSource, Target
-from runtime.backends.cpu import linear as cpu_linear
+from runtime.backends.cpu import linear_kernels
 from runtime.backends.cpu.layers import layers_unsupported_reason
-from runtime.backends.cpu.linear import DENSE, CpuLinear
+from runtime.backends.cpu.linear import CpuLinear
+from runtime.backends.cpu.linear_kernels import DENSE
 from runtime.backends.registry import choose_dense
 from runtime.backends.torch import linear as torch_linear
 from runtime.backends.torch.linear import ONEDNN, PLAIN
@@ -18,7 +19,7 @@ from runtime.runner.runner import build_runner
 
 CPU = torch.device("cpu")
 BF16 = Target(CPU, torch.bfloat16)
-needs_vectors = pytest.mark.skipif(not cpu_linear.has_vectors(), reason=absence() or "no vectors for this CPU")
+needs_vectors = pytest.mark.skipif(not linear_kernels.has_vectors(), reason=absence() or "no vectors for this CPU")
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -37,7 +38,7 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
 )
 def test_the_choice_says_why(in_features, target, kernel, said, monkeypatch):
     monkeypatch.setattr(torch_linear, "is_fast", lambda dtype: True)
-    monkeypatch.setattr(cpu_linear, "dense_refusal", lambda: "")
+    monkeypatch.setattr(linear_kernels, "dense_refusal", lambda: "")
     choice = choose_dense(64, in_features, target)
     assert choice.kernel is kernel
     assert said in choice.reason
@@ -46,14 +47,14 @@ def test_the_choice_says_why(in_features, target, kernel, said, monkeypatch):
 @needs_vectors
 def test_onednn_multiplies_where_it_is_said_to(monkeypatch):
     monkeypatch.setattr(torch_linear, "is_fast", lambda dtype: True)
-    monkeypatch.setattr(cpu_linear, "dense_refusal", lambda: "leaves it to oneDNN: 0.80 times")
+    monkeypatch.setattr(linear_kernels, "dense_refusal", lambda: "leaves it to oneDNN: 0.80 times")
     choice = choose_dense(64, 64, BF16)
     assert choice.kernel is ONEDNN
     assert "cpu leaves it to oneDNN: 0.80 times" in choice.reason
 
 
 def test_without_native_kernels(monkeypatch):
-    monkeypatch.setattr(cpu_linear, "absence", lambda: "not compiled")
+    monkeypatch.setattr(linear_kernels, "absence", lambda: "not compiled")
     for products, kernel in ((True, ONEDNN), (False, PLAIN)):
         monkeypatch.setattr(torch_linear, "is_fast", lambda dtype, products=products: products)
         choice = choose_dense(64, 64, BF16)
@@ -89,7 +90,7 @@ def test_product_rows_and_size(shape, dtype):
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_dense_checkpoint_runs_compiled(tied, tmp_path, monkeypatch):
     """All of its linears: the layers run in one call, and a head that is the embedding is held once."""
-    monkeypatch.setattr(cpu_linear, "dense_refusal", lambda: "")
+    monkeypatch.setattr(linear_kernels, "dense_refusal", lambda: "")
     path = save_tiny_model(
         tmp_path, dtype=torch.bfloat16, tie_word_embeddings=tied, hidden_size=128, intermediate_size=96
     )

@@ -5,7 +5,7 @@ from compress.checkpoint.weights import Activations, Int
 from compress.common.errors import SchemeError
 from compress.cpu.binding import absence
 from runtime.backends.base import Target
-from runtime.backends.cpu import linear as cpu_linear
+from runtime.backends.cpu import linear_kernels as cpu_kernels
 from runtime.backends.registry import choose_linear, linear_kernels
 from runtime.backends.torch import quantized_linear
 
@@ -39,7 +39,7 @@ needs_native = pytest.mark.skipif(bool(absence()), reason=absence())
     ],
 )
 def test_the_table_without_native_kernels(scheme, in_features, target, name, monkeypatch):
-    monkeypatch.setattr(cpu_linear, "absence", lambda: "not compiled")
+    monkeypatch.setattr(cpu_kernels, "absence", lambda: "not compiled")
     choice = choose_linear(scheme, in_features, target)
     assert choice.kernel.name == name
     kernels = [kernel for kernel in linear_kernels() if kernel.takes(scheme) and not kernel.mode]

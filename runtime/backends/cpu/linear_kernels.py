@@ -1,0 +1,173 @@
+"""Kernels that serve linears in plain C on CPUs (`compress.cpu`): exact codes, scales and zero points.
+
+Five kernels over one layout. `cpu` multiplies by activations as they come, `cpu_sparse` does so and reads only
+what 2:4 sparsity keeps, `cpu_int8` multiplies by the 8-bit activations that the checkpoint asks for. `cpu_w4a8`
+rounds activations to 8 bits although the checkpoint does not ask for it: faster for many rows, and a little further
+from the model, so it serves only the mode `w4a8`. `cpu_mxfp4` looks 4-bit floats up in a table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from compress.checkpoint.weights import Int, Mxfp4, Scheme
+from compress.checkpoint.weights.integer import IntegerWeight
+from compress.checkpoint.weights.mxfp4 import EXPONENT_BIAS, GROUP_SIZE, VALUES, Mxfp4Weight
+from compress.cpu.binding import INSTRUCTION_SETS, absence, best_instruction_set
+from runtime.backends.base import DenseKernel, LinearKernel, Target
+from runtime.backends.cpu.choice import dense_refusal, describe
+from runtime.backends.cpu.kept_codes import kept_unsupported_reason
+from runtime.backends.cpu.linear import Activations, CpuLinear, form_of
+from runtime.backends.cpu.weight_layout import INPUT_MULTIPLE, SPARSE_BITS, padded_features, stored_bits
+from runtime.backends.prepared_weight import Layout
+
+
+def with_codes(weight: Mxfp4Weight) -> IntegerWeight:
+    """Codes of `VALUES` with powers of two as bfloat16 scales, which hold them all."""
+    scales = torch.ones(weight.exponents.shape).ldexp(weight.exponents.int() - EXPONENT_BIAS).bfloat16()
+    scheme = Int(weight.scheme.bits, GROUP_SIZE)
+    zeros = torch.full_like(weight.exponents, scheme.midpoint)
+    return IntegerWeight(weight.qweight, scales, zeros, scheme)
+
+
+SCALE_BYTES, ZERO_BYTES = 2, 1
+
+
+def _unsupported_reason(scheme: Scheme, in_features: int, target: Target) -> str:
+    if target.device.type != "cpu":
+        return "runs on CPUs"
+    if absence():
+        return f"is not there: {absence()}"
+    if target.dtype not in (torch.bfloat16, torch.float32):
+        return "computes in bfloat16 and float32"
+    if (scheme.group_size or in_features) % INPUT_MULTIPLE:
+        return f"takes groups that are a multiple of {INPUT_MULTIPLE}"
+    return ""
+
+
+def unsupported_reason(scheme: Scheme, in_features: int, target: Target) -> str:
+    return (
+        "keeps activations in 16 bits" if scheme.activation_bits else _unsupported_reason(scheme, in_features, target)
+    )
+
+
+def int8_unsupported_reason(scheme: Scheme, in_features: int, target: Target) -> str:
+    return _unsupported_reason(scheme, in_features, target) if scheme.activation_bits else "needs 8-bit activations"
+
+
+def sparse_unsupported_reason(scheme: Scheme, in_features: int, target: Target) -> str:
+    return unsupported_reason(scheme, in_features, target) or kept_unsupported_reason(scheme)
+
+
+def _detail(activations: Activations) -> Callable[[Scheme], str]:
+    return lambda scheme: describe(form_of(stored_bits(scheme.bits), activations))
+
+
+def _nbytes(scheme: Scheme, rows: int, columns: int, target: Target) -> int:
+    groups = scheme.num_groups(columns) * (SCALE_BYTES + (0 if scheme.symmetric else ZERO_BYTES))
+    return padded_features(rows) * (columns * stored_bits(scheme.bits) // 8 + groups)
+
+
+def _sparse_nbytes(scheme: Scheme, rows: int, columns: int, target: Target) -> int:
+    return padded_features(rows) * (columns * SPARSE_BITS // 8 + scheme.num_groups(columns) * SCALE_BYTES)
+
+
+def _reads_rows(columns: int, target: Target) -> bool:
+    return True
+
+
+PACKED: LinearKernel[IntegerWeight] = LinearKernel(
+    "cpu",
+    "packed codes in C, float32 sums: exact weights",
+    "int",
+    unsupported_reason,
+    lambda weight, bias, target: CpuLinear(weight, bias),
+    _nbytes,
+    _reads_rows,
+    detail=_detail(Activations.FLOAT),
+    layout=Layout("codes", CpuLinear),
+)
+SPARSE: LinearKernel[IntegerWeight] = LinearKernel(
+    "cpu_sparse",
+    "kept codes alone in C, float32 sums: exact weights",
+    "int",
+    sparse_unsupported_reason,
+    lambda weight, bias, target: CpuLinear(weight, bias, sparse=True),
+    _sparse_nbytes,
+    _reads_rows,
+    layout=Layout("kept codes", CpuLinear),
+)
+MXFP4: LinearKernel[Mxfp4Weight] = LinearKernel(
+    "cpu_mxfp4",
+    "4-bit floats in C as stored, float32 sums: exact weights",
+    Mxfp4.numbers,
+    unsupported_reason,
+    lambda weight, bias, target: CpuLinear(with_codes(weight), bias, codebook=torch.tensor(VALUES)),
+    lambda scheme, rows, columns, target: padded_features(rows) * scheme.num_groups(columns) * (16 + SCALE_BYTES),
+    _reads_rows,
+    detail=_detail(Activations.FLOAT),
+    layout=Layout("4-bit floats", lambda weight, bias: CpuLinear(weight, bias, codebook=torch.tensor(VALUES))),
+)
+INT8: LinearKernel[IntegerWeight] = LinearKernel(
+    "cpu_int8",
+    "packed codes in C, 8-bit activations, exact int32 sums",
+    "int",
+    int8_unsupported_reason,
+    lambda weight, bias, target: CpuLinear(weight, bias, activations=Activations.INT8_ROW),
+    _nbytes,
+    _reads_rows,
+    detail=_detail(Activations.INT8_ROW),
+    layout=Layout("codes", lambda weight, bias: CpuLinear(weight, bias, activations=Activations.INT8_ROW)),
+)
+W4A8: LinearKernel[IntegerWeight] = LinearKernel(
+    "cpu_w4a8",
+    "packed codes in C, activations rounded to 8 bits by groups",
+    "int",
+    unsupported_reason,
+    lambda weight, bias, target: CpuLinear(weight, bias, activations=Activations.INT8_GROUP),
+    _nbytes,
+    _reads_rows,
+    mode="w4a8",
+    detail=_detail(Activations.INT8_GROUP),
+    layout=Layout("codes", lambda weight, bias: CpuLinear(weight, bias, activations=Activations.INT8_GROUP)),
+)
+
+
+def dense_unsupported_reason(out_features: int, in_features: int, target: Target) -> str:
+    """Why a dense weight cannot be multiplied in C on a target; "" when it can."""
+    if target.device.type != "cpu":
+        return "runs on CPUs"
+    if absence():
+        return f"is not there: {absence()}"
+    if target.dtype != torch.bfloat16:
+        return "holds bfloat16 numbers"
+    if in_features % INPUT_MULTIPLE:
+        return f"takes inputs that are a multiple of {INPUT_MULTIPLE}"
+    return dense_refusal() if has_vectors() else "has no vectors for this CPU"
+
+
+def _dense_nbytes(out_features: int, in_features: int, target: Target) -> int:
+    return padded_features(out_features) * in_features * target.dtype.itemsize
+
+
+DENSE = DenseKernel(
+    "cpu",
+    "bfloat16 numbers in C, float32 sums",
+    dense_unsupported_reason,
+    CpuLinear,
+    _dense_nbytes,
+    True,
+    layout=Layout("bfloat16 numbers", CpuLinear),
+)
+
+
+def is_fast(dtype: torch.dtype) -> bool:
+    """Whether the compiled kernels have vectors for products in a dtype."""
+    return dtype == torch.bfloat16 and has_vectors()
+
+
+def has_vectors() -> bool:
+    """Whether the compiled kernels have vectors for this CPU."""
+    return best_instruction_set() > INSTRUCTION_SETS.index("scalar")

@@ -1,0 +1,67 @@
+"""Layout in which the C kernels read a weight: tiles of outputs, widths of codes, groups of inputs."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from compress.common.errors import SchemeError
+from runtime.backends.cpu.huge_pages import empty_words
+from runtime.backends.prepared_weight import PreparedWeight
+
+TILE = 64
+"""Outputs that lie together; there are as many as fill the last tile."""
+INPUT_MULTIPLE = 32
+"""Number of inputs that divides every group."""
+SPARSE_BITS = 3
+"""Per weight: two codes of 4 bits and two places of 2 bits for four of them."""
+NUMBER_BITS = 16
+"""Bits of a weight that is bfloat16 numbers."""
+TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""Numbers of dtypes in C."""
+
+
+def stored_bits(bits: int) -> int:
+    """Bits that a code takes in memory."""
+    return next(width for width in (2, 4, 8) if bits <= width)
+
+
+def padded_features(out_features: int) -> int:
+    """Output features with those that fill the last tile."""
+    return out_features + -out_features % TILE
+
+
+def check_inputs(group: int) -> None:
+    if group % INPUT_MULTIPLE:
+        raise SchemeError(
+            f"groups of {group} inputs are no multiple of {INPUT_MULTIPLE}", "Use --linear-backend reference"
+        )
+
+
+def packed_words(out_features: int, in_features: int, bits: int) -> Tensor:
+    return empty_words(padded_features(out_features) * in_features * bits // 32)
+
+
+def tiled(values: Tensor) -> Tensor:
+    """`[O, G]` as `[O / TILE, G, TILE]`, with zeros for the features that are not there."""
+    padded = torch.cat((values, values.new_zeros(-len(values) % TILE, values.shape[1])))
+    return padded.view(-1, TILE, values.shape[1]).transpose(1, 2).contiguous()
+
+
+def check_prepared(weight: PreparedWeight) -> None:
+    """Checks that the C kernels find memory wherever they read.
+
+    Raises:
+        CheckpointError: tensors that a weight of this shape, bits and groups does not have.
+    """
+    (rows, columns), bits, group = weight.shape, weight.bits, weight.group
+    is_number = bits == NUMBER_BITS
+    known = is_number or bits in (2, SPARSE_BITS, 4, 8)
+    if not known or group < 1 or group % INPUT_MULTIPLE or columns % group or (is_number and group != columns):
+        raise weight.refusal(f"{bits} bits in groups of {group}")
+    weight.check("words", (padded_features(rows) * columns * bits // 32,), (torch.int32,))
+    scales = padded_features(rows) // TILE, columns // group, TILE
+    if not is_number:
+        weight.check("scales", scales, tuple(TYPES))
+    if "zeros" in weight.tensors:
+        weight.check("zeros", scales, (torch.uint8,))
