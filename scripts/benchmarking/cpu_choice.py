@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarking.cpu_kernels import Contender, copied, milliseconds, random_weight
+from benchmarking.cpu_kernels import TARGET, Contender, copied, milliseconds, random_weight
 from compress.checkpoint.weights import Int
 from compress.cpu.binding import tiles_refusal
 from runtime.backends.base import Linear
@@ -21,12 +21,11 @@ from runtime.backends.cpu.choice import (
     BY_VECTORS,
     DENSE_FORM,
     MOST_ROWS_BY_VECTORS,
-    TABLES,
     processor,
 )
 from runtime.backends.cpu.linear import Activations, CpuLinear, form_of
 from runtime.backends.measured import Speedups, table_path, to_json
-from runtime.backends.torch.linear import PrepackedLinear
+from runtime.backends.torch.linear import ONEDNN, PrepackedLinear
 
 GROUP = 128
 REPLACED, NEW = "replaced", "new"
@@ -47,16 +46,17 @@ class Question:
 
 
 def questions(rows: Sequence[int]) -> Iterator[Question]:
-    """Yields what is to be decided on this processor; the questions about tiles only where there are some."""
+    """Yields what is to be decided: of tiles only where there are some, of oneDNN where it multiplies."""
     if not tiles_refusal():
         for bits, activations in ((2, 0), (4, 0), (8, 0), (16, 0), (2, 1), (4, 1), (8, 2)):
             yield from tile_questions(bits, Activations(activations), rows)
-    yield Question(
-        f"{DENSE_FORM} {BY_COMPILED_CODE}",
-        rows,
-        lambda outputs, inputs: PrepackedLinear(torch.randn(outputs, inputs).bfloat16(), None),
-        lambda outputs, inputs: CpuLinear(torch.randn(outputs, inputs).bfloat16()),
-    )
+    if not ONEDNN.unsupported_reason(GROUP, GROUP, TARGET):
+        yield Question(
+            f"{DENSE_FORM} {BY_COMPILED_CODE}",
+            rows,
+            lambda outputs, inputs: PrepackedLinear(torch.randn(outputs, inputs).bfloat16(), None),
+            lambda outputs, inputs: CpuLinear(torch.randn(outputs, inputs).bfloat16()),
+        )
 
 
 def tile_questions(bits: int, activations: Activations, rows: Sequence[int]) -> Iterator[Question]:
@@ -89,8 +89,8 @@ def measure(shapes: Sequence[tuple[int, int]], rows: Sequence[int], seconds: flo
     return found
 
 
-def write_table(speedups: Speedups, folder: Path = TABLES) -> Path:
-    """Writes the table of this processor, and returns its path."""
+def write_table(speedups: Speedups, folder: Path) -> Path:
+    """Writes the table of this processor into a folder, and returns its path."""
     path = table_path(folder, processor())
     path.parent.mkdir(exist_ok=True)
     path.write_text(to_json(processor(), speedups), encoding="utf-8")

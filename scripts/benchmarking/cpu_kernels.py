@@ -36,6 +36,7 @@ from compress.checkpoint.weights.integer import IntegerWeight
 from compress.common.errors import ToolkitError
 from compress.cpu.binding import INSTRUCTION_SETS, absence, best_instruction_set, library, set_threads
 from runtime.backends.base import Linear, Target
+from runtime.backends.cpu import choice
 from runtime.backends.cpu.linear import Activations, CpuLinear
 from runtime.backends.torch.linear import PrepackedLinear
 from runtime.backends.torch.quantized_linear import INT4PACK
@@ -182,7 +183,7 @@ def run(options: argparse.Namespace) -> int:
 
         speedups = measure(shapes, options.rows, options.seconds)
         console.print_json(data=speedups)
-        console.print(f"written: {write_table(speedups)}, load {os.getloadavg()[0]:.1f}")
+        console.print(f"written: {write_table(speedups, choice.TABLES)}, load {os.getloadavg()[0]:.1f}")
         return 0
     for shape, (in_features, out_features) in zip(options.shapes, shapes, strict=True):
         rows = linear_rows(in_features, out_features, options.rows, options.seconds)
