@@ -12,7 +12,7 @@ from compress.checkpoint.kv_cache import KVCacheScheme
 from compress.checkpoint.weights import Int
 from compress.checkpoint.weights.integer import IntegerWeight
 from compress.common.errors import ToolkitError
-from compress.cpu.binding import INSTRUCTION_SETS, best_instruction_set, library
+from compress.cpu.binding import EMULATED, INSTRUCTION_SETS, best_instruction_set, library
 from compress.models.linear import Linear
 from compress.models.router import Router
 from runtime.backends.base import NormWeights
@@ -32,6 +32,9 @@ pytestmark = pytest.mark.skipif(library() is None, reason="the CPU kernels are n
 CPU = torch.device("cpu")
 HEADS, KV_HEADS, DIM, SIZE, INNER, LAYERS, BLOCK = 6, 2, 32, 96, 160, 3, 16
 WINDOWS = (None, 8, None)
+SCALAR = INSTRUCTION_SETS.index("scalar")
+ROUNDING = 2**-5
+"""Relative difference of rows that were rounded to bfloat16 many times."""
 
 
 class World:
@@ -96,6 +99,14 @@ class World:
         first, second, third = self.decoder.layers
         return replace(self.decoder, layers=[first, replace(second, gate_up=None, down=None, experts=mixture), third])
 
+    def decoder_of(self, instruction_set: int, has_mixture: bool) -> Decoder:
+        decoder = self.with_mixture(instruction_set) if has_mixture else self.decoder
+        for layer in decoder.layers:
+            for linear in (layer.qkv, layer.output, layer.gate_up, layer.down):
+                if linear is not None:
+                    linear._instruction_set = instruction_set
+        return replace(decoder, ops=CpuOps(instruction_set))
+
     def pages(self, format: str) -> CpuPages:
         pages = CpuPages(self.config, KVCacheScheme(format), 8, BLOCK, torch.bfloat16, CPU)
         pages.memory.clear(range(8))
@@ -116,7 +127,7 @@ class World:
         return Batch((), token_ids, torch.cat(positions), torch.cat(slots), tuple(groups), (), nothing, (), ())
 
 
-@pytest.mark.parametrize("instruction_set", range(best_instruction_set() + 1))
+@pytest.mark.parametrize("instruction_set", [*range(best_instruction_set() + 1), EMULATED])
 @pytest.mark.parametrize("format", ["16bit", "int4"])
 @pytest.mark.parametrize(("hadamard", "head_norm"), [(False, True), (True, False)])
 @pytest.mark.parametrize("has_mixture", [False, True])
@@ -124,12 +135,7 @@ def test_same_bits_as_one_call_after_the_other(
     instruction_set: int, format: str, hadamard: bool, head_norm: bool, has_mixture: bool
 ) -> None:
     world = World(head_norm=head_norm)
-    decoder = world.with_mixture(instruction_set) if has_mixture else world.decoder
-    decoder = replace(decoder, ops=CpuOps(instruction_set))
-    for layer in decoder.layers:
-        for linear in (layer.qkv, layer.output, layer.gate_up, layer.down):
-            if linear is not None:
-                linear._instruction_set = instruction_set
+    decoder = world.decoder_of(instruction_set, has_mixture)
     one, other = world.pages(format), world.pages(format)
     layers = CpuLayers(decoder, other, WINDOWS, instruction_set)
     for spans in ([(1, 1)], [(1, 20), (1, 3), (5, 30), (33, 33)]):
@@ -142,6 +148,23 @@ def test_same_bits_as_one_call_after_the_other(
         assert found.isfinite().all()
         for name, tensor in one.memory.tensors.items():
             assert torch.equal(tensor, other.memory.tensors[name]), name
+
+
+@pytest.mark.parametrize("has_mixture", [False, True])
+def test_layers_by_matrix_tiles_compute_what_plain_code_does(has_mixture: bool) -> None:
+    found = {}
+    for instruction_set in (EMULATED, SCALAR):
+        world = World()
+        decoder = world.decoder_of(instruction_set, has_mixture)
+        pages, batch = world.pages("16bit"), world.batch([(1, 20), (1, 3), (5, 30), (33, 33)])
+        run = partial(
+            CpuLayers(decoder, pages, WINDOWS, instruction_set),
+            attention=CpuAttention(pages, batch, WINDOWS, instruction_set=instruction_set),
+        )
+        attention = CpuAttention(pages, batch, WINDOWS, instruction_set=instruction_set)
+        found[instruction_set] = decoder.forward(batch.token_ids, batch.positions, attention, run).double()
+    difference = (found[EMULATED] - found[SCALAR]).norm(dim=1) / found[SCALAR].norm(dim=1)
+    assert difference.max() < ROUNDING
 
 
 MEMORY = MemoryPlan(0, 64, 16, 4, 64, "")

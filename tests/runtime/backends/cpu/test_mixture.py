@@ -10,7 +10,7 @@ from torch import Tensor
 from compress.checkpoint.weights import Int
 from compress.checkpoint.weights.integer import IntegerWeight
 from compress.common.errors import ToolkitError
-from compress.cpu.binding import INSTRUCTION_SETS, best_instruction_set, library, set_threads
+from compress.cpu.binding import EMULATED, INSTRUCTION_SETS, best_instruction_set, library, set_threads
 from compress.models.clamped_gate import ClampedGate
 from compress.models.linear import Linear
 from compress.models.mlp import MLP, Mixture
@@ -24,7 +24,10 @@ from runtime.backends.registry import choose_mixture
 from runtime.model.mixture import Expert, Experts, route
 
 pytestmark = pytest.mark.skipif(library() is None, reason="the CPU kernels are not compiled")
-SETS = range(best_instruction_set() + 1)
+SETS = [*range(best_instruction_set() + 1), EMULATED]
+SCALAR = INSTRUCTION_SETS.index("scalar")
+ROUNDING = 2**-6
+"""Relative difference of rows that were rounded to bfloat16 a few times."""
 every_set = pytest.mark.parametrize("instruction_set", SETS, ids=lambda index: INSTRUCTION_SETS[index])
 EXPERTS, SIZE, INNER, SHARED = 10, 96, 160, 64
 GATE = Linear("gate", EXPERTS, SIZE)
@@ -122,6 +125,19 @@ def test_same_bits_as_expert_by_expert(form: str, instruction_set: int, shared: 
         found = mixture(x)
         assert torch.equal(found, one_by_one(experts, mixture, x, instruction_set))
         assert found.isfinite().all()
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+def test_matrix_tiles_compute_what_plain_code_does(form: str, shared: bool) -> None:
+    """Their sums have another order; the router is the same code."""
+    found = {}
+    for instruction_set in (EMULATED, SCALAR):
+        world = World(form, instruction_set)
+        mixture = CpuMixture(world.experts(ROUTERS["scaled scores and experts"], shared, shared), instruction_set)
+        found[instruction_set] = mixture(world.rows(61)).double()
+    difference = (found[EMULATED] - found[SCALAR]).norm(dim=1) / found[SCALAR].norm(dim=1)
+    assert difference.max() < ROUNDING
 
 
 @every_set
