@@ -53,9 +53,12 @@ def _schemes(kind: Format, block: Mapping[str, Any], files: TensorFiles) -> dict
     """Reads the scheme of every quantized module; formats of other tools speak of stored names."""
     modules, layout = kind.modules(files.names()), files.text_names
     if layout is None or kind.NAME == compress_runtime.NAME:
-        return kind.schemes(block, modules)
-    found = kind.schemes(block, sorted(map(layout.stored, modules)))
-    return {layout.own(module): scheme for module, scheme in found.items()}
+        named = kind.schemes(block, modules)
+    else:
+        stored = kind.schemes(block, sorted(map(layout.stored, modules)))
+        named = {layout.own(module): scheme for module, scheme in stored.items()}
+    shape = {name: files.shape(name) for name in files.names()}.get
+    return {module: scheme.found(module, shape) for module, scheme in named.items()}
 
 
 @dataclass(frozen=True)

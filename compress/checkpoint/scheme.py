@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias, TypeVar, cast
 
 from compress.common.errors import SchemeError
 
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from compress.checkpoint.weights.base import StoredTensors, Weight
     from compress.checkpoint.weights.integer import Int
     from compress.checkpoint.weights.sparse_nm import NMSparsity
+
+ShapeOf: TypeAlias = "Callable[[str], tuple[int, ...] | None]"
+"""Gives the shape of a stored tensor by its full name; None when there is none."""
 
 MIN_BITS, MAX_BITS = 2, 8
 FLOAT_BITS = 16
@@ -197,6 +200,10 @@ class Scheme(ABC):
     def modules(cls, names: Iterable[str]) -> set[str]:
         """Modules among tensor names that are stored in this form."""
         return {name.removesuffix(cls.mark) for name in names if name.endswith(cls.mark)}
+
+    def found(self, module: str, shape: ShapeOf) -> Scheme:
+        """The scheme of one module with what config.json does not say, from shapes of its stored tensors."""
+        return self
 
     @abstractmethod
     def read(self, stored: StoredTensors) -> Weight:

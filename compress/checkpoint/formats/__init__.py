@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from compress.checkpoint.config import is_embedding
-from compress.checkpoint.formats import awq, compress_runtime, compressed_tensors, dense, fp8, gptq, mxfp4
+from compress.checkpoint.formats import awq, compress_runtime, compressed_tensors, dense, exl3, fp8, gptq, mxfp4
 from compress.checkpoint.weights import Scheme, Weight
 from compress.checkpoint.weights.base import Get, about
 from compress.common.errors import CheckpointError
@@ -45,6 +45,7 @@ FORMATS: dict[str, Format] = {
     **TRANSLATIONS,
     compress_runtime.NAME: compress_runtime,
     mxfp4.NAME: mxfp4,
+    exl3.NAME: exl3,
 }
 
 

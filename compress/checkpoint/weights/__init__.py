@@ -8,6 +8,7 @@ from pkgutil import iter_modules
 from compress.checkpoint.scheme import Activations, Scheme
 from compress.checkpoint.weights.base import Weight
 from compress.checkpoint.weights.block_fp8 import BlockFp8
+from compress.checkpoint.weights.exl3 import Exl3
 from compress.checkpoint.weights.fp8 import Fp8
 from compress.checkpoint.weights.integer import Int
 from compress.checkpoint.weights.low_rank import LowRank
@@ -19,6 +20,7 @@ __all__ = [
     "NM",
     "Activations",
     "BlockFp8",
+    "Exl3",
     "Fp8",
     "Int",
     "LowRank",
