@@ -1,4 +1,4 @@
-"""Writes the prepared weights of a checkpoint."""
+"""Writes and checks the prepared weights of a checkpoint."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import os
 from pathlib import Path
 
 from compress.checkpoint.reader import PackedCheckpoint
-from compress.common.errors import ToolkitError
+from compress.common.errors import CheckpointError, ToolkitError
 from compress.cpu.binding import absence
 from runtime.backends.cpu.huge_pages import read_into_huge_pages
 from runtime.core.progress import Report, ignore
 from runtime.model.loader import load_model
-from runtime.model.prepared import writing
+from runtime.model.prepared import PreparedFile, writing
 from runtime.model.prepared_key import places
 
 
@@ -39,6 +39,33 @@ def prepare_model(path: Path, in_cache: bool = False, report: Report = ignore) -
             raise ToolkitError(f"{path} has no weight that CPU kernels pack", "Serve it as it is")
     read_into_huge_pages(target)
     return target, len(writer.linears)
+
+
+def check_prepared_files(path: Path) -> list[tuple[Path, int]]:
+    """Compares all bytes of the prepared weights of the checkpoint at `path`, and of itself, with their digests.
+
+    Returns:
+        The files that a start on this machine would map, with the number of their weights.
+
+    Raises:
+        CheckpointError: the checkpoint cannot be read, or a prepared file is damaged or belongs to something else.
+        ToolkitError: there is no such file.
+    """
+    checkpoint = PackedCheckpoint.open(path).path
+    files = [place for place in places(checkpoint) if place.is_file()]
+    if not files:
+        raise ToolkitError(f"{path} has no prepared weights for this machine", f"Run runtime prepare {path}")
+    return [(file, _check(file, checkpoint)) for file in files]
+
+
+def _check(file: Path, checkpoint: Path) -> int:
+    try:
+        prepared = PreparedFile.open(file, checkpoint)
+        prepared.check(checkpoint)
+    except CheckpointError as error:
+        remedy = f"Run runtime prepare {checkpoint}"
+        raise CheckpointError(f"{file} must not be used: {error.problem}", remedy) from error
+    return len(prepared.linears)
 
 
 def _makes_folder(folder: Path) -> bool:

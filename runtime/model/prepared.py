@@ -1,18 +1,19 @@
 """Prepared weights: linears in the layout of their kernels, written once and mapped at every start.
 
-A safetensors file holds the tensors of each linear as `<modules>.<name>`. Its metadata hold the key, and of each linear
-layout, shape, bits and group.
+A safetensors file holds the tensors of each linear as `<modules>.<name>`. Its metadata hold the key, of each linear
+layout, shape, bits and group, the SHA-256 of the tensors' bytes, and that of the header without itself.
 """
 
 from __future__ import annotations
 
 import json
 import mmap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from hashlib import sha256
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -27,7 +28,10 @@ from runtime.backends.cpu.huge_pages import map_file
 from runtime.backends.prepared_weight import LAYOUT_VERSION, Layout, Preparable, PreparedWeight
 from runtime.model.prepared_key import PreparedKey, digest_of, places
 
-KEY, LINEARS = "prepared", "linears"
+if TYPE_CHECKING:
+    from hashlib import _Hash as Hash
+
+KEY, LINEARS, DATA_DIGEST, HEADER_DIGEST = "prepared", "linears", "data_sha256", "header_sha256"
 """Names of metadata."""
 ALIGNMENT = 4096
 HEADER_BYTES_PER_TENSOR = 1024
@@ -75,24 +79,40 @@ class StoredLinear:
 
 @dataclass(frozen=True)
 class PreparedFile(NoPrepared):
-    """A file whose key and sizes were checked. Its tensors are views of a memory map."""
+    """A file whose header was checked: key, sizes and digest. Its tensors are views of a memory map."""
 
     file: MappedFile
     linears: dict[str, StoredLinear]
+    key: PreparedKey
 
     @classmethod
     def open(cls, path: Path, checkpoint: Path) -> PreparedFile:
         """Opens the file at `path`.
 
         Raises:
-            CheckpointError: it is none, is truncated, or belongs to another checkpoint, machine or version.
+            CheckpointError: it is none, is truncated, has a header that was changed, or belongs to another checkpoint,
+                machine or version.
         """
         file = MappedFile.open(path)
+        if file.metadata.get(HEADER_DIGEST) != header_digest(_dtypes_and_shapes(file), file.metadata):
+            raise CheckpointError("its header is not what was written", "Run runtime prepare again")
         key = PreparedKey.read(_parsed(file, KEY))
         if mismatch := key.mismatch(checkpoint, PreparedKey.of(checkpoint, LAYOUT_VERSION)):
             raise CheckpointError(mismatch, "Run runtime prepare again")
         linears = _linears(file)
-        return cls(file.over(map_file(path)), linears, note=f"prepared: {len(linears)} weights are mapped from {path}")
+        note = f"prepared: {len(linears)} weights are mapped from {path}"
+        return cls(file.over(map_file(path)), linears, key, note=note)
+
+    def check(self, checkpoint: Path) -> None:
+        """Reads all bytes of the file and of its checkpoint, about a second for each gigabyte.
+
+        Raises:
+            CheckpointError: they are not those that were there when it was written.
+        """
+        if _data_digest(self.file.tensor(name) for name in self.file.entries) != self.file.metadata.get(DATA_DIGEST):
+            raise CheckpointError("bytes of its weights are not what was written", "Run runtime prepare again")
+        if self.key.digest != digest_of(checkpoint):
+            raise CheckpointError("the checkpoint has changed since it was prepared", "Run runtime prepare again")
 
     def find(self, modules: Sequence[str], layout: Layout | None) -> PreparedWeight | None:
         name = NAME_SEPARATOR.join(modules)
@@ -101,6 +121,25 @@ class PreparedFile(NoPrepared):
             return None
         tensors = {own: self.file.tensor(f"{name}.{own}") for own in stored.tensors}
         return PreparedWeight(stored.shape, tensors, stored.bits, stored.group)
+
+
+def _data_digest(tensors: Iterable[Tensor]) -> str:
+    digest = sha256()
+    for tensor in tensors:
+        digest.update(tensor_bytes(tensor))
+    return digest.hexdigest()
+
+
+def header_digest(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]) -> str:
+    """Returns the SHA-256 of names, dtypes, shapes and strings of metadata, this digest left out."""
+    strings = sorted((name, text) for name, text in metadata.items() if isinstance(text, str) and name != HEADER_DIGEST)
+    described = [(name, str(dtype), shape) for name, (dtype, shape) in tensors.items()]
+    return sha256(json.dumps([described, strings]).encode()).hexdigest()
+
+
+def _dtypes_and_shapes(file: MappedFile) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """Returns dtype and shape of each tensor, in file order, on which offsets depend."""
+    return {name: (entry.dtype, entry.shape) for name, entry in file.entries.items()}
 
 
 def _parsed(file: MappedFile, name: str) -> Any:
@@ -125,12 +164,14 @@ class PreparedWriter(NoPrepared):
     Attributes:
         stream: of the new file.
         room: bytes for the header.
+        digest: of what is written behind the header.
     """
 
     stream: BinaryIO
     room: int
     tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]] = field(default_factory=dict)
     linears: dict[str, StoredLinear] = field(default_factory=dict)
+    digest: Hash = field(default_factory=sha256)
 
     def keep(self, modules: Sequence[str], layout: Layout | None, linear: Linear, bias: Tensor | None) -> Linear:
         name = NAME_SEPARATOR.join(modules)
@@ -146,6 +187,7 @@ class PreparedWriter(NoPrepared):
         self.tensors[name] = tensor.dtype, tuple(tensor.shape)
         start = self.stream.tell()
         self.stream.write(tensor_bytes(tensor))
+        self.digest.update(tensor_bytes(tensor))
         self.stream.flush()
         first = start - start % mmap.ALLOCATIONGRANULARITY
         with Path(self.stream.name).open("rb") as written:
@@ -156,7 +198,8 @@ class PreparedWriter(NoPrepared):
     def finish(self, key: PreparedKey) -> None:
         """Writes the header in front of the data. Raises ToolkitError when there is no room for it."""
         linears = {name: asdict(stored) for name, stored in self.linears.items()}
-        metadata = {KEY: json.dumps(key.fields()), LINEARS: json.dumps(linears)}
+        metadata = {KEY: json.dumps(key.fields()), LINEARS: json.dumps(linears), DATA_DIGEST: self.digest.hexdigest()}
+        metadata[HEADER_DIGEST] = header_digest(self.tensors, metadata)
         header = build_header(self.tensors, metadata, self.room)
         if len(header) > self.room:
             raise ToolkitError(f"a header of {len(header)} bytes has room for {self.room}", "Report this model")

@@ -11,16 +11,17 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tiny_models import pack_model, random_weight, save_tiny_model
 
-from compress.checkpoint.safetensors import TensorFiles
+from compress.checkpoint.safetensors import MappedFile, TensorFiles
 from compress.checkpoint.weights import Activations, Int, Mxfp4, Scheme
-from compress.common.errors import ToolkitError
+from compress.common.errors import CheckpointError, ToolkitError
 from compress.cpu.binding import INSTRUCTION_SETS, best_instruction_set, library
 from runtime.backends.cpu import huge_pages
 from runtime.backends.cpu.linear import CpuLinear
 from runtime.backends.prepared_weight import LAYOUT_VERSION
 from runtime.model import prepared_key
 from runtime.model.loader import load_model
-from runtime.model.prepare import prepare_model
+from runtime.model.prepare import check_prepared_files, prepare_model
+from runtime.model.prepared import HEADER_DIGEST, find_prepared, header_digest
 from runtime.model.scoring import score
 
 TOKENS = torch.randint(0, 112, (2, 21), generator=torch.Generator().manual_seed(5))
@@ -57,6 +58,21 @@ def model(packed: Path, tmp_path: Path) -> Path:
 
 def prepared_file(model: Path) -> Path:
     return model / "prepared" / f"{INSTRUCTION_SETS[best_instruction_set()]}.safetensors"
+
+
+def rewrite(file: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
+    """Writes a prepared file with the digest of its header."""
+    save_file(tensors, file, metadata)
+    found = {name: (entry.dtype, entry.shape) for name, entry in MappedFile.open(file).entries.items()}
+    save_file(tensors, file, metadata | {HEADER_DIGEST: header_digest(found, metadata)})
+
+
+def flip(file: Path, place: int, bit: int = 0) -> None:
+    """Changes one bit of a file, and not the time of its last change."""
+    content, times = bytearray(file.read_bytes()), file.stat()
+    content[place] ^= 1 << bit
+    file.write_bytes(content)
+    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
 
 
 def note_of(model: Path, **options: str) -> str:
@@ -183,7 +199,7 @@ def test_tensors_that_contradict_the_shape_are_not_used(model, packed):
     wide_scales = {name: t.double() if name.endswith("scales") else t for name, t in tensors.items()}
     expected = score(load_model(packed), TOKENS)
     for changed in (short, no_scales, wide_scales):
-        save_file(changed, file, metadata)
+        rewrite(file, changed, metadata)
         found = load_model(model)
         assert sum("packed anew" in line for line in found.description) > 0
         assert torch.equal(score(found, TOKENS), expected)
@@ -194,8 +210,49 @@ def test_lying_metadata(bits, model, packed):
     file, tensors = prepared_file(model), load_file(prepared_file(model))
     with safe_open(file, "pt") as stored:
         metadata = stored.metadata()
-    save_file(tensors, file, metadata | {"linears": metadata["linears"].replace('"bits": 4', f'"bits": {bits}')})
+    rewrite(file, tensors, metadata | {"linears": metadata["linears"].replace('"bits": 4', f'"bits": {bits}')})
+    assert "are mapped from" in note_of(model)
     assert torch.equal(score(load_model(model), TOKENS), score(load_model(packed), TOKENS))
+
+
+def test_every_bit_of_the_header_counts(model):
+    file = prepared_file(model)
+    whole = file.read_bytes()
+    length = 8 + len(whole[8 : MappedFile.open(file).data_start].rstrip(b" "))
+    places = [*range(8), *range(8, length, 61), length, length + 1]
+    for index, place in enumerate(places):
+        flip(file, place, index % 8)
+        assert "packed anew" in find_prepared(model).note, place
+        file.write_bytes(whole)
+    assert "are mapped from" in find_prepared(model).note
+
+
+def test_a_check_finds_a_bit_that_a_start_does_not(model):
+    file = prepared_file(model)
+    assert check_prepared_files(model) == [(file, 9)]
+    whole = file.read_bytes()
+    for place in (MappedFile.open(file).data_start, len(whole) // 2, len(whole) - 1):
+        flip(file, place, 6)
+        assert "are mapped from" in note_of(model)
+        with pytest.raises(CheckpointError, match="bytes of its weights"):
+            check_prepared_files(model)
+        file.write_bytes(whole)
+    assert check_prepared_files(model) == [(file, 9)]
+
+
+def test_a_check_reads_the_checkpoint_too(model):
+    flip(model / "model.safetensors", -1)
+    assert "are mapped from" in note_of(model)
+    with pytest.raises(CheckpointError, match="the checkpoint has changed"):
+        check_prepared_files(model)
+
+
+def test_a_check_of_nothing_is_refused(packed, tmp_path):
+    model = private_copy(packed, tmp_path / "model")
+    with pytest.raises(ToolkitError, match="no prepared weights"):
+        check_prepared_files(model)
+    file, _ = prepare_model(model, in_cache=True)
+    assert check_prepared_files(model) == [(file, 9)]
 
 
 def test_a_folder_that_cannot_be_written_uses_the_cache(packed, tmp_path, cache):
