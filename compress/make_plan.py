@@ -11,7 +11,7 @@ from compress.checkpoint.dequantized import stored_scheme
 from compress.checkpoint.formats import compress_runtime
 from compress.checkpoint.safetensors import TensorFiles
 from compress.checkpoint.scheme import GROUP_SIZES
-from compress.checkpoint.weights import NM, LowRank
+from compress.checkpoint.weights import NM, Int, LowRank
 from compress.checkpoint.weights.base import about
 from compress.common.errors import CheckpointError, RecipeError, SchemeError
 from compress.methods import base
@@ -74,7 +74,7 @@ class End:
         if stage.outlier_columns is not None:
             raise RecipeError(f"{name}, the {self.what}, has no outlier columns", "Leave outlier_columns out of it")
         if stage.scheme.numbers != "int":
-            raise RecipeError(f"{name}, the {self.what}, takes no 8-bit floats", "Give it a stage of 8-bit integers")
+            raise RecipeError(f"{name}, the {self.what}, takes integers alone", "Give it a stage of 8-bit integers")
         if stage.scheme.activation_bits:
             raise RecipeError(f"{name}, the {self.what}, takes no 8-bit activations", "Leave activation_bits out of it")
 
@@ -250,7 +250,9 @@ def check_groups(layer_plans: Mapping[str, LayerPlan], linears: Shapes) -> None:
 
 
 def _group_size(layer_plan: LayerPlan) -> int | None:
-    return layer_plan.scheme.group_size if layer_plan.scheme else None
+    """Return the group size that a recipe chose; None for forms with a size of their own, which check it themselves."""
+    scheme = layer_plan.scheme
+    return scheme.group_size if scheme and isinstance(scheme.codes, Int) else None
 
 
 def make_plan(skeleton: Skeleton, files: TensorFiles, recipe: Recipe, scale_dtype: str) -> Plan:

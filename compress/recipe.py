@@ -8,8 +8,8 @@ from typing import Annotated, Any
 import typer
 
 from calibration.parts import Part, check_parts, parse_parts, share_out
-from compress.checkpoint.scheme import FLOAT_BITS, MAX_BITS
-from compress.checkpoint.weights import Activations, Fp8, Int, NMSparsity, OutlierColumns, Scheme
+from compress.checkpoint.scheme import FLOAT_BITS, MAX_BITS, targets
+from compress.checkpoint.weights import Fp8, Int, NMSparsity, OutlierColumns, Scheme
 from compress.common import cli
 from compress.common.cli import nearest
 from compress.common.errors import RecipeError
@@ -19,6 +19,7 @@ from compress.methods.mtp import MtpStage
 from compress.methods.outlier_columns import check_amount, number_of_columns
 from compress.methods.rotation import RotateStage
 
+INT, FP8 = Int.word, Fp8.word
 ALLOCATIONS = ("block", "model", "uniform")
 
 
@@ -245,14 +246,24 @@ class QuantizeStage:
         return values | tuned | {"outlier_columns": columns}
 
 
-def default_method(fp8: bool) -> str:
-    """Return the method of a user who names none."""
-    return methods.fallback("quantize").name if fp8 else methods.default("quantize")
+def form_of(word: str) -> type[Scheme]:
+    """Return the stored form of this word. Raises RecipeError with the nearest one."""
+    forms = targets()
+    if word not in forms:
+        raise RecipeError(f"weights {word!r} are no form", nearest(word, tuple(forms), "Forms"))
+    return forms[word]
 
 
-def default_scheme(method: str, fp8: bool = False) -> Scheme:
+def default_method(word: str = INT) -> str:
+    """Return the method of a user who names none, for the form of a word."""
+    usual = methods.default("quantize")
+    can = word == INT or not methods.quantization(usual).unsupported(form_of(word).target())
+    return usual if can else methods.fallback("quantize").name
+
+
+def default_scheme(method: str, word: str = INT) -> Scheme:
     """Return the scheme of a user who names none."""
-    return Fp8(Activations.FP8) if fp8 else methods.quantization(method).default_scheme()
+    return methods.quantization(method).default_scheme() if word == INT else form_of(word).target()
 
 
 def activation_bits_from(value: int) -> int | None:
@@ -266,6 +277,15 @@ class QuantizeKeys:
 
     method: str | None = None
     bits: Annotated[int | None, "Bits of a weight, 2 to 8."] = None
+    weights: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FORM",
+            help="What weights are rounded to: int; fp8 (as --fp8), fp8-block (8-bit floats in blocks of 128x128), "
+            "nvfp4 (4-bit floats in groups of 16), mxfp4, mxfp8 (4- and 8-bit floats in groups of 32). Default: int.",
+            show_default=False,
+        ),
+    ] = None
     fp8: Annotated[
         bool,
         typer.Option(
@@ -291,7 +311,7 @@ class QuantizeKeys:
 
     def stage(self, targets: tuple[str, ...] = (), ignore: tuple[str, ...] = ()) -> QuantizeStage:
         """Build the stage. Raises RecipeError, SchemeError."""
-        name = self.method or default_method(self.fp8)
+        name = self.method or default_method(self.form)
         options = methods.make_options(methods.quantization(name), self.method_options)
         return QuantizeStage(name, self.scheme, targets, ignore, options, self.outlier_columns)
 
@@ -300,6 +320,13 @@ class QuantizeKeys:
         """Options of methods that were given."""
         given = {name: getattr(self, name, None) for name in methods.options_of("quantize")}
         return {name: value for name, value in given.items() if value is not None}
+
+    @property
+    def form(self) -> str:
+        """The word of the form of the weights. Raises RecipeError."""
+        if self.fp8 and self.weights not in (None, FP8):
+            raise RecipeError(f"fp8 and weights {self.weights!r} contradict each other", "Give one of them")
+        return FP8 if self.fp8 else self.weights or INT
 
     @property
     def scheme(self) -> Scheme:
@@ -311,20 +338,21 @@ class QuantizeKeys:
             values["group_size"] = group_size_from(self.group_size)
         if self.activation_bits is not None:
             values["activation_bits"] = activation_bits_from(self.activation_bits)
-        default = default_scheme(self.method or default_method(self.fp8), self.fp8)
+        default = default_scheme(self.method or default_method(self.form), self.form)
         return default.parse({**default.fields(), **values})
 
 
 def end_stages(stage: QuantizeStage, head_bits: int | None, embedding_bits: int | None) -> tuple[QuantizeStage, ...]:
     """Stages for the matrices outside of the blocks, where they get bits: the head is rounded by GPTQ when there is a
     calibration anyway, the embedding to nearest. 8 bits have one scale per row, fewer have the groups of `stage`; the
-    usual ones beside 8-bit activations, whose weights have none.
+    usual ones beside 8-bit activations, whose weights have none, and beside floats.
 
     Args:
         stage: the stage of the linears in the blocks.
     """
     head_method = "gptq" if stage.needs_calibration else "rtn"
-    group_size = Int().group_size if stage.scheme.activation_bits else stage.scheme.group_size
+    own_groups = isinstance(stage.scheme, Int) and not stage.scheme.activation_bits
+    group_size = stage.scheme.group_size if own_groups else Int().group_size
     wanted = ((HEAD_TARGET, head_bits, head_method), (EMBEDDING_TARGET, embedding_bits, "rtn"))
     return tuple(
         QuantizeStage(method, Int(bits, None if bits == MAX_BITS else group_size), targets=(name,))

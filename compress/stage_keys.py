@@ -9,6 +9,7 @@ from dataclasses import field, fields, make_dataclass
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 from compress.checkpoint.scheme import FLOAT_BITS, Scheme
+from compress.checkpoint.weights import Fp8
 from compress.methods import base
 from compress.methods.kv_cache import KVCacheStage
 from compress.methods.mtp import MtpStage
@@ -47,7 +48,7 @@ def build_stage(kind: str, keys: Any, targets: tuple[str, ...], ignore: tuple[st
 
 def quantize_keys() -> type[QuantizeKeys]:
     """Return the keys of a quantize stage, with one field for each option of a registered method."""
-    default = f"Default: {default_method(fp8=False)}; with --fp8: {default_method(fp8=True)}."
+    default = f"Default: {default_method()}; with --fp8: {default_method(Fp8.word)}."
     method = ("method", Annotated[str | None, method_help("quantize", default)], field(default=None))
     return make_dataclass(
         "QuantizeKeys", [method, *_scheme_keys(), *_options("quantize")], bases=(QuantizeKeys,), frozen=True
@@ -63,7 +64,7 @@ SCHEME_KEYS: Mapping[str, Callable[[Scheme], int]] = {
 
 def _scheme_keys() -> Iterator[tuple[str, Any, Any]]:
     """Yield the fields of a scheme, whose help says the default and which methods have another."""
-    schemes = {name: default_scheme(name) for name in base.names("quantize")} | {"--fp8": default_scheme("", fp8=True)}
+    schemes = {name: default_scheme(name) for name in base.names("quantize")} | {"--fp8": default_scheme("", Fp8.word)}
     hints = get_type_hints(QuantizeKeys, include_extras=True)
     for key, value in SCHEME_KEYS.items():
         usual, others = value(schemes[base.default("quantize")]), dict[int, list[str]]()

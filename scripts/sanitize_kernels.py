@@ -185,12 +185,13 @@ def norm_weights(device: torch.device, size: int) -> NormWeights:
 
 def column_outputs(device: torch.device) -> Outputs:
     """Returns errors of the loop of GPTQ over columns of a weight, which feed theirs to later ones."""
+    from compress.checkpoint.grids import IntegerGrid
     from compress.checkpoint.scale_search import search_scales
-    from compress.methods.shared.column_solver import GPTQSolver, Grid
+    from compress.methods.shared.column_solver import GPTQSolver
 
     weight, scheme = torch.randn(40, 64, device=device), Int(4, 32)
     feedback = (torch.eye(64) + 0.1 * torch.rand(64, 64).triu(1)).to(device)
-    grid = Grid(search_scales(weight, scheme), scheme)
+    grid = IntegerGrid(search_scales(weight, scheme), scheme)
     solver = GPTQSolver(weight, torch.arange(64, device=device), feedback, grid, on_gpu=True)
     solver.run()
     return {"columns": solver.errors}

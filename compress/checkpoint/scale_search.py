@@ -207,7 +207,7 @@ def round_in_range(
     rounded = torch.empty(weight.shape, device=weight.device)
     groups = scheme.num_groups(weight.shape[1])
     # The chunks of `rounded` are views: what is written to them lands there.
-    for rows, out in zip(_row_chunks(weight, groups), _row_chunks(rounded, groups), strict=True):
+    for rows, out in zip(row_chunks(weight, groups), row_chunks(rounded, groups), strict=True):
         scale, zero = GroupRange.of(rows, scheme).full()
         round_to_grid(rows, storable(scale, scale_dtype or torch.bfloat16), zero, scheme, out)
     return rounded
@@ -247,7 +247,19 @@ def _output_error(inputs: Tensor, groups: int) -> Measure:
     return lambda change: (change.transpose(0, 1) @ basis).square_().sum(-1, keepdim=True).transpose(0, 1)
 
 
-def _row_chunks(weight: Tensor, groups: int) -> Iterator[Tensor]:
+def error_of_groups(
+    weight: Tensor, groups: int, importance: Tensor | None = None, inputs: Tensor | None = None
+) -> Measure:
+    """Returns the error of each group of columns by which scales of `weight [O, I]` are chosen; arguments and errors as
+    those of `search_scales`."""
+    require_finite(weight, "the weight")
+    if inputs is not None:
+        return _output_error(inputs.to(weight.device), groups)
+    return _weighted_error(_column_weights(weight, importance).view(groups, -1))
+
+
+def row_chunks(weight: Tensor, groups: int) -> Iterator[Tensor]:
+    """Yields some rows at a time of `weight [O, I]`, as float32 `[R, G, g]`."""
     elements = _CHUNK_ELEMENTS_GPU if weight.is_cuda else _CHUNK_ELEMENTS_CPU
     for rows in weight.split(max(1, elements // weight.shape[1])):
         yield rows.float().unflatten(1, (groups, -1))
@@ -270,7 +282,7 @@ def _search(
 ) -> GroupScales:
     """Returns the ranges of least error of `likely` ones, or of all where there are none, and of their neighbours."""
     found, begin = list[GroupScales](), 0
-    for rows in _row_chunks(weight, scheme.num_groups(weight.shape[1])):
+    for rows in row_chunks(weight, scheme.num_groups(weight.shape[1])):
         part = slice(begin, begin + len(rows))
         given = [(each.scales[part, :, None].float(), each.zero_points[part, :, None].float()) for each in likely]
         span = GroupRange.of(rows, scheme)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from compress.checkpoint.grids import Grid
     from compress.checkpoint.weights.base import StoredTensors, Weight
     from compress.checkpoint.weights.integer import Int
     from compress.checkpoint.weights.sparse_nm import NMSparsity
@@ -73,6 +74,9 @@ class Scheme(ABC):
         wraps: whether its values are stored in another form, which the same description says.
         fuses: whether layers over the same input can be one weight, row by row.
         is_exact_size: whether `stored_bits` is what the tensors take, without padding to whole words.
+        has_grid: whether methods may choose its codes: whether it has `grid`.
+        word: names it as a target of compression, in `--weights`, recipes and candidates of searches; empty where it is
+            none.
     """
 
     __slots__ = ()
@@ -83,6 +87,13 @@ class Scheme(ABC):
     wraps: ClassVar[bool] = False
     fuses: ClassVar[bool] = True
     is_exact_size: ClassVar[bool] = False
+    has_grid: ClassVar[bool] = False
+    word: ClassVar[str] = ""
+
+    @classmethod
+    def target(cls) -> Scheme:
+        """The scheme of a user who names the form by its `word`."""
+        return cls()
 
     @property
     @abstractmethod
@@ -234,6 +245,24 @@ class Scheme(ABC):
         """
         raise SchemeError(f"{self} has no rounding to nearest", "Choose integers or 8-bit floats")
 
+    def grid(
+        self,
+        weight: Tensor,
+        importance: Tensor | None = None,
+        scale_dtype: torch.dtype | None = None,
+        inputs: Tensor | None = None,
+    ) -> Grid[Weight]:
+        """The values that `weight [O, I]` may take, under the scales with the least error.
+
+        Args:
+            inputs: `[T, I]` sample inputs, whose outputs have the error that is least; other arguments as of `round`.
+
+        Raises:
+            SchemeError: the form has no grid, or its groups do not divide `I`.
+            NumericsError: NaN or infinity.
+        """
+        raise SchemeError(f"{self} has no grid of values", "Choose integers, or method rtn")
+
     def round_in_range(self, weight: Tensor, scale_dtype: torch.dtype | None = None) -> Tensor:
         """`weight [O, I]` as float32, rounded under scales that span its range; cheap, for searches that try often."""
         if self.codes is None:
@@ -283,6 +312,12 @@ def is_set(value: Any) -> bool:
 
 FORMS: dict[str, type[Scheme]] = {}
 """The registered forms by key. Importing `compress.checkpoint.weights` registers those of this package."""
+
+
+def targets() -> dict[str, type[Scheme]]:
+    """Forms that are targets of compression, by their words."""
+    return {form.word: form for form in FORMS.values() if form.word}
+
 
 Form = TypeVar("Form", bound=type[Scheme])
 

@@ -153,10 +153,11 @@ def with_method(rounding: QuantizeKeys, model: Path | None) -> QuantizeKeys:
     from compress.models.architecture import smooths_norms
     from compress.models.registry import find_family
 
-    if rounding.method or rounding.fp8 or model is None:
+    default = default_method(rounding.form)
+    if rounding.method or default != default_method() or model is None:
         return rounding
     config = read_config(check_folder(model))
-    describe, default = find_family(config.get("model_type")), default_method(fp8=False)
+    describe = find_family(config.get("model_type"))
     if describe is not None and smooths_norms(describe(config)):
         return rounding
     _say(f"{default} cannot smooth model type {config.get('model_type')!r}: gptq in its place (--method chooses)")
@@ -176,14 +177,15 @@ def quantize(
     text: TextOptions,
     job: JobOptions,
 ) -> None:
-    """Quantize a model's linear layers to integers of 2 to 8 bits, or to 8-bit floats.
+    """Quantize a model's linear layers to integers of 2 to 8 bits, or to floats of 4 or 8.
 
     Works block by block with little memory; killed at any moment, the same command continues where it stopped and gives
     the same bytes. The result is checked, measured and loads in vLLM, SGLang and transformers.
     """
     stage = with_method(rounding, model).stage(ignore=tuple(ignore or ()))
     stages: list[Stage] = [stage, *end_stages(stage, ends.head_bits, ends.embedding_bits)]
-    name = f"{'int' if stage.scheme.numbers == 'int' else 'fp'}{stage.scheme.bits}-{stage.method}"
+    form = f"int{stage.scheme.bits}" if stage.scheme.numbers == "int" else stage.scheme.word
+    name = f"{form}-{stage.method}"
     if rotate:
         stages, name = [RotateStage(), *stages], f"{name}-rotated"
     if mtp_bits is not None:

@@ -7,9 +7,9 @@ Lin et al. 2023, https://arxiv.org/abs/2306.00978: section 3.2 (the scale search
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, overload
 
-from compress.checkpoint.weights import Int
+from compress.checkpoint.weights import Int, Scheme, Weight
 from compress.methods.base import Layer, Needs, QuantizationMethod, ScaleSearch, register
 
 if TYPE_CHECKING:
@@ -33,15 +33,16 @@ class AWQ(QuantizationMethod):
     help: ClassVar[str] = "activation-aware scales and clipping"
     is_default: ClassVar[bool] = True
     smooths: ClassVar[bool] = True
+    takes_grids: ClassVar[bool] = True
     data: ClassVar[Needs] = Needs(inputs=True, sample_rows=CLIP_ROWS)
 
     def smoothing_scale(self, search: ScaleSearch, options: Any) -> SmoothingResult:
         return search_smoothing(search, NUM_RATIOS)
 
-    def compress(self, layer: Layer) -> IntegerWeight:
+    def compress(self, layer: Layer) -> Weight:
         rows = None if any(part in layer.name for part in _UNCLIPPED) else layer.inputs.sample(CLIP_ROWS)
         layer.details["clipped"] = rows is not None
-        return quantize_awq(layer.weight, layer.integers, layer.importance, rows, layer.dtype)
+        return quantize_awq(layer.weight, layer.scheme, layer.importance, rows, layer.dtype)
 
 
 def search_smoothing(search: ScaleSearch, num_ratios: int = 20) -> SmoothingResult:
@@ -79,13 +80,29 @@ def search_smoothing(search: ScaleSearch, num_ratios: int = 20) -> SmoothingResu
     return best_scale(search, tried, refine=neighbours)
 
 
+@overload
 def quantize_awq(
     weight: Tensor,
     scheme: Int,
     importance: Tensor | None = None,
     inputs: Tensor | None = None,
     scale_dtype: torch.dtype | None = None,
-) -> IntegerWeight:
+) -> IntegerWeight: ...
+@overload
+def quantize_awq(
+    weight: Tensor,
+    scheme: Scheme,
+    importance: Tensor | None = None,
+    inputs: Tensor | None = None,
+    scale_dtype: torch.dtype | None = None,
+) -> Weight: ...
+def quantize_awq(
+    weight: Tensor,
+    scheme: Scheme,
+    importance: Tensor | None = None,
+    inputs: Tensor | None = None,
+    scale_dtype: torch.dtype | None = None,
+) -> Weight:
     """Quantizes an already smoothed `weight [O, I]`, its ranges clipped where that lowers the error of each group's
     share of the output on sample inputs.
 
@@ -98,12 +115,10 @@ def quantize_awq(
         scale_dtype: dtype of stored scales; None is bfloat16.
 
     Raises:
-        SchemeError: the group size does not divide `I`.
+        SchemeError: the group size does not divide `I`, or the form has no grid.
         NumericsError: NaN or infinity in weight, importance or inputs.
     """
-    from compress.checkpoint.scale_search import encode, search_scales
-
-    return encode(weight, search_scales(weight, scheme, importance, scale_dtype, inputs=inputs), scheme)
+    return scheme.grid(weight, importance, scale_dtype, inputs).encode(weight)
 
 
 def _balanced(raw: Tensor) -> Tensor:

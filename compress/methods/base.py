@@ -218,6 +218,7 @@ class QuantizationMethod(Method):
         keeps_zeros: leaves pruned weights at zero.
         rounds_factors: rounds both factors of a low-rank weight: has `round_factors`.
         joins_pruning: is done in the loop of a pruning method that has one.
+        takes_grids: rounds to the grid of any form that has one, integers or not.
         matrices: `EMBEDDING` and `HEAD`, where it is of use there.
     """
 
@@ -227,10 +228,13 @@ class QuantizationMethod(Method):
     keeps_zeros: ClassVar[bool] = True
     rounds_factors: ClassVar[bool] = False
     joins_pruning: ClassVar[bool] = False
+    takes_grids: ClassVar[bool] = False
     matrices: ClassVar[frozenset[str]] = frozenset()
 
     def unsupported(self, scheme: Scheme) -> str:
-        return "" if scheme.codes and scheme.codes.numbers == "int" else f"it chooses integers, and {scheme} has none"
+        if scheme.codes and (scheme.codes.numbers == "int" or (self.takes_grids and scheme.codes.has_grid)):
+            return ""
+        return f"it chooses {'codes on a grid' if self.takes_grids else 'integers'}, and {scheme} has none"
 
     def default_scheme(self) -> Scheme:
         """Return the scheme of a user who names none."""

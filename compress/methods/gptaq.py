@@ -19,7 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
-from compress.checkpoint.weights import Int, Scheme
+from compress.checkpoint.weights import Scheme, Weight
 from compress.common.errors import RecipeError
 from compress.methods.base import Layer, Needs, QuantizationMethod, register
 from compress.methods.gptq import compress_gptq, quantize_gptq
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from compress.checkpoint.weights.integer import IntegerWeight
     from compress.methods.shared.hessian import HessianFactor
 
 DEFAULT_ALPHA = 1.0
@@ -55,11 +54,12 @@ class GPTAQ(QuantizationMethod):
     help: ClassVar[str] = "gptq that also corrects the drift of the layers before"
     Options: ClassVar[type] = GPTAQOptions
     data: ClassVar[Needs] = Needs(inputs=True, hessian=True, dense_inputs=True)
+    takes_grids: ClassVar[bool] = True
 
     def unsupported(self, scheme: Scheme) -> str:
         return "it keeps no outlier columns" if scheme.num_outliers else QuantizationMethod.unsupported(self, scheme)
 
-    def compress(self, layer: Layer) -> IntegerWeight:
+    def compress(self, layer: Layer) -> Weight:
         difference = layer.inputs.difference
         if difference is None:
             layer.details["recovery"] = "gptq: its inputs in the dense model are of other tokens"
@@ -68,7 +68,7 @@ class GPTAQ(QuantizationMethod):
         factor = layer.inputs.factor()
         layer.details |= factor.facts()
         drifted = layer.inputs.shared(("gptaq", alpha), lambda: DriftedFactor.of(factor, difference, alpha))
-        return drifted.quantize(layer.weight, layer.integers, layer.dtype, layer.kept)
+        return drifted.quantize(layer.weight, layer.scheme, layer.dtype, layer.kept)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +108,8 @@ class DriftedFactor:
         return cls(replace(factor, feedback=drifted.float()), transfer.float())
 
     def quantize(
-        self, weight: Tensor, scheme: Int, scale_dtype: torch.dtype | None = None, kept: Tensor | None = None
-    ) -> IntegerWeight:
+        self, weight: Tensor, scheme: Scheme, scale_dtype: torch.dtype | None = None, kept: Tensor | None = None
+    ) -> Weight:
         """Quantizes `weight [O, I]`; see `quantize_gptq`, also for the errors raised."""
         return quantize_gptq(self.targets(weight), self.factor, scheme, scale_dtype, kept)
 

@@ -8,9 +8,9 @@ block of H.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, overload
 
-from compress.checkpoint.weights import Int, LowRank, OutlierColumns
+from compress.checkpoint.weights import Int, LowRank, OutlierColumns, Scheme, Weight
 from compress.methods.base import HEAD, Layer, Needs, QuantizationMethod, register
 
 if TYPE_CHECKING:
@@ -31,10 +31,11 @@ class GPTQ(QuantizationMethod):
     help: ClassVar[str] = "column by column, errors compensated by second-order statistics"
     rounds_factors: ClassVar[bool] = True
     joins_pruning: ClassVar[bool] = True
+    takes_grids: ClassVar[bool] = True
     matrices: ClassVar[frozenset[str]] = frozenset((HEAD,))
     data: ClassVar[Needs] = Needs(inputs=True, hessian=True)
 
-    def compress(self, layer: Layer) -> IntegerWeight:
+    def compress(self, layer: Layer) -> Weight:
         return compress_gptq(layer)
 
     def compress_beside(self, layer: Layer, columns: Tensor) -> OutlierWeight:
@@ -62,41 +63,55 @@ class GPTQ(QuantizationMethod):
         return LowRankWeight(last, first, LowRank(layer.integers, len(right)))
 
 
-def compress_gptq(layer: Layer) -> IntegerWeight:
+def compress_gptq(layer: Layer) -> Weight:
     """Quantize a layer against the Hessian of its inputs. Raises as `quantize_gptq`."""
     factor = layer.inputs.factor()
     layer.details |= factor.facts()
-    return quantize_gptq(layer.weight, factor, layer.integers, layer.dtype, layer.kept)
+    return quantize_gptq(layer.weight, factor, layer.scheme, layer.dtype, layer.kept)
 
 
+@overload
 def quantize_gptq(
     weight: Tensor,
     factor: HessianFactor,
     scheme: Int,
     scale_dtype: torch.dtype | None = None,
     kept: Tensor | None = None,
-) -> IntegerWeight:
+) -> IntegerWeight: ...
+@overload
+def quantize_gptq(
+    weight: Tensor,
+    factor: HessianFactor,
+    scheme: Scheme,
+    scale_dtype: torch.dtype | None = None,
+    kept: Tensor | None = None,
+) -> Weight: ...
+def quantize_gptq(
+    weight: Tensor,
+    factor: HessianFactor,
+    scheme: Scheme,
+    scale_dtype: torch.dtype | None = None,
+    kept: Tensor | None = None,
+) -> Weight:
     """Quantize `weight [O, I]` against a factorized Hessian; codes come back in the original column order.
 
     Args:
+        scheme: integers, or another form that has a grid.
         scale_dtype: dtype of stored scales; None is bfloat16.
         kept: bool `[O, I]`; where it is False the result is exactly zero, which other columns compensate too.
 
     Raises:
-        SchemeError: the group size does not divide `I`.
+        SchemeError: the group size does not divide `I`, or the form has no grid.
         NumericsError: NaN or infinity in the weight.
     """
-
-    from compress.checkpoint.scale_search import encode, search_scales
-    from compress.checkpoint.weights.integer import IntegerWeight
-    from compress.methods.shared.column_solver import GPTQSolver, Grid
+    from compress.methods.shared.column_solver import GPTQSolver
 
     # At 2 bits most of the error is clipping, which adds up over correlated inputs; diag(H) cannot see that.
     inputs = factor.equivalent_inputs() if scheme.bits == 2 and scheme.group_size else None
     remaining = weight if kept is None else weight * kept
-    scales = search_scales(remaining, scheme, factor.importance, scale_dtype, inputs=inputs)
+    grid = scheme.grid(remaining, factor.importance, scale_dtype, inputs)
     if factor.feedback is None:
-        return encode(remaining, scales, scheme)
-    solver = GPTQSolver(weight, factor.order, factor.feedback, Grid(scales, scheme), kept)
+        return grid.encode(remaining)
+    solver = GPTQSolver(weight, factor.order, factor.feedback, grid, kept)
     solver.run()
-    return IntegerWeight(solver.in_original_order(solver.codes), scales.scales, scales.zero_points, scheme)
+    return grid.weight(solver.in_original_order(solver.codes))

@@ -92,9 +92,10 @@ def quantize_gptq_beside(
     """
     import torch
 
+    from compress.checkpoint.grids import IntegerGrid
     from compress.checkpoint.scale_search import encode, search_scales
     from compress.checkpoint.weights.integer import IntegerWeight
-    from compress.methods.shared.column_solver import GPTQSolver, Grid
+    from compress.methods.shared.column_solver import GPTQSolver
 
     base = scheme.inner
     rest = weight.index_fill(1, columns, 0.0)
@@ -105,7 +106,7 @@ def quantize_gptq_beside(
     rounded = weight.shape[1] - len(columns)
     order, last = factor.order[:rounded], factor.order[rounded:]
     among = factor.feedback[:rounded, :rounded].contiguous()
-    loop = GPTQSolver(weight, order, among, Grid(scales, base))
+    loop = GPTQSolver(weight, order, among, IntegerGrid(scales, base))
     loop.run()
     codes = torch.zeros(weight.shape, dtype=torch.uint8, device=weight.device)
     codes[:, order] = loop.codes.T

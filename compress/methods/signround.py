@@ -19,6 +19,7 @@ from compress.methods.gptq import compress_gptq
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from compress.checkpoint.weights import Weight
     from compress.checkpoint.weights.integer import IntegerWeight
 
 KEPT_START = "gptq: learning did not lower the error of the block"
@@ -66,7 +67,7 @@ class SignRound(QuantizationMethod):
             return "it learns with 16-bit activations, so leave activation_bits out"
         return "it learns no outlier columns" if scheme.num_outliers else QuantizationMethod.unsupported(self, scheme)
 
-    def compress(self, layer: Layer) -> IntegerWeight:
+    def compress(self, layer: Layer) -> Weight:
         return compress_gptq(layer)
 
     def tune_block(

@@ -65,16 +65,17 @@ def prune_sparsegpt(
         NumericsError: NaN or infinity in the weight.
     """
 
+    from compress.checkpoint.grids import IntegerGrid
     from compress.checkpoint.scale_search import encode, search_scales
     from compress.checkpoint.weights.integer import IntegerWeight
-    from compress.methods.shared.column_solver import Choice, GPTQSolver, Grid
+    from compress.methods.shared.column_solver import Choice, GPTQSolver
 
     likely_kept = _keep(wanda_score(weight, factor.importance), pattern, share)
     likely = weight.float().masked_fill(~likely_kept, 0.0)
     grid = None
     if scheme is not None:
         # Weights that will be gone must not widen the range of those that stay.
-        grid = Grid(search_scales(likely, scheme, factor.importance, scale_dtype), scheme)
+        grid = IntegerGrid(search_scales(likely, scheme, factor.importance, scale_dtype), scheme)
     if factor.feedback is None or factor.spread is None:
         return likely if grid is None else encode(likely, grid.scales, grid.scheme)
     columns = GPTQSolver(weight, factor.order, factor.feedback, grid, choice=Choice(factor.spread, pattern, share))

@@ -219,7 +219,8 @@ class LayerCompressor(Layer):
             self.details["recovery"] = f"pruned by {method.name}: {UNREACHED}"
         # Quantized in the same loop where both methods can, so that the errors of both are compensated at once.
         joined = self.plan.method is not None and self.plan.method.joins_pruning
-        found = method.prune(self, pruning.pattern, pruning.sparsity, self.integers if joined else None)
+        joint = self.scheme if joined and isinstance(self.scheme, Int) else None
+        found = method.prune(self, pruning.pattern, pruning.sparsity, joint)
         return replace(self, weight=found.values, kept=found.kept) if isinstance(found, Pruned) else found
 
     def _factorize(self, ranked: Ranked, rank: int) -> LowRankWeight:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from compress.checkpoint.scheme import FLOAT_BITS
+from compress.checkpoint.scheme import FLOAT_BITS, targets
 from compress.checkpoint.weights import NM, Int, NMSparsity, Scheme
 from compress.common import cli
 from compress.common.errors import RecipeError
@@ -32,7 +32,8 @@ class Candidate:
     """One way to store a layer: pruned, factorized or neither, and quantized or not; dense when nothing is set.
 
     Attributes:
-        scheme: integers of the weights, of both factors, or of what pruning leaves; None keeps 16-bit values.
+        scheme: integers of the weights, of both factors, or of what pruning leaves, or floats of the weights; None
+            keeps 16-bit values.
         pattern: N:M sparsity.
         factorizing: factorization method; None leaves one matrix.
         keep: share of the weights that factors keep.
@@ -60,8 +61,8 @@ class Candidate:
 
     @property
     def is_plain(self) -> bool:
-        """Whether weights are rounded and nothing else is done."""
-        return self.scheme is not None and not self.pattern and not self.factorizing
+        """Whether weights are rounded to integers and nothing else is done: all that embeddings and heads take."""
+        return isinstance(self.scheme, Int) and not self.pattern and not self.factorizing
 
     @property
     def bits_per_weight(self) -> float:
@@ -94,6 +95,8 @@ class Candidate:
             structure += f"{words[self.factorizing]}{self.keep}"
         if self.scheme is None:
             return structure or "dense"
+        if self.scheme.numbers != "int":
+            return self.scheme.word
         group = f"g{self.scheme.group_size}" if self.scheme.group_size else ""
         return f"{structure}w{self.scheme.bits}{group}{'' if self.scheme.symmetric else 'asym'}"
 
@@ -110,10 +113,16 @@ def rank_words() -> dict[str, str]:
     return {DEFAULT_RANK_WORD if name == default else name: name for name in base.names("factorize")}
 
 
+def float_words() -> dict[str, Scheme]:
+    """Returns the forms beside integers that methods choose codes of, by their words."""
+    return {word: form.target() for word, form in targets().items() if form.has_grid and form.numbers != Int.numbers}
+
+
 def parse_candidates(text: str) -> tuple[Candidate, ...]:
-    """Parses candidates from `w2g64,2:4w4g128,rank0.8`, each once. A word has, in this order and all optional: an N:M
-    pattern, or a factorization method with the share of the weights to keep (`rank`: the default method); the width,
-    the columns that share a scale (default: all of a row), and `asym` for stored zero points. `dense` changes nothing.
+    """Parses candidates from `w2g64,2:4w4g128,rank0.8,nvfp4`, each once. A word has, in this order and all optional: an
+    N:M pattern, or a factorization method with the share of the weights to keep (`rank`: the default method); the
+    width, the columns that share a scale (default: all of a row), and `asym` for stored zero points. Or it is the word
+    of another form that methods can choose codes of; `dense` changes nothing.
 
     Raises:
         RecipeError: an unknown word, or fewer than two candidates.
@@ -130,11 +139,13 @@ def parse_candidates(text: str) -> tuple[Candidate, ...]:
 def _candidate(word: str) -> Candidate:
     if word == DENSE:
         return Candidate()
+    if word in float_words():
+        return Candidate(float_words()[word])
     words = rank_words()
     named = "|".join(sorted(map(re.escape, words), key=len, reverse=True))
     found = re.fullmatch(f"{_PATTERN}(?:(?P<method>{named}){_KEEP})?{_WIDTH}", word)
     if not word or found is None:
-        raise RecipeError(f"{word!r} is no candidate", "Write w4g128, w8, 2:4w4g128, rank0.8 or asvd0.8w8")
+        raise RecipeError(f"{word!r} is no candidate", "Write w4g128, w8, 2:4w4g128, rank0.8, asvd0.8w8 or nvfp4")
     bits, group = found["bits"], found["group"]
     return Candidate(
         Int(int(bits), int(group) if group else None, found["asym"] is None) if bits else None,

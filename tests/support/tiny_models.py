@@ -16,11 +16,13 @@ from compress.checkpoint.formats import find_format, stored_tensors
 from compress.checkpoint.meta_model import auto_class
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.scale_search import FP8
-from compress.checkpoint.weights import BlockFp8, Mxfp4, Scheme, Weight
+from compress.checkpoint.weights import BlockFp8, Mxfp8, Nvfp4, Scheme, Weight
 from compress.checkpoint.weights.block_fp8 import BlockFp8Weight
 from compress.checkpoint.weights.fp8 import Fp8Weight
 from compress.checkpoint.weights.integer import IntegerWeight
 from compress.checkpoint.weights.mxfp4 import Mxfp4Weight
+from compress.checkpoint.weights.mxfp8 import Mxfp8Weight
+from compress.checkpoint.weights.nvfp4 import Nvfp4Weight
 
 
 def save_tiny_model(folder: Path, family: str = "llama", dtype: torch.dtype = torch.float32, **options: object) -> Path:
@@ -122,12 +124,17 @@ def random_weight(shape: tuple[int, int], scheme: Scheme, seed: int = 0, dtype=t
 
 def _random_floats(shape: tuple[int, int], scheme: Scheme, generator: torch.Generator, dtype) -> Weight:
     """All 254 numbers (16 of 4 bits), both zeros and the smallest among them."""
-    if isinstance(scheme, Mxfp4):
+    groups = shape[0], scheme.num_groups(shape[1])
+    if scheme.bits == 4:
         codes = torch.randint(0, 16, shape, dtype=torch.uint8, generator=generator)
-        exponents = (shape[0], scheme.num_groups(shape[1]))
-        return Mxfp4Weight(codes, torch.randint(120, 126, exponents, dtype=torch.uint8, generator=generator), scheme)
+        if isinstance(scheme, Nvfp4):
+            scales = torch.randint(1, 127, groups, dtype=torch.uint8, generator=generator).view(FP8)
+            return Nvfp4Weight(codes, scales, torch.full((shape[0], 1), 3e3), scheme)
+        return Mxfp4Weight(codes, torch.randint(120, 126, groups, dtype=torch.uint8, generator=generator), scheme)
     numbers = torch.tensor([code for code in range(256) if code & 0x7F != 0x7F], dtype=torch.uint8)
     codes = numbers[torch.randint(0, len(numbers), shape, generator=generator)].view(FP8)
+    if isinstance(scheme, Mxfp8):
+        return Mxfp8Weight(codes, torch.randint(112, 118, groups, dtype=torch.uint8, generator=generator), scheme)
     if isinstance(scheme, BlockFp8):
         blocks = scheme.num_scales(*shape)
         return BlockFp8Weight.of(codes, (torch.rand(blocks, generator=generator) + 0.2) * 1e-3, scheme)

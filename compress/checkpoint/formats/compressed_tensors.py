@@ -1,5 +1,5 @@
 """compressed-tensors, the default: `pack-quantized` (2 to 8 bits, 16-bit activations), `int-quantized` (W8A8), 8-bit
-floats per channel or block (`float-quantized`) and MXFP4.
+floats per channel or block (`float-quantized`, `naive-quantized` without rounded inputs), NVFP4, MXFP4 and MXFP8.
 
 Loaded unchanged by vLLM, SGLang and transformers with the compressed-tensors package.
 """
@@ -7,35 +7,103 @@ Loaded unchanged by vLLM, SGLang and transformers with the compressed-tensors pa
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from compress.checkpoint.weights import Activations, BlockFp8, Fp8, Int, Mxfp4, Scheme
-from compress.checkpoint.weights.mxfp4 import GROUP_SIZE
+from compress.checkpoint.weights import Activations, BlockFp8, Fp8, Int, Mxfp4, Mxfp8, Nvfp4, Scheme
 from compress.common.errors import CheckpointError
 
 NAME = "compressed-tensors"
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How the weights of a form are described.
+
+    Attributes:
+        name: of the layout, where inputs keep 16 bits.
+        rounded_name: with inputs that are rounded to 8 bits; empty where the form has none.
+        type: of the numbers.
+        strategy: which weights share a scale; empty where the scheme's group size says it.
+        more: further keys, of a scheme.
+        parse: the scheme of a description; None where it is of another form.
+    """
+
+    name: str
+    rounded_name: str
+    type: str
+    strategy: str
+    more: Callable[[Any], dict[str, Any]]
+    parse: Callable[[Mapping[str, Any]], Scheme | None]
+
+
+def _is(weights: Mapping[str, Any], bits: int, strategy: str, group_size: int | None = None) -> bool:
+    given = weights.get("type"), int(weights["num_bits"]), weights.get("strategy"), weights.get("group_size")
+    return given == ("float", bits, strategy, group_size)
+
+
+def _parse_blocks(weights: Mapping[str, Any]) -> Scheme | None:
+    block = weights.get("block_structure")
+    return BlockFp8((int(block[0]), int(block[1]))) if block and _is(weights, 8, "block") else None
+
+
+def _scales(dtype: str) -> Callable[[Any], dict[str, Any]]:
+    return lambda scheme: {"scale_dtype": dtype, "zp_dtype": dtype}
+
+
 LAYOUTS = {
-    ("int", False): "pack-quantized",
-    ("int", True): "int-quantized",
-    ("float", False): "naive-quantized",
-    ("float", True): "float-quantized",
-    ("blocked float", False): "naive-quantized",
-    ("microscaled float", False): "mxfp4-pack-quantized",
+    "int": Layout("pack-quantized", "int-quantized", "int", "", lambda scheme: {}, lambda weights: None),
+    "float": Layout("naive-quantized", "float-quantized", "float", "", lambda scheme: {}, lambda weights: None),
+    BlockFp8.numbers: Layout(
+        "naive-quantized",
+        "",
+        "float",
+        "block",
+        lambda scheme: {"block_structure": list(scheme.block)},
+        _parse_blocks,
+    ),
+    Nvfp4.numbers: Layout(
+        "nvfp4-pack-quantized",
+        "",
+        "float",
+        "tensor_group",
+        _scales("torch.float8_e4m3fn"),
+        lambda weights: Nvfp4() if _is(weights, 4, "tensor_group", Nvfp4.group_size) else None,
+    ),
+    Mxfp4.numbers: Layout(
+        "mxfp4-pack-quantized",
+        "",
+        "float",
+        "group",
+        _scales("torch.uint8"),
+        lambda weights: Mxfp4() if _is(weights, 4, "group", Mxfp4.group_size) else None,
+    ),
+    Mxfp8.numbers: Layout(
+        "mxfp8-quantized",
+        "",
+        "float",
+        "group",
+        _scales("torch.uint8"),
+        lambda weights: Mxfp8() if _is(weights, 8, "group", Mxfp8.group_size) else None,
+    ),
 }
-"""Names of layouts by the kind of codes, and whether activations are rounded."""
+"""Layouts by the kind of codes."""
+ALL_SUFFIXES = tuple(
+    dict.fromkeys(suffix for form in (Int, Fp8, BlockFp8, Nvfp4, Mxfp4, Mxfp8) for suffix in form.suffixes)
+)
 WRITER_VERSION = "0.17.0"
 """Layout generation named in the config: since then every width is packed as one dense bit stream."""
 
 
 def suffixes(scheme: Scheme | None = None) -> tuple[str, ...]:
     """Suffixes of a module's stored tensors."""
-    return Int.suffixes
+    return scheme.suffixes if scheme else ALL_SUFFIXES
 
 
 def check(scheme: Scheme, shape: tuple[int, int]) -> None:
     """Raises SchemeError when this format cannot hold a weight `[O, I]` of this scheme."""
-    scheme.check_plain(NAME, *(numbers for numbers, _ in LAYOUTS))
+    scheme.check_plain(NAME, *LAYOUTS)
     scheme.check(shape)
 
 
@@ -74,21 +142,19 @@ def quantization_config(schemes: Mapping[str, Scheme], ignored: Iterable[str]) -
 
 
 def _config_group(scheme: Scheme, targets: list[str]) -> dict[str, Any]:
+    layout = LAYOUTS[scheme.numbers]
     weights = {
         "num_bits": scheme.bits,
-        "type": scheme.numbers.rpartition(" ")[2],
+        "type": layout.type,
         "symmetric": scheme.symmetric,
-        "strategy": "channel" if scheme.group_size is None else "group",
+        "strategy": layout.strategy or ("channel" if scheme.group_size is None else "group"),
         "group_size": scheme.group_size,
         "dynamic": False,
+        **layout.more(scheme),
     }
-    if isinstance(scheme, BlockFp8):
-        weights |= {"strategy": "block", "block_structure": list(scheme.block)}
-    if isinstance(scheme, Mxfp4):
-        weights |= {"scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"}
     activations = {
         "num_bits": 8,
-        "type": scheme.numbers,
+        "type": layout.type,
         "symmetric": True,
         "strategy": "token",
         "group_size": None,
@@ -96,7 +162,7 @@ def _config_group(scheme: Scheme, targets: list[str]) -> dict[str, Any]:
     }
     return {
         "targets": targets,
-        "format": LAYOUTS[scheme.numbers, scheme.activations is not None],
+        "format": layout.rounded_name if scheme.activations else layout.name,
         "weights": weights,
         "input_activations": activations if scheme.activations else None,
         "output_activations": None,
@@ -132,15 +198,15 @@ def _parse_group(module: str, group: Mapping[str, Any]) -> Scheme:
     weights, activations = group.get("weights") or {}, group.get("input_activations")
     kind, bits = weights.get("type", "int"), int(weights["num_bits"])
     strategy = weights.get("strategy") or ("group" if weights.get("group_size") else "channel")
-    if (kind, bits, strategy, weights.get("group_size")) == ("float", 4, "group", GROUP_SIZE):
-        return Mxfp4()
-    if (kind, bits, strategy) == ("float", 8, "block") and (block := weights.get("block_structure")):
-        return BlockFp8((int(block[0]), int(block[1])))
+    described = {**weights, "strategy": strategy}
+    if scheme := next(filter(None, (layout.parse(described) for layout in LAYOUTS.values())), None):
+        return scheme
     readable = ("channel", "tensor") if kind == "float" else ("group", "channel", "tensor")
     if kind not in ("int", "float") or (kind == "float" and bits != 8) or strategy not in readable:
         raise CheckpointError(
             f"{module} is quantized as {bits}-bit {kind} by {strategy}, which this toolkit does not read",
-            "It reads integer weights by group, channel or tensor, 8-bit floats by channel, tensor or block, and MXFP4",
+            "It reads integer weights by group, channel or tensor, 8-bit floats by channel, tensor or block, NVFP4, "
+            "MXFP4 and MXFP8",
         )
     if activations and tuple(map(activations.get, ("num_bits", "type"))) != (8, kind):
         raise CheckpointError(

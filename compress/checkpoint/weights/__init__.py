@@ -13,6 +13,8 @@ from compress.checkpoint.weights.fp8 import Fp8
 from compress.checkpoint.weights.integer import Int
 from compress.checkpoint.weights.low_rank import LowRank
 from compress.checkpoint.weights.mxfp4 import Mxfp4
+from compress.checkpoint.weights.mxfp8 import Mxfp8
+from compress.checkpoint.weights.nvfp4 import Nvfp4
 from compress.checkpoint.weights.outlier_columns import OutlierColumns
 from compress.checkpoint.weights.sparse_nm import NM, NMSparsity
 
@@ -25,7 +27,9 @@ __all__ = [
     "Int",
     "LowRank",
     "Mxfp4",
+    "Mxfp8",
     "NMSparsity",
+    "Nvfp4",
     "OutlierColumns",
     "Scheme",
     "Weight",

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from compress.checkpoint.scheme import Scheme, register
 from compress.checkpoint.weights.base import StoredTensors, Weight, dequantize_by_rows, scale_problems
-from compress.checkpoint.weights.fp8 import check_codes
+from compress.checkpoint.weights.fp8 import STEPS, check_codes
 from compress.common.errors import SchemeError
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+    from compress.checkpoint.grids import FloatGrid
 
 SCALE_BITS = 32
 
@@ -31,6 +33,8 @@ class BlockFp8(Scheme):
 
     suffixes = (".weight", ".weight_scale")
     mark = ".weight_scale"
+    has_grid = True
+    word = "fp8-block"
     bits = 8
     numbers = "blocked float"
     structure = ""
@@ -62,6 +66,10 @@ class BlockFp8(Scheme):
 
     @classmethod
     def parse(cls, fields: Mapping[str, Any]) -> BlockFp8:
+        for name, value in {"bits": 8, "group_size": None, "symmetric": True, "activation_bits": None}.items():
+            if fields.get(name, value) != value:
+                problem = f"blocks of 8-bit floats have no {name}={fields[name]}"
+                raise SchemeError(problem, f"Leave {name} out beside {cls.word}")
         rows, columns = fields[cls.key]
         return cls((int(rows), int(columns)))
 
@@ -73,6 +81,43 @@ class BlockFp8(Scheme):
         codes = stored[".weight"]
         check_codes(stored.module, codes)
         return BlockFp8Weight.of(codes, stored[".weight_scale"], self)
+
+    def round(
+        self, weight: Tensor, importance: Tensor | None = None, scale_dtype: torch.dtype | None = None
+    ) -> BlockFp8Weight:
+        return self.grid(weight, importance, scale_dtype).encode(weight)
+
+    def round_in_range(self, weight: Tensor, scale_dtype: torch.dtype | None = None) -> Tensor:
+        return self._grid(weight, None, (1.0,), scale_dtype).encode(weight).dequantize()
+
+    def grid(
+        self,
+        weight: Tensor,
+        importance: Tensor | None = None,
+        scale_dtype: torch.dtype | None = None,
+        inputs: Tensor | None = None,
+    ) -> FloatGrid[BlockFp8Weight]:
+        if inputs is not None and importance is None:
+            importance = inputs.float().square().mean(0)
+        return self._grid(weight, importance, STEPS, scale_dtype)
+
+    def _grid(
+        self, weight: Tensor, importance: Tensor | None, steps: Sequence[float], scale_dtype: torch.dtype | None
+    ) -> FloatGrid[BlockFp8Weight]:
+        import torch
+
+        from compress.checkpoint.float_scales import E4M3
+        from compress.checkpoint.grids import FloatGrid
+        from compress.checkpoint.scale_search import FP8
+        from compress.common.device import require_finite
+
+        require_finite(weight, "the weight")
+        rows, columns = self.block
+        # Of the model's dtype, though stored in float32: transformers reads them so.
+        dtype = scale_dtype or torch.bfloat16
+        parts = [_best_scales(each.float(), columns, importance, steps, dtype) for each in weight.split(rows)]
+        scales = torch.stack(parts).repeat_interleave(rows, 0)[: len(weight)].contiguous()
+        return FloatGrid(E4M3(), scales, columns, lambda codes: BlockFp8Weight(codes.view(FP8), scales, self))
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,3 +164,27 @@ class BlockFp8Weight(Weight):
 
     def problems(self, module: str) -> Iterator[str]:
         return scale_problems(module, self.scales)
+
+
+def _best_scales(
+    weight: Tensor, columns: int, importance: Tensor | None, steps: Sequence[float], dtype: torch.dtype
+) -> Tensor:
+    """Float32 `[G]`, values of `dtype`, for the blocks in some rows `[R, I]`: the scales of least squared error among
+    `steps` times the ones that span each block; columns are weighted by `importance [I]`."""
+    import torch
+
+    from compress.checkpoint.float_scales import E4M3
+    from compress.checkpoint.scale_search import storable
+
+    numbers, padding = E4M3(), (0, -weight.shape[1] % columns)
+    blocks = torch.nn.functional.pad(weight, padding).unflatten(1, (-1, columns))
+    counts = torch.ones_like(weight[0]) if importance is None else importance.to(weight)
+    weights = torch.nn.functional.pad(counts, padding).view(-1, columns)
+    full = blocks.abs().amax((0, 2)) / numbers.largest
+    best, least = storable(full, dtype), torch.full_like(full, torch.inf)
+    for step in steps:
+        scale = storable(full * step, dtype)
+        repeated = scale.unsqueeze(-1)
+        error = (numbers.nearest(blocks / repeated) * repeated - blocks).square().mul_(weights).sum((0, 2))
+        best, least = torch.where(error < least, scale, best), torch.minimum(error, least)
+    return best

@@ -41,10 +41,15 @@ class Fp8(Scheme):
 
     suffixes = (".weight", ".weight_scale")
     mark = ".weight_scale"
+    word = "fp8"
     bits = 8
     numbers = "float"
     structure = ""
     note = ""
+
+    @classmethod
+    def target(cls) -> Fp8:
+        return cls(Activations.FP8)
 
     def __post_init__(self) -> None:
         if self.activations not in (None, Activations.FP8):

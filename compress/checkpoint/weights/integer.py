@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from compress.checkpoint.grids import IntegerGrid
+
 
 @register("bits")
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,8 @@ class Int(Scheme):
 
     suffixes = (".weight_packed", ".weight_scale", ".weight_shape", ".weight_zero_point", ".weight_g_idx", ".weight")
     mark = ".weight_scale"
+    has_grid = True
+    word = "int"
     numbers = "int"
     structure = ""
     note = ""
@@ -181,6 +185,18 @@ class Int(Scheme):
         from compress.checkpoint.scale_search import encode, search_scales
 
         return encode(weight, search_scales(weight, self, importance, scale_dtype), self)
+
+    def grid(
+        self,
+        weight: Tensor,
+        importance: Tensor | None = None,
+        scale_dtype: torch.dtype | None = None,
+        inputs: Tensor | None = None,
+    ) -> IntegerGrid:
+        from compress.checkpoint.grids import IntegerGrid
+        from compress.checkpoint.scale_search import search_scales
+
+        return IntegerGrid(search_scales(weight, self, importance, scale_dtype, inputs=inputs), self)
 
     def round_in_range(self, weight: Tensor, scale_dtype: torch.dtype | None = None) -> Tensor:
 

@@ -2,60 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from compress.checkpoint.scheme import Scheme, register
+from compress.checkpoint.scheme import register
 from compress.checkpoint.weights.base import StoredTensors, Weight, dequantize_by_rows
+from compress.checkpoint.weights.grouped_floats import GroupedFloats
 from compress.common.errors import CheckpointError, SchemeError
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from compress.checkpoint.float_scales import GroupSearch
+    from compress.checkpoint.weights.grouped_floats import MakeWeight
+
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """The number of each code."""
 GROUP_SIZE = 32
-EXPONENT_BITS, EXPONENT_BIAS, NAN_EXPONENT = 8, 127, 255
+EXPONENT_BIAS, NAN_EXPONENT = 127, 255
+EXPONENT_STEPS = (0, -1, -2, 1)
+"""Exponents that are tried, from the one that clips nothing on; the standard takes that one or the one below."""
 
 
 @register("mxfp4")
 @dataclass(frozen=True, slots=True)
-class Mxfp4(Scheme):
+class Mxfp4(GroupedFloats):
     """`W ~ VALUES[qweight] * 2 ** (exponents - 127)`."""
 
     suffixes = (".weight_packed", ".weight_scale")
     mark = ".weight_scale"
-    is_exact_size = True
+    word = "mxfp4"
     bits = 4
     group_size = GROUP_SIZE
     numbers = "microscaled float"
-    structure = ""
-    note = ""
 
-    def num_groups(self, in_features: int) -> int:
-        if in_features % GROUP_SIZE:
-            raise SchemeError(f"mxfp4 groups of {GROUP_SIZE} do not divide {in_features} input features")
-        return in_features // GROUP_SIZE
+    def search(self, weight: Tensor) -> tuple[GroupSearch, MakeWeight]:
+        from compress.checkpoint.float_scales import E2M1, GroupSearch, powers_of_two
 
-    def stored_bits(self, out_features: int, in_features: int, scale_bits: int = 16) -> int:
-        return out_features * (in_features * self.bits + self.num_groups(in_features) * EXPONENT_BITS)
-
-    def unpacked_bytes(self, out_features: int, in_features: int, scale_bytes: int = 2) -> int:
-        return out_features * (in_features + self.num_groups(in_features))
-
-    def __str__(self) -> str:
-        return f"w{self.bits}a16 mxfp4 g{GROUP_SIZE}"
-
-    def fields(self) -> dict[str, Any]:
-        return {"bits": self.bits, "group_size": GROUP_SIZE, self.key: True}
-
-    @classmethod
-    def parse(cls, fields: Mapping[str, Any]) -> Mxfp4:
-        if (fields.get("bits", 4), fields.get("group_size", GROUP_SIZE)) != (4, GROUP_SIZE):
-            raise SchemeError(f"mxfp4 has 4 bits and groups of {GROUP_SIZE}", "Leave bits and group size out beside it")
-        return cls()
+        return GroupSearch(E2M1(), powers_of_two(), EXPONENT_STEPS), lambda codes, places: Mxfp4Weight(
+            codes, places, self
+        )
 
     def shape(self, stored: StoredTensors) -> tuple[int, int]:
         rows, groups = stored[".weight_scale"].shape
@@ -70,8 +58,7 @@ class Mxfp4(Scheme):
             raise CheckpointError(
                 f"{stored.module} should hold bytes of codes and exponents, not {packed.dtype} and {exponents.dtype}"
             )
-        codes = torch.stack((packed & 15, packed >> 4), -1).flatten(1)
-        return Mxfp4Weight(codes, exponents, self)
+        return Mxfp4Weight(unpack_pairs(packed), exponents, self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +96,20 @@ class Mxfp4Weight(Weight):
         return dequantize_by_rows(dtype, panel, self.qweight, self.exponents)
 
     def tensors(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        packed = self.qweight[:, 0::2] | self.qweight[:, 1::2] << 4
-        return {".weight_packed": packed.contiguous(), ".weight_scale": self.exponents.contiguous()}
+        return {".weight_packed": pack_pairs(self.qweight), ".weight_scale": self.exponents.contiguous()}
 
     def problems(self, module: str) -> Iterator[str]:
         if bad := int((self.exponents == NAN_EXPONENT).sum()):
             yield f"{module} has {bad} exponents that are NaN"
+
+
+def pack_pairs(codes: Tensor) -> Tensor:
+    """Bytes `[O, I / 2]` of codes `[O, I]` below 16, the first of two in the low half."""
+    return (codes[:, 0::2] | codes[:, 1::2] << 4).contiguous()
+
+
+def unpack_pairs(packed: Tensor) -> Tensor:
+    """The inverse of `pack_pairs`."""
+    import torch
+
+    return torch.stack((packed & 15, packed >> 4), -1).flatten(1)

@@ -7,50 +7,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from compress.checkpoint.scale_search import GroupScales
-from compress.checkpoint.weights import Int, NMSparsity
+from compress.checkpoint.grids import Grid, OrderedGrid
+from compress.checkpoint.weights import NMSparsity
 from compress.cpu.binding import BEST, absence, library
-from compress.cpu.gptq import LONGEST_STRETCH, ColumnGrid, ColumnPattern, CpuColumns
+from compress.cpu.gptq import LONGEST_STRETCH, ColumnPattern, CpuColumns
 from compress.methods.pruning import keep_pattern, keep_share
 
 if TYPE_CHECKING:
     from compress.methods.shared.column_solver_triton import GpuColumns
-
-
-@dataclass(frozen=True, slots=True)
-class Grid:
-    """Where values may lie: scales of a weight `[O, I]` and its scheme."""
-
-    scales: GroupScales
-    scheme: Int
-
-
-class OrderedGrid:
-    """Scales and zero points by column of the loop.
-
-    Attributes:
-        compiled: the same as compiled code takes it.
-    """
-
-    def __init__(self, grid: Grid, num_columns: int, order: Tensor) -> None:
-        scale, zero = (each.float().T.contiguous() for each in (grid.scales.scales, grid.scales.zero_points))
-        self.compiled = ColumnGrid(scale, zero, order // (num_columns // len(scale)), grid.scheme.max_code)
-        self._group = self.compiled.group.tolist()
-
-    def round(self, target: Tensor, column: int, codes: Tensor, kept: Tensor | None) -> Tensor:
-        """Return the nearest value on the grid `[O]` and write its codes, the zero point for pruned weights."""
-        group = self._group[column]
-        scale, zero = self.compiled.scale[group], self.compiled.zero[group]
-        found = (target / scale).round_().add_(zero).clamp_(0, self.compiled.max_code)
-        if kept is not None:
-            found = torch.where(kept[column], found, zero)
-        codes[column] = found
-        return found.sub_(zero).mul_(scale)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,8 +110,8 @@ class GPTQSolver:
     """The weight's columns in the order of the loop, each a contiguous row of a transposed copy `[I, O]`.
 
     The columns between two matrix products are changed by a kernel where there is one: compiled code on a CPU, Triton
-    on a GPU. Both add in another order than torch does, so a few codes on the verge of two differ. Those of the
-    compiled code do not depend on the machine.
+    on a GPU, both for grids of integers. They add in another order than torch does, so a few codes on the verge of two
+    differ. Those of the compiled code do not depend on the machine.
 
     Attributes:
         targets: the column plus all feedback so far; without a grid, its new value in the end.
@@ -156,7 +125,7 @@ class GPTQSolver:
         weight: Tensor,
         order: Tensor,
         feedback: Tensor,
-        grid: Grid | None,
+        grid: Grid[Any] | None,
         kept: Tensor | None = None,
         choice: Choice | None = None,
         *,
@@ -178,12 +147,14 @@ class GPTQSolver:
         if choice is not None:
             self._chooser = Chooser(choice, self.targets, self.errors, feedback)
             self.kept = self._chooser.kept
-        self._grid = None if grid is None else OrderedGrid(grid, weight.shape[1], order)
+        self._grid: OrderedGrid | None = None if grid is None else grid.ordered(order)
+        is_compiled = self._grid is None or self._grid.compiled is not None
         if on_gpu is None:
-            on_gpu = weight.is_cuda and column_kernel(weight.device) == "Triton"
+            on_gpu = is_compiled and weight.is_cuda and column_kernel(weight.device) == "Triton"
         self._gpu = self._in_triton() if on_gpu else None
         self._native: CpuColumns | None = None
-        if instruction_set is not None and weight.device.type == "cpu" and library() is not None and not on_gpu:
+        on_cpu = weight.device.type == "cpu" and library() is not None and not on_gpu
+        if instruction_set is not None and is_compiled and on_cpu:
             self._native = self._compiled(instruction_set)
         self._leaf_columns = self._longest_leaf()
 

@@ -9,7 +9,7 @@ from tiny_models import save_tiny_model
 from compress.checkpoint.config import read_config, write_config
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.verify import verify_structure
-from compress.checkpoint.weights import Activations, Fp8, Int, Scheme
+from compress.checkpoint.weights import Activations, Fp8, Int, Mxfp4, Mxfp8, Nvfp4, Scheme
 from compress.checkpoint.writer import export_checkpoint
 
 pytest.importorskip("compressed_tensors")
@@ -26,6 +26,9 @@ DEFAULT_LOAD = [
     Int(8, None, activations=Activations.INT8),
     Fp8(),
     Fp8(Activations.FP8),
+    Nvfp4(),
+    Mxfp4(),
+    Mxfp8(),
 ]
 
 

@@ -4,11 +4,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from compress.checkpoint.grids import IntegerGrid
 from compress.checkpoint.scale_search import GroupScales, search_scales
 from compress.checkpoint.weights import Int, NMSparsity, Scheme
 from compress.cpu.binding import best_instruction_set, library, set_threads
 from compress.cpu.gptq import LONGEST_STRETCH, ColumnGrid, CpuColumns
-from compress.methods.shared.column_solver import Choice, GPTQSolver, Grid
+from compress.methods.shared.column_solver import Choice, GPTQSolver
 from compress.methods.shared.hessian import HessianFactor, HessianOptions, factorize
 
 pytestmark = pytest.mark.skipif(library() is None, reason="the CPU kernels are not compiled")
@@ -26,7 +27,7 @@ def layer(outputs: int, inputs: int, seed: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def changed(
-    weight: Tensor, factor: HessianFactor, grid: Grid | None, instruction_set: int | None, **more
+    weight: Tensor, factor: HessianFactor, grid: IntegerGrid | None, instruction_set: int | None, **more
 ) -> GPTQSolver:
     columns = GPTQSolver(weight, factor.order, factor.feedback, grid, instruction_set=instruction_set, **more)
     columns.run()
@@ -63,7 +64,7 @@ def test_codes_are_those_of_float64(instruction_set: int, scheme: Scheme) -> Non
     expected, margin = exact_codes(weight, factor, scales, scheme)
     # One code that falls to the other side changes what its row feeds back: rows that come that close do not count.
     clear = (margin > 1e-4).all(0)
-    found = changed(weight, factor, Grid(scales, scheme), instruction_set).codes
+    found = changed(weight, factor, IntegerGrid(scales, scheme), instruction_set).codes
     assert clear.float().mean() > 0.5
     assert torch.equal(found[:, clear].double(), expected[:, clear])
 
@@ -75,7 +76,7 @@ def test_every_instruction_set_gives_the_same_bits(outputs: int, pruned: str) ->
     factor = factorize(hessian, HessianOptions(activation_order=False))
     scheme = Int(4, 32)
     more = how_pruned(pruned, weight, factor)
-    grid = Grid(search_scales(weight, scheme), scheme)
+    grid = IntegerGrid(search_scales(weight, scheme), scheme)
     first, *others = (changed(weight, factor, grid, instruction_set, **more) for instruction_set in SETS)
     for other in others:
         assert torch.equal(first.codes, other.codes)
@@ -98,7 +99,7 @@ def test_as_good_as_torch_where_something_is_pruned(pruned: str, rounded: bool) 
     weight, hessian = layer(96, 256)
     factor = factorize(hessian, HessianOptions(activation_order=False))
     scheme, more = Int(4, 32), how_pruned(pruned, weight, factor)
-    grid = Grid(search_scales(weight, scheme), scheme) if rounded else None
+    grid = IntegerGrid(search_scales(weight, scheme), scheme) if rounded else None
     by_torch, compiled = (changed(weight, factor, grid, instruction_set, **more) for instruction_set in (None, -1))
     assert (by_torch.kept != compiled.kept).float().mean() < 0.01
     assert loss(compiled, hessian) == pytest.approx(loss(by_torch, hessian), rel=0.01)
@@ -113,7 +114,7 @@ def test_as_good_as_torch_where_something_is_pruned(pruned: str, rounded: bool) 
 def test_threads_change_nothing() -> None:
     weight, hessian = layer(700, 128)
     factor = factorize(hessian)
-    grid = Grid(search_scales(weight, Int(4, 32)), Int(4, 32))
+    grid = IntegerGrid(search_scales(weight, Int(4, 32)), Int(4, 32))
     try:
         found = []
         for threads in (1, 2):
@@ -129,7 +130,7 @@ def test_neighbours_are_not_touched() -> None:
     weight, hessian = layer(19, 128)
     factor = factorize(hessian)
     scheme = Int(4, 32)
-    columns = GPTQSolver(weight, factor.order, factor.feedback, Grid(search_scales(weight, scheme), scheme))
+    columns = GPTQSolver(weight, factor.order, factor.feedback, IntegerGrid(search_scales(weight, scheme), scheme))
     columns.codes.fill_(77)
     before = columns.errors.clone()
     columns._native.change(64, 112)

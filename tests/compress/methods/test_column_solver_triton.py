@@ -5,9 +5,10 @@ import torch
 from poisoned_memory import poisoned_allocations
 from torch import Tensor
 
+from compress.checkpoint.grids import IntegerGrid
 from compress.checkpoint.scale_search import GroupScales, search_scales
 from compress.checkpoint.weights import Int, NMSparsity, Scheme
-from compress.methods.shared.column_solver import Choice, GPTQSolver, Grid, column_kernel
+from compress.methods.shared.column_solver import Choice, GPTQSolver, column_kernel
 from compress.methods.shared.hessian import HessianFactor, HessianOptions, factorize
 
 
@@ -20,7 +21,7 @@ def layer(outputs: int, inputs: int, device: torch.device) -> tuple[Tensor, Tens
     return weight.to(device), (rows.T @ rows / len(rows)).to(device)
 
 
-def changed(weight: Tensor, factor: HessianFactor, grid: Grid | None, on_gpu: bool, **more) -> GPTQSolver:
+def changed(weight: Tensor, factor: HessianFactor, grid: IntegerGrid | None, on_gpu: bool, **more) -> GPTQSolver:
     with poisoned_allocations():
         columns = GPTQSolver(weight, factor.order, factor.feedback, grid, instruction_set=None, on_gpu=on_gpu, **more)
     columns.run()
@@ -37,7 +38,7 @@ def loss(columns: GPTQSolver, hessian: Tensor) -> float:
 def test_nearly_all_codes_are_those_of_torch(gpu, outputs: int, inputs: int, scheme: Scheme) -> None:
     weight, hessian = layer(outputs, inputs, gpu)
     factor = factorize(hessian)
-    grid = Grid(search_scales(weight, scheme, factor.importance), scheme)
+    grid = IntegerGrid(search_scales(weight, scheme, factor.importance), scheme)
     by_torch, in_triton = (changed(weight, factor, grid, on_gpu) for on_gpu in (False, True))
     # One code on the verge of two that falls to the other side changes what its row is fed back.
     rows_apart = (by_torch.codes != in_triton.codes).any(0).float().mean()
@@ -57,7 +58,7 @@ def test_the_same_bits_as_torch_where_sums_are_exact(gpu) -> None:
     feedback.diagonal(1)[:] = torch.randint(-2, 3, (47,), generator=random) / 2
     factor = HessianFactor(feedback.to(gpu), None, torch.arange(48, device=gpu), torch.ones(48), 0.01, "", 0)
     scales = GroupScales(torch.full((40, 3), 0.5, device=gpu), torch.full((40, 3), 8, dtype=torch.uint8, device=gpu))
-    grid = Grid(scales, Int(4, 16))
+    grid = IntegerGrid(scales, Int(4, 16))
     by_torch, in_triton = (changed(weight, factor, grid, on_gpu) for on_gpu in (False, True))
     assert torch.equal(in_triton.codes, by_torch.codes)
     assert torch.equal(in_triton.errors, by_torch.errors)
@@ -71,7 +72,7 @@ def test_as_good_as_torch_where_something_is_pruned(gpu, pruned: str, rounded: b
     weight, hessian = layer(40, 64, gpu)
     factor = factorize(hessian, HessianOptions(activation_order=False))
     scheme, more = Int(4, 32), how_pruned(pruned, weight, factor)
-    grid = Grid(search_scales(weight, scheme), scheme) if rounded else None
+    grid = IntegerGrid(search_scales(weight, scheme), scheme) if rounded else None
     by_torch, in_triton = (changed(weight, factor, grid, on_gpu, **more) for on_gpu in (False, True))
     assert (by_torch.kept != in_triton.kept).float().mean() < 0.02
     assert loss(in_triton, hessian) == pytest.approx(loss(by_torch, hessian), rel=0.02)
@@ -92,7 +93,7 @@ def test_neighbours_are_not_touched(gpu) -> None:
     weight, hessian = layer(33, 128, gpu)
     factor = factorize(hessian)
     scheme = Int(4, 32)
-    grid = Grid(search_scales(weight, scheme), scheme)
+    grid = IntegerGrid(search_scales(weight, scheme), scheme)
     columns = GPTQSolver(weight, factor.order, factor.feedback, grid, on_gpu=True)
     columns.codes.fill_(77)
     before = columns.errors.clone()

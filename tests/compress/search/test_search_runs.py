@@ -62,6 +62,19 @@ def test_a_search_for_bits_ends_in_a_checkpoint_that_its_recipe_makes_again(tiny
 
 
 @pytest.mark.full
+def test_floats_are_chosen_beside_integers(tiny_model, tmp_path: Path) -> None:
+    out, offered = tmp_path / "out", parse_candidates("w2g64,mxfp4,nvfp4")
+    request = asked(Goal(bits_per_weight=3.0), candidates=offered, method="rtn", ends=True)
+    found = opened(tiny_model("llama"), out, request, measure=False)
+    findings = find(found, files(out), quiet=True)
+    assert carry_out(findings, files(out), quiet=True).run.structure.ok
+    schemes = PackedCheckpoint.open(out).schemes
+    chosen = {module: str(Candidate(scheme)) for module, scheme in schemes.items()}
+    assert {"mxfp4", "nvfp4"} & set(chosen.values())
+    assert {chosen[module] for module in chosen if "layers" not in module} == {"w2g64"}
+
+
+@pytest.mark.full
 def test_rank_and_sparsity_are_chosen_beside_widths(tiny_model, tmp_path: Path) -> None:
     """Every candidate in turn over the groups, so that all are made and read back; then the choice of the search."""
     out, model = tmp_path / "out", tiny_model("llama", num_hidden_layers=2)

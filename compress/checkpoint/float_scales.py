@@ -1,0 +1,135 @@
+"""4- and 8-bit floats in groups that share a scale: the nearest numbers, and the search for scales.
+
+Stored scales are one of few numbers, powers of two (e8m0) or 8-bit floats (e4m3), so the search tries those around the
+one that spans a group, with the errors of `scale_search`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from compress.checkpoint.scale_search import FP8, MAX_FP8, Measure, error_of_groups, row_chunks
+
+
+class Numbers(ABC):
+    """The numbers that codes stand for, before scales.
+
+    Attributes:
+        largest: the largest one.
+    """
+
+    largest: float
+
+    @abstractmethod
+    def nearest(self, x: Tensor) -> Tensor:
+        """The nearest numbers, ties to the even one, in float32; those beyond the range become its ends."""
+
+    @abstractmethod
+    def codes(self, numbers: Tensor) -> Tensor:
+        """Codes of such numbers, one byte each."""
+
+
+@dataclass(frozen=True, slots=True)
+class E2M1(Numbers):
+    """4-bit floats: a sign, 2 bits of exponent and 1 of mantissa."""
+
+    largest = 6.0
+
+    def nearest(self, x: Tensor) -> Tensor:
+        size = x.abs().clamp_(max=self.largest)
+        step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
+        rounded = size.div_(step).round_().mul_(step)
+        return torch.where(x < 0, -rounded, rounded)
+
+    def codes(self, numbers: Tensor) -> Tensor:
+        # Twice the magnitudes are 0, 1, 2, 3, 4, 6, 8 and 12.
+        sizes = torch.tensor([0, 1, 2, 3, 4, 0, 5, 0, 6, 0, 0, 0, 7], dtype=torch.uint8, device=numbers.device)
+        return sizes[(numbers.abs() * 2).int()] | torch.signbit(numbers).to(torch.uint8) << 3
+
+
+@dataclass(frozen=True, slots=True)
+class E4M3(Numbers):
+    """8-bit floats: a sign, 4 bits of exponent and 3 of mantissa; codes are their bytes."""
+
+    largest = MAX_FP8
+
+    def nearest(self, x: Tensor) -> Tensor:
+        return x.clamp(-self.largest, self.largest).to(FP8).float()
+
+    def codes(self, numbers: Tensor) -> Tensor:
+        return numbers.to(FP8).view(torch.uint8)
+
+
+def powers_of_two() -> Tensor:
+    """Float32 `[255]`: the scale of each e8m0 code but the last, which is NaN."""
+    return torch.ldexp(torch.ones(255), torch.arange(255, dtype=torch.int32) - 127)
+
+
+def positive_floats() -> Tensor:
+    """Float32 `[127]`: e4m3 numbers by code, from 0 to 448."""
+    return torch.arange(127, dtype=torch.uint8).view(FP8).float()
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSearch:
+    """The search for a scale of every row and group of columns.
+
+    Attributes:
+        scales: float32 `[S]`, rising: what a group may be multiplied by.
+        steps: places among them that are tried, counted from the one that spans the group.
+        first: the least place that is a scale.
+    """
+
+    numbers: Numbers
+    scales: Tensor
+    steps: Sequence[int]
+    first: int = 0
+
+    def spanning(self, rows: Tensor) -> Tensor:
+        """Places `[R, G, 1]`, int64, of the least scales under which nothing in `rows [R, G, g]` is clipped."""
+        largest = rows.abs().amax(-1, keepdim=True) / self.numbers.largest
+        places = torch.searchsorted(self.scales.to(rows.device), largest)
+        return places.clamp_(self.first, len(self.scales) - 1)
+
+    def best(
+        self, weight: Tensor, group_size: int, importance: Tensor | None = None, inputs: Tensor | None = None
+    ) -> Tensor:
+        """Places `[O, G]`, uint8, of the scales with the least error; arguments as those of `search_scales`.
+
+        Raises:
+            NumericsError: NaN or infinity.
+        """
+        groups = weight.shape[1] // group_size
+        measure = error_of_groups(weight, groups, importance, inputs)
+        found = [self._best(rows, measure) for rows in row_chunks(weight, groups)]
+        return torch.cat(found).squeeze(-1).to(torch.uint8)
+
+    def in_range(self, weight: Tensor, group_size: int) -> Tensor:
+        """Places `[O, G]`, uint8, of the scales that span each group."""
+        groups = weight.shape[1] // group_size
+        return torch.cat([self.spanning(rows) for rows in row_chunks(weight, groups)]).squeeze(-1).to(torch.uint8)
+
+    def _best(self, rows: Tensor, measure: Measure) -> Tensor:
+        scales, middle = self.scales.to(rows.device), self.spanning(rows)
+        best, least = middle, torch.full_like(middle, torch.inf, dtype=torch.float32)
+        for step in self.steps:
+            place = (middle + step).clamp_(self.first, len(scales) - 1)
+            scale = scales[place]
+            error = measure(self.numbers.nearest(rows / scale).mul_(scale).sub_(rows))
+            best, least = torch.where(error < least, place, best), torch.minimum(error, least)
+        return best
+
+
+def nearest_codes(weight: Tensor, steps: Tensor, group_size: int, numbers: Numbers) -> Tensor:
+    """Codes `[O, I]`, uint8, of `weight [O, I]` under scales `steps [O, G]`; the last group may be smaller."""
+    codes = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
+    rows = max(1, (1 << 19) // weight.shape[1])
+    for out, values, scales in zip(*(each.split(rows) for each in (codes, weight, steps)), strict=True):
+        repeated = scales.repeat_interleave(group_size, 1)[:, : weight.shape[1]]
+        out.copy_(numbers.codes(numbers.nearest(values.float() / repeated)))
+    return codes

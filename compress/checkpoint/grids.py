@@ -1,0 +1,130 @@
+"""Where the values of a weight may lie once its scales are chosen, for methods that choose the codes themselves."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from compress.checkpoint.float_scales import Numbers, nearest_codes
+from compress.checkpoint.scale_search import GroupScales, encode
+from compress.checkpoint.weights import Int, Weight
+from compress.checkpoint.weights.integer import IntegerWeight
+from compress.cpu.gptq import ColumnGrid
+
+Rounded = TypeVar("Rounded", bound=Weight, covariant=True)
+
+
+class OrderedGrid(ABC):
+    """A grid by columns in the order of a loop over them.
+
+    Attributes:
+        compiled: the same as compiled code takes it; None where no compiled code rounds to it.
+    """
+
+    compiled: ColumnGrid | None = None
+
+    @abstractmethod
+    def round(self, target: Tensor, column: int, codes: Tensor, kept: Tensor | None) -> Tensor:
+        """Return the nearest value on the grid `[O]` and write its codes, those of zero for pruned weights."""
+
+
+class Grid(ABC, Generic[Rounded]):
+    """The values that a weight `[O, I]` may have under given scales."""
+
+    @abstractmethod
+    def encode(self, weight: Tensor) -> Rounded:
+        """The nearest values to `weight [O, I]`, half to even."""
+
+    @abstractmethod
+    def weight(self, codes: Tensor) -> Rounded:
+        """The weight of codes `[O, I]`, uint8."""
+
+    @abstractmethod
+    def ordered(self, order: Tensor) -> OrderedGrid:
+        """The grid for a loop over columns, all or some, in this `order`."""
+
+
+@dataclass(frozen=True, slots=True)
+class IntegerGrid(Grid[IntegerWeight]):
+    """Multiples of scales, from zero points on."""
+
+    scales: GroupScales
+    scheme: Int
+
+    def encode(self, weight: Tensor) -> IntegerWeight:
+        return encode(weight, self.scales, self.scheme)
+
+    def weight(self, codes: Tensor) -> IntegerWeight:
+        return IntegerWeight(codes, self.scales.scales, self.scales.zero_points, self.scheme)
+
+    def ordered(self, order: Tensor) -> OrderedGrid:
+        return OrderedIntegers(self, order)
+
+
+class OrderedIntegers(OrderedGrid):
+    """Scales and zero points by column of the loop."""
+
+    compiled: ColumnGrid
+
+    def __init__(self, grid: IntegerGrid, order: Tensor) -> None:
+        scale, zero = (each.float().T.contiguous() for each in (grid.scales.scales, grid.scales.zero_points))
+        group = order // grid.scheme.group_size if grid.scheme.group_size else torch.zeros_like(order)
+        self.compiled = ColumnGrid(scale, zero, group, grid.scheme.max_code)
+        self._group = self.compiled.group.tolist()
+
+    def round(self, target: Tensor, column: int, codes: Tensor, kept: Tensor | None) -> Tensor:
+        group = self._group[column]
+        scale, zero = self.compiled.scale[group], self.compiled.zero[group]
+        found = (target / scale).round_().add_(zero).clamp_(0, self.compiled.max_code)
+        if kept is not None:
+            found = torch.where(kept[column], found, zero)
+        codes[column] = found
+        return found.sub_(zero).mul_(scale)
+
+
+@dataclass(frozen=True, slots=True)
+class FloatGrid(Grid[Rounded]):
+    """Multiples of scales by floating point numbers.
+
+    Attributes:
+        numbers: what codes stand for.
+        steps: float32 `[O, G]`, the scale of each row and group of columns.
+        group_size: columns of a group; the last one may have fewer.
+        form: makes the weight of codes `[O, I]`, uint8.
+    """
+
+    numbers: Numbers
+    steps: Tensor
+    group_size: int
+    form: Callable[[Tensor], Rounded]
+
+    def encode(self, weight: Tensor) -> Rounded:
+        return self.form(nearest_codes(weight, self.steps, self.group_size, self.numbers))
+
+    def weight(self, codes: Tensor) -> Rounded:
+        return self.form(codes)
+
+    def ordered(self, order: Tensor) -> OrderedGrid:
+        return OrderedFloats(self.numbers, self.steps.T.contiguous(), (order // self.group_size).tolist())
+
+
+@dataclass(slots=True)
+class OrderedFloats(OrderedGrid):
+    """Scales `steps [G, O]` and the group of each column of the loop."""
+
+    numbers: Numbers
+    steps: Tensor
+    group: list[int]
+
+    def round(self, target: Tensor, column: int, codes: Tensor, kept: Tensor | None) -> Tensor:
+        scale = self.steps[self.group[column]]
+        found = self.numbers.nearest(target / scale)
+        if kept is not None:
+            found = torch.where(kept[column], found, 0.0)
+        codes[column] = self.numbers.codes(found)
+        return found.mul_(scale)

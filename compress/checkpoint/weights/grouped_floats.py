@@ -1,0 +1,95 @@
+"""What floats of 4 and 8 bits in groups that share a scale have in common: how they are rounded."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+from compress.checkpoint.scheme import Scheme
+from compress.checkpoint.weights.base import Weight
+from compress.common.errors import SchemeError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from compress.checkpoint.float_scales import GroupSearch
+    from compress.checkpoint.grids import FloatGrid
+
+    MakeWeight = Callable[[Tensor, Tensor], Weight]
+    """Makes a weight of codes `[O, I]` and places `[O, G]` of their scales, both uint8."""
+
+
+class GroupedFloats(Scheme):
+    """Floats with one scale per row and group of columns, which has a fixed size.
+
+    Attributes:
+        scale_bits: width of a stored scale.
+    """
+
+    __slots__ = ()
+    group_size: ClassVar[int]
+    scale_bits: ClassVar[int] = 8
+    is_exact_size = True
+    has_grid = True
+    structure = ""
+    note = ""
+
+    @abstractmethod
+    def search(self, weight: Tensor) -> tuple[GroupSearch, MakeWeight]:
+        """The search for the scales of `weight [O, I]`, and what makes a weight of its results."""
+
+    def num_groups(self, in_features: int) -> int:
+        if in_features % self.group_size:
+            raise SchemeError(
+                f"{self.word} groups of {self.group_size} do not divide {in_features} input features",
+                "Leave the layer out with --ignore",
+            )
+        return in_features // self.group_size
+
+    def stored_bits(self, out_features: int, in_features: int, scale_bits: int = 16) -> int:
+        return out_features * (in_features * self.bits + self.num_groups(in_features) * self.scale_bits)
+
+    def unpacked_bytes(self, out_features: int, in_features: int, scale_bytes: int = 2) -> int:
+        return out_features * (in_features + self.num_groups(in_features))
+
+    def __str__(self) -> str:
+        return f"w{self.bits}a16 {self.word} g{self.group_size}"
+
+    def fields(self) -> dict[str, Any]:
+        return {"bits": self.bits, "group_size": self.group_size, self.key: True}
+
+    @classmethod
+    def parse(cls, fields: Mapping[str, Any]) -> Self:
+        scheme = cls()
+        known = {"bits": scheme.bits, "group_size": scheme.group_size, "symmetric": True, "activation_bits": None}
+        for name, value in known.items():
+            if fields.get(name, value) != value:
+                problem = f"{cls.word} has {scheme.bits} bits, groups of {scheme.group_size} and 16-bit activations"
+                raise SchemeError(f"{problem}, not {name}={fields[name]}", f"Leave {name} out beside it")
+        return scheme
+
+    def grid(
+        self,
+        weight: Tensor,
+        importance: Tensor | None = None,
+        scale_dtype: torch.dtype | None = None,
+        inputs: Tensor | None = None,
+    ) -> FloatGrid[Weight]:
+        self.num_groups(weight.shape[1])
+        search, make = self.search(weight)
+        return self._grid(search, make, search.best(weight, self.group_size, importance, inputs))
+
+    def round(self, weight: Tensor, importance: Tensor | None = None, scale_dtype: torch.dtype | None = None) -> Weight:
+        return self.grid(weight, importance, scale_dtype).encode(weight)
+
+    def round_in_range(self, weight: Tensor, scale_dtype: torch.dtype | None = None) -> Tensor:
+        search, make = self.search(weight)
+        return self._grid(search, make, search.in_range(weight, self.group_size)).encode(weight).dequantize()
+
+    def _grid(self, search: GroupSearch, make: MakeWeight, places: Tensor) -> FloatGrid[Weight]:
+        from compress.checkpoint.grids import FloatGrid
+
+        steps = search.scales.to(places.device)[places.long()]
+        return FloatGrid(search.numbers, steps, self.group_size, lambda codes: make(codes, places))
