@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from compress.checkpoint.kv_quant import hadamard_transform
 from compress.checkpoint.scheme import Scheme, ShapeOf, register
 from compress.checkpoint.weights.base import StoredTensors, Weight, scale_problems
 from compress.common.errors import CheckpointError, SchemeError
@@ -139,6 +138,8 @@ class Exl3Weight(Weight):
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The values `[O, I]`; sums are exact in float64, so their order does not matter."""
         import torch
+
+        from compress.checkpoint.kv_quant import hadamard_transform
 
         values = torch.empty(self.shape, dtype=dtype or torch.float32, device=self.trellis.device)
         inputs, turn = (
