@@ -19,7 +19,7 @@ NAME = "compressed-tensors"
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How the weights of a form are described.
+    """Description of the weights of a form in config.json.
 
     Attributes:
         name: of the layout, where inputs keep 16 bits.

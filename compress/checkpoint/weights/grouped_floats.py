@@ -1,4 +1,4 @@
-"""What floats of 4 and 8 bits in groups that share a scale have in common: how they are rounded."""
+"""Rounding of floats of 4 and 8 bits in groups that share a scale, which several forms have in common."""
 
 from __future__ import annotations
 

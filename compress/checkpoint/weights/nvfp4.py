@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 GROUP_SIZE = 16
 DIVISOR_BITS = 32
 DIVISOR = 2048.0
-"""What stored scales are divided by wherever that fits a matrix. Engines that fuse projections want one number for all
-of them, and a power of two leaves the values of scales exact in 16 bits."""
+"""Number that stored scales are divided by wherever that fits a matrix. Engines that fuse projections want one number
+for all of them, and a power of two leaves the values of scales exact in 16 bits."""
 FITTING = 2.0**-7, 6 * 448 / DIVISOR
 """Largest magnitudes of matrices whose scales have all their bits with that divisor, of groups 1/100 as large too."""
 SCALE_STEPS = (0, *(sign * step for step in range(1, 7) for sign in (-1, 1)))

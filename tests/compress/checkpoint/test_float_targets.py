@@ -94,7 +94,7 @@ def test_formats_of_8_bit_floats_are_those_that_they_infer(scheme: Scheme) -> No
 
 @pytest.mark.parametrize("scheme", [Nvfp4(), Mxfp4()], ids=str)
 def test_scales_have_the_least_error_of_all(scheme: Scheme) -> None:
-    """Every stored scale is tried here; the search tries a few, which hold the best one but for the rarest groups."""
+    """Every stored scale is tried here; the search tries a few, among which the best one nearly always is."""
     weight = heavy_tailed(16, 4 * scheme.group_size)
     importance = torch.rand(weight.shape[1], generator=torch.Generator().manual_seed(1)) + 0.1
     columns = importance / importance.mean() + 1e-4
