@@ -75,7 +75,7 @@ class DequantizedFiles(TensorFiles):
 
     def notes(self) -> list[str]:
         """Return lines on the source for a plan."""
-        lines = [f"source: {self.description}"]
+        lines = [f"source: {self.description}", *super().notes()]
         if self.unused_scales:
             lines.append(
                 f"{len(self.unused_scales)} measured scales of inputs, keys or values are left out, e.g. "

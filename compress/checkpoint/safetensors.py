@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compress.checkpoint.config import CONFIG_FILE
 from compress.common.errors import CheckpointError
 from compress.common.files import PARTIAL_SUFFIX, in_home, read_json
 from compress.models.wrappers import TextNames
@@ -127,6 +128,10 @@ class MappedFile:
             data = data.clone()
         return data.view(entry.dtype).view(entry.shape)
 
+    def notes(self) -> Iterator[str]:
+        """Yields a line for everything in which what is handed out differs from what is stored."""
+        yield from ()
+
     def release(self) -> None:
         """Gives the resident pages back to the system. Tensors stay valid: their bytes are read again when used."""
         # The map is kept: those of tensors that are still in use are given back the next time.
@@ -221,10 +226,11 @@ def _broken(path: Path, reason: str) -> CheckpointError:
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+GGUF_SUFFIX = ".gguf"
 PICKLE_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle"})
 WEIGHT_SUFFIXES = PICKLE_SUFFIXES | {
     ".safetensors",
-    ".gguf",
+    GGUF_SUFFIX,
     ".h5",
     ".msgpack",
     ".onnx",
@@ -260,7 +266,7 @@ class TensorFiles:
         """
         folder = check_folder(path)
         names, index = _weight_files(folder)
-        files = [MappedFile.open(folder / name) for name in names]
+        files = [_open_file(folder / name) for name in names]
         owner: dict[str, MappedFile] = {}
         for file in files:
             for name in file.entries:
@@ -296,6 +302,10 @@ class TensorFiles:
     def other_parts(self) -> frozenset[str]:
         """Names of the tensors of a multimodal model that are not of its text model."""
         return self.text_names.others if self.text_names else frozenset()
+
+    def notes(self) -> list[str]:
+        """Returns lines on what becomes of stored tensors when they are read."""
+        return [line for file in self.files for line in file.notes()]
 
     def names(self) -> list[str]:
         """Tensor names, sorted."""
@@ -354,6 +364,14 @@ class TensorFiles:
         return self._owner[name]
 
 
+def _open_file(path: Path) -> MappedFile:
+    if path.suffix != GGUF_SUFFIX:
+        return MappedFile.open(path)
+    from compress.checkpoint.gguf.tensors import GGUFTensors
+
+    return GGUFTensors.open(path)
+
+
 def check_folder(path: str | Path) -> Path:
     """The folder at `path`. Raises CheckpointError when there is none."""
     folder = in_home(path)
@@ -382,6 +400,8 @@ def _weight_files(folder: Path) -> tuple[list[str], dict[str, str]]:
         raise CheckpointError(
             f"{folder} holds {len(found)} safetensors files but no {INDEX_FILE}", "Download the index file too"
         )
+    if len(files := sorted(folder.glob(f"*{GGUF_SUFFIX}"))) == 1 and (folder / CONFIG_FILE).is_file():
+        return [files[0].name], {}
     raise _no_weights(folder)
 
 
@@ -404,9 +424,8 @@ def _read_index(folder: Path) -> dict[str, str]:
 
 def _no_weights(folder: Path) -> CheckpointError:
     pickles = sorted(file.name for file in folder.iterdir() if file.suffix in PICKLE_SUFFIXES)
-    if not pickles and any(folder.glob("*.gguf")):
-        remedy = "GGUF files are not read: name a folder with the model's safetensors files"
-        return CheckpointError(f"{folder} holds no safetensors weights", remedy)
+    if not pickles and (files := sorted(folder.glob(f"*{GGUF_SUFFIX}"))):
+        return CheckpointError(f"{folder} holds no safetensors weights", f"Name the file itself, {files[0]}")
     if not pickles:
         return CheckpointError(f"{folder} holds no safetensors weights", "Name a folder that holds model.safetensors")
     source, target = str(folder), f"{folder}-safetensors"

@@ -124,6 +124,7 @@ def evaluate(
     """
     from rich.console import Console
 
+    from compress.checkpoint.gguf.folder import folder_of
     from compress.cli.tables import print_evaluation
     from compress.evaluate.session import plan_evaluation, record_states, run_evaluation
 
@@ -131,7 +132,7 @@ def evaluate(
     if not ppl:
         raise ToolkitError("nothing to measure was named", "Add --ppl")
     console = Console(stderr=True)
-    path = model_folder(model) if model else _default_model(console)
+    path = folder_of(model_folder(model)) if model else _default_model(console)
     streaming = stream.streaming(path)
     request = score.request(path, kv.scheme(read_config(path)), kernels, states.state_dtype, streaming)
     request = replace(request, baseline=path) if states.record else request
@@ -191,9 +192,10 @@ def export(
     out: Annotated[Path, typer.Option(help="Folder to write; must not exist.")],
 ) -> None:
     """Write a packed checkpoint in another format, losslessly, or say why that format cannot hold it."""
+    from compress.checkpoint.gguf.folder import folder_of
     from compress.checkpoint.writer import export_checkpoint
 
-    written = export_checkpoint(path, format, out)
+    written = export_checkpoint(folder_of(path), format, out)
     typer.echo(f"wrote {written} ({format})")
 
 

@@ -51,15 +51,17 @@ if TYPE_CHECKING:
 
 def make_request(model: Path | None, recipe: Recipe, out: Path, job: JobOptions) -> RunRequest:
     """Fills in the demo model where none is named, and says so."""
+    from compress.checkpoint.gguf.folder import folder_of
     from compress.checkpoint.safetensors import check_folder
     from compress.pipeline.prepare import RunRequest
 
     if model is None:
         _say(f"No model named: using the {DEMO_NAME} ({demo_model_path()})")
-    folder = demo_model_path() if model is None else model_folder(model)
+    named = demo_model_path() if model is None else model_folder(model)
+    folder = folder_of(named)
     name = DEMO_SOURCE if model is None else bundled_model(model)
     # Refuses loops of links, which resolving them would not survive.
-    source = name or str(check_folder(folder).resolve())
+    source = name or str((check_folder(folder) if folder == named else named).resolve())
     return RunRequest(
         folder,
         source,
@@ -149,6 +151,7 @@ def with_method(rounding: QuantizeKeys, model: Path | None) -> QuantizeKeys:
         CheckpointError: a config.json that cannot be read or that defines no model.
     """
     from compress.checkpoint.config import read_config
+    from compress.checkpoint.gguf.folder import folder_of
     from compress.checkpoint.safetensors import check_folder
     from compress.models.architecture import smooths_norms
     from compress.models.registry import find_family
@@ -156,7 +159,7 @@ def with_method(rounding: QuantizeKeys, model: Path | None) -> QuantizeKeys:
     default = default_method(rounding.form)
     if rounding.method or default != default_method() or model is None:
         return rounding
-    config = read_config(check_folder(model))
+    config = read_config(check_folder(folder_of(model)))
     describe = find_family(config.get("model_type"))
     if describe is not None and smooths_norms(describe(config)):
         return rounding

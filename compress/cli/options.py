@@ -216,11 +216,12 @@ class ScoreOptions:
         self, model: Path, kv_cache: KVCacheScheme, kernels: str, state_dtype: str, streaming: Streaming | None
     ) -> EvaluationRequest:
         """Build the request for the checkpoint in the folder `model`. Imports torch."""
+        from compress.checkpoint.gguf.folder import folder_of
         from compress.evaluate.session import EvaluationRequest
 
         return EvaluationRequest(
             model,
-            model_folder(self.baseline) if self.baseline else None,
+            folder_of(model_folder(self.baseline)) if self.baseline else None,
             self.data,
             self.length,
             self.tokens,

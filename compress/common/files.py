@@ -31,6 +31,11 @@ def in_home(path: str | Path) -> Path:
     return Path(os.path.expanduser(path))  # pathlib raises an error for such a user
 
 
+def cache_folder(name: str) -> Path:
+    """Returns the folder `name` of this toolkit in the user's cache, which may not exist yet."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "compress-runtime" / name
+
+
 def check_out_folder(out: str | Path) -> Path:
     """The output folder, which must not exist yet: nothing is ever overwritten.
 

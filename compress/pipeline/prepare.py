@@ -260,7 +260,7 @@ def prepare(request: RunRequest, dry_run: bool = False) -> RunContext:
     check_out_folder(request.out)
     device = resolve_device(request.device)
     files, config = open_source(request.model)
-    source_notes, working = (files.notes(), files.working_bytes) if isinstance(files, DequantizedFiles) else ([], 0)
+    source_notes, working = files.notes(), files.working_bytes if isinstance(files, DequantizedFiles) else 0
     if config.get("tie_word_embeddings") and stores_other_head(files):
         # transformers does not tie them either, and says so.
         config = config | {"tie_word_embeddings": False}

@@ -28,8 +28,8 @@ ModelArgument = Annotated[
     Path | None,
     typer.Argument(
         metavar="MODEL",
-        help="Checkpoint folder, packed or dense, or one of the bundled: demo or demo-mixture. Without it: the "
-        "folder 'packed' if there is one, else the bundled demo model.",
+        help="Checkpoint folder, packed or dense, a GGUF file, or one of the bundled: demo or demo-mixture. Without "
+        "it: the folder 'packed' if there is one, else the bundled demo model.",
         show_default=False,
     ),
 ]
@@ -40,7 +40,7 @@ def resolve_model(model: Path | None) -> tuple[Path, str]:
     """Returns the folder to load and its description for the user.
 
     Raises:
-        CheckpointError: the given path is not a folder.
+        CheckpointError: the given path is neither a folder nor a GGUF file that can be read.
     """
     if model is None and PACKED.is_dir():
         return PACKED, f"{PACKED}/ (the default)"
@@ -48,6 +48,10 @@ def resolve_model(model: Path | None) -> tuple[Path, str]:
         return demo_model_path(), f"{DEMO_NAME} (no model was named and there is no folder '{PACKED}')"
     if name := bundled_model(model):
         return bundled_path(name), f"{name} (bundled)"
+    if model.suffix.lower() == ".gguf":
+        from compress.checkpoint.gguf.folder import folder_of
+
+        return folder_of(model), str(model)
     if not model.is_dir():
         first = "Make it with compress quantize, name" if model == PACKED else "Name"
         remedy = f"{first} a folder with config.json and safetensors files, or leave it out for the bundled demo model"

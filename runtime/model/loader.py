@@ -180,8 +180,9 @@ class DecoderLoader:
         layers = self.layers()
         embedding, head = self._ends()
         frame, layer_inputs = self.frame(), self.layer_inputs()
-        contradicted = contradictions(self.reader.checkpoint, self.config)
-        description = (*self.reader.description(), *frame.description, *contradicted)
+        checkpoint = self.reader.checkpoint
+        notes = (*checkpoint.files.notes(), *contradictions(checkpoint, self.config))
+        description = (*self.reader.description(), *frame.description, *notes)
         parts: dict[str, Any] = {"embedding": embedding, "layers": layers, "head": head, "layer_inputs": layer_inputs}
         return replace(frame, **parts, description=description)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from compress.common.errors import CheckpointError
+from compress.common.files import cache_folder as user_cache
 from compress.cpu.binding import INSTRUCTION_SETS, best_instruction_set
 
 FOLDER = "prepared"
@@ -75,7 +76,8 @@ def _sizes(files: dict[str, tuple[int, int]]) -> dict[str, int]:
 
 def weight_files(checkpoint: Path) -> list[Path]:
     """Returns the files on which prepared weights depend."""
-    return sorted([checkpoint / "config.json", *checkpoint.glob("*.safetensors"), *checkpoint.glob("*.index.json")])
+    weights = (file for pattern in ("*.safetensors", "*.index.json", "*.gguf") for file in checkpoint.glob(pattern))
+    return sorted([checkpoint / "config.json", *weights])
 
 
 def digest_of(checkpoint: Path) -> str:
@@ -91,7 +93,7 @@ def digest_of(checkpoint: Path) -> str:
 
 def cache_folder() -> Path:
     """Returns the folder for prepared weights of checkpoints that cannot be written to."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "compress-runtime" / FOLDER
+    return user_cache(FOLDER)
 
 
 def places(checkpoint: Path) -> tuple[Path, Path]:

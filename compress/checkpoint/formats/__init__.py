@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from compress.checkpoint.config import is_embedding
-from compress.checkpoint.formats import awq, compress_runtime, compressed_tensors, dense, exl3, fp8, gptq, mxfp4
+from compress.checkpoint.formats import awq, compress_runtime, compressed_tensors, dense, exl3, fp8, gguf, gptq, mxfp4
 from compress.checkpoint.weights import Scheme, Weight
 from compress.checkpoint.weights.base import Get, about
 from compress.common.errors import CheckpointError
@@ -39,7 +39,13 @@ class Translation(Format, Protocol):
     def shape(self, module: str, get: Get, scheme: Scheme) -> tuple[int, int]: ...
 
 
-TRANSLATIONS: dict[str, Translation] = {gptq.NAME: gptq, awq.NAME: awq, fp8.NAME: fp8, dense.NAME: dense}
+TRANSLATIONS: dict[str, Translation] = {
+    gptq.NAME: gptq,
+    awq.NAME: awq,
+    fp8.NAME: fp8,
+    gguf.NAME: gguf,
+    dense.NAME: dense,
+}
 FORMATS: dict[str, Format] = {
     compressed_tensors.NAME: compressed_tensors,
     **TRANSLATIONS,

@@ -1,0 +1,79 @@
+"""The Hugging Face folder of a GGUF file: config.json and tokenizer from its metadata, in the user's cache, and a link
+to the file, whose weights stay where they are."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+
+from compress.checkpoint.config import CONFIG_FILE
+from compress.checkpoint.gguf.file import GGUFFile
+from compress.checkpoint.gguf.tensors import GGUFTensors, model_config
+from compress.checkpoint.gguf.tokenizer import tokenizer_files
+from compress.checkpoint.safetensors import GGUF_SUFFIX
+from compress.common.errors import CheckpointError
+from compress.common.files import cache_folder, in_home, refuse_when_full
+
+VERSION = 1
+"""Changes with the files that are made from the same metadata."""
+LINK = f"model{GGUF_SUFFIX}"
+
+
+def is_gguf(path: str | Path) -> bool:
+    """Whether a model is named by a GGUF file."""
+    return Path(path).suffix.lower() == GGUF_SUFFIX and in_home(path).is_file()
+
+
+def folder_of(path: Path) -> Path:
+    """Returns the folder of a model: the path itself, or the one made of a GGUF file, which is made once.
+
+    Raises:
+        CheckpointError: a file that cannot be read, of another architecture or kind of tokenizer, or no space.
+    """
+    if not is_gguf(path):
+        return path
+    file = in_home(path).resolve()
+    folder = cache_folder("gguf") / _key(file) / file.stem
+    if not (folder / CONFIG_FILE).is_file():
+        _make(file, folder)
+    return folder
+
+
+def _key(file: Path) -> str:
+    status = file.stat()
+    return hashlib.sha256(f"{VERSION} {file} {status.st_size} {status.st_mtime_ns}".encode()).hexdigest()[:16]
+
+
+def _make(file: Path, folder: Path) -> None:
+    opened = GGUFFile.open(file)
+    config = model_config(opened)
+    GGUFTensors.open(file)
+    try:
+        files = tokenizer_files(opened.metadata, config["vocab_size"])
+    except CheckpointError as error:
+        raise CheckpointError(f"{file}: {error.problem}", error.remedy) from error
+    generation = json.loads(files["generation_config.json"])
+    files[CONFIG_FILE] = json.dumps({**config, **generation}, indent=2)
+    unfinished = folder.with_name(f".{folder.name}.{os.getpid()}")
+    try:
+        with refuse_when_full(folder):
+            _write(unfinished, files, file)
+            if not folder.is_dir():
+                unfinished.rename(folder)
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot write {folder}: {error.strerror}", "Set XDG_CACHE_HOME to another folder"
+        ) from error
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _write(folder: Path, files: dict[str, str], file: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    (folder / LINK).unlink(missing_ok=True)
+    (folder / LINK).symlink_to(file)

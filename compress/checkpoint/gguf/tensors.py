@@ -1,0 +1,168 @@
+"""The tensors of a GGUF file by the names, shapes and orders of Hugging Face, and its config.json."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compress.checkpoint.formats import gguf
+from compress.checkpoint.gguf.architectures import find_architecture
+from compress.checkpoint.gguf.architectures.base import Architecture, Config, Source, separated
+from compress.checkpoint.gguf.file import GGUFFile
+from compress.checkpoint.gguf.types import plain
+from compress.checkpoint.safetensors import MappedFile, TensorEntry
+from compress.common.errors import CheckpointError
+
+READ_BY_CONFIG = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+"""Tensors that become numbers of config.json."""
+EMBEDDING, HEAD = "token_embd.weight", "output.weight"
+FOLDER = "Name the model's safetensors folder"
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFEntry(TensorEntry):
+    """One tensor as it is handed out.
+
+    Attributes:
+        stored: its name in the file.
+        heads: whose rows are to be separated into halves; None leaves the order.
+        offset: subtracted from the values.
+    """
+
+    stored: str
+    heads: int | None
+    offset: float
+
+
+@dataclass
+class GGUFTensors(MappedFile):
+    """A GGUF file in the place of a safetensors file.
+
+    Types whose codes are integers are handed out as blocks, uint8 `[O, bytes of a row]`, with rows in the order of
+    Hugging Face; the format `gguf` reads them. All others have the values that the file says, 16 or 32 bits wide.
+    """
+
+    file: GGUFFile
+
+    @classmethod
+    def open(cls, path: Path) -> GGUFTensors:
+        """Reads and checks what is in front of the tensor data.
+
+        Raises:
+            CheckpointError: see `GGUFFile.open`; an architecture or a tensor that is not known, or a part of a model.
+        """
+        file = GGUFFile.open(path)
+        config, architecture = model_config(file), find_architecture(file.metadata)
+        entries: dict[str, TensorEntry] = {}
+        for name in file.tensors:
+            if name not in READ_BY_CONFIG:
+                published = architecture.published_name(name)
+                if published is None:
+                    problem = f"{file.path}: tensor {name!r} has no place in the architecture {architecture.name!r}"
+                    raise CheckpointError(problem, FOLDER)
+                entry = _entry(file, name, architecture, config)
+                entries[_handed_out(published, entry)] = entry
+        return cls(file.path, entries, {}, 0, file)
+
+    def tensor(self, name: str) -> Tensor:
+        entry = self.entries.get(name)
+        if not isinstance(entry, GGUFEntry):
+            raise CheckpointError(f"{self.path} has no tensor {name!r} among its {len(self.entries)} tensors")
+        values = self._values(entry)
+        values = values if entry.heads is None else separated(values, entry.heads)
+        return values - entry.offset if entry.offset else values
+
+    def _values(self, entry: GGUFEntry) -> Tensor:
+        if entry.dtype == torch.uint8:
+            return self.file.blocks(entry.stored)
+        dtype = plain.DTYPES.get(self.file.tensors[entry.stored].type.name)
+        return self.file.values(entry.stored) if dtype is None else self.file.blocks(entry.stored).view(dtype)
+
+    def release(self) -> None:
+        self.file.release()
+
+    def notes(self) -> Iterator[str]:
+        """Yields a line on what becomes of the types in the file."""
+        counts = Counter(stored.type for stored in self.file.tensors.values() if stored.type.size > 1)
+        for kind, count in sorted(counts.items(), key=lambda item: item[0].code):
+            what = (
+                "are read as integer codes" if kind.integers else "are dequantized: their minima or levels fit no codes"
+            )
+            yield f"gguf: {count} tensors of type {kind.name} {what}"
+
+
+def _check_whole(file: GGUFFile) -> Architecture:
+    parts = file.metadata.get("split.count", 1)
+    if parts not in (0, 1):
+        raise CheckpointError(
+            f"{file.path} is one of {parts} parts", "Join them: llama-gguf-split --merge FIRST.gguf WHOLE.gguf"
+        )
+    for name in (EMBEDDING, "output_norm.weight"):
+        if name not in file.tensors:
+            raise CheckpointError(f"{file.path} has no tensor {name!r}", FOLDER)
+    architecture = find_architecture(file.metadata)
+    layers = {name.split(".")[1] for name in file.tensors if name.startswith("blk.")}
+    if (count := file.metadata.get(f"{architecture.name}.block_count")) != len(layers):
+        raise CheckpointError(f"{file.path} has tensors of {len(layers)} layers, and block_count is {count!r}", FOLDER)
+    return architecture
+
+
+def _entry(file: GGUFFile, name: str, architecture: Architecture, config: Config) -> GGUFEntry:
+    stored, heads = file.tensors[name], architecture.heads_of(name, config)
+    if heads is not None and stored.shape[0] % (2 * heads):
+        raise CheckpointError(f"{file.path}: {name!r} has {stored.shape[0]} rows for {heads} heads", FOLDER)
+    offset = architecture.norm_offset if architecture.is_offset(name) else 0.0
+    is_packed = stored.type.integers is not None and len(stored.shape) == 2
+    dtype = torch.uint8 if is_packed else plain.DTYPES.get(stored.type.name, torch.float32)
+    shape = (stored.shape[0], stored.row_bytes) if is_packed else stored.shape
+    return GGUFEntry(dtype, shape, stored.begin, stored.begin + stored.nbytes, name, heads, offset)
+
+
+def _handed_out(published: str, entry: GGUFEntry) -> str:
+    return published.removesuffix(".weight") + gguf.SUFFIX if entry.dtype == torch.uint8 else published
+
+
+def model_config(file: GGUFFile) -> dict[str, Any]:
+    """Returns config.json of a file.
+
+    Raises:
+        CheckpointError: an architecture that is not known, or metadata that are missing or contradict each other.
+    """
+    architecture = _check_whole(file)
+
+    def vector(name: str) -> list[float] | None:
+        return file.values(name).flatten().tolist() if name in file.tensors else None
+
+    try:
+        config = architecture.config(Source(architecture.name, file.metadata, vector, file.tensors))
+    except CheckpointError as error:
+        raise CheckpointError(f"{file.path}: {error.problem}", error.remedy) from error
+    config |= {
+        "vocab_size": file.tensors[EMBEDDING].shape[0],
+        "tie_word_embeddings": HEAD not in file.tensors,
+        "dtype": _dtype(file),
+    }
+    types = _packed_types(file, architecture)
+    return config | ({"quantization_config": {"quant_method": gguf.NAME, "types": types}} if types else {})
+
+
+def _packed_types(file: GGUFFile, architecture: Architecture) -> dict[str, str]:
+    types = {}
+    for name, stored in file.tensors.items():
+        published = architecture.published_name(name)
+        if published and stored.type.integers and len(stored.shape) == 2:
+            types[published.removesuffix(".weight")] = stored.type.name
+    return types
+
+
+def _dtype(file: GGUFFile) -> str:
+    """Returns the dtype of activations: that of dense matrices where all are alike, else bfloat16."""
+    names = {stored.type.name for stored in file.tensors.values() if len(stored.shape) == 2}
+    same = names.pop() if len(names) == 1 else ""
+    return {"f32": "float32", "f16": "float16"}.get(same, "bfloat16")
