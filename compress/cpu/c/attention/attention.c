@@ -7,12 +7,13 @@
 #include "common/thread_pool.h"
 
 enum {
-    BAND = 8,             /* tiles of one head that read each part together */
+    BAND = 8,             /* tiles that read each part one after the other */
     SEGMENT = 8,          /* parts whose results are joined as they come */
     BANDS_PER_THREAD = 4, /* with fewer bands than that, their segments are shared out, too */
 };
 
-/* Tiles that follow each other, of one head of one span. */
+/* Tiles of one span that follow each other: many of one head, or the few of several heads, which lie side by side in each
+ * block. Read one head after the other, blocks are pieces too short for the memory to be fast. */
 typedef struct {
     int64_t first_tile, num_tiles;
     int64_t first_segment, num_segments;
@@ -23,12 +24,14 @@ typedef struct {
     AttendPart attend;
     Tile *tiles;
     Band *bands;
-    int64_t num_tiles, num_bands, num_units;
+    int64_t num_bands, num_units;
     int64_t *band_of;    /* of each unit, a segment of a band */
     int64_t *first_unit; /* of each band */
     PartResult *results; /* [num_units, BAND] */
     float *values;       /* of these results */
 } Plan;
+
+static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
 static int64_t queries_per_head(const PagedAttention *attention) { return attention->heads / attention->pages->kv_heads; }
 
@@ -74,63 +77,66 @@ static int64_t tiles_of_head(const PagedAttention *attention, const Span *span) 
     return (span->num_tokens * queries_per_head(attention) + TILE - 1) / TILE;
 }
 
-static void count(Plan *plan) {
-    const PagedAttention *attention = plan->attention;
-    for (int64_t i = 0; i < attention->num_spans; i++) {
-        const int64_t tiles = tiles_of_head(attention, &attention->spans[i]);
-        plan->num_tiles += tiles * attention->pages->kv_heads;
-        plan->num_bands += (tiles + BAND - 1) / BAND * attention->pages->kv_heads;
-    }
+static int64_t count_tiles(const PagedAttention *attention) {
+    int64_t count = 0;
+    for (int64_t i = 0; i < attention->num_spans; i++)
+        count += tiles_of_head(attention, &attention->spans[i]) * attention->pages->kv_heads;
+    return count;
 }
 
 /* Tiles of one head follow each other: they read the same keys. */
-static void cut_tiles(const PagedAttention *attention, const Span *span, int64_t head, Tile *tiles) {
+static Tile *cut_head(const PagedAttention *attention, const Span *span, int64_t head, Tile *tiles) {
     const int64_t rows = span->num_tokens * queries_per_head(attention);
     for (int64_t row = 0; row < rows; row += TILE, tiles++) {
         *tiles = (Tile){.span = span, .head = head, .first_row = row, .rows = rows - row < TILE ? rows - row : TILE};
         set_tile(attention, tiles);
     }
+    return tiles;
 }
 
-static void set_band(Band *band, const Tile *tiles, int64_t num_tiles) {
+static void cut_tiles(Plan *plan) {
+    const PagedAttention *attention = plan->attention;
+    Tile *tiles = plan->tiles;
+    for (int64_t i = 0; i < attention->num_spans; i++)
+        for (int64_t head = 0; head < attention->pages->kv_heads; head++)
+            tiles = cut_head(attention, &attention->spans[i], head, tiles);
+}
+
+static void add_band(Plan *plan, int64_t first_tile, int64_t num_tiles) {
+    const Tile *tiles = plan->tiles + first_tile;
     int64_t first = tiles->first_part, end = tiles->end_part;
     for (int64_t i = 1; i < num_tiles; i++) {
         first = tiles[i].first_part < first ? tiles[i].first_part : first;
         end = tiles[i].end_part > end ? tiles[i].end_part : end;
     }
-    band->num_tiles = num_tiles;
-    band->first_segment = first / SEGMENT;
-    band->num_segments = (end + SEGMENT - 1) / SEGMENT - band->first_segment;
+    const int64_t segment = first / SEGMENT, num_segments = (end + SEGMENT - 1) / SEGMENT - segment;
+    plan->bands[plan->num_bands++] = (Band){first_tile, num_tiles, segment, num_segments};
+    plan->num_units += num_segments;
 }
 
-static void lay_out(Plan *plan) {
+/* Bands of up to `together` heads, where one has room for all their tiles. */
+static void cut_bands(Plan *plan, int64_t together) {
     const PagedAttention *attention = plan->attention;
-    Band *band = plan->bands;
-    int64_t done = 0;
+    int64_t span_begin = 0;
+    plan->num_bands = plan->num_units = 0;
     for (int64_t i = 0; i < attention->num_spans; i++) {
-        const int64_t tiles = tiles_of_head(attention, &attention->spans[i]);
-        for (int64_t head = 0; head < attention->pages->kv_heads; head++) {
-            cut_tiles(attention, &attention->spans[i], head, plan->tiles + done);
-            for (int64_t tile = 0; tile < tiles; tile += BAND, band++) {
-                band->first_tile = done + tile;
-                set_band(band, plan->tiles + done + tile, tiles - tile < BAND ? tiles - tile : BAND);
-                plan->num_units += band->num_segments;
-            }
-            done += tiles;
-        }
+        const int64_t of_head = tiles_of_head(attention, &attention->spans[i]), heads = BAND / of_head;
+        const int64_t of_group = of_head * (heads > 1 ? smaller(heads, together) : 1);
+        const int64_t span_end = span_begin + of_head * attention->pages->kv_heads;
+        for (int64_t group = span_begin; group < span_end; group += of_group)
+            for (int64_t tile = group, end = smaller(group + of_group, span_end); tile < end; tile += BAND)
+                add_band(plan, tile, smaller(BAND, end - tile));
+        span_begin = span_end;
     }
 }
 
-/* They lie far apart, where no processor expects them. */
-static void fetch_scales(const KvPages *pages, const Strip *strip) {
-    if (pages->key_bits < 16) {
-        __builtin_prefetch(strip->key_scales);
-        __builtin_prefetch(strip->key_scales + pages->block_size);
-    }
-    if (pages->value_bits < 16) {
-        __builtin_prefetch(strip->value_scales);
-        __builtin_prefetch(strip->value_scales + pages->block_size);
-    }
+/* As many heads together as leave enough for all threads to do: which they are changes no result. */
+static void lay_out(Plan *plan) {
+    const int threads = pool_threads();
+    cut_tiles(plan);
+    cut_bands(plan, 1);
+    const int64_t together = threads > 1 ? plan->num_units / (threads * BANDS_PER_THREAD) : BAND;
+    if (together > 1) cut_bands(plan, together);
 }
 
 /* The keys of a part that some row of the tile sees; their number. */
@@ -139,30 +145,21 @@ static int64_t find_strips(const Plan *plan, const Tile *tile, const Part *part,
     const KvPages *pages = attention->pages;
     const int64_t begin = number * PART, last = part->last[tile->rows - 1];
     const int64_t members = pages->value_bits < 16 ? 8 : 32 / pages->value_bits; /* tokens per word of values */
+    const int shift = __builtin_ctzll((unsigned long long)pages->block_size);
     int64_t first = part->first[0], count = 0;
     for (int row = 1; row < part->rows; row++) first = part->first[row] < first ? part->first[row] : first;
     for (int64_t key = first > begin ? first / STRIP * STRIP : begin; key < begin + PART && key <= last; key += STRIP) {
-        const int64_t block = attention->blocks[tile->span->first_block + key / pages->block_size];
-        const int64_t head = block * pages->kv_heads + tile->head, token = key % pages->block_size;
-        strips[count] = (Strip){
+        const int64_t block = attention->blocks[tile->span->first_block + (key >> shift)];
+        const int64_t head = block * pages->kv_heads + tile->head, token = key & (pages->block_size - 1);
+        strips[count++] = (Strip){
             (const uint32_t *)(pages->keys + head * head_bytes(pages, pages->key_bits)) + token,
             (const uint32_t *)(pages->values + head * head_bytes(pages, pages->value_bits)) + token / members * pages->head_dim,
             pages->key_scales + head * 2 * pages->block_size + token,
             pages->value_scales + head * 2 * pages->block_size + token,
             key,
         };
-        fetch_scales(pages, &strips[count++]);
     }
     return count;
-}
-
-/* Goes on to a part whose strips may have been found before, for fetching. */
-static void set_strips(const Plan *plan, const Tile *tile, int64_t number, Part *part) {
-    if (part->num_next && part->next->first_key / PART == number)
-        memcpy(part->strips, part->next, (size_t)(part->num_strips = part->num_next) * sizeof *part->strips);
-    else
-        part->num_strips = find_strips(plan, tile, part, number, part->strips);
-    part->num_next = number + 1 < tile->end_part ? find_strips(plan, tile, part, number + 1, part->next) : 0;
 }
 
 static Lanes load_query(const PagedAttention *attention, int64_t place) {
@@ -234,17 +231,44 @@ void write_out(const PagedAttention *attention, const Tile *tile, const PartResu
     }
 }
 
+/* A tile of a band, and one of its parts. */
+typedef struct {
+    int64_t tile, number, num_strips;
+    Strip strips[STRIPS];
+} Stretch;
+
+/* Goes on to what is computed next, from the tile and part that are set; 0 behind part `end`. */
+static int find_stretch(const Plan *plan, const Band *band, const Part *parts, int64_t end, Stretch *stretch) {
+    const Tile *tiles = plan->tiles + band->first_tile;
+    for (; stretch->number < end; stretch->number++, stretch->tile = 0)
+        for (; stretch->tile < band->num_tiles; stretch->tile++) {
+            const Tile *tile = &tiles[stretch->tile];
+            if (stretch->number < tile->first_part || stretch->number >= tile->end_part) continue;
+            stretch->num_strips = find_strips(plan, tile, &parts[stretch->tile], stretch->number, stretch->strips);
+            return 1;
+        }
+    stretch->num_strips = 0;
+    return 0;
+}
+
 /* Joins a segment of a band to results, [BAND]. */
 static void attend_segment(const Plan *plan, const Band *band, int64_t segment, PartResult *results) {
     const Tile *tiles = plan->tiles + band->first_tile;
     Part parts[BAND];
+    Stretch stretches[2], *now = &stretches[0], *next = &stretches[1];
     for (int64_t i = 0; i < band->num_tiles; i++) set_queries(plan->attention, &tiles[i], &parts[i]);
-    for (int64_t number = segment * SEGMENT; number < (segment + 1) * SEGMENT; number++)
-        for (int64_t i = 0; i < band->num_tiles; i++) {
-            if (number < tiles[i].first_part || number >= tiles[i].end_part) continue;
-            set_strips(plan, &tiles[i], number, &parts[i]);
-            plan->attend(&parts[i], &results[i]);
-        }
+    now->tile = 0, now->number = segment * SEGMENT;
+    for (int more = find_stretch(plan, band, parts, (segment + 1) * SEGMENT, now); more;) {
+        next->tile = now->tile + 1, next->number = now->number;
+        more = find_stretch(plan, band, parts, (segment + 1) * SEGMENT, next);
+        Part *part = &parts[now->tile];
+        part->strips = now->strips, part->num_strips = now->num_strips;
+        const int known = next->number == now->number && tiles[next->tile].head == tiles[now->tile].head;
+        part->next = next->strips, part->num_next = known ? 0 : next->num_strips;
+        plan->attend(part, &results[now->tile]);
+        Stretch *done = now;
+        now = next, next = done;
+    }
 }
 
 static void prepare_results(PartResult *results, float *values, int64_t count, int64_t size) {
@@ -336,9 +360,9 @@ int paged_attention(const PagedAttention *attention, int instruction_set) {
     const int set = resolve_instruction_set(instruction_set);
     if (set < 0) return -1;
     Plan plan = {.attention = attention, .attend = attention->wide ? ATTEND_WIDE[set] : ATTEND_PART[set]};
-    count(&plan);
-    plan.tiles = malloc((size_t)plan.num_tiles * sizeof *plan.tiles);
-    plan.bands = malloc((size_t)plan.num_bands * sizeof *plan.bands);
+    const int64_t num_tiles = count_tiles(attention);
+    plan.tiles = malloc((size_t)num_tiles * sizeof *plan.tiles);
+    plan.bands = malloc((size_t)num_tiles * sizeof *plan.bands);
     const int ready = plan.tiles && plan.bands, threads = pool_threads();
     if (ready) {
         lay_out(&plan);

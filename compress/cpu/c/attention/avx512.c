@@ -16,7 +16,7 @@ typedef struct {
     __m512 even, odd;
 } Pairs;
 
-INLINE TARGET Table table_of(const float *codes) { return _mm512_loadu_ps(codes); }
+INLINE TARGET Table table_of(Lanes codes) { return (Table)codes; }
 
 INLINE TARGET void store_factors(Factor *to, Lanes factors) { lanes_store(to, factors); }
 

@@ -1,7 +1,6 @@
 /* One part with vectors of AVX-512: 16-bit keys and values as they are, codes through a table. Members of words are taken
- * in pairs, neighbours of what is summed over. What is read is fetched half a part before: values while keys are
- * multiplied, the next part's keys while values are. A file that includes this begins with the pragma of its target
- * (see CONTRIBUTING.md) and defines
+ * in pairs, neighbours of what is summed over. Where a strip is read, the same place of the next part's is fetched. A file that
+ * includes this begins with the pragma of its target (see CONTRIBUTING.md) and defines
  *     TARGET                                the attribute of its functions
  *     Factor                                what pairs are multiplied by, in memory
  *     Pairs, Table                          sixteen pairs; the sixteen numbers that codes stand for
@@ -24,14 +23,18 @@ typedef struct {
 
 /* Values of nibbles. */
 INLINE TARGET Table code_table(int64_t bits, int64_t plane) {
-    float codes[16];
-    for (int i = 0; i < 16; i++)
-        codes[i] = bits == 4 ? (float)i - 8.0f : plane ? ((float)i - 8.0f) * 16.0f : (float)i;
-    return table_of(codes);
+    const Lanes codes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    if (bits == 8 && plane == 0) return table_of(codes);
+    return table_of((codes - lanes_of(8.0f)) * lanes_of(bits == 8 ? 16.0f : 1.0f));
 }
 
-/* Into the second cache: misses of the first one are few at a time. */
-INLINE TARGET void fetch(const uint32_t *words) { _mm_prefetch((const char *)words, _MM_HINT_T1); }
+/* As load_grid: this conversion flushes no small numbers. */
+INLINE TARGET Grid load_scales(const uint16_t *scales, int64_t block_size, int64_t bits) {
+    if (bits >= 16) return (Grid){lanes_of(1.0f), lanes_of(0.0f)};
+    const Lanes scale = (Lanes)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)scales));
+    const Lanes offset = (Lanes)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(scales + block_size)));
+    return (Grid){scale, offset + scale * lanes_of(bits == 8 ? 128.0f : 8.0f)};
+}
 
 INLINE TARGET __m512i load_words(const uint32_t *words) { return _mm512_loadu_si512(words); }
 
@@ -40,18 +43,18 @@ INLINE TARGET void multiply_exact_keys(const Part *part, const Queries *query, i
                                        const int width, const int abreast) {
     const int64_t size = part->attention->pages->head_dim, step = part->attention->pages->block_size;
     const int is_wide = part->attention->pages->key_bits == 32;
-    const Strip *strips = &part->strips[first];
+    const Strip *strips = &part->strips[first], *next = next_strips(part, first, abreast);
     __m512 sum[TILE][MOST_ABREAST];
     for (int row = 0; row < width; row++)
         for (int i = 0; i < abreast; i++) sum[row][i] = _mm512_setzero_ps();
     for (int64_t d = 0; d < size; d += 2) {
         Pairs key[MOST_ABREAST];
+        const int64_t at = (is_wide ? d : d / 2) * step;
         for (int i = 0; i < abreast; i++) {
-            const uint32_t *words = strips[i].keys + (is_wide ? d : d / 2) * step;
-            const uint32_t *values = strips[i].values + (is_wide ? d : d / 2) * LANES;
+            const uint32_t *words = strips[i].keys + at;
             key[i] = is_wide ? wide(load_words(words), load_words(words + step)) : numbers(load_words(words));
-            fetch(values);
-            if (is_wide) fetch(values + LANES);
+            if (next) fetch(next[i].keys + at);
+            if (next && is_wide) fetch(next[i].keys + at + step);
         }
         for (int row = 0; row < width; row++)
             for (int i = 0; i < abreast; i++) sum[row][i] = add_products(sum[row][i], key[i], query->of[row] + d);
@@ -64,18 +67,18 @@ INLINE TARGET void multiply_coded_keys(const Part *part, const Queries *query, i
                                        const int width, const int abreast) {
     const KvPages *pages = part->attention->pages;
     const int64_t size = pages->head_dim, step = pages->block_size, bits = pages->key_bits;
-    const Strip *strips = &part->strips[first];
+    const Strip *strips = &part->strips[first], *next = next_strips(part, first, abreast);
     __m512 sum[TILE][MOST_ABREAST];
     for (int row = 0; row < width; row++)
         for (int i = 0; i < abreast; i++) sum[row][i] = _mm512_setzero_ps();
     for (int64_t plane = 0; plane < bits / 4; plane++) {
         const Table table = code_table(bits, plane);
-        const int64_t keys = plane * size / 8 * step, values = plane * pages->block_size / 8 * size;
         for (int64_t d = 0; d < size; d += 8) {
+            const int64_t at = (plane * size + d) / 8 * step;
             __m512i coded[MOST_ABREAST];
             for (int i = 0; i < abreast; i++) {
-                coded[i] = load_words(strips[i].keys + keys + d / 8 * step);
-                if (plane < pages->value_bits / 4) fetch(strips[i].values + values + d / 8 * LANES);
+                coded[i] = load_words(strips[i].keys + at);
+                if (next) fetch(next[i].keys + at);
             }
 #pragma GCC unroll 4
             for (int pair = 0; pair < 4; pair++) {
@@ -93,37 +96,38 @@ INLINE TARGET void multiply_coded_keys(const Part *part, const Queries *query, i
 
 INLINE TARGET void multiply_keys(const Part *part, const Queries *query, int64_t first, Lanes (*products)[STRIPS],
                                  const int width, const int abreast) {
+    const Strip *next = next_strips(part, first, abreast);
+    for (int i = 0; next && i < abreast; i++) fetch_scales(part->attention->pages, &next[i]);
     if (part->attention->pages->key_bits >= 16)
         multiply_exact_keys(part, query, first, products, width, abreast);
     else
         multiply_coded_keys(part, query, first, products, width, abreast);
 }
 
-/* e^x for x <= 0, within 2 units in the last place; NaN stays, and what is minus infinity becomes it. */
+/* e^x for x <= 0, within 2^-22 of it and as much again for each unit of x; NaN stays, and what is minus infinity becomes it.
+ * The power of two of what is left behind the point: the polynomial of degree 5 with the least relative error, 1.6e-7. */
 INLINE TARGET __m512 exp_below(__m512 x) {
-    const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x); /* ln 2 in two pieces */
-    r = _mm512_fmadd_ps(n, _mm512_set1_ps(2.12194440e-4f), r);
-    __m512 p = _mm512_set1_ps(1.9875691e-4f);
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.3981999e-3f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(8.3334519e-3f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(4.1665796e-2f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.6666665e-1f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(5.0000000e-1f));
-    p = _mm512_fmadd_ps(p, _mm512_mul_ps(r, r), _mm512_add_ps(r, _mm512_set1_ps(1.0f)));
+    const __m512 power = _mm512_mul_ps(x, _mm512_set1_ps(1.44269504f));
+    const __m512 n = _mm512_roundscale_ps(power, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC), r = _mm512_sub_ps(power, n);
+    __m512 p = _mm512_set1_ps(1.32647296e-3f);
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(9.67151299e-3f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(5.55073358e-2f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(2.40222424e-1f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(6.93147004e-1f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f));
     return _mm512_scalef_ps(p, n);
 }
 
+INLINE TARGET Lanes multiply_add(Lanes a, Lanes b, Lanes c) { return (Lanes)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
+
 /* Scores of a row from its products, in their place; the largest is returned. */
 INLINE TARGET float score_row(const Part *part, int row, Lanes *scores, const Grid *keys, int all) {
-    const PagedAttention *attention = part->attention;
-    const int coded = attention->pages->key_bits < 16;
+    const Lanes query_sum = lanes_of(part->query_sum[row]);
+    const float softcap = part->attention->softcap;
     __m512 most = _mm512_set1_ps(UNSEEN);
     for (int64_t i = 0; i < part->num_strips; i++) {
-        Lanes score = scores[i];
-        if (coded) score = score * keys[i].scale + keys[i].middle * lanes_of(part->query_sum[row]);
-        score *= lanes_of(attention->scale);
-        if (attention->softcap != 0) score = soft_cap(score, attention->softcap);
+        Lanes score = multiply_add(scores[i], keys[i].scale, keys[i].middle * query_sum);
+        if (softcap != 0) score = soft_cap(score, softcap);
         if (!all) score = lanes_select(visible(part, row, &part->strips[i]), score, lanes_of(UNSEEN));
         scores[i] = score;
         most = _mm512_max_ps(most, (__m512)score);
@@ -135,36 +139,22 @@ INLINE TARGET float score_row(const Part *part, int row, Lanes *scores, const Gr
  * of values are centred on, the same for all dimensions, is returned. */
 INLINE TARGET float weigh_row(const Part *part, int row, const Lanes *scores, const Grid *values, int all, Factor *weights,
                               float left, PartResult *result) {
-    const int coded = part->attention->pages->value_bits < 16;
     const Lanes largest = lanes_of(result->largest[row]);
     Lanes sum = {0}, middles = {0};
     for (int64_t i = 0; i < part->num_strips; i++) {
-        IntLanes seen = {0};
-        Lanes weight = (Lanes)exp_below((__m512)(scores[i] - largest));
+        const Lanes weight = (Lanes)exp_below((__m512)(scores[i] - largest));
+        Lanes scaled = weight * values[i].scale, middle = multiply_add(weight, values[i].middle, middles), total = sum + weight;
         if (!all) {
-            seen = visible(part, row, &part->strips[i]);
-            weight = lanes_select(seen, weight, (Lanes){0});
+            const IntLanes seen = visible(part, row, &part->strips[i]);
+            scaled = lanes_select(seen, scaled, (Lanes){0});
+            middle = lanes_select(seen, middle, middles);
+            total = lanes_select(seen, total, sum);
         }
-        sum += weight;
-        if (coded) {
-            const Lanes middle = weight * values[i].middle;
-            weight *= values[i].scale;
-            middles += all ? middle : lanes_select(seen, middle, (Lanes){0});
-            if (!all) weight = lanes_select(seen, weight, (Lanes){0});
-        }
-        store_factors(weights + i * STRIP, weight);
+        middles = middle, sum = total;
+        store_factors(weights + i * STRIP, scaled);
     }
     result->sum[row] = result->sum[row] * left + _mm512_reduce_add_ps((__m512)sum);
     return _mm512_reduce_add_ps((__m512)middles);
-}
-
-/* Fetches what of the next part's keys lies as far into a strip as `word` does into its values. */
-INLINE TARGET void fetch_keys(const Part *part, int64_t strip, int64_t plane, int64_t line, const int lines) {
-    const KvPages *pages = part->attention->pages;
-    if (strip >= part->num_next || plane >= pages->key_bits / 4) return;
-    const int64_t per_plane = pages->key_bits >= 16 ? 0 : pages->head_dim / 8;
-    const uint32_t *words = part->next[strip].keys + (plane * per_plane + line) * pages->block_size;
-    for (int i = 0; i < lines; i++) fetch(words + i * pages->block_size);
 }
 
 INLINE TARGET void add_exact_values(const Part *part, const Weights *weights, int64_t d, __m512 (*sum)[8], const int width,
@@ -172,14 +162,16 @@ INLINE TARGET void add_exact_values(const Part *part, const Weights *weights, in
     const int64_t size = part->attention->pages->head_dim;
     const int is_wide = part->attention->pages->value_bits == 32;
     for (int64_t i = 0; i < part->num_strips; i++) {
-        const uint32_t *words = part->strips[i].values + d;
-        for (int token = 0; token < STRIP; token += 2, words += is_wide ? 2 * size : size) {
+        const Strip *strip = &part->strips[i], *next = next_strips(part, i, 1);
+        for (int token = 0; token < STRIP; token += 2) {
+            const int64_t at = (is_wide ? token : token / 2) * size + d;
             Pairs value[8];
             for (int column = 0; column < columns; column++) {
-                const uint32_t *from = words + column * LANES;
+                const uint32_t *from = strip->values + at + column * LANES;
                 value[column] = is_wide ? wide(load_words(from), load_words(from + size)) : numbers(load_words(from));
+                if (next) fetch(next->values + at + column * LANES);
+                if (next && is_wide) fetch(next->values + at + column * LANES + size);
             }
-            fetch_keys(part, i, 0, is_wide ? d + token * columns : d / 2 + token / 2 * columns, is_wide ? 2 * columns : columns);
             for (int row = 0; row < width; row++)
                 for (int column = 0; column < columns; column++)
                     sum[row][column] = add_products(sum[row][column], value[column], weights->of[row] + i * STRIP + token);
@@ -194,16 +186,16 @@ INLINE TARGET void add_coded_values(const Part *part, const Weights *weights, in
     for (int64_t plane = 0; plane < bits / 4; plane++) {
         const Table table = code_table(bits, plane);
         for (int64_t i = 0; i < part->num_strips; i++) {
-            const uint32_t *words = part->strips[i].values + plane * pages->block_size / 8 * size + d;
-            for (int token = 0; token < STRIP; token += 8, words += size) {
+            const Strip *strip = &part->strips[i], *next = next_strips(part, i, 1);
+            for (int token = 0; token < STRIP; token += 8) {
+                const int64_t at = (plane * pages->block_size + token) / 8 * size + d;
                 __m512i coded[8];
-                for (int column = 0; column < columns; column++) coded[column] = load_words(words + column * LANES);
-                fetch_keys(part, i, plane, d / 8 + token / 8 * columns, columns);
-                if (bits == 4) fetch_keys(part, i, 1, d / 8 + token / 8 * columns, columns);
+                for (int column = 0; column < columns; column++) coded[column] = load_words(strip->values + at + column * LANES);
 #pragma GCC unroll 4
                 for (int pair = 0; pair < 4; pair++) {
                     Pairs value[8];
                     for (int column = 0; column < columns; column++) value[column] = decoded(coded[column], table, pair);
+                    for (int column = pair; next && column < columns; column += 4) fetch(next->values + at + column * LANES);
                     for (int row = 0; row < width; row++)
                         for (int column = 0; column < columns; column++)
                             sum[row][column] = add_products(sum[row][column], value[column],
@@ -248,8 +240,9 @@ INLINE TARGET void attend(const Part *part, PartResult *result, const int width,
     for (; strip + abreast <= count; strip += abreast) multiply_keys(part, &queries, strip, scores, width, abreast);
     for (; strip < count; strip++) multiply_keys(part, &queries, strip, scores, width, 1);
     for (int64_t i = 0; i < count; i++) {
-        keys[i] = load_grid(part->strips[i].key_scales, pages->block_size, pages->key_bits);
-        values[i] = load_grid(part->strips[i].value_scales, pages->block_size, pages->value_bits);
+        keys[i] = load_scales(part->strips[i].key_scales, pages->block_size, pages->key_bits);
+        keys[i].scale *= lanes_of(part->attention->scale), keys[i].middle *= lanes_of(part->attention->scale);
+        values[i] = load_scales(part->strips[i].value_scales, pages->block_size, pages->value_bits);
     }
     for (int row = 0; row < width; row++) {
         left[row] = raise_largest(result, row, score_row(part, row, scores[row], keys, all));

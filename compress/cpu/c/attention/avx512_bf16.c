@@ -15,10 +15,8 @@ typedef __m512bh Pairs;
 typedef __m512i Table;
 
 /* All are exact. The table stands there twice: the upper bits of an index do not matter then. */
-INLINE TARGET Table table_of(const float *codes) {
-    uint16_t table[32];
-    for (int i = 0; i < 32; i++) table[i] = bfloat16_of(codes[i & 15]);
-    return _mm512_loadu_si512(table);
+INLINE TARGET Table table_of(Lanes codes) {
+    return _mm512_broadcast_i64x4((__m256i)_mm512_cvtneps_pbh((__m512)codes));
 }
 
 INLINE TARGET void store_factors(Factor *to, Lanes factors) {

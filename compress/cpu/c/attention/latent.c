@@ -139,10 +139,12 @@ static void attend_unit(void *context, int64_t number) {
         plan->lay_out(plan->latent, plan->floats, chunk->span, key, chunk->last_key, &laid);
         for (int64_t i = 0; i < num_tiles; i++) {
             Part *part = &parts[i];
+            Strip strips[STRIPS];
+            part->strips = strips;
             for (part->num_strips = 0; part->num_strips * STRIP < AT_ONCE; part->num_strips++) {
                 const int64_t strip = part->num_strips, first = key + strip * STRIP;
                 if (first > chunk->last_key) break;
-                part->strips[strip] = (Strip){laid.keys[strip], laid.values[strip], NULL, NULL, first};
+                strips[strip] = (Strip){laid.keys[strip], laid.values[strip], NULL, NULL, first};
             }
             plan->attend(part, &results[i]);
         }

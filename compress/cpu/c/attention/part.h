@@ -25,7 +25,7 @@ typedef struct {
     int64_t first_of_span;                      /* key of the span's first token */
     uint64_t ancestors[TILE];                   /* as in PagedAttention: of the keys from there on, those that a row sees */
     int64_t num_strips, num_next;
-    Strip strips[STRIPS], next[STRIPS];         /* those that are read, and others that are worth fetching meanwhile */
+    const Strip *strips, *next;                 /* those that are read, and others that are worth fetching meanwhile */
 } Part;
 
 /* State of each row over the parts so far: the largest score, the sum of exp(score - largest), and that of the values so
@@ -61,6 +61,22 @@ void attend_part_avx512_bf16(const Part *part, PartResult *result);
 
 /* Stands for the score of a key that is not seen. Finite, so that the difference of two of them is a number. */
 static const float UNSEEN = -3e38f;
+
+/* Into the second cache: misses of the first one are few at a time. */
+INLINE void fetch(const void *from) { __builtin_prefetch(from, 0, 2); }
+
+/* `count` strips of the next part, or NULL. */
+INLINE const Strip *next_strips(const Part *part, int64_t first, int64_t count) {
+    return first + count <= part->num_next ? &part->next[first] : NULL;
+}
+
+/* Scales of a strip. They lie far apart: fetched for a whole part at once, they would hold up everything behind them. */
+INLINE void fetch_scales(const KvPages *pages, const Strip *strip) {
+    for (int64_t i = 0; i < 2 * pages->block_size; i += pages->block_size < 32 ? 32 : pages->block_size) {
+        if (pages->key_bits < 16) fetch(strip->key_scales + i);
+        if (pages->value_bits < 16) fetch(strip->value_scales + i);
+    }
+}
 
 INLINE float largest_lane(Lanes x) {
     float most = x[0];

@@ -22,15 +22,18 @@ INLINE WordLanes load_words(const uint32_t *from) {
     return words;
 }
 
-/* Products of each row's query with sixteen tokens. */
-INLINE void multiply_keys(const Part *part, const Strip *strip, Lanes *products, const int width) {
+/* Products of each row's query with the sixteen tokens of strip `i`. Where it is read, the same place of the next part's is fetched. */
+INLINE void multiply_keys(const Part *part, int64_t i, Lanes *products, const int width) {
     const KvPages *pages = part->attention->pages;
     const int64_t bits = pages->key_bits, members = bits < 16 ? 8 : 32 / bits, planes = bits == 8 ? 2 : 1;
-    const uint32_t *words = strip->keys;
+    const Strip *strip = &part->strips[i], *next = next_strips(part, i, 1);
+    int64_t at = 0;
+    if (next) fetch_scales(pages, next);
     for (int row = 0; row < width; row++) products[row] = (Lanes){0};
     for (int64_t plane = 0; plane < planes; plane++)
-        for (int64_t d = 0; d < pages->head_dim; d += members, words += pages->block_size) {
-            const WordLanes word = load_words(words);
+        for (int64_t d = 0; d < pages->head_dim; d += members, at += pages->block_size) {
+            const WordLanes word = load_words(strip->keys + at);
+            if (next) fetch(next->keys + at);
             for (int64_t j = 0; j < members; j++) {
                 const Lanes x = member(word, j, bits, plane);
                 for (int row = 0; row < width; row++)
@@ -44,17 +47,20 @@ INLINE void multiply_values(const Part *part, int64_t d, Lanes weights[TILE][STR
     const KvPages *pages = part->attention->pages;
     const int64_t bits = pages->value_bits, members = bits < 16 ? 8 : 32 / bits, planes = bits == 8 ? 2 : 1;
     for (int row = 0; row < width; row++) sums[row] = (Lanes){0};
-    for (int64_t i = 0; i < part->num_strips; i++)
+    for (int64_t i = 0; i < part->num_strips; i++) {
+        const Strip *strip = &part->strips[i], *next = next_strips(part, i, 1);
         for (int64_t plane = 0; plane < planes; plane++) {
-            const uint32_t *words = part->strips[i].values + plane * pages->block_size / 8 * pages->head_dim + d;
-            for (int64_t token = 0; token < STRIP; token += members, words += pages->head_dim) {
-                const WordLanes word = load_words(words);
+            int64_t at = plane * pages->block_size / 8 * pages->head_dim + d;
+            for (int64_t token = 0; token < STRIP; token += members, at += pages->head_dim) {
+                const WordLanes word = load_words(strip->values + at);
+                if (next) fetch(next->values + at);
                 for (int64_t j = 0; j < members; j++) {
                     const Lanes x = member(word, j, bits, plane);
                     for (int row = 0; row < width; row++) sums[row] += x * lanes_of(weights[row][i][token + j]);
                 }
             }
         }
+    }
 }
 
 /* Turns a row's scores into weights of what stands in the pages: the scale of values goes into the weights; the share of
@@ -84,7 +90,7 @@ INLINE void attend(const Part *part, PartResult *result, const int width) {
         const Strip *strip = &part->strips[i];
         const Grid keys = load_grid(strip->key_scales, pages->block_size, pages->key_bits);
         values[i] = load_grid(strip->value_scales, pages->block_size, pages->value_bits);
-        multiply_keys(part, strip, lanes, width);
+        multiply_keys(part, i, lanes, width);
         for (int row = 0; row < width; row++) scores[row][i] = to_scores(part, row, strip, lanes[row], keys);
     }
     for (int row = 0; row < width; row++) middles[row] = to_weights(part, row, scores[row], values, result, &left[row]);
