@@ -141,6 +141,11 @@ class Scheme(ABC):
         return ""
 
     @property
+    def code_values(self) -> tuple[float, ...] | None:
+        """The number of each code, for kernels that look it up; None where codes are no places in a table."""
+        return None
+
+    @property
     def structure(self) -> str:
         """Feature beside plain codes and scales that no format of other tools supports; else empty."""
         return f"the {self.key} layout"

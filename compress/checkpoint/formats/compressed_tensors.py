@@ -53,9 +53,9 @@ def _scales(dtype: str) -> Callable[[Any], dict[str, Any]]:
 
 
 LAYOUTS = {
-    "int": Layout("pack-quantized", "int-quantized", "int", "", lambda scheme: {}, lambda weights: None),
-    "float": Layout("naive-quantized", "float-quantized", "float", "", lambda scheme: {}, lambda weights: None),
-    BlockFp8.numbers: Layout(
+    Int.key: Layout("pack-quantized", "int-quantized", "int", "", lambda scheme: {}, lambda weights: None),
+    Fp8.key: Layout("naive-quantized", "float-quantized", "float", "", lambda scheme: {}, lambda weights: None),
+    BlockFp8.key: Layout(
         "naive-quantized",
         "",
         "float",
@@ -63,7 +63,7 @@ LAYOUTS = {
         lambda scheme: {"block_structure": list(scheme.block)},
         _parse_blocks,
     ),
-    Nvfp4.numbers: Layout(
+    Nvfp4.key: Layout(
         "nvfp4-pack-quantized",
         "",
         "float",
@@ -71,7 +71,7 @@ LAYOUTS = {
         _scales("torch.float8_e4m3fn"),
         lambda weights: Nvfp4() if _is(weights, 4, "tensor_group", Nvfp4.group_size) else None,
     ),
-    Mxfp4.numbers: Layout(
+    Mxfp4.key: Layout(
         "mxfp4-pack-quantized",
         "",
         "float",
@@ -79,7 +79,7 @@ LAYOUTS = {
         _scales("torch.uint8"),
         lambda weights: Mxfp4() if _is(weights, 4, "group", Mxfp4.group_size) else None,
     ),
-    Mxfp8.numbers: Layout(
+    Mxfp8.key: Layout(
         "mxfp8-quantized",
         "",
         "float",
@@ -88,10 +88,10 @@ LAYOUTS = {
         lambda weights: Mxfp8() if _is(weights, 8, "group", Mxfp8.group_size) else None,
     ),
 }
-"""Layouts by the kind of codes."""
-ALL_SUFFIXES = tuple(
-    dict.fromkeys(suffix for form in (Int, Fp8, BlockFp8, Nvfp4, Mxfp4, Mxfp8) for suffix in form.suffixes)
-)
+"""Layouts by the keys of forms."""
+HELD = Int, Fp8, BlockFp8, Nvfp4, Mxfp4, Mxfp8
+"""Forms that have a layout."""
+ALL_SUFFIXES = tuple(dict.fromkeys(suffix for form in HELD for suffix in form.suffixes))
 WRITER_VERSION = "0.17.0"
 """Layout generation named in the config: since then every width is packed as one dense bit stream."""
 
@@ -103,7 +103,7 @@ def suffixes(scheme: Scheme | None = None) -> tuple[str, ...]:
 
 def check(scheme: Scheme, shape: tuple[int, int]) -> None:
     """Raises SchemeError when this format cannot hold a weight `[O, I]` of this scheme."""
-    scheme.check_plain(NAME, *LAYOUTS)
+    scheme.check_plain(NAME, *(form.numbers for form in HELD))
     scheme.check(shape)
 
 
@@ -142,7 +142,7 @@ def quantization_config(schemes: Mapping[str, Scheme], ignored: Iterable[str]) -
 
 
 def _config_group(scheme: Scheme, targets: list[str]) -> dict[str, Any]:
-    layout = LAYOUTS[scheme.numbers]
+    layout = LAYOUTS[scheme.key]
     weights = {
         "num_bits": scheme.bits,
         "type": layout.type,

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """The number of each code."""
+FP4 = "4-bit float"
+"""Kind of codes of `VALUES`, whatever their scales are."""
 GROUP_SIZE = 32
 EXPONENT_BIAS, NAN_EXPONENT = 127, 255
 EXPONENT_STEPS = (0, -1, -2, 1)
@@ -36,7 +38,8 @@ class Mxfp4(GroupedFloats):
     word = "mxfp4"
     bits = 4
     group_size = GROUP_SIZE
-    numbers = "microscaled float"
+    numbers = FP4
+    code_values = VALUES
 
     def search(self, weight: Tensor) -> tuple[GroupSearch, MakeWeight]:
         from compress.checkpoint.float_scales import E2M1, GroupSearch, powers_of_two
@@ -82,6 +85,15 @@ class Mxfp4Weight(Weight):
         expected = rows, self.scheme.num_groups(columns)
         if tuple(self.exponents.shape) != expected:
             raise SchemeError(f"exponents {tuple(self.exponents.shape)} must be {expected} for {self.scheme}")
+
+    @property
+    def steps(self) -> Tensor:
+        """Float32 `[O, I / 32]`: what the numbers of codes are multiplied by."""
+        import torch
+
+        return torch.ldexp(
+            torch.ones(self.exponents.shape, device=self.exponents.device), self.exponents.int() - EXPONENT_BIAS
+        )
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The values `[O, I]`, which 16-bit floats hold exactly unless they leave their range."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Self
 from compress.checkpoint.scheme import register
 from compress.checkpoint.weights.base import StoredTensors, Weight, dequantize_by_rows, scale_problems
 from compress.checkpoint.weights.grouped_floats import GroupedFloats
-from compress.checkpoint.weights.mxfp4 import VALUES, pack_pairs, unpack_pairs
+from compress.checkpoint.weights.mxfp4 import FP4, VALUES, pack_pairs, unpack_pairs
 from compress.common.errors import CheckpointError, SchemeError
 
 if TYPE_CHECKING:
@@ -44,7 +44,8 @@ class Nvfp4(GroupedFloats):
     word = "nvfp4"
     bits = 4
     group_size = GROUP_SIZE
-    numbers = "two-level scaled float"
+    numbers = FP4
+    code_values = VALUES
 
     def stored_bits(self, out_features: int, in_features: int, scale_bits: int = 16) -> int:
         return GroupedFloats.stored_bits(self, out_features, in_features, scale_bits) + DIVISOR_BITS

@@ -17,6 +17,7 @@ from runtime.backends.cpu.choice import DENSE_FORM, fewest_tile_rows
 from runtime.backends.cpu.kept_codes import ZERO_CODE, check_kept, expand_words
 from runtime.backends.cpu.weight_layout import (
     NUMBER_BITS,
+    SMALL_GROUP,
     SPARSE_BITS,
     TILE,
     TYPES,
@@ -106,7 +107,9 @@ class CpuLinear:
             self._pack_codes(weight, codebook, sparse)
         else:
             self._pack_numbers(weight)
-        self._weight.fewest_tile_rows = self._fewest_tile_rows() if fewest_tile_rows is None else fewest_tile_rows
+        rows = self._fewest_tile_rows() if fewest_tile_rows is None else fewest_tile_rows
+        # Tiles take runs of 32 inputs.
+        self._weight.fewest_tile_rows = rows if self._weight.group != SMALL_GROUP else 0
         self._weight.words = self._words.data_ptr()
         self._weight.bias = None if self._bias is None else self._bias.data_ptr()
         self.address = ctypes.addressof(self._weight)
@@ -191,7 +194,8 @@ class CpuLinear:
         code_bits = 4 if sparse else stored_bits(weight.scheme.bits)
         bits = SPARSE_BITS if sparse else code_bits
         group = self.in_features // weight.scales.shape[1]
-        check_inputs(group)
+        is_table = codebook is not None and code_bits == 4 and self.activations == Activations.FLOAT
+        check_inputs(self.in_features, group, is_table)
         middle = 1 << (code_bits - 1)
         shift = 0 if codebook is not None else middle - weight.scheme.midpoint
         codes = (weight.qweight + shift).contiguous()
@@ -203,7 +207,7 @@ class CpuLinear:
         self._describe(bits, group, tiled(weight.scales), zero, codebook)
 
     def _take(self, weight: PreparedWeight, codebook: Tensor | None) -> None:
-        check_prepared(weight)
+        check_prepared(weight, codebook is not None and self.activations == Activations.FLOAT)
         self._words = weight.tensors["words"]
         if weight.bits == NUMBER_BITS:
             self._weight.bits, self._weight.group = NUMBER_BITS, self.in_features
@@ -222,7 +226,7 @@ class CpuLinear:
             self._weight.table[: len(values)] = values
 
     def _pack_numbers(self, weight: Tensor) -> None:
-        check_inputs(self.in_features)
+        check_inputs(self.in_features, self.in_features)
         weight = weight.to(torch.bfloat16).contiguous()
         self._words = packed_words(self.out_features, self.in_features, NUMBER_BITS)
         _functions().linear_pack_bfloat16(

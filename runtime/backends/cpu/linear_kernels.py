@@ -3,7 +3,7 @@
 Five kernels over one layout. `cpu` multiplies by activations as they come, `cpu_sparse` does so and reads only
 what 2:4 sparsity keeps, `cpu_int8` multiplies by the 8-bit activations that the checkpoint asks for. `cpu_w4a8`
 rounds activations to 8 bits although the checkpoint does not ask for it: faster for many rows, and a little further
-from the model, so it serves only the mode `w4a8`. `cpu_mxfp4` looks 4-bit floats up in a table.
+from the model, so it serves only the mode `w4a8`. `cpu_fp4` looks 4-bit floats up in a table, whatever their scales.
 """
 
 from __future__ import annotations
@@ -12,23 +12,28 @@ from collections.abc import Callable
 
 import torch
 
-from compress.checkpoint.weights import Int, Mxfp4, Scheme
+from compress.checkpoint.weights import Int, Scheme
 from compress.checkpoint.weights.integer import IntegerWeight
-from compress.checkpoint.weights.mxfp4 import EXPONENT_BIAS, GROUP_SIZE, VALUES, Mxfp4Weight
+from compress.checkpoint.weights.mxfp4 import FP4, VALUES, Mxfp4Weight
+from compress.checkpoint.weights.nvfp4 import Nvfp4Weight
 from compress.cpu.binding import INSTRUCTION_SETS, absence, best_instruction_set
 from runtime.backends.base import DenseKernel, LinearKernel, Target
 from runtime.backends.cpu.choice import dense_refusal, describe
 from runtime.backends.cpu.kept_codes import kept_unsupported_reason
 from runtime.backends.cpu.linear import Activations, CpuLinear, form_of
-from runtime.backends.cpu.weight_layout import INPUT_MULTIPLE, SPARSE_BITS, padded_features, stored_bits
+from runtime.backends.cpu.weight_layout import INPUT_MULTIPLE, SMALL_GROUP, SPARSE_BITS, padded_features, stored_bits
 from runtime.backends.prepared_weight import Layout
 
+CodebookWeight = Mxfp4Weight | Nvfp4Weight
 
-def with_codes(weight: Mxfp4Weight) -> IntegerWeight:
-    """Codes of `VALUES` with powers of two as bfloat16 scales, which hold them all."""
-    scales = torch.ones(weight.exponents.shape).ldexp(weight.exponents.int() - EXPONENT_BIAS).bfloat16()
-    scheme = Int(weight.scheme.bits, GROUP_SIZE)
-    zeros = torch.full_like(weight.exponents, scheme.midpoint)
+
+def with_codes(weight: CodebookWeight) -> IntegerWeight:
+    """Codes as they are, with scales in bfloat16 where it holds them exactly, else in float32."""
+    steps = weight.steps
+    short = steps.bfloat16()
+    scales = short if torch.equal(short.float(), steps) else steps
+    scheme = Int(weight.scheme.bits, weight.scheme.group_size)
+    zeros = torch.full(steps.shape, scheme.midpoint, dtype=torch.uint8)
     return IntegerWeight(weight.qweight, scales, zeros, scheme)
 
 
@@ -42,7 +47,8 @@ def _unsupported_reason(scheme: Scheme, in_features: int, target: Target) -> str
         return f"is not there: {absence()}"
     if target.dtype not in (torch.bfloat16, torch.float32):
         return "computes in bfloat16 and float32"
-    if (scheme.group_size or in_features) % INPUT_MULTIPLE:
+    small = scheme.code_values is not None and scheme.group_size == SMALL_GROUP
+    if in_features % INPUT_MULTIPLE or ((scheme.group_size or in_features) % INPUT_MULTIPLE and not small):
         return f"takes groups that are a multiple of {INPUT_MULTIPLE}"
     return ""
 
@@ -99,17 +105,25 @@ SPARSE: LinearKernel[IntegerWeight] = LinearKernel(
     _reads_rows,
     layout=Layout("kept codes", CpuLinear),
 )
-MXFP4: LinearKernel[Mxfp4Weight] = LinearKernel(
-    "cpu_mxfp4",
-    "4-bit floats in C as stored, float32 sums: exact weights",
-    Mxfp4.numbers,
-    unsupported_reason,
-    lambda weight, bias, target: CpuLinear(with_codes(weight), bias, codebook=torch.tensor(VALUES)),
-    lambda scheme, rows, columns, target: padded_features(rows) * scheme.num_groups(columns) * (16 + SCALE_BYTES),
-    _reads_rows,
-    detail=_detail(Activations.FLOAT),
-    layout=Layout("4-bit floats", lambda weight, bias: CpuLinear(weight, bias, codebook=torch.tensor(VALUES))),
-)
+
+
+def codebook_kernel(name: str, numbers: str, values: tuple[float, ...]) -> LinearKernel[CodebookWeight]:
+    """Returns the kernel of codes of 4 bits that stand for `values`, up to scales of groups."""
+    codebook = torch.tensor(values)
+    return LinearKernel(
+        name,
+        f"{numbers}s looked up in C as stored, 16-bit activations, float32 sums: exact weights",
+        numbers,
+        unsupported_reason,
+        lambda weight, bias, target: CpuLinear(with_codes(weight), bias, codebook=codebook),
+        _nbytes,
+        _reads_rows,
+        detail=_detail(Activations.FLOAT),
+        layout=Layout(f"{numbers}s", lambda weight, bias: CpuLinear(weight, bias, codebook=codebook)),
+    )
+
+
+FLOATS4 = codebook_kernel("cpu_fp4", FP4, VALUES)
 INT8: LinearKernel[IntegerWeight] = LinearKernel(
     "cpu_int8",
     "packed codes in C, 8-bit activations, exact int32 sums",

@@ -12,7 +12,9 @@ from runtime.backends.prepared_weight import PreparedWeight
 TILE = 64
 """Outputs that lie together; there are as many as fill the last tile."""
 INPUT_MULTIPLE = 32
-"""Number of inputs that divides every group."""
+"""Number of inputs that divides every group, and all inputs."""
+SMALL_GROUP = 16
+"""Group that 4-bit codes without zero points may have beside float activations."""
 SPARSE_BITS = 3
 """Per weight: two codes of 4 bits and two places of 2 bits for four of them."""
 NUMBER_BITS = 16
@@ -31,10 +33,12 @@ def padded_features(out_features: int) -> int:
     return out_features + -out_features % TILE
 
 
-def check_inputs(group: int) -> None:
-    if group % INPUT_MULTIPLE:
+def check_inputs(in_features: int, group: int, takes_small: bool = False) -> None:
+    """Raises SchemeError for inputs or groups that the C kernels do not take."""
+    if in_features % INPUT_MULTIPLE or (group % INPUT_MULTIPLE and not (takes_small and group == SMALL_GROUP)):
         raise SchemeError(
-            f"groups of {group} inputs are no multiple of {INPUT_MULTIPLE}", "Use --linear-backend reference"
+            f"groups of {group} of {in_features} inputs are no multiple of {INPUT_MULTIPLE}",
+            "Use --linear-backend reference",
         )
 
 
@@ -48,8 +52,11 @@ def tiled(values: Tensor) -> Tensor:
     return padded.view(-1, TILE, values.shape[1]).transpose(1, 2).contiguous()
 
 
-def check_prepared(weight: PreparedWeight) -> None:
+def check_prepared(weight: PreparedWeight, takes_small: bool = False) -> None:
     """Checks that the C kernels find memory wherever they read.
+
+    Args:
+        takes_small: whether activations are floats and codes are looked up in a table.
 
     Raises:
         CheckpointError: tensors that a weight of this shape, bits and groups does not have.
@@ -57,7 +64,9 @@ def check_prepared(weight: PreparedWeight) -> None:
     (rows, columns), bits, group = weight.shape, weight.bits, weight.group
     is_number = bits == NUMBER_BITS
     known = is_number or bits in (2, SPARSE_BITS, 4, 8)
-    if not known or group < 1 or group % INPUT_MULTIPLE or columns % group or (is_number and group != columns):
+    small = takes_small and group == SMALL_GROUP and bits == 4 and "zeros" not in weight.tensors
+    fits = group > 0 and (small or group % INPUT_MULTIPLE == 0) and columns % group == columns % INPUT_MULTIPLE == 0
+    if not known or not fits or (is_number and group != columns):
         raise weight.refusal(f"{bits} bits in groups of {group}")
     weight.check("words", (padded_features(rows) * columns * bits // 32,), (torch.int32,))
     scales = padded_features(rows) // TILE, columns // group, TILE

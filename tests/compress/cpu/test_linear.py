@@ -9,15 +9,16 @@ from hypothesis import strategies as st
 from tiers import examples
 from tiny_models import random_weight
 
+from compress.checkpoint.scale_search import FP8
 from compress.checkpoint.weights import Activations as InputRounding
-from compress.checkpoint.weights import Int, Mxfp4
+from compress.checkpoint.weights import Int, Mxfp4, Nvfp4
 from compress.checkpoint.weights.integer import IntegerWeight
-from compress.checkpoint.weights.mxfp4 import VALUES
-from compress.common.errors import SchemeError
+from compress.checkpoint.weights.mxfp4 import VALUES, Mxfp4Weight
+from compress.common.errors import CheckpointError, SchemeError
 from compress.cpu.binding import EMULATED, INSTRUCTION_SETS, absence, best_instruction_set, library, set_threads
 from runtime.backends.base import Target
 from runtime.backends.cpu.linear import Activations, CpuLinear
-from runtime.backends.cpu.linear_kernels import MXFP4, with_codes
+from runtime.backends.cpu.linear_kernels import FLOATS4, with_codes
 from runtime.backends.registry import choose_linear
 
 pytestmark = pytest.mark.skipif(library() is None, reason=absence())
@@ -110,21 +111,50 @@ def test_any_codebook(bits, instruction_set):
         assert_close(linear(x), x, dense.flatten(1))
 
 
+def with_far_scales(weight):
+    """Scales from the smallest to large ones, in each row; of NVFP4 with a global scale that bfloat16 does not hold."""
+    if isinstance(weight, Mxfp4Weight):
+        return replace(weight, exponents=torch.tensor([2, 127, 200, 121, 9], dtype=torch.uint8).expand(70, -1))
+    scales = torch.tensor([1, 0x7E, 8, 0x38, 0x51], dtype=torch.uint8).repeat(2).view(FP8)
+    return replace(weight, scales=scales.expand(70, -1), divisors=torch.full((70, 1), 777.7))
+
+
 @every_set
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_4_bit_floats_as_stored(dtype, instruction_set):
-    weight, target = random_weight((70, 160), Mxfp4(), 4), Target(torch.device("cpu"), dtype)
-    exponents = torch.tensor([2, 127, 200, 121, 9], dtype=torch.uint8).expand(70, -1)
-    far = replace(weight, exponents=exponents)
+@pytest.mark.parametrize("scheme", [Mxfp4(), Nvfp4()], ids=str)
+def test_4_bit_floats_as_stored(scheme, dtype, instruction_set):
+    weight, target = random_weight((70, 160), scheme, 4), Target(torch.device("cpu"), dtype)
+    if scheme == Nvfp4():
+        weight = replace(weight, divisors=torch.full((70, 1), 2048.0))
     kernel = choose_linear(weight.scheme, 160, target).kernel
-    assert kernel is MXFP4
-    for each in (weight, far):
+    assert kernel is FLOATS4
+    for each in (weight, with_far_scales(weight)):
         linear = CpuLinear(with_codes(each), codebook=torch.tensor(VALUES), instruction_set=instruction_set)
         assert torch.equal(linear(torch.eye(160, dtype=dtype)).T, each.dequantize(dtype))
         assert torch.equal(linear.rows(torch.tensor([69, 3]), dtype), each.dequantize(dtype)[[69, 3]])
-    linear, x = kernel.prepare(weight, None, target), activations(9, 160, dtype)
+    for rows in (1, 3, 9, 140):
+        x = activations(rows, 160, dtype)
+        found = CpuLinear(with_codes(weight), codebook=torch.tensor(VALUES), instruction_set=instruction_set)(x)
+        assert_close(found, x, weight.dequantize(torch.float64))
+    linear = kernel.prepare(weight, None, target)
     assert_close(linear(x), x, weight.dequantize(torch.float64))
     assert linear.nbytes == kernel.nbytes(weight.scheme, 70, 160, target)
+
+
+def test_small_groups_are_of_looked_up_codes_alone():
+    weight = with_codes(random_weight((70, 96), Nvfp4()))
+    with pytest.raises(SchemeError, match="groups of 16 of 96 inputs"):
+        CpuLinear(weight)
+    with pytest.raises(SchemeError, match="groups of 16 of 96 inputs"):
+        CpuLinear(weight, codebook=torch.tensor(VALUES), activations=Activations.INT8_ROW)
+    with pytest.raises(SchemeError, match="groups of 16 of 80 inputs"):
+        CpuLinear(with_codes(random_weight((70, 80), Nvfp4())), codebook=torch.tensor(VALUES))
+    prepared = CpuLinear(weight, codebook=torch.tensor(VALUES)).prepared()
+    again = CpuLinear(prepared, codebook=torch.tensor(VALUES))
+    x = activations(3, 96)
+    assert torch.equal(again(x), CpuLinear(weight, codebook=torch.tensor(VALUES))(x))
+    with pytest.raises(CheckpointError, match="4 bits in groups of 16"):
+        CpuLinear(prepared)
 
 
 @every_set
@@ -203,7 +233,7 @@ def test_no_rows():
 
 
 def test_what_does_not_fit_is_refused():
-    with pytest.raises(SchemeError, match="16 inputs"):
+    with pytest.raises(SchemeError, match="groups of 16"):
         CpuLinear(random_weight((64, 64), Int(4, 16)))
     with pytest.raises(SchemeError, match="40 inputs"):
         CpuLinear(torch.zeros(8, 40))

@@ -6,7 +6,7 @@ from folders import change_config, change_tensors, private_copy
 from safetensors.torch import load_file
 from tiny_models import load_reference, pack_model, put_weights, reference_logits, save_tiny_model
 
-from compress.checkpoint.weights import Activations, BlockFp8, Int, Mxfp4, Scheme
+from compress.checkpoint.weights import Activations, BlockFp8, Int, Mxfp4, Mxfp8, Nvfp4, Scheme
 from compress.common.errors import CheckpointError, ToolkitError
 from runtime.model import loader
 from runtime.model.loader import load_model
@@ -29,6 +29,8 @@ FORMATS = {
     "fp8 blocks": ("fp8", BlockFp8((32, 32))),
     "fp8 blocks of odd sizes": ("compressed-tensors", BlockFp8((20, 36))),
     "mxfp4": ("compressed-tensors", Mxfp4()),
+    "nvfp4": ("compressed-tensors", Nvfp4()),
+    "mxfp8": ("compressed-tensors", Mxfp8()),
 }
 
 

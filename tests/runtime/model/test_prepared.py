@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import pack_model, random_weight, save_tiny_model
 
 from compress.checkpoint.safetensors import MappedFile, TensorFiles
-from compress.checkpoint.weights import Activations, Int, Mxfp4, Scheme
+from compress.checkpoint.weights import Activations, Int, Mxfp4, Nvfp4, Scheme
 from compress.common.errors import CheckpointError, ToolkitError
 from compress.cpu.binding import INSTRUCTION_SETS, best_instruction_set, library
 from runtime.backends.cpu import huge_pages
@@ -112,6 +112,7 @@ FORMS: dict[str, Scheme] = {
     "8 bits of a channel": Int(8, None),
     "8-bit activations": Int(8, None, True, Activations.INT8),
     "4-bit floats": Mxfp4(),
+    "4-bit floats in small groups": Nvfp4(),
 }
 
 

@@ -9,7 +9,8 @@
  * In words of the other widths the even inputs are in the low half and the odd ones in the high half, both from the lowest bit up, so
  * that (word >> bits * j) has a pair of neighbours, 2 j and 2 j + 1, at the bottom of its two halves.
  *     scales [O / TILE][I / group][TILE], zeros likewise as bytes.
- * O is padded to whole tiles (any codes, finite scales); I and group are multiples of INPUT_MULTIPLE.
+ * O is padded to whole tiles (any codes, finite scales); I and group are multiples of INPUT_MULTIPLE; groups of 4-bit codes
+ * without zeros may be SMALL_GROUP where activations are float.
  *
  * Numbers. W = (table[code] - (zero - center)) * scale with center = 2^(bits - 1); without zeros, table[code] * scale.
  * Bytes have no table: they stand for code - 128. Sums run in float32, from the first input to the last within a run of
@@ -25,7 +26,7 @@
 
 #include "common/dispatch.h"
 
-enum { TILE = 64, INPUT_MULTIPLE = 32, LONGEST_RUN = 128, SPARSE = 3 /* bits per weight */ };
+enum { TILE = 64, INPUT_MULTIPLE = 32, SMALL_GROUP = 16, LONGEST_RUN = 128, SPARSE = 3 /* bits per weight */ };
 
 typedef enum { FLOAT32, BFLOAT16, FLOAT16 } NumberType;
 
