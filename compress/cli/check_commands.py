@@ -187,14 +187,26 @@ def _progress(console: Console, with_lines: bool) -> Iterator[Report]:
 
 
 def export(
-    path: Annotated[Path, typer.Argument(help="A packed checkpoint folder.")],
-    format: Annotated[str, typer.Option(help="compressed-tensors, compress-runtime, gptq, awq, or dense.")],
-    out: Annotated[Path, typer.Option(help="Folder to write; must not exist.")],
+    path: Annotated[Path, typer.Argument(help="A packed checkpoint folder; for gguf also a dense one.")],
+    format: Annotated[str, typer.Option(help="compressed-tensors, compress-runtime, gptq, awq, dense, or gguf.")],
+    out: Annotated[Path, typer.Option(help="Folder to write, or file for gguf; must not exist.")],
+    gguf_type: Annotated[
+        str | None,
+        typer.Option(help="Type of GGUF to which dense matrices, and codes that no type holds, are rounded: q4_k, ..."),
+    ] = None,
 ) -> None:
     """Write a packed checkpoint in another format, losslessly, or say why that format cannot hold it."""
     from compress.checkpoint.gguf.folder import folder_of
     from compress.checkpoint.writer import export_checkpoint
 
+    if format == "gguf":
+        from compress.checkpoint.gguf.export import export_gguf
+
+        exported = export_gguf(folder_of(model_folder(path)), out, gguf_type)
+        typer.echo("\n".join([*exported.lines(), f"wrote {exported.path} ({format})"]))
+        return
+    if gguf_type is not None:
+        raise ToolkitError(f"--gguf-type {gguf_type} is of no use in {format}", "Add --format gguf")
     written = export_checkpoint(folder_of(path), format, out)
     typer.echo(f"wrote {written} ({format})")
 
