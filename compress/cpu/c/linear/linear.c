@@ -153,24 +153,6 @@ static const PrepareRow prepare_by_set[NUM_INSTRUCTION_SETS] = BY_SET(prepare);
 
 /* One chunk of a product: some rows by some tiles. */
 
-/* One run of a tile for all rows of a chunk, in blocks of about the same size. */
-static void multiply_run(const LinearCall *call, Place place, int64_t num_rows, uint32_t *decoded) {
-    const KernelKind *kernels = call->kernels;
-    const DecodeKernel decode = kernels->decode[width_index(call->weight->bits)];
-    const int64_t blocks = parts(num_rows, kernels->most_rows);
-    const int64_t block = parts(num_rows, blocks);
-    int width = width_index(call->weight->bits);
-    if (decode != NULL && blocks > kernels->undecoded_blocks) {
-        decode(place.words, &call->prepared, decoded);
-        place.words = decoded;
-        width = width_index(kernels->decoded_bits);
-    }
-    for (int64_t done = 0; done < num_rows; done += block, place.row += block, place.sums += block * TILE) {
-        place.rows = (int)smaller(num_rows - done, block);
-        kernels->run[width](call->weight, &call->prepared, &place);
-    }
-}
-
 INLINE void finish_row(const LinearCall *call, int64_t row, int64_t tile, float *sums) {
     const int64_t first = tile * TILE, count = smaller(call->weight->out_features - first, TILE);
     const int64_t at = row * call->y_stride + first;
@@ -196,15 +178,27 @@ FOR_AVX512 static void finish_avx512(const LinearCall *call, int64_t row, int64_
 #endif
 static const FinishRow finish_by_set[NUM_INSTRUCTION_SETS] = BY_SET(finish);
 
+/* One run of a tile after the other for all rows of a chunk, in blocks of about the same size. Each place is written anew: a
+ * copy of one that has just changed would wait for its parts. */
 static void multiply_tile(const LinearCall *call, int64_t tile, int64_t row, int64_t num_rows) {
+    const KernelKind *kernels = call->kernels;
+    const LinearWeight *weight = call->weight;
     float sums[ROWS_PER_CHUNK * TILE];
     uint32_t decoded[LONGEST_RUN * TILE];
-    const int64_t run_words = call->prepared.run * call->weight->bits / 32 * TILE;
+    const int64_t run_words = call->prepared.run * weight->bits / 32 * TILE, num_runs = call->prepared.num_runs;
+    const int64_t blocks = parts(num_rows, kernels->most_rows), block = parts(num_rows, blocks);
+    const DecodeKernel decode = blocks > kernels->undecoded_blocks ? kernels->decode[width_index(weight->bits)] : NULL;
+    const RunKernel multiply = kernels->run[width_index(decode != NULL ? kernels->decoded_bits : weight->bits)];
+    const uint32_t *words = weight->words + tile * num_runs * run_words;
     memset(sums, 0, (size_t)(num_rows * TILE) * sizeof *sums);
-    Place place = {.tile = tile, .row = row, .sums = sums};
-    place.words = call->weight->words + tile * call->prepared.num_runs * run_words;
-    for (; place.run < call->prepared.num_runs; place.run++, place.words += run_words)
-        multiply_run(call, place, num_rows, decoded);
+    for (int64_t run = 0; run < num_runs; run++, words += run_words) {
+        if (decode != NULL) decode(words, &call->prepared, decoded);
+        for (int64_t done = 0; done < num_rows; done += block) {
+            const int rows = (int)smaller(num_rows - done, block);
+            const Place place = {tile, run, row + done, rows, decode != NULL ? decoded : words, sums + done * TILE};
+            multiply(weight, &call->prepared, &place);
+        }
+    }
     for (int64_t r = 0; r < num_rows; r++) call->finish(call, row + r, tile, sums + r * TILE);
 }
 
