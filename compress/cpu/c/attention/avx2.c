@@ -4,6 +4,7 @@
 #pragma GCC target("avx2,fma,f16c")
 #endif
 
+#define LANES_OF_PIECE 8
 #include "attention/simd.h"
 
 FOR_AVX2 void attend_part_avx2(const Part *part, PartResult *result) { attend_part(part, result); }

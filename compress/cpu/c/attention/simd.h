@@ -1,65 +1,93 @@
 /* One part in plain C, for instruction sets below AVX-512. Files that include this begin with the pragma of their target:
- * what is only inlined into a function for a target is taken apart by GCC before. */
+ * what is only inlined into a function for a target is taken apart by GCC before. They define LANES_OF_PIECE, the floats of one
+ * register: sums of products are kept in pieces of that size, since GCC moves wider ones through memory. */
 #include "attention/part.h"
 
-/* Member j of sixteen words of 4-bit codes, less the middle code; of 8-bit codes the `plane` 0 or 1. */
-INLINE Lanes centred(WordLanes word, int64_t j, int64_t bits, int64_t plane) {
-    Lanes code = __builtin_convertvector((IntLanes)(word >> word_bit(j) & 15), Lanes);
+enum { PIECES = LANES / LANES_OF_PIECE, MOST_SUMS = 8 /* that stay in registers */ };
+
+typedef float Piece __attribute__((vector_size(4 * LANES_OF_PIECE)));
+typedef int32_t IntPiece __attribute__((vector_size(4 * LANES_OF_PIECE)));
+typedef uint32_t WordPiece __attribute__((vector_size(4 * LANES_OF_PIECE)));
+
+INLINE Piece piece_of(float x) { return x - (Piece){0}; }
+
+/* Pieces that are summed up together. */
+INLINE int pieces_abreast(int width) { return PIECES < MOST_SUMS / width ? PIECES : MOST_SUMS / width; }
+
+INLINE int members_of(int bits) { return bits < 16 ? 8 : 32 / bits; }
+
+/* Member j of words of 4-bit codes, less the middle code; of 8-bit codes the `plane` 0 or 1. */
+INLINE Piece centred(WordPiece word, int64_t j, int64_t bits, int64_t plane) {
+    Piece code = __builtin_convertvector((IntPiece)(word >> (uint32_t)word_bit(j) & 15), Piece);
     if (bits == 8 && plane == 0) return code;
-    code -= lanes_of(8.0f);
-    return bits == 8 ? code * lanes_of(16.0f) : code;
+    code -= piece_of(8.0f);
+    return bits == 8 ? code * piece_of(16.0f) : code;
 }
 
-INLINE Lanes member(WordLanes word, int64_t j, int64_t bits, int64_t plane) {
-    if (bits == 32) return (Lanes)word;
-    if (bits == 16) return (Lanes)(j ? word & 0xffff0000u : word << 16);
+INLINE Piece member(WordPiece word, int64_t j, int64_t bits, int64_t plane) {
+    if (bits == 32) return (Piece)word;
+    if (bits == 16) return (Piece)(j ? word & 0xffff0000u : word << 16);
     return centred(word, j, bits, plane);
 }
 
-INLINE WordLanes load_words(const uint32_t *from) {
-    WordLanes words;
+INLINE WordPiece load_words(const uint32_t *from) {
+    WordPiece words;
     memcpy(&words, from, sizeof words);
     return words;
 }
 
-/* Products of each row's query with the sixteen tokens of strip `i`. Where it is read, the same place of the next part's is fetched. */
-INLINE void multiply_keys(const Part *part, int64_t i, Lanes *products, const int width) {
-    const KvPages *pages = part->attention->pages;
-    const int64_t bits = pages->key_bits, members = bits < 16 ? 8 : 32 / bits, planes = bits == 8 ? 2 : 1;
-    const Strip *strip = &part->strips[i], *next = next_strips(part, i, 1);
-    int64_t at = 0;
-    if (next) fetch_scales(pages, next);
-    for (int row = 0; row < width; row++) products[row] = (Lanes){0};
-    for (int64_t plane = 0; plane < planes; plane++)
-        for (int64_t d = 0; d < pages->head_dim; d += members, at += pages->block_size) {
-            const WordLanes word = load_words(strip->keys + at);
-            if (next) fetch(next->keys + at);
-            for (int64_t j = 0; j < members; j++) {
-                const Lanes x = member(word, j, bits, plane);
-                for (int row = 0; row < width; row++)
-                    products[row] += x * lanes_of(part->query[row][d + j]);
-            }
+/* Adds the members of `abreast` pieces of words, times `factors` of each row. */
+INLINE void add_words(const uint32_t *from, const float *factors, int64_t factors_row, int64_t plane, Piece (*sums)[PIECES],
+                      const int bits, const int width, const int abreast) {
+    WordPiece words[PIECES];
+    for (int p = 0; p < abreast; p++) words[p] = load_words(from + p * LANES_OF_PIECE);
+#pragma GCC unroll 8
+    for (int j = 0; j < members_of(bits); j++)
+#pragma GCC unroll 4
+        for (int p = 0; p < abreast; p++) {
+            const Piece x = member(words[p], j, bits, plane);
+#pragma GCC unroll 8
+            for (int row = 0; row < width; row++) sums[row][p] += x * piece_of(factors[row * factors_row + j]);
         }
 }
 
-/* Sixteen dimensions of the weighted sum of values. */
-INLINE void multiply_values(const Part *part, int64_t d, Lanes weights[TILE][STRIPS], Lanes *sums, const int width) {
-    const KvPages *pages = part->attention->pages;
-    const int64_t bits = pages->value_bits, members = bits < 16 ? 8 : 32 / bits, planes = bits == 8 ? 2 : 1;
-    for (int row = 0; row < width; row++) sums[row] = (Lanes){0};
-    for (int64_t i = 0; i < part->num_strips; i++) {
-        const Strip *strip = &part->strips[i], *next = next_strips(part, i, 1);
-        for (int64_t plane = 0; plane < planes; plane++) {
-            int64_t at = plane * pages->block_size / 8 * pages->head_dim + d;
-            for (int64_t token = 0; token < STRIP; token += members, at += pages->head_dim) {
-                const WordLanes word = load_words(strip->values + at);
-                if (next) fetch(next->values + at);
-                for (int64_t j = 0; j < members; j++) {
-                    const Lanes x = member(word, j, bits, plane);
-                    for (int row = 0; row < width; row++) sums[row] += x * lanes_of(weights[row][i][token + j]);
-                }
+INLINE void store_pieces(Piece (*sums)[PIECES], Lanes *to, int piece, const int width, const int abreast) {
+    for (int row = 0; row < width; row++)
+        memcpy((float *)&to[row] + piece * LANES_OF_PIECE, sums[row], (size_t)abreast * sizeof(Piece));
+}
+
+/* Products of each row's query with the sixteen tokens of a strip. Where it is read, the same place of the next one is fetched. */
+INLINE void multiply_keys(const Part *part, const Strip *strip, const Strip *next, Lanes *products, const int bits, const int width) {
+    const int64_t size = part->attention->pages->head_dim, step = part->attention->pages->block_size;
+    const int abreast = pieces_abreast(width);
+    for (int piece = 0; piece < PIECES; piece += abreast) {
+        Piece sums[TILE][PIECES] = {0};
+        int64_t at = piece * LANES_OF_PIECE;
+        for (int64_t plane = 0; plane < (bits == 8 ? 2 : 1); plane++)
+            for (int64_t d = 0; d < size; d += members_of(bits), at += step) {
+                if (next && !piece) fetch(next->keys + at);
+                add_words(strip->keys + at, part->query[0] + d, LONGEST_HEAD, plane, sums, bits, width, abreast);
             }
+        store_pieces(sums, products, piece, width, abreast);
+    }
+}
+
+/* Sixteen dimensions of the weighted sum of values. */
+INLINE void multiply_values(const Part *part, int64_t d, const float *weights, Lanes *products, const int bits, const int width) {
+    const int64_t size = part->attention->pages->head_dim, plane_words = part->attention->pages->block_size / 8 * size;
+    const int abreast = pieces_abreast(width);
+    for (int piece = 0; piece < PIECES; piece += abreast) {
+        Piece sums[TILE][PIECES] = {0};
+        for (int64_t i = 0; i < part->num_strips; i++) {
+            const Strip *next = next_strips(part, i, 1);
+            for (int64_t plane = 0; plane < (bits == 8 ? 2 : 1); plane++)
+                for (int64_t token = 0; token < STRIP; token += members_of(bits)) {
+                    const int64_t at = plane * plane_words + token / members_of(bits) * size + d + piece * LANES_OF_PIECE;
+                    if (next && !piece) fetch(next->values + at);
+                    add_words(part->strips[i].values + at, weights + i * STRIP + token, PART, plane, sums, bits, width, abreast);
+                }
         }
+        store_pieces(sums, products, piece, width, abreast);
     }
 }
 
@@ -81,21 +109,32 @@ INLINE float to_weights(const Part *part, int row, Lanes *scores, const Grid *va
     return sum_of_lanes(middles);
 }
 
+#define FOR_BITS(bits, call)                                                                                          \
+    switch (bits) {                                                                                                   \
+        case 4: call(4); break;                                                                                       \
+        case 8: call(8); break;                                                                                       \
+        case 16: call(16); break;                                                                                     \
+        default: call(32); break;                                                                                     \
+    }
+
 INLINE void attend(const Part *part, PartResult *result, const int width) {
     const KvPages *pages = part->attention->pages;
     Lanes scores[TILE][STRIPS], lanes[TILE];
     Grid values[STRIPS];
     float middles[TILE], left[TILE];
     for (int64_t i = 0; i < part->num_strips; i++) {
-        const Strip *strip = &part->strips[i];
+        const Strip *strip = &part->strips[i], *next = next_strips(part, i, 1);
         const Grid keys = load_grid(strip->key_scales, pages->block_size, pages->key_bits);
         values[i] = load_grid(strip->value_scales, pages->block_size, pages->value_bits);
-        multiply_keys(part, i, lanes, width);
+        if (next) fetch_scales(pages, next);
+#define MULTIPLY_KEYS(bits) multiply_keys(part, strip, next, lanes, bits, width)
+        FOR_BITS(pages->key_bits, MULTIPLY_KEYS)
         for (int row = 0; row < width; row++) scores[row][i] = to_scores(part, row, strip, lanes[row], keys);
     }
     for (int row = 0; row < width; row++) middles[row] = to_weights(part, row, scores[row], values, result, &left[row]);
     for (int64_t d = 0; d < pages->head_dim; d += LANES) {
-        multiply_values(part, d, scores, lanes, width);
+#define MULTIPLY_VALUES(bits) multiply_values(part, d, (const float *)scores, lanes, bits, width)
+        FOR_BITS(pages->value_bits, MULTIPLY_VALUES)
         for (int row = 0; row < width; row++) {
             float *to = result->values + row * pages->head_dim + d;
             lanes_store(to, lanes_load(to) * lanes_of(left[row]) + (lanes[row] + lanes_of(middles[row])));
