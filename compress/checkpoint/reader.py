@@ -33,6 +33,8 @@ from compress.common.errors import CheckpointError, ToolkitError
 from compress.models.registry import find_renaming
 from compress.models.wrappers import layouts_of
 
+NONSENSE = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError)
+"""Errors of Python and torch where stored shapes, dtypes and entries of config.json are not what they should be."""
 GROUP_INDEX = "g_idx"
 """End of the name of a tensor with the group of every column."""
 
@@ -96,7 +98,7 @@ class PackedCheckpoint:
             schemes = _schemes(kind, block, files)
         except CheckpointError:
             raise
-        except (ToolkitError, KeyError, TypeError, ValueError, AttributeError) as error:
+        except (ToolkitError, *NONSENSE) as error:
             raise CheckpointError(f"quantization_config in {files.path} cannot be used: {error}") from error
         return cls(files.path, config, files, schemes, kind, TRANSLATIONS.get(kind.NAME))
 
@@ -169,8 +171,9 @@ class PackedCheckpoint:
         if name is None:
             return None
         groups = self.tensor(name).to(torch.int64)
+        with self._explained(module):
+            plain = torch.arange(len(groups)) // int(self.schemes[module].group_size or len(groups))
         order = groups.argsort(stable=True)
-        plain = torch.arange(len(groups)) // (self.schemes[module].group_size or len(groups))
         is_mixed = torch.equal(groups[order], plain) and not torch.equal(groups, plain)
         return order if is_mixed else None
 
@@ -194,8 +197,9 @@ class PackedCheckpoint:
             yield
         except CheckpointError:
             raise
-        except (ToolkitError, RuntimeError, ValueError) as error:
-            raise CheckpointError(f"the tensors of {module} in {self.path} contradict each other: {error}") from error
+        except (ToolkitError, *NONSENSE) as error:
+            said = str(error).partition("\n")[0]
+            raise CheckpointError(f"the tensors of {module} in {self.path} contradict each other: {said}") from error
 
     def tensor(self, name: str) -> Tensor:
         """A tensor as stored (a read-only view of the memory map)."""
@@ -227,8 +231,8 @@ class PackedCheckpoint:
     def _heads(self) -> set[str]:
         """Returns the name of the output head: one outside of all modules that is recorded as dense, else the usual."""
         ignored = quantization_block(self.config).get("ignore")
-        recorded = {name for name in ignored if re.fullmatch(r"\w+", str(name))} if isinstance(ignored, list) else set()
-        return recorded or {HEAD}
+        names = filter(re.compile(r"\w+").fullmatch, map(str, ignored if isinstance(ignored, list) else ()))
+        return set(names) or {HEAD}
 
     def weight_bytes(self, module: str) -> int:
         """Stored bytes of a quantized weight: codes, scales and zero points, without shapes and indices."""
