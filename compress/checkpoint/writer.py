@@ -35,7 +35,15 @@ from compress.checkpoint.config import (
 )
 from compress.checkpoint.dequantized import DequantizedFiles
 from compress.checkpoint.expert_files import join_experts, stacked_names
-from compress.checkpoint.formats import compress_runtime, compressed_tensors, dense, find_format, stored_tensors
+from compress.checkpoint.formats import (
+    Format,
+    check_held,
+    compress_runtime,
+    compressed_tensors,
+    dense,
+    find_format,
+    stored_tensors,
+)
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.safetensors import (
     INDEX_FILE,
@@ -270,19 +278,11 @@ def export_checkpoint(path: str | Path, format: str, out: str | Path, max_shard_
     codec = find_format(format)
     if not packed.schemes:
         raise CheckpointError(f"{packed.path} holds no quantized weights", "Quantize it first: compress quantize MODEL")
-    if packed.files.text_names is not None and codec.NAME not in _NAMED_BY_PATTERNS:
-        raise CheckpointError(
-            f"modules of {packed.path} have other names in files than in engines, which {format} cannot say",
-            f"Export it as {' or '.join(_NAMED_BY_PATTERNS)}",
-        )
-    schemes = _target_schemes(packed, format)
-    for module, scheme in schemes.items():
-        codec.check(scheme, packed.shape(module))
+    schemes, description = described(packed, codec)
     unpacked = [module for module in packed.modules if module not in schemes]
-    heads = {HEAD} if packed.tied and unpacked else set()
     config = packed_config(
         packed.config,
-        codec.quantization_config(schemes, {*packed.dense_linears(), *heads}),
+        description,
         packed.modules,
         compression_block(packed.config) or None,
     )
@@ -295,6 +295,22 @@ def export_checkpoint(path: str | Path, format: str, out: str | Path, max_shard_
         return assemble(store, keys, target, max_shard_bytes, config=config, source=packed.files, leave_out=leave_out)
     finally:
         store.discard()
+
+
+def described(packed: PackedCheckpoint, codec: Format) -> tuple[dict[str, Scheme], dict[str, Any]]:
+    """Schemes of the modules that stay packed in a format, and its `quantization_config`. Raises as `export_checkpoint`
+    where the format cannot hold them."""
+    if packed.files.text_names is not None and codec.NAME not in _NAMED_BY_PATTERNS:
+        raise CheckpointError(
+            f"modules of {packed.path} have other names in files than in engines, which {codec.NAME} cannot say",
+            f"Export it as {' or '.join(_NAMED_BY_PATTERNS)}",
+        )
+    schemes = _target_schemes(packed, codec.NAME)
+    for module, scheme in schemes.items():
+        check_held(codec, scheme, packed.shape(module))
+    unpacked = packed.schemes.keys() - schemes.keys()
+    heads = {HEAD} if packed.tied and unpacked else set()
+    return schemes, codec.quantization_config(schemes, {*packed.dense_linears(), *heads})
 
 
 _NAMED_BY_PATTERNS = (compressed_tensors.NAME, compress_runtime.NAME, dense.NAME)

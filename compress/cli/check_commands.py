@@ -22,7 +22,7 @@ from compress.cli.options import (
     StreamOptions,
 )
 from compress.common.cli import DEMO_NAME, demo_model_path, model_folder, with_groups
-from compress.common.errors import ToolkitError
+from compress.common.errors import RecipeError, ToolkitError
 from compress.common.files import in_home
 
 if TYPE_CHECKING:
@@ -188,17 +188,33 @@ def _progress(console: Console, with_lines: bool) -> Iterator[Report]:
 
 def export(
     path: Annotated[Path, typer.Argument(help="A packed checkpoint folder; for gguf also a dense one.")],
-    format: Annotated[str, typer.Option(help="compressed-tensors, compress-runtime, gptq, awq, dense, or gguf.")],
-    out: Annotated[Path, typer.Option(help="Folder to write, or file for gguf; must not exist.")],
+    format: Annotated[
+        str | None,
+        typer.Option(help="compressed-tensors, compress-runtime, gptq, awq, fp8, dense, or gguf.", show_default=False),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder to write, or file for gguf; must not exist.", show_default=False)
+    ] = None,
     gguf_type: Annotated[
         str | None,
         typer.Option(help="Type of GGUF to which dense matrices, and codes that no type holds, are rounded: q4_k, ..."),
     ] = None,
+    list_formats: Annotated[
+        bool, typer.Option("--list", help="Write nothing: list the formats that can hold it, and who loads them.")
+    ] = False,
 ) -> None:
     """Write a packed checkpoint in another format, losslessly, or say why that format cannot hold it."""
+    from compress.checkpoint.containers import containers
     from compress.checkpoint.gguf.folder import folder_of
     from compress.checkpoint.writer import export_checkpoint
 
+    if list_formats:
+        for each in containers(folder_of(path)):
+            loaded = f"loaded by {', '.join(each.readers)}" if each.readers else f"cannot hold it: {each.refusal}"
+            typer.echo(f"{each.format}: {loaded}")
+        return
+    if format is None or out is None:
+        raise RecipeError("an export needs a format and a folder", "Add --format dense --out FOLDER, or --list")
     if format == "gguf":
         from compress.checkpoint.gguf.export import export_gguf
 

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from compress.checkpoint.config import is_embedding
 from compress.checkpoint.formats import awq, compress_runtime, compressed_tensors, dense, exl3, fp8, gguf, gptq, mxfp4
-from compress.checkpoint.weights import Scheme, Weight
+from compress.checkpoint.scheme import GROUP_SIZES, MAX_BITS, MIN_BITS, targets
+from compress.checkpoint.weights import Int, Scheme, Weight
 from compress.checkpoint.weights.base import Get, about
-from compress.common.errors import CheckpointError
+from compress.common.errors import CheckpointError, SchemeError
 
 
 class Format(Protocol):
@@ -60,6 +61,38 @@ def find_format(name: str) -> Format:
     if name not in FORMATS:
         raise CheckpointError(f"quantization format {name!r} is not supported", f"Supported: {', '.join(FORMATS)}")
     return FORMATS[name]
+
+
+def check_held(format: Format, scheme: Scheme, shape: tuple[int, int]) -> None:
+    """Raises SchemeError when a format cannot hold a weight `[O, I]` of a scheme, with the nearest form that it can."""
+    try:
+        format.check(scheme, shape)
+    except SchemeError as error:
+        found = nearest_held(format, scheme, shape)
+        near = f"; the nearest form that {format.NAME} holds is {found}" if found else ""
+        raise SchemeError(error.problem, f"{error.remedy}{near}") from error
+
+
+def nearest_held(format: Format, scheme: Scheme, shape: tuple[int, int]) -> Scheme | None:
+    """Returns the target of compression that a format holds in place of a weight's form: the nearest in size, of the
+    same numbers where there are such. None for a format that holds none."""
+    integers = (Int(bits, group) for bits in range(MIN_BITS, MAX_BITS + 1) for group in (*GROUP_SIZES, None))
+    floats = (form.target() for form in targets().values() if form is not Int)
+    fitting = [each for each in (*integers, *floats) if _is_held(format, each, shape)]
+    size, is_integer = scheme.stored_bits(*shape), scheme.numbers == Int.numbers
+
+    def distance(other: Scheme) -> tuple[bool, int]:
+        return (other.numbers == Int.numbers) != is_integer, abs(other.stored_bits(*shape) - size)
+
+    return min(fitting, key=distance, default=None)
+
+
+def _is_held(format: Format, scheme: Scheme, shape: tuple[int, int]) -> bool:
+    try:
+        format.check(scheme, shape)
+    except SchemeError:
+        return False
+    return True
 
 
 def stored_tensors(format: Format, module: str, weight: Weight, dtype: torch.dtype) -> dict[str, Tensor]:

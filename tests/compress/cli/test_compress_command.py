@@ -106,6 +106,8 @@ def test_quantize_then_verify_then_export(compress, tiny_model, tmp_path) -> Non
     assert "runtime serve packed/" in done.stdout
     verified = compress("verify", "packed").stdout
     assert "codes compared with" in verified
+    listed = compress("export", "packed", "--list")
+    assert "gptq: loaded by this runtime, transformers, vLLM, SGLang" in listed.stdout
     compress("export", "packed", "--format", "gptq", "--out", "exported")
     assert json.loads((tmp_path / "exported/config.json").read_text())["quantization_config"]["quant_method"] == "gptq"
 

@@ -1,0 +1,67 @@
+"""Containers that can hold a packed checkpoint, and the engines that load them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from compress.checkpoint.formats import FORMATS, Format
+from compress.checkpoint.formats.readers import READERS, readers
+from compress.checkpoint.reader import PackedCheckpoint
+from compress.checkpoint.writer import described
+from compress.common.errors import CheckpointError, SchemeError
+
+
+@dataclass(frozen=True, slots=True)
+class Container:
+    """A format that a checkpoint may be exported to.
+
+    Attributes:
+        refusal: why it cannot hold the checkpoint's forms, and the nearest that it can; empty when it can hold them.
+        readers: engines that load the result.
+    """
+
+    format: str
+    refusal: str
+    readers: tuple[str, ...]
+
+
+def containers(path: str | Path) -> list[Container]:
+    """Returns every format that can be written, with what it says of the checkpoint at `path`. Whether scales are exact
+    in the dtype of another tool shows when they are written, except in GGUF.
+
+    Raises:
+        CheckpointError: `path` cannot be read, or is not packed.
+    """
+    packed = PackedCheckpoint.open(path)
+    if not packed.schemes:
+        raise CheckpointError(f"{packed.path} holds no quantized weights", "Quantize it first: compress quantize MODEL")
+    return [_container(packed, name) for name in READERS]
+
+
+def _container(packed: PackedCheckpoint, name: str) -> Container:
+    check = CHECKS.get(name) or partial(_check, FORMATS[name])
+    try:
+        check(packed)
+    except (CheckpointError, SchemeError) as error:
+        return Container(name, str(error), ())
+    return Container(name, "", tuple(readers(name, packed.schemes.values())))
+
+
+def _check(codec: Format, packed: PackedCheckpoint) -> None:
+    described(packed, codec)
+
+
+def _check_gguf(packed: PackedCheckpoint) -> None:
+    """Raises CheckpointError or SchemeError where codes would have to be rounded again."""
+    from compress.checkpoint.gguf.export import Planner
+    from compress.checkpoint.gguf.model_metadata import architecture_of
+
+    deque(Planner(packed, architecture_of(packed.config), None).tensors(), maxlen=0)
+
+
+CHECKS: dict[str, Callable[[PackedCheckpoint], None]] = {"gguf": _check_gguf}
+"""Of containers that are no folders of tensors."""

@@ -1,0 +1,81 @@
+"""The rule of exports: what a container cannot hold is refused with the nearest form that it can, and listed."""
+
+import pytest
+from tiny_models import pack_model, save_tiny_model
+
+from compress.checkpoint.containers import containers
+from compress.checkpoint.formats import FORMATS, check_held, exl3, find_format, mxfp4, nearest_held
+from compress.checkpoint.formats.readers import READERS, readers
+from compress.checkpoint.scheme import targets
+from compress.checkpoint.weights import BlockFp8, Fp8, Int, Mxfp4, Nvfp4, Scheme
+from compress.checkpoint.writer import export_checkpoint
+from compress.common.errors import CheckpointError, SchemeError
+
+SHAPE = 128, 256
+READ_ONLY = {mxfp4.NAME, exl3.NAME}
+
+
+def test_every_format_that_is_written_names_its_readers() -> None:
+    assert set(READERS) == FORMATS.keys() - READ_ONLY
+    assert all("this runtime" in engines for engines in READERS.values())
+
+
+@pytest.mark.parametrize(
+    ("format", "scheme", "nearest"),
+    [
+        ("gptq", Nvfp4(), Int(4, 32)),
+        ("gptq", Int(5, 128), Int(4, 32)),
+        ("gptq", Int(4, 64, symmetric=False), Int(4, 64)),
+        ("awq", Int(3, 64), Int(4, None)),
+        ("awq", BlockFp8(), Int(4, 32)),
+        ("fp8", Fp8(), BlockFp8()),
+        ("fp8", Mxfp4(), BlockFp8()),
+        ("mxfp4", Mxfp4(), None),
+    ],
+    ids=str,
+)
+def test_the_nearest_form_is_named(format: str, scheme: Scheme, nearest: Scheme | None) -> None:
+    codec = find_format(format)
+    assert nearest_held(codec, scheme, SHAPE) == nearest
+    with pytest.raises(SchemeError) as caught:
+        check_held(codec, scheme, SHAPE)
+    said = caught.value.remedy.partition(f"the nearest form that {format} holds is ")[2]
+    assert said == str(nearest or "")
+
+
+@pytest.mark.parametrize("format", ["compressed-tensors", "compress-runtime", "dense"])
+def test_targets_are_held_by_the_usual_containers(format: str) -> None:
+    for form in targets().values():
+        check_held(find_format(format), form.target(), SHAPE)
+
+
+def test_readers_are_those_of_all_forms() -> None:
+    assert readers("compressed-tensors", [Int(4, 128), Int(8, None)]) == [
+        "this runtime",
+        "transformers",
+        "vLLM",
+        "SGLang",
+    ]
+    assert readers("compressed-tensors", [Int(4, 128), Int(3, 128)]) == ["this runtime", "transformers", "vLLM"]
+    assert readers("mxfp4", [Mxfp4()]) == []
+
+
+def test_what_is_listed_is_what_exports_do(tmp_path) -> None:
+    dense = save_tiny_model(tmp_path / "source")
+    pack_model(dense, tmp_path / "packed", lambda module: Nvfp4() if "mlp" in module else Int(4, 32))
+    found = containers(tmp_path / "packed")
+    assert [each.format for each in found] == list(READERS)
+    for each in found:
+        assert bool(each.refusal) != bool(each.readers)
+        out = tmp_path / each.format
+        if each.format == "gguf":
+            assert "--gguf-type" in each.refusal
+        elif each.refusal:
+            with pytest.raises(SchemeError) as caught:
+                export_checkpoint(tmp_path / "packed", each.format, out)
+            assert str(caught.value) == each.refusal
+        else:
+            export_checkpoint(tmp_path / "packed", each.format, out)
+        assert out.exists() == (not each.refusal)
+    with pytest.raises(CheckpointError, match="no quantized weights"):
+        containers(dense)
