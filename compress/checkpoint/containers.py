@@ -64,4 +64,4 @@ def _check_gguf(packed: PackedCheckpoint) -> None:
 
 
 CHECKS: dict[str, Callable[[PackedCheckpoint], None]] = {"gguf": _check_gguf}
-"""Of containers that are no folders of tensors."""
+"""Checks of containers that are no folders of tensors, by name."""
