@@ -67,6 +67,7 @@ RULES = {
     "grouped_w4a16_gemm": Rules(TENSOR_CORES),
     "int8_gemm": Rules(("IMMA", "IGMMA")),
     "fp8_skinny_gemm": Rules(TENSOR_CORES),
+    "fp4_skinny_gemm": Rules(TENSOR_CORES),
     "fp8_gemm": Rules(("QMMA",), {90: ("QGMMA",)}),
     "paged_attention": Rules(TENSOR_CORES, converts=True),
     "latent_attention": Rules(TENSOR_CORES, converts=True),

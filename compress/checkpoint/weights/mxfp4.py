@@ -95,6 +95,16 @@ class Mxfp4Weight(Weight):
             torch.ones(self.exponents.shape, device=self.exponents.device), self.exponents.int() - EXPONENT_BIAS
         )
 
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """The steps as scales `[O, G]` of at most 1, times one of each row `[O]`; float32. In float16 scales below
+        2^-24 vanish: of groups that are so much smaller than the row's largest."""
+        import torch
+
+        powers = self.exponents.int() - EXPONENT_BIAS
+        largest = powers.amax(1)
+        ones = torch.ones(powers.shape, device=powers.device)
+        return torch.ldexp(ones, powers - largest.unsqueeze(1)), torch.ldexp(ones[:, 0], largest)
+
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The values `[O, I]`, which 16-bit floats hold exactly unless they leave their range."""
         import torch

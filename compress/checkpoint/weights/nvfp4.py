@@ -115,6 +115,10 @@ class Nvfp4Weight(Weight):
         """Float32 `[O, I / 16]`: what the numbers of codes are multiplied by."""
         return self.scales.float() / self.divisors
 
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """The steps as scales `[O, G]` that 16-bit floats hold, times one of each row `[O]`; float32."""
+        return self.scales.float(), self.divisors[:, 0].reciprocal()
+
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The values `[O, I]`: products in float32, as other loaders compute them, then rounded to `dtype`."""
         import torch

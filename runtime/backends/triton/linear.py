@@ -10,11 +10,14 @@ from torch import Tensor
 from compress.checkpoint.weights import Scheme
 from compress.checkpoint.weights.fp8 import Fp8Weight
 from compress.checkpoint.weights.integer import IntegerWeight
+from compress.checkpoint.weights.mxfp4 import FP4, Mxfp4Weight
+from compress.checkpoint.weights.nvfp4 import Nvfp4Weight
 from runtime.backends.base import Linear, LinearKernel, Target
 from runtime.backends.measured import table_path
 from runtime.backends.triton.device import gpu_name, multiplies_fp8, num_processors, unsupported_reason
 from runtime.backends.triton.kernels.configs import Plan, default_plan, measured_plan
 from runtime.backends.triton.kernels.weight_layout import interleave, interleaved_bytes
+from runtime.backends.triton.sizes import cdiv
 
 TABLES = Path(__file__).parent / "tables"
 """Measured kernel tables, one file per GPU, named after it."""
@@ -50,6 +53,22 @@ def prepare_fp8(weight: Fp8Weight, bias: Tensor | None, target: Target) -> Linea
     codes, scale = weight.qweight.view(torch.uint8).to(device), weight.scales[:, 0].contiguous().to(device)
     native = multiplies_fp8(device)
     return Fp8Linear(codes, scale, bias, rounds_inputs, native, num_processors(device), target.dtype)
+
+
+def prepare_fp4(weight: Mxfp4Weight | Nvfp4Weight, bias: Tensor | None, target: Target) -> Linear:
+    """4-bit floats, two in a byte, with scales in the dtype of activations."""
+    from runtime.backends.triton.kernels.fp4 import Fp4Linear, packed_halves, padded_scales
+
+    device, inputs = target.device, weight.shape[1]
+    scales, row_scales = weight.factors()
+    codes, scales = packed_halves(weight.qweight), padded_scales(scales, inputs, target.dtype)
+    on_device = codes.to(device), scales.to(device), row_scales.contiguous().to(device)
+    return Fp4Linear(*on_device, bias, inputs, num_processors(device))
+
+
+def _fp4_nbytes(scheme: Scheme, rows: int, columns: int, target: Target) -> int:
+    filled = cdiv(columns, FP4_BLOCK) * FP4_BLOCK
+    return rows * (filled // 2 + filled // (scheme.group_size or filled) * SCALE_BYTES + ROW_SCALE_BYTES)
 
 
 def _plan(device: torch.device, bits: int, rows: int, tiles: int, shape: tuple[int, int]) -> Plan:
@@ -95,6 +114,10 @@ SCALE_BYTES = 2
 """Bytes of a scale of 8-bit codes; checkpoints may hold wider ones."""
 
 
+FP4_BLOCK, ROW_SCALE_BYTES = 128, 4
+"""Inputs that 4-bit floats are padded to a multiple of, and bytes of the scale of a row."""
+
+
 def _nbytes(scheme: Scheme, rows: int, columns: int, target: Target) -> int:
     return rows * (columns + scheme.num_groups(columns) * (SCALE_BYTES + (0 if scheme.symmetric else 1)))
 
@@ -136,4 +159,12 @@ FP8_W8A16_KERNEL = LinearKernel(
     prepare_fp8,
     _nbytes,
 )
-KERNELS = (W8A8_KERNEL, W4A16_KERNEL, W8A16_KERNEL, FP8_KERNEL, FP8_W8A16_KERNEL)
+FP4_KERNEL = LinearKernel(
+    "triton_fp4",
+    "4-bit floats multiplied in 16 bits, float32 sums",
+    FP4,
+    lambda scheme, in_features, target: unsupported_reason(target.device, target.dtype),
+    prepare_fp4,
+    _fp4_nbytes,
+)
+KERNELS = (W8A8_KERNEL, W4A16_KERNEL, W8A16_KERNEL, FP8_KERNEL, FP8_W8A16_KERNEL, FP4_KERNEL)

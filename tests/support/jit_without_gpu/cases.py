@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
-from compress.checkpoint.weights import Activations, Fp8, Int, Scheme
+from compress.checkpoint.weights import Activations, Fp8, Int, Mxfp4, Nvfp4, Scheme
 
 LLAMA_8B = {
     "model_type": "llama",
@@ -71,6 +71,8 @@ SCHEMES = {
     "8 bits of 128 with zeros": Case("", FEW, Int(8, 128, False), Int(8, 32)),
     "int8 inputs": Case("", FEW, Int(8, None, True, Activations.INT8)),
     "fp8 weights": Case("", FEW, Fp8()),
+    "nvfp4": Case("", FEW, Nvfp4()),
+    "mxfp4 in float16": Case("", FEW | {"dtype": "float16"}, Mxfp4()),
     "fp8 in float16": Case("", FEW | {"dtype": "float16"}, Fp8(Activations.FP8), Fp8()),
 }
 CACHES = {

@@ -55,6 +55,9 @@ class _EmptyFiles:
     def release(self) -> None:
         """Nothing is mapped."""
 
+    def notes(self) -> list[str]:
+        return []
+
 
 class EmptyCheckpoint(RoundedCheckpoint):
     """A packed checkpoint without numbers. Equal matrices share one weight."""

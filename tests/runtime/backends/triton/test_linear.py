@@ -11,7 +11,7 @@ from products import BOUND, activations, exact_product, relative_error
 from tiny_models import random_weight
 
 from compress.checkpoint.scale_search import FP8, quantize_tokens
-from compress.checkpoint.weights import Activations, Fp8, Int, Scheme
+from compress.checkpoint.weights import Activations, Fp8, Int, Mxfp4, Nvfp4, Scheme
 from compress.checkpoint.weights.base import Weight
 from runtime.backends.base import Linear, Target
 from runtime.backends.registry import choose_linear
@@ -194,6 +194,30 @@ def test_every_8_bit_float_is_read_as_its_number(gpu) -> None:
     one_hot = torch.eye(256, dtype=torch.float16, device=gpu)
     found = linear_of(weight, None, gpu, torch.float16, native=False)(one_hot)
     assert torch.equal(found[:, 0].float().cpu(), numbers.view(FP8).float())
+
+
+@pytest.mark.parametrize("dtype", BOUND, ids=str)
+@pytest.mark.parametrize("scheme", [Nvfp4(), Mxfp4()], ids=str)
+@pytest.mark.parametrize("tokens", [1, 5, 70])
+def test_4_bit_floats_against_float64(gpu, tokens: int, scheme: Scheme, dtype: torch.dtype) -> None:
+    weight = random_weight((70, 288), scheme)
+    x, bias = activations(tokens, 288, dtype, gpu), activations(1, 70, dtype, gpu)[0]
+    linear = linear_of(weight, bias, gpu, dtype, num_processors=4)
+    with poisoned_allocations():
+        found = linear(x)
+    assert found.dtype == dtype
+    assert relative_error(found, exact_product(x, weight, bias)) < BOUND[dtype]
+
+
+@pytest.mark.parametrize("scheme", [Nvfp4(), Mxfp4()], ids=str)
+def test_every_4_bit_float_and_scale_is_in_its_place(gpu, scheme: Scheme) -> None:
+    """Identity activations read the weights back exactly; powers of two as row scales round nothing."""
+    weight = random_weight((70, 160), scheme)
+    if scheme == Nvfp4():
+        weight = replace(weight, divisors=torch.full((70, 1), 2048.0))
+    linear = linear_of(weight, None, gpu, torch.bfloat16)
+    found = linear(torch.eye(160, dtype=torch.bfloat16, device=gpu))
+    assert torch.equal(found.T.float().cpu(), weight.dequantize(torch.bfloat16).float())
 
 
 def test_linears_of_the_table_choose_by_tokens(gpu) -> None:
