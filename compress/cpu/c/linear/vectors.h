@@ -45,7 +45,9 @@ INLINE TARGET Floats floats_of_bfloat16(const uint16_t *from) {
     return (Floats)(__builtin_convertvector(x, Words) << 16);
 }
 
-/* The code of 8 bits at `shift`, less its middle. */
-INLINE TARGET Floats floats_centred(Words word, int shift) { return floats_of((word >> shift & 255) - 128); }
+/* The code of 8 bits at `shift`, less its middle: as the lowest bits of 2^23, which is quicker than a conversion. */
+INLINE TARGET Floats floats_centred(Words word, int shift) {
+    return (Floats)((word >> shift & 255) | 0x4b000000) - floats_all(8388608.0f + 128.0f);
+}
 
 #endif
