@@ -34,7 +34,10 @@ class GroupedFloats(Scheme):
     is_exact_size = True
     has_grid = True
     structure = ""
-    note = ""
+
+    @property
+    def note(self) -> str:
+        return f"{self} is read by this runtime, vLLM and transformers (in bfloat16 alone): inputs keep 16 bits here"
 
     @abstractmethod
     def search(self, weight: Tensor) -> tuple[GroupSearch, MakeWeight]:

@@ -112,6 +112,11 @@ def test_words_and_options_that_contradict_each_other() -> None:
             _ = QuantizeKeys(weights=word, **{key: value}).scheme
 
 
+def test_the_plan_says_who_reads_them(tiny_model, tmp_path) -> None:
+    notes = runs.prepared(tiny_model(), tmp_path / "out", QuantizeStage("rtn", Nvfp4())).plan.notes
+    assert [note for note in notes if "w4a16 nvfp4 g16 is read by this runtime, vLLM and transformers" in note]
+
+
 def test_groups_that_do_not_divide_are_refused_by_the_plan(tiny_model, tmp_path) -> None:
     model = tiny_model(hidden_size=72, head_dim=24, num_attention_heads=3, num_key_value_heads=3)
     with pytest.raises(SchemeError, match=r"mxfp4 groups of 32 do not divide 72"):
