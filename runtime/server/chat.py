@@ -99,7 +99,7 @@ def render_conversation(tokenizer: Tokenizer, body: ChatRequest) -> str:
     Raises:
         RequestError: the template refuses the conversation, or has no such variable.
     """
-    variables = body.chat_template_kwargs or {}
+    variables = body.template_variables
     messages = [message.as_json() for message in body.messages]
     tools = [tool.as_json() for tool in body.usable_tools]
     if not (tools or any("tool_calls" in message or message["role"] == "tool" for message in messages)):

@@ -22,7 +22,6 @@ from runtime.server.protocol import (
     CompletionRequest,
     Delivery,
     Prompt,
-    Strict,
     check_lengths,
     check_texts,
     is_several,
@@ -38,6 +37,7 @@ from runtime.server.response_models import (
     token_text,
 )
 from runtime.server.serving import Job, Service, account_of, respond_at_once
+from runtime.server.strict import Strict
 
 DEFAULT_MAX_TOKENS = 16
 

@@ -11,6 +11,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from compress.common.errors import LongPromptError, RequestError
+from runtime.server.accepted_fields import REFUSED
 from runtime.server.response_models import to_json
 
 TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
@@ -98,7 +99,9 @@ def describe_invalid(error: Mapping[str, Any]) -> tuple[str, str | None, str | N
     name = field_name(error["loc"])
     match error["type"]:
         case "extra_forbidden":
-            return f"Unknown or unsupported field '{name}'. Remove it.", name, "unknown_field"
+            instead = REFUSED.get(name)
+            said = "Remove it" if instead is None else f"Instead, {instead}"
+            return f"Unknown or unsupported field '{name}'. {said}.", name, "unknown_field"
         case "missing" if name:
             return f"The field '{name}' is required.", name, "missing_field"
         case "value_error" if not name:

@@ -31,7 +31,7 @@ from compress.common.errors import ToolkitError
 from runtime.core.config import Limits
 from runtime.server.errors import NO_OBJECT, RETRY_LATER, ApiError, describe_invalid
 from runtime.server.native_memory import Trimmer, share_arenas
-from runtime.server.protocol import Strict
+from runtime.server.strict import Strict
 
 logger = logging.getLogger("runtime.server")
 

@@ -1,5 +1,4 @@
-"""Bodies of completions and the fields they share with chat. Unknown and unsupported fields are refused by name,
-never ignored."""
+"""Bodies of completions and the fields they share with chat."""
 
 from __future__ import annotations
 
@@ -9,9 +8,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from pydantic import (
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     ValidationInfo,
     model_validator,
@@ -29,55 +26,11 @@ from runtime.core.request import (
     LogitBias,
     SamplingParams,
 )
+from runtime.server.accepted_fields import AcceptedFields
 from runtime.server.errors import ApiError
+from runtime.server.strict import Strict, at_most
 
 CONTRADICTION = "contradiction"
-
-
-NEST = {float, list}
-
-
-def whole_numbers(value: Any, depth: int = 2) -> Any:
-    """Converts integral floats to integers, in lists and lists of lists too: JSON has one kind of number."""
-    if isinstance(value, float) and value.is_integer() and abs(value) < 2**63:
-        return int(value)
-    if depth and isinstance(value, list) and not NEST.isdisjoint(map(type, value)):
-        return [whole_numbers(item, depth - 1) for item in value]
-    return value
-
-
-class Strict(BaseModel):
-    """Base model without unknown fields, conversions between types and NaN.
-
-    An unknown field may be null: some clients send all fields of their classes, also those without a value.
-    """
-
-    model_config = ConfigDict(
-        extra="forbid",
-        strict=True,
-        allow_inf_nan=False,
-        frozen=True,
-        json_schema_extra={"additionalProperties": {"type": "null"}},
-    )
-
-    @model_validator(mode="before")
-    @classmethod
-    def read(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        known = {field.alias or name for name, field in cls.model_fields.items()}
-        return {name: whole_numbers(value) for name, value in data.items() if value is not None or name in known}
-
-
-def at_most(limit: int) -> BeforeValidator:
-    """Refuses longer lists before their items are looked at."""
-
-    def check(value: Any) -> Any:
-        if isinstance(value, list) and len(value) > limit:
-            raise ValueError(f"has {len(value)} items, and at most {limit} are allowed")
-        return value
-
-    return BeforeValidator(check)
 
 
 def contradiction(message: str) -> PydanticCustomError:
@@ -304,7 +257,7 @@ class Delivery:
     include_usage: bool
 
 
-class GenerationRequest(StructuredFields, SteeringFields):
+class GenerationRequest(StructuredFields, SteeringFields, AcceptedFields):
     """Fields of completions and chat. A field that is null has its default."""
 
     model: str
@@ -313,7 +266,8 @@ class GenerationRequest(StructuredFields, SteeringFields):
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=0, le=MAX_TOP_K, description="0 is off")
     min_p: float | None = Field(None, ge=0, le=1)
-    seed: int | None = Field(None, ge=0, lt=MAX_SEED + 1)  # a power of two: descriptions hold bounds as floats
+    # Powers of two: descriptions hold bounds as floats.
+    seed: int | None = Field(None, ge=-MAX_SEED - 1, lt=MAX_SEED + 1, description="negative ones count from 2^63")
     stop: Annotated[Stop, BeforeValidator(check_stop)] = None
     ignore_eos: bool | None = None
     stream: bool | None = None
@@ -374,7 +328,7 @@ class GenerationRequest(StructuredFields, SteeringFields):
             top_p=1.0 if self.top_p is None else self.top_p,
             top_k=self.top_k or 0,
             min_p=self.min_p or 0.0,
-            seed=self.seed,
+            seed=None if self.seed is None else self.seed & MAX_SEED,
             n=self.num_answers,
             repetition_penalty=self.repetition_penalty or 1.0,
             presence_penalty=self.presence_penalty or 0.0,

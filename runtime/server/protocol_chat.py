@@ -15,7 +15,8 @@ from pydantic import (
 )
 
 from runtime.core.request import Grammar, GrammarKind
-from runtime.server.protocol import GenerationRequest, Strict, at_most, contradiction, schema_grammar
+from runtime.server.protocol import GenerationRequest, contradiction, schema_grammar
+from runtime.server.strict import Strict, at_most
 
 
 class JsonSchemaFormat(Strict):
@@ -237,6 +238,9 @@ class ChatRequest(ToolFields, GenerationRequest):
     chat_template_kwargs: Annotated[dict[str, Any] | None, BeforeValidator(check_template_variables)] = Field(
         None, description="variables of the model's chat template, such as enable_thinking"
     )
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = Field(
+        None, description="a variable of the model's chat template; refused where that has none of this name"
+    )
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
 
@@ -248,6 +252,18 @@ class ChatRequest(ToolFields, GenerationRequest):
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs is allowed only together with logprobs=true")
         return self
+
+    @model_validator(mode="after")
+    def check_one_effort(self) -> ChatRequest:
+        if self.reasoning_effort is not None and "reasoning_effort" in (self.chat_template_kwargs or {}):
+            raise ValueError("reasoning_effort is in chat_template_kwargs too; give one")
+        return self
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """Variables of the chat template."""
+        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        return {**(self.chat_template_kwargs or {}), **effort}
 
     @model_validator(mode="after")
     def check_form_of_calls(self) -> ChatRequest:

@@ -11,10 +11,11 @@ from starlette.responses import Response, StreamingResponse
 from runtime.server.chat import render_conversation
 from runtime.server.errors import ApiError, JsonResponse
 from runtime.server.intake import ServedText, described
-from runtime.server.protocol import Strict, TokenId
+from runtime.server.protocol import TokenId
 from runtime.server.protocol_chat import ChatRequest, Messages
 from runtime.server.response_models import BODY_ERRORS, DetokenizeResponse, TokenizeResponse, to_json, token_text
 from runtime.server.serving import Service
+from runtime.server.strict import Strict
 
 BLOCK_BYTES = 2**17
 

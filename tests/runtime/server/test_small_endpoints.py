@@ -82,7 +82,7 @@ def test_openapi_describes_all_routes(api: httpx.Client) -> None:
 
 def test_openapi_bounds_are_exact(api: httpx.Client) -> None:
     fields = api.get("/openapi.json").json()["components"]["schemas"]["CompletionRequest"]["properties"]
-    assert fields["seed"]["anyOf"][0] == {"type": "integer", "minimum": 0, "exclusiveMaximum": 2**63}
+    assert fields["seed"]["anyOf"][0] == {"type": "integer", "minimum": -(2**63), "exclusiveMaximum": 2**63}
     assert isinstance(fields["seed"]["anyOf"][0]["exclusiveMaximum"], int)
     assert fields["model"]["enum"] == ["alphabet"]
 
