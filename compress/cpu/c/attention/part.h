@@ -124,12 +124,12 @@ INLINE Lanes soft_cap(Lanes scores, float cap) {
     return (Lanes)((IntLanes)bounded | sign);
 }
 
-/* Scores from the products of a row's query with sixteen keys, or with their centred codes. */
-INLINE Lanes to_scores(const Part *part, int row, const Strip *strip, Lanes products, Grid keys) {
+/* Scores from the products of a row's query with sixteen keys, or with their centred codes; `all`: it sees each of them. */
+INLINE Lanes to_scores(const Part *part, int row, const Strip *strip, Lanes products, Grid keys, int all) {
     products = products * keys.scale + keys.middle * lanes_of(part->query_sum[row]);
     products *= lanes_of(part->attention->scale);
     if (part->attention->softcap != 0) products = soft_cap(products, part->attention->softcap);
-    return lanes_select(visible(part, row, strip), products, lanes_of(UNSEEN));
+    return all ? products : lanes_select(visible(part, row, strip), products, lanes_of(UNSEEN));
 }
 
 /* Whether every row sees every key. */

@@ -94,16 +94,21 @@ INLINE void multiply_values(const Part *part, int64_t d, const float *weights, L
 /* Turns a row's scores into weights of what stands in the pages: the scale of values goes into the weights; the share of
  * what their codes are centred on, the same for all dimensions, is returned. Adds weights to the row's sum, of which
  * `left` is what is left. */
-INLINE float to_weights(const Part *part, int row, Lanes *scores, const Grid *values, PartResult *result, float *left) {
+INLINE float to_weights(const Part *part, int row, Lanes *scores, const Grid *values, int all, PartResult *result, float *left) {
     Lanes most = lanes_of(UNSEEN), sum = {0}, middles = {0};
     for (int64_t i = 0; i < part->num_strips; i++) most = lanes_max(most, scores[i]);
     *left = raise_largest(result, row, largest_lane(most));
     for (int64_t i = 0; i < part->num_strips; i++) {
-        const IntLanes seen = visible(part, row, &part->strips[i]);
-        const Lanes weight = lanes_select(seen, lanes_exp(scores[i] - lanes_of(result->largest[row])), (Lanes){0});
-        sum += weight;
-        middles += lanes_select(seen, weight * values[i].middle, (Lanes){0});
-        scores[i] = lanes_select(seen, weight * values[i].scale, (Lanes){0});
+        Lanes weight = lanes_exp(scores[i] - lanes_of(result->largest[row]));
+        Lanes middle = weight * values[i].middle, scaled = weight * values[i].scale;
+        if (!all) {
+            const IntLanes seen = visible(part, row, &part->strips[i]);
+            weight = lanes_select(seen, weight, (Lanes){0});
+            middle = lanes_select(seen, middle, (Lanes){0});
+            scaled = lanes_select(seen, scaled, (Lanes){0});
+        }
+        sum += weight, middles += middle;
+        scores[i] = scaled;
     }
     result->sum[row] = result->sum[row] * *left + sum_of_lanes(sum);
     return sum_of_lanes(middles);
@@ -122,6 +127,7 @@ INLINE void attend(const Part *part, PartResult *result, const int width) {
     Lanes scores[TILE][STRIPS], lanes[TILE];
     Grid values[STRIPS];
     float middles[TILE], left[TILE];
+    const int all = sees_all(part);
     for (int64_t i = 0; i < part->num_strips; i++) {
         const Strip *strip = &part->strips[i], *next = next_strips(part, i, 1);
         const Grid keys = load_grid(strip->key_scales, pages->block_size, pages->key_bits);
@@ -129,9 +135,9 @@ INLINE void attend(const Part *part, PartResult *result, const int width) {
         if (next) fetch_scales(pages, next);
 #define MULTIPLY_KEYS(bits) multiply_keys(part, strip, next, lanes, bits, width)
         FOR_BITS(pages->key_bits, MULTIPLY_KEYS)
-        for (int row = 0; row < width; row++) scores[row][i] = to_scores(part, row, strip, lanes[row], keys);
+        for (int row = 0; row < width; row++) scores[row][i] = to_scores(part, row, strip, lanes[row], keys, all);
     }
-    for (int row = 0; row < width; row++) middles[row] = to_weights(part, row, scores[row], values, result, &left[row]);
+    for (int row = 0; row < width; row++) middles[row] = to_weights(part, row, scores[row], values, all, result, &left[row]);
     for (int64_t d = 0; d < pages->head_dim; d += LANES) {
 #define MULTIPLY_VALUES(bits) multiply_values(part, d, (const float *)scores, lanes, bits, width)
         FOR_BITS(pages->value_bits, MULTIPLY_VALUES)
