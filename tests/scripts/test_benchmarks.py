@@ -218,3 +218,16 @@ def test_llama_cpp_reads_a_hybrid(tmp_path: Path) -> None:
     write_gguf(tmp_path / "model.gguf", Shape(512, 512, 4, 2, 1, 512, "qwen3_5_text", delta_heads=2))
     with llama_cpp(tmp_path / "model.gguf", Settings(batch=2)) as answer:
         assert [len(tokens) for tokens in answer([Job((1, 2, 3), 5)] * 2)] == [5, 5]
+
+
+@pytest.mark.full
+def test_gguf_files_are_scored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import bench_gguf
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert bench_gguf.main(["--types", "q3_k", "q8_0", "--tokens", "1024"]) == 0
+    printed = capsys.readouterr().out
+    assert "q3_k, compress export" in printed
+    assert "q8_0, compress export" in printed
