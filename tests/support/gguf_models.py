@@ -1,10 +1,11 @@
 """Tiny models of Hugging Face as GGUF files, written by the `gguf` package with its names of tensors."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from tiny_models import save_tiny_model
 from torch import Tensor
@@ -55,6 +56,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 """Options by family, and what more its name says."""
 ARCHITECTURES = {"mistral": "llama", "gemma3_text": "gemma3"}
+
+
+def quick_first(cases: Iterable[str], *quick: str) -> list[Any]:
+    """Returns parameters of a test, all except `quick` left to the full tier."""
+    return [case if case in quick else pytest.param(case, marks=pytest.mark.full) for case in cases]
 
 
 def save_family(folder: Path, name: str) -> Path:
