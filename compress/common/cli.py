@@ -7,8 +7,10 @@ import functools
 import inspect
 import os
 import re
+import signal
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import MISSING, Field, field, fields, is_dataclass
 from difflib import get_close_matches
 from enum import StrEnum
@@ -112,6 +114,19 @@ def _came_from_ctrl_c(error: BaseException | None) -> bool:
     while error is not None and not isinstance(error, KeyboardInterrupt):
         error = error.__cause__ or error.__context__
     return error is not None
+
+
+@contextmanager
+def interrupts_held() -> Iterator[None]:
+    """Lets Ctrl-C wait for the end of the block: in imports of compiled modules it may end the process by an abort."""
+    pressed: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: pressed.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if pressed:
+            signal.raise_signal(signal.SIGINT)
 
 
 def with_groups(command: Callable[..., None], **classes: type) -> Callable[..., None]:

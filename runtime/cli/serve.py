@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO, cast
 
 import typer
 
-from compress.common.cli import BUNDLED, bundled_path, with_groups
+from compress.common.cli import BUNDLED, bundled_path, interrupts_held, with_groups
 from compress.common.errors import RequestError, ToolkitError
 from runtime.cli.options import (
     AddressOptions,
@@ -403,7 +403,8 @@ def run(app: FastAPI, listener: socket.socket, drain_seconds: int, client_second
 
 def describe_scheme(path: Path) -> str:
     """Describes how the weights are stored: `compressed-tensors, w4a16 g128 sym (42 linears)`."""
-    from compress.checkpoint.reader import PackedCheckpoint
+    with interrupts_held():  # the first import of torch
+        from compress.checkpoint.reader import PackedCheckpoint
 
     checkpoint = PackedCheckpoint.open(path)
     # Ranks may differ between layers; schemes that are equal otherwise are counted together.

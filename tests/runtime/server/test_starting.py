@@ -11,9 +11,11 @@ from threading import Timer
 
 import httpx
 import pytest
+import torch
 from pydantic import TypeAdapter
 from rich.console import Console
 from runtime_command import start
+from safetensors.torch import save_file
 
 from runtime.cli.start_display import showing
 from runtime.core.progress import Stage, StartProgress
@@ -100,6 +102,7 @@ def test_a_signal_ends_a_start_at_once(number: signal.Signals, tmp_path: Path) -
     """The model's folder has a pipe in place of a file, so that its load never ends."""
     (tmp_path / "model").mkdir()
     os.mkfifo(tmp_path / "model" / "config.json")
+    save_file({"norm.weight": torch.ones(1)}, tmp_path / "model" / "model.safetensors")  # which is looked for before
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     process = start("serve", "model", "--port", str(port), cwd=tmp_path)
