@@ -247,7 +247,7 @@ def cast_exactly(scale: Tensor, dtype: torch.dtype) -> Tensor:
         raise SchemeError(
             f"{int(changed.sum())} of {scale.numel()} scales (|scale| {float(worst.min()):.3g} to "
             f"{float(worst.max()):.3g}) have no exact {str(dtype).removeprefix('torch.')} value",
-            "Keep the compressed-tensors format, which stores scales in the model's dtype",
+            "Keep the format that the checkpoint has, or use --format dense",
         )
     return stored
 
