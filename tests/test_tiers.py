@@ -59,9 +59,11 @@ def test_a_slow_case_begins_only_if_it_can_end_in_the_box() -> None:
     assert FULL_TIER["CASE_SECONDS"] >= 3 * SLOW_SECONDS  # a case on a slower machine than any so far fails by no time
 
 
-def test_the_commit_chooses_where_the_full_tier_begins() -> None:
-    first, rotated, files = FULL_TIER["first_file"], FULL_TIER["rotated"], FULL_TIER["test_files"]()
+def test_the_commit_chooses_where_the_full_tier_begins_and_its_examples() -> None:
+    seed_of, rotated, files = FULL_TIER["seed_of"], FULL_TIER["rotated"], FULL_TIER["test_files"]()
     assert str(Path(__file__).relative_to(FULL_TIER["ROOT"])) in files
-    starts = {first(f"{number:08x}{'0' * 32}", 245) for number in range(0, 1 << 32, 1 << 20)}
-    assert starts == set(range(245))
+    seeds = [seed_of(f"{number:08x}{'0' * 32}") for number in range(0, 1 << 32, 1 << 20)]
+    assert {seed % 245 for seed in seeds} == set(range(245))
     assert rotated(["a", "b", "c"], 1) == ["b", "c", "a"]
+    given = FULL_TIER["command"](["a"], 2, 1.0, seeds[1], [])
+    assert given[given.index("--hypothesis-seed") + 1] == "1048576"
