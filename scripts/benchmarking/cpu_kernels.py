@@ -33,6 +33,7 @@ from compress.checkpoint.weights import Activations as InputRounding
 from compress.checkpoint.weights import Int, Scheme, Weight
 from compress.checkpoint.weights.fp8 import Fp8Weight
 from compress.checkpoint.weights.integer import IntegerWeight
+from compress.checkpoint.weights.mxfp4 import FP4
 from compress.common.errors import ToolkitError
 from compress.cpu.binding import INSTRUCTION_SETS, absence, best_instruction_set, library, set_threads
 from runtime.backends.base import Linear, Target
@@ -49,6 +50,8 @@ BASELINE = "torch int4pack"
 
 
 def random_weight(rows: int, columns: int, scheme: Scheme, device: torch.device = CPU) -> Weight:
+    if scheme.numbers == FP4:
+        return scheme.round(torch.randn(rows, columns, device=device))
     groups = rows, scheme.num_groups(columns)
     scale = torch.rand(groups, device=device).mul_(0.01).add_(0.001).bfloat16()
     if scheme.numbers == "float":

@@ -33,6 +33,7 @@ from benchmarking.machine import environment
 from benchmarking.tables import Row, describe, print_with_markdown, write_json
 from compress.checkpoint.kv_cache import KVCacheScheme
 from compress.checkpoint.weights import Activations, Fp8, Int
+from compress.checkpoint.weights.nvfp4 import Nvfp4
 from compress.common.errors import ToolkitError
 from runtime.backends.base import Target
 from runtime.backends.flashinfer import attention as flashinfer
@@ -42,7 +43,14 @@ from runtime.backends.measured import Speedups, table_path, to_json
 from runtime.backends.torch.linear import DenseLinear, semi_structured_bytes
 from runtime.backends.triton.attention import block_rows, layer_pages, num_splits
 from runtime.backends.triton.kernels.configs import EXPAND, GEMM, SKINNY, SPLITS, KernelConfig
-from runtime.backends.triton.linear import FP8_KERNEL, FP8_W8A16_KERNEL, W4A16_KERNEL, W8A8_KERNEL, W8A16_KERNEL
+from runtime.backends.triton.linear import (
+    FP4_KERNEL,
+    FP8_KERNEL,
+    FP8_W8A16_KERNEL,
+    W4A16_KERNEL,
+    W8A8_KERNEL,
+    W8A16_KERNEL,
+)
 
 CACHE_BYTES = 2 * 64 * 2**20
 """Copies that are read in turn hold together at least twice the second-level cache of the largest GPU."""
@@ -219,6 +227,7 @@ KERNELS = {
     "w8a8": (W8A8_KERNEL, Int(8, None, True, Activations.INT8)),
     "fp8": (FP8_W8A16_KERNEL, Fp8()),
     "fp8 w8a8": (FP8_KERNEL, Fp8(Activations.FP8)),
+    "nvfp4": (FP4_KERNEL, Nvfp4()),
     "humming int4 g128": (humming.KERNEL, Int(4, 128)),
     "humming int8": (humming.KERNEL, Int(8, None)),
 }
@@ -262,8 +271,9 @@ def weight_bytes(name: str, rows: int, columns: int) -> int:
         return rows * columns * 2
     if name == SPARSE:
         return semi_structured_bytes(rows, columns)
-    scheme = Int(4, 128) if name in PEERS else KERNELS[name][1]
-    return rows * columns * scheme.bits // 8 + rows * scheme.num_groups(columns) * (4 if name in PEERS else 2)
+    if name in PEERS:  # a scale and a zero point in 16 bits for each group
+        return Int(4, 128).stored_bits(rows, columns, scale_bits=32) // 8
+    return KERNELS[name][1].stored_bits(rows, columns) // 8
 
 
 def measure(shape: str, tokens: int, name: str, device: torch.device) -> Measured:
