@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
     model, rows = model_folder(options.model), list[Row]()
     with tempfile.TemporaryDirectory() as folder:
-        for name, file in _files(Path(folder), model, options.types):
+        for name, file in quantized_files(Path(folder), model, options.types):
             result = run_evaluation(
                 EvaluationRequest(
                     folder_of(file), model, options.data, max_tokens=options.tokens, device="cpu", dtype="float32"
@@ -72,7 +72,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _files(folder: Path, model: Path, types: Sequence[str]) -> Iterator[tuple[str, Path]]:
+def quantized_files(folder: Path, model: Path, types: Sequence[str]) -> Iterator[tuple[str, Path]]:
     """Yields a name and a file for each way to each type."""
     dense = export_gguf(model, folder / "dense.gguf").path
     for kind in types:

@@ -111,6 +111,11 @@ class MappedFile:
         with self.path.open("rb") as stream:
             return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
 
+    @property
+    def file_bytes(self) -> int:
+        """Bytes on disk."""
+        return self.path.stat().st_size
+
     def tensor(self, name: str) -> Tensor:
         """A view of the map (copied only where the file misaligns it). Treat it as read-only.
 
@@ -341,7 +346,7 @@ class TensorFiles:
     @property
     def file_bytes(self) -> int:
         """Bytes of the weight files on disk."""
-        return sum(file.path.stat().st_size for file in self.files)
+        return sum(file.file_bytes for file in self.files)
 
     def release(self) -> None:
         """Gives resident pages back to the system, so that streaming through a big model stays small. Tensors handed

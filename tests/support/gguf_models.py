@@ -78,11 +78,14 @@ def byte_tokens() -> tuple[list[str], list[int], list[str]]:
     return [*special, *letters, *(merge.replace(" ", "") for merge in merges)], [3] * 4 + [1] * 260, merges
 
 
-def write_gguf(model: Any, out: Path, kind_of: Callable[[str], str], **changes: Any) -> dict[str, Tensor]:
+def write_gguf(
+    model: Any, out: Path, kind_of: Callable[[str], str], tensors_per_part: int = 0, **changes: Any
+) -> dict[str, Tensor]:
     """Writes a model of transformers.
 
     Args:
         kind_of: from names in files to names of types.
+        tensors_per_part: splits the model, whose parts have numbers behind the stem of `out`; 0 writes one file.
         changes: metadata that replace those of the model, by key; None leaves one out.
 
     Returns:
@@ -92,7 +95,7 @@ def write_gguf(model: Any, out: Path, kind_of: Callable[[str], str], **changes: 
 
     config = model.config
     name = ARCHITECTURES.get(config.model_type, config.model_type)
-    writer = gguf.GGUFWriter(out, name)
+    writer = gguf.GGUFWriter(out, name, split_max_tensors=tensors_per_part)
     for key, value in (metadata_of(config, name) | tokenizer_metadata() | changes).items():
         _add(writer, key, value)
     tensors = _file_tensors(model, name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from compress.checkpoint.config import HEAD, is_embedding
 from compress.checkpoint.dequantized import UNUSED_SCALES
-from compress.checkpoint.gguf.architectures.base import Architecture, interleaved
+from compress.checkpoint.gguf.architectures.base import Architecture, expert_of, interleaved, is_router
 from compress.checkpoint.gguf.exact import exact_blocks, exact_type
 from compress.checkpoint.gguf.model_metadata import architecture_of, model_metadata
 from compress.checkpoint.gguf.rounding import ROUNDERS, round_to
@@ -97,6 +97,7 @@ class Planner:
         """Yields what is to be written, and what becomes of the values."""
         packed = self.packed
         names = [*(f"{module}.weight" for module in packed.modules), *packed.dense_names()]
+        stacks: dict[str, dict[int, tuple[NewTensor, str]]] = {}
         for name in sorted(name for name in names if not name.endswith(NOT_STORED)):
             if name == f"{HEAD}.weight" and packed.tied and HEAD not in packed.schemes:
                 continue
@@ -104,8 +105,15 @@ class Planner:
             if own is None:
                 problem = f"{name} has no place in GGUF files of {self.architecture.name!r}"
                 raise CheckpointError(problem, "Export it as dense")
-            yield self._packed(name, own) if name.removesuffix(".weight") in packed.schemes else self._dense(name, own)
+            is_packed, expert = name.removesuffix(".weight") in packed.schemes, expert_of(name)
+            planned = self._packed(name, own) if is_packed else self._dense(name, own)
+            if expert is None:
+                yield planned
+            else:
+                stacks.setdefault(own, {})[expert] = planned
             packed.files.release()
+        for own, experts in stacks.items():
+            yield stack_experts(own, experts)
 
     def _packed(self, name: str, own: str) -> tuple[NewTensor, str]:
         module = name.removesuffix(".weight")
@@ -135,6 +143,8 @@ class Planner:
 
     def _dense(self, name: str, own: str) -> tuple[NewTensor, str]:
         packed, shape = self.packed, self.packed.files.shape(name)
+        if is_router(own):
+            return self._new(own, "f32", shape, lambda: packed.tensor(name).to(torch.float32)), "dense"
         if len(shape) == 1:
             offset = self.architecture.norm_offset if self.architecture.is_offset(own) else 0.0
             return self._new(own, "f32", shape, lambda: packed.tensor(name).to(torch.float32) + offset), ""
@@ -166,3 +176,22 @@ class Planner:
     def _heads(self) -> dict[str, int]:
         heads = self.packed.config["num_attention_heads"]
         return {"num_key_value_heads": heads, **self.packed.config, "num_attention_heads": heads}
+
+
+def stack_experts(name: str, experts: Mapping[int, tuple[NewTensor, str]]) -> tuple[NewTensor, str]:
+    """Plans one tensor of the tensors of all experts, by their numbers.
+
+    Raises:
+        CheckpointError: an expert is missing.
+        SchemeError: experts of several types.
+    """
+    if sorted(experts) != list(range(len(experts))):
+        raise CheckpointError(f"{name}: the checkpoint has no tensor of some experts", "Check it with compress verify")
+    parts = [experts[number] for number in range(len(experts))]
+    first, types = parts[0][0], sorted({tensor.type.name for tensor, _ in parts})
+    if len(types) > 1:
+        problem = f"{name} holds all experts in one type, and theirs are {' and '.join(types)}"
+        raise SchemeError(problem, "Give the experts of a layer equal bits, or export as dense and that as --gguf-type")
+    how = " and ".join(sorted({how for _, how in parts}))
+    shape = (len(parts), *first.shape)
+    return NewTensor(name, first.type, shape, lambda: torch.stack([tensor.blocks() for tensor, _ in parts])), how

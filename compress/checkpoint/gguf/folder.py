@@ -10,7 +10,7 @@ import shutil
 from pathlib import Path
 
 from compress.checkpoint.config import CONFIG_FILE
-from compress.checkpoint.gguf.file import GGUFFile
+from compress.checkpoint.gguf.parts import open_parts, part_paths
 from compress.checkpoint.gguf.tensors import GGUFTensors, model_config
 from compress.checkpoint.gguf.tokenizer import tokenizer_files
 from compress.checkpoint.safetensors import GGUF_SUFFIX
@@ -43,12 +43,13 @@ def folder_of(path: Path) -> Path:
 
 
 def _key(file: Path) -> str:
-    status = file.stat()
-    return hashlib.sha256(f"{VERSION} {file} {status.st_size} {status.st_mtime_ns}".encode()).hexdigest()[:16]
+    states = [part.stat() for part in part_paths(file)]
+    parts = " ".join(f"{state.st_size} {state.st_mtime_ns}" for state in states)
+    return hashlib.sha256(f"{VERSION} {file} {parts}".encode()).hexdigest()[:16]
 
 
 def _make(file: Path, folder: Path) -> None:
-    opened = GGUFFile.open(file)
+    opened = open_parts(file)
     config = model_config(opened)
     GGUFTensors.open(file)
     try:

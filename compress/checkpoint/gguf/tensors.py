@@ -13,11 +13,13 @@ from torch import Tensor
 
 from compress.checkpoint.formats import gguf
 from compress.checkpoint.gguf.architectures import find_architecture
-from compress.checkpoint.gguf.architectures.base import Architecture, Config, Source, separated
-from compress.checkpoint.gguf.file import GGUFFile
+from compress.checkpoint.gguf.architectures.base import Architecture, Config, Source, is_router, separated
+from compress.checkpoint.gguf.file import GGUFFile, StoredTensor
+from compress.checkpoint.gguf.parts import open_parts
 from compress.checkpoint.gguf.types import plain
 from compress.checkpoint.safetensors import MappedFile, TensorEntry
 from compress.common.errors import CheckpointError
+from compress.models.config import EXPERT_COUNTS
 
 READ_BY_CONFIG = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 """Tensors that become numbers of config.json."""
@@ -33,11 +35,13 @@ class GGUFEntry(TensorEntry):
         stored: its name in the file.
         heads: whose rows are to be separated into halves; None leaves the order.
         offset: subtracted from the values.
+        expert: index in a stack of experts; None for other tensors.
     """
 
     stored: str
     heads: int | None
     offset: float
+    expert: int | None
 
 
 @dataclass
@@ -55,19 +59,21 @@ class GGUFTensors(MappedFile):
         """Reads and checks what is in front of the tensor data.
 
         Raises:
-            CheckpointError: see `GGUFFile.open`; an architecture or a tensor that is not known, or a part of a model.
+            CheckpointError: see `open_parts`; an architecture or a tensor that is not known.
         """
-        file = GGUFFile.open(path)
+        file = open_parts(path)
         config, architecture = model_config(file), find_architecture(file.metadata)
         entries: dict[str, TensorEntry] = {}
-        for name in file.tensors:
+        for name, stored in file.tensors.items():
             if name not in READ_BY_CONFIG:
-                published = architecture.published_name(name)
-                if published is None:
+                _check_experts(file, name, config)
+                published = architecture.published_names(name, stored.shape[0])
+                if not published:
                     problem = f"{file.path}: tensor {name!r} has no place in the architecture {architecture.name!r}"
                     raise CheckpointError(problem, FOLDER)
-                entry = _entry(file, name, architecture, config)
-                entries[_handed_out(published, entry)] = entry
+                for expert, each in enumerate(published):
+                    entry = _entry(file, name, architecture, config, expert if len(stored.shape) > 2 else None)
+                    entries[_handed_out(each, entry)] = entry
         return cls(file.path, entries, {}, 0, file)
 
     def tensor(self, name: str) -> Tensor:
@@ -79,10 +85,15 @@ class GGUFTensors(MappedFile):
         return values - entry.offset if entry.offset else values
 
     def _values(self, entry: GGUFEntry) -> Tensor:
-        if entry.dtype == torch.uint8:
-            return self.file.blocks(entry.stored)
         dtype = plain.DTYPES.get(self.file.tensors[entry.stored].type.name)
-        return self.file.values(entry.stored) if dtype is None else self.file.blocks(entry.stored).view(dtype)
+        if dtype is None and entry.dtype != torch.uint8:
+            return self.file.values(entry.stored, entry.expert).view(entry.shape)
+        blocks = self.file.blocks(entry.stored)
+        return (blocks if entry.expert is None else blocks[entry.expert]).view(entry.dtype).view(entry.shape)
+
+    @property
+    def file_bytes(self) -> int:
+        return self.file.file_bytes
 
     def release(self) -> None:
         self.file.release()
@@ -98,11 +109,6 @@ class GGUFTensors(MappedFile):
 
 
 def _check_whole(file: GGUFFile) -> Architecture:
-    parts = file.metadata.get("split.count", 1)
-    if parts not in (0, 1):
-        raise CheckpointError(
-            f"{file.path} is one of {parts} parts", "Join them: llama-gguf-split --merge FIRST.gguf WHOLE.gguf"
-        )
     for name in (EMBEDDING, "output_norm.weight"):
         if name not in file.tensors:
             raise CheckpointError(f"{file.path} has no tensor {name!r}", FOLDER)
@@ -113,15 +119,29 @@ def _check_whole(file: GGUFFile) -> Architecture:
     return architecture
 
 
-def _entry(file: GGUFFile, name: str, architecture: Architecture, config: Config) -> GGUFEntry:
+def _check_experts(file: GGUFFile, name: str, config: Config) -> None:
+    shape, key = file.tensors[name].shape, next((key for key in EXPERT_COUNTS if key in config), None)
+    if name.endswith("_exps.weight") != (len(shape) == 3) or (len(shape) == 3 and shape[0] != config.get(key or "")):
+        experts = f"{config[key]} experts" if key else "no experts"
+        raise CheckpointError(f"{file.path}: {name!r} has the shape {list(shape)}, and metadata say {experts}", FOLDER)
+
+
+def _entry(file: GGUFFile, name: str, architecture: Architecture, config: Config, expert: int | None) -> GGUFEntry:
     stored, heads = file.tensors[name], architecture.heads_of(name, config)
     if heads is not None and stored.shape[0] % (2 * heads):
         raise CheckpointError(f"{file.path}: {name!r} has {stored.shape[0]} rows for {heads} heads", FOLDER)
     offset = architecture.norm_offset if architecture.is_offset(name) else 0.0
-    is_packed = stored.type.integers is not None and len(stored.shape) == 2
+    is_packed, shape = _is_packed(name, stored), stored.shape if expert is None else stored.shape[1:]
     dtype = torch.uint8 if is_packed else plain.DTYPES.get(stored.type.name, torch.float32)
-    shape = (stored.shape[0], stored.row_bytes) if is_packed else stored.shape
-    return GGUFEntry(dtype, shape, stored.begin, stored.begin + stored.nbytes, name, heads, offset)
+    shape = (shape[0], stored.row_bytes) if is_packed else shape if shape[1:] or not is_router(name) else (1, *shape)
+    size = stored.nbytes if expert is None else stored.nbytes // stored.shape[0]
+    begin = stored.begin + (expert or 0) * size
+    return GGUFEntry(dtype, shape, begin, begin + size, name, heads, offset, expert)
+
+
+def _is_packed(name: str, stored: StoredTensor) -> bool:
+    """Whether a tensor is handed out as blocks of integer codes; routers are not."""
+    return stored.type.integers is not None and len(stored.shape) > 1 and not is_router(name)
 
 
 def _handed_out(published: str, entry: GGUFEntry) -> str:
@@ -155,14 +175,15 @@ def model_config(file: GGUFFile) -> dict[str, Any]:
 def _packed_types(file: GGUFFile, architecture: Architecture) -> dict[str, str]:
     types = {}
     for name, stored in file.tensors.items():
-        published = architecture.published_name(name)
-        if published and stored.type.integers and len(stored.shape) == 2:
-            types[published.removesuffix(".weight")] = stored.type.name
+        if _is_packed(name, stored):
+            for published in architecture.published_names(name, stored.shape[0]):
+                types[published.removesuffix(".weight")] = stored.type.name
     return types
 
 
 def _dtype(file: GGUFFile) -> str:
     """Returns the dtype of activations: that of dense matrices where all are alike, else bfloat16."""
-    names = {stored.type.name for stored in file.tensors.values() if len(stored.shape) == 2}
+    matrices = {name: stored for name, stored in file.tensors.items() if len(stored.shape) > 1 and not is_router(name)}
+    names = {stored.type.name for stored in matrices.values()}
     same = names.pop() if len(names) == 1 else ""
     return {"f32": "float32", "f16": "float16"}.get(same, "bfloat16")

@@ -39,6 +39,17 @@ MLP = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.do
 BLOCK = {**ATTENTION, "ffn_norm": "post_attention_layernorm", **MLP}
 _BLOCK_NAME = re.compile(r"blk\.(\d+)\.([a-z_]+)")
 _LAYER_NAME = re.compile(r"model\.layers\.(\d+)\.(.+)")
+_EXPERT_NAME = re.compile(r"(.+\.experts)\.(\d+)\.(.+)")
+ANY_EXPERT = "*"
+"""Stands for the number of an expert in names of tensors that files store together, `[experts, rows, columns]`."""
+ROUTERS = ("ffn_gate_inp", "ffn_gate_inp_shexp")
+"""Scores of experts, float32 in files, and of what all tokens share."""
+
+
+def expert_names(name: str, parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")) -> dict[str, str]:
+    """Returns names of gate, up and down of all experts, those of Hugging Face by those of GGUF."""
+    own = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
+    return {stack: f"{name}.experts.{ANY_EXPERT}.{part}" for stack, part in zip(own, parts, strict=True)}
 
 
 @dataclass(frozen=True)
@@ -153,25 +164,31 @@ class Architecture:
             config["partial_rotary_factor"] = rotated / channels
         return {**config, **self.read(source)}
 
-    def published_name(self, name: str) -> str | None:
-        """Returns the name of a tensor in a folder of Hugging Face; None for one that does not belong there."""
+    def published_names(self, name: str, experts: int) -> list[str]:
+        """Returns the names of a tensor in a folder of Hugging Face: one for each of `experts` where it holds all of
+        them, none for a tensor that does not belong there."""
         stem, _, suffix = name.rpartition(".")
         if stem in ENDS:
-            return f"{ENDS[stem]}.{suffix}"
+            return [f"{ENDS[stem]}.{suffix}"]
         found = _BLOCK_NAME.fullmatch(stem)
         if found is None or found[2] not in self.block:
-            return None
-        return f"model.layers.{found[1]}.{self.block[found[2]]}.{suffix}"
+            return []
+        published = f"model.layers.{found[1]}.{self.block[found[2]]}.{suffix}"
+        if ANY_EXPERT not in published:
+            return [published]
+        return [published.replace(ANY_EXPERT, str(expert)) for expert in range(experts)]
 
     def file_name(self, name: str) -> str | None:
-        """Returns the name in a file of a tensor of Hugging Face; None for one that has no place there."""
+        """Returns the name in a file of a tensor of Hugging Face, that of the stack for a tensor of an expert; None for
+        one that has no place there."""
         stem, _, suffix = name.rpartition(".")
         ends = {published: own for own, published in ENDS.items()}
         if stem in ends:
             return f"{ends[stem]}.{suffix}"
         names = {published: own for own, published in self.block.items()}
         found = _LAYER_NAME.fullmatch(stem)
-        return f"blk.{found[1]}.{names[found[2]]}.{suffix}" if found and found[2] in names else None
+        inner = _EXPERT_NAME.sub(rf"\1.{ANY_EXPERT}.\3", found[2]) if found else ""
+        return f"blk.{found[1]}.{names[inner]}.{suffix}" if found and inner in names else None
 
     def heads_of(self, name: str, config: Metadata) -> int | None:
         """Returns the number of heads of a matrix or bias, by its name in files, whose rows are interleaved."""
@@ -181,6 +198,17 @@ class Architecture:
     def is_offset(self, name: str) -> bool:
         """Whether a tensor, by its name in files, is the weight of a norm that is stored with an offset."""
         return self.norm_offset != 0 and name.endswith("norm.weight")
+
+
+def expert_of(name: str) -> int | None:
+    """Returns the number of the expert to which a tensor of Hugging Face belongs; None for others."""
+    found = _EXPERT_NAME.fullmatch(name)
+    return int(found[2]) if found else None
+
+
+def is_router(name: str) -> bool:
+    """Whether a tensor, by its name in files, scores experts."""
+    return name.rpartition(".")[0].rpartition(".")[2] in ROUTERS
 
 
 def separated(rows: Tensor, heads: int) -> Tensor:

@@ -122,7 +122,7 @@ def test_a_folder_with_a_file_alone_names_the_file(model, tmp_path):
 
 REFUSED = {
     "architecture": ({"general.architecture": "mamba"}, "architecture 'mamba' are not read, only llama"),
-    "part": ({"split.count": 3}, "one of 3 parts.*llama-gguf-split --merge"),
+    "part": ({"split.count": 3}, "one of 3 parts, and its name says 1.*Name it NAME-00001-of-00003.gguf"),
     "layers": ({"llama.block_count": 3}, "tensors of 2 layers, and block_count is 3"),
     "no layers": ({"llama.block_count": None}, "block_count is None"),
     "no heads": ({"llama.attention.head_count": None}, r"llama.attention.head_count is missing"),

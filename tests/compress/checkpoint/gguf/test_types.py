@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from compress.checkpoint.gguf.types import ALL_TYPES, BY_CODE, UNREAD, dequantize, find_type
+from compress.checkpoint.gguf.types import ALL_TYPES, BY_CODE, UNREAD, dequantize, find_type, vectors
 from compress.checkpoint.gguf.types.base import BlockType, join_planes, planes
 from compress.common.errors import CheckpointError
 
@@ -59,10 +59,19 @@ def test_joining_planes_undoes_taking_them_apart(run, width):
 def test_every_type_that_gguf_dequantizes_is_read_or_named_in_the_refusal():
     known = {int(kind) for kind in gguf.quants._type_traits}
     assert known - set(BY_CODE) <= set(UNREAD)
-    with pytest.raises(CheckpointError, match=r"iq2_xxs \(number 16\)"):
-        find_type(16)
+    with pytest.raises(CheckpointError, match=r"q1_0 \(number 41\)"):
+        find_type(41)
     with pytest.raises(CheckpointError, match="number 99"):
         find_type(99)
+
+
+def test_vector_codebooks_are_refused_without_the_package(monkeypatch):
+    assert find_type(16).name == "iq2_xxs"
+    monkeypatch.setattr(vectors, "find_spec", lambda name: None)
+    with pytest.raises(CheckpointError, match="type iq2_xxs are read by the package gguf, which is missing") as refusal:
+        find_type(16)
+    assert refusal.value.remedy == "pip install 'compress-runtime[gguf]'"
+    assert find_type(20).name == "iq4_nl"
 
 
 def test_tables_are_disjoint():
