@@ -325,6 +325,10 @@ def _to_json(value: Any, **options: Any) -> str:
     return json.dumps(value, **({"ensure_ascii": False} | options))
 
 
+OPTIONAL = {"tools", "add_generation_prompt"}
+"""Variables that a template may leave out."""
+
+
 class ChatTemplate:
     """A compiled chat template.
 
@@ -367,7 +371,7 @@ class ChatTemplate:
         Raises:
             RequestError: the template refuses these messages, has no such variable, or exceeds its budget.
         """
-        if unknown := sorted(variables.keys() - self.variables - {"tools"}):  # which a template may leave out
+        if unknown := sorted(variables.keys() - self.variables - OPTIONAL):
             raise RequestError(f"the model's chat template has no variable {unknown[0]!r}", "leave it out")
         given = {"add_generation_prompt": True} | self._special_tokens | variables
         given["messages"] = [dict(message) for message in messages]

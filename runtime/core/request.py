@@ -122,6 +122,10 @@ class SamplingParams(TruncationParams, PenaltyParams):
         seed: determines the noise together with the position; None lets the engine choose one.
         stop: strings that end the text and are not part of it.
         stop_token_ids: token ids that end the sequence in addition to the model's.
+        include_stop: leave the stop string, or the text of the token that ends the sequence, in the text.
+        min_tokens: tokens before which no end token or stop string ends the sequence; its grammar may.
+        allowed_token_ids: the only tokens that may be sampled; none allow all.
+        bad_words: token ids of each text that must not occur in the output.
         ignore_eos: continue after the model's end tokens.
         logprobs: number of alternatives reported per token, before sampling parameters apply; None reports none.
         n: number of answers; the first is the same as with `n=1`.
@@ -139,6 +143,10 @@ class SamplingParams(TruncationParams, PenaltyParams):
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    include_stop: bool = False
+    min_tokens: int = 0
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
     n: int = 1
@@ -158,6 +166,11 @@ class SamplingParams(TruncationParams, PenaltyParams):
         return bool(self.logit_bias) or self.has_penalties
 
     @property
+    def has_token_rules(self) -> bool:
+        """Whether some tokens are forbidden by other means than a grammar."""
+        return bool(self.min_tokens or self.allowed_token_ids or self.bad_words)
+
+    @property
     def is_truncated(self) -> bool:
         """Whether tokens are sampled from a truncated distribution."""
         return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
@@ -174,6 +187,8 @@ class SamplingParams(TruncationParams, PenaltyParams):
             ("seed", self.seed is None or 0 <= self.seed <= MAX_SEED, f"between 0 and {MAX_SEED}"),
             ("stop", all(self.stop), "non-empty strings"),
             ("stop_token_ids", all(token_id >= 0 for token_id in self.stop_token_ids), "0 or more each"),
+            ("min_tokens", 0 <= self.min_tokens <= self.max_tokens, f"between 0 and max_tokens={self.max_tokens}"),
+            ("bad_words", all(self.bad_words), "one token or more each"),
             ("logprobs", self.logprobs is None or 0 <= self.logprobs <= 20, "between 0 and 20"),
             ("n", 1 <= self.n <= MAX_ANSWERS, f"between 1 and {MAX_ANSWERS}"),
             ("repetition_penalty", 0 < self.repetition_penalty <= 2, "above 0 and at most 2"),

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as TokenIds
 from dataclasses import replace
+from itertools import chain
 from typing import Protocol
 
 from compress.common.errors import RequestError
@@ -31,6 +32,14 @@ HELD_SECONDS = 0.005
 """Longest wait for slow grammars when there is nothing else to compute."""
 
 NO_OPTIONS = RequestOptions()
+
+
+def check_named(name: str, token_ids: TokenIds[int], vocab_size: int) -> None:
+    """Raises RequestError for a token id of a field that is outside of the vocabulary."""
+    if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
+        wrong = next(token for token in token_ids if not 0 <= token < vocab_size)
+        problem = f"{name} names token id {wrong}, which is outside of the vocabulary"
+        raise RequestError(problem, f"ids go from 0 to {vocab_size - 1}")
 
 
 class Speculator(Protocol):
@@ -98,7 +107,7 @@ class Engine:
         self._num_requests = 0
         self._ahead: StepInFlight | None = None
         self.output_processor = OutputProcessor(
-            self.scheduler, tokenizer, runner.eos_token_ids, self.grammars, self.metrics, clock
+            self.scheduler, tokenizer, runner.eos_token_ids, self.grammars, runner.vocab_size, self.metrics, clock
         )
 
     @property
@@ -127,10 +136,9 @@ class Engine:
             wrong = next(token for token in prompt_token_ids if not 0 <= token < size)
             raise RequestError(f"token id {wrong} is outside of the vocabulary", f"ids go from 0 to {size - 1}")
         biased = sampling.logit_bias.token_ids if isinstance(sampling.logit_bias, LogitBias) else ()
-        if biased and not 0 <= min(biased) <= max(biased) < size:
-            wrong = next(token for token in biased if not 0 <= token < size)
-            problem = f"logit_bias names token id {wrong}, which is outside of the vocabulary"
-            raise RequestError(problem, f"ids go from 0 to {size - 1}")
+        check_named("logit_bias", biased, size)
+        check_named("allowed_token_ids", sampling.allowed_token_ids, size)
+        check_named("bad_words", list(chain.from_iterable(sampling.bad_words)), size)
         if sampling.stop and self.tokenizer is None:
             raise RequestError("stop strings need a tokenizer", "Use stop_token_ids")
         if sampling.grammar is None:

@@ -13,12 +13,12 @@ from typing import Protocol
 from compress.common.errors import RequestError
 from runtime.core.request import MAX_SEED, Delta, FinishReason, LogprobColumns, Request, Sequence, TokenLogprobs
 from runtime.core.step import SampledToken, ScheduledSequence, StepOutput, StepPlan
+from runtime.core.token_rules import with_rules
 from runtime.engine.metrics import Metrics, RequestTimes
 from runtime.engine.scheduler import Scheduler
 from runtime.text.grammar import GrammarCompiler, Vocabulary
 
 GRAMMAR_TOO_COMPLEX = "the grammar is too complex to be followed from here on"
-"""The only error of an answer that is caused by its request."""
 
 
 class IncrementalText(Protocol):
@@ -42,10 +42,13 @@ class StopMatcher:
 
     The stop string that is complete first ends the text, so the result does not depend on how the text is split. At
     most `max(len(stop)) - 1` characters are held back.
+
+    Args:
+        include: the stop string is part of the text.
     """
 
-    def __init__(self, stop: Iterable[str]) -> None:
-        self.stop = tuple(stop)
+    def __init__(self, stop: Iterable[str], *, include: bool = False) -> None:
+        self.stop, self.include = tuple(stop), include
         self.matched = False
         self._held = ""
 
@@ -61,7 +64,8 @@ class StopMatcher:
         if ends:
             self.matched = True
             self._held = ""
-            return text[: min(ends)[1]]
+            end, start = min(ends)
+            return text[: end if self.include else start]
         settled = len(text) - self._longest_beginning(text)
         self._held = text[settled:]
         return text[:settled]
@@ -105,7 +109,8 @@ class RequestState:
         self.end_token_ids = frozenset(sampling.stop_token_ids) | (set() if sampling.ignore_eos else eos_token_ids)
         options = {} if sampling.skip_special_tokens else {"skip_special_tokens": False}
         self._text = tokenizer.detokenizer(sequence.request.prompt_token_ids, **options) if tokenizer else None
-        self._stop = StopMatcher(sampling.stop)
+        self._stop = StopMatcher(sampling.stop, include=sampling.include_stop)
+        self._min_tokens, self._shows_end = sampling.min_tokens, sampling.include_stop
 
     def extend(self, sampled: list[SampledToken]) -> Delta:
         """Appends tokens up to the first that ends the sequence, and drops the rest."""
@@ -144,13 +149,18 @@ class RequestState:
     def _accept(self, token_id: int) -> str:
         """Returns the text that a token completes; closes the sequence at its last token."""
         is_end = token_id in self.end_token_ids
-        text = "" if is_end or self._text is None else self._stop.push(self._text.push(token_id))
+        text = "" if is_end and not self._shows_end else self._read(token_id)
         constraint = self.sequence.constraint
         if is_end or self._stop.matched or (constraint is not None and constraint.is_complete):
             self._close(FinishReason.STOP)
         elif len(self.sequence.token_ids) >= self._max_length:
             self._close(FinishReason.LENGTH)
         return text if self.sequence.finish_reason is None else text + self._flush()
+
+    def _read(self, token_id: int) -> str:
+        """Returns the text that a token completes; stop strings may begin behind `min_tokens` tokens."""
+        text = self._text.push(token_id) if self._text else ""
+        return text if self.sequence.num_output_tokens <= self._min_tokens else self._stop.push(text)
 
     def _flush(self) -> str:
         """Returns the text held back, which may complete a stop string."""
@@ -246,6 +256,7 @@ class OutputProcessor:
         tokenizer: turns tokens into text; None yields no text.
         eos_token_ids: end tokens of the model.
         grammars: compiles grammars; None without a tokenizer.
+        vocab_size: vocabulary size of the model.
         metrics: counts tokens and ends.
         clock: seconds, for metrics and time limits.
     """
@@ -256,11 +267,13 @@ class OutputProcessor:
         tokenizer: TextLayer | None,
         eos_token_ids: frozenset[int],
         grammars: GrammarCompiler | None,
+        vocab_size: int,
         metrics: Metrics,
         clock: Callable[[], float],
     ) -> None:
         self._scheduler, self._metrics, self._clock = scheduler, metrics, clock
         self._tokenizer, self._eos_token_ids, self._grammars = tokenizer, eos_token_ids, grammars
+        self._vocab_size = vocab_size
         self._requests: dict[str, _ParentRequest] = {}
         self._by_sequence: dict[str, _ParentRequest] = {}
         self._times: dict[str, RequestTimes] = {}
@@ -371,9 +384,10 @@ class OutputProcessor:
 
     def _add_answer(self, parent: _ParentRequest, sequence: Sequence, index: int) -> None:
         answer = RequestState(sequence, self._tokenizer, self._eos_token_ids, parent.id, index)
-        grammar = sequence.request.sampling.grammar
-        if grammar is not None and self._grammars is not None:
-            sequence.constraint = self._grammars.constraint(grammar, answer.end_token_ids)
+        sampling, ends, grammar = sequence.request.sampling, answer.end_token_ids, None
+        if sampling.grammar is not None and self._grammars is not None:
+            grammar = self._grammars.constraint(sampling.grammar, ends)
+        sequence.constraint = with_rules(sampling, self._vocab_size, ends, grammar)
         parent.answers[sequence.id] = answer
         self._by_sequence[sequence.id] = parent
         self._times[sequence.id] = RequestTimes(sequence.request.arrival_time)

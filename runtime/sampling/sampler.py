@@ -20,11 +20,12 @@ from runtime.backends.torch.ops import argmax, gumbel_argmax
 from runtime.core.batch import SamplingMetadata, SamplingTensors, upload, upload_sampling_tensors
 from runtime.core.request import LogprobColumns, TokenLogprobs
 from runtime.core.step import SampledToken
+from runtime.core.token_rules import NOTHING_ALLOWED
 from runtime.sampling.logits_processors import adjust_logits, candidates, draw_likely, likely_candidates
 
 ERRORS = {
     INFINITE: "the model's logits are not finite (NaN or infinity)",
-    FORBIDDEN: "the grammar allows no token here",
+    FORBIDDEN: NOTHING_ALLOWED,
 }
 
 

@@ -11,6 +11,7 @@ from uuid import uuid4
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from compress.common.errors import RequestError
 from runtime.core.request import Delta, FinishReason, SamplingParams, TokenLogprobs
 from runtime.server.intake import ServedText, Tokenizer, described
 from runtime.server.protocol import Delivery
@@ -107,6 +108,24 @@ def render_conversation(tokenizer: Tokenizer, body: ChatRequest) -> str:
     if not mentions_tools(tokenizer.chat_template or ""):
         return tokenizer.render_chat(describe_tools(messages, tools), **variables)
     return tokenizer.render_chat(messages, **({"tools": tools} if tools else {}), **variables)
+
+
+def up_to_answer(text: str, body: ChatRequest) -> str:
+    """Returns a rendered conversation up to where the answer begins: its end, or that of the message to continue.
+
+    Raises:
+        RequestError: the template has changed that message.
+    """
+    if not body.continue_final_message:
+        return text
+    last = body.messages[-1].text
+    for form in (last, last.strip()):
+        if form and (start := text.rfind(form)) >= 0:
+            return text[: start + len(form)]
+    raise RequestError(
+        "the model's chat template changes the message that the answer should continue",
+        "Send a prompt to /v1/completions",
+    )
 
 
 def find_tool_format(tokenizer: Tokenizer, body: ChatRequest) -> ToolFormat | None:
@@ -233,8 +252,10 @@ def prepare_chat(served: ServedText, raw: bytes) -> PreparedChat:
     served.check_model(body.model)
     tokenizer = served.tokenizer
     tool_format = find_tool_format(tokenizer, body)
-    token_ids = served.encode(render_conversation(tokenizer, body), add_special_tokens=False)
-    sampling = body.sampling_params(len(token_ids), served.limits.max_model_len, None)
+    text = up_to_answer(render_conversation(tokenizer, body), body)
+    token_ids = served.encode(text, add_special_tokens=False, keep=body.truncate_prompt_tokens)
+    bad_words = served.encode_words(body.bad_words or ())
+    sampling = body.sampling_params(len(token_ids), served.limits.max_model_len, None, bad_words)
     if tool_format is not None:
         sampling = call_sampling(sampling, tool_format, tokenizer, body)
     return PreparedChat(body.delivery, token_ids, sampling, bool(body.logprobs), tool_format, body.allows_several_calls)

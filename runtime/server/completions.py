@@ -221,10 +221,11 @@ def prepare_completion(served: ServedText, raw: bytes) -> PreparedCompletion:
     body = served.parse(raw, CompletionRequest)
     served.check_model(body.model)
     prompts = separate_prompts(body.prompt)
-    token_ids = served.encode_prompts(prompts)
-    context = served.limits.max_model_len
-    samplings = [body.sampling_params(len(ids), context, DEFAULT_MAX_TOKENS) for ids in token_ids]
-    texts = [p if isinstance(p, str) else served.tokenizer.decode(p) for p in prompts] if body.echo else []
+    token_ids = served.encode_prompts(prompts, body.truncate_prompt_tokens)
+    context, bad_words = served.limits.max_model_len, served.encode_words(body.bad_words or ())
+    samplings = [body.sampling_params(len(ids), context, DEFAULT_MAX_TOKENS, bad_words) for ids in token_ids]
+    kept = token_ids if body.truncate_prompt_tokens else prompts
+    texts = [p if isinstance(p, str) else served.tokenizer.decode(p) for p in kept] if body.echo else []
     return PreparedCompletion(body.delivery, token_ids, samplings, texts, body.logprobs is not None)
 
 

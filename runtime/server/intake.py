@@ -16,7 +16,7 @@ import subprocess
 import sys
 import traceback
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -95,18 +95,26 @@ class ServedText:
                 404, f"The model '{name}' is not served here. Use '{self.model_name}'.", "model", "model_not_found"
             )
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> array[int]:
-        """Returns the token ids of a prompt, int32; refuses far too long ones early.
+    def encode(self, text: str, *, add_special_tokens: bool = True, keep: int | None = None) -> array[int]:
+        """Returns the token ids of a prompt, int32, or the last `keep` of them; refuses far too long ones early.
 
         Raises:
             LongPromptError: it far exceeds the context.
         """
-        limit = self.limits.max_model_len
-        return array("i", self.tokenizer.encode(text, add_special_tokens=add_special_tokens, max_tokens=limit))
+        limit = None if keep else self.limits.max_model_len
+        found = self.tokenizer.encode(text, add_special_tokens=add_special_tokens, max_tokens=limit)
+        return array("i", found[-keep:] if keep else found)
 
-    def encode_prompts(self, prompts: Sequence[str | list[int]]) -> list[array[int]]:
-        """Returns the token ids of each prompt. Raises the errors of `encode`."""
-        return [self.encode(prompt) if isinstance(prompt, str) else array("i", prompt) for prompt in prompts]
+    def encode_prompts(self, prompts: Sequence[str | list[int]], keep: int | None = None) -> list[array[int]]:
+        """Returns the token ids of each prompt; the last `keep` of them. Raises the errors of `encode`."""
+        last = slice(-keep if keep else None, None)
+        return [self.encode(each, keep=keep) if isinstance(each, str) else array("i", each[last]) for each in prompts]
+
+    def encode_words(self, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
+        """Returns the token ids of each word, at the start of a text and behind a space."""
+        forms = dict.fromkeys(form for word in words for form in (word, f" {word.lstrip()}"))
+        found = (tuple(self.tokenizer.encode(form, add_special_tokens=False)) for form in forms)
+        return tuple(token_ids for token_ids in found if token_ids)
 
 
 def is_json(content_type: str) -> bool:

@@ -129,7 +129,9 @@ def check_bias(value: Any) -> Any:
     return value
 
 
-MAX_STOP_TOKENS = 128
+MAX_STOP_TOKENS = MAX_BAD_WORDS = 128
+MAX_ALLOWED_TOKENS = 4096
+BadWord = Annotated[str, Field(min_length=1, max_length=256)]
 
 
 class SteeringFields(Strict):
@@ -148,6 +150,20 @@ class SteeringFields(Strict):
     )
     stop_token_ids: Annotated[list[TokenId] | None, at_most(MAX_STOP_TOKENS)] = Field(
         None, max_length=MAX_STOP_TOKENS, description="tokens that end the answer"
+    )
+    include_stop_str_in_output: bool | None = Field(None, description="leave the stop string in the text")
+    skip_special_tokens: bool | None = Field(None, description="leave special tokens out of the text; true by default")
+    min_tokens: int | None = Field(
+        None, ge=0, description="tokens before which no end token or stop string ends the answer; a grammar may"
+    )
+    allowed_token_ids: Annotated[list[TokenId] | None, at_most(MAX_ALLOWED_TOKENS)] = Field(
+        None, min_length=1, max_length=MAX_ALLOWED_TOKENS, description="the only tokens of the answer"
+    )
+    bad_words: Annotated[list[BadWord] | None, at_most(MAX_BAD_WORDS)] = Field(
+        None, max_length=MAX_BAD_WORDS, description="texts that the answer must not contain as these tokens"
+    )
+    truncate_prompt_tokens: int | None = Field(
+        None, ge=1, description="keep only that many tokens at the end of a longer prompt"
     )
     priority: int | None = Field(
         None,
@@ -314,8 +330,17 @@ class GenerationRequest(StructuredFields, SteeringFields, AcceptedFields):
         """As `num_logprobs`, for the prompt's tokens."""
         return None
 
-    def sampling_params(self, num_prompt_tokens: int, context: int, default_tokens: int | None) -> SamplingParams:
+    def sampling_params(
+        self,
+        num_prompt_tokens: int,
+        context: int,
+        default_tokens: int | None,
+        bad_words: tuple[tuple[int, ...], ...] = (),
+    ) -> SamplingParams:
         """Returns the sampling parameters with OpenAI's defaults; `default_tokens=None` is the rest of the context.
+
+        Args:
+            bad_words: token ids of those texts.
 
         Raises:
             ApiError: 400 if prompt and output do not fit in `context` tokens, with the numbers.
@@ -336,7 +361,12 @@ class GenerationRequest(StructuredFields, SteeringFields, AcceptedFields):
             logit_bias=LogitBias.of((int(token_id), bias) for token_id, bias in (self.logit_bias or {}).items()),
             stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
             stop_token_ids=tuple(self.stop_token_ids or ()),
+            include_stop=bool(self.include_stop_str_in_output),
+            min_tokens=self.min_tokens or 0,
+            allowed_token_ids=tuple(self.allowed_token_ids or ()),
+            bad_words=bad_words,
             ignore_eos=bool(self.ignore_eos),
+            skip_special_tokens=self.skip_special_tokens is not False,
             logprobs=self.num_logprobs,
             prompt_logprobs=self.num_prompt_logprobs,
             grammar=self.grammar,

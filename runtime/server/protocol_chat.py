@@ -241,6 +241,10 @@ class ChatRequest(ToolFields, GenerationRequest):
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = Field(
         None, description="a variable of the model's chat template; refused where that has none of this name"
     )
+    add_generation_prompt: bool | None = Field(None, description="begin the assistant's turn; true by default")
+    continue_final_message: bool | None = Field(
+        None, description="let the answer continue the last message, which is the assistant's"
+    )
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
 
@@ -259,11 +263,21 @@ class ChatRequest(ToolFields, GenerationRequest):
             raise ValueError("reasoning_effort is in chat_template_kwargs too; give one")
         return self
 
+    @model_validator(mode="after")
+    def check_continuation(self) -> ChatRequest:
+        if self.continue_final_message and self.add_generation_prompt:
+            raise ValueError("continue_final_message and add_generation_prompt exclude each other; give one")
+        if self.continue_final_message and not (self.messages[-1].role == "assistant" and self.messages[-1].text):
+            raise contradiction("continue_final_message needs a last message of the assistant with content")
+        return self
+
     @property
     def template_variables(self) -> dict[str, Any]:
         """Variables of the chat template."""
         effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
-        return {**(self.chat_template_kwargs or {}), **effort}
+        begins = self.add_generation_prompt is not False and not self.continue_final_message
+        turn = {} if begins else {"add_generation_prompt": False}
+        return {**(self.chat_template_kwargs or {}), **effort, **turn}
 
     @model_validator(mode="after")
     def check_form_of_calls(self) -> ChatRequest:

@@ -20,6 +20,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from runtime.core.config import Limits
 from runtime.core.request import Delta, FinishReason, RequestOptions, SamplingParams
+from runtime.core.token_rules import NOTHING_ALLOWED
 from runtime.engine.engine_thread import Health
 from runtime.engine.output_processor import GRAMMAR_TOO_COMPLEX
 from runtime.server.errors import RETRY_LATER, ApiError, JsonResponse, aborted, error_body
@@ -80,11 +81,18 @@ def places_left(limit: int, held: int, total: int) -> int:
     return max(0, (2 * limit - total - held + 1) // 2)
 
 
+CAUSED_BY_REQUEST = {
+    GRAMMAR_TOO_COMPLEX: "Simplify the grammar",
+    NOTHING_ALLOWED: "Allow more tokens: see allowed_token_ids, bad_words and the grammar",
+}
+"""Remedies of errors that other requests would not have had."""
+
+
 def check_delta(delta: Delta) -> None:
     """Raises ApiError for a failed (400 or 500) or aborted (503) request."""
     if delta.finish_reason is FinishReason.ERROR:
-        if delta.error == GRAMMAR_TOO_COMPLEX:
-            raise ApiError(400, f"Generation stopped: {delta.error}. Simplify the grammar.", code="refused")
+        if remedy := CAUSED_BY_REQUEST.get(delta.error):
+            raise ApiError(400, f"Generation stopped: {delta.error}. {remedy}.", code="refused")
         logger.error("request %s failed: %s", delta.request_id, delta.error)
         raise ApiError(500, f"Generation failed: {delta.error}.", code="generation_failed")
     if delta.finish_reason is FinishReason.ABORT:

@@ -4,17 +4,20 @@ from typing import Any
 
 # Values that are languages of their own: most that fit the description mean nothing.
 FORMS = {"guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs", "response_format"}
-# Values that need something of the model: a way to write calls, variables of its chat template.
-OF_THE_MODEL = {"tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs", "reasoning_effort"}
+# Values that need something of the model: a way to write calls, variables of its chat template, a token to allow.
+OF_THE_MODEL = {"tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs", "reasoning_effort", "bad_words"}
+# Values that need a certain length of the answer or a certain last message.
+OF_OTHER_FIELDS = {"min_tokens", "continue_final_message"}
 OTHER_NAMES = {"max_completion_tokens"}
+UNSAID = FORMS | OF_THE_MODEL | OF_OTHER_FIELDS | OTHER_NAMES
 TEXT_CHARACTERS = 20
 MAX_PARTS = 2
 
 
 def servable(body: dict[str, Any], vocabulary: int) -> dict[str, Any]:
     """The body with short texts, ids of the vocabulary, few answers, and without contradictions."""
-    plain = {name: value for name, value in body.items() if name not in FORMS | OF_THE_MODEL | OTHER_NAMES}
-    for name in {"prompt", "input", "tokens", "stop_token_ids"} & set(plain):
+    plain = {name: value for name, value in body.items() if name not in UNSAID}
+    for name in {"prompt", "input", "tokens", "stop_token_ids", "allowed_token_ids"} & set(plain):
         plain[name] = short(plain[name], vocabulary)
     if plain.get("logit_bias"):
         plain["logit_bias"] = {str(int(token) % vocabulary): bias for token, bias in plain["logit_bias"].items()}

@@ -142,7 +142,7 @@ def test_a_row_whose_mask_allows_nothing_fails_alone():
     rows = logits(3)
     draws = [draw(mask=MASK), draw(mask=bytes(3)), draw()]
     found = sample_tokens(rows, draws)
-    assert (found[1].token_id, found[1].error) == (-1, "the grammar allows no token here")
+    assert (found[1].token_id, found[1].error) == (-1, "the request allows no token here")
     assert [found[0], found[2]] == [sample_tokens(rows[n : n + 1], [draws[n]])[0] for n in (0, 2)]
 
 
