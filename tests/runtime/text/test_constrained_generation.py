@@ -167,6 +167,8 @@ SAMPLINGS = [
     SamplingParams(max_tokens=40, temperature=0.4 * i, seed=7 + i, n=1 + i % 2, grammar=wanted)
     for i, wanted in enumerate(MIXED)
 ]
+RULES = {"min_tokens": 12, "bad_words": ((11, 12), *((token,) for token in range(300, 400)))}
+SAMPLINGS += [SamplingParams(max_tokens=30, seed=3, grammar=wanted, **RULES) for wanted in (None, PERSON_GRAMMAR)]
 LONG_PROMPT = "A long time ago there lived a king who had three daughters. " * 3
 EXACT = RuntimeConfig(device="cpu", dtype="float64", block_size=16, num_blocks=256)
 
@@ -193,7 +195,7 @@ def expected() -> list[list[int]]:
             {"num_blocks": 13},
             {"prefix_caching": False, "num_blocks": 14},
             {"speculative_model": "ngram"},
-            {"speculative_model": str(draft_model_path()), "num_blocks": 20},
+            {"speculative_model": str(draft_model_path()), "num_blocks": 28},
         ],
         quick=2,
     ),
