@@ -283,6 +283,8 @@ class LinearKernel(Generic[Stored]):
         mode: name that must be asked for; the kernel is then preferred to all others. "" for kernels that need no
             request.
         is_dense: it holds a dense weight, which takes the memory of one.
+        saves_memory: a dense product of the weight is faster, or was not measured to be slower, so that it serves where
+            that would take too much memory.
         verdict: whether measurements put it before the kernels that are preferred to it, asked where it supports a
             scheme; None for a kernel whose place does not depend on measurements.
         layout: in which files keep its linears from one start to the next; None: they are made anew.
@@ -298,6 +300,7 @@ class LinearKernel(Generic[Stored]):
     reads_rows: Callable[[int, Target], bool] = lambda columns, target: False
     mode: str = ""
     is_dense: bool = False
+    saves_memory: bool = False
     verdict: Callable[[Scheme, int, Target], Verdict] | None = None
     layout: Layout | None = None
     detail: Callable[[Scheme], str] = lambda scheme: ""

@@ -83,13 +83,13 @@ DEQUANTIZED = LinearKernel(
     lambda columns, target: choose_dense(columns, columns, target).kernel.reads_rows,
     is_dense=True,
 )
-FALLBACKS = (DEQUANTIZED, REFERENCE_KERNEL)
-"""Kernels of every stored form that the checkpoint layer can dequantize."""
 
 
 def linear_kernels() -> list[LinearKernel[Any]]:
     """Kernels of quantized weights, in order of preference."""
-    return [*(kernel for backend in BACKENDS for kernel in backend.linears), *FALLBACKS]
+    kernels = [kernel for backend in BACKENDS for kernel in backend.linears]
+    saving = [kernel for kernel in kernels if kernel.saves_memory]
+    return [*(kernel for kernel in kernels if not kernel.saves_memory), DEQUANTIZED, *saving, REFERENCE_KERNEL]
 
 
 def dense_kernels() -> list[DenseKernel]:

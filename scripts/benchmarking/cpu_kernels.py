@@ -8,6 +8,7 @@ get one thread each. Every product takes another copy of its weight, together la
     python scripts/bench_kernels.py cpu --attention --threads 1 2
     python scripts/bench_kernels.py cpu --prompts
     python scripts/bench_kernels.py cpu --mixture 1024x512x64x10
+    python scripts/bench_kernels.py cpu --trellis --shapes 2048x2048 --rows 1 8 64
     python scripts/bench_kernels.py cpu --sampling 128256 --rows 1 8
     python scripts/bench_kernels.py cpu --write-tables --shapes 2048x5632 5632x2048
 """
@@ -149,6 +150,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompts", action="store_true", help="paged attention of stretches of prompts instead")
     parser.add_argument("--threads", nargs="+", type=int, default=[1], help="of attention, one table each")
     parser.add_argument("--mixture", default="", help="hidden x width x experts x chosen: a mixture instead of linears")
+    parser.add_argument("--trellis", action="store_true", help="trellis codes (EXL3) beside the numbers they stand for")
     parser.add_argument(
         "--write-tables", action="store_true", help="let linears choose tiles, vectors or oneDNN by figures taken now"
     )
@@ -188,9 +190,14 @@ def run(options: argparse.Namespace) -> int:
         console.print_json(data=speedups)
         console.print(f"written: {write_table(speedups, choice.TABLES)}, load {os.getloadavg()[0]:.1f}")
         return 0
+    measure_rows, baseline = linear_rows, BASELINE
+    if options.trellis:
+        from benchmarking.cpu_trellis import EXPANDED, trellis_rows
+
+        measure_rows, baseline = trellis_rows, EXPANDED
     for shape, (in_features, out_features) in zip(options.shapes, shapes, strict=True):
-        rows = linear_rows(in_features, out_features, options.rows, options.seconds)
-        title = f"{shape}: ms of one core per product (times as fast as {BASELINE}), load {os.getloadavg()[0]:.1f}"
+        rows = measure_rows(in_features, out_features, options.rows, options.seconds)
+        title = f"{shape}: ms of one core per product (times as fast as {baseline}), load {os.getloadavg()[0]:.1f}"
         print_with_markdown(title, rows, console)
     return 0
 

@@ -16,8 +16,9 @@ from compress.checkpoint.formats import find_format, stored_tensors
 from compress.checkpoint.meta_model import auto_class
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.scale_search import FP8
-from compress.checkpoint.weights import BlockFp8, Mxfp8, Nvfp4, Scheme, Weight
+from compress.checkpoint.weights import BlockFp8, Exl3, Mxfp8, Nvfp4, Scheme, Weight
 from compress.checkpoint.weights.block_fp8 import BlockFp8Weight
+from compress.checkpoint.weights.exl3 import Exl3Weight
 from compress.checkpoint.weights.fp8 import Fp8Weight
 from compress.checkpoint.weights.integer import IntegerWeight
 from compress.checkpoint.weights.mxfp4 import Mxfp4Weight
@@ -110,6 +111,8 @@ def reference_logits(model: PreTrainedModel, tokens: Tensor) -> Tensor:
 def random_weight(shape: tuple[int, int], scheme: Scheme, seed: int = 0, dtype=torch.bfloat16) -> Weight:
     """Every code value, scales of both signs, zero points that fit the scheme."""
     generator = torch.Generator().manual_seed(seed)
+    if isinstance(scheme, Exl3):
+        return _random_trellis(shape, scheme, generator)
     if "float" in scheme.numbers:
         return _random_floats(shape, scheme, generator, dtype)
     groups = (shape[0], scheme.num_groups(shape[1]))
@@ -120,6 +123,15 @@ def random_weight(shape: tuple[int, int], scheme: Scheme, seed: int = 0, dtype=t
     sign = torch.randint(0, 2, groups, generator=generator) * 2 - 1
     scale = (torch.rand(groups, generator=generator) + 0.2) * sign * 0.5 / scheme.max_code
     return IntegerWeight(codes, scale.to(dtype), zero, scheme)
+
+
+def _random_trellis(shape: tuple[int, int], scheme: Exl3, generator: torch.Generator) -> Exl3Weight:
+    rows, columns = shape
+    trellis = torch.randint(-(2**15), 2**15, (columns // 16, rows // 16, 16 * scheme.bits), generator=generator)
+    scales = [(torch.rand(size, generator=generator) + 0.5) * 0.2 for size in (columns, rows)]
+    signs = [torch.randint(0, 2, scale.shape, generator=generator) * 2 - 1 for scale in scales]
+    suh, svh = ((scale * sign).half() for scale, sign in zip(scales, signs, strict=True))
+    return Exl3Weight(trellis.to(torch.int16), suh, svh, scheme)
 
 
 def _random_floats(shape: tuple[int, int], scheme: Scheme, generator: torch.Generator, dtype) -> Weight:

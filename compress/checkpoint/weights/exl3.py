@@ -28,6 +28,7 @@ MAX_BITS = 8
 DEFAULT_CODEBOOK = "3inst"
 MULTIPLIERS = {"mcg": 0xCBAC1FED, "mul1": 0x83DCD12D}
 """Multipliers of states by codebook, stored in a tensor of its name; that of the default one is not stored."""
+CODEBOOKS = (DEFAULT_CODEBOOK, *MULTIPLIERS)
 
 
 @register("exl3")
@@ -50,9 +51,9 @@ class Exl3(Scheme):
     note = "weights in EXL3 are read by this runtime and exllamav3; others read `compress export --format dense`"
 
     def __post_init__(self) -> None:
-        if self.bits not in range(1, MAX_BITS + 1) or self.codebook not in (DEFAULT_CODEBOOK, *MULTIPLIERS):
+        if self.bits not in range(1, MAX_BITS + 1) or self.codebook not in CODEBOOKS:
             raise SchemeError(
-                f"EXL3 has 1 to {MAX_BITS} bits and the codebooks {DEFAULT_CODEBOOK}, {', '.join(MULTIPLIERS)}, not "
+                f"EXL3 has 1 to {MAX_BITS} bits and the codebooks {', '.join(CODEBOOKS)}, not "
                 f"{self.bits} bits of {self.codebook}"
             )
 
@@ -66,6 +67,10 @@ class Exl3(Scheme):
 
     def unpacked_bytes(self, out_features: int, in_features: int, scale_bytes: int = 2) -> int:
         return out_features * in_features * self.bits // 8 + (out_features + in_features) * 2
+
+    @property
+    def numbers(self) -> str:
+        return self.key
 
     def __str__(self) -> str:
         return f"w{self.bits}a16 exl3 {self.codebook}"

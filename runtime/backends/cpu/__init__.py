@@ -29,6 +29,7 @@ from runtime.backends.cpu.state_step import (
     prepare_delta,
     prepare_mamba2,
 )
+from runtime.backends.cpu.trellis import TRELLIS
 from runtime.backends.latent import LatentHeadsKernel
 from runtime.backends.state_kernels import StateKernel
 
@@ -38,7 +39,7 @@ register(
     Backend(
         "cpu",
         "cpu",
-        linears=(INT8, SPARSE, PACKED, FLOATS4, W4A8),
+        linears=(INT8, SPARSE, PACKED, FLOATS4, W4A8, TRELLIS),
         dense=(DENSE,),
         is_fast=is_fast,
         ops=OpsKernel("compiled, one pass over each row", ops_unsupported_reason, CpuOps),

@@ -229,7 +229,7 @@ class ReferenceLinear:
 
     @property
     def reads_rows(self) -> bool:
-        return True
+        return self.weight.scheme.fuses
 
     @property
     def nbytes(self) -> int:
@@ -248,7 +248,9 @@ class ReferenceLinear:
 
     @property
     def panels(self) -> list[Weight]:
-        """Rows that are dense at one time."""
+        """Rows that are dense at one time: all of a form whose tensors have no row per output."""
+        if not self.weight.scheme.fuses:
+            return [self.weight]
         features, inputs = self.weight.shape
         rows = max(1, PANEL_ELEMENTS // inputs)
         return [self._slice(first, first + rows) for first in range(0, features, rows)]

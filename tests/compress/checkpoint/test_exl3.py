@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from folders import private_copy
 from runs import compress
 from safetensors.torch import load_file, save_file
 from shared_store import SharedStore
-from tiny_models import load_reference, put_checkpoint, reference_logits, save_tiny_model
+from tiny_models import load_reference, put_checkpoint, random_weight, reference_logits, save_tiny_model
 from torch import Tensor
 
 from compress.checkpoint.config import is_embedding
@@ -20,16 +21,25 @@ from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.verify import verify_structure
 from compress.checkpoint.weights import Exl3, Int, Scheme
 from compress.checkpoint.weights.base import digest
-from compress.checkpoint.weights.exl3 import Exl3Weight, codebook_values, decode_tiles
+from compress.checkpoint.weights.exl3 import codebook_values, decode_tiles
 from compress.checkpoint.writer import export_checkpoint
 from compress.common.cli import demo_model_path
 from compress.common.errors import CheckpointError, SchemeError
+from compress.cpu.binding import absence, library
 from compress.recipe import QuantizeStage
+from runtime.backends.base import Target
+from runtime.backends.registry import choose_linear
+from runtime.backends.torch import quantized_linear
+from runtime.memory.estimate import Weights
+from runtime.model import loader
 from runtime.model.loader import load_model
+from runtime.model.prepare import prepare_model
 from runtime.model.scoring import score
 
 CODEBOOKS = ("3inst", "mcg", "mul1")
 MULTIPLIER = {"mcg": 0xCBAC1FED, "mul1": 0x83DCD12D}
+FLOAT64 = Target(torch.device("cpu"), torch.float64)
+needs_library = pytest.mark.skipif(library() is None, reason=absence())
 TOKENS = torch.randint(0, 256, (2, 24), generator=torch.Generator().manual_seed(5))
 
 
@@ -73,16 +83,6 @@ def pseudo_random_words(count: int) -> list[int]:
 
 def as_int16(words: list[int]) -> Tensor:
     return torch.tensor(words, dtype=torch.int32).to(torch.int16)
-
-
-def random_weight(shape: tuple[int, int], scheme: Exl3, seed: int) -> Exl3Weight:
-    generator = torch.Generator().manual_seed(seed)
-    rows, columns = shape
-    trellis = torch.randint(-(2**15), 2**15, (columns // 16, rows // 16, 16 * scheme.bits), generator=generator)
-    scales = [(torch.rand(size, generator=generator) + 0.5) * 0.2 for size in (columns, rows)]
-    signs = [torch.randint(0, 2, scale.shape, generator=generator) * 2 - 1 for scale in scales]
-    suh, svh = ((scale * sign).half() for scale, sign in zip(scales, signs, strict=True))
-    return Exl3Weight(trellis.to(torch.int16), suh, svh, scheme)
 
 
 @pytest.mark.parametrize("codebook", CODEBOOKS)
@@ -184,6 +184,49 @@ def test_a_published_model_is_served(published: Path, tmp_path: Path) -> None:
     expected = dense_logits(published, tmp_path / "dense")
     torch.testing.assert_close(score(decoder, TOKENS), expected, rtol=0, atol=1e-10)
     assert any("exl3" in line and "dequantized once at load" in line for line in decoder.description)
+
+
+@needs_library
+def test_codes_stay_packed_where_memory_is_short(
+    published: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dense = load_model(published, dtype="float32")
+    monkeypatch.setattr(loader, "available_bytes", lambda device: 10_000)
+    packed = load_model(published, dtype="float32")
+    assert all("cpu_exl3" in line for line in packed.description if "exl3" in line)
+    assert packed.nbytes < dense.nbytes * 0.6  # the embedding stays dense
+    weights = Weights(
+        PackedCheckpoint.open(published), packed.config, Target(packed.device, packed.dtype), "auto", 10_000
+    )
+    assert weights.prepared() == packed.nbytes
+    export_checkpoint(published, "dense", tmp_path / "dense")
+    expected = dense_logits(published, tmp_path / "dense")
+    error = (score(packed, TOKENS).double() - expected).abs().max()
+    assert error < 1e-3 * expected.abs().max()
+
+
+@needs_library
+def test_packed_codes_are_prepared_for_the_next_start(
+    published: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = private_copy(published, tmp_path / "model")
+    monkeypatch.setattr(loader, "available_bytes", lambda device: 10_000)
+    before = score(load_model(model), TOKENS)
+    prepare_model(model)
+    after = load_model(model)
+    assert any("are mapped from" in line for line in after.description)
+    assert torch.equal(score(after, TOKENS), before)
+
+
+def test_the_reference_kernel_takes_weights_of_several_panels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles have no row per output, so no rows are cut out of them."""
+    monkeypatch.setattr(quantized_linear, "PANEL_ELEMENTS", 2**14)
+    weight = random_weight((384, 256), Exl3(3), 2)
+    linear = choose_linear(weight.scheme, 256, FLOAT64, "reference").kernel.prepare(weight, None, FLOAT64)
+    x = torch.randn(3, 256, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    expected = x @ weight.dequantize(torch.float64).T
+    torch.testing.assert_close(linear(x), expected, rtol=0, atol=1e-12)
+    assert not linear.reads_rows
 
 
 def test_it_is_a_source_and_kept_codes_stay(published: Path, tmp_path: Path) -> None:

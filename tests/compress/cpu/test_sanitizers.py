@@ -18,6 +18,7 @@ DRIVERS = {
     "rounding_driver.c": ("rounding/*.c",),
     "attention_driver.c": ("attention/*.c", "kv/*.c", "layers/norm_rope_act.c", "gptq/*.c"),
     "sampling_driver.c": ("sampling/*.c",),
+    "trellis_driver.c": ("trellis/*.c",),
 }
 """Drivers and the sources that each tests, beside the pool and the dispatch that all need."""
 ARM_COMPILER, ARM_EMULATOR = "aarch64-linux-gnu-gcc", "qemu-aarch64"

@@ -1,0 +1,44 @@
+"""Trellis codes (EXL3) that are decoded for every product, beside the bfloat16 numbers that they are expanded to."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from benchmarking.cpu_kernels import copied, milliseconds
+from benchmarking.tables import Row
+from compress.checkpoint.weights import Exl3
+from compress.checkpoint.weights.exl3 import CODEBOOKS, CODES, TILE, WORD_BITS, Exl3Weight
+from runtime.backends.cpu.linear import CpuLinear
+from runtime.backends.cpu.trellis import CpuTrellisLinear
+
+EXPANDED = "bf16"
+WIDTHS = (3, 4)
+
+
+def random_trellis(out_features: int, in_features: int, scheme: Exl3) -> Exl3Weight:
+    """Draws a weight whose scales are 1."""
+    tiles = in_features // TILE, out_features // TILE, scheme.bits * CODES // WORD_BITS
+    codes = torch.randint(-(1 << 15), 1 << 15, tiles, dtype=torch.int16)
+    return Exl3Weight(codes, torch.ones(in_features).half(), torch.ones(out_features).half(), scheme)
+
+
+def trellis_rows(in_features: int, out_features: int, numbers_of_rows: list[int], seconds: float) -> list[Row]:
+    """One line per width and codebook: milliseconds for each number of rows, and times as fast as bfloat16 numbers."""
+    torch.manual_seed(0)
+    numbers = torch.randn(out_features, in_features).to(torch.bfloat16)
+    sides = [copied(EXPANDED, partial(CpuLinear, numbers))]
+    for bits in WIDTHS:
+        for codebook in CODEBOOKS:
+            weight = random_trellis(out_features, in_features, Exl3(bits, codebook))
+            sides.append(copied(f"{bits} bits, {codebook}", partial(CpuTrellisLinear, weight)))
+    measured = [milliseconds(sides, in_features, rows, seconds, EXPANDED) for rows in numbers_of_rows]
+    return [
+        {"kernel": side.name}
+        | {
+            f"M={rows}": f"{times[side.name]:.3f} ({speed[side.name]:.2f}x)"
+            for rows, (times, speed) in zip(numbers_of_rows, measured, strict=True)
+        }
+        for side in sides
+    ]
