@@ -1,4 +1,5 @@
 /* Plain C for every other processor. */
+#define TARGET
 enum { PER_VECTOR = 4, MOST_ROWS = 4 };
 #include "trellis/kernel.h"
 
