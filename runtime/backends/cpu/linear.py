@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from compress.checkpoint.weights.integer import IntegerWeight
-from compress.common.errors import ToolkitError
+from compress.common.errors import SchemeError, ToolkitError
 from compress.cpu.binding import BEST, absence, library
+from runtime.backends.cpu.block_scales import BlockScaledCodes, of_groups
 from runtime.backends.cpu.choice import DENSE_FORM, fewest_tile_rows
 from runtime.backends.cpu.kept_codes import ZERO_CODE, check_kept, expand_words
 from runtime.backends.cpu.weight_layout import (
@@ -49,7 +50,9 @@ class _Weight(ctypes.Structure):
     _fields_ = (
         *((name, c_int64) for name in ("out_features", "in_features", "group")),
         *((name, c_int32) for name in ("bits", "scale_type", "fewest_tile_rows")),
-        *((name, c_void_p) for name in ("words", "scales", "zeros", "bias")),
+        *((name, c_void_p) for name in ("words", "scales", "zeros", "minima", "steps", "minimum_steps")),
+        ("block", c_int64),
+        ("bias", c_void_p),
         ("table", c_float * 16),
     )
 
@@ -61,7 +64,8 @@ class CpuLinear:
     multiple of 64.
 
     Args:
-        weight: integers, bfloat16 numbers `[O, I]`, or what `prepared` returned, which is not copied.
+        weight: integers, codes with scales of blocks, bfloat16 numbers `[O, I]`, or what `prepared` returned, which is
+            not copied. Blocks meet float activations alone.
         bias: `[O]`, any float dtype.
         codebook: what the codes stand for, before scales, instead of `code - 2^(bits - 1)`: as many float numbers as
             there are codes of 2 or 4 bits. The weight's zero points are then not looked at.
@@ -76,7 +80,7 @@ class CpuLinear:
 
     Raises:
         ToolkitError: there is no library.
-        SchemeError: groups or inputs that are no multiple of 32.
+        SchemeError: inputs that are no multiple of 32, or groups, except of 16 where activations are floats.
         CheckpointError: a prepared weight whose tensors do not have the sizes of its shape.
     """
 
@@ -84,7 +88,7 @@ class CpuLinear:
 
     def __init__(
         self,
-        weight: IntegerWeight | PreparedWeight | Tensor,
+        weight: IntegerWeight | BlockScaledCodes | PreparedWeight | Tensor,
         bias: Tensor | None = None,
         *,
         activations: Activations = Activations.FLOAT,
@@ -97,27 +101,28 @@ class CpuLinear:
         self.activations, self._instruction_set = int(activations), instruction_set
         self._bias = None if bias is None else bias.float().contiguous()
         self._weight = _Weight(out_features=self.out_features, in_features=self.in_features)
-        self._words: Tensor
-        self._scale: Tensor | None = None
-        self._zero: Tensor | None = None
+        self._tensors: dict[str, Tensor] = {}
         self.is_prepared = isinstance(weight, PreparedWeight)
         if isinstance(weight, PreparedWeight):
             self._take(weight, codebook)
         elif isinstance(weight, IntegerWeight):
-            self._pack_codes(weight, codebook, sparse)
+            self._pack_integers(weight, codebook, sparse)
+        elif isinstance(weight, BlockScaledCodes):
+            self._pack_blocks(weight, codebook)
         else:
             self._pack_numbers(weight)
         rows = self._fewest_tile_rows() if fewest_tile_rows is None else fewest_tile_rows
         # Tiles take runs of 32 inputs.
         self._weight.fewest_tile_rows = rows if self._weight.group != SMALL_GROUP else 0
-        self._weight.words = self._words.data_ptr()
+        for name, tensor in self._tensors.items():
+            setattr(self._weight, name, tensor.data_ptr())
         self._weight.bias = None if self._bias is None else self._bias.data_ptr()
         self.address = ctypes.addressof(self._weight)
         self._multiply = _functions().linear_multiply
 
     @property
     def nbytes(self) -> int:
-        return sum(t.nbytes for t in (self._words, self._scale, self._zero) if t is not None)
+        return sum(tensor.nbytes for tensor in self._tensors.values())
 
     def __call__(self, x: Tensor) -> Tensor:
         """`x [M, I] -> [M, O]` in bfloat16 or float32, whichever `x` is. A row of the result depends on its row of x
@@ -151,87 +156,107 @@ class CpuLinear:
 
     def prepared(self) -> PreparedWeight:
         """Returns its tensors, which are not copied."""
-        named = {"words": self._words, "scales": self._scale, "zeros": self._zero}
-        tensors = {name: tensor for name, tensor in named.items() if tensor is not None}
-        return PreparedWeight((self.out_features, self.in_features), tensors, self._weight.bits, self._weight.group)
+        shape = self.out_features, self.in_features
+        return PreparedWeight(shape, dict(self._tensors), self._weight.bits, self._weight.group)
 
     def _fewest_tile_rows(self) -> int:
         return fewest_tile_rows(form_of(self._weight.bits, Activations(self.activations)))
 
     @property
     def num_words(self) -> int:
-        return len(self._words)
+        return len(self._tensors["words"])
 
     def move_words(self, memory: Tensor) -> None:
         """Keeps its codes or numbers in `memory`, int32 `[num_words]`, from now on."""
-        self._words = memory.copy_(self._words)
+        self._tensors["words"] = memory.copy_(self._tensors["words"])
         self._weight.words = memory.data_ptr()
 
     def rows(self, indices: Tensor, dtype: torch.dtype) -> Tensor:
         """Rows `[T, I]` of the weight, dequantized in `dtype`, for int64 `indices [T]`."""
         bits = self._weight.bits
-        words = self._words.view(-1, self.in_features * bits // 32, TILE)
+        words = self._tensors["words"].view(-1, self.in_features * bits // 32, TILE)
         words = words[indices // TILE, :, indices % TILE]
-        if self._scale is None:
+        if bits == NUMBER_BITS:
             return words.view(torch.bfloat16).to(dtype)
         if bits == SPARSE_BITS:
-            return self._dequantize(expand_words(words), self._scale, indices, dtype)
+            return self._dequantize(expand_words(words), indices, dtype)
         shifts = torch.tensor([k // 2 * bits + k % 2 * 16 for k in range(32 // bits)], dtype=torch.int32)
         codes = (words.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)
-        return self._dequantize(codes.flatten(1), self._scale, indices, dtype)
+        return self._dequantize(codes.flatten(1), indices, dtype)
 
-    def _dequantize(self, codes: Tensor, scale: Tensor, indices: Tensor, dtype: torch.dtype) -> Tensor:
+    def _dequantize(self, codes: Tensor, indices: Tensor, dtype: torch.dtype) -> Tensor:
         exact = torch.float64 if dtype == torch.float64 else torch.float32
         bits, grouped = self._weight.bits, codes.unflatten(1, (-1, self._weight.group))
         table = torch.tensor(list(self._weight.table), dtype=exact)
         values = table[grouped] if bits <= 4 else (grouped - 128).to(exact)
         at = (indices // TILE, slice(None), indices % TILE)
-        if self._zero is not None:
-            values = values - (self._zero[at].to(exact) - (1 << (bits - 1))).unsqueeze(-1)
-        return (values * scale[at].to(exact).unsqueeze(-1)).flatten(1).to(dtype)
+        own = {name: tensor[at] for name, tensor in self._tensors.items() if name != "words"}
+        if "zeros" in own:
+            values = values - (own["zeros"].to(exact) - (1 << (bits - 1))).unsqueeze(-1)
+        values = values * of_groups(own["scales"], own.get("steps"), exact, grouped.shape[1])
+        if "minima" in own:
+            values = values - of_groups(own["minima"], own.get("minimum_steps"), exact, grouped.shape[1])
+        return values.flatten(1).to(dtype)
 
-    def _pack_codes(self, weight: IntegerWeight, codebook: Tensor | None, sparse: bool) -> None:
+    def _pack_integers(self, weight: IntegerWeight, codebook: Tensor | None, sparse: bool) -> None:
         code_bits = 4 if sparse else stored_bits(weight.scheme.bits)
         bits = SPARSE_BITS if sparse else code_bits
-        group = self.in_features // weight.scales.shape[1]
-        is_table = codebook is not None and code_bits == 4 and self.activations == Activations.FLOAT
-        check_inputs(self.in_features, group, is_table)
-        middle = 1 << (code_bits - 1)
-        shift = 0 if codebook is not None else middle - weight.scheme.midpoint
-        codes = (weight.qweight + shift).contiguous()
+        shift = 0 if codebook is not None else (1 << (code_bits - 1)) - weight.scheme.midpoint
+        codes = weight.qweight + shift
         if sparse:
             check_kept(codes)
-        self._words = packed_words(self.out_features, self.in_features, bits)
-        _functions().linear_pack(codes.data_ptr(), self.out_features, self.in_features, bits, self._words.data_ptr())
-        zero = tiled(weight.zero_points + shift) if codebook is None and not weight.scheme.symmetric else None
-        self._describe(bits, group, tiled(weight.scales), zero, codebook)
+        self._pack_codes(codes, bits, self.in_features // weight.scales.shape[1])
+        self._tensors["scales"] = tiled(weight.scales)
+        if codebook is None and not weight.scheme.symmetric:
+            self._tensors["zeros"] = tiled(weight.zero_points + shift)
+        self._describe(codebook)
+
+    def _pack_blocks(self, weight: BlockScaledCodes, codebook: Tensor | None) -> None:
+        if self.activations != Activations.FLOAT:
+            raise SchemeError("scales of blocks meet 16-bit activations alone", "Use --linear-backend reference")
+        bits = stored_bits(weight.bits)
+        # Bytes stand for code - 128; narrower codes of numbers have a table of their own.
+        shift = (
+            0 if codebook is not None or (bits < 8 and weight.minima is not None) else (1 << (bits - 1)) - weight.offset
+        )
+        self._pack_codes(weight.codes + shift, bits, weight.group)
+        for name in ("scales", "minima", "steps", "minimum_steps"):
+            if (tensor := getattr(weight, name)) is not None:
+                self._tensors[name] = tiled(tensor)
+        self._describe(codebook)
+
+    def _pack_codes(self, codes: Tensor, bits: int, group: int) -> None:
+        check_inputs(self.in_features, group, self._takes_small(bits))
+        codes = codes.contiguous()
+        self._weight.bits, self._weight.group = bits, group
+        self._tensors["words"] = words = packed_words(self.out_features, self.in_features, bits)
+        _functions().linear_pack(codes.data_ptr(), self.out_features, self.in_features, bits, words.data_ptr())
+
+    def _takes_small(self, bits: int) -> bool:
+        return self.activations == Activations.FLOAT and bits != SPARSE_BITS
 
     def _take(self, weight: PreparedWeight, codebook: Tensor | None) -> None:
-        check_prepared(weight, codebook is not None and self.activations == Activations.FLOAT)
-        self._words = weight.tensors["words"]
-        if weight.bits == NUMBER_BITS:
-            self._weight.bits, self._weight.group = NUMBER_BITS, self.in_features
-        else:
-            tensors = weight.tensors
-            self._describe(weight.bits, weight.group, tensors["scales"], tensors.get("zeros"), codebook)
+        check_prepared(weight, self.activations == Activations.FLOAT)
+        self._tensors = dict(weight.tensors)
+        self._weight.bits, self._weight.group = weight.bits, weight.group
+        if weight.bits != NUMBER_BITS:
+            self._describe(codebook)
 
-    def _describe(self, bits: int, group: int, scale: Tensor, zero: Tensor | None, codebook: Tensor | None) -> None:
-        self._scale, self._zero = scale, zero
-        self._weight.bits, self._weight.group = bits, group
-        self._weight.scales, self._weight.scale_type = scale.data_ptr(), TYPES[scale.dtype]
-        self._weight.zeros = None if zero is None else zero.data_ptr()
+    def _describe(self, codebook: Tensor | None) -> None:
+        scales, bits = self._tensors["scales"], self._weight.bits
+        self._weight.scale_type = TYPES[scales.dtype]
+        self._weight.block = self.in_features // scales.shape[1]
         if bits <= 4:
             middle = 2 if bits == 2 else ZERO_CODE
-            values = list(range(-middle, middle)) if codebook is None else codebook.tolist()
+            first = 0 if "minima" in self._tensors else -middle
+            values = list(range(first, first + 2 * middle)) if codebook is None else codebook.tolist()
             self._weight.table[: len(values)] = values
 
     def _pack_numbers(self, weight: Tensor) -> None:
         check_inputs(self.in_features, self.in_features)
         weight = weight.to(torch.bfloat16).contiguous()
-        self._words = packed_words(self.out_features, self.in_features, NUMBER_BITS)
-        _functions().linear_pack_bfloat16(
-            weight.data_ptr(), self.out_features, self.in_features, self._words.data_ptr()
-        )
+        self._tensors["words"] = words = packed_words(self.out_features, self.in_features, NUMBER_BITS)
+        _functions().linear_pack_bfloat16(weight.data_ptr(), self.out_features, self.in_features, words.data_ptr())
         self._weight.bits, self._weight.group = NUMBER_BITS, self.in_features
 
 

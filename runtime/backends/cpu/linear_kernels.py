@@ -47,24 +47,34 @@ def _unsupported_reason(scheme: Scheme, in_features: int, target: Target) -> str
         return f"is not there: {absence()}"
     if target.dtype not in (torch.bfloat16, torch.float32):
         return "computes in bfloat16 and float32"
-    small = scheme.code_values is not None and scheme.group_size == SMALL_GROUP
-    if in_features % INPUT_MULTIPLE or ((scheme.group_size or in_features) % INPUT_MULTIPLE and not small):
-        return f"takes groups that are a multiple of {INPUT_MULTIPLE}"
+    group = scheme.group_size or in_features
+    if in_features % INPUT_MULTIPLE or (group % INPUT_MULTIPLE and group != SMALL_GROUP):
+        return f"takes groups that are a multiple of {INPUT_MULTIPLE}, or {SMALL_GROUP}"
     return ""
 
 
 def unsupported_reason(scheme: Scheme, in_features: int, target: Target) -> str:
-    return (
-        "keeps activations in 16 bits" if scheme.activation_bits else _unsupported_reason(scheme, in_features, target)
-    )
+    if scheme.activation_bits:
+        return "keeps activations in 16 bits"
+    return _unsupported_reason(scheme, in_features, target)
+
+
+def _small_reason(scheme: Scheme) -> str:
+    return f"takes groups that are a multiple of {INPUT_MULTIPLE}" if scheme.group_size == SMALL_GROUP else ""
 
 
 def int8_unsupported_reason(scheme: Scheme, in_features: int, target: Target) -> str:
-    return _unsupported_reason(scheme, in_features, target) if scheme.activation_bits else "needs 8-bit activations"
+    if not scheme.activation_bits:
+        return "needs 8-bit activations"
+    return _unsupported_reason(scheme, in_features, target) or _small_reason(scheme)
+
+
+def w4a8_unsupported_reason(scheme: Scheme, in_features: int, target: Target) -> str:
+    return unsupported_reason(scheme, in_features, target) or _small_reason(scheme)
 
 
 def sparse_unsupported_reason(scheme: Scheme, in_features: int, target: Target) -> str:
-    return unsupported_reason(scheme, in_features, target) or kept_unsupported_reason(scheme)
+    return w4a8_unsupported_reason(scheme, in_features, target) or kept_unsupported_reason(scheme)
 
 
 def _detail(activations: Activations) -> Callable[[Scheme], str]:
@@ -139,7 +149,7 @@ W4A8: LinearKernel[IntegerWeight] = LinearKernel(
     "cpu_w4a8",
     "packed codes in C, activations rounded to 8 bits by groups",
     "int",
-    unsupported_reason,
+    w4a8_unsupported_reason,
     lambda weight, bias, target: CpuLinear(weight, bias, activations=Activations.INT8_GROUP),
     _nbytes,
     _reads_rows,

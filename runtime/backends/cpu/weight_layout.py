@@ -14,11 +14,13 @@ TILE = 64
 INPUT_MULTIPLE = 32
 """Number of inputs that divides every group, and all inputs."""
 SMALL_GROUP = 16
-"""Group that 4-bit codes without zero points may have beside float activations."""
+"""Group that codes may have beside float activations, those of 2:4 sparsity excepted."""
 SPARSE_BITS = 3
 """Per weight: two codes of 4 bits and two places of 2 bits for four of them."""
 NUMBER_BITS = 16
 """Bits of a weight that is bfloat16 numbers."""
+BESIDE_CODES: tuple[set[str], ...] = (set(), {"zeros"}, {"steps"}, {"minima"}, {"steps", "minima", "minimum_steps"})
+"""Tensors that codes may have beside scales: with 8-bit activations those of the first two, bfloat16 numbers none."""
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Numbers of dtypes in C."""
 
@@ -52,11 +54,11 @@ def tiled(values: Tensor) -> Tensor:
     return padded.view(-1, TILE, values.shape[1]).transpose(1, 2).contiguous()
 
 
-def check_prepared(weight: PreparedWeight, takes_small: bool = False) -> None:
+def check_prepared(weight: PreparedWeight, is_float: bool) -> None:
     """Checks that the C kernels find memory wherever they read.
 
     Args:
-        takes_small: whether activations are floats and codes are looked up in a table.
+        is_float: whether activations are floats.
 
     Raises:
         CheckpointError: tensors that a weight of this shape, bits and groups does not have.
@@ -64,13 +66,25 @@ def check_prepared(weight: PreparedWeight, takes_small: bool = False) -> None:
     (rows, columns), bits, group = weight.shape, weight.bits, weight.group
     is_number = bits == NUMBER_BITS
     known = is_number or bits in (2, SPARSE_BITS, 4, 8)
-    small = takes_small and group == SMALL_GROUP and bits == 4 and "zeros" not in weight.tensors
+    small = is_float and group == SMALL_GROUP and bits != SPARSE_BITS
     fits = group > 0 and (small or group % INPUT_MULTIPLE == 0) and columns % group == columns % INPUT_MULTIPLE == 0
     if not known or not fits or (is_number and group != columns):
         raise weight.refusal(f"{bits} bits in groups of {group}")
     weight.check("words", (padded_features(rows) * columns * bits // 32,), (torch.int32,))
-    scales = padded_features(rows) // TILE, columns // group, TILE
+    beside = weight.tensors.keys() - ({"words"} if is_number else {"words", "scales"})
+    if beside not in BESIDE_CODES[: 1 if is_number else len(BESIDE_CODES) if is_float else 2]:
+        raise weight.refusal(f"{', '.join(sorted(beside))} beside its codes")
     if not is_number:
-        weight.check("scales", scales, tuple(TYPES))
-    if "zeros" in weight.tensors:
-        weight.check("zeros", scales, (torch.uint8,))
+        _check_scales(weight, padded_features(rows) // TILE, columns // group)
+
+
+def _check_scales(weight: PreparedWeight, tiles: int, groups: int) -> None:
+    blocks = groups
+    if "steps" in weight.tensors and "scales" in weight.tensors:
+        blocks = next((count for count in weight.tensors["scales"].shape[1:2] if count and groups % count == 0), groups)
+    weight.check("scales", (tiles, blocks, TILE), tuple(TYPES))
+    if "minima" in weight.tensors:
+        weight.check("minima", (tiles, blocks, TILE), (weight.tensors["scales"].dtype,))
+    for name, dtype in (("zeros", torch.uint8), ("steps", torch.int8), ("minimum_steps", torch.int8)):
+        if name in weight.tensors:
+            weight.check(name, (tiles, groups, TILE), (dtype,))

@@ -10,7 +10,7 @@
 #include "common/thread_pool.h"
 #include "common/bf16.h"
 
-enum { FAILED_STATUS = 1, FAILED_NUMBERS = 2, CALLERS = 3, KINDS = 11 };
+enum { FAILED_STATUS = 1, FAILED_NUMBERS = 2, CALLERS = 3, KINDS = 14 };
 
 static uint32_t draw(uint32_t *state) {
     *state = *state * 1664525u + 1013904223u;
@@ -18,14 +18,15 @@ static uint32_t draw(uint32_t *state) {
 }
 
 typedef struct {
-    int bits, activations, type, scale_type, set, symmetric, fewest_tile_rows;
-    int64_t rows, outputs, inputs, group;
+    int bits, activations, type, scale_type, set, symmetric, fewest_tile_rows, minima;
+    int64_t rows, outputs, inputs, group, block; /* block: 0 where there are no steps */
 } Case;
 
-/* Codes of 2, 4 and 8 bits with each kind of activations, then those that meet only floats. */
+/* Codes of 2, 4 and 8 bits with each kind of activations, then those that meet only floats: at last those above minima, or with
+ * steps. */
 static Case draw_case(int kind, int set, uint32_t *state) {
     Case drawn = {.bits = 2 << kind % 3, .activations = kind / 3, .set = set, .type = (int)(draw(state) % 2)};
-    if (kind >= 9) drawn.bits = kind == 9 ? 16 : SPARSE, drawn.activations = ACTIVATIONS_FLOAT;
+    if (kind >= 9) drawn.bits = kind == 9 ? 16 : kind == 10 ? SPARSE : 2 << (kind - 11), drawn.activations = ACTIVATIONS_FLOAT;
     drawn.scale_type = (int)(draw(state) % 3);
     drawn.fewest_tile_rows = (int)(draw(state) % 3 * 2);
     drawn.symmetric = drawn.bits == SPARSE || draw(state) % 2;
@@ -33,6 +34,12 @@ static Case draw_case(int kind, int set, uint32_t *state) {
     drawn.outputs = 1 + draw(state) % 150;
     drawn.group = 32 * (1 + draw(state) % 5);
     drawn.inputs = drawn.group * (1 + draw(state) % 3);
+    if (kind > 10) {
+        const uint32_t form = draw(state);
+        drawn.minima = form & 1, drawn.group = form & 2 ? SMALL_GROUP : 32, drawn.block = form & 4 ? 64 : 0;
+        if (drawn.group == SMALL_GROUP) drawn.fewest_tile_rows = 0;
+        drawn.symmetric = drawn.minima || drawn.symmetric || drawn.block, drawn.inputs = 64 * (1 + draw(state) % 3);
+    }
     if (drawn.bits == 16) drawn.group = drawn.inputs;
     return drawn;
 }
@@ -40,8 +47,9 @@ static Case draw_case(int kind, int set, uint32_t *state) {
 /* Operands of a product, as plain numbers and as kernels take it; scales and zeros as linear.h lays them out. */
 typedef struct {
     uint8_t *codes, *zeros;
-    float *scales, *values;
-    uint16_t *numbers, *halves;
+    int8_t *steps, *minimum_steps;
+    float *scales, *minima, *values;
+    uint16_t *numbers, *halves, *minimum_halves;
     uint32_t *words;
     void *x, *y;
     LinearWeight weight;
@@ -57,6 +65,12 @@ static int code_count(int bits) { return bits == 16 ? 256 : bits == SPARSE ? 16 
 
 static int64_t scale_count(const Case *now) {
     return (now->outputs + TILE - 1) / TILE * TILE * (now->inputs / now->group);
+}
+
+static int64_t inputs_per_scale(const Case *now) { return now->block ? now->block : now->group; }
+
+static uint16_t half_of(const Case *now, float number) {
+    return now->scale_type == FLOAT16 ? float16_of(number) : bfloat16_of(number);
 }
 
 static void draw_codes(const Case *now, Product *product, uint32_t *state) {
@@ -81,9 +95,17 @@ static void draw_scales(const Case *now, Product *product, uint32_t *state) {
     product->scales = exactly(count * 4);
     product->halves = exactly(count * 2);
     product->zeros = exactly(count);
+    product->minima = exactly(count * 4);
+    product->minimum_halves = exactly(count * 2);
+    product->steps = exactly(count);
+    product->minimum_steps = exactly(count);
     for (int64_t i = 0; i < count; i++) {
         product->scales[i] = now->bits == 16 ? 1 : 0.5f + (float)(draw(state) % 64) / 64;
-        product->halves[i] = now->scale_type == FLOAT16 ? float16_of(product->scales[i]) : bfloat16_of(product->scales[i]);
+        product->halves[i] = half_of(now, product->scales[i]);
+        product->minima[i] = (float)(draw(state) % 64) / 64 - 0.5f;
+        product->minimum_halves[i] = half_of(now, product->minima[i]);
+        product->steps[i] = (int8_t)(draw(state) % 256 - 128);
+        product->minimum_steps[i] = (int8_t)(draw(state) % 256 - 128);
         product->zeros[i] = (uint8_t)(now->symmetric || now->bits == 16 ? center : draw(state) % (2 * center));
     }
 }
@@ -95,6 +117,9 @@ static void set_weight(const Case *now, Product *product) {
     product->weight.fewest_tile_rows = now->fewest_tile_rows;
     if (has_scales) product->weight.scales = now->scale_type == FLOAT32 ? (void *)product->scales : product->halves;
     if (has_scales && !now->symmetric) product->weight.zeros = product->zeros;
+    if (now->minima) product->weight.minima = now->scale_type == FLOAT32 ? (void *)product->minima : product->minimum_halves;
+    if (now->block) product->weight.steps = product->steps, product->weight.block = now->block;
+    if (now->block && now->minima) product->weight.minimum_steps = product->minimum_steps;
     for (int i = 0; i < 16; i++) product->weight.table[i] = (float)(i - code_count(now->bits) / 2);
 }
 
@@ -116,9 +141,13 @@ static int is_close(const Case *now, const Product *product, int64_t row, int64_
     double sum = 0, size_of_sum = 1e-3;
     for (int64_t k = 0; k < now->inputs; k++) {
         const int64_t at = (output / TILE * (now->inputs / now->group) + k / now->group) * TILE + output % TILE;
+        const int64_t scale_at = (output / TILE * (now->inputs / inputs_per_scale(now)) + k / inputs_per_scale(now)) * TILE + output % TILE;
         const double code = product->codes[output * now->inputs + k] - product->zeros[at];
-        sum += code * (double)product->scales[at] * (double)product->values[row * now->inputs + k];
-        size_of_sum += fabs(code * (double)product->scales[at]) * 2;
+        const double above = code * (double)product->scales[scale_at] * (now->block ? product->steps[at] : 1);
+        const double step = now->block ? product->minimum_steps[at] : 1;
+        const double minimum = now->minima ? (double)product->minima[scale_at] * step : 0;
+        sum += (above - minimum) * (double)product->values[row * now->inputs + k];
+        size_of_sum += (fabs(above) + fabs(minimum)) * 2;
     }
     const int64_t at = row * now->outputs + output;
     const int narrow = now->type == BFLOAT16;
@@ -141,10 +170,11 @@ static int run_case(const Case *now, uint32_t *state) {
         if (!is_close(now, &product, i / now->outputs, i % now->outputs)) wrong = FAILED_NUMBERS;
     free(product.codes), free(product.zeros), free(product.scales), free(product.values), free(product.numbers);
     free(product.halves), free(product.words), free(product.x), free(product.y);
+    free(product.minima), free(product.minimum_halves), free(product.steps), free(product.minimum_steps);
     if (wrong)
-        fprintf(stderr, "failed %d: %d bits, activations %d of type %d, scales %d, set %d, %d rows, %d outputs, groups of %d\n",
+        fprintf(stderr, "failed %d: %d bits, activations %d of type %d, scales %d, set %d, %d rows, %d outputs, groups of %d in blocks of %d, minima %d\n",
                 wrong, now->bits, now->activations, now->type, now->scale_type, now->set, (int)now->rows, (int)now->outputs,
-                (int)now->group);
+                (int)now->group, (int)now->block, now->minima);
     return wrong;
 }
 

@@ -42,20 +42,29 @@ static int64_t run_of(int64_t group) {
     return run;
 }
 
-/* Inputs [start, start + INPUT_MULTIPLE) as float32. */
-INLINE void load_activations(const LinearCall *call, int64_t row, int64_t start, float *values) {
+/* Inputs [start, start + count) as float32. */
+INLINE void load_some(const LinearCall *call, int64_t row, int64_t start, int count, float *values) {
     const int64_t at = row * call->x_stride + start;
     if (call->type == FLOAT32) {
-        memcpy(values, (const float *)call->x + at, INPUT_MULTIPLE * sizeof *values);
+        memcpy(values, (const float *)call->x + at, (size_t)count * sizeof *values);
         return;
     }
     const uint16_t *halves = (const uint16_t *)call->x + at;
-    for (int i = 0; i < INPUT_MULTIPLE; i++) values[i] = float_of_bfloat16(halves[i]);
+    for (int i = 0; i < count; i++) values[i] = float_of_bfloat16(halves[i]);
+}
+
+INLINE void load_activations(const LinearCall *call, int64_t row, int64_t start, float *values) {
+    load_some(call, row, start, INPUT_MULTIPLE, values);
 }
 
 /* Sum of `run` inputs, in an order that has no part in which row it is. */
 INLINE float sum_run(const LinearCall *call, int64_t row, int64_t start) {
     float values[INPUT_MULTIPLE], sums[INPUT_MULTIPLE] = {0}, sum = 0;
+    if (call->prepared.run == SMALL_GROUP) {
+        load_some(call, row, start, SMALL_GROUP, values);
+        for (int i = 0; i < SMALL_GROUP; i++) sum += values[i];
+        return sum;
+    }
     for (int64_t k = 0; k < call->prepared.run; k += INPUT_MULTIPLE) {
         load_activations(call, row, start + k, values);
         for (int i = 0; i < INPUT_MULTIPLE; i++) sums[i] += values[i];
@@ -325,7 +334,9 @@ static void *make_room(LinearCall *call) {
     prepared->runs_per_group = weight->group / prepared->run;
     const size_t numbers = (size_t)(call->rows * weight->in_features), runs = (size_t)(call->rows * prepared->num_runs);
     const size_t converted = q8 ? numbers : widened ? numbers * sizeof(float) : 0;
-    const size_t sums = q8 || weight->zeros != NULL ? runs * sizeof(float) : 0;
+    prepared->num_blocks = weight->steps != NULL ? weight->in_features / weight->block : prepared->num_groups;
+    prepared->runs_per_block = prepared->num_runs / prepared->num_blocks;
+    const size_t sums = q8 || weight->zeros != NULL || weight->minima != NULL ? runs * sizeof(float) : 0;
     char *room = malloc(sums + sums + converted + 1);
     if (room == NULL) return NULL;
     call->sums = sums ? (float *)room : NULL;
@@ -338,12 +349,20 @@ static void *make_room(LinearCall *call) {
     return room;
 }
 
+/* Whether the table is the same in bfloat16, so that pairs of it are the weight. */
+static bool has_exact_pairs(const LinearWeight *weight) {
+    for (int i = 0; i < 16; i++)
+        if (float_of_bfloat16(bfloat16_of(weight->table[i])) != weight->table[i]) return false;
+    return true;
+}
+
 static const KernelKind *choose_kernels(int set, const LinearCall *call) {
     const int64_t fewest = call->weight->fewest_tile_rows;
     if (set >= FIRST_WITH_TILES && !fewest) set = (int)smaller(native_best_instruction_set(), FIRST_WITH_TILES - 1);
     const bool few = call->rows < smaller(fewest, FEW_ROWS + 1) && few_rows_take_vectors(set);
     if (call->activations != ACTIVATIONS_FLOAT) return few ? kernel_sets[set].few_q8 : kernel_sets[set].q8;
-    if (call->type != BFLOAT16 || call->weight->bits == SPARSE || kernel_sets[set].bfloat16 == NULL)
+    if (call->type != BFLOAT16 || call->weight->bits == SPARSE || kernel_sets[set].bfloat16 == NULL ||
+        !has_exact_pairs(call->weight))
         return kernel_sets[set].float32;
     return few ? kernel_sets[set].few_bfloat16 : kernel_sets[set].bfloat16;
 }

@@ -9,16 +9,18 @@
  * In words of the other widths the even inputs are in the low half and the odd ones in the high half, both from the lowest bit up, so
  * that (word >> bits * j) has a pair of neighbours, 2 j and 2 j + 1, at the bottom of its two halves.
  *     scales [O / TILE][I / group][TILE], zeros likewise as bytes.
- * O is padded to whole tiles (any codes, finite scales); I and group are multiples of INPUT_MULTIPLE; groups of 4-bit codes
- * without zeros may be SMALL_GROUP where activations are float.
+ *     with steps: scales [O / TILE][I / block][TILE], steps [O / TILE][I / group][TILE]; minima and minimum_steps likewise
+ * O is padded to whole tiles (any codes, finite scales); I and group are multiples of INPUT_MULTIPLE, except that groups may be
+ * SMALL_GROUP where activations are float and the width is not SPARSE. Steps and minima are for float activations alone.
  *
  * Numbers. W = (table[code] - (zero - center)) * scale with center = 2^(bits - 1); without zeros, table[code] * scale.
+ * With minima, W = table[code] * scale - minimum. With steps, a group's scale is scale * step, its minimum minimum * minimum_step.
  * Bytes have no table: they stand for code - 128. Sums run in float32, from the first input to the last within a run of
  * at most LONGEST_RUN inputs, and over runs; no sum depends on other rows of x, on their number or on threads.
  * With 8-bit activations sums within a group are exact int32.
  *
  * Activations are bfloat16 or float32, and y has their type. bfloat16 pairs are multiplied as they are where AVX-512 or matrix
- * tiles do so; elsewhere, and for float32, products are float32. */
+ * tiles do so and bfloat16 holds the table; elsewhere, and for float32, products are float32. */
 #ifndef NATIVE_LINEAR_H
 #define NATIVE_LINEAR_H
 
@@ -44,8 +46,11 @@ typedef struct {
     const uint32_t *words;
     const void *scales;
     const uint8_t *zeros; /* NULL: symmetric */
+    const void *minima;   /* of scale_type; NULL: none, as where there are zeros */
+    const int8_t *steps, *minimum_steps; /* NULL: none; the second are there with both others */
+    int64_t block;        /* inputs that share a scale where there are steps, a multiple of group */
     const float *bias;    /* [O] or NULL */
-    float table[16];      /* of codes of 2 or 4 bits; a bfloat16 product rounds it to bfloat16 */
+    float table[16];      /* of codes of 2 or 4 bits */
 } LinearWeight;
 
 enum { LINEAR_OK, LINEAR_NO_INSTRUCTIONS = -1, LINEAR_NO_MEMORY = -2 };

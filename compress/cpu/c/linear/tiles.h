@@ -31,7 +31,8 @@ typedef struct {
     int64_t stride; /* elements from row to row */
     int64_t run;    /* inputs per run */
     int64_t num_runs, num_groups, runs_per_group;
-    const float *sums;         /* [rows][num_runs] of float activations; NULL when no zeros ask for them */
+    int64_t num_blocks, runs_per_block; /* that share a scale: groups where there are no steps */
+    const float *sums;         /* [rows][num_runs] of float activations; NULL when no zeros or minima ask for them */
     const int32_t *q8_sums; /* [rows][num_runs] of 8-bit activations */
     const float *q8_scales; /* likewise */
     CodeTable table;
@@ -48,7 +49,7 @@ typedef struct {
 /* Some vectors of a tile's features, for some rows. */
 typedef struct {
     int64_t run, row;
-    int64_t scale; /* index of the first one's scale */
+    int64_t scale, group; /* index of the first one's scale and minimum; of its zero and steps */
     int rows;
     const uint32_t *words;
     float *sums;
@@ -80,8 +81,12 @@ INLINE int width_index(int bits) {
 }
 
 INLINE Strip strip_at(const LinearWeight *weight, const Prepared *input, const Place *place, int first) {
-    const int64_t group = weight->bits == 16 ? 0 : place->tile * input->num_groups + place->run / input->runs_per_group;
-    return (Strip){place->run, place->row, group * TILE + first, place->rows, place->words + first, place->sums + first};
+    Strip strip = {.run = place->run, .row = place->row, .rows = place->rows};
+    strip.words = place->words + first, strip.sums = place->sums + first;
+    if (weight->bits == 16) return strip;
+    strip.scale = (place->tile * input->num_blocks + place->run / input->runs_per_block) * TILE + first;
+    strip.group = (place->tile * input->num_groups + place->run / input->runs_per_group) * TILE + first;
+    return strip;
 }
 
 /* Bit at which the code of input k of a word (0 <= k < 32 / bits) begins. */

@@ -1,0 +1,136 @@
+"""C products with codes whose scales and minima are integers times numbers of blocks, against float64."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tiers import examples
+
+from compress.common.errors import CheckpointError, SchemeError
+from compress.cpu.binding import EMULATED, INSTRUCTION_SETS, absence, best_instruction_set, library
+from runtime.backends.cpu.block_scales import BlockScaledCodes
+from runtime.backends.cpu.linear import Activations, CpuLinear
+from runtime.backends.prepared_weight import PreparedWeight
+
+pytestmark = pytest.mark.skipif(library() is None, reason=absence())
+SETS = [*range(best_instruction_set() + 1), EMULATED]
+every_set = pytest.mark.parametrize("instruction_set", SETS, ids=lambda index: INSTRUCTION_SETS[index])
+BLOCK = 64
+KINDS = [(2, 16, True), (3, 16, False), (4, 32, True), (5, 32, True), (6, 16, False), (7, 32, True), (8, 32, False)]
+every_kind = pytest.mark.parametrize(("bits", "group", "minima"), KINDS)
+
+
+def activations(rows: int, columns: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def draw(shape: tuple[int, int], bits: int, group: int, minima: bool, steps: bool = True, seed: int = 0):
+    """Every code; steps of both signs and zero, where there are some."""
+    random = torch.Generator().manual_seed(seed)
+    codes = torch.arange(shape[0] * shape[1]).view(shape).remainder(1 << bits).to(torch.uint8)
+    groups, blocks = (shape[0], shape[1] // group), (shape[0], shape[1] // (BLOCK if steps else group))
+
+    def numbers() -> torch.Tensor:
+        return (torch.rand(blocks, generator=random) / 100 + 1e-3).half()
+
+    def integers() -> torch.Tensor:
+        return torch.randint(-128, 128, groups, generator=random).to(torch.int8)
+
+    beside = integers() if steps else None
+    return BlockScaledCodes(
+        codes,
+        bits,
+        numbers(),
+        numbers() if minima else None,
+        beside,
+        integers() if minima and steps else None,
+    )
+
+
+@examples(60)
+@given(
+    kind=st.sampled_from(KINDS),
+    steps=st.booleans(),
+    blocks=st.integers(1, 3),
+    out_features=st.integers(1, 150),
+    rows=st.sampled_from([1, 2, 3, 5, 6, 7, 13, 129]),
+    dtype=st.sampled_from([torch.bfloat16, torch.float32]),
+    with_bias=st.booleans(),
+    instruction_set=st.sampled_from(SETS),
+    seed=st.integers(0, 99),
+)
+def test_any_weight(kind, steps, blocks, out_features, rows, dtype, with_bias, instruction_set, seed):
+    weight = draw((out_features, blocks * BLOCK), *kind, steps, seed)
+    bias = activations(1, out_features, seed=seed)[0] if with_bias else None
+    x = activations(rows, blocks * BLOCK, dtype, seed)
+    found = CpuLinear(weight, bias, instruction_set=instruction_set)(x)
+    exact = weight.dequantize(torch.float64)
+    expected = x.double() @ exact.T + (0 if bias is None else bias.double())
+    # What minima are subtracted from may be larger than weights, but no larger than this.
+    largest = exact.abs().max() + 2 * largest_minimum(weight)
+    rounding = 2**-8 * expected.abs() if dtype == torch.bfloat16 else 0
+    allowed = 4e-6 * (x.double().abs().sum(1, keepdim=True) * largest + 1) + rounding
+    assert (found.shape, found.dtype) == ((rows, out_features), dtype)
+    assert ((found.double() - expected).abs() <= allowed).all()
+
+
+def largest_minimum(weight: BlockScaledCodes) -> float:
+    if weight.minima is None:
+        return 0.0
+    steps = torch.ones(1) if weight.minimum_steps is None else weight.minimum_steps
+    return float(weight.minima.double().abs().max() * steps.double().abs().max())
+
+
+@every_set
+@every_kind
+@pytest.mark.parametrize("steps", [True, False])
+def test_every_code_value_and_place(bits, group, minima, steps, instruction_set):
+    """Identity activations read the weights back, exactly: as computed in float32."""
+    weight = draw((70, 128), bits, group, minima, steps)
+    linear = CpuLinear(weight, instruction_set=instruction_set)
+    for dtype in (torch.bfloat16, torch.float32):
+        exact = weight.dequantize().to(dtype)
+        assert torch.equal(linear(torch.eye(128, dtype=dtype)).T, exact)
+        assert torch.equal(linear.rows(torch.tensor([69, 0, 63, 64]), dtype), exact[[69, 0, 63, 64]])
+    assert torch.equal(linear.rows(torch.tensor([5]), torch.float64), weight.dequantize(torch.float64)[[5]])
+
+
+def test_a_block_takes_little_more_than_its_codes():
+    """q4_k: 4 bits, two steps of 8 for 32 codes, two numbers of 16 for a block of 256."""
+    random = torch.Generator().manual_seed(0)
+    codes = torch.randint(0, 16, (64, 512), generator=random).to(torch.uint8)
+    numbers, steps = torch.ones(64, 2).half(), torch.ones(64, 16, dtype=torch.int8)
+    linear = CpuLinear(BlockScaledCodes(codes, 4, numbers, numbers, steps, steps))
+    assert linear.nbytes * 8 / codes.numel() == 4 + 2 * 8 / 32 + 2 * 16 / 256
+
+
+@every_kind
+def test_prepared(bits, group, minima):
+    linear = CpuLinear(draw((70, 128), bits, group, minima))
+    prepared, x = linear.prepared(), activations(5, 128)
+    assert torch.equal(CpuLinear(prepared)(x), linear(x))
+    with pytest.raises(CheckpointError, match=r"beside its codes|bits in groups of 16"):
+        CpuLinear(prepared, activations=Activations.INT8_GROUP)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"scales": torch.ones(2, 3, 64).half()}, "scales"),
+        ({"minima": torch.ones(2, 2, 64)}, "minima torch.float32"),
+        ({"steps": torch.ones(2, 3, 64, dtype=torch.int8)}, "steps"),
+        ({"minimum_steps": torch.ones(2, 4, 64, dtype=torch.uint8)}, "minimum_steps torch.uint8"),
+        ({"zeros": torch.ones(2, 4, 64, dtype=torch.uint8)}, "minima, minimum_steps, steps, zeros beside"),
+        ({"bias": torch.ones(2)}, "bias, minima, minimum_steps, steps beside"),
+    ],
+)
+def test_prepared_weights_that_do_not_fit_are_refused(change, problem):
+    good = CpuLinear(draw((70, 128), 4, 32, True)).prepared()
+    with pytest.raises(CheckpointError, match=problem):
+        CpuLinear(PreparedWeight(good.shape, {**good.tensors, **change}, good.bits, good.group))
+
+
+def test_what_meets_8_bit_activations_is_refused():
+    for kind in (Activations.INT8_GROUP, Activations.INT8_ROW):
+        with pytest.raises(SchemeError, match="16-bit activations alone"):
+            CpuLinear(draw((70, 128), 4, 32, True), activations=kind)
