@@ -11,8 +11,8 @@ from uuid import uuid4
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from compress.common.errors import RequestError
 from runtime.core.request import Delta, FinishReason, SamplingParams, TokenLogprobs
+from runtime.server.conversation import conversation_texts
 from runtime.server.intake import ServedText, Tokenizer, described
 from runtime.server.protocol import Delivery
 from runtime.server.protocol_chat import ChatRequest, Function
@@ -26,7 +26,7 @@ from runtime.server.response_models import (
 )
 from runtime.server.serving import Service
 from runtime.text.tool_parser import Piece, ToolCall, ToolCallParser
-from runtime.text.tools import ToolFormat, allowed_calls, describe_tools, find_format, forced_calls, mentions_tools
+from runtime.text.tools import ToolFormat, allowed_calls, find_format, forced_calls
 
 
 def chat_logprobs(tokenizer: Tokenizer, pairs: Iterable[tuple[int, TokenLogprobs]]) -> Iterator[TokenLogprob]:
@@ -92,40 +92,6 @@ class ChatShape:
         reason: str | None = None,
     ) -> dict[str, Any]:
         return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
-
-
-def render_conversation(tokenizer: Tokenizer, body: ChatRequest) -> str:
-    """Returns the text of the prompt up to the answer. Templates without support for tools get them as text.
-
-    Raises:
-        RequestError: the template refuses the conversation, or has no such variable.
-    """
-    variables = body.template_variables
-    messages = [message.as_json() for message in body.messages]
-    tools = [tool.as_json() for tool in body.usable_tools]
-    if not (tools or any("tool_calls" in message or message["role"] == "tool" for message in messages)):
-        return tokenizer.render_chat(messages, **variables)
-    if not mentions_tools(tokenizer.chat_template or ""):
-        return tokenizer.render_chat(describe_tools(messages, tools), **variables)
-    return tokenizer.render_chat(messages, **({"tools": tools} if tools else {}), **variables)
-
-
-def up_to_answer(text: str, body: ChatRequest) -> str:
-    """Returns a rendered conversation up to where the answer begins: its end, or that of the message to continue.
-
-    Raises:
-        RequestError: the template has changed that message.
-    """
-    if not body.continue_final_message:
-        return text
-    last = body.messages[-1].text
-    for form in (last, last.strip()):
-        if form and (start := text.rfind(form)) >= 0:
-            return text[: start + len(form)]
-    raise RequestError(
-        "the model's chat template changes the message that the answer should continue",
-        "Send a prompt to /v1/completions",
-    )
 
 
 def find_tool_format(tokenizer: Tokenizer, body: ChatRequest) -> ToolFormat | None:
@@ -252,8 +218,7 @@ def prepare_chat(served: ServedText, raw: bytes) -> PreparedChat:
     served.check_model(body.model)
     tokenizer = served.tokenizer
     tool_format = find_tool_format(tokenizer, body)
-    text = up_to_answer(render_conversation(tokenizer, body), body)
-    token_ids = served.encode(text, add_special_tokens=False, keep=body.truncate_prompt_tokens)
+    token_ids = served.encode_pieces(conversation_texts(tokenizer, body), body.truncate_prompt_tokens)
     bad_words = served.encode_words(body.bad_words or ())
     sampling = body.sampling_params(len(token_ids), served.limits.max_model_len, None, bad_words)
     if tool_format is not None:

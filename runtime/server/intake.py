@@ -105,6 +105,13 @@ class ServedText:
         found = self.tokenizer.encode(text, add_special_tokens=add_special_tokens, max_tokens=limit)
         return array("i", found[-keep:] if keep else found)
 
+    def encode_pieces(self, texts: Sequence[str], keep: int | None = None) -> array[int]:
+        """Returns the token ids of a prompt whose pieces are tokenized one by one, or the last `keep` of them."""
+        found = array("i")
+        for text in texts:
+            found += self.encode(text, add_special_tokens=False, keep=keep)
+        return found[-keep:] if keep else found
+
     def encode_prompts(self, prompts: Sequence[str | list[int]], keep: int | None = None) -> list[array[int]]:
         """Returns the token ids of each prompt; the last `keep` of them. Raises the errors of `encode`."""
         last = slice(-keep if keep else None, None)

@@ -245,6 +245,9 @@ class ChatRequest(ToolFields, GenerationRequest):
     continue_final_message: bool | None = Field(
         None, description="let the answer continue the last message, which is the assistant's"
     )
+    parse_special: bool | None = Field(
+        None, description="read special tokens in messages as such; they are text by default"
+    )
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
 

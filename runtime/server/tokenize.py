@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request
 from pydantic import Field, model_validator
 from starlette.responses import Response, StreamingResponse
 
-from runtime.server.chat import render_conversation
+from runtime.server.conversation import conversation_texts
 from runtime.server.errors import ApiError, JsonResponse
 from runtime.server.intake import ServedText, described
 from runtime.server.protocol import TokenId
@@ -122,8 +122,8 @@ def encode(served: ServedText, body: TokenizeRequest) -> list[int]:
     if body.prompt is not None:
         return served.tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
     conversation = {"model": served.model_name, "messages": body.messages}
-    text = render_conversation(served.tokenizer, ChatRequest.model_validate(conversation))
-    return served.tokenizer.encode(text, add_special_tokens=False)
+    texts = conversation_texts(served.tokenizer, ChatRequest.model_validate(conversation))
+    return [token for text in texts for token in served.tokenizer.encode(text, add_special_tokens=False)]
 
 
 def check_ids(token_ids: list[int], vocab_size: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -179,7 +179,7 @@ class Tokenizer:
     def eos_token_id(self) -> int | None:
         return self._named_id("eos_token")
 
-    @property
+    @cached_property
     def special_ids(self) -> dict[str, int]:
         """Ids of special tokens by their content; `decode` omits them."""
         added = self._backend.get_added_tokens_decoder()

@@ -1,12 +1,12 @@
 """`/v1/chat/completions`, whole and streamed."""
 
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx
 from servers import answer, streamed
 
-from runtime.server.chat import render_conversation
+from runtime.server.conversation import conversation_texts
 from runtime.server.protocol_chat import ChatRequest, Message
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
@@ -63,13 +63,14 @@ def test_variables_of_the_template_reach_it() -> None:
 
     class Recorder:
         chat_template = "{{ enable_thinking }}"
+        special_ids: ClassVar[dict[str, int]] = {}
 
         def render_chat(self, messages: Any, **variables: Any) -> str:
             given.update(variables)
             return ""
 
     body = {"model": "alphabet", "messages": MESSAGES, "chat_template_kwargs": {"enable_thinking": False}}
-    render_conversation(Recorder(), ChatRequest.model_validate(body))  # type: ignore[arg-type]
+    conversation_texts(Recorder(), ChatRequest.model_validate(body))  # type: ignore[arg-type]
     assert given == {"enable_thinking": False}
 
 

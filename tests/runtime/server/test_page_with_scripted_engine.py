@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from browser import browser
@@ -25,6 +25,7 @@ class ByteTokens:
     """Token ids are bytes; without `has_template` there are no conversations."""
 
     has_template = True
+    special_ids: ClassVar[dict[str, int]] = {}
 
     def encode(self, text: str, **options: Any) -> list[int]:
         return list(text.encode())

@@ -18,7 +18,7 @@ from servers import serving_demo, serving_engine
 from compress.common.cli import demo_model_path
 from runtime.core.config import RuntimeConfig
 from runtime.engine.engine import Engine
-from runtime.server.chat import render_conversation
+from runtime.server.conversation import conversation_texts
 from runtime.server.protocol_chat import ChatRequest
 from runtime.text.tokenizer import Tokenizer
 
@@ -233,7 +233,7 @@ def test_templates_get_tools_and_calls_and_results(kind: str) -> None:
         {"role": "tool", "tool_call_id": "abc123def", "content": [{"type": "text", "text": "sunny"}]},
     ]
     body = ChatRequest.model_validate({"model": "demo", "messages": turns, "tools": TOOLS})
-    prompt = render_conversation(tokenizer, body)
+    (prompt,) = conversation_texts(tokenizer, body)
     assert '"description": "Weather to come"' in prompt
     assert f'"{"parameters" if kind == "llama" else "arguments"}": {json.dumps(ROME)}' in prompt
     assert "<tool>sunny" in prompt

@@ -1,0 +1,90 @@
+"""Conversations as texts to tokenize: rendered by the chat template, with special tokens in messages cut apart."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from compress.common.errors import RequestError
+from runtime.server.intake import Tokenizer
+from runtime.server.protocol_chat import ChatRequest
+from runtime.text.tools import describe_tools, mentions_tools
+
+Json = Any
+PRIVATE_CHARACTERS = range(0xE000, 0xF900)
+
+
+def conversation_texts(tokenizer: Tokenizer, body: ChatRequest) -> list[str]:
+    """Returns the prompt up to the answer in pieces; tokens do not reach from one to the next.
+
+    A special token in a message or tool is text: it is cut behind its first character. Most prompts are one piece.
+
+    Raises:
+        RequestError: the template refuses the conversation, or has no such variable, or has changed a message that the
+            answer should continue.
+    """
+    messages: Json = [message.as_json() for message in body.messages]
+    tools: Json = [tool.as_json() for tool in body.usable_tools]
+    mark = "" if body.parse_special else find_mark(tokenizer.special_ids, [messages, tools])
+    if mark:
+        messages, tools = cut_apart(tokenizer.special_ids, mark, [messages, tools])
+    text = render(tokenizer, messages, tools, body.template_variables)
+    if body.continue_final_message:
+        text = up_to_message(text, messages[-1]["content"])
+    return text.split(mark) if mark else [text]
+
+
+def render(tokenizer: Tokenizer, messages: list[Json], tools: list[Json], variables: dict[str, Any]) -> str:
+    """Returns a rendered conversation. Templates without support for tools get them as text."""
+    if not (tools or any("tool_calls" in message or message["role"] == "tool" for message in messages)):
+        return tokenizer.render_chat(messages, **variables)
+    if not mentions_tools(tokenizer.chat_template or ""):
+        return tokenizer.render_chat(describe_tools(messages, tools), **variables)
+    return tokenizer.render_chat(messages, **({"tools": tools} if tools else {}), **variables)
+
+
+def up_to_message(text: str, message: str) -> str:
+    """Returns a rendered conversation up to the end of its last message."""
+    for form in (message, message.strip()):
+        if form and (start := text.rfind(form)) >= 0:
+            return text[: start + len(form)]
+    problem = "the model's chat template changes the message that the answer should continue"
+    raise RequestError(problem, "Send a prompt to /v1/completions")
+
+
+def find_mark(special_tokens: Iterable[str], value: Json) -> str:
+    """Returns a character that no text of a JSON value has, if one of them has a special token; else an empty text."""
+    texts = list(texts_of(value))
+    wanted = pattern_of(special_tokens)
+    if wanted is None or not any(map(wanted.search, texts)):
+        return ""
+    free = (chr(code) for code in PRIVATE_CHARACTERS)
+    return next(character for character in free if not any(character in text for text in texts))
+
+
+def cut_apart(special_tokens: Iterable[str], mark: str, value: Json) -> Json:
+    """Returns a JSON value whose texts have a mark behind the first character of each special token."""
+    wanted = pattern_of(special_tokens)
+    if isinstance(value, dict):
+        return {name: cut_apart(special_tokens, mark, held) for name, held in value.items()}
+    if isinstance(value, list):
+        return [cut_apart(special_tokens, mark, held) for held in value]
+    while isinstance(value, str) and wanted is not None and wanted.search(value):  # tokens may overlap
+        value = wanted.sub(lambda found: f"{found[0][0]}{mark}{found[0][1:]}", value)
+    return value
+
+
+def pattern_of(special_tokens: Iterable[str]) -> re.Pattern[str] | None:
+    """Returns what finds special tokens of two characters or more; None if there are none."""
+    names = [name for name in special_tokens if len(name) > 1]
+    return re.compile("|".join(map(re.escape, names))) if names else None
+
+
+def texts_of(value: Json) -> Iterable[str]:
+    """Yields the texts in a JSON value; names of objects are no texts."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for held in value.values() if isinstance(value, dict) else value:
+            yield from texts_of(held)
