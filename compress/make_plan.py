@@ -180,6 +180,8 @@ def _check_outliers(layer_plans: Mapping[str, LayerPlan]) -> None:
 def _check_tuning(layer_plans: Mapping[str, LayerPlan]) -> None:
     """Raise RecipeError when pruned weights would lose their zeros, or rounding is learned in several ways."""
     for name, each in layer_plans.items():
+        if each.pruning and each.scheme and each.scheme.codes and not each.scheme.codes.holds_zeros:
+            raise RecipeError(f"{each.scheme} has no exact zeros, and {name} is pruned", "Quantize it to integers")
         if each.pruning and each.method and not each.method.keeps_zeros:
             able = " or ".join(n for n in base.names("quantize") if base.quantization(n).joins_pruning)
             raise RecipeError(f"{each.method.name} does not keep zeros, and {name} is pruned", f"Quantize it by {able}")

@@ -220,7 +220,7 @@ def _engine_notes(layer_plans: Collection[LayerPlan]) -> list[str]:
         notes.append("pruning without a pattern makes no layer smaller: its zeros are stored like other values")
     if any(not scheme.symmetric for scheme in schemes):
         notes.append("asymmetric codes: transformers loads them only with CompressedTensorsConfig(dequantize=True)")
-    if odd := sorted({scheme.bits for scheme in schemes if scheme.codes} - {4, 8}):
+    if odd := sorted({scheme.bits for scheme in schemes if scheme.codes and not scheme.codes.structure} - {4, 8}):
         notes.append(f"{', '.join(map(str, odd))}-bit codes: vLLM and this runtime load them, SGLang only 4 and 8 bits")
     return notes
 

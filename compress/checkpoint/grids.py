@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from compress.checkpoint.float_scales import Numbers, nearest_codes
+from compress.checkpoint.gguf.rounding.k import search_weight
+from compress.checkpoint.gguf.rounding.search import divided
 from compress.checkpoint.scale_search import GroupScales, encode
 from compress.checkpoint.weights import Int, Weight
 from compress.checkpoint.weights.integer import IntegerWeight
+from compress.checkpoint.weights.k_quants import KQuant, KQuantWeight
 from compress.cpu.gptq import ColumnGrid
 
 Rounded = TypeVar("Rounded", bound=Weight, covariant=True)
@@ -27,6 +30,10 @@ class OrderedGrid(ABC):
     """
 
     compiled: ColumnGrid | None = None
+
+    def shifted(self, columns: Tensor) -> Tensor:
+        """The `columns [I, O]` of a weight as the loop rounds them: plus what the grid subtracts from its values."""
+        return columns
 
     @abstractmethod
     def round(self, target: Tensor, column: int, codes: Tensor, kept: Tensor | None) -> Tensor:
@@ -63,7 +70,9 @@ class IntegerGrid(Grid[IntegerWeight]):
         return IntegerWeight(codes, self.scales.scales, self.scales.zero_points, self.scheme)
 
     def ordered(self, order: Tensor) -> OrderedGrid:
-        return OrderedIntegers(self, order)
+        size, scales = self.scheme.group_size, self.scales
+        group = order // size if size else torch.zeros_like(order)
+        return OrderedIntegers(scales.scales, scales.zero_points, group, self.scheme.max_code)
 
 
 class OrderedIntegers(OrderedGrid):
@@ -71,10 +80,10 @@ class OrderedIntegers(OrderedGrid):
 
     compiled: ColumnGrid
 
-    def __init__(self, grid: IntegerGrid, order: Tensor) -> None:
-        scale, zero = (each.float().T.contiguous() for each in (grid.scales.scales, grid.scales.zero_points))
-        group = order // grid.scheme.group_size if grid.scheme.group_size else torch.zeros_like(order)
-        self.compiled = ColumnGrid(scale, zero, group, grid.scheme.max_code)
+    def __init__(self, scales: Tensor, zeros: Tensor, group: Tensor, max_code: int) -> None:
+        """Takes scales and zero points `[O, G]`, and the group of each column of the loop `[I]`."""
+        scale, zero = (each.float().T.contiguous() for each in (scales, zeros))
+        self.compiled = ColumnGrid(scale, zero, group, max_code)
         self._group = self.compiled.group.tolist()
 
     def round(self, target: Tensor, column: int, codes: Tensor, kept: Tensor | None) -> Tensor:
@@ -85,6 +94,70 @@ class OrderedIntegers(OrderedGrid):
             found = torch.where(kept[column], found, zero)
         codes[column] = found
         return found.sub_(zero).mul_(scale)
+
+
+SMALLEST_SCALE = 1e-30
+"""Stands for scales of zero: under it every code has the same value, but none is the result of a division by zero."""
+
+
+@dataclass(frozen=True, slots=True)
+class KGrid(Grid[KQuantWeight]):
+    """Multiples of scales less minima, where both are integers times a number of each super-block.
+
+    Attributes:
+        start: the scales, with the nearest codes to the weight for which they were chosen.
+    """
+
+    start: KQuantWeight
+
+    @classmethod
+    def search(cls, weight: Tensor, scheme: KQuant, importance: Tensor | None = None) -> KGrid:
+        """Searches the scales of `weight [O, I]` with the least squared error, columns weighted by `importance [I]`.
+
+        Raises:
+            NumericsError: NaN or infinity.
+        """
+        found = search_weight(weight, scheme.layout, importance)
+        return cls(scheme.of(found, len(weight)))
+
+    def encode(self, weight: Tensor) -> KQuantWeight:
+        scales = self.start.scales
+        grouped = weight.float().unflatten(1, (scales.shape[1], -1))
+        if self.start.minima is not None:
+            grouped = grouped + self.start.minima.unsqueeze(-1)
+        codes = divided(grouped, scales.unsqueeze(-1)).round_().add_(self._zero).clamp_(0, self.start.scheme.max_code)
+        return self.weight(codes.to(torch.uint8).flatten(1))
+
+    def weight(self, codes: Tensor) -> KQuantWeight:
+        return replace(self.start, qweight=codes)
+
+    def ordered(self, order: Tensor) -> OrderedGrid:
+        scales = _divisors(self.start.scales)
+        zeros, minima = torch.full_like(scales, self._zero), self.start.minima
+        group, top = order // self.start.scheme.group_size, self.start.scheme.max_code
+        if minima is None:
+            return OrderedIntegers(scales, zeros, group, top)
+        return OrderedAboveMinima(scales, zeros, group, top, minima)
+
+    @property
+    def _zero(self) -> int:
+        return 0 if self.start.scheme.has_minima else self.start.scheme.midpoint
+
+
+def _divisors(scales: Tensor) -> Tensor:
+    return torch.where(scales == 0, SMALLEST_SCALE, scales)
+
+
+class OrderedAboveMinima(OrderedIntegers):
+    """Multiples of scales alone: minima `[O, G]` are added to the columns before the loop, which sees only their
+    errors."""
+
+    def __init__(self, scales: Tensor, zeros: Tensor, group: Tensor, max_code: int, minima: Tensor) -> None:
+        super().__init__(scales, zeros, group, max_code)
+        self._minima = minima.T.contiguous()
+
+    def shifted(self, columns: Tensor) -> Tensor:
+        return columns + self._minima[self.compiled.group]
 
 
 @dataclass(frozen=True, slots=True)

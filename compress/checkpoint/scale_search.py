@@ -159,14 +159,14 @@ def search_scales(
     require_finite(weight, "the weight")
     compiled = None if range_kernel(weight.device) == "torch" else instruction_set
     if inputs is None:
-        columns = _column_weights(weight, importance)
+        columns = column_weights(weight, importance)
         if compiled is not None:
             return _search_compiled(weight, scheme, columns, dtype, compiled, 1)[0]
         return _search(weight, scheme, _weighted_error(columns.view(groups, -1)), dtype, [])
     inputs = inputs.to(weight.device)
     measure, likely = _output_error(inputs, groups), list[GroupScales]()
     if compiled is not None and scheme.bits >= 4:
-        columns = _column_weights(weight, inputs.float().square().mean(0))
+        columns = column_weights(weight, inputs.float().square().mean(0))
         likely = _search_compiled(weight, scheme, columns, dtype, compiled, LIKELY)
     return _search(weight, scheme, measure, dtype, likely)
 
@@ -226,7 +226,8 @@ def encode(weight: Tensor, scales: GroupScales, scheme: Int, *, instruction_set:
     return IntegerWeight(codes, scales.scales, zero, scheme)
 
 
-def _column_weights(weight: Tensor, importance: Tensor | None) -> Tensor:
+def column_weights(weight: Tensor, importance: Tensor | None) -> Tensor:
+    """Returns the weight of each column's squared error `[I]`, 1 on average; None weighs all alike."""
     if importance is None:
         return torch.ones(weight.shape[1], device=weight.device)
     require_finite(importance, "the importance of the input columns")
@@ -255,7 +256,7 @@ def error_of_groups(
     require_finite(weight, "the weight")
     if inputs is not None:
         return _output_error(inputs.to(weight.device), groups)
-    return _weighted_error(_column_weights(weight, importance).view(groups, -1))
+    return _weighted_error(column_weights(weight, importance).view(groups, -1))
 
 
 def row_chunks(weight: Tensor, groups: int) -> Iterator[Tensor]:

@@ -151,6 +151,11 @@ class Scheme(ABC):
         return f"the {self.key} layout"
 
     @property
+    def holds_zeros(self) -> bool:
+        """Whether zero is one of the values under every scale, so that pruned weights can stay zero."""
+        return True
+
+    @property
     def note(self) -> str:
         """Which engines read the form, for plans; empty where most do."""
         return f"{self} is read by this runtime only; others read `compress export --format dense`"

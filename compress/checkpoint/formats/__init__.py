@@ -17,6 +17,7 @@ from compress.checkpoint.formats import awq, compress_runtime, compressed_tensor
 from compress.checkpoint.scheme import GROUP_SIZES, MAX_BITS, MIN_BITS, targets
 from compress.checkpoint.weights import Int, Scheme, Weight
 from compress.checkpoint.weights.base import Get, about
+from compress.checkpoint.weights.k_quants import INTEGERS
 from compress.common.errors import CheckpointError, SchemeError
 
 
@@ -79,7 +80,7 @@ def nearest_held(format: Format, scheme: Scheme, shape: tuple[int, int]) -> Sche
     integers = (Int(bits, group) for bits in range(MIN_BITS, MAX_BITS + 1) for group in (*GROUP_SIZES, None))
     floats = (form.target() for form in targets().values() if form is not Int)
     fitting = [each for each in (*integers, *floats) if _is_held(format, each, shape)]
-    size, is_integer = scheme.stored_bits(*shape), scheme.numbers == Int.numbers
+    size, is_integer = scheme.stored_bits(*shape), scheme.numbers in (Int.numbers, INTEGERS)
 
     def distance(other: Scheme) -> tuple[bool, int]:
         return (other.numbers == Int.numbers) != is_integer, abs(other.stored_bits(*shape) - size)

@@ -9,6 +9,7 @@ from compress.checkpoint.gguf.rounding.legacy import join_minima, join_symmetric
 from compress.checkpoint.gguf.types.legacy import SIZE
 from compress.checkpoint.weights.base import cast_exactly
 from compress.checkpoint.weights.integer import IntegerWeight
+from compress.checkpoint.weights.k_quants import KQuantWeight
 from compress.common.errors import SchemeError
 
 SYMMETRIC = {"q4_0": 4, "q5_0": 5, "q8_0": 8}
@@ -16,11 +17,17 @@ WITH_MINIMA = {"q4_1": 4, "q5_1": 5}
 """Bits of a code by type, the narrowest first."""
 
 
-def exact_type(weight: IntegerWeight) -> str | None:
+Exact = IntegerWeight | KQuantWeight
+"""Weights whose codes a type may hold."""
+
+
+def exact_type(weight: Exact) -> str | None:
     """Returns the narrowest type that holds the codes of a weight and its scales; None where there is none.
 
     Minima of asymmetric codes, the scale times the zero point, are rounded to float16.
     """
+    if isinstance(weight, KQuantWeight):
+        return weight.scheme.word
     columns, groups = weight.shape[1], weight.scales.shape[1]
     if columns % SIZE or (columns // groups) % SIZE:
         return None
@@ -32,8 +39,10 @@ def exact_type(weight: IntegerWeight) -> str | None:
     return next((name for name, bits in widths.items() if bits >= weight.scheme.bits), None)
 
 
-def exact_blocks(weight: IntegerWeight, name: str) -> Tensor:
+def exact_blocks(weight: Exact, name: str) -> Tensor:
     """Returns the blocks uint8 `[O, bytes of a row]` of a weight whose `exact_type` is `name`."""
+    if isinstance(weight, KQuantWeight):
+        return weight.blocks()
     rows, columns = weight.shape
     repeats = columns // SIZE // weight.scales.shape[1]
     scales = weight.scales.repeat_interleave(repeats, dim=1).reshape(-1, 1)

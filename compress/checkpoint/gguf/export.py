@@ -13,7 +13,7 @@ from torch import Tensor
 from compress.checkpoint.config import HEAD, is_embedding
 from compress.checkpoint.dequantized import UNUSED_SCALES
 from compress.checkpoint.gguf.architectures.base import Architecture, expert_of, interleaved, is_router
-from compress.checkpoint.gguf.exact import exact_blocks, exact_type
+from compress.checkpoint.gguf.exact import Exact, exact_blocks, exact_type
 from compress.checkpoint.gguf.model_metadata import architecture_of, model_metadata
 from compress.checkpoint.gguf.rounding import ROUNDERS, round_to
 from compress.checkpoint.gguf.tokenizer_metadata import tokenizer_metadata
@@ -21,7 +21,6 @@ from compress.checkpoint.gguf.types import BY_NAME
 from compress.checkpoint.gguf.types.plain import DTYPES
 from compress.checkpoint.gguf.writer import NewTensor, write_gguf
 from compress.checkpoint.reader import PackedCheckpoint
-from compress.checkpoint.weights.integer import IntegerWeight
 from compress.common.errors import CheckpointError, SchemeError
 from compress.common.files import check_out_folder
 
@@ -129,11 +128,11 @@ class Planner:
             raise SchemeError(problem, f"Round its values again: --gguf-type {nearest}")
         return self._rounded(name, own, shape, lambda: self.packed.values(module, torch.float32))
 
-    def _codes(self, module: str) -> IntegerWeight | None:
+    def _codes(self, module: str) -> Exact | None:
         if self.packed.column_order(module) is not None:
             return None
         weight = self.packed.weight(module)
-        return weight if isinstance(weight, IntegerWeight) else None
+        return weight if isinstance(weight, Exact) else None
 
     def _exact_blocks(self, module: str, exact: str) -> Tensor:
         codes = self._codes(module)

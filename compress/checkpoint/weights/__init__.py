@@ -11,6 +11,7 @@ from compress.checkpoint.weights.block_fp8 import BlockFp8
 from compress.checkpoint.weights.exl3 import Exl3
 from compress.checkpoint.weights.fp8 import Fp8
 from compress.checkpoint.weights.integer import Int
+from compress.checkpoint.weights.k_quants import Q2K, Q3K, Q4K, Q5K, Q6K
 from compress.checkpoint.weights.low_rank import LowRank
 from compress.checkpoint.weights.mxfp4 import Mxfp4
 from compress.checkpoint.weights.mxfp8 import Mxfp8
@@ -20,6 +21,11 @@ from compress.checkpoint.weights.sparse_nm import NM, NMSparsity
 
 __all__ = [
     "NM",
+    "Q2K",
+    "Q3K",
+    "Q4K",
+    "Q5K",
+    "Q6K",
     "Activations",
     "BlockFp8",
     "Exl3",

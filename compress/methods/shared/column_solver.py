@@ -138,7 +138,9 @@ class GPTQSolver:
             instruction_set: of the compiled code; None keeps to torch.
             on_gpu: whether Triton changes the columns; None decides by where the weight is.
         """
-        self.errors = weight.float().T.contiguous()[order]
+        self._grid: OrderedGrid | None = None if grid is None else grid.ordered(order)
+        columns = weight.float().T.contiguous()[order]
+        self.errors = columns if self._grid is None else self._grid.shifted(columns)
         self.targets = self.errors.clone()
         self.codes = torch.empty(self.errors.shape, dtype=torch.uint8, device=weight.device)
         self.kept = None if kept is None else kept.T.contiguous()[order]
@@ -147,7 +149,6 @@ class GPTQSolver:
         if choice is not None:
             self._chooser = Chooser(choice, self.targets, self.errors, feedback)
             self.kept = self._chooser.kept
-        self._grid: OrderedGrid | None = None if grid is None else grid.ordered(order)
         is_compiled = self._grid is None or self._grid.compiled is not None
         if on_gpu is None:
             on_gpu = is_compiled and weight.is_cuda and column_kernel(weight.device) == "Triton"

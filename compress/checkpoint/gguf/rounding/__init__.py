@@ -10,6 +10,7 @@ from torch import Tensor
 
 from compress.checkpoint.gguf.rounding import k, legacy
 from compress.checkpoint.gguf.types import BY_NAME
+from compress.checkpoint.gguf.types.k import LAYOUTS
 from compress.checkpoint.gguf.types.plain import DTYPES
 from compress.common.errors import NumericsError
 
@@ -19,11 +20,7 @@ ROUNDERS: dict[str, Callable[[Tensor], Tensor]] = {
     "q8_0": partial(legacy.round_symmetric, bits=8),
     "q4_1": partial(legacy.round_minima, bits=4),
     "q5_1": partial(legacy.round_minima, bits=5),
-    "q2_k": k.round_q2,
-    "q3_k": k.round_q3,
-    "q4_k": k.round_q4,
-    "q5_k": k.round_q5,
-    "q6_k": k.round_q6,
+    **{name: partial(k.round_k, name=name) for name in LAYOUTS},
     "iq4_nl": legacy.round_nonlinear,
 }
 """Functions from float32 `[N, size]` to blocks uint8 `[N, nbytes]`, by type."""

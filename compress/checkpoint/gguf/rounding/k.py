@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
 
-from compress.checkpoint.gguf.rounding.legacy import half_bytes
 from compress.checkpoint.gguf.rounding.search import (
+    Groups,
     Nearest,
     divided,
     search_ranges,
     search_scales,
-    squared_error,
     to_half,
     uniform,
 )
-from compress.checkpoint.gguf.types.base import join_planes
+from compress.checkpoint.gguf.types.base import SUPER_BLOCK
+from compress.checkpoint.gguf.types.k import LAYOUTS, KBlocks, KLayout
+from compress.checkpoint.scale_search import column_weights
+from compress.common.device import require_finite
 
 TURNS = 3
+ELEMENTS_AT_ONCE = 2**21
+"""Weights whose super-blocks are searched at one time."""
 
 
 @dataclass(frozen=True)
@@ -27,13 +31,13 @@ class Minima:
     """Blocks `d * steps * codes - m * falls` under the search.
 
     Attributes:
-        values: float32 `[N, G, K]`.
+        groups: values `[N, G, K]`.
         d, m: float16 numbers `[N, 1, 1]`.
         steps, falls: integers `[N, G, 1]` from 0 to `most`.
         top: largest code.
     """
 
-    values: Tensor
+    groups: Groups
     d: Tensor
     m: Tensor
     steps: Tensor
@@ -42,18 +46,19 @@ class Minima:
     top: int
 
     @classmethod
-    def begin(cls, values: Tensor, most: int, top: int) -> Minima:
-        scales, minima = search_ranges(values, top, below_zero=True, half=False)
+    def begin(cls, groups: Groups, most: int, top: int) -> Minima:
+        scales, minima = search_ranges(groups, top, below_zero=True, half=False)
         d, m = to_half(scales.amax(1, keepdim=True) / most), to_half((-minima).amax(1, keepdim=True) / most)
         steps, falls = divided(scales, d).round().clamp(0, most), divided(-minima, m).round().clamp(0, most)
-        return cls(values, d, m, steps, falls, most, top)
+        return cls(groups, d, m, steps, falls, most, top)
 
     def codes(self) -> Tensor:
-        return divided(self.values + self.m * self.falls, self.d * self.steps).round().clamp(0, self.top)
+        """Returns the nearest codes, float32 `[N, G, K]`."""
+        return divided(self.groups.values + self.m * self.falls, self.d * self.steps).round().clamp(0, self.top)
 
     def error(self) -> Tensor:
         """Returns the squared error of each group, `[N, G, 1]`."""
-        return squared_error(self.values, self.d * self.steps * self.codes() - self.m * self.falls)
+        return self.groups.error(self.d * self.steps * self.codes() - self.m * self.falls)
 
     def with_near_steps(self) -> Minima:
         """Returns the best of the neighbours of each group's steps and falls."""
@@ -70,8 +75,9 @@ class Minima:
 
     def with_exact_scales(self) -> Minima:
         """Returns the blocks with least-squares `d` and `m` for their codes, where that is better."""
-        x, y, v = self.steps * self.codes(), -self.falls.expand_as(self.values), self.values
-        xx, xy, yy, xv, yv = (_sum(product) for product in (x * x, x * y, y * y, x * v, y * v))
+        v = self.groups.values
+        x, y = self.steps * self.codes(), -self.falls.expand_as(v)
+        xx, xy, yy, xv, yv = (self._sum(product) for product in (x * x, x * y, y * y, x * v, y * v))
         determinant = xx * yy - xy * xy
         d = divided(xv * yy - yv * xy, determinant)
         m = divided(yv * xx - xv * xy, determinant)
@@ -81,66 +87,44 @@ class Minima:
         wins = (other.error().sum(1, keepdim=True) < self.error().sum(1, keepdim=True)) & (other.d > 0)
         return replace(self, d=torch.where(wins, other.d, self.d), m=torch.where(wins, other.m, self.m))
 
+    def blocks(self) -> KBlocks:
+        """Returns the blocks found."""
+        steps, falls = self.steps.flatten(1).to(torch.int8), self.falls.flatten(1).to(torch.int8)
+        d, m = (number.flatten(1).to(torch.float16) for number in (self.d, self.m))
+        return KBlocks(self.codes().flatten(1).to(torch.uint8), steps, falls, d, m)
 
-def _sum(products: Tensor) -> Tensor:
-    return products.sum((1, 2), keepdim=True)
+    def _sum(self, products: Tensor) -> Tensor:
+        return self.groups.sum(products).sum(1, keepdim=True)
 
 
-def _search_minima(values: Tensor, group: int, most: int, top: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Returns d and m `[N, 1]`, steps and falls uint8 `[N, G]`, and codes uint8 `[N, 256]`."""
-    found = Minima.begin(values.view(len(values), -1, group), most, top)
+def _search_minima(groups: Groups, most: int, top: int) -> KBlocks:
+    found = Minima.begin(groups, most, top)
     for _ in range(TURNS):
         found = found.with_near_steps().with_exact_scales()
-    steps, falls, codes = (part.flatten(1).to(torch.uint8) for part in (found.steps, found.falls, found.codes()))
-    return found.d.flatten(1), found.m.flatten(1), steps, falls, codes
+    return found.blocks()
 
 
-def join_six_bits(scales: Tensor, minima: Tensor) -> Tensor:
-    """Returns the 12 bytes of eight scales and eight minima of 6 bits."""
-    first = (scales[:, :4] & 63) | ((scales[:, 4:] >> 4) << 6)
-    second = (minima[:, :4] & 63) | ((minima[:, 4:] >> 4) << 6)
-    return torch.cat([first, second, (scales[:, 4:] & 15) | ((minima[:, 4:] & 15) << 4)], dim=1)
-
-
-def round_q2(values: Tensor) -> Tensor:
-    """Rounds float32 `[N, 256]` to blocks of q2_k."""
-    d, m, steps, falls, codes = _search_minima(values, 16, 15, 3)
-    return torch.cat([steps | (falls << 4), join_planes(codes, 32, 2), half_bytes(d), half_bytes(m)], dim=1)
-
-
-def round_q4(values: Tensor) -> Tensor:
-    """Rounds float32 `[N, 256]` to blocks of q4_k."""
-    d, m, steps, falls, codes = _search_minima(values, 32, 63, 15)
-    return torch.cat([half_bytes(d), half_bytes(m), join_six_bits(steps, falls), join_planes(codes, 32, 4)], dim=1)
-
-
-def round_q5(values: Tensor) -> Tensor:
-    """Rounds float32 `[N, 256]` to blocks of q5_k."""
-    d, m, steps, falls, codes = _search_minima(values, 32, 63, 31)
-    high, low = join_planes(codes >> 4, 32, 1), join_planes(codes & 15, 32, 4)
-    return torch.cat([half_bytes(d), half_bytes(m), join_six_bits(steps, falls), high, low], dim=1)
-
-
-def _search_symmetric(values: Tensor, most: int, middle: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns d `[N, 1]`, steps int16 `[N, 16]` from `-most` to `most - 1`, and codes uint8 `[N, 256]`."""
-    groups, nearest = values.view(len(values), 16, 16), uniform(-middle, middle - 1)
+def _search_symmetric(groups: Groups, most: int, middle: int) -> KBlocks:
+    """Searches steps from `-most` to `most - 1` for codes from `-middle` to `middle - 1`."""
+    values, nearest = groups.values, uniform(-middle, middle - 1)
     scales = search_scales(groups, nearest, (-middle, middle - 1), half=False)
     extreme = scales.gather(1, scales.abs().argmax(1, keepdim=True))
     d = to_half(extreme / -most)
     steps = divided(scales, d).round().clamp(-most, most - 1)
     for _ in range(TURNS):
         steps = _near_steps(groups, nearest, d, steps, most)
-        levels = steps * nearest(divided(groups, d * steps))
-        exact = to_half(divided(_sum(groups * levels), _sum(levels * levels)))
-        errors = [squared_error(groups, nearest(divided(groups, s * steps)) * s * steps) for s in (exact, d)]
+        levels = steps * nearest(divided(values, d * steps))
+        sums = (groups.sum(product).sum(1, keepdim=True) for product in (values * levels, levels * levels))
+        exact = to_half(divided(*sums))
+        errors = [groups.error(nearest(divided(values, s * steps)) * s * steps) for s in (exact, d)]
         d = torch.where(errors[0].sum(1, keepdim=True) < errors[1].sum(1, keepdim=True), exact, d)
-    codes = nearest(divided(groups, d * steps)) + middle
-    return d.flatten(1), steps.flatten(1).to(torch.int16), codes.flatten(1).to(torch.uint8)
+    codes = (nearest(divided(values, d * steps)) + middle).flatten(1).to(torch.uint8)
+    return KBlocks.symmetric(codes, steps.flatten(1).to(torch.int8), d.flatten(1).to(torch.float16))
 
 
-def _near_steps(groups: Tensor, nearest: Nearest, d: Tensor, steps: Tensor, most: int) -> Tensor:
+def _near_steps(groups: Groups, nearest: Nearest, d: Tensor, steps: Tensor, most: int) -> Tensor:
     def error(tried: Tensor) -> Tensor:
-        return squared_error(groups, nearest(divided(groups, d * tried)) * d * tried)
+        return groups.error(nearest(divided(groups.values, d * tried)) * d * tried)
 
     best, least = steps, error(steps)
     for change in (1, -1):
@@ -150,16 +134,53 @@ def _near_steps(groups: Tensor, nearest: Nearest, d: Tensor, steps: Tensor, most
     return best
 
 
-def round_q3(values: Tensor) -> Tensor:
-    """Rounds float32 `[N, 256]` to blocks of q3_k."""
-    d, steps, codes = _search_symmetric(values, 32, 4)
-    six_bits = (steps + 32).to(torch.uint8)
-    low, high = join_planes(six_bits & 15, 8, 4), join_planes(six_bits >> 4, 4, 2)
-    return torch.cat([join_planes(codes >> 2, 32, 1), join_planes(codes & 3, 32, 2), low, high, half_bytes(d)], dim=1)
+def magnitudes(values: Tensor) -> Tensor:
+    """Returns weights for groups `[N, G, K]` without statistics of inputs: magnitudes, plus their group's root mean
+    square. In place of equal weights they lowered the KL of the demo model by 5 % at q4_k and by 1 % at q3_k."""
+    return values.abs() + values.square().mean(-1, keepdim=True).sqrt()
 
 
-def round_q6(values: Tensor) -> Tensor:
-    """Rounds float32 `[N, 256]` to blocks of q6_k."""
-    d, steps, codes = _search_symmetric(values, 128, 32)
-    low, high = join_planes(codes & 15, 64, 4), join_planes(codes >> 4, 32, 2)
-    return torch.cat([low, high, steps.to(torch.int8).view(torch.uint8), half_bytes(d)], dim=1)
+def search_blocks(values: Tensor, layout: KLayout, weights: Tensor | None = None) -> KBlocks:
+    """Searches the super-blocks of float32 `[N, 256]`.
+
+    Args:
+        weights: of the squared errors, float32 `[N, 256]`; without them large values count more.
+    """
+
+    def grouped(tensor: Tensor) -> Tensor:
+        return tensor.view(len(tensor), -1, layout.group_size)
+
+    found = grouped(values)
+    groups = Groups(found, magnitudes(found) if weights is None else grouped(weights))
+    if layout.has_minima:
+        return _search_minima(groups, layout.scale_range[1], (1 << layout.bits) - 1)
+    return _search_symmetric(groups, -layout.scale_range[0], 1 << (layout.bits - 1))
+
+
+def round_k(values: Tensor, name: str) -> Tensor:
+    """Rounds float32 `[N, 256]` to blocks of a K type."""
+    layout = LAYOUTS[name]
+    return layout.join(search_blocks(values, layout))
+
+
+def search_weight(weight: Tensor, layout: KLayout, importance: Tensor | None = None) -> KBlocks:
+    """Searches the super-blocks of `weight [O, I]`, row by row.
+
+    Args:
+        importance: `[I]`, weight of the squared error of each column; without it large values count more.
+
+    Raises:
+        NumericsError: NaN or infinity.
+    """
+    require_finite(weight, "the weight")
+    rows, found = max(1, ELEMENTS_AT_ONCE // weight.shape[1]), list[KBlocks]()
+    columns = None if importance is None else column_weights(weight, importance)
+    for part in weight.split(rows):
+        values = part.float().reshape(-1, SUPER_BLOCK)
+        weights = None if columns is None else columns.expand_as(part).reshape(-1, SUPER_BLOCK)
+        found.append(search_blocks(values, layout, weights))
+    return KBlocks(*(torch.cat(each) for each in zip(*map(_tensors, found), strict=True)))
+
+
+def _tensors(blocks: KBlocks) -> list[Tensor]:
+    return [getattr(blocks, each.name) for each in fields(blocks)]

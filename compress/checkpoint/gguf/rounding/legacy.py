@@ -5,14 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from compress.checkpoint.gguf.rounding.search import divided, search_ranges, search_scales, uniform
-from compress.checkpoint.gguf.types.base import join_planes
+from compress.checkpoint.gguf.rounding.search import Groups, divided, search_ranges, search_scales, uniform
+from compress.checkpoint.gguf.types.base import half_bytes, join_planes
 from compress.checkpoint.gguf.types.tables import NONLINEAR
-
-
-def half_bytes(numbers: Tensor) -> Tensor:
-    """Returns the bytes uint8 `[N, 2 * M]` of numbers `[N, M]` as float16."""
-    return numbers.to(torch.float16).contiguous().view(torch.uint8)
 
 
 def code_bytes(codes: Tensor, bits: int) -> Tensor:
@@ -38,14 +33,14 @@ def round_symmetric(values: Tensor, bits: int) -> Tensor:
     """Rounds float32 `[N, 32]` to blocks of q4_0, q5_0 or q8_0."""
     middle = 1 << (bits - 1)
     nearest = uniform(-middle, middle - 1)
-    scales = search_scales(values, nearest, (-middle, middle - 1))
+    scales = search_scales(Groups(values), nearest, (-middle, middle - 1))
     return join_symmetric((nearest(divided(values, scales)) + middle).to(torch.uint8), scales, bits)
 
 
 def round_minima(values: Tensor, bits: int) -> Tensor:
     """Rounds float32 `[N, 32]` to blocks of q4_1 or q5_1."""
     top = (1 << bits) - 1
-    scales, minima = search_ranges(values, top, below_zero=False)
+    scales, minima = search_ranges(Groups(values), top, below_zero=False)
     codes = divided(values - minima, scales).round().clamp(0, top)
     return join_minima(codes.to(torch.uint8), scales, minima, bits)
 
@@ -63,5 +58,5 @@ def _nonlinear_codes(x: Tensor) -> Tensor:
 
 def round_nonlinear(values: Tensor) -> Tensor:
     """Rounds float32 `[N, 32]` to blocks of iq4_nl."""
-    scales = search_scales(values, nearest_nonlinear, (NONLINEAR[0], NONLINEAR[-1]))
+    scales = search_scales(Groups(values), nearest_nonlinear, (NONLINEAR[0], NONLINEAR[-1]))
     return join_symmetric(_nonlinear_codes(divided(values, scales)).to(torch.uint8), scales, 4)

@@ -7,6 +7,7 @@ codes for the scale, then the least-squares scale for the codes.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -19,6 +20,35 @@ SHRINKS = ((1.0, 1.0), (0.95, 0.95), (0.9, 0.9), (0.85, 0.85), (1.0, 0.9), (0.9,
 """Parts of the lower and of the upper end of a group's range that the codes span."""
 TURNS = 4
 TINY = 1e-30
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """Values in groups.
+
+    Attributes:
+        values: float32 `[..., K]`.
+        weights: of their squared errors, float32 that broadcasts to `values`; None weighs all alike.
+    """
+
+    values: Tensor
+    weights: Tensor | None = None
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Returns the weighted sum over each group, `[..., 1]`."""
+        return (x if self.weights is None else x * self.weights).sum(-1, keepdim=True)
+
+    def mean(self, x: Tensor) -> Tensor:
+        """Returns the weighted mean over each group, `[..., 1]`."""
+        return x.mean(-1, keepdim=True) if self.weights is None else divided(self.sum(x), self._total)
+
+    def error(self, found: Tensor) -> Tensor:
+        """Returns the squared error of each group, `[..., 1]`."""
+        return self.sum((self.values - found).square())
+
+    @property
+    def _total(self) -> Tensor:
+        return self.sum(torch.ones_like(self.values))
 
 
 def uniform(low: int, high: int) -> Nearest:
@@ -38,62 +68,57 @@ def to_half(scales: Tensor) -> Tensor:
     return scales.clamp(-largest, largest).to(torch.float16).to(torch.float32)
 
 
-def squared_error(values: Tensor, found: Tensor) -> Tensor:
-    """Returns the squared error of each group, `[..., 1]`."""
-    return (values - found).square().sum(-1, keepdim=True)
-
-
-def search_scales(values: Tensor, nearest: Nearest, extremes: Sequence[float], half: bool = True) -> Tensor:
-    """Returns scales `[..., 1]` for groups `[..., K]`; they may be negative.
+def search_scales(groups: Groups, nearest: Nearest, extremes: Sequence[float], half: bool = True) -> Tensor:
+    """Returns scales `[..., 1]` of groups; they may be negative.
 
     Args:
         extremes: the largest level of each sign.
         half: only numbers of float16.
     """
-    rounded = to_half if half else torch.clone
+    rounded, values = to_half if half else torch.clone, groups.values
     place = values.abs().argmax(-1, keepdim=True)
     extreme = values.gather(-1, place)
     best = torch.zeros_like(extreme)
-    least = squared_error(values, torch.zeros_like(values))
+    least = groups.error(torch.zeros_like(values))
     for level in (level * spread for level in extremes for spread in SPREADS):
-        best, least = _better(values, nearest, rounded(extreme / level), best, least)
+        best, least = _better(groups, nearest, rounded(extreme / level), best, least)
     for _ in range(TURNS):
         levels = nearest(divided(values, best))
-        exact = divided((values * levels).sum(-1, keepdim=True), levels.square().sum(-1, keepdim=True))
-        best, least = _better(values, nearest, rounded(exact), best, least)
+        exact = divided(groups.sum(values * levels), groups.sum(levels.square()))
+        best, least = _better(groups, nearest, rounded(exact), best, least)
     return best
 
 
-def _better(values: Tensor, nearest: Nearest, scales: Tensor, best: Tensor, least: Tensor) -> tuple[Tensor, Tensor]:
-    error = squared_error(values, nearest(divided(values, scales)) * scales)
+def _better(groups: Groups, nearest: Nearest, scales: Tensor, best: Tensor, least: Tensor) -> tuple[Tensor, Tensor]:
+    error = groups.error(nearest(divided(groups.values, scales)) * scales)
     wins = error < least
     return torch.where(wins, scales, best), torch.where(wins, error, least)
 
 
-def search_ranges(values: Tensor, top: int, below_zero: bool, half: bool = True) -> tuple[Tensor, Tensor]:
+def search_ranges(groups: Groups, top: int, below_zero: bool, half: bool = True) -> tuple[Tensor, Tensor]:
     """Returns scales and minima, each `[..., 1]`, of `scale * code + minimum` with codes from 0 to `top`.
 
     Args:
         below_zero: minima must not be positive.
         half: only numbers of float16.
     """
-    rounded = to_half if half else torch.clone
+    rounded, values = to_half if half else torch.clone, groups.values
     limit = (lambda x: x.clamp(max=0.0)) if below_zero else torch.clone
     low, high = values.amin(-1, keepdim=True), values.amax(-1, keepdim=True)
     low = limit(low)
     middle = (low + high) / 2
     scales, minima = rounded((high - low) / top), rounded(low)
-    least = squared_error(values, _at(values, scales, minima, top))
+    least = groups.error(_at(values, scales, minima, top))
     for lower, upper in SHRINKS:
         begin = limit(middle + (low - middle) * lower)
         step = (middle + (high - middle) * upper - begin) / top
-        scales, minima, least = _better_range(values, rounded(step), rounded(begin), top, scales, minima, least)
+        scales, minima, least = _better_range(groups, rounded(step), rounded(begin), top, scales, minima, least)
     for _ in range(TURNS):
         codes = _codes(values, scales, minima, top)
-        centered = codes - codes.mean(-1, keepdim=True)
-        exact = divided((values * centered).sum(-1, keepdim=True), centered.square().sum(-1, keepdim=True))
-        begin = limit((values - exact * codes).mean(-1, keepdim=True))
-        scales, minima, least = _better_range(values, rounded(exact), rounded(begin), top, scales, minima, least)
+        centered = codes - groups.mean(codes)
+        exact = divided(groups.sum(values * centered), groups.sum(centered.square()))
+        begin = limit(groups.mean(values - exact * codes))
+        scales, minima, least = _better_range(groups, rounded(exact), rounded(begin), top, scales, minima, least)
     return scales, minima
 
 
@@ -106,10 +131,10 @@ def _at(values: Tensor, scales: Tensor, minima: Tensor, top: int) -> Tensor:
 
 
 def _better_range(
-    values: Tensor, scales: Tensor, minima: Tensor, top: int, *best: Tensor
+    groups: Groups, scales: Tensor, minima: Tensor, top: int, *best: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     before, below, least = best
-    error = squared_error(values, _at(values, scales, minima, top))
+    error = groups.error(_at(groups.values, scales, minima, top))
     wins = (error < least) & (scales >= 0)
     pairs = ((scales, before), (minima, below), (error, least))
     first, second, third = (torch.where(wins, new, old) for new, old in pairs)

@@ -71,6 +71,11 @@ def float32(blocks: Tensor, begin: int) -> Tensor:
     return float16(blocks, begin).to(torch.float32)
 
 
+def half_bytes(numbers: Tensor) -> Tensor:
+    """Returns the bytes uint8 `[N, 2 * M]` of numbers `[N, M]` as float16."""
+    return numbers.to(torch.float16).contiguous().view(torch.uint8)
+
+
 def planes(data: Tensor, run: int, width: int, count: int | None = None) -> Tensor:
     """Takes bytes apart into codes of `width` bits: from each `run` of bytes the lowest bits of all of them, then the
     next ones.
