@@ -18,7 +18,7 @@ from compress.checkpoint.config import (
     quantization_block,
 )
 from compress.checkpoint.expert_files import split_experts
-from compress.checkpoint.formats import TRANSLATIONS, dense
+from compress.checkpoint.formats import TRANSLATIONS, dense, gguf
 from compress.checkpoint.reader import PackedCheckpoint, open_stored
 from compress.checkpoint.safetensors import TensorFiles
 from compress.checkpoint.weights import Scheme
@@ -84,10 +84,12 @@ class DequantizedFiles(TensorFiles):
         return lines
 
     def scheme(self, name: str) -> Scheme | None:
-        """Stored scheme of a tensor; None where it is dense, or has an order of columns that is not written again."""
+        """Stored scheme of a tensor; None where it is dense, has an order of columns that is not written again, or is
+        of a GGUF file and in a form that only this runtime would read from a folder."""
         module = name.removesuffix(".weight")
         is_kept = name in self._shapes and self.packed.column_order(module) is None
-        return self.packed.scheme(module) if is_kept else None
+        scheme = self.packed.scheme(module) if is_kept else None
+        return None if scheme is not None and scheme.structure and self.packed.format == gguf.NAME else scheme
 
     def names(self) -> list[str]:
         return sorted([*self._shapes, *self._dense])

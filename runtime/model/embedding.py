@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from compress.checkpoint.weights.integer import IntegerWeight, pack_bits, unpack_bits
+from compress.checkpoint.weights.k_quants import KQuantWeight
 from runtime.backends.base import Linear, NormWeights, Ops, RowSource, Target
 
 
@@ -62,6 +63,18 @@ class PackedEmbedding:
         return IntegerWeight(codes, scale, zero, self.scheme).dequantize(self.dtype)
 
 
+class BlockEmbedding:
+    """A matrix of blocks as GGUF files have them; looked-up rows are dequantized."""
+
+    def __init__(self, weight: KQuantWeight, target: Target) -> None:
+        self.scheme, self.dtype = weight.scheme, target.dtype
+        self.blocks = weight.blocks().to(target.device)
+        self.nbytes = self.blocks.nbytes
+
+    def __call__(self, token_ids: Tensor) -> Tensor:
+        return self.scheme.from_blocks(self.blocks.index_select(0, token_ids)).dequantize(self.dtype)
+
+
 @dataclass(frozen=True, slots=True)
 class SharedEmbedding:
     """A view of the output head, which holds the matrix for both."""
@@ -77,11 +90,15 @@ class SharedEmbedding:
         return self.head.rows(token_ids, self.dtype)
 
 
-def make_embedding(weight: IntegerWeight | Tensor, target: Target) -> Embedding:
+Rows = IntegerWeight | KQuantWeight | Tensor
+"""Weight whose rows can be looked up."""
+
+
+def make_embedding(weight: Rows, target: Target) -> Embedding:
     """Makes the embedding of a weight `[V, H]`."""
     if isinstance(weight, Tensor):
         return DenseEmbedding(weight.to(target.device, target.dtype))
-    return PackedEmbedding(weight, target)
+    return BlockEmbedding(weight, target) if isinstance(weight, KQuantWeight) else PackedEmbedding(weight, target)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,6 @@ from torch import Tensor
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.weights import Scheme, Weight
 from compress.checkpoint.weights.base import BesideColumns, Factors
-from compress.checkpoint.weights.integer import IntegerWeight
 from compress.common.errors import CheckpointError
 from compress.models.linear import Linear as LinearSpec
 from compress.models.norm import Norm
@@ -21,6 +20,7 @@ from runtime.backends.base import DenseKernel, Linear, LinearKernel, NormWeights
 from runtime.backends.composed import LowRank, WithOutliers
 from runtime.backends.registry import Choice, choose_dense, choose_linear, dense_kernels
 from runtime.model.device_files import unpacked_on, unpacks_anywhere
+from runtime.model.embedding import Rows
 from runtime.model.prepared import NOTHING_PREPARED, NoPrepared
 from runtime.model.side_by_side import SideBySide, fuse_biases, fuse_weights
 
@@ -68,10 +68,10 @@ class WeightReader:
         """Reads a norm, if there is one."""
         return None if norm is None else self.norm(norm)
 
-    def rows(self, embedding: str) -> IntegerWeight | Tensor:
+    def rows(self, embedding: str) -> Rows:
         """Reads a weight whose rows are looked up. Raises CheckpointError for a form that has none."""
         weight = self.weight(embedding)
-        if not isinstance(weight, IntegerWeight | Tensor):
+        if not isinstance(weight, Rows):
             raise CheckpointError(f"{embedding} is stored as {weight.scheme}", "Pack embeddings as plain integers")
         return weight
 

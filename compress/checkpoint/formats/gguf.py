@@ -1,5 +1,5 @@
-"""Blocks of GGUF files whose codes are integers around the midpoint. They are read; `compress.checkpoint.gguf` has the
-container."""
+"""Blocks of GGUF files whose codes are integers around the midpoint, or those of a weight form. They are read;
+`compress.checkpoint.gguf` has the container."""
 
 from __future__ import annotations
 
@@ -10,14 +10,17 @@ import torch
 from torch import Tensor
 
 from compress.checkpoint.gguf.types import BY_NAME
-from compress.checkpoint.gguf.types.base import IntegerCodes
+from compress.checkpoint.gguf.types.base import BlockType
+from compress.checkpoint.scheme import FORMS
 from compress.checkpoint.weights import Int, Scheme
 from compress.checkpoint.weights.base import Get, owners
 from compress.checkpoint.weights.integer import IntegerWeight
+from compress.checkpoint.weights.k_quants import KQuant, KQuantWeight
 from compress.common.errors import CheckpointError, SchemeError
 
 NAME = "gguf"
 SUFFIX = ".gguf_blocks"
+Decoded = IntegerWeight | KQuantWeight
 
 
 def suffixes(scheme: Scheme | None = None) -> tuple[str, ...]:
@@ -36,14 +39,15 @@ def encode(module: str, weight: Any, dtype: torch.dtype) -> dict[str, Tensor]:
     return {}
 
 
-def decode(module: str, get: Get, scheme: Scheme, config: Mapping[str, Any] | None = None) -> IntegerWeight:
-    """The integer form of one stored layer."""
-    name = _types(config or {})[module]
-    kind, blocks = BY_NAME[name], get(module + SUFFIX)
-    codes, scales = _integers(name).read(blocks.reshape(-1, kind.nbytes))
+def decode(module: str, get: Get, scheme: Scheme, config: Mapping[str, Any] | None = None) -> Decoded:
+    """The form of one stored layer."""
+    kind, blocks = _packed_type(_types(config or {})[module]), get(module + SUFFIX)
+    if isinstance(scheme, KQuant):
+        return scheme.from_blocks(blocks)
+    if not isinstance(scheme, Int) or kind.integers is None:
+        raise SchemeError(f"{module} holds blocks of {kind.name}, not {scheme}")
+    codes, scales = kind.integers.read(blocks.reshape(-1, kind.nbytes))
     rows = blocks.shape[0]
-    if not isinstance(scheme, Int):
-        raise SchemeError(f"{module} holds integers, not {scheme}")
     scales = scales.view(rows, -1)
     zero = torch.full(scales.shape, scheme.midpoint, dtype=torch.uint8)
     return IntegerWeight(codes.view(rows, -1), scales, zero, scheme)
@@ -52,6 +56,8 @@ def decode(module: str, get: Get, scheme: Scheme, config: Mapping[str, Any] | No
 def shape(module: str, get: Get, scheme: Scheme) -> tuple[int, int]:
     """`(O, I)` of a stored layer, without decoding it."""
     rows, row_bytes = get(module + SUFFIX).shape
+    if isinstance(scheme, KQuant):
+        return rows, row_bytes // scheme.block_bytes * BY_NAME[scheme.word].size
     kind = next(
         kind
         for kind in BY_NAME.values()
@@ -76,8 +82,9 @@ def schemes(config: Mapping[str, Any], modules: Iterable[str]) -> dict[str, Sche
     for module in modules:
         if module not in types:
             raise CheckpointError(f"quantization_config has no type for {module}", "Name the .gguf file itself")
-        codes = _integers(types[module])
-        found[module] = Int(codes.bits, codes.group_size)
+        kind = _packed_type(types[module])
+        codes = kind.integers
+        found[module] = FORMS[kind.form].target() if codes is None else Int(codes.bits, codes.group_size)
     return found
 
 
@@ -88,8 +95,8 @@ def _types(config: Mapping[str, Any]) -> Mapping[str, str]:
     return types
 
 
-def _integers(name: str) -> IntegerCodes:
+def _packed_type(name: str) -> BlockType:
     kind = BY_NAME.get(name)
-    if kind is None or kind.integers is None:
-        raise CheckpointError(f"{name!r} is no gguf type of integer codes", "Name the .gguf file itself")
-    return kind.integers
+    if kind is None or not kind.is_packed:
+        raise CheckpointError(f"{name!r} is no gguf type whose codes are kept", "Name the .gguf file itself")
+    return kind

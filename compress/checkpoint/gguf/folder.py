@@ -17,7 +17,7 @@ from compress.checkpoint.safetensors import GGUF_SUFFIX
 from compress.common.errors import CheckpointError
 from compress.common.files import cache_folder, in_home, refuse_when_full
 
-VERSION = 1
+VERSION = 2
 """Changes with the files that are made from the same metadata."""
 LINK = f"model{GGUF_SUFFIX}"
 

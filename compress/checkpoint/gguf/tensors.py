@@ -17,6 +17,7 @@ from compress.checkpoint.gguf.architectures.base import Architecture, Config, So
 from compress.checkpoint.gguf.file import GGUFFile, StoredTensor
 from compress.checkpoint.gguf.parts import open_parts
 from compress.checkpoint.gguf.types import plain
+from compress.checkpoint.gguf.types.base import BlockType
 from compress.checkpoint.safetensors import MappedFile, TensorEntry
 from compress.common.errors import CheckpointError
 from compress.models.config import EXPERT_COUNTS
@@ -48,8 +49,8 @@ class GGUFEntry(TensorEntry):
 class GGUFTensors(MappedFile):
     """A GGUF file in the place of a safetensors file.
 
-    Types whose codes are integers are handed out as blocks, uint8 `[O, bytes of a row]`, with rows in the order of
-    Hugging Face; the format `gguf` reads them. All others have the values that the file says, 16 or 32 bits wide.
+    Types whose codes a weight form holds are handed out as blocks, uint8 `[O, bytes of a row]`, with rows in the order
+    of Hugging Face; the format `gguf` reads them. All others have the values that the file says, 16 or 32 bits wide.
     """
 
     file: GGUFFile
@@ -102,10 +103,13 @@ class GGUFTensors(MappedFile):
         """Yields a line on what becomes of the types in the file."""
         counts = Counter(stored.type for stored in self.file.tensors.values() if stored.type.size > 1)
         for kind, count in sorted(counts.items(), key=lambda item: item[0].code):
-            what = (
-                "are read as integer codes" if kind.integers else "are dequantized: their minima or levels fit no codes"
-            )
-            yield f"gguf: {count} tensors of type {kind.name} {what}"
+            yield f"gguf: {count} tensors of type {kind.name} {_fate(kind)}"
+
+
+def _fate(kind: BlockType) -> str:
+    if kind.form:
+        return "are read as they are"
+    return "are read as integer codes" if kind.integers else "are dequantized: their minima or levels fit no codes"
 
 
 def _check_whole(file: GGUFFile) -> Architecture:
@@ -140,8 +144,8 @@ def _entry(file: GGUFFile, name: str, architecture: Architecture, config: Config
 
 
 def _is_packed(name: str, stored: StoredTensor) -> bool:
-    """Whether a tensor is handed out as blocks of integer codes; routers are not."""
-    return stored.type.integers is not None and len(stored.shape) > 1 and not is_router(name)
+    """Whether a tensor is handed out as blocks of codes; routers are not."""
+    return stored.type.is_packed and len(stored.shape) > 1 and not is_router(name)
 
 
 def _handed_out(published: str, entry: GGUFEntry) -> str:

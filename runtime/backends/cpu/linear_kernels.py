@@ -1,9 +1,10 @@
 """Kernels that serve linears in plain C on CPUs (`compress.cpu`): exact codes, scales and zero points.
 
-Five kernels over one layout. `cpu` multiplies by activations as they come, `cpu_sparse` does so and reads only
+Six kernels over one layout. `cpu` multiplies by activations as they come, `cpu_sparse` does so and reads only
 what 2:4 sparsity keeps, `cpu_int8` multiplies by the 8-bit activations that the checkpoint asks for. `cpu_w4a8`
 rounds activations to 8 bits although the checkpoint does not ask for it: faster for many rows, and a little further
-from the model, so it serves only the mode `w4a8`. `cpu_fp4` looks 4-bit floats up in a table, whatever their scales.
+from the model, so it serves only the mode `w4a8`. `cpu_fp4` looks 4-bit floats up in a table, whatever their scales,
+and `cpu_k` multiplies integers with scales and minima of blocks.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ import torch
 
 from compress.checkpoint.weights import Int, Scheme
 from compress.checkpoint.weights.integer import IntegerWeight
+from compress.checkpoint.weights.k_quants import INTEGERS, KQuant, KQuantWeight
 from compress.checkpoint.weights.mxfp4 import FP4, VALUES, Mxfp4Weight
 from compress.checkpoint.weights.nvfp4 import Nvfp4Weight
 from compress.cpu.binding import INSTRUCTION_SETS, absence, best_instruction_set
 from runtime.backends.base import DenseKernel, LinearKernel, Target
+from runtime.backends.cpu.block_scales import BlockScaledCodes
 from runtime.backends.cpu.choice import dense_refusal, describe
 from runtime.backends.cpu.kept_codes import kept_unsupported_reason
 from runtime.backends.cpu.linear import Activations, CpuLinear, form_of
@@ -37,7 +40,20 @@ def with_codes(weight: CodebookWeight) -> IntegerWeight:
     return IntegerWeight(weight.qweight, scales, zeros, scheme)
 
 
-SCALE_BYTES, ZERO_BYTES = 2, 1
+def with_blocks(weight: KQuantWeight) -> BlockScaledCodes:
+    """Codes, scales and minima as they are stored."""
+    steps, minimum_steps, scales, minima = (
+        weight.scale_codes,
+        weight.min_codes,
+        weight.super_scales,
+        weight.super_minima,
+    )
+    if not weight.scheme.has_minima:
+        return BlockScaledCodes(weight.qweight, weight.scheme.bits, scales, steps=steps)
+    return BlockScaledCodes(weight.qweight, weight.scheme.bits, scales, minima, steps, minimum_steps)
+
+
+SCALE_BYTES, ZERO_BYTES, STEP_BYTES = 2, 1, 1
 
 
 def _unsupported_reason(scheme: Scheme, in_features: int, target: Target) -> str:
@@ -90,6 +106,14 @@ def _sparse_nbytes(scheme: Scheme, rows: int, columns: int, target: Target) -> i
     return padded_features(rows) * (columns * SPARSE_BITS // 8 + scheme.num_groups(columns) * SCALE_BYTES)
 
 
+def _blocks_nbytes(scheme: Scheme, rows: int, columns: int, target: Target) -> int:
+    if not isinstance(scheme, KQuant):
+        raise TypeError(f"{scheme} has no blocks")
+    scales = scheme.num_groups(columns) * STEP_BYTES + scheme.num_blocks(columns) * SCALE_BYTES
+    codes = columns * stored_bits(scheme.bits) // 8
+    return padded_features(rows) * (codes + scales * (2 if scheme.has_minima else 1))
+
+
 def _reads_rows(columns: int, target: Target) -> bool:
     return True
 
@@ -134,6 +158,17 @@ def codebook_kernel(name: str, numbers: str, values: tuple[float, ...]) -> Linea
 
 
 FLOATS4 = codebook_kernel("cpu_fp4", FP4, VALUES)
+BLOCKS: LinearKernel[KQuantWeight] = LinearKernel(
+    "cpu_k",
+    "packed codes with scales of blocks in C, float32 sums: exact weights",
+    INTEGERS,
+    unsupported_reason,
+    lambda weight, bias, target: CpuLinear(with_blocks(weight), bias),
+    _blocks_nbytes,
+    _reads_rows,
+    detail=_detail(Activations.FLOAT),
+    layout=Layout("codes with scales of blocks", CpuLinear),
+)
 INT8: LinearKernel[IntegerWeight] = LinearKernel(
     "cpu_int8",
     "packed codes in C, 8-bit activations, exact int32 sums",

@@ -1,16 +1,23 @@
 """C products with codes whose scales and minima are integers times numbers of blocks, against float64."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tiers import examples
 
+from compress.checkpoint.weights import Q2K, Q3K, Q4K, Q5K, Q6K
+from compress.checkpoint.weights.k_quants import KQuant, KQuantWeight
 from compress.common.errors import CheckpointError, SchemeError
 from compress.cpu.binding import EMULATED, INSTRUCTION_SETS, absence, best_instruction_set, library
+from runtime.backends.base import Target
 from runtime.backends.cpu.block_scales import BlockScaledCodes
 from runtime.backends.cpu.linear import Activations, CpuLinear
+from runtime.backends.cpu.linear_kernels import BLOCKS
 from runtime.backends.prepared_weight import PreparedWeight
+from runtime.backends.registry import choose_linear
 
 pytestmark = pytest.mark.skipif(library() is None, reason=absence())
 SETS = [*range(best_instruction_set() + 1), EMULATED]
@@ -93,6 +100,30 @@ def test_every_code_value_and_place(bits, group, minima, steps, instruction_set)
         assert torch.equal(linear(torch.eye(128, dtype=dtype)).T, exact)
         assert torch.equal(linear.rows(torch.tensor([69, 0, 63, 64]), dtype), exact[[69, 0, 63, 64]])
     assert torch.equal(linear.rows(torch.tensor([5]), torch.float64), weight.dequantize(torch.float64)[[5]])
+
+
+def k_weight(scheme: KQuant, rows: int, columns: int) -> KQuantWeight:
+    """Random bytes as blocks, all of them with small scales and minima."""
+    random = torch.Generator().manual_seed(scheme.bits)
+    blocks = torch.randint(0, 256, (rows, columns // 256 * scheme.block_bytes), dtype=torch.uint8, generator=random)
+    weight = scheme.from_blocks(blocks)
+    small = (torch.rand(rows, columns // 256, generator=random) / 1000).half()
+    return replace(weight, super_scales=small, super_minima=small * 2 if scheme.has_minima else weight.super_minima)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("scheme", [Q2K(), Q3K(), Q4K(), Q5K(), Q6K()], ids=str)
+def test_k_types_as_stored(scheme, dtype):
+    weight, target = k_weight(scheme, 70, 512), Target(torch.device("cpu"), dtype)
+    kernel = choose_linear(scheme, 512, target).kernel
+    assert kernel is BLOCKS
+    linear, x = kernel.prepare(weight, None, target), activations(9, 512, dtype)
+    assert linear.nbytes == kernel.nbytes(scheme, 70, 512, target)
+    assert torch.equal(linear(torch.eye(512, dtype=dtype)).T, weight.dequantize(dtype))
+    assert torch.equal(linear.rows(torch.tensor([69, 3]), dtype), weight.dequantize(dtype)[[69, 3]])
+    assert torch.equal(kernel.layout.restore(linear.prepared(), None)(x), linear(x))
+    float64 = Target(torch.device("cpu"), torch.float64)
+    assert choose_linear(scheme, 512, float64).kernel is not BLOCKS
 
 
 def test_a_block_takes_little_more_than_its_codes():

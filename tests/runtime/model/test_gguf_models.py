@@ -10,6 +10,8 @@ from tiny_models import compute_in_float64, load_reference, reference_logits
 
 from compress.checkpoint.gguf.folder import folder_of
 from compress.checkpoint.reader import PackedCheckpoint
+from compress.checkpoint.weights import Int
+from compress.cpu.binding import library
 from runtime.model.loader import load_model
 from runtime.model.scoring import score
 
@@ -71,6 +73,37 @@ def test_packed_types_are_multiplied_by_packed_kernels(tmp_path):
     decoder = load_model(folder_of(tmp_path / "m.gguf"), device="cpu", dtype="float32", kernels="reference")
     assert any("o_proj: w4a16 g32 sym" in line for line in decoder.description)
     assert "gguf: 2 tensors of type q4_1 are dequantized: their minima or levels fit no codes" in decoder.description
+
+
+def test_k_types_are_multiplied_as_they_are(tmp_path):
+    """In float32 with the results of plain torch, in little more memory than in the file; embeddings, too."""
+
+    def kind_of(name: str) -> str:
+        return "q5_k" if "ffn_down" in name else "q2_k" if "attn_k" in name else "q4_k"
+
+    path = tmp_path / "m.gguf"
+    values = write_gguf(load_reference(save_family(tmp_path / "dense", "llama"), torch.float32), path, kind_of)
+    decoder = load_model(folder_of(path), device="cpu", dtype="float32")
+    plain = load_model(folder_of(path), device="cpu", dtype="float32", kernels="reference")
+    if library() is not None:
+        assert any("o_proj: w4a16 q4_k" in line and "cpu_k" in line for line in decoder.description)
+        assert decoder.nbytes < sum(value.numel() for value in values.values())
+    assert largest_difference(score(decoder, TOKENS).double(), score(plain, TOKENS).double()) < 1e-4
+
+
+def test_a_run_leaves_no_blocks_behind(tmp_path):
+    """Layers that a recipe leaves out are dense: other engines read no blocks from a folder."""
+    from compress.checkpoint.dequantized import open_source, stored_scheme
+
+    path = tmp_path / "m.gguf"
+    write_gguf(load_reference(save_family(tmp_path / "dense", "llama"), torch.float32), path, mixed_with_k)
+    files, _ = open_source(folder_of(path))
+    assert stored_scheme(files, "model.embed_tokens.weight") is None
+    assert stored_scheme(files, "model.layers.0.self_attn.o_proj.weight") == Int(4, 32)
+
+
+def mixed_with_k(name: str) -> str:
+    return "q4_k" if "token_embd" in name else "q4_0"
 
 
 def test_a_run_takes_a_file_as_its_source(tmp_path):

@@ -43,6 +43,7 @@ class BlockType:
         nbytes: bytes of a block.
         dequantize: blocks uint8 `[N, nbytes]` to values float32 `[N, size]`.
         integers: its codes where `Int` holds them exactly.
+        form: key of the weight form that holds its blocks as they are; "" for none.
     """
 
     name: str
@@ -51,6 +52,12 @@ class BlockType:
     nbytes: int
     dequantize: Callable[[Tensor], Tensor]
     integers: IntegerCodes | None = None
+    form: str = ""
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether a weight form holds its codes."""
+        return self.integers is not None or bool(self.form)
 
     @classmethod
     def of_integers(cls, name: str, code: int, size: int, nbytes: int, integers: IntegerCodes) -> BlockType:

@@ -191,7 +191,7 @@ LAYOUTS = {
 
 
 def _with_minima(name: str, code: int, nbytes: int) -> BlockType:
-    return BlockType(name, code, SUPER_BLOCK, nbytes, LAYOUTS[name].dequantize)
+    return BlockType(name, code, SUPER_BLOCK, nbytes, LAYOUTS[name].dequantize, form=name)
 
 
 def _symmetric(name: str, code: int, nbytes: int) -> BlockType:

@@ -18,6 +18,7 @@ from compress.checkpoint.gguf.tokenizer import tokenizer_files
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.safetensors import TensorFiles
 from compress.checkpoint.weights import Int
+from compress.checkpoint.weights.k_quants import Q4K
 from compress.common.errors import CheckpointError
 
 pytest.importorskip("gguf")
@@ -68,19 +69,21 @@ def test_types_become_schemes_and_weights(model, tmp_path):
     layer = "model.layers.1"
     schemes = {f"{layer}.mlp.up_proj": Int(6, 16), f"{layer}.mlp.down_proj": Int(8, 32)}
     schemes |= {f"{layer}.self_attn.o_proj": Int(4, 32), "model.embed_tokens": Int(5, 32)}
+    schemes[f"{layer}.self_attn.q_proj"] = Q4K()
     assert {module: packed.scheme(module) for module in schemes} == schemes
-    assert packed.scheme(f"{layer}.self_attn.q_proj") is None
     assert packed.tensor(f"{layer}.self_attn.k_proj.weight").dtype == torch.float16
-    for module in (*schemes, f"{layer}.self_attn.q_proj", f"{layer}.self_attn.k_proj"):
+    for module in (*schemes, f"{layer}.self_attn.k_proj"):
         assert torch.equal(
             packed.values(module, torch.float32) if module in schemes else packed.tensor(f"{module}.weight").float(),
             values[f"{module}.weight"],
         )
     assert packed.shape(f"{layer}.mlp.up_proj") == (512, 256)
     assert packed.weight_bytes(f"{layer}.mlp.up_proj") == 512 * 210
+    assert packed.shape(f"{layer}.self_attn.q_proj") == (256, 256)
+    assert packed.weight_bytes(f"{layer}.self_attn.q_proj") == 256 * 144
     assert sorted(packed.files.notes()) == [
         "gguf: 1 tensors of type q5_0 are read as integer codes",
-        "gguf: 2 tensors of type q4_k are dequantized: their minima or levels fit no codes",
+        "gguf: 2 tensors of type q4_k are read as they are",
         "gguf: 2 tensors of type q6_k are read as integer codes",
         "gguf: 2 tensors of type q8_0 are read as integer codes",
         "gguf: 6 tensors of type q4_0 are read as integer codes",

@@ -13,7 +13,7 @@ from compress.checkpoint.gguf.folder import folder_of
 from compress.checkpoint.gguf.tokenizer import tokenizer_files
 from compress.checkpoint.gguf.writer import NewTensor, write_gguf
 from compress.checkpoint.reader import PackedCheckpoint
-from compress.checkpoint.weights import Int
+from compress.checkpoint.weights import Q4K, Int
 from compress.common.cli import bundled_path
 from compress.common.errors import ToolkitError
 from runtime.model.loader import load_model
@@ -175,3 +175,19 @@ def test_the_packaged_mixture_keeps_its_logits(tmp_path):
     source = bundled_path("demo-mixture")
     export_gguf(source, tmp_path / "m.gguf")
     assert torch.equal(logits(tmp_path / "m.gguf"), logits(source))
+
+
+def test_experts_of_a_k_type_are_read_as_they_are(tmp_path):
+    """Each with the blocks of its place in the stack; products in float32 are those of plain torch."""
+    dense = save(tmp_path / "dense", "mixtral", hidden_size=256, intermediate_size=256, head_dim=64)
+    export_gguf(dense, tmp_path / "m.gguf", "q4_k")
+    packed = PackedCheckpoint.open(folder_of(tmp_path / "m.gguf"))
+    module = next(module for module in packed.modules if "experts.11." in module)
+    assert packed.scheme(module) == Q4K()
+    expert = packed.packed_weight(module).dequantize()
+    assert (expert - PackedCheckpoint.open(dense).tensor(f"{module}.weight")).norm() < 0.1 * expert.norm()
+    found, plain = (
+        score(load_model(packed.path, device="cpu", dtype="float32", kernels=kernels), TOKENS).double()
+        for kernels in ("auto", "reference")
+    )
+    assert (found - plain).abs().max() < 1e-4 * plain.abs().max()
