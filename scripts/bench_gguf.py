@@ -1,11 +1,12 @@
 """Quality of GGUF files of one type and size: those of `compress export` beside those of llama.cpp's quantizer.
 
 All files are made of one dense file and scored by the runtime in float32 on their dequantized values: KL to the dense
-model. `gptq` are the codes of `compress quantize --method gptq --group-size 32`, which `q4_0` holds as they are.
+model. Methods choose codes that a type holds as they are: `--bits 4 --group-size 32` for `q4_0`, `--weights q4_k` for a
+K type. The small mixes of llama.cpp have types with more bits for a few matrices.
 llama.cpp is used through llama-cpp-python, and left out where that is not installed. Examples:
 
     python scripts/bench_gguf.py
-    python scripts/bench_gguf.py --types q4_0 q3_k --data wikitext2_test.txt --tokens 16384
+    python scripts/bench_gguf.py --types q4_0 q3_k --methods gptq awq --data wikitext2_test.txt --tokens 16384
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from rich.console import Console
 
 from compress.checkpoint.gguf.export import GGUF_TYPES, export_gguf
 from compress.checkpoint.gguf.folder import folder_of
-from compress.checkpoint.weights import Int
+from compress.checkpoint.weights import Q2K, Q3K, Q4K, Q5K, Q6K, Int, Scheme
 from compress.common.cli import model_folder
 from compress.evaluate.session import EvaluationRequest, run_evaluation
 from compress.recipe import CalibrationOptions, QuantizeStage
@@ -43,13 +44,19 @@ LLAMA_FILE_TYPES = {
 }
 LLAMA_FILE_TYPES |= {"iq4_nl": 25}
 """Numbers of llama.cpp's mixes without an importance matrix; of K types the small ones."""
+EXACT: dict[str, Scheme] = {
+    "q4_0": Int(4, 32),
+    **{scheme.word: scheme for scheme in (Q2K(), Q3K(), Q4K(), Q5K(), Q6K())},
+}
+"""Forms of weights that a type holds as they are."""
+METHODS = ("gptq", "awq")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
     model, rows = model_folder(options.model), list[Row]()
     with tempfile.TemporaryDirectory() as folder:
-        for name, file in quantized_files(Path(folder), model, options.types):
+        for name, file in quantized_files(Path(folder), model, options.types, options.methods):
             result = run_evaluation(
                 EvaluationRequest(
                     folder_of(file), model, options.data, max_tokens=options.tokens, device="cpu", dtype="float32"
@@ -67,20 +74,24 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--model", default="demo", help="dense model folder or bundled model")
     parser.add_argument("--types", nargs="+", choices=GGUF_TYPES, default=["q4_0", "q4_k", "q3_k"])
+    parser.add_argument("--methods", nargs="*", default=METHODS, help="methods that choose codes inside of a type")
     parser.add_argument("--data", default="pydoc", help="text that is scored")
     parser.add_argument("--tokens", type=int, default=16384)
     return parser.parse_args(arguments)
 
 
-def quantized_files(folder: Path, model: Path, types: Sequence[str]) -> Iterator[tuple[str, Path]]:
+def quantized_files(
+    folder: Path, model: Path, types: Sequence[str], methods: Sequence[str] = ("gptq",)
+) -> Iterator[tuple[str, Path]]:
     """Yields a name and a file for each way to each type."""
     dense = export_gguf(model, folder / "dense.gguf").path
     for kind in types:
         if kind in LLAMA_FILE_TYPES and find_spec("llama_cpp"):
             yield f"{kind}, llama.cpp", _quantize_with_llama(dense, folder / f"llama-{kind}.gguf", kind)
         yield f"{kind}, compress export", export_gguf(model, folder / f"{kind}.gguf", kind).path
-        if kind == "q4_0":
-            yield f"{kind}, gptq", export_gguf(_gptq(model, folder / "gptq"), folder / "gptq.gguf", kind).path
+        for method in methods if kind in EXACT else ():
+            packed = _quantize(model, folder / f"{kind}-{method}", method, EXACT[kind])
+            yield f"{kind}, {method}", export_gguf(packed, folder / f"{kind}-{method}.gguf", kind).path
 
 
 def _quantize_with_llama(dense: Path, out: Path, kind: str) -> Path:
@@ -94,8 +105,8 @@ def _quantize_with_llama(dense: Path, out: Path, kind: str) -> Path:
     return out
 
 
-def _gptq(model: Path, out: Path) -> Path:
-    compress(model, out, [QuantizeStage("gptq", Int(4, 32))], CalibrationOptions())
+def _quantize(model: Path, out: Path, method: str, scheme: Scheme) -> Path:
+    compress(model, out, [QuantizeStage(method, scheme)], CalibrationOptions())
     return out
 
 
