@@ -68,6 +68,7 @@ RULES = {
     "int8_gemm": Rules(("IMMA", "IGMMA")),
     "fp8_skinny_gemm": Rules(TENSOR_CORES),
     "fp4_skinny_gemm": Rules(TENSOR_CORES),
+    "trellis_skinny_gemm": Rules(TENSOR_CORES, converts=True),
     "fp8_gemm": Rules(("QMMA",), {90: ("QGMMA",)}),
     "paged_attention": Rules(TENSOR_CORES, converts=True),
     "latent_attention": Rules(TENSOR_CORES, converts=True),

@@ -31,7 +31,8 @@ from benchmarking.machine import environment
 from benchmarking.tables import Row, describe, print_with_markdown
 from compress.checkpoint.scale_search import FP8
 from compress.checkpoint.weights import Activations as InputRounding
-from compress.checkpoint.weights import Int, Scheme, Weight
+from compress.checkpoint.weights import Exl3, Int, Scheme, Weight
+from compress.checkpoint.weights.exl3 import CODES, TILE, WORD_BITS, Exl3Weight
 from compress.checkpoint.weights.fp8 import Fp8Weight
 from compress.checkpoint.weights.integer import IntegerWeight
 from compress.checkpoint.weights.mxfp4 import FP4
@@ -53,6 +54,10 @@ BASELINE = "torch int4pack"
 def random_weight(rows: int, columns: int, scheme: Scheme, device: torch.device = CPU) -> Weight:
     if scheme.numbers == FP4:
         return scheme.round(torch.randn(rows, columns, device=device))
+    if isinstance(scheme, Exl3):
+        tiles = columns // TILE, rows // TILE, scheme.bits * CODES // WORD_BITS
+        codes = torch.randint(-(1 << 15), 1 << 15, tiles, dtype=torch.int16, device=device)
+        return Exl3Weight(codes, *(torch.ones(side, device=device).half() for side in (columns, rows)), scheme)
     groups = rows, scheme.num_groups(columns)
     scale = torch.rand(groups, device=device).mul_(0.01).add_(0.001).bfloat16()
     if scheme.numbers == "float":

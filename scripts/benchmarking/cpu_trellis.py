@@ -6,22 +6,15 @@ from functools import partial
 
 import torch
 
-from benchmarking.cpu_kernels import copied, milliseconds
+from benchmarking.cpu_kernels import copied, milliseconds, random_weight
 from benchmarking.tables import Row
 from compress.checkpoint.weights import Exl3
-from compress.checkpoint.weights.exl3 import CODEBOOKS, CODES, TILE, WORD_BITS, Exl3Weight
+from compress.checkpoint.weights.exl3 import CODEBOOKS
 from runtime.backends.cpu.linear import CpuLinear
 from runtime.backends.cpu.trellis import CpuTrellisLinear
 
 EXPANDED = "bf16"
 WIDTHS = (3, 4)
-
-
-def random_trellis(out_features: int, in_features: int, scheme: Exl3) -> Exl3Weight:
-    """Draws a weight whose scales are 1."""
-    tiles = in_features // TILE, out_features // TILE, scheme.bits * CODES // WORD_BITS
-    codes = torch.randint(-(1 << 15), 1 << 15, tiles, dtype=torch.int16)
-    return Exl3Weight(codes, torch.ones(in_features).half(), torch.ones(out_features).half(), scheme)
 
 
 def trellis_rows(in_features: int, out_features: int, numbers_of_rows: list[int], seconds: float) -> list[Row]:
@@ -31,7 +24,7 @@ def trellis_rows(in_features: int, out_features: int, numbers_of_rows: list[int]
     sides = [copied(EXPANDED, partial(CpuLinear, numbers))]
     for bits in WIDTHS:
         for codebook in CODEBOOKS:
-            weight = random_trellis(out_features, in_features, Exl3(bits, codebook))
+            weight = random_weight(out_features, in_features, Exl3(bits, codebook))
             sides.append(copied(f"{bits} bits, {codebook}", partial(CpuTrellisLinear, weight)))
     measured = [milliseconds(sides, in_features, rows, seconds, EXPANDED) for rows in numbers_of_rows]
     return [

@@ -32,7 +32,7 @@ from benchmarking.cpu_kernels import random_weight
 from benchmarking.machine import environment
 from benchmarking.tables import Row, describe, print_with_markdown, write_json
 from compress.checkpoint.kv_cache import KVCacheScheme
-from compress.checkpoint.weights import Activations, Fp8, Int
+from compress.checkpoint.weights import Activations, Exl3, Fp8, Int
 from compress.checkpoint.weights.nvfp4 import Nvfp4
 from compress.common.errors import ToolkitError
 from runtime.backends.base import Target
@@ -44,6 +44,7 @@ from runtime.backends.torch.linear import DenseLinear, semi_structured_bytes
 from runtime.backends.triton.attention import block_rows, layer_pages, num_splits
 from runtime.backends.triton.kernels.configs import EXPAND, GEMM, SKINNY, SPLITS, KernelConfig
 from runtime.backends.triton.linear import (
+    EXL3_KERNEL,
     FP4_KERNEL,
     FP8_KERNEL,
     FP8_W8A16_KERNEL,
@@ -228,6 +229,7 @@ KERNELS = {
     "fp8": (FP8_W8A16_KERNEL, Fp8()),
     "fp8 w8a8": (FP8_KERNEL, Fp8(Activations.FP8)),
     "nvfp4": (FP4_KERNEL, Nvfp4()),
+    "exl3": (EXL3_KERNEL, Exl3(4, "mul1")),
     "humming int4 g128": (humming.KERNEL, Int(4, 128)),
     "humming int8": (humming.KERNEL, Int(8, None)),
 }

@@ -53,11 +53,30 @@ def column_solver() -> None:
             columns.change(64, 64 + count)
 
 
+def trellis_codes() -> None:
+    """Launches products with trellis codes of several widths, which serve where their dense form does not fit."""
+    from compress.checkpoint.weights.exl3 import CODEBOOKS, TURN
+    from runtime.backends.triton.kernels.trellis import TrellisLinear
+
+    inputs, outputs = 4096, 14336
+    scales = _empty(inputs, dtype=torch.float32), _empty(outputs, dtype=torch.float32)
+    turn = _empty(TURN, TURN, dtype=torch.float32)
+    for bits in (2, 3, 4, 8):
+        words = _empty(inputs // 16, outputs // 16, 8 * bits, dtype=torch.int32)
+        linear = TrellisLinear(words, *scales, turn, None, bits, bits % len(CODEBOOKS), num_processors=132)
+        for tokens in (1, 512):
+            linear(_empty(tokens, inputs))
+
+
 def _empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.empty(*shape, dtype=dtype, device="meta")
 
 
-OTHERS: dict[str, Callable[[], None]] = {"the tuner": tuner, "columns of GPTQ": column_solver}
+OTHERS: dict[str, Callable[[], None]] = {
+    "the tuner": tuner,
+    "columns of GPTQ": column_solver,
+    "trellis codes": trellis_codes,
+}
 TRIED = {"the tuner"}
 """Names of those whose builds may spill: each is measured before it is chosen."""
 

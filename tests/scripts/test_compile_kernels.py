@@ -23,7 +23,7 @@ SOURCES = [
     *(ROOT / "runtime/backends/triton").rglob("*.py"),
     ROOT / "compress/methods/shared/column_solver_triton.py",
 ]
-OTHERS = ["the tuner", "columns of GPTQ"]
+OTHERS = ["the tuner", "columns of GPTQ", "trellis codes"]
 
 
 @pytest.fixture(scope="module")

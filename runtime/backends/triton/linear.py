@@ -7,7 +7,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from compress.checkpoint.kv_quant import hadamard_transform
 from compress.checkpoint.weights import Scheme
+from compress.checkpoint.weights.exl3 import CODEBOOKS, TURN, Exl3Weight
 from compress.checkpoint.weights.fp8 import Fp8Weight
 from compress.checkpoint.weights.integer import IntegerWeight
 from compress.checkpoint.weights.mxfp4 import FP4, Mxfp4Weight
@@ -66,6 +68,22 @@ def prepare_fp4(weight: Mxfp4Weight | Nvfp4Weight, bias: Tensor | None, target: 
     return Fp4Linear(*on_device, bias, inputs, num_processors(device))
 
 
+def prepare_exl3(weight: Exl3Weight, bias: Tensor | None, target: Target) -> Linear:
+    """Trellis codes as they are stored, with scales in float32."""
+    from runtime.backends.triton.kernels.trellis import TrellisLinear
+
+    device, scheme = target.device, weight.scheme
+    words = weight.trellis.contiguous().view(torch.int32).to(device)
+    scales = weight.suh.float().to(device) / TURN, weight.svh.float().to(device)
+    turn = hadamard_transform(torch.eye(TURN)).to(device)
+    codebook = CODEBOOKS.index(scheme.codebook)
+    return TrellisLinear(words, *scales, turn, bias, scheme.bits, codebook, num_processors(device))
+
+
+def _exl3_nbytes(scheme: Scheme, rows: int, columns: int, target: Target) -> int:
+    return rows * columns * scheme.bits // 8 + (rows + columns + TURN * TURN) * FLOAT_BYTES
+
+
 def _fp4_nbytes(scheme: Scheme, rows: int, columns: int, target: Target) -> int:
     filled = cdiv(columns, FP4_BLOCK) * FP4_BLOCK
     return rows * (filled // 2 + filled // (scheme.group_size or filled) * SCALE_BYTES + ROW_SCALE_BYTES)
@@ -114,6 +132,7 @@ SCALE_BYTES = 2
 """Bytes of a scale of 8-bit codes; checkpoints may hold wider ones."""
 
 
+FLOAT_BYTES = 4
 FP4_BLOCK, ROW_SCALE_BYTES = 128, 4
 """Inputs that 4-bit floats are padded to a multiple of, and bytes of the scale of a row."""
 
@@ -167,4 +186,13 @@ FP4_KERNEL = LinearKernel(
     prepare_fp4,
     _fp4_nbytes,
 )
-KERNELS = (W8A8_KERNEL, W4A16_KERNEL, W8A16_KERNEL, FP8_KERNEL, FP8_W8A16_KERNEL, FP4_KERNEL)
+EXL3_KERNEL = LinearKernel(
+    "triton_exl3",
+    "trellis codes decoded for every product, multiplied in TF32, float32 sums",
+    "exl3",
+    lambda scheme, in_features, target: unsupported_reason(target.device, target.dtype),
+    prepare_exl3,
+    _exl3_nbytes,
+    saves_memory=True,
+)
+KERNELS = (W8A8_KERNEL, W4A16_KERNEL, W8A16_KERNEL, FP8_KERNEL, FP8_W8A16_KERNEL, FP4_KERNEL, EXL3_KERNEL)

@@ -1,0 +1,53 @@
+"""Trellis codes that Triton decodes for every product, against exact numbers and products in float64."""
+
+import pytest
+import torch
+from poisoned_memory import poisoned_allocations
+from products import BOUND, activations, exact_product, relative_error
+from tiny_models import random_weight
+
+from compress.checkpoint.weights import Exl3
+from compress.checkpoint.weights.exl3 import CODEBOOKS, decode_tiles
+from runtime.backends.base import Target
+from runtime.backends.registry import choose_linear
+from runtime.backends.triton.kernels.trellis import TrellisLinear
+from runtime.backends.triton.linear import EXL3_KERNEL
+
+CUDA = torch.device("cuda")
+
+
+def linear_of(scheme: Exl3, shape: tuple[int, int], target: Target, bias: torch.Tensor | None = None) -> TrellisLinear:
+    linear = EXL3_KERNEL.prepare(random_weight(shape, scheme, 5), bias, target)
+    assert isinstance(linear, TrellisLinear)
+    assert linear.nbytes == EXL3_KERNEL.nbytes(scheme, *shape, target)
+    return linear
+
+
+@pytest.mark.parametrize("scheme", [Exl3(bits, CODEBOOKS[bits % 3]) for bits in range(1, 9)], ids=str)
+def test_numbers_are_exact_and_in_their_places(gpu: torch.device, scheme: Exl3) -> None:
+    """One-hot inputs of the product itself read the numbers back."""
+    linear = linear_of(scheme, (128, 128), Target(gpu, torch.float16))
+    sums = linear._prepare(128)(torch.eye(128, device=gpu))
+    expected = decode_tiles(random_weight((128, 128), scheme, 5).trellis, scheme)
+    assert torch.equal(sums.sum(0).cpu(), expected.float())
+
+
+@pytest.mark.parametrize("dtype", BOUND, ids=str)
+@pytest.mark.parametrize("tokens", [1, 5, 70])
+def test_products_against_float64(gpu: torch.device, tokens: int, dtype: torch.dtype) -> None:
+    weight = random_weight((256, 512), Exl3(3, CODEBOOKS[tokens % 3]), 5)
+    x, bias = activations(tokens, 512, dtype, gpu), activations(1, 256, dtype, gpu)[0]
+    linear = linear_of(weight.scheme, (256, 512), Target(gpu, dtype), bias)
+    with poisoned_allocations():
+        found = linear(x)
+    assert found.dtype == dtype
+    assert relative_error(found, exact_product(x, weight, bias)) < BOUND[dtype]
+
+
+def test_it_serves_where_dense_weights_do_not_fit() -> None:
+    target = Target(CUDA, torch.bfloat16)
+    assert choose_linear(Exl3(4), 256, target).kernel.name == "dequantized"
+    excluded = {"dequantized": "would need 9 GiB of 1 GiB"}
+    assert choose_linear(Exl3(4), 256, target, excluded=excluded).kernel is EXL3_KERNEL
+    assert choose_linear(Exl3(4), 256, target, "triton_exl3").kernel is EXL3_KERNEL
+    assert choose_linear(Exl3(4), 256, Target(CUDA, torch.float32), excluded=excluded).kernel.name == "reference"
