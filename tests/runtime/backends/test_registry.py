@@ -55,11 +55,12 @@ def test_the_table_without_native_kernels(scheme, in_features, target, name, mon
         *((Int(bits, 128), 256, BF16, "auto", "cpu") for bits in range(2, 9)),
         (Int(4, None, symmetric=False), 96, Target(CPU, torch.float32), "auto", "cpu"),
         (Int(4, 128), 256, BF16, "w4a8", "cpu_w4a8"),
-        (Int(4, 16), 256, BF16, "w4a8", "dequantized"),
+        (Int(4, 16), 256, BF16, "w4a8", "cpu"),
         (W8A8, 256, BF16, "auto", "cpu_int8"),
         (W8A8, 256, BF16, "w4a8", "cpu_int8"),
         (Int(8, 64, False, Activations.INT8), 256, BF16, "auto", "cpu_int8"),
-        (Int(4, 16), 256, BF16, "auto", "dequantized"),
+        (Int(4, 16), 256, BF16, "auto", "cpu"),
+        (Int(4, 8), 256, BF16, "auto", "dequantized"),
         (Int(4, None), 100, BF16, "auto", "dequantized"),
         (Int(4, 128), 256, Target(CPU, torch.float64), "auto", "dequantized"),
     ],
@@ -71,7 +72,7 @@ def test_the_table_with_native_kernels(scheme, in_features, target, mode, name):
 
 
 def test_excluded_kernels_say_why():
-    choice = choose_linear(Int(8, 16), 256, BF16, excluded={"dequantized": "would need 9 GiB of 1 GiB"})
+    choice = choose_linear(Int(8, 8), 256, BF16, excluded={"dequantized": "would need 9 GiB of 1 GiB"})
     assert choice.kernel.name == "reference"
     assert "dequantized would need 9 GiB of 1 GiB" in choice.reason
 
