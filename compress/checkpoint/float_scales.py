@@ -1,7 +1,7 @@
 """4- and 8-bit floats in groups that share a scale: the nearest numbers, and the search for scales.
 
-Stored scales are one of few numbers, powers of two (e8m0) or 8-bit floats (e4m3), so the search tries those around the
-one that spans a group, with the errors of `scale_search`.
+Stored scales are mostly one of few numbers, powers of two (e8m0) or 8-bit floats (e4m3); then the search tries those
+around the one that spans a group. Of scales in 16 bits it tries parts of that one. Errors are those of `scale_search`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from compress.checkpoint.scale_search import FP8, MAX_FP8, Measure, error_of_groups, row_chunks
+from compress.checkpoint.scale_search import FP8, MAX_FP8, Measure, error_of_groups, row_chunks, storable
 
 
 class Numbers(ABC):
@@ -65,6 +65,25 @@ class E4M3(Numbers):
         return numbers.to(FP8).view(torch.uint8)
 
 
+@dataclass(frozen=True, slots=True)
+class Codebook(Numbers):
+    """The numbers of a table, by code; no two are alike, and 0 is among them."""
+
+    values: tuple[float, ...]
+
+    @property
+    def largest(self) -> float:  # type: ignore[override]
+        return max(map(abs, self.values))
+
+    def nearest(self, x: Tensor) -> Tensor:
+        numbers, _ = torch.tensor(self.values, device=x.device).sort()
+        return numbers[torch.bucketize(x, (numbers[1:] + numbers[:-1]) / 2)]
+
+    def codes(self, numbers: Tensor) -> Tensor:
+        known, order = torch.tensor(self.values, device=numbers.device).sort()
+        return order.to(torch.uint8)[torch.searchsorted(known, numbers.contiguous())]
+
+
 def powers_of_two() -> Tensor:
     """Float32 `[255]`: the scale of each e8m0 code but the last, which is NaN."""
     return torch.ldexp(torch.ones(255), torch.arange(255, dtype=torch.int32) - 127)
@@ -75,9 +94,80 @@ def positive_floats() -> Tensor:
     return torch.arange(127, dtype=torch.uint8).view(FP8).float()
 
 
-@dataclass(frozen=True, slots=True)
-class GroupSearch:
+class ScaleSearch(ABC):
     """The search for a scale of every row and group of columns.
+
+    Attributes:
+        numbers: what codes stand for.
+    """
+
+    __slots__ = ()
+    numbers: Numbers
+
+    @abstractmethod
+    def best(
+        self, weight: Tensor, group_size: int, importance: Tensor | None = None, inputs: Tensor | None = None
+    ) -> Tensor:
+        """Finds, `[O, G]`, the scales with the least error; arguments as those of `search_scales`.
+
+        Raises:
+            NumericsError: NaN or infinity.
+        """
+
+    @abstractmethod
+    def in_range(self, weight: Tensor, group_size: int) -> Tensor:
+        """Finds, `[O, G]`, the scales that span each group."""
+
+    @abstractmethod
+    def steps_of(self, found: Tensor) -> Tensor:
+        """Returns the scales, float32 `[O, G]`, of what was found."""
+
+
+@dataclass(frozen=True, slots=True)
+class RangeSearch(ScaleSearch):
+    """The search for scales that are plain numbers.
+
+    Attributes:
+        dtype: of scales, which are what is found.
+        fractions: of the scale that spans a group, which are tried.
+    """
+
+    numbers: Numbers
+    dtype: torch.dtype
+    fractions: Sequence[float]
+
+    def best(
+        self, weight: Tensor, group_size: int, importance: Tensor | None = None, inputs: Tensor | None = None
+    ) -> Tensor:
+        groups = weight.shape[1] // group_size
+        measure = error_of_groups(weight, groups, importance, inputs)
+        found = [self._best(rows, measure) for rows in row_chunks(weight, groups)]
+        return torch.cat(found).squeeze(-1).to(self.dtype)
+
+    def in_range(self, weight: Tensor, group_size: int) -> Tensor:
+        groups = weight.shape[1] // group_size
+        found = [storable(self._spanning(rows), self.dtype) for rows in row_chunks(weight, groups)]
+        return torch.cat(found).squeeze(-1).to(self.dtype)
+
+    def steps_of(self, found: Tensor) -> Tensor:
+        return found.float()
+
+    def _spanning(self, rows: Tensor) -> Tensor:
+        return rows.abs().amax(-1, keepdim=True) / self.numbers.largest
+
+    def _best(self, rows: Tensor, measure: Measure) -> Tensor:
+        largest = self._spanning(rows)
+        best, least = storable(largest, self.dtype), torch.full_like(largest, torch.inf)
+        for fraction in self.fractions:
+            scale = storable(largest * fraction, self.dtype)
+            error = measure(self.numbers.nearest(rows / scale).mul_(scale).sub_(rows))
+            best, least = torch.where(error < least, scale, best), torch.minimum(error, least)
+        return best
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSearch(ScaleSearch):
+    """The search for scales that are few numbers.
 
     Attributes:
         scales: float32 `[S]`, rising: what a group may be multiplied by.
@@ -99,11 +189,7 @@ class GroupSearch:
     def best(
         self, weight: Tensor, group_size: int, importance: Tensor | None = None, inputs: Tensor | None = None
     ) -> Tensor:
-        """Places `[O, G]`, uint8, of the scales with the least error; arguments as those of `search_scales`.
-
-        Raises:
-            NumericsError: NaN or infinity.
-        """
+        """Places `[O, G]`, uint8, of the scales with the least error."""
         groups = weight.shape[1] // group_size
         measure = error_of_groups(weight, groups, importance, inputs)
         found = [self._best(rows, measure) for rows in row_chunks(weight, groups)]
@@ -113,6 +199,9 @@ class GroupSearch:
         """Places `[O, G]`, uint8, of the scales that span each group."""
         groups = weight.shape[1] // group_size
         return torch.cat([self.spanning(rows) for rows in row_chunks(weight, groups)]).squeeze(-1).to(torch.uint8)
+
+    def steps_of(self, found: Tensor) -> Tensor:
+        return self.scales.to(found.device)[found.long()]
 
     def _best(self, rows: Tensor, measure: Measure) -> Tensor:
         scales, middle = self.scales.to(rows.device), self.spanning(rows)

@@ -18,6 +18,7 @@ from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.scale_search import FP8
 from compress.checkpoint.weights import BlockFp8, Exl3, Mxfp8, Nvfp4, Scheme, Weight
 from compress.checkpoint.weights.block_fp8 import BlockFp8Weight
+from compress.checkpoint.weights.codebooks import TableFloats, TableFloatWeight
 from compress.checkpoint.weights.exl3 import Exl3Weight
 from compress.checkpoint.weights.fp8 import Fp8Weight
 from compress.checkpoint.weights.integer import IntegerWeight
@@ -139,6 +140,8 @@ def _random_floats(shape: tuple[int, int], scheme: Scheme, generator: torch.Gene
     groups = shape[0], scheme.num_groups(shape[1])
     if scheme.bits == 4:
         codes = torch.randint(0, 16, shape, dtype=torch.uint8, generator=generator)
+        if isinstance(scheme, TableFloats):
+            return TableFloatWeight(codes, (torch.rand(groups, generator=generator) / 10).to(dtype), scheme)
         if isinstance(scheme, Nvfp4):
             scales = torch.randint(1, 127, groups, dtype=torch.uint8, generator=generator).view(FP8)
             return Nvfp4Weight(codes, scales, torch.full((shape[0], 1), 3e3), scheme)

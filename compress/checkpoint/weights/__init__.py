@@ -8,6 +8,7 @@ from pkgutil import iter_modules
 from compress.checkpoint.scheme import Activations, Scheme
 from compress.checkpoint.weights.base import Weight
 from compress.checkpoint.weights.block_fp8 import BlockFp8
+from compress.checkpoint.weights.codebooks import Nf4
 from compress.checkpoint.weights.exl3 import Exl3
 from compress.checkpoint.weights.fp8 import Fp8
 from compress.checkpoint.weights.integer import Int
@@ -35,6 +36,7 @@ __all__ = [
     "Mxfp4",
     "Mxfp8",
     "NMSparsity",
+    "Nf4",
     "Nvfp4",
     "OutlierColumns",
     "Scheme",

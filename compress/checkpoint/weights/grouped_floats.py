@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from compress.checkpoint.float_scales import GroupSearch
+    from compress.checkpoint.float_scales import ScaleSearch
     from compress.checkpoint.grids import FloatGrid
 
     MakeWeight = Callable[[Tensor, Tensor], Weight]
-    """Makes a weight of codes `[O, I]` and places `[O, G]` of their scales, both uint8."""
+    """Makes a weight of codes `[O, I]`, uint8, and `[O, G]` what a search found."""
 
 
 class GroupedFloats(Scheme):
@@ -40,8 +40,12 @@ class GroupedFloats(Scheme):
         return f"{self} is read by this runtime, vLLM and transformers (in bfloat16 alone): inputs keep 16 bits here"
 
     @abstractmethod
-    def search(self, weight: Tensor) -> tuple[GroupSearch, MakeWeight]:
-        """The search for the scales of `weight [O, I]`, and what makes a weight of its results."""
+    def search(self, weight: Tensor, scale_dtype: torch.dtype | None = None) -> tuple[ScaleSearch, MakeWeight]:
+        """The search for the scales of `weight [O, I]`, and what makes a weight of its results.
+
+        Args:
+            scale_dtype: of stored scales that are plain numbers; None is bfloat16.
+        """
 
     def num_groups(self, in_features: int) -> int:
         if in_features % self.group_size:
@@ -81,18 +85,17 @@ class GroupedFloats(Scheme):
         inputs: Tensor | None = None,
     ) -> FloatGrid[Weight]:
         self.num_groups(weight.shape[1])
-        search, make = self.search(weight)
+        search, make = self.search(weight, scale_dtype)
         return self._grid(search, make, search.best(weight, self.group_size, importance, inputs))
 
     def round(self, weight: Tensor, importance: Tensor | None = None, scale_dtype: torch.dtype | None = None) -> Weight:
         return self.grid(weight, importance, scale_dtype).encode(weight)
 
     def round_in_range(self, weight: Tensor, scale_dtype: torch.dtype | None = None) -> Tensor:
-        search, make = self.search(weight)
+        search, make = self.search(weight, scale_dtype)
         return self._grid(search, make, search.in_range(weight, self.group_size)).encode(weight).dequantize()
 
-    def _grid(self, search: GroupSearch, make: MakeWeight, places: Tensor) -> FloatGrid[Weight]:
+    def _grid(self, search: ScaleSearch, make: MakeWeight, found: Tensor) -> FloatGrid[Weight]:
         from compress.checkpoint.grids import FloatGrid
 
-        steps = search.scales.to(places.device)[places.long()]
-        return FloatGrid(search.numbers, steps, self.group_size, lambda codes: make(codes, places))
+        return FloatGrid(search.numbers, search.steps_of(found), self.group_size, lambda codes: make(codes, found))

@@ -41,7 +41,7 @@ class Mxfp4(GroupedFloats):
     numbers = FP4
     code_values = VALUES
 
-    def search(self, weight: Tensor) -> tuple[GroupSearch, MakeWeight]:
+    def search(self, weight: Tensor, scale_dtype: torch.dtype | None = None) -> tuple[GroupSearch, MakeWeight]:
         from compress.checkpoint.float_scales import E2M1, GroupSearch, powers_of_two
 
         return GroupSearch(E2M1(), powers_of_two(), EXPONENT_STEPS), lambda codes, places: Mxfp4Weight(

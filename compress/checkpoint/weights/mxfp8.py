@@ -36,7 +36,7 @@ class Mxfp8(GroupedFloats):
     group_size = GROUP_SIZE
     numbers = "8-bit microscaled float"
 
-    def search(self, weight: Tensor) -> tuple[GroupSearch, MakeWeight]:
+    def search(self, weight: Tensor, scale_dtype: torch.dtype | None = None) -> tuple[GroupSearch, MakeWeight]:
         from compress.checkpoint.float_scales import E4M3, GroupSearch, powers_of_two
         from compress.checkpoint.scale_search import FP8
 

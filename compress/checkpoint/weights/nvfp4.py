@@ -54,7 +54,7 @@ class Nvfp4(GroupedFloats):
         groups = self.num_groups(in_features)
         return out_features * (in_features + groups + DIVISOR_BITS // 8)
 
-    def search(self, weight: Tensor) -> tuple[GroupSearch, MakeWeight]:
+    def search(self, weight: Tensor, scale_dtype: torch.dtype | None = None) -> tuple[GroupSearch, MakeWeight]:
         import torch
 
         from compress.checkpoint.float_scales import E2M1, GroupSearch, positive_floats

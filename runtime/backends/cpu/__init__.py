@@ -20,7 +20,17 @@ from runtime.backends.cpu.layers import (
     prepare_attention,
     prepare_layers,
 )
-from runtime.backends.cpu.linear_kernels import BLOCKS, DENSE, FLOATS4, INT8, PACKED, SPARSE, W4A8, is_fast
+from runtime.backends.cpu.linear_kernels import (
+    BLOCKS,
+    DENSE,
+    FLOATS4,
+    INT8,
+    NORMAL_FLOATS,
+    PACKED,
+    SPARSE,
+    W4A8,
+    is_fast,
+)
 from runtime.backends.cpu.mixture import mixture_unsupported_reason, prepare_mixture
 from runtime.backends.cpu.sampling import CpuSampling
 from runtime.backends.cpu.state_step import (
@@ -39,7 +49,7 @@ register(
     Backend(
         "cpu",
         "cpu",
-        linears=(INT8, SPARSE, PACKED, BLOCKS, FLOATS4, W4A8, TRELLIS),
+        linears=(INT8, SPARSE, PACKED, BLOCKS, FLOATS4, NORMAL_FLOATS, W4A8, TRELLIS),
         dense=(DENSE,),
         is_fast=is_fast,
         ops=OpsKernel("compiled, one pass over each row", ops_unsupported_reason, CpuOps),

@@ -1,10 +1,10 @@
 """Kernels that serve linears in plain C on CPUs (`compress.cpu`): exact codes, scales and zero points.
 
-Six kernels over one layout. `cpu` multiplies by activations as they come, `cpu_sparse` does so and reads only
+Seven kernels over one layout. `cpu` multiplies by activations as they come, `cpu_sparse` does so and reads only
 what 2:4 sparsity keeps, `cpu_int8` multiplies by the 8-bit activations that the checkpoint asks for. `cpu_w4a8`
 rounds activations to 8 bits although the checkpoint does not ask for it: faster for many rows, and a little further
-from the model, so it serves only the mode `w4a8`. `cpu_fp4` looks 4-bit floats up in a table, whatever their scales,
-and `cpu_k` multiplies integers with scales and minima of blocks.
+from the model, so it serves only the mode `w4a8`. `cpu_fp4` and `cpu_nf4` look 4-bit floats up in a table, whatever
+their scales, and `cpu_k` multiplies integers with scales and minima of blocks.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Callable
 import torch
 
 from compress.checkpoint.weights import Int, Scheme
+from compress.checkpoint.weights.codebooks import NF4, NF4_VALUES, TableFloatWeight
 from compress.checkpoint.weights.integer import IntegerWeight
 from compress.checkpoint.weights.k_quants import INTEGERS, KQuant, KQuantWeight
 from compress.checkpoint.weights.mxfp4 import FP4, VALUES, Mxfp4Weight
@@ -27,7 +28,7 @@ from runtime.backends.cpu.linear import Activations, CpuLinear, form_of
 from runtime.backends.cpu.weight_layout import INPUT_MULTIPLE, SMALL_GROUP, SPARSE_BITS, padded_features, stored_bits
 from runtime.backends.prepared_weight import Layout
 
-CodebookWeight = Mxfp4Weight | Nvfp4Weight
+CodebookWeight = Mxfp4Weight | Nvfp4Weight | TableFloatWeight
 
 
 def with_codes(weight: CodebookWeight) -> IntegerWeight:
@@ -158,6 +159,7 @@ def codebook_kernel(name: str, numbers: str, values: tuple[float, ...]) -> Linea
 
 
 FLOATS4 = codebook_kernel("cpu_fp4", FP4, VALUES)
+NORMAL_FLOATS = codebook_kernel("cpu_nf4", NF4, NF4_VALUES)
 BLOCKS: LinearKernel[KQuantWeight] = LinearKernel(
     "cpu_k",
     "packed codes with scales of blocks in C, float32 sums: exact weights",

@@ -19,7 +19,7 @@ from torch import Tensor
 from compress.checkpoint.formats import compress_runtime, find_format, stored_tensors
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.verify import verify_structure
-from compress.checkpoint.weights import BlockFp8, Exl3, Fp8, Int, Mxfp4, Mxfp8, NMSparsity, Nvfp4, Scheme
+from compress.checkpoint.weights import BlockFp8, Exl3, Fp8, Int, Mxfp4, Mxfp8, Nf4, NMSparsity, Nvfp4, Scheme
 from compress.checkpoint.weights.exl3 import Exl3Weight
 from compress.common.cli import demo_model_path
 from compress.common.errors import ToolkitError
@@ -39,6 +39,7 @@ FORMS: dict[str, tuple[str, Scheme]] = {
     "awq": ("awq", Int(4, 32)),
     "published fp8": ("fp8", BlockFp8((32, 32))),
     "exl3": ("exl3", Exl3(3, "mul1")),
+    "nf4": ("compress-runtime", Nf4()),
     "own": ("compress-runtime", Int(4, 32)),
 }
 STAGES = {

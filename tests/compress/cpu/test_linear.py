@@ -11,14 +11,15 @@ from tiny_models import random_weight
 
 from compress.checkpoint.scale_search import FP8
 from compress.checkpoint.weights import Activations as InputRounding
-from compress.checkpoint.weights import Int, Mxfp4, Nvfp4
+from compress.checkpoint.weights import Int, Mxfp4, Nf4, Nvfp4
+from compress.checkpoint.weights.codebooks import NF4_VALUES
 from compress.checkpoint.weights.integer import IntegerWeight
 from compress.checkpoint.weights.mxfp4 import VALUES, Mxfp4Weight
 from compress.common.errors import CheckpointError, SchemeError
 from compress.cpu.binding import EMULATED, INSTRUCTION_SETS, absence, best_instruction_set, library, set_threads
 from runtime.backends.base import Target
 from runtime.backends.cpu.linear import Activations, CpuLinear
-from runtime.backends.cpu.linear_kernels import FLOATS4, with_codes
+from runtime.backends.cpu.linear_kernels import FLOATS4, NORMAL_FLOATS, with_codes
 from runtime.backends.registry import choose_linear
 
 pytestmark = pytest.mark.skipif(library() is None, reason=absence())
@@ -121,6 +122,23 @@ def with_far_scales(weight):
         return replace(weight, exponents=torch.tensor([2, 127, 200, 121, 9], dtype=torch.uint8).expand(70, -1))
     scales = torch.tensor([1, 0x7E, 8, 0x38, 0x51], dtype=torch.uint8).repeat(2).view(FP8)
     return replace(weight, scales=scales.expand(70, -1), divisors=torch.full((70, 1), 777.7))
+
+
+@every_set
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_normal_floats_as_stored(dtype, instruction_set):
+    """Their numbers, which bfloat16 does not hold, are not rounded before products."""
+    weight, target = random_weight((70, 192), Nf4(), 4), Target(torch.device("cpu"), dtype)
+    kernel = choose_linear(weight.scheme, 192, target).kernel
+    assert kernel is NORMAL_FLOATS
+    linear = CpuLinear(with_codes(weight), codebook=torch.tensor(NF4_VALUES), instruction_set=instruction_set)
+    assert torch.equal(linear(torch.eye(192, dtype=dtype)).T, weight.dequantize(dtype))
+    for rows in (1, 3, 140):
+        x = activations(rows, 192, dtype)
+        assert_close(linear(x), x, weight.dequantize(torch.float64))
+    linear = kernel.prepare(weight, None, target)
+    assert_close(linear(x), x, weight.dequantize(torch.float64))
+    assert linear.nbytes == kernel.nbytes(weight.scheme, 70, 192, target)
 
 
 @every_set

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import pack_model, random_weight, save_tiny_model
 
 from compress.checkpoint.safetensors import MappedFile, TensorFiles
-from compress.checkpoint.weights import Activations, Int, Mxfp4, Nvfp4, Scheme
+from compress.checkpoint.weights import Activations, Int, Mxfp4, Nf4, Nvfp4, Scheme
 from compress.common.errors import CheckpointError, ToolkitError
 from compress.cpu.binding import INSTRUCTION_SETS, best_instruction_set, library
 from runtime.backends.cpu import huge_pages
@@ -113,12 +113,14 @@ FORMS: dict[str, Scheme] = {
     "8-bit activations": Int(8, None, True, Activations.INT8),
     "4-bit floats": Mxfp4(),
     "4-bit floats in small groups": Nvfp4(),
+    "4-bit normal floats": Nf4(),
 }
 
 
 @pytest.mark.parametrize("name", FORMS)
 def test_forms(name, dense, tmp_path):
-    pack_model(dense, tmp_path / "model", lambda module: FORMS[name])
+    format = "compress-runtime" if FORMS[name].structure else "compressed-tensors"
+    pack_model(dense, tmp_path / "model", lambda module: FORMS[name], format)
     before = score(load_model(tmp_path / "model"), TOKENS)
     prepare_model(tmp_path / "model")
     assert "are mapped from" in note_of(tmp_path / "model")
