@@ -127,14 +127,21 @@ def static_batches(model: Path, settings: Settings) -> Iterator[Answer]:
     ]
 
 
+HOST_MEMORY_SHARE = 0.1
+"""Part of all memory for a cache on a CPU; by itself transformers takes 0.9 of it, whatever else runs."""
+
+
 @contextmanager
 def continuous(model: Path, settings: Settings) -> Iterator[Answer]:
     """`transformers`' own continuous batching. Its cache is allocated before the clock starts."""
-    from transformers import GenerationConfig
+    from transformers import ContinuousBatchingConfig, GenerationConfig
 
     config = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=1)
     loaded = _load(model, settings)
-    with loaded.continuous_batching_context_manager(generation_config=config, warmup=False) as manager:
+    share = HOST_MEMORY_SHARE if loaded.device.type == "cpu" else None
+    batching = ContinuousBatchingConfig(max_memory_percent=share)
+    options = {"generation_config": config, "continuous_batching_config": batching, "warmup": False}
+    with loaded.continuous_batching_context_manager(**options) as manager:
 
         def answer(jobs: Sequence[Job]) -> list[Tokens]:
             names = [manager.add_request(list(j.prompt), max_new_tokens=j.num_output_tokens) for j in jobs]
