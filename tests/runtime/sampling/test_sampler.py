@@ -211,4 +211,4 @@ def test_errors_come_with_the_tokens():
     assert counter.reads == ["tolist"]
     assert [token.token_id for token in tokens] == [-1] * 5
     assert ["not finite" in token.error for token in tokens] == [True] * 3 + [False] * 2
-    assert ["grammar" in token.error for token in tokens] == [False] * 3 + [True] * 2
+    assert ["allows no token" in token.error for token in tokens] == [False] * 3 + [True] * 2
