@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from compress.checkpoint.float_scales import Numbers, nearest_codes
-from compress.checkpoint.gguf.rounding.k import search_weight
 from compress.checkpoint.gguf.rounding.search import divided
 from compress.checkpoint.scale_search import GroupScales, encode
 from compress.checkpoint.weights import Int, Weight
+from compress.checkpoint.weights.gguf_blocks import BlockIntegers
 from compress.checkpoint.weights.integer import IntegerWeight
-from compress.checkpoint.weights.k_quants import KQuant, KQuantWeight
 from compress.cpu.gptq import ColumnGrid
 
 Rounded = TypeVar("Rounded", bound=Weight, covariant=True)
@@ -100,51 +99,41 @@ SMALLEST_SCALE = 1e-30
 """Stands for scales of zero: under it every code has the same value, but none is the result of a division by zero."""
 
 
+BlockRounded = TypeVar("BlockRounded", bound=BlockIntegers)
+
+
 @dataclass(frozen=True, slots=True)
-class KGrid(Grid[KQuantWeight]):
-    """Multiples of scales less minima, where both are integers times a number of each super-block.
+class BlockGrid(Grid[BlockRounded], Generic[BlockRounded]):
+    """Multiples of scales less minima, as block types of GGUF have them.
 
     Attributes:
-        start: the scales, with the nearest codes to the weight for which they were chosen.
+        start: the scales and minima, with any codes.
     """
 
-    start: KQuantWeight
+    start: BlockRounded
 
-    @classmethod
-    def search(cls, weight: Tensor, scheme: KQuant, importance: Tensor | None = None) -> KGrid:
-        """Searches the scales of `weight [O, I]` with the least squared error, columns weighted by `importance [I]`.
-
-        Raises:
-            NumericsError: NaN or infinity.
-        """
-        found = search_weight(weight, scheme.layout, importance)
-        return cls(scheme.of(found, len(weight)))
-
-    def encode(self, weight: Tensor) -> KQuantWeight:
+    def encode(self, weight: Tensor) -> BlockRounded:
         scales = self.start.scales
         grouped = weight.float().unflatten(1, (scales.shape[1], -1))
         if self.start.minima is not None:
             grouped = grouped + self.start.minima.unsqueeze(-1)
-        codes = divided(grouped, scales.unsqueeze(-1)).round_().add_(self._zero).clamp_(0, self.start.scheme.max_code)
-        return self.weight(codes.to(torch.uint8).flatten(1))
+        codes = divided(grouped, scales.unsqueeze(-1)).round_().add_(self.start.zero)
+        return self.weight(codes.clamp_(0, self.start.scheme.max_code).to(torch.uint8).flatten(1))
 
-    def weight(self, codes: Tensor) -> KQuantWeight:
-        return replace(self.start, qweight=codes)
+    def weight(self, codes: Tensor) -> BlockRounded:
+        return self.start.with_codes(codes)
 
     def ordered(self, order: Tensor) -> OrderedGrid:
-        scales = _divisors(self.start.scales)
-        zeros, minima = torch.full_like(scales, self._zero), self.start.minima
+        scales = divisors(self.start.scales)
+        zeros, minima = torch.full_like(scales, self.start.zero), self.start.minima
         group, top = order // self.start.scheme.group_size, self.start.scheme.max_code
         if minima is None:
             return OrderedIntegers(scales, zeros, group, top)
         return OrderedAboveMinima(scales, zeros, group, top, minima)
 
-    @property
-    def _zero(self) -> int:
-        return 0 if self.start.scheme.has_minima else self.start.scheme.midpoint
 
-
-def _divisors(scales: Tensor) -> Tensor:
+def divisors(scales: Tensor) -> Tensor:
+    """Returns scales by which to divide: a tiny number in the place of 0."""
     return torch.where(scales == 0, SMALLEST_SCALE, scales)
 
 

@@ -141,9 +141,9 @@ class Scheme(ABC):
         return ""
 
     @property
-    def code_values(self) -> tuple[float, ...] | None:
-        """The number of each code, for kernels that look it up; None where codes are no places in a table."""
-        return None
+    def code_values(self) -> tuple[float, ...]:
+        """The number of each code, for kernels that look it up; empty where codes are no places in a table."""
+        return ()
 
     @property
     def structure(self) -> str:

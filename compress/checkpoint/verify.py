@@ -17,6 +17,7 @@ from compress.checkpoint.safetensors import TensorFiles
 from compress.checkpoint.state_dtype import measured_states
 from compress.checkpoint.weights.base import Weight, digest, nonfinite_problems
 from compress.common.errors import CheckpointError, SchemeError
+from compress.common.files import REPORT_FILE, read_json
 from compress.models.registry import find_family
 
 
@@ -137,6 +138,23 @@ def verify_against(path: str | Path, expected: Mapping[str, str]) -> list[str]:
     return problems
 
 
+def recorded_digests(folder: Path) -> dict[str, str] | None:
+    """Reads the digest of every module from `compression_report.json`; None where there is no such report.
+
+    Raises:
+        CheckpointError: the report cannot be read.
+    """
+    path = folder / REPORT_FILE
+    if not path.is_file():
+        return None
+    try:
+        report = read_json(path, "Remove it to skip this")
+        finished = [*report["blocks"], *report.get("ends", ())]
+        return {module: value for block in finished for module, value in block["digests"].items()}
+    except (KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} is not a report of this toolkit: {error!r}", "Remove it to skip this") from error
+
+
 def verify_structure(path: str | Path, source: TensorFiles | None = None) -> StructureReport:
     """Checks config, names, shapes, dtypes, code ranges and finiteness of a whole checkpoint, module by module.
 
@@ -149,10 +167,10 @@ def verify_structure(path: str | Path, source: TensorFiles | None = None) -> Str
     """
     packed = PackedCheckpoint.open(path)
     implied, problem = implied_shapes(packed.config)
-    problems = [*([problem] if problem else []), *_config_problems(packed), *_name_problems(packed, source, implied)]
+    problems = [*([problem] if problem else []), *config_problems(packed), *name_problems(packed, source, implied)]
     shapes = _read_weights(packed, problems, implied)
     for name in packed.dense_names():
-        problems += _dense_problems(packed, name, implied)
+        problems += dense_problems(packed, name, implied)
         packed.files.release()
     linears = set(packed.dense_linears())
     dense = tuple(_describe_dense(packed, name, linears) for name in packed.dense_names())
@@ -207,7 +225,8 @@ def _read_weights(packed: PackedCheckpoint, problems: list[str], implied: Shapes
     return shapes
 
 
-def _config_problems(packed: PackedCheckpoint) -> Iterator[str]:
+def config_problems(packed: PackedCheckpoint) -> Iterator[str]:
+    """Yields what config.json contradicts by itself, a line each."""
     if not packed.config.get("model_type"):
         yield "config.json has no model_type"
     block = quantization_block(packed.config)
@@ -241,8 +260,8 @@ def _kv_cache_problems(packed: PackedCheckpoint) -> Iterator[str]:
         yield f"keys and values default to {scheme}, which was not measured within a mean KL of {record.max_kl:g}"
 
 
-def _name_problems(packed: PackedCheckpoint, source: TensorFiles | None, implied: Shapes) -> Iterator[str]:
-    """Every stored tensor must have a role, and every parameter of the model must be stored in one way."""
+def name_problems(packed: PackedCheckpoint, source: TensorFiles | None, implied: Shapes) -> Iterator[str]:
+    """Yields a line for every stored tensor without a role, and for every parameter that is not stored in one way."""
     known = (*packed.codec.suffixes(), *compress_runtime.suffixes(), ".qweight")
     suffixes = tuple(suffix for suffix in known if not suffix.endswith(".weight"))
     yield from (f"{name} belongs to no quantized module" for name in packed.dense_names() if name.endswith(suffixes))
@@ -257,7 +276,8 @@ def _name_problems(packed: PackedCheckpoint, source: TensorFiles | None, implied
         yield from (f"{name} is not in the source" for name in sorted(extra))
 
 
-def _dense_problems(packed: PackedCheckpoint, name: str, implied: Shapes) -> Iterator[str]:
+def dense_problems(packed: PackedCheckpoint, name: str, implied: Shapes) -> Iterator[str]:
+    """Yields a line for NaN, infinity and another shape than config.json implies in one unquantized tensor."""
     tensor = packed.tensor(name)
     yield from nonfinite_problems(name, tensor)
     expected = implied.get(name, tuple(tensor.shape))

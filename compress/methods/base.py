@@ -21,12 +21,16 @@ if TYPE_CHECKING:
 
     from calibration.statistics import InputStatistics
     from compress.checkpoint.weights import Weight
+    from compress.checkpoint.weights.gguf_blocks import BlockIntegers
     from compress.checkpoint.weights.integer import IntegerWeight
     from compress.checkpoint.weights.low_rank import LowRankWeight
     from compress.checkpoint.weights.outlier_columns import OutlierWeight
     from compress.methods.shared.decomposition import Whitening
     from compress.methods.shared.hessian import HessianCache
     from compress.methods.shared.smoothing import SmoothingResult
+
+    Learnable = IntegerWeight | BlockIntegers
+    """Weights whose rounding can be learned."""
 
 EMBEDDING, HEAD = "embedding", "head"
 SMOOTHING_ROWS = 512
@@ -160,7 +164,7 @@ class TuningRecord:
 class TunedBlock:
     """Learned weights by name inside the block, the record, and a note on a fallback."""
 
-    weights: Mapping[str, IntegerWeight]
+    weights: Mapping[str, Learnable]
     record: TuningRecord
     recovery: str = ""
 
@@ -266,7 +270,7 @@ class QuantizationMethod(Method):
     def tune_block(
         self,
         objective: BlockObjective,
-        starts: Mapping[str, tuple[Tensor, IntegerWeight]],
+        starts: Mapping[str, tuple[Tensor, Learnable]],
         options: Any,
         tick: Callable[[float], None],
     ) -> TunedBlock:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from compress.checkpoint.weights import Activations, Scheme
+from compress.checkpoint.weights.gguf_blocks import INTEGERS
 from compress.common.errors import RecipeError
 from compress.methods.base import BlockObjective, Layer, Needs, QuantizationMethod, TunedBlock, TuningRecord, register
 from compress.methods.gptq import compress_gptq
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from compress.checkpoint.weights import Weight
-    from compress.checkpoint.weights.integer import IntegerWeight
+    from compress.methods.base import Learnable
+    from compress.methods.shared.learned_rounding import Learning
 
 KEPT_START = "gptq: learning did not lower the error of the block"
 
@@ -65,7 +67,12 @@ class SignRound(QuantizationMethod):
     def unsupported(self, scheme: Scheme) -> str:
         if scheme.activations is Activations.INT8:
             return "it learns with 16-bit activations, so leave activation_bits out"
-        return "it learns no outlier columns" if scheme.num_outliers else QuantizationMethod.unsupported(self, scheme)
+        if scheme.num_outliers:
+            return "it learns no outlier columns"
+        if scheme.numbers == INTEGERS:
+            return ""
+        is_other = bool(QuantizationMethod.unsupported(self, scheme))
+        return f"it learns integers and their ranges, and {scheme} has none" if is_other else ""
 
     def compress(self, layer: Layer) -> Weight:
         return compress_gptq(layer)
@@ -73,15 +80,15 @@ class SignRound(QuantizationMethod):
     def tune_block(
         self,
         objective: BlockObjective,
-        starts: Mapping[str, tuple[Tensor, IntegerWeight]],
+        starts: Mapping[str, tuple[Tensor, Learnable]],
         options: Any,
         tick: Callable[[float], None],
     ) -> TunedBlock:
         import torch
 
-        from compress.methods.shared.learned_rounding import LearnedRounding, learn
+        from compress.methods.shared.learned_rounding import learn
 
-        weights = {name: LearnedRounding(weight, start) for name, (weight, start) in starts.items()}
+        weights = {name: _learning(weight, start) for name, (weight, start) in starts.items()}
         before = {name: weight.codes() for name, weight in weights.items()}
         batches = objective.batches()
 
@@ -112,3 +119,11 @@ class SignRound(QuantizationMethod):
         total = sum(start.qweight.numel() for start in before.values())
         record = TuningRecord(options.steps, learned.step, learned.loss_before, learned.loss_after, changed / total)
         return TunedBlock(after, record, "" if learned.step else KEPT_START)
+
+
+def _learning(weight: Tensor, start: Learnable) -> Learning:
+    from compress.checkpoint.weights.integer import IntegerWeight
+    from compress.methods.shared.learned_blocks import LearnedBlocks
+    from compress.methods.shared.learned_rounding import LearnedRounding
+
+    return LearnedRounding(weight, start) if isinstance(start, IntegerWeight) else LearnedBlocks(weight, start)

@@ -15,6 +15,7 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from calibration.statistics import InputDifference
+from compress.checkpoint.weights.gguf_blocks import BlockIntegers
 from compress.checkpoint.weights.integer import IntegerWeight
 from compress.methods.base import Needs, QuantizationMethod, TunedBlock
 from compress.methods.shared.hessian import HessianCache
@@ -40,6 +41,7 @@ from compress.pipeline.smoothing import (
 )
 from compress.plan import LayerPlan
 
+Learnable = IntegerWeight | BlockIntegers
 Batch = tuple[Tensor, Call, Tensor]
 """Hidden states `[B, L, H]`, the other arguments of the block, and the wanted output `[B, L, H]`."""
 
@@ -66,7 +68,7 @@ class BlockError:
     def tune(
         self,
         method: QuantizationMethod,
-        starts: Mapping[str, tuple[Tensor, IntegerWeight]],
+        starts: Mapping[str, tuple[Tensor, Learnable]],
         options: Any,
         tick: Callable[[float], None] = lambda _: None,
     ) -> TunedBlock:
@@ -234,12 +236,12 @@ def _round(
     differences: Mapping[str, InputDifference],
     folded: dict[str, Tensor],
     outcome: BlockOutcome,
-) -> dict[str, tuple[LayerCompressor, IntegerWeight]]:
+) -> dict[str, tuple[LayerCompressor, Learnable]]:
     """Works on each linear, siblings together, and puts what came out into the block.
 
     Returns the work on those whose rounding is still to be learned, and where that starts.
     """
-    begun: dict[str, tuple[LayerCompressor, IntegerWeight]] = {}
+    begun: dict[str, tuple[LayerCompressor, Learnable]] = {}
     ranked = decompose_block(block.weights, job.layer_plans, observed.statistics)
     unreached = tuple((name,) for name in job.layer_plans if name not in observed.statistics)
     for group in observed.groups + observed.expert_groups + unreached:
@@ -259,7 +261,7 @@ def _round(
             )
             stored, record = work.apply()
             block.set_weight(name, values_of(stored))
-            if work.is_learned and isinstance(stored, IntegerWeight):
+            if work.is_learned and isinstance(stored, IntegerWeight | BlockIntegers):
                 begun[name] = work, stored
             else:
                 outcome.keep(stored, record)
@@ -269,7 +271,7 @@ def _round(
 def _tune(
     tuned: LayerPlan,
     error: BlockError,
-    begun: Mapping[str, tuple[LayerCompressor, IntegerWeight]],
+    begun: Mapping[str, tuple[LayerCompressor, Learnable]],
     outcome: BlockOutcome,
     tick: Callable[[float], None],
 ) -> None:

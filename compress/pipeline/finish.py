@@ -15,11 +15,11 @@ from compress.checkpoint.config import COMPRESSION_KEY, is_embedding, packed_con
 from compress.checkpoint.formats import dense, format_for
 from compress.checkpoint.kv_cache import KV_CACHE_KEY, KV_MEASURED_KEY, KVCacheRecord, KVCacheScheme, MeasuredKVCache
 from compress.checkpoint.scale_search import range_kernel
-from compress.checkpoint.verify import StructureReport, verify_against, verify_structure
+from compress.checkpoint.verify import StructureReport, recorded_digests, verify_against, verify_structure
 from compress.checkpoint.weights import Scheme, Weight
 from compress.common.cli import DISTRIBUTION, tool_version
 from compress.common.errors import CheckpointError
-from compress.common.files import REPORT_FILE, read_json, sync
+from compress.common.files import REPORT_FILE, sync
 from compress.methods.kv_cache import KVCacheStage, KVChoice, choose_kv_cache
 from compress.methods.shared.column_solver import column_kernel
 from compress.models.config import context_length
@@ -206,16 +206,8 @@ def compare_with_report(folder: Path) -> list[str] | None:
     Raises:
         CheckpointError: the report cannot be read.
     """
-    path = folder / REPORT_FILE
-    if not path.is_file():
-        return None
-    try:
-        report = read_json(path, "Remove it to skip this")
-        finished = [*report["blocks"], *report.get("ends", ())]
-        digests = {module: value for block in finished for module, value in block["digests"].items()}
-    except (KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} is not a report of this toolkit: {error!r}", "Remove it to skip this") from error
-    return verify_against(folder, digests)
+    digests = recorded_digests(folder)
+    return None if digests is None else verify_against(folder, digests)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,8 @@ from compress.checkpoint.kv_cache import UNCOMPRESSED, KVCacheScheme
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.scheme import MAX_BITS
 from compress.checkpoint.weights import Scheme
+from compress.checkpoint.weights.gguf_blocks import BlockScheme
 from compress.checkpoint.weights.integer import num_words
-from compress.checkpoint.weights.k_quants import KQuant
 from compress.models.architecture import siblings
 from compress.models.generic import CodeSpec
 from runtime.backends.base import Target
@@ -301,7 +301,7 @@ def embedding_bytes(scheme: Scheme | None, rows: int, columns: int, target: Targ
     """Bytes of an embedding `[rows, columns]` that is only looked up; dense without a scheme."""
     if scheme is None:
         return rows * columns * target.dtype.itemsize
-    if isinstance(scheme, KQuant):
+    if isinstance(scheme, BlockScheme):
         return scheme.stored_bits(rows, columns) // 8
     words = columns if scheme.bits == MAX_BITS else 4 * num_words(columns, scheme.bits)
     return rows * (words + scheme.num_groups(columns) * (SCALE_BYTES + (0 if scheme.symmetric else ZERO_BYTES)))

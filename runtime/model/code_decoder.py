@@ -98,7 +98,8 @@ class _Given(ModelOutput):
     """Outputs of a decoder that a language model reads."""
 
     last_hidden_state: Tensor | None = None
-    past_key_values: None = None
+    cache: None = None
+    past_key_values: None = None  # the name before transformers 5.24
     hidden_states: None = None
     attentions: None = None
     cross_attentions: None = None

@@ -8,8 +8,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from compress.checkpoint.weights.gguf_blocks import BlockWeight
 from compress.checkpoint.weights.integer import IntegerWeight, pack_bits, unpack_bits
-from compress.checkpoint.weights.k_quants import KQuantWeight
 from runtime.backends.base import Linear, NormWeights, Ops, RowSource, Target
 
 
@@ -66,7 +66,7 @@ class PackedEmbedding:
 class BlockEmbedding:
     """A matrix of blocks as GGUF files have them; looked-up rows are dequantized."""
 
-    def __init__(self, weight: KQuantWeight, target: Target) -> None:
+    def __init__(self, weight: BlockWeight, target: Target) -> None:
         self.scheme, self.dtype = weight.scheme, target.dtype
         self.blocks = weight.blocks().to(target.device)
         self.nbytes = self.blocks.nbytes
@@ -90,7 +90,7 @@ class SharedEmbedding:
         return self.head.rows(token_ids, self.dtype)
 
 
-Rows = IntegerWeight | KQuantWeight | Tensor
+Rows = IntegerWeight | BlockWeight | Tensor
 """Weight whose rows can be looked up."""
 
 
@@ -98,7 +98,7 @@ def make_embedding(weight: Rows, target: Target) -> Embedding:
     """Makes the embedding of a weight `[V, H]`."""
     if isinstance(weight, Tensor):
         return DenseEmbedding(weight.to(target.device, target.dtype))
-    return BlockEmbedding(weight, target) if isinstance(weight, KQuantWeight) else PackedEmbedding(weight, target)
+    return BlockEmbedding(weight, target) if isinstance(weight, BlockWeight) else PackedEmbedding(weight, target)
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from runtime.core.draft_states import StateCosts
 from runtime.core.draft_tree import follow
 from runtime.core.memory_plan import MemoryPlan
 from runtime.core.progress import Report, ignore
-from runtime.core.request import LogprobColumns
+from runtime.core.request import LogprobColumns, Pooling
 from runtime.core.state_rows import build_state_rows
 from runtime.core.step import ComputedStep, SampledToken, ScheduledSequence, StepOutput, StepPlan, SubmittedStep
 from runtime.memory.plan import plan_memory
@@ -62,17 +62,22 @@ def prompt_logprobs(decoder: ServedModel, sampler: Sampler, hidden: Tensor, batc
     }
 
 
-def hidden_sums(decoder: ServedModel, hidden: Tensor, batch: Batch) -> dict[str, list[float]]:
-    """By sequence id, sums `[H]` of the spans' final hidden states, in float64.
+def pooled_states(decoder: ServedModel, hidden: Tensor, batch: Batch) -> dict[str, list[float]]:
+    """By sequence id, sums `[H]` of the spans' final hidden states in float64, or the last of them.
 
     Args:
         hidden: `[T, H]` before the final norm.
     """
     return {
-        entry.sequence.id: decoder.final_norm(hidden[rows]).double().sum(0).tolist()
+        entry.sequence.id: pool(decoder.final_norm(hidden[rows]).double(), pooling).tolist()
         for entry, rows in batch.prompt_rows
-        if entry.sequence.request.options.embed
+        if (pooling := entry.sequence.request.options.pooling)
     }
+
+
+def pool(states: Tensor, pooling: Pooling) -> Tensor:
+    """The sum `[H]` of states `[T, H]`, or the last of them."""
+    return states[-1] if pooling is Pooling.LAST else states.sum(0)
 
 
 def _span_logprobs(
@@ -299,7 +304,7 @@ class ModelRunner:
         return StepOutput(
             tokens,
             prompt_logprobs(self.decoder, self.sampler, hidden, batch),
-            hidden_sums(self.decoder, hidden, batch),
+            pooled_states(self.decoder, hidden, batch),
             expert_lookups=(
                 sum(cache.queries for cache in self.expert_caches),
                 sum(cache.hits for cache in self.expert_caches),

@@ -127,7 +127,7 @@ class StepGraphs:
         compute()
         rows = _rows(entries, shape, self.buffers.logits.device)
         drawn = None
-        if self._adjustments is not None:
+        if self._adjustments is not None and not any(e.sequence.request.sampling.needs_tokens for e in entries):
             # The device computes logits meanwhile: masks are made now, not before.
             draws = list(map(build_sampling_metadata, entries))
             self._draw_tokens(self._adjustments, entries, draws, shape)

@@ -97,12 +97,12 @@ def write_gguf(
     name = ARCHITECTURES.get(config.model_type, config.model_type)
     writer = gguf.GGUFWriter(out, name, split_max_tensors=tensors_per_part)
     for key, value in (metadata_of(config, name) | tokenizer_metadata() | changes).items():
-        _add(writer, key, value)
+        add_metadata(writer, key, value)
     tensors = _file_tensors(model, name)
     values = {}
     for own, (published, tensor, change, undo) in tensors.items():
         kind = gguf.GGMLQuantizationType[kind_of(own).upper() if tensor.ndim > 1 else "F32"]
-        data = _encode(change(tensor.float()).numpy(), kind, gguf)
+        data = encode(change(tensor.float()).numpy(), kind, gguf)
         writer.add_tensor(own, data, raw_dtype=kind)
         values[published] = undo(torch.from_numpy(np.array(gguf.quants.dequantize(data, kind), dtype=np.float32)))
     for own, factors in _rope_factors(config).items():
@@ -114,7 +114,7 @@ def write_gguf(
     return {published: value.view(model.state_dict()[published].shape) for published, value in values.items()}
 
 
-def _encode(values: np.ndarray, kind: Any, gguf: Any) -> np.ndarray:
+def encode(values: np.ndarray, kind: Any, gguf: Any) -> np.ndarray:
     """Rounds as `gguf` does, or takes random bytes with small scales for types that it cannot round to."""
     try:
         return gguf.quants.quantize(values, kind)
@@ -168,7 +168,7 @@ def tokenizer_metadata() -> dict[str, Any]:
     }
 
 
-def _add(writer: Any, key: str, value: Any) -> None:
+def add_metadata(writer: Any, key: str, value: Any) -> None:
     adders = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
     if value is not None:
         adders.get(type(value), writer.add_array)(key, value)

@@ -108,6 +108,6 @@ def post_head(length: int, path: str = "/v1/completions", *more: str) -> bytes:
 def send_raw(url: str | httpx.URL, path: str = "/v1/completions", *more: str, **body: Any) -> socket.socket:
     """Sends a request over a socket of its own, to be read from, left alone or closed."""
     content, address = json.dumps(body).encode(), httpx.URL(url)
-    connection = socket.create_connection((address.host, address.port), timeout=20)
+    connection = socket.create_connection((address.host, address.port), timeout=60)
     connection.sendall(post_head(len(content), path, *more) + content)
     return connection

@@ -16,7 +16,7 @@ from compress.checkpoint.formats import find_format, stored_tensors
 from compress.checkpoint.meta_model import auto_class
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.scale_search import FP8
-from compress.checkpoint.weights import BlockFp8, Exl3, Mxfp8, Nvfp4, Scheme, Weight
+from compress.checkpoint.weights import BlockFp8, Bnb4, Exl3, Mxfp8, Nvfp4, Scheme, Weight
 from compress.checkpoint.weights.block_fp8 import BlockFp8Weight
 from compress.checkpoint.weights.codebooks import TableFloats, TableFloatWeight
 from compress.checkpoint.weights.exl3 import Exl3Weight
@@ -140,8 +140,9 @@ def _random_floats(shape: tuple[int, int], scheme: Scheme, generator: torch.Gene
     groups = shape[0], scheme.num_groups(shape[1])
     if scheme.bits == 4:
         codes = torch.randint(0, 16, shape, dtype=torch.uint8, generator=generator)
-        if isinstance(scheme, TableFloats):
-            return TableFloatWeight(codes, (torch.rand(groups, generator=generator) / 10).to(dtype), scheme)
+        if isinstance(scheme, (TableFloats, Bnb4)):
+            scales = torch.rand(groups, generator=generator) / 10
+            return TableFloatWeight(codes, scales if isinstance(scheme, Bnb4) else scales.to(dtype), scheme)
         if isinstance(scheme, Nvfp4):
             scales = torch.randint(1, 127, groups, dtype=torch.uint8, generator=generator).view(FP8)
             return Nvfp4Weight(codes, scales, torch.full((shape[0], 1), 3e3), scheme)

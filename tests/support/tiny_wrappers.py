@@ -93,4 +93,11 @@ def _name_as_published(tensors: dict[str, torch.Tensor]) -> None:
 def load_wrapper(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
     """transformers' own multimodal model."""
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=dtype, experts_implementation="eager")
+    if model.config.model_type == "llama4":
+        model.language_model.register_forward_hook(_name_no_images)
     return model.eval()
+
+
+def _name_no_images(model: nn.Module, inputs: Any, output: Any) -> None:
+    """Gives an output of Llama 4's text model a field that transformers 5.24 reads and does not set."""
+    output.image_outputs = None

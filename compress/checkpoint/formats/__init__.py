@@ -13,11 +13,22 @@ import torch
 from torch import Tensor
 
 from compress.checkpoint.config import is_embedding
-from compress.checkpoint.formats import awq, compress_runtime, compressed_tensors, dense, exl3, fp8, gguf, gptq, mxfp4
+from compress.checkpoint.formats import (
+    awq,
+    bitsandbytes,
+    compress_runtime,
+    compressed_tensors,
+    dense,
+    exl3,
+    fp8,
+    gguf,
+    gptq,
+    mxfp4,
+)
 from compress.checkpoint.scheme import GROUP_SIZES, MAX_BITS, MIN_BITS, targets
 from compress.checkpoint.weights import Int, Scheme, Weight
 from compress.checkpoint.weights.base import Get, about
-from compress.checkpoint.weights.k_quants import INTEGERS
+from compress.checkpoint.weights.gguf_blocks import INTEGERS
 from compress.common.errors import CheckpointError, SchemeError
 
 
@@ -45,6 +56,7 @@ TRANSLATIONS: dict[str, Translation] = {
     gptq.NAME: gptq,
     awq.NAME: awq,
     fp8.NAME: fp8,
+    bitsandbytes.NAME: bitsandbytes,
     gguf.NAME: gguf,
     dense.NAME: dense,
 }

@@ -14,13 +14,13 @@ from compress.checkpoint.gguf.types.base import BlockType
 from compress.checkpoint.scheme import FORMS
 from compress.checkpoint.weights import Int, Scheme
 from compress.checkpoint.weights.base import Get, owners
+from compress.checkpoint.weights.gguf_blocks import BlockScheme, BlockWeight
 from compress.checkpoint.weights.integer import IntegerWeight
-from compress.checkpoint.weights.k_quants import KQuant, KQuantWeight
 from compress.common.errors import CheckpointError, SchemeError
 
 NAME = "gguf"
 SUFFIX = ".gguf_blocks"
-Decoded = IntegerWeight | KQuantWeight
+Decoded = IntegerWeight | BlockWeight
 
 
 def suffixes(scheme: Scheme | None = None) -> tuple[str, ...]:
@@ -42,7 +42,7 @@ def encode(module: str, weight: Any, dtype: torch.dtype) -> dict[str, Tensor]:
 def decode(module: str, get: Get, scheme: Scheme, config: Mapping[str, Any] | None = None) -> Decoded:
     """The form of one stored layer."""
     kind, blocks = _packed_type(_types(config or {})[module]), get(module + SUFFIX)
-    if isinstance(scheme, KQuant):
+    if isinstance(scheme, BlockScheme):
         return scheme.from_blocks(blocks)
     if not isinstance(scheme, Int) or kind.integers is None:
         raise SchemeError(f"{module} holds blocks of {kind.name}, not {scheme}")
@@ -56,8 +56,8 @@ def decode(module: str, get: Get, scheme: Scheme, config: Mapping[str, Any] | No
 def shape(module: str, get: Get, scheme: Scheme) -> tuple[int, int]:
     """`(O, I)` of a stored layer, without decoding it."""
     rows, row_bytes = get(module + SUFFIX).shape
-    if isinstance(scheme, KQuant):
-        return rows, row_bytes // scheme.block_bytes * BY_NAME[scheme.word].size
+    if isinstance(scheme, BlockScheme):
+        return rows, row_bytes // scheme.block_bytes * scheme.block_size
     kind = next(
         kind
         for kind in BY_NAME.values()

@@ -8,8 +8,8 @@ from torch import Tensor
 from compress.checkpoint.gguf.rounding.legacy import join_minima, join_symmetric
 from compress.checkpoint.gguf.types.legacy import SIZE
 from compress.checkpoint.weights.base import cast_exactly
+from compress.checkpoint.weights.gguf_blocks import BlockWeight
 from compress.checkpoint.weights.integer import IntegerWeight
-from compress.checkpoint.weights.k_quants import KQuantWeight
 from compress.common.errors import SchemeError
 
 SYMMETRIC = {"q4_0": 4, "q5_0": 5, "q8_0": 8}
@@ -17,7 +17,7 @@ WITH_MINIMA = {"q4_1": 4, "q5_1": 5}
 """Bits of a code by type, the narrowest first."""
 
 
-Exact = IntegerWeight | KQuantWeight
+Exact = IntegerWeight | BlockWeight
 """Weights whose codes a type may hold."""
 
 
@@ -26,7 +26,7 @@ def exact_type(weight: Exact) -> str | None:
 
     Minima of asymmetric codes, the scale times the zero point, are rounded to float16.
     """
-    if isinstance(weight, KQuantWeight):
+    if isinstance(weight, BlockWeight):
         return weight.scheme.word
     columns, groups = weight.shape[1], weight.scales.shape[1]
     if columns % SIZE or (columns // groups) % SIZE:
@@ -41,7 +41,7 @@ def exact_type(weight: Exact) -> str | None:
 
 def exact_blocks(weight: Exact, name: str) -> Tensor:
     """Returns the blocks uint8 `[O, bytes of a row]` of a weight whose `exact_type` is `name`."""
-    if isinstance(weight, KQuantWeight):
+    if isinstance(weight, BlockWeight):
         return weight.blocks()
     rows, columns = weight.shape
     repeats = columns // SIZE // weight.scales.shape[1]

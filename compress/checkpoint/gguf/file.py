@@ -99,11 +99,10 @@ class GGUFFile:
         data = torch.frombuffer(self._map, dtype=torch.uint8, count=stored.nbytes, offset=stored.begin)
         return data.view(*stored.shape[:-1], stored.row_bytes)
 
-    def values(self, name: str, expert: int | None = None) -> Tensor:
-        """Returns the dequantized values of a tensor, or of one expert of a stack, float32."""
-        stored, blocks = self.tensors[name], self.blocks(name)
-        blocks = blocks if expert is None else blocks[expert]
-        return dequantize(blocks.view(-1, stored.row_bytes), stored.type).view(*blocks.shape[:-1], stored.shape[-1])
+    def values(self, name: str) -> Tensor:
+        """Returns the dequantized values of a tensor, float32."""
+        stored = self.tensors[name]
+        return dequantize(self.blocks(name).view(-1, stored.row_bytes), stored.type).view(stored.shape)
 
     @property
     def file_bytes(self) -> int:

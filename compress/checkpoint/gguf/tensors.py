@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from compress.checkpoint.gguf.architectures import find_architecture
 from compress.checkpoint.gguf.architectures.base import Architecture, Config, Source, is_router, separated
 from compress.checkpoint.gguf.file import GGUFFile, StoredTensor
 from compress.checkpoint.gguf.parts import open_parts
-from compress.checkpoint.gguf.types import plain
+from compress.checkpoint.gguf.types import dequantize, plain
 from compress.checkpoint.gguf.types.base import BlockType
 from compress.checkpoint.safetensors import MappedFile, TensorEntry
 from compress.common.errors import CheckpointError
@@ -36,13 +37,15 @@ class GGUFEntry(TensorEntry):
         stored: its name in the file.
         heads: whose rows are to be separated into halves; None leaves the order.
         offset: subtracted from the values.
-        expert: index in a stack of experts; None for other tensors.
+        part: index among the equal parts of the stored tensor.
+        parts: number of these: the matrices of a stack of experts, 1 for other tensors.
     """
 
     stored: str
     heads: int | None
     offset: float
-    expert: int | None
+    part: int
+    parts: int
 
 
 @dataclass
@@ -65,6 +68,7 @@ class GGUFTensors(MappedFile):
         file = open_parts(path)
         config, architecture = model_config(file), find_architecture(file.metadata)
         entries: dict[str, TensorEntry] = {}
+        owners: dict[str, str] = {}
         for name, stored in file.tensors.items():
             if name not in READ_BY_CONFIG:
                 _check_experts(file, name, config)
@@ -72,8 +76,10 @@ class GGUFTensors(MappedFile):
                 if not published:
                     problem = f"{file.path}: tensor {name!r} has no place in the architecture {architecture.name!r}"
                     raise CheckpointError(problem, FOLDER)
-                for expert, each in enumerate(published):
-                    entry = _entry(file, name, architecture, config, expert if len(stored.shape) > 2 else None)
+                for part, each in enumerate(published):
+                    if (owner := owners.setdefault(each, name)) != name:
+                        raise CheckpointError(f"{file.path}: {owner!r} and {name!r} both hold {each!r}", FOLDER)
+                    entry = _entry(file, name, architecture, config, part, len(published))
                     entries[_handed_out(each, entry)] = entry
         return cls(file.path, entries, {}, 0, file)
 
@@ -86,11 +92,11 @@ class GGUFTensors(MappedFile):
         return values - entry.offset if entry.offset else values
 
     def _values(self, entry: GGUFEntry) -> Tensor:
-        dtype = plain.DTYPES.get(self.file.tensors[entry.stored].type.name)
-        if dtype is None and entry.dtype != torch.uint8:
-            return self.file.values(entry.stored, entry.expert).view(entry.shape)
-        blocks = self.file.blocks(entry.stored)
-        return (blocks if entry.expert is None else blocks[entry.expert]).view(entry.dtype).view(entry.shape)
+        stored = self.file.tensors[entry.stored]
+        blocks = self.file.blocks(entry.stored).view(entry.parts, -1, stored.row_bytes)[entry.part]
+        if stored.type.name not in plain.DTYPES and entry.dtype != torch.uint8:
+            return dequantize(blocks, stored.type).view(entry.shape)
+        return blocks.view(entry.dtype).view(entry.shape)
 
     @property
     def file_bytes(self) -> int:
@@ -130,17 +136,25 @@ def _check_experts(file: GGUFFile, name: str, config: Config) -> None:
         raise CheckpointError(f"{file.path}: {name!r} has the shape {list(shape)}, and metadata say {experts}", FOLDER)
 
 
-def _entry(file: GGUFFile, name: str, architecture: Architecture, config: Config, expert: int | None) -> GGUFEntry:
+def _entry(file: GGUFFile, name: str, architecture: Architecture, config: Config, part: int, parts: int) -> GGUFEntry:
     stored, heads = file.tensors[name], architecture.heads_of(name, config)
     if heads is not None and stored.shape[0] % (2 * heads):
         raise CheckpointError(f"{file.path}: {name!r} has {stored.shape[0]} rows for {heads} heads", FOLDER)
     offset = architecture.norm_offset if architecture.is_offset(name) else 0.0
-    is_packed, shape = _is_packed(name, stored), stored.shape if expert is None else stored.shape[1:]
+    is_packed, shape = _is_packed(name, stored), _part_shape(file, name, parts)
     dtype = torch.uint8 if is_packed else plain.DTYPES.get(stored.type.name, torch.float32)
     shape = (shape[0], stored.row_bytes) if is_packed else shape if shape[1:] or not is_router(name) else (1, *shape)
-    size = stored.nbytes if expert is None else stored.nbytes // stored.shape[0]
-    begin = stored.begin + (expert or 0) * size
-    return GGUFEntry(dtype, shape, begin, begin + size, name, heads, offset, expert)
+    size = stored.nbytes // parts
+    begin = stored.begin + part * size
+    return GGUFEntry(dtype, shape, begin, begin + size, name, heads, offset, part, parts)
+
+
+def _part_shape(file: GGUFFile, name: str, parts: int) -> tuple[int, ...]:
+    shape = file.tensors[name].shape
+    rows = math.prod(shape[:-1])
+    if rows % parts:
+        raise CheckpointError(f"{file.path}: {name!r} has the shape {list(shape)} and no two equal halves", FOLDER)
+    return (rows // parts, shape[-1]) if len(shape) == 3 else shape
 
 
 def _is_packed(name: str, stored: StoredTensor) -> bool:

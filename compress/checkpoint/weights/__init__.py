@@ -8,14 +8,17 @@ from pkgutil import iter_modules
 from compress.checkpoint.scheme import Activations, Scheme
 from compress.checkpoint.weights.base import Weight
 from compress.checkpoint.weights.block_fp8 import BlockFp8
+from compress.checkpoint.weights.bnb4 import Bnb4
 from compress.checkpoint.weights.codebooks import Nf4
 from compress.checkpoint.weights.exl3 import Exl3
 from compress.checkpoint.weights.fp8 import Fp8
 from compress.checkpoint.weights.integer import Int
 from compress.checkpoint.weights.k_quants import Q2K, Q3K, Q4K, Q5K, Q6K
+from compress.checkpoint.weights.legacy_blocks import Q4Minima, Q5Minima
 from compress.checkpoint.weights.low_rank import LowRank
 from compress.checkpoint.weights.mxfp4 import Mxfp4
 from compress.checkpoint.weights.mxfp8 import Mxfp8
+from compress.checkpoint.weights.nonlinear import Iq4Nl
 from compress.checkpoint.weights.nvfp4 import Nvfp4
 from compress.checkpoint.weights.outlier_columns import OutlierColumns
 from compress.checkpoint.weights.sparse_nm import NM, NMSparsity
@@ -29,9 +32,11 @@ __all__ = [
     "Q6K",
     "Activations",
     "BlockFp8",
+    "Bnb4",
     "Exl3",
     "Fp8",
     "Int",
+    "Iq4Nl",
     "LowRank",
     "Mxfp4",
     "Mxfp8",
@@ -39,6 +44,8 @@ __all__ = [
     "Nf4",
     "Nvfp4",
     "OutlierColumns",
+    "Q4Minima",
+    "Q5Minima",
     "Scheme",
     "Weight",
 ]

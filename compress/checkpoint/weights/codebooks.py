@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from compress.checkpoint.scheme import register
+from compress.checkpoint.scheme import Scheme, register
 from compress.checkpoint.weights.base import (
     StoredTensors,
     Weight,
@@ -75,15 +75,7 @@ class TableFloats(GroupedFloats):
         return rows, groups * GROUP_SIZE
 
     def read(self, stored: StoredTensors) -> TableFloatWeight:
-        import torch
-
-        packed, scales = (stored[suffix] for suffix in self.suffixes)
-        if packed.dtype != torch.uint8 or not scales.dtype.is_floating_point or packed.dim() != 2:
-            raise CheckpointError(
-                f"{stored.module} should hold bytes of codes and scales of a float dtype, not {packed.dtype} "
-                f"{list(packed.shape)} and {scales.dtype}"
-            )
-        return TableFloatWeight(unpack_pairs(packed), scales, self)
+        return read_table(stored, self)
 
 
 @register("nf4")
@@ -97,13 +89,27 @@ class Nf4(TableFloats):
     code_values = NF4_VALUES
 
 
+def read_table(stored: StoredTensors, scheme: Scheme) -> TableFloatWeight:
+    """Reads bytes of two codes and their scales. Raises CheckpointError for other dtypes."""
+    import torch
+
+    packed, scales = (stored[suffix] for suffix in scheme.suffixes)
+    if packed.dtype != torch.uint8 or not scales.dtype.is_floating_point or packed.dim() != 2:
+        raise CheckpointError(
+            f"{stored.module} should hold bytes of codes and scales of a float dtype, not {packed.dtype} "
+            f"{list(packed.shape)} and {scales.dtype}"
+        )
+    return TableFloatWeight(unpack_pairs(packed), scales, scheme)
+
+
 @dataclass(frozen=True, slots=True)
 class TableFloatWeight(Weight):
     """`W [O, I] ~ code_values[qweight] * scales`, scales repeated over each group of columns.
 
     Attributes:
         qweight: uint8 `[O, I]`, codes below 16.
-        scales: any float dtype, `[O, I / 64]`.
+        scales: any float dtype, `[O, G]`.
+        scheme: one with `code_values`.
 
     Raises:
         SchemeError: shapes that contradict the scheme.
@@ -111,7 +117,7 @@ class TableFloatWeight(Weight):
 
     qweight: Tensor
     scales: Tensor
-    scheme: TableFloats
+    scheme: Scheme
 
     def __post_init__(self) -> None:
         rows, columns = self.qweight.shape
@@ -121,8 +127,14 @@ class TableFloatWeight(Weight):
 
     @property
     def steps(self) -> Tensor:
-        """Float32 `[O, I / 64]`: what the numbers of codes are multiplied by."""
+        """Float32 `[O, G]`: what the numbers of codes are multiplied by."""
         return self.scales.float()
+
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """The scales `[O, G]` as they are stored, times one of each row `[O]`, float32: ones."""
+        import torch
+
+        return self.scales, torch.ones(len(self.scales), device=self.scales.device)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The values `[O, I]`: products in float32, as other loaders compute them, then rounded to `dtype`."""

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from compress.checkpoint.scale_search import storable
+from compress.checkpoint.weights.gguf_blocks import BlockIntegers
 from compress.checkpoint.weights.integer import IntegerWeight
 
 LARGEST_OFFSET = 0.5
@@ -28,7 +29,31 @@ RANGE_SHARE = 0.1
 # How often the error is taken to find the best state.
 NUM_CHECKS = 10
 # A start's codes are kept from tipping over by rounding errors of `latent / scale`.
-_INSIDE = 0.49
+INSIDE = 0.49
+
+
+class Learning(Protocol):
+    """A weight while its rounding is learned."""
+
+    def codes(self) -> IntegerWeight | BlockIntegers:
+        """Return the rounded weight; its values are `values()`."""
+        ...
+
+    def values(self) -> Tensor:
+        """Return `[O, I]` float32, differentiable in what is learned."""
+        ...
+
+    def descend(self, rate: float) -> None:
+        """Moves everything against the sign of its gradient, which is then cleared: offsets by `rate`."""
+        ...
+
+    def state(self) -> Any:
+        """Return a copy of what is learned."""
+        ...
+
+    def restore(self, state: Any) -> None:
+        """Goes back to a state."""
+        ...
 
 
 class LearnedRounding:
@@ -92,8 +117,8 @@ class LearnedRounding:
             wider = (zero * self.stretch[0] + (scheme.max_code - zero) * self.stretch[1]) / scheme.max_code
             moved = zero * self.stretch[0] / wider
             scale = before * wider
-            zero = _straight_through(moved, lambda exact: exact.round().clamp(0, scheme.max_code))
-        return _straight_through(scale, lambda exact: storable(exact, self._start.scales.dtype)), zero
+            zero = straight_through(moved, lambda exact: exact.round().clamp(0, scheme.max_code))
+        return straight_through(scale, lambda exact: storable(exact, self._start.scales.dtype)), zero
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +136,7 @@ class Learned:
 
 
 def learn(
-    weights: Sequence[LearnedRounding],
+    weights: Sequence[Learning],
     backward: Callable[[int], None],
     judge: Callable[[], float],
     steps: int,
@@ -174,7 +199,7 @@ def _round(latent: Tensor, offset: Tensor, scale: Tensor, zero: Tensor, max_code
     return codes.clamp_(0, max_code), exact, inside
 
 
-def _straight_through(exact: Tensor, rounding: Callable[[Tensor], Tensor]) -> Tensor:
+def straight_through(exact: Tensor, rounding: Callable[[Tensor], Tensor]) -> Tensor:
     """Return `rounding(exact)` exactly, with the gradient of `exact`."""
     return _Replaced.apply(exact, rounding(exact.detach()))
 
@@ -196,4 +221,4 @@ def _within_codes(weight: Tensor, start: IntegerWeight) -> Tensor:
     scale, zero = start.scales.float().unsqueeze(-1), start.zero_points.float().unsqueeze(-1)
     codes = start.qweight.float().unflatten(1, (start.scales.shape[1], -1))
     exact = weight.float().unflatten(1, (start.scales.shape[1], -1)) / scale + zero
-    return ((torch.maximum(torch.minimum(exact, codes + _INSIDE), codes - _INSIDE) - zero) * scale).flatten(1)
+    return ((torch.maximum(torch.minimum(exact, codes + INSIDE), codes - INSIDE) - zero) * scale).flatten(1)

@@ -22,9 +22,12 @@ from runtime.backends.cpu.layers import (
 )
 from runtime.backends.cpu.linear_kernels import (
     BLOCKS,
+    BNB_FP4,
     DENSE,
     FLOATS4,
+    FLOATS8,
     INT8,
+    NONLINEAR,
     NORMAL_FLOATS,
     PACKED,
     SPARSE,
@@ -49,7 +52,7 @@ register(
     Backend(
         "cpu",
         "cpu",
-        linears=(INT8, SPARSE, PACKED, BLOCKS, FLOATS4, NORMAL_FLOATS, W4A8, TRELLIS),
+        linears=(INT8, SPARSE, PACKED, BLOCKS, FLOATS4, NORMAL_FLOATS, NONLINEAR, BNB_FP4, *FLOATS8, W4A8, TRELLIS),
         dense=(DENSE,),
         is_fast=is_fast,
         ops=OpsKernel("compiled, one pass over each row", ops_unsupported_reason, CpuOps),

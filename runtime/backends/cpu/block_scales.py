@@ -15,7 +15,7 @@ class BlockScaledCodes:
     Attributes:
         codes: uint8 `[O, I]`.
         bits: width of a code.
-        scales: any float dtype, `[O, B]`.
+        scales: any float dtype, or uint8 `e` of powers of two `2^(e - 127)`, `[O, B]`.
         minima: `[O, B]` in the dtype of scales. Codes are numbers then; without minima, integers around their midpoint.
         steps: int8 `[O, G]`, each of a group of columns; None where every block is one group.
         minimum_steps: int8 `[O, G]`, there with both others.
@@ -54,5 +54,7 @@ class BlockScaledCodes:
 
 def of_groups(scales: Tensor, steps: Tensor | None, dtype: torch.dtype, groups: int) -> Tensor:
     """Returns scales or minima `[O, groups, 1]` of groups from those of blocks `[O, B]`."""
-    repeated = scales.to(dtype).repeat_interleave(groups // scales.shape[1], 1)
+    is_power = scales.dtype == torch.uint8
+    numbers = torch.ldexp(torch.ones(scales.shape, dtype=dtype), scales.int() - 127) if is_power else scales
+    repeated = numbers.to(dtype).repeat_interleave(groups // scales.shape[1], 1)
     return (repeated if steps is None else repeated * steps.to(dtype)).unsqueeze(-1)

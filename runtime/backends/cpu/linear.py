@@ -18,6 +18,7 @@ from runtime.backends.cpu.choice import DENSE_FORM, fewest_tile_rows
 from runtime.backends.cpu.kept_codes import ZERO_CODE, check_kept, expand_words
 from runtime.backends.cpu.weight_layout import (
     NUMBER_BITS,
+    SCALE_TYPES,
     SMALL_GROUP,
     SPARSE_BITS,
     TILE,
@@ -25,6 +26,7 @@ from runtime.backends.cpu.weight_layout import (
     check_inputs,
     check_prepared,
     packed_words,
+    shared_by_tiles,
     stored_bits,
     tiled,
 )
@@ -49,7 +51,7 @@ class _Weight(ctypes.Structure):
 
     _fields_ = (
         *((name, c_int64) for name in ("out_features", "in_features", "group")),
-        *((name, c_int32) for name in ("bits", "scale_type", "fewest_tile_rows")),
+        *((name, c_int32) for name in ("bits", "scale_type", "is_e4m3", "shares_scales", "fewest_tile_rows")),
         *((name, c_void_p) for name in ("words", "scales", "zeros", "minima", "steps", "minimum_steps")),
         ("block", c_int64),
         ("bias", c_void_p),
@@ -69,6 +71,7 @@ class CpuLinear:
         bias: `[O]`, any float dtype.
         codebook: what the codes stand for, before scales, instead of `code - 2^(bits - 1)`: as many float numbers as
             there are codes of 2 or 4 bits. The weight's zero points are then not looked at.
+        is_e4m3: codes with scales of blocks are 8-bit floats (e4m3) instead, none of them NaN.
         sparse: keep two of every four codes; for symmetric weights of 2:4 sparsity and up to 4 bits that meet float
             activations.
         fewest_tile_rows: that matrix tiles multiply, where there are some, 0 for none; None chooses by measurements.
@@ -93,6 +96,7 @@ class CpuLinear:
         *,
         activations: Activations = Activations.FLOAT,
         codebook: Tensor | None = None,
+        is_e4m3: bool = False,
         sparse: bool = False,
         fewest_tile_rows: int | None = None,
         instruction_set: int = BEST,
@@ -100,7 +104,7 @@ class CpuLinear:
         self.out_features, self.in_features = weight.shape
         self.activations, self._instruction_set = int(activations), instruction_set
         self._bias = None if bias is None else bias.float().contiguous()
-        self._weight = _Weight(out_features=self.out_features, in_features=self.in_features)
+        self._weight = _Weight(out_features=self.out_features, in_features=self.in_features, is_e4m3=is_e4m3)
         self._tensors: dict[str, Tensor] = {}
         self.is_prepared = isinstance(weight, PreparedWeight)
         if isinstance(weight, PreparedWeight):
@@ -188,9 +192,12 @@ class CpuLinear:
         exact = torch.float64 if dtype == torch.float64 else torch.float32
         bits, grouped = self._weight.bits, codes.unflatten(1, (-1, self._weight.group))
         table = torch.tensor(list(self._weight.table), dtype=exact)
-        values = table[grouped] if bits <= 4 else (grouped - 128).to(exact)
-        at = (indices // TILE, slice(None), indices % TILE)
-        own = {name: tensor[at] for name, tensor in self._tensors.items() if name != "words"}
+        if self._weight.is_e4m3:
+            values = grouped.to(torch.uint8).view(torch.float8_e4m3fn).to(exact)
+        else:
+            values = table[grouped] if bits <= 4 else (grouped - 128).to(exact)
+        beside = {name: tensor for name, tensor in self._tensors.items() if name != "words"}
+        own = {name: tensor[indices // TILE, :, indices % tensor.shape[2]] for name, tensor in beside.items()}
         if "zeros" in own:
             values = values - (own["zeros"].to(exact) - (1 << (bits - 1))).unsqueeze(-1)
         values = values * of_groups(own["scales"], own.get("steps"), exact, grouped.shape[1])
@@ -215,14 +222,16 @@ class CpuLinear:
         if self.activations != Activations.FLOAT:
             raise SchemeError("scales of blocks meet 16-bit activations alone", "Use --linear-backend reference")
         bits = stored_bits(weight.bits)
-        # Bytes stand for code - 128; narrower codes of numbers have a table of their own.
-        shift = (
-            0 if codebook is not None or (bits < 8 and weight.minima is not None) else (1 << (bits - 1)) - weight.offset
-        )
+        # Bytes stand for code - 128, if not for floats; narrower codes of numbers have a table of their own.
+        has_values = codebook is not None or self._weight.is_e4m3 or (bits < 8 and weight.minima is not None)
+        shift = 0 if has_values else (1 << (bits - 1)) - weight.offset
         self._pack_codes(weight.codes + shift, bits, weight.group)
         for name in ("scales", "minima", "steps", "minimum_steps"):
             if (tensor := getattr(weight, name)) is not None:
                 self._tensors[name] = tiled(tensor)
+        if self._weight.is_e4m3 and weight.scales.is_floating_point():
+            shared = shared_by_tiles(weight.scales)
+            self._tensors["scales"] = self._tensors["scales"] if shared is None else shared
         self._describe(codebook)
 
     def _pack_codes(self, codes: Tensor, bits: int, group: int) -> None:
@@ -237,6 +246,8 @@ class CpuLinear:
 
     def _take(self, weight: PreparedWeight, codebook: Tensor | None) -> None:
         check_prepared(weight, self.activations == Activations.FLOAT)
+        if self._weight.is_e4m3 and weight.bits != 8:
+            raise weight.refusal(f"floats of {weight.bits} bits")
         self._tensors = dict(weight.tensors)
         self._weight.bits, self._weight.group = weight.bits, weight.group
         if weight.bits != NUMBER_BITS:
@@ -244,7 +255,7 @@ class CpuLinear:
 
     def _describe(self, codebook: Tensor | None) -> None:
         scales, bits = self._tensors["scales"], self._weight.bits
-        self._weight.scale_type = TYPES[scales.dtype]
+        self._weight.scale_type, self._weight.shares_scales = SCALE_TYPES[scales.dtype], scales.shape[2] == 1
         self._weight.block = self.in_features // scales.shape[1]
         if bits <= 4:
             middle = 2 if bits == 2 else ZERO_CODE

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from compress.cpu.binding import BEST, absence, function, library
 from runtime.core.batch import SamplingMetadata, penalty_factors, upload, upload_sampling_tensors
-from runtime.core.request import LogitBias
+from runtime.core.logit_bias import LogitBias
 
 
 class _Adjustment(ctypes.Structure):

@@ -23,6 +23,8 @@ BESIDE_CODES: tuple[set[str], ...] = (set(), {"zeros"}, {"steps"}, {"minima"}, {
 """Tensors that codes may have beside scales: with 8-bit activations those of the first two, bfloat16 numbers none."""
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Numbers of dtypes in C."""
+SCALE_TYPES = TYPES | {torch.uint8: 3}
+"""As `TYPES`, and of bytes `e` that stand for `2^(e - 127)`."""
 
 
 def stored_bits(bits: int) -> int:
@@ -54,6 +56,13 @@ def tiled(values: Tensor) -> Tensor:
     return padded.view(-1, TILE, values.shape[1]).transpose(1, 2).contiguous()
 
 
+def shared_by_tiles(scales: Tensor) -> Tensor | None:
+    """Float32 `[O / TILE, G, 1]` of scales `[O, G]` of which each tile has one; None where rows of a tile differ."""
+    first = scales[::TILE].float()
+    alike = torch.equal(first.repeat_interleave(TILE, 0)[: len(scales)], scales.float())
+    return first.unsqueeze(-1).contiguous() if alike else None
+
+
 def check_prepared(weight: PreparedWeight, is_float: bool) -> None:
     """Checks that the C kernels find memory wherever they read.
 
@@ -82,7 +91,10 @@ def _check_scales(weight: PreparedWeight, tiles: int, groups: int) -> None:
     blocks = groups
     if "steps" in weight.tensors and "scales" in weight.tensors:
         blocks = next((count for count in weight.tensors["scales"].shape[1:2] if count and groups % count == 0), groups)
-    weight.check("scales", (tiles, blocks, TILE), tuple(TYPES))
+    if "scales" in weight.tensors and weight.tensors["scales"].shape[2:] == (1,):
+        weight.check("scales", (tiles, blocks, 1), (torch.float32,))
+    else:
+        weight.check("scales", (tiles, blocks, TILE), tuple(SCALE_TYPES))
     if "minima" in weight.tensors:
         weight.check("minima", (tiles, blocks, TILE), (weight.tensors["scales"].dtype,))
     for name, dtype in (("zeros", torch.uint8), ("steps", torch.int8), ("minimum_steps", torch.int8)):

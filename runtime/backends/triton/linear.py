@@ -8,11 +8,16 @@ import torch
 from torch import Tensor
 
 from compress.checkpoint.kv_quant import hadamard_transform
-from compress.checkpoint.weights import Scheme
+from compress.checkpoint.weights import Bnb4, Scheme
+from compress.checkpoint.weights.block_fp8 import BlockFp8, BlockFp8Weight
+from compress.checkpoint.weights.codebooks import NF4, TableFloatWeight
 from compress.checkpoint.weights.exl3 import CODEBOOKS, TURN, Exl3Weight
 from compress.checkpoint.weights.fp8 import Fp8Weight
+from compress.checkpoint.weights.gguf_blocks import INTEGERS, BlockIntegers
 from compress.checkpoint.weights.integer import IntegerWeight
-from compress.checkpoint.weights.mxfp4 import FP4, Mxfp4Weight
+from compress.checkpoint.weights.mxfp4 import EXPONENT_BIAS, FP4, Mxfp4Weight
+from compress.checkpoint.weights.mxfp8 import Mxfp8, Mxfp8Weight
+from compress.checkpoint.weights.nonlinear import LEVELS, Iq4Nl, NonlinearWeight
 from compress.checkpoint.weights.nvfp4 import Nvfp4Weight
 from runtime.backends.base import Linear, LinearKernel, Target
 from runtime.backends.measured import table_path
@@ -38,6 +43,13 @@ def prepare_codes(weight: IntegerWeight, bias: Tensor | None, target: Target) ->
     return W4A16Linear(planes, bias, _plan(target.device, planes.bits, rows, tiles, weight.shape))
 
 
+def prepare_block_integers(weight: BlockIntegers, bias: Tensor | None, target: Target) -> Linear:
+    """Codes in planes, with scales and minima of groups in float32."""
+    from runtime.backends.triton.kernels.block_integers import linear_of
+
+    return linear_of(weight, bias, target.device, num_processors(target.device))
+
+
 def prepare_w8a8(weight: IntegerWeight, bias: Tensor | None, target: Target) -> Linear:
     """Codes of 5 to 8 bits as signed bytes; those of fewer bits keep their distance to the zero point."""
     from runtime.backends.triton.kernels.int8_gemm import W8A8Linear
@@ -54,18 +66,49 @@ def prepare_fp8(weight: Fp8Weight, bias: Tensor | None, target: Target) -> Linea
     device, rounds_inputs = target.device, weight.scheme.activation_bits is not None
     codes, scale = weight.qweight.view(torch.uint8).to(device), weight.scales[:, 0].contiguous().to(device)
     native = multiplies_fp8(device)
-    return Fp8Linear(codes, scale, bias, rounds_inputs, native, num_processors(device), target.dtype)
+    return Fp8Linear(codes, scale, None, bias, rounds_inputs, native, num_processors(device), target.dtype)
 
 
-def prepare_fp4(weight: Mxfp4Weight | Nvfp4Weight, bias: Tensor | None, target: Target) -> Linear:
-    """4-bit floats, two in a byte, with scales in the dtype of activations."""
+def prepare_grouped_fp8(weight: BlockFp8Weight | Mxfp8Weight, bias: Tensor | None, target: Target) -> Linear:
+    """8-bit floats as they are stored, with scales of groups of inputs: those of blocks, or powers of two beside the
+    largest one of their row."""
+    from runtime.backends.triton.kernels.fp8 import Fp8Linear
+
+    device, codes = target.device, weight.qweight.view(torch.uint8)
+    if isinstance(weight, BlockFp8Weight):
+        group, scales, row_scales = weight.scheme.block[1], weight.scales, torch.ones_like(weight.scales[:, 0])
+    else:
+        group, exponents = weight.scheme.group_size, weight.exponents.int()
+        largest = exponents.amax(1, keepdim=True)
+        ones = torch.ones_like(exponents, dtype=torch.float32)
+        scales, row_scales = torch.ldexp(ones, exponents - largest), torch.ldexp(ones, largest - EXPONENT_BIAS)[:, 0]
+    tensors = codes.to(device), row_scales.contiguous().to(device), scales.to(device)
+    native = multiplies_fp8(device)
+    return Fp8Linear(*tensors, bias, False, native, num_processors(device), target.dtype, group)
+
+
+def prepare_fp4(weight: Mxfp4Weight | Nvfp4Weight | TableFloatWeight, bias: Tensor | None, target: Target) -> Linear:
+    """Codes that are places in a table of 16 numbers, two in a byte, with scales of groups."""
     from runtime.backends.triton.kernels.fp4 import Fp4Linear, packed_halves, padded_scales
 
     device, inputs = target.device, weight.shape[1]
     scales, row_scales = weight.factors()
-    codes, scales = packed_halves(weight.qweight), padded_scales(scales, inputs, target.dtype)
+    # Scales of whole halves of a block multiply float32 sums: they keep their dtype.
+    dtype = weight.scales.dtype if isinstance(weight, TableFloatWeight) else target.dtype
+    codes, scales = packed_halves(weight.qweight), padded_scales(scales, inputs, dtype)
     on_device = codes.to(device), scales.to(device), row_scales.contiguous().to(device)
-    return Fp4Linear(*on_device, bias, inputs, num_processors(device))
+    return Fp4Linear(*on_device, bias, inputs, num_processors(device), weight.scheme.code_values, target.dtype)
+
+
+def prepare_levels(weight: NonlinearWeight, bias: Tensor | None, target: Target) -> Linear:
+    """Codes that are places among 16 levels, two in a byte, with scales of groups in float32."""
+    from runtime.backends.triton.kernels.fp4 import Fp4Linear, packed_halves, padded_scales
+
+    device, inputs, scheme = target.device, weight.shape[1], weight.scheme
+    half = scheme.group_size
+    codes, scales = packed_halves(weight.qweight, half), padded_scales(weight.scales, inputs, torch.float32)
+    on_device = codes.to(device), scales.to(device), torch.ones(len(codes), device=device)
+    return Fp4Linear(*on_device, bias, inputs, num_processors(device), scheme.code_values, target.dtype, half)
 
 
 def prepare_exl3(weight: Exl3Weight, bias: Tensor | None, target: Target) -> Linear:
@@ -89,6 +132,13 @@ def _fp4_nbytes(scheme: Scheme, rows: int, columns: int, target: Target) -> int:
     return rows * (filled // 2 + filled // (scheme.group_size or filled) * SCALE_BYTES + ROW_SCALE_BYTES)
 
 
+def _table_nbytes(scheme: Scheme, rows: int, columns: int, target: Target) -> int:
+    """Counts scales of bitsandbytes and GGUF as float32."""
+    filled, wider = cdiv(columns, FP4_BLOCK) * FP4_BLOCK, isinstance(scheme, (Bnb4, Iq4Nl))
+    more = scheme.num_groups(filled) * (FLOAT_BYTES - SCALE_BYTES) if wider else 0
+    return _fp4_nbytes(scheme, rows, columns, target) + rows * more
+
+
 def _plan(device: torch.device, bits: int, rows: int, tiles: int, shape: tuple[int, int]) -> Plan:
     gpu = gpu_name(device)
     if gpu and bits == MEASURED_BITS:
@@ -106,6 +156,13 @@ def _linear_reason(scheme: Scheme, in_features: int, target: Target) -> str:
     if scheme.group_size is not None and scheme.group_size % UNIT:
         return f"takes groups that are a multiple of {UNIT}"
     return ""
+
+
+def _nf4_reason(scheme: Scheme, in_features: int, target: Target) -> str:
+    """Scales multiply the float32 sums of halves of blocks: times a scale, such numbers are not exact in 16 bits."""
+    if scheme.group_size != NF4_GROUP:
+        return f"takes groups of {NF4_GROUP}"
+    return unsupported_reason(target.device, target.dtype)
 
 
 def _w4a16_reason(scheme: Scheme, in_features: int, target: Target) -> str:
@@ -135,10 +192,17 @@ SCALE_BYTES = 2
 FLOAT_BYTES = 4
 FP4_BLOCK, ROW_SCALE_BYTES = 128, 4
 """Inputs that 4-bit floats are padded to a multiple of, and bytes of the scale of a row."""
+NF4_GROUP = FP4_BLOCK // 2
+FP8_BLOCK = 128
+"""Inputs of one pass over 8-bit floats."""
 
 
 def _nbytes(scheme: Scheme, rows: int, columns: int, target: Target) -> int:
     return rows * (columns + scheme.num_groups(columns) * (SCALE_BYTES + (0 if scheme.symmetric else 1)))
+
+
+def _block_integers_nbytes(scheme: Scheme, rows: int, columns: int, target: Target) -> int:
+    return interleaved_bytes(scheme, rows, columns, target, 2 * FLOAT_BYTES)
 
 
 def _fp8_reason(scheme: Scheme, in_features: int, target: Target) -> str:
@@ -146,6 +210,20 @@ def _fp8_reason(scheme: Scheme, in_features: int, target: Target) -> str:
     if reason or scheme.activation_bits is None:
         return reason or "needs 8-bit activations"
     return "" if multiplies_fp8(target.device) else "needs a GPU that multiplies 8-bit floats (Ada, Hopper or newer)"
+
+
+def _target_reason(scheme: Scheme, in_features: int, target: Target) -> str:
+    return unsupported_reason(target.device, target.dtype)
+
+
+def _fp8_block_reason(scheme: Scheme, in_features: int, target: Target) -> str:
+    if isinstance(scheme, BlockFp8) and scheme.block[1] % FP8_BLOCK:
+        return f"takes blocks of a multiple of {FP8_BLOCK} columns"
+    return unsupported_reason(target.device, target.dtype)
+
+
+def _grouped_fp8_nbytes(scheme: Scheme, rows: int, columns: int, target: Target) -> int:
+    return rows * (columns + scheme.num_groups(columns) * FLOAT_BYTES + ROW_SCALE_BYTES)
 
 
 W4A16_KERNEL = LinearKernel(
@@ -164,6 +242,14 @@ W8A16_KERNEL = LinearKernel(
     prepare_codes,
     interleaved_bytes,
 )
+BLOCK_INTEGERS_KERNEL = LinearKernel(
+    "triton_k",
+    "packed codes with scales and minima of groups in float32, multiplied in 16 bits, float32 sums",
+    INTEGERS,
+    _linear_reason,
+    prepare_block_integers,
+    _block_integers_nbytes,
+)
 W8A8_KERNEL = LinearKernel(
     "triton_w8a8", "8-bit codes times 8-bit activations, exact int32 sums", "int", _w8a8_reason, prepare_w8a8, _nbytes
 )
@@ -178,21 +264,57 @@ FP8_W8A16_KERNEL = LinearKernel(
     prepare_fp8,
     _nbytes,
 )
+FP8_BLOCK_KERNEL = LinearKernel(
+    "triton_fp8_block",
+    "8-bit floats multiplied in 16 bits, float32 sums and scales of blocks",
+    BlockFp8.numbers,
+    _fp8_block_reason,
+    prepare_grouped_fp8,
+    _grouped_fp8_nbytes,
+)
+MXFP8_KERNEL = LinearKernel(
+    "triton_mxfp8",
+    "8-bit floats times powers of two in 16 bits, float32 sums",
+    Mxfp8.numbers,
+    _target_reason,
+    prepare_grouped_fp8,
+    _grouped_fp8_nbytes,
+)
 FP4_KERNEL = LinearKernel(
     "triton_fp4",
     "4-bit floats multiplied in 16 bits, float32 sums",
     FP4,
-    lambda scheme, in_features, target: unsupported_reason(target.device, target.dtype),
+    _target_reason,
     prepare_fp4,
     _fp4_nbytes,
+)
+NF4_KERNEL = LinearKernel(
+    "triton_nf4",
+    "numbers of a table rounded to 16 bits and multiplied, float32 sums and scales",
+    NF4,
+    _nf4_reason,
+    prepare_fp4,
+    _table_nbytes,
+)
+LEVELS_KERNEL = LinearKernel(
+    "triton_iq4_nl",
+    "levels of a table multiplied in 16 bits, float32 sums and scales",
+    LEVELS,
+    _target_reason,
+    prepare_levels,
+    _table_nbytes,
 )
 EXL3_KERNEL = LinearKernel(
     "triton_exl3",
     "trellis codes decoded for every product, multiplied in TF32, float32 sums",
     "exl3",
-    lambda scheme, in_features, target: unsupported_reason(target.device, target.dtype),
+    _target_reason,
     prepare_exl3,
     _exl3_nbytes,
     saves_memory=True,
 )
-KERNELS = (W8A8_KERNEL, W4A16_KERNEL, W8A16_KERNEL, FP8_KERNEL, FP8_W8A16_KERNEL, FP4_KERNEL, EXL3_KERNEL)
+KERNELS = (
+    *(W8A8_KERNEL, W4A16_KERNEL, W8A16_KERNEL, BLOCK_INTEGERS_KERNEL),
+    *(FP8_KERNEL, FP8_W8A16_KERNEL, FP8_BLOCK_KERNEL, MXFP8_KERNEL, FP4_KERNEL, NF4_KERNEL),
+    *(LEVELS_KERNEL, EXL3_KERNEL),
+)

@@ -4,17 +4,17 @@ import pytest
 from tiny_models import pack_model, save_tiny_model
 
 from compress.checkpoint.containers import containers
-from compress.checkpoint.formats import FORMATS, check_held, exl3, find_format, mxfp4, nearest_held
+from compress.checkpoint.formats import FORMATS, bitsandbytes, check_held, exl3, find_format, mxfp4, nearest_held
 from compress.checkpoint.formats.readers import READERS, readers
 from compress.checkpoint.scheme import targets
 from compress.checkpoint.weights import Q2K, Q4K, BlockFp8, Fp8, Int, Mxfp4, Nvfp4, Scheme
 from compress.checkpoint.weights.codebooks import TableFloats
-from compress.checkpoint.weights.k_quants import KQuant
+from compress.checkpoint.weights.gguf_blocks import BlockScheme
 from compress.checkpoint.writer import export_checkpoint
 from compress.common.errors import CheckpointError, SchemeError
 
 SHAPE = 128, 256
-READ_ONLY = {mxfp4.NAME, exl3.NAME}
+READ_ONLY = {mxfp4.NAME, exl3.NAME, bitsandbytes.NAME}
 
 
 def test_every_format_that_is_written_names_its_readers() -> None:
@@ -49,7 +49,7 @@ def test_the_nearest_form_is_named(format: str, scheme: Scheme, nearest: Scheme 
 
 @pytest.mark.parametrize("format", ["compressed-tensors", "compress-runtime", "dense"])
 def test_targets_are_held_by_the_usual_containers(format: str) -> None:
-    others = [form for form in targets().values() if not issubclass(form, KQuant | TableFloats)]
+    others = [form for form in targets().values() if not issubclass(form, BlockScheme | TableFloats)]
     for form in others if format == "compressed-tensors" else targets().values():
         check_held(find_format(format), form.target(), SHAPE)
 

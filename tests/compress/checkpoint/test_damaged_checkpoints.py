@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import runs
 import torch
+from bitsandbytes_files import CASES
 from folders import change_tensors
 from safetensors.torch import save_file
 from shared_store import SharedStore
@@ -48,6 +49,8 @@ STAGES = {
     "outlier columns": (QuantizeStage("rtn", Int(4, 16), outlier_columns=4),),
 }
 
+BITSANDBYTES = {f"bitsandbytes {case}": case for case in ("nf4 twice", "fp4", "int8")}
+
 
 def write(folder: Path, format: str, scheme: Scheme) -> None:
     """Three packed layers of a model of no family."""
@@ -68,6 +71,17 @@ def write(folder: Path, format: str, scheme: Scheme) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
+def write_bitsandbytes(folder: Path, case: str) -> None:
+    pack, entries = CASES[case]
+    weights = {module: pack(torch.randn(128, 128)) for module in MODULES}
+    tensors = {module + suffix: tensor for module, own in weights.items() for suffix, tensor in own.items()}
+    folder.mkdir()
+    save_file(tensors | {"model.norm.weight": torch.ones(128)}, folder / "model.safetensors")
+    block = {"quant_method": "bitsandbytes", **entries}
+    config = {"model_type": "of_nobody", "dtype": "bfloat16", "quantization_config": block}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
 def write_dense(folder: Path) -> None:
     save_tiny_model(folder, vocab_size=8192)
     for file in demo_model_path().glob("tokenizer*"):
@@ -79,6 +93,8 @@ def source(shared_store: SharedStore) -> Callable[[str], Path]:
     def make(name: str) -> Path:
         if name in FORMS:
             return shared_store.folder("damaged", name, lambda folder: write(folder, *FORMS[name]))
+        if name in BITSANDBYTES:
+            return shared_store.folder("damaged", name, lambda folder: write_bitsandbytes(folder, BITSANDBYTES[name]))
         dense = shared_store.folder("dense", "damaged", write_dense)
         return shared_store.folder("damaged", name, lambda folder: runs.compress(dense, folder, *STAGES[name]))
 
@@ -195,7 +211,7 @@ def check(source: Path, folder: Path, seed: int) -> bool:
     return bool(refusal)
 
 
-@pytest.mark.parametrize("name", [*FORMS, *STAGES])
+@pytest.mark.parametrize("name", [*FORMS, *BITSANDBYTES, *STAGES])
 def test_damages_are_read_or_refused(source: Callable[[str], Path], tmp_path: Path, name: str) -> None:
     read_everything(source(name))
     refused = [check(source(name), tmp_path / "copy", seed) for seed in range(20)]
@@ -203,7 +219,7 @@ def test_damages_are_read_or_refused(source: Callable[[str], Path], tmp_path: Pa
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", [*FORMS, *STAGES])
+@pytest.mark.parametrize("name", [*FORMS, *BITSANDBYTES, *STAGES])
 def test_many_damages_are_read_or_refused(source: Callable[[str], Path], tmp_path: Path, name: str) -> None:
     refused = [check(source(name), tmp_path / "copy", seed) for seed in range(20, 220)]
     assert sum(refused) > 50

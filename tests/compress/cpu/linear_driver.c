@@ -10,7 +10,7 @@
 #include "common/thread_pool.h"
 #include "common/bf16.h"
 
-enum { FAILED_STATUS = 1, FAILED_NUMBERS = 2, CALLERS = 3, KINDS = 14 };
+enum { FAILED_STATUS = 1, FAILED_NUMBERS = 2, CALLERS = 3, KINDS = 16 };
 
 static uint32_t draw(uint32_t *state) {
     *state = *state * 1664525u + 1013904223u;
@@ -18,12 +18,12 @@ static uint32_t draw(uint32_t *state) {
 }
 
 typedef struct {
-    int bits, activations, type, scale_type, set, symmetric, fewest_tile_rows, minima;
+    int bits, activations, type, scale_type, set, symmetric, fewest_tile_rows, minima, is_e4m3, shares_scales;
     int64_t rows, outputs, inputs, group, block; /* block: 0 where there are no steps */
 } Case;
 
-/* Codes of 2, 4 and 8 bits with each kind of activations, then those that meet only floats: at last those above minima, or with
- * steps. */
+/* Codes of 2, 4 and 8 bits with each kind of activations, then those that meet only floats: those above minima, or with
+ * steps, and 8-bit floats. */
 static Case draw_case(int kind, int set, uint32_t *state) {
     Case drawn = {.bits = 2 << kind % 3, .activations = kind / 3, .set = set, .type = (int)(draw(state) % 2)};
     if (kind >= 9) drawn.bits = kind == 9 ? 16 : kind == 10 ? SPARSE : 2 << (kind - 11), drawn.activations = ACTIVATIONS_FLOAT;
@@ -40,6 +40,10 @@ static Case draw_case(int kind, int set, uint32_t *state) {
         if (drawn.group == SMALL_GROUP) drawn.fewest_tile_rows = 0;
         drawn.symmetric = drawn.minima || drawn.symmetric || drawn.block, drawn.inputs = 64 * (1 + draw(state) % 3);
     }
+    if (kind > 13) {
+        drawn.bits = 8, drawn.is_e4m3 = drawn.symmetric = 1, drawn.minima = 0, drawn.block = 0;
+        drawn.scale_type = kind == 14 ? FLOAT32 : (int)(draw(state) % 4), drawn.shares_scales = kind == 14;
+    }
     if (drawn.bits == 16) drawn.group = drawn.inputs;
     return drawn;
 }
@@ -48,6 +52,7 @@ static Case draw_case(int kind, int set, uint32_t *state) {
 typedef struct {
     uint8_t *codes, *zeros;
     int8_t *steps, *minimum_steps;
+    uint8_t *exponents;
     float *scales, *minima, *values;
     uint16_t *numbers, *halves, *minimum_halves;
     uint32_t *words;
@@ -80,6 +85,7 @@ static void draw_codes(const Case *now, Product *product, uint32_t *state) {
     product->words = exactly((now->outputs + TILE - 1) / TILE * TILE * now->inputs * now->bits / 8);
     for (int64_t i = 0; i < count; i++) {
         product->codes[i] = (uint8_t)(draw(state) % (uint32_t)code_count(now->bits));
+        if (now->is_e4m3 && (product->codes[i] & 0x7f) == 0x7f) product->codes[i] = 0; /* NaN */
         if (now->bits == SPARSE && (i + i / 4) % 4 >= 2) product->codes[i] = 8;
         product->numbers[i] = bfloat16_of((float)product->codes[i] - 128);
     }
@@ -91,8 +97,9 @@ static void draw_codes(const Case *now, Product *product, uint32_t *state) {
 
 /* Scales are exact in all types. */
 static void draw_scales(const Case *now, Product *product, uint32_t *state) {
-    const int64_t count = scale_count(now), center = code_count(now->bits) / 2;
+    const int64_t count = scale_count(now) / (now->shares_scales ? TILE : 1), center = code_count(now->bits) / 2;
     product->scales = exactly(count * 4);
+    product->exponents = exactly(count);
     product->halves = exactly(count * 2);
     product->zeros = exactly(count);
     product->minima = exactly(count * 4);
@@ -101,6 +108,8 @@ static void draw_scales(const Case *now, Product *product, uint32_t *state) {
     product->minimum_steps = exactly(count);
     for (int64_t i = 0; i < count; i++) {
         product->scales[i] = now->bits == 16 ? 1 : 0.5f + (float)(draw(state) % 64) / 64;
+        product->exponents[i] = (uint8_t)(120 + draw(state) % 16);
+        if (now->scale_type == E8M0) product->scales[i] = ldexpf(1, product->exponents[i] - 127);
         product->halves[i] = half_of(now, product->scales[i]);
         product->minima[i] = (float)(draw(state) % 64) / 64 - 0.5f;
         product->minimum_halves[i] = half_of(now, product->minima[i]);
@@ -115,7 +124,9 @@ static void set_weight(const Case *now, Product *product) {
     product->weight = (LinearWeight){.out_features = now->outputs, .in_features = now->inputs, .group = now->group};
     product->weight.bits = now->bits, product->weight.words = product->words, product->weight.scale_type = now->scale_type;
     product->weight.fewest_tile_rows = now->fewest_tile_rows;
+    product->weight.is_e4m3 = now->is_e4m3, product->weight.shares_scales = now->shares_scales;
     if (has_scales) product->weight.scales = now->scale_type == FLOAT32 ? (void *)product->scales : product->halves;
+    if (now->scale_type == E8M0) product->weight.scales = product->exponents;
     if (has_scales && !now->symmetric) product->weight.zeros = product->zeros;
     if (now->minima) product->weight.minima = now->scale_type == FLOAT32 ? (void *)product->minima : product->minimum_halves;
     if (now->block) product->weight.steps = product->steps, product->weight.block = now->block;
@@ -137,12 +148,21 @@ static void draw_activations(const Case *now, Product *product, uint32_t *state)
     }
 }
 
+/* Bits of exponent 4, of mantissa 3. */
+static double value_of_e4m3(uint8_t code) {
+    const int exponent = code >> 3 & 15, mantissa = code & 7;
+    const double size = exponent ? ldexp(8 + mantissa, exponent - 10) : ldexp(mantissa, -9);
+    return code & 128 ? -size : size;
+}
+
 static int is_close(const Case *now, const Product *product, int64_t row, int64_t output) {
     double sum = 0, size_of_sum = 1e-3;
     for (int64_t k = 0; k < now->inputs; k++) {
         const int64_t at = (output / TILE * (now->inputs / now->group) + k / now->group) * TILE + output % TILE;
-        const int64_t scale_at = (output / TILE * (now->inputs / inputs_per_scale(now)) + k / inputs_per_scale(now)) * TILE + output % TILE;
-        const double code = product->codes[output * now->inputs + k] - product->zeros[at];
+        int64_t scale_at = output / TILE * (now->inputs / inputs_per_scale(now)) + k / inputs_per_scale(now);
+        if (!now->shares_scales) scale_at = scale_at * TILE + output % TILE;
+        const uint8_t byte = product->codes[output * now->inputs + k];
+        const double code = now->is_e4m3 ? value_of_e4m3(byte) : byte - product->zeros[at];
         const double above = code * (double)product->scales[scale_at] * (now->block ? product->steps[at] : 1);
         const double step = now->block ? product->minimum_steps[at] : 1;
         const double minimum = now->minima ? (double)product->minima[scale_at] * step : 0;
@@ -170,7 +190,7 @@ static int run_case(const Case *now, uint32_t *state) {
         if (!is_close(now, &product, i / now->outputs, i % now->outputs)) wrong = FAILED_NUMBERS;
     free(product.codes), free(product.zeros), free(product.scales), free(product.values), free(product.numbers);
     free(product.halves), free(product.words), free(product.x), free(product.y);
-    free(product.minima), free(product.minimum_halves), free(product.steps), free(product.minimum_steps);
+    free(product.exponents), free(product.minima), free(product.minimum_halves), free(product.steps), free(product.minimum_steps);
     if (wrong)
         fprintf(stderr, "failed %d: %d bits, activations %d of type %d, scales %d, set %d, %d rows, %d outputs, groups of %d in blocks of %d, minima %d\n",
                 wrong, now->bits, now->activations, now->type, now->scale_type, now->set, (int)now->rows, (int)now->outputs,

@@ -8,14 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiers import examples
 
-from compress.checkpoint.weights import Q2K, Q3K, Q4K, Q5K, Q6K
+from compress.checkpoint.weights import Q2K, Q3K, Q4K, Q5K, Q6K, Iq4Nl, Q4Minima, Q5Minima
+from compress.checkpoint.weights.gguf_blocks import BlockScheme, BlockWeight
 from compress.checkpoint.weights.k_quants import KQuant, KQuantWeight
 from compress.common.errors import CheckpointError, SchemeError
 from compress.cpu.binding import EMULATED, INSTRUCTION_SETS, absence, best_instruction_set, library
 from runtime.backends.base import Target
 from runtime.backends.cpu.block_scales import BlockScaledCodes
 from runtime.backends.cpu.linear import Activations, CpuLinear
-from runtime.backends.cpu.linear_kernels import BLOCKS
+from runtime.backends.cpu.linear_kernels import BLOCKS, NONLINEAR
 from runtime.backends.prepared_weight import PreparedWeight
 from runtime.backends.registry import choose_linear
 
@@ -124,6 +125,27 @@ def test_k_types_as_stored(scheme, dtype):
     assert torch.equal(kernel.layout.restore(linear.prepared(), None)(x), linear(x))
     float64 = Target(torch.device("cpu"), torch.float64)
     assert choose_linear(scheme, 512, float64).kernel is not BLOCKS
+
+
+def small_weight(scheme: BlockScheme, rows: int, columns: int) -> BlockWeight:
+    """All codes, in groups with scales of both signs where these may be negative."""
+    random = torch.Generator().manual_seed(scheme.bits)
+    weight = scheme.round(torch.randn(rows, columns, generator=random) / 100)
+    codes = torch.arange(rows * columns).view(rows, columns).remainder(1 << scheme.bits).to(torch.uint8)
+    return replace(weight, qweight=codes)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("scheme", [Q4Minima(), Q5Minima(), Iq4Nl()], ids=str)
+def test_types_with_groups_of_32_as_stored(scheme, dtype):
+    weight, target = small_weight(scheme, 70, 160), Target(torch.device("cpu"), dtype)
+    kernel = choose_linear(scheme, 160, target).kernel
+    assert kernel is (NONLINEAR if scheme == Iq4Nl() else BLOCKS)
+    linear, x = kernel.prepare(weight, None, target), activations(9, 160, dtype)
+    assert linear.nbytes == kernel.nbytes(scheme, 70, 160, target)
+    assert torch.equal(linear(torch.eye(160, dtype=dtype)).T, weight.dequantize(dtype))
+    assert torch.equal(linear.rows(torch.tensor([69, 3]), dtype), weight.dequantize(dtype)[[69, 3]])
+    assert torch.equal(kernel.layout.restore(linear.prepared(), None)(x), linear(x))
 
 
 def test_a_block_takes_little_more_than_its_codes():

@@ -73,6 +73,7 @@ def test_a_head_of_its_own_is_a_linear_that_every_engine_reads(tiny_model, tmp_p
     assert (served - expected).abs().mean() < 0.02 * expected.abs().mean()
 
 
+@pytest.mark.full
 def test_gptq_makes_a_head_better_than_rounding_to_nearest(tiny_model, tmp_path) -> None:
     source = tiny_model("llama", tie_word_embeddings=False)
     dense = open_scorer(source, dtype="float32").logits(some_tokens())
@@ -98,6 +99,7 @@ def test_blocks_are_calibrated_on_the_embedding_that_is_looked_up(tiny_model, tm
     assert not torch.equal(aware.packed_weight(first).qweight, blind.packed_weight(first).qweight)
 
 
+@pytest.mark.full
 def test_rows_are_rounded_some_at_a_time_without_a_difference(tiny_model, tmp_path, monkeypatch) -> None:
     source = tiny_model("llama", tie_word_embeddings=False)
     stages = at_ends(embedding=Int(8, None), head=Int(4, 64), method="gptq")
@@ -125,6 +127,7 @@ def test_a_killed_run_keeps_the_embedding_and_makes_the_head_from_saved_inputs(
     assert same_bytes(tmp_path / "whole", tmp_path / "resumed")
 
 
+@pytest.mark.full
 def test_exports_write_the_embedding_as_numbers(tiny_model, tmp_path) -> None:
     source = tiny_model("llama", tie_word_embeddings=True)
     compress(source, tmp_path / "packed", *at_ends(embedding=Int(8, None)))

@@ -80,6 +80,7 @@ def test_recipes_that_mean_nothing_are_refused(text, problem) -> None:
         parse_recipe(f"stages:\n- kv_cache: {text}\n", "kv.yaml")
 
 
+@pytest.mark.full
 def test_figures_are_those_of_the_scorer_with_such_a_cache() -> None:
     seen: list[tuple[int, int]] = []
     source = {"data": "pydoc", "tokens": 256, "length": 128}
@@ -128,6 +129,7 @@ def test_a_named_format_above_the_limit_is_not_the_default(tmp_path) -> None:
     assert kv_cache_warning(None, INT4) is None
 
 
+@pytest.mark.full
 def test_the_stage_alone_leaves_every_tensor_as_it_is(tmp_path) -> None:
     out = tmp_path / "out"
     result = compress(demo_model_path(), out, KVCacheStage("int8", tokens=64, max_seq_length=64))

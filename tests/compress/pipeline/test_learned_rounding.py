@@ -66,6 +66,7 @@ def test_a_start_that_cannot_be_bettered_is_kept_and_that_is_said(tiny_model, tm
     assert "did not lower" in result.report["recovered"][0]["recovery"]
 
 
+@pytest.mark.full
 def test_goes_with_other_methods_in_the_same_block(tiny_model, tmp_path) -> None:
     stages = (
         QuantizeStage("awq", Int(4, 32)),
@@ -122,6 +123,7 @@ def test_only_gptaq_follows_the_dense_model_and_counts_what_that_takes(tiny_mode
     assert beside.disk - plain.disk == 2 * states
 
 
+@pytest.mark.full
 def test_memory_that_runs_out_halves_the_batch_of_both_streams(tiny_model, tmp_path: Path, monkeypatch) -> None:
     model = tiny_model()
     followed = compress_block.follow_dense

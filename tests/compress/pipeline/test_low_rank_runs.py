@@ -50,6 +50,7 @@ def test_factors_are_packed_verified_and_served(tiny_model, tmp_path, method, qu
     assert_served_as_exported(out, tmp_path / "dense")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("family", ["llama_biased", "qwen2", "qwen3", "mistral"])
 def test_biases_and_other_families(tiny_model, tmp_path, family) -> None:
     out = tmp_path / "packed"
@@ -66,6 +67,7 @@ def test_rounding_by_gptq_loses_less_than_to_nearest(tiny_model, tmp_path) -> No
     assert errors["gptq"] < errors["rtn"]
 
 
+@pytest.mark.full
 def test_factorized_layers_stand_beside_smoothed_ones(tiny_model, tmp_path) -> None:
     """AWQ folds o_proj's scales into v_proj before v_proj is decomposed."""
     errors = {}
@@ -146,6 +148,7 @@ def test_blocks_share_their_ranks_out_and_keep_what_would_not_shrink(tmp_path) -
         assert 0.78 < kept / sum(before.values()) <= 0.8
 
 
+@pytest.mark.full
 def test_layers_kept_whole_are_quantized_like_others(tmp_path) -> None:
     out = tmp_path / "packed"
     stages = FactorizeStage("svd", 0.8), QuantizeStage("rtn", Int(4, 32))
@@ -223,6 +226,7 @@ def test_a_model_keeps_its_share_whatever_its_layers_do(tiny_model, tmp_path, me
     assert len(ranks) >= 3
 
 
+@pytest.mark.full
 def test_a_size_decides_the_share(tiny_model, tmp_path) -> None:
     dense = prepared(tiny_model(), tmp_path / "out", FactorizeStage()).plan.bytes_before
     target = dense - 300_000

@@ -116,7 +116,14 @@ def starve(monkeypatch, most: int, kind: type[BaseException] = RuntimeError) -> 
     return memory
 
 
-@pytest.mark.parametrize("kind", [RuntimeError, MemoryError, torch.cuda.OutOfMemoryError])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        torch.cuda.OutOfMemoryError,
+        pytest.param(RuntimeError, marks=pytest.mark.full),
+        pytest.param(MemoryError, marks=pytest.mark.full),
+    ],
+)
 def test_out_of_memory_halves_the_micro_batch(source, tmp_path, monkeypatch, kind) -> None:
     whole = compress(source, tmp_path / "plenty", dtype="float32")
     memory = starve(monkeypatch, 1, kind)

@@ -38,15 +38,17 @@ def test_products_and_sizes(name, scheme, dtype):
 
 
 def test_what_serves_it_and_why():
-    choice = choose_linear(W8A8, 256, Target(CPU, torch.bfloat16))
+    """Compiled code has no float16."""
+    choice = choose_linear(W8A8, 256, Target(CPU, torch.float16))
     assert choice.kernel.name == "dequantized"
     assert "triton_fp8 runs on NVIDIA GPUs" in choice.reason
+    assert "cpu_fp8 " in choice.reason
     assert "cpu " not in choice.reason
-    asked = choose_linear(W8A8, 256, Target(CPU, torch.bfloat16), "w4a8")
+    asked = choose_linear(W8A8, 256, Target(CPU, torch.float16), "w4a8")
     assert asked.kernel.name == "dequantized"
     assert "cpu_w4a8 multiplies by" in asked.reason
     excluded = {"dequantized": "would need 9 GiB of 1 GiB"}
-    assert choose_linear(W8A8, 256, Target(CPU, torch.bfloat16), excluded=excluded).kernel.name == "reference"
+    assert choose_linear(W8A8, 256, Target(CPU, torch.float16), excluded=excluded).kernel.name == "reference"
 
 
 def test_kernels_of_the_other_numbers_are_refused():

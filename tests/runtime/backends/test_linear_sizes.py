@@ -4,7 +4,7 @@ import pytest
 import torch
 from tiny_models import random_weight
 
-from compress.checkpoint.weights import Activations, Int, Scheme
+from compress.checkpoint.weights import Activations, Bnb4, Int, Scheme
 from runtime.backends.base import Target
 from runtime.backends.registry import choose_dense, linear_kernels
 
@@ -16,6 +16,9 @@ SCHEMES = [
     Int(2, None),
     Int(8, 128),
     Int(8, None, True, Activations.INT8),
+    Bnb4("nf4", 64),
+    Bnb4("nf4", 128),
+    Bnb4("fp4", 32),
 ]
 SHAPES = [(64, 256), (192, 128), (100, 384)]
 

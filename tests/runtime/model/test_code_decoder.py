@@ -35,6 +35,7 @@ QUICK = {
 }
 OTHERS = {
     "biogpt": {},
+    "codegen": {"rotary_dim": 8},
     "cohere": {"logit_scale": 2.0, "use_qk_norm": True},
     "ctrl": {},
     "dots1": {
@@ -44,6 +45,7 @@ OTHERS = {
     "granite_swa": {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"]},
     "gpt2": {},
     "gpt_bigcode": {},
+    "gptj": {"rotary_dim": 8},
     "helium": {"head_dim": 16},
     "modernbert-decoder": {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"]},
     "nanochat": {"head_dim": 16},
@@ -147,9 +149,7 @@ def test_code_of_the_folder_runs_only_where_it_is_trusted(tmp_path, monkeypatch)
 
 UNSERVED = {
     "bloom": {},
-    "codegen": {"rotary_dim": 8},
     "falcon": {},
-    "gptj": {"rotary_dim": 8},
     "mpt": {"d_model": 64, "n_heads": 4, "n_layers": 2},
     "xglm": {},
 }

@@ -10,8 +10,11 @@ from tiny_models import compute_in_float64, load_reference, reference_logits
 
 from compress.checkpoint.gguf.folder import folder_of
 from compress.checkpoint.reader import PackedCheckpoint
-from compress.checkpoint.weights import Int
+from compress.checkpoint.weights import Q4K, Int, Iq4Nl, Q4Minima, Q5Minima
 from compress.cpu.binding import library
+from runtime.backends.base import Target
+from runtime.memory.estimate import embedding_bytes
+from runtime.model.embedding import make_embedding
 from runtime.model.loader import load_model
 from runtime.model.scoring import score
 
@@ -72,23 +75,35 @@ def test_packed_types_are_multiplied_by_packed_kernels(tmp_path):
     write_gguf(load_reference(save_family(tmp_path / "dense", "llama"), torch.float32), tmp_path / "m.gguf", mixed)
     decoder = load_model(folder_of(tmp_path / "m.gguf"), device="cpu", dtype="float32", kernels="reference")
     assert any("o_proj: w4a16 g32 sym" in line for line in decoder.description)
-    assert "gguf: 2 tensors of type q4_1 are dequantized: their minima or levels fit no codes" in decoder.description
+    assert "gguf: 2 tensors of type q4_1 are read as they are" in decoder.description
 
 
-def test_k_types_are_multiplied_as_they_are(tmp_path):
+def test_blocks_are_multiplied_as_they_are(tmp_path):
     """In float32 with the results of plain torch, in little more memory than in the file; embeddings, too."""
 
     def kind_of(name: str) -> str:
-        return "q5_k" if "ffn_down" in name else "q2_k" if "attn_k" in name else "q4_k"
+        kinds = {"ffn_down": "q5_k", "attn_k": "q2_k", "attn_q": "q4_1", "attn_v": "q5_1", "ffn_up": "iq4_nl"}
+        return next((kind for part, kind in kinds.items() if part in name), "q4_k")
 
     path = tmp_path / "m.gguf"
     values = write_gguf(load_reference(save_family(tmp_path / "dense", "llama"), torch.float32), path, kind_of)
     decoder = load_model(folder_of(path), device="cpu", dtype="float32")
     plain = load_model(folder_of(path), device="cpu", dtype="float32", kernels="reference")
     if library() is not None:
-        assert any("o_proj: w4a16 q4_k" in line and "cpu_k" in line for line in decoder.description)
+        for found in ("o_proj: w4a16 q4_k, kernel cpu_k", "q_proj: w4a16 q4_1, kernel cpu_k", "kernel cpu_iq4_nl"):
+            assert any(found in line for line in decoder.description)
         assert decoder.nbytes < sum(value.numel() for value in values.values())
     assert largest_difference(score(decoder, TOKENS).double(), score(plain, TOKENS).double()) < 1e-4
+
+
+@pytest.mark.parametrize("scheme", [Q4K(), Q4Minima(), Q5Minima(), Iq4Nl()], ids=str)
+def test_rows_of_embeddings_are_looked_up_in_blocks(scheme):
+    """Exactly, in the memory that is foreseen."""
+    weight = scheme.round(torch.randn(50, 256, generator=torch.Generator().manual_seed(0)))
+    target, ids = Target(torch.device("cpu"), torch.bfloat16), torch.tensor([3, 49, 0])
+    embedding = make_embedding(weight, target)
+    assert torch.equal(embedding(ids), weight.dequantize(torch.bfloat16)[ids])
+    assert embedding.nbytes == embedding_bytes(scheme, 50, 256, target)
 
 
 def test_a_run_leaves_no_blocks_behind(tmp_path):

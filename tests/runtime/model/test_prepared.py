@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import pack_model, random_weight, save_tiny_model
 
 from compress.checkpoint.safetensors import MappedFile, TensorFiles
-from compress.checkpoint.weights import Activations, Int, Mxfp4, Nf4, Nvfp4, Scheme
+from compress.checkpoint.weights import Activations, BlockFp8, Fp8, Int, Mxfp4, Mxfp8, Nf4, Nvfp4, Scheme
 from compress.common.errors import CheckpointError, ToolkitError
 from compress.cpu.binding import INSTRUCTION_SETS, best_instruction_set, library
 from runtime.backends.cpu import huge_pages
@@ -114,6 +114,9 @@ FORMS: dict[str, Scheme] = {
     "4-bit floats": Mxfp4(),
     "4-bit floats in small groups": Nvfp4(),
     "4-bit normal floats": Nf4(),
+    "8-bit floats": Fp8(),
+    "8-bit floats in blocks": BlockFp8((64, 32)),
+    "8-bit floats in groups": Mxfp8(),
 }
 
 

@@ -184,6 +184,7 @@ def test_tokens_are_drawn_within_the_step(decoder, wishes):
         assert operations.names <= {"aten::_to_copy"}
 
 
+@pytest.mark.full
 def test_steps_in_which_somebody_truncates_have_recordings_of_their_own(decoder):
     runner = make_runner(decoder)
     greedy, mixed = begin(runner, [9, 1]), begin(runner, [9, 1], (GREEDY, {"top_k": 3}))

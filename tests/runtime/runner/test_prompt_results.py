@@ -10,14 +10,14 @@ from tiny_models import load_reference, save_tiny_model
 
 from compress.common.cli import demo_model_path
 from runtime.core.config import RuntimeConfig
-from runtime.core.request import Delta, FinishReason, RequestOptions, SamplingParams
+from runtime.core.request import Delta, FinishReason, Pooling, RequestOptions, SamplingParams
 from runtime.engine.engine import Engine
 from runtime.llm import LLM
 from runtime.model.loader import load_model
 from runtime.runner import runner
 
 VOCAB = 112
-EMBED = RequestOptions(embed=True)
+EMBED = RequestOptions(pooling=Pooling.MEAN)
 ONLY_SCORES = SamplingParams(max_tokens=0, prompt_logprobs=3)
 
 
@@ -124,6 +124,18 @@ def test_embeddings_equal_transformers(chunk, decoder, reference):
         expected = expected_embedding(reference, prompt)
         torch.testing.assert_close(torch.tensor(delta.embedding, dtype=torch.float64), expected, rtol=0, atol=1e-11)
         assert all(delta.embedding is None for delta in served.deltas[f"mate {name}", 0])
+
+
+@pytest.mark.parametrize("chunk", [512, 5])
+def test_states_of_last_tokens_equal_transformers(chunk, decoder, reference):
+    served = serve(decoder, prefill_chunk=chunk, max_num_batched_tokens=max(chunk, 24))
+    options, prompt = RequestOptions(pooling=Pooling.LAST), make_prompt(33, 1)
+    served.engine.add_request(prompt, SamplingParams(max_tokens=1), "last", options)
+    served.run()
+    with torch.no_grad():
+        expected = reference.model(torch.tensor([prompt])).last_hidden_state[0, -1].double()
+    found = torch.tensor(served.deltas["last", 0][0].embedding, dtype=torch.float64)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-11)
 
 
 @pytest.mark.parametrize(("num_blocks", "victim"), [(40, "scored"), (46, "embedded")])
@@ -234,7 +246,7 @@ def test_numbers_that_are_not_finite_are_an_error(options, decoder):
 def test_aborted_and_failed_requests_leave_every_block_free(decoder):
     served = serve(decoder, prefill_chunk=4, max_num_batched_tokens=8)
     served.engine.add_request(make_prompt(40), ONLY_SCORES, "aborted")
-    served.engine.add_request(make_prompt(40, 1), SamplingParams(max_tokens=1), "late", RequestOptions(embed=True))
+    served.engine.add_request(make_prompt(40, 1), SamplingParams(max_tokens=1), "late", EMBED)
     served.engine.step()
     served.engine.abort("aborted")
     served.engine.abort_all()

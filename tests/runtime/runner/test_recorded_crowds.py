@@ -41,6 +41,12 @@ CHANGED = (
     {"temperature": 1.0, "repetition_penalty": 0.8, "logit_bias": ((9, 2.0),), "min_p": 0.02},
 )
 
+FILTERED = (
+    *PLAIN[:3],
+    {"temperature": 1.1, "top_n_sigma": 1.5, "dry_multiplier": 2.0, "dry_allowed_length": 1},
+    {"temperature": 0.9, "typical_p": 0.7, "xtc_probability": 0.5, "xtc_threshold": 0.05},
+)
+
 
 def crowd(count: int, wishes: tuple[dict, ...], max_tokens: int = 24) -> list[tuple[str, list[int], SamplingParams]]:
     """Prompts that repeat themselves, as texts do, so that n-grams are drafted."""
@@ -156,6 +162,16 @@ def test_requests_that_change_logits_are_drawn_within_recorded_steps(target, fol
     assert engine.metrics.steps_by_path_total["recorded"] > 10
     # Only entries outside of recorded steps are adjusted by themselves: those with the ends of prompts.
     assert len(drawn) < sum(watch.captured.values())
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("speculate", ["ngram", ""])
+def test_filtered_requests_are_drawn_outside_of_recorded_steps(target, folder, speculate) -> None:
+    requests = crowd(8, FILTERED)
+    expected, _, _ = serve(target, folder, requests, speculative_model=speculate)
+    found, _, watch = serve(target, folder, requests, capture_nothing, speculative_model=speculate)
+    assert found == expected
+    assert sum(watch.captured.values()) > 0
 
 
 @pytest.mark.full

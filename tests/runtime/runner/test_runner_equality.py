@@ -158,7 +158,7 @@ def generate(runner: ModelRunner, sequence: Sequence, num_tokens: int, chunk: in
     return sequence.token_ids[-num_tokens:]
 
 
-@pytest.mark.parametrize("chunk", [1000, 7])
+@pytest.mark.parametrize("chunk", [pytest.param(1000, marks=pytest.mark.full), 7])
 def test_greedy_tokens_of_the_demo_model(chunk):
     """128 tokens in float64, as transformers' own generate gives them."""
     prompt = torch.randint(4, 8192, (1, 45), generator=torch.Generator().manual_seed(1))
@@ -285,6 +285,7 @@ def test_tokens_do_not_depend_on_scheduling(prefix_caching, num_blocks, chunk, b
     assert serve(tiny, requests, arrivals, num_blocks=num_blocks, **options) == expected
 
 
+@pytest.mark.full
 def test_demo_model_equals_transformers_while_others_come_and_go():
     generator = torch.Generator().manual_seed(2)
     prompts = [torch.randint(4, 8192, (length,), generator=generator).tolist() for length in (30, 70, 5, 41)]

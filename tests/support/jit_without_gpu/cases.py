@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
-from compress.checkpoint.weights import Activations, Fp8, Int, Mxfp4, Nvfp4, Scheme
+from compress.checkpoint.weights import Activations, BlockFp8, Fp8, Int, Iq4Nl, Mxfp4, Mxfp8, Nf4, Nvfp4, Scheme
+from compress.checkpoint.weights.k_quants import Q4K, Q5K
 
 LLAMA_8B = {
     "model_type": "llama",
@@ -71,7 +72,12 @@ SCHEMES = {
     "8 bits of 128 with zeros": Case("", FEW, Int(8, 128, False), Int(8, 32)),
     "int8 inputs": Case("", FEW, Int(8, None, True, Activations.INT8)),
     "fp8 weights": Case("", FEW, Fp8()),
+    "fp8 blocks": Case("", FEW, BlockFp8()),
+    "mxfp8": Case("", FEW, Mxfp8()),
     "nvfp4": Case("", FEW, Nvfp4()),
+    "nf4": Case("", FEW, Nf4()),
+    "iq4_nl": Case("", FEW, Iq4Nl()),
+    "K types": Case("", FEW, Q4K(), Q5K()),
     "mxfp4 in float16": Case("", FEW | {"dtype": "float16"}, Mxfp4()),
     "fp8 in float16": Case("", FEW | {"dtype": "float16"}, Fp8(Activations.FP8), Fp8()),
 }

@@ -42,6 +42,8 @@ _LAYER_NAME = re.compile(r"model\.layers\.(\d+)\.(.+)")
 _EXPERT_NAME = re.compile(r"(.+\.experts)\.(\d+)\.(.+)")
 ANY_EXPERT = "*"
 """Stands for the number of an expert in names of tensors that files store together, `[experts, rows, columns]`."""
+MERGED = {"ffn_gate_up_exps": ("ffn_gate_exps", "ffn_up_exps")}
+"""Stacks of experts whose rows are those of several, by their names in files: of each expert first those of gate."""
 ROUTERS = ("ffn_gate_inp", "ffn_gate_inp_shexp")
 """Scores of experts, float32 in files, and of what all tokens share."""
 
@@ -165,18 +167,21 @@ class Architecture:
         return {**config, **self.read(source)}
 
     def published_names(self, name: str, experts: int) -> list[str]:
-        """Returns the names of a tensor in a folder of Hugging Face: one for each of `experts` where it holds all of
-        them, none for a tensor that does not belong there."""
+        """Returns the names of the equal parts of a tensor in a folder of Hugging Face, in their order: of a stack one
+        or, where it is merged, two for each of `experts`; none for a tensor that does not belong there."""
         stem, _, suffix = name.rpartition(".")
         if stem in ENDS:
             return [f"{ENDS[stem]}.{suffix}"]
         found = _BLOCK_NAME.fullmatch(stem)
-        if found is None or found[2] not in self.block:
+        own = MERGED.get(found[2], (found[2],)) if found else ()
+        if found is None or any(each not in self.block for each in own):
             return []
-        published = f"model.layers.{found[1]}.{self.block[found[2]]}.{suffix}"
-        if ANY_EXPERT not in published:
-            return [published]
-        return [published.replace(ANY_EXPERT, str(expert)) for expert in range(experts)]
+        published = [f"model.layers.{found[1]}.{self.block[each]}.{suffix}" for each in own]
+        if ANY_EXPERT not in published[0]:
+            return published
+        if suffix != "weight":
+            return []
+        return [each.replace(ANY_EXPERT, str(expert)) for expert in range(experts) for each in published]
 
     def file_name(self, name: str) -> str | None:
         """Returns the name in a file of a tensor of Hugging Face, that of the stack for a tensor of an expert; None for

@@ -11,6 +11,7 @@ from compress.checkpoint.gguf.rounding.search import (
     Groups,
     Nearest,
     divided,
+    groups_of,
     search_ranges,
     search_scales,
     to_half,
@@ -18,12 +19,8 @@ from compress.checkpoint.gguf.rounding.search import (
 )
 from compress.checkpoint.gguf.types.base import SUPER_BLOCK
 from compress.checkpoint.gguf.types.k import LAYOUTS, KBlocks, KLayout
-from compress.checkpoint.scale_search import column_weights
-from compress.common.device import require_finite
 
 TURNS = 3
-ELEMENTS_AT_ONCE = 2**21
-"""Weights whose super-blocks are searched at one time."""
 
 
 @dataclass(frozen=True)
@@ -172,13 +169,8 @@ def search_weight(weight: Tensor, layout: KLayout, importance: Tensor | None = N
     Raises:
         NumericsError: NaN or infinity.
     """
-    require_finite(weight, "the weight")
-    rows, found = max(1, ELEMENTS_AT_ONCE // weight.shape[1]), list[KBlocks]()
-    columns = None if importance is None else column_weights(weight, importance)
-    for part in weight.split(rows):
-        values = part.float().reshape(-1, SUPER_BLOCK)
-        weights = None if columns is None else columns.expand_as(part).reshape(-1, SUPER_BLOCK)
-        found.append(search_blocks(values, layout, weights))
+    blocks = groups_of(weight, SUPER_BLOCK, importance)
+    found = [search_blocks(each.values, layout, each.weights) for each in blocks]
     return KBlocks(*(torch.cat(each) for each in zip(*map(_tensors, found), strict=True)))
 
 

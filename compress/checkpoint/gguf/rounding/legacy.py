@@ -7,7 +7,7 @@ from torch import Tensor
 
 from compress.checkpoint.gguf.rounding.search import Groups, divided, search_ranges, search_scales, uniform
 from compress.checkpoint.gguf.types.base import half_bytes, join_planes
-from compress.checkpoint.gguf.types.tables import NONLINEAR
+from compress.checkpoint.weights.nonlinear import LEVEL_VALUES
 
 
 def code_bytes(codes: Tensor, bits: int) -> Tensor:
@@ -47,16 +47,16 @@ def round_minima(values: Tensor, bits: int) -> Tensor:
 
 def nearest_nonlinear(x: Tensor) -> Tensor:
     """Returns the nearest levels of iq4_nl."""
-    levels = torch.tensor(NONLINEAR, dtype=x.dtype)
+    levels = torch.tensor(LEVEL_VALUES, dtype=x.dtype)
     return levels[_nonlinear_codes(x)]
 
 
 def _nonlinear_codes(x: Tensor) -> Tensor:
-    levels = torch.tensor(NONLINEAR, dtype=x.dtype)
+    levels = torch.tensor(LEVEL_VALUES, dtype=x.dtype)
     return torch.bucketize(x, (levels[1:] + levels[:-1]) / 2)
 
 
 def round_nonlinear(values: Tensor) -> Tensor:
     """Rounds float32 `[N, 32]` to blocks of iq4_nl."""
-    scales = search_scales(Groups(values), nearest_nonlinear, (NONLINEAR[0], NONLINEAR[-1]))
+    scales = search_scales(Groups(values), nearest_nonlinear, (LEVEL_VALUES[0], LEVEL_VALUES[-1]))
     return join_symmetric(_nonlinear_codes(divided(values, scales)).to(torch.uint8), scales, 4)

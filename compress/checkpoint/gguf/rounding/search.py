@@ -6,11 +6,14 @@ codes for the scale, then the least-squares scale for the codes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from compress.checkpoint.scale_search import column_weights
+from compress.common.device import require_finite
 
 Nearest = Callable[[Tensor], Tensor]
 """Returns the nearest levels of numbers in units of the scale."""
@@ -20,6 +23,8 @@ SHRINKS = ((1.0, 1.0), (0.95, 0.95), (0.9, 0.9), (0.85, 0.85), (1.0, 0.9), (0.9,
 """Parts of the lower and of the upper end of a group's range that the codes span."""
 TURNS = 4
 TINY = 1e-30
+ELEMENTS_AT_ONCE = 2**21
+"""Weights whose blocks are searched at one time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +54,22 @@ class Groups:
     @property
     def _total(self) -> Tensor:
         return self.sum(torch.ones_like(self.values))
+
+
+def groups_of(weight: Tensor, size: int, importance: Tensor | None = None) -> Iterator[Groups]:
+    """Yields the blocks `[N, size]` of some rows of `weight [O, I]` at a time.
+
+    Args:
+        importance: `[I]`, weight of the squared error of each column; None leaves errors without weights.
+
+    Raises:
+        NumericsError: NaN or infinity.
+    """
+    require_finite(weight, "the weight")
+    columns = None if importance is None else column_weights(weight, importance)
+    for part in weight.split(max(1, ELEMENTS_AT_ONCE // weight.shape[1])):
+        weights = None if columns is None else columns.expand_as(part).reshape(-1, size)
+        yield Groups(part.float().reshape(-1, size), weights)
 
 
 def uniform(low: int, high: int) -> Nearest:

@@ -112,6 +112,6 @@ def scaled(scales: Tensor, values: Tensor, minima: Tensor | None = None) -> Tens
     return (groups if minima is None else groups - minima.unsqueeze(-1)).flatten(1)
 
 
-def look_up(table: Sequence[int], codes: Tensor) -> Tensor:
+def look_up(table: Sequence[float], codes: Tensor) -> Tensor:
     """Returns the entries of a table by code, float32 of the shape of `codes`."""
     return torch.tensor(table, dtype=torch.float32, device=codes.device)[codes.to(torch.int64)]

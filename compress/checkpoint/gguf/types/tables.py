@@ -7,20 +7,20 @@ from torch import Tensor
 
 from compress.checkpoint.gguf.types.base import SUPER_BLOCK, BlockType, float32, look_up, planes, scaled
 from compress.checkpoint.gguf.types.legacy import SIZE, nibbles
+from compress.checkpoint.weights.nonlinear import LEVEL_VALUES
 
-NONLINEAR = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 E2M1_DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 """Values of four-bit floating-point numbers times two; files have no negative zero."""
 
 
 def _iq4_nl(blocks: Tensor) -> Tensor:
-    return scaled(float32(blocks, 0), look_up(NONLINEAR, nibbles(blocks, 2)))
+    return scaled(float32(blocks, 0), look_up(LEVEL_VALUES, nibbles(blocks, 2)))
 
 
 def _iq4_xs(blocks: Tensor) -> Tensor:
     low, high = planes(blocks[:, 4:8], 1, 4), planes(blocks[:, 2:4], 1, 2)
     scales = ((low | (high << 4)).float() - 32) * float32(blocks, 0)
-    return scaled(scales, look_up(NONLINEAR, planes(blocks[:, 8:], 16, 4)))
+    return scaled(scales, look_up(LEVEL_VALUES, planes(blocks[:, 8:], 16, 4)))
 
 
 def half_power_of_two(exponents: Tensor) -> Tensor:
@@ -44,7 +44,7 @@ def _nvfp4(blocks: Tensor) -> Tensor:
 
 
 TYPES = (
-    BlockType("iq4_nl", 20, SIZE, 18, _iq4_nl),
+    BlockType("iq4_nl", 20, SIZE, 18, _iq4_nl, form="iq4_nl"),
     BlockType("iq4_xs", 23, SUPER_BLOCK, 136, _iq4_xs),
     BlockType("mxfp4", 39, SIZE, 17, _mxfp4),
     BlockType("nvfp4", 40, 64, 36, _nvfp4),

@@ -39,6 +39,18 @@ INLINE TARGET Words pair_weights(Words word, int step, int bits, Table table) {
     return (Words)_mm512_permutexvar_epi16(_mm512_srli_epi16((__m512i)word, (unsigned)(bits * step)), (__m512i)table);
 }
 
+/* As floats_of_e4m3, in halves of words; those below 2^-6 are looked up. */
+INLINE TARGET Words e4m3_pairs(Words word, int step, int bits, Table table) {
+    (void)bits, (void)table;
+    const __m512i code = _mm512_srli_epi16((__m512i)word, (unsigned)(8 * step)), top = _mm512_slli_epi16(code, 8);
+    const __m512i small = _mm512_broadcast_i32x4(_mm_setr_epi16(0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60));
+    const __m512i size = _mm512_and_si512(_mm512_srli_epi16(top, 4), _mm512_set1_epi16(0x07f0));
+    const __mmask32 is_small = _mm512_testn_epi16_mask(top, _mm512_set1_epi16(0x7800));
+    const __m512i normal = _mm512_add_epi16(size, _mm512_set1_epi16(0x3c00));
+    const __m512i found = _mm512_mask_permutexvar_epi16(normal, is_small, code, small);
+    return (Words)_mm512_or_si512(found, _mm512_and_si512(top, _mm512_set1_epi16((short)0x8000)));
+}
+
 INLINE TARGET Floats floats_quad(const float *from) { return _mm512_broadcast_f32x4(_mm_loadu_ps(from)); }
 /* Picks see only the low bits. */
 INLINE TARGET Floats floats_pick(Floats quad, Words word, int shift) {

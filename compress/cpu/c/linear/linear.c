@@ -196,8 +196,9 @@ static void multiply_tile(const LinearCall *call, int64_t tile, int64_t row, int
     uint32_t decoded[LONGEST_RUN * TILE];
     const int64_t run_words = call->prepared.run * weight->bits / 32 * TILE, num_runs = call->prepared.num_runs;
     const int64_t blocks = parts(num_rows, kernels->most_rows), block = parts(num_rows, blocks);
-    const DecodeKernel decode = blocks > kernels->undecoded_blocks ? kernels->decode[width_index(weight->bits)] : NULL;
-    const RunKernel multiply = kernels->run[width_index(decode != NULL ? kernels->decoded_bits : weight->bits)];
+    const int index = kernel_index(weight);
+    const DecodeKernel decode = blocks > kernels->undecoded_blocks ? kernels->decode[index] : NULL;
+    const RunKernel multiply = kernels->run[decode != NULL ? width_index(kernels->decoded_bits) : index];
     const uint32_t *words = weight->words + tile * num_runs * run_words;
     memset(sums, 0, (size_t)(num_rows * TILE) * sizeof *sums);
     for (int64_t run = 0; run < num_runs; run++, words += run_words) {

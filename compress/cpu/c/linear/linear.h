@@ -9,13 +9,14 @@
  * In words of the other widths the even inputs are in the low half and the odd ones in the high half, both from the lowest bit up, so
  * that (word >> bits * j) has a pair of neighbours, 2 j and 2 j + 1, at the bottom of its two halves.
  *     scales [O / TILE][I / group][TILE], zeros likewise as bytes.
+ *     where tiles share scales: float32 scales [O / TILE][I / group], without steps and minima.
  *     with steps: scales [O / TILE][I / block][TILE], steps [O / TILE][I / group][TILE]; minima and minimum_steps likewise
  * O is padded to whole tiles (any codes, finite scales); I and group are multiples of INPUT_MULTIPLE, except that groups may be
- * SMALL_GROUP where activations are float and the width is not SPARSE. Steps and minima are for float activations alone.
+ * SMALL_GROUP where activations are float and the width is not SPARSE. Steps, minima and e4m3 are for float activations alone.
  *
  * Numbers. W = (table[code] - (zero - center)) * scale with center = 2^(bits - 1); without zeros, table[code] * scale.
  * With minima, W = table[code] * scale - minimum. With steps, a group's scale is scale * step, its minimum minimum * minimum_step.
- * Bytes have no table: they stand for code - 128. Sums run in float32, from the first input to the last within a run of
+ * Bytes have no table: they stand for code - 128, or are floats (e4m3) where the weight says so. Sums run in float32, from the first input to the last within a run of
  * at most LONGEST_RUN inputs, and over runs; no sum depends on other rows of x, on their number or on threads.
  * With 8-bit activations sums within a group are exact int32.
  *
@@ -30,7 +31,7 @@
 
 enum { TILE = 64, INPUT_MULTIPLE = 32, SMALL_GROUP = 16, LONGEST_RUN = 128, SPARSE = 3 /* bits per weight */ };
 
-typedef enum { FLOAT32, BFLOAT16, FLOAT16 } NumberType;
+typedef enum { FLOAT32, BFLOAT16, FLOAT16, E8M0 /* of scales: 2^(byte - 127), 0 for byte 0 */ } NumberType;
 
 typedef enum {
     ACTIVATIONS_FLOAT,      /* as they come */
@@ -42,6 +43,8 @@ typedef struct {
     int64_t out_features, in_features, group;
     int32_t bits; /* 2, 4 or 8 of a code, SPARSE; 16 for bfloat16 numbers, which have neither scales nor zeros */
     int32_t scale_type;
+    int32_t is_e4m3;       /* codes of 8 bits are e4m3 floats, none of them NaN; there are neither zeros nor minima */
+    int32_t shares_scales; /* one for all features of a tile */
     int32_t fewest_tile_rows; /* that matrix tiles multiply; fewer take vectors with the same bits; 0: no tiles at all */
     const uint32_t *words;
     const void *scales;

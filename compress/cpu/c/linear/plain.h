@@ -52,6 +52,12 @@ INLINE Words pair_weights(Words word, int step, int bits, Table table) {
     return words_load(words);
 }
 
+INLINE Words e4m3_pairs(Words word, int step, int bits, Table table) {
+    (void)bits, (void)table;
+    const Words even = (Words)floats_of_e4m3(word, code_shift(2 * step, 8));
+    return even >> 16 | (Words)floats_of_e4m3(word, code_shift(2 * step + 1, 8)); /* exact in bfloat16 */
+}
+
 INLINE Floats floats_quad(const float *from) {
     Floats x;
     for (int i = 0; i < PER_VECTOR; i++) x[i] = from[i % 4];

@@ -11,7 +11,7 @@
 #include "linear/linear.h"
 #include "common/bf16.h"
 
-enum { NUM_WIDTHS = 6 };
+enum { NUM_WIDTHS = 7, E4M3_INDEX = 6 };
 /* Rows that share one pass over the weights and one decoded run: their sums stay in the second cache. */
 enum { ROWS_PER_CHUNK = 128 };
 enum { FEW_ROWS = 3 /* that vectors multiply in the order of matrix tiles */ };
@@ -59,7 +59,7 @@ typedef void (*RunKernel)(const LinearWeight *weight, const Prepared *input, con
 /* Decodes a run: to pairs of bfloat16 (width 16) or to float32 (width 32), in the order of inputs. */
 typedef void (*DecodeKernel)(const uint32_t *words, const Prepared *input, uint32_t *decoded);
 
-/* By width (`width_index`). */
+/* By width (`width_index`, `kernel_index`). */
 typedef struct {
     int most_rows;        /* in one block */
     int undecoded_blocks; /* that decode a run each for itself: more of them share a decoded copy */
@@ -75,16 +75,18 @@ extern const KernelKind avx512_float32, avx512_q8, avx512_bfloat16;
 extern const KernelKind avx512_tile_order, amx_bfloat16, amx_q8, emulated_bfloat16, emulated_q8;
 extern const KernelKind neon_float32, neon_q8, neon_dotprod_q8, neon_i8mm_q8;
 
-/* Widths are 2, 4, 8, 16 and 32 bits, and SPARSE. */
+/* Widths are 2, 4, 8, 16 and 32 bits, SPARSE, and 8 bits of e4m3 floats. */
 INLINE int width_index(int bits) {
     return bits == 2 ? 0 : bits == 4 ? 1 : bits == 8 ? 2 : bits == 16 ? 3 : bits == 32 ? 4 : 5;
 }
+INLINE int kernel_index(const LinearWeight *weight) { return weight->is_e4m3 ? E4M3_INDEX : width_index(weight->bits); }
 
 INLINE Strip strip_at(const LinearWeight *weight, const Prepared *input, const Place *place, int first) {
     Strip strip = {.run = place->run, .row = place->row, .rows = place->rows};
     strip.words = place->words + first, strip.sums = place->sums + first;
     if (weight->bits == 16) return strip;
-    strip.scale = (place->tile * input->num_blocks + place->run / input->runs_per_block) * TILE + first;
+    strip.scale = place->tile * input->num_blocks + place->run / input->runs_per_block;
+    if (!weight->shares_scales) strip.scale = strip.scale * TILE + first;
     strip.group = (place->tile * input->num_groups + place->run / input->runs_per_group) * TILE + first;
     return strip;
 }

@@ -6,7 +6,7 @@
  *     floats_of_float16(address), words_of_bytes(address)    PER_VECTOR numbers
  *     Table                        the 16 entries of a table; or 16 pairs of them where activations are taken in pairs
  *     table_load(address), table_look_up(table, word, shift)    of codes from bit `shift` on, whatever is above them
- *     pair_weights(word, step, bits, table)    where activations are taken in pairs: inputs 2 step and 2 step + 1 of every feature,
+ *     pair_weights(word, step, bits, table), e4m3_pairs(...)    where activations are taken in pairs: inputs 2 step and 2 step + 1 of every feature,
  *                                  as bfloat16 numbers
  *     words_dot(sum, codes, q8, bits)    sum + products of 4 unsigned bytes, codes of `bits`, with 4 signed ones
  *     floats_quad(address)         four floats, again and again
@@ -43,6 +43,16 @@ INLINE TARGET Floats floats_of_bfloat16(const uint16_t *from) {
     Halves x;
     memcpy(&x, from, sizeof x);
     return (Floats)(__builtin_convertvector(x, Words) << 16);
+}
+
+/* The e4m3 float at `shift`. Its exponent is moved to that of float32, as if all numbers had a leading one; those below 2^-6 have
+ * none, and are doubled less 2^-6. No intermediate number is denormal. */
+INLINE TARGET Floats floats_of_e4m3(Words word, int shift) {
+    const Words top = word << (24 - shift);
+    const Floats size = (Floats)((top >> 4 & 0x07f00000) + 0x3c000000);
+    const Integers beyond = (Integers)(size - floats_all(0x1p-6f));
+    const Floats lacking = (Floats)(beyond & beyond >> 31);
+    return (Floats)((Words)(size + lacking) | (top & 0x80000000u));
 }
 
 /* The code of 8 bits at `shift`, less its middle: as the lowest bits of 2^23, which is quicker than a conversion. */

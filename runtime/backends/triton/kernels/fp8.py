@@ -48,13 +48,15 @@ def widened(codes, like: tl.constexpr, MULTIPLIES_FP8: tl.constexpr, INTERPRETED
 @Launcher
 @triton.jit(do_not_specialize=["M", "blocks_per_split"])
 def fp8_skinny_gemm(
-    x_ptr, codes_ptr, row_scale_ptr, part_ptr, M, K, ROWS, blocks_per_split,
-    Q8_INPUT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
-    MULTIPLIES_FP8: tl.constexpr, INTERPRETED: tl.constexpr,
+    x_ptr, codes_ptr, group_scale_ptr, row_scale_ptr, part_ptr, M, K, ROWS, blocks_per_split,
+    GROUP: tl.constexpr, Q8_INPUT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr, MULTIPLIES_FP8: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Partial sums `part [splits, M, ROWS]` float32 of `x [M, K]` and e4m3 codes `[ROWS, K]`: 16-bit x by weights with
     their scale, or with Q8_INPUT e4m3 numbers by codes, both without scales. 8-bit floats are exact in 16 bits, so only
-    sums are rounded."""
+    sums are rounded. GROUP inputs of a row share a float32 scale `[ROWS, K / GROUP]`, beside that of the row; 0 for
+    none. Scales of whole blocks multiply float32 sums; those of smaller groups multiply numbers in 16 bits: powers of
+    two do so exactly."""
     n, split, m = split_tile(BLOCK_N, BLOCK_M)
     like = tl.float16 if Q8_INPUT else x_ptr.dtype.element_ty
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
@@ -65,7 +67,19 @@ def fp8_skinny_gemm(
         x = load_tile(x_ptr, m[None, :], k[:, None], M, K)
         if Q8_INPUT:
             x = widened(x, like, MULTIPLIES_FP8, INTERPRETED)
-        total = multiply(widened(codes, like, MULTIPLIES_FP8, INTERPRETED), x, total, INTERPRETED)
+        numbers = widened(codes, like, MULTIPLIES_FP8, INTERPRETED)
+        if GROUP == 0:
+            total = multiply(numbers, x, total, INTERPRETED)
+        elif GROUP >= BLOCK_K:
+            place = tl.full((1, 1), block * BLOCK_K // GROUP, tl.int32)
+            scales = load_tile(group_scale_ptr, n[:, None], place, ROWS, tl.cdiv(K, GROUP))
+            total += multiply(numbers, x, tl.zeros((BLOCK_N, BLOCK_M), tl.float32), INTERPRETED) * scales
+        else:
+            group = block * (BLOCK_K // GROUP) + tl.arange(0, BLOCK_K // GROUP)
+            scales = load_tile(group_scale_ptr, n[:, None], group[None, :], ROWS, K // GROUP)
+            scales = scales if INTERPRETED else scales.to(like)
+            repeated = tl.broadcast_to(scales[:, :, None], (BLOCK_N, BLOCK_K // GROUP, GROUP)).reshape(BLOCK_N, BLOCK_K)
+            total = multiply(numbers * repeated, x, total, INTERPRETED)
     if not Q8_INPUT:
         total *= tl.load(row_scale_ptr + n, mask=n < ROWS, other=0.0).to(tl.float32)[:, None]
     store_sums(part_ptr, total, split, m[None, :], n[:, None], M, ROWS)
@@ -119,20 +133,25 @@ class Fp8Linear(PackedLinear):
     Attributes:
         qweight: bytes of e4m3, uint8 `[N, K]`.
         scales: `[N]`.
+        group_scales: float32 `[N, K / group]`, also of powers of two: GPUs copy no less than 4 bytes asynchronously;
+            None for none.
         bias: `[N]`, or None.
         rounds_inputs: whether it is multiplied by 8-bit activations.
         native: whether the GPU multiplies 8-bit floats itself.
         num_processors: of the GPU.
         dtype: of activations, bfloat16 or float16.
+        group: inputs that share a scale of `group_scales`; 0 for none.
     """
 
     qweight: Tensor
     scales: Tensor
+    group_scales: Tensor | None
     bias: Tensor | None
     rounds_inputs: bool
     native: bool
     num_processors: int
     dtype: torch.dtype
+    group: int = 0
 
     @cached_property
     def _products(self) -> dict[int, SplitProduct]:
@@ -141,7 +160,8 @@ class Fp8Linear(PackedLinear):
 
     @property
     def nbytes(self) -> int:
-        return self.qweight.nbytes + self.scales.nbytes
+        of_groups = 0 if self.group_scales is None else self.group_scales.nbytes
+        return self.qweight.nbytes + self.scales.nbytes + of_groups
 
     def activation_layout(self, num_tokens: int) -> ActivationLayout:
         return ActivationLayout(Q8_FLOAT) if self.rounds_inputs else ActivationLayout()
@@ -163,8 +183,9 @@ class Fp8Linear(PackedLinear):
         (rows, inputs), tile = self.qweight.shape, skinny_tile(tokens)
         splits, blocks_per_split = split_inputs(rows, inputs, tokens, tile, self.num_processors)
         kernel = fp8_skinny_gemm.bind(
-            codes_ptr=self.qweight, row_scale_ptr=self.scales, K=inputs, ROWS=rows, blocks_per_split=blocks_per_split,
-            Q8_INPUT=self.rounds_inputs, **tile, MULTIPLIES_FP8=self.native, INTERPRETED=triton.knobs.runtime.interpret,
+            codes_ptr=self.qweight, group_scale_ptr=self.group_scales, row_scale_ptr=self.scales, K=inputs, ROWS=rows,
+            blocks_per_split=blocks_per_split, GROUP=self.group, Q8_INPUT=self.rounds_inputs, **tile,
+            MULTIPLIES_FP8=self.native, INTERPRETED=triton.knobs.runtime.interpret,
         )  # fmt: skip
         return SplitProduct(kernel, rows, cdiv(rows, tile["BLOCK_N"]), splits, tile["BLOCK_M"])
 

@@ -59,12 +59,14 @@ class InterleavedWeight:
         return self.words.nbytes + self.scales.nbytes
 
 
-def interleaved_bytes(scheme: Scheme, rows: int, inputs: int, target: Target) -> int:
-    """`nbytes` of a packed weight with 16-bit scales, known from its shape."""
+def interleaved_bytes(
+    scheme: Scheme, rows: int, inputs: int, target: Target, scale_bytes: int = ZERO_AND_SCALE_BYTES
+) -> int:
+    """`nbytes` of a packed weight, known from its shape; by default with 16-bit scales."""
     bits, padded = stored_bits(scheme.bits), rows + -rows % ROW_MULTIPLE
     tiles = -(-inputs // tile_inputs(bits))
     groups = -(-tiles * tile_inputs(bits) // scheme.group_size) if scheme.group_size else 1
-    return padded * (tiles * PLANE * 2 + groups * ZERO_AND_SCALE_BYTES)
+    return padded * (tiles * PLANE * 2 + groups * scale_bytes)
 
 
 def tile_inputs(bits: int) -> int:
@@ -78,21 +80,29 @@ def stored_bits(bits: int) -> int:
 
 
 def interleave(weight: IntegerWeight, device: torch.device) -> InterleavedWeight:
-    """Codes of 2 to 8 bits, in groups of a multiple of 32 inputs or in one, as planes; those of 8 as signed bytes, 128
-    below. Inputs beyond K get code 0 and scale 0, and the kernels multiply them by nothing."""
-    bits = stored_bits(weight.scheme.bits)
+    """Codes of 2 to 8 bits, in groups of a multiple of 32 inputs or in one, as planes."""
+    scheme = weight.scheme
+    return interleave_codes(
+        weight.qweight, weight.scales, weight.zero_points, scheme.bits, scheme.group_size or 0, device
+    )
+
+
+def interleave_codes(
+    qweight: Tensor, scales: Tensor, zero_points: Tensor, code_bits: int, group_size: int, device: torch.device
+) -> InterleavedWeight:
+    """Codes `[N, K]` as planes; those of 8 bits as signed bytes, 128 below. Inputs beyond K get code 0 and scale 0, and
+    the kernels multiply them by nothing."""
+    bits = stored_bits(code_bits)
     tile = tile_inputs(bits)
-    (rows, inputs), scheme = weight.shape, weight.scheme
+    rows, inputs = qweight.shape
     more_rows, more_inputs = -rows % ROW_MULTIPLE, -inputs % tile
-    codes = functional.pad(weight.qweight.to(device), (0, more_inputs, 0, more_rows)) ^ (SIGN if bits == 8 else 0)
+    codes = functional.pad(qweight.to(device), (0, more_inputs, 0, more_rows)) ^ (SIGN if bits == 8 else 0)
     planes = codes.view(rows + more_rows, -1, 16 // bits, PLANE).to(torch.int32)
     shifts = torch.arange(0, 16, bits, dtype=torch.int32, device=device)
     words = (planes << shifts[:, None]).sum(2, dtype=torch.int32).to(torch.int16).transpose(0, 1).contiguous()
-    group_size = scheme.group_size or 0
-    more_groups = -(-(inputs + more_inputs) // group_size) - weight.scales.shape[1] if group_size else 0
+    more_groups = -(-(inputs + more_inputs) // group_size) - scales.shape[1] if group_size else 0
     scale, zero = (
-        functional.pad(t.to(device), (0, more_groups, 0, more_rows)).T.contiguous()
-        for t in (weight.scales, weight.zero_points)
+        functional.pad(t.to(device), (0, more_groups, 0, more_rows)).T.contiguous() for t in (scales, zero_points)
     )
-    scales = torch.stack([zero.to(scale.dtype), scale], -1).view(WORDS[scale.dtype]).squeeze(-1)
-    return InterleavedWeight(words, scales, scale.dtype, bits, group_size, weight.shape)
+    both = torch.stack([zero.to(scale.dtype), scale], -1).view(WORDS[scale.dtype]).squeeze(-1)
+    return InterleavedWeight(words, both, scale.dtype, bits, group_size, (rows, inputs))

@@ -2,14 +2,16 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from gguf_models import VOCAB, quick_first, tokenizer_metadata
+from gguf_models import VOCAB, add_metadata, encode, quick_first, tokenizer_metadata
 from tiny_models import pack_model, save_tiny_model
 
 from compress.checkpoint.gguf.export import export_gguf
 from compress.checkpoint.gguf.file import GGUFFile
 from compress.checkpoint.gguf.folder import folder_of
+from compress.checkpoint.gguf.tensors import GGUFTensors
 from compress.checkpoint.gguf.tokenizer import tokenizer_files
 from compress.checkpoint.gguf.writer import NewTensor, write_gguf
 from compress.checkpoint.reader import PackedCheckpoint
@@ -115,8 +117,7 @@ def test_routers_stay_dense_when_experts_are_rounded(tmp_path):
     assert layer["ffn_up_shexp"] == "q4_1"
     file, found = GGUFFile.open(tmp_path / "m.gguf"), PackedCheckpoint.open(folder_of(tmp_path / "m.gguf"))
     values = file.values("blk.1.ffn_up_exps.weight")
-    assert torch.equal(found.tensor("model.layers.1.mlp.experts.11.up_proj.weight"), values[11])
-    assert torch.equal(file.values("blk.1.ffn_up_exps.weight", 11), values[11])
+    assert torch.equal(found.values("model.layers.1.mlp.experts.11.up_proj", torch.float32), values[11])
 
 
 def rewrite(source: Path, out: Path, change_shape: dict[str, tuple[int, ...]], **changes: object) -> Path:
@@ -191,3 +192,86 @@ def test_experts_of_a_k_type_are_read_as_they_are(tmp_path):
         for kernels in ("auto", "reference")
     )
     assert (found - plain).abs().max() < 1e-4 * plain.abs().max()
+
+
+GATE, UP, MERGED = (f"ffn_{part}_exps.weight" for part in ("gate", "up", "gate_up"))
+
+
+def write_experts(source: Path, out: Path, kind: str, is_merged: bool) -> Path:
+    """Writes a file of float32 numbers again by the `gguf` package, with experts of a type."""
+    reader, file = gguf.GGUFReader(source), GGUFFile.open(source)
+    number = gguf.GGMLQuantizationType[kind.upper()]
+    writer = gguf.GGUFWriter(out, file.metadata["general.architecture"])
+    for key, value in file.metadata.items():
+        if key != "general.architecture":
+            add_metadata(writer, key, value)
+    stacks = {}
+    for tensor in reader.tensors:
+        values = np.array(tensor.data, dtype=np.float32)
+        if "_exps" in tensor.name:
+            encoded = encode(values.reshape(-1, values.shape[-1]), number, gguf)
+            stacks[tensor.name] = encoded.reshape(*values.shape[:2], -1)
+        else:
+            writer.add_tensor(tensor.name, values)
+    for name, data in stacks.items():
+        if is_merged and name.endswith(UP):
+            continue
+        if is_merged and name.endswith(GATE):
+            # Rows of gate and then of up, expert by expert, as llama.cpp's converter joins them.
+            name, data = name.replace(GATE, MERGED), np.concatenate([data, stacks[name.replace(GATE, UP)]], axis=1)
+        writer.add_tensor(name, data, raw_dtype=number)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return out
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["f32", "bf16", "q8_0", "q4_1", "q4_k", "tq2_0"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "qwen3_moe"])
+def test_gate_and_up_in_one_tensor_are_those_of_two(name: str, kind: str, tmp_path: Path) -> None:
+    """Bit for bit, of types that are kept and of one that is dequantized."""
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64}
+    sizes |= {} if name == "mixtral" else {"moe_intermediate_size": 256}
+    export_gguf(save(tmp_path / "dense", name, **sizes), tmp_path / "m.gguf")
+    paths = [
+        write_experts(tmp_path / "m.gguf", tmp_path / f"{is_merged}.gguf", kind, is_merged)
+        for is_merged in (False, True)
+    ]
+    assert [sum(MERGED in each for each in GGUFFile.open(path).tensors) for path in paths] == [0, 2]
+    two, one = map(GGUFTensors.open, paths)
+    assert one.entries.keys() == two.entries.keys()
+    assert sum(map(is_expert, one.entries)) == 2 * 3 * EXPERTS
+    for each, entry in two.entries.items():
+        found = one.entries[each]
+        assert torch.equal(one.tensor(each), two.tensor(each))
+        assert (found.dtype, found.shape, found.nbytes) == (entry.dtype, entry.shape, entry.nbytes)
+    assert torch.equal(logits(paths[1]), logits(paths[0]))
+
+
+@pytest.fixture
+def merged(tmp_path: Path) -> Path:
+    export_gguf(save(tmp_path / "dense", "mixtral"), tmp_path / "m.gguf")
+    return write_experts(tmp_path / "m.gguf", tmp_path / "merged.gguf", "f32", is_merged=True)
+
+
+@pytest.mark.full
+def test_gate_in_two_tensors_is_refused(merged: Path, tmp_path: Path) -> None:
+    file = GGUFFile.open(merged)
+    tensors = [
+        NewTensor(name, each.type, each.shape, lambda name=name: file.blocks(name))
+        for name, each in file.tensors.items()
+    ]
+    kind, shape = file.tensors["blk.1." + MERGED].type, (EXPERTS, 96, 64)
+    tensors.append(NewTensor("blk.1." + GATE, kind, shape, lambda: torch.zeros(shape)))
+    write_gguf(tmp_path / "twice.gguf", file.metadata, tensors)
+    with pytest.raises(ToolkitError, match=r"both hold 'model\.layers\.1\..*experts\.0\.w1\.weight'"):
+        folder_of(tmp_path / "twice.gguf")
+
+
+@pytest.mark.full
+def test_halves_must_be_whole_rows(merged: Path, tmp_path: Path) -> None:
+    odd = {"blk.0." + MERGED: (EXPERTS, 3, 4096)}
+    with pytest.raises(ToolkitError, match=r"shape \[12, 3, 4096\] and no two equal halves"):
+        folder_of(rewrite(merged, tmp_path / "odd.gguf", odd))

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from compress.checkpoint.scale_search import FP8
 from compress.checkpoint.weights import Int
 from compress.checkpoint.weights.integer import IntegerWeight
 from compress.common.errors import ToolkitError
@@ -16,6 +17,7 @@ from compress.models.linear import Linear
 from compress.models.mlp import MLP, Mixture
 from compress.models.router import Router
 from runtime.backends.base import Target
+from runtime.backends.cpu.block_scales import BlockScaledCodes
 from runtime.backends.cpu.huge_pages import HUGE_PAGE, empty_words
 from runtime.backends.cpu.layers import CpuOps
 from runtime.backends.cpu.linear import Activations, CpuLinear
@@ -42,7 +44,7 @@ ROUTERS = {
     "scaled scores and experts": Router(GATE, 3, in_float32=True, score_scale=0.3, expert_scales="scales"),
     "biased scores": Router(replace(GATE, bias=True), 3, in_float32=True),
 }
-FORMS = ("w4a16", "w4a16 asymmetric", "w8a16", "w4a8", "bfloat16")
+FORMS = ("w4a16", "w4a16 asymmetric", "w8a16", "w4a8", "fp8", "bfloat16")
 CLAMPED = ClampedGate(1.702, 1.3)
 TARGET = Target(torch.device("cpu"), torch.bfloat16)
 
@@ -67,6 +69,11 @@ class World:
         bias = self.numbers(rows) * 0.1
         if self.form == "bfloat16":
             return CpuLinear(self.numbers(rows, columns) * 0.1, bias, instruction_set=self.instruction_set)
+        if self.form == "fp8":
+            codes = (self.numbers(rows, columns) * 40).to(FP8).view(torch.uint8)
+            scales = (torch.rand(rows, columns // 32, generator=self.random) + 0.5) / 400
+            blocks = BlockScaledCodes(codes, 8, scales)
+            return CpuLinear(blocks, bias, is_e4m3=True, instruction_set=self.instruction_set)
         scheme = Int(8 if self.form == "w8a16" else 4, 32, symmetric="asymmetric" not in self.form)
         codes = torch.randint(0, 1 << scheme.bits, (rows, columns), generator=self.random, dtype=torch.uint8)
         scale = torch.rand(rows, columns // 32, generator=self.random).mul_(0.5 / (1 << scheme.bits)).half()

@@ -11,8 +11,10 @@ from products import BOUND, activations, exact_product, relative_error
 from tiny_models import random_weight
 
 from compress.checkpoint.scale_search import FP8, quantize_tokens
-from compress.checkpoint.weights import Activations, Fp8, Int, Mxfp4, Nvfp4, Scheme
+from compress.checkpoint.weights import Activations, BlockFp8, Bnb4, Fp8, Int, Mxfp4, Mxfp8, Nf4, Nvfp4, Scheme
 from compress.checkpoint.weights.base import Weight
+from compress.checkpoint.weights.codebooks import NF4_VALUES
+from compress.checkpoint.weights.nonlinear import LEVEL_VALUES, Iq4Nl, NonlinearWeight
 from runtime.backends.base import Linear, Target
 from runtime.backends.registry import choose_linear
 from runtime.backends.triton.device import multiplies_fp8
@@ -196,12 +198,40 @@ def test_every_8_bit_float_is_read_as_its_number(gpu) -> None:
     assert torch.equal(found[:, 0].float().cpu(), numbers.view(FP8).float())
 
 
+GROUPED = [BlockFp8(), BlockFp8((32, 256)), Mxfp8()]
+"""Codes of 8-bit floats with scales of blocks or groups."""
+
+
 @pytest.mark.parametrize("dtype", BOUND, ids=str)
-@pytest.mark.parametrize("scheme", [Nvfp4(), Mxfp4()], ids=str)
-@pytest.mark.parametrize("tokens", [1, 5, 70])
-def test_4_bit_floats_against_float64(gpu, tokens: int, scheme: Scheme, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("scheme", GROUPED, ids=str)
+@pytest.mark.parametrize("tokens", [1, 70])
+def test_8_bit_floats_in_groups_against_float64(gpu, tokens: int, scheme: Scheme, dtype: torch.dtype) -> None:
     weight = random_weight((70, 288), scheme)
     x, bias = activations(tokens, 288, dtype, gpu), activations(1, 70, dtype, gpu)[0]
+    linear = linear_of(weight, bias, gpu, dtype, num_processors=4)
+    with poisoned_allocations():
+        found = linear(x)
+    assert found.dtype == dtype
+    assert relative_error(found, exact_product(x, weight, bias)) < BOUND[dtype]
+
+
+def test_powers_of_two_multiply_8_bit_floats_exactly(gpu) -> None:
+    weight = random_weight((70, 160), Mxfp8())
+    found = linear_of(weight, None, gpu, torch.bfloat16)(torch.eye(160, dtype=torch.bfloat16, device=gpu))
+    assert torch.equal(found.T.float().cpu(), weight.dequantize(torch.bfloat16).float())
+
+
+TABLES = [Nvfp4(), Mxfp4(), Nf4(), Bnb4("nf4")]
+"""Codes of 4 bits that are places in a table."""
+
+
+@pytest.mark.parametrize("dtype", BOUND, ids=str)
+@pytest.mark.parametrize("scheme", TABLES, ids=str)
+@pytest.mark.parametrize("tokens", [1, 5, 70])
+def test_4_bit_floats_against_float64(gpu, tokens: int, scheme: Scheme, dtype: torch.dtype) -> None:
+    inputs = 320 if scheme.group_size == 64 else 288
+    weight = random_weight((70, inputs), scheme)
+    x, bias = activations(tokens, inputs, dtype, gpu), activations(1, 70, dtype, gpu)[0]
     linear = linear_of(weight, bias, gpu, dtype, num_processors=4)
     with poisoned_allocations():
         found = linear(x)
@@ -218,6 +248,63 @@ def test_every_4_bit_float_and_scale_is_in_its_place(gpu, scheme: Scheme) -> Non
     linear = linear_of(weight, None, gpu, torch.bfloat16)
     found = linear(torch.eye(160, dtype=torch.bfloat16, device=gpu))
     assert torch.equal(found.T.float().cpu(), weight.dequantize(torch.bfloat16).float())
+
+
+@pytest.mark.parametrize("dtype", BOUND, ids=str)
+def test_normal_floats_are_numbers_of_16_bits(gpu, dtype: torch.dtype) -> None:
+    """Powers of two as scales, in any dtype, round nothing."""
+    weight = random_weight((70, 192), Nf4())
+    exponents = torch.randint(-6, 3, weight.scales.shape, generator=torch.Generator().manual_seed(0))
+    scales = 2.0**exponents
+    linear = linear_of(replace(weight, scales=scales.bfloat16()), None, gpu, dtype)
+    found = linear(torch.eye(192, dtype=dtype, device=gpu)).T.float().cpu()
+    numbers = torch.tensor(NF4_VALUES).to(dtype).float()[weight.qweight.int()]
+    assert torch.equal(found, numbers * scales.repeat_interleave(64, 1))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("scheme", [Mxfp4(), Nf4()], ids=str)
+def test_any_table_of_16_numbers(gpu, scheme: Scheme) -> None:
+    values = tuple(float(17 * code - 127 - code * code // 16) for code in range(16))
+    weight = random_weight((70, 192), scheme)
+    linear = linear_of(weight, None, gpu, torch.bfloat16, values=values)
+    found = linear(torch.eye(192, dtype=torch.bfloat16, device=gpu)).T.double().cpu()
+    steps = weight.steps.double().repeat_interleave(scheme.group_size, 1)
+    expected = torch.tensor(values, dtype=torch.float64)[weight.qweight.int()] * steps
+    assert relative_error(found, expected) < BOUND[torch.bfloat16]
+
+
+def random_levels(inputs: int, scales: torch.Tensor) -> NonlinearWeight:
+    generator = torch.Generator().manual_seed(0)
+    codes = torch.randint(0, 16, (len(scales), inputs), generator=generator).to(torch.uint8)
+    return NonlinearWeight(codes, scales.half(), Iq4Nl())
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", BOUND, ids=str)
+@pytest.mark.parametrize("tokens", [1, 5, 70])
+@pytest.mark.parametrize("inputs", [288, 320])
+def test_levels_against_float64(gpu, inputs: int, tokens: int, dtype: torch.dtype) -> None:
+    """Scales of both signs and zeros; bfloat16 would round most."""
+    scales = torch.randint(-2000, 2000, (70, inputs // 32), generator=torch.Generator().manual_seed(1)) / 2**17
+    scales[1] = 0
+    weight = random_levels(inputs, scales)
+    x, bias = activations(tokens, inputs, dtype, gpu), activations(1, 70, dtype, gpu)[0]
+    linear = linear_of(weight, bias, gpu, dtype, num_processors=4)
+    with poisoned_allocations():
+        found = linear(x)
+    assert found.dtype == dtype
+    assert relative_error(found, exact_product(x, weight, bias)) < BOUND[dtype]
+
+
+@pytest.mark.parametrize("dtype", BOUND, ids=str)
+def test_levels_are_in_their_places(gpu, dtype: torch.dtype) -> None:
+    """Powers of two as scales round nothing."""
+    exponents = torch.randint(-10, -3, (70, 5), generator=torch.Generator().manual_seed(1))
+    weight = random_levels(160, 2.0**exponents)
+    found = linear_of(weight, None, gpu, dtype)(torch.eye(160, dtype=dtype, device=gpu)).T.float().cpu()
+    levels = torch.tensor(LEVEL_VALUES)[weight.qweight.int()]
+    assert torch.equal(found, levels * weight.scales.float().repeat_interleave(32, 1))
 
 
 def test_linears_of_the_table_choose_by_tokens(gpu) -> None:

@@ -1,11 +1,17 @@
 """The PTX that unpacks codes, which the interpreter cannot run, computed one instruction after the other."""
 
+import operator
 import re
 
 import pytest
 import torch
 from torch import Tensor
 
+from compress.checkpoint.weights.codebooks import NF4_VALUES
+from compress.checkpoint.weights.mxfp4 import VALUES
+from compress.checkpoint.weights.nonlinear import LEVEL_VALUES
+
+WHOLE_WORDS = {"shr": operator.rshift, "shl": operator.lshift, "and": operator.and_, "or": operator.or_}
 HALVES = {"f16x2": torch.float16, "bf16x2": torch.bfloat16}
 
 
@@ -26,28 +32,38 @@ def lop3(a: int, b: int, c: int, table: int) -> int:
     return sum(term & 0xFFFFFFFF for row, term in enumerate(terms) if table >> row & 1) & 0xFFFFFFFF
 
 
-def run(text: str, word: int) -> int:
-    """Runs PTX on an input and returns its output."""
-    registers = {"$1": word}
+def prmt(a: int, b: int, selector: int) -> int:
+    """Each byte of the result is one of b and a, or the sign of one in all bits."""
+    places = [selector >> 4 * place & 15 for place in range(4)]
+    taken = [(b << 32 | a) >> 8 * (place & 7) & 0xFF for place in places]
+    bytes_ = [0xFF * (byte >> 7) if place & 8 else byte for place, byte in zip(places, taken, strict=True)]
+    return int.from_bytes(bytes(bytes_), "little")
+
+
+def run(text: str, given: dict[str, int]) -> dict[str, int]:
+    """Runs PTX on registers and returns all of them."""
+    registers = dict(given)
 
     def value(name: str) -> int:
         return registers[name] if name in registers else int(name, 0)
 
-    for name, operands in re.findall(r"(lop3|shr|mov|add|fma)\.([^;]*);", text):
+    for name, operands in re.findall(r"(lop3|prmt|shr|shl|and|or|mov|add|fma)\.([^;]*);", text):
         kind, rest = operands.split(" ", 1)
-        target, *given = (part.strip() for part in rest.split(","))
-        numbers = [value(part) for part in given]
+        target, *operands = (part.strip() for part in rest.split(","))
+        numbers = [value(part) for part in operands]
         if name == "lop3":
             registers[target] = lop3(*numbers)
-        elif name == "shr":
-            registers[target] = numbers[0] >> numbers[1]
+        elif name == "prmt":
+            registers[target] = prmt(*numbers)
+        elif name in WHOLE_WORDS:
+            registers[target] = WHOLE_WORDS[name](*numbers) & 0xFFFFFFFF
         elif name == "mov":
             registers[target] = numbers[0]
         else:
             kind = kind.split(".")[-1]
             first, *others = (halves(number, kind) for number in numbers)
             registers[target] = joined(first + others[0] if name == "add" else first * others[0] + others[1], kind)
-    return registers["$0"]
+    return registers
 
 
 @pytest.mark.parametrize("is_bfloat16", [True, False])
@@ -64,5 +80,19 @@ def test_every_code_comes_out_as_offset_and_code(bits: int, is_bfloat16: bool) -
             stored = [each ^ 128 if bits == 8 else each for each in (code, other)]
             field = ((1 << bits) - 1) << shift
             word = noise & ~(field << 16 | field) | stored[1] << shift + 16 | stored[0] << shift
-            found = halves(run(text, word), "bf16x2" if is_bfloat16 else "f16x2")
+            found = halves(run(text, {"$1": word})["$0"], "bf16x2" if is_bfloat16 else "f16x2")
             assert found.tolist() == [offset + code, offset + other]
+
+
+@pytest.mark.parametrize("kind", HALVES)
+@pytest.mark.parametrize("values", [VALUES, NF4_VALUES, LEVEL_VALUES], ids=["e2m1", "nf4", "iq4_nl"])
+def test_every_code_is_looked_up_in_every_place(values: tuple[float, ...], kind: str) -> None:
+    from runtime.backends.triton.kernels.fp4 import look_up_instructions
+
+    expected = torch.tensor(values).to(HALVES[kind]).view(torch.int16)
+    for half, text in enumerate(look_up_instructions(values, HALVES[kind])):
+        for code in range(256):
+            stored = [code, 255 - code, code ^ 0x5A, (code * 7 + 3) & 255]
+            registers = run(text, {"$2": int.from_bytes(bytes(stored), "little")})
+            found = torch.tensor([registers["$0"], registers["$1"]]).view(torch.int16).view(2, 4)[:, :2].flatten()
+            assert torch.equal(found, expected[[byte >> 4 * half & 15 for byte in stored]])

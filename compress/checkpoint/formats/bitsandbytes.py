@@ -1,0 +1,152 @@
+"""Checkpoints of bitsandbytes (`quant_method: bitsandbytes`): NF4 and FP4, and 8-bit integers (LLM.int8()). Read only.
+
+Blocks of 4-bit codes run through the matrix row by row. Their scales may be 8-bit places in a table themselves, times a
+float32 of 256 scales and above an offset (double quantization, arXiv:2305.14314, section 3). Inputs keep 16 bits: the
+outliers of LLM.int8() (arXiv:2208.07339) and the rounding of all other inputs are of its products, not of its weights.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compress.checkpoint.weights import Bnb4, Int, Scheme
+from compress.checkpoint.weights.base import Get, StoredTensors, owners
+from compress.checkpoint.weights.bnb4 import TABLES
+from compress.checkpoint.weights.codebooks import TableFloatWeight
+from compress.checkpoint.weights.integer import IntegerWeight
+from compress.common.errors import CheckpointError, SchemeError
+
+NAME = "bitsandbytes"
+BLOCK_SCALES, ROW_SCALES, LAYOUT = ".weight.absmax", ".SCB", ".weight_format"
+STATES = {kind: f".weight.quant_state.bitsandbytes__{kind}" for kind in TABLES}
+"""Suffixes of bytes of JSON, by kind of codes."""
+NESTED = ".weight.nested_absmax", ".weight.nested_quant_map"
+SUFFIXES = ".weight", BLOCK_SCALES, ".weight.quant_map", *NESTED, *STATES.values(), ROW_SCALES, LAYOUT
+ROWS = 0
+"""Value of `weight_format` where rows follow each other."""
+LARGEST = 127
+REFUSED = "bitsandbytes checkpoints are read, not written", "Use --format compressed-tensors"
+
+
+def suffixes(scheme: Scheme | None = None) -> tuple[str, ...]:
+    """Suffixes of a module's stored tensors."""
+    return SUFFIXES
+
+
+def check(scheme: Scheme, shape: tuple[int, int]) -> None:
+    """Raises SchemeError: this format is only read."""
+    raise SchemeError(*REFUSED)
+
+
+def encode(module: str, weight: Any, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Raises SchemeError: this format is only read."""
+    raise SchemeError(*REFUSED)
+
+
+def quantization_config(schemes: Mapping[str, Scheme], ignored: Iterable[str]) -> dict[str, Any]:
+    """Raises SchemeError: this format is only read."""
+    raise SchemeError(*REFUSED)
+
+
+def modules(names: Iterable[str]) -> list[str]:
+    """Quantized modules among tensor names."""
+    listed = frozenset(names)
+    return sorted({*owners(listed, BLOCK_SCALES), *owners(listed, ROW_SCALES)})
+
+
+def schemes(config: Mapping[str, Any], modules: Iterable[str]) -> dict[str, Scheme]:
+    """Scheme of every module, of which only its tensors tell the size of blocks. Raises SchemeError for other codes."""
+    if config.get("load_in_8bit"):
+        return dict[str, Scheme].fromkeys(modules, Int(8, None))
+    return dict[str, Scheme].fromkeys(modules, Bnb4(str(config.get("bnb_4bit_quant_type", "fp4"))))
+
+
+@dataclass(frozen=True, slots=True)
+class QuantState:
+    """Description of 4-bit codes in the JSON of a module.
+
+    Attributes:
+        block: codes that share a scale.
+        nested_block: scales that share one, with double quantization.
+        offset: of scales, with double quantization.
+    """
+
+    shape: tuple[int, int]
+    block: int
+    nested_block: int
+    offset: float
+
+    @classmethod
+    def read(cls, stored: StoredTensors, kind: str) -> QuantState:
+        """Raises CheckpointError where it is missing or of another kind, ValueError for no JSON."""
+        fields = json.loads(bytes(stored[STATES[kind]].flatten().view(torch.uint8).tolist()))
+        if not isinstance(fields, dict) or fields.get("quant_type") != kind:
+            raise CheckpointError(f"the quantization state of {stored.module} is not that of {kind}")
+        rows, columns = map(int, fields["shape"])
+        nested, offset = int(fields.get("nested_blocksize", 0)), float(fields.get("nested_offset", 0))
+        return cls((rows, columns), int(fields["blocksize"]), nested, offset)
+
+
+def decode(
+    module: str, get: Get, scheme: Scheme, config: Mapping[str, Any] | None = None
+) -> TableFloatWeight | IntegerWeight:
+    """The weight of one stored layer. Raises CheckpointError or SchemeError when its tensors contradict each other."""
+    stored = StoredTensors(module, get)
+    if isinstance(scheme, Int):
+        return _integers(stored, scheme)
+    if not isinstance(scheme, Bnb4):
+        raise SchemeError(f"bitsandbytes stores 4-bit codes, not {scheme}")
+    state = QuantState.read(stored, scheme.kind)
+    rows, columns = state.shape
+    packed, table = stored[".weight"], stored[".weight.quant_map"]
+    groups = rows * scheme.num_groups(columns)
+    if state.block != scheme.group_size or 2 * packed.nbytes != rows * columns or min(rows, columns) < 1:
+        raise CheckpointError(
+            f"{module} has {packed.nbytes} bytes for {rows} x {columns} codes, blocks of {state.block}"
+        )
+    if not torch.equal(table.float(), torch.tensor(scheme.code_values)):
+        raise CheckpointError(f"{module} has another table of numbers than {scheme.kind}")
+    scales = _scales(stored, state, groups).view(rows, -1)
+    codes = packed.flatten().view(torch.uint8)
+    return TableFloatWeight(torch.stack((codes >> 4, codes & 15), -1).view(rows, columns), scales, scheme)
+
+
+def _scales(stored: StoredTensors, state: QuantState, groups: int) -> Tensor:
+    """Float32 `[groups]`, as bitsandbytes computes them."""
+    scales = stored[BLOCK_SCALES].flatten()
+    if len(scales) != groups:
+        raise CheckpointError(f"{stored.module} has {len(scales)} scales for {groups} blocks")
+    if scales.is_floating_point():
+        return scales.float()
+    outer, table = (stored[suffix].flatten().float() for suffix in NESTED)
+    if scales.dtype != torch.uint8 or len(table) != 256 or len(outer) != -(-groups // max(1, state.nested_block)):
+        raise CheckpointError(f"{stored.module} has {len(outer)} scales for {groups} scales in {scales.dtype}")
+    repeated = outer.repeat_interleave(state.nested_block)[:groups]
+    return table[scales.int()] * repeated + torch.tensor(state.offset)
+
+
+def _integers(stored: StoredTensors, scheme: Int) -> IntegerWeight:
+    """8-bit integers between -127 and 127 of the largest magnitude of a row."""
+    codes, largest, layout = stored[".weight"], stored[ROW_SCALES], stored.optional(LAYOUT)
+    if layout is not None and layout.flatten().tolist() != [ROWS]:
+        raise CheckpointError(f"{stored.module} is not stored row by row", "Save it with a newer bitsandbytes")
+    if codes.dtype != torch.int8 or codes.dim() != 2 or largest.numel() != len(codes):
+        raise CheckpointError(f"{stored.module} should hold int8 codes and a scale per row, not {codes.dtype}")
+    scales = (largest.float() / LARGEST).view(-1, 1)
+    unsigned = codes.contiguous().view(torch.uint8) ^ scheme.midpoint
+    return IntegerWeight(unsigned, scales, torch.full(scales.shape, scheme.midpoint, dtype=torch.uint8), scheme)
+
+
+def shape(module: str, get: Get, scheme: Scheme) -> tuple[int, int]:
+    """`(O, I)` of a stored layer, without decoding it."""
+    stored = StoredTensors(module, get)
+    if isinstance(scheme, Bnb4):
+        return QuantState.read(stored, scheme.kind).shape
+    rows, columns = stored[".weight"].shape
+    return rows, columns

@@ -1,0 +1,68 @@
+"""Integers with scales and minima of groups, as K types of GGUF have them, by the skinny GEMM of integer codes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from compress.checkpoint.weights.gguf_blocks import BlockIntegers
+from runtime.backends.triton.fused_linear import ActivationLayout, PartialSums, QuantizedInput
+from runtime.backends.triton.kernels.configs import BUCKETS, Plan, default_plan
+from runtime.backends.triton.kernels.norm_act import PackedLinear
+from runtime.backends.triton.kernels.w4a16 import W4A16Linear
+from runtime.backends.triton.kernels.weight_layout import InterleavedWeight, interleave_codes
+
+LOST = 2.0**-26
+"""Part of a minimum below which float32 loses what is added to it."""
+MOST_TOKENS = 32
+"""Tokens of one program."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockIntegerLinear(PackedLinear):
+    """A weight whose zero points are fractions, which only sums in float32 hold: no other product of planes may take
+    it.
+
+    Attributes:
+        planes: the linear whose plan has skinny GEMMs alone.
+    """
+
+    planes: W4A16Linear
+
+    @property
+    def nbytes(self) -> int:
+        return self.planes.nbytes
+
+    def activation_layout(self, num_tokens: int) -> ActivationLayout:
+        return self.planes.activation_layout(num_tokens)
+
+    def product(self, x: QuantizedInput) -> PartialSums:
+        return self.planes.product(x)
+
+
+def interleaved(weight: BlockIntegers, device: torch.device) -> InterleavedWeight:
+    """Planes with float32 scales and the zero points `minimum / scale`. A group whose multiples of its scale vanish
+    beside the minimum has codes 0, the minimum as scale and zero point 1."""
+    codes, scales, minima = weight.qweight, weight.scales, weight.minima
+    bits, group = weight.scheme.bits, weight.scheme.group_size
+    if minima is None:
+        return interleave_codes(codes, scales, torch.full_like(scales, weight.zero), bits, group, device)
+    is_flat = scales.abs() * weight.scheme.max_code <= minima.abs() * LOST
+    codes = codes.masked_fill(is_flat.repeat_interleave(group, 1), 0)
+    zeros = torch.where(is_flat, 1.0, minima / torch.where(is_flat, 1.0, scales))
+    return interleave_codes(codes, torch.where(is_flat, minima, scales), zeros, bits, group, device)
+
+
+def skinny_plan(bits: int, rows: int, num_tiles: int, num_processors: int) -> Plan:
+    """Skinny GEMMs for all numbers of tokens, whose inputs are split for few only."""
+    found = default_plan(bits, rows, num_tiles, num_processors)
+    return {tokens: found[min(tokens, MOST_TOKENS)] for tokens in BUCKETS}
+
+
+def linear_of(weight: BlockIntegers, bias: Tensor | None, device: torch.device, processors: int) -> BlockIntegerLinear:
+    """The linear of a weight `[N, K]` on a device."""
+    planes = interleaved(weight, device)
+    tiles, rows, _ = planes.words.shape
+    return BlockIntegerLinear(W4A16Linear(planes, bias, skinny_plan(planes.bits, rows, tiles, processors)))
