@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, chain
 
 import torch
@@ -12,6 +12,8 @@ from torch import Tensor
 
 from runtime.core.attention_window import FULL_ATTENTION, AttentionWindow
 from runtime.core.draft_tree import ancestor_bits, paths
+from runtime.core.logit_bias import LogitBias
+from runtime.core.repetitions import dry_penalties
 from runtime.core.request import Constraint, SamplingParams
 from runtime.core.request import Sequence as LiveSequence
 from runtime.core.state_rows import StateRows
@@ -329,6 +331,11 @@ def build_sampling_metadata(entry: ScheduledSequence) -> list[SamplingMetadata]:
 
 def _metadata(sequence: LiveSequence, position: int, drafted: list[int], mask: bytes | None) -> SamplingMetadata:
     request, sampling = sequence.request, sequence.request.sampling
+    if sampling.has_dry:
+        histories = request.prompt_token_ids, sequence.output_token_ids + drafted
+        penalties = dry_penalties(sampling, sampling.dry_breakers, *histories)
+        added = ((token_id, -penalty) for token_id, penalty in penalties.items())
+        sampling = replace(sampling, logit_bias=LogitBias.summed((*sampling.logit_bias, *added)))
     prompt = request.prompt_token_ids if sampling.repetition_penalty != 1 else ()
     output = sequence.output_token_ids + drafted if sampling.has_penalties else ()
     return SamplingMetadata(sampling, request.seed, position + len(drafted), prompt, output, mask)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -11,6 +10,9 @@ from typing import Any, Protocol
 
 from compress.common.cli import option
 from compress.common.errors import RequestError
+from runtime.core.dry import DryParams
+from runtime.core.logit_bias import LogitBias
+from runtime.core.token_filters import FilterParams
 
 MAX_SEED = 2**63 - 1
 MAX_TOP_K = 2**31 - 1
@@ -28,10 +30,17 @@ class GrammarKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """Constraint on an answer. `text` is the JSON schema, the regular expression or the Lark grammar."""
+    """Constraint on an answer.
+
+    Attributes:
+        text: the JSON schema, the regular expression or the Lark grammar.
+        prefix: Lark rules of what comes before, in which `answer` is the place of the constrained text; empty for
+            nothing.
+    """
 
     kind: GrammarKind
     text: str = ""
+    prefix: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,54 +75,8 @@ class PenaltyParams:
     )
 
 
-MAX_BIAS = 100
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class LogitBias:
-    """Values to add to logits, as two columns: a bias may name the whole vocabulary, and every step reads it.
-
-    Attributes:
-        token_ids: int64 `[n]`.
-        values: float64 `[n]`.
-    """
-
-    token_ids: array[int]
-    values: array[float]
-
-    @classmethod
-    def of(cls, pairs: Iterable[tuple[int, float]]) -> LogitBias:
-        """Splits pairs of a token id and a value into columns; values of the same token are added up.
-
-        Raises:
-            RequestError: a value outside of its range.
-        """
-        token_ids, values = zip(*pairs, strict=True) if (pairs := tuple(pairs)) else ((), ())
-        if wrong := [value for value in values if not -MAX_BIAS <= value <= MAX_BIAS]:
-            rule = f"logit_bias must be between -{MAX_BIAS} and {MAX_BIAS} each"
-            raise RequestError(f"logit_bias={wrong[0]!r} is not allowed", rule)
-        if len(set(token_ids)) == len(token_ids):
-            return cls(array("q", token_ids), array("d", values))
-        summed = dict.fromkeys(token_ids, 0.0)
-        for token_id, value in pairs:
-            summed[token_id] += value
-        return cls(array("q", summed), array("d", summed.values()))
-
-    def __len__(self) -> int:
-        return len(self.token_ids)
-
-    def __iter__(self) -> Iterator[tuple[int, float]]:
-        return zip(self.token_ids, self.values, strict=True)
-
-    def __eq__(self, other: object) -> bool:
-        return tuple(self) == tuple(other) if isinstance(other, LogitBias | tuple) else NotImplemented
-
-    def __hash__(self) -> int:
-        return hash(tuple(self))
-
-
 @dataclass(frozen=True)
-class SamplingParams(TruncationParams, PenaltyParams):
+class SamplingParams(TruncationParams, PenaltyParams, DryParams, FilterParams):
     """Sampling parameters of a request.
 
     Attributes:
@@ -133,6 +96,7 @@ class SamplingParams(TruncationParams, PenaltyParams):
         prompt_logprobs: as `logprobs`, for the prompt's tokens; they come with the first delta.
         grammar: constraint on the answer.
         skip_special_tokens: omit special tokens, such as those that announce tool calls, from the text.
+        dry_breakers: token ids that no repetition reaches across which `dry_multiplier` penalizes.
 
     Raises:
         RequestError: a value outside of its range, by name.
@@ -154,6 +118,7 @@ class SamplingParams(TruncationParams, PenaltyParams):
     prompt_logprobs: int | None = None
     grammar: Grammar | None = None
     skip_special_tokens: bool = True
+    dry_breakers: frozenset[int] = frozenset()
 
     @property
     def has_penalties(self) -> bool:
@@ -169,6 +134,11 @@ class SamplingParams(TruncationParams, PenaltyParams):
     def has_token_rules(self) -> bool:
         """Whether some tokens are forbidden by other means than a grammar."""
         return bool(self.min_tokens or self.allowed_token_ids or self.bad_words)
+
+    @property
+    def needs_tokens(self) -> bool:
+        """Whether how a token is drawn depends on logits or tokens that the host has to see first."""
+        return self.has_dry or self.is_filtered
 
     @property
     def is_truncated(self) -> bool:
@@ -195,6 +165,8 @@ class SamplingParams(TruncationParams, PenaltyParams):
             ("presence_penalty", -2 <= self.presence_penalty <= 2, "between -2 and 2"),
             ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "between -2 and 2"),
             ("prompt_logprobs", self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= 20, "between 0 and 20"),
+            *self.dry_rules(),
+            *self.filter_rules(),
         )
         for name, fits, rule in checks:
             if not fits:
@@ -223,6 +195,14 @@ class FinishReason(StrEnum):
     TIMEOUT = "timeout"
 
 
+class Pooling(StrEnum):
+    """Selects which of the prompt's final hidden states are returned instead of tokens."""
+
+    NONE = ""
+    MEAN = "mean"
+    LAST = "last"
+
+
 @dataclass(frozen=True, slots=True)
 class RequestOptions:
     """Serving options of a request, independent of sampling.
@@ -231,7 +211,7 @@ class RequestOptions:
         priority: lower values are served earlier; each unit is worth a fixed number of places in the client's queue.
         time_limit: seconds, waiting included, after which the request ends with its output so far; None is no limit.
         cache_salt: requests share cached prefixes only with requests of the same salt.
-        embed: return the mean of the prompt's hidden states instead of tokens.
+        pooling: return the mean of the prompt's hidden states, or those of its last token, instead of tokens.
         client: who asks; the engine is shared equally between clients. Requests of the same name are one client's.
 
     Raises:
@@ -241,8 +221,13 @@ class RequestOptions:
     priority: int = 0
     time_limit: float | None = None
     cache_salt: str = ""
-    embed: bool = False
+    pooling: Pooling = Pooling.NONE
     client: str = ""
+
+    @property
+    def embed(self) -> bool:
+        """Whether hidden states are returned."""
+        return bool(self.pooling)
 
     def __post_init__(self) -> None:
         if abs(self.priority) > MAX_PRIORITY:
@@ -450,6 +435,7 @@ class Delta:
         num_cached_tokens: prompt tokens that were found in the prefix cache.
         prompt_logprobs: on the first delta of the first answer, for every prompt token but the first, if requested.
         embedding: on the only delta of an embedding request.
+        stop_string: the one that ended the answer, if one did.
     """
 
     request_id: str
@@ -464,6 +450,7 @@ class Delta:
     index: int = 0
     prompt_logprobs: Items[TokenLogprobs] = ()
     embedding: list[float] | None = None
+    stop_string: str = ""
 
     def append(self, later: Delta) -> None:
         """Appends the next part of the same answer."""
@@ -474,3 +461,4 @@ class Delta:
         self.finish_reason, self.error, self.embedding = later.finish_reason, later.error, later.embedding
         self.num_prompt_tokens, self.num_cached_tokens = later.num_prompt_tokens, later.num_cached_tokens
         self.num_output_tokens, self.index = later.num_output_tokens, later.index
+        self.stop_string = later.stop_string

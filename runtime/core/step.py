@@ -125,14 +125,14 @@ class StepOutput:
     Attributes:
         tokens: sampled tokens of each entry that samples; several if draft tokens were accepted.
         prompt_logprobs: log-probabilities of the prompt tokens after those of the span, for sequences that need them.
-        hidden_sums: sum of the span's final hidden states `[hidden_size]`, for sequences that embed.
+        pooled: of sequences that embed, sum `[hidden_size]` of the span's final hidden states, or the last of them.
         path: how the step was run, where there are several ways: `recorded`, why it was not, or both for its parts.
         expert_lookups: experts in host memory that all steps so far chose, and those of them found on the device.
     """
 
     tokens: dict[str, list[SampledToken]]
     prompt_logprobs: dict[str, LogprobColumns] = field(default_factory=dict)
-    hidden_sums: dict[str, list[float]] = field(default_factory=dict)
+    pooled: dict[str, list[float]] = field(default_factory=dict)
     path: str = ""
     expert_lookups: tuple[int, int] = (0, 0)
 

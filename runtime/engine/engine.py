@@ -12,7 +12,8 @@ from typing import Protocol
 
 from compress.common.errors import RequestError
 from runtime.core.config import RuntimeConfig
-from runtime.core.request import Delta, FinishReason, LogitBias, Request, RequestOptions, SamplingParams, Sequence
+from runtime.core.logit_bias import LogitBias
+from runtime.core.request import Delta, FinishReason, Request, RequestOptions, SamplingParams, Sequence
 from runtime.core.step import Runner, SampledToken, StepOutput, StepPlan
 from runtime.engine.block_pool import BlockPool
 from runtime.engine.metrics import Metrics

@@ -11,12 +11,22 @@ from math import isfinite, isnan
 from typing import Protocol
 
 from compress.common.errors import RequestError
-from runtime.core.request import MAX_SEED, Delta, FinishReason, LogprobColumns, Request, Sequence, TokenLogprobs
+from runtime.core.request import (
+    MAX_SEED,
+    Delta,
+    FinishReason,
+    LogprobColumns,
+    Pooling,
+    Request,
+    Sequence,
+    TokenLogprobs,
+)
 from runtime.core.step import SampledToken, ScheduledSequence, StepOutput, StepPlan
 from runtime.core.token_rules import with_rules
 from runtime.engine.metrics import Metrics, RequestTimes
 from runtime.engine.scheduler import Scheduler
-from runtime.text.grammar import GrammarCompiler, Vocabulary
+from runtime.text.grammar import GrammarCompiler
+from runtime.text.token_table import Vocabulary
 
 GRAMMAR_TOO_COMPLEX = "the grammar is too complex to be followed from here on"
 
@@ -49,7 +59,7 @@ class StopMatcher:
 
     def __init__(self, stop: Iterable[str], *, include: bool = False) -> None:
         self.stop, self.include = tuple(stop), include
-        self.matched = False
+        self.matched = ""
         self._held = ""
 
     def push(self, text: str) -> str:
@@ -62,9 +72,8 @@ class StopMatcher:
         text = self._held + text
         ends = [(start + len(stop), start) for stop in self.stop if (start := text.find(stop)) >= 0]
         if ends:
-            self.matched = True
-            self._held = ""
             end, start = min(ends)
+            self.matched, self._held = text[start:end], ""
             return text[: end if self.include else start]
         settled = len(text) - self._longest_beginning(text)
         self._held = text[settled:]
@@ -186,38 +195,45 @@ class RequestState:
             num_output_tokens=sequence.num_output_tokens,
             num_cached_tokens=sequence.num_cached_tokens,
             index=self.index,
+            stop_string=self._stop.matched,
         )
 
 
 @dataclass(slots=True)
 class PromptResults:
-    """Log-probabilities of all prompt tokens but the first, and the sum of the prompt's final hidden states."""
+    """Log-probabilities of all prompt tokens but the first, and the sum of the prompt's final hidden states, or the
+    last of them."""
 
+    pooling: Pooling = Pooling.NONE
     logprobs: LogprobColumns = field(default_factory=LogprobColumns)
-    hidden_sum: list[float] = field(default_factory=list)
+    pooled: list[float] = field(default_factory=list)
 
     def add(self, entry: ScheduledSequence, output: StepOutput) -> None:
         """Adds the results of a span. Spans come in order, and from the start again after a preemption."""
         sequence_id = entry.sequence.id
-        logprobs, sums = output.prompt_logprobs.get(sequence_id), output.hidden_sums.get(sequence_id, [])
+        logprobs, pooled = output.prompt_logprobs.get(sequence_id), output.pooled.get(sequence_id, [])
+        self.pooling = entry.sequence.request.options.pooling
         if entry.start == 0:
-            self.logprobs, self.hidden_sum = LogprobColumns(), list(sums)
+            self.logprobs = LogprobColumns()
+        if entry.start == 0 or self.pooling is Pooling.LAST:
+            self.pooled = list(pooled)
         else:
-            self.hidden_sum = [total + new for total, new in zip(self.hidden_sum, sums, strict=True)]
+            self.pooled = [total + new for total, new in zip(self.pooled, pooled, strict=True)]
         if logprobs is not None:
             self.logprobs.extend(logprobs)
 
     @property
     def error(self) -> str:
         """Reason why the results are unusable, or an empty string."""
-        if all(map(isfinite, self.hidden_sum)) and not any(map(isnan, self.logprobs.logprobs)):
+        if all(map(isfinite, self.pooled)) and not any(map(isnan, self.logprobs.logprobs)):
             return ""
         return "the model's hidden states are not finite (NaN or infinity)"
 
     def put_into(self, delta: Delta) -> Delta:
         """Returns the delta with these results."""
-        mean = [total / delta.num_prompt_tokens for total in self.hidden_sum]
-        return replace(delta, prompt_logprobs=self.logprobs, embedding=mean or None)
+        count = delta.num_prompt_tokens if self.pooling is Pooling.MEAN else 1
+        embedding = [total / count for total in self.pooled]
+        return replace(delta, prompt_logprobs=self.logprobs, embedding=embedding or None)
 
 
 @dataclass(slots=True)

@@ -90,6 +90,8 @@ def _reason(sequence: Sequence) -> str:
         return "a grammar is followed"
     if sampling.has_penalties:
         return "penalties count tokens"
+    if sampling.needs_tokens:
+        return "tokens are filtered by the host"
     if sampling.logprobs is not None:
         return "log-probabilities are read"
     if sequence.needs_logits:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from runtime.core.batch import SamplingMetadata
-from runtime.core.request import LogitBias
+from runtime.core.logit_bias import LogitBias
 from runtime.core.request import Sequence as LiveSequence
 
 SEEN_IN_PROMPT, SEEN_IN_OUTPUT = 1, 2

@@ -24,7 +24,7 @@ from runtime.core.batch import (
     upload,
     upload_columns,
 )
-from runtime.core.request import LogitBias
+from runtime.core.logit_bias import LogitBias
 
 
 def adjust_logits(logits: Tensor, draws: Sequence[SamplingMetadata]) -> Tensor:

@@ -21,6 +21,7 @@ from runtime.core.batch import SamplingMetadata, SamplingTensors, upload, upload
 from runtime.core.request import LogprobColumns, TokenLogprobs
 from runtime.core.step import SampledToken
 from runtime.core.token_rules import NOTHING_ALLOWED
+from runtime.sampling.filters import filter_rows
 from runtime.sampling.logits_processors import adjust_logits, candidates, draw_likely, likely_candidates
 
 ERRORS = {
@@ -46,14 +47,15 @@ class Sampler:
     ) -> list[SampledToken]:
         """One token per row of logits `[R, V]` (float32 or float64), a pure function of each row and its draw.
 
-        Logit bias, grammar mask, penalties, temperature, top-k, top-p and min-p apply in this order, then noise
-        decides; at temperature 0 the highest logit wins (of equal ones the lowest id). A row that is not finite, or
-        whose mask allows nothing, gives an error and leaves the others alone.
+        Logit bias, grammar mask, penalties, top-n-sigma, temperature, typical-p, top-k, top-p and min-p, and XTC apply
+        in this order, then noise decides; at temperature 0 the highest logit wins (of equal ones the lowest id). A row
+        that is not finite, or whose mask allows nothing, gives an error and leaves the others alone.
 
         Args:
             drawn: what the step that computed the logits has drawn from them already, int64 `[R]`.
         """
         if drawn is None:
+            draws = filter_rows(logits, draws)
             drawn = self.choose(logits, draws)
         chosen = drawn.tolist()
         _decide(chosen, logits, draws)
@@ -65,7 +67,8 @@ class Sampler:
         ]
 
     def choose(self, logits: Tensor, draws: Sequence[SamplingMetadata]) -> Tensor:
-        """int64 `[R]`: the token of each row, or what stands in place of one. Nothing is read from the device."""
+        """int64 `[R]`: the token of each row, or what stands in place of one, without filters. Nothing is read from the
+        device."""
         if self.fused is None and self.kernel is not None:
             return self.kernel.sample(logits, draws)
         scores = _processed(logits, draws)
@@ -190,6 +193,7 @@ def draw_tokens(logits: Tensor, draws: Sequence[SamplingMetadata], *, truncated:
 
 def probabilities(logits: Tensor, draws: Sequence[SamplingMetadata]) -> Tensor:
     """The distributions `[R, V]` that `sample_tokens` draws from, float64; all on one token at temperature 0."""
+    draws = filter_rows(logits, draws)
     adjusted = _processed(logits, draws)
     found = torch.zeros(logits.shape, dtype=torch.float64, device=logits.device)
     found.scatter_(-1, adjusted.argmax(-1, keepdim=True), 1.0)

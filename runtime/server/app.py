@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
-from fastapi import APIRouter, FastAPI
+from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
-from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic.json_schema import models_json_schema
-from starlette.responses import PlainTextResponse, Response
 
 from compress.common.cli import tool_version
-from runtime.server.chat import chat_router
-from runtime.server.completions import MAX_INPUTS, EmbeddingRequest, completions_router, embeddings_router
 from runtime.server.drain import SERVED_WHILE_DRAINING, Drain, DrainGuard
-from runtime.server.errors import JsonResponse, add_error_handlers
+from runtime.server.errors import add_error_handlers
 from runtime.server.intake import Intake, Tokenizer
 from runtime.server.keys import ApiKeys
 from runtime.server.middleware import (
@@ -35,85 +30,11 @@ from runtime.server.middleware import (
     origins_of,
 )
 from runtime.server.native_memory import trim_at_times
-from runtime.server.page import page_router
-from runtime.server.protocol import CompletionRequest
-from runtime.server.protocol_chat import ChatRequest
-from runtime.server.response_models import (
-    ANY_ERRORS,
-    DRAIN_ERRORS,
-    KEY_ERRORS,
-    PARAMETER_ERRORS,
-    HealthResponse,
-    Model,
-    ModelList,
-    Responses,
-    VersionResponse,
-)
+from runtime.server.protocol.generation import MAX_INPUTS
+from runtime.server.response_models import ANY_ERRORS, DRAIN_ERRORS, KEY_ERRORS, Responses
+from runtime.server.routes.registry import route_families
 from runtime.server.serving import Engine, Limits, Service
-from runtime.server.tokenize import DetokenizeRequest, TokenizeRequest, tokenization_router
 from runtime.text.grammar import MAX_CHARACTERS, MAX_WORK
-
-UNHEALTHY: Responses = {
-    503: {"model": HealthResponse, "description": "Starting, unhealthy, or draining: it stops after the last answer"}
-}
-
-
-def health_router(service: Service, drain: Drain) -> APIRouter:
-    """Routes for health, metrics and the version."""
-    router = APIRouter()
-
-    @router.get("/health", response_model=HealthResponse, responses=UNHEALTHY)
-    async def health() -> Response:
-        """Status 200 while the engine is healthy and the server takes requests, else 503 with the reason."""
-        state = service.engine.check()
-        body: HealthResponse = {
-            "status": "draining" if drain.has_begun else "ok" if state.healthy else "unhealthy",
-            "reason": "the server is stopping" if drain.has_begun else state.reason,
-            "running": state.num_running,
-            "waiting": state.num_waiting,
-        }
-        return JsonResponse(body, 200 if body["status"] == "ok" else 503)
-
-    @router.get("/metrics", response_class=PlainTextResponse)
-    async def metrics() -> Response:
-        """Metrics of the engine, of requests and of the process in Prometheus' text format."""
-        return PlainTextResponse(service.render_metrics(), media_type=CONTENT_TYPE_LATEST)
-
-    @router.get("/version", response_model=VersionResponse)
-    async def get_version() -> Response:
-        """Version of the toolkit."""
-        version: VersionResponse = {"version": tool_version()}
-        return JsonResponse(version)
-
-    return router
-
-
-def models_router(service: Service) -> APIRouter:
-    """Routes that list the served model."""
-    router = APIRouter()
-    model: Model = {
-        "id": service.model_name,
-        "object": "model",
-        "created": int(time.time()),
-        "owned_by": "local",
-        "max_model_len": service.limits.max_model_len,
-    }
-
-    @router.get("/v1/models", response_model=ModelList)
-    async def list_models() -> Response:
-        """Lists the served model."""
-        models: ModelList = {"object": "list", "data": [model]}
-        return JsonResponse(models)
-
-    @router.get("/v1/models/{name:path}", response_model=Model, responses=PARAMETER_ERRORS)
-    async def get_model(name: str) -> Response:
-        service.intake.served.check_model(name)
-        return JsonResponse(model)
-
-    return router
-
-
-ROUTERS = (completions_router, chat_router, embeddings_router, tokenization_router, models_router)
 
 
 def create_app(
@@ -153,10 +74,8 @@ def create_app(
     )
     app.state.drain = Drain(engine.stop)
     add_error_handlers(app)
-    for router in ROUTERS:
-        app.include_router(router(service))
-    app.include_router(health_router(service, app.state.drain))
-    app.include_router(page_router())
+    for family in route_families():
+        app.include_router(family.create_router(service))
     _add_guards(app, limits, keys, allowed_hosts)
     app.add_middleware(AccessLog, metrics=metrics)
     app.add_middleware(RequestId)
@@ -195,8 +114,6 @@ async def running(engine: Engine, intake: Intake, _: FastAPI) -> AsyncIterator[N
         await asyncio.to_thread(engine.stop)
 
 
-BODIES = (CompletionRequest, ChatRequest, EmbeddingRequest, TokenizeRequest, DetokenizeRequest)
-"""Bodies that routes read themselves."""
 UNUSED = ("HTTPValidationError", "ValidationError")
 """Schemas of FastAPI's own answer 422, which this server never sends."""
 
@@ -226,7 +143,8 @@ class DescribedApi(FastAPI):
         for name in UNUSED:
             schemas.pop(name, None)
         template = "#/components/schemas/{model}"
-        schemas |= models_json_schema([(kind, "validation") for kind in BODIES], ref_template=template)[1]["$defs"]
+        bodies: Any = [(body, "validation") for family in route_families() for body in family.bodies]
+        schemas |= models_json_schema(bodies, ref_template=template)[1]["$defs"]
         for schema in schemas.values():
             name_model(schema, self.model_name)
             write_limits(schema, self.limits)
@@ -278,7 +196,7 @@ GRAMMARS = ("guided_json", "guided_regex", "guided_grammar", "json", "regex", "g
 
 def write_limits(schema: dict[str, Any], limits: Limits) -> None:
     """Bounds the fields of a request by the context, the queue and the longest grammar."""
-    for name in ("max_tokens", "max_completion_tokens"):
+    for name in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
         for choice in _choices(schema, name, "integer"):
             choice["maximum"] = limits.max_model_len - 1
     for choice in _choices(schema, "n", "integer"):

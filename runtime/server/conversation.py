@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable
 from typing import Any
 
 from compress.common.errors import RequestError
 from runtime.server.intake import Tokenizer
-from runtime.server.protocol_chat import ChatRequest
-from runtime.text.tools import describe_tools, mentions_tools
+from runtime.server.protocol.chat import REASONING, ChatRequest
+from runtime.text.tools import concatenates_arguments, describe_tools, mentions_tools
 
 Json = Any
 PRIVATE_CHARACTERS = range(0xE000, 0xF900)
@@ -37,11 +38,42 @@ def conversation_texts(tokenizer: Tokenizer, body: ChatRequest) -> list[str]:
 
 def render(tokenizer: Tokenizer, messages: list[Json], tools: list[Json], variables: dict[str, Any]) -> str:
     """Returns a rendered conversation. Templates without support for tools get them as text."""
+    messages = [with_reasoning(message, tokenizer.chat_template or "") for message in messages]
     if not (tools or any("tool_calls" in message or message["role"] == "tool" for message in messages)):
         return tokenizer.render_chat(messages, **variables)
-    if not mentions_tools(tokenizer.chat_template or ""):
+    template = tokenizer.chat_template or ""
+    if not mentions_tools(template):
         return tokenizer.render_chat(describe_tools(messages, tools), **variables)
+    if concatenates_arguments(template):
+        messages = [with_text_arguments(message) for message in messages]
     return tokenizer.render_chat(messages, **({"tools": tools} if tools else {}), **variables)
+
+
+def with_reasoning(message: Json, template: str) -> Json:
+    """Returns a message whose reasoning has the names that a template reads."""
+    if REASONING not in message:
+        return message
+    names = set(re.findall(r"[.'\"](reasoning_content|reasoning|thinking)\b", template))
+    if message["content"] and message.get("tool_calls"):
+        names.discard("thinking")  # templates of harmony take one of both
+    thoughts = message[REASONING]
+    plain = {name: held for name, held in message.items() if name != REASONING}
+    return {**plain, **dict.fromkeys(sorted(names), thoughts)}
+
+
+def with_text_arguments(message: Json) -> Json:
+    """Returns a message in which the arguments of calls are JSON as text."""
+    calls = [
+        {
+            **call,
+            "function": {
+                **call["function"],
+                "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False),
+            },
+        }
+        for call in message.get("tool_calls", ())
+    ]
+    return {**message, "tool_calls": calls} if calls else message
 
 
 def up_to_message(text: str, message: str) -> str:

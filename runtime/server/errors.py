@@ -11,7 +11,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from compress.common.errors import LongPromptError, RequestError
-from runtime.server.accepted_fields import REFUSED
+from runtime.server.protocol.accepted_fields import REFUSED
 from runtime.server.response_models import to_json
 
 TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
@@ -69,6 +69,16 @@ def error_response(
     return JsonResponse(error_body(status, message, param, code), status, headers)
 
 
+ANTHROPIC_PATHS = "/v1/messages"
+
+
+def answer(request: Request, error: ApiError) -> JsonResponse:
+    """Returns the answer to a request; its body has a type of its own where the path is of Anthropic's API."""
+    body = error_body(error.status_code, error.detail, error.param, error.code)
+    marked = {"type": "error", **body} if request.url.path.startswith(ANTHROPIC_PATHS) else body
+    return JsonResponse(marked, error.status_code, error.headers)
+
+
 RETRY_LATER = {"Retry-After": "1"}
 
 
@@ -121,16 +131,16 @@ def add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(RequestError)
     async def refused(request: Request, error: RequestError) -> Response:
-        return error_response(400, str(error), code="refused")
+        return answer(request, ApiError(400, str(error), code="refused"))
 
     @app.exception_handler(LongPromptError)
     async def too_long(request: Request, error: LongPromptError) -> Response:
-        return error_response(400, str(error), "prompt", "context_length_exceeded")
+        return answer(request, ApiError(400, str(error), "prompt", "context_length_exceeded"))
 
     @app.exception_handler(AnyHttpException)
     async def http(request: Request, error: AnyHttpException) -> Response:
         if isinstance(error, ApiError):
-            return error.response()
+            return answer(request, error)
         message = f"{request.method} {request.url.path}: {error.detail}"
         return error_response(error.status_code, message, headers=error.headers)
 

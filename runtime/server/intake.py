@@ -16,7 +16,7 @@ import subprocess
 import sys
 import traceback
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ from compress.common.errors import ToolkitError
 from runtime.core.config import Limits
 from runtime.server.errors import NO_OBJECT, RETRY_LATER, ApiError, describe_invalid
 from runtime.server.native_memory import Trimmer, share_arenas
-from runtime.server.strict import Strict
+from runtime.server.protocol.strict import Strict
 
 logger = logging.getLogger("runtime.server")
 
@@ -58,6 +58,9 @@ class Tokenizer(Protocol):
     def chat_template(self) -> str | None: ...
 
     @property
+    def template_variables(self) -> Set[str]: ...
+
+    @property
     def special_ids(self) -> Mapping[str, int]: ...
 
     def render_chat(self, messages: list[dict[str, Any]], **variables: Any) -> str: ...
@@ -66,6 +69,9 @@ class Tokenizer(Protocol):
 
     def token_bytes(self, token_id: int) -> bytes:
         """Returns the bytes that a token adds to the text, which may be part of a character."""
+
+    def tokens_with(self, text: str) -> list[int]:
+        """Returns the ids of the tokens that contain a text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,14 +85,20 @@ class ServedText:
     def parse(self, raw: bytes, kind: type[Body]) -> Body:
         """Returns a validated body. Raises ApiError with status 400 for an invalid one."""
         try:
-            return kind.model_validate(json.loads(raw), context=self)
+            found = json.loads(raw)
         except json.JSONDecodeError as error:
             message = f"The body is not valid JSON: {error.msg} at character {error.pos}." if raw else NO_OBJECT
             raise ApiError(400, message) from None
-        except ValidationError as error:
-            raise ApiError(400, *describe_invalid(error.errors(include_url=False, include_input=False)[0])) from None
         except ValueError as error:  # bytes that are no text, or an integer of thousands of digits
             raise ApiError(400, f"The body cannot be read: {error}.") from None
+        return self.validate(found, kind)
+
+    def validate(self, found: Any, kind: type[Body]) -> Body:
+        """Returns a body made of JSON. Raises ApiError with status 400 for an invalid one."""
+        try:
+            return kind.model_validate(found, context=self)
+        except ValidationError as error:
+            raise ApiError(400, *describe_invalid(error.errors(include_url=False, include_input=False)[0])) from None
 
     def check_model(self, name: str) -> None:
         """Raises ApiError with status 404 unless `name` is the served model."""
@@ -116,12 +128,6 @@ class ServedText:
         """Returns the token ids of each prompt; the last `keep` of them. Raises the errors of `encode`."""
         last = slice(-keep if keep else None, None)
         return [self.encode(each, keep=keep) if isinstance(each, str) else array("i", each[last]) for each in prompts]
-
-    def encode_words(self, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
-        """Returns the token ids of each word, at the start of a text and behind a space."""
-        forms = dict.fromkeys(form for word in words for form in (word, f" {word.lstrip()}"))
-        found = (tuple(self.tokenizer.encode(form, add_special_tokens=False)) for form in forms)
-        return tuple(token_ids for token_ids in found if token_ids)
 
 
 def is_json(content_type: str) -> bool:

@@ -39,8 +39,9 @@ OPEN_PATHS = PAGE_PATHS | {"/health"}
 
 
 class ApiKeyGuard:
-    """Requires `Authorization: Bearer KEY`, except for health checks and the page, and keeps the limits of each key.
+    """Requires a key, except for health checks and the page, and keeps the limits of each key.
 
+    It comes as `Authorization: Bearer KEY` or `x-api-key: KEY`.
     Sets `request.state.account`, and `request.state.key_name` to its name.
     """
 
@@ -53,9 +54,11 @@ class ApiKeyGuard:
         if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
             await self.app(scope, receive, send)
             return
-        account = self.keys.find(Headers(scope=scope).get("authorization", ""))
+        headers = Headers(scope=scope)
+        named = headers.get("x-api-key")  # as clients of Anthropic's API send it
+        account = self.keys.find(f"Bearer {named}" if named else headers.get("authorization", ""))
         if account is None:
-            message = "Missing or incorrect API key. Send it as 'Authorization: Bearer KEY'."
+            message = "Missing or incorrect API key. Send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'."
             response = error_response(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
             await response(scope, receive, send)
             return

@@ -29,6 +29,13 @@ class CachedTokens(TypedDict):
 
 
 @closed
+class ReasoningTokens(TypedDict):
+    """Tokens of an answer's reasoning, which the count of its tokens has, too."""
+
+    reasoning_tokens: int
+
+
+@closed
 class Usage(TypedDict):
     """Token counts of a request."""
 
@@ -36,6 +43,7 @@ class Usage(TypedDict):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokens
+    completion_tokens_details: NotRequired[ReasoningTokens]
 
 
 @closed
@@ -49,6 +57,19 @@ class CompletionLogprobs(TypedDict):
 
 
 @closed
+class PromptLogprob(TypedDict):
+    """A token that could stand in a prompt; one that is not among the alternatives has no rank."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+"""The alternatives to each token of a prompt by token id; the first token has none."""
+
+
+@closed
 class CompletionChoice(TypedDict):
     """One answer to a prompt."""
 
@@ -56,6 +77,7 @@ class CompletionChoice(TypedDict):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason
+    prompt_logprobs: NotRequired[PromptLogprobs]
 
 
 @closed
@@ -121,6 +143,7 @@ class AssistantMessage(TypedDict):
     role: Literal["assistant"]
     content: str | None
     refusal: None
+    reasoning_content: NotRequired[str]
     tool_calls: NotRequired[list[ToolCall]]
 
 
@@ -144,6 +167,7 @@ class ChatCompletionResponse(TypedDict):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    prompt_logprobs: NotRequired[PromptLogprobs]
 
 
 @closed
@@ -170,6 +194,53 @@ class EmbeddingResponse(TypedDict):
     object: Literal["list"]
     data: list[Embedding]
     model: str
+    usage: EmbeddingUsage
+
+
+@closed
+class RankedText(TypedDict):
+    """A document."""
+
+    text: str
+
+
+@closed
+class RankedDocument(TypedDict):
+    """One of the best documents, by its place in the request."""
+
+    index: int
+    relevance_score: float
+    document: NotRequired[RankedText]
+
+
+@closed
+class RerankResponse(TypedDict):
+    """Answer of `/v1/rerank`, best first."""
+
+    id: str
+    model: str
+    results: list[RankedDocument]
+    usage: EmbeddingUsage
+
+
+@closed
+class Score(TypedDict):
+    """Score of one pair."""
+
+    index: int
+    object: Literal["score"]
+    score: float
+
+
+@closed
+class ScoreResponse(TypedDict):
+    """Answer of `/score`."""
+
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[Score]
     usage: EmbeddingUsage
 
 
@@ -249,9 +320,68 @@ class ErrorObject(TypedDict):
 
 
 @closed
-class ErrorResponse(TypedDict):
-    """Answer of any route when it refuses or fails."""
+class MessageUsage(TypedDict):
+    """Token counts in Anthropic's form; tokens found in the prefix cache count apart."""
 
+    input_tokens: int
+    cache_read_input_tokens: int
+    cache_creation_input_tokens: int
+    output_tokens: int
+
+
+@closed
+class AnswerTextBlock(TypedDict):
+    """Text of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+@closed
+class AnswerThinkingBlock(TypedDict):
+    """Reasoning of the model; its signature is empty."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str
+
+
+@closed
+class AnswerToolUseBlock(TypedDict):
+    """A call of a tool."""
+
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+@closed
+class MessageResponse(TypedDict):
+    """Answer of `/v1/messages`."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[AnswerThinkingBlock | AnswerTextBlock | AnswerToolUseBlock]
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"] | None
+    stop_sequence: str | None
+    usage: MessageUsage
+
+
+@closed
+class CountResponse(TypedDict):
+    """Answer of `/v1/messages/count_tokens`."""
+
+    input_tokens: int
+
+
+@closed
+class ErrorResponse(TypedDict):
+    """Answer of any route when it refuses or fails; `type` is of routes of Anthropic's API."""
+
+    type: NotRequired[Literal["error"]]
     error: ErrorObject
 
 

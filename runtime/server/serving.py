@@ -9,7 +9,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
@@ -23,13 +23,16 @@ from runtime.core.request import Delta, FinishReason, RequestOptions, SamplingPa
 from runtime.core.token_rules import NOTHING_ALLOWED
 from runtime.engine.engine_thread import Health
 from runtime.engine.output_processor import GRAMMAR_TOO_COMPLEX
-from runtime.server.errors import RETRY_LATER, ApiError, JsonResponse, aborted, error_body
+from runtime.server.answers import Answer, ChoicesAnswer, Deltas, Shape, blocks, chain
+from runtime.server.errors import RETRY_LATER, ApiError, JsonResponse, aborted
 from runtime.server.intake import Intake, ServedText, Tokenizer
 from runtime.server.keys import Account
-from runtime.server.protocol import Delivery, too_many_answers
-from runtime.server.response_models import Usage, json_pieces, to_json
+from runtime.server.protocol.generation import Delivery, too_many_answers
+from runtime.server.response_models import json_pieces
 
 logger = logging.getLogger("runtime.server")
+
+T = TypeVar("T")
 
 
 class Engine(Protocol):
@@ -167,133 +170,6 @@ async def _pump(index: int, stream: AsyncGenerator[Delta, None], arrivals: async
         arrivals.put_nowait((index, error))
 
 
-T = TypeVar("T")
-Deltas = AsyncGenerator[tuple[int, Delta], None]
-DONE = b"data: [DONE]\n\n"
-
-
-@dataclass
-class UsageCounter:
-    """Token counts of a request. A prompt counts once for all of its answers."""
-
-    prompt: int = 0
-    completion: int = 0
-    cached: int = 0
-
-    def add(self, last: Delta) -> None:
-        self.completion += last.num_output_tokens
-        if last.index == 0:
-            self.prompt += last.num_prompt_tokens
-            self.cached += last.num_cached_tokens
-
-    def as_json(self) -> Usage:
-        """The `usage` object of OpenAI's API."""
-        return {
-            "prompt_tokens": self.prompt,
-            "completion_tokens": self.completion,
-            "total_tokens": self.prompt + self.completion,
-            "prompt_tokens_details": {"cached_tokens": self.cached},
-        }
-
-
-class Shape(Protocol):
-    """Writes the choices of one API. Used for one request."""
-
-    id_prefix: str
-    whole_object: str
-    chunk_object: str
-
-    def opening(self) -> list[dict[str, Any]]:
-        """Returns choices to send before the first token."""
-
-    def prelude(self, index: int, delta: Delta) -> dict[str, Any] | None:
-        """Returns a choice to send before the first part of a sequence, such as its prompt. Long lists in it are
-        iterators."""
-
-    def parts(self, index: int, delta: Delta) -> list[dict[str, Any]]:
-        """Returns the choices for a delta, each in a chunk of its own; none for an empty delta."""
-
-    def finish(self, index: int, reason: FinishReason) -> dict[str, Any]:
-        """Returns the choice of the chunk that ends a sequence."""
-
-    def whole(self, index: int, output: Delta) -> dict[str, Any]:
-        """Returns the choice of an answer that is not streamed, whose deltas are joined in `output`. Long lists in it
-        are iterators."""
-
-
-@dataclass(frozen=True)
-class Answer:
-    """Writes the answer to one request.
-
-    Attributes:
-        envelope: `id`, `created` and `model`, the same in every chunk.
-        num_choices: number of sequences.
-        include_usage: end a stream with a chunk of token counts.
-    """
-
-    envelope: dict[str, Any]
-    shape: Shape
-    num_choices: int
-    include_usage: bool = False
-
-    async def whole(self, deltas: Deltas) -> dict[str, Any]:
-        """Collects all deltas and returns one JSON object, whose long lists are iterators."""
-        outputs = [Delta(self.envelope["id"]) for _ in range(self.num_choices)]
-        usage = UsageCounter()
-        async with aclosing(deltas):
-            async for index, delta in deltas:
-                outputs[index].append(delta)
-        for output in outputs:
-            usage.add(output)
-        choices = (self.shape.whole(index, output) for index, output in enumerate(outputs))
-        return {**self.envelope, "object": self.shape.whole_object, "choices": choices, "usage": usage.as_json()}
-
-    async def events(self, first: tuple[int, Delta], deltas: Deltas) -> AsyncGenerator[bytes, None]:
-        """Yields server-sent events: text, one finish chunk per choice, the usage if requested, `[DONE]`.
-
-        An error after the first token can no longer change the status; it is sent as an event and ends the stream.
-        """
-        usage = UsageCounter()
-        begun: set[int] = set()
-        for choice in self.shape.opening():
-            yield self.chunk([choice])
-        try:
-            async with aclosing(chain(first, deltas)) as rest:
-                async for index, delta in rest:
-                    if index not in begun:
-                        begun.add(index)
-                        async for piece in self.prelude(index, delta):
-                            yield piece
-                    for choice in self.shape.parts(index, delta):
-                        yield self.chunk([choice])
-                    if delta.finish_reason is not None:
-                        usage.add(delta)
-                        yield self.chunk([self.shape.finish(index, delta.finish_reason)])
-        except ApiError as error:
-            yield event(error_body(error.status_code, error.detail, error.param, error.code))
-        else:
-            if self.include_usage:
-                yield self.chunk([], usage)
-        yield DONE
-
-    async def prelude(self, index: int, delta: Delta) -> AsyncGenerator[bytes, None]:
-        """Yields the chunk before the first part of a sequence in pieces, if there is one."""
-        if choice := self.shape.prelude(index, delta):
-            yield EVENT_BEGINS
-            async for piece in blocks(json_pieces(self.payload(iter([choice])))):
-                yield piece
-            yield EVENT_ENDS
-
-    def chunk(self, choices: list[dict[str, Any]], usage: UsageCounter | None = None) -> bytes:
-        return event(self.payload(choices, usage))
-
-    def payload(self, choices: Iterable[dict[str, Any]], usage: UsageCounter | None = None) -> dict[str, Any]:
-        payload = {**self.envelope, "object": self.shape.chunk_object, "choices": choices}
-        if self.include_usage:
-            payload["usage"] = usage.as_json() if usage else None
-        return payload
-
-
 class EventStream(StreamingResponse):
     """A response of server-sent events that closes its deltas, however it ends.
 
@@ -366,40 +242,6 @@ def account_of(request: Request) -> Account:
     return getattr(request.state, "account", None) or Account("")
 
 
-async def chain(first: T, rest: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
-    async with aclosing(rest):
-        yield first
-        async for item in rest:
-            yield item
-
-
-EVENT_BEGINS, EVENT_ENDS = b"data: ", b"\n\n"
-
-
-def event(payload: dict[str, Any]) -> bytes:
-    return EVENT_BEGINS + to_json(payload).encode("ascii") + EVENT_ENDS
-
-
-SLICE_SECONDS = 0.002
-"""Time after which writing a long answer pauses, for as long again: the event loop and the engine go on meanwhile."""
-BLOCK_CHARACTERS = 2**16
-
-
-async def blocks(pieces: Iterable[str]) -> AsyncGenerator[bytes, None]:
-    """Joins pieces of ASCII to blocks of at least `BLOCK_CHARACTERS`, the last one excepted. Pauses in between."""
-    block, num_characters, pause_at = [], 0, time.monotonic() + SLICE_SECONDS
-    for piece in pieces:
-        block.append(piece)
-        num_characters += len(piece)
-        if num_characters >= BLOCK_CHARACTERS:
-            yield "".join(block).encode("ascii")
-            block, num_characters = [], 0
-        if time.monotonic() >= pause_at:
-            await asyncio.sleep(SLICE_SECONDS)
-            pause_at = time.monotonic() + SLICE_SECONDS
-    yield "".join(block).encode("ascii")
-
-
 class Service:
     """The served model: answers requests on the engine within `limits`. Used on the event loop's thread."""
 
@@ -427,17 +269,29 @@ class Service:
         prompts: Sequence[Sequence[int]],
         samplings: Sequence[SamplingParams],
     ) -> Response:
+        """Generates `n` choices per prompt and answers in the form of OpenAI's API; see `deliver`."""
+        request_id = f"{shape.id_prefix}-{request.state.request_id}"
+        envelope = {"id": request_id, "created": int(time.time()), "model": self.model_name}
+        answer = ChoicesAnswer(envelope, shape, len(prompts) * body.num_answers, body.include_usage)
+        return await self.deliver(request, request_id, body, answer, prompts, samplings)
+
+    async def deliver(
+        self,
+        request: Request,
+        request_id: str,
+        body: Delivery,
+        answer: Answer,
+        prompts: Sequence[Sequence[int]],
+        samplings: Sequence[SamplingParams],
+    ) -> Response:
         """Generates `n` choices per prompt and answers, as one body or as a stream.
 
         If the engine refuses the request, raises before the first byte of a stream.
         """
-        request_id = f"{shape.id_prefix}-{request.state.request_id}"
         options = RequestOptions(priority=body.priority, cache_salt=body.cache_salt)
         jobs = [Job(f"{request_id}-{i}", *job, options) for i, job in enumerate(zip(prompts, samplings, strict=True))]
         logger.debug("request %s: prompts of %s tokens", request_id, [len(p) for p in prompts])
         request.state.user = body.user
-        envelope = {"id": request_id, "created": int(time.time()), "model": self.model_name}
-        answer = Answer(envelope, shape, len(jobs) * body.num_answers, body.include_usage)
         deltas = self.run(jobs, request)
         if not body.stream:
             return await respond_at_once(request, answer.whole(deltas))

@@ -8,15 +8,16 @@ import re
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from threading import BoundedSemaphore, Lock
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakValueDictionary
 
 from compress.common.errors import RequestError
 from runtime.core.request import Constraint, Grammar, GrammarKind
+from runtime.text.token_table import TokenTable, Vocabulary
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
@@ -321,6 +322,12 @@ def _is_slow(trial: TokenConstraint) -> bool:
 
 
 def _lark(grammar: Grammar) -> str:
+    """Returns the grammar with its prefix in llguidance's variant of Lark. Raises ValueError as `_answer_lark`."""
+    answer = _answer_lark(grammar)
+    return f"{grammar.prefix}\nanswer: %lark {{\n{answer}\n}}" if grammar.prefix else answer
+
+
+def _answer_lark(grammar: Grammar) -> str:
     """Returns the grammar in llguidance's variant of Lark. Raises ValueError if a schema is not a JSON object."""
     match grammar.kind:
         case GrammarKind.REGEX:
@@ -366,23 +373,6 @@ def lane_of(grammar: Grammar) -> int:
 
 NUM_THREADS = max(1, min(4, (os.cpu_count() or 1) // 4))
 """Threads that follow slow grammars."""
-
-SPECIAL_MARK = b"\xff"
-"""First byte of special tokens, so that they match no text of a grammar. Not a byte of UTF-8."""
-
-
-class Vocabulary(Protocol):
-    """The tokenizer as grammars use it; `runtime.text.tokenizer.Tokenizer` is one."""
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def special_ids(self) -> Mapping[str, int]: ...
-
-    def token_bytes(self, token_id: int) -> bytes: ...
-
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
 
 
 class GrammarCompiler:
@@ -444,7 +434,7 @@ class GrammarCompiler:
         except ImportError as error:
             raise RequestError("grammars need llguidance, which is missing", "Run: pip install llguidance") from error
         if self._tokens is None:
-            table = _TokenTable(self._tokenizer, self._vocab_size)
+            table = TokenTable(self._tokenizer, self._vocab_size)
             self._tokens = LLTokenizer(TokenizerWrapper(table), self._vocab_size + 1)
         return self._tokens
 
@@ -480,21 +470,3 @@ class GrammarCompiler:
             while len(self._recent) > CACHE_SIZE or sum(each.size for each in self._recent.values()) > CACHE_BYTES:
                 self._recent.popitem(last=False)
         return compiled
-
-
-class _TokenTable:
-    """The vocabulary in the interface of llguidance: these attributes, and a call that tokenizes."""
-
-    bos_token_id = None
-
-    def __init__(self, tokenizer: Vocabulary, vocab_size: int) -> None:
-        special = set(tokenizer.special_ids.values())
-        known = min(vocab_size, tokenizer.vocab_size)
-        spelled = [(SPECIAL_MARK if i in special else b"") + tokenizer.token_bytes(i) for i in range(known)]
-        self.tokens = [*spelled, *[b""] * (vocab_size - known), SPECIAL_MARK + b"<end of the grammar>"]
-        self.special_token_ids = [*(i for i in sorted(special) if i < known), vocab_size]
-        self.eos_token_id = vocab_size
-        self._encode = tokenizer.encode
-
-    def __call__(self, text: str) -> list[int]:
-        return self._encode(text, add_special_tokens=False)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, cached_property, partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,9 @@ def byte_alphabet() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
+SEPARATOR = b"\xff"
+
+
 class TokenByteTable(dict[int, bytes]):
     """Bytes of tokens, for byte-level vocabularies and for those with U+2581 for spaces and `<0xAB>` for bytes; each is
     computed once."""
@@ -35,6 +40,21 @@ class TokenByteTable(dict[int, bytes]):
         self._backend = backend
         self._added = {token_id: token.content for token_id, token in backend.get_added_tokens_decoder().items()}
         self._is_byte_level = "ByteLevel" in repr(backend.decoder)
+
+    @cached_property
+    def _joined(self) -> tuple[bytes, list[int]]:
+        """All tokens between bytes that no text has, and where each begins."""
+        tokens = [self[token_id] for token_id in range(self._backend.get_vocab_size(with_added_tokens=True))]
+        return SEPARATOR.join(tokens), list(accumulate((len(token) + 1 for token in tokens), initial=0))
+
+    def find(self, text: bytes) -> Iterator[int]:
+        """Yields the ids of the tokens that contain a text."""
+        joined, starts = self._joined
+        place = joined.find(text)
+        while place >= 0:
+            token_id = bisect_right(starts, place) - 1
+            yield token_id
+            place = joined.find(text, starts[token_id + 1])
 
     def __missing__(self, token_id: int) -> bytes:
         """Adds and returns the bytes of a token; none for an id outside of the vocabulary."""
@@ -217,6 +237,10 @@ class Tokenizer:
         out."""
         return self._bytes[token_id]
 
+    def tokens_with(self, text: str) -> list[int]:
+        """Returns the ids of the tokens that contain a text."""
+        return list(self._bytes.find(text.encode(errors="surrogatepass")))
+
     def count_differences(self, other: Tokenizer) -> int:
         """Returns the number of token ids with another meaning, or none, in another tokenizer."""
         mine, others = (set(t._backend.get_vocab(with_added_tokens=True).items()) for t in (self, other))
@@ -237,6 +261,15 @@ class Tokenizer:
         if self._chat is None:
             self._chat = ChatTemplate(self.chat_template, self.special_tokens)
         return self._chat.render(messages, **variables)
+
+    @property
+    def template_variables(self) -> set[str]:
+        """Names of the variables that the chat template uses; none without a template."""
+        if self.chat_template is None:
+            return set()
+        if self._chat is None:
+            self._chat = ChatTemplate(self.chat_template, self.special_tokens)
+        return self._chat.variables
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> list[int]:
         """Returns the token ids of a conversation up to the answer. See `render_chat`."""

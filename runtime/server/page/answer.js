@@ -1,69 +1,89 @@
-// One answer: text that grows, with a span around every token. All of it goes in as text, never as markup.
+// One answer: folded reasoning, calls of tools, and text as Markdown, plain, or token by token with probabilities.
 
-const NEAR = 8; // characters within which a token that was lost track of is found again
+import { Markdown } from "./markdown.js";
+import { splitReasoning } from "./reasoning.js";
+import { Tokens } from "./tokens.js";
 
 export class Answer {
-  constructor(element) {
-    this.element = element;
-    this.reset();
+  /** `element` holds the text, `fold` the reasoning. */
+  constructor(element, fold) {
+    [this.element, this.fold] = [element, fold];
+    this.reset("chat");
   }
 
-  reset() {
-    this.text = "";
-    this.unplaced = ""; // text that no token has claimed yet
-    this.tokens = []; // tokens whose text has not come yet
-    this.lost = false;
-    this.tail = document.createTextNode("");
-    this.element.replaceChildren(this.tail);
+  /** `mode`: "chat", whose text is Markdown, or "text". */
+  reset(mode) {
+    this.mode = mode;
+    this.content = this.thoughts = "";
+    this.calls = [];
+    this.isSettled = false;
+    [this.reading, this.source] = [view("reading"), view("source")];
+    this.source.setAttribute("role", "group");
+    this.source.setAttribute("aria-label", "Answer; the arrow keys go from token to token");
+    this.tokens = new Tokens(this.source);
+    this.markdown = new Markdown(this.reading);
   }
 
-  /** Text is shown at once. The server may hold it back behind its tokens, but never sends it before them. */
-  add({ text, tokens }) {
-    this.text += text;
-    this.unplaced += text;
-    this.tokens.push(...tokens);
-    while (this.tokens.length && this.place(this.tokens[0])) this.tokens.shift();
-    this.tail.data = this.unplaced;
+  /** Takes an answer over that was kept; its tokens are not known any more. */
+  restore({ mode, content, reasoning, calls }) {
+    this.reset(mode);
+    [this.content, this.thoughts, this.calls, this.isSettled] = [content, reasoning, calls, true];
   }
 
-  /** A stop string may have cut the last token short. */
+  add({ text, reasoning, calls, tokens }) {
+    for (const part of calls) this.addCall(part);
+    this.content += text;
+    this.thoughts += reasoning;
+    this.tokens.add({ text: reasoning + text, tokens });
+  }
+
+  /** Calls come whole or in parts. */
+  addCall({ index, id, function: { name, arguments: text } = {} }) {
+    const call = (this.calls[index] ??= { id: "", name: "", arguments: "" });
+    call.id ||= id ?? "";
+    call.name ||= name ?? "";
+    call.arguments += text ?? "";
+  }
+
   finish() {
-    const [token] = this.tokens;
-    if (token && this.unplaced && token.text.startsWith(this.unplaced)) this.claim(token, this.unplaced.length);
-    this.tail.data = this.unplaced;
-    this.element.querySelector(".token")?.setAttribute("tabindex", "0"); // arrows lead to the others
+    this.tokens.finish();
+    this.isSettled = true;
   }
 
-  /** Finds the token's text; false when it has not come yet. Special tokens have none and are passed over. */
-  place(token) {
-    if (this.unplaced.startsWith(token.text)) return this.claim(token, token.text.length);
-    if (token.text.startsWith(this.unplaced)) return false;
-    const bare = token.text.trimStart();
-    if (bare && this.unplaced === this.text && this.unplaced.startsWith(bare)) return this.claim(token, bare.length);
-    const distance = this.lost ? this.unplaced.indexOf(token.text) : -1;
-    this.lost = distance < 0 || distance > NEAR;
-    if (this.lost) return true;
-    this.tail.before(this.take(distance));
-    return this.claim(token, token.text.length);
+  get parts() {
+    if (this.thoughts) return { reasoning: this.thoughts.trim(), text: this.content, isOpen: !this.content };
+    return this.mode === "chat" ? splitReasoning(this.content) : { reasoning: "", text: this.content, isOpen: false };
   }
 
-  take(length) {
-    const taken = this.unplaced.slice(0, length);
-    this.unplaced = this.unplaced.slice(length);
-    return taken;
+  /** The text without reasoning: what later turns repeat to the model. */
+  get text() {
+    return this.parts.text;
   }
 
-  claim(token, length) {
-    this.lost = false;
-    if (!length) return true;
-    const span = document.createElement("span");
-    span.className = "token";
-    span.tabIndex = -1;
-    span.textContent = this.take(length);
-    // Squared, so that only what was really in doubt stands out.
-    span.style.setProperty("--doubtful", ((1 - Math.exp(token.logprob)) ** 2).toFixed(3));
-    span.token = token;
-    this.tail.before(span);
-    return true;
+  get isEmpty() {
+    return !this.content && !this.thoughts && !this.calls.length;
   }
+
+  /** Brings the elements up to date; with `probabilities`, tokens are shown as they came where they are known. */
+  draw(probabilities) {
+    const bySource = probabilities && !this.tokens.isEmpty;
+    const wanted = bySource ? this.source : this.reading;
+    if (this.element.firstChild !== wanted) this.element.replaceChildren(wanted);
+    const { reasoning, text, isOpen } = this.parts;
+    this.drawReasoning(bySource ? "" : reasoning, isOpen && !this.isSettled);
+    if (this.mode === "chat") this.markdown.show(text, this.isSettled);
+    else this.reading.textContent = text;
+  }
+
+  drawReasoning(reasoning, isOpen) {
+    this.fold.hidden = !reasoning;
+    this.fold.querySelector("summary").textContent = isOpen ? "Reasoning \u2026" : "Reasoning";
+    this.fold.querySelector(".thoughts").textContent = reasoning;
+  }
+}
+
+function view(name) {
+  const made = document.createElement("div");
+  made.className = name;
+  return made;
 }

@@ -1,5 +1,7 @@
 // Requests to the server that this page came from. The key stays in this tab.
 
+import { toMessages, toText } from "./messages.js";
+
 const KEY_NAME = "runtime.api-key";
 
 export class ApiError extends Error {
@@ -74,14 +76,14 @@ async function* events(response) {
   }
 }
 
-/** Pieces `{text, tokens, finish, usage}` of one answer; tokens are `{text, logprob, top: [{text, logprob}]}`. */
+/** Pieces `{text, reasoning, calls, tokens, finish, usage}` of one answer; tokens are `{text, logprob, top: [{text, logprob}]}`. */
 export async function* generate({ path, body, read }, signal) {
   const response = await request(path, { body: { ...body, ...STREAMED }, signal });
   const decoder = new TextDecoder();
   try {
     for await (const { choices, usage } of events(response)) {
       const [choice] = choices;
-      const piece = choice ? read(choice, decoder) : { text: "", tokens: [] };
+      const piece = choice ? read(choice, decoder) : { text: "", reasoning: "", calls: [], tokens: [] };
       yield { ...piece, finish: choice?.finish_reason, usage };
     }
   } catch (error) {
@@ -93,21 +95,17 @@ export async function* generate({ path, body, read }, signal) {
 const STREAMED = { stream: true, stream_options: { include_usage: true } };
 const NUM_ALTERNATIVES = 8;
 
-/** Turns `{user, answer}` as a conversation. */
-export function chatRequest(turns, { system, sampling }) {
-  const messages = system.trim() ? [{ role: "system", content: system }] : [];
-  for (const { user, answer } of turns) {
-    messages.push({ role: "user", content: user });
-    if (answer) messages.push({ role: "assistant", content: answer });
-  }
-  const body = { ...sampling, messages, logprobs: true, top_logprobs: NUM_ALTERNATIVES };
+/** Asks for an answer to a conversation; `form` has the fields of tools and of the answer's format. */
+export function chatRequest(turns, { system, sampling, form, probabilities }) {
+  const logprobs = probabilities ? { logprobs: true, top_logprobs: NUM_ALTERNATIVES } : {};
+  const body = { ...sampling, ...form, messages: toMessages(turns, system), ...logprobs };
   return { path: "v1/chat/completions", body, read: readChat };
 }
 
-/** Turns as one text that goes on. */
-export function textRequest(turns, { sampling }) {
-  const prompt = turns.map(({ user, answer }) => user + answer).join("");
-  return { path: "v1/completions", body: { ...sampling, prompt, logprobs: NUM_ALTERNATIVES }, read: readText };
+/** Asks for the continuation of turns as one text. */
+export function textRequest(turns, { sampling, probabilities }) {
+  const logprobs = probabilities ? { logprobs: NUM_ALTERNATIVES } : {};
+  return { path: "v1/completions", body: { ...sampling, prompt: toText(turns), ...logprobs }, read: readText };
 }
 
 function readChat({ delta, logprobs }, decoder) {
@@ -118,7 +116,8 @@ function readChat({ delta, logprobs }, decoder) {
     logprob,
     top: top.map((other) => ({ name: other.token, logprob: other.logprob })),
   }));
-  return { text: delta.content ?? "", tokens };
+  const { content, reasoning_content: reasoning, tool_calls: calls } = delta;
+  return { text: content ?? "", reasoning: reasoning ?? "", calls: calls ?? [], tokens };
 }
 
 function readText({ text, logprobs }) {
@@ -128,5 +127,5 @@ function readText({ text, logprobs }) {
     logprob: logprobs.token_logprobs[i],
     top: Object.entries(logprobs.top_logprobs[i] ?? {}).map(([other, logprob]) => ({ name: other, logprob })),
   }));
-  return { text, tokens };
+  return { text, reasoning: "", calls: [], tokens };
 }

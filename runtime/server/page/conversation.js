@@ -1,104 +1,154 @@
-// Turns of a conversation: the user's message, the streamed answer, and their buttons.
+// The conversation on the page: which turns are shown, the one that is being answered, and the buttons of each.
 
-import { Answer } from "./answer.js";
 import { chatRequest, generate, textRequest } from "./api.js";
+import { newTurn, randomId } from "./archive.js";
+import { ROOT, Tree } from "./tree.js";
+import { Turn } from "./turn.js";
 
 const NEAR_END = 60; // pixels
-const ENDS = { length: "reached the token limit", stop: "", timeout: "ran out of time", stopped: "stopped" };
-
-class Turn {
-  constructor(template, user) {
-    this.element = template.content.firstElementChild.cloneNode(true);
-    const find = (name) => this.element.querySelector(`.${name}`);
-    [this.note, this.error, this.facts] = [find("note"), find("error"), find("facts")];
-    this.answer = new Answer(find("text"));
-    this.user = user;
-    find("user").textContent = user;
-  }
-
-  /** What is left of it in the next request. */
-  get spoken() {
-    return { user: this.user, answer: this.answer.text };
-  }
-
-  begin() {
-    this.answer.reset();
-    [this.start, this.first, this.count] = [performance.now(), null, 0];
-    this.error.textContent = this.facts.textContent = "";
-    this.element.dataset.state = "running";
-  }
-
-  add(piece) {
-    this.count = piece.usage?.completion_tokens ?? this.count + piece.tokens.length;
-    if (piece.tokens.length) this.first ??= performance.now();
-    this.answer.add(piece);
-    this.tell("");
-  }
-
-  tell(end) {
-    const seconds = this.first ? (performance.now() - this.first) / 1000 : 0;
-    const facts = this.count ? [`${this.count} token${this.count === 1 ? "" : "s"}`] : [];
-    if (this.count > 1 && seconds) facts.push(`${((this.count - 1) / seconds).toFixed(0)} tokens/s`);
-    if (this.first) facts.push(`first after ${((this.first - this.start) / 1000).toFixed(2)} s`);
-    if (end) facts.push(end);
-    this.facts.textContent = facts.join(" \u00b7 ");
-  }
-
-  end(reason, message = "") {
-    this.answer.finish();
-    this.tell(ENDS[reason] ?? reason);
-    this.error.textContent = message;
-    this.element.dataset.state = message ? "failed" : "done";
-  }
-}
+const SAVE_MILLISECONDS = 2000; // at least between two savings of an answer that still grows
+const TITLE_LENGTH = 60;
+const NO_TEMPLATE = "This model has no chat template, so it continues the text as it stands.";
 
 /**
- * `getModel` gives the name of the model, in time. `onChange` is called whenever generating starts or stops, and
- * `onError` with every refusal.
+ * `getModel` gives the name of the model, in time. `onChange` is called whenever generating starts or stops, `onSave`
+ * with what is to be kept, and `onError` with every refusal.
  */
 export class Conversation {
-  constructor({ log, template, settings, getModel, onChange, onError }) {
-    Object.assign(this, { log, template, settings, getModel, onChange, onError });
+  constructor({ log, templates, settings, getModel, onChange, onSave, onError }) {
+    Object.assign(this, { log, templates, settings, getModel, onChange, onSave, onError });
     this.list = log.querySelector(".turns");
-    this.turns = [];
-    this.controller = null;
+    this.frame = 0;
+    this.probabilities = false;
     this.list.addEventListener("click", (event) => this.act(event.target.closest("button")));
+    this.set(fresh());
+  }
+
+  set(kept) {
+    this.controller = null;
+    this.kept = kept;
+    this.turns = new Map(); // by id, those that were shown before
+    this.show();
   }
 
   get isRunning() {
     return Boolean(this.controller);
   }
 
-  clear() {
+  get isEmpty() {
+    return !this.list.firstChild;
+  }
+
+  /** Shows a conversation of the store, or a new one; a running answer is stopped and kept as far as it came. */
+  open(stored = null) {
     this.stop();
-    this.controller = null;
-    this.turns = [];
-    this.list.replaceChildren();
+    this.set(stored ? { ...stored, tree: new Tree(stored) } : fresh());
     this.onChange();
+    this.toEnd();
+  }
+
+  /** Opens a new one in place of one that is deleted, which is not saved any more. */
+  forget() {
+    this.kept.isDeleted = true;
+    this.open();
   }
 
   stop() {
     this.controller?.abort();
   }
 
-  send(text) {
-    if (this.isRunning) return;
+  /** Shows the path that is chosen; turns that were shown before are taken over. */
+  show() {
+    const { tree } = this.kept;
+    const shown = tree.path.map((record) => {
+      const turn = this.turnOf(record);
+      const versions = tree.versions(record);
+      turn.showVersions(versions.indexOf(record) + 1, versions.length);
+      return turn;
+    });
+    this.list.replaceChildren(...shown.map((turn) => turn.element));
+    return shown;
+  }
+
+  turnOf(record) {
+    if (!this.turns.has(record.id)) {
+      this.turns.set(record.id, new Turn(this.templates, record, (results) => this.sendResults(record, results)));
+      this.turns.get(record.id).draw(this.probabilities);
+    }
+    return this.turns.get(record.id);
+  }
+
+  /** Sends `{user, files}`; false where the conversation cannot go on yet. */
+  send(prompt) {
+    if (this.isRunning) return false;
+    const { tree } = this.kept;
+    const last = tree.path.at(-1);
     // A question that got no answer is not repeated to the model.
-    this.turns = this.turns.filter((turn) => turn.answer.text);
-    const turn = new Turn(this.template, text);
-    this.turns.push(turn);
-    this.list.append(turn.element);
-    this.run(turn);
+    const dropped = last && !this.turnOf(last).isAnswered;
+    const parent = dropped ? tree.turns.get(last.parent) : last;
+    const calls = parent && this.turnOf(parent).calls;
+    if (calls?.fields.length) {
+      calls.reopen([]);
+      calls.focus();
+      return false;
+    }
+    if (dropped) tree.remove(last);
+    this.add(prompt, parent?.id ?? ROOT);
+    return true;
+  }
+
+  sendResults(record, results) {
+    if (!this.isRunning) this.add({ user: "", results }, record.id);
+  }
+
+  /** Adds a turn behind `parent`, and asks for its answer. */
+  add(prompt, parent) {
+    const record = newTurn(parent, prompt);
+    this.kept.tree.add(record);
+    this.kept.title ||= (record.user.trim() || record.files[0].name).replace(/\s+/g, " ").slice(0, TITLE_LENGTH);
+    this.run(this.show().at(-1));
+    this.toEnd();
   }
 
   act(button) {
-    const turn = this.turns.at(-1);
-    if (button?.dataset.action === "again" && turn && !this.isRunning) this.run(turn);
-    if (button?.dataset.action === "copy") this.copy(button);
+    const shown = button && [...this.turns.values()].find((turn) => turn.element.contains(button));
+    if (!shown) return;
+    const { action } = button.dataset;
+    if (action === "copy") this.copy(button, shown.answer.text);
+    if (action === "copy-code") this.copy(button, codeOf(button));
+    if (this.isRunning) return;
+    if (action === "again") this.again(shown);
+    if (action === "edit") this.edit(shown);
+    if (action === "previous" || action === "next") this.step(shown, action);
   }
 
-  async copy(button) {
-    const text = button.closest(".turn").querySelector(".text").textContent;
+  /** Another version of an answer; one that is empty is replaced. */
+  again(turn) {
+    if (turn.isAnswered) this.add(turn.record, turn.record.parent);
+    else this.run(turn);
+  }
+
+  /** Another message, or other results of the calls in front of the turn. */
+  edit(turn) {
+    const { parent, results, files } = turn.record;
+    if (results.length) this.turnOf(this.kept.tree.turns.get(parent)).calls.reopen(results);
+    else turn.edit(this.templates.edit, (user) => this.add({ user, files }, parent));
+  }
+
+  step(turn, action) {
+    const { tree } = this.kept;
+    const versions = tree.versions(turn.record);
+    const other = versions[versions.indexOf(turn.record) + (action === "next" ? 1 : -1)];
+    if (!other) return;
+    tree.choose(other);
+    this.show();
+    this.save(this.kept);
+    const { element } = this.turnOf(other);
+    const buttons = [action, action === "next" ? "previous" : "next"].map((name) => element.querySelector(`[data-action=${name}]`));
+    buttons.find((button) => !button.disabled).focus();
+  }
+
+  async copy(button, text) {
     try {
       await navigator.clipboard.writeText(text);
       button.dataset.done = "Copied";
@@ -109,13 +159,15 @@ export class Conversation {
   }
 
   async run(turn) {
+    const { kept } = this;
     const controller = new AbortController();
     this.controller = controller;
-    turn.begin();
-    this.toEnd();
+    turn.begin(this.settings.mode);
+    turn.draw(this.probabilities);
+    this.save(kept);
     this.onChange();
     try {
-      const reason = await this.answer(turn, controller.signal);
+      const reason = await this.answer(turn, kept, controller.signal);
       turn.end(reason);
     } catch (error) {
       if (error.name === "AbortError") turn.end("stopped");
@@ -123,32 +175,70 @@ export class Conversation {
       if (error.name !== "AbortError") this.onError(error);
     }
     if (this.controller === controller) this.controller = null;
-    this.follow(() => this.onChange());
+    cancelAnimationFrame(this.frame);
+    this.frame = 0;
+    this.follow(() => turn.draw(this.probabilities));
+    turn.write();
+    this.save(kept);
+    this.onChange();
   }
 
-  async answer(turn, signal) {
+  async answer(turn, kept, signal) {
     try {
-      return await this.stream(turn, signal);
+      return await this.stream(turn, kept, signal);
     } catch (error) {
       if (this.settings.mode !== "chat" || !/no chat template/.test(error.message)) throw error;
     }
     this.settings.mode = "text";
-    turn.note.textContent = "This model has no chat template, so it continues the text as it stands.";
-    return this.stream(turn, signal);
+    turn.beginAsText(NO_TEMPLATE);
+    return this.stream(turn, kept, signal);
   }
 
-  async stream(turn, signal) {
+  async stream(turn, kept, signal) {
     const { mode, system, sampling } = this.settings;
-    const make = mode === "chat" ? chatRequest : textRequest;
-    const spoken = this.turns.map((one) => one.spoken);
+    const [make, form] = mode === "chat" ? [chatRequest, this.settings.fields] : [textRequest, {}];
+    const spoken = kept.tree.upTo(turn.record).map((record) => this.spoken(record, turn.record));
     const model = await this.getModel();
-    const { path, body, read } = make(spoken, { system, sampling: { model, ...sampling } });
-    let reason = "";
-    for await (const piece of generate({ path, body, read }, signal)) {
-      this.follow(() => turn.add(piece));
+    turn.record.model = model;
+    const options = { system, form, sampling: { model, ...sampling }, probabilities: this.probabilities };
+    const request = make(spoken, options);
+    let [reason, saved] = ["", performance.now()];
+    for await (const piece of generate(request, signal)) {
+      turn.add(piece);
+      this.drawSoon(turn);
       reason = piece.finish ?? reason;
+      if (performance.now() - saved < SAVE_MILLISECONDS) continue;
+      saved = performance.now();
+      turn.write();
+      this.save(kept);
     }
     return reason;
+  }
+
+  /** A turn as requests repeat it; the one that is asked for has no answer yet. */
+  spoken(record, asked) {
+    const { text, calls } = record === asked ? { text: "", calls: [] } : this.turnOf(record).answer;
+    return { ...record, answer: text, calls };
+  }
+
+  /** Draws once a frame, however fast pieces come. */
+  drawSoon(turn) {
+    this.frame ||= requestAnimationFrame(() => {
+      this.frame = 0;
+      this.follow(() => turn.draw(this.probabilities));
+    });
+  }
+
+  showProbabilities(shown) {
+    this.probabilities = shown;
+    for (const turn of this.turns.values()) turn.draw(shown);
+  }
+
+  save(kept) {
+    if (kept.isDeleted || !kept.tree.turns.size) return;
+    kept.updated = Date.now();
+    const { id, title, created, updated, tree } = kept;
+    this.onSave({ id, title, created, updated, ...tree.toJSON() });
   }
 
   /** Keeps the end in sight, unless the reader has gone back. */
@@ -161,4 +251,12 @@ export class Conversation {
   toEnd() {
     this.log.scrollTop = this.log.scrollHeight;
   }
+}
+
+function fresh() {
+  return { id: randomId(), title: "", created: Date.now(), updated: Date.now(), tree: new Tree() };
+}
+
+function codeOf(button) {
+  return button.closest(".code").querySelector("code").textContent.replace(/\n$/, "");
 }

@@ -4,27 +4,43 @@ import { Alternatives } from "./alternatives.js";
 import { health, request, setKey } from "./api.js";
 import { Conversation } from "./conversation.js";
 import { Figures } from "./figures.js";
+import { Files } from "./files.js";
+import { Library } from "./library.js";
 import { Settings } from "./settings.js";
+import { Store } from "./store.js";
 
 const POLL_MILLISECONDS = 1000;
+const PROBABILITIES_NAME = "runtime.probabilities";
 const find = (selector) => document.querySelector(selector);
 const [log, message, send, status] = ["#log", "#message", "#send", "#status"].map(find);
 
 const settings = new Settings(find("#settings"));
 const figures = new Figures(find("#figures"));
 new Alternatives(find("#alternatives"), log);
-const template = find("#turn");
-const conversation = new Conversation({ log, template, settings, getModel, onChange: showState, onError });
+const templates = { turn: find("#turn"), edit: find("#edit"), call: find("#call") };
+const onSave = (kept) => library.save(kept);
+const conversation = new Conversation({ log, templates, settings, getModel, onChange: showState, onSave, onError });
+const library = new Library({ element: find("#kept"), template: find("#kept-item"), store: new Store(), conversation });
 
 function showState() {
   const running = conversation.isRunning;
   document.body.classList.toggle("running", running);
-  document.body.classList.toggle("empty", !conversation.turns.length);
+  document.body.classList.toggle("empty", conversation.isEmpty);
   send.textContent = running ? "Stop" : "Send";
-  send.disabled = !running && !message.value.trim();
+  send.disabled = !running && !message.value.trim() && !files.all.length;
   message.rows = Math.min(8, message.value.split("\n").length); // for browsers that do not size fields by content
-  status.textContent = running ? "The model is answering." : conversation.turns.length ? "The answer is complete." : "";
+  status.textContent = running ? "The model is answering." : conversation.isEmpty ? "" : "The answer is complete.";
+  library.mark();
 }
+
+const files = new Files({
+  list: find("#attached"),
+  input: find("#composer input[type=file]"),
+  area: find("main"),
+  onChange: showState,
+  onRefusal: (words) => (find("#refused").textContent = words),
+});
+find("#attach").addEventListener("click", () => find("#composer input[type=file]").click());
 
 function onError(error) {
   if (error.status === 401) askKey();
@@ -34,8 +50,9 @@ function onError(error) {
 // The message
 
 function submit() {
-  if (!message.value.trim() || conversation.isRunning) return;
-  conversation.send(message.value);
+  if (send.disabled || conversation.isRunning) return;
+  if (!conversation.send({ user: message.value, files: files.all })) return;
+  files.take();
   message.value = "";
   showState();
 }
@@ -63,25 +80,35 @@ for (const example of document.querySelectorAll(".example")) {
 // The header
 
 find("#new").addEventListener("click", () => {
-  conversation.clear();
+  conversation.open();
   message.focus();
 });
-find("#probabilities").addEventListener("click", ({ currentTarget: button }) => {
-  const shown = document.body.classList.toggle("probabilities");
-  button.setAttribute("aria-pressed", String(shown));
-});
-const drawer = find("#drawer");
-function openDrawer(open) {
-  document.body.classList.toggle("drawer-open", open);
-  drawer.setAttribute("aria-expanded", String(open));
+const probabilities = find("#probabilities");
+function showProbabilities(shown) {
+  probabilities.setAttribute("aria-pressed", String(shown));
+  sessionStorage.setItem(PROBABILITIES_NAME, String(shown));
+  conversation.showProbabilities(shown);
 }
-drawer.addEventListener("click", () => openDrawer(!document.body.classList.contains("drawer-open")));
-find("#close-drawer").addEventListener("click", () => {
-  openDrawer(false);
-  drawer.focus();
-});
+probabilities.addEventListener("click", () => showProbabilities(!conversation.probabilities));
+showProbabilities(sessionStorage.getItem(PROBABILITIES_NAME) === "true");
+
+// Drawers, on narrow screens
+
+const drawers = ["kept", "side"].map((name) => ({ name, button: find(`[aria-controls=${name}]`) }));
+function openDrawer({ name, button }, open) {
+  document.body.classList.toggle(`${name}-open`, open);
+  button.setAttribute("aria-expanded", String(open));
+}
+for (const drawer of drawers) {
+  drawer.button.addEventListener("click", () => openDrawer(drawer, drawer.button.getAttribute("aria-expanded") !== "true"));
+  find(`#${drawer.name} .close`).addEventListener("click", () => {
+    openDrawer(drawer, false);
+    drawer.button.focus();
+  });
+}
+find("#kept ul").addEventListener("click", ({ target }) => target.closest(".open") && openDrawer(drawers[0], false));
 document.addEventListener("keydown", (event) => {
-  if (event.key === "Escape") openDrawer(false);
+  if (event.key === "Escape") for (const drawer of drawers) openDrawer(drawer, false);
 });
 
 // The key
@@ -138,4 +165,5 @@ async function poll() {
 }
 
 showState();
+library.begin();
 poll();

@@ -1,6 +1,7 @@
-// What the form beside the conversation says about sampling. Kept for as long as the tab lives.
+// The form beside the conversation: sampling, format of the answer, tools. Kept for as long as the tab lives.
 
 import { ApiError } from "./api.js";
+import { JsonField } from "./json_field.js";
 
 const STORE_NAME = "runtime.settings";
 
@@ -8,6 +9,8 @@ export class Settings {
   constructor(form) {
     this.form = form;
     this.numbers = [...form.querySelectorAll("input[type=number]")];
+    this.schema = new JsonField(form.elements.response_format, "object");
+    this.tools = new JsonField(form.elements.tools, "list");
     this.defaults = this.values();
     this.restore(JSON.parse(sessionStorage.getItem(STORE_NAME) ?? "{}"));
     form.addEventListener("input", (event) => this.changed(event.target));
@@ -33,13 +36,14 @@ export class Settings {
   }
 
   values() {
-    const named = ["mode", "system", ...this.numbers.map((input) => input.name)];
+    const named = ["mode", "system", "response_format", "tools", ...this.numbers.map((input) => input.name)];
     return Object.fromEntries(named.map((name) => [name, this.form.elements[name].value]));
   }
 
   restore(values) {
     for (const [name, value] of Object.entries(values)) this.form.elements[name].value = value;
     for (const input of this.numbers) this.slide(input);
+    for (const field of [this.schema, this.tools]) field.mark(field.check().problem);
     document.body.dataset.mode = this.mode;
   }
 
@@ -61,11 +65,20 @@ export class Settings {
     if (slider) slider.value = input.value === "" ? input.dataset.off : input.value;
   }
 
-  /** Shows which field the server refused. */
-  point(name) {
+  /** Shows which field the server refused, by the path of what was wrong in it. */
+  point(path) {
+    const fields = [...this.numbers, this.schema.element, this.tools.element];
     for (const input of this.numbers) input.toggleAttribute("aria-invalid", false);
-    const found = this.numbers.find((input) => input.name === name);
+    const found = fields.find(({ name }) => name === path?.split(/[.[]/)[0]);
     found?.setAttribute("aria-invalid", "true");
+    found?.closest("details")?.setAttribute("open", "");
+  }
+
+  /** Fields of a chat about its form: a schema that answers follow, tools that they may call. */
+  get fields() {
+    const [schema, tools] = [this.schema.value, this.tools.value];
+    const format = schema && { type: "json_schema", json_schema: { name: "answer", schema, strict: true } };
+    return { ...(format && { response_format: format }), ...(tools?.length && { tools }) };
   }
 
   /** The fields of a request. Empty ones and those that change nothing are left out; the server judges the others. */

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from tiers import examples
 
 from compress.common.errors import RequestError
-from runtime.core.request import MAX_BIAS, LogitBias, LogprobColumns, SamplingParams, TokenLogprobs
+from runtime.core.logit_bias import MAX_BIAS, LogitBias
+from runtime.core.request import LogprobColumns, SamplingParams, TokenLogprobs
 
 PAIRS = st.lists(
     st.tuples(st.integers(0, 2**31 - 1), st.floats(-MAX_BIAS, MAX_BIAS)), unique_by=lambda pair: pair[0]

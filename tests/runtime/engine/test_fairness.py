@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tiers import examples
 
 from runtime.core.config import RuntimeConfig
-from runtime.core.request import RequestOptions, SamplingParams, Sequence
+from runtime.core.request import Pooling, RequestOptions, SamplingParams, Sequence
 from runtime.engine.engine import Engine
 from runtime.engine.fairness import count_places, token_shares
 from runtime.engine.scheduler import Scheduler
@@ -34,7 +34,7 @@ def add(
 ) -> str:
     number = engine._num_requests
     prompt = [number % 50, number // 50 % 50, *range(num_tokens)]  # no two begin alike
-    options = RequestOptions(client=client, embed=embed, priority=priority)
+    options = RequestOptions(client=client, pooling=Pooling.MEAN if embed else Pooling.NONE, priority=priority)
     params = SamplingParams(**({"max_tokens": 0} if embed else sampling))
     return engine.add_request([token % 50 for token in prompt[:num_tokens]], params, options=options)
 

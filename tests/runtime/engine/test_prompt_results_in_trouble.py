@@ -8,7 +8,7 @@ from fake_runner import FakeRunner, expected_tokens
 from fault_injection import FaultInjection
 
 from runtime.core.config import RuntimeConfig
-from runtime.core.request import Delta, FinishReason, LogprobColumns, RequestOptions, SamplingParams
+from runtime.core.request import Delta, FinishReason, LogprobColumns, Pooling, RequestOptions, SamplingParams
 from runtime.core.step import StepOutput, StepPlan
 from runtime.engine.engine import Engine
 
@@ -27,7 +27,7 @@ class ScoringRunner(FakeRunner):
             slots = [self._slots[self._slot(entry, entry.start + i)] for i in range(entry.num_tokens)]
             if sequence.request.options.embed:
                 sums = [float(sum(token for token, _ in slots)), float(sum(position for _, position in slots))]
-                output.hidden_sums[sequence.id] = sums
+                output.pooled[sequence.id] = sums
             else:
                 followed = [slot for slot in slots if slot[1] + 1 < sequence.num_prompt_tokens]
                 scores = array("d", (-float(100 * p + t) for t, p in followed))
@@ -73,7 +73,9 @@ def test_every_prompt_is_covered_once(seed: int) -> None:
         prompt = [i % 3 for i in range(shared)] + [chance.randrange(4) for _ in range(own)]
         max_tokens = chance.choice([0, 1, 10])
         sampling = SamplingParams(max_tokens, seed=number, prompt_logprobs=0 if kind == "score" else None)
-        engine.add_request(prompt, sampling, str(number), RequestOptions(embed=kind == "embed"))
+        engine.add_request(
+            prompt, sampling, str(number), RequestOptions(pooling=Pooling.MEAN if kind == "embed" else Pooling.NONE)
+        )
         wanted[str(number)], deltas[str(number)] = (prompt, kind, max_tokens, number), []
         for _ in range(chance.randrange(4)):
             step(engine, deltas)

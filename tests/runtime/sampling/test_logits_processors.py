@@ -54,6 +54,7 @@ def test_tokens_follow_the_distribution(name):
     assert abs(chi_square(tokens, exact_distribution(row[0], draws[0]))) < 5
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("left_out", ["repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias"])
 def test_the_statistic_sees_when_one_is_missing(left_out):
     options = PENALTIES | BIAS

@@ -28,6 +28,7 @@ class ByteTokenizer:
 
     chat_template = "{% for message in messages %}<{{ message.role }}>{{ message.content }}\n{% endfor %}"
     special_ids: ClassVar[dict[str, int]] = {}
+    template_variables: ClassVar[set[str]] = {"messages"}
     special_tokens: ClassVar[dict[str, str]] = {"eos_token": "~"}
     vocab_size = 256
 
@@ -47,6 +48,9 @@ class ByteTokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         return bytes([token_id])
+
+    def tokens_with(self, text: str) -> list[int]:
+        return list(text.encode()) if len(text.encode()) == 1 else []
 
 
 class AlphabetEngine:

@@ -7,17 +7,22 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from http.client import HTTPResponse
-from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from fastapi import FastAPI
+from pydantic import BaseModel, ValidationError
+from pydantic.json_schema import models_json_schema
 from servers import post_head, running, send_raw, url_of
 
+import runtime.server
 from compress.common.cli import tool_version
 from runtime.core.config import Limits
-from runtime.server.completions import MAX_INPUTS
 from runtime.server.drain import create_server
+from runtime.server.protocol.generation import MAX_INPUTS
+from runtime.server.routes.registry import route_families
 from runtime.text.grammar import MAX_CHARACTERS
 
 KEY = "open sesame"
@@ -26,14 +31,21 @@ BEARER = {"Authorization": f"Bearer {KEY}"}
 LIMITS = Limits(100, max_requests=4, max_body_bytes=5_000)
 IMPATIENT = Limits(100, client_seconds=0.1, queue_seconds=0.1, request_seconds=0.2)
 COMPLETION = {"model": "alphabet", "prompt": "Z", "max_tokens": 9}
+CONVERSATION = {"model": "alphabet", "messages": [{"role": "user", "content": "Z"}]}
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": COMPLETION,
-    "/v1/chat/completions": {"model": "alphabet", "messages": [{"role": "user", "content": "Z"}], "max_tokens": 9},
+    "/v1/chat/completions": {**CONVERSATION, "max_tokens": 9},
+    "/v1/messages": {**CONVERSATION, "max_tokens": 9},
+    "/v1/responses": {"model": "alphabet", "input": "Z", "max_output_tokens": 9},
+    "/v1/messages/count_tokens": CONVERSATION,
     "/v1/embeddings": {"model": "alphabet", "input": "Z"},
+    "/v1/rerank": {"model": "alphabet", "query": "Z", "documents": ["Y"]},
+    "/score": {"model": "alphabet", "text_1": "Z", "text_2": "Y"},
     "/tokenize": {"prompt": "Z"},
     "/detokenize": {"tokens": [65]},
 }
-GENERATIONS = tuple(BODIES)[:2]
+GENERATIONS = tuple(BODIES)[:4]
+BODIES_OF_ROUTES = [body for family in route_families() for body in family.bodies]
 
 
 @dataclass
@@ -69,6 +81,16 @@ def ask(alphabet_parts: Any) -> Iterator[Callable[..., Asked]]:
         yield serve
 
 
+def test_models_of_requests_and_answers_have_names_of_their_own(alphabet_parts: Any) -> None:
+    app, *_ = alphabet_parts()
+    answers = FastAPI.openapi(app)["components"]["schemas"]
+    requests = models_json_schema([(kind, "validation") for kind in BODIES_OF_ROUTES])[1]["$defs"]
+    assert "ResponseObject" in answers
+    assert "ResponsesRequest" in requests
+    assert sorted(answers.keys() & requests.keys()) == []
+    assert [name for name in (*answers, *requests) if "__" in name] == []
+
+
 def statuses_described(asked: Asked) -> dict[str, set[int]]:
     """The statuses that the description lists for each path; all paths have one method."""
     paths = asked.api.get("/openapi.json", headers=BEARER).json()["paths"]
@@ -77,7 +99,7 @@ def statuses_described(asked: Asked) -> dict[str, set[int]]:
 
 def statuses_in_sources() -> set[int]:
     """Statuses of refusals in the code of the server."""
-    trees = [ast.parse(file.read_text()) for file in files("runtime.server").iterdir() if file.name.endswith(".py")]
+    trees = [ast.parse(file.read_text()) for file in Path(runtime.server.__file__).parent.rglob("*.py")]
     calls = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call) and node.args]
     refusals = [call for call in calls if getattr(call.func, "id", "") in ("ApiError", "error_response")]
     return {call.args[0].value for call in refusals if isinstance(call.args[0], ast.Constant)}
@@ -144,3 +166,14 @@ def test_limits_have_their_numbers(ask: Any) -> None:
         assert several["items"]["maxItems"] == LIMITS.max_model_len
     version = asked.api.get("/version", headers=BEARER).json()["version"]
     assert version == description["info"]["version"] == tool_version()
+
+
+@pytest.mark.parametrize("kind", BODIES_OF_ROUTES, ids=lambda kind: kind.__name__)
+def test_optional_fields_may_be_null(kind: type[BaseModel]) -> None:
+    optional = {field.alias or name: None for name, field in kind.model_fields.items() if not field.is_required()}
+    required = {name for name, field in kind.model_fields.items() if field.is_required()}
+    try:
+        kind.model_validate(optional)
+    except ValidationError as error:
+        wrong = {each["loc"][0] for each in error.errors() if each["loc"]}
+        assert wrong <= required

@@ -15,7 +15,7 @@ import pytest
 from runtime_command import serving
 
 from compress.common.cli import demo_model_path
-from runtime.server.completions import MAX_INPUTS
+from runtime.server.protocol.generation import MAX_INPUTS
 
 pytestmark = pytest.mark.full
 

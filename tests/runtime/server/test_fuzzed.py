@@ -24,8 +24,8 @@ from servable_bodies import brief, of_one_kind, servable
 from servers import is_idle, serving_demo
 from tiers import examples
 
-from runtime.server.protocol import CompletionRequest
-from runtime.server.protocol_chat import ChatRequest
+from runtime.server.protocol.chat import ChatRequest
+from runtime.server.protocol.generation import CompletionRequest
 
 EXAMPLES = 100
 JSON_VALUES = st.recursive(
@@ -124,7 +124,7 @@ CHECKS = [
 # What a JSON schema cannot say: prompts that are too long for the context, token ids beyond the vocabulary, more
 # answers than the queue has places, fields that contradict each other.
 BEYOND_A_SCHEMA = {"context_length_exceeded", "empty_prompt", "too_many_answers", "contradiction", "refused"}
-GENERATIONS = ("/v1/completions", "/v1/chat/completions")
+GENERATIONS = ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses")
 VOCABULARY = 256  # ids that every tokenizer has
 BOUNDED = settings(deadline=None, max_examples=3, derandomize=True, suppress_health_check=list(HealthCheck))
 LONG = settings(BOUNDED, max_examples=300, derandomize=False)

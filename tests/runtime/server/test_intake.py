@@ -12,13 +12,14 @@ import pytest
 from servers import answer
 
 from compress.common.errors import RequestError
-from runtime.server.chat import prepare_chat
-from runtime.server.completions import MAX_INPUTS, prepare_completion, prepare_inputs
 from runtime.server.errors import ApiError
 from runtime.server.intake import LONG_BYTES, Prepare, ServedText, outcome_of
-from runtime.server.protocol import MAX_CHOICES
-from runtime.server.protocol_chat import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS
-from runtime.server.tokenize import answer_tokenize
+from runtime.server.protocol.chat import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS
+from runtime.server.protocol.generation import MAX_CHOICES, MAX_INPUTS
+from runtime.server.routes.chat import prepare_chat
+from runtime.server.routes.completions import prepare_completion
+from runtime.server.routes.embeddings import prepare_inputs
+from runtime.server.routes.tokenize import answer_tokenize
 
 COMPLETION = {"model": "alphabet", "prompt": "Z", "max_tokens": 1}
 DEEP_BYTES = 9_000  # bytes that the server takes, and more levels than Python's stack has

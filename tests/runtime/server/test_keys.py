@@ -158,6 +158,11 @@ def limited(serve_alphabet: Serve, tmp_path: Path) -> tuple[httpx.Client, Any]:
     return httpx.Client(base_url=url, timeout=20), engine
 
 
+def test_a_key_comes_in_either_header(limited: tuple[httpx.Client, Any]) -> None:
+    sent: list[dict[str, str]] = [bearer("free"), {"x-api-key": "free"}, {"X-Api-Key": "other"}, {}]
+    assert [limited[0].get("/v1/models", headers=each).status_code for each in sent] == [200, 200, 401, 401]
+
+
 def check_limited(response: httpx.Response) -> None:
     assert response.status_code == 429
     assert response.json()["error"]["code"] == "rate_limit_exceeded"

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiers import examples
 
+from runtime.server.answers import BLOCK_CHARACTERS, blocks
 from runtime.server.response_models import ITEMS_AT_ONCE, json_pieces
-from runtime.server.serving import BLOCK_CHARACTERS, blocks
 
 
 class Items(list):

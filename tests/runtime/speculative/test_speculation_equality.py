@@ -28,6 +28,7 @@ REQUESTS = [
     (PROMPTS[2], replace(SEEDED, top_p=0.9, top_k=40, presence_penalty=0.5, frequency_penalty=0.2, max_tokens=17)),
     (PROMPTS[2], replace(GREEDY, repetition_penalty=1.3, logprobs=2, max_tokens=23)),
     (PROMPTS[1], replace(SEEDED, min_p=0.05, logit_bias=((5, 3.0), (6, -100.0)), seed=8)),
+    (PROMPTS[0], replace(SEEDED, typical_p=0.8, xtc_probability=0.5, dry_multiplier=0.8, dry_allowed_length=1, n=2)),
 ]
 
 

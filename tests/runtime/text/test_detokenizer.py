@@ -119,7 +119,7 @@ def test_fallback_bytes_wait_for_their_character(metaspace: Tokenizer) -> None:
     assert [piece for piece in pieces if piece] == ["the", "你", "😀", "é", "s"]
 
 
-def feed(stop: list[str], pieces: list[str]) -> tuple[str, bool]:
+def feed(stop: list[str], pieces: list[str]) -> tuple[str, str]:
     matcher = StopMatcher(stop)
     text = "".join(matcher.push(piece) for piece in pieces)
     return text + matcher.flush(), matcher.matched
@@ -131,7 +131,7 @@ def test_a_stop_string_is_found_wherever_the_text_is_cut(first: int, second: int
     text = "hello<stop>there"
     cuts = sorted({first, first + second})
     pieces = [text[a:b] for a, b in pairwise([0, *cuts, len(text)])]
-    assert feed(["<stop>"], pieces) == ("hello", True)
+    assert feed(["<stop>"], pieces) == ("hello", "<stop>")
 
 
 def test_nothing_of_a_stop_string_leaks_and_nothing_else_is_held() -> None:
@@ -148,21 +148,22 @@ def test_nothing_of_a_stop_string_leaks_and_nothing_else_is_held() -> None:
 
 
 def test_text_held_at_the_end_comes_out() -> None:
-    assert feed(["\n\n"], ["a", "\n"]) == ("a\n", False)
+    assert feed(["\n\n"], ["a", "\n"]) == ("a\n", "")
 
 
 def test_the_stop_that_is_complete_first_wins_however_the_text_arrives() -> None:
-    assert feed(["abcd", "bc"], ["abcd"]) == ("a", True)
-    assert feed(["abcd", "bc"], list("abcd")) == ("a", True)
+    assert feed(["abcd", "bc"], ["abcd"]) == ("a", "bc")
+    assert feed(["abcd", "bc"], list("abcd")) == ("a", "bc")
 
 
-def first_stop(text: str, stop: list[str]) -> tuple[str, bool]:
+def first_stop(text: str, stop: list[str]) -> tuple[str, str]:
     """The definition: read character by character until the text ends with a stop string."""
     for end in range(1, len(text) + 1):
         ending = [s for s in stop if text[:end].endswith(s)]
         if ending:
-            return text[: end - max(map(len, ending))], True
-    return text, False
+            found = max(ending, key=len)
+            return text[: end - len(found)], found
+    return text, ""
 
 
 @given(

@@ -13,20 +13,17 @@ from tiers import examples
 
 from compress.common.cli import demo_model_path
 from compress.common.errors import RequestError
+from runtime.text.call_head import JsonEnd
 from runtime.text.grammar import GrammarCompiler
+from runtime.text.json_calls import JsonToolFormat
+from runtime.text.pieces import CallArguments, CallStart, Piece, joined
 from runtime.text.tokenizer import Tokenizer
-from runtime.text.tool_parser import JsonEnd, Piece, ToolCall, ToolCallParser
-from runtime.text.tools import (
-    HERMES,
-    LLAMA,
-    MISTRAL,
-    ToolFormat,
-    allowed_calls,
-    describe_tools,
-    find_format,
-    forced_calls,
-    mentions_tools,
-)
+from runtime.text.tool_formats.hermes import HERMES
+from runtime.text.tool_formats.llama import LLAMA
+from runtime.text.tool_formats.mistral import MISTRAL
+from runtime.text.tool_grammar import allowed_calls, forced_calls
+from runtime.text.tool_parser import ToolCallParser
+from runtime.text.tools import concatenates_arguments, describe_tools, find_format, mentions_tools
 
 PARAMETERS = {
     "type": "object",
@@ -49,17 +46,15 @@ TOKENIZER = Tokenizer.open(demo_model_path())
         ("{% if builtin_tools or tools %}<|python_tag|>{% endif %}", LLAMA),
     ],
 )
-def test_the_template_tells_the_format(template: str, tool_format: ToolFormat) -> None:
+def test_the_template_tells_the_format(template: str, tool_format: JsonToolFormat) -> None:
     assert find_format(template) is tool_format
 
 
 @pytest.mark.parametrize(
     "template",
     [
-        "{{ tools }} <tool_call><function=name><parameter=a>",
-        "{{ tools }} [TOOL_CALLS]name[ARGS]",
         "{{ tools }} {{ '[TOOL_CALLS]' + name + arguments }}",
-        "{{ tools }} <tool_call>{{ name }}<arg_key>",
+        "{{ tools }} <TOOLCALL>[{{ call }}]</TOOLCALL>",
         "{{ tools }} in some other way",
     ],
 )
@@ -77,10 +72,11 @@ def test_a_word_that_contains_tools_is_no_mention() -> None:
 @pytest.mark.parametrize("tool_format", [HERMES, LLAMA, MISTRAL], ids=lambda f: f.name)
 @pytest.mark.parametrize("tags_are_special", [False, True])
 def test_what_the_grammar_allows_the_parser_finds(
-    tool_format: ToolFormat, several: bool, tags_are_special: bool
+    tool_format: JsonToolFormat, several: bool, tags_are_special: bool
 ) -> None:
     """Random allowed tokens. Special tokens 1 and 2 of the demo model stand for tags here."""
-    special = {tool_format.opening: 1, tool_format.closing: 2} if tags_are_special else {}
+    tags = [tag for tag in (tool_format.opening, tool_format.closing) if len(tag) > 1]
+    special = {tag: number for number, tag in enumerate(tags, start=1)} if tags_are_special else {}
     grammar = forced_calls(tool_format, TOOLS, special, several=several)
     compiler = GrammarCompiler(TOKENIZER, TOKENIZER.vocab_size)
     spelled = {token_id: text for text, token_id in special.items()}
@@ -91,16 +87,16 @@ def test_what_the_grammar_allows_the_parser_finds(
             token = 0 if mask[0] & 1 else choose.choice([i for i in range(8192) if mask[i // 8] >> i % 8 & 1])
             assert constraint.accept([token]) == 1
             text += b"" if token == 0 else spelled[token].encode() if token in spelled else TOKENIZER.token_bytes(token)
-        parser = ToolCallParser(tool_format)
-        pieces = parser.push(text.decode()) + parser.flush()
+        pieces = parse(tool_format, [text.decode()])
         assert pieces
-        for piece in pieces:
-            assert isinstance(piece, ToolCall)
-            assert piece.name in ("weather", "now")
-            if piece.name == "weather":
-                validate(json.loads(piece.arguments), PARAMETERS)
+        for start, arguments in zip(pieces[::2], pieces[1::2], strict=True):
+            assert isinstance(start, CallStart)
+            assert isinstance(arguments, CallArguments)
+            assert start.name in ("weather", "now")
+            if start.name == "weather":
+                validate(json.loads(arguments.text), PARAMETERS)
             else:
-                assert piece.arguments == "{}"
+                assert json.loads(arguments.text) == {}
 
 
 GOOD = {"name": "weather", "arguments": {"city": "Rome", "days": 2}}
@@ -108,15 +104,17 @@ BAD = {"name": "weather", "arguments": {"city": "Oslo", "days": 2}}
 UNKNOWN = {"name": "other", "arguments": {}}
 
 
-def say(tool_format: ToolFormat, call: dict, *, tag: bool = True) -> str:
-    text = json.dumps(call).replace("arguments", tool_format.arguments)
-    text = f"[{text}]" if tool_format.is_list else f"\n{text}\n" if tool_format.closing else text
-    return f"{tool_format.opening if tag else ''}{text}{tool_format.closing}"
+def say(tool_format: JsonToolFormat, call: dict, *, tag: bool = True) -> str:
+    text = json.dumps(call).replace("arguments", tool_format.key or "")
+    text = f"[{text}]" if tool_format.bare == "[" else f"\n{text}\n" if tool_format.closing else text
+    return f"{tool_format.opening if tag else ''}{text}{tool_format.closing.removeprefix(']')}"
 
 
 @pytest.mark.parametrize("tool_format", [HERMES, LLAMA, MISTRAL], ids=lambda f: f.name)
 @pytest.mark.parametrize("is_special", [False, True])
-def test_strict_tools_leave_text_free_and_hold_calls_to_their_schema(tool_format: ToolFormat, is_special: bool) -> None:
+def test_strict_tools_leave_text_free_and_hold_calls_to_their_schema(
+    tool_format: JsonToolFormat, is_special: bool
+) -> None:
     opening = tool_format.opening
     special = {opening: 1} if is_special else {}
     compiler = GrammarCompiler(TOKENIZER, TOKENIZER.vocab_size)
@@ -132,7 +130,7 @@ def test_strict_tools_leave_text_free_and_hold_calls_to_their_schema(tool_format
         assert is_allowed(text), text
     for text in (say(tool_format, BAD), say(tool_format, UNKNOWN), "Well, " + say(tool_format, BAD), opening):
         assert not is_allowed(text), text
-    if tool_format.is_bare:
+    if tool_format.bare:
         assert is_allowed(say(tool_format, GOOD, tag=False))
         assert not is_allowed(say(tool_format, BAD, tag=False))
 
@@ -155,37 +153,37 @@ def test_tools_in_words_for_templates_without_them() -> None:
     assert describe_tools(conversation[:2], []) == conversation[:2]
 
 
+def test_templates_that_join_arguments_with_texts() -> None:
+    assert concatenates_arguments("{{ '<sep>' + tool['function']['arguments'] + '<end>' }}")
+    assert concatenates_arguments("{{ '<sep>' + call.function.arguments }}")
+    assert not concatenates_arguments("{{ '<sep>' + (call.function.arguments | tojson) + '<end>' }}")
+    assert not concatenates_arguments("{{ call.function.arguments }}")
+
+
 TRICKY = {"text": '</tool_call> }{ ][ \\ " [TOOL_CALLS]', "deep": [{"a": [1, {}]}]}
 FORMATS = st.sampled_from([HERMES, LLAMA, MISTRAL])
 VALUES = st.none() | st.integers() | st.text(max_size=8) | st.just(TRICKY)
 ARGUMENTS = st.dictionaries(st.text(max_size=4), VALUES, max_size=2)
 
 
-def parse(tool_format: ToolFormat, pieces: Iterable[str], *, several: bool = True) -> list[Piece]:
-    """All pieces, texts that follow each other joined."""
+def parse(tool_format: JsonToolFormat, pieces: Iterable[str], *, several: bool = True) -> list[Piece]:
+    """All pieces, those that follow each other joined."""
     parser = ToolCallParser(tool_format, several=several)
-    found = [piece for text in pieces for piece in parser.push(text)] + parser.flush()
-    joined: list[Piece] = []
-    for piece in found:
-        if isinstance(piece, str) and joined and isinstance(joined[-1], str):
-            joined[-1] += piece
-        else:
-            joined.append(piece)
-    return joined
+    return joined([piece for text in pieces for piece in parser.push(text)] + parser.flush())
 
 
-def write(tool_format: ToolFormat, calls: list[tuple[str, dict]]) -> str:
+def write(tool_format: JsonToolFormat, calls: list[tuple[str, dict]]) -> str:
     """Calls as models of this format write them."""
-    texts = [json.dumps({"name": name, tool_format.arguments: arguments}) for name, arguments in calls]
-    if tool_format.is_list:
+    texts = [json.dumps({"name": name, tool_format.key or "": arguments}) for name, arguments in calls]
+    if tool_format.bare == "[":
         return f"{tool_format.opening} [{', '.join(texts)}]"
     if tool_format.closing:
         return "\n".join(f"{tool_format.opening}\n{text}\n{tool_format.closing}" for text in texts)
     return tool_format.opening + "; ".join(texts)
 
 
-def call(name: str, arguments: dict) -> ToolCall:
-    return ToolCall(name, json.dumps(arguments, ensure_ascii=False))
+def call(name: str, arguments: dict) -> list[Piece]:
+    return [CallStart(name), CallArguments(json.dumps(arguments))]
 
 
 @given(
@@ -196,12 +194,13 @@ def call(name: str, arguments: dict) -> ToolCall:
 )
 @examples(150)
 def test_calls_come_out_as_they_were_meant(
-    tool_format: ToolFormat, calls: list[tuple[str, dict]], before: str, cuts: list[int]
+    tool_format: JsonToolFormat, calls: list[tuple[str, dict]], before: str, cuts: list[int]
 ) -> None:
     text = before + write(tool_format, calls)
     ends = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
     pieces = [text[start:end] for start, end in pairwise(ends)]
-    expected = ([before.rstrip()] if before.strip() else []) + [call(name, arguments) for name, arguments in calls]
+    expected: list[Piece] = [before.rstrip()] if before.strip() else []
+    expected += [piece for name, arguments in calls for piece in call(name, arguments)]
     assert parse(tool_format, pieces) == expected
 
 
@@ -211,20 +210,20 @@ FRAGMENTS += [*'{}[]"\\', *(write(f, [("f", TRICKY)]).removeprefix(f.opening) fo
 
 @given(text=st.lists(st.sampled_from(FRAGMENTS), max_size=12).map("".join), tool_format=FORMATS, several=st.booleans())
 @examples(400)
-def test_any_text_gives_the_same_at_every_split(text: str, tool_format: ToolFormat, several: bool) -> None:
+def test_any_text_gives_the_same_at_every_split(text: str, tool_format: JsonToolFormat, several: bool) -> None:
     whole = parse(tool_format, [text], several=several)
     assert parse(tool_format, list(text), several=several) == whole
     for middle in range(0, len(text), 7):
         assert parse(tool_format, [text[:middle], text[middle:]], several=several) == whole
-    if not any(isinstance(piece, ToolCall) for piece in whole):
+    if not any(isinstance(piece, CallStart) for piece in whole):
         assert "".join(whole) == text  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("tool_format", [HERMES, LLAMA, MISTRAL], ids=lambda f: f.name)
-def test_every_split_point_of_one_answer(tool_format: ToolFormat) -> None:
+def test_every_split_point_of_one_answer(tool_format: JsonToolFormat) -> None:
     text = f"Well, {write(tool_format, [('f', TRICKY), ('g', {})])} and so on"
     expected = parse(tool_format, [text])
-    assert [piece for piece in expected if isinstance(piece, ToolCall)] == [call("f", TRICKY), call("g", {})]
+    assert expected == ["Well,", *call("f", TRICKY), *call("g", {}), " and so on"]
     for middle in range(len(text) + 1):
         assert parse(tool_format, [text[:middle], text[middle:]]) == expected
 
@@ -235,20 +234,32 @@ def test_every_split_point_of_one_answer(tool_format: ToolFormat) -> None:
         (HERMES, "just text \n", ["just text \n"]),
         (HERMES, "", []),
         (HERMES, '<tool_call>{"name": "f", "arg', ['<tool_call>{"name": "f", "arg']),
-        (HERMES, '<tool_call>{"name": "f", "arguments": {}}', [call("f", {})]),
-        (HERMES, '<tool_call>{"name": "f", "arguments": {}}</tool_c', [call("f", {})]),
+        (HERMES, '<tool_call>{"name": "f", "arguments": {}}', call("f", {})),
+        (HERMES, '<tool_call>{"name": "f", "arguments": {}}</tool_c', call("f", {})),
         (HERMES, '<tool_call>no</tool_call><tool_call>{"name": "f", "arguments": {}}', None),
         (HERMES, '<tool_call>{"name": "f", "arguments": [1]}</tool_call>', None),
         (HERMES, '<tool_call>{"arguments": {}}</tool_call>', None),
-        (LLAMA, '{"name": "f", "parameters": {"q": 1}}', [call("f", {"q": 1})]),
+        (HERMES, '<tool_call>{"name": "", "arguments": {}}</tool_call>', None),
+        (HERMES, '<tool_call>{"arguments": {"q": 1}, "name": "f"}</tool_call>', call("f", {"q": 1})),
+        (HERMES, '<tool_call>{"id": 3, "name": "f", "arguments": {"q": 1}}</tool_call>', call("f", {"q": 1})),
+        (
+            HERMES,
+            '<tool_call>{"name": "f", "arguments": {"q": 1}, "id": "}"}</tool_call>.',
+            [*call("f", {"q": 1}), "."],
+        ),
+        (HERMES, '<tool_call>{"name": "f", "arguments": {"q": 1} no', [*call("f", {"q": 1}), " no"]),
+        (HERMES, '<tool_call>{"name": "f", "arguments": {"q', [CallStart("f"), CallArguments('{"q')]),
+        (HERMES, '<tool_call>{"name": "f", "arguments": {q}}', [CallStart("f"), CallArguments("{q}")]),
+        (HERMES, '<tool_call>{"name": "f", "arguments": "{}"}', None),
+        (LLAMA, '{"name": "f", "parameters": {"q": 1}}', call("f", {"q": 1})),
         (LLAMA, '{"answer": 42} is JSON', ['{"answer": 42} is JSON']),
         (LLAMA, 'I say {"name": "f", "parameters": {}}', ['I say {"name": "f", "parameters": {}}']),
-        (MISTRAL, '[{"name": "f", "arguments": {}}]', [call("f", {})]),
+        (MISTRAL, '[{"name": "f", "arguments": {}}]', call("f", {})),
         (MISTRAL, "[1, 2] is a list", ["[1, 2] is a list"]),
         (MISTRAL, "[TOOL_CALLS] []", ["[TOOL_CALLS] []"]),
     ],
 )
-def test_what_is_a_call_and_what_is_text(tool_format: ToolFormat, text: str, expected: list[Piece] | None) -> None:
+def test_what_is_a_call_and_what_is_text(tool_format: JsonToolFormat, text: str, expected: list[Piece] | None) -> None:
     found = parse(tool_format, [text])
     if expected is None:  # what is no call is text as it stands; a call may follow it
         assert isinstance(found[0], str)
@@ -259,15 +270,21 @@ def test_what_is_a_call_and_what_is_text(tool_format: ToolFormat, text: str, exp
 
 def test_one_call_is_enough_when_asked_for_one() -> None:
     text = write(HERMES, [("f", {}), ("g", {})]) + " more"
-    assert parse(HERMES, list(text), several=False) == [call("f", {})]
-    assert parse(MISTRAL, [write(MISTRAL, [("f", {}), ("g", {})])], several=False) == [call("f", {})]
+    assert parse(HERMES, list(text), several=False) == call("f", {})
+    assert parse(MISTRAL, [write(MISTRAL, [("f", {}), ("g", {})])], several=False) == call("f", {})
 
 
 @given(value=st.recursive(st.text(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)), rest=st.text())
 @examples(200)
 def test_json_ends_where_it_ends(value: object, rest: str) -> None:
     text = json.dumps([value])
-    end = JsonEnd()
-    for length in range(1, len(text)):
-        assert end.find(text[:length]) is None
-    assert end.find(text + rest) == len(text)
+    for size in (1, 2, 7):
+        end, found = JsonEnd(), None
+        for start in range(0, len(text) + len(rest), size):
+            part = (text + rest)[start : start + size]
+            found = end.feed(part)
+            if found is not None:
+                assert start + found == len(text)
+                break
+        assert found is not None
+    assert JsonEnd().feed(text[:-1]) is None

@@ -1,0 +1,39 @@
+"""Parameters of DRY: penalties for tokens that would continue a repetition. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from compress.common.cli import option
+
+
+@dataclass(frozen=True, kw_only=True)
+class DryParams:
+    """Penalties for tokens that would continue a repetition."""
+
+    dry_multiplier: float = option(
+        "--dry-multiplier",
+        default=0.0,
+        help="Penalizes tokens that would continue a repetition by M * BASE^(length - allowed length); 0 is off.",
+    )
+    dry_base: float = option("--dry-base", default=1.75, help="Growth of that penalty with each repeated token.")
+    dry_allowed_length: int = option(
+        "--dry-allowed-length", default=2, min=1, help="Repeated tokens from which on the penalty applies."
+    )
+    dry_penalty_last_n: int = option(
+        "--dry-penalty-last-n", default=-1, min=-1, help="Tokens searched for repetitions; -1 is the whole context."
+    )
+
+    @property
+    def has_dry(self) -> bool:
+        """Whether repetitions are penalized."""
+        return self.dry_multiplier > 0 and self.dry_penalty_last_n != 0
+
+    def dry_rules(self) -> list[tuple[str, bool, str]]:
+        """Returns name, whether the value fits, and the rule of each number."""
+        return [
+            ("dry_multiplier", 0 <= self.dry_multiplier <= 100, "between 0 and 100"),
+            ("dry_base", 1 <= self.dry_base <= 10, "between 1 and 10"),
+            ("dry_allowed_length", self.dry_allowed_length >= 1, "1 or more"),
+            ("dry_penalty_last_n", self.dry_penalty_last_n >= -1, "0 or more, or -1 for the whole context"),
+        ]

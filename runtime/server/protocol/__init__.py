@@ -1,0 +1,1 @@
+"""Bodies of requests: what several routes share."""

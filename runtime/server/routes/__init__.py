@@ -1,0 +1,1 @@
+"""One file for each family of routes, its bodies and objects beside it; `registry` imports them all."""

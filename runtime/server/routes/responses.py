@@ -1,0 +1,179 @@
+"""`/v1/responses`: chats in the form of OpenAI's newer API. Nothing is stored."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from runtime.core.request import Delta, FinishReason
+from runtime.server.answers import Deltas, chain
+from runtime.server.errors import ApiError
+from runtime.server.intake import ServedText, Tokenizer, described
+from runtime.server.protocol.chat import ChatRequest
+from runtime.server.response_models import MAY_STREAM, TokenLogprob
+from runtime.server.routes.chat import PreparedChat, chat_logprobs, prepare_conversation
+from runtime.server.routes.protocol_responses import ResponsesRequest
+from runtime.server.routes.registry import register
+from runtime.server.routes.response_items import Event, ItemWriter, event
+from runtime.server.routes.response_object import ResponseObject
+from runtime.server.serving import Service
+from runtime.text.answer_form import ReasoningCounter
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedResponse:
+    """A checked body of `/v1/responses`.
+
+    Attributes:
+        echoed: fields of the request that its answer repeats.
+    """
+
+    chat: PreparedChat
+    echoed: dict[str, Any]
+
+
+@dataclass
+class ResponseAnswer:
+    """Writes one answer as a response object, whole or as its events.
+
+    Attributes:
+        envelope: `id`, `created_at`, `model` and what the request said.
+    """
+
+    envelope: dict[str, Any]
+    chat: PreparedChat
+    tokenizer: Tokenizer
+    writer: ItemWriter = field(init=False)
+    reasoning: ReasoningCounter = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.writer = ItemWriter(self.chat.form)
+        self.reasoning = ReasoningCounter(self.chat.form, self.tokenizer.token_bytes)
+
+    async def whole(self, deltas: Deltas) -> dict[str, Any]:
+        output = Delta(self.envelope["id"])
+        async with aclosing(deltas):
+            async for _, delta in deltas:
+                output.append(delta)
+        for _ in self.item_events(output.text, output.finish_reason, []):
+            pass
+        self.reasoning.add(0, output.token_ids)
+        if self.chat.with_logprobs:  # long lists are written as they are sent
+            message = self.writer.items[-1]
+            (part,) = message["content"]
+            message["content"] = iter([{**part, "logprobs": self.logprobs(output)}])
+        return {**self.response(output), "output": iter(self.writer.items)}
+
+    async def events(self, first: tuple[int, Delta], deltas: Deltas) -> AsyncGenerator[bytes, None]:
+        """Yields server-sent events. An error after the first token is an event, too."""
+        number = 0
+        began = self.response(None)
+        try:
+            for name in ("response.created", "response.in_progress"):
+                yield event(name, number, response=began)
+                number += 1
+            async with aclosing(chain(first, deltas)) as rest:
+                async for _, delta in rest:
+                    for name, fields in self.item_events(delta.text, delta.finish_reason, list(self.logprobs(delta))):
+                        yield event(name, number, **fields)
+                        number += 1
+                    self.reasoning.add(0, delta.token_ids)
+                    if delta.finish_reason is not None:
+                        last = self.response(delta)
+                        yield event(f"response.{last['status']}", number, response=last)
+        except ApiError as error:
+            failed = {**began, "status": "failed", "error": {"code": "server_error", "message": error.detail}}
+            yield event("response.failed", number, response=failed)
+
+    def item_events(self, text: str, reason: FinishReason | None, logprobs: list[Any]) -> Iterator[Event]:
+        """Yields the events of new text, and of the ends of items with the last."""
+        yield from self.writer.push(text, logprobs)
+        if reason is not None:
+            yield from self.writer.flush(is_complete=reason is not FinishReason.LENGTH)
+
+    def logprobs(self, delta: Delta) -> Iterator[TokenLogprob]:
+        pairs = zip(delta.token_ids, delta.logprobs, strict=True) if self.chat.with_logprobs else ()
+        return chat_logprobs(self.tokenizer, pairs)
+
+    def response(self, last: Delta | None) -> dict[str, Any]:
+        """Returns the object as it is before the first token, or at the end."""
+        if last is None:
+            return {**self.envelope, "status": "in_progress", "output": [], "usage": None}
+        is_cut = last.finish_reason is FinishReason.LENGTH
+        ended: dict[str, Any] = {"status": "incomplete" if is_cut else "completed", "output": self.writer.items}
+        if is_cut:
+            ended["incomplete_details"] = {"reason": "max_output_tokens"}
+        return {**self.envelope, **ended, "usage": usage_of(last, self.reasoning.count)}
+
+
+def usage_of(last: Delta, num_reasoning_tokens: int) -> dict[str, Any]:
+    return {
+        "input_tokens": last.num_prompt_tokens,
+        "input_tokens_details": {"cached_tokens": last.num_cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": last.num_output_tokens,
+        "output_tokens_details": {"reasoning_tokens": num_reasoning_tokens},
+        "total_tokens": last.num_prompt_tokens + last.num_output_tokens,
+    }
+
+
+def prepare_response(served: ServedText, raw: bytes) -> PreparedResponse:
+    """As `prepare_chat`."""
+    body = served.parse(raw, ResponsesRequest)
+    chat = prepare_conversation(served, served.validate(body.as_chat(), ChatRequest))
+    if body.wants_logprobs and not chat.form.is_plain:
+        message = (
+            "Log-probabilities are reported of answers without tools and reasoning only. Ask /v1/chat/completions."
+        )
+        raise ApiError(400, message, "include", "refused")
+    return PreparedResponse(chat, echo(body))
+
+
+def echo(body: ResponsesRequest) -> dict[str, Any]:
+    """Returns the fields of a request that its answer repeats, with their defaults."""
+    written = body.model_dump(by_alias=True, exclude_none=True)
+    text = {"format": {"type": "text"}} | written.get("text", {})
+    tools = [{"description": None, "parameters": None, "strict": None, **tool} for tool in written.get("tools", ())]
+    return {
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "metadata": body.metadata or {},
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "reasoning": {"effort": None, "summary": None} | written.get("reasoning", {}),
+        "temperature": 1.0 if body.temperature is None else body.temperature,
+        "text": text,
+        "tool_choice": written.get("tool_choice", "auto"),
+        "tools": tools,
+        "top_logprobs": body.top_logprobs or 0,
+        "top_p": 1.0 if body.top_p is None else body.top_p,
+        "truncation": "disabled",
+        "user": body.user,
+    }
+
+
+NOTHING_STORED = {"background": False, "previous_response_id": None, "store": False}
+
+
+@register(position=40, bodies=[ResponsesRequest])
+def responses_router(service: Service) -> APIRouter:
+    """The route of responses."""
+    router = APIRouter()
+    options: dict[str, Any] = {"responses": MAY_STREAM, "openapi_extra": described(ResponsesRequest)}
+
+    @router.post("/v1/responses", response_model=ResponseObject, **options)
+    async def create_response(request: Request) -> Response:
+        """Answers a conversation of items. Nothing is stored."""
+        body = await service.intake.read(request, prepare_response)
+        request_id = f"resp_{request.state.request_id}"
+        envelope = {"id": request_id, "object": "response", "created_at": int(time.time()), "model": service.model_name}
+        envelope |= {"error": None, "incomplete_details": None, **NOTHING_STORED, **body.echoed}
+        answer = ResponseAnswer(envelope, body.chat, service.tokenizer)
+        chat = body.chat
+        return await service.deliver(request, request_id, chat.delivery, answer, [chat.token_ids], [chat.sampling])
+
+    return router

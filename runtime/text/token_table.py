@@ -1,0 +1,41 @@
+"""The vocabulary of a model as grammars read it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+SPECIAL_MARK = b"\xff"
+"""First byte of special tokens, so that they match no text of a grammar. Not a byte of UTF-8."""
+
+
+class Vocabulary(Protocol):
+    """The tokenizer as grammars use it; `runtime.text.tokenizer.Tokenizer` is one."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def special_ids(self) -> Mapping[str, int]: ...
+
+    def token_bytes(self, token_id: int) -> bytes: ...
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
+
+
+class TokenTable:
+    """The vocabulary in the interface of llguidance: these attributes, and a call that tokenizes."""
+
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Vocabulary, vocab_size: int) -> None:
+        special = set(tokenizer.special_ids.values())
+        known = min(vocab_size, tokenizer.vocab_size)
+        spelled = [(SPECIAL_MARK if i in special else b"") + tokenizer.token_bytes(i) for i in range(known)]
+        self.tokens = [*spelled, *[b""] * (vocab_size - known), SPECIAL_MARK + b"<end of the grammar>"]
+        self.special_token_ids = [*(i for i in sorted(special) if i < known), vocab_size]
+        self.eos_token_id = vocab_size
+        self._encode = tokenizer.encode
+
+    def __call__(self, text: str) -> list[int]:
+        return self._encode(text, add_special_tokens=False)

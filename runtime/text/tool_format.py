@@ -1,0 +1,111 @@
+"""Description of how a model writes tool calls, and the registry of such descriptions."""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Any, Protocol
+from uuid import uuid4
+
+from runtime.text.pieces import CallPiece
+
+Tool = Mapping[str, Any]
+"""`name`, and `parameters`, a JSON schema of an object; without one the tool has no parameters."""
+
+
+class ReaderState(Enum):
+    """Position of a reader in its call."""
+
+    HEAD = auto()
+    """Before the name is certain; nothing was consumed."""
+    BODY = auto()
+    DONE = auto()
+    NO_CALL = auto()
+    """The text only looked like a call; nothing was consumed."""
+
+
+class CallReader(Protocol):
+    """Reads one call incrementally. The result does not depend on how the text is split."""
+
+    state: ReaderState
+
+    def read(self, text: str) -> tuple[int, list[CallPiece]]:
+        """Returns the number of consumed characters and the completed pieces.
+
+        Args:
+            text: all text of the call that was not consumed so far, and possibly text behind the call.
+        """
+
+    def flush(self, text: str) -> list[CallPiece]:
+        """Returns the rest of a call that was cut off, given the text that was not consumed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToolFormat(ABC):
+    """A format of tool calls: sections of `opening`, one or more calls, `closing`.
+
+    Attributes:
+        marks: regular expressions that all occur in the chat templates of this format.
+        opening: what announces calls.
+        closing: what ends a section; may be empty.
+        separator: between calls of one section; None for one call per section.
+        section_separator: between sections; None for one section per answer.
+        bare: first characters of calls that may begin an answer without `opening`.
+        text_opening: what announces text, in forms that announce it.
+        id_length: characters of the calls' ids, for templates that insist; 0 leaves it open.
+    """
+
+    name: str
+    marks: tuple[str, ...]
+    opening: str
+    closing: str = ""
+    separator: str | None = None
+    section_separator: str | None = None
+    bare: str = ""
+    text_opening: str = ""
+    id_length: int = 0
+
+    @abstractmethod
+    def reader(self, tools: Sequence[Tool], *, is_first: bool) -> CallReader:
+        """Returns a reader of the next call; `is_first`: of a section."""
+
+    @abstractmethod
+    def call_rules(self, rule: str, tool: Tool, special_ids: Mapping[str, int]) -> list[str]:
+        """Returns Lark rules, the first of which defines `rule`: one call of a tool.
+
+        Raises:
+            RequestError: the format cannot enforce the tool's schema.
+        """
+
+    def new_id(self, name: str, number: int) -> str:
+        """Returns an id for the call with this number in its answer that the templates of the format accept."""
+        return uuid4().hex[: self.id_length] if self.id_length else f"call_{uuid4().hex[:24]}"
+
+    def is_used_by(self, template: str) -> bool:
+        return all(re.search(mark, template) for mark in self.marks)
+
+
+@dataclass
+class FormatRegistry:
+    """Formats by name, in the order of registration."""
+
+    formats: dict[str, ToolFormat] = field(default_factory=dict)
+
+    def register(self, tool_format: ToolFormat) -> ToolFormat:
+        """Adds a format and returns it. Raises ValueError if the name is taken."""
+        if tool_format.name in self.formats:
+            raise ValueError(f"the tool format {tool_format.name} is registered already")
+        self.formats[tool_format.name] = tool_format
+        return tool_format
+
+    def find(self, template: str) -> ToolFormat | None:
+        """Returns the format of which a template has all marks; of several the one with the most marks."""
+        found = [each for each in self.formats.values() if each.is_used_by(template)]
+        return max(found, key=lambda each: len(each.marks), default=None)
+
+
+REGISTRY = FormatRegistry()
+register = REGISTRY.register

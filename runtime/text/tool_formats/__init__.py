@@ -1,0 +1,1 @@
+"""One file for each format of tool calls; importing it registers the format."""

@@ -1,0 +1,16 @@
+"""Hermes, Qwen 2.5, Qwen 3, and models whose template does not support tools."""
+
+from runtime.text.json_calls import object_format
+from runtime.text.tool_format import register
+
+HERMES = register(
+    object_format(
+        name="Hermes",
+        marks=("<tool_call>",),
+        opening="<tool_call>",
+        closing="</tool_call>",
+        before="\n",
+        after="\n",
+        section_separator="\n",
+    )
+)

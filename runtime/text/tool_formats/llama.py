@@ -1,0 +1,15 @@
+"""Llama 3.1 to 3.3: JSON, also without a tag."""
+
+from runtime.text.json_calls import object_format
+from runtime.text.tool_format import register
+
+LLAMA = register(
+    object_format(
+        name="Llama 3.1",
+        marks=(r'<\|python_tag\|>|"parameters": dictionary',),
+        opening="<|python_tag|>",
+        separator="; ",
+        bare="{",
+        key="parameters",
+    )
+)

@@ -1,0 +1,21 @@
+"""Qwen3-Coder and later models of its kind."""
+
+from runtime.text.call_head import WORD
+from runtime.text.tagged_calls import TaggedToolFormat
+from runtime.text.tool_format import register
+
+QWEN_CODER = register(
+    TaggedToolFormat(
+        name="Qwen3-Coder",
+        marks=("<tool_call>", "<function="),
+        opening="<tool_call>",
+        closing="</tool_call>",
+        section_separator="\n",
+        head=("<function=", WORD, ">"),
+        before="\n<function=NAME>\n",
+        key=("<parameter=", ">"),
+        value=("", "</parameter>"),
+        end="</function>",
+        newlines=True,
+    )
+)

@@ -1,0 +1,104 @@
+"""Grammars of answers with tool calls, in llguidance's variant of Lark."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from runtime.core.request import Grammar, GrammarKind
+from runtime.text.grammar import JSON_OPTIONS
+from runtime.text.tool_format import Tool, ToolFormat
+
+NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
+ANY = r"(.|\n)*"
+
+
+def forced_calls(
+    tool_format: ToolFormat, tools: Sequence[Tool], special_ids: Mapping[str, int], *, several: bool
+) -> Grammar:
+    """Returns a grammar of answers that consist of one or more calls of these tools.
+
+    Args:
+        special_ids: ids of tokens that are no text; a tag among them is written with its token.
+        several: allow more than one call.
+
+    Raises:
+        RequestError: the format cannot enforce a tool's schema.
+    """
+    start = "calls" if tool_format.bare == "{" else "opening calls"
+    if several and tool_format.section_separator is not None:
+        start += f" ({literal(tool_format.section_separator, special_ids)} opening calls)*"
+    rules = [f"start: {start}", f"opening: {literal(tool_format.opening, special_ids)}"]
+    return lark(*rules, *section_rules(tool_format, tools, special_ids, several=several))
+
+
+def allowed_calls(
+    tool_format: ToolFormat, tools: Sequence[Tool], special_ids: Mapping[str, int], *, several: bool
+) -> Grammar:
+    """Returns a grammar of answers with any text, and with valid calls of these tools only.
+
+    Where calls may occur without a tag, answers that begin with their bracket are calls. Arguments as `forced_calls`.
+    """
+    opening = tool_format.opening
+    section = section_rules(tool_format, tools, special_ids, several=several)
+    if tool_format.text_opening:
+        final = f"{literal(tool_format.text_opening, special_ids)} TEXT?"
+        rules = [f"start: opening calls | {final}", f"opening: {literal(opening, special_ids)}", f"TEXT: /{ANY}/"]
+        return lark(*rules, *section)
+    first = rf"\s*[^\s{re.escape(tool_format.bare)}]" if tool_format.bare else r"(.|\n)"
+    if opening in special_ids:  # which no text contains
+        rules = [f"opening: TEXT? {literal(opening, special_ids)}", f"TEXT: /{first}{ANY}/"]
+    else:
+        tag = escape(opening)
+        rules = [f"opening[lazy]: /({first}{ANY})?{tag}/", f"TEXT: /{first}{ANY}/ & ~/{ANY}{tag}{ANY}/"]
+    repeated = f"(opening calls){'*' if several else '?'} TEXT?"
+    start = "calls | opening calls | TEXT?" if tool_format.bare else repeated
+    return lark(f"start: {start}", *rules, *section)
+
+
+def section_rules(
+    tool_format: ToolFormat, tools: Sequence[Tool], special_ids: Mapping[str, int], *, several: bool
+) -> list[str]:
+    """Returns the rule `calls`: what follows an opening tag, the closing tag included."""
+    separator, closing = tool_format.separator, literal(tool_format.closing, special_ids)
+    more = f"({literal(separator, special_ids)} call)*" if several and separator is not None else ""
+    first = '" "? "["' if tool_format.bare == "[" else ""
+    rules = [f"calls: {first} call {more} {closing}", f"call: {' | '.join(f'call_{i}' for i in range(len(tools)))}"]
+    for index, tool in enumerate(tools):
+        rules += tool_format.call_rules(f"call_{index}", tool, special_ids)
+    return rules
+
+
+def json_rule(parameters: Mapping[str, Any] | None) -> str:
+    """Returns the right side of a rule for arguments that follow a schema."""
+    schema = {"type": "object", **parameters} if parameters is not None else NO_PARAMETERS
+    return value_rule(schema)
+
+
+def value_rule(schema: Mapping[str, Any]) -> str:
+    """Returns the right side of a rule for JSON that follows a schema."""
+    return f"%json {json.dumps({**schema, 'x-guidance': JSON_OPTIONS})}"
+
+
+def literal(text: str, special_ids: Mapping[str, int]) -> str:
+    """Returns a text as terminals, with special tokens in it as tokens."""
+    special = [token for token in special_ids if token and token in text]
+    parts = re.split(f"({'|'.join(map(re.escape, sorted(special, key=len, reverse=True)))})", text)
+    named = [f"<[{special_ids[part]}]>" if part in special else quote(part) for part in parts if part]
+    return " ".join(named if special else [quote(text)] if text else [])
+
+
+def escape(text: str) -> str:
+    """Returns a regular expression between slashes that matches a text."""
+    return re.escape(text).replace("/", r"\/").replace("\\\n", r"\n")
+
+
+def quote(text: str) -> str:
+    """Returns a string literal."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def lark(*rules: str) -> Grammar:
+    return Grammar(GrammarKind.LARK, "\n".join(rules))
