@@ -6,7 +6,9 @@ import typer
 
 from compress.cli.check_commands import compare, evaluate, export, report, verify
 from compress.cli.compress_commands import factorize, prune, quantize
+from compress.cli.doctor_command import doctor
 from compress.cli.recipe_commands import run, search
+from compress.cli.serving_commands import fit
 from compress.common.cli import VersionOption, run_cli, with_groups
 from compress.stage_keys import factorize_keys, prune_keys, quantize_keys
 
@@ -24,9 +26,10 @@ def make_app() -> typer.Typer:
     app.command()(with_groups(quantize, rounding=quantize_keys()))
     app.command()(with_groups(prune, pruning=prune_keys()))
     app.command()(with_groups(factorize, factors=factorize_keys()))
-    for command in (search, run, verify, export, report, compare):
+    for command in (search, run, verify, doctor, export, report, compare):
         app.command()(command)
     app.command("eval")(evaluate)
+    app.command()(fit)
     app.callback()(options)
     return app
 

@@ -14,7 +14,9 @@ from compress.common.cli import with_groups
 from compress.common.errors import RequestError, ToolkitError
 from runtime.cli.options import GrammarOptions, ModelArgument, SeedOption, resolve_model, runtime_config
 from runtime.core.config import ComputeOptions, ContextOptions, KVCacheOptions, SpeculativeOptions
+from runtime.core.dry import DryParams
 from runtime.core.request import PenaltyParams, TruncationParams
+from runtime.core.token_filters import FilterParams
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -39,6 +41,8 @@ def generate(
     ] = 1.0,
     truncation: TruncationParams,
     penalties: PenaltyParams,
+    repetitions: DryParams,
+    filters: FilterParams,
     seed: SeedOption = None,
     stop: Annotated[list[str] | None, typer.Option("--stop", help="Stop before this text; may be repeated.")] = None,
     form: GrammarOptions,
@@ -60,6 +64,8 @@ def generate(
         temperature,
         **asdict(truncation),
         **asdict(penalties),
+        **asdict(repetitions),
+        **asdict(filters),
         seed=seed,
         stop=tuple(stop or ()),
         grammar=form.grammar(),

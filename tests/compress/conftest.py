@@ -41,7 +41,7 @@ def build_model(family: str, **options):
         "mistral": {"sliding_window": 16},
         "phi3": {},
         "falcon": {},
-        "gptj": {"rotary_dim": 8},
+        "mpt": {"d_model": 64, "n_heads": 4, "n_layers": 2},
         "phimoe": VARIANTS["phimoe"] | {"head_dim": 16},
         "qwen3": {"head_dim": 64},
         # Qwen2 may mix full and windowed attention, so its blocks are passed different masks.

@@ -19,7 +19,19 @@ from help_pages import help_pages, seconds_of_help
 from compress.common.cli import tool_version
 
 ROOT = Path(__file__).parents[3]
-COMMANDS = ("quantize", "prune", "factorize", "search", "eval", "run", "verify", "export", "report", "compare")
+COMMANDS = (
+    "quantize",
+    "prune",
+    "factorize",
+    "search",
+    "eval",
+    "run",
+    "verify",
+    "doctor",
+    "export",
+    "report",
+    "compare",
+)
 NOISE = 3.0  # how much slower than promised a busy machine may be
 QUICK = ("--num-calibration-samples", "4", "--max-seq-length", "48", "--group-size", "64")
 
@@ -135,7 +147,7 @@ def test_a_family_that_awq_cannot_smooth_gets_gptq(compress, tiny_model) -> None
 
 @pytest.mark.full
 def test_quality_and_advice_of_a_family_that_only_transformers_computes(compress, tiny_model, tmp_path) -> None:
-    done = compress("quantize", tiny_model("gptj"), "--method", "rtn", "--group-size", 32)
+    done = compress("quantize", tiny_model("mpt"), "--method", "rtn", "--group-size", 32)
     quality = json.loads((tmp_path / "packed/compression_report.json").read_text())["quality"]
     assert quality["backend"] == "transformers"
     assert quality["kl_mean"] > 0

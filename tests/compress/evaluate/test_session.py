@@ -105,6 +105,7 @@ def test_calibration_on_the_same_text_is_a_warning(make_recorded):
     assert "also the calibration text" in run_evaluation(request_for(packed)).warnings[0]
 
 
+@pytest.mark.full
 def test_what_the_pipeline_records_is_what_the_check_reads(tiny_model, text: Path, tmp_path: Path):
     source, calibration = tiny_model(), CalibrationOptions(str(text), 8, 64)
     compress(source, tmp_path / "out", QuantizeStage("gptq", Int(4, 32)), calibration=calibration, seed=5)
@@ -116,6 +117,7 @@ def test_what_the_pipeline_records_is_what_the_check_reads(tiny_model, text: Pat
     assert "is also the calibration text" in warning
 
 
+@pytest.mark.full
 def test_other_text_and_vanished_text_are_no_warning(make_recorded, text: Path):
     packed = make_recorded(**calibrated_on("bundled"))
     assert run_evaluation(request_for(packed)).warnings == ()

@@ -1,0 +1,100 @@
+"""`compress doctor`: one page of findings about a checkpoint, each with its remedy."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from compress.cli.options import AsJson
+from compress.common.cli import model_folder, wide_console
+from compress.common.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from compress.doctor.findings import Diagnosis, Finding
+
+MOST_ALIKE = 3
+"""Findings of one kind that are shown; `--json` has all."""
+
+
+def doctor(
+    path: Annotated[
+        Path,
+        typer.Argument(metavar="CHECKPOINT", help="A folder or GGUF file of this or another tool, dense or packed."),
+    ],
+    against: Annotated[
+        Path | None,
+        typer.Option(metavar="DENSE", help="The dense model that it was made from: compare every matrix with it."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Examine a checkpoint and say what is wrong with it, and what mends that.
+
+    Looks at files, config, shapes, weights, scales and codes, tokenizer and chat template; writes nothing. Exits with
+    status 1 when there are errors; warnings do not count.
+    """
+    from compress.doctor.examine import examine
+
+    with _progress() as on_progress:
+        found = examine(model_folder(path), model_folder(against) if against else None, on_progress)
+    if as_json:
+        typer.echo(json.dumps(found.to_dict(), indent=2))
+    else:
+        _print(found)
+    if not found.ok:
+        raise CheckpointError(f"{path} has {found.num_errors} errors", "Each has its remedy above")
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str, int, int], None]]:
+    """Shows a bar on a terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("reading", total=None)
+        yield lambda name, done, total: progress.update(task, description=name, completed=done, total=total)
+
+
+def _print(found: Diagnosis) -> None:
+    from rich.text import Text
+
+    console = wide_console()
+    for name, fact in found.facts.items():
+        console.print(Text(f"{name}: {fact}"))
+    if found.findings:
+        console.print(_table(found))
+    counts = f"{found.num_errors} errors, {found.num_warnings} warnings" if found.findings else "no findings"
+    console.print(Text(f"{found.path}: {counts}"))
+
+
+def _table(found: Diagnosis) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(show_lines=True)
+    for name in ("severity", "where", "problem", "remedy"):
+        table.add_column(name, overflow="fold", no_wrap=name == "severity")
+    for shown, more in _grouped(found):
+        style = "red" if shown.severity == "error" else "yellow"
+        problem = shown.problem + (f" (and {more} more of this kind: --json lists them)" if more else "")
+        table.add_row(Text(shown.severity, style), Text(shown.where), Text(problem), Text(shown.remedy))
+    return table
+
+
+def _grouped(found: Diagnosis) -> Iterator[tuple[Finding, int]]:
+    """Yields the first findings of each kind, the last of them with the number of those that are left out."""
+    kinds: dict[tuple[str, str, str], list[Finding]] = {}
+    for each in found.findings:
+        kinds.setdefault((each.severity, each.check, each.kind), []).append(each)
+    for alike in kinds.values():
+        for at, each in enumerate(alike[:MOST_ALIKE], 1):
+            yield each, max(0, len(alike) - MOST_ALIKE) if at == MOST_ALIKE else 0

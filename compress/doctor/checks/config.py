@@ -1,0 +1,121 @@
+"""Config against tensors: layers, vocabulary, the output head and dtypes, by headers alone."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from typing import ClassVar
+
+from compress.checkpoint.config import HEAD, dtype_name
+from compress.checkpoint.reader import PackedCheckpoint, stores_other_head
+from compress.checkpoint.verify import config_problems, name_problems
+from compress.doctor.base import AGAIN, Check, register
+from compress.doctor.findings import Finding
+from compress.doctor.view import listed
+
+EXTRA_LAYERS = re.compile(r"nextn|mtp", re.IGNORECASE)
+"""Keys of config.json that announce layers beyond the last."""
+BUFFERS = ("rotary_emb.inv_freq", "masked_bias", "attn.bias", "position_ids")
+"""Tensors that older releases of transformers stored and nothing reads."""
+QUANTO_MAP = "quanto_qmap.json"
+"""File of optimum-quanto, which stores its weights under names of its own and says nothing in config.json."""
+BOTH = "Take config.json and the weights from one revision of one model"
+
+
+@register
+class Config(Check):
+    """Compares config.json with the names, shapes and dtypes in headers."""
+
+    name: ClassVar[str] = "config"
+
+    def start(self) -> Iterator[Finding]:
+        packed = self.view.packed
+        if packed is None:
+            return
+        where = "config.json"
+        for problem in config_problems(packed):
+            yield self.error("config", where, problem, "Correct config.json, or download it again")
+        if (self.view.path / QUANTO_MAP).is_file():
+            problem = "the weights are those of optimum-quanto, whose format is not supported"
+            yield self.error("quanto", QUANTO_MAP, problem, "Quantize the dense model with compress quantize")
+        else:
+            yield from self._names(packed)
+        yield from self._layers(packed)
+        yield from self._head(packed)
+        yield from self._vocabulary(packed)
+        yield from self._dtype(packed)
+
+    def _names(self, packed: PackedCheckpoint) -> Iterator[Finding]:
+        missing = []
+        for problem in name_problems(packed, None, self.view.implied):
+            name, _, rest = problem.partition(" is missing")
+            if rest == "" and name != problem:
+                missing.append(name)
+            else:
+                yield self.error("names", problem.partition(" ")[0], problem, AGAIN)
+        if missing:
+            problem = f"{len(missing)} tensors that config.json implies are not stored: {listed(missing)}"
+            yield self.error("missing-tensors", missing[0], problem, BOTH)
+        yield from self._unexpected(packed)
+
+    def _unexpected(self, packed: PackedCheckpoint) -> Iterator[Finding]:
+        """Tensors in a layer of the model that no parameter of its family is named."""
+        implied = self.view.implied
+        modules = {name.rpartition(".")[0] for name in implied}
+        layers = {_layer(name) for name in implied} - {None}
+        stored = [*packed.dense_names(), *(f"{module}.weight" for module in packed.modules)]
+        found = [
+            name
+            for name in stored
+            if _layer(name) in layers and name not in implied and name.rpartition(".")[0] not in modules
+        ]
+        found = [name for name in found if not name.endswith(BUFFERS) and name not in packed.files.other_parts]
+        if found:
+            problem = f"{len(found)} stored tensors are of no parameter of the model: {listed(sorted(found))}"
+            yield self.warning("unexpected-tensors", min(found), problem, BOTH)
+
+    def _layers(self, packed: PackedCheckpoint) -> Iterator[Finding]:
+        announced = packed.config.get("num_hidden_layers")
+        counts: Counter[str] = Counter()
+        for stack, index in filter(None, map(_layer, packed.files.names())):
+            counts[stack] = max(counts[stack], index + 1)
+        stored = counts.get("model.layers") or max(counts.values(), default=0)
+        if not isinstance(announced, int) or not stored or stored == announced:
+            return
+        problem = f"num_hidden_layers is {announced}, but tensors of {stored} layers are stored"
+        if stored < announced:
+            yield self.error("layer-count", "config.json", problem, BOTH)
+        elif not any(EXTRA_LAYERS.search(key) and value for key, value in packed.config.items()):
+            yield self.warning("layer-count", "config.json", problem, BOTH)
+
+    def _head(self, packed: PackedCheckpoint) -> Iterator[Finding]:
+        if packed.config.get("tie_word_embeddings") and stores_other_head(packed.files):
+            problem = "tie_word_embeddings is true, but the stored head differs from the embedding, and is used"
+            yield self.warning("tied-head", f"{HEAD}.weight", problem, "Set tie_word_embeddings to false")
+
+    def _vocabulary(self, packed: PackedCheckpoint) -> Iterator[Finding]:
+        rows, size = self.view.embedding_rows, packed.config.get("vocab_size")
+        if rows is not None and isinstance(size, int) and rows != size:
+            problem = f"vocab_size is {size}, but the embedding has {rows} rows"
+            yield self.error("vocabulary-size", "config.json", problem, f"Set vocab_size to {rows}, or {BOTH.lower()}")
+
+    def _dtype(self, packed: PackedCheckpoint) -> Iterator[Finding]:
+        if packed.format == "gguf":
+            return
+        dtypes = Counter(packed.files.dtype(name) for name in packed.dense_names())
+        floats = {
+            str(dtype).removeprefix("torch."): count for dtype, count in dtypes.items() if dtype.is_floating_point
+        }
+        announced = dtype_name(packed.config)
+        if floats and announced not in floats:
+            found = ", ".join(f"{count} of {name}" for name, count in sorted(floats.items()))
+            problem = f"dtype is {announced}, but the unquantized tensors are {found}"
+            most = max(floats, key=lambda name: floats[name])
+            yield self.warning("dtype", "config.json", problem, f'Set "dtype": "{most}" in config.json')
+
+
+def _layer(name: str) -> tuple[str, int] | None:
+    """The first stack of layers in a tensor's name, and the index in it."""
+    found = re.match(r"(.+?)\.(\d+)\.", name)
+    return (found[1], int(found[2])) if found else None

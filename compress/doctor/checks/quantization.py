@@ -1,0 +1,80 @@
+"""Sanity of quantized weights: dead scales, scales far from the others, saturated codes, groups of one value."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from compress.checkpoint.weights.base import Weight
+from compress.checkpoint.weights.integer import IntegerWeight
+from compress.doctor.base import AGAIN, Check, register
+from compress.doctor.codes import (
+    constant_groups,
+    erased_groups,
+    expected_saturation,
+    leaves,
+    saturated_share,
+    scales_of,
+    subnormal_count,
+)
+from compress.doctor.findings import Finding
+from compress.doctor.view import StoredTensor
+
+FAR = 2.0**12
+"""Ratio of the largest scale of a matrix to the median from which on it is far off."""
+SUBNORMAL_SHARE, CONSTANT_SHARE = 1e-3, 1e-2
+"""Shares of scales and groups from which on they are reported."""
+QUANTIZE = "Quantize the source again: compress quantize SOURCE --out OTHER"
+COMPARE = "Compare with the source: --against DENSE"
+
+
+@register
+class Quantization(Check):
+    """Looks at the codes and scales of every quantized weight."""
+
+    name: ClassVar[str] = "quantization"
+
+    def tensor(self, stored: StoredTensor) -> Iterator[Finding]:
+        if not isinstance(stored.content, Weight):
+            return
+        for leaf in leaves(stored.content):
+            for field, scales in scales_of(leaf):
+                yield from self._scales(stored.name, field, scales)
+            if isinstance(leaf, IntegerWeight):
+                yield from self._codes(stored.name, leaf)
+
+    def _scales(self, where: str, field: str, scales: Tensor) -> Iterator[Finding]:
+        sizes = scales.float().abs()
+        finite = sizes[torch.isfinite(sizes)]
+        if bad := sizes.numel() - finite.numel():
+            yield self.error("dead-scales", where, f"{bad} of {sizes.numel()} {field} are NaN or infinite", AGAIN)
+        if (count := subnormal_count(scales)) > SUBNORMAL_SHARE * sizes.numel():
+            dtype = str(scales.dtype).removeprefix("torch.")
+            problem = f"{count} of {sizes.numel()} {field} are denormal in {dtype}, so they have few bits"
+            yield self.warning("denormal-scales", where, problem, QUANTIZE)
+        used = finite[finite > 0]
+        median = float(used.median()) if used.numel() else 0.0
+        if not median and sizes.numel():
+            yield self.error("dead-scales", where, f"all {sizes.numel()} {field} are 0 or not finite", AGAIN)
+        elif used.numel() and float(used.max()) > FAR * median:
+            problem = f"the largest of {sizes.numel()} {field} is {float(used.max()):.3g}, the median {median:.3g}"
+            yield self.warning("far-scales", where, problem, COMPARE)
+
+    def _codes(self, where: str, weight: IntegerWeight) -> Iterator[Finding]:
+        groups = weight.scales.numel()
+        if dead := erased_groups(weight):
+            problem = f"{dead} of {groups} groups have the scale 0, which erases their codes"
+            yield self.error("dead-scales", where, problem, AGAIN)
+        if (same := constant_groups(weight)) > CONSTANT_SHARE * groups:
+            problem = f"{same} of {groups} groups hold one code only, and it is not zero"
+            yield self.warning("constant-groups", where, problem, COMPARE)
+        share, expected = saturated_share(weight), expected_saturation(weight)
+        if share > min(2 * expected, (1 + expected) / 2):
+            bits = weight.scheme.bits
+            problem = (
+                f"{share:.1%} of the {bits}-bit codes are at an end of their range, at most {expected:.1%} are expected"
+            )
+            yield self.warning("saturated-codes", where, problem, f"{QUANTIZE}, with smaller groups")

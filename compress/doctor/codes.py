@@ -1,0 +1,93 @@
+"""Codes and scales of any weight form, as statistics of quantized weights read them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from compress.checkpoint.weights.base import Weight
+from compress.checkpoint.weights.integer import IntegerWeight
+
+SCALE_FIELDS = ("scales", "super_scales", "divisors", "suh", "svh")
+"""Attributes of weights that multiply or divide codes."""
+
+
+def leaves(weight: Weight) -> Iterator[Weight]:
+    """Yields the weights that a form wraps, or the weight itself where it wraps none."""
+    inner = [part for part in weight.parts if isinstance(part, Weight)]
+    if not inner:
+        yield weight
+    for part in inner:
+        yield from leaves(part)
+
+
+def scales_of(weight: Weight) -> Iterator[tuple[str, Tensor]]:
+    """Yields the name and the values of every floating-point scale of a weight."""
+    for name in SCALE_FIELDS:
+        values = getattr(weight, name, None)
+        if isinstance(values, Tensor) and values.is_floating_point():
+            yield name, values
+
+
+def grouped_offsets(weight: IntegerWeight) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yields codes `[rows, G, group]` and their zero points `[rows, G, 1]`, some rows at a time."""
+    groups = weight.scales.shape[1]
+    rows = max(1, 2**20 // max(1, weight.qweight.shape[1]))
+    for codes, zeros in zip(weight.qweight.split(rows), weight.zero_points.split(rows), strict=True):
+        yield codes.unflatten(1, (groups, -1)), zeros.unsqueeze(-1)
+
+
+def expected_saturation(weight: IntegerWeight) -> float:
+    """Returns the largest share of codes at both ends that rounding is expected to give.
+
+    Each group that spans its range has two; a normal distribution under the uniform quantizer with the least squared
+    error has more for few bits, and a uniform distribution fills every code alike.
+    """
+    levels = weight.scheme.max_code + 1
+    group = weight.qweight.shape[1] // max(1, weight.scales.shape[1])
+    # Steps of the optimal uniform quantizer of a unit normal (Max, 1960), by bits.
+    step = {2: 0.9957, 3: 0.5860, 4: 0.3352, 5: 0.1881, 6: 0.1041, 7: 0.0569, 8: 0.0308}[weight.scheme.bits]
+    normal = math.erfc((levels / 2 - 1) * step / math.sqrt(2))
+    return min(1.0, max(normal, 2 / levels, 2 / max(1, group)))
+
+
+def saturated_share(weight: IntegerWeight) -> float:
+    """Returns the share of codes at either end of their range, groups of one code only left out."""
+    counted, saturated = 0, 0
+    for codes, _ in grouped_offsets(weight):
+        varied = codes.amin(-1) != codes.amax(-1)
+        ends = ((codes == 0) | (codes == weight.scheme.max_code)).sum(-1)
+        saturated += int(ends[varied].sum())
+        counted += int(varied.sum()) * codes.shape[-1]
+    return saturated / counted if counted else 0.0
+
+
+def constant_groups(weight: IntegerWeight) -> int:
+    """Counts groups of more than one column whose codes are all the same, though not zero."""
+    total = 0
+    for codes, zeros in grouped_offsets(weight):
+        if codes.shape[-1] > 1:
+            same = codes.amin(-1) == codes.amax(-1)
+            total += int((same & (codes[..., :1] != zeros)[..., 0]).sum())
+    return total
+
+
+def erased_groups(weight: IntegerWeight) -> int:
+    """Counts groups whose scale is 0 while some of their codes are not."""
+    total, start = 0, 0
+    for codes, zeros in grouped_offsets(weight):
+        scales = weight.scales[start : start + len(codes)]
+        total += int(((codes != zeros).any(-1) & (scales == 0)).sum())
+        start += len(codes)
+    return total
+
+
+def subnormal_count(scales: Tensor) -> int:
+    """Counts scales below the smallest normal number of their dtype, 0 left out."""
+    if scales.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return 0
+    size = scales.double().abs()
+    return int(((size > 0) & (size < torch.finfo(scales.dtype).tiny)).sum())

@@ -1,0 +1,149 @@
+"""The parts of a checkpoint that checks look at, each opened once; a part that cannot be read is a refusal."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from compress.checkpoint.config import CONFIG_FILE, is_embedding
+from compress.checkpoint.reader import PackedCheckpoint
+from compress.checkpoint.verify import Shapes, implied_shapes
+from compress.checkpoint.weights.base import PANEL_ELEMENTS, Weight
+from compress.common.errors import ToolkitError
+from compress.common.files import read_json
+from compress.targets import without_indices
+from runtime.text.tokenizer import Tokenizer
+
+GENERATION_FILE = "generation_config.json"
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One weight of a quantized module, or one other tensor.
+
+    Attributes:
+        name: of the module, or of the tensor.
+        content: the weight as stored, or the tensor.
+        is_packed: whether it is a module.
+    """
+
+    name: str
+    content: Weight | Tensor
+    is_packed: bool
+
+    @property
+    def kind(self) -> str:
+        """Name with every layer's index replaced, which tensors of the same place share."""
+        return without_indices(self.name.removesuffix(".weight"))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.content.shape)
+
+    @cached_property
+    def values(self) -> Tensor:
+        """The values, of a quantized weight in float32 `[O, I]`."""
+        return self.content.dequantize() if isinstance(self.content, Weight) else self.content
+
+    def panels(self) -> Iterator[Tensor]:
+        """Yields some rows of a matrix at a time, float32 `[rows, I]`."""
+        rows = max(1, PANEL_ELEMENTS // max(1, self.values.shape[-1]))
+        yield from (panel.float() for panel in self.values.split(rows))
+
+
+class View:
+    """A checkpoint under examination.
+
+    Args:
+        path: its folder.
+        source: folder of the dense model to compare weights with.
+
+    Attributes:
+        packed: modules and tensors; None where they cannot be opened.
+        refusal: why not.
+    """
+
+    def __init__(self, path: Path, source: Path | None = None) -> None:
+        self.path = path
+        self.source = PackedCheckpoint.open(source) if source else None
+        self.packed: PackedCheckpoint | None = None
+        self.refusal: ToolkitError | None = None
+        try:
+            self.packed = PackedCheckpoint.open(path)
+        except ToolkitError as error:
+            self.refusal = error
+
+    @cached_property
+    def raw_config(self) -> dict[str, Any]:
+        """The whole config.json; empty where it cannot be read."""
+        return _read_object(self.path / CONFIG_FILE)
+
+    @cached_property
+    def generation_config(self) -> dict[str, Any]:
+        """generation_config.json; empty where it is missing or cannot be read."""
+        return _read_object(self.path / GENERATION_FILE)
+
+    @cached_property
+    def implied(self) -> Shapes:
+        """Shapes of the parameters that config.json implies; none where no family describes it."""
+        return implied_shapes(self.packed.config)[0] if self.packed else {}
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer | None:
+        """The tokenizer; None where it is missing or cannot be read, which `tokenizer_refusal` explains."""
+        try:
+            return Tokenizer.open(self.path)
+        except ToolkitError as error:
+            self.tokenizer_refusal = error
+            return None
+
+    tokenizer_refusal: ToolkitError | None = None
+
+    @cached_property
+    def embedding_rows(self) -> int | None:
+        """Rows of the token embedding; None where no tensor is evidently one."""
+        packed = self.packed
+        if packed is None:
+            return None
+        names = [name for name in packed.dense_names() if is_embedding(name.removesuffix(".weight"))]
+        tables = [(name, packed.files.shape(name)) for name in names if "position" not in name and "wpe" not in name]
+        rows = {shape[0] for name, shape in tables if len(shape) == 2 and name not in packed.files.other_parts}
+        modules = [module for module in packed.modules if is_embedding(module)]
+        rows |= {packed.shape(module)[0] for module in modules}
+        return rows.pop() if len(rows) == 1 else None
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        found = read_json(path)
+    except (OSError, ToolkitError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def eos_ids(*configs: dict[str, Any]) -> list[int]:
+    """Returns the end-of-sequence ids of the first config that has any; a config has one or a list."""
+    for config in configs:
+        found = config.get("eos_token_id")
+        ids = [each for each in (found if isinstance(found, list) else [found]) if isinstance(each, int)]
+        if ids:
+            return ids
+    return []
+
+
+def brief(value: object, limit: int = 60) -> str:
+    """Returns a value as JSON of at most `limit` characters."""
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."
+
+
+def listed(names: list[str], limit: int = 3) -> str:
+    """Returns the first of several names, and how many more there are."""
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more
