@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import sysconfig
 from pathlib import Path
 from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+MACHINES = {62: "x86_64", 183: "aarch64"}
+"""Names of processors by their number in the header of a library (ELF's `e_machine`)."""
+GLIBC = re.compile(rb"GLIBC_(\d+)\.(\d+)")
 
 
 class NativeBuildHook(BuildHookInterface):  # type: ignore[misc]
@@ -25,7 +30,15 @@ class NativeBuildHook(BuildHookInterface):  # type: ignore[misc]
             return
         finally:
             sys.path.remove(self.root)
-        platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
         build_data["artifacts"].append(library.relative_to(Path(self.root)).as_posix())
-        build_data["tag"] = f"py3-none-{platform}"
+        build_data["tag"] = f"py3-none-{platform_of(library.read_bytes())}"
         build_data["pure_python"] = False
+
+
+def platform_of(library: bytes) -> str:
+    """Returns the platform that a library runs on: of Linux, the oldest C library that has all it needs (PEP 600)."""
+    machine = MACHINES.get(int.from_bytes(library[18:20], "little")) if library.startswith(b"\x7fELF") else None
+    needed = [(int(major), int(minor)) for major, minor in GLIBC.findall(library)]
+    if machine is None or not needed:
+        return sysconfig.get_platform().replace("-", "_").replace(".", "_")
+    return "manylinux_{}_{}_{}".format(*max(needed), machine)

@@ -2,7 +2,7 @@
 
 All files are made of one dense file and scored by the runtime in float32 on their dequantized values: KL to the dense
 model. Methods choose codes that a type holds as they are: `--bits 4 --group-size 32` for `q4_0`, `--weights q4_k` for a
-K type. The small mixes of llama.cpp have types with more bits for a few matrices.
+K type. llama.cpp's small mix `q4_k` has 5 bits for a few matrices; methods choose the codes of the same mix.
 llama.cpp is used through llama-cpp-python, and left out where that is not installed. Examples:
 
     python scripts/bench_gguf.py
@@ -12,6 +12,7 @@ llama.cpp is used through llama-cpp-python, and left out where that is not insta
 from __future__ import annotations
 
 import argparse
+import json
 import subprocess
 import sys
 import tempfile
@@ -26,7 +27,7 @@ from rich.console import Console
 
 from compress.checkpoint.gguf.export import GGUF_TYPES, export_gguf
 from compress.checkpoint.gguf.folder import folder_of
-from compress.checkpoint.weights import Q2K, Q3K, Q4K, Q5K, Q6K, Int, Scheme
+from compress.checkpoint.weights import Q2K, Q3K, Q4K, Q5K, Q6K, Int, Iq4Nl, Q4Minima, Q5Minima, Scheme
 from compress.common.cli import model_folder
 from compress.evaluate.session import EvaluationRequest, run_evaluation
 from compress.recipe import CalibrationOptions, QuantizeStage
@@ -45,11 +46,12 @@ LLAMA_FILE_TYPES = {
 LLAMA_FILE_TYPES |= {"iq4_nl": 25}
 """Numbers of llama.cpp's mixes without an importance matrix; of K types the small ones."""
 EXACT: dict[str, Scheme] = {
-    "q4_0": Int(4, 32),
-    **{scheme.word: scheme for scheme in (Q2K(), Q3K(), Q4K(), Q5K(), Q6K())},
+    **{f"q{bits}_0": Int(bits, 32) for bits in (4, 5, 8)},
+    **{scheme.word: scheme for scheme in (Q2K(), Q3K(), Q4K(), Q5K(), Q6K(), Q4Minima(), Q5Minima(), Iq4Nl())},
 }
 """Forms of weights that a type holds as they are."""
 METHODS = ("gptq", "awq")
+VALUES, DOWN = "self_attn.v_proj", "mlp.down_proj"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -89,8 +91,8 @@ def quantized_files(
         if kind in LLAMA_FILE_TYPES and find_spec("llama_cpp"):
             yield f"{kind}, llama.cpp", _quantize_with_llama(dense, folder / f"llama-{kind}.gguf", kind)
         yield f"{kind}, compress export", export_gguf(model, folder / f"{kind}.gguf", kind).path
-        for method in methods if kind in EXACT else ():
-            packed = _quantize(model, folder / f"{kind}-{method}", method, EXACT[kind])
+        for method in methods:
+            packed = _quantize(model, folder / f"{kind}-{method}", method, kind)
             yield f"{kind}, {method}", export_gguf(packed, folder / f"{kind}-{method}.gguf", kind).path
 
 
@@ -105,9 +107,22 @@ def _quantize_with_llama(dense: Path, out: Path, kind: str) -> Path:
     return out
 
 
-def _quantize(model: Path, out: Path, method: str, scheme: Scheme) -> Path:
-    compress(model, out, [QuantizeStage(method, scheme)], CalibrationOptions())
+def _quantize(model: Path, out: Path, method: str, kind: str) -> Path:
+    layers = json.loads((model / "config.json").read_text())["num_hidden_layers"]
+    compress(model, out, stages_of(kind, method, layers), CalibrationOptions())
     return out
+
+
+def stages_of(kind: str, method: str, layers: int) -> list[QuantizeStage]:
+    """Returns the stages that give each matrix of a model the type that it has in llama.cpp's small mix."""
+    stages = [QuantizeStage(method, EXACT[kind])]
+    if kind == "q4_k":
+        more = [(VALUES, number) for number in range(min(4, layers))] + [
+            (DOWN, number) for number in range(layers // 8)
+        ]
+        targets = tuple(f"model.layers.{number}.{name}" for name, number in more)
+        stages.append(QuantizeStage(method, Q5K(), targets=targets))
+    return stages
 
 
 if __name__ == "__main__":

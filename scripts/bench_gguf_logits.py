@@ -2,8 +2,8 @@
 
 All files are made of one dense file. KL is to the logits of the dense model in float32; the last columns compare with
 the runtime on the dequantized values of the same file: positions where both rank the same token first, and texts whose
-greedy tokens are the same. The importance matrix of llama.cpp's quantizer is measured on the text with which `gptq` is
-calibrated. Needs llama-cpp-python. Examples:
+greedy tokens are the same. The importance matrix of llama.cpp's quantizer is measured on the text with which methods
+are calibrated. Needs llama-cpp-python. Examples:
 
     python scripts/bench_gguf_logits.py --data wikitext2_test.txt
     python scripts/bench_gguf_logits.py --types q4_0 --tokens 4096
@@ -38,6 +38,7 @@ from compress.recipe import CalibrationOptions
 
 LENGTH, PROMPT, CONTINUED = 512, 16, 32
 """Tokens of a window, of a prompt, and of its greedy continuation."""
+METHODS = ("gptq", "gptaq")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -46,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     windows = cut_windows(load_texts(options.data), load_tokenizer(model), length=LENGTH, max_tokens=options.tokens)
     dense = _open(model)
     with tempfile.TemporaryDirectory() as folder:
-        for name, file in _files(Path(folder), model, options.types):
+        for name, file in _files(Path(folder), model, options.types, options.methods):
             rows.append({"file": name, "bytes": f"{file.stat().st_size:,}", **_figures(file, windows, dense)})
             print(*rows[-1].values(), sep="  ", file=sys.stderr)
     console = Console()
@@ -59,6 +60,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--model", default="demo", help="dense model folder or bundled model")
     parser.add_argument("--types", nargs="+", choices=GGUF_TYPES, default=["q4_0", "q4_k", "q3_k", "q5_k"])
+    parser.add_argument("--methods", nargs="*", default=METHODS, help="methods that choose codes inside of a type")
     parser.add_argument("--data", default="pydoc", help="text that is scored")
     parser.add_argument("--tokens", type=int, default=16384)
     return parser.parse_args(arguments)
@@ -67,10 +69,10 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 _open = partial(RuntimeScorer, device="cpu", dtype="float32")
 
 
-def _files(folder: Path, model: Path, types: Sequence[str]) -> Iterator[tuple[str, Path]]:
+def _files(folder: Path, model: Path, types: Sequence[str], methods: Sequence[str]) -> Iterator[tuple[str, Path]]:
     """Yields a name and a file for each way to each type, the dense file first."""
     importance, dense = importance_matrix(model, CalibrationOptions()), folder / "dense.gguf"
-    for number, (name, file) in enumerate(quantized_files(folder, model, types)):
+    for number, (name, file) in enumerate(quantized_files(folder, model, types, methods)):
         if number == 0:
             yield "dense, compress export", dense
         yield name, file

@@ -126,7 +126,7 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--model", type=model_folder, default="demo", help="dense model: a folder, demo or demo-mixture"
     )
-    parser.add_argument("--settings", nargs="+", default=SETTINGS, help="e.g. w4g64 2:4 rank0.8 recipes")
+    parser.add_argument("--settings", nargs="+", default=SETTINGS, help="e.g. w4g64 nvfp4 2:4 rank0.8 recipes")
     parser.add_argument("--methods", nargs="+", default=(), help="only these; default: all of each setting")
     parser.add_argument("--seeds", type=int, default=3, help="calibration seeds of the calibrated methods")
     parser.add_argument("--calibration", default="bundled", help="calibration text")

@@ -24,6 +24,7 @@ EXCLUDED = (
     "calibration/data/",
     "tests/data/",
     "compress/demo_model",
+    "runtime/server/page/vendor/",
     "LICENSE",
     "scripts/check_language.py",
     "tests/scripts/test_check_language.py",

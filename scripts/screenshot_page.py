@@ -18,14 +18,19 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
 
 PROMPT = "He opened the door and"
+EARLIER = ["Explain what a list is in Python, with an example.", "Write a short letter to an old friend."]
 SAMPLING = {"temperature": 0.6, "seed": 10, "max_tokens": 110}
 SERVE = ["--kv-memory", "2MiB", "--max-num-seqs", "3", "--speculative-model", "ngram"]
 BUSY_SECONDS = 55
 LOAD = ["--max-concurrency", "5", "--num-prompts", "1000", "--prefix-len", "72", "--output-len", "40:300"]
 TYPICAL_DOUBT = 0.4
-SIZE = {"width": 1200, "height": 780}
+SIZE = {"width": 1320, "height": 820}
 
 
 @contextmanager
@@ -72,18 +77,27 @@ def photograph(url: str, out: Path, dark: bool) -> None:
         page = context.new_page()
         page.goto(url)
         time.sleep(BUSY_SECONDS)  # the plots fill
-        page.check("input[value=text]", force=True)
         for name, value in SAMPLING.items():
             page.fill(f"#{name}", str(value))
-        page.fill("#message", PROMPT)
-        page.keyboard.press("Enter")
-        page.wait_for_selector(".turn[data-state=done]", timeout=120_000)
+        for prompt in EARLIER:
+            ask(page, prompt)
+            page.click("#new")
+        page.click("#probabilities")
+        page.check("input[value=text]", force=True)
+        ask(page, PROMPT)
         doubts = "tokens => tokens.map(token => Number(token.style.getPropertyValue('--doubtful')))"
         found = page.locator(".token").evaluate_all(doubts)
         page.locator(".token").nth(min(range(20, len(found)), key=lambda i: abs(found[i] - TYPICAL_DOUBT))).hover()
         out.parent.mkdir(parents=True, exist_ok=True)
         page.screenshot(path=out)
         browser.close()
+
+
+def ask(page: Page, prompt: str) -> None:
+    """Sends a message, and waits for the answer."""
+    page.fill("#message", prompt)
+    page.keyboard.press("Enter")
+    page.wait_for_selector(".turn[data-state=done]", timeout=120_000)
 
 
 def main() -> None:

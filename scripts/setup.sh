@@ -1,4 +1,4 @@
-# Sourced by test.sh and demo.sh. Leaves the repository's own environment in .venv, installs into it what changed.
+# Sourced by test.sh, demo.sh and build_wheel.sh. Leaves the repository's own environment in .venv, installs into it what changed.
 # shellcheck shell=bash
 
 repository="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"

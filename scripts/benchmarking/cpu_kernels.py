@@ -31,16 +31,19 @@ from benchmarking.machine import environment
 from benchmarking.tables import Row, describe, print_with_markdown
 from compress.checkpoint.scale_search import FP8
 from compress.checkpoint.weights import Activations as InputRounding
-from compress.checkpoint.weights import Exl3, Int, Scheme, Weight
+from compress.checkpoint.weights import BlockFp8, Exl3, Int, Mxfp8, Scheme, Weight
+from compress.checkpoint.weights.codebooks import NF4
 from compress.checkpoint.weights.exl3 import CODES, TILE, WORD_BITS, Exl3Weight
 from compress.checkpoint.weights.fp8 import Fp8Weight
 from compress.checkpoint.weights.integer import IntegerWeight
 from compress.checkpoint.weights.mxfp4 import FP4
+from compress.checkpoint.weights.nonlinear import LEVELS
 from compress.common.errors import ToolkitError
 from compress.cpu.binding import INSTRUCTION_SETS, absence, best_instruction_set, library, set_threads
 from runtime.backends.base import Linear, Target
 from runtime.backends.cpu import choice
 from runtime.backends.cpu.linear import Activations, CpuLinear
+from runtime.backends.cpu.linear_kernels import prepare_float8
 from runtime.backends.torch.linear import PrepackedLinear
 from runtime.backends.torch.quantized_linear import INT4PACK
 
@@ -52,7 +55,7 @@ BASELINE = "torch int4pack"
 
 
 def random_weight(rows: int, columns: int, scheme: Scheme, device: torch.device = CPU) -> Weight:
-    if scheme.numbers == FP4:
+    if scheme.numbers in (FP4, NF4, LEVELS) or isinstance(scheme, (BlockFp8, Mxfp8)):
         return scheme.round(torch.randn(rows, columns, device=device))
     if isinstance(scheme, Exl3):
         tiles = columns // TILE, rows // TILE, scheme.bits * CODES // WORD_BITS
@@ -83,6 +86,7 @@ def contenders(in_features: int, out_features: int, group_size: int = 128) -> li
     torch.manual_seed(0)
     numbers = torch.randn(out_features, in_features).to(torch.bfloat16)
     w4, w2, w8 = (random_weight(out_features, in_features, Int(bits, group_size)) for bits in (4, 2, 8))
+    blocks, groups = (random_weight(out_features, in_features, scheme) for scheme in (BlockFp8(), Mxfp8()))
     w8a8 = random_weight(out_features, in_features, Int(8, None, activations=InputRounding.INT8))
     makers: Mapping[str, Callable[[], Linear]] = {
         "torch bf16": lambda: PrepackedLinear(numbers, None),
@@ -91,6 +95,8 @@ def contenders(in_features: int, out_features: int, group_size: int = 128) -> li
         "w4a8": lambda: CpuLinear(w4, activations=Activations.INT8_GROUP),
         "w2a16": lambda: CpuLinear(w2),
         "w8a16": lambda: CpuLinear(w8),
+        "fp8 blocks": lambda: prepare_float8(blocks, None, TARGET),
+        "mxfp8": lambda: prepare_float8(groups, None, TARGET),
         "w8a8": lambda: CpuLinear(w8a8, activations=Activations.INT8_ROW),
         "bf16": lambda: CpuLinear(numbers),
     }

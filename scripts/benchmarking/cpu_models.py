@@ -3,9 +3,11 @@
 All have random weights of the same shape (llama.cpp needs `llama-cpp-python` and `gguf` installed). Each contender
 lives in a process of its own with its model loaded; they take turns, with equal numbers of threads. With `--busy` a
 process that only computes runs beside them. Figures are medians of the rounds, ratios to the first contender's.
+With `--gguf-type` the contenders are llama.cpp and this runtime on one file, made by llama.cpp's quantizer.
 
     python scripts/bench_kernels.py cpu-models --shape 1.1b --threads 2
     python scripts/bench_kernels.py cpu-models --shape 125m --threads 1 --busy 1
+    python scripts/bench_kernels.py cpu-models --shape 1.1b --threads 2 --gguf-type q4_k
 """
 
 from __future__ import annotations
@@ -114,6 +116,11 @@ CONTENDERS: dict[str, tuple[Contender, str, Settings]] = {
     "transformers bf16": (static_batches, "dense", Settings()),
 }
 NAMES = tuple(CONTENDERS)
+SAME_FILE: dict[str, tuple[Contender, str, Settings]] = {
+    "llama.cpp": (llama_cpp, "file", Settings()),
+    "runtime": (engine, "folder", Settings()),
+}
+"""Contenders on one GGUF file."""
 
 
 def prepare(work: Path, shape: str, names: Sequence[str]) -> dict[str, Path]:
@@ -134,8 +141,28 @@ def prepare(work: Path, shape: str, names: Sequence[str]) -> dict[str, Path]:
     return {"dense": dense, "packed": packed, "gguf": gguf}
 
 
+def prepare_gguf(work: Path, shape: str, kind: str) -> dict[str, Path]:
+    """Writes the GGUF file of a type, where it is not there, and opens it."""
+    from bench_gguf import LLAMA_FILE_TYPES
+
+    from benchmarking.llama import quantize
+    from benchmarking.models import SHAPES, write_model
+    from compress.checkpoint.gguf.export import export_gguf
+    from compress.checkpoint.gguf.folder import folder_of
+
+    dense, file = work / "dense", work / f"{kind}.gguf"
+    work.mkdir(parents=True, exist_ok=True)
+    if not dense.exists():
+        write_model(dense, SHAPES[shape])
+    if not (work / "dense.gguf").exists():
+        export_gguf(dense, work / "dense.gguf")
+    if not file.exists():
+        quantize(work / "dense.gguf", file, LLAMA_FILE_TYPES[kind])
+    return {"file": file, "folder": folder_of(file)}
+
+
 def load(name: str, models: dict[str, Path], threads: int) -> Loaded:
-    contender, model, chosen = CONTENDERS[name]
+    contender, model, chosen = (CONTENDERS | SAME_FILE)[name]
     return Loaded(contender, models[model], replace(chosen, batch=8, device="cpu", threads=threads))
 
 
@@ -174,6 +201,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shape", default="1.1b", choices=("tiny", "125m", "1.1b", "1b-hybrid", "2b-a400m", "8b"))
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--contenders", nargs="+", default=NAMES, choices=NAMES)
+    parser.add_argument("--gguf-type", help="compare llama.cpp and this runtime on one file of this type instead")
     parser.add_argument("--prompt", type=int, default=512, help="tokens of a prefill, at most 512")
     parser.add_argument("--steps", type=int, default=32, help="of a decode alone; eight sequences take half of them")
     parser.add_argument("--rounds", type=int, default=5)
@@ -194,7 +222,11 @@ def run(options: argparse.Namespace) -> int:
     timings: dict[tuple[str, str], list[Timing]] = {}
     with tempfile.TemporaryDirectory() as temporary:
         work = (options.work or Path(temporary)) / options.shape
-        models = in_own_process(prepare, work, options.shape, options.contenders)
+        if options.gguf_type:
+            options.contenders = tuple(SAME_FILE)
+            models = in_own_process(prepare_gguf, work, options.shape, options.gguf_type)
+        else:
+            models = in_own_process(prepare, work, options.shape, options.contenders)
         facts["load at the start"] = f"{os.getloadavg()[0]:.1f}"
         console.print(describe(facts))
         running = {name: load(name, models, options.threads) for name in options.contenders}
@@ -212,7 +244,8 @@ def run(options: argparse.Namespace) -> int:
             process.kill()
         for each in running.values():
             each.close()
-    title = f"{options.shape}, {options.threads} threads, medians of {options.rounds} rounds"
+    kind = f" {options.gguf_type}" if options.gguf_type else ""
+    title = f"{options.shape}{kind}, {options.threads} threads, medians of {options.rounds} rounds"
     print_with_markdown(title, table(timings, tasks(options), options.contenders), console)
     if options.json:
         rows = [{"contender": c, "work": w, "seconds": [t.seconds for t in ts]} for (c, w), ts in timings.items()]

@@ -32,7 +32,9 @@ from benchmarking.cpu_kernels import random_weight
 from benchmarking.machine import environment
 from benchmarking.tables import Row, describe, print_with_markdown, write_json
 from compress.checkpoint.kv_cache import KVCacheScheme
-from compress.checkpoint.weights import Activations, Exl3, Fp8, Int
+from compress.checkpoint.weights import Activations, Exl3, Fp8, Int, Iq4Nl, Nf4
+from compress.checkpoint.weights.block_fp8 import BlockFp8
+from compress.checkpoint.weights.mxfp8 import Mxfp8
 from compress.checkpoint.weights.nvfp4 import Nvfp4
 from compress.common.errors import ToolkitError
 from runtime.backends.base import Target
@@ -46,8 +48,12 @@ from runtime.backends.triton.kernels.configs import EXPAND, GEMM, SKINNY, SPLITS
 from runtime.backends.triton.linear import (
     EXL3_KERNEL,
     FP4_KERNEL,
+    FP8_BLOCK_KERNEL,
     FP8_KERNEL,
     FP8_W8A16_KERNEL,
+    LEVELS_KERNEL,
+    MXFP8_KERNEL,
+    NF4_KERNEL,
     W4A16_KERNEL,
     W8A8_KERNEL,
     W8A16_KERNEL,
@@ -228,7 +234,11 @@ KERNELS = {
     "w8a8": (W8A8_KERNEL, Int(8, None, True, Activations.INT8)),
     "fp8": (FP8_W8A16_KERNEL, Fp8()),
     "fp8 w8a8": (FP8_KERNEL, Fp8(Activations.FP8)),
+    "fp8 blocks": (FP8_BLOCK_KERNEL, BlockFp8()),
+    "mxfp8": (MXFP8_KERNEL, Mxfp8()),
     "nvfp4": (FP4_KERNEL, Nvfp4()),
+    "nf4": (NF4_KERNEL, Nf4()),
+    "iq4_nl": (LEVELS_KERNEL, Iq4Nl()),
     "exl3": (EXL3_KERNEL, Exl3(4, "mul1")),
     "humming int4 g128": (humming.KERNEL, Int(4, 128)),
     "humming int8": (humming.KERNEL, Int(8, None)),

@@ -22,6 +22,9 @@ from benchmarking.sass import LoopFigures, Resources, Tile, figures, main_loop
 from benchmarking.tables import Row, print_with_markdown, write_json
 from benchmarking.without_gpu import H200, Build, gpu_without_hardware
 from compress.checkpoint.weights import Int
+from compress.checkpoint.weights.codebooks import NF4_VALUES
+from compress.checkpoint.weights.mxfp4 import VALUES
+from compress.checkpoint.weights.nonlinear import LEVEL_VALUES
 
 PROCESSORS = H200.gpu.processors
 SHAPES = ((4096, 4096), (28672, 4096))
@@ -41,6 +44,7 @@ TILES: Mapping[str, Callable[[Mapping[str, Any]], Tile]] = {
     "grouped_w4a16_gemm": lambda c: Tile((c["BLOCK_N"], 512 // c["BITS"]), c["BITS"], c["BLOCK_M"]),
     "expand": lambda c: Tile((c["BLOCK_N"], 512 // c["BITS"]), c["BITS"]),
     "fp8_skinny_gemm": lambda c: Tile((c["BLOCK_N"], c["BLOCK_K"]), 8, c["BLOCK_M"]),
+    "fp4_skinny_gemm": lambda c: Tile((c["BLOCK_N"], c["BLOCK_K"]), 4, c["BLOCK_M"]),
     "paged_attention": lambda c: Tile((2, c["BLOCK_T"], c["HEAD_DIM"]), PAGE_BITS[c["KEY_FORM"]], c["BLOCK_R"]),
 }
 """By kernel, from the compile-time arguments of a launch."""
@@ -58,6 +62,13 @@ def calls() -> Iterator[tuple[str, Callable[[], object]]]:
     for tokens in INT8_TOKENS:
         yield f"int8 4096x4096, M={tokens}", lambda t=tokens: weight_only(4096, 4096, t, INT8)
         yield f"fp8 4096x4096, M={tokens}", lambda t=tokens: fp8(t)
+        yield f"fp8 blocks 4096x4096, M={tokens}", lambda t=tokens: fp8(t, 128)
+        yield f"mxfp8 4096x4096, M={tokens}", lambda t=tokens: fp8(t, 32)
+        yield f"nvfp4 4096x4096, M={tokens}", lambda t=tokens: fp4(t, VALUES, 16)
+        yield f"nf4 4096x4096, M={tokens}", lambda t=tokens: fp4(t, NF4_VALUES, 64)
+        yield f"iq4_nl 4096x4096, M={tokens}", lambda t=tokens: fp4(t, LEVEL_VALUES, 32, 32)
+    for tokens in (1, 16, 64):
+        yield f"q4_k 4096x4096, M={tokens}", lambda t=tokens: block_integers(t)
     for rows in (8, 16, 64):
         yield f"int4 experts, blocks of {rows}", lambda r=rows: experts(r)
     for cache in ("16bit", "int8", "int4"):
@@ -86,12 +97,40 @@ def weight_only(rows: int, inputs: int, tokens: int, scheme: Int = INT4) -> None
     linear.product(QuantizedInput(empty(tokens, inputs), beside if linear.activation_layout(tokens).num_sums else None))
 
 
-def fp8(tokens: int) -> None:
+def block_integers(tokens: int) -> None:
+    """Launches a product with 4-bit codes whose scales and minima are float32."""
+    from runtime.backends.triton.fused_linear import QuantizedInput
+    from runtime.backends.triton.kernels.block_integers import skinny_plan
+    from runtime.backends.triton.kernels.w4a16 import W4A16Linear
+    from runtime.backends.triton.kernels.weight_layout import interleave_codes
+
+    codes, scales = empty(4096, 4096, dtype=torch.uint8), empty(4096, 4096 // 32, dtype=torch.float32)
+    weight = interleave_codes(codes, scales, scales, 4, 32, codes.device)
+    linear = W4A16Linear(weight, None, skinny_plan(weight.bits, 4096, len(weight.words), PROCESSORS))
+    sums = empty(4096 // weight.unit, tokens, dtype=torch.float32)
+    linear.product(QuantizedInput(empty(tokens, 4096), sums))
+
+
+def fp8(tokens: int, group: int = 0) -> None:
+    """Launches a product with 8-bit floats and scales of rows, and of groups of inputs if there are."""
     from runtime.backends.triton.fused_linear import QuantizedInput
     from runtime.backends.triton.kernels.fp8 import Fp8Linear
 
-    codes = empty(4096, 4096, dtype=torch.uint8)
-    linear = Fp8Linear(codes, empty(4096), None, False, True, PROCESSORS, torch.bfloat16)
+    codes, scales = empty(4096, 4096, dtype=torch.uint8), (empty(4096), None)
+    if group:
+        scales = empty(4096, dtype=torch.float32), empty(4096, 4096 // group, dtype=torch.float32)
+    linear = Fp8Linear(codes, *scales, None, False, True, PROCESSORS, torch.bfloat16, group)
+    linear.product(QuantizedInput(empty(tokens, 4096)))
+
+
+def fp4(tokens: int, values: tuple[float, ...], group: int, half: int = 64) -> None:
+    """Launches a product with codes of a table, and float32 scales where bytes hold codes of groups of 32."""
+    from runtime.backends.triton.fused_linear import QuantizedInput
+    from runtime.backends.triton.kernels.fp4 import Fp4Linear
+
+    codes, row_scales = empty(4096, 2048, dtype=torch.uint8), empty(4096, dtype=torch.float32)
+    scales = empty(4096, 4096 // group, dtype=torch.bfloat16 if half == 64 else torch.float32)
+    linear = Fp4Linear(codes, scales, row_scales, None, 4096, PROCESSORS, values, torch.bfloat16, half)
     linear.product(QuantizedInput(empty(tokens, 4096)))
 
 

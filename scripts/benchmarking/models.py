@@ -6,7 +6,9 @@ Only speed and size of such models mean anything.
 from __future__ import annotations
 
 import json
+import math
 import shutil
+import struct
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -69,6 +71,7 @@ SHAPES = {
     "1.1b": Shape(2048, 5632, 22, 32, 4, 32000),
     "8b": Shape(4096, 14336, 32, 32, 8, 128256),
     "14b": Shape(5120, 17408, 40, 40, 8, 151936, "qwen3"),
+    "70b": Shape(8192, 28672, 80, 64, 8, 128256),
     "1b-hybrid": Shape(2048, 6144, 16, 8, 2, 32000, "qwen3_5_text", delta_heads=16),
     "2b-a400m": Shape(1024, 512, 20, 16, 4, 32000, "qwen3_moe", experts=64, chosen=10),
 }
@@ -114,6 +117,22 @@ def write_packed_model(
     quantization = format_for(packed).quantization_config(packed, ignored) if packed else {}
     write_config(folder, packed_config({**config.to_dict(), "dtype": "bfloat16"}, quantization, packed))
     _copy_tokenizer(folder)
+
+
+def write_headers(folder: Path, shape: Shape) -> None:
+    """Writes a model for plans: config, tokenizer, and a file whose bfloat16 numbers are a hole that takes no space."""
+    config = config_of(shape)
+    config.save_pretrained(folder)
+    _copy_tokenizer(folder)
+    header: dict[str, Any] = {}
+    end = 0
+    for name, size in _modules(config).items():
+        begin, end = end, end + 2 * math.prod(size)
+        header[f"{name}.weight"] = {"dtype": "BF16", "shape": size, "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    with (folder / "model.safetensors").open("wb") as stream:
+        stream.write(struct.pack("<Q", len(text)) + text)
+        stream.truncate(stream.tell() + end)
 
 
 def _modules(config: PretrainedConfig) -> dict[str, tuple[int, ...]]:

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from benchmarking.models import Cost
 from benchmarking.tables import Row
+from compress.checkpoint.scheme import targets
 from compress.checkpoint.weights import Activations, Int, NMSparsity
 from compress.common.errors import RecipeError
 from compress.evaluate.perplexity import Evaluation
-from compress.methods.base import names
+from compress.methods.base import names, quantization
 from compress.recipe import MAX_TOKENS, FactorizeStage, PruneStage, QuantizeStage, Recipe, Stage
 from compress.recipe_file import bundled_recipes, load_recipe, load_work
 
@@ -48,8 +49,10 @@ def methods_of(setting: str) -> tuple[str, ...]:
         return tuple(TOKENS_PER_CHANNEL)
     if setting == "w8a8":
         return ("rtn", "smoothquant")
+    without_calibration_first = sorted(names("quantize"), key=lambda method: method not in NO_CALIBRATION)
+    if setting in targets():
+        return tuple(each for each in without_calibration_first if not _refusal(setting, each))
     if setting.startswith("w"):
-        without_calibration_first = sorted(names("quantize"), key=lambda method: method not in NO_CALIBRATION)
         return tuple(method for method in without_calibration_first if method != "smoothquant")
     if setting.startswith("rank"):
         return names("factorize")
@@ -64,6 +67,8 @@ def orders_of(setting: str) -> tuple[Order, ...]:
         return (Order("2 per channel", "own tokens"), Order("2 per channel", "1 per channel"))
     if setting == "w8a8":
         return (Order("smoothquant", "rtn"),)
+    if setting in targets():
+        return () if _refusal(setting, "gptq") else (Order("gptq", "rtn", strict=True),)
     if setting.startswith("w"):
         learned = (Order("signround", "gptq", strict=True),) if setting.startswith(("w2", "w3")) else ()
         return (Order("awq", "rtn"), Order("gptq", "rtn", strict=True), *learned)
@@ -95,7 +100,14 @@ def stages_of(setting: str, method: str) -> tuple[Stage, ...]:
         raise RecipeError(f"setting {setting!r} means nothing: {error}", f"Settings: {', '.join(SETTINGS)}") from error
 
 
+def _refusal(form: str, method: str) -> str:
+    """Why a method makes no weights of a form; empty where it does."""
+    return quantization(method).unsupported(targets()[form].target())
+
+
 def _stage(setting: str, method: str) -> Stage:
+    if setting in targets():
+        return QuantizeStage(method, targets()[setting].target())
     if setting.startswith("w"):
         bits, _, group_size = setting.removeprefix("w").partition("g")
         return QuantizeStage(method, Int(int(bits), int(group_size)))

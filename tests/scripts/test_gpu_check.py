@@ -145,8 +145,8 @@ def test_tests_are_counted_from_what_pytest_prints(tmp_path: Path, workers: int)
     file.parent.mkdir()
     file.write_text(TESTS if workers else TESTS.replace("os._exit(1)", "import time; time.sleep(600)"))
     command = (sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-n", str(workers), "tests/test_some.py")
-    step = Step("tests", 20 if workers else 6, ("sh", "-c", f'cd {tmp_path} && exec "$@"', "sh", *command))
-    assert not run_part([step], tmp_path / "out", 60, {})
+    step = Step("tests", 120 if workers else 15, ("sh", "-c", f'cd {tmp_path} && exec "$@"', "sh", *command))
+    assert not run_part([step], tmp_path / "out", 150, {})
     (result,) = summary_of(tmp_path / "out")["steps"]
     broken = "tests/test_some.py::test_that_breaks_its_worker"
     assert result["tests"] == {"PASSED": 3, "FAILED": 1 + bool(workers), "SKIPPED": 1}

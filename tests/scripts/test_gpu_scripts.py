@@ -103,7 +103,23 @@ def test_optional_kernels_are_compared_with_those_that_they_may_replace() -> Non
     assert speedups(spans) == {"16-bit pages": {"32x128": {"4096": 3.0}}}
 
 
-@pytest.mark.parametrize("name", ["int4 g128", "int2 g64", "int8", "w8a8", "fp8", "fp8 w8a8", "nvfp4", "exl3"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "int4 g128",
+        "int2 g64",
+        "int8",
+        "w8a8",
+        "fp8",
+        "fp8 w8a8",
+        "fp8 blocks",
+        "mxfp8",
+        "nvfp4",
+        "nf4",
+        "iq4_nl",
+        "exl3",
+    ],
+)
 def test_every_linear_that_is_timed_multiplies(gpu: torch.device, name: str) -> None:
     from benchmarking import gpu_kernels
 
