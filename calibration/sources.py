@@ -315,11 +315,12 @@ def sample_sequences(
         size = min(batch, count - first)
         generator = torch.Generator().manual_seed(seed * 1_000_003 + first)
         rows = _begin(model, size, start, generator)
-        cache, latest = None, rows
+        cache: dict[str, Any] = {}
+        latest = rows
         columns = [rows]
         for step in range(1, length):
-            output = model(latest.to(model.device), past_key_values=cache, use_cache=True)
-            cache = output.past_key_values
+            output = model(latest.to(model.device), use_cache=True, **cache)
+            cache = _cache_of(output)
             latest = _draw(output.logits[:, -1], generator)
             if start is not None:
                 latest[torch.isin(latest, torch.tensor(list(ends), dtype=torch.int64))] = start
@@ -327,6 +328,12 @@ def sample_sequences(
             on_progress(first * length + size * (step + 1), count * length)
         pieces.append(torch.cat(columns, dim=1))
     return torch.cat(pieces)
+
+
+def _cache_of(output: Any) -> dict[str, Any]:
+    """The argument that continues behind an output; transformers 5.24 renamed `past_key_values`."""
+    name = "cache" if hasattr(output, "cache") else "past_key_values"
+    return {name: getattr(output, name)}
 
 
 def _begin(model: Any, size: int, start: int | None, generator: torch.Generator) -> Tensor:

@@ -283,7 +283,8 @@ class QuantizeKeys:
             metavar="FORM",
             help="What weights are rounded to: int; fp8 (as --fp8), fp8-block (8-bit floats in blocks of 128x128), "
             "nvfp4 (4-bit floats in groups of 16), mxfp4, mxfp8 (4- and 8-bit floats in groups of 32), nf4 (NF4 of "
-            "QLoRA, in groups of 64), q2_k, q3_k, q4_k, q5_k, q6_k (the types of GGUF files). Default: int.",
+            "QLoRA, in groups of 64), q2_k, q3_k, q4_k, q5_k, q6_k, q4_1, q5_1, iq4_nl (the types of "
+            "GGUF files). Default: int.",
             show_default=False,
         ),
     ] = None

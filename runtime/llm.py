@@ -10,7 +10,7 @@ from compress.common.errors import RequestError, ToolkitError
 from runtime.core.collector import without_collections
 from runtime.core.config import RuntimeConfig
 from runtime.core.progress import Report, ignore
-from runtime.core.request import Delta, RequestOptions, SamplingParams
+from runtime.core.request import Delta, Pooling, RequestOptions, SamplingParams
 from runtime.engine.engine import NO_OPTIONS, Engine
 from runtime.text.tokenizer import Tokenizer
 
@@ -88,7 +88,7 @@ class LLM:
             RequestError: a prompt is refused; then none is computed.
             ToolkitError: the model's numbers are not finite.
         """
-        answers = self._answer(prompts, SamplingParams(max_tokens=0), RequestOptions(embed=True))
+        answers = self._answer(prompts, SamplingParams(max_tokens=0), RequestOptions(pooling=Pooling.MEAN))
         if wrong := next((answer for answer in answers if answer.embedding is None), None):
             raise ToolkitError(f"embedding failed: {wrong.error}", "Try linear_backend='reference' and dtype='float32'")
         return [answer.embedding for answer in answers if answer.embedding is not None]

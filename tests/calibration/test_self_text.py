@@ -19,11 +19,11 @@ class Chain:
     device = torch.device("cpu")
     config = SimpleNamespace(vocab_size=VOCABULARY)
 
-    def __call__(self, tokens: Tensor, past_key_values: object, use_cache: bool) -> SimpleNamespace:
+    def __call__(self, tokens: Tensor, use_cache: bool, cache: object = None) -> SimpleNamespace:
         logits = torch.full((*tokens.shape, VOCABULARY), -torch.inf)
         logits.scatter_(-1, tokens.unsqueeze(-1), 0.0)
         logits.scatter_(-1, ((tokens + 1) % VOCABULARY).unsqueeze(-1), torch.log(torch.tensor(3.0)).item())
-        return SimpleNamespace(logits=logits.clamp(min=-1e9), past_key_values=past_key_values)
+        return SimpleNamespace(logits=logits.clamp(min=-1e9), cache=cache)
 
 
 def test_tokens_follow_the_model_at_temperature_1():
@@ -63,8 +63,8 @@ def test_progress_goes_up_to_all_tokens():
 
 def test_a_broken_model_is_refused():
     class Broken(Chain):
-        def __call__(self, tokens: Tensor, past_key_values: object, use_cache: bool) -> SimpleNamespace:
-            return SimpleNamespace(logits=torch.full((*tokens.shape, VOCABULARY), torch.nan), past_key_values=None)
+        def __call__(self, tokens: Tensor, use_cache: bool, cache: object = None) -> SimpleNamespace:
+            return SimpleNamespace(logits=torch.full((*tokens.shape, VOCABULARY), torch.nan), cache=None)
 
     with pytest.raises(NumericsError, match=r"\bNaN\b.*\bself\b"):
         sample_sequences(Broken(), 1, 4, start=0)
@@ -79,8 +79,8 @@ def test_a_cache_gives_what_a_model_without_one_would():
         device, config = torch.device("cpu"), model.config
         seen = torch.empty(3, 0, dtype=torch.int64)
 
-        def __call__(self, tokens: Tensor, past_key_values: object, use_cache: bool) -> SimpleNamespace:
+        def __call__(self, tokens: Tensor, use_cache: bool, cache: object = None) -> SimpleNamespace:
             self.seen = torch.cat([self.seen, tokens], dim=1)
-            return SimpleNamespace(logits=model(self.seen, use_cache=False).logits, past_key_values=None)
+            return SimpleNamespace(logits=model(self.seen, use_cache=False).logits, cache=None)
 
     assert torch.equal(sample_sequences(model, 3, 20, start=1), sample_sequences(Forgetful(), 3, 20, start=1))

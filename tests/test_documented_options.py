@@ -1,0 +1,54 @@
+"""Options, metrics and links that the documents name exist."""
+
+import re
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from compress.cli import app as compress_app
+from runtime.cli import app
+from runtime.engine.metrics import Metrics
+from runtime.server.middleware import ServerMetrics
+
+DOCS = Path(__file__).parents[1] / "docs"
+PAGES = ("deployment.md", "migrating.md")
+
+
+def serve_options() -> set[str]:
+    found = CliRunner().invoke(app, ["serve", "--help"], env={"COLUMNS": "200", "NO_COLOR": "1"})
+    return set(re.findall(r"--[a-z][a-z-]+", found.output))
+
+
+@pytest.mark.full
+def test_options_of_commands_to_choose_exist() -> None:
+    text = (DOCS / "choosing.md").read_text()
+    commands = re.findall(r"`compress (\w+)([^`]*)`", text)
+    assert len(commands) > 8
+    for command, rest in commands:
+        found = CliRunner().invoke(compress_app, [command, "--help"], env={"COLUMNS": "200", "NO_COLOR": "1"})
+        assert found.exit_code == 0, command
+        assert set(re.findall(r"--[a-z][a-z-]+", rest)) <= set(re.findall(r"--[a-z][a-z-]+", found.output)), rest
+
+
+def own_text(page: str) -> str:
+    """A page without the options of other programs, which are the first cells of tables about them."""
+    lines = (DOCS / page).read_text().splitlines()
+    return "\n".join(re.sub(r"^\| [^|]*\|", "", line) if page == "migrating.md" else line for line in lines)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_options_exist(page: str) -> None:
+    commands = {"--create-home", "--no-install-recommends", "--read-only", "--tmpfs", "--from"}
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", own_text(page))) - commands
+    assert len(named) > 10
+    assert named <= serve_options()
+
+
+def test_metrics_exist() -> None:
+    rendered = Metrics().render() + ServerMetrics("demo").render()
+    known = set(re.findall(r"^# TYPE (\w+)", rendered, re.MULTILINE))
+    text = (DOCS / "deployment.md").read_text()
+    named = {name.removesuffix("_bucket") for name in re.findall(r"runtime_[a-z_]+", text)}
+    assert len(named) > 6
+    assert named <= known
