@@ -84,8 +84,6 @@ class SignRound(QuantizationMethod):
         options: Any,
         tick: Callable[[float], None],
     ) -> TunedBlock:
-        import torch
-
         from compress.methods.shared.learned_rounding import learn
 
         weights = {name: _learning(weight, start) for name, (weight, start) in starts.items()}
@@ -95,21 +93,19 @@ class SignRound(QuantizationMethod):
         def values() -> dict[str, Tensor]:
             return {name: weight.values() for name, weight in weights.items()}
 
-        @torch.no_grad()
-        def judge() -> float:
-            return objective.judge(values())
-
-        def backward(_step: int) -> None:
+        def gradients(_step: int) -> list[Tensor | None]:
+            leaves = {name: value.requires_grad_() for name, value in values().items()}
             sequences = 0
             while sequences < options.batch:
                 batch = next(batches)
                 sequences += objective.size(batch)
-                objective.error(values(), batch).backward()
+                objective.error(leaves, batch).backward()
+            return [leaf.grad for leaf in leaves.values()]
 
         learned = learn(
             list(weights.values()),
-            backward,
-            judge,
+            gradients,
+            lambda: objective.judge(values()),
             options.steps,
             options.first_rate,
             lambda step: tick(step / options.steps),

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from compress.checkpoint.gguf.rounding.search import divided, to_half
 from compress.checkpoint.weights.gguf_blocks import BlockIntegers
-from compress.methods.shared.learned_rounding import INSIDE, LARGEST_OFFSET, RANGE_SHARE, straight_through
+from compress.methods.shared.learned_rounding import INSIDE, LARGEST_OFFSET, RANGE_SHARE, move, straight_through
 
 
 class LearnedBlocks:
@@ -32,10 +32,10 @@ class LearnedBlocks:
         for each in self.stretch:
             each.requires_grad_()
 
+    @torch.no_grad()
     def values(self) -> Tensor:
-        """Return `[O, I]` float32, differentiable in `offset` and `stretch`."""
-        codes, scales, minima = self._rounded()
-        return (codes * scales - minima).flatten(1)
+        """Return the dequantized weight `[O, I]` in float32, detached."""
+        return self._values()
 
     @torch.no_grad()
     def codes(self) -> BlockIntegers:
@@ -44,14 +44,19 @@ class LearnedBlocks:
         factors = [each.to(torch.float16) for each in self._factors()]
         return self._start.with_factors(*factors).with_codes((codes + self._start.zero).to(torch.uint8).flatten(1))
 
-    @torch.no_grad()
-    def descend(self, rate: float) -> None:
-        """Moves everything against the sign of its gradient, which is then cleared: offsets by `rate`."""
-        for tensor, step in ((self.offset, rate), *((each, rate * RANGE_SHARE) for each in self.stretch)):
-            if tensor.grad is not None:
-                tensor.sub_(tensor.grad.sign_(), alpha=step)
-                tensor.grad = None
-        self.offset.clamp_(-LARGEST_OFFSET, LARGEST_OFFSET)
+    def descend(self, gradient: Tensor, rate: float) -> None:
+        """Step each learned parameter against the sign of its gradient: offsets by `rate`.
+
+        Args:
+            gradient: float32 `[O, I]`, of the loss with respect to `values()`.
+        """
+        with torch.enable_grad():
+            self._values().backward(gradient)
+        move(self.offset, rate)
+        for factor in self.stretch:
+            move(factor, rate * RANGE_SHARE)
+        with torch.no_grad():
+            self.offset.clamp_(-LARGEST_OFFSET, LARGEST_OFFSET)
 
     def state(self) -> tuple[Tensor, ...]:
         """Return a copy of the learned parameters."""
@@ -62,6 +67,10 @@ class LearnedBlocks:
         """Goes back to a state."""
         for tensor, saved in zip((self.offset, *self.stretch), state, strict=True):
             tensor.copy_(saved)
+
+    def _values(self) -> Tensor:
+        codes, scales, minima = self._rounded()
+        return (codes * scales - minima).flatten(1)
 
     def _factors(self) -> list[Tensor]:
         pairs = zip(self._start.factors, self.stretch, strict=True)

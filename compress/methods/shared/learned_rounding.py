@@ -19,9 +19,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from compress.checkpoint.scale_search import storable
+from compress.checkpoint.scale_search import range_kernel, storable
 from compress.checkpoint.weights.gguf_blocks import BlockIntegers
 from compress.checkpoint.weights.integer import IntegerWeight
+from compress.cpu.binding import BEST
+from compress.cpu.learned_rounding import learned_step, learned_values
 
 LARGEST_OFFSET = 0.5
 # How far a range factor moves for every step of an offset.
@@ -40,11 +42,15 @@ class Learning(Protocol):
         ...
 
     def values(self) -> Tensor:
-        """Return `[O, I]` float32, differentiable in what is learned."""
+        """Return the dequantized weight `[O, I]` in float32, detached."""
         ...
 
-    def descend(self, rate: float) -> None:
-        """Moves everything against the sign of its gradient, which is then cleared: offsets by `rate`."""
+    def descend(self, gradient: Tensor, rate: float) -> None:
+        """Step each learned parameter against the sign of its gradient: offsets by `rate`.
+
+        Args:
+            gradient: float32 `[O, I]`, of the loss with respect to `values()`.
+        """
         ...
 
     def state(self) -> Any:
@@ -62,41 +68,51 @@ class LearnedRounding:
     Args:
         weight: `[O, I]`, the target.
         start: where to begin; with no step taken, `codes()` is equal to it.
+        instruction_set: of the compiled code, which works on CPUs; None keeps to torch.
 
     Attributes:
         offset: `[O, I]` float32, added before rounding, in steps of the grid.
         stretch: `[E, O, G]` float32, factors of the range's ends: one for both when symmetric, else (lower, upper).
     """
 
-    def __init__(self, weight: Tensor, start: IntegerWeight) -> None:
+    def __init__(self, weight: Tensor, start: IntegerWeight, instruction_set: int | None = BEST) -> None:
         start = start.to(weight.device)
         self._start = start
+        self._instruction_set = instruction_set if range_kernel(weight.device) == "C" else None
         self._latent = _within_codes(weight, start)
-        self.offset = torch.zeros_like(self._latent, requires_grad=True)
+        self.offset = torch.zeros_like(self._latent)
         ends = 1 if start.scheme.symmetric else 2
         self.stretch = torch.ones(ends, *start.scales.shape, device=weight.device, requires_grad=True)
 
+    @torch.no_grad()
     def values(self) -> Tensor:
-        """Return `[O, I]` float32, differentiable in `offset` and `stretch`."""
+        """Return the dequantized weight `[O, I]` in float32, detached."""
         scale, zero = self._scales()
-        return _Rounded.apply(self._latent, self.offset, scale, zero, self._start.scheme.max_code)
+        if self._instruction_set is not None:
+            max_code = self._start.scheme.max_code
+            return learned_values(self._latent, self.offset, scale, zero, max_code, self._instruction_set)
+        return (self._round(scale, zero)[-1] * scale.unsqueeze(-1)).flatten(1)
 
     @torch.no_grad()
     def codes(self) -> IntegerWeight:
         """Return the rounded weight; its values are `values()`."""
         scale, zero = self._scales()
-        codes, _, _ = _round(self._latent, self.offset, scale, zero, self._start.scheme.max_code)
+        codes = self._round(scale, zero)[-1] + zero.unsqueeze(-1)
         stored = scale.to(self._start.scales.dtype), zero.to(torch.uint8)
         return IntegerWeight(codes.to(torch.uint8).flatten(1), *stored, self._start.scheme)
 
-    @torch.no_grad()
-    def descend(self, rate: float) -> None:
-        """Moves everything against the sign of its gradient, which is then cleared: offsets by `rate`."""
-        for tensor, step in ((self.offset, rate), (self.stretch, rate * RANGE_SHARE)):
-            if tensor.grad is not None:
-                tensor.sub_(tensor.grad.sign_(), alpha=step)
-                tensor.grad = None
-        self.offset.clamp_(-LARGEST_OFFSET, LARGEST_OFFSET)
+    def descend(self, gradient: Tensor, rate: float) -> None:
+        """Step each learned parameter against the sign of its gradient: offsets by `rate`.
+
+        Args:
+            gradient: float32 `[O, I]`, of the loss with respect to `values()`.
+        """
+        with torch.enable_grad():
+            scale, zero = self._scales()
+        both = zip((scale, zero), self._step(gradient, scale.detach(), zero.detach(), rate), strict=True)
+        learned = [(tensor, its) for tensor, its in both if tensor.requires_grad]
+        torch.autograd.backward(*zip(*learned, strict=True))
+        move(self.stretch, rate * RANGE_SHARE)
 
     def state(self) -> tuple[Tensor, Tensor]:
         """Return a copy of the learned parameters."""
@@ -107,6 +123,33 @@ class LearnedRounding:
         """Goes back to a state."""
         self.offset.copy_(state[0])
         self.stretch.copy_(state[1])
+
+    def _round(self, scale: Tensor, zero: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return `latent / scale`, where codes are not clamped, and codes less zero points: all `[O, G, g]`."""
+        exact = self._latent.unflatten(1, (scale.shape[1], -1)) / scale.unsqueeze(-1)
+        moved = (exact + self.offset.view(exact.shape)).round_().add_(zero.unsqueeze(-1))
+        codes = moved.clamp(0, self._start.scheme.max_code)
+        return exact, moved == codes, codes.sub_(zero.unsqueeze(-1))
+
+    @torch.no_grad()
+    def _step(self, gradient: Tensor, scale: Tensor, zero: Tensor, rate: float) -> tuple[Tensor, Tensor]:
+        """Step the offsets; return the gradients of scales and zero points `[O, G]`.
+
+        Rounding passes gradients straight through. `value = (code - zero) * scale`: a code inside the range follows
+        `latent / scale`, which leaves its rounding error alone; a clamped one stays, and its value falls as the zero
+        point rises.
+        """
+        if self._instruction_set is not None:
+            grid = scale, zero, self._start.scheme.max_code
+            step = gradient, rate, LARGEST_OFFSET, self._instruction_set
+            return learned_step(self._latent, self.offset, *grid, *step)
+        exact, inside, codes = self._round(scale, zero)
+        gradient = gradient.view(codes.shape)
+        free = gradient * inside
+        signs = (free * scale.unsqueeze(-1)).sign_().flatten(1)
+        self.offset.sub_(signs, alpha=rate).clamp_(-LARGEST_OFFSET, LARGEST_OFFSET)
+        stretched = (gradient * codes).sum(-1).sub_((free * exact).sum(-1))
+        return stretched, (free - gradient).sum(-1).mul_(scale)
 
     def _scales(self) -> tuple[Tensor, Tensor]:
         """Scale and zero point `[O, G]` as float32, as they are stored; both differentiable in `stretch`."""
@@ -137,7 +180,7 @@ class Learned:
 
 def learn(
     weights: Sequence[Learning],
-    backward: Callable[[int], None],
+    gradients: Callable[[int], Sequence[Tensor | None]],
     judge: Callable[[], float],
     steps: int,
     rate: float,
@@ -147,7 +190,8 @@ def learn(
 
     Args:
         weights: the weights that are learned together.
-        backward: given the number of a step, adds the gradients of its loss to the weights' tensors.
+        gradients: takes the number of a step; returns the gradient of its loss with respect to the `values()` of each
+            weight, None for a weight that the step did not use.
         judge: the error that decides which state is best.
         rate: of the first step; it falls linearly to zero.
         tick: told the number of steps taken.
@@ -157,9 +201,9 @@ def learn(
     checks = {round(steps * (number + 1) / NUM_CHECKS) for number in range(NUM_CHECKS)}
     for step in range(steps):
         tick(step)
-        backward(step)
-        for weight in weights:
-            weight.descend(rate * (1 - step / steps))
+        for weight, gradient in zip(weights, gradients(step), strict=True):
+            if gradient is not None:
+                weight.descend(gradient, rate * (1 - step / steps))
         if step + 1 in checks and (loss := judge()) < best:
             best, best_step, best_states = loss, step + 1, [weight.state() for weight in weights]
     for weight, state in zip(weights, best_states, strict=True):
@@ -167,41 +211,17 @@ def learn(
     return Learned(best_step, before, best)
 
 
-class _Rounded(torch.autograd.Function):
-    """Rounding to a grid, with straight-through gradients: those of clamping alone."""
-
-    @staticmethod
-    def forward(ctx: Any, latent: Tensor, offset: Tensor, scale: Tensor, zero: Tensor, max_code: int) -> Tensor:
-        codes, exact, inside = _round(latent, offset, scale, zero, max_code)
-        centered = codes.sub_(zero.unsqueeze(-1))
-        ctx.save_for_backward(centered, exact, inside, scale)
-        return (centered * scale.unsqueeze(-1)).flatten(1)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        centered, exact, inside, scale = ctx.saved_tensors
-        gradient = gradients[0].view(centered.shape)
-        free = gradient * inside
-        offset = (free * scale.unsqueeze(-1)).flatten(1)
-        # value = (codes - zero) * scale; a free code follows latent / scale, so that only its rounding error is left.
-        stretched = (gradient * centered).sum(-1).sub_((free * exact).sum(-1))
-        # A free code moves with the zero point; a clamped one stays, and its value falls as the zero point rises.
-        shifted = (free - gradient).sum(-1).mul_(scale)
-        return None, offset, stretched, shifted, None
-
-
-def _round(latent: Tensor, offset: Tensor, scale: Tensor, zero: Tensor, max_code: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return codes as float32, `latent / scale`, and where the codes are not clamped: all `[O, G, g]`."""
-    groups = scale.shape[1]
-    exact = latent.unflatten(1, (groups, -1)) / scale.unsqueeze(-1)
-    codes = (exact + offset.unflatten(1, (groups, -1))).round_().add_(zero.unsqueeze(-1))
-    inside = (codes >= 0) & (codes <= max_code)
-    return codes.clamp_(0, max_code), exact, inside
-
-
 def straight_through(exact: Tensor, rounding: Callable[[Tensor], Tensor]) -> Tensor:
     """Return `rounding(exact)` exactly, with the gradient of `exact`."""
     return _Replaced.apply(exact, rounding(exact.detach()))
+
+
+@torch.no_grad()
+def move(parameter: Tensor, step: float) -> None:
+    """Step a parameter against the sign of its gradient, and clear the gradient."""
+    if parameter.grad is not None:
+        parameter.sub_(parameter.grad.sign_(), alpha=step)
+        parameter.grad = None
 
 
 class _Replaced(torch.autograd.Function):

@@ -106,7 +106,7 @@ def test_clients_need_a_certificate_where_it_is_asked_for(folder: Path, new_alph
         with pytest.raises(httpx.TransportError):
             httpx.get(url, verify=context)
         context.load_cert_chain(**files)
-        assert httpx.get(url, verify=context).status_code == 200
+        assert httpx.get(url, verify=context, timeout=30).status_code == 200
 
 
 def test_url_tells_of_it() -> None:

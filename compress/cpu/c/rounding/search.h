@@ -1,7 +1,8 @@
 /* The search and the rounding of groups, compiled for one instruction set. Files that include this begin with a pragma for their
  * target (what is only inlined into a function for a target is taken apart by GCC before), and define
  *     STRIP_WIDTH               floats in a register
- *     Strip, CodeStrip          vectors of STRIP_WIDTH floats and bytes
+ *     Strip, StripBits          vectors of STRIP_WIDTH floats and 32-bit words
+ *     CodeStrip                 a vector of STRIP_WIDTH bytes
  *     strip_clamp(x, low, high) low <= high
  */
 #ifndef NATIVE_ROUNDING_SEARCH_H

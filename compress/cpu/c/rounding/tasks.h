@@ -5,11 +5,16 @@
 #include "common/thread_pool.h"
 #include "rounding/ranges.h"
 
-/* A search or an encoding over `rows`, `per_chunk` in each chunk. */
+/* Work on `rows`, `per_chunk` in each chunk; `enough` numbers make a chunk. */
 typedef struct {
     const void *job;
     int64_t rows, per_chunk;
 } Rows;
+
+INLINE void run_rows(PoolTask task, const void *job, int64_t rows, int64_t columns, int64_t enough) {
+    Rows all = {job, rows, columns < enough ? enough / columns : 1};
+    pool_run(task, &all, (rows + all.per_chunk - 1) / all.per_chunk);
+}
 
 #define TASK_OF(name, Job, row_of, set)                                                                                \
     void name##_##set(void *context, int64_t chunk) {                                                                  \
@@ -20,11 +25,17 @@ typedef struct {
 
 void search_rows_scalar(void *context, int64_t chunk);
 void encode_rows_scalar(void *context, int64_t chunk);
+void value_rows_scalar(void *context, int64_t chunk);
+void step_rows_scalar(void *context, int64_t chunk);
 #if ON_X86
 void search_rows_avx2(void *context, int64_t chunk);
 void encode_rows_avx2(void *context, int64_t chunk);
+void value_rows_avx2(void *context, int64_t chunk);
+void step_rows_avx2(void *context, int64_t chunk);
 void search_rows_avx512(void *context, int64_t chunk);
 void encode_rows_avx512(void *context, int64_t chunk);
+void value_rows_avx512(void *context, int64_t chunk);
+void step_rows_avx512(void *context, int64_t chunk);
 #endif
 
 #endif

@@ -1,0 +1,94 @@
+"""The compiled values and steps of learned rounding; `c/rounding/learned.h` defines both."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_float, c_int, c_int64, c_void_p
+
+import torch
+from torch import Tensor
+
+from compress.cpu.binding import BEST, function
+
+
+class _Weight(ctypes.Structure):
+    """`LearnedRounding` of learned.h."""
+
+    _fields_ = (
+        ("rows", c_int64),
+        ("columns", c_int64),
+        ("group", c_int64),
+        ("latent", c_void_p),
+        ("offset", c_void_p),
+        ("scales", c_void_p),
+        ("zeros", c_void_p),
+        ("max_code", c_float),
+        ("values", c_void_p),
+        ("gradient", c_void_p),
+        ("rate", c_float),
+        ("limit", c_float),
+        ("stretched", c_void_p),
+        ("shifted", c_void_p),
+    )
+
+
+def learned_values(
+    latent: Tensor, offset: Tensor, scales: Tensor, zeros: Tensor, max_code: int, instruction_set: int = BEST
+) -> Tensor:
+    """Returns the values of codes that offsets move, float32 `[O, I]`.
+
+    Args:
+        latent: float32 `[O, I]` on the CPU, contiguous, as `offset` is.
+        scales: float32 `[O, G]`, as `zeros` are, which hold whole numbers.
+
+    Raises:
+        ValueError: there is no library, or an instruction set that this machine lacks.
+    """
+    values, scales, zeros = torch.empty_like(latent), scales.contiguous(), zeros.contiguous()
+    weight = _weight(latent, offset, scales, zeros, max_code)
+    weight.values = values.data_ptr()
+    _call("learned_values", weight, instruction_set)
+    return values
+
+
+def learned_step(
+    latent: Tensor,
+    offset: Tensor,
+    scales: Tensor,
+    zeros: Tensor,
+    max_code: int,
+    gradient: Tensor,
+    rate: float,
+    limit: float,
+    instruction_set: int = BEST,
+) -> tuple[Tensor, Tensor]:
+    """Moves offsets in place by `rate` against the sign of their gradient, to `limit` in magnitude at most.
+
+    Args:
+        gradient: float32 `[O, I]`, of the loss with respect to the values. `learned_values` describes the others.
+
+    Returns:
+        The gradients with respect to scales and zero points `[O, G]`, before the move.
+
+    Raises:
+        ValueError: there is no library, or an instruction set that this machine lacks.
+    """
+    scales, zeros, gradient = scales.contiguous(), zeros.contiguous(), gradient.contiguous()
+    stretched, shifted = torch.empty_like(scales), torch.empty_like(scales)
+    weight = _weight(latent, offset, scales, zeros, max_code)
+    weight.gradient, weight.rate, weight.limit = gradient.data_ptr(), rate, limit
+    weight.stretched, weight.shifted = stretched.data_ptr(), shifted.data_ptr()
+    _call("learned_step", weight, instruction_set)
+    return stretched, shifted
+
+
+def _weight(latent: Tensor, offset: Tensor, scales: Tensor, zeros: Tensor, max_code: int) -> _Weight:
+    """Describes a weight to the library. The caller keeps the tensors alive."""
+    rows, columns = latent.shape
+    pointers = (tensor.data_ptr() for tensor in (latent, offset, scales, zeros))
+    return _Weight(rows, columns, columns // scales.shape[1], *pointers, max_code)
+
+
+def _call(name: str, weight: _Weight, instruction_set: int) -> None:
+    if function(name, c_void_p, c_int)(ctypes.byref(weight), instruction_set):
+        raise ValueError(f"{name} cannot run with instruction set {instruction_set}")
