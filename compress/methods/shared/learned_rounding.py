@@ -109,9 +109,11 @@ class LearnedRounding:
         """
         with torch.enable_grad():
             scale, zero = self._scales()
-        both = zip((scale, zero), self._step(gradient, scale.detach(), zero.detach(), rate), strict=True)
-        learned = [(tensor, its) for tensor, its in both if tensor.requires_grad]
-        torch.autograd.backward(*zip(*learned, strict=True))
+        stretched, shifted = self._step(gradient, scale.detach(), zero.detach(), rate)
+        if zero.requires_grad:
+            torch.autograd.backward([scale, zero], [stretched, shifted])
+        else:
+            scale.backward(stretched)
         move(self.stretch, rate * RANGE_SHARE)
 
     def state(self) -> tuple[Tensor, Tensor]:
@@ -140,9 +142,8 @@ class LearnedRounding:
         point rises.
         """
         if self._instruction_set is not None:
-            grid = scale, zero, self._start.scheme.max_code
-            step = gradient, rate, LARGEST_OFFSET, self._instruction_set
-            return learned_step(self._latent, self.offset, *grid, *step)
+            latent, max_code, best = self._latent, self._start.scheme.max_code, self._instruction_set
+            return learned_step(latent, self.offset, scale, zero, max_code, gradient, rate, LARGEST_OFFSET, best)
         exact, inside, codes = self._round(scale, zero)
         gradient = gradient.view(codes.shape)
         free = gradient * inside

@@ -1,10 +1,11 @@
-/* Runs the search for ranges and the rounding to codes with every instruction set on buffers of exactly their size; all sets must
- * give the same bits. Numbers are checked elsewhere. Built with sanitizers by test_sanitizers.py. */
+/* Runs the search for ranges, the rounding to codes and a step of learned rounding with every instruction set on buffers of
+ * exactly their size; all sets must give the same bits. Numbers are checked elsewhere. Built with sanitizers by test_sanitizers.py. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "common/thread_pool.h"
+#include "rounding/learned.h"
 #include "rounding/ranges.h"
 #include "driver.h"
 
@@ -51,11 +52,32 @@ static int compare(int set) {
     return same;
 }
 
+static int compare_learned(int set) {
+    const int64_t groups = 1 + draw(4), rows = 1 + draw(40), group = 1 + draw(70), count = rows * groups * group;
+    const int64_t all = rows * groups, max_code = (1 << (2 + draw(7))) - 1;
+    float *latent = floats(count, -1000), *gradient = floats(count, -1000), *scales = floats(all, 1), *zeros = exactly(all * 4);
+    float *offset[2] = {floats(count, -1000), exactly(count * 4)}, *values[2] = {exactly(count * 4), exactly(count * 4)};
+    float *sums[2] = {exactly(all * 8), exactly(all * 8)};
+    for (int64_t i = 0; i < all; i++) zeros[i] = (float)draw(max_code + 1);
+    for (int64_t i = 0; i < count; i++) offset[0][i] /= 2;
+    memcpy(offset[1], offset[0], (size_t)count * 4);
+    for (int i = 0; i < 2; i++) {
+        const LearnedRounding weight = {rows, groups * group, group, latent, offset[i], scales, zeros, (float)max_code, values[i], gradient,
+                                        0.1f, 0.5f, sums[i], sums[i] + all};
+        if (learned_values(&weight, i ? set : SCALAR) || learned_step(&weight, i ? set : SCALAR)) exit(FAILED_STATUS);
+    }
+    const int same = !memcmp(values[0], values[1], (size_t)count * 4) && !memcmp(offset[0], offset[1], (size_t)count * 4) &&
+                     !memcmp(sums[0], sums[1], (size_t)all * 8);
+    for (int i = 0; i < 2; i++) free(offset[i]), free(values[i]), free(sums[i]);
+    free(latent), free(gradient), free(scales), free(zeros);
+    return same;
+}
+
 int main(void) {
     pool_set_threads(3);
     for (int set = 0; set <= native_best_instruction_set(); set++)
         for (int i = 0; i < CASES; i++)
-            if (!compare(set)) {
+            if (!compare(set) || !compare_learned(set)) {
                 fprintf(stderr, "set %d differs in case %d\n", set, i);
                 return FAILED_NUMBERS;
             }
