@@ -40,7 +40,7 @@ FORMS: dict[str, Scheme | None] = {
     "w3g64": Int(3, 64),
     "w2g64": Int(2, 64),
 }
-PASSES = {"rtn": 0.35, "awq": 3.3, "gptq": 3.4, "gptaq": 6.3, "signround": 34.0}
+PASSES = {"rtn": 0.35, "awq": 3.3, "gptq": 3.4, "gptaq": 6.3, "signround": 18.7}
 """Processor time of a method over that of a dense pass through the same blocks. RTN, AWQ and GPTQ were measured on the
 1.1B shape (docs/benchmarks.md), GPTAQ and SignRound beside GPTQ on the demo model (there, and docs/recipes.md)."""
 DENSE_GFLOPS = 475.0

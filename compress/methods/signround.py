@@ -36,7 +36,7 @@ class SignRoundOptions:
         float | None,
         "Size of the first step, in steps of the weight's grid. Default: 1 / steps, which just reaches the limit.",
     ] = None
-    batch: Annotated[int, "Calibration sequences in a step."] = 4
+    batch: Annotated[int, "Calibration sequences in a step."] = 2
 
     def __post_init__(self) -> None:
         if self.steps < 1:
@@ -44,7 +44,7 @@ class SignRoundOptions:
         if self.lr is not None and not 0 < self.lr <= 0.5:
             raise RecipeError(f"lr={self.lr} is outside 0 to 0.5", "Leave it out: 1 / steps")
         if self.batch < 1:
-            raise RecipeError(f"batch={self.batch} has no sequences", "Use batch: 4")
+            raise RecipeError(f"batch={self.batch} has no sequences", "Use batch: 2")
 
     @property
     def first_rate(self) -> float:
