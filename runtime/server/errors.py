@@ -11,6 +11,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from compress.common.errors import LongPromptError, RequestError
+from runtime.server.field_paths import field_path, most_specific
 from runtime.server.protocol.accepted_fields import REFUSED
 from runtime.server.response_models import to_json
 
@@ -104,9 +105,10 @@ def field_name(location: Sequence[str | int]) -> str:
     return name
 
 
-def describe_invalid(error: Mapping[str, Any]) -> tuple[str, str | None, str | None]:
-    """Returns message, field and code of a pydantic error."""
-    name = field_name(error["loc"])
+def describe_invalid(errors: Sequence[Mapping[str, Any]], body: Any) -> tuple[str, str | None, str | None]:
+    """Returns message, field and code of what pydantic finds wrong with a body."""
+    error = most_specific(errors, body)
+    name = field_name(field_path(error, body))
     match error["type"]:
         case "extra_forbidden":
             instead = REFUSED.get(name)
@@ -122,6 +124,13 @@ def describe_invalid(error: Mapping[str, Any]) -> tuple[str, str | None, str | N
             return "A field name is not valid Unicode: it has half a surrogate pair.", None, "unknown_field"
         case _ if not name:
             return NO_OBJECT, None, None
+        case "model_type" | "model_attributes_type" | "dict_type":
+            return f"{name}: must be an object.", name, "invalid_value"
+        case "union_tag_invalid":
+            known, given = error["ctx"]["expected_tags"], error["ctx"]["tag"]
+            return f"{name}: type must be one of {known}, not '{given}'.", f"{name}.type", "invalid_value"
+        case "union_tag_not_found":
+            return f"The field '{name}.type' is required.", f"{name}.type", "missing_field"
         case _:
             return f"{name}: {error['msg'].removeprefix('Value error, ')}.", name, "invalid_value"
 

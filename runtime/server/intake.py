@@ -98,7 +98,8 @@ class ServedText:
         try:
             return kind.model_validate(found, context=self)
         except ValidationError as error:
-            raise ApiError(400, *describe_invalid(error.errors(include_url=False, include_input=False)[0])) from None
+            found_errors = error.errors(include_url=False, include_input=False)
+            raise ApiError(400, *describe_invalid(found_errors, found)) from None
 
     def check_model(self, name: str) -> None:
         """Raises ApiError with status 404 unless `name` is the served model."""

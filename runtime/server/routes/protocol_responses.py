@@ -86,12 +86,18 @@ class ReasoningItem(Item):
     encrypted_content: str | None = None
 
 
+def kind_of(item: Any) -> Any:
+    """Returns the type of an item; one without a type is a message."""
+    found = item.get("type") if isinstance(item, dict) else getattr(item, "type", None)
+    return "message" if found is None else found
+
+
 AnyItem = Annotated[
     Annotated[MessageItem, Tag("message")]
     | Annotated[FunctionCallItem, Tag("function_call")]
     | Annotated[FunctionOutputItem, Tag("function_call_output")]
     | Annotated[ReasoningItem, Tag("reasoning")],
-    Discriminator(lambda value: (value.get("type") if isinstance(value, dict) else value.type) or "message"),
+    Discriminator(kind_of),
 ]
 Items = Annotated[list[AnyItem], at_most(MAX_MESSAGES), Field(min_length=1, max_length=MAX_MESSAGES)]
 
