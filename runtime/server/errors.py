@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from fastapi import FastAPI, HTTPException, Request
@@ -44,6 +46,19 @@ class ApiError(HTTPException):
         return error_response(self.status_code, self.detail, self.param, self.code, self.headers)
 
 
+@contextmanager
+def renaming(**names: str) -> Iterator[None]:
+    """Gives fields in errors the names that they have in the body of a route, by the names that they have in chats."""
+    try:
+        yield
+    except ApiError as error:
+        detail, param = error.detail, error.param
+        for name, own in names.items():
+            detail = re.sub(rf"\b{name}\b", own, detail)
+            param = own if param == name else param
+        raise ApiError(error.status_code, detail, param, error.code) from None
+
+
 def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
     """Returns the `error` object of OpenAI's API."""
     kind = TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
@@ -71,11 +86,15 @@ def error_response(
 
 
 ANTHROPIC_PATHS = "/v1/messages"
+NO_THREADS = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+"""Makes Anthropic's client send whole conversations from then on."""
 
 
 def answer(request: Request, error: ApiError) -> JsonResponse:
     """Returns the answer to a request; its body has a type of its own where the path is of Anthropic's API."""
     body = error_body(error.status_code, error.detail, error.param, error.code)
+    if error.param == "thread":
+        body["error"]["details"] = NO_THREADS
     marked = {"type": "error", **body} if request.url.path.startswith(ANTHROPIC_PATHS) else body
     return JsonResponse(marked, error.status_code, error.headers)
 

@@ -125,10 +125,17 @@ class ServedText:
             found += self.encode(text, add_special_tokens=False, keep=keep)
         return found[-keep:] if keep else found
 
-    def encode_prompts(self, prompts: Sequence[str | list[int]], keep: int | None = None) -> list[array[int]]:
+    def encode_prompts(
+        self, prompts: Sequence[str | list[int]], keep: int | None = None, *, add_special_tokens: bool = True
+    ) -> list[array[int]]:
         """Returns the token ids of each prompt; the last `keep` of them. Raises the errors of `encode`."""
         last = slice(-keep if keep else None, None)
-        return [self.encode(each, keep=keep) if isinstance(each, str) else array("i", each[last]) for each in prompts]
+        return [
+            self.encode(each, add_special_tokens=add_special_tokens, keep=keep)
+            if isinstance(each, str)
+            else array("i", each[last])
+            for each in prompts
+        ]
 
 
 def is_json(content_type: str) -> bool:

@@ -58,9 +58,9 @@ def check_parameters(value: Any) -> Any:
 
 
 def check_arguments(value: Any) -> Any:
-    """Arguments are text, and templates want the object in it."""
+    """Arguments are text, and templates want the object in it; an empty text stands for none."""
     try:
-        parsed = json.loads(value) if isinstance(value, str) else {}
+        parsed = json.loads(value or "{}") if isinstance(value, str) else {}
     except (ValueError, RecursionError) as error:
         raise contradiction(f"not valid JSON: {error}") from error
     if not isinstance(parsed, dict):
@@ -94,6 +94,26 @@ class NamedTool(Strict):
     type: Literal["function"]
     function: FunctionName
 
+    @property
+    def names(self) -> list[str]:
+        return [self.function.name]
+
+
+class AllowedTools(Strict):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], at_most(MAX_TOOLS), Field(min_length=1, max_length=MAX_TOOLS)]
+
+
+class ToolsChoice(Strict):
+    """Some of the tools; the prompt has no others."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+    @property
+    def names(self) -> list[str]:
+        return [tool.function.name for tool in self.allowed_tools.tools]
+
 
 class FunctionCall(Strict):
     name: str
@@ -106,17 +126,18 @@ class AssistantCall(Strict):
     id: str
     type: Literal["function"]
     function: FunctionCall
+    index: int | None = Field(None, description="changes nothing: calls of streams have it")
 
     def as_json(self) -> dict[str, Any]:
-        arguments = json.loads(self.function.arguments)
+        arguments = json.loads(self.function.arguments or "{}")
         return {"id": self.id, "type": self.type, "function": {"name": self.function.name, "arguments": arguments}}
 
 
 class ToolFields(Strict):
-    """The fields of a chat request about tools."""
+    """The fields of a chat request about tools. An empty list of them is none."""
 
-    tools: Annotated[list[Tool], at_most(MAX_TOOLS), Field(min_length=1, max_length=MAX_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tools: Annotated[list[Tool], at_most(MAX_TOOLS), Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | ToolsChoice | None = None
     parallel_tool_calls: bool | None = None
 
     @model_validator(mode="after")
@@ -124,23 +145,36 @@ class ToolFields(Strict):
         names = [tool.function.name for tool in self.tools or ()]
         if len(set(names)) < len(names):
             raise ValueError("two tools have the same name; give each its own")
-        if not names and (self.tool_choice not in (None, "none") or self.parallel_tool_calls is not None):
-            raise ValueError("tool_choice and parallel_tool_calls are allowed only together with tools")
-        if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
-            raise ValueError(f"tool_choice names '{self.tool_choice.function.name}', which is not among the tools")
+        if not names and self.tool_choice not in (None, "none", "auto"):
+            raise ValueError("tool_choice is allowed only together with tools")
+        if unknown := next((name for name in self.chosen_names or () if name not in names), None):
+            raise ValueError(f"tool_choice names '{unknown}', which is not among the tools")
         return self
 
     @property
+    def chosen_names(self) -> list[str] | None:
+        """Tools that `tool_choice` names; None if it names none."""
+        return self.tool_choice.names if isinstance(self.tool_choice, NamedTool | ToolsChoice) else None
+
+    @property
+    def chosen_tools(self) -> list[Tool]:
+        """Tools that `tool_choice` names, or all."""
+        chosen = self.chosen_names
+        return [tool for tool in self.tools or () if chosen is None or tool.function.name in chosen]
+
+    @property
     def usable_tools(self) -> list[Tool]:
-        """Tools that the answer may call."""
+        """Tools that the prompt describes."""
+        if isinstance(self.tool_choice, ToolsChoice):
+            return self.chosen_tools
         return [] if self.tool_choice == "none" else self.tools or []
 
     @property
     def forced_tools(self) -> list[Tool]:
         """Tools of which the answer must call one; none when it need not."""
-        if isinstance(self.tool_choice, NamedTool):
-            return [tool for tool in self.tools or () if tool.function.name == self.tool_choice.function.name]
-        return (self.tools or []) if self.tool_choice == "required" else []
+        if isinstance(self.tool_choice, ToolsChoice):
+            return self.chosen_tools if self.tool_choice.allowed_tools.mode == "required" else []
+        return self.chosen_tools if self.tool_choice == "required" or self.chosen_names else []
 
     @property
     def allows_several_calls(self) -> bool:
@@ -150,8 +184,11 @@ class ToolFields(Strict):
 class TextPart(Strict):
     type: Literal["text"]
     text: str
+    cache_control: dict[str, Any] | None = Field(None, description="changes nothing: equal prefixes are found")
+    prompt_cache_breakpoint: dict[str, Any] | None = Field(None, description="changes nothing")
 
 
+PART_FIELDS = frozenset(TextPart.model_fields)
 MAX_PARTS = 2048
 REASONING = "reasoning_content"
 """Name of a message's reasoning, here and in most templates."""
@@ -162,7 +199,7 @@ class Message(Strict):
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     name: str | None = Field(None, description="name of the author or function; templates may omit it")
-    tool_calls: Annotated[list[AssistantCall], Field(min_length=1)] | None = Field(None, validate_default=True)
+    tool_calls: list[AssistantCall] | None = Field(None, validate_default=True)
     tool_call_id: str | None = Field(None, validate_default=True)
     content: str | Annotated[list[TextPart], Field(max_length=MAX_PARTS)] | None = Field(None, validate_default=True)
     reasoning_content: str | None = Field(
@@ -170,11 +207,14 @@ class Message(Strict):
     )
     reasoning: str | None = Field(None, validate_default=True, description="another name of reasoning_content")
     refusal: None = Field(None, description="as in answers, so that they can be sent back unchanged")
+    annotations: Annotated[list[Any] | None, Field(max_length=MAX_PARTS)] = Field(
+        None, description="changes nothing: answers of other servers have it"
+    )
 
     @field_validator("tool_calls")
     @classmethod
     def check_tool_calls(cls, value: list[AssistantCall] | None, info: ValidationInfo) -> list[AssistantCall] | None:
-        if value is not None and info.data.get("role") != "assistant":
+        if value and info.data.get("role") != "assistant":
             raise contradiction("only messages of the assistant have calls")
         return value
 
@@ -207,7 +247,7 @@ class Message(Strict):
             raise ValueError(f"has {len(value)} parts, and at most {MAX_PARTS} are allowed")
         for i, part in enumerate(value):
             given = {key for key, held in part.items() if held is not None} if isinstance(part, dict) else set()
-            if given != {"type", "text"} or part["type"] != "text":
+            if not {"type", "text"} <= given <= PART_FIELDS or part["type"] != "text":
                 raise ValueError(f'part {i} is not {{"type": "text", "text": "..."}}; other kinds are not supported')
             if not isinstance(part["text"], str):
                 raise ValueError(f"the text of part {i} must be a string")
@@ -253,7 +293,9 @@ class ChatRequest(ToolFields, GenerationRequest):
     chat_template_kwargs: Annotated[dict[str, Any] | None, BeforeValidator(check_template_variables)] = Field(
         None, description="variables of the model's chat template, such as enable_thinking"
     )
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = Field(
+    add_special_tokens: Literal[False] | None = Field(None, description="chat templates write theirs themselves")
+    echo: Literal[False] | None = Field(None, description="messages are not repeated")
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
         None, description="a variable of the model's chat template; refused where that has none of this name"
     )
     separate_reasoning: bool | None = Field(
@@ -275,7 +317,7 @@ class ChatRequest(ToolFields, GenerationRequest):
         if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
             both = f"max_tokens={self.max_tokens} and max_completion_tokens={self.max_completion_tokens}"
             raise ValueError(f"{both} disagree; give one")
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs is allowed only together with logprobs=true")
         return self
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     BeforeValidator,
@@ -26,7 +26,7 @@ from runtime.core.request import (
     SamplingParams,
 )
 from runtime.server.errors import ApiError
-from runtime.server.protocol.accepted_fields import AcceptedFields
+from runtime.server.protocol.accepted_fields import AcceptedFields, DefaultFields
 from runtime.server.protocol.filters import FilterFields
 from runtime.server.protocol.strict import Strict, at_most
 from runtime.server.protocol.words import EncodedWords
@@ -262,6 +262,8 @@ def check_stop(value: Any) -> Any:
 
 class StreamOptions(Strict):
     include_usage: bool | None = None
+    include_obfuscation: bool | None = Field(None, description="changes nothing: streams are not padded")
+    continuous_usage_stats: Literal[False] | None = Field(None, description="token counts are in the last chunk")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -276,14 +278,14 @@ class Delivery:
     include_usage: bool
 
 
-class GenerationRequest(StructuredFields, SteeringFields, FilterFields, AcceptedFields):
+class GenerationRequest(StructuredFields, SteeringFields, FilterFields, AcceptedFields, DefaultFields):
     """Fields of completions and chat. A field that is null has its default."""
 
     model: str
     max_tokens: int | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=0, le=MAX_TOP_K, description="0 is off")
+    top_k: int | None = Field(None, ge=-1, le=MAX_TOP_K, description="0 and -1 are off")
     min_p: float | None = Field(None, ge=0, le=1)
     # Powers of two: descriptions hold bounds as floats.
     seed: int | None = Field(None, ge=-MAX_SEED - 1, lt=MAX_SEED + 1, description="negative ones count from 2^63")
@@ -359,7 +361,7 @@ class GenerationRequest(StructuredFields, SteeringFields, FilterFields, Accepted
             max_tokens=min(rest, default_tokens or rest) if self.token_limit is None else self.token_limit,
             temperature=1.0 if self.temperature is None else self.temperature,
             top_p=1.0 if self.top_p is None else self.top_p,
-            top_k=self.top_k or 0,
+            top_k=max(self.top_k or 0, 0),
             min_p=self.min_p or 0.0,
             seed=None if self.seed is None else self.seed & MAX_SEED,
             n=self.num_answers,
@@ -408,6 +410,9 @@ class CompletionRequest(GenerationRequest):
     )
     logprobs: int | None = Field(None, ge=0, le=20)
     max_tokens: int | None = Field(None, ge=0, description="0 only computes the prompt, to score it with echo")
+    add_special_tokens: bool | None = Field(
+        None, description="let the tokenizer add its own to a prompt, such as a beginning token; true is the default"
+    )
     echo: bool | None = Field(None, description="return the prompt before the answer; with logprobs, score it too")
 
     @model_validator(mode="after")

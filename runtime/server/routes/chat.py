@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from runtime.core.request import Delta, FinishReason, Grammar, SamplingParams, TokenLogprobs
 from runtime.server.conversation import conversation_texts
+from runtime.server.errors import renaming
 from runtime.server.intake import ServedText, Tokenizer, described
 from runtime.server.prompt_logprobs import write_prompt_logprobs
 from runtime.server.protocol.chat import ChatRequest, Function
@@ -270,7 +271,9 @@ class PreparedChat:
 
 def prepare_chat(served: ServedText, raw: bytes) -> PreparedChat:
     """Checks a body and prepares its conversation. Raises ApiError or RequestError."""
-    return prepare_conversation(served, served.parse(raw, ChatRequest))
+    body = served.parse(raw, ChatRequest)
+    with renaming(max_tokens="max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"):
+        return prepare_conversation(served, body)
 
 
 def prepare_conversation(served: ServedText, body: ChatRequest) -> PreparedChat:

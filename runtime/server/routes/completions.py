@@ -226,7 +226,8 @@ def prepare_completion(served: ServedText, raw: bytes) -> PreparedCompletion:
     body = served.parse(raw, CompletionRequest)
     served.check_model(body.model)
     prompts = separate_prompts(body.prompt)
-    token_ids = served.encode_prompts(prompts, body.truncate_prompt_tokens)
+    special = body.add_special_tokens is not False
+    token_ids = served.encode_prompts(prompts, body.truncate_prompt_tokens, add_special_tokens=special)
     context, words = served.limits.max_model_len, encode_words(served.tokenizer, body.bad_words or (), body.breakers)
     samplings = [body.sampling_params(len(ids), context, DEFAULT_MAX_TOKENS, words) for ids in token_ids]
     kept = token_ids if body.truncate_prompt_tokens else prompts

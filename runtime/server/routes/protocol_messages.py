@@ -6,10 +6,17 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, StringConstraints, Tag, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, StringConstraints, Tag, model_validator
 
 from runtime.core.request import MAX_TOP_K
-from runtime.server.protocol.chat import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, REASONING, contradiction
+from runtime.server.protocol.chat import (
+    MAX_MESSAGES,
+    MAX_PARTS,
+    MAX_TOOLS,
+    REASONING,
+    check_parameters,
+    contradiction,
+)
 from runtime.server.protocol.generation import MAX_STOP_STRINGS
 from runtime.server.protocol.strict import Strict, at_most
 
@@ -22,7 +29,9 @@ class TextBlock(Strict):
     type: Literal["text"]
     text: str
     cache_control: CacheControl = Field(default=None, description="changes nothing")
-    citations: None = None
+    citations: Annotated[list[Any] | None, Field(max_length=MAX_PARTS)] = Field(
+        default=None, description="changes nothing"
+    )
 
 
 class ThinkingBlock(Strict):
@@ -47,6 +56,7 @@ class ToolUseBlock(Strict):
     id: str
     name: str
     input: dict[str, Any]
+    caller: dict[str, Any] | None = Field(None, description="changes nothing")
     cache_control: CacheControl = Field(default=None, description="changes nothing")
 
 
@@ -122,8 +132,12 @@ class AnthropicTool(Strict):
     type: Literal["custom"] | None = None
     name: ToolName
     description: str | None = None
-    input_schema: dict[str, Any] = Field(description="a JSON schema of an object")
+    input_schema: Annotated[dict[str, Any], BeforeValidator(check_parameters)] = Field(
+        description="a JSON schema of an object"
+    )
     strict: bool | None = Field(None, description="every call follows the schema; forced ones do in any case")
+    eager_input_streaming: bool | None = Field(None, description="changes nothing: inputs always are streamed")
+    defer_loading: Literal[False] | None = Field(None, description="tools are always in the prompt")
     cache_control: CacheControl = Field(default=None, description="changes nothing")
 
     def as_chat(self) -> dict[str, Any]:
@@ -159,6 +173,10 @@ class Thinking(Strict):
     type: Literal["enabled", "adaptive", "disabled"]
     budget_tokens: int | None = Field(None, ge=1024, description="with type enabled only; max_tokens is the limit here")
 
+    display: Literal["summarized", "omitted"] | None = Field(
+        None, description="omitted leaves reasoning out; no summary is made of it"
+    )
+
     @model_validator(mode="after")
     def check_budget(self) -> Thinking:
         if (self.type == "enabled") != (self.budget_tokens is not None):
@@ -169,6 +187,10 @@ class Thinking(Strict):
     def is_on(self) -> bool:
         return self.type != "disabled"
 
+    @property
+    def is_shown(self) -> bool:
+        return self.is_on and self.display != "omitted"
+
 
 class OutputFormat(Strict):
     type: Literal["json_schema"]
@@ -176,7 +198,9 @@ class OutputFormat(Strict):
 
 
 class OutputConfig(Strict):
-    effort: Literal["low", "medium", "high", "xhigh"] | None = Field(None, description="as reasoning_effort of chats")
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = Field(
+        None, description="as reasoning_effort of chats"
+    )
     format: OutputFormat | None = Field(None, description="what the answer is")
 
     def as_chat(self) -> dict[str, Any]:
@@ -208,7 +232,7 @@ class CountRequest(Strict):
         system = [] if self.system is None else [{"role": "system", "content": joined(self.system)}]
         messages = [*system, *(chat for message in self.messages for chat in message.as_chat())]
         continues = messages[-1]["role"] == "assistant" and bool(messages[-1]["content"])
-        shows = self.thinking is not None and self.thinking.is_on
+        shows = self.thinking is not None and self.thinking.is_shown
         found: dict[str, Any] = {"model": self.model, "messages": messages, "include_reasoning": shows}
         found["continue_final_message"] = continues or None
         if self.output_config is not None:
@@ -221,7 +245,7 @@ class CountRequest(Strict):
 
     @model_validator(mode="after")
     def check_choice(self) -> CountRequest:
-        if self.tool_choice is not None and self.tool_choice.type != "none" and not self.tools:
+        if self.tool_choice is not None and self.tool_choice.type not in ("none", "auto") and not self.tools:
             raise ValueError("tool_choice is allowed only together with tools")
         return self
 
@@ -239,6 +263,8 @@ class MessagesRequest(CountRequest):
     top_k: int | None = Field(None, ge=0, le=MAX_TOP_K)
     metadata: Metadata | None = None
     service_tier: Literal["auto", "standard_only"] | None = Field(None, description="changes nothing")
+    inference_geo: str | None = Field(None, description="changes nothing")
+    speed: Literal["standard"] | None = Field(None, description="changes nothing")
 
     def as_chat(self) -> dict[str, Any]:
         names = ("max_tokens", "stream", "temperature", "top_p", "top_k")

@@ -5,11 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from runtime.core.request import MAX_SEED, MAX_TOP_K
 from runtime.server.protocol.accepted_fields import AcceptedFields
-from runtime.server.protocol.chat import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, REASONING, Name, contradiction
+from runtime.server.protocol.chat import (
+    MAX_MESSAGES,
+    MAX_PARTS,
+    MAX_TOOLS,
+    REASONING,
+    Name,
+    check_arguments,
+    check_parameters,
+    contradiction,
+)
 from runtime.server.protocol.strict import Strict, at_most
 
 LOGPROBS = "message.output_text.logprobs"
@@ -57,7 +66,7 @@ class FunctionCallItem(Item):
     type: Literal["function_call"]
     call_id: str
     name: str
-    arguments: str
+    arguments: Annotated[str, BeforeValidator(check_arguments)] = Field(description="a JSON object, as text")
 
     def as_chat(self) -> dict[str, Any]:
         called = {"name": self.name, "arguments": self.arguments}
@@ -106,7 +115,9 @@ class FunctionTool(Strict):
     type: Literal["function"]
     name: Name
     description: str | None = None
-    parameters: dict[str, Any] | None = Field(None, description="a JSON schema of an object")
+    parameters: Annotated[dict[str, Any] | None, BeforeValidator(check_parameters)] = Field(
+        None, description="a JSON schema of an object"
+    )
     strict: bool | None = Field(None, description="every call follows the schema; forced ones do in any case")
 
     def as_chat(self) -> dict[str, Any]:
@@ -119,6 +130,18 @@ class NamedFunction(Strict):
 
     def as_chat(self) -> dict[str, Any]:
         return {"type": "function", "function": {"name": self.name}}
+
+
+class AllowedFunctions(Strict):
+    """Some of the tools; the prompt has no others."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedFunction], at_most(MAX_TOOLS), Field(min_length=1, max_length=MAX_TOOLS)]
+
+    def as_chat(self) -> dict[str, Any]:
+        allowed = {"mode": self.mode, "tools": [tool.as_chat() for tool in self.tools]}
+        return {"type": self.type, "allowed_tools": allowed}
 
 
 class TextFormat(Strict):
@@ -146,7 +169,7 @@ class TextOptions(Strict):
 
 
 class ReasoningOptions(Strict):
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = Field(
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
         None, description="as reasoning_effort of chats"
     )
     summary: Literal["auto", "concise", "detailed"] | None = Field(None, description="no summary is made")
@@ -169,10 +192,10 @@ class ResponsesRequest(AcceptedFields):
     max_output_tokens: int | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=0, le=MAX_TOP_K, description="0 is off")
+    top_k: int | None = Field(None, ge=-1, le=MAX_TOP_K, description="0 and -1 are off")
     seed: int | None = Field(None, ge=-MAX_SEED - 1, lt=MAX_SEED + 1)
     tools: Annotated[list[FunctionTool], at_most(MAX_TOOLS), Field(max_length=MAX_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedFunction | AllowedFunctions | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
@@ -188,7 +211,7 @@ class ResponsesRequest(AcceptedFields):
 
     @model_validator(mode="after")
     def check_logprobs(self) -> ResponsesRequest:
-        if self.top_logprobs is not None and not self.wants_logprobs:
+        if self.top_logprobs and not self.wants_logprobs:
             raise ValueError(f'top_logprobs is allowed only together with include=["{LOGPROBS}"]')
         if self.wants_logprobs and self.tools:
             raise ValueError("log-probabilities are not reported together with tools; leave one of them out")
@@ -217,7 +240,7 @@ class ResponsesRequest(AcceptedFields):
         if self.text is not None and self.text.format is not None:
             found["response_format"] = self.text.format.as_chat()
         if self.tools:
-            choice = self.tool_choice.as_chat() if isinstance(self.tool_choice, NamedFunction) else self.tool_choice
+            choice = self.tool_choice if isinstance(self.tool_choice, str | None) else self.tool_choice.as_chat()
             found |= {"tools": [tool.as_chat() for tool in self.tools], "tool_choice": choice}
             found["parallel_tool_calls"] = self.parallel_tool_calls
         return found

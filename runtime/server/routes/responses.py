@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from runtime.core.request import Delta, FinishReason
 from runtime.server.answers import Deltas, chain
-from runtime.server.errors import ApiError
+from runtime.server.errors import ApiError, renaming
 from runtime.server.intake import ServedText, Tokenizer, described
 from runtime.server.protocol.chat import ChatRequest
 from runtime.server.response_models import MAY_STREAM, TokenLogprob
@@ -125,7 +125,8 @@ def usage_of(last: Delta, num_reasoning_tokens: int) -> dict[str, Any]:
 def prepare_response(served: ServedText, raw: bytes) -> PreparedResponse:
     """As `prepare_chat`."""
     body = served.parse(raw, ResponsesRequest)
-    chat = prepare_conversation(served, served.validate(body.as_chat(), ChatRequest))
+    with renaming(max_tokens="max_output_tokens", response_format="text.format"):
+        chat = prepare_conversation(served, served.validate(body.as_chat(), ChatRequest))
     if body.wants_logprobs and not chat.form.is_plain:
         message = (
             "Log-probabilities are reported of answers without tools and reasoning only. Ask /v1/chat/completions."

@@ -14,6 +14,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/score": {"text_1": "a", "text_2": "b"},
 }
 CHAT, MESSAGES, RESPONSES, RERANK, SCORE = BODIES
+CALL = {"type": "function_call", "call_id": "1", "name": "f"}
 TOOL = {"type": "function", "function": {"name": "f"}}
 
 
@@ -41,6 +42,15 @@ def blocks(*content: Any) -> list[dict[str, Any]]:
         (MESSAGES, {"messages": blocks({"type": "text", "text": "a", "mark": 1})}, "messages[0].content[0].mark"),
         (MESSAGES, {"system": [{"type": "text", "text": "a", "mark": 1}]}, "system[0].mark"),
         (MESSAGES, {"system": {"text": "a"}}, "system"),
+        (CHAT, {"max_completion_tokens": 10**6}, "max_completion_tokens"),
+        (MESSAGES, {"tools": [{"name": "f", "input_schema": {"type": "string"}}]}, "tools[0].input_schema"),
+        (RESPONSES, {"max_output_tokens": 10**6}, "max_output_tokens"),
+        (
+            RESPONSES,
+            {"tools": [{"type": "function", "name": "f", "parameters": {"type": "array"}}]},
+            "tools[0].parameters",
+        ),
+        (RESPONSES, {"input": [{**CALL, "arguments": "{x"}]}, "input[0].arguments"),
         (RESPONSES, {"input": 5}, "input"),
         (RESPONSES, {"input": []}, "input"),
         (RESPONSES, {"input": ["Hi"]}, "input[0]"),
@@ -63,3 +73,14 @@ def test_the_field_has_the_name_that_was_sent(api: httpx.Client, path: str, fiel
     assert error["param"] == param
     assert param.removesuffix(".type") in error["message"]
     assert "lambda" not in error["message"]
+
+
+def test_forms_of_answers_have_the_names_of_their_routes(api: httpx.Client) -> None:
+    form = {"type": "json_schema", "schema": {"type": "object"}}
+    tool = {"name": "f", "input_schema": {"type": "object"}}
+    asked = {"output_config": {"format": form}, "tools": [tool], "messages": [TURN], "max_tokens": 4}
+    message = api.post(MESSAGES, json={"model": "alphabet", **asked}).json()["error"]["message"]
+    assert message.startswith("output_config.format and tools")
+    asked = {"text": {"format": form | {"name": "a"}}, "tools": [{"type": "function", "name": "f"}], "input": "Hi"}
+    message = api.post(RESPONSES, json={"model": "alphabet", **asked}).json()["error"]["message"]
+    assert message.startswith("text.format and tools")

@@ -1,14 +1,18 @@
 """Fields that clients send out of habit change no answer, and those that would are refused with what to do instead."""
 
+import json
 from typing import Any
 
 import httpx
 import pytest
 
+from runtime.core.config import Limits
 from runtime.core.request import MAX_SEED
-from runtime.server.protocol.accepted_fields import REFUSED, AcceptedFields
+from runtime.server.intake import ServedText
+from runtime.server.protocol.accepted_fields import REFUSED, AcceptedFields, DefaultFields
 from runtime.server.protocol.chat import ChatRequest
 from runtime.server.protocol.generation import CompletionRequest
+from runtime.server.routes.completions import prepare_completion
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
 PATHS = {
@@ -21,17 +25,69 @@ HABITS: dict[str, Any] = {
     "service_tier": "auto",
     "safety_identifier": "a user",
     "prompt_cache_key": "a key",
+    "prompt_cache_retention": "24h",
+    "prompt_cache_options": {"ttl": "30m"},
     "verbosity": "low",
     "modalities": ["text"],
+}
+DEFAULTS: dict[str, Any] = {
+    "use_beam_search": False,
+    "length_penalty": 1.0,
+    "spaces_between_special_tokens": True,
+    "return_token_ids": False,
+    "return_tokens_as_token_ids": False,
+    "guided_decoding_backend": "xgrammar",
+    "cache_prompt": True,
+}
+VALUES_OF_OTHERS: dict[str, Any] = {"top_k": -1, "echo": False}
+OF_CHATS: dict[str, Any] = {
+    "tools": [],
+    "tool_choice": "auto",
+    "parallel_tool_calls": True,
+    "add_special_tokens": False,
+    "logprobs": False,
+    "top_logprobs": 0,
 }
 
 
 @pytest.mark.parametrize("path", PATHS)
 def test_fields_of_habit_change_no_answer(api: httpx.Client, path: str) -> None:
     assert HABITS.keys() == AcceptedFields.model_fields.keys()
-    plain, sent = (api.post(path, json=PATHS[path] | fields) for fields in ({}, HABITS))
+    assert DEFAULTS.keys() == DefaultFields.model_fields.keys()
+    fields = HABITS | DEFAULTS | VALUES_OF_OTHERS | (OF_CHATS if "messages" in PATHS[path] else {})
+    plain, sent = (api.post(path, json=PATHS[path] | more) for more in ({}, fields))
     assert sent.status_code == 200, sent.text
     assert sent.json()["choices"] == plain.json()["choices"]
+
+
+@pytest.mark.parametrize(
+    "turn",
+    [
+        {"role": "user", "content": [{"type": "text", "text": "Hi", "cache_control": {"type": "ephemeral"}}]},
+        {"role": "user", "content": [{"type": "text", "text": "Hi", "prompt_cache_breakpoint": {}}]},
+        {"role": "assistant", "content": "Hi", "tool_calls": [], "annotations": [], "refusal": None, "audio": None},
+    ],
+)
+def test_messages_may_have_what_other_servers_write(turn: dict[str, Any]) -> None:
+    plain = ChatRequest.model_validate({"model": "a", "messages": [{"role": turn["role"], "content": "Hi"}]})
+    sent = ChatRequest.model_validate({"model": "a", "messages": [turn]})
+    assert sent.messages[0].as_json() == plain.messages[0].as_json()
+
+
+def test_a_call_may_have_an_index_and_no_arguments() -> None:
+    call = {"index": 0, "id": "1", "type": "function", "function": {"name": "f", "arguments": ""}}
+    body = ChatRequest.model_validate({"model": "a", "messages": [{"role": "assistant", "tool_calls": [call]}]})
+    (written,) = body.messages[0].as_json()["tool_calls"]
+    assert written == {"id": "1", "type": "function", "function": {"name": "f", "arguments": {}}}
+
+
+@pytest.mark.parametrize("name", ["include_obfuscation", "continuous_usage_stats"])
+def test_options_of_streams(api: httpx.Client, name: str) -> None:
+    options = {"include_usage": True, name: False}
+    body = {**PATHS["/v1/completions"], "stream": True, "stream_options": options}
+    response = api.post("/v1/completions", json=body)
+    assert response.status_code == 200, response.text
+    assert '"completion_tokens":5' in response.text
 
 
 @pytest.mark.parametrize(
@@ -45,6 +101,9 @@ def test_fields_of_habit_change_no_answer(api: httpx.Client, path: str) -> None:
         ("modalities", ["text", "audio"]),
         ("modalities", ["audio"]),
         ("prompt_cache_key", "a" * 513),
+        ("prompt_cache_retention", "1h"),
+        ("use_beam_search", True),
+        ("return_token_ids", True),
     ],
 )
 def test_their_values_are_checked(api: httpx.Client, name: str, value: Any) -> None:
@@ -81,3 +140,17 @@ def test_a_template_without_reasoning_effort_refuses_it(demo_server: tuple[str, 
     response = httpx.post(f"{demo_server[0]}/v1/chat/completions", json=body, timeout=60)
     assert response.status_code == 400
     assert "'reasoning_effort'" in response.json()["error"]["message"]
+
+
+class BeginningTokenizer:
+    """Texts are their bytes, behind 0 as the beginning."""
+
+    def encode(self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
+        return [0] * add_special_tokens + list(text.encode())
+
+
+@pytest.mark.parametrize(("field", "first"), [({}, 0), ({"add_special_tokens": False}, 65)])
+def test_prompts_begin_as_asked(field: dict[str, Any], first: int) -> None:
+    served = ServedText(BeginningTokenizer(), "alphabet", Limits(64))
+    raw = json.dumps(PATHS["/v1/completions"] | field).encode()
+    assert prepare_completion(served, raw).prompts[0][0] == first

@@ -62,6 +62,32 @@ def test_streams_are_the_same_message(client: Any) -> None:
     assert (last.stop_reason, last.usage.output_tokens) == (whole.stop_reason, whole.usage.output_tokens)
 
 
+def test_fields_that_change_nothing(post: Any) -> None:
+    tool = {**WEATHER, "eager_input_streaming": True, "defer_loading": False}
+    use = {"type": "tool_use", "id": "1", "name": "weather", "input": {}, "caller": {"type": "direct"}}
+    said = {"role": "assistant", "content": [{"type": "text", "text": "Hm", "citations": []}, use]}
+    turns = [*TURNS, said, {"role": "user", "content": [RESULT]}]
+    fields = {"inference_geo": "us", "speed": "standard", "service_tier": "auto"}
+    sent = post("/v1/messages", **GREEDY, **fields, messages=turns, tools=[tool])
+    assert sent.status_code == 200, sent.text
+    said["content"] = [{"type": "text", "text": "Hm"}, {**use, "caller": None}]
+    assert sent.json()["content"] == post("/v1/messages", **GREEDY, messages=turns, tools=[WEATHER]).json()["content"]
+    assert post("/v1/messages", **GREEDY, messages=TURNS, tool_choice={"type": "auto"}).status_code == 200
+
+
+def test_the_runner_of_tools_sends_whole_conversations(client: Any) -> None:
+    """It asks the server to keep the conversation, and goes on without where the server says that it keeps none."""
+
+    @anthropic.beta_tool
+    def now() -> str:
+        """Says the time."""
+        return "noon"
+
+    fields: dict[str, Any] = {"model": "demo", "max_tokens": 60, "messages": TURNS, "tools": [now]}
+    runner = client.beta.messages.tool_runner(**fields, tool_choice={"type": "any"}, max_iterations=2)
+    assert [message.stop_reason for message in runner] == ["tool_use", "tool_use"]
+
+
 @pytest.mark.full
 def test_a_stop_sequence_is_named(client: Any) -> None:
     text = client.messages.create(**BY_CLIENT, messages=TURNS).content[0].text

@@ -166,6 +166,8 @@ def test_thinking_blocks(scripted: Any) -> None:
         dumped = [[block.model_dump(exclude={"id"}) for block in each.content] for each in (streamed, whole)]
         assert [{name: block[name] for name in found} for block, found in zip(*dumped, strict=True)] == dumped[1]
     assert [block.type for block in client.messages.create(**options).content] == kinds[1:]
+    omitted = client.messages.create(**options, thinking={"type": "adaptive", "display": "omitted"})
+    assert [block.type for block in omitted.content] == kinds[1:]
     off = client.messages.create(**options, thinking={"type": "disabled"})
     assert off.content[0].text.startswith("<think>")  # after a prompt that ends reasoning, all is text
     turns = [*MESSAGES, {"role": "assistant", "content": [block.model_dump() for block in whole.content[:2]]}]

@@ -190,6 +190,15 @@ def test_what_cannot_be_is_refused_by_name(http: httpx.Client, change: dict[str,
     assert said in f"{error['param']} {error['message']}"
 
 
+def test_a_choice_may_allow_some_of_the_tools(http: httpx.Client) -> None:
+    named = [{"type": "function", "name": WEATHER["name"]}]
+    choice = {"type": "allowed_tools", "mode": "required", "tools": named}
+    fields = {"input": STORY, "tools": [WEATHER, {"type": "function", "name": "now"}], "max_output_tokens": 60}
+    found = respond(http, **fields, tool_choice=choice, parallel_tool_calls=False)
+    assert [item["name"] for item in found["output"]] == [WEATHER["name"]]
+    assert found["tool_choice"] == choice
+
+
 THINKING = AnswerForm(reasoning=find_reasoning("<think> </think>"), position=Position.BEFORE)
 
 

@@ -169,6 +169,20 @@ def test_a_named_tool_is_called_once(demo: Answers) -> None:
         validate(json.loads(call.function.arguments), WEATHER)
 
 
+def allowed(mode: str, *names: str) -> Any:
+    named = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": named}}
+
+
+def test_a_choice_may_allow_some_of_the_tools(demo: Answers) -> None:
+    for choice in demo.ask(tool_choice=allowed("required", "now"), n=3, parallel_tool_calls=False).choices:
+        assert [call.function.name for call in choice.message.tool_calls] == ["now"]
+    free = demo.ask(tool_choice=allowed("auto", "now"), max_tokens=12)
+    assert free.choices == demo.ask(tools=TOOLS[1:], max_tokens=12).choices
+    with pytest.raises(openai.BadRequestError, match="'other'"):
+        demo.ask(tool_choice=allowed("auto", "now", "other"))
+
+
 @pytest.mark.full
 def test_several_calls_at_once(demo: Answers) -> None:
     """A model that may not end goes on calling until it is cut off."""
@@ -273,7 +287,7 @@ def test_templates_get_tools_and_calls_and_results(kind: str) -> None:
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"tools": []}, "tools"),
+        ({"tools": [], "tool_choice": "required"}, "only together with tools"),
         ({"tools": [TOOLS[0], TOOLS[0]]}, "same name"),
         ({"tools": [{"type": "function", "function": {"name": "two words"}}]}, r"tools\[0\]\.function\.name"),
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}]}, "object"),
