@@ -8,7 +8,7 @@ from runtime.text.tool_format import register
 HARMONY_CALLS = register(
     JsonToolFormat(
         name="harmony",
-        marks=(r"<\|channel\|>commentary", r"to=.*functions\."),
+        marks=(r"<\|channel\|>commentary", r"functions\."),
         opening=f"{CHANNEL}commentary to=functions.",
         section_separator=None,
         heads=((WORD, "<|constrain|>", "json", MESSAGE), (WORD, "json", MESSAGE), (WORD, MESSAGE)),
