@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable
+from itertools import islice, takewhile
 from typing import Any
 
 from compress.common.errors import RequestError
 from runtime.server.intake import Tokenizer
 from runtime.server.protocol.chat import REASONING, ChatRequest
-from runtime.text.tools import concatenates_arguments, describe_tools, mentions_tools
+from runtime.text.tools import concatenates_arguments, describe_tools, mentions_tools, takes_one_call
 
 Json = Any
 PRIVATE_CHARACTERS = range(0xE000, 0xF900)
@@ -44,6 +45,8 @@ def render(tokenizer: Tokenizer, messages: list[Json], tools: list[Json], variab
     template = tokenizer.chat_template or ""
     if not mentions_tools(template):
         return tokenizer.render_chat(describe_tools(messages, tools), **variables)
+    if takes_one_call(template):
+        messages = one_call_each(messages)
     if concatenates_arguments(template):
         messages = [with_text_arguments(message) for message in messages]
     return tokenizer.render_chat(messages, **({"tools": tools} if tools else {}), **variables)
@@ -59,6 +62,26 @@ def with_reasoning(message: Json, template: str) -> Json:
     thoughts = message[REASONING]
     plain = {name: held for name, held in message.items() if name != REASONING}
     return {**plain, **dict.fromkeys(sorted(names), thoughts)}
+
+
+def one_call_each(messages: list[Json]) -> list[Json]:
+    """Returns messages with one call each at most, each before its result."""
+    found: list[Json] = []
+    place = 0
+    while place < len(messages):
+        message, place = messages[place], place + 1
+        calls = message.get("tool_calls", ())
+        if len(calls) < 2:
+            found.append(message)
+            continue
+        results = list(takewhile(lambda each: each["role"] == "tool", islice(messages, place, None)))
+        place += len(results)
+        ids = [call["id"] for call in calls]
+        for number, call in enumerate(calls):
+            turn = message if number == 0 else {"role": "assistant", "content": ""}
+            found += [{**turn, "tool_calls": [call]}, *(each for each in results if each["tool_call_id"] == call["id"])]
+        found += [each for each in results if each["tool_call_id"] not in ids]
+    return found
 
 
 def with_text_arguments(message: Json) -> Json:

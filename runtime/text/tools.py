@@ -39,6 +39,11 @@ def find_format(template: str) -> ToolFormat:
     )
 
 
+def takes_one_call(template: str) -> bool:
+    """Returns whether a template writes only the first call of a message, or refuses messages with several."""
+    return re.search(r"\btool_calls['\"\]]*\[0\]", template) is not None
+
+
 def concatenates_arguments(template: str) -> bool:
     """Returns whether a template joins the arguments of calls with other texts, so that they have to be text."""
     return re.search(r"\+\s*[\w.\[\]'\"]*\barguments\b['\"\]]*\s*(\+|[-%]?\})", template) is not None

@@ -6,7 +6,7 @@ from runtime.text.tool_format import register
 HERMES = register(
     object_format(
         name="Hermes",
-        marks=("<tool_call>",),
+        marks=(r"\A(?![\s\S]*(<tool_calls>|<invoke ))[\s\S]*<tool_call>",),  # not lists of calls, not attributes
         opening="<tool_call>",
         closing="</tool_call>",
         before="\n",

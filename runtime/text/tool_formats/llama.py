@@ -6,7 +6,7 @@ from runtime.text.tool_format import register
 LLAMA = register(
     object_format(
         name="Llama 3.1",
-        marks=(r'<\|python_tag\|>|"parameters": dictionary',),
+        marks=(r'\A(?![\s\S]*<function=)[\s\S]*(<\|python_tag\|>|"parameters": dictionary)',),
         opening="<|python_tag|>",
         separator="; ",
         bare="{",

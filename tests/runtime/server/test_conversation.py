@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiers import examples
 
-from runtime.server.conversation import conversation_texts, cut_apart, find_mark, texts_of
+from compress.common.chat_template import ChatTemplate
+from runtime.server.conversation import conversation_texts, cut_apart, find_mark, one_call_each, texts_of
 from runtime.server.protocol.chat import ChatRequest
 
 SPECIAL = {"<|end|>": 1, "<|end|><|end|>": 2, "|>x": 3, "~": 4}
@@ -72,3 +73,41 @@ def test_a_message_cannot_end_its_turn(demo_server: tuple[str, Any, Any], path: 
         assert tokenizer.decode(tokens, skip_special_tokens=False).count("<|im_end|>") == 2
     else:
         assert prompt_tokens(INJECTED, parse_special=True)[0] == len(plain)
+
+
+def turn_of(*ids: str, **fields: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": "", "tool_calls": [{"id": each} for each in ids], **fields}
+
+
+def result_of(call_id: str) -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": call_id, "content": f"of {call_id}"}
+
+
+def test_several_calls_become_turns_before_their_results() -> None:
+    user, last = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Bye"}
+    several = turn_of("a", "b", content="Let me see", thinking="Hm")
+    turns = [user, several, result_of("b"), result_of("c"), result_of("a"), turn_of("a"), result_of("a"), last]
+    first = turn_of("a", content="Let me see", thinking="Hm")
+    expected = [user, first, result_of("a"), turn_of("b"), result_of("b"), result_of("c"), *turns[5:]]
+    assert one_call_each(turns) == expected
+    assert one_call_each([user, turn_of("a", "b")]) == [user, turn_of("a"), turn_of("b")]
+
+
+@pytest.mark.parametrize("first", ["message.tool_calls[0].function", "message['tool_calls'][0]['function']"])
+def test_templates_that_take_one_call_get_all_calls(first: str) -> None:
+    """The published templates of Llama 3.1 refuse messages with several; that of gpt-oss writes the first."""
+    template = (
+        "{% for message in messages %}{% if message.tool_calls %}"
+        "{% if message.tool_calls|length != 1 %}{{ raise_exception('one call only') }}{% endif %}"
+        f"<{{{{ ({first}).name }}}}>{{% else %}}{{{{ message.content }}}}{{% endif %}}{{% endfor %}}"
+        "{% if tools %}{% endif %}"
+    )
+    calls = [
+        {"id": each, "type": "function", "function": {"name": each, "arguments": "{}"}} for each in ("now", "then")
+    ]
+    results = [{"role": "tool", "tool_call_id": each, "content": f"It is {each}"} for each in ("now", "then")]
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "tool_calls": calls}, *results]
+    body = ChatRequest.model_validate({"model": "m", "messages": turns})
+    render = ChatTemplate(template, {}).render
+    tokenizer: Any = SimpleNamespace(special_ids={}, chat_template=template, render_chat=render)
+    assert conversation_texts(tokenizer, body) == ["Hi<now>It is now<then>It is then"]

@@ -55,6 +55,9 @@ def test_the_template_tells_the_format(template: str, tool_format: JsonToolForma
     [
         "{{ tools }} {{ '[TOOL_CALLS]' + name + arguments }}",
         "{{ tools }} <TOOLCALL>[{{ call }}]</TOOLCALL>",
+        "{{ tools }} Return all calls within <tool_call></tool_call>:\n<tool_calls>[{{ call }}]</tool_calls>",
+        "{{ tools }} <tool_call><invoke name={{ call.name }}>{{ call.arguments }}</invoke></tool_call>",
+        "{{ tools }} <|python_tag|> is for code, <function={{ call.name }}>{{ call.arguments }}</function> for calls",
         "{{ tools }} in some other way",
     ],
 )
