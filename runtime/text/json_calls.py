@@ -10,7 +10,7 @@ from typing import Any
 from runtime.text.call_head import QUOTED, WAIT, Head, JsonEnd, Part, match_head
 from runtime.text.pieces import CallArguments, CallPiece, CallStart
 from runtime.text.tool_format import CallReader, ReaderState, Tool, ToolFormat
-from runtime.text.tool_grammar import json_rule, literal
+from runtime.text.tool_grammar import json_rule, literal, object_schema, relocated
 
 NAME = "NAME"
 """Place of the name in `JsonToolFormat.before`."""
@@ -42,6 +42,12 @@ class JsonToolFormat(ToolFormat):
     def call_rules(self, rule: str, tool: Tool, special_ids: Mapping[str, int]) -> list[str]:
         before, after = literal(self.before.replace(NAME, tool["name"]), special_ids), literal(self.after, special_ids)
         return [f"{rule}: {before} {rule}_arguments {after}", f"{rule}_arguments: {json_rule(tool.get('parameters'))}"]
+
+    def schema_of_call(self, tool: Tool) -> dict[str, Any]:
+        assert self.key is not None
+        arguments = relocated(object_schema(tool.get("parameters")), f"#/properties/{self.key}")
+        properties = {"name": {"const": tool["name"]}, self.key: arguments}
+        return {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
 
 
 def object_format(key: str = "arguments", **options: Any) -> JsonToolFormat:

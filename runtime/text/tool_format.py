@@ -80,6 +80,10 @@ class ToolFormat(ABC):
             RequestError: the format cannot enforce the tool's schema.
         """
 
+    def schema_of_call(self, tool: Tool) -> dict[str, Any]:
+        """Returns the JSON schema of a call that is one JSON value; for formats whose `bare` is a brace."""
+        raise NotImplementedError
+
     def new_id(self, name: str, number: int) -> str:
         """Returns an id for the call with this number in its answer that the templates of the format accept."""
         return uuid4().hex[: self.id_length] if self.id_length else f"call_{uuid4().hex[:24]}"

@@ -16,22 +16,36 @@ ANY = r"(.|\n)*"
 
 
 def forced_calls(
-    tool_format: ToolFormat, tools: Sequence[Tool], special_ids: Mapping[str, int], *, several: bool
+    tool_format: ToolFormat,
+    tools: Sequence[Tool],
+    special_ids: Mapping[str, int],
+    *,
+    several: bool,
+    reply: Mapping[str, Any] | None = None,
 ) -> Grammar:
     """Returns a grammar of answers that consist of one or more calls of these tools.
 
     Args:
         special_ids: ids of tokens that are no text; a tag among them is written with its token.
         several: allow more than one call.
+        reply: schema of JSON that an answer may be in place of calls.
 
     Raises:
         RequestError: the format cannot enforce a tool's schema.
     """
+    if (
+        reply is not None and tool_format.bare == "{"
+    ):  # the lexer cannot tell the bracket of a call from that of a reply
+        return lark(f"start: {value_rule(any_of([*map(tool_format.schema_of_call, tools), reply]))}")
+    section = section_rules(tool_format, tools, special_ids, several=several)
     start = "calls" if tool_format.bare == "{" else "opening calls"
     if several and tool_format.section_separator is not None:
         start += f" ({literal(tool_format.section_separator, special_ids)} opening calls)*"
+    if reply is not None:
+        section = [*section, f"reply: {value_rule(reply)}"]
+        start += f" | {literal(tool_format.text_opening, special_ids)} reply"
     rules = [f"start: {start}", f"opening: {literal(tool_format.opening, special_ids)}"]
-    return lark(*rules, *section_rules(tool_format, tools, special_ids, several=several))
+    return lark(*rules, *section)
 
 
 def allowed_calls(
@@ -73,8 +87,30 @@ def section_rules(
 
 def json_rule(parameters: Mapping[str, Any] | None) -> str:
     """Returns the right side of a rule for arguments that follow a schema."""
-    schema = {"type": "object", **parameters} if parameters is not None else NO_PARAMETERS
-    return value_rule(schema)
+    return value_rule(object_schema(parameters))
+
+
+def object_schema(parameters: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """Returns the schema of arguments."""
+    return {"type": "object", **parameters} if parameters is not None else NO_PARAMETERS
+
+
+def any_of(schemas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns a schema of which a value follows one of some schemas; references in them stay theirs."""
+    return {"anyOf": [relocated(schema, f"#/anyOf/{index}") for index, schema in enumerate(schemas)]}
+
+
+def relocated(value: Any, place: str) -> Any:
+    """Returns a schema whose references to its own root lead to a place in another one."""
+    if isinstance(value, list):
+        return [relocated(each, place) for each in value]
+    if not isinstance(value, Mapping):
+        return value
+    found = {name: relocated(held, place) for name, held in value.items()}
+    reference = value.get("$ref")
+    if isinstance(reference, str) and reference.startswith("#"):
+        found["$ref"] = place + reference[1:]
+    return found
 
 
 def value_rule(schema: Mapping[str, Any]) -> str:

@@ -39,12 +39,15 @@ class ResponseFormat(Strict):
         return self
 
     @property
+    def definition(self) -> dict[str, Any] | None:
+        """Schema of the answer, if there is one."""
+        return self.json_schema.definition if self.json_schema else None
+
+    @property
     def grammar(self) -> Grammar | None:
         if self.type == "text":
             return None
-        if self.json_schema is None or self.json_schema.definition is None:
-            return Grammar(GrammarKind.JSON_OBJECT)
-        return schema_grammar(self.json_schema.definition)
+        return Grammar(GrammarKind.JSON_OBJECT) if self.definition is None else schema_grammar(self.definition)
 
 
 MAX_TOOLS = 128
@@ -351,8 +354,8 @@ class ChatRequest(ToolFields, GenerationRequest):
 
     @model_validator(mode="after")
     def check_form_of_calls(self) -> ChatRequest:
-        if self.usable_tools and self.grammar is not None:
-            raise ValueError(f"{next(iter(self.forms()))} and tools exclude each other, unless tool_choice is none")
+        if self.usable_tools and (guided := next(iter(super().forms()), None)):
+            raise ValueError(f"{guided} and tools exclude each other, unless tool_choice is none")
         return self
 
     def forms(self) -> dict[str, Grammar]:

@@ -161,13 +161,16 @@ def form_sampling(
 
 
 def call_grammar(tool_format: ToolFormat, special_ids: Mapping[str, int], body: ChatRequest) -> Grammar | None:
-    """Returns the grammar of required calls and strict tools; None without them."""
+    """Returns the grammar of required calls, strict tools and calls beside answers of a form; None without them."""
     if tools := body.forced_tools:
         described = [tool.function.model_dump(exclude_none=True) for tool in tools]
         return forced_calls(tool_format, described, special_ids, several=body.allows_several_calls)
+    described = [loosely(tool.function) for tool in body.usable_tools]
+    if body.response_format and body.response_format.type != "text":
+        reply = body.response_format.definition or {"type": "object"}
+        return forced_calls(tool_format, described, special_ids, several=body.allows_several_calls, reply=reply)
     if not any(tool.function.strict for tool in body.usable_tools):
         return None
-    described = [loosely(tool.function) for tool in body.usable_tools]
     return allowed_calls(tool_format, described, special_ids, several=body.allows_several_calls)
 
 

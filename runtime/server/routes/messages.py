@@ -14,7 +14,7 @@ from starlette.responses import Response
 from runtime.core.request import Delta, FinishReason
 from runtime.server.answers import Deltas, chain
 from runtime.server.conversation import conversation_texts
-from runtime.server.errors import ApiError, JsonResponse, renaming
+from runtime.server.errors import ApiError, JsonResponse
 from runtime.server.intake import ServedText, described
 from runtime.server.protocol.chat import ChatRequest
 from runtime.server.response_models import BODY_ERRORS, MAY_STREAM, CountResponse, MessageResponse, to_json
@@ -186,8 +186,7 @@ def as_chat(served: ServedText, body: CountRequest) -> ChatRequest:
     if body.thinking is not None:
         known = [name for name in THINKING_VARIABLES if name in served.tokenizer.template_variables]
         fields["chat_template_kwargs"] = dict.fromkeys(known, body.thinking.is_on)
-    with renaming(response_format="output_config.format"):
-        return served.validate(fields, ChatRequest)
+    return served.validate(fields, ChatRequest)
 
 
 THINKING_VARIABLES = ("enable_thinking", "thinking")

@@ -73,14 +73,3 @@ def test_the_field_has_the_name_that_was_sent(api: httpx.Client, path: str, fiel
     assert error["param"] == param
     assert param.removesuffix(".type") in error["message"]
     assert "lambda" not in error["message"]
-
-
-def test_forms_of_answers_have_the_names_of_their_routes(api: httpx.Client) -> None:
-    form = {"type": "json_schema", "schema": {"type": "object"}}
-    tool = {"name": "f", "input_schema": {"type": "object"}}
-    asked = {"output_config": {"format": form}, "tools": [tool], "messages": [TURN], "max_tokens": 4}
-    message = api.post(MESSAGES, json={"model": "alphabet", **asked}).json()["error"]["message"]
-    assert message.startswith("output_config.format and tools")
-    asked = {"text": {"format": form | {"name": "a"}}, "tools": [{"type": "function", "name": "f"}], "input": "Hi"}
-    message = api.post(RESPONSES, json={"model": "alphabet", **asked}).json()["error"]["message"]
-    assert message.startswith("text.format and tools")

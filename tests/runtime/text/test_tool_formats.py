@@ -195,6 +195,16 @@ def test_the_grammar_takes_the_familys_own_calls(family: Family, is_special: boo
     assert accepts(once, as_generated(write(family, calls=CALLS[1:])), special)
 
 
+@every_family
+def test_an_answer_is_calls_or_json_of_a_form(family: Family) -> None:
+    tool_format = REGISTRY.formats[family.name]
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    grammar = forced_calls(tool_format, TOOLS, {}, several=True, reply=schema)
+    assert accepts(grammar, as_generated(write(family, calls=CALLS[:1])), {})
+    for text, is_valid in (('{"a": 1}', True), ('{"a": "b"}', False), ("Hello", False), ("", False)):
+        assert accepts(grammar, tool_format.text_opening + text, {}) == is_valid
+
+
 def test_ids_are_those_of_the_templates() -> None:
     ids = {name: tool_format.new_id("f", 3) for name, tool_format in REGISTRY.formats.items()}
     assert ids["Kimi K2"] == "functions.f:3"

@@ -84,7 +84,8 @@ def test_the_runner_of_tools_sends_whole_conversations(client: Any) -> None:
         return "noon"
 
     fields: dict[str, Any] = {"model": "demo", "max_tokens": 60, "messages": TURNS, "tools": [now]}
-    runner = client.beta.messages.tool_runner(**fields, tool_choice={"type": "any"}, max_iterations=2)
+    one = {"type": "any", "disable_parallel_tool_use": True}
+    runner = client.beta.messages.tool_runner(**fields, tool_choice=one, max_iterations=2)
     assert [message.stop_reason for message in runner] == ["tool_use", "tool_use"]
 
 

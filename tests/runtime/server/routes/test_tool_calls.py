@@ -183,6 +183,17 @@ def test_a_choice_may_allow_some_of_the_tools(demo: Answers) -> None:
         demo.ask(tool_choice=allowed("auto", "now", "other"))
 
 
+def test_with_a_form_an_answer_is_a_call_or_has_the_form(scripted: Any) -> None:
+    """The model may only write what the grammar allows."""
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object", "required": ["a"]}}}
+    called = scripted("qwen3", script_of("qwen3").removeprefix("Let me see.\n"))
+    choice = called.ask(response_format=form, **plain("qwen3")).choices[0]
+    assert [(c.function.name, json.loads(c.function.arguments)) for c in choice.message.tool_calls] == CALLS
+    said = scripted("qwen3", '{"a": [1, "b"]}').ask(response_format=form, **plain("qwen3")).choices[0]
+    assert (said.finish_reason, said.message.tool_calls) == ("stop", None)
+    assert json.loads(said.message.content) == {"a": [1, "b"]}
+
+
 @pytest.mark.full
 def test_several_calls_at_once(demo: Answers) -> None:
     """A model that may not end goes on calling until it is cut off."""
@@ -295,7 +306,7 @@ def test_templates_get_tools_and_calls_and_results(kind: str) -> None:
         ({"tools": None, "tool_choice": "required"}, "only together with tools"),
         ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, "'other'"),
         ({"tool_choice": "maybe"}, "tool_choice"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"extra_body": {"guided_regex": "a"}}, "guided_regex"),
         ({"messages": [{"role": "tool", "content": "x"}]}, r"messages\[0\]\.tool_call_id"),
         ({"messages": [{"role": "assistant", "content": None}]}, r"messages\[0\]\.content"),
         ({"messages": [{"role": "user", "content": "x", "tool_call_id": "1"}]}, r"messages\[0\]\.tool_call_id"),
