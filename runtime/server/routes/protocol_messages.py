@@ -76,8 +76,8 @@ Blocks = Annotated[list[Block], at_most(MAX_PARTS), Field(min_length=1, max_leng
 
 
 Content = Annotated[
-    Annotated[str, Tag("text")] | Annotated[Blocks, Tag("blocks")],
-    Discriminator(lambda value: "blocks" if isinstance(value, list) else "text"),
+    Annotated[str, Tag("a text")] | Annotated[Blocks, Tag("blocks")],
+    Discriminator(lambda value: "blocks" if isinstance(value, list) else "a text"),
 ]
 """A text or blocks; errors are those of the form that was sent."""
 

@@ -41,8 +41,8 @@ class OutputText(Strict):
 Part = Annotated[InputText | OutputText, Field(discriminator="type")]
 Parts = Annotated[list[Part], at_most(MAX_PARTS), Field(max_length=MAX_PARTS)]
 TextOrParts = Annotated[
-    Annotated[str, Tag("text")] | Annotated[Parts, Tag("parts")],
-    Discriminator(lambda value: "parts" if isinstance(value, list) else "text"),
+    Annotated[str, Tag("a text")] | Annotated[Parts, Tag("parts")],
+    Discriminator(lambda value: "parts" if isinstance(value, list) else "a text"),
 ]
 
 
@@ -185,8 +185,8 @@ class ResponsesRequest(AcceptedFields):
 
     model: str
     input: Annotated[
-        Annotated[str, Tag("text")] | Annotated[Items, Tag("items")],
-        Discriminator(lambda value: "items" if isinstance(value, list) else "text"),
+        Annotated[str, Tag("a text")] | Annotated[Items, Tag("items")],
+        Discriminator(lambda value: "items" if isinstance(value, list) else "a text"),
     ]
     instructions: str | None = Field(None, description="a message of the system before the others")
     max_output_tokens: int | None = Field(None, ge=1)

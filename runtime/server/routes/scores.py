@@ -158,6 +158,8 @@ def scores_router(service: Service) -> APIRouter:
     router = APIRouter()
     options: dict[str, Any] = {"responses": BODY_ERRORS, "openapi_extra": described(RerankRequest)}
 
+    @router.post("/rerank", include_in_schema=False)
+    @router.post("/v2/rerank", include_in_schema=False)
     @router.post("/v1/rerank", response_model=RerankResponse, **options)
     async def rerank(request: Request) -> Response:
         """Orders documents by how likely the model finds the query behind them: a score is the geometric mean of the
@@ -168,6 +170,7 @@ def scores_router(service: Service) -> APIRouter:
 
     options = {"responses": BODY_ERRORS, "openapi_extra": described(ScoreRequest)}
 
+    @router.post("/v1/score", include_in_schema=False)
     @router.post("/score", response_model=ScoreResponse, **options)
     async def score(request: Request) -> Response:
         """Scores pairs of a query and a document as `/v1/rerank`."""

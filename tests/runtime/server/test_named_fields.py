@@ -52,6 +52,7 @@ def blocks(*content: Any) -> list[dict[str, Any]]:
         ),
         (RESPONSES, {"input": [{**CALL, "arguments": "{x"}]}, "input[0].arguments"),
         (RESPONSES, {"input": 5}, "input"),
+        (RESPONSES, {"input": None}, "input"),
         (RESPONSES, {"input": []}, "input"),
         (RESPONSES, {"input": ["Hi"]}, "input[0]"),
         (RESPONSES, {"input": [None]}, "input[0]"),

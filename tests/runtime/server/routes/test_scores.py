@@ -96,3 +96,11 @@ def test_scores_are_those_of_scored_prompts(demo_server: tuple[str, Any, Any]) -
     assert found[0]["index"] == 0
     expected = math.exp(sum(scored["logprobs"]["token_logprobs"][-len(last) :]) / len(last))
     assert found[0]["relevance_score"] == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize(("path", "others"), [("/v1/rerank", ("/rerank", "/v2/rerank")), ("/score", ("/v1/score",))])
+def test_paths_of_other_servers(api: httpx.Client, path: str, others: tuple[str, ...]) -> None:
+    fields = {"query": "q", "documents": ["a"]} if "rerank" in path else {"text_1": "q", "text_2": "a"}
+    answers = [api.post(each, json={"model": "alphabet", **fields}).json() for each in (path, *others)]
+    found = [each.get("results") or each["data"] for each in answers]
+    assert found == [found[0]] * len(found)
