@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable
-from itertools import islice, takewhile
+from functools import partial
+from itertools import chain, islice, takewhile
 from typing import Any
 
 from compress.common.errors import RequestError
@@ -122,7 +123,8 @@ def cut_apart(special_tokens: Iterable[str], mark: str, value: Json) -> Json:
     """Returns a JSON value whose texts have a mark behind the first character of each special token."""
     wanted = pattern_of(special_tokens)
     if isinstance(value, dict):
-        return {name: cut_apart(special_tokens, mark, held) for name, held in value.items()}
+        pairs = ([*map(partial(cut_apart, special_tokens, mark), pair)] for pair in value.items())
+        return dict(pairs)
     if isinstance(value, list):
         return [cut_apart(special_tokens, mark, held) for held in value]
     while isinstance(value, str) and wanted is not None and wanted.search(value):  # tokens may overlap
@@ -137,9 +139,9 @@ def pattern_of(special_tokens: Iterable[str]) -> re.Pattern[str] | None:
 
 
 def texts_of(value: Json) -> Iterable[str]:
-    """Yields the texts in a JSON value; names of objects are no texts."""
+    """Yields the texts in a JSON value, names in objects included."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict | list):
-        for held in value.values() if isinstance(value, dict) else value:
+        for held in chain(value, value.values()) if isinstance(value, dict) else value:
             yield from texts_of(held)

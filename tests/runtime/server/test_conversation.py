@@ -1,3 +1,4 @@
+import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -51,7 +52,20 @@ def test_no_piece_has_a_special_token_and_nothing_is_lost(text: str) -> None:
 
 
 def test_texts_of_nested_values() -> None:
-    assert list(texts_of({"a": ["b", {"c": "d"}], "e": 5, "f": None})) == ["b", "d"]
+    assert sorted(texts_of({"a": ["b", {"c": "d"}], "e": 5, "f": None})) == ["a", "b", "c", "d", "e", "f"]
+
+
+def test_special_tokens_are_cut_in_names_too() -> None:
+    """Schemas of tools may come from elsewhere, and templates write them with the names of their properties."""
+    parameters = {"type": "object", "properties": {"<|end|>": {"type": "string"}}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    body = request("Hi", tools=tools)
+    template = "{{ messages[0].content }}{{ tools | tojson }}"
+    render = ChatTemplate(template, {}).render
+    tokenizer: Any = SimpleNamespace(special_ids=SPECIAL, chat_template=template, render_chat=render)
+    pieces = conversation_texts(tokenizer, body)
+    assert [piece[-1] for piece in pieces[:-1]] == ["<"]
+    assert "".join(pieces) == "Hi" + json.dumps([tool.as_json() for tool in body.usable_tools])
 
 
 @pytest.mark.parametrize("path", ["/tokenize", "/v1/chat/completions"])
