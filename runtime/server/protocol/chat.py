@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal, Protocol
 
 from pydantic import (
     BeforeValidator,
@@ -184,11 +185,23 @@ class ToolFields(Strict):
         return self.parallel_tool_calls is not False and not isinstance(self.tool_choice, NamedTool)
 
 
+class HasText(Protocol):
+    """A part of a message."""
+
+    @property
+    def text(self) -> str: ...
+
+
 class TextPart(Strict):
     type: Literal["text"]
     text: str
     cache_control: dict[str, Any] | None = Field(None, description="changes nothing: equal prefixes are found")
     prompt_cache_breakpoint: dict[str, Any] | None = Field(None, description="changes nothing")
+
+
+def joined_texts(parts: Iterable[HasText]) -> str:
+    """Returns the texts of parts, each from a new line, as vLLM and llama.cpp join them."""
+    return "\n".join(part.text for part in parts)
 
 
 PART_FIELDS = frozenset(TextPart.model_fields)
@@ -260,7 +273,7 @@ class Message(Strict):
     def text(self) -> str:
         if self.content is None:
             return ""
-        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return self.content if isinstance(self.content, str) else joined_texts(self.content)
 
     def as_json(self) -> dict[str, Any]:
         """Returns the message for templates: content is text, arguments are objects, `developer` becomes `system`."""

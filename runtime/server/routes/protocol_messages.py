@@ -16,6 +16,7 @@ from runtime.server.protocol.chat import (
     REASONING,
     check_parameters,
     contradiction,
+    joined_texts,
 )
 from runtime.server.protocol.generation import MAX_STOP_STRINGS
 from runtime.server.protocol.strict import Strict, at_most
@@ -102,7 +103,7 @@ class AnthropicMessage(Strict):
 
     def as_chat(self) -> Iterator[dict[str, Any]]:
         """Yields the messages of a chat: results of tools are messages of their own, before the text."""
-        text = "".join(block.text for block in self.blocks if isinstance(block, TextBlock))
+        text = joined_texts(block for block in self.blocks if isinstance(block, TextBlock))
         calls = [call_of(block) for block in self.blocks if isinstance(block, ToolUseBlock)]
         results = [result_of(block) for block in self.blocks if isinstance(block, ToolResultBlock)]
         thoughts = "".join(block.thinking for block in self.blocks if isinstance(block, ThinkingBlock))
@@ -125,7 +126,7 @@ def result_of(block: ToolResultBlock) -> dict[str, Any]:
 
 
 def joined(content: str | Sequence[TextBlock]) -> str:
-    return content if isinstance(content, str) else "".join(block.text for block in content)
+    return content if isinstance(content, str) else joined_texts(content)
 
 
 class AnthropicTool(Strict):

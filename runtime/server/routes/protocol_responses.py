@@ -18,6 +18,7 @@ from runtime.server.protocol.chat import (
     check_arguments,
     check_parameters,
     contradiction,
+    joined_texts,
 )
 from runtime.server.protocol.strict import Strict, at_most
 
@@ -273,4 +274,4 @@ def messages_of(items: Sequence[MessageItem | FunctionCallItem | FunctionOutputI
 
 
 def joined_text(content: str | Sequence[InputText | OutputText]) -> str:
-    return content if isinstance(content, str) else "".join(part.text for part in content)
+    return content if isinstance(content, str) else joined_texts(content)

@@ -33,10 +33,18 @@ def test_max_completion_tokens_is_the_same_limit(api: httpx.Client) -> None:
     assert chat(api, max_completion_tokens=3)["usage"]["completion_tokens"] == 3
 
 
-def test_text_parts_are_joined(api: httpx.Client) -> None:
-    parts = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]
-    split = chat(api, messages=[MESSAGES[0], {"role": "user", "content": parts}], max_tokens=4)
-    assert split["usage"] == chat(api, max_tokens=4)["usage"]
+def test_text_parts_are_lines(api: httpx.Client) -> None:
+    """As other servers join them, in each form of a conversation."""
+    plain = {"messages": [{"role": "user", "content": "See this:\nWell?"}]}
+    expected = chat(api, **plain, max_tokens=4)["usage"]["prompt_tokens"]
+    parts = [{"type": "text", "text": "See this:"}, {"type": "text", "text": "Well?"}]
+    turns = [{"role": "user", "content": parts}]
+    assert chat(api, messages=turns, max_tokens=4)["usage"]["prompt_tokens"] == expected
+    counted = api.post("/v1/messages/count_tokens", json={"model": "alphabet", "messages": turns}).json()
+    assert counted == {"input_tokens": expected}
+    items = [{"role": "user", "content": [{**part, "type": "input_text"} for part in parts]}]
+    response = api.post("/v1/responses", json={"model": "alphabet", "input": items, "max_output_tokens": 4}).json()
+    assert response["usage"]["input_tokens"] == expected
 
 
 def test_developers_speak_as_the_system(api: httpx.Client) -> None:
