@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from itertools import groupby
+from operator import attrgetter
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, StringConstraints, Tag, model_validator
@@ -111,6 +113,13 @@ class AnthropicMessage(Strict):
         if text or not results:
             reasoning = {REASONING: thoughts} if thoughts else {}
             yield {"role": self.role, "content": text, **reasoning} | ({"tool_calls": calls} if calls else {})
+
+
+def combined(messages: Sequence[AnthropicMessage]) -> Iterator[AnthropicMessage]:
+    """Yields turns: messages of one role in a row are one, as in Anthropic's API; many templates insist on it."""
+    for role, group in groupby(messages, key=attrgetter("role")):
+        blocks = [block for message in group for block in message.blocks]
+        yield AnthropicMessage.model_construct(role=role, content=blocks)
 
 
 def call_of(block: ToolUseBlock) -> dict[str, Any]:
@@ -231,7 +240,7 @@ class CountRequest(Strict):
     def as_chat(self) -> dict[str, Any]:
         """Returns the fields of the chat request that this stands for."""
         system = [] if self.system is None else [{"role": "system", "content": joined(self.system)}]
-        messages = [*system, *(chat for message in self.messages for chat in message.as_chat())]
+        messages = [*system, *(chat for turn in combined(self.messages) for chat in turn.as_chat())]
         continues = messages[-1]["role"] == "assistant" and bool(messages[-1]["content"])
         shows = self.thinking is not None and self.thinking.is_shown
         found: dict[str, Any] = {"model": self.model, "messages": messages, "include_reasoning": shows}

@@ -62,6 +62,19 @@ def test_streams_are_the_same_message(client: Any) -> None:
     assert (last.stop_reason, last.usage.output_tokens) == (whole.stop_reason, whole.usage.output_tokens)
 
 
+def test_messages_of_one_role_in_a_row_are_one_turn(post: Any) -> None:
+    def count(*turns: tuple[str, Any]) -> int:
+        messages = [{"role": role, "content": content} for role, content in turns]
+        return post("/v1/messages/count_tokens", model="demo", messages=messages).json()["input_tokens"]
+
+    asked, said = ("user", "Tell a story"), ("assistant", "Once")
+    assert count(asked, ("user", "Now"), said, asked) == count(("user", "Tell a story\nNow"), said, asked)
+    result = ("user", [RESULT | {"content": "sunny"}])
+    called = ("assistant", [{"type": "tool_use", "id": "1", "name": "weather", "input": {}}])
+    text = [{"type": "text", "text": "Go on"}]
+    assert count(asked, called, result, ("user", "Go on")) == count(asked, called, ("user", [*result[1], *text]))
+
+
 def test_fields_that_change_nothing(post: Any) -> None:
     tool = {**WEATHER, "eager_input_streaming": True, "defer_loading": False}
     use = {"type": "tool_use", "id": "1", "name": "weather", "input": {}, "caller": {"type": "direct"}}
