@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal, Protocol
 
@@ -14,6 +13,7 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from pydantic_core import from_json
 
 from runtime.core.request import Grammar, GrammarKind
 from runtime.server.protocol.generation import GenerationRequest, contradiction, schema_grammar
@@ -61,11 +61,20 @@ def check_parameters(value: Any) -> Any:
     return value
 
 
+def read_arguments(text: str) -> Any:
+    """Returns the JSON in a text, which templates want; of a call that was cut off, as much as can be read. An empty
+    text stands for no arguments.
+
+    Raises:
+        ValueError: it is no JSON.
+    """
+    return from_json(text or "{}", allow_partial=True)
+
+
 def check_arguments(value: Any) -> Any:
-    """Arguments are text, and templates want the object in it; an empty text stands for none."""
     try:
-        parsed = json.loads(value or "{}") if isinstance(value, str) else {}
-    except (ValueError, RecursionError) as error:
+        parsed = read_arguments(value) if isinstance(value, str) else {}
+    except ValueError as error:
         raise contradiction(f"not valid JSON: {error}") from error
     if not isinstance(parsed, dict):
         raise contradiction("the text must be a JSON object")
@@ -133,7 +142,7 @@ class AssistantCall(Strict):
     index: int | None = Field(None, description="changes nothing: calls of streams have it")
 
     def as_json(self) -> dict[str, Any]:
-        arguments = json.loads(self.function.arguments or "{}")
+        arguments = read_arguments(self.function.arguments)
         return {"id": self.id, "type": self.type, "function": {"name": self.function.name, "arguments": arguments}}
 
 

@@ -74,11 +74,14 @@ def test_messages_may_have_what_other_servers_write(turn: dict[str, Any]) -> Non
     assert sent.messages[0].as_json() == plain.messages[0].as_json()
 
 
-def test_a_call_may_have_an_index_and_no_arguments() -> None:
-    call = {"index": 0, "id": "1", "type": "function", "function": {"name": "f", "arguments": ""}}
+@pytest.mark.parametrize(
+    ("text", "arguments"), [("", {}), ("{", {}), ('{"a": [1, 2], "b": "c', {"a": [1, 2]}), ('{"a": "ü"}', {"a": "ü"})]
+)
+def test_a_call_may_have_an_index_and_arguments_that_were_cut_off(text: str, arguments: dict[str, Any]) -> None:
+    call = {"index": 0, "id": "1", "type": "function", "function": {"name": "f", "arguments": text}}
     body = ChatRequest.model_validate({"model": "a", "messages": [{"role": "assistant", "tool_calls": [call]}]})
     (written,) = body.messages[0].as_json()["tool_calls"]
-    assert written == {"id": "1", "type": "function", "function": {"name": "f", "arguments": {}}}
+    assert written == {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
 
 
 @pytest.mark.parametrize("name", ["include_obfuscation", "continuous_usage_stats"])

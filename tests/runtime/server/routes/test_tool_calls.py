@@ -37,7 +37,7 @@ TOOLS: list[Any] = [
 NAMED = {"type": "function", "function": {"name": "weather"}}
 
 
-BROKEN_CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{"}}
+BROKEN_CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{x"}}
 
 MESSAGES: list[Any] = [{"role": "user", "content": "How is the weather?"}]
 
