@@ -24,7 +24,7 @@ from compress.checkpoint.config import (
     read_config,
 )
 from compress.checkpoint.expert_files import split_experts
-from compress.checkpoint.formats import TRANSLATIONS, Format, Translation, compress_runtime, dense, find_format
+from compress.checkpoint.formats import TRANSLATIONS, Format, Translation, compress_runtime, dense, exl3, find_format
 from compress.checkpoint.safetensors import TensorFiles
 from compress.checkpoint.weights import Int, Scheme, Weight
 from compress.checkpoint.weights.base import Get, StoredTensors
@@ -91,9 +91,9 @@ class PackedCheckpoint:
             CheckpointError: a folder, config, format or shard that cannot be read, and why.
         """
         stored, config = open_stored(path)
-        files = split_experts(stored, config)
         block = quantization_block(config)
         kind = find_format(format_name(block)) if block else dense
+        files = split_experts(exl3.without_padding(stored, config) if kind is exl3 else stored, config)
         try:
             schemes = _schemes(kind, block, files)
         except CheckpointError:

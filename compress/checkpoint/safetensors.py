@@ -58,6 +58,10 @@ class TensorEntry:
     def nbytes(self) -> int:
         return self.end - self.begin
 
+    def cut(self, size: int | None) -> TensorEntry:
+        """Returns the first `size` elements of a vector; None are all."""
+        return self if size is None else replace(self, shape=(size,), end=self.begin + size * self.dtype.itemsize)
+
 
 @dataclass
 class MappedFile:
@@ -99,6 +103,10 @@ class MappedFile:
     def renamed(self, name_of: Callable[[str], str]) -> MappedFile:
         """Returns the file with other names for its tensors."""
         return replace(self, entries={name_of(name): entry for name, entry in self.entries.items()})
+
+    def cut(self, sizes: Mapping[str, int]) -> MappedFile:
+        """Returns the file with vectors that end after as many elements as `sizes` says."""
+        return replace(self, entries={name: entry.cut(sizes.get(name)) for name, entry in self.entries.items()})
 
     def over(self, memory: mmap.mmap) -> MappedFile:
         """Returns the file with its bytes taken from `memory`, which holds all of them."""
@@ -300,7 +308,13 @@ class TensorFiles:
 
     def renamed(self, name_of: Callable[[str], str], layout: TextNames | None = None) -> TensorFiles:
         """Returns the same tensors by other names; `layout` as `text_names`."""
-        files = [file.renamed(name_of) for file in self.files]
+        return self._over([file.renamed(name_of) for file in self.files], layout)
+
+    def cut(self, sizes: Mapping[str, int]) -> TensorFiles:
+        """Returns the same tensors, vectors by `MappedFile.cut`."""
+        return self._over([file.cut(sizes) for file in self.files], self.text_names)
+
+    def _over(self, files: list[MappedFile], layout: TextNames | None) -> TensorFiles:
         return TensorFiles(self.path, files, {name: file for file in files for name in file.entries}, text_names=layout)
 
     @property

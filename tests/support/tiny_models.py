@@ -19,7 +19,7 @@ from compress.checkpoint.scale_search import FP8
 from compress.checkpoint.weights import BlockFp8, Bnb4, Exl3, Mxfp8, Nvfp4, Scheme, Weight
 from compress.checkpoint.weights.block_fp8 import BlockFp8Weight
 from compress.checkpoint.weights.codebooks import TableFloats, TableFloatWeight
-from compress.checkpoint.weights.exl3 import Exl3Weight
+from compress.checkpoint.weights.exl3 import Exl3Weight, padded
 from compress.checkpoint.weights.fp8 import Fp8Weight
 from compress.checkpoint.weights.integer import IntegerWeight
 from compress.checkpoint.weights.mxfp4 import Mxfp4Weight
@@ -127,9 +127,9 @@ def random_weight(shape: tuple[int, int], scheme: Scheme, seed: int = 0, dtype=t
 
 
 def _random_trellis(shape: tuple[int, int], scheme: Exl3, generator: torch.Generator) -> Exl3Weight:
-    rows, columns = shape
-    trellis = torch.randint(-(2**15), 2**15, (columns // 16, rows // 16, 16 * scheme.bits), generator=generator)
-    scales = [(torch.rand(size, generator=generator) + 0.5) * 0.2 for size in (columns, rows)]
+    tiles = [padded(size) // 16 for size in reversed(shape)]
+    trellis = torch.randint(-(2**15), 2**15, (*tiles, 16 * scheme.bits), generator=generator)
+    scales = [(torch.rand(size, generator=generator) + 0.5) * 0.2 for size in reversed(shape)]
     signs = [torch.randint(0, 2, scale.shape, generator=generator) * 2 - 1 for scale in scales]
     suh, svh = ((scale * sign).half() for scale, sign in zip(scales, signs, strict=True))
     return Exl3Weight(trellis.to(torch.int16), suh, svh, scheme)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from compress.checkpoint.safetensors import TensorFiles
 from compress.checkpoint.weights import Exl3, Scheme
+from compress.checkpoint.weights.exl3 import WORD_BITS, padded
 from compress.common.errors import SchemeError
+from compress.models.registry import find_family
 
 NAME = "exl3"
 
@@ -34,3 +37,23 @@ def quantization_config(schemes: Mapping[str, Scheme], ignored: Iterable[str]) -
 def schemes(config: Mapping[str, Any], modules: Iterable[str]) -> dict[str, Scheme]:
     """Scheme of every module, of which only its tensors tell the width and the codebook."""
     return dict[str, Scheme].fromkeys(modules, Exl3())
+
+
+def without_padding(files: TensorFiles, config: Mapping[str, Any]) -> TensorFiles:
+    """Cuts scales and biases of layers that exllamav3 pads to multiples of 128 to the sides that config.json implies.
+
+    Sides are those of the family's parameters; a model type that no family describes keeps what is stored.
+    """
+    describe = find_family(config.get("model_type"))
+    implied = describe(config).parameters() if describe else {}
+    sides = ((name.removesuffix(".weight"), shape) for name, shape in implied.items())
+    cuts = (cut for module, shape in sides if f"{module}.trellis" in files for cut in _cuts(module, *shape))
+    return files.cut({name: size for name, stored, size in cuts if name in files and files.shape(name) == (stored,)})
+
+
+def _cuts(module: str, rows: int, columns: int) -> Iterator[tuple[str, int, int]]:
+    """Vectors of a module: their names, and their sizes with the padding and without it."""
+    for suffix, side in ((".suh", columns), (".svh", rows), (".bias", rows)):
+        yield module + suffix, padded(side), side
+    for suffix, side in ((".su", columns), (".sv", rows)):
+        yield module + suffix, padded(side) // WORD_BITS, -(-side // WORD_BITS)

@@ -2,7 +2,8 @@
 
 A tile of 16 x 16 values is one cyclic stream of 256 codes of `bits` bits. Each value follows from the 16 bits that end
 with its code, by arithmetic that stands in for a codebook (section 3.1), and the tiles are turned by Hadamard matrices
-of order 128 between scales of inputs and outputs: `W^T = diag(suh) H tiles H diag(svh) / 128`.
+of order 128 between scales of inputs and outputs: `W^T = diag(suh) H tiles H diag(svh) / 128`. Sides that are no
+multiples of 128 are padded to the next one: then codes stand for more rows and columns than the weight has.
 """
 
 from __future__ import annotations
@@ -57,16 +58,16 @@ class Exl3(Scheme):
                 f"{self.bits} bits of {self.codebook}"
             )
 
-    def check(self, shape: tuple[int, int]) -> None:
-        if shape[0] % TURN or shape[1] % TURN:
-            raise SchemeError(f"EXL3 has sides of multiples of {TURN}, not {shape[0]} x {shape[1]}")
-
     def stored_bits(self, out_features: int, in_features: int, scale_bits: int = 16) -> int:
         multiplier = 32 if self.codebook in MULTIPLIERS else 0
-        return out_features * in_features * self.bits + (out_features + in_features) * 16 + multiplier
+        return self.code_bits(out_features, in_features) + (out_features + in_features) * 16 + multiplier
 
     def unpacked_bytes(self, out_features: int, in_features: int, scale_bytes: int = 2) -> int:
-        return out_features * in_features * self.bits // 8 + (out_features + in_features) * 2
+        return self.code_bits(out_features, in_features) // 8 + (out_features + in_features) * 2
+
+    def code_bits(self, out_features: int, in_features: int) -> int:
+        """Bits of the codes of a weight `[O, I]`, those of the padding of its sides included."""
+        return padded(out_features) * padded(in_features) * self.bits
 
     @property
     def numbers(self) -> str:
@@ -92,8 +93,7 @@ class Exl3(Scheme):
         return Exl3(bits, (*codebooks, DEFAULT_CODEBOOK)[0])
 
     def shape(self, stored: StoredTensors) -> tuple[int, int]:
-        rows, columns, _ = _tiles(stored[".trellis"])
-        return columns * TILE, rows * TILE
+        return len(_scales(stored, ".sv")), len(_scales(stored, ".su"))
 
     def read(self, stored: StoredTensors) -> Exl3Weight:
         """Reads a weight; scales that are signs alone (`su`, `sv`) become 1 and -1.
@@ -113,7 +113,7 @@ class Exl3Weight(Weight):
     """`W [O, I]` as stored.
 
     Attributes:
-        trellis: int16 `[I / 16, O / 16, 16 * bits]`, one tile after the other.
+        trellis: int16 `[padded(I) / 16, padded(O) / 16, 16 * bits]`, one tile after the other.
         suh: float16 `[I]`.
         svh: float16 `[O]`.
 
@@ -130,15 +130,13 @@ class Exl3Weight(Weight):
         rows, columns, words = _tiles(self.trellis)
         if words != self.scheme.bits * CODES // WORD_BITS:
             raise SchemeError(f"{words} words for each tile do not hold {self.scheme}")
-        self.scheme.check(self.shape)
         found = tuple(self.suh.shape), tuple(self.svh.shape)
-        if found != ((rows * TILE,), (columns * TILE,)):
+        if [tuple(map(padded, sizes)) for sizes in found] != [(rows * TILE,), (columns * TILE,)]:
             raise SchemeError(f"scales {found} do not fit tiles {rows} x {columns}")
 
     @property
     def shape(self) -> tuple[int, int]:
-        rows, columns, _ = self.trellis.shape
-        return columns * TILE, rows * TILE
+        return len(self.svh), len(self.suh)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The values `[O, I]`; sums are exact in float64, so their order does not matter."""
@@ -147,15 +145,12 @@ class Exl3Weight(Weight):
         from compress.checkpoint.kv_quant import hadamard_transform
 
         values = torch.empty(self.shape, dtype=dtype or torch.float32, device=self.trellis.device)
-        inputs, turn = (
-            self.suh.double() / TURN,
-            hadamard_transform(torch.eye(TURN, dtype=torch.float64)).to(self.suh.device),
-        )
-        for first in range(0, self.shape[0], TURN):
-            outputs = slice(first, first + TURN)
+        turn = hadamard_transform(torch.eye(TURN, dtype=torch.float64)).to(self.suh.device)
+        inputs = self.suh.double() / TURN
+        for first, outputs in zip(range(0, self.shape[0], TURN), self.svh.double().split(TURN), strict=True):
             tiles = decode_tiles(self.trellis[:, first // TILE : (first + TURN) // TILE], self.scheme).double()
-            turned = (turn @ tiles.unflatten(0, (-1, TURN)) @ turn).flatten(0, 1).t()
-            values[outputs] = turned.mul_(inputs).mul_(self.svh[outputs].double().unsqueeze(1))
+            turned = (turn @ tiles.unflatten(0, (-1, TURN)) @ turn).flatten(0, 1).t()[: len(outputs), : len(inputs)]
+            values[first : first + TURN] = turned.mul_(inputs).mul_(outputs.unsqueeze(1))
         return values
 
     def tensors(self, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -170,6 +165,11 @@ class Exl3Weight(Weight):
     def problems(self, module: str) -> Iterator[str]:
         yield from scale_problems(f"{module}.suh", self.suh)
         yield from scale_problems(f"{module}.svh", self.svh)
+
+
+def padded(size: int) -> int:
+    """The next multiple of the order of the Hadamard matrices, which the codes of a side of `size` fill."""
+    return -(-size // TURN) * TURN
 
 
 def decode_tiles(trellis: Tensor, scheme: Exl3) -> Tensor:

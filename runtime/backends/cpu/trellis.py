@@ -8,9 +8,10 @@ from functools import cache
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from compress.checkpoint.scheme import Scheme
-from compress.checkpoint.weights.exl3 import CODEBOOKS, MAX_BITS, TILE, TURN, Exl3Weight
+from compress.checkpoint.weights.exl3 import CODEBOOKS, MAX_BITS, TILE, TURN, Exl3Weight, padded
 from compress.common.errors import ToolkitError
 from compress.cpu.binding import BEST, absence, library
 from runtime.backends.base import LinearKernel, Target
@@ -54,10 +55,10 @@ class CpuTrellisLinear:
         check_prepared(prepared)
         self._prepared, self._instruction_set = prepared, instruction_set
         self.out_features, self.in_features = prepared.shape
-        self._bias = None if bias is None else bias.float().contiguous()
+        self._bias = None if bias is None else _filled(bias.float()).contiguous()
         self._weight = _Weight(
-            out_features=self.out_features,
-            in_features=self.in_features,
+            out_features=padded(self.out_features),
+            in_features=padded(self.in_features),
             bits=prepared.bits,
             codebook=int(prepared.tensors["codebook"]),
             words=prepared.tensors["words"].data_ptr(),
@@ -79,9 +80,9 @@ class CpuTrellisLinear:
         Raises:
             ToolkitError: no memory, or not the instruction set that was asked for.
         """
-        if x.stride(1) != 1:
-            x = x.contiguous()
-        y = x.new_empty(x.shape[0], self.out_features)
+        if x.stride(1) != 1 or self.in_features % TURN:
+            x = _filled(x).contiguous()
+        y = x.new_empty(x.shape[0], padded(self.out_features))
         status = self._multiply(
             self._address,
             TYPES[x.dtype],
@@ -94,7 +95,7 @@ class CpuTrellisLinear:
         )
         if status:
             raise ToolkitError(f"a compiled product failed: {ERRORS[status]}", "Use --linear-backend dequantized")
-        return y
+        return y[:, : self.out_features].contiguous()
 
     def prepared(self) -> PreparedWeight:
         """Returns its tensors, which are not copied."""
@@ -102,18 +103,23 @@ class CpuTrellisLinear:
 
 
 def pack(weight: Exl3Weight) -> PreparedWeight:
-    """A weight in the layout of c/trellis/trellis.h: streams side by side, scales in float32, a part of the turns' norm
-    in those of inputs."""
+    """A weight in the layout of c/trellis/trellis.h: streams side by side, scales in float32 with zeros for the padding
+    of both sides, a part of the turns' norm in those of inputs."""
     rows, columns, words = weight.trellis.shape
     streams = weight.trellis.contiguous().view(torch.int32)
     streams = streams.view(rows, columns * TILE // TURN, TURN // TILE, 2, words // 4)
     tensors = {
         "words": streams.permute(1, 0, 4, 3, 2).contiguous().flatten(),
-        "in_scales": weight.suh.float() / TURN,
-        "out_scales": weight.svh.float(),
+        "in_scales": _filled(weight.suh.float()) / TURN,
+        "out_scales": _filled(weight.svh.float()),
         "codebook": torch.tensor(CODEBOOKS.index(weight.scheme.codebook), dtype=torch.int32),
     }
     return PreparedWeight(weight.shape, tensors, weight.scheme.bits, weight.shape[1])
+
+
+def _filled(values: Tensor) -> Tensor:
+    """`values [..., n]` with zeros up to `padded(n)`."""
+    return pad(values, (0, padded(values.shape[-1]) - values.shape[-1]))
 
 
 def check_prepared(weight: PreparedWeight) -> None:
@@ -122,8 +128,8 @@ def check_prepared(weight: PreparedWeight) -> None:
     Raises:
         CheckpointError: tensors that a weight of this shape and bits does not have.
     """
-    (rows, columns), bits = weight.shape, weight.bits
-    if bits not in range(1, MAX_BITS + 1) or rows % TURN or columns % TURN:
+    (rows, columns), bits = map(padded, weight.shape), weight.bits
+    if bits not in range(1, MAX_BITS + 1):
         raise weight.refusal(f"trellis codes of {bits} bits")
     weight.check("words", (rows * columns * bits // WORD_BITS,), (torch.int32,))
     weight.check("in_scales", (columns,), (torch.float32,))
@@ -143,6 +149,7 @@ def unsupported_reason(scheme: Scheme, in_features: int, target: Target) -> str:
 
 
 def _nbytes(scheme: Scheme, rows: int, columns: int, target: Target) -> int:
+    rows, columns = padded(rows), padded(columns)
     return rows * columns * scheme.bits // 8 + (rows + columns + 1) * SCALE_BYTES
 
 

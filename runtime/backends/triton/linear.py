@@ -11,7 +11,7 @@ from compress.checkpoint.kv_quant import hadamard_transform
 from compress.checkpoint.weights import Bnb4, Scheme
 from compress.checkpoint.weights.block_fp8 import BlockFp8, BlockFp8Weight
 from compress.checkpoint.weights.codebooks import NF4, TableFloatWeight
-from compress.checkpoint.weights.exl3 import CODEBOOKS, TURN, Exl3Weight
+from compress.checkpoint.weights.exl3 import CODEBOOKS, TURN, Exl3Weight, padded
 from compress.checkpoint.weights.fp8 import Fp8Weight
 from compress.checkpoint.weights.gguf_blocks import INTEGERS, BlockIntegers
 from compress.checkpoint.weights.integer import IntegerWeight
@@ -124,7 +124,7 @@ def prepare_exl3(weight: Exl3Weight, bias: Tensor | None, target: Target) -> Lin
 
 
 def _exl3_nbytes(scheme: Scheme, rows: int, columns: int, target: Target) -> int:
-    return rows * columns * scheme.bits // 8 + (rows + columns + TURN * TURN) * FLOAT_BYTES
+    return padded(rows) * padded(columns) * scheme.bits // 8 + (rows + columns + TURN * TURN) * FLOAT_BYTES
 
 
 def _fp4_nbytes(scheme: Scheme, rows: int, columns: int, target: Target) -> int:

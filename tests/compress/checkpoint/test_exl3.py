@@ -266,14 +266,15 @@ def test_what_contradicts_itself_is_refused(published: Path, tmp_path: Path) -> 
         change(published, tmp_path / "odd", lambda each: each.update({f"{module}.trellis": words[..., :-8].clone()}))
     with pytest.raises(CheckpointError, match=r"no whole number of bits"):
         change(published, tmp_path / "flat", lambda each: each.update({f"{module}.trellis": words.flatten()}))
-    short = change(published, tmp_path / "short", lambda each: each.update({f"{module}.suh": torch.ones(64).half()}))
-    with pytest.raises(CheckpointError, match=rf"{module}.*\(64,\)"):
-        short.packed_weight(module)
+    long = change(published, tmp_path / "long", lambda each: each.update({f"{module}.suh": torch.ones(129).half()}))
+    with pytest.raises(CheckpointError, match=rf"{module}.*\(129,\)"):
+        long.packed_weight(module)
+    change(published, tmp_path / "short", lambda each: each.update({f"{module}.suh": torch.ones(64).half()}))
+    with pytest.raises(CheckpointError, match=rf"{module}.weight has shape \(256, 64\)"):
+        load_model(tmp_path / "short")
     other = change(published, tmp_path / "other", lambda each: each.update({f"{module}.mul1": torch.tensor(5)}))
     with pytest.raises(CheckpointError, match=r"0x5, not 0x83dcd12d"):
         other.packed_weight(module)
-    with pytest.raises(SchemeError, match="multiples of 128"):
-        random_weight((192, 128), Exl3(4), 0)
     with pytest.raises(SchemeError, match="1 to 8 bits"):
         Exl3(9)
     bad = random_weight((128, 128), Exl3(4), 0)

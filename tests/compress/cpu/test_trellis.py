@@ -131,7 +131,7 @@ def test_prepared_weights_are_taken_as_they_are_or_refused() -> None:
     for wrong in (
         replace(prepared, bits=9),
         replace(prepared, bits=2),
-        replace(prepared, shape=(256, 64)),
+        replace(prepared, shape=(256, 256)),
         replace(prepared, tensors={**prepared.tensors, "codebook": torch.tensor(3, dtype=torch.int32)}),
     ):
         with pytest.raises(CheckpointError, match="a prepared weight"):

@@ -8,6 +8,7 @@ from functools import cached_property
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn.functional import pad
 
 from runtime.backends.triton.kernels.common import load_tile, split_tile, store_sums
 from runtime.backends.triton.kernels.int8_gemm import split_inputs, tile_tokens
@@ -16,7 +17,9 @@ from runtime.backends.triton.launcher import Launcher
 from runtime.backends.triton.sizes import cdiv
 
 TURN = 128
-"""Order of the Hadamard matrices, which divides both sides of a weight."""
+"""Order of the Hadamard matrices, which divides both sides of the tiles."""
+SIDE = 16
+"""Side of a tile."""
 MOST_TOKENS = 64
 """Tokens of a program."""
 
@@ -81,7 +84,7 @@ class TrellisLinear:
     """A weight `[N, K]` of trellis codes.
 
     Attributes:
-        words: int32 `[K / 16, N / 16, 8 * bits]`, as stored.
+        words: int32 `[K / 16, N / 16, 8 * bits]`, as stored, K and N rounded up to multiples of 128.
         in_scales: float32 `[K]`, a part of the turns' norm included.
         out_scales: float32 `[N]`.
         turn: float32 `[128, 128]`, the Hadamard matrix of 1 and -1.
@@ -114,9 +117,10 @@ class TrellisLinear:
         size = tile_tokens(x.shape[0])
         if size not in self._products:
             self._products[size] = self._prepare(size)
-        turned = self._turned(x.float() * self.in_scales)
+        scaled, padding = x.float() * self.in_scales, len(self.words) * SIDE - len(self.in_scales)
+        turned = self._turned(pad(scaled, (0, padding)) if padding else scaled)
         sums = self._products[size](turned).sum(0)
-        y = self._turned(sums) * self.out_scales
+        y = self._turned(sums)[:, : len(self.out_scales)] * self.out_scales
         return (y if self.bias is None else y + self.bias.float()).to(x.dtype)
 
     def _turned(self, x: Tensor) -> Tensor:
@@ -124,7 +128,7 @@ class TrellisLinear:
         return (x.unflatten(1, (-1, TURN)) @ self.turn).flatten(1)
 
     def _prepare(self, tokens: int) -> SplitProduct:
-        outputs, inputs = len(self.out_scales), len(self.in_scales)
+        inputs, outputs = (tiles * SIDE for tiles in self.words.shape[:2])
         tile = {"BLOCK_N": 64, "BLOCK_M": min(MOST_TOKENS, max(16, tokens)), "BLOCK_K": 32, "num_warps": 4}
         splits, blocks_per_split = split_inputs(outputs, inputs, tokens, tile, self.num_processors)
         kernel = trellis_skinny_gemm.bind(

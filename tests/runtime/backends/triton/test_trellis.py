@@ -33,11 +33,11 @@ def test_numbers_are_exact_and_in_their_places(gpu: torch.device, scheme: Exl3) 
 
 
 @pytest.mark.parametrize("dtype", BOUND, ids=str)
-@pytest.mark.parametrize("tokens", [1, 5, 70])
-def test_products_against_float64(gpu: torch.device, tokens: int, dtype: torch.dtype) -> None:
-    weight = random_weight((256, 512), Exl3(3, CODEBOOKS[tokens % 3]), 5)
-    x, bias = activations(tokens, 512, dtype, gpu), activations(1, 256, dtype, gpu)[0]
-    linear = linear_of(weight.scheme, (256, 512), Target(gpu, dtype), bias)
+@pytest.mark.parametrize(("tokens", "shape"), [(1, (256, 512)), (5, (200, 328)), (70, (256, 512))])
+def test_products_against_float64(gpu: torch.device, tokens: int, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    weight = random_weight(shape, Exl3(3, CODEBOOKS[tokens % 3]), 5)
+    x, bias = activations(tokens, shape[1], dtype, gpu), activations(1, shape[0], dtype, gpu)[0]
+    linear = linear_of(weight.scheme, shape, Target(gpu, dtype), bias)
     with poisoned_allocations():
         found = linear(x)
     assert found.dtype == dtype
