@@ -13,8 +13,8 @@ from compress.models.config import block
 from compress.models.wrappers import text_part, whole_config
 
 CONFIG_FILE = "config.json"
-"""Beside it, in checkpoints that `compress` made."""
-LEGACY_QUANTIZATION_FILE = "quantize_config.json"
+LEGACY_QUANTIZATION_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
+"""Files of older checkpoints, and the formats that they describe."""
 QUANTIZATION_KEY = "quantization_config"
 COMPRESSION_KEY = "compression_config"
 FORMAT_VERSION = 1
@@ -25,7 +25,7 @@ ModelConfig = dict[str, Any]
 
 
 def read_config(path: str | Path) -> ModelConfig:
-    """config.json of a model folder, or its part for a text model, with the `quantize_config.json` of older GPTQ
+    """config.json of a model folder, or its part for a text model, with the quantization file of older GPTQ and AWQ
     checkpoints folded in.
 
     Raises:
@@ -33,9 +33,9 @@ def read_config(path: str | Path) -> ModelConfig:
     """
     folder = Path(path)
     config = _read_json(folder / CONFIG_FILE)
-    legacy = folder / LEGACY_QUANTIZATION_FILE
-    if QUANTIZATION_KEY not in config and legacy.is_file():
-        config[QUANTIZATION_KEY] = {"quant_method": "gptq", **_read_json(legacy)}
+    for name, method in LEGACY_QUANTIZATION_FILES.items():
+        if QUANTIZATION_KEY not in config and (folder / name).is_file():
+            config[QUANTIZATION_KEY] = {"quant_method": method, **_read_json(folder / name)}
     version = compression_block(config).get("format_version", FORMAT_VERSION)
     if not isinstance(version, int) or not 1 <= version <= FORMAT_VERSION:
         raise CheckpointError(

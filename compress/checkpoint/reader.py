@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -37,6 +37,8 @@ NONSENSE = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, Ar
 """Errors of Python and torch where stored shapes, dtypes and entries of config.json are not what they should be."""
 GROUP_INDEX = "g_idx"
 """End of the name of a tensor with the group of every column."""
+REORDERED = "columns in the order of activations (desc_act), which no kernel here multiplies"
+"""Property of `PackedCheckpoint.reordered` modules, in messages."""
 
 
 def open_stored(path: str | Path) -> tuple[TensorFiles, ModelConfig]:
@@ -59,8 +61,7 @@ def _schemes(kind: Format, block: Mapping[str, Any], files: TensorFiles) -> dict
     else:
         stored = kind.schemes(block, sorted(map(layout.stored, modules)))
         named = {layout.own(module): scheme for module, scheme in stored.items()}
-    shape = {name: files.shape(name) for name in files.names()}.get
-    return {module: scheme.found(module, shape) for module, scheme in named.items()}
+    return {module: scheme.found(module, files) for module, scheme in named.items()}
 
 
 @dataclass(frozen=True)
@@ -156,13 +157,22 @@ class PackedCheckpoint:
         Raises:
             CheckpointError: tensors that contradict the config.
         """
+        weight, order = self.in_groups(module)
+        values = weight.dequantize(dtype)
+        return values if order is None else values[:, order.argsort()]
+
+    def in_groups(self, module: str) -> tuple[Weight, Tensor | None]:
+        """Reads the weight of a packed module with the columns of a group side by side, and their `column_order`.
+
+        Raises:
+            CheckpointError: tensors that contradict the config.
+        """
         order = self.column_order(module)
-        weight = self.weight(module) if order is None else self._decoded(module, self._without_order)
-        if isinstance(weight, Tensor):
-            return weight.to(dtype)
-        if order is None or not isinstance(weight, IntegerWeight):
-            return weight.dequantize(dtype)
-        return replace(weight, qweight=weight.qweight[:, order]).dequantize(dtype)[:, order.argsort()]
+        if order is None:
+            return self.packed_weight(module), None
+        # Only integers are stored with an index of groups.
+        weight = cast(IntegerWeight, self._decoded(module, self._without_order))
+        return replace(weight, qweight=weight.qweight[:, order]), order
 
     def column_order(self, module: str) -> Tensor | None:
         """Returns the columns `[I]` of a packed module in the order of their groups, where activations (desc_act) have
@@ -176,6 +186,11 @@ class PackedCheckpoint:
         order = groups.argsort(stable=True)
         is_mixed = torch.equal(groups[order], plain) and not torch.equal(groups, plain)
         return order if is_mixed else None
+
+    @cached_property
+    def reordered(self) -> list[str]:
+        """Packed modules with a `column_order`."""
+        return [module for module in self.modules if self.column_order(module) is not None]
 
     def _without_order(self, name: str) -> Tensor:
         if name.endswith(GROUP_INDEX):

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, TypeVar, cast
 
 from compress.common.errors import SchemeError
 
@@ -21,9 +21,6 @@ if TYPE_CHECKING:
     from compress.checkpoint.weights.base import StoredTensors, Weight
     from compress.checkpoint.weights.integer import Int
     from compress.checkpoint.weights.sparse_nm import NMSparsity
-
-ShapeOf: TypeAlias = "Callable[[str], tuple[int, ...] | None]"
-"""Gives the shape of a stored tensor by its full name; None when there is none."""
 
 MIN_BITS, MAX_BITS = 2, 8
 FLOAT_BITS = 16
@@ -40,6 +37,14 @@ FIELDS: Mapping[str, Any] = {
     "fp8": False,
 }
 """Entries that every stored description has, in this order; a form adds its own behind them."""
+
+
+class Headers(Protocol):
+    """Shapes and sizes of stored tensors, by full name."""
+
+    def __contains__(self, name: object) -> bool: ...
+    def shape(self, name: str) -> tuple[int, ...]: ...
+    def tensor_nbytes(self, name: str) -> int: ...
 
 
 class Activations(StrEnum):
@@ -222,8 +227,8 @@ class Scheme(ABC):
         """Modules among tensor names that are stored in this form."""
         return {name.removesuffix(cls.mark) for name in names if name.endswith(cls.mark)}
 
-    def found(self, module: str, shape: ShapeOf) -> Scheme:
-        """The scheme of one module with what config.json does not say, from shapes of its stored tensors."""
+    def found(self, module: str, headers: Headers) -> Scheme:
+        """The scheme of one module with what config.json does not say, from the headers of its stored tensors."""
         return self
 
     @abstractmethod

@@ -12,7 +12,7 @@ from typing import Any
 from compress.checkpoint.config import compression_block, quantization_block
 from compress.checkpoint.formats import compress_runtime, compressed_tensors
 from compress.checkpoint.kv_cache import measured_kv_caches, stored_kv_cache
-from compress.checkpoint.reader import PackedCheckpoint
+from compress.checkpoint.reader import REORDERED, PackedCheckpoint
 from compress.checkpoint.safetensors import TensorFiles
 from compress.checkpoint.state_dtype import measured_states
 from compress.checkpoint.weights.base import Weight, digest, nonfinite_problems
@@ -185,7 +185,7 @@ def verify_structure(path: str | Path, source: TensorFiles | None = None) -> Str
         num_quantized=num_quantized,
         quantized_bytes=sum(packed.weight_bytes(module) for module in shapes),
         total_bytes=packed.files.file_bytes,
-        notes=_carried_note(packed, implied) if implied or problem else (UNCOMPARED,),
+        notes=(*(_carried_note(packed, implied) if implied or problem else (UNCOMPARED,)), *_order_note(packed)),
     )
 
 
@@ -196,6 +196,12 @@ def _carried_note(packed: PackedCheckpoint, implied: Shapes) -> tuple[str, ...]:
     carried = [name for name in _stored(packed) if implied and _part(name) not in parts and name not in others]
     found = f"{len(carried)} tensors are of no layer in config.json: only drafting reads a head among them"
     return (f"{found}, e.g. {min(carried)}",) if carried else ()
+
+
+def _order_note(packed: PackedCheckpoint) -> tuple[str, ...]:
+    """A note on modules in activation order."""
+    count = len(packed.reordered)
+    return (f"{count} modules have {REORDERED}: compress quantize takes them as its source",) if count else ()
 
 
 def _part(name: str) -> str:
@@ -215,7 +221,7 @@ def _read_weights(packed: PackedCheckpoint, problems: list[str], implied: Shapes
     shapes: dict[str, tuple[int, int]] = {}
     for module in packed.modules:
         try:
-            weight = packed.packed_weight(module)
+            weight, _ = packed.in_groups(module)
         except CheckpointError as error:
             problems.append(str(error))
             continue

@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 
-import torch
-
 import compress.doctor.checks  # noqa: F401 (registers the checks)
 from compress.checkpoint.gguf.folder import folder_of
 from compress.checkpoint.reader import NONSENSE, PackedCheckpoint
@@ -97,6 +95,5 @@ def _tensors(view: View, findings: list[Finding], on_progress: Progress | None) 
 def _read(packed: PackedCheckpoint, name: str, is_packed: bool) -> StoredTensor:
     if not is_packed:
         return StoredTensor(name, packed.tensor(name), False)
-    if packed.column_order(name) is not None:
-        return StoredTensor(name, packed.values(name, torch.float32), True)
-    return StoredTensor(name, packed.packed_weight(name), True)
+    weight, order = packed.in_groups(name)
+    return StoredTensor(name, weight, True, order)

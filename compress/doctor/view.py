@@ -31,11 +31,13 @@ class StoredTensor:
         name: of the module, or of the tensor.
         content: the weight as stored, or the tensor.
         is_packed: whether it is a module.
+        order: of the weight's columns, where they are not in the order of the inputs (`PackedCheckpoint.column_order`).
     """
 
     name: str
     content: Weight | Tensor
     is_packed: bool
+    order: Tensor | None = None
 
     @property
     def kind(self) -> str:
@@ -49,7 +51,10 @@ class StoredTensor:
     @cached_property
     def values(self) -> Tensor:
         """The values, of a quantized weight in float32 `[O, I]`."""
-        return self.content.dequantize() if isinstance(self.content, Weight) else self.content
+        if not isinstance(self.content, Weight):
+            return self.content
+        values = self.content.dequantize()
+        return values if self.order is None else values[:, self.order.argsort()]
 
     def panels(self) -> Iterator[Tensor]:
         """Yields some rows of a matrix at a time, float32 `[rows, I]`."""

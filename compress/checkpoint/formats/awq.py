@@ -15,6 +15,7 @@ from compress.common.errors import CheckpointError, SchemeError
 
 NAME = "awq"
 BITS = 4
+GEMM = "gemm"
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Nibble `k` of an AWQ word holds output `8 j + AWQ_ORDER[k]`."""
 
@@ -78,7 +79,7 @@ def quantization_config(schemes: Mapping[str, Scheme], ignored: Iterable[str]) -
         "bits": BITS,
         "group_size": -1 if group_size is None else group_size,
         "zero_point": True,
-        "version": "gemm",
+        "version": GEMM,
         "modules_to_not_convert": sorted(ignored) or None,
     }
 
@@ -89,8 +90,9 @@ def schemes(config: Mapping[str, Any], modules: Iterable[str]) -> dict[str, Sche
     Raises:
         CheckpointError: another width or layout than 4-bit GEMM.
     """
-    version, bits = str(config.get("version", "gemm")).lower(), int(config.get("bits", config.get("w_bit", BITS)))
-    if version != "gemm" or bits != BITS:
+    named = (config.get(key) for key in ("version", "checkpoint_format", "format"))
+    version, bits = str(next(filter(None, named), GEMM)).lower(), int(config.get("bits", config.get("w_bit", BITS)))
+    if version != GEMM or bits != BITS:
         raise CheckpointError(
             f"this AWQ checkpoint has layout {version!r} with {bits} bits; only 4-bit gemm is read",
             "Write it again with version gemm",

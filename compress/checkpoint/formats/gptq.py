@@ -16,6 +16,9 @@ from compress.common.errors import CheckpointError, SchemeError
 
 NAME = "gptq"
 WIDTHS = (2, 3, 4, 8)
+WORD_BITS = 32
+V2 = "gptq_v2"
+LAYOUTS = NAME, V2
 
 
 def suffixes(scheme: Scheme | None = None) -> tuple[str, ...]:
@@ -64,22 +67,22 @@ def decode(module: str, get: Get, scheme: Int, config: Mapping[str, Any] | None 
     in_features, out_features = qweight.shape[0] * 32 // scheme.bits, qweight.shape[1]
     check_activation_order(module, StoredTensors(module, get).optional(".g_idx"), in_features, scheme.group_size)
     codes = unpack_bits(qweight, scheme.bits, in_features, 0).T.contiguous()
-    stored = unpack_bits(get(f"{module}.qzeros"), scheme.bits, out_features, 1).T.contiguous()
-    version = (config or {}).get("checkpoint_format", NAME)
-    zero = _zero(module, stored, scheme, version)
+    zero = _zero_points(get(f"{module}.qzeros"), out_features, scheme, _layout(config or {})).T.contiguous()
+    if scheme.symmetric and not bool((zero == scheme.midpoint).all()):
+        raise CheckpointError(f"{module} claims sym=true, but its zero points are not all {scheme.midpoint}")
     return IntegerWeight(codes, get(f"{module}.scales").T.contiguous(), zero, scheme)
 
 
-def _zero(module: str, stored: Tensor, scheme: Int, version: str) -> Tensor:
-    """Zero points from what is stored. v1 stores `zero - 1` modulo the code range; some writers say v1 and store v2,
-    which shows when codes are symmetric."""
-    if version == "gptq_v2" or (scheme.symmetric and bool((stored == scheme.midpoint).all())):
-        zero = stored
-    else:
-        zero = (stored.to(torch.int16) + 1).bitwise_and(scheme.max_code).to(torch.uint8)
-    if scheme.symmetric and not bool((zero == scheme.midpoint).all()):
-        raise CheckpointError(f"{module} claims sym=true, but its zero points are not all {scheme.midpoint}")
-    return zero
+def _zero_points(words: Tensor, out_features: int, scheme: Int, layout: str) -> Tensor:
+    """Zero points `[G, O]` of packed words. Some writers say v1 and store v2, which shows when codes are symmetric."""
+    stored = unpack_bits(words, scheme.bits, out_features, 1)
+    if layout == V2 or (scheme.symmetric and bool((stored == scheme.midpoint).all())):
+        return stored
+    if WORD_BITS % scheme.bits:
+        return (stored.to(torch.int16) + 1).bitwise_and(scheme.max_code).to(torch.uint8)
+    # v1 is v2 with 1 subtracted from each field of a word at once, so a field of 0 borrows from the next one.
+    ones = sum(1 << place for place in range(0, WORD_BITS, scheme.bits))
+    return unpack_bits((words.to(torch.int64) + ones).to(torch.int32), scheme.bits, out_features, 1)
 
 
 def shape(module: str, get: Get, scheme: Scheme) -> tuple[int, int]:
@@ -114,8 +117,22 @@ def quantization_config(schemes: Mapping[str, Scheme], ignored: Iterable[str]) -
 
 
 def schemes(config: Mapping[str, Any], modules: Iterable[str]) -> dict[str, Scheme]:
-    """Scheme of every module: the config's, with `dynamic` overrides applied."""
+    """Scheme of every module: the config's, with `dynamic` overrides applied.
+
+    Raises:
+        CheckpointError: a layout of other words than those of v1 and v2.
+    """
+    layout, words = _layout(config), config.get("pack_dtype") or "int32"
+    if layout not in LAYOUTS or words != "int32":
+        raise CheckpointError(
+            f"this GPTQ checkpoint has layout {layout!r} in {words} words; {' and '.join(LAYOUTS)} in int32 are read",
+            f"Write it again with format {NAME} and pack_dtype int32",
+        )
     return {module: _parse({**config, **_override(config, module)}) for module in modules}
+
+
+def _layout(config: Mapping[str, Any]) -> str:
+    return str(config.get("checkpoint_format") or config.get("format") or NAME).lower()
 
 
 def _override(config: Mapping[str, Any], module: str) -> Mapping[str, Any]:

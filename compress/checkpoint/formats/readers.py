@@ -9,6 +9,7 @@ from typing import TypeAlias
 from compress.checkpoint.scheme import Scheme
 
 RUNTIME, TRANSFORMERS, VLLM, SGLANG, LLAMA_CPP = "this runtime", "transformers", "vLLM", "SGLang", "llama.cpp"
+EXLLAMA = "exllamav3"
 Takes: TypeAlias = Callable[[Scheme], bool]
 """Whether an engine loads a form in a container."""
 
@@ -31,10 +32,17 @@ READERS: Mapping[str, Mapping[str, Takes]] = {
     "dense": {RUNTIME: _all, TRANSFORMERS: _all, VLLM: _all, SGLANG: _all, f"{LLAMA_CPP} (its converter)": _all},
     "compress-runtime": {RUNTIME: _all, f"{VLLM} (plugin)": _all},
 }
-"""By container and engine."""
+"""By container that is written here, and engine."""
+FOREIGN_READERS: Mapping[str, Mapping[str, Takes]] = {
+    "mxfp4": {RUNTIME: _all, TRANSFORMERS: _all, VLLM: _all, SGLANG: _all},
+    "exl3": {RUNTIME: _all, EXLLAMA: _all},
+    "bitsandbytes": {RUNTIME: _all, TRANSFORMERS: _all, VLLM: _all},
+}
+"""The same of containers that are only read here."""
 
 
 def readers(format: str, schemes: Iterable[Scheme]) -> list[str]:
     """Engines that load a container of this name with all of these forms."""
     forms = list(schemes)
-    return [engine for engine, takes in READERS.get(format, {}).items() if all(map(takes, forms))]
+    engines = {**READERS, **FOREIGN_READERS}.get(format, {})
+    return [engine for engine, takes in engines.items() if all(map(takes, forms))]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
-from compress.checkpoint.scheme import Scheme, ShapeOf, register
+from compress.checkpoint.scheme import Headers, Scheme, register
 from compress.checkpoint.weights.base import StoredTensors
 from compress.checkpoint.weights.codebooks import NF4, NF4_VALUES, TableFloatWeight, read_table
 from compress.common.errors import SchemeError
@@ -84,14 +84,13 @@ class Bnb4(Scheme):
                 raise SchemeError(f"4-bit blocks have no {name}={fields[name]}", f"Leave {name} out beside {cls.key}")
         return cls(str(fields[cls.key]), int(fields["group_size"]))
 
-    def found(self, module: str, shape: ShapeOf) -> Scheme:
+    def found(self, module: str, headers: Headers) -> Scheme:
         """The size of blocks, from the numbers of codes and of scales, unless these contradict each other."""
-        codes, scales = shape(f"{module}.weight"), shape(f"{module}.weight.absmax")
-        if codes is None or scales is None:
+        codes, scales = f"{module}.weight", f"{module}.weight.absmax"
+        if codes not in headers or scales not in headers:
             return self
-        numbers = 2 * prod(codes)
-        block = next((size for size in BLOCK_SIZES if -(-numbers // size) == prod(scales)), self.block)
-        return replace(self, block=block)
+        numbers, blocks = 2 * headers.tensor_nbytes(codes), prod(headers.shape(scales))
+        return replace(self, block=next((size for size in BLOCK_SIZES if -(-numbers // size) == blocks), self.block))
 
     def read(self, stored: StoredTensors) -> TableFloatWeight:
         weight = read_table(stored, self)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from compress.checkpoint.scheme import Scheme, ShapeOf, register
+from compress.checkpoint.scheme import Headers, Scheme, register
 from compress.checkpoint.weights.base import StoredTensors, Weight, scale_problems
 from compress.common.errors import CheckpointError, SchemeError
 
@@ -83,13 +83,13 @@ class Exl3(Scheme):
     def parse(cls, fields: Mapping[str, Any]) -> Exl3:
         return cls(int(fields["bits"]), str(fields[cls.key]))
 
-    def found(self, module: str, shape: ShapeOf) -> Exl3:
+    def found(self, module: str, headers: Headers) -> Exl3:
         """The width and the codebook of stored tensors. Raises CheckpointError for codes without whole bits."""
-        tiles = shape(f"{module}.trellis") or ()
+        tiles = headers.shape(f"{module}.trellis")
         bits, rest = divmod(tiles[-1] * WORD_BITS, CODES) if len(tiles) == 3 else (0, 1)
         if rest:
             raise CheckpointError(f"{module}.trellis {tiles} has no whole number of bits for each of its codes")
-        codebooks = [name for name in MULTIPLIERS if shape(f"{module}.{name}") is not None]
+        codebooks = [name for name in MULTIPLIERS if f"{module}.{name}" in headers]
         return Exl3(bits, (*codebooks, DEFAULT_CODEBOOK)[0])
 
     def shape(self, stored: StoredTensors) -> tuple[int, int]:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from statistics import median
 from typing import ClassVar
 
+from compress.checkpoint.config import HEAD, is_embedding
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.weights.base import Weight
 from compress.doctor.base import Check, register
@@ -36,17 +37,16 @@ class Against(Check):
         if source is None or len(stored.shape) != 2 or not (stored.is_packed or stored.name.endswith(".weight")):
             return
         module = stored.name if stored.is_packed else stored.name.removesuffix(".weight")
-        if f"{module}.weight" not in source.files and module not in source.schemes:
-            if stored.is_packed or not source.tied:
-                problem = f"{source.path} has no such matrix"
-                yield self.warning("not-in-source", module, problem, "Name the model that it was made from: --against")
-            return
-        if (shape := source.shape(module)) != stored.shape:
+        theirs = _source_name(source, module)
+        if theirs is None:
+            problem = f"{source.path} has no such matrix"
+            yield self.warning("not-in-source", module, problem, "Name the model that it was made from: --against")
+        elif (shape := source.shape(theirs)) != stored.shape:
             problem = f"it is {stored.shape}, in {source.path} {shape}"
             yield self.error("shape", module, problem, "Name the model that it was made from: --against")
-            return
-        form = str(stored.content.scheme) if isinstance(stored.content, Weight) else "dense"
-        self._errors[form].append((module, relative_error(stored, source, module)))
+        else:
+            form = str(stored.content.scheme) if isinstance(stored.content, Weight) else "dense"
+            self._errors[form].append((module, relative_error(stored, source, theirs)))
 
     def finish(self) -> Iterator[Finding]:
         for form, found in self._errors.items():
@@ -69,6 +69,14 @@ class Against(Check):
             for form, found in sorted(self._errors.items())
         ]
         return {"median relative error": ", ".join(lines)} if lines else {}
+
+
+def _source_name(source: PackedCheckpoint, module: str) -> str | None:
+    """The name of a matrix in the source, for a tied head that of the embedding; None where there is none."""
+    if f"{module}.weight" in source.files or module in source.schemes:
+        return module
+    names = [name.removesuffix(".weight") for name in source.files.names()] if module == HEAD and source.tied else []
+    return next(filter(is_embedding, names), None)
 
 
 def relative_error(stored: StoredTensor, source: PackedCheckpoint, module: str) -> float:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import ClassVar
 
 from compress.checkpoint.config import HEAD, dtype_name
+from compress.checkpoint.dequantized import UNUSED_SCALES
 from compress.checkpoint.reader import PackedCheckpoint, stores_other_head
 from compress.checkpoint.verify import config_problems, name_problems
 from compress.doctor.base import AGAIN, Check, register
@@ -70,7 +71,8 @@ class Config(Check):
             for name in stored
             if _layer(name) in layers and name not in implied and name.rpartition(".")[0] not in modules
         ]
-        found = [name for name in found if not name.endswith(BUFFERS) and name not in packed.files.other_parts]
+        known = *BUFFERS, *UNUSED_SCALES
+        found = [name for name in found if not name.endswith(known) and name not in packed.files.other_parts]
         if found:
             problem = f"{len(found)} stored tensors are of no parameter of the model: {listed(sorted(found))}"
             yield self.warning("unexpected-tensors", min(found), problem, BOTH)

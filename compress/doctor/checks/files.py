@@ -20,7 +20,9 @@ from compress.doctor.base import Check, register
 from compress.doctor.findings import Finding, Severity
 from compress.doctor.view import listed
 
-TEXT_SUFFIXES = frozenset({".json", ".jinja", ".md", ".txt", ".model", ".py", ".yaml", ".yml", ".tiktoken", ".sha256"})
+TEXT_SUFFIXES = frozenset(
+    {".json", ".jinja", ".md", ".txt", ".csv", ".model", ".py", ".yaml", ".yml", ".tiktoken", ".sha256"}
+)
 PAGE_SUFFIXES = frozenset({".html", ".pdf", ".png", ".jpg", ".jpeg", ".gif", ".svg", ".webp"})
 KNOWN_SUFFIXES = TEXT_SUFFIXES | PAGE_SUFFIXES | {".safetensors"}
 KNOWN_NAMES = frozenset({"license", "licence", "notice", "copying", "readme", "use_policy", "version", "sha256sums"})

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from compress.checkpoint.config import compression_block
 from compress.checkpoint.formats.readers import RUNTIME, readers
-from compress.checkpoint.reader import GROUP_INDEX
+from compress.checkpoint.reader import REORDERED
 from compress.doctor.base import Check, register
 from compress.doctor.findings import Finding
 from compress.doctor.view import listed
@@ -22,15 +22,9 @@ class Formats(Check):
 
     def start(self) -> Iterator[Finding]:
         packed = self.view.packed
-        if packed is None:
-            return
-        owners = [
-            name for name in packed.modules if any(each.endswith(GROUP_INDEX) for each in packed.packed_names(name))
-        ]
-        mixed = [module for module in owners if packed.column_order(module) is not None]
+        mixed = packed.reordered if packed else []
         if mixed:
-            columns = "columns in the order of activations (desc_act), which no kernel here multiplies"
-            problem = f"{len(mixed)} modules have {columns}: {listed(mixed)}"
+            problem = f"{len(mixed)} modules have {REORDERED}: {listed(mixed)}"
             remedy = f"Quantize it anew from these values: compress quantize {self.view.path} --out OTHER"
             yield self.warning("activation-order", mixed[0], problem, remedy)
 
@@ -40,7 +34,8 @@ class Formats(Check):
             return {}
         counts = Counter(str(scheme) for scheme in packed.schemes.values())
         forms = ", ".join(f"{count} x {form}" for form, count in sorted(counts.items())) or "none"
-        loaded = readers(packed.format, packed.schemes.values()) or [RUNTIME]
+        engines = readers(packed.format, packed.schemes.values())
+        loaded = [engine for engine in engines if engine != RUNTIME or not packed.reordered]
         made = compression_block(packed.config).get("source")
         origin = {"made from": str(made)} if made else {}
-        return {"container": packed.format, "weight forms": forms, "loaded by": ", ".join(loaded), **origin}
+        return {"container": packed.format, "weight forms": forms, "loaded by": ", ".join(loaded) or "none", **origin}

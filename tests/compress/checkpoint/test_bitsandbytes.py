@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,20 @@ def numbers(*shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(3)).bfloat16()
 
 
+@dataclass(frozen=True)
+class Headers:
+    tensors: dict[str, torch.Tensor]
+
+    def __contains__(self, name: object) -> bool:
+        return str(name).removeprefix(MODULE) in self.tensors
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self.tensors[name.removeprefix(MODULE)].shape)
+
+    def tensor_nbytes(self, name: str) -> int:
+        return self.tensors[name.removeprefix(MODULE)].nbytes
+
+
 def decoded(tensors: dict[str, torch.Tensor], scheme: Scheme):
     def get(name: str) -> torch.Tensor:
         suffix = name.removeprefix(MODULE)
@@ -41,8 +56,7 @@ def decoded(tensors: dict[str, torch.Tensor], scheme: Scheme):
             raise CheckpointError(f"no {suffix}")
         return tensors[suffix]
 
-    found = scheme.found(MODULE, lambda name: tuple(get(name).shape) if name.removeprefix(MODULE) in tensors else None)
-    return bitsandbytes.decode(MODULE, get, found)
+    return bitsandbytes.decode(MODULE, get, scheme.found(MODULE, Headers(tensors)))
 
 
 @pytest.fixture
@@ -65,6 +79,17 @@ def test_codes_are_those_of_the_first_half_of_a_byte_first(kind: str, block: int
     assert weight.scheme == Bnb4(kind, block)
     expected = table[codes.int()].view(-1, block) * scales.unsqueeze(1)
     assert torch.equal(weight.dequantize(), expected.view(2, 8192))
+
+
+@pytest.mark.parametrize("storage", [torch.int8, torch.bfloat16, torch.float16, torch.float32])
+def test_bytes_of_codes_may_be_stored_as_another_dtype(storage: torch.dtype) -> None:
+    """Training with FSDP asks for the dtype of the other parameters (`bnb_4bit_quant_storage`)."""
+    tensors = pack_4bit(numbers(6, 64))
+    expected = decoded(tensors, Bnb4("nf4"))
+    stored = tensors[".weight"].flatten().view(storage).unsqueeze(1)
+    found = decoded(tensors | {".weight": stored}, Bnb4("nf4"))
+    assert found.scheme == Bnb4("nf4", 64)
+    assert torch.equal(found.dequantize(), expected.dequantize())
 
 
 def test_scales_of_scales() -> None:

@@ -5,7 +5,7 @@ from tiny_models import pack_model, save_tiny_model
 
 from compress.checkpoint.containers import containers
 from compress.checkpoint.formats import FORMATS, bitsandbytes, check_held, exl3, find_format, mxfp4, nearest_held
-from compress.checkpoint.formats.readers import READERS, readers
+from compress.checkpoint.formats.readers import FOREIGN_READERS, READERS, readers
 from compress.checkpoint.scheme import targets
 from compress.checkpoint.weights import Q2K, Q4K, BlockFp8, Fp8, Int, Mxfp4, Nvfp4, Scheme
 from compress.checkpoint.weights.codebooks import TableFloats
@@ -19,7 +19,8 @@ READ_ONLY = {mxfp4.NAME, exl3.NAME, bitsandbytes.NAME}
 
 def test_every_format_that_is_written_names_its_readers() -> None:
     assert set(READERS) == FORMATS.keys() - READ_ONLY
-    assert all("this runtime" in engines for engines in READERS.values())
+    assert set(FOREIGN_READERS) == READ_ONLY
+    assert all("this runtime" in engines for engines in (*READERS.values(), *FOREIGN_READERS.values()))
 
 
 @pytest.mark.parametrize(
@@ -62,7 +63,7 @@ def test_readers_are_those_of_all_forms() -> None:
         "SGLang",
     ]
     assert readers("compressed-tensors", [Int(4, 128), Int(3, 128)]) == ["this runtime", "transformers", "vLLM"]
-    assert readers("mxfp4", [Mxfp4()]) == []
+    assert readers("mxfp4", [Mxfp4()]) == ["this runtime", "transformers", "vLLM", "SGLang"]
 
 
 def test_what_is_listed_is_what_exports_do(tmp_path) -> None:

@@ -44,27 +44,36 @@ def int32(words: list[list[int]]) -> torch.Tensor:
     return torch.tensor(words, dtype=torch.int32)
 
 
-def save(folder, tensors: dict[str, torch.Tensor], block: dict, file_name="model.safetensors", legacy=False):
+def save(folder, tensors: dict[str, torch.Tensor], block: dict | None, file_name="model.safetensors", legacy=False):
     folder.mkdir(parents=True, exist_ok=True)
     full = {f"{MODULE}.{name}": tensor.contiguous() for name, tensor in tensors.items()}
     save_file({**full, f"{MODULE}.bias": torch.ones(ROWS)}, folder / file_name)
     config = {"model_type": "llama", "torch_dtype": "float16"}
     if legacy:
         (folder / "quantize_config.json").write_text(json.dumps(block))
-    else:
+    elif block:
         config["quantization_config"] = block
     (folder / "config.json").write_text(json.dumps(config))
     return folder
+
+
+def zero_words(zeros: list[int], bits: int, offset: int) -> list[int]:
+    """Words of zero points, as GPTQModel writes v1: 1 less in all fields of a word at once, so that a 0 borrows from
+    the next field; fields of 3 bits, which cross words, one by one."""
+    if bits == 3:
+        return stream_words([(zero - offset) % 8 for zero in zeros], bits)
+    ones = offset * sum(1 << place for place in range(0, 32, bits))
+    return [(word - ones + 2**31) % 2**32 - 2**31 for word in stream_words(zeros, bits)]
 
 
 def gptq_tensors(bits: int, group_size: int, symmetric: bool, zero_offset: int) -> dict[str, torch.Tensor]:
     groups = COLUMNS // group_size
     codes, zeros = codes_and_zeros(bits, groups, symmetric)
     columns = [stream_words([codes[o][i] for i in range(COLUMNS)], bits) for o in range(ROWS)]
-    stored = [[(zeros[o][g] - zero_offset) % 2**bits for o in range(ROWS)] for g in range(groups)]
+    lines = [[zeros[o][g] for o in range(ROWS)] for g in range(groups)]
     return {
         "qweight": int32(columns).T,
-        "qzeros": int32([stream_words(line, bits) for line in stored]),
+        "qzeros": int32([zero_words(line, bits, zero_offset) for line in lines]),
         "scales": scales(groups),
         "g_idx": torch.tensor([i // group_size for i in range(COLUMNS)], dtype=torch.int32),
     }
@@ -138,6 +147,38 @@ def test_awq(tmp_path, group_size, symmetric):
     block = {"quant_method": "awq", "bits": 4, "group_size": group_size, "zero_point": True, "version": "gemm"}
     save(tmp_path, tensors, block)
     assert_reads(tmp_path, Int(4, None if group_size < 0 else group_size, symmetric=False))
+
+
+def test_awq_as_older_tools_and_gptqmodel_describe_it(tmp_path):
+    codes, zeros = codes_and_zeros(4, 2, False)
+    tensors = {
+        "qweight": int32([awq_words([codes[o][i] for o in range(ROWS)]) for i in range(COLUMNS)]),
+        "qzeros": int32([awq_words([zeros[o][g] for o in range(ROWS)]) for g in range(2)]),
+        "scales": scales(2),
+    }
+    old = save(tmp_path / "old", tensors, None)
+    (old / "quant_config.json").write_text('{"zero_point": true, "q_group_size": 32, "w_bit": 4, "version": "GEMM"}')
+    assert_reads(old, Int(4, 32, symmetric=False))
+    block = {"quant_method": "awq", "method": "awq", "bits": 4, "group_size": 32, "sym": False, "pack_dtype": "int32"}
+    new = save(tmp_path / "new", tensors, {**block, "format": "gemm", "checkpoint_format": "gemm"})
+    assert_reads(new, Int(4, 32, symmetric=False))
+    save(new, tensors, {**block, "format": "gemv", "checkpoint_format": "gemv"})
+    with pytest.raises(CheckpointError, match="layout 'gemv'"):
+        PackedCheckpoint.open(new)
+
+
+@pytest.mark.parametrize(
+    ("entry", "problem"),
+    [
+        ({"checkpoint_format": "gptq_p"}, "'gptq_p'"),
+        ({"format": "marlin"}, "'marlin'"),
+        ({"pack_dtype": "int16"}, "int16 words"),
+    ],
+)
+def test_other_words_of_gptq_are_refused(tmp_path, entry, problem):
+    save(tmp_path, gptq_tensors(3, 32, True, 0), {"quant_method": "gptq", "bits": 3, "group_size": 32, **entry})
+    with pytest.raises(CheckpointError, match=problem):
+        PackedCheckpoint.open(tmp_path)
 
 
 def test_unreadable_kinds_are_named(tmp_path):

@@ -1,0 +1,119 @@
+"""Checkpoints in the layouts of other tools, whole and damaged: made from the demo model without those tools."""
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from bitsandbytes_files import pack_4bit, pack_model_as
+from folders import change_config, change_tensors, private_copy
+from torch import Tensor
+
+from compress.checkpoint.reader import PackedCheckpoint
+from compress.checkpoint.verify import verify_structure
+from compress.checkpoint.weights import Int
+from compress.checkpoint.weights.integer import IntegerWeight, pack_bits
+from compress.common.cli import demo_model_path
+from compress.doctor.examine import examine
+
+Find = Callable[..., set[tuple[str, str]]]
+Pack = Callable[[Tensor], dict[str, Tensor]]
+MODULE = "model.layers.2.mlp.up_proj"
+ACTIVATION_ORDER = ("warning", "activation-order")
+
+
+def pack_as(folder: Path, pack: Pack, **block: object) -> Path:
+    """Copies the demo model with packed projections, and the files that GPTQModel writes beside them."""
+
+    def change(tensors: dict[str, Tensor]) -> None:
+        for name in [name for name in tensors if name.endswith("_proj.weight")]:
+            stored = pack(tensors.pop(name))
+            tensors |= {name.removesuffix("weight") + suffix: tensor for suffix, tensor in stored.items()}
+
+    change_tensors(private_copy(demo_model_path(), folder), change)
+    (folder / "quant_log.csv").write_text("layer,module,loss,samples,damp,time\n0,self_attn.q_proj,0.1,9,0.05,1.0\n")
+    (folder / "quantize_config.json").write_text(json.dumps(block))
+    return change_config(folder, quantization_config=block)
+
+
+def rounded(weight: Tensor, order: Tensor, symmetric: bool) -> IntegerWeight:
+    """Integers of groups of columns in `order`."""
+    return Int(4, 32, symmetric).round(weight[:, order].float(), None, torch.float16)
+
+
+def gptq(weight: Tensor, symmetric: bool = True, offset: int = 1, in_order: bool = False) -> dict[str, Tensor]:
+    """GPTQ's tensors, columns in the order of activations or not."""
+    columns = torch.arange(weight.shape[1])
+    order = columns.flip(0).roll(7) if in_order else columns
+    found, places = rounded(weight, order, symmetric), order.argsort()
+    return {
+        "qweight": pack_bits(found.qweight[:, places].T, 4, 0),
+        "qzeros": pack_bits(found.zero_points.T - offset, 4, 1),
+        "scales": found.scales.half().T.contiguous(),
+        "g_idx": (columns // 32)[places].to(torch.int32),
+    }
+
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "pack_dtype": "int32", "lm_head": False}
+V2 = {"method": "gptq", "format": "gptq_v2", "checkpoint_format": "gptq_v2", "dynamic": {"-:.*head.*": {}}}
+LAYOUTS: dict[str, Callable[[Path], Path]] = {
+    "gptq": lambda folder: pack_as(folder, gptq, **GPTQ, checkpoint_format="gptq", desc_act=False),
+    "gptq_v2": lambda folder: pack_as(folder, partial(gptq, symmetric=False, offset=0), **GPTQ | V2 | {"sym": False}),
+    "desc_act": lambda folder: pack_as(folder, partial(gptq, in_order=True), **GPTQ, desc_act=True),
+    "bitsandbytes": lambda folder: pack_model_as("nf4 twice", demo_model_path(), folder),
+    "int8": lambda folder: pack_model_as("int8", demo_model_path(), folder),
+}
+
+
+@pytest.fixture(params=LAYOUTS)
+def layout(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    return LAYOUTS[request.param](tmp_path / "model")
+
+
+@pytest.fixture
+def ordered(tmp_path: Path) -> Path:
+    return LAYOUTS["desc_act"](tmp_path / "model")
+
+
+def test_whole_files_are_clean(layout: Path, kinds: Find) -> None:
+    expected = {ACTIVATION_ORDER} if PackedCheckpoint.open(layout).reordered else set()
+    assert kinds(layout, against=demo_model_path()) == expected
+    assert verify_structure(layout).ok
+
+
+def test_columns_in_the_order_of_activations_are_not_served_here(ordered: Path) -> None:
+    facts = examine(ordered, against=demo_model_path()).facts
+    assert facts["loaded by"] == "transformers, vLLM, SGLang"
+    assert float(facts["median relative error"].split("sym ")[1].split()[0]) < 0.12
+    assert any("42 modules have columns in the order of" in note for note in verify_structure(ordered).notes)
+
+
+def test_codes_in_the_order_of_activations_are_examined(ordered: Path, kinds: Find) -> None:
+    change_tensors(ordered, lambda tensors: tensors[f"{MODULE}.scales"][:, 3].zero_())
+    assert kinds(ordered) == {ACTIVATION_ORDER, ("error", "dead-scales")}
+    change_tensors(ordered, lambda tensors: tensors[f"{MODULE}.qweight"].fill_(0x0F0F0F0F))
+    assert kinds(ordered) == {ACTIVATION_ORDER, ("error", "dead-scales"), ("warning", "saturated-codes")}
+
+
+def test_measured_scales_of_keys_and_values_are_known(packed: Path, kinds: Find) -> None:
+    """llm-compressor stores them beside the projections (`kv_cache_scheme`)."""
+    names = [f"model.layers.{layer}.self_attn.{each}_scale" for layer in range(6) for each in "kv"]
+    change_tensors(packed, lambda tensors: tensors.update(dict.fromkeys(names, torch.tensor([0.02]).bfloat16())))
+    block = json.loads((packed / "config.json").read_text())["quantization_config"]
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+    change_config(packed, quantization_config=block | {"kv_cache_scheme": scheme})
+    assert kinds(packed) == set()
+
+
+def test_a_packed_head_is_compared_with_the_embedding_that_it_was(tmp_path: Path, kinds: Find) -> None:
+    def add_head(tensors: dict[str, Tensor]) -> None:
+        head = pack_4bit(tensors["model.embed_tokens.weight"])
+        tensors |= {f"lm_head{suffix}": tensor for suffix, tensor in head.items()}
+
+    own = change_tensors(LAYOUTS["bitsandbytes"](tmp_path / "own"), add_head)
+    change_config(own, tie_word_embeddings=False)
+    assert kinds(own, against=demo_model_path()) == set()
+    change_tensors(own, lambda tensors: tensors["lm_head.weight"].copy_(tensors["lm_head.weight"].flip(0)))
+    assert kinds(own, against=demo_model_path()) == {("error", "large-error")}
