@@ -44,7 +44,7 @@ from compress.checkpoint.formats import (
     find_format,
     stored_tensors,
 )
-from compress.checkpoint.reader import PackedCheckpoint
+from compress.checkpoint.reader import REORDERED, PackedCheckpoint
 from compress.checkpoint.safetensors import (
     INDEX_FILE,
     SINGLE_FILE,
@@ -305,6 +305,11 @@ def described(packed: PackedCheckpoint, codec: Format) -> tuple[dict[str, Scheme
             f"modules of {packed.path} have other names in files than in engines, which {codec.NAME} cannot say",
             f"Export it as {' or '.join(_NAMED_BY_PATTERNS)}",
         )
+    if packed.reordered and codec.NAME != dense.NAME:
+        raise CheckpointError(
+            f"{len(packed.reordered)} modules of {packed.path} have {REORDERED}",
+            f"Use --format dense, or quantize anew: compress quantize {packed.path} --out OTHER",
+        )
     schemes = _target_schemes(packed, codec.NAME)
     for module, scheme in schemes.items():
         check_held(codec, scheme, packed.shape(module))
@@ -326,9 +331,12 @@ def _write_pieces(packed: PackedCheckpoint, format: str, schemes: dict[str, Sche
         packed.files.release()
     modules = [module for module in packed.modules if f"{module}.weight" not in joined]
     for number, module in enumerate(modules):
-        codec = find_format(format) if module in schemes else dense
-        weight = packed.packed_weight(module).stored_as(schemes.get(module, packed.schemes[module]))
-        store.write(f"module-{number:05d}", stored_tensors(codec, module, weight, packed.dtype))
+        codec, name = find_format(format) if module in schemes else dense, f"{module}.weight"
+        if module in packed.reordered:
+            store.write(f"module-{number:05d}", {name: packed.values(module, packed.dtype)})
+        else:
+            weight = packed.packed_weight(module).stored_as(schemes.get(module, packed.schemes[module]))
+            store.write(f"module-{number:05d}", stored_tensors(codec, module, weight, packed.dtype))
         packed.files.release()
     store.write("dense", {name: packed.tensor(name) for name in packed.dense_names() if name not in joined})
     counts = {"stack": len(stacks), "module": len(modules)}

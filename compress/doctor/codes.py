@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from compress.checkpoint.weights.base import Weight
+from compress.checkpoint.weights.gguf_blocks import BlockWeight
 from compress.checkpoint.weights.integer import IntegerWeight
 
 SCALE_FIELDS = ("scales", "super_scales", "divisors", "suh", "svh")
@@ -83,6 +85,26 @@ def erased_groups(weight: IntegerWeight) -> int:
         total += int(((codes != zeros).any(-1) & (scales == 0)).sum())
         start += len(codes)
     return total
+
+
+def erased_runs(weight: Weight) -> int:
+    """Counts runs of columns whose scale is 0 though their codes differ, of codes that are no integers.
+
+    Blocks of GGUF are left out: their scales of groups are integers, which may round to 0 beside a larger one.
+    """
+    codes: Any = getattr(weight, "qweight", None)
+    scales: Any = getattr(weight, "scales", None)
+    if (
+        isinstance(weight, BlockWeight)
+        or codes is None
+        or scales is None
+        or codes.element_size() != 1
+        or codes.shape[1] % scales.shape[-1]
+    ):
+        return 0
+    groups = codes.view(torch.uint8).unflatten(1, (scales.shape[-1], -1))
+    differ = groups.amin(-1) != groups.amax(-1)
+    return int((differ & (scales.float() == 0)).sum()) if differ.shape == scales.shape else 0
 
 
 def subnormal_count(scales: Tensor) -> int:

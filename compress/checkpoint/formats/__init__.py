@@ -82,8 +82,16 @@ def check_held(format: Format, scheme: Scheme, shape: tuple[int, int]) -> None:
         format.check(scheme, shape)
     except SchemeError as error:
         found = nearest_held(format, scheme, shape)
-        near = f"; the nearest form that {format.NAME} holds is {found}" if found else ""
+        command = f"compress quantize SOURCE {_options(found)}" if found else ""
+        near = f"; the nearest form that {format.NAME} holds is {found}: {command}" if found else ""
         raise SchemeError(error.problem, f"{error.remedy}{near}") from error
+
+
+def _options(target: Scheme) -> str:
+    """Options of `compress quantize` that choose a form."""
+    if not isinstance(target, Int):
+        return f"--weights {target.word}"
+    return f"--bits {target.bits} --group-size {-1 if target.group_size is None else target.group_size}"
 
 
 def nearest_held(format: Format, scheme: Scheme, shape: tuple[int, int]) -> Scheme | None:

@@ -29,9 +29,9 @@ STATES = {kind: f".weight.quant_state.bitsandbytes__{kind}" for kind in TABLES}
 NESTED = ".weight.nested_absmax", ".weight.nested_quant_map"
 SUFFIXES = ".weight", BLOCK_SCALES, ".weight.quant_map", *NESTED, *STATES.values(), ROW_SCALES, LAYOUT
 ROWS = 0
-"""Value of `weight_format` where rows follow each other."""
+"""Value of `weight_format` for rows that follow each other in memory."""
 LARGEST = 127
-REFUSED = "bitsandbytes checkpoints are read, not written", "Use --format compressed-tensors"
+REFUSED = "bitsandbytes checkpoints are read, not written", "Use --format compress-runtime, or dense"
 
 
 def suffixes(scheme: Scheme | None = None) -> tuple[str, ...]:
@@ -104,17 +104,22 @@ def decode(
         raise SchemeError(f"bitsandbytes stores 4-bit codes, not {scheme}")
     state = QuantState.read(stored, scheme.kind)
     rows, columns = state.shape
-    packed, table = stored[".weight"], stored[".weight.quant_map"]
     groups = rows * scheme.num_groups(columns)
+    return TableFloatWeight(_codes(stored, state, scheme), _scales(stored, state, groups).view(rows, -1), scheme)
+
+
+def _codes(stored: StoredTensors, state: QuantState, scheme: Bnb4) -> Tensor:
+    """Codes `[O, I]`, of which the first of a byte is its upper half. Raises CheckpointError for others than stated."""
+    (rows, columns), module = state.shape, stored.module
+    packed, table = stored[".weight"], stored[".weight.quant_map"]
     if state.block != scheme.group_size or 2 * packed.nbytes != rows * columns or min(rows, columns) < 1:
         raise CheckpointError(
             f"{module} has {packed.nbytes} bytes for {rows} x {columns} codes, blocks of {state.block}"
         )
     if not torch.equal(table.float(), torch.tensor(scheme.code_values)):
         raise CheckpointError(f"{module} has another table of numbers than {scheme.kind}")
-    scales = _scales(stored, state, groups).view(rows, -1)
-    codes = packed.flatten().view(torch.uint8)
-    return TableFloatWeight(torch.stack((codes >> 4, codes & 15), -1).view(rows, columns), scales, scheme)
+    pairs = packed.flatten().view(torch.uint8)
+    return torch.stack((pairs >> 4, pairs & 15), -1).view(rows, columns)
 
 
 def _scales(stored: StoredTensors, state: QuantState, groups: int) -> Tensor:

@@ -21,7 +21,7 @@ def suffixes(scheme: Scheme | None = None) -> tuple[str, ...]:
 
 def check(scheme: Scheme, shape: tuple[int, int]) -> None:
     """Raises SchemeError: this format is only read."""
-    raise SchemeError("exl3 checkpoints are read, not written", "Use --format compressed-tensors")
+    raise SchemeError("exl3 checkpoints are read, not written", "Use --format compress-runtime, or dense")
 
 
 def modules(names: Iterable[str]) -> list[str]:
@@ -31,7 +31,7 @@ def modules(names: Iterable[str]) -> list[str]:
 
 def quantization_config(schemes: Mapping[str, Scheme], ignored: Iterable[str]) -> dict[str, Any]:
     """Raises SchemeError: this format is only read."""
-    raise SchemeError("exl3 checkpoints are read, not written", "Use --format compressed-tensors")
+    raise SchemeError("exl3 checkpoints are read, not written", "Use --format compress-runtime, or dense")
 
 
 def schemes(config: Mapping[str, Any], modules: Iterable[str]) -> dict[str, Scheme]:

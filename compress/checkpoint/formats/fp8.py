@@ -30,7 +30,8 @@ def suffixes(scheme: Scheme | None = None) -> tuple[str, ...]:
 def check(scheme: Scheme, shape: tuple[int, int]) -> None:
     """Raises SchemeError unless the scheme has blocks."""
     if not isinstance(scheme, BlockFp8):
-        raise SchemeError(f"fp8 stores 8-bit floats in blocks, not {scheme}", "Use --format compressed-tensors")
+        other = "dense" if scheme.structure else "compressed-tensors"
+        raise SchemeError(f"fp8 stores 8-bit floats in blocks, not {scheme}", f"Use --format {other}")
 
 
 def encode(module: str, weight: BlockFp8Weight, dtype: torch.dtype) -> dict[str, Tensor]:

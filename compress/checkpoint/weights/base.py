@@ -253,9 +253,11 @@ def cast_exactly(scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def row_scales(scale: Tensor, rows: int, groups: int) -> Tensor:
-    """Scales `[O, G]` as read, also of a file with one scale for the whole matrix."""
+    """Scales `[O, G]` as read, also of a file with one scale for the whole matrix. Raises SchemeError for others."""
     if scale.numel() == 1:
         scale = scale.reshape(1, 1).expand(rows, 1)
+    if scale.numel() != rows * groups:
+        raise SchemeError(f"scales {tuple(scale.shape)} must be {(rows, groups)}")
     return scale.reshape(rows, groups).contiguous()
 
 
@@ -273,12 +275,19 @@ def check_activation_order(module: str, group_index: Tensor | None, in_features:
 
     if group_index is None:
         return
-    plain = torch.arange(in_features) // (group_size or in_features)
-    if group_index.shape != plain.shape or not torch.equal(group_index.to(torch.int64), plain):
+    plain, groups = torch.arange(in_features) // (group_size or in_features), group_index.flatten().to(torch.int64)
+    if torch.equal(groups, plain):
+        return
+    if torch.equal(groups.sort().values, plain):
         raise CheckpointError(
             f"{module} is stored with an activation-order group index (desc_act), which no kernel multiplies",
             "Quantize it anew: compress quantize takes it as its source",
         )
+    raise CheckpointError(
+        f"{module} has an index of {len(groups.unique())} groups for {len(groups)} columns, but bits and group_size in "
+        f"config.json mean {len(plain.unique())} for {in_features}",
+        "Correct bits and group_size in config.json, or take both from one revision",
+    )
 
 
 def nonfinite_problems(name: str, values: Tensor) -> Iterator[str]:

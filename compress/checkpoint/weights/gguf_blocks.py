@@ -1,4 +1,4 @@
-"""Weights stored as the very blocks of a GGUF file, which several forms have in common."""
+"""Forms whose stored tensors are the blocks of a GGUF file, and what these forms share."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ class BlockWeight(Weight):
 
 
 class BlockIntegers(BlockWeight):
-    """Integers times scales of groups, perhaps less minima; without minima integers around the midpoint.
+    """Integers times scales of groups, minus minima where the type has them; else codes are centred on the midpoint.
 
     Attributes:
         qweight: uint8 `[O, I]`.

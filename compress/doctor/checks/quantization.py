@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from statistics import median
 from typing import ClassVar
 
 import torch
@@ -14,6 +16,7 @@ from compress.doctor.base import AGAIN, Check, register
 from compress.doctor.codes import (
     constant_groups,
     erased_groups,
+    erased_runs,
     expected_saturation,
     leaves,
     saturated_share,
@@ -21,12 +24,14 @@ from compress.doctor.codes import (
     subnormal_count,
 )
 from compress.doctor.findings import Finding
-from compress.doctor.view import StoredTensor
+from compress.doctor.view import StoredTensor, View
 
 FAR = 2.0**12
 """Ratio of the largest scale of a matrix to the median from which on it is far off."""
 SUBNORMAL_SHARE, CONSTANT_SHARE = 1e-3, 1e-2
 """Shares of scales and groups from which on they are reported."""
+SHIFT = 0.1
+"""Mean over root mean square of the values of most matrices from which on zero points are suspected."""
 QUANTIZE = "Quantize the source again: compress quantize SOURCE --out OTHER"
 COMPARE = "Compare with the source: --against DENSE"
 
@@ -37,6 +42,10 @@ class Quantization(Check):
 
     name: ClassVar[str] = "quantization"
 
+    def __init__(self, view: View) -> None:
+        super().__init__(view)
+        self._shifts: list[float] = []
+
     def tensor(self, stored: StoredTensor) -> Iterator[Finding]:
         if not isinstance(stored.content, Weight):
             return
@@ -45,6 +54,18 @@ class Quantization(Check):
                 yield from self._scales(stored.name, field, scales)
             if isinstance(leaf, IntegerWeight):
                 yield from self._codes(stored.name, leaf)
+            elif dead := erased_runs(leaf):
+                yield self.error("dead-scales", stored.name, f"{dead} scales are 0, which erases their codes", AGAIN)
+        if isinstance(stored.content, IntegerWeight) and not stored.content.is_symmetric:
+            self._shifts.append(_shift(stored))
+
+    def finish(self) -> Iterator[Finding]:
+        """Zero points that are 1 off, as in files of GPTQ whose version is not the one that config.json names."""
+        usual = median(self._shifts) if self._shifts else 0.0
+        if usual > SHIFT:
+            problem = f"in the median of {len(self._shifts)} matrices the mean is {usual:.2f} of the root mean square"
+            remedy = f"{COMPARE}; for GPTQ, see whether checkpoint_format should be gptq_v2"
+            yield self.warning("shifted-values", "zero points", problem, remedy)
 
     def _scales(self, where: str, field: str, scales: Tensor) -> Iterator[Finding]:
         sizes = scales.float().abs()
@@ -78,3 +99,11 @@ class Quantization(Check):
                 f"{share:.1%} of the {bits}-bit codes are at an end of their range, at most {expected:.1%} are expected"
             )
             yield self.warning("saturated-codes", where, problem, f"{QUANTIZE}, with smaller groups")
+
+
+def _shift(stored: StoredTensor) -> float:
+    """The magnitude of the mean over the root mean square, which for weights is near 0."""
+    total, squares = 0.0, 0.0
+    for panel in stored.panels():
+        total, squares = total + float(panel.double().sum()), squares + float(panel.double().square().sum())
+    return abs(total) / math.sqrt(squares * stored.values.numel()) if squares else 0.0

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import ClassVar
 
-from compress.common.errors import RequestError
+from compress.common.errors import RequestError, ToolkitError
 from compress.doctor.base import Check, register
 from compress.doctor.findings import Finding
 from compress.doctor.view import brief, eos_ids, listed
@@ -32,7 +32,11 @@ class Template(Check):
         tokenizer = self.view.tokenizer
         if tokenizer is None or tokenizer.chat_template is None:
             return
-        rendered = tokenizer.render_chat(QUESTION)
+        try:
+            rendered = tokenizer.render_chat(QUESTION)
+        except ToolkitError as error:
+            yield self.error("fails", WHERE, error.problem, COPY)
+            return
         if USER not in rendered:
             yield self.error("content-lost", WHERE, f"the user's text is not in {brief(rendered)}", COPY)
         yield from self._markup(tokenizer, rendered)

@@ -1,6 +1,7 @@
 """Checkpoints in the layouts of other tools, whole and damaged: made from the demo model without those tools."""
 
 import json
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -11,11 +12,14 @@ from bitsandbytes_files import pack_4bit, pack_model_as
 from folders import change_config, change_tensors, private_copy
 from torch import Tensor
 
+from compress.checkpoint.containers import containers
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.verify import verify_structure
 from compress.checkpoint.weights import Int
 from compress.checkpoint.weights.integer import IntegerWeight, pack_bits
+from compress.checkpoint.writer import export_checkpoint
 from compress.common.cli import demo_model_path
+from compress.common.errors import CheckpointError
 from compress.doctor.examine import examine
 
 Find = Callable[..., set[tuple[str, str]]]
@@ -97,6 +101,19 @@ def test_codes_in_the_order_of_activations_are_examined(ordered: Path, kinds: Fi
     assert kinds(ordered) == {ACTIVATION_ORDER, ("error", "dead-scales"), ("warning", "saturated-codes")}
 
 
+def test_columns_in_the_order_of_activations_are_exported_as_numbers(ordered: Path, tmp_path: Path) -> None:
+    listed = {each.format: each for each in containers(ordered)}
+    assert listed["dense"].readers
+    assert {name for name, each in listed.items() if "42 modules" in each.refusal} == {
+        "compressed-tensors", "gptq", "awq", "fp8", "compress-runtime",
+    }  # fmt: skip
+    with pytest.raises(CheckpointError, match="compress quantize"):
+        export_checkpoint(ordered, "compressed-tensors", tmp_path / "packed")
+    export_checkpoint(ordered, "dense", tmp_path / "dense")
+    packed, dense = PackedCheckpoint.open(ordered), PackedCheckpoint.open(tmp_path / "dense")
+    assert torch.equal(dense.tensor(f"{MODULE}.weight"), packed.values(MODULE, packed.dtype))
+
+
 def test_measured_scales_of_keys_and_values_are_known(packed: Path, kinds: Find) -> None:
     """llm-compressor stores them beside the projections (`kv_cache_scheme`)."""
     names = [f"model.layers.{layer}.self_attn.{each}_scale" for layer in range(6) for each in "kv"]
@@ -117,3 +134,29 @@ def test_a_packed_head_is_compared_with_the_embedding_that_it_was(tmp_path: Path
     assert kinds(own, against=demo_model_path()) == set()
     change_tensors(own, lambda tensors: tensors["lm_head.weight"].copy_(tensors["lm_head.weight"].flip(0)))
     assert kinds(own, against=demo_model_path()) == {("error", "large-error")}
+
+
+def test_a_wrong_group_size_is_named(tmp_path: Path) -> None:
+    folder = LAYOUTS["gptq"](tmp_path / "model")
+    for changes, numbers in (
+        ({"group_size": 64}, "8 groups for 256 columns.* mean 4 for 256"),
+        ({"bits": 8}, "for 128"),
+    ):
+        change_config(folder, quantization_config=GPTQ | changes)
+        found = next(each for each in examine(folder).findings if each.where == MODULE)
+        assert re.search(numbers, found.problem)
+        assert "group_size" in found.remedy
+    assert "order" not in found.problem
+
+
+def test_a_version_of_gptq_that_is_not_the_stored_one(tmp_path: Path, kinds: Find) -> None:
+    """Each zero point is 1 off, and with it all values are shifted by a step."""
+    folder = LAYOUTS["gptq_v2"](tmp_path / "model")
+    change_config(folder, quantization_config=GPTQ | {"sym": False, "checkpoint_format": "gptq"})
+    assert kinds(folder) == {("warning", "shifted-values")}
+
+
+def test_scales_of_zero_of_floats(tmp_path: Path, kinds: Find) -> None:
+    folder = pack_model_as("nf4", demo_model_path(), tmp_path / "model")
+    change_tensors(folder, lambda tensors: tensors[f"{MODULE}.weight.absmax"][40:60].zero_())
+    assert kinds(folder) == {("error", "dead-scales")}

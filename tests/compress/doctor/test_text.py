@@ -30,9 +30,9 @@ TURNS = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_en
 @pytest.mark.parametrize(
     ("text", "kind"),
     [
-        ("{% for m in messages %}{{ m.content ", ("error", "unreadable")),
-        ("{{ messages[0].nothing.at_all }}", ("error", "unreadable")),
-        ("{% for i in range(10**9) %}{% endfor %}", ("error", "unreadable")),
+        ("{% for m in messages %}{{ m.content ", ("error", "fails")),
+        ("{{ messages[0].nothing.at_all }}", ("error", "fails")),
+        ("{% for i in range(10**9) %}{% endfor %}", ("error", "fails")),
         ("{% for m in messages %}{{ m.role }}{% endfor %}", ("error", "content-lost")),
         (TURNS.replace("im_start", "turn_start"), ("warning", "unknown-markup")),
         (TURNS.replace("<|im_end|>\n", "<|im_start|>"), ("warning", "turn-end")),
