@@ -26,7 +26,7 @@ class AttentionWindow:
     """Tokens that a token attends to.
 
     Attributes:
-        window: number of last tokens, itself included; None is all.
+        window: number of last tokens, including the token itself; None is all.
         sinks: number of first tokens in addition to the window.
     """
 
@@ -39,7 +39,7 @@ class AttentionWindow:
         return f"the first {self.sinks} and the last {self.window}" if self.sinks else f"the last {self.window}"
 
     def evictable_blocks(self, position: int, block_size: int) -> range:
-        """Returns the entries of a block table that no token from `position` on attends to."""
+        """Returns the entries of a block table that are outside the window of all tokens from `position` on."""
         if self.window is None:
             return range(0)
         evictable = range(-(-self.sinks // block_size), (position - self.window + 1) // block_size)
@@ -49,14 +49,16 @@ class AttentionWindow:
         """Returns the number of tokens that the block table of a sequence covers.
 
         Args:
-            step: most tokens of one sequence in one step.
+            step: maximum number of tokens of one sequence per step.
         """
         if self.window is None:
             return num_tokens
         return min(num_tokens, max(self.sinks + self.window, num_computed_tokens) + step)
 
     def blocks_for(self, num_tokens: int, step: int, block_size: int) -> int:
-        """Returns the most blocks that a sequence of `num_tokens` tokens holds at once; `step` as above."""
+        """Returns the maximum number of blocks that a sequence of `num_tokens` tokens holds; `step` as in
+        `table_tokens`.
+        """
         blocks = -(-num_tokens // block_size)
         if self.window is None:
             return blocks
@@ -69,7 +71,7 @@ class AttentionWindow:
         """Returns the number of blocks in the longest prefix that holds everything the next (or last) token attends to.
 
         Args:
-            known: for each full block of a sequence of `num_tokens` tokens whether its keys and values are cached.
+            known: whether each full block of a sequence of `num_tokens` tokens is cached.
         """
         num_leading = next((index for index, is_known in enumerate(known) if not is_known), len(known))
         begin = len(known)  # blocks [begin, end) are known
@@ -84,7 +86,7 @@ class AttentionWindow:
 
 
 FULL_ATTENTION = AttentionWindow()
-"""All tokens before it, as in most models."""
+"""Window of full causal attention."""
 
 
 def held_blocks(block_ids: Iterable[int]) -> list[int]:
@@ -102,7 +104,7 @@ def resolve_attention_window(
         context_length: context length of the model, which bounds sinks and window together.
 
     Raises:
-        ToolkitError: sinks without a window, or more tokens than the model can look at.
+        ToolkitError: sinks without a window, or sinks and window that exceed the model's context.
     """
     own = [window for window in windows if window is not None]
     if attention_window is None:

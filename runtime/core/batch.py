@@ -1,4 +1,4 @@
-"""A step plan as tensors: the flat token axis, which stretches of it look at which blocks, and how rows are sampled."""
+"""Tensors of a step plan: the flat token axis, attention groups with their blocks, and sampling metadata."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from runtime.core.state_rows import StateRows
 from runtime.core.step import KNOWN, ScheduledSequence
 
 MIN_SHARED_BLOCKS = 16
-"""Short spans of equally many tokens share one attention call when their block tables round up to the same power of
-two, or to this."""
+"""Smallest padded length of block tables. Short spans of equal length share an attention call if their block tables
+round up to the same power of two."""
 MAX_SHARED_TOKENS = 17
-"""Tokens of a short span: one that is known and the longest draft."""
+"""Maximum tokens of a short span: one known token and the longest draft."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionGroup:
-    """Rows of the token axis that attend together: equally many tokens of several sequences, or a span of one.
+    """Rows of the token axis in one attention call: equal numbers of tokens of several sequences, or one span.
 
     Attributes:
-        rows: of the token axis.
-        blocks: `[num_sequences * n]` block ids; blocks out of reach of all rows are left out, and shorter tables are
-            padded with the sequence's own first block.
-        positions: `[rows]` among the keys of these blocks; a token sees keys up to its own position.
-        num_sequences: their rows follow each other.
-        num_keys: keys that some row sees, of each sequence.
-        ragged: some row sees fewer keys than `num_keys` for a reason other than causality inside a whole prompt.
-        ancestors: int64 `[rows]`, where drafts are trees: of the keys from that of a sequence's first row on, bit k
-            says whether the row sees the k-th. None: all those up to its position.
+        rows: slice of the token axis.
+        blocks: `[num_sequences * n]` block ids; blocks outside the window of all rows are omitted, and shorter tables
+            are padded with the sequence's own first block.
+        positions: `[rows]`, indices into the keys of these blocks; a token attends to keys up to its own position.
+        num_sequences: number of sequences, whose rows are consecutive.
+        num_keys: keys per sequence that at least one row attends to.
+        ragged: whether some row attends to fewer keys than `num_keys`, other than by causality inside a whole prompt.
+        ancestors: int64 `[rows]`, tree attention mask of draft trees: bit k is set if the row attends to the key of the
+            k-th row of its sequence. None: causal attention.
     """
 
     rows: slice
@@ -52,37 +52,37 @@ class AttentionGroup:
 
     @property
     def tree(self) -> tuple[Tensor, Tensor] | None:
-        """For every row the key of its sequence's first row, and its ancestors; None without trees."""
+        """Key index of the sequence's first row, and ancestors, of every row; None without trees."""
         if self.ancestors is None:
             return None
         positions = self.positions.view(self.num_sequences, -1)
         return positions[:, :1].expand_as(positions).flatten(), self.ancestors
 
     def tree_in(self, chunk: int | None) -> tuple[Tensor, Tensor] | None:
-        """As `tree`, without ancestors outside of the row's own chunk, of this many tokens; None is one chunk."""
+        """Returns `tree` without ancestors outside the row's own chunk of this many tokens; None is one chunk."""
         if chunk is None or self.tree is None:
             return self.tree
         roots, ancestors = self.tree
         outside = self.positions // chunk * chunk - roots
         for number in range(len(ancestors) // self.num_sequences):
-            # An ancestor's bit is higher the deeper it is, so the lowest ones are those of earlier chunks.
+            # Deeper ancestors have higher bits, so the lowest bits belong to earlier chunks.
             ancestors = torch.where(outside > number, ancestors & (ancestors - 1), ancestors)
         return roots, ancestors
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One step, laid out.
+    """Inputs of one step as tensors.
 
     Attributes:
-        entries: in the order of their rows.
+        entries: scheduled sequences in the order of their rows.
         token_ids, positions, slots: int64 `[T]`; slot = block id * block_size + offset.
-        groups: cover the token axis in order.
+        groups: attention groups, which cover the token axis in order.
         sampling: entries that sample.
-        sample_rows: int64, the last row of each of them, and the one before each of their draft tokens.
-        prompt_rows: entries that want their whole prompt, and the rows of their span.
-        fresh_blocks: blocks that this step begins and does not fill.
-        state_rows: recurrent states of the rows, where they are laid out already.
+        sample_rows: int64, the last row of each sampling entry, and the row before each of its draft tokens.
+        prompt_rows: entries that need their whole prompt, with the rows of their span.
+        fresh_blocks: blocks that this step starts and leaves partially filled.
+        state_rows: layout of recurrent states, if it is built already.
     """
 
     entries: tuple[ScheduledSequence, ...]
@@ -104,7 +104,7 @@ def build_batch(
     attention_window: AttentionWindow = FULL_ATTENTION,
 ) -> Batch:
     """Orders the entries (short ones by length, then spans) and lays out their tokens, slots and block tables."""
-    # Without a window the place of a key among those that are gathered is its position.
+    # Without a window the index of a gathered key is its position.
     bounded = attention_window.window is not None
     groups = group_entries(entries, block_size, attention_window)
     ordered = [entry for group in groups for entry in group]
@@ -120,7 +120,7 @@ def build_batch(
         list(chain.from_iterable(ancestor_bits(entry.draft_parents) for entry in ordered if entry.has_tree)),
         *(block_table(group, block_size, attention_window) for group in groups),
     ]
-    # One transfer for everything: on small models, and on a GPU, each small tensor costs as much as a layer.
+    # A single transfer: on small models, and on a GPU, each small tensor costs as much as a layer.
     flat = upload(chain.from_iterable(parts), device)
     sizes = [len(part) for part in parts]
     token_ids, positions, slots, sample_rows, key_positions, ancestors, *tables = flat.split(sizes)
@@ -142,8 +142,8 @@ def build_batch(
 def group_entries(
     entries: Sequence[ScheduledSequence], block_size: int, attention_window: AttentionWindow = FULL_ATTENTION
 ) -> list[list[ScheduledSequence]]:
-    """Single tokens, and drafts of the same size, in groups of like length, so that padding at most doubles the work;
-    every longer span on its own."""
+    """Groups single tokens, and drafts of equal size, by similar context length, which limits padding to twice the
+    work; longer spans form their own groups."""
     shared: dict[tuple[int, int, bool], list[ScheduledSequence]] = {}
     for entry in entries:
         if entry.num_tokens <= MAX_SHARED_TOKENS:
@@ -157,8 +157,7 @@ def group_entries(
 def block_table(
     group: Sequence[ScheduledSequence], block_size: int, attention_window: AttentionWindow = FULL_ATTENTION
 ) -> list[int]:
-    """Block ids within reach of each sequence up to its last token, one sequence after the other, all padded to the
-    same number."""
+    """Returns the concatenated block ids inside the window of each sequence, padded to the same length."""
     tables = [visible_blocks(entry, block_size, attention_window) for entry in group]
     longest = max(len(table) for table in tables)
     for table in tables:
@@ -167,7 +166,7 @@ def block_table(
 
 
 def visible_blocks(entry: ScheduledSequence, block_size: int, attention_window: AttentionWindow) -> list[int]:
-    """Block ids within reach of some token of the span, up to its last one."""
+    """Returns block ids inside the window of any token of the span, up to the last token."""
     block_ids, stop = entry.sequence.block_ids, _last_block(entry, block_size) + 1
     if attention_window.window is None:
         return block_ids[:stop]
@@ -198,7 +197,7 @@ def _attention_groups(
 
 
 def num_hidden_keys(entry: ScheduledSequence, block_size: int, attention_window: AttentionWindow) -> int:
-    """Keys of the blocks out of reach of the whole span: what is left out before the keys that it looks at."""
+    """Returns the number of keys in omitted blocks, which are outside the window of the whole span."""
     if attention_window.window is None:
         return 0
     return len(attention_window.evictable_blocks(entry.start, block_size)) * block_size
@@ -210,7 +209,7 @@ def _key_positions(entry: ScheduledSequence, block_size: int, attention_window: 
 
 
 def positions_of(entry: ScheduledSequence) -> Iterable[int]:
-    """Positions of the span's tokens in the text; draft tokens that follow the same token share one."""
+    """Returns positions of the span's tokens in the text; draft tokens with the same parent share a position."""
     if entry.has_tree:
         return [entry.start, *(entry.start + len(path) for path in paths(entry.draft_parents))]
     return range(entry.start, _stop(entry))
@@ -221,7 +220,7 @@ def _stop(entry: ScheduledSequence) -> int:
 
 
 def token_ids_of(entry: ScheduledSequence) -> list[int]:
-    """Tokens of the span, draft tokens included; 0 for one that only the step before knows."""
+    """Returns token ids of the span, draft tokens included; 0 for a token that the previous step has not returned."""
     if entry.source_row != KNOWN:
         return [0]
     token_ids = entry.sequence.token_ids[entry.start : _stop(entry)]
@@ -231,7 +230,7 @@ def token_ids_of(entry: ScheduledSequence) -> list[int]:
 
 
 def _sample_rows(entry: ScheduledSequence, stop_row: int) -> range:
-    """Rows of a span ending before `stop_row` whose logits are needed."""
+    """Returns the rows with needed logits, of a span that ends before `stop_row`."""
     if not entry.samples:
         return range(0)
     return range(stop_row - 1 - entry.num_draft_tokens, stop_row)
@@ -246,7 +245,7 @@ def _prompt_rows(
 
 
 def slots_of(entry: ScheduledSequence, block_size: int) -> list[int]:
-    """Where the keys and values of the span's tokens go."""
+    """Returns the KV cache slots of the span's tokens."""
     block_ids = entry.sequence.block_ids
     span = range(entry.start, _stop(entry))
     return [block_ids[position // block_size] * block_size + position % block_size for position in span]
@@ -257,14 +256,14 @@ def _last_block(entry: ScheduledSequence, block_size: int) -> int:
 
 
 def fresh_blocks(entry: ScheduledSequence, block_size: int) -> list[int]:
-    """The last block of a span when it is begun here and not filled: the rest of it must not hold old numbers."""
+    """Returns the last block of a span if it starts here and is not filled: its remaining slots must be cleared."""
     last = _last_block(entry, block_size)
     begun = last * block_size >= entry.start
     return [entry.sequence.block_ids[last]] if begun and _stop(entry) % block_size else []
 
 
 def upload(integers: Iterable[int], device: torch.device) -> Tensor:
-    """int64 `[n]`. An array in between is several times faster than a list."""
+    """Uploads integers as int64 `[n]`. An intermediate array is several times faster than a list."""
     numbers = array("q", integers)
     if not numbers:
         return torch.empty(0, dtype=torch.int64, device=device)
@@ -274,7 +273,7 @@ def upload(integers: Iterable[int], device: torch.device) -> Tensor:
 def upload_columns(
     integers: Sequence[Sequence[int]], floats: Sequence[Sequence[float]], device: torch.device
 ) -> list[Tensor]:
-    """Columns of equally many numbers in one transfer: int64 `[n]` each, then float64 `[n]` each."""
+    """Uploads columns of equal length in one transfer: int64 `[n]` each, then float64 `[n]` each."""
     packed, numbers = array("q"), array("d")
     for column in integers:
         packed.extend(column)
@@ -286,18 +285,18 @@ def upload_columns(
 
 
 def to_device(host: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the host on a device; itself on a CPU. It goes through pinned memory, which torch does not reuse
-    before the copy is done: from other memory a copy waits for all that the device has to do."""
+    """Copies a host tensor to a device; returns it unchanged on a CPU. Uses pinned memory, which torch does not reuse
+    before the copy completes: a copy from pageable memory would wait for all queued work of the device."""
     return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingMetadata:
-    """Parameters of one row. They depend on its sequence only, so its token does not depend on the rest of the batch.
+    """Sampling parameters of one row. They depend on its sequence only, which makes its token independent of the batch.
 
     Attributes:
         position: position of the new token in its sequence.
-        prompt_token_ids, output_token_ids: tokens before it, as far as penalties need them.
+        prompt_token_ids, output_token_ids: preceding tokens, as far as penalties need them.
         mask: one bit per token id, lowest bit of the first byte first; only tokens whose bit is set may be sampled.
             None allows all.
     """
@@ -356,7 +355,7 @@ def _masks(constraint: Constraint | None, draft: list[int]) -> list[bytes | None
 
 
 MIN_TEMPERATURE = 1e-20
-"""Lower ones are as good as this: logits over it are further apart than noise reaches, and still finite."""
+"""Lower bound on temperatures above 0: logits divided by it differ by more than the noise, and stay finite."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -366,7 +365,7 @@ class SamplingTensors:
     Attributes:
         seeds, positions: int64; the noise of a row depends on them and the token id only.
         top_k: int64.
-        temperature: float64; 0 where there is no noise, and the highest score wins.
+        temperature: float64; 0 is greedy, without noise.
         top_p, min_p: float64.
     """
 
@@ -379,22 +378,22 @@ class SamplingTensors:
 
     @property
     def is_truncated(self) -> Tensor:
-        """bool `[R]`, as `SamplingParams.is_truncated`."""
+        """Whether rows are sampled from a truncated distribution, bool `[R]`; see `SamplingParams.is_truncated`."""
         return (self.temperature > 0) & ((self.top_k > 0) | (self.top_p < 1) | (self.min_p > 0))
 
     def temper(self, scores: Tensor) -> Tensor:
-        """Scores `[R, V]` over temperature, where none is 0."""
+        """Divides scores `[R, V]` by the temperature, all of which must be above 0."""
         return scores / self.temperature.to(scores.dtype).unsqueeze(-1)
 
     def limits(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-        """Top-k, top-p and min-p in the dtype of scores."""
+        """Returns top-k, top-p and min-p in the dtype of scores."""
         return self.top_k, self.top_p.to(dtype), self.min_p.to(dtype)
 
 
 def upload_sampling_tensors(
     draws: Sequence[SamplingMetadata], rows: Sequence[int], device: torch.device
 ) -> tuple[Tensor, SamplingTensors]:
-    """The numbers of some rows, int64 `[R]`, and how these are sampled; in one transfer."""
+    """Uploads row indices, int64 `[R]`, and their sampling tensors in one transfer."""
     mine = [draws[row] for row in rows]
     integers = zip(*(integers_of(draw.sampling, draw.seed, draw.position) for draw in mine), strict=True)
     floats = zip(*(floats_of(draw.sampling) for draw in mine), strict=True)
@@ -403,21 +402,21 @@ def upload_sampling_tensors(
 
 
 def integers_of(sampling: SamplingParams, seed: int, position: int) -> tuple[int, int, int]:
-    """Seed, position and top-k: the integer columns of `SamplingTensors`."""
+    """Returns seed, position and top-k: the integer columns of `SamplingTensors`."""
     return seed, position, sampling.top_k
 
 
 def floats_of(sampling: SamplingParams) -> tuple[float, float, float]:
-    """Temperature, top-p and min-p; only temperature 0 is greedy."""
+    """Returns temperature, top-p and min-p; only temperature 0 is greedy."""
     temperature = max(sampling.temperature, MIN_TEMPERATURE) if sampling.temperature > 0 else 0.0
     return temperature, sampling.top_p, sampling.min_p
 
 
 MIN_REPETITION_PENALTY = 1e-10
-"""Lower ones are as good as this, and what is divided by it stays finite."""
+"""Lower bound on repetition penalties, which keeps quotients finite."""
 
 
 def penalty_factors(sampling: SamplingParams) -> tuple[float, float, float]:
-    """Repetition, frequency and presence penalty."""
+    """Returns repetition, frequency and presence penalty."""
     repetition = max(sampling.repetition_penalty, MIN_REPETITION_PENALTY)
     return repetition, sampling.frequency_penalty, sampling.presence_penalty

@@ -1,6 +1,6 @@
 """The configuration of an engine and of a server: every setting with its default and its help text. No torch.
 
-The groups are what commands of `runtime` offer as options; `RuntimeConfig` joins them.
+Each group is a set of command-line options; `RuntimeConfig` combines them.
 """
 
 from __future__ import annotations
@@ -40,19 +40,20 @@ class ComputeOptions:
         "--attention-backend",
         default="auto",
         choices=("auto", "flashinfer"),
-        help="Attention on a GPU. auto: the project's own, or another that a table measured on this GPU prefers; "
-        "flashinfer: prompts by the package flashinfer-python, where pages are 16-bit.",
+        help="Attention on a GPU. auto: the built-in kernels, or others if a table measured on this GPU prefers them; "
+        "flashinfer: the package flashinfer-python for prompts, if the KV cache has 16 bits.",
     )
     moe_expert_cache: int | None = option(
         "--moe-expert-cache",
         default=None,
         min=1,
         metavar="EXPERTS",
-        help="Keep the experts of mixtures in host memory and EXPERTS of each layer on the GPU: first the most popular "
-        "ones of calibration, then the most frequent ones of recent steps. Default: all experts on the GPU.",
+        help="Keep the experts of mixtures in host memory and EXPERTS of each layer on the GPU: initially the most "
+        "popular ones of calibration, then the most frequent ones of recent steps. Default: all experts on the "
+        "GPU.",
     )
     trust_remote_code: bool = option(
-        "--trust-remote-code", default=False, help="Run Python files of the model folder. Read them first."
+        "--trust-remote-code", default=False, help="Execute Python files of the model folder. Read them first."
     )
 
 
@@ -103,14 +104,14 @@ class ContextOptions:
         "--attention-sinks",
         default=0,
         min=0,
-        help="First tokens that stay visible beside --attention-window; 4 are enough.",
+        help="Number of first tokens that stay visible in addition to --attention-window; 4 are enough.",
     )
     attention_window: int | None = option(
         "--attention-window",
         default=None,
         min=1,
         metavar="TOKENS",
-        help="Generate endless streams (StreamingLLM): each token attends to the --attention-sinks and to the last "
+        help="Generate endless streams (StreamingLLM): each token attends to the --attention-sinks first and the last "
         "TOKENS tokens, memory stays constant, and --max-model-len may exceed the model's context length.",
     )
 
@@ -123,21 +124,25 @@ class SpeculativeOptions:
         "--speculative-model",
         default="",
         metavar="DRAFTER",
-        help="Draft several tokens and verify them in one step. DRAFTER is ngram (repeats the text), ngram-tree "
-        "(several earlier continuations at once), mtp (the checkpoint's own head of multi-token prediction), "
-        "self:2bit or self:3bit (the model, rounded further), self:skip or self:skip=N (the model without N layers), "
+        help="Draft several tokens and verify them in one step. DRAFTER is ngram (prompt lookup), ngram-tree (several "
+        "earlier continuations at once), mtp (the checkpoint's multi-token prediction head), self:2bit or "
+        "self:3bit (the model at fewer bits), self:skip or self:skip=N (the model without N layers), "
         "demo (the bundled draft model), or the folder of a smaller checkpoint with the same tokenizer. Turns itself "
         "off when measured throughput does not improve.",
     )
     num_speculative_tokens: int = option(
-        "--num-speculative-tokens", default=4, min=1, max=16, help="Draft tokens per step and sequence."
+        "--num-speculative-tokens",
+        default=4,
+        min=1,
+        max=16,
+        help="Maximum number of draft tokens per step and sequence.",
     )
     spec_verify: str = option(
         "--spec-verify",
         default="exact",
         choices=("exact", "rejection"),
-        help="exact: the same tokens as without drafting, up to rounding; rejection: rejection sampling, which keeps "
-        "the distribution only.",
+        help="exact: the same tokens as without speculation, up to rounding; rejection: rejection sampling, which "
+        "preserves the distribution only.",
     )
 
 
@@ -149,54 +154,55 @@ class KVMemoryOptions:
         "--kv-memory",
         default=None,
         **SIZE_OPTION,
-        help="Memory for the KV cache, e.g. 4GiB. Default: 512MiB; on a GPU all that weights and steps leave free.",
+        help="Memory for the KV cache, e.g. 4GiB. Default: 512MiB; on a GPU all memory that weights and activations "
+        "leave free.",
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class StateOptions:
-    """Recurrent states; models with attention only have none."""
+    """Recurrent states; does not apply to models with attention only."""
 
     state_memory_bytes: int | None = option(
         "--state-memory",
         default=None,
         **SIZE_OPTION,
-        help="Memory for the states of recurrent layers, of --kv-memory: one per running sequence, the rest for states "
-        "saved behind cached prefixes. Default: half of it.",
+        help="Part of --kv-memory for states of recurrent layers: one per running sequence, the rest for states saved "
+        "with cached prefixes. Default: half.",
     )
     state_interval: int = option(
         "--state-interval",
         default=512,
         min=1,
         metavar="TOKENS",
-        help="Save the state of recurrent layers every TOKENS tokens of a prompt, beside its end, the ends of its "
-        "messages and where prompts part.",
+        help="Save the state of recurrent layers every TOKENS tokens of a prompt, in addition to its end, the ends of "
+        "its messages and the ends of shared prefixes.",
     )
     state_dtype: str = option(
         "--state-dtype",
         default=STATE_FLOAT32,
         choices=STATE_DTYPES,
-        help="Dtype in which the states of recurrent layers are kept; they are computed in float32. 16 bits need the "
-        "cost that `compress eval --state-dtype --record` measures.",
+        help="Storage dtype of recurrent states; they are computed in float32. 16 bits require a cost recorded by "
+        "`compress eval --state-dtype --record`.",
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchOptions:
-    """Size of a batch, and how one follows the other."""
+    """Batch size, and overlap of consecutive steps."""
 
-    max_num_seqs: int = option("--max-num-seqs", default=64, min=1, help="Most sequences in one step.")
+    max_num_seqs: int = option("--max-num-seqs", default=64, min=1, help="Maximum number of sequences per step.")
     overlap: bool = option(
         "--overlap/--no-overlap",
         default=True,
-        help="Submit the next decode step to a GPU before the tokens of the last one are read, where CUDA graphs run "
+        help="Submit the next decode step to a GPU before reading the tokens of the previous one, if CUDA graphs run "
         "it.",
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadOptions:
-    """Host memory behind the KV cache."""
+    """Host memory that extends the KV cache."""
 
     kv_offload_bytes: int = option(
         "--kv-offload",
@@ -211,7 +217,7 @@ class OffloadOptions:
 class SeedOptions:
     """Reproducibility."""
 
-    seed: int = option("--seed", default=0, min=0, help="Seed that the seeds of requests without one are derived from.")
+    seed: int = option("--seed", default=0, min=0, help="Base seed of requests that have no seed.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,9 +239,10 @@ class RuntimeConfig(
         num_blocks: blocks of the KV cache; None derives the number from `kv_memory_bytes`.
         num_state_slots: slots for recurrent states; None derives the number from `state_memory_bytes`.
         max_num_batched_tokens: token budget of one step.
-        prefill_chunk: most prompt tokens of one sequence in one step; bounds the time between two tokens of the others.
-        prefix_caching: reuse KV blocks of equal prefixes.
-        warm_up: on a GPU, compile and capture whatever any step needs before the first request.
+        prefill_chunk: maximum prompt tokens of one sequence per step; bounds the inter-token latency of other
+            sequences.
+        prefix_caching: whether to reuse KV blocks of equal prefixes.
+        warm_up: whether to compile kernels and capture CUDA graphs on a GPU before the first request.
     """
 
     block_size: int = 16
@@ -248,32 +255,32 @@ class RuntimeConfig(
 
     @property
     def max_span_tokens(self) -> int:
-        """Most tokens of one prompt that are computed in one step."""
+        """Maximum tokens of one prompt per step."""
         return min(self.prefill_chunk, self.max_num_batched_tokens)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LimitOptions:
-    """Limits of a server that do not depend on the model. Times are seconds."""
+    """Limits of a server that do not depend on the model. Times are in seconds."""
 
     max_requests: int = option(
         "--max-requests",
         default=256,
         min=1,
-        help="Most sequences of one client running and waiting, and half of the most of all clients together; further "
+        help="Maximum sequences of one client, running and waiting; twice that for all clients together. Further "
         "requests get status 429.",
     )
     fair: bool = option(
         "--fair/--first-come",
         default=True,
-        help="Share the engine equally between clients (API keys, else addresses), or serve all requests in the order "
-        "of their arrival.",
+        help="Share the engine equally between clients (API keys, else addresses), or serve requests in order of "
+        "arrival.",
     )
     max_body_bytes: int = option(
         "--max-body",
         default=4 * 2**20,
         **SIZE_OPTION | {"show_default": "4MiB"},
-        help="Longest request body; a longer one gets status 413.",
+        help="Maximum size of a request body; a larger one gets status 413.",
     )
     queue_seconds: float = option(
         "--queue-timeout",
@@ -291,7 +298,8 @@ class LimitOptions:
         "--client-timeout",
         default=30.0,
         min=0.1,
-        help="Seconds for a client to send a request (then status 408) and to read on (then it is disconnected).",
+        help="Timeout in seconds for a client to send a request (then status 408) and to continue reading (then it is "
+        "disconnected).",
     )
     drain_seconds: int = option(
         "--drain-seconds",

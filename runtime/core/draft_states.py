@@ -1,8 +1,9 @@
-"""Which recurrent states of draft tokens are worth a slot. No torch.
+"""Choice of recurrent states of draft tokens to store. No torch.
 
-A draft token may be rejected, and a recurrent state cannot be taken back. So either each draft token has the state
-behind it written to a slot of its own, and nothing is computed twice; or only the last one has, and where some but not
-all draft tokens are accepted, the sequence goes on behind its last known token and computes the accepted ones again.
+A draft token may be rejected, and a recurrent state cannot be rolled back. Either the state after every draft token is
+written to its own slot, and no token is computed twice; or only the state after the last one is written. If then some
+but not all draft tokens are accepted, the sequence continues after its last known token and recomputes the accepted
+ones.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class StateCosts:
-    """Costs of states of draft tokens, in bytes of memory traffic.
+    """Costs of storing states of draft tokens, in bytes of memory traffic.
 
     Attributes:
-        write_bytes: of the state of one sequence.
-        token_bytes: that take as long as computing one more token in a step.
+        write_bytes: bytes written per state of one sequence.
+        token_bytes: bytes whose transfer takes as long as computing one more token in a step.
     """
 
     write_bytes: int = 0
@@ -24,12 +25,12 @@ class StateCosts:
 
 
 def num_draft_states(num_drafts: int, num_free: int, costs: StateCosts) -> int:
-    """Returns how many draft tokens of a sequence, the last ones, have their states written: all, or one; none without
-    a free slot.
+    """Returns the number of draft tokens, counted from the last, whose states are written: all, one, or none without a
+    free slot.
 
     Args:
-        num_drafts: one at least.
-        num_free: slots for them.
+        num_drafts: number of draft tokens, at least 1.
+        num_free: number of free slots.
     """
     if num_free < num_drafts:
         return min(num_free, 1)
@@ -38,6 +39,6 @@ def num_draft_states(num_drafts: int, num_free: int, costs: StateCosts) -> int:
 
 
 def tokens_computed_again(num_drafts: int) -> float:
-    """Returns how many draft tokens are accepted but computed again on average, where only the last one has a state and
-    each number of accepted ones is as likely as the others."""
+    """Returns the mean number of accepted tokens to recompute if only the last draft token has a state, assuming all
+    numbers of accepted tokens are equally likely."""
     return num_drafts * (num_drafts - 1) / 2 / (num_drafts + 1)

@@ -1,4 +1,4 @@
-"""Trees of draft tokens: tokens, and the index of each one's parent, -1 for the known token before them. No torch."""
+"""Trees of draft tokens: token ids, and parent indices with -1 for the last known token. No torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def chain(count: int) -> list[int]:
 
 
 def paths(parents: Sequence[int]) -> list[list[int]]:
-    """Returns for each draft token the indices of its ancestors, the oldest first, and its own."""
+    """Returns the path from the root to each draft token, as indices."""
     found: list[list[int]] = []
     for number, parent in enumerate(parents):
         found.append([*(found[parent] if parent >= 0 else []), number])
@@ -24,7 +24,7 @@ def depth(parents: Sequence[int]) -> int:
 
 
 def ancestor_bits(parents: Sequence[int]) -> list[int]:
-    """Returns attention bits of the known token (bit 0) and of each draft token: itself and its ancestors."""
+    """Returns tree attention masks of the known token (bit 0) and of each draft token: itself and its ancestors."""
     return [1, *(1 | sum(2 << number for number in path) for path in paths(parents))]
 
 

@@ -16,21 +16,26 @@ class DryParams:
         default=0.0,
         help="Penalizes tokens that would continue a repetition by M * BASE^(length - allowed length); 0 is off.",
     )
-    dry_base: float = option("--dry-base", default=1.75, help="Growth of that penalty with each repeated token.")
+    dry_base: float = option(
+        "--dry-base", default=1.75, help="Base of the DRY penalty: its growth with each repeated token."
+    )
     dry_allowed_length: int = option(
-        "--dry-allowed-length", default=2, min=1, help="Repeated tokens from which on the penalty applies."
+        "--dry-allowed-length", default=2, min=1, help="Length of a repetition from which the DRY penalty applies."
     )
     dry_penalty_last_n: int = option(
-        "--dry-penalty-last-n", default=-1, min=-1, help="Tokens searched for repetitions; -1 is the whole context."
+        "--dry-penalty-last-n",
+        default=-1,
+        min=-1,
+        help="Number of last tokens searched for repetitions; -1 is the whole context.",
     )
 
     @property
     def has_dry(self) -> bool:
-        """Whether repetitions are penalized."""
+        """Whether the DRY penalty is enabled."""
         return self.dry_multiplier > 0 and self.dry_penalty_last_n != 0
 
     def dry_rules(self) -> list[tuple[str, bool, str]]:
-        """Returns name, whether the value fits, and the rule of each number."""
+        """Returns name, validity and valid range of each parameter."""
         return [
             ("dry_multiplier", 0 <= self.dry_multiplier <= 100, "between 0 and 100"),
             ("dry_base", 1 <= self.dry_base <= 10, "between 1 and 10"),

@@ -1,4 +1,4 @@
-"""Experts of a mixture that lie on the device while the others wait in host memory: which, and in which slots."""
+"""Cache of experts: the choice of experts on the device, and their slots; all others are in host memory only."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 DECAY = 0.98
-"""Share of an expert's frequency that one step leaves: about the last 50 steps count."""
+"""Decay of an expert's frequency per step: about the last 50 steps count."""
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """Experts that lie on the device at the same time.
+    """Experts that are on the device at the same time.
 
     Attributes:
         slots: slot of each expert.
-        loads: those of them that must be copied first.
+        loads: experts that must be copied first.
     """
 
     slots: dict[int, int]
@@ -24,14 +24,14 @@ class Round:
 
 @dataclass(slots=True)
 class ExpertCache:
-    """Slots of one mixture, of which a missing expert takes that of the least frequently chosen one.
+    """Expert slots of one mixture; a missing expert evicts the least frequently chosen one.
 
     Attributes:
-        num_slots: experts that lie on the device.
-        popularity: share of tokens that calibration sent to each expert: its frequency before the first step.
+        num_slots: number of experts on the device.
+        popularity: share of tokens routed to each expert in calibration, its initial frequency.
         frequency: decaying mean over steps of whether each expert was chosen.
         slots: slot of each expert on the device.
-        queries, hits: experts that steps chose, and those of them that lay on the device.
+        queries, hits: number of experts that steps chose, and of those found on the device.
     """
 
     num_slots: int
@@ -42,7 +42,7 @@ class ExpertCache:
     hits: int = 0
 
     def fill(self) -> Round:
-        """Begins anew with the most popular experts in the slots."""
+        """Resets the slots to the most popular experts."""
         self.frequency = list(self.popularity)
         ranked = sorted(range(len(self.popularity)), key=lambda expert: -self.popularity[expert])
         self.slots = {expert: slot for slot, expert in enumerate(ranked[: self.num_slots])}
@@ -50,10 +50,10 @@ class ExpertCache:
         return Round(dict(self.slots), tuple(self.slots))
 
     def rounds(self, wanted: Sequence[int]) -> Iterator[Round]:
-        """Yields rounds in which each of these distinct experts lies on the device once, those that do already first.
+        """Yields rounds that together cover each of these distinct experts once, starting with those on the device.
 
-        Later rounds take half of the slots, so that frequent experts outlast a prompt that needs all of them. A round
-        is valid until the next one is taken.
+        Later rounds use half of the slots, which keeps frequent experts cached during a prompt that needs all of them.
+        A round is valid until the next one is requested.
         """
         self._count(wanted)
         present = [expert for expert in wanted if expert in self.slots]
@@ -76,7 +76,7 @@ class ExpertCache:
             self.frequency[expert] = DECAY * frequency + (1 - DECAY) * (expert in wanted)
 
     def _round(self, experts: Sequence[int], awaited: Collection[int] = ()) -> Round:
-        """Gives missing experts the slots of the least frequent ones, of those that are awaited last."""
+        """Assigns the slots of the least frequent experts among the last awaited ones to missing experts."""
         loads = tuple(expert for expert in experts if expert not in self.slots)
         self.queries, self.hits = self.queries + len(experts), self.hits + len(experts) - len(loads)
         others = (expert for expert in self.slots if expert not in experts)

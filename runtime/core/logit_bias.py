@@ -1,4 +1,4 @@
-"""Values to add to logits by token id. No torch."""
+"""Additive logit biases by token id. No torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MAX_BIAS = 100
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LogitBias:
-    """Values to add to logits, as two columns: a bias may name the whole vocabulary, and every step reads it.
+    """Additive logit biases as two columns: a bias may cover the whole vocabulary, and every step reads it.
 
     Attributes:
         token_ids: int64 `[n]`.
@@ -25,7 +25,7 @@ class LogitBias:
 
     @classmethod
     def of(cls, pairs: Iterable[tuple[int, float]]) -> LogitBias:
-        """Splits pairs of a token id and a value into columns; values of the same token are added up.
+        """Converts pairs of token id and value into columns; values of the same token are summed.
 
         Raises:
             RequestError: a value outside of its range.
@@ -38,7 +38,7 @@ class LogitBias:
 
     @classmethod
     def summed(cls, pairs: Iterable[tuple[int, float]]) -> LogitBias:
-        """As `of`, of values in any range."""
+        """Converts like `of`, without checking the range of values."""
         token_ids, values = zip(*pairs, strict=True) if (pairs := tuple(pairs)) else ((), ())
         if len(set(token_ids)) == len(token_ids):
             return cls(array("q", token_ids), array("d", values))

@@ -1,4 +1,4 @@
-"""Memory that serving allocates: weights, keys and values, and the room they leave. No torch."""
+"""Memory that serving allocates: weights, KV cache, recurrent states, and the remaining memory. No torch."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from compress.checkpoint.state_dtype import STATE_FLOAT32, MeasuredStates
 from runtime.core.attention_window import FULL_ATTENTION, AttentionWindow
 
 MAX_COPIED_KEYS = 32768
-"""Keys of one sequence that a step on a GPU may copy out of their pages, for one layer at a time."""
+"""Maximum keys of one sequence that a GPU step gathers from their pages, one layer at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class KVCacheChoice:
-    """A scheme, why it, and what cannot be had with it."""
+    """KV cache scheme, the reason for it, and the features it disables."""
 
     scheme: KVCacheScheme = UNCOMPRESSED
     reason: str = "the default"
     notes: tuple[str, ...] = ()
 
     def describe(self) -> str:
-        """`int4 rotated (as asked for)`."""
+        """Describes the choice: `int4 rotated (as asked for)`."""
         return f"{self.scheme} ({self.reason})"
 
 
@@ -33,10 +33,10 @@ class KVBudget:
     """Memory for keys and values.
 
     Attributes:
-        nbytes: at most.
-        reason: why so much.
-        step_bytes: beside it, for what a GPU computes.
-        spare_bytes: kept free for the allocator.
+        nbytes: upper limit.
+        reason: explanation of the limit.
+        step_bytes: additional bytes for activations on a GPU.
+        spare_bytes: bytes kept free for the allocator.
     """
 
     nbytes: int
@@ -49,18 +49,18 @@ NO_BUDGET = KVBudget(0, "as many blocks as asked for")
 
 
 SPARE_RESIDUAL_TOKENS = 17
-"""Slots beyond a sequence's residual window: one that is known and the longest draft. What a rejected
-draft overwrote is out of sight then."""
+"""Slots beyond a sequence's residual window: one known token and the longest draft. Entries that a rejected
+draft overwrites are then outside the window."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExactTokens:
-    """Tokens whose keys and values are kept as they were computed, beside the blocks.
+    """Tokens whose keys and values stay unquantized, in addition to the blocks.
 
     Attributes:
-        per_sequence: tokens of a sequence that have room.
-        num_sequences: that have such tokens at the same time, at most.
-        token_bytes: keys and values of one of them in all layers.
+        per_sequence: capacity per sequence.
+        num_sequences: maximum number of sequences.
+        token_bytes: bytes of keys and values of one token in all layers.
     """
 
     per_sequence: int = 0
@@ -83,10 +83,10 @@ class StateSlots:
     """Slots for recurrent states, each for the state of one sequence in all layers.
 
     Attributes:
-        slot_bytes: of one; 0 for a model without such layers.
-        num_host_slots: for states in host memory that were evicted from the others.
-        dtype: of matrices that are computed in float32, by name.
-        measured: what that costs the checkpoint; None for float32.
+        slot_bytes: size of a slot; 0 for a model without recurrent layers.
+        num_host_slots: slots in host memory for evicted states.
+        dtype: storage dtype by name, of states that are computed in float32.
+        measured: measured loss of this dtype; None for float32.
     """
 
     num_slots: int = 0
@@ -97,7 +97,7 @@ class StateSlots:
 
     @property
     def form(self) -> str:
-        """Dtype and cost where states are not kept in float32; "" otherwise."""
+        """Describes dtype and loss if states are not stored in float32; "" otherwise."""
         return "" if self.measured is None else f" in {self.dtype} (measured {self.measured})"
 
     @property
@@ -106,48 +106,47 @@ class StateSlots:
 
     @property
     def max_running(self) -> int:
-        """Most sequences that run at the same time where states are saved, too."""
+        """Maximum number of running sequences that leaves slots for saved states."""
         return most_running(self.num_slots)
 
 
 def most_running(num_slots: int) -> int:
-    """Returns for how many running sequences slots are enough where states are saved: half of the slots, one at
-    least."""
+    """Returns the maximum number of running sequences if states are also saved: half of the slots, at least one."""
     return max(num_slots // 2, min(num_slots, 1))
 
 
 NO_STATES = StateSlots()
 
 MOST_DRAFT_ROWS = 256
-"""Tokens of a captured step that verifies drafts: with more of them computing takes longer than launching."""
+"""Maximum tokens of a captured step that verifies drafts: with more, computing takes longer than launching."""
 
 
 def captured_rows(num_sequences: int, num_draft_tokens: int) -> int:
-    """Tokens of the largest captured step: one of each sequence, and its draft as far as `MOST_DRAFT_ROWS` reach."""
+    """Returns the tokens of the largest captured step: one per sequence, plus drafts up to `MOST_DRAFT_ROWS`."""
     return max(num_sequences, min(num_sequences * (1 + num_draft_tokens), MOST_DRAFT_ROWS))
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Sizes of all that will be allocated.
+    """Sizes of all allocations.
 
     Attributes:
-        weight_bytes: prepared weights on the device, embedding included.
-        token_bytes: keys and values of one token in all layers.
+        weight_bytes: bytes of prepared weights on the device, embedding included.
+        token_bytes: bytes of keys and values of one token in all layers.
         num_blocks: KV blocks of `block_size` tokens.
         max_model_len: longest prompt + output.
-        reason: what decided `num_blocks` and `max_model_len`.
+        reason: explanation of `num_blocks` and `max_model_len`.
         num_host_blocks: blocks of the same size in host memory.
-        attention_window: what tokens look at; a sequence keeps blocks for nothing else.
-        blocks_per_sequence: held at the same time by the longest sequence.
-        kv_choice: form of keys and values.
-        exact: keys and values that are kept as they are beside the blocks.
-        num_sequences: computed in one step, at most.
-        num_draft_tokens: of a sequence in one step, at most.
-        drafts_trees: these may be trees.
-        budget: memory that the pool could take, and what stays free beside it.
-        expert_bytes: experts in host memory.
-        states: recurrent states, in the same memory.
+        attention_window: tokens to attend to; a sequence holds blocks for these only.
+        blocks_per_sequence: blocks that the longest sequence holds.
+        kv_choice: format of the KV cache.
+        exact: tokens that stay unquantized in addition to the blocks.
+        num_sequences: maximum number of sequences per step.
+        num_draft_tokens: maximum number of draft tokens per sequence and step.
+        drafts_trees: whether drafts may be trees.
+        budget: memory limit of the pool, and memory kept free.
+        expert_bytes: bytes of experts in host memory.
+        states: slots for recurrent states, in the same memory.
     """
 
     weight_bytes: int
@@ -170,7 +169,7 @@ class MemoryPlan:
 
     @property
     def captured_rows(self) -> int:
-        """Tokens that captured steps have room for."""
+        """Capacity of captured steps in tokens."""
         return captured_rows(self.num_sequences, self.num_draft_tokens)
 
     @property
@@ -179,26 +178,26 @@ class MemoryPlan:
 
     @property
     def reach(self) -> AttentionWindow:
-        """Tokens that a step lays block tables out for: without keys and values, a token itself only."""
+        """Tokens covered by the block tables of a step; 1 for models without keys and values."""
         return self.attention_window if self.token_bytes else AttentionWindow(1)
 
     @property
     def tokens(self) -> int:
-        """Tokens that the blocks hold."""
+        """Capacity of the blocks in tokens."""
         return self.num_blocks * self.block_size
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of the blocks and of the exact tokens beside them."""
+        """Bytes of the blocks and of the unquantized tokens."""
         return self.tokens * self.token_bytes + self.exact.nbytes
 
     @property
     def pool_bytes(self) -> int:
-        """Bytes of keys, values and recurrent states."""
+        """Bytes of KV cache and recurrent states."""
         return self.kv_bytes + self.states.nbytes
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of host memory for keys, values and states that were evicted from the pools."""
+        """Bytes of host memory for keys, values and states evicted from the pools."""
         states = self.states.num_host_slots * self.states.slot_bytes
         return self.num_host_blocks * self.block_size * self.token_bytes + states

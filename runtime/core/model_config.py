@@ -1,4 +1,6 @@
-"""Decoders as the runtime serves them, read from config.json. No torch: refusals come before weights are read."""
+"""Decoder descriptions for the runtime, parsed from config.json. No torch: unsupported models are rejected before
+weights are read.
+"""
 
 from __future__ import annotations
 
@@ -35,23 +37,23 @@ ROPE_NUMBERS = {
 ACTIVATIONS = ("silu", "swish", "gelu", "gelu_pytorch_tanh", "relu", "relu2")
 GENERATION_FILE = "generation_config.json"
 STREAM_LENGTH = 2**20
-"""Longest sequence where memory does not grow with its length, unless another length is asked for."""
+"""Default context length of models whose memory does not grow with it."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderConfig:
-    """One decoder-only model: its family's description, and what serving adds.
+    """Decoder-only model: the description of its family, and parameters for serving.
 
-    Blocks have norms in the same places; heads, windows and rotary embeddings may differ.
+    All blocks have the same norms; heads, windows and rotary embeddings may differ.
 
     Attributes:
         spec: blocks, names and shapes.
-        context_length: longest sequence the model was made for.
-        dtype: the checkpoint's, by name.
+        context_length: maximum sequence length of the model.
+        dtype: name of the checkpoint's dtype.
         eos_token_ids: tokens that end a sequence.
-        kv_cache: form of keys and values that the checkpoint records for serving.
-        kv_measured: measured costs of such forms, recorded when the checkpoint was made.
-        states_measured: recorded costs of recurrent states in fewer bits.
+        kv_cache: KV cache format recorded in the checkpoint.
+        kv_measured: recorded losses of KV cache formats.
+        states_measured: recorded losses of recurrent states in fewer bits.
     """
 
     model_type: str
@@ -65,18 +67,18 @@ class DecoderConfig:
 
     @property
     def mixer(self) -> Attention:
-        """Attention of the first layer that has it, if any has; where `has_like_heads`, that of the others except for
+        """Attention of the first attention layer, if there is one; if `has_like_heads`, the others differ only in
         window and rotary embedding."""
         return self.mixers[0]
 
     @property
     def mixers(self) -> tuple[Attention, ...]:
-        """Attention of the layers that have it."""
+        """Attention of all attention layers."""
         return self.spec.attentions
 
     @property
     def layer_mixers(self) -> tuple[Attention | None, ...]:
-        """Attention of every layer; None for one with a state."""
+        """Attention of every layer; None for recurrent layers."""
         return tuple(each.mixer if isinstance(each.mixer, Attention) else None for each in self.spec.blocks)
 
     @property
@@ -86,8 +88,8 @@ class DecoderConfig:
 
     @property
     def default_length(self) -> int:
-        """Longest sequence that is served unless more is asked for: with LongRoPE one of its short factors, as vLLM
-        does, because the long ones change what a model says to short prompts."""
+        """Default maximum length of served sequences. With LongRoPE it is the range of the short factors, as in vLLM,
+        because the long factors change the answers to short prompts."""
         short = [rope.short_length for rope, _ in self.spec.rotations if rope.short_length is not None]
         return min([self.context_length, *short])
 
@@ -115,36 +117,36 @@ class DecoderConfig:
 
     @property
     def head_dims(self) -> tuple[int, ...]:
-        """Dimensions of the heads that are rotated, each once, in ascending order."""
+        """Distinct dimensions of rotated heads in ascending order."""
         return tuple(
             sorted({mixer.head_dim if mixer.latent is None else mixer.latent.rotated for mixer in self.mixers})
         )
 
     @property
     def kv_shapes(self) -> tuple[tuple[int, int, int], ...]:
-        """Key-value heads, and the dimensions of a key and of a value, per layer; zeros for one without."""
+        """Number of KV heads, key dimension and value dimension per layer; zeros for layers without attention."""
         return tuple((0, 0, 0) if each is None else (each.num_kv_heads, *each.kv_dims) for each in self.layer_mixers)
 
     @property
     def num_kv_layers(self) -> int:
-        """Layers of the size of the largest whose keys and values take the memory of all, rounded down."""
+        """Equivalent number of layers of the largest size with the same KV cache memory, rounded down."""
         largest = max(heads * (key + value) for heads, key, value in self.kv_shapes)
         return self.spec.kv_token_bytes(lambda key, value: key + value) // max(largest, 1)
 
     @property
     def kv_sources(self) -> tuple[int, ...]:
-        """Layer whose keys and values each layer reads: itself, or an earlier one; -1 for none."""
+        """Layer whose keys and values each layer reads: its own index, an earlier one, or -1 for none."""
         return tuple(-1 if each is None else _source(layer, each) for layer, each in enumerate(self.layer_mixers))
 
     @property
     def index_dims(self) -> tuple[int, ...]:
-        """Channels of the index key that each layer keeps of a token; 0 for one without an indexer."""
+        """Channels of the index key per token and layer; 0 for layers without an indexer."""
         indexers = (None if each is None else each.indexer for each in self._latents)
         return tuple(0 if indexer is None else indexer.head_dim for indexer in indexers)
 
     @property
     def index_sources(self) -> tuple[int, ...]:
-        """Layer whose indexer chooses the tokens that each layer sees: itself, or an earlier one; -1 for none."""
+        """Layer whose indexer selects the tokens of each layer: its own index, an earlier one, or -1 for none."""
         earlier = (None if each is None else each.index_layer for each in self._latents)
         own = (layer if dim else -1 for layer, dim in enumerate(self.index_dims))
         return tuple(mine if other is None else other for mine, other in zip(own, earlier, strict=True))
@@ -155,22 +157,22 @@ class DecoderConfig:
 
     @property
     def state_fields(self) -> dict[int, dict[str, StateField]]:
-        """State of a sequence in recurrent layers, by layer and name; empty without such layers."""
+        """Recurrent state of a sequence by layer and name; empty without recurrent layers."""
         mixers = ((layer, mixer) for layer, block in enumerate(self.spec.blocks) for mixer in block.mixers)
         return {layer: mixer.state_fields for layer, mixer in mixers if mixer.state_fields}
 
     def state_bytes(self, itemsize: int, dtype: str = STATE_FLOAT32) -> int:
-        """Bytes of the state of one sequence in all recurrent layers, where activations take `itemsize` each.
+        """Returns the bytes of one sequence's state in all recurrent layers, with activations of `itemsize` bytes.
 
         Args:
-            dtype: in which exact states are kept, by name.
+            dtype: name of the storage dtype of states that are computed in float32.
         """
         fields = (field for parts in self.state_fields.values() for field in parts.values())
         return sum(field.nbytes(itemsize, STATE_ITEMSIZE[dtype]) for field in fields)
 
     @property
     def has_like_heads(self) -> bool:
-        """Whether all layers have the same heads, and keys and values of their own."""
+        """Whether all layers have the same heads and their own keys and values."""
         if self.state_fields:
             return False
         first = self.mixer
@@ -187,17 +189,17 @@ class DecoderConfig:
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """Tokens, itself included, that a token attends to, per layer; None is all."""
+        """Sliding window per layer, including the token itself; None is full attention."""
         return tuple(None if mixer is None else mixer.window for mixer in self.layer_mixers)
 
     @property
     def chunks(self) -> tuple[int | None, ...]:
-        """Tokens of a chunk, of which a token sees its own only, per layer; None is one chunk."""
+        """Attention chunk size per layer, for layers that attend within a chunk; None is one chunk."""
         return tuple(None if mixer is None else mixer.chunk for mixer in self.layer_mixers)
 
     @property
     def sinks_unsupported_reason(self) -> str:
-        """Why queries cannot be moved to the place of sinks; empty when they can."""
+        """Reason why attention sinks are not supported; empty if they are."""
         if not self.mixers:
             return "none of its layers has attention"
         first = self.mixer
@@ -208,24 +210,24 @@ class DecoderConfig:
         if first.rope is None or any(mixer.rope != first.rope for mixer in self.mixers):
             return "its layers do not all have one rotary embedding"
         if first.softcap is not None or first.sink_logits:
-            return "its scores are capped, or its softmax has sinks of its own"
+            return "its scores are capped, or its softmax has sink logits"
         if any(mixer.chunk is not None for mixer in self.mixers):
-            return "its tokens see their own chunk only"
+            return "its tokens attend to their own chunk only"
         return "its queries change after their rotation" if first.norms_rotated or first.position_scale else ""
 
     def for_length(self, length: int) -> DecoderConfig:
-        """The model for sequences of up to `length` tokens."""
+        """Returns the model configured for sequences of up to `length` tokens."""
         return replace(
             self, spec=replace(self.spec, blocks=tuple(_for_length(each, length) for each in self.spec.blocks))
         )
 
     def keep_layers(self, kept: Iterable[int]) -> DecoderConfig:
-        """The model with some of its layers. Raises ToolkitError where layers depend on their number."""
+        """Returns the model with a subset of its layers. Raises ToolkitError if layers depend on their index."""
         shares = any(source not in (-1, layer) for layer, source in enumerate(self.kv_sources))
         shares = shares or any(source not in (-1, layer) for layer, source in enumerate(self.index_sources))
         if self.spec.layer_inputs is not None or shares:
             raise ToolkitError(
-                "layers cannot be left out of a model that numbers them, for what others computed or for inputs",
+                "layers of a model that refers to them by index cannot be skipped",
                 "Use --speculative-model ngram",
             )
         return replace(self, spec=replace(self.spec, blocks=tuple(self.spec.blocks[index] for index in kept)))
@@ -245,15 +247,15 @@ def _for_length(block: Block, length: int) -> Block:
 def parse_config(
     config: Mapping[str, Any], generation: Mapping[str, Any] | None = None, code: CodeSpec | None = None
 ) -> DecoderConfig:
-    """Reads a config.json (of transformers 4 or 5) and a generation_config.json.
+    """Parses config.json (of transformers 4 or 5) and generation_config.json.
 
     Args:
-        code: describes a model that its own modeling code computes; None for a registered family.
+        code: description of a model that its own modeling code computes; None for a registered family.
 
     Raises:
-        CheckpointError: a model family, rotary embedding, activation or attention this runtime does not compute, or a
-            config without the numbers that define the shapes.
-        SchemeError: a recorded KV cache format that does not exist.
+        CheckpointError: the model family, rotary embedding, activation or attention is not supported, or the config
+            lacks values that define shapes.
+        SchemeError: the recorded KV cache format is unknown.
     """
     if code is None and config.get("is_causal") is False:
         _refuse("attention that is not causal (is_causal) is not supported")
@@ -271,7 +273,7 @@ def parse_config(
 
 
 def _unnamed_length(spec: ModelSpec) -> int:
-    """Longest sequence of a model whose config.json names none; without attention no length is too much."""
+    """Returns the context length of a model whose config.json has none; without attention the length is unlimited."""
     return 2048 if spec.attentions else STREAM_LENGTH
 
 
@@ -280,7 +282,7 @@ def _describe(config: Mapping[str, Any]) -> ModelSpec:
     describe = find_family(model_type)
     if describe is None:
         raise CheckpointError(
-            f"the runtime has no family for model_type {model_type!r}; it knows {', '.join(known_families())}",
+            f"model_type {model_type!r} is not supported; supported families are {', '.join(known_families())}",
             "Serve it with transformers or vLLM: compressed-tensors checkpoints load there unchanged",
         )
     spec = describe(config)
@@ -294,7 +296,7 @@ def _refuse(reason: str) -> None:
 
 
 def unsupported_reason(spec: ModelSpec) -> str:
-    """Says why the decoder cannot compute a model; empty when it can."""
+    """Returns the reason why the decoder does not support a model; empty if it does."""
     mixers = spec.attentions
     whole = [block for block in spec.blocks if block.mixer is not None and block.mlp is not None]
     alike = [replace(each, mixer=whole[0].mixer, mlp=whole[0].mlp, residual=whole[0].residual) for each in whole]
@@ -342,7 +344,7 @@ def _unsupported_rope(rope: Rope, head_dim: int) -> str:
 
 
 def read_generation_config(folder: Path) -> dict[str, Any]:
-    """Reads generation_config.json, empty when there is none. Raises CheckpointError when it is not JSON."""
+    """Reads generation_config.json; empty if it is missing. Raises CheckpointError if it is not JSON."""
     path = folder / GENERATION_FILE
     if not path.is_file():
         return {}
@@ -351,7 +353,7 @@ def read_generation_config(folder: Path) -> dict[str, Any]:
 
 
 def _eos_token_ids(config: Mapping[str, Any], generation: Mapping[str, Any]) -> frozenset[int]:
-    """Reads end-of-text ids. generation_config.json wins, as it lists the end of a chat turn too."""
+    """Reads end-of-sequence ids. generation_config.json takes precedence: it also lists the end of a chat turn."""
     eos = generation.get("eos_token_id", config.get("eos_token_id"))
     ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
     if not all(type(token) is int for token in ids):

@@ -1,4 +1,4 @@
-"""Progress of the start of a model: stages that a loader reports, and how long they took. No torch."""
+"""Progress of loading a model: stages that a loader reports, and their durations. No torch."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from enum import StrEnum
 
 
 class Stage(StrEnum):
-    """Part of a start, in words for the user."""
+    """Stage of a start, as text for the user."""
 
     LIBRARIES = "importing libraries"
     WEIGHTS = "reading weights"
     COMPILATION = "compiling kernels"
-    STEPS = "computing and recording steps"
+    STEPS = "running and capturing steps"
 
 
 Report = Callable[[Stage, int, int], None]
-"""Takes a stage, and how many of how many parts of it are done."""
+"""Callback with a stage, its completed parts and its total parts."""
 
 
 def ignore(stage: Stage, done: int, total: int) -> None:
-    """Takes a report and does nothing."""
+    """Ignores a report."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +30,8 @@ class Position:
     """State of a start.
 
     Attributes:
-        done, total: parts of the stage; 0 of 0 where they cannot be counted.
-        since: when the stage began, in seconds of the clock.
+        done, total: completed and total parts of the stage; both 0 if they cannot be counted.
+        since: start time of the stage in seconds of the clock.
     """
 
     stage: Stage
@@ -44,11 +44,11 @@ class Position:
 
 
 class StartProgress:
-    """A `Report` that remembers. One thread reports, any thread may read.
+    """Progress callback that stores the current position. One thread reports, any thread may read.
 
     Attributes:
         position: the last report.
-        seconds: of the stages that have ended, in their order.
+        seconds: durations of completed stages in order.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -69,7 +69,7 @@ class StartProgress:
         return self._clock() - self._began
 
     def summary(self) -> str:
-        """Ends the last stage and names all: `4.2 s: importing libraries 2.9 s, reading weights 1.3 s`."""
+        """Ends the last stage and returns a summary: `4.2 s: importing libraries 2.9 s, reading weights 1.3 s`."""
         self._end_stage()
         return f"{self.elapsed:.1f} s: " + ", ".join(f"{stage} {each:.1f} s" for stage, each in self.seconds.items())
 

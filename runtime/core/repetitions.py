@@ -1,4 +1,4 @@
-"""Repetitions in a sequence, and the penalties of DRY for tokens that would continue them. No torch."""
+"""DRY penalties for tokens that would continue a repetition. No torch."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import numpy as np
 from runtime.core.dry import DryParams
 
 MAX_REPEATED = 64
-"""Tokens beyond `dry_allowed_length` after which a longer repetition is penalized no more."""
+"""Tokens beyond `dry_allowed_length` at which the penalty stops growing."""
 MAX_PENALTY = 1e6
 
 
 def dry_penalties(
     params: DryParams, breakers: Collection[int], prompt: Sequence[int], output: Sequence[int]
 ) -> dict[int, float]:
-    """Returns what is subtracted from the logit of each token that would continue a repetition.
+    """Returns the penalty of each token that would continue a repetition, to subtract from its logit.
 
     Args:
-        breakers: token ids that no repetition reaches across.
+        breakers: token ids that end a repetition.
     """
     tokens = np.concatenate([np.asarray(prompt, dtype=np.int64), np.asarray(output, dtype=np.int64)])
     if params.dry_penalty_last_n > 0:
@@ -34,7 +34,7 @@ def dry_penalties(
 
 
 def repeated_lengths(tokens: np.ndarray, breakers: Collection[int], longest: int) -> dict[int, int]:
-    """Returns by token how many of the last tokens it has followed before, at most `longest`.
+    """Returns by token the length of the longest suffix that it has followed before, at most `longest`.
 
     Args:
         tokens: int64 `[n]`.

@@ -1,4 +1,4 @@
-"""Requests, their sampling parameters, their sequences and the deltas of their answers. No torch."""
+"""Requests, sampling parameters, sequences and deltas of answers. No torch."""
 
 from __future__ import annotations
 
@@ -33,9 +33,8 @@ class Grammar:
     """Constraint on an answer.
 
     Attributes:
-        text: the JSON schema, the regular expression or the Lark grammar.
-        prefix: Lark rules of what comes before, in which `answer` is the place of the constrained text; empty for
-            nothing.
+        text: JSON schema, regular expression or Lark grammar.
+        prefix: Lark rules of the preceding text, in which `answer` refers to the constrained text; empty for none.
     """
 
     kind: GrammarKind
@@ -45,7 +44,7 @@ class Grammar:
 
 @dataclass(frozen=True, kw_only=True)
 class TruncationParams:
-    """Which tokens may be sampled."""
+    """Truncation of the distribution before sampling."""
 
     top_k: int = option("--top-k", default=0, min=0, help="Sample from the K most likely tokens; 0 is off.")
     top_p: float = option(
@@ -58,7 +57,7 @@ class TruncationParams:
 
 @dataclass(frozen=True, kw_only=True)
 class PenaltyParams:
-    """Penalties for tokens that have occurred."""
+    """Penalties for tokens that occurred before."""
 
     repetition_penalty: float = option(
         "--repetition-penalty",
@@ -71,7 +70,7 @@ class PenaltyParams:
     frequency_penalty: float = option(
         "--frequency-penalty",
         default=0.0,
-        help="Is subtracted from a token's logit as many times as the token is in the output; 0 is off.",
+        help="Is subtracted from a token's logit once per occurrence in the output; 0 is off.",
     )
 
 
@@ -80,26 +79,27 @@ class SamplingParams(TruncationParams, PenaltyParams, DryParams, FilterParams):
     """Sampling parameters of a request.
 
     Attributes:
-        max_tokens: most tokens to generate; 0 only computes the prompt, and the answer ends with `length`.
+        max_tokens: maximum number of generated tokens; 0 only computes the prompt, and the answer ends with `length`.
         temperature: divides the logits; 0 is greedy.
-        seed: determines the noise together with the position; None lets the engine choose one.
+        seed: determines the noise, together with the position; None lets the engine choose a seed.
         stop: strings that end the text and are not part of it.
         stop_token_ids: token ids that end the sequence in addition to the model's.
-        include_stop: leave the stop string, or the text of the token that ends the sequence, in the text.
-        min_tokens: tokens before which no end token or stop string ends the sequence; its grammar may.
+        include_stop: whether the text includes the stop string, or the text of the token that ends the sequence.
+        min_tokens: number of tokens before which end tokens and stop strings are ignored; a grammar may end the
+            sequence earlier.
         allowed_token_ids: the only tokens that may be sampled; none allow all.
         bad_words: token ids of each text that must not occur in the output.
-        ignore_eos: continue after the model's end tokens.
+        ignore_eos: whether to continue after the model's end tokens.
         logprobs: number of alternatives reported per token, before sampling parameters apply; None reports none.
         n: number of answers; the first is the same as with `n=1`.
         logit_bias: values added to logits by token id; pairs are converted.
-        prompt_logprobs: as `logprobs`, for the prompt's tokens; they come with the first delta.
+        prompt_logprobs: as `logprobs`, for the tokens of the prompt; returned with the first delta.
         grammar: constraint on the answer.
-        skip_special_tokens: omit special tokens, such as those that announce tool calls, from the text.
-        dry_breakers: token ids that no repetition reaches across which `dry_multiplier` penalizes.
+        skip_special_tokens: whether to omit special tokens, such as those that start tool calls, from the text.
+        dry_breakers: token ids that end a repetition for the DRY penalty.
 
     Raises:
-        RequestError: a value outside of its range, by name.
+        RequestError: a value is out of range, named in the message.
     """
 
     max_tokens: int = 16
@@ -127,17 +127,17 @@ class SamplingParams(TruncationParams, PenaltyParams, DryParams, FilterParams):
 
     @property
     def reads_history(self) -> bool:
-        """Whether logits change by what is known of the sequence: by penalties, or by a bias."""
+        """Whether logits depend on the tokens of the sequence or on a bias."""
         return bool(self.logit_bias) or self.has_penalties
 
     @property
     def has_token_rules(self) -> bool:
-        """Whether some tokens are forbidden by other means than a grammar."""
+        """Whether token rules other than a grammar apply."""
         return bool(self.min_tokens or self.allowed_token_ids or self.bad_words)
 
     @property
     def needs_tokens(self) -> bool:
-        """Whether how a token is drawn depends on logits or tokens that the host has to see first."""
+        """Whether sampling needs logits or tokens on the host first."""
         return self.has_dry or self.is_filtered
 
     @property
@@ -196,7 +196,7 @@ class FinishReason(StrEnum):
 
 
 class Pooling(StrEnum):
-    """Selects which of the prompt's final hidden states are returned instead of tokens."""
+    """Pooling of the prompt's final hidden states, which are returned instead of tokens."""
 
     NONE = ""
     MEAN = "mean"
@@ -208,11 +208,12 @@ class RequestOptions:
     """Serving options of a request, independent of sampling.
 
     Attributes:
-        priority: lower values are served earlier; each unit is worth a fixed number of places in the client's queue.
+        priority: lower values are served earlier; each unit shifts a request by a fixed number of places in the
+            client's queue.
         time_limit: seconds, waiting included, after which the request ends with its output so far; None is no limit.
         cache_salt: requests share cached prefixes only with requests of the same salt.
         pooling: return the mean of the prompt's hidden states, or those of its last token, instead of tokens.
-        client: who asks; the engine is shared equally between clients. Requests of the same name are one client's.
+        client: name of the client; the engine is shared equally between clients.
 
     Raises:
         RequestError: a value outside of its range, by name.
@@ -247,10 +248,10 @@ class TokenLogprobs:
 
 @dataclass(slots=True)
 class LogprobColumns(Items[TokenLogprobs]):
-    """Log-probabilities of many tokens in a few arrays: a million objects would take long to collect and to free.
+    """Log-probabilities of many tokens in a few arrays: a million objects would be slow to create and to free.
 
     Attributes:
-        num_top: K, alternatives per token.
+        num_top: number of alternatives per token, K.
         logprobs: float64 `[T]`.
         top_ids: int64 `[T * K]`, best first.
         top_logprobs: float64 `[T * K]`.
@@ -272,7 +273,7 @@ class LogprobColumns(Items[TokenLogprobs]):
         return TokenLogprobs(logprob, tuple(zip(self.top_ids[top], self.top_logprobs[top], strict=True)))
 
     def extend(self, later: LogprobColumns) -> None:
-        """Appends the log-probabilities of the tokens that follow."""
+        """Appends the log-probabilities of subsequent tokens."""
         self.num_top = self.num_top or later.num_top
         self.logprobs += later.logprobs
         self.top_ids += later.top_ids
@@ -281,7 +282,7 @@ class LogprobColumns(Items[TokenLogprobs]):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One prompt and the parameters of one answer, immutable.
+    """Prompt and parameters of one answer, immutable.
 
     Attributes:
         seed: always set; the engine chooses one if the caller does not.
@@ -297,7 +298,7 @@ class Request:
 
     @property
     def deadline(self) -> float | None:
-        """Latest end of the request in seconds of the engine's clock."""
+        """Deadline of the request in seconds of the engine's clock."""
         limit = self.options.time_limit
         return None if limit is None else self.arrival_time + limit
 
@@ -315,11 +316,11 @@ class Constraint(Protocol):
         ...
 
     def accept(self, token_ids: list[int]) -> int:
-        """Advances by tokens while they are allowed; returns their number."""
+        """Advances by tokens as long as they are allowed; returns their number."""
         ...
 
     def prepare(self, token_id: int) -> None:
-        """Does the work of the next `accept` of this token, and of the mask after it, without the interpreter lock."""
+        """Precomputes the next `accept` of this token and the mask after it, without the interpreter lock."""
         ...
 
     def rollback(self, num_tokens: int) -> None:
@@ -333,7 +334,7 @@ class Constraint(Protocol):
 
     @property
     def is_stuck(self) -> bool:
-        """Whether no token is allowed although the grammar is not complete, because it is too complex to follow."""
+        """Whether the grammar is too complex to follow: it is incomplete, but allows no token."""
         ...
 
     @property
@@ -348,19 +349,20 @@ class Sequence:
 
     Attributes:
         token_ids: prompt and output.
-        order: place in the queue, lowest first; set by the scheduler.
+        order: position in the queue, lowest first; set by the scheduler.
         num_computed_tokens: tokens whose keys and values are stored; preemption sets it to 0.
         num_cached_tokens: prompt tokens that were found in the prefix cache.
         block_ids: block table, managed by the scheduler.
         num_registered_blocks: leading blocks that were added to the prefix cache or came from it.
-        draft_token_ids: draft tokens after `token_ids`, for one step: the drafter sets them, the scheduler may drop
-            some, the runner verifies them.
+        draft_token_ids: draft tokens after `token_ids`, for one step: set by the drafter, truncated by the scheduler,
+            verified by the runner.
         draft_parents: parents of draft tokens that form a tree; empty for a chain.
         state_slot: slot of the recurrent state before the next token to compute; -1 for none.
-        state_marks: numbers of tokens behind which such a state is worth saving.
-        saved_tokens: tokens before the state that it saved last or started from; 0 for none.
-        is_held: the last sampled token is not in `token_ids` yet, because `constraint` is slow; no step may continue.
-        needs_logits: a token could not be decided without a second look at its logits, so that another may not either.
+        state_marks: token counts at which to save the recurrent state.
+        saved_tokens: token count of the state that was last saved or restored; 0 for none.
+        is_held: whether the last sampled token is missing from `token_ids` because `constraint` is slow; the sequence
+            must not be scheduled.
+        needs_logits: whether a token needed a second pass over its logits, which later tokens may need as well.
     """
 
     request: Request
@@ -410,32 +412,32 @@ class Sequence:
         return self.token_ids[self.num_prompt_tokens :]
 
     def keep_drafts(self, count: int) -> None:
-        """Drops all draft tokens but the first `count`."""
+        """Truncates the draft to the first `count` tokens."""
         del self.draft_token_ids[count:]
         del self.draft_parents[count:]
 
     @property
     def wants_whole_prompt(self) -> bool:
-        """Whether every prompt token has to be computed, so that none may come from the prefix cache."""
+        """Whether every prompt token must be computed, without the prefix cache."""
         request = self.request
         return (request.options.embed or request.sampling.prompt_logprobs is not None) and self.num_output_tokens == 0
 
 
-@dataclass(slots=True)  # one per token, and frozen ones take three times as long to make
+@dataclass(slots=True)  # created once per token; frozen dataclasses take three times as long
 class Delta:
-    """The part of an answer that one step added.
+    """Increment of an answer from one step.
 
     Attributes:
         index: number of the answer in its request.
-        text: new text, without incomplete characters and beginnings of stop strings.
-        token_ids: new tokens, the last one included; text may lag behind them.
+        text: new text, without incomplete characters and prefixes of stop strings.
+        token_ids: new tokens, including the last one; text may lag behind.
         logprobs: one entry per new token, if requested.
         finish_reason: set on the last delta of an answer only.
         error: set if `finish_reason` is `error`.
         num_cached_tokens: prompt tokens that were found in the prefix cache.
         prompt_logprobs: on the first delta of the first answer, for every prompt token but the first, if requested.
         embedding: on the only delta of an embedding request.
-        stop_string: the one that ended the answer, if one did.
+        stop_string: stop string that ended the answer, if any.
     """
 
     request_id: str
@@ -453,7 +455,7 @@ class Delta:
     stop_string: str = ""
 
     def append(self, later: Delta) -> None:
-        """Appends the next part of the same answer."""
+        """Appends the next delta of the same answer."""
         self.text += later.text
         self.token_ids += later.token_ids
         self.logprobs += later.logprobs

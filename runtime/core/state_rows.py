@@ -1,9 +1,9 @@
-"""Recurrent states of a step as tensors: which slot each sequence begins with, and which slots get its states.
+"""Tensors of a step's recurrent states: slots to read and slots to write per sequence.
 
-The state of one sequence in all recurrent layers is one slot of a pool. A step says for each sequence from which slot
-its state comes and after which of its tokens the state goes to which slot (`ScheduledSequence.state_writes`). So a
-sequence may begin with the state that another has left, several states of one span may be kept, and nothing is copied:
-the slot of a draft token that is not accepted is given back.
+The state of one sequence in all recurrent layers is one slot of a pool. A step defines for each sequence the slot of
+its initial state, and after which tokens the state is written to which slot (`ScheduledSequence.state_writes`). A
+sequence may start from a state that another one has saved, and several states of one span may be stored, without
+copies: the slot of a rejected draft token is freed.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from runtime.core.step import NO_STATE, ScheduledSequence
 
 @dataclass(frozen=True, slots=True)
 class StateRows:
-    """S sequences of a step, and its W segments: their rows are cut behind each token whose state is kept.
+    """S sequences of a step and their W segments; a segment ends after each token whose state is stored.
 
-    Segments cover the token axis in order. A sequence has one segment or more, and ends with its last one. No slot is
+    Segments cover the token axis in order. A sequence consists of one or more segments. No slot is
     written twice, and none is written for one sequence and read for another.
 
     Attributes:
         read_slots: int64 `[S]`, state before the first row of each sequence; slot `num_slots` holds zeros.
-        write_slots: int64 `[W]`, where the state behind each segment goes.
+        write_slots: int64 `[W]`, slot for the state after each segment.
         row_starts: int32 `[S + 1]`, first row of each sequence, and the number of rows.
         segment_starts: int32 `[W + 1]`, first row of each segment, and the number of rows.
         first_segments: int32 `[S + 1]`, first segment of each sequence, and the number of segments.
@@ -46,7 +46,7 @@ class StateRows:
 
     @property
     def is_single(self) -> bool:
-        """Whether every sequence has one row, so that rows, segments and sequences are the same."""
+        """Whether every sequence has one row; then rows, segments and sequences coincide."""
         return len(self.counts) == sum(self.lengths)
 
     @property
@@ -73,20 +73,20 @@ class StateRows:
 
 
 def build_state_rows(entries: Sequence[ScheduledSequence], num_slots: int, device: torch.device) -> StateRows:
-    """Lays out the states of entries, in the order of their rows."""
+    """Builds the state rows of entries, in the order of their rows."""
     reads = [num_slots if entry.state_read == NO_STATE else entry.state_read for entry in entries]
     writes = [slot for entry in entries for _, slot in entry.state_writes]
     return _lay_out(reads, writes, [_lengths(entry) for entry in entries], device)
 
 
 def whole_state_rows(lengths: Sequence[int], device: torch.device) -> StateRows:
-    """Lays out sequences of these lengths that begin in this step, with as many slots as there are sequences."""
+    """Builds the state rows of sequences that start in this step, one slot per sequence."""
     count = len(lengths)
     return _lay_out([count] * count, list(range(count)), [[length] for length in lengths], device)
 
 
 def decode_state_rows(read_slots: Tensor, write_slots: Tensor) -> StateRows:
-    """Lays out equally many rows of each of S sequences, all of whose states are kept: int64 `[S]` and `[S * n]`."""
+    """Builds the state rows of S sequences with n rows each, all states stored: int64 `[S]` and `[S * n]`."""
     count, rows = len(read_slots), len(write_slots)
     segments = torch.arange(rows + 1, dtype=torch.int32, device=read_slots.device)
     starts = segments[:: rows // count].contiguous()
@@ -94,7 +94,7 @@ def decode_state_rows(read_slots: Tensor, write_slots: Tensor) -> StateRows:
 
 
 def _lay_out(reads: list[int], writes: list[int], lengths: list[list[int]], device: torch.device) -> StateRows:
-    """Lays out sequences, given the rows of each of their segments."""
+    """Builds state rows from the segment lengths of sequences."""
     flat, counts = tuple(chain.from_iterable(lengths)), tuple(map(len, lengths))
     starts = [list(accumulate(each, initial=0)) for each in (map(sum, lengths), flat, counts)]
     slots = torch.tensor(reads + writes, device=device)

@@ -11,23 +11,24 @@ from runtime.core.draft_tree import chain
 from runtime.core.request import LogprobColumns, Sequence, TokenLogprobs
 
 NO_STATE = -1
-"""Slot of a sequence that begins with a recurrent state of zeros."""
+"""Slot number of a sequence whose recurrent state starts at zero."""
 
 KNOWN = -1
-"""Row of an entry whose tokens are known."""
+"""Source row of an entry whose tokens are known."""
 
 
-@dataclass(slots=True)  # one per token, as deltas
+@dataclass(slots=True)  # created once per token, as deltas
 class ScheduledSequence:
     """The span `[start, start + num_tokens)` of a sequence to compute, draft tokens included. If it reaches the end of
     the known tokens, the runner samples one token, and one more per accepted draft token.
 
     Attributes:
         state_read: slot with the recurrent state before the span, or `NO_STATE`.
-        state_writes: pairs of an offset into the span and a slot, ascending: the recurrent state behind the token of
-            that offset goes there. The last pair is that of the last token. Empty for models without such states.
-        source_row: place among the entries of the step submitted before this one, whose token is the only one of this
-            span and is not read yet; `KNOWN` where the sequence has its tokens. All entries of a plan have one or none.
+        state_writes: ascending pairs of an offset into the span and a slot: the recurrent state after the token at that
+            offset is written to the slot. The last pair is that of the last token. Empty for models without such
+            states.
+        source_row: index of an entry of the previously submitted step, whose unread token is the only one of this span;
+            `KNOWN` if the sequence has its tokens. Either all entries of a plan have one, or none.
     """
 
     sequence: Sequence
@@ -61,7 +62,7 @@ class ScheduledSequence:
 
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
-    """A copy of a block's first `num_tokens` slots to another block, before the forward pass."""
+    """Copy of a block's first `num_tokens` slots to another block, before the forward pass."""
 
     source: int
     target: int
@@ -70,7 +71,7 @@ class BlockCopy:
 
 @dataclass(frozen=True, slots=True)
 class BlockOffload:
-    """A copy of a block, or of a slot with a recurrent state, to a slot of host memory."""
+    """Copy of a block, or of a recurrent state, to a slot of host memory."""
 
     block: int
     slot: int
@@ -78,7 +79,7 @@ class BlockOffload:
 
 @dataclass(frozen=True, slots=True)
 class BlockRestore:
-    """A copy of a slot of host memory to a block, or to a slot for a recurrent state."""
+    """Copy of a slot of host memory to a block, or to a slot for a recurrent state."""
 
     slot: int
     block: int
@@ -91,10 +92,9 @@ class StepPlan:
     Blocks move in this order: offloads, copies (all read before any is written), restores. Blocks are allocated while
     the plan is made, so one plan may read a block for its last owner and write it for its next one; reads come first.
     Offloaded and copied blocks were computed in an earlier step, and only copies and restores write blocks. Copies read
-    no restored block. A slot that one plan both saves and restores holds what was just saved: offloads precede
-        restores,
-    no slot is saved twice, and a slot that a restore reads is not given to another hash. Recurrent states move
-    likewise, before the forward pass reads and writes them.
+    no restored block. A slot that one plan both saves and restores holds the data just saved: offloads precede
+    restores, no slot is saved twice, and a slot that a restore reads is not given to another hash. Recurrent states
+    move likewise, before the forward pass reads and writes them.
     """
 
     entries: tuple[ScheduledSequence, ...]
@@ -125,9 +125,10 @@ class StepOutput:
     Attributes:
         tokens: sampled tokens of each entry that samples; several if draft tokens were accepted.
         prompt_logprobs: log-probabilities of the prompt tokens after those of the span, for sequences that need them.
-        pooled: of sequences that embed, sum `[hidden_size]` of the span's final hidden states, or the last of them.
-        path: how the step was run, where there are several ways: `recorded`, why it was not, or both for its parts.
-        expert_lookups: experts in host memory that all steps so far chose, and those of them found on the device.
+        pooled: sum `[hidden_size]` of the span's final hidden states, or the last of them, for embedding sequences.
+        path: execution path of the step, if there are several: `recorded` (CUDA graph), the reason why not, or both for
+            parts of it.
+        expert_lookups: total number of chosen experts with host memory copies, and of those found on the device.
     """
 
     tokens: dict[str, list[SampledToken]]
@@ -138,17 +139,17 @@ class StepOutput:
 
 
 class SubmittedStep(Protocol):
-    """A step that is being computed, or is computed."""
+    """Step that is running or complete."""
 
     @property
     def feeds_next(self) -> bool:
-        """Whether the plan submitted next may have `source_row`s of this step, before `result` is called, of sequences
-        that need nothing but their tokens of it."""
+        """Whether the next plan may refer to this step by `source_row` before `result` is called, for sequences that
+        need only its tokens."""
         ...
 
     def result(self) -> StepOutput:
-        """Waits for the output. After the next plan is submitted, a token that only a second look at the logits decides
-        is missing, and has to be drawn again.
+        """Waits for the output. If the next plan is already submitted, tokens that need a second pass over the logits
+        are missing and must be sampled again.
 
         Raises:
             Exception: the step failed.
@@ -158,7 +159,7 @@ class SubmittedStep(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ComputedStep:
-    """A submitted step whose output is known."""
+    """Submitted step whose output is known."""
 
     output: StepOutput
     feeds_next: ClassVar[bool] = False
@@ -168,7 +169,7 @@ class ComputedStep:
 
 
 class Runner(Protocol):
-    """The model runner as the engine uses it."""
+    """Interface of a model runner."""
 
     @property
     def num_blocks(self) -> int:
@@ -221,6 +222,6 @@ class Runner(Protocol):
         ...
 
     def submit(self, plan: StepPlan) -> SubmittedStep:
-        """Starts one forward pass over the plan's spans, which samples where a span reaches the end of its sequence.
-        Plans are computed in the order in which they are submitted."""
+        """Starts one forward pass over the plan's spans, and samples if a span reaches the end of its sequence. Plans
+        run in the order of submission."""
         ...

@@ -1,4 +1,4 @@
-"""Filters of tokens that look at the whole distribution: typical-p, top-n-sigma, XTC. No torch."""
+"""Token filters that depend on the whole distribution: typical-p, top-n-sigma, XTC. No torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from compress.common.cli import option
 
 @dataclass(frozen=True, kw_only=True)
 class FilterParams:
-    """Which tokens may be sampled, beyond truncation."""
+    """Token filters in addition to truncation."""
 
     typical_p: float = option(
         "--typical-p",
@@ -28,21 +28,21 @@ class FilterParams:
         help="Chance of excluding the most likely tokens, all above --xtc-threshold but the last; 0 is off.",
     )
     xtc_threshold: float = option(
-        "--xtc-threshold", default=0.1, help="Probability from which on --xtc-probability excludes tokens."
+        "--xtc-threshold", default=0.1, help="Probability above which --xtc-probability excludes tokens."
     )
 
     @property
     def is_filtered(self) -> bool:
-        """Whether a filter is on."""
+        """Whether any filter is enabled."""
         return self.typical_p < 1 or self.top_n_sigma > 0 or self.has_xtc
 
     @property
     def has_xtc(self) -> bool:
-        """Whether likely tokens may be excluded; above 1/2 there are no two of them."""
+        """Whether XTC can exclude tokens; above a threshold of 1/2 no two tokens qualify."""
         return self.xtc_probability > 0 and self.xtc_threshold <= 0.5
 
     def filter_rules(self) -> list[tuple[str, bool, str]]:
-        """Returns name, whether the value fits, and the rule of each number."""
+        """Returns name, validity and valid range of each parameter."""
         return [
             ("typical_p", 0 < self.typical_p <= 1, "above 0 and at most 1"),
             ("top_n_sigma", 0 <= self.top_n_sigma <= 100, "between 0 (off) and 100"),

@@ -1,4 +1,4 @@
-"""Rules of a request on its next token beside a grammar: allowed tokens, forbidden words, a least length. No torch."""
+"""Token rules of a request other than a grammar: allowed tokens, forbidden words, a minimum length. No torch."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Collection, Iterable
 from runtime.core.request import Constraint, SamplingParams
 
 NOTHING_ALLOWED = "the request allows no token here"
-"""The error of an answer whose rules exclude every token."""
+"""Error of an answer whose rules exclude every token."""
 
 
 def with_rules(
     sampling: SamplingParams, vocab_size: int, end_token_ids: Collection[int], grammar: Constraint | None
 ) -> Constraint | None:
-    """Returns a grammar's constraint with the rules of a request; the one that is given where it has none."""
+    """Adds the token rules of a request to a grammar's constraint; returns the constraint itself without rules."""
     if not sampling.has_token_rules:
         return grammar
     return RuledConstraint(sampling, vocab_size, end_token_ids, grammar)
@@ -25,7 +25,7 @@ class RuledConstraint:
     Args:
         vocab_size: vocabulary size of the model.
         end_token_ids: tokens that end the sequence, forbidden before `min_tokens` unless nothing else is allowed.
-        grammar: followed, too, if there is one.
+        grammar: additional grammar constraint, if any.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class RuledConstraint:
         return self._grammar is not None and self._grammar.is_slow
 
     def _bad_ends(self) -> list[int]:
-        """Returns the last tokens of forbidden words whose other tokens stand at the end of the output."""
+        """Returns the last tokens of forbidden words whose other tokens are at the end of the output."""
         output = self._output
         return [word[-1] for word in self._bad_words if output[len(output) - len(word) + 1 :] == list(word[:-1])]
 

@@ -2,14 +2,14 @@
 
 A block is in exactly one of three states:
 
-    in use   ref_count > 0; in that many block tables
+    in use   ref_count > 0; in ref_count block tables
     cached   ref_count = 0, has a hash; in the free list, and findable until it is allocated again
     empty    ref_count = 0, no hash; in the free list, allocated before any cached block
 
 Only full blocks have hashes, a hash covers all tokens before its block, and a block with a hash is never written again.
 Blocks with hashes form a forest: the parent of a block is the one before it in its chain. A block is findable only as
 long as its parent is, so no memory is spent on unreachable blocks, and chains are evicted from their end. With an
-attention window a block is useful without those before it: then each is found and evicted independently.
+attention window a block is useful without its predecessors; blocks are then found and evicted independently.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class Block:
     """One block of the pool.
 
     Attributes:
-        ref_count: number of tables that hold it.
-        hash: hash of its content and all before it, once it is full and computed.
-        parent: the block before it in its chain; None for the first, and without a hash.
+        ref_count: number of block tables that hold it.
+        hash: hash of its content and of all preceding blocks, once it is full and computed.
+        parent: preceding block in its chain; None for the first block, and without a hash.
     """
 
     ref_count: int = 0
@@ -41,7 +41,8 @@ class Block:
 
 
 def root_hash(namespace: str, cache_salt: str) -> bytes:
-    """Returns the start of a chain. Chains of different namespaces (KV formats) or salts (tenants) never meet."""
+    """Returns the start of a hash chain. Chains of different namespaces (KV formats) or salts (tenants) are
+    disjoint."""
     return blake2b(repr((namespace, cache_salt)).encode(), digest_size=HASH_BYTES).digest()
 
 
@@ -60,9 +61,9 @@ class BlockPool:
     Args:
         num_blocks: blocks with ids 0 to num_blocks - 1.
         block_size: tokens per block.
-        prefix_caching: register full blocks, so that later sequences find them.
+        prefix_caching: whether to register full blocks for reuse by later sequences.
         num_host_blocks: slots of host memory for evicted blocks.
-        chained: blocks are findable only as long as their parents are.
+        chained: whether blocks are findable only as long as their parents are.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class BlockPool:
         self.rebuild([])
 
     def rebuild(self, tables: Iterable[Sequence[int]]) -> None:
-        """Resets the pool to these block tables, with an empty prefix cache, here and in host memory."""
+        """Resets the pool to these block tables, and clears the prefix cache on the device and in host memory."""
         counts = Counter(block_id for table in tables for block_id in table)
         self._blocks = [Block(counts[block_id]) for block_id in range(self.num_blocks)]
         self._by_hash: dict[bytes, int] = {}
@@ -111,7 +112,8 @@ class BlockPool:
         return self._by_hash.get(block_hash)
 
     def match(self, hashes: Sequence[bytes]) -> list[int]:
-        """Returns the cached blocks of a chain's longest prefix. Takes no reference: `acquire` those to keep."""
+        """Returns the cached blocks of a chain's longest prefix. Takes no reference; call `acquire` on blocks to
+        keep."""
         found: list[int] = []
         for block_hash in hashes:
             block_id = self._by_hash.get(block_hash)
@@ -121,7 +123,7 @@ class BlockPool:
         return found
 
     def count_free(self, block_ids: Iterable[int]) -> int:
-        """Returns how many of these blocks are in the free list, so that acquiring them lowers `num_free`."""
+        """Returns the number of these blocks in the free list; acquiring them lowers `num_free`."""
         return sum(block_id in self._free for block_id in block_ids)
 
     def acquire(self, block_ids: Iterable[int]) -> None:
@@ -134,7 +136,7 @@ class BlockPool:
         """Allocates free blocks: empty ones first, then the least recently used, from the ends of their chains.
 
         Raises:
-            ValueError: fewer than `count` are free; callers make room first.
+            ValueError: fewer than `count` blocks are free.
         """
         if count > self.num_free:
             raise ValueError(f"{count} blocks wanted, {self.num_free} free")
@@ -156,7 +158,7 @@ class BlockPool:
             self._evict(self._end_of_chain(cached))
 
     def release(self, block_ids: Sequence[int]) -> None:
-        """Drops a reference to each block, last block first, so that the first blocks of prefixes live longest."""
+        """Drops a reference to each block, last block first, which keeps the first blocks of prefixes longest."""
         for block_id in reversed(block_ids):
             block = self._blocks[block_id]
             if block.ref_count < 1:
@@ -173,13 +175,13 @@ class BlockPool:
             self._free.move_to_end(block_id)
 
     def register(self, table: list[int], index: int, hashes: Sequence[bytes]) -> None:
-        """Makes a full, computed block of a table findable, provided that its parent is.
+        """Registers a full, computed block of a table in the prefix cache, if its parent is registered.
 
-        If an equal block is cached already, the table gets that one instead: equal prefixes that were computed
-        concurrently are then stored once, and evicted together with the blocks that follow.
+        If an equal block is cached already, the table gets that block instead: equal prefixes that were computed
+        concurrently are stored once, and evicted together with their successors.
 
         Args:
-            hashes: chain of the table's full blocks.
+            hashes: hash chain of the table's full blocks.
         """
         block_id, known = table[index], self._by_hash.get(hashes[index])
         parent = self._by_hash.get(hashes[index - 1]) if index else None
@@ -198,12 +200,14 @@ class BlockPool:
                 self._children.setdefault(parent, set()).add(block_id)
 
     def forget(self, block_ids: Iterable[int]) -> None:
-        """Makes blocks and their descendants unfindable, because their content is wrong or about to change."""
+        """Removes blocks and their descendants from the prefix cache, because their content is invalid or about to
+        change.
+        """
         for block_id in block_ids:
             self._drop_hash(block_id)
 
     def shared(self, block_id: int) -> bool:
-        """Returns whether another table holds this block too, so that a write needs a copy."""
+        """Returns whether another table also holds this block; writing then needs a copy."""
         return self._blocks[block_id].ref_count > 1
 
     def check(self, tables: Iterable[Sequence[int]]) -> None:
@@ -234,8 +238,7 @@ class BlockPool:
     def _end_of_chain(self, block_id: int) -> int:
         """Returns the last free block of the chain after a free block.
 
-        Blocks are freed from the end of a table, so this takes few steps. Descendants that are in use do not count:
-            they
+        Blocks are freed from the end of a table, so this takes few iterations. Descendants in use are ignored: they
         stay usable without this block.
         """
         free = self._free
@@ -247,7 +250,9 @@ class BlockPool:
         return block_id
 
     def _evict(self, block_id: int) -> None:
-        """Makes a free block empty. Host memory saves its content, which the next step reads before it writes."""
+        """Makes a free block empty. Its content is offloaded to host memory by the next step, before that writes to the
+        block.
+        """
         block_hash = self._blocks[block_id].hash
         if block_hash is not None:
             self.num_evictions += 1
@@ -258,7 +263,7 @@ class BlockPool:
             self._drop_hash(block_id)
 
     def _drop_hash(self, block_id: int) -> None:
-        """Makes a block and its descendants unfindable. Those that are not in use become empty."""
+        """Removes a block and its descendants from the prefix cache. Those not in use become empty."""
         if self._blocks[block_id].hash is None:
             return
         unfindable = [block_id]

@@ -1,4 +1,6 @@
-"""The engine: takes requests, runs steps and returns deltas. Joins scheduler, runner and text. No threads, no torch."""
+"""The engine: accepts requests, runs steps and returns deltas. Combines scheduler, runner and text layer. No threads,
+no torch.
+"""
 
 from __future__ import annotations
 
@@ -27,30 +29,30 @@ from runtime.text.grammar import CompiledGrammar, GrammarCompiler
 logger = logging.getLogger("runtime.engine.engine")
 
 UNHEALTHY_AFTER = 3
-"""Consecutive failed steps after which the engine is unhealthy."""
+"""Number of consecutive failed steps after which the engine is unhealthy."""
 
 HELD_SECONDS = 0.005
-"""Longest wait for slow grammars when there is nothing else to compute."""
+"""Maximum wait in seconds for slow grammars if there is nothing else to compute."""
 
 NO_OPTIONS = RequestOptions()
 
 
 def check_named(name: str, token_ids: TokenIds[int], vocab_size: int) -> None:
-    """Raises RequestError for a token id of a field that is outside of the vocabulary."""
+    """Raises RequestError if a token id of a field is outside the vocabulary."""
     if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
         wrong = next(token for token in token_ids if not 0 <= token < vocab_size)
-        problem = f"{name} names token id {wrong}, which is outside of the vocabulary"
+        problem = f"{name} names token id {wrong}, which is outside the vocabulary"
         raise RequestError(problem, f"ids go from 0 to {vocab_size - 1}")
 
 
 class Speculator(Protocol):
-    """Drafts tokens for the engine; `runtime.speculative.proposer.Speculator` is one."""
+    """Interface of speculative decoding for the engine; implemented by `runtime.speculative.proposer.Speculator`."""
 
     def propose(self, decodes: TokenIds[Sequence]) -> None:
-        """Sets the drafts of the sequences that the next step decodes."""
+        """Sets draft tokens of the sequences that the next step decodes."""
 
     def note(self, plan: StepPlan, num_accepted: Mapping[str, int]) -> None:
-        """Learns from a computed step how many draft tokens were accepted, by sequence id."""
+        """Records the number of accepted draft tokens of a step, by sequence id."""
 
 
 class Engine:
@@ -58,11 +60,11 @@ class Engine:
 
     Args:
         runner: computes the steps.
-        tokenizer: turns tokens into text; without it deltas have token ids only and stop strings are refused.
-        config: budgets.
-        speculator: drafts tokens of running sequences; None turns speculative decoding off.
-        before_step: called at the start of each step; returns deltas to hand out with those of the step.
-        clock: seconds, for metrics and time limits.
+        tokenizer: detokenizer; without it deltas contain token ids only and stop strings are rejected.
+        config: budgets and limits.
+        speculator: drafts tokens of running sequences; None disables speculative decoding.
+        before_step: hook at the start of each step; returns deltas to return with those of the step.
+        clock: clock in seconds, for metrics and time limits.
     """
 
     def __init__(
@@ -121,21 +123,20 @@ class Engine:
         return self.num_failed_steps < UNHEALTHY_AFTER
 
     def check_request(self, prompt_token_ids: TokenIds[int], sampling: SamplingParams) -> CompiledGrammar | None:
-        """Refuses a request that could never be answered. Any thread may call it; compiling a new grammar takes a
-        while.
+        """Validates a request. Any thread may call it; compiling a new grammar takes a while.
 
         Returns:
-            The compiled grammar, which `add_request` finds while it is referenced.
+            Compiled grammar, which `add_request` reuses as long as it is referenced.
 
         Raises:
-            RequestError: token ids outside of the vocabulary, more tokens than the context or the block pool hold, an
-                unsupported grammar, or stop strings or a grammar without a tokenizer.
+            RequestError: a token id is outside the vocabulary, the request exceeds the context or the block pool, the
+                grammar is not supported, or stop strings or a grammar are given without a tokenizer.
         """
         self.scheduler.check_request(len(prompt_token_ids), sampling.max_tokens)
         size = self.runner.vocab_size
         if min(prompt_token_ids) < 0 or max(prompt_token_ids) >= size:
             wrong = next(token for token in prompt_token_ids if not 0 <= token < size)
-            raise RequestError(f"token id {wrong} is outside of the vocabulary", f"ids go from 0 to {size - 1}")
+            raise RequestError(f"token id {wrong} is outside the vocabulary", f"ids go from 0 to {size - 1}")
         biased = sampling.logit_bias.token_ids if isinstance(sampling.logit_bias, LogitBias) else ()
         check_named("logit_bias", biased, size)
         check_named("allowed_token_ids", sampling.allowed_token_ids, size)
@@ -158,10 +159,10 @@ class Engine:
         """Queues a prompt and returns its id.
 
         Args:
-            request_id: an id of the caller's; None lets the engine choose one.
+            request_id: id chosen by the caller; None lets the engine choose one.
 
         Raises:
-            RequestError: the request could never be answered, or the id is in use.
+            RequestError: the request is invalid, or the id is in use.
         """
         self.check_request(prompt_token_ids, sampling)
         self._num_requests += 1
@@ -172,7 +173,7 @@ class Engine:
         return request_id
 
     def abort(self, request_id: str) -> list[Delta]:
-        """Ends a request and frees its blocks at once; returns its last deltas, none for an unknown or ended id."""
+        """Ends a request and frees its blocks immediately; returns its last deltas, none for an unknown or ended id."""
         return self.output_processor.end([request_id], FinishReason.ABORT)
 
     def abort_all(self) -> list[Delta]:
@@ -180,13 +181,14 @@ class Engine:
         return self.output_processor.end(self.output_processor.ids(), FinishReason.ABORT)
 
     def step(self) -> list[Delta]:
-        """Reads one step and returns its deltas, at most one per answer. It is planned here, unless the last call did
-        that already; where that is possible, the step after it is submitted before.
+        """Completes one step and returns its deltas, at most one per answer.
 
-        If the runner raises, the requests of this step fail, with the reason in their last deltas; the others continue.
+        The step is planned here, unless the last call submitted it already; if possible, the step after it is submitted
+        first. If the runner raises, the requests of this step fail, with the reason in their last deltas; others
+        continue.
 
         Raises:
-            RuntimeError: requests are waiting but nothing was planned, which is a bug.
+            RuntimeError: requests are waiting but nothing was planned, which is a bug in the scheduler.
         """
         deltas = self.output_processor.end_late() + (self._before_step(self) if self._before_step else [])
         deltas += self.output_processor.release(timeout=0)
@@ -203,7 +205,7 @@ class Engine:
         return self.metrics.render()
 
     def check(self) -> None:
-        """Verifies the bookkeeping. If it is inconsistent, it is reported and rebuilt with an empty prefix cache."""
+        """Verifies the bookkeeping. If it is inconsistent, logs an error and rebuilds it with an empty prefix cache."""
         try:
             self.scheduler.check()
         except (RuntimeError, LookupError):
@@ -214,7 +216,7 @@ class Engine:
             self.metrics.broken_invariants_total += 1
 
     def _begin(self) -> StepInFlight | None:
-        """Plans and submits a step while none is in flight; None if there is nothing to compute."""
+        """Plans and submits a step if none is in flight; None if there is nothing to compute."""
         self._speculate()
         plan = self._plan()
         if not plan.entries:
@@ -223,7 +225,7 @@ class Engine:
         return self._submit(plan)
 
     def _continue(self, step: StepInFlight) -> StepInFlight | None:
-        """Plans and submits the step after one in flight; None where that has to be read first."""
+        """Plans and submits the step after one in flight; None if that must be read first."""
         if not self.config.overlap or self.speculator is not None or not step.submitted.feeds_next:
             return None
         rows = continued_rows(step)
@@ -237,7 +239,7 @@ class Engine:
         rows = tuple(range(len(plan.entries)))
         try:
             return StepInFlight(plan, rows, self.runner.submit(plan))
-        except Exception as error:  # a kernel may raise anything; the requests are told when the step is read
+        except Exception as error:  # a kernel may raise any exception; the requests fail when the step is read
             return StepInFlight(plan, rows, FailedStep(error))
 
     def _read(self, step: StepInFlight) -> list[Delta]:
@@ -249,7 +251,7 @@ class Engine:
             if self._ahead is not None:
                 plan = self._without_undecided(plan, output)
             sampled = [(entry.sequence, output.tokens[entry.sequence.id]) for entry in plan.entries if entry.samples]
-        except Exception as error:  # a kernel may raise anything; the requests are told, the engine continues
+        except Exception as error:  # a kernel may raise any exception; the requests fail, the engine continues
             return self._fail_step(plan, error)
         self.num_failed_steps = 0
         self._complete(plan, sampled)
@@ -260,8 +262,8 @@ class Engine:
         return self.output_processor.process(plan, output)
 
     def _without_undecided(self, plan: StepPlan, output: StepOutput) -> StepPlan:
-        """Returns the plan without the entries whose token has to be drawn again, because the next step has replaced
-        what it is drawn from."""
+        """Returns the plan without entries whose token must be sampled again, because the next step has overwritten
+        their logits."""
         decided = tuple(entry for entry in plan.entries if entry.sequence.id in output.tokens)
         if len(decided) == len(plan.entries):
             return plan
@@ -271,20 +273,20 @@ class Engine:
         return replace(plan, entries=decided)
 
     def _speculate(self) -> None:
-        """Drafts the next tokens. If the drafter raises, no request fails: speculation is turned off for good."""
+        """Drafts the next tokens. If the drafter raises, speculation is disabled permanently and no request fails."""
         if self.speculator is None:
             return
         decodes = self.scheduler.decodes()
         try:
             self.speculator.propose(decodes)
-        except Exception:  # a draft model's kernel may raise anything; the target does not need it
+        except Exception:  # a draft model's kernel may raise any exception; the target model does not depend on it
             logger.exception("drafting failed; speculative decoding is off from now on")
             self.speculator = None
             for sequence in decodes:
                 sequence.keep_drafts(0)
 
     def _complete(self, plan: StepPlan, sampled: list[tuple[Sequence, list[SampledToken]]]) -> None:
-        """Records a computed step. All sampled tokens of a sequence but the last are accepted draft tokens."""
+        """Records a computed step. All sampled tokens of a sequence except the last are accepted draft tokens."""
         accepted = {sequence.id: [token.token_id for token in tokens[:-1]] for sequence, tokens in sampled}
         if self.speculator is not None:
             self.metrics.spec_decode_num_draft_tokens_total += sum(entry.num_draft_tokens for entry in plan.entries)
@@ -296,7 +298,7 @@ class Engine:
     def _plan(self) -> StepPlan:
         plan = self.scheduler.schedule()
         if self.has_work and not plan.entries and not self.output_processor.has_held:
-            self.check()  # lost blocks may be the reason
+            self.check()  # lost blocks may be the cause
             plan = self.scheduler.schedule()
             if not plan.entries:
                 raise RuntimeError("requests are waiting and the scheduler planned nothing")

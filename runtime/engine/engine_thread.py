@@ -1,4 +1,4 @@
-"""Runs the engine in a thread and exposes it to asyncio: one async generator per request, which owns the request."""
+"""Engine thread and its asyncio interface: one async generator per request, which owns the request."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from runtime.text.grammar import NUM_LANES, CompiledGrammar, lane_of
 
 
 class _EngineDeadError(Exception):
-    """The engine will not continue a request; `reason` and `error` go into the last delta of its answers."""
+    """The engine cannot continue a request; `reason` and `error` are set in the last delta of its answers."""
 
     def __init__(self, reason: FinishReason, error: str) -> None:
         super().__init__(error)
@@ -30,13 +30,13 @@ class _EngineDeadError(Exception):
 
 @dataclass(eq=False, slots=True)
 class _RequestStream:
-    """The queue through which one request gets its deltas.
+    """Queue of the deltas of one request.
 
     Attributes:
         loop: event loop of `queue`.
-        num_unfinished: answers that have not ended; only the engine's thread uses it.
-        grammar: keeps the request's grammar compiled.
-        timer: watches for stalls; only the event loop uses it.
+        num_unfinished: number of unfinished answers; used by the engine's thread only.
+        grammar: reference that keeps the request's grammar compiled.
+        timer: timer that detects stalls; used by the event loop only.
     """
 
     loop: asyncio.AbstractEventLoop
@@ -48,7 +48,7 @@ class _RequestStream:
 
 @dataclass(frozen=True, slots=True)
 class _Add:
-    """Starts a request."""
+    """Message that starts a request."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
@@ -59,7 +59,7 @@ class _Add:
 
 @dataclass(frozen=True, slots=True)
 class _Abort:
-    """Aborts the request of a stream that was closed."""
+    """Message that aborts the request of a closed stream."""
 
     request_id: str
     stream: _RequestStream
@@ -67,13 +67,13 @@ class _Abort:
 
 @dataclass(frozen=True, slots=True)
 class _Stop:
-    """Ends the thread: at once, or when all requests have ended."""
+    """Message that stops the thread: immediately, or after all requests have ended."""
 
     when_idle: bool
 
 
 _Items = list[tuple[asyncio.Queue, Delta | _EngineDeadError | RequestError]]
-"""Items and the queue for each."""
+"""Items with their queues."""
 
 
 def post(loop: asyncio.AbstractEventLoop, items: _Items) -> bool:
@@ -92,10 +92,10 @@ def _put_all(items: _Items) -> None:
 
 logger = logging.getLogger("runtime.engine.engine")
 
-WATCH_SLACK_SECONDS = 0.01  # most time after which a stall is detected late
+WATCH_SLACK_SECONDS = 0.01  # maximum delay of stall detection in seconds
 
 CHECK_SECONDS = 1.0
-"""Least time between two checks of an idle engine's bookkeeping."""
+"""Minimum interval between two checks of an idle engine's bookkeeping."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,13 +118,13 @@ class Health:
 
 
 class EngineThread:
-    """Runs an engine in a thread of its own and serves any number of asyncio tasks.
+    """Thread that runs an engine and serves any number of asyncio tasks.
 
     Only this thread uses the engine; other threads send it messages. It sleeps while there is no work.
 
     Args:
-        engine: an engine that is used by nothing else.
-        stall_seconds: longest duration of a step; after that `check` reports a stall and waiting requests fail.
+        engine: engine that this thread uses exclusively.
+        stall_seconds: maximum duration of a step; after that `check` reports a stall and waiting requests fail.
     """
 
     def __init__(self, engine: Engine, *, stall_seconds: float = 120.0) -> None:
@@ -149,7 +149,7 @@ class EngineThread:
         self._thread.start()
 
     def stop(self, timeout: float = 30.0) -> bool:
-        """Ends the thread after the current step; requests in flight get a last delta with reason `abort` at once.
+        """Stops the thread after the current step; requests in flight get a last delta with reason `abort` immediately.
 
         Returns:
             Whether the thread has ended within `timeout` seconds.
@@ -161,7 +161,7 @@ class EngineThread:
         return self._end_thread(_Stop(when_idle=False), timeout)
 
     def drain(self, timeout: float) -> bool:
-        """Takes no more requests, waits at most `timeout` seconds for those in flight, then stops.
+        """Stops accepting requests, waits at most `timeout` seconds for those in flight, then stops the thread.
 
         Returns:
             Whether all of them were completed.
@@ -188,7 +188,7 @@ class EngineThread:
         Closing the generator early frees the request within one step.
 
         Raises:
-            RequestError: the engine refuses the request.
+            RequestError: the engine rejects the request.
         """
         loop = asyncio.get_running_loop()
         grammars = self.engine.grammars
@@ -209,7 +209,7 @@ class EngineThread:
                         unfinished.remove(delta.index)
                     yield delta
         except RequestError:
-            unfinished.clear()  # refused: the engine does not know it, or knows another request by this id
+            unfinished.clear()  # rejected: the engine has no request, or another one, with this id
             raise
         finally:
             if stream.timer is not None:
@@ -220,7 +220,8 @@ class EngineThread:
                 self._messages.put(_Abort(request_id, stream))
 
     def _send(self, message: _Add) -> bool:
-        """Returns False if the thread takes no more requests; the lock ensures that none is queued after its end."""
+        """Queues a message. Returns False if the thread has stopped accepting requests; the lock ensures that no
+        message is queued after its end."""
         with self._lock:
             if self._accepting:
                 self._open.add(message.stream)
@@ -230,8 +231,8 @@ class EngineThread:
             return self._accepting
 
     def _watch(self, request_id: str, stream: _RequestStream) -> None:
-        """Fails the request if the engine is dead or stalled; else checks again when the current step may have
-        stalled. Runs in the event loop."""
+        """Fails the request if the engine is dead or stalled; otherwise schedules the next check for when the current
+        step would count as stalled. Runs in the event loop."""
         if fault := self._fault():
             stream.queue.put_nowait(_EngineDeadError(FinishReason.ERROR, fault))
             self._messages.put(_Abort(request_id, stream))
@@ -244,7 +245,7 @@ class EngineThread:
         return 0.0 if since is None else time.monotonic() - since
 
     def _fault(self) -> str:
-        """Returns why no step will be completed, or an empty string."""
+        """Returns the reason why no step will complete, or an empty string."""
         if self._failure:
             return self._failure
         if not self._thread.is_alive():
@@ -292,7 +293,7 @@ class EngineThread:
             return max(0.0, self._check_due - started)
         self.engine.check()
         self._num_checked_steps = num_steps
-        # With many blocks a check takes a while, which may delay a request: it gets at most 1 % of the time.
+        # With many blocks a check is slow and may delay a request, so checks use at most 1 % of the time.
         self._check_due = started + max(CHECK_SECONDS, 100 * (time.monotonic() - started))
         return None
 
@@ -314,7 +315,7 @@ class EngineThread:
             case _Add():
                 self._add(message)
             case _Abort():
-                # Another request with this id continues: this one was refused, or has ended.
+                # Another request with this id continues: this one was rejected, or has ended.
                 if self._streams.get(message.request_id) is message.stream:
                     self._forget(message.request_id)
             case _Stop():
@@ -344,7 +345,7 @@ class EngineThread:
         for delta in deltas:
             if delta.finish_reason is not None:
                 self._note_end(delta.request_id)
-        for delta in undelivered:  # their loop was closed without closing its generators
+        for delta in undelivered:  # the event loop was closed without closing its generators
             self._forget(delta.request_id)
 
     def _note_end(self, request_id: str) -> None:
@@ -354,7 +355,7 @@ class EngineThread:
             del self._streams[request_id]
 
     def _close(self) -> None:
-        """Ends all waiting streams, also those whose message was not read."""
+        """Ends all waiting streams, including those with unread messages."""
         with self._lock:
             self._accepting = False
         if not self._failure:

@@ -1,25 +1,25 @@
-"""Shares the engine between clients: places among the running sequences, and the tokens of a step. Pure; no torch.
+"""Fair sharing of the engine between clients: places among the running sequences, and tokens of a step. Pure; no torch.
 
-A client is a name in `RequestOptions.client`. These rules share places as equally as requests allow (max-min fairness),
-in turns (round robin), and tokens likewise:
+A client is a name in `RequestOptions.client`. Places are shared by max-min fairness in round-robin turns, and tokens
+likewise:
 
-* The next place goes to the client that holds the fewest; among equals to the one whose last turn is longest ago. A new
-  client's turn is after all others. Among the sequences of one client their order decides.
+* The next place goes to the client that holds the fewest; among equals, to the client whose last turn is longest ago. A
+  new client's turn is after all others. Among the sequences of one client their order decides.
 * A client that holds at least two places fewer than another does not wait for a free one: it takes the last place of
-  whoever holds most, with one sequence per step and only when its other prompts are computed. So only clients lose a
-  place that still hold more than the one that comes in: no displacement undoes another, and what has to be computed
-  again is at the expense of whoever holds more than its share.
+  the client that holds the most, one sequence per step and only when its other prompts are computed. A client that
+  loses a place still holds at least as many as the one that gains it: no displacement undoes another, and recomputation
+  is at the expense of clients above their share.
 * The tokens that decodes leave of a step's budget are divided between the clients that have prompts to compute, so that
-  decodes and prompts together become as equal as possible. What a client cannot use, the others get.
+  decodes and prompts together become as equal as possible. Tokens that a client cannot use go to the others.
 
-Let T be the token budget of a step, S the most running sequences and C the number of clients, with C <= S and
-S + C <= T, and let the pool hold S blocks more than C whole contexts. Then whatever the others send, the first running
-sequence of a client computes at least one token in each step, and a request of a client that has no other begins with
-the next step and computes at least `min(prefill_chunk, (T - S) // C)` tokens of its prompt per step. No step is longer
-than T tokens.
+Let T be the token budget of a step, S the most running sequences and C the number of clients, with C <= S and S + C <=
+T, and let the pool hold S blocks more than C whole contexts. Then, independent of other clients' requests, the first
+running sequence of a client computes at least one token in each step, and a request of a client that has no other
+begins with the next step and computes at least `min(prefill_chunk, (T - S) // C)` tokens of its prompt per step. No
+step is longer than T tokens.
 
-Source: Y. Sheng et al., "Fairness in serving large language models" (2024). Here no counter of served tokens is needed,
-because every client is served in every step.
+Source: Y. Sheng et al., "Fairness in serving large language models" (2024). A counter of served tokens is not needed,
+    because every client is served in every step.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from runtime.core.request import Sequence
 
 @dataclass(slots=True)
 class Client:
-    """A client with sequences that have not ended.
+    """Client with unfinished sequences.
 
     Attributes:
         turn: number of its last turn; the lowest is next among clients that hold equally many places.
-        num_sequences: running and waiting ones.
+        num_sequences: number of running and waiting sequences.
     """
 
     turn: int
@@ -47,7 +47,7 @@ class Client:
 
 @dataclass(slots=True)
 class Clients:
-    """The clients that have sequences, by name, and the number of turns so far."""
+    """Clients with unfinished sequences by name, and the number of turns so far."""
 
     by_name: dict[str, Client] = field(default_factory=dict)
     num_turns: int = 0
@@ -98,7 +98,7 @@ def first_of_each(waiting: Iterable[Sequence]) -> list[Sequence]:
 
 def in_turns(running: Iterable[Sequence]) -> list[Sequence]:
     """Returns running sequences in turns: the first of every client, then the second of every client, and so on. The
-    last one is the last of a client that holds most."""
+    last one belongs to a client with the most places."""
     by_client: dict[str, list[Sequence]] = {}
     for sequence in running:
         by_client.setdefault(sequence.client, []).append(sequence)
@@ -112,10 +112,10 @@ def token_shares(budget: int, decodes: Mapping[str, int], prompts: Collection[st
         budget: tokens that decodes leave; at least one for each of `prompts`.
         decodes: tokens of decodes by client.
         prompts: clients that have a prompt in progress; each gets at least one token.
-        asking: clients that have a prompt in progress or one that waits.
+        asking: clients that have a prompt in progress or a waiting one.
 
     Returns:
-        Most prompt tokens by client; their sum is at most `budget`.
+        Maximum prompt tokens by client; their sum is at most `budget`.
     """
     used = {name: decodes.get(name, 0) + (name in prompts) for name in asking}
     level = _water_level(budget - len(prompts), sorted(used.values()))

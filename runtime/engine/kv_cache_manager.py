@@ -1,4 +1,4 @@
-"""Block tables of sequences: blocks are allocated, shared, copied before a write, and returned. No torch."""
+"""Block tables of sequences: allocation, sharing, copy-on-write, and release of blocks. No torch."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from runtime.engine.state_manager import StateManager
 
 @dataclass(frozen=True, slots=True)
 class TablePlan:
-    """A planned block table; nothing is allocated yet.
+    """Planned block table, before allocation.
 
     Attributes:
         table: ids of cached blocks; elsewhere `RELEASED`.
         missing: indices of entries that need a new block, ascending.
-        saved: hashes of blocks in host memory that fill the first of these.
-        source: cached block to copy into the last new block, all but its last token, which has to be computed.
-        num_computed_tokens: tokens whose keys and values are known afterwards.
+        saved: hashes of blocks in host memory that fill the first of the missing entries.
+        source: cached block to copy into the last new block, except its last token, which must be computed.
+        num_computed_tokens: number of tokens with known keys and values afterwards.
     """
 
     table: list[int]
@@ -43,7 +43,7 @@ def plan_table(
 
     Args:
         hashes: chained hashes of the full blocks.
-        span: most tokens of the sequence in one step.
+        span: maximum tokens of the sequence per step.
     """
     size = pool.block_size
     known = _known_blocks(pool, attention_window, hashes, num_tokens)
@@ -76,10 +76,10 @@ def _known_blocks(
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Where a sequence starts.
+    """Starting point of a sequence.
 
     Attributes:
-        num_matched_tokens: tokens whose keys and values are cached, with a recurrent state behind them or without.
+        num_matched_tokens: number of tokens with cached keys and values, with or without a saved recurrent state.
     """
 
     table: TablePlan
@@ -100,9 +100,10 @@ class KVCacheManager:
 
     Args:
         pool: KV blocks.
-        config: its dtype and the most tokens of a prompt in one step.
+        config: configuration with the KV cache dtype and the maximum prompt tokens per step.
         attention_window: tokens that a token attends to; blocks outside of it are returned while a sequence runs.
-        states: recurrent states of the same sequences, if the model has any: a cached prefix is used up to one.
+        states: recurrent states of the same sequences, if the model has any: cached prefixes are used up to a saved
+            state.
     """
 
     def __init__(
@@ -118,15 +119,15 @@ class KVCacheManager:
         self.attention_window = attention_window
 
     def most_held(self, num_tokens: int) -> int:
-        """Returns the most blocks that a sequence of `num_tokens` tokens holds at once."""
+        """Returns the maximum number of blocks that a sequence of `num_tokens` tokens holds."""
         return self.attention_window.blocks_for(num_tokens, self.config.max_span_tokens, self.pool.block_size)
 
     def take(self, sequence: Sequence, num_running: int) -> TakenBlocks | None:
-        """Allocates the blocks of a sequence that has none, cached ones first. Returns None without room for them, or
-        for its recurrent state.
+        """Allocates the blocks of a sequence that has none, reusing cached ones. Returns None without free blocks, or
+        without a slot for its recurrent state.
 
         Args:
-            num_running: sequences that run already; as many blocks stay free.
+            num_running: number of running sequences; the same number of blocks stays free.
         """
         pool = self.pool
         start = self._find_start(sequence, num_running)
@@ -136,7 +137,7 @@ class KVCacheManager:
         kept = held_blocks(plan.table)
         if len(plan.missing) + pool.count_free(kept) + num_running > pool.num_free:
             return None
-        # Before the allocation, whose evictions may replace entries in host memory.
+        # Before the allocation, because its evictions may replace entries in host memory.
         slots = pool.tier.load(plan.saved)
         if plan.source is not None:
             pool.touch(plan.source)
@@ -157,8 +158,8 @@ class KVCacheManager:
         return plan_table(self.pool, self.attention_window, hashes, sequence.num_tokens, span)
 
     def _find_start(self, sequence: Sequence, num_running: int) -> Start | None:
-        """Returns the longest cached prefix, of a model with recurrent states the longest one with a state behind it;
-        None if there is no slot for that of one more sequence."""
+        """Returns the longest cached prefix; for a model with recurrent states, the longest one with a saved state.
+        None if there is no slot for the state of one more sequence."""
         whole = self._plan(sequence, hashes := self._findable_hashes(sequence))
         if self.states is None:
             return Start(whole)
@@ -170,19 +171,19 @@ class KVCacheManager:
         return None
 
     def share(self, parent: Sequence, child: Sequence) -> None:
-        """Starts a fork on the blocks of `parent`, with the last prompt token left to compute."""
+        """Starts a fork on the blocks of `parent`; only the last prompt token remains to compute."""
         self.pool.acquire(held_blocks(parent.block_ids))
         child.block_ids = parent.block_ids.copy()
         child.num_computed_tokens = child.num_tokens - 1
         child.num_registered_blocks = child.num_computed_tokens // self.pool.block_size
 
     def lacks_slot(self, sequence: Sequence, ahead: int = 0) -> bool:
-        """Returns whether the next token, or the one that many places `ahead` of it, needs a new block."""
+        """Returns whether the next token, or the token `ahead` positions after it, needs a new block."""
         index = (sequence.num_computed_tokens + ahead) // self.pool.block_size
         return index == len(sequence.block_ids) or self.pool.shared(sequence.block_ids[index])
 
     def make_writable(self, sequence: Sequence, ahead: int = 0) -> list[BlockCopy]:
-        """Gives a token as in `lacks_slot` a slot of its own; there must be a free block if it needs one."""
+        """Gives the token, as in `lacks_slot`, an exclusive slot; a block must be free if it needs one."""
         table, size = sequence.block_ids, self.pool.block_size
         index, offset = divmod(sequence.num_computed_tokens + ahead, size)
         if index == len(table):
@@ -207,7 +208,7 @@ class KVCacheManager:
         sequence.block_ids += self.pool.allocate(self.num_missing(sequence))
 
     def fit_draft(self, sequence: Sequence, budget: int, num_spare: int) -> None:
-        """Shortens the draft to what fits, and allocates its blocks.
+        """Truncates the draft to the available room, and allocates its blocks.
 
         Args:
             budget: tokens left in the step.
@@ -222,7 +223,7 @@ class KVCacheManager:
         sequence.block_ids += self.pool.allocate(max(0, missing))
 
     def drop_draft(self, sequence: Sequence, num_known: int) -> None:
-        """Returns the blocks of draft tokens that were not accepted, behind those of `num_known` tokens."""
+        """Releases the blocks of rejected draft tokens, after those of `num_known` tokens."""
         sequence.keep_drafts(0)
         num_blocks = self.pool.blocks_for(num_known)
         self.pool.release(sequence.block_ids[num_blocks:])
@@ -233,7 +234,7 @@ class KVCacheManager:
         """Adds full blocks of computed tokens to the prefix cache.
 
         Args:
-            accepted: computed tokens that are not in the sequence yet.
+            accepted: computed tokens that have not been appended to the sequence.
         """
         first, last = sequence.num_registered_blocks, sequence.num_computed_tokens // self.pool.block_size
         if not self.pool.prefix_caching or last <= first:
@@ -253,7 +254,7 @@ class KVCacheManager:
             self.states.forget(sequence)
 
     def release(self, sequence: Sequence) -> None:
-        """Returns all blocks, and the slot of the recurrent state."""
+        """Releases all blocks, and the slot of the recurrent state."""
         self.pool.release(held_blocks(sequence.block_ids))
         sequence.block_ids = []
         sequence.num_registered_blocks = 0
@@ -262,7 +263,7 @@ class KVCacheManager:
             self.states.release(sequence)
 
     def release_evictable(self, sequence: Sequence) -> None:
-        """Returns the blocks that no later token attends to."""
+        """Releases the blocks that no later token attends to."""
         if self.attention_window.window is None:
             return
         table = sequence.block_ids
@@ -281,21 +282,23 @@ class KVCacheManager:
         if missing > 1 or sequence.num_computed_tokens >= sequence.num_tokens:
             raise RuntimeError(f"sequence {sequence.id} has tokens without blocks or nothing left to compute")
         hidden = self.attention_window.evictable_blocks(sequence.num_computed_tokens, self.pool.block_size)
-        # A step that is planned ahead takes a block before the one that it does not see any more is returned.
+        # A step that is planned ahead allocates a block before the one outside its window is released.
         span = self.config.max_span_tokens + 1
         most_held = self.attention_window.blocks_for(sequence.num_tokens, span, self.pool.block_size)
         if RELEASED in table[: hidden.start] + table[hidden.stop :] or num_held > most_held:
-            raise RuntimeError(f"sequence {sequence.id} holds {num_held} blocks, too many or not those that it sees")
+            raise RuntimeError(
+                f"sequence {sequence.id} holds {num_held} blocks, too many or not those inside its window"
+            )
 
     def _findable_hashes(self, sequence: Sequence) -> list[bytes]:
-        """Returns hashes to look up; none when every token of the prompt has to be computed."""
+        """Returns hashes to look up; none if every token of the prompt must be computed."""
         if not self.pool.prefix_caching or sequence.wants_whole_prompt:
             return []
         self._extend_hashes(sequence)
         return sequence.block_hashes
 
     def _extend_hashes(self, sequence: Sequence, accepted: TokenIds[int] = ()) -> None:
-        # Keys and values of a token depend on what it attended to.
+        # Keys and values of a token depend on the tokens it attended to.
         root = root_hash(f"{self.config.dtype}, sees {self.attention_window}", sequence.request.options.cache_salt)
         token_ids = [*sequence.token_ids, *accepted] if accepted else sequence.token_ids
         extend_hashes(sequence.block_hashes, token_ids, self.pool.block_size, root)

@@ -1,8 +1,8 @@
-"""Bookkeeping of KV blocks, or of recurrent states, that were evicted to host memory, by hash. No torch.
+"""Bookkeeping of KV blocks, or recurrent states, evicted to host memory, by hash. No torch.
 
-The pool saves a block here when it allocates it again, and continues a prefix match here. The runner moves the data
-when it executes the next plan. Until that plan is known to be done, the blocks it saves are not certain, and the blocks
-it loads must not be replaced. Slots of recurrent states (`runtime.engine.state_pool`) are blocks in this sense, too.
+The pool saves a block here when it reallocates it, and continues prefix matches here. The runner moves the data when it
+executes the next plan. Until that plan has completed, blocks it saves are provisional, and blocks it loads must not be
+replaced. Slots of recurrent states (`runtime.engine.state_pool`) are blocks in this sense, too.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class KVOffload:
     chains first, so these are also replaced first.
 
     Args:
-        num_slots: number of slots, with ids 0 to num_slots - 1; 0 turns offloading off.
+        num_slots: number of slots, with ids 0 to num_slots - 1; 0 disables offloading.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -32,11 +32,11 @@ class KVOffload:
 
     @property
     def num_used(self) -> int:
-        """Slots that hold a block."""
+        """Number of slots that hold a block."""
         return len(self._slots)
 
     def save(self, block_hash: bytes, block_id: int) -> None:
-        """Saves the content of a block that is about to be overwritten, if there is a slot for it."""
+        """Saves the content of a block that is about to be overwritten, if a slot is available."""
         if block_hash in self._slots:
             self._slots.move_to_end(block_hash)
         elif (slot := self._take_slot()) is not None:
@@ -65,21 +65,21 @@ class KVOffload:
         return [self._slots[block_hash] for block_hash in hashes]
 
     def take_offloads(self) -> tuple[BlockOffload, ...]:
-        """Returns the blocks that the next plan must save. Call `settle` after that plan."""
+        """Returns the blocks that the next plan must offload. Call `settle` after that plan."""
         offloads = tuple(BlockOffload(block_id, slot) for slot, block_id in self._moves.items())
         self._moves.clear()
         self.num_offloads += len(offloads)
         return offloads
 
     def settle(self, *, done: bool) -> None:
-        """Records the end of the plan in flight. If it failed, the entries it should have saved are removed."""
+        """Records the completion of the plan in flight. If it failed, the entries it should have saved are removed."""
         if not done:
             self.forget(self._unsure.copy())
         self._unsure.clear()
         self._pinned.clear()
 
     def forget(self, hashes: Iterable[bytes]) -> None:
-        """Removes entries whose content cannot be trusted; unknown hashes are ignored."""
+        """Removes entries with unreliable content; unknown hashes are ignored."""
         for block_hash in hashes:
             slot = self._slots.pop(block_hash, None)
             if slot is not None:

@@ -1,4 +1,4 @@
-"""Metrics of a running engine. Plain numbers, written by the engine's thread; `prometheus_client` renders them."""
+"""Metrics of a running engine: plain numbers, written by the engine's thread and rendered by `prometheus_client`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.5, 5.
 
 
 class Histogram:
-    """Counts of observations per bucket. Without locks: one is observed per token in the engine's thread."""
+    """Histogram without locks: the engine's thread adds one observation per token."""
 
     def __init__(self, bounds: tuple[float, ...] = SECONDS) -> None:
         self.bounds = bounds
@@ -39,7 +39,7 @@ class Histogram:
         self.sum += value
 
     def cumulative(self) -> list[tuple[str, float]]:
-        """Upper bound and observations up to it, for each bucket."""
+        """Returns upper bound and cumulative count of each bucket."""
         return list(zip((*map(str, self.bounds), "+Inf"), map(float, accumulate(self.counts)), strict=True))
 
 
@@ -65,7 +65,7 @@ class Metrics(Collector):
     """Counters, gauges and histograms. `PREFIX` and the name of a field make the name of a metric; names are stable."""
 
     num_requests_running: float = _gauge("Sequences being computed.")
-    num_requests_waiting: float = _gauge("Sequences waiting for room.")
+    num_requests_waiting: float = _gauge("Sequences waiting for memory or a place.")
     kv_cache_usage_perc: float = _gauge("Share of KV blocks in use, 0 to 1.")
     prompt_tokens_total: int = _counter("Prompt tokens of started requests.")
     generation_tokens_total: int = _counter("Tokens generated.")
@@ -75,33 +75,33 @@ class Metrics(Collector):
     expert_cache_hits_total: int = _counter("Experts of a layer found in the cache of experts.")
     preemptions_total: int = _counter("Sequences preempted.")
     preempted_tokens_total: int = _counter("Computed tokens lost to preemption.")
-    spec_decode_num_draft_tokens_total: int = _counter("Draft tokens verified, of a tree all its nodes.")
+    spec_decode_num_draft_tokens_total: int = _counter("Draft tokens verified; for trees, all nodes.")
     spec_decode_num_accepted_tokens_total: int = _counter("Draft tokens accepted.")
-    step_errors_total: int = _counter("Steps that failed as a whole.")
+    step_errors_total: int = _counter("Failed steps.")
     steps_total: int = _counter("Steps.")
-    host_blocks_offloaded_total: int = _counter("KV blocks saved in host memory when they were evicted.")
-    host_blocks_restored_total: int = _counter("KV blocks filled from host memory instead of being computed.")
+    host_blocks_offloaded_total: int = _counter("KV blocks saved to host memory on eviction.")
+    host_blocks_restored_total: int = _counter("KV blocks loaded from host memory instead of being computed.")
     host_cache_usage_perc: float = _gauge("Share of the host memory for KV blocks in use, 0 to 1.")
     state_slots: float = _gauge("Slots for recurrent states.")
     state_slots_used: float = _gauge("Slots whose state a running sequence reads or writes.")
     state_slots_saved: float = _gauge("Slots whose state a later sequence can continue from.")
     state_hits_total: int = _counter("Sequences that started from a saved state.")
-    state_evictions_total: int = _counter("Saved states that lost their slot to another.")
+    state_evictions_total: int = _counter("Saved states evicted from their slot.")
     host_states_saved: float = _gauge("Saved states in host memory.")
-    host_states_offloaded_total: int = _counter("Saved states copied to host memory when they were evicted.")
-    host_states_restored_total: int = _counter("States copied from host memory for a sequence that started there.")
-    broken_invariants_total: int = _counter("Times that broken bookkeeping was found and rebuilt.")
+    host_states_offloaded_total: int = _counter("Saved states copied to host memory on eviction.")
+    host_states_restored_total: int = _counter("States copied from host memory to start a sequence.")
+    broken_invariants_total: int = _counter("Number of rebuilds of inconsistent bookkeeping.")
     request_success_total: Counter[str] = field(
         default_factory=Counter, metadata={"help": "Requests ended, by reason.", "label": "finished_reason"}
     )
     steps_by_path_total: Counter[str] = field(
         default_factory=Counter,
-        metadata={"help": "Steps on a GPU: recorded, why not, or both.", "label": "path"},
+        metadata={"help": "Steps on a GPU: recorded (CUDA graph), the reason why not, or both.", "label": "path"},
     )
     steps_by_overlap_total: Counter[str] = field(
         default_factory=Counter,
         metadata={
-            "help": "Recorded steps read after the next was submitted: overlapped, or why not.",
+            "help": "Recorded steps: overlapped with the next step, or the reason why not.",
             "label": "overlap",
         },
     )
@@ -119,7 +119,7 @@ class Metrics(Collector):
     )
 
     def note_scheduled(self, times: RequestTimes, num_prompt_tokens: int, now: float) -> None:
-        """Counts the first step of a request; later ones change nothing."""
+        """Counts the first step of a request; later calls have no effect."""
         if times.first_scheduled is None:
             times.first_scheduled = now
             self.prompt_tokens_total += num_prompt_tokens
@@ -140,7 +140,7 @@ class Metrics(Collector):
         self.e2e_request_latency_seconds.observe(now - times.arrival)
 
     def read_scheduler(self, scheduler: Scheduler) -> None:
-        """Copies the scheduler's numbers; it only reads, so any thread may call it."""
+        """Copies the scheduler's statistics. Reads only, so any thread may call it."""
         pool, stats = scheduler.pool, scheduler.stats
         self.num_requests_running = len(scheduler.running)
         self.num_requests_waiting = len(scheduler.waiting)
@@ -169,7 +169,7 @@ class Metrics(Collector):
         return (_family(item, getattr(self, item.name)) for item in fields(self))
 
     def render(self) -> str:
-        """Renders Prometheus' text format 0.0.4, from a registry of its own."""
+        """Renders Prometheus' text format 0.0.4 from a separate registry."""
         registry = CollectorRegistry(auto_describe=False)
         registry.register(self)
         return generate_latest(registry).decode()

@@ -1,4 +1,5 @@
-"""Turns sampled tokens into deltas: text, stop conditions, log-probabilities, prompt results and metrics. No torch."""
+"""Conversion of sampled tokens to deltas: text, stop conditions, log-probabilities, prompt results, metrics. No
+torch."""
 
 from __future__ import annotations
 
@@ -28,11 +29,11 @@ from runtime.engine.scheduler import Scheduler
 from runtime.text.grammar import GrammarCompiler
 from runtime.text.token_table import Vocabulary
 
-GRAMMAR_TOO_COMPLEX = "the grammar is too complex to be followed from here on"
+GRAMMAR_TOO_COMPLEX = "the grammar is too complex to continue from here"
 
 
 class IncrementalText(Protocol):
-    """Incremental detokenizer; `runtime.text.tokenizer.Detokenizer` is one."""
+    """Interface of an incremental detokenizer; implemented by `runtime.text.tokenizer.Detokenizer`."""
 
     def push(self, token_id: int) -> str: ...
 
@@ -40,7 +41,7 @@ class IncrementalText(Protocol):
 
 
 class TextLayer(Vocabulary, Protocol):
-    """Tokenizer as the engine uses it; `runtime.text.tokenizer.Tokenizer` is one."""
+    """Interface of a tokenizer for the engine; implemented by `runtime.text.tokenizer.Tokenizer`."""
 
     def detokenizer(
         self, prompt_token_ids: TokenIds[int] = (), *, skip_special_tokens: bool = True
@@ -48,13 +49,13 @@ class TextLayer(Vocabulary, Protocol):
 
 
 class StopMatcher:
-    """Passes text on until a stop string occurs; text that may become one is held back.
+    """Filter that passes text until a stop string occurs, and holds back prefixes of stop strings.
 
-    The stop string that is complete first ends the text, so the result does not depend on how the text is split. At
+    The stop string that completes first ends the text, so the result does not depend on how the text is split. At
     most `max(len(stop)) - 1` characters are held back.
 
     Args:
-        include: the stop string is part of the text.
+        include: whether the stop string is part of the text.
     """
 
     def __init__(self, stop: Iterable[str], *, include: bool = False) -> None:
@@ -63,8 +64,8 @@ class StopMatcher:
         self._held = ""
 
     def push(self, text: str) -> str:
-        """Adds text and returns what cannot be part of a stop string. After a match, `matched` is set and nothing
-        returned."""
+        """Adds text and returns the part that cannot belong to a stop string. After a match `matched` is set, and the
+        result is empty."""
         if self.matched:
             return ""
         if not self.stop:
@@ -80,12 +81,12 @@ class StopMatcher:
         return text[:settled]
 
     def flush(self) -> str:
-        """Returns the text held back, after the last text."""
+        """Returns the text held back, after the last input."""
         held, self._held = self._held, ""
         return held
 
     def _longest_beginning(self, text: str) -> int:
-        """Returns the length of the longest end of `text` that begins a stop string."""
+        """Returns the length of the longest suffix of `text` that is a prefix of a stop string."""
         longest = min(len(text), max(map(len, self.stop)) - 1)
         for length in range(longest, 0, -1):
             if any(stop.startswith(text[-length:]) for stop in self.stop):
@@ -94,16 +95,16 @@ class StopMatcher:
 
 
 class RequestState:
-    """Output of one sequence: appends tokens and detects the end.
+    """Output state of one sequence: appends tokens and detects the end.
 
     A sequence ends with `stop` at an end token (which has no text), when a stop string is complete, or when its grammar
     is complete; otherwise with `length` at `max_tokens`. If both apply to a token, the reason is `stop`.
 
     Args:
-        sequence: receives the tokens, the finish reason and the error.
-        tokenizer: None yields no text.
+        sequence: sequence that receives tokens, finish reason and error.
+        tokenizer: tokenizer; None yields no text.
         eos_token_ids: end tokens of the model.
-        request_id: id of the request; ids of its sequences differ if it has several answers.
+        request_id: id of the request, which differs from sequence ids if it has several answers.
         index: number of this answer in the request.
     """
 
@@ -122,7 +123,7 @@ class RequestState:
         self._min_tokens, self._shows_end = sampling.min_tokens, sampling.include_stop
 
     def extend(self, sampled: list[SampledToken]) -> Delta:
-        """Appends tokens up to the first that ends the sequence, and drops the rest."""
+        """Appends tokens up to the first one that ends the sequence; drops the rest."""
         text = ""
         token_ids: list[int] = []
         logprobs: list[TokenLogprobs] = []
@@ -156,7 +157,7 @@ class RequestState:
         return "" if is_taken else f"the grammar does not allow token {token_id}"
 
     def _accept(self, token_id: int) -> str:
-        """Returns the text that a token completes; closes the sequence at its last token."""
+        """Returns the text that a token completes; ends the sequence at its last token."""
         is_end = token_id in self.end_token_ids
         text = "" if is_end and not self._shows_end else self._read(token_id)
         constraint = self.sequence.constraint
@@ -167,7 +168,7 @@ class RequestState:
         return text if self.sequence.finish_reason is None else text + self._flush()
 
     def _read(self, token_id: int) -> str:
-        """Returns the text that a token completes; stop strings may begin behind `min_tokens` tokens."""
+        """Returns the text that a token completes; stop strings are matched after `min_tokens` tokens."""
         text = self._text.push(token_id) if self._text else ""
         return text if self.sequence.num_output_tokens <= self._min_tokens else self._stop.push(text)
 
@@ -201,8 +202,8 @@ class RequestState:
 
 @dataclass(slots=True)
 class PromptResults:
-    """Log-probabilities of all prompt tokens but the first, and the sum of the prompt's final hidden states, or the
-    last of them."""
+    """Results of a prompt: log-probabilities of all tokens except the first, and the sum of the final hidden states, or
+    the last of them."""
 
     pooling: Pooling = Pooling.NONE
     logprobs: LogprobColumns = field(default_factory=LogprobColumns)
@@ -224,13 +225,13 @@ class PromptResults:
 
     @property
     def error(self) -> str:
-        """Reason why the results are unusable, or an empty string."""
+        """Error message for unusable results, or an empty string."""
         if all(map(isfinite, self.pooled)) and not any(map(isnan, self.logprobs.logprobs)):
             return ""
         return "the model's hidden states are not finite (NaN or infinity)"
 
     def put_into(self, delta: Delta) -> Delta:
-        """Returns the delta with these results."""
+        """Adds these results to a delta."""
         count = delta.num_prompt_tokens if self.pooling is Pooling.MEAN else 1
         embedding = [total / count for total in self.pooled]
         return replace(delta, prompt_logprobs=self.logprobs, embedding=embedding or None)
@@ -238,13 +239,13 @@ class PromptResults:
 
 @dataclass(slots=True)
 class _ParentRequest:
-    """A request with its `n` answers.
+    """Request with its `n` answers.
 
     Attributes:
-        answers: answers that have not ended, by sequence id.
+        answers: unfinished answers by sequence id.
         forks: answers 1 to n - 1 until the prompt is computed; then they become sequences.
-        deadline: seconds of the engine's clock.
-        prompt: results about the prompt; None once they are delivered.
+        deadline: deadline in seconds of the engine's clock.
+        prompt: results of the prompt; None once they are delivered.
     """
 
     id: str
@@ -256,7 +257,7 @@ class _ParentRequest:
 
 @dataclass(frozen=True, slots=True)
 class _HeldTokens:
-    """Sampled tokens of an answer whose grammar is slow, until a thread has followed the first of them."""
+    """Sampled tokens of an answer with a slow grammar, held until a thread has advanced the grammar."""
 
     answer: RequestState
     sampled: list[SampledToken]
@@ -265,16 +266,16 @@ class _HeldTokens:
 
 
 class OutputProcessor:
-    """Tracks requests from the prompt to the last delta of their answers. Single-threaded.
+    """State of all requests, from the prompt to the last delta of their answers. Single-threaded.
 
     Args:
-        scheduler: schedules their sequences.
-        tokenizer: turns tokens into text; None yields no text.
+        scheduler: scheduler of their sequences.
+        tokenizer: tokenizer; None yields no text.
         eos_token_ids: end tokens of the model.
-        grammars: compiles grammars; None without a tokenizer.
+        grammars: compiler of grammars; None without a tokenizer.
         vocab_size: vocabulary size of the model.
-        metrics: counts tokens and ends.
-        clock: seconds, for metrics and time limits.
+        metrics: metrics to update.
+        clock: clock in seconds, for metrics and time limits.
     """
 
     def __init__(
@@ -297,11 +298,11 @@ class OutputProcessor:
 
     @property
     def has_held(self) -> bool:
-        """Whether answers wait for their grammars."""
+        """Whether any answer waits for its grammar."""
         return bool(self._held)
 
     def ids(self) -> list[str]:
-        """Returns the ids of all requests that have not ended."""
+        """Returns the ids of unfinished requests."""
         return list(self._requests)
 
     def id_of(self, sequence: Sequence) -> str:
@@ -309,7 +310,7 @@ class OutputProcessor:
         return self._by_sequence[sequence.id].id
 
     def add(self, first: Request) -> None:
-        """Queues a request, given its first answer. Raises RequestError if the id is in use."""
+        """Queues a request by its first answer. Raises RequestError if the id is in use."""
         forks = [_fork_request(first, index) for index in range(1, first.sampling.n)]
         if not self._by_sequence.keys().isdisjoint(r.id for r in [first, *forks]) or self._is_reserved(first.id):
             raise RequestError(f"request id {first.id!r} is in use", "Choose another id, or none")
@@ -337,7 +338,7 @@ class OutputProcessor:
         """Continues the held answers whose grammars are ready; waits for the first at most `timeout` seconds.
 
         Returns:
-            Their deltas; none for an answer that has ended meanwhile.
+            Deltas of these answers; none for answers that ended meanwhile.
         """
         ready = wait([held.work for held in self._held], timeout, FIRST_COMPLETED).done if self._held else ()
         released = [held for held in self._held if held.work in ready]
@@ -353,7 +354,7 @@ class OutputProcessor:
         return [self._append(held.answer, held.sampled, held.prompt)]
 
     def _add_prompts(self, plan: StepPlan, output: StepOutput) -> list[Delta]:
-        """Collects results about prompts, and ends requests that need nothing else."""
+        """Collects prompt results, and ends requests without generation."""
         deltas: list[Delta] = []
         for entry in plan.entries:
             sequence = entry.sequence
@@ -365,7 +366,8 @@ class OutputProcessor:
         return deltas
 
     def _extend(self, sequence: Sequence, sampled: list[SampledToken]) -> list[Delta]:
-        """Adds sampled tokens to a sequence's answer; after the first ones the other answers of its request start."""
+        """Adds sampled tokens to a sequence's answer; after the first tokens, starts the other answers of the
+        request."""
         parent = self._by_sequence[sequence.id]
         prompt, parent.prompt = parent.prompt, None
         error = (prompt.error if prompt else "") or (sampled[0].error if parent.forks else "")
@@ -409,12 +411,12 @@ class OutputProcessor:
         self._times[sequence.id] = RequestTimes(sequence.request.arrival_time)
 
     def _is_reserved(self, request_id: str) -> bool:
-        """Returns whether an id is that of a request, or of an answer that has not started."""
+        """Returns whether an id belongs to a request, or to an answer that has not started."""
         parent = self._requests.get(request_id.rpartition("/")[0])
         return request_id in self._requests or (parent is not None and request_id in [r.id for r in parent.forks])
 
     def _end_prompt(self, parent: _ParentRequest, request: Request) -> list[Delta]:
-        """Ends a request that generates nothing."""
+        """Ends a request without generation."""
         prompt = parent.prompt or PromptResults()
         if prompt.error:
             return self._end_all(parent, FinishReason.ERROR, prompt.error)
@@ -428,7 +430,7 @@ class OutputProcessor:
             self._metrics.note_tokens(self._times[sequence.id], len(delta.token_ids), now)
         if delta.finish_reason is not None:
             self._metrics.note_end(self._times.pop(sequence.id), delta.finish_reason, now)
-            # Keys and values that led to a failure must not be reused by a request with the same prefix.
+            # A request with the same prefix must not reuse keys and values that led to a failure.
             self._scheduler.finish(sequence, trusted=delta.finish_reason is not FinishReason.ERROR)
             del parent.answers[sequence.id], self._by_sequence[sequence.id]
             if not parent.answers:
@@ -436,7 +438,7 @@ class OutputProcessor:
         return delta
 
     def _end_all(self, parent: _ParentRequest, reason: FinishReason, error: str = "") -> list[Delta]:
-        """Ends all answers of a request, also those that have not started."""
+        """Ends all answers of a request, including those that have not started."""
         deltas = [self._publish(parent, answer, answer.end(reason, error)) for answer in list(parent.answers.values())]
         for index, _ in enumerate(parent.forks, start=1):
             deltas.append(replace(deltas[0], index=index))
@@ -444,7 +446,7 @@ class OutputProcessor:
 
 
 def _fork_request(first: Request, index: int) -> Request:
-    # The first answer delivers the results about the prompt.
+    # The first answer delivers the prompt results.
     sampling = replace(first.sampling, prompt_logprobs=None)
     return replace(first, id=f"{first.id}/{index}", seed=derive_seed(first.seed, index), sampling=sampling)
 

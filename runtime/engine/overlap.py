@@ -1,11 +1,11 @@
-"""Overlap: while a step is computed, the next one is planned and submitted, and then the first is read. No torch.
+"""Overlapped scheduling: the next step is planned and submitted while a step is computed, and before its output is
+read. No torch.
 
-The next step continues each sequence by the token that the step in flight draws for it; the runner takes that from the
-device. It is planned only where its plan is the one that would be made after the step is read, so that answers, their
-order and all numbers are the same; else the step is read first, and the reason counted. A sequence that ends by what it
-said (an end token, a stop string, an abort) was continued in vain: its token is thrown away. What that wrote into its
-block is no harm, because the block's next owner writes later: plans are computed in the order in which they are
-submitted.
+The next step continues each sequence with the token that the step in flight samples; the runner takes it from the
+device. A step is planned ahead only if its plan equals the one that would be made after reading the step in flight,
+which keeps answers, their order and all numbers identical; otherwise the step is read first, and the reason is counted.
+If a sequence turns out to have ended (an end token, a stop string, an abort), its extra token is discarded. Its write
+to a block is harmless, because the next owner of the block writes later: plans run in the order of submission.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from runtime.engine.scheduler import Scheduler
 
 @dataclass(frozen=True, slots=True)
 class FailedStep:
-    """A step that could not be submitted; its requests fail when it is read."""
+    """Step that could not be submitted; its requests fail when it is read."""
 
     error: Exception
     feeds_next: bool = False
@@ -30,11 +30,11 @@ class FailedStep:
 
 @dataclass(frozen=True, slots=True)
 class StepInFlight:
-    """A submitted step that is not read yet.
+    """Submitted step whose output has not been read.
 
     Attributes:
-        plan: with the entries whose results count.
-        rows: their places among all entries that were submitted.
+        plan: plan with the entries whose results are used.
+        rows: indices of these entries among all submitted ones.
     """
 
     plan: StepPlan
@@ -42,7 +42,7 @@ class StepInFlight:
     submitted: SubmittedStep
 
     def without_ended(self) -> StepInFlight | None:
-        """Returns the step without sequences that have ended or lost their place; None if none is left."""
+        """Returns the step without sequences that have ended or were preempted; None if none remains."""
         kept = [pair for pair in zip(self.rows, self.plan.entries, strict=True) if _is_current(pair[1])]
         if len(kept) == len(self.rows):
             return self
@@ -58,7 +58,9 @@ def _is_current(entry: ScheduledSequence) -> bool:
 
 
 def continued_rows(step: StepInFlight) -> dict[Sequence, int]:
-    """Returns the sequences that may go on after the step, with their rows in it: not those that reach `max_tokens`."""
+    """Returns the sequences that may continue after the step, with their rows in it, without those that reach
+    `max_tokens`.
+    """
     return {
         entry.sequence: row
         for row, entry in zip(step.rows, step.plan.entries, strict=True)
@@ -67,12 +69,12 @@ def continued_rows(step: StepInFlight) -> dict[Sequence, int]:
 
 
 def unsupported_reason(step: StepInFlight, num_continued: int, scheduler: Scheduler) -> str:
-    """Says in few words why the step has to be read before the next one is planned; empty when it need not be."""
+    """Returns a short reason why the step must be read before the next one is planned; empty if overlap is possible."""
     if scheduler.states is not None:
         return "recurrent states are saved"
     if scheduler.pool.tier.num_slots:
         return "blocks move to host memory"
-    # What is in a step that was planned ahead was looked at then.
+    # The entries of a step that was planned ahead were checked at that time.
     known = (entry.sequence for entry in step.plan.entries if entry.source_row == KNOWN)
     if reason := next(filter(None, map(_reason, known)), ""):
         return reason
@@ -84,7 +86,7 @@ def unsupported_reason(step: StepInFlight, num_continued: int, scheduler: Schedu
 
 
 def _reason(sequence: Sequence) -> str:
-    """Says why the token of a sequence, or what it was drawn from, is needed before its next step."""
+    """Returns the reason why the token of a sequence, or its logits, are needed before its next step."""
     sampling = sequence.request.sampling
     if sequence.constraint is not None:
         return "a grammar is followed"

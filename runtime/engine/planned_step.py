@@ -1,4 +1,4 @@
-"""A plan while the scheduler makes it: what is in it, and the tokens that are left. No torch."""
+"""A step plan under construction: its entries, and the remaining tokens. No torch."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from runtime.engine.kv_cache_manager import TakenBlocks
 
 @dataclass(slots=True)
 class PlannedStep:
-    """A plan under construction.
+    """Step plan under construction.
 
     Attributes:
-        budget: number of tokens left.
-        turns: running sequences whose turn is now or later; the last one is the next to be preempted.
-        taken: moves of blocks for sequences that got a place in this step, by sequence id.
+        budget: number of remaining tokens.
+        turns: running sequences that have not been planned; the last one is the next to be preempted.
+        taken: block moves of sequences admitted in this step, by sequence id.
         copies: other copies of blocks.
         prompts: entries with prompt tokens, by sequence id.
-        shares: most prompt tokens of each client that are left to it; None does not limit them.
+        shares: remaining prompt tokens of each client; None is no limit.
     """
 
     budget: int
@@ -37,11 +37,11 @@ class PlannedStep:
         return entry
 
     def room(self, client: str) -> int:
-        """Returns the most prompt tokens of a client that the step has room for."""
+        """Returns the maximum prompt tokens of a client that fit in the step."""
         return self.budget if self.shares is None else min(self.budget, self.shares[client])
 
     def add_chunk(self, sequence: Sequence, longest: int) -> None:
-        """Adds as many tokens of a prompt as there is room for, to at most `longest` in all."""
+        """Adds as many tokens of a prompt as fit, up to a total of `longest`."""
         entry = self.prompts.get(sequence.id) or self.add(sequence, 0)
         self.prompts[sequence.id] = entry
         rest = min(sequence.num_tokens - sequence.num_computed_tokens, longest) - entry.num_tokens

@@ -1,14 +1,14 @@
-"""Plans each step: which tokens of which sequences are computed. There are no phases. No torch.
+"""Scheduler: plans the tokens and sequences of each step, without separate prefill and decode phases. No torch.
 
 Each sequence closes the gap between its computed and its known tokens. The token budget of a step is spent in this
 order: sequences one token behind (decodes), sequences in the middle of their prompt, waiting sequences, then draft
 tokens. These rules make scheduling fair and free of deadlocks:
 
-* `running` and `waiting` are sorted by `Sequence.order`: first come, first served, where a unit of priority is worth
-  `PRIORITY_PLACES` places. No sequence overtakes the head of `waiting`, unless a step has no tokens for the latter.
+* `running` and `waiting` are sorted by `Sequence.order`: first come, first served, with priority units of
+  `PRIORITY_PLACES` places. No sequence overtakes the head of `waiting`, unless a step has no tokens for the head.
 * Several clients take turns (`runtime.engine.fairness`): the head of `waiting` is the first sequence of the client
-  whose turn it is, and the last running sequence is the last one of the client that holds most. Order and priority
-  count among the sequences of one client.
+  whose turn it is, and the last running sequence is the last one of the client with the most places. Order and priority
+  apply among the sequences of one client.
 * Blocks for all known tokens are allocated at admission, so only decodes can run out of blocks; then the last running
   sequence is preempted, never the first.
 * With an attention window (`runtime.core.attention_window`), blocks outside it are returned to the pool, and at
@@ -50,7 +50,7 @@ from runtime.engine.planned_step import PlannedStep
 from runtime.engine.state_manager import StateManager
 
 PRIORITY_PLACES = 64
-"""Later requests that may overtake a request, per unit of priority that they are ahead; bounds starvation."""
+"""Number of later requests that may overtake a request, per unit of priority difference; bounds starvation."""
 
 
 @dataclass(slots=True)
@@ -69,7 +69,7 @@ def _order(sequence: Sequence) -> tuple[int, int, int]:
 
 
 class Scheduler:
-    """Plans steps. `blocks` manages the block tables of its sequences. Single-threaded.
+    """Scheduler of steps. `blocks` manages the block tables of its sequences. Single-threaded.
 
     Args:
         pool: KV blocks.
@@ -77,7 +77,7 @@ class Scheduler:
         max_model_len: longest prompt plus output in tokens.
         attention_window: tokens that a token attends to; blocks outside of it are returned while a sequence runs.
         states: recurrent states of sequences, if the model has any.
-        shares_blocks: forks start on their parent's blocks.
+        shares_blocks: whether forks start on their parent's blocks.
     """
 
     def __init__(
@@ -95,14 +95,14 @@ class Scheduler:
         self.max_model_len = max_model_len
         self.states = states
         self.blocks = KVCacheManager(pool, config, attention_window, states)
-        # A fork computes the last prompt token again, and no recurrent state is kept before that.
+        # A fork computes the last prompt token again, and no recurrent state before that token is stored.
         self.shares_blocks = shares_blocks and states is None
         self.running: list[Sequence] = []
         self.waiting: list[Sequence] = []
         self.clients = Clients()
         self.stats = SchedulerStats()
         self._num_added = 0
-        # Every running sequence gets a token per step, so more of them than the budget has tokens is never useful.
+        # Every running sequence gets a token per step, so more running sequences than budgeted tokens are never useful.
         self._max_running = min(config.max_num_seqs, config.max_num_batched_tokens)
 
     @property
@@ -110,7 +110,7 @@ class Scheduler:
         return bool(self.running or self.waiting)
 
     def check_request(self, num_prompt_tokens: int, max_tokens: int) -> None:
-        """Refuses a request that could never finish; reads only constants, so any thread may call it.
+        """Rejects a request that could never finish. Reads only constants, so any thread may call it.
 
         Raises:
             RequestError: the prompt is empty, or prompt and output exceed the context or the whole block pool.
@@ -151,13 +151,13 @@ class Scheduler:
         return sequence
 
     def fork(self, parent: Sequence, request: Request, index: int) -> Sequence:
-        """Adds a sequence with the prompt of `parent`, which is computed and has no output yet.
+        """Adds a sequence with the prompt of `parent`, which is computed and has no output.
 
-        If there is room, and blocks may be shared, it starts at once on the parent's blocks: it computes the last
+        If there is room, and blocks may be shared, it starts immediately on the parent's blocks: it computes the last
         prompt token again for its logits, and writes to a copy of the last block. Otherwise it waits like any other.
 
         Args:
-            index: 1 or more, unique among the forks of a parent; the place after it in the queue.
+            index: 1 or more, unique among the forks of a parent; its offset after the parent in the queue.
         """
         child = Sequence(request, list(request.prompt_token_ids), order=(*parent.order[:2], index))
         child.num_cached_tokens = parent.num_cached_tokens
@@ -181,7 +181,7 @@ class Scheduler:
         if is_shared:
             step.shares = self._share_tokens(step)
             self._schedule_prompts(step)
-            step.shares = None  # what some cannot use, the others get
+            step.shares = None  # unused shares go to other clients
         self._schedule_prompts(step)
         if self.states is not None:
             self.states.plan(step.entries)
@@ -200,13 +200,13 @@ class Scheduler:
         return replace(plan, state_offloads=self.states.pool.tier.take_offloads(), state_restores=states)
 
     def schedule_ahead(self, rows: Mapping[Sequence, int]) -> StepPlan | None:
-        """Plans the step after one in flight, before that is completed: one more token of some of its sequences.
+        """Plans the step after one in flight, before the latter completes: one more token of some of its sequences.
 
         Args:
-            rows: these sequences, and the row of the step in flight that draws that token.
+            rows: these sequences, with the row of the step in flight that samples the token.
 
         Returns:
-            None without free blocks for all of them.
+            None if blocks are missing for any of them.
         """
         sequences = [sequence for sequence in self.running if sequence in rows]
         if self.clients.are_several:
@@ -221,18 +221,18 @@ class Scheduler:
         return StepPlan(tuple(entries), tuple(copies))
 
     def may_admit(self, num_running: int) -> bool:
-        """Returns whether a waiting sequence might run beside `num_running` others, or instead of one."""
+        """Returns whether a waiting sequence could run in addition to `num_running` others, or instead of one."""
         if not self.waiting or num_running < self._max_running:
             return bool(self.waiting)
         return self.clients.are_several and self._is_unequal(count_places(self.running))
 
     def redraw(self, sequence: Sequence) -> None:
-        """Lets the next step compute the last known token of a sequence again, which the one in flight has computed."""
+        """Marks the last known token of a sequence, which the step in flight has computed, for recomputation."""
         self.blocks.drop_draft(sequence, sequence.num_tokens)
         sequence.needs_logits = True
 
     def decodes(self) -> list[Sequence]:
-        """Returns the sequences to draft for: those in the middle of their output that the next step continues.
+        """Returns the sequences to draft for: those in decode that the next step continues.
 
         Sequences at the end of their prompt are excluded: forks are made there, which share the parent's blocks.
             Returns
@@ -249,8 +249,8 @@ class Scheduler:
     def complete(self, plan: StepPlan, accepted: Mapping[str, TokenIds[int]] | None = None) -> None:
         """Records that the plan's spans are computed. Call it before appending the sampled tokens.
 
-        Full blocks become findable only here, so a failed step leaves nothing wrong in the cache. Only the accepted
-        tokens of a draft count as computed; the blocks of the others are returned.
+        Full blocks are registered only here, so a failed step leaves no invalid block in the prefix cache. Only the
+        accepted tokens of a draft count as computed; the blocks of rejected ones are released.
 
         Args:
             accepted: accepted draft tokens by sequence id.
@@ -278,7 +278,8 @@ class Scheduler:
             self.states.settle(done=done)
 
     def preempt(self, sequence: Sequence) -> None:
-        """Returns all blocks of a running sequence, which waits in its old place and recomputes its tokens."""
+        """Releases all blocks of a running sequence, which returns to its place in the queue and recomputes its
+        tokens."""
         self.stats.num_preemptions += 1
         self.stats.num_preempted_tokens += sequence.num_computed_tokens
         self.running.remove(sequence)
@@ -289,10 +290,10 @@ class Scheduler:
         insort(self.waiting, sequence, key=_order)
 
     def finish(self, sequence: Sequence, *, trusted: bool = True) -> None:
-        """Removes a sequence and frees its blocks. A second call does nothing.
+        """Removes a sequence and frees its blocks. A second call has no effect.
 
         Args:
-            trusted: False when its keys and values may be wrong; they are removed from the prefix cache.
+            trusted: False if its keys and values may be invalid; they are then removed from the prefix cache.
         """
         if sequence.status is Status.FINISHED:
             return
@@ -314,7 +315,7 @@ class Scheduler:
         """Verifies the invariants of queues, tables and pool.
 
         Raises:
-            RuntimeError: one is broken.
+            RuntimeError: an invariant is violated.
         """
         self.pool.check(held_blocks(sequence.block_ids) for sequence in self.running + self.waiting)
         for queue, status in ((self.running, Status.RUNNING), (self.waiting, Status.WAITING)):
@@ -332,26 +333,27 @@ class Scheduler:
             raise RuntimeError("the numbers of sequences of the clients are wrong")
 
     def _key(self, places: Mapping[str, int]) -> Callable[[Sequence], tuple[int, int, tuple[int, int, int]]]:
-        """Returns the key by which waiting sequences are sorted, given the places that each client holds."""
+        """Returns the sort key of waiting sequences, given the number of places per client."""
         return lambda s: (places[s.client], self.clients.by_name[s.client].turn, s.order)
 
     def _overtakes(self, sequence: Sequence) -> bool:
-        """Returns whether a waiting sequence is before this one."""
+        """Returns whether a waiting sequence precedes this one."""
         if not self.waiting or not self.clients.are_several:
             return bool(self.waiting) and self.waiting[0].order < sequence.order
         key = self._key(count_places(self.running))
         return min(map(key, first_of_each(self.waiting))) < key(sequence)
 
     def _head(self, step: PlannedStep) -> Sequence | None:
-        """Returns the waiting sequence that is next, of a client that the step has tokens for; with several clients
-        none that is held."""
+        """Returns the next waiting sequence of a client with remaining tokens; with several clients, skips held
+        sequences.
+        """
         if not self.clients.are_several:
             return self.waiting[0] if self.waiting else None
         heads = [s for s in first_of_each(self.waiting) if step.room(s.client) and not s.is_held]
         return min(heads, key=self._key(count_places(self.running)), default=None)
 
     def _claim_places(self, step: PlannedStep) -> None:
-        """Lets in clients that hold at least two places fewer than another, before anything is planned."""
+        """Admits clients that hold at least two places fewer than another, before anything is planned."""
         places = count_places(self.running)
         if not self._is_unequal(places):
             return
@@ -374,7 +376,7 @@ class Scheduler:
             self.preempt(last)
 
     def _share_tokens(self, step: PlannedStep) -> dict[str, int]:
-        """Returns the most prompt tokens of each client, given the decodes of the step."""
+        """Returns the maximum prompt tokens of each client, given the decodes of the step."""
         asking = prompts = in_prompt(self.running)
         if len(self.running) < self._max_running:
             asking = prompts.union(sequence.client for sequence in self.waiting)
@@ -405,7 +407,7 @@ class Scheduler:
             step.add_chunk(head, self.config.prefill_chunk)
 
     def _enter(self, sequence: Sequence, step: PlannedStep) -> bool:
-        """Gives a waiting sequence a place and blocks. Returns False if it is held, or without room for its blocks."""
+        """Admits a waiting sequence and allocates its blocks. Returns False if it is held, or if blocks are missing."""
         # About one block per running sequence stays free, so that admission causes no preemption in the next step.
         taken = None if sequence.is_held else self.blocks.take(sequence, len(self.running))
         if taken is None:
@@ -422,10 +424,10 @@ class Scheduler:
         insort(self.running, sequence, key=_order)
 
     def _schedule_drafts(self, step: PlannedStep) -> None:
-        # Last, so that drafts get only what nothing else needs.
+        # Planned last: drafts get only tokens and blocks that nothing else needs.
         drafted = [entry for entry in step.entries if entry.sequence.draft_token_ids]
         for place, entry in enumerate(drafted, 1):
-            # One block per running sequence stays free, so that no draft causes a preemption by a later decode.
+            # One block per running sequence stays free, which prevents preemptions by later decodes because of drafts.
             self.blocks.fit_draft(entry.sequence, self._draft_room(entry, step), len(self.running))
             num_drafts = len(entry.sequence.draft_token_ids)
             entry.num_tokens += num_drafts
@@ -436,17 +438,17 @@ class Scheduler:
             planned = {entry.sequence.id for entry in step.entries}
             for sequence in self.running:
                 if sequence.id not in planned:
-                    sequence.keep_drafts(0)  # no tokens were left for what precedes them
+                    sequence.keep_drafts(0)  # no tokens remained for the preceding tokens
 
     def _draft_room(self, entry: ScheduledSequence, step: PlannedStep) -> int:
-        """Returns the most draft tokens of an entry; none where it does not reach them, or without a free slot."""
+        """Returns the maximum draft tokens of an entry; 0 if its span ends before them, or without a free slot."""
         if self.states is None:
             return step.budget
         is_reached = entry.start + entry.num_tokens == entry.sequence.num_tokens
         return step.budget if is_reached and self.states.pool.num_free else 0
 
     def _make_writable(self, sequence: Sequence, step: PlannedStep) -> bool:
-        """Gives the next token a slot of its own. Returns False if the sequence itself had to be preempted."""
+        """Gives the next token an exclusive slot. Returns False if the sequence itself had to be preempted."""
         while self.blocks.lacks_slot(sequence) and self.pool.num_free < 1:
             if not self._make_room(sequence, step):
                 return False
@@ -463,7 +465,7 @@ class Scheduler:
     def _make_room(self, sequence: Sequence, step: PlannedStep) -> bool:
         """Preempts the last running sequence. Returns False if that is `sequence` itself."""
         victim = step.turns.pop()
-        step.taken.pop(victim.id, None)  # its blocks may be another's in this step
+        step.taken.pop(victim.id, None)  # its blocks may be reused in this step
         self.preempt(victim)
         return victim is not sequence
 

@@ -1,21 +1,21 @@
-"""Recurrent states of sequences: where they begin, which slots a step writes, which states are saved. No torch.
+"""Recurrent states of sequences: initial states, slots that a step writes, and saved states. No torch.
 
-A sequence that runs continues from one slot, `Sequence.state_slot`; before its first step that is a saved state, or
-none. A step writes the state behind a sequence's last token to the same slot, or to another where the first is saved or
-is read by others too. So saving costs no copy, only the slot.
+A running sequence continues from one slot, `Sequence.state_slot`; before its first step that is a saved state, or none.
+A step writes the state after a sequence's last token to the same slot, or to another slot if the first is saved or read
+by other sequences. Saving therefore needs no copy, only a slot.
 
-States can be saved at the ends of blocks, as the prefix cache finds blocks only: at the end of a prompt, where a prompt
-parts from cached ones (a junction), at the end of each message of a conversation, which may be edited or answered anew
-there, every `interval` tokens, and behind the last full block of each sequence, where a conversation continues, and a
-sequence that was preempted. The next one replaces the latter, and lets the others go before those that no later state
-of the same text has replaced. The end of a prompt is not replaced by its answer: chat templates leave the thoughts of
-earlier answers out, so that the next prompt parts from the answer at its beginning.
+States are saved at block boundaries only, because the prefix cache finds whole blocks: at the end of a prompt; where a
+prompt diverges from cached ones (a junction); at the end of each message of a conversation, which may be edited or
+answered again; every `interval` tokens; and after the last full block of each sequence, where a conversation or a
+preempted sequence continues. The next state replaces the last of these; the others are then evicted before states
+without a later state of the same text. The end of a prompt is not replaced by its answer: chat templates omit the
+reasoning of earlier answers, so the next prompt diverges from the answer at its start.
 
-Messages end with the tokens that end an answer, which chat templates put behind each message.
+Messages end with the end-of-sequence tokens that chat templates put after each message.
 
-Where states are saved, running sequences get at most half of the slots (one at least): otherwise they would take all of
-them under load, and nothing would be found. Each of them then has a slot to write to, even where it continues from a
-saved state, or from one that others read as well.
+If states are saved, running sequences get at most half of the slots (at least one): otherwise they would use all of
+them under load, and no saved state would remain. Each running sequence then has a slot to write to, even if it
+continues from a saved or shared state.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ class StateManager:
 
     Args:
         block_size: tokens per block.
-        interval: tokens between two states of a prompt that are saved, rounded up to whole blocks.
-        saves: states are saved for later sequences.
-        end_token_ids: end messages of a prompt.
-        costs: of states of draft tokens.
+        interval: tokens between two saved states of a prompt, rounded up to whole blocks.
+        saves: whether states are saved for later sequences.
+        end_token_ids: tokens that end a message of a prompt.
+        costs: costs of states of draft tokens.
 
     Attributes:
-        max_running: most sequences that run at the same time.
-        num_hits: sequences that started from a saved state.
+        max_running: maximum number of running sequences.
+        num_hits: number of sequences that started from a saved state.
     """
 
     def __init__(
@@ -68,12 +68,12 @@ class StateManager:
         self._planned: list[ScheduledSequence] = []
 
     def starts(self, hashes: ListOf[bytes], num_tokens: int, num_running: int) -> Iterator[int]:
-        """Yields after how many blocks a sequence may start, the longest prefix first.
+        """Yields possible prefix lengths in blocks from which a sequence may start, longest first.
 
-        Nothing is yielded while there is no slot for one more sequence.
+        Yields nothing if there is no slot for one more sequence.
 
         Args:
-            hashes: of the full blocks of its `num_tokens` tokens, of which the last is always computed.
+            hashes: hashes of the full blocks of its `num_tokens` tokens, the last of which is always computed.
         """
         if num_running >= self.max_running:
             return
@@ -83,10 +83,10 @@ class StateManager:
         yield 0
 
     def start(self, sequence: Sequence, num_matched_tokens: int) -> list[BlockRestore]:
-        """Starts a sequence behind its `num_computed_tokens`, one of `starts`. Returns what comes from host memory.
+        """Starts a sequence after its `num_computed_tokens`, one of `starts`. Returns the transfers from host memory.
 
         Args:
-            num_matched_tokens: tokens whose keys and values are cached.
+            num_matched_tokens: number of tokens with cached keys and values.
         """
         count, restores = sequence.num_computed_tokens // self.block_size, []
         if count:
@@ -103,14 +103,14 @@ class StateManager:
         return restores
 
     def release(self, sequence: Sequence) -> None:
-        """Gives back the slot of a sequence."""
+        """Releases the slot of a sequence."""
         if sequence.state_slot != NO_STATE:
             self.pool.release(sequence.state_slot)
         sequence.state_slot = NO_STATE
         sequence.saved_tokens = 0
 
     def plan(self, entries: Iterable[ScheduledSequence]) -> None:
-        """Gives the last token of each entry, drafts left out, a slot to write to."""
+        """Assigns the last token of each entry, without drafts, a slot to write to."""
         self._planned = list(entries)
         for entry in self._planned:
             entry.state_read = slot = entry.sequence.state_slot
@@ -121,10 +121,10 @@ class StateManager:
             entry.state_writes = ((entry.num_tokens - 1, slot),)
 
     def add_drafts(self, entry: ScheduledSequence, num_spare: int) -> None:
-        """Gives each draft token of an entry a slot, or only the last one, for which one must be free.
+        """Assigns a slot to each draft token of an entry, or only to the last one, for which a slot must be free.
 
         Args:
-            num_spare: slots that stay free for the drafts of others, unless there are too few.
+            num_spare: slots to keep free for the drafts of other sequences, if there are enough.
         """
         num_free = max(1, self.pool.num_free - num_spare)
         count = num_draft_states(entry.num_draft_tokens, num_free, self.costs) if entry.num_draft_tokens else 0
@@ -132,11 +132,11 @@ class StateManager:
         entry.state_writes += tuple((offset, self.pool.allocate()) for offset in drafts)
 
     def reached(self, entry: ScheduledSequence, num_tokens: int) -> int:
-        """Returns behind how many tokens, of `num_tokens` that are computed and accepted, there is a state."""
+        """Returns the number of tokens, of `num_tokens` computed and accepted ones, up to the last stored state."""
         return max(place for offset, _ in entry.state_writes if (place := entry.start + offset + 1) <= num_tokens)
 
     def add_saves(self) -> None:
-        """Plans the states to save inside of spans, as far as there are slots: the last ones of each prompt."""
+        """Plans the states to save inside spans, as far as slots are available: the last ones of each prompt."""
         for entry in self._planned if self.saves else ():
             stop = entry.start + entry.num_tokens - entry.num_draft_tokens
             for place in self._places(entry.sequence, entry.start, stop):
@@ -145,7 +145,7 @@ class StateManager:
                 entry.state_writes = ((place - entry.start - 1, self.pool.allocate()), *entry.state_writes)
 
     def complete(self, entry: ScheduledSequence) -> None:
-        """Keeps the state behind the computed tokens of a sequence, and saves those at ends of blocks."""
+        """Records the state after the computed tokens of a sequence, and saves those at block boundaries."""
         sequence, written = entry.sequence, {slot for _, slot in entry.state_writes}
         kept = entry.state_read if entry.state_read not in written else NO_STATE
         for offset, slot in entry.state_writes:
@@ -158,7 +158,7 @@ class StateManager:
                 self._save(sequence, slot, place)
 
     def settle(self, *, done: bool) -> None:
-        """Records the end of the plan in flight. If it failed, nothing that it wrote is kept."""
+        """Records the completion of the plan in flight. If it failed, its written states are discarded."""
         for entry in () if done else self._planned:
             for slot in {slot for _, slot in entry.state_writes} - {entry.state_read}:
                 self.pool.release(slot)
@@ -166,7 +166,7 @@ class StateManager:
         self.pool.tier.settle(done=done)
 
     def forget(self, sequence: Sequence) -> None:
-        """Makes all states of a sequence's prefixes unfindable."""
+        """Removes all saved states of a sequence's prefixes."""
         self.pool.forget(sequence.block_hashes)
         self.pool.tier.forget(sequence.block_hashes)
 
@@ -183,8 +183,8 @@ class StateManager:
             raise RuntimeError(f"{len(sequences)} sequences run, and slots are for {self.max_running}")
 
     def _message_ends(self, sequence: Sequence) -> list[int]:
-        """Returns the last ends of messages in what is left of a prompt, rounded down to whole blocks; half of the
-        slots that saved states have at least are for those of one prompt."""
+        """Returns the last message ends in the rest of a prompt, rounded down to whole blocks; at most half of the
+        slots reserved for saved states are used for one prompt."""
         if not self.saves:
             return []
         start, size = sequence.num_computed_tokens, self.block_size
@@ -193,25 +193,25 @@ class StateManager:
         return places[-max(1, (self.pool.num_slots - self.max_running) // 2) :]
 
     def _take(self, sequence: Sequence, block_hash: bytes) -> list[BlockRestore]:
-        """Gives a sequence the saved state with this hash; one from host memory gets a slot of its own."""
+        """Assigns the saved state with this hash to a sequence; a state from host memory gets a new slot."""
         slot = self.pool.find(block_hash)
         if slot is not None:
             self.pool.hold(slot)
             sequence.state_slot = slot
             return []
-        # Before the allocation, whose eviction may replace entries in host memory.
+        # Before the allocation, because its eviction may replace entries in host memory.
         (saved,) = self.pool.tier.load([block_hash])
         sequence.state_slot = self.pool.allocate()
         return [BlockRestore(saved, sequence.state_slot)]
 
     def _places(self, sequence: Sequence, start: int, stop: int) -> list[int]:
-        """Returns places inside of a span whose states stay, the last one first."""
+        """Returns positions inside a span whose states are saved, last one first."""
         first = (start // self.interval + 1) * self.interval
         places = {*range(first, stop, self.interval), *sequence.state_marks}
         return sorted((place for place in places if start < place < stop), reverse=True)
 
     def _save(self, sequence: Sequence, slot: int, place: int) -> None:
-        """Saves a state at the end of a block."""
+        """Saves a state at a block boundary."""
         index, rest = divmod(place, self.block_size)
         if rest or not self.saves or index > len(sequence.block_hashes):
             return

@@ -1,17 +1,17 @@
-"""The pool of slots for recurrent states: reference counts, states found by the hash of a prefix, eviction. No torch.
+"""Pool of slots for recurrent states: reference counts, lookup by prefix hash, eviction. No torch.
 
 A slot is in exactly one of three states:
 
-    in use   held by sequences that continue from its state, or that write it in this step; it may be saved as well
-    saved    held by none, has a hash; findable until it is allocated again, least recently used first, and before
-             them those that a later state of the same text has replaced
-    empty    held by none, no hash; allocated before any saved slot
+    in use   held by sequences that continue from its state, or write it in this step; may also be saved
+    saved    not held, has a hash; findable until it is reallocated: states that a later state of the same text has
+             replaced first, then the least recently used ones
+    empty    not held, no hash; allocated before any saved slot
 
-The hash of a saved state is that of the last block before it (`runtime.engine.block_pool`). A state that is saved, or
-that several sequences continue from, is not written: its readers write to slots of their own.
+The hash of a saved state is that of the last block before it (`runtime.engine.block_pool`). A saved or shared state is
+never overwritten: its readers write to other slots.
 
-A saved state that is evicted goes to host memory (`runtime.engine.kv_offload`), where it is found by the same hash.
-From there it comes back to a slot of the sequence that continues from it, and stays there.
+An evicted state is offloaded to host memory (`runtime.engine.kv_offload`) under the same hash. It is loaded back into a
+slot of the sequence that continues from it, and its copy in host memory remains.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from collections.abc import Iterable
 from runtime.engine.kv_offload import KVOffload
 
 SHARED_USES = 2
-"""Sequences that continue from a state for it to count as the beginning of several texts."""
+"""Number of sequences that must continue from a state for it to count as a shared prefix."""
 
 
 class StatePool:
-    """Owns all slots. Callers hold ids; each hold counts until it is released.
+    """Owner of all slots. Callers hold ids; each hold counts until it is released.
 
     Args:
         num_slots: slots with ids 0 to num_slots - 1.
@@ -40,13 +40,13 @@ class StatePool:
         self.rebuild([])
 
     def rebuild(self, held: Iterable[int]) -> None:
-        """Resets the pool to these holds, without saved states, here and in host memory."""
+        """Resets the pool to these holds, without saved states on the device and in host memory."""
         self._counts = Counter(held)
         self._empty = [slot for slot in reversed(range(self.num_slots)) if not self._counts[slot]]
         self._by_hash: dict[bytes, int] = {}
         self._hashes: dict[int, bytes] = {}
         self._uses: Counter[int] = Counter()
-        # Held by none; least recently used first.
+        # Slots without holds; least recently used first.
         self._saved: OrderedDict[int, None] = OrderedDict()
         self._replaced: OrderedDict[int, None] = OrderedDict()
         self.tier.clear()
@@ -66,11 +66,11 @@ class StatePool:
         return self._by_hash.get(block_hash)
 
     def num_holds(self, slot: int) -> int:
-        """Returns how many times a slot is held."""
+        """Returns the number of holds of a slot."""
         return self._counts[slot]
 
     def is_writable(self, slot: int) -> bool:
-        """Returns whether the only holder of a slot may write it: no other sequence reads or finds it."""
+        """Returns whether the holder of a slot may overwrite it: no other sequence holds it, and it is not saved."""
         return self._counts[slot] == 1 and slot not in self._hashes
 
     def hold(self, slot: int) -> None:
@@ -84,7 +84,7 @@ class StatePool:
         """Allocates an empty slot, else the least recently used saved one.
 
         Raises:
-            ValueError: none is free; callers look before.
+            ValueError: no slot is free.
         """
         if not self.num_free:
             raise ValueError("no slot is free")
@@ -108,10 +108,10 @@ class StatePool:
             self._empty.append(slot)
 
     def save(self, slot: int, block_hash: bytes, *, wanted: bool = False) -> None:
-        """Makes the state of a held slot findable. If an equal one is, that one becomes the most recently used.
+        """Saves the state of a held slot. If an equal state is saved, that one becomes the most recently used.
 
         Args:
-            wanted: several texts continue from it.
+            wanted: whether several texts continue from it.
         """
         known = self._by_hash.get(block_hash)
         if known is None:
@@ -121,10 +121,10 @@ class StatePool:
             self.release(known)
 
     def replace(self, block_hash: bytes, *, lasts: bool) -> None:
-        """Lets a saved state go before others, unless several sequences continue from it.
+        """Marks a saved state for early eviction, unless several sequences continue from it.
 
         Args:
-            lasts: otherwise it goes at once, if no sequence has continued from it.
+            lasts: if False, the state is dropped immediately unless a sequence has continued from it.
         """
         slot = self._by_hash.get(block_hash)
         if slot is None or slot not in self._saved or self._uses[slot] >= SHARED_USES:
@@ -136,7 +136,7 @@ class StatePool:
             self.forget([block_hash])
 
     def forget(self, hashes: Iterable[bytes]) -> None:
-        """Makes states unfindable; unknown hashes are ignored."""
+        """Removes saved states; unknown hashes are ignored."""
         for block_hash in hashes:
             slot = self._by_hash.pop(block_hash, None)
             if slot is not None:
@@ -147,8 +147,8 @@ class StatePool:
                     self._empty.append(slot)
 
     def evict(self, slot: int) -> None:
-        """Makes a slot writable, if it has one holder or none. Host memory saves its state, which the next step reads
-        before it writes."""
+        """Makes a slot with at most one holder writable. Its state is offloaded to host memory by the next step, before
+        that writes to the slot."""
         block_hash = self._hashes.get(slot)
         if block_hash is not None:
             self.num_evictions += 1

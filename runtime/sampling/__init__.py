@@ -1,1 +1,1 @@
-"""From logits to tokens, with noise that depends on seed and position only."""
+"""Sampling of tokens from logits, with noise that depends on seed and position only."""

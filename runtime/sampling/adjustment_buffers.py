@@ -1,4 +1,4 @@
-"""Logit bias, grammar masks and penalties of captured steps: tensors whose contents change."""
+"""Buffers of logit biases, grammar masks and penalties for captured steps."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from runtime.sampling.logits_processors import packed_masks, penalize
 
 WORD_BYTES = 4
 NONE = -1
-"""Place of a mask, or drafted token, where there is none."""
+"""Placeholder for a missing mask or draft token."""
 NUM_FACTORS = 3
-"""Columns of float64 of a row: repetition, frequency and presence penalty."""
+"""Number of float64 columns per row: repetition, frequency and presence penalty."""
 
 
 class AdjustmentBuffers:
-    """Changes of the logits of captured steps, with the numbers of `runtime.sampling.logits_processors`.
+    """Logits processing of captured steps, with the same results as `runtime.sampling.logits_processors`.
 
-    Histories and biases of sequences stay on the device, and only what changes is sent: the tokens that were added. A
-    mask is sent whenever it is used, as bits.
+    Histories and biases of sequences stay on the device, and only added tokens are transferred. A mask is transferred
+    as bits whenever it is used.
 
     Args:
-        num_rows: of logits in a step.
-        num_sequences: in a step.
-        num_drafts: draft tokens of a sequence, at most.
+        num_rows: rows of logits per step.
+        num_sequences: sequences per step.
+        num_drafts: maximum number of draft tokens per sequence.
 
     Attributes:
         scores: `[num_rows, V]`, the adjusted logits.
@@ -57,10 +57,10 @@ class AdjustmentBuffers:
     def fill(
         self, entries: Sequence[ScheduledSequence], draws: Sequence[Sequence[SamplingMetadata]], rows_each: int
     ) -> None:
-        """Sends what a step needs.
+        """Transfers the inputs of a step.
 
         Args:
-            draws: of the rows of each entry, of which there are `rows_each` or fewer.
+            draws: sampling metadata of each entry's rows, at most `rows_each` per entry.
         """
         slots = self._follow(entries, draws)
         masks: list[bytes] = []
@@ -82,8 +82,8 @@ class AdjustmentBuffers:
             self._masks.view(-1)[: len(words)].copy_(to_device(words, self._masks.device), non_blocking=True)
 
     def adjust(self, logits: Tensor) -> Tensor:
-        """The first rows of `scores`, made of `logits [R, V]` of the rows that were filled in. It launches the same
-        whatever is in the buffers."""
+        """Computes the first rows of `scores` from `logits [R, V]` of the filled rows. The kernel launches do not
+        depend on the contents of the buffers."""
         rows = len(logits)
         slots, masks, *drafted = self._columns[:-NUM_FACTORS, :rows]
         factors = self._columns[-NUM_FACTORS:, :rows].view(torch.float64).to(logits.dtype).unsqueeze(-1)
@@ -97,7 +97,7 @@ class AdjustmentBuffers:
         return torch.where(history > 0, values, scores, out=scores)
 
     def _forbidden(self, places: Tensor) -> Tensor:
-        """bool `[R, V]` by the places of masks, `NONE` where all is allowed."""
+        """Returns forbidden tokens, bool `[R, V]`, given mask indices; `NONE` allows all tokens."""
         bits = torch.arange(8 * WORD_BYTES, dtype=torch.int32, device=places.device)
         words = self._masks.index_select(0, places.clamp(min=0)).unsqueeze(-1)
         allowed = words.bitwise_right_shift(bits).bitwise_and_(1).flatten(1)[:, : self.scores.shape[-1]]
@@ -106,7 +106,7 @@ class AdjustmentBuffers:
     def _follow(
         self, entries: Sequence[ScheduledSequence], draws: Sequence[Sequence[SamplingMetadata]]
     ) -> dict[int, int]:
-        """Brings histories and biases up to date. Returns the slots of the entries that have one."""
+        """Updates histories and biases. Returns the slots of the entries that have one."""
         heads = {index: group[0] for index, group in enumerate(draws) if group[0].sampling.reads_history}
         changes = Changes()
         found = self._slots.follow([entries[index].sequence for index in heads], list(heads.values()), changes)

@@ -1,7 +1,7 @@
-"""Filters of whole distributions, as masks: top-n-sigma, typical-p and XTC.
+"""Filters over whole distributions, as masks: top-n-sigma, typical-p and XTC.
 
-They need all of a row and few requests use them, so they run row by row before the kernels, which get the tokens that
-are left as a mask and truncate no more.
+They need complete rows and few requests use them, so they run row by row before the kernels, which receive the
+remaining tokens as a mask and do not truncate further.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ NO_TRUNCATION: dict[str, Any] = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 
 
 def filter_rows(logits: Tensor, draws: Sequence[SamplingMetadata]) -> Sequence[SamplingMetadata]:
-    """Returns the draws of rows `logits [R, V]` with masks in place of filters and truncation; most are unchanged."""
+    """Returns the sampling metadata of rows `logits [R, V]` with masks in place of filters and truncation; most are
+    unchanged."""
     if not any(is_filtered(draw) for draw in draws):
         return draws
     return [filter_row(row, draw) if is_filtered(draw) else draw for row, draw in zip(logits, draws, strict=True)]
 
 
 def is_filtered(draw: SamplingMetadata) -> bool:
-    """Returns whether filters decide about a draw: a greedy one takes the highest logit in any case."""
+    """Returns whether filters affect a row: greedy sampling takes the highest logit in any case."""
     return draw.sampling.is_filtered and draw.sampling.temperature > 0
 
 
@@ -39,8 +40,8 @@ def filter_row(logits: Tensor, draw: SamplingMetadata) -> SamplingMetadata:
     """Applies bias, mask and penalties, top-n-sigma, temperature, typical-p, truncation and XTC to logits `[V]`.
 
     Returns:
-        The draw with the tokens that are left as its mask; itself if the logits are not finite, which the sampler
-        refuses.
+        Metadata with the remaining tokens as its mask; unchanged if the logits are not finite, which the sampler
+        reports as an error.
     """
     if not bool(logits.isfinite().all()):
         return draw
@@ -65,14 +66,14 @@ def forbid(scores: Tensor, excluded: Tensor) -> Tensor:
 
 
 def below_sigmas(scores: Tensor, number: float) -> Tensor:
-    """bool `[V]`: tokens more than `number` standard deviations below the highest score (arXiv:2411.07641)."""
+    """Returns tokens more than `number` standard deviations below the highest score, bool `[V]` (arXiv:2411.07641)."""
     spread = scores[scores > float("-inf")].std(correction=0)
     return scores < scores.max() - number * spread
 
 
 def untypical(scores: Tensor, share: float) -> Tensor:
-    """bool `[V]`: tokens outside of the least set with that share of the probability whose surprise is closest to the
-    entropy (locally typical sampling, arXiv:2202.00666)."""
+    """Returns tokens outside the smallest set with this probability mass whose surprise is closest to the entropy, bool
+    `[V]` (locally typical sampling, arXiv:2202.00666)."""
     logprobs = scores.log_softmax(-1)
     probabilities = logprobs.exp()
     entropy = -torch.where(probabilities > 0, probabilities * logprobs, 0.0).sum()
@@ -92,7 +93,7 @@ def truncate(scores: Tensor, params: SamplingParams) -> Tensor:
 
 
 def top_choices(scores: Tensor, threshold: float) -> Tensor:
-    """bool `[V]`: tokens at least as likely as the threshold, all but the least likely of them (XTC)."""
+    """Returns tokens at least as likely as the threshold, except the least likely of them, bool `[V]` (XTC)."""
     probabilities = scores.softmax(-1)
     above = (probabilities >= threshold) & (probabilities > 0)
     if int(above.sum()) < 2:

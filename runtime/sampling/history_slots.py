@@ -1,5 +1,4 @@
-"""Which tokens a sequence holds, as far as penalties and biases need them, and what has changed since the last step.
-No torch."""
+"""Token histories of sequences for penalties and biases, and their changes since the last step. No torch."""
 
 from __future__ import annotations
 
@@ -13,16 +12,16 @@ from runtime.core.logit_bias import LogitBias
 from runtime.core.request import Sequence as LiveSequence
 
 SEEN_IN_PROMPT, SEEN_IN_OUTPUT = 1, 2
-"""Shares of a number of the history: of a token in the prompt, once, and of each one in the output."""
+"""Summands of a history entry: once for a token in the prompt, and for each occurrence in the output."""
 
 
 @dataclass(slots=True)
 class Changes:
-    """Numbers to write to two tables `[slots, V]`, and the rows of both that are cleared before.
+    """Values to write to two tables `[slots, V]`, and the rows of both to clear first.
 
     Attributes:
-        places, values: of the history, at `slot * V + token id`.
-        bias_places, biases: of biases.
+        places, values: history entries, at index `slot * V + token id`.
+        bias_places, biases: bias entries, likewise.
     """
 
     cleared: list[int] = field(default_factory=list)
@@ -47,11 +46,11 @@ class _Slot:
 class HistorySlots:
     """Rows of two tables with a column for each token id, one row for each sequence with penalties or a bias.
 
-    A number of the history is twice the count of the token in the output, plus one if the token is in the prompt and
-    counts there. A sequence keeps its row from step to step, so only what it has added is written.
+    A history entry is twice the count of the token in the output, plus one if the token occurs in the prompt and prompt
+    tokens are penalized. A sequence keeps its row from step to step, so only added tokens are written.
 
     Args:
-        num_slots: as many as there are sequences in a step.
+        num_slots: maximum number of sequences per step.
     """
 
     def __init__(self, num_slots: int, vocab_size: int) -> None:
@@ -62,11 +61,11 @@ class HistorySlots:
     def follow(
         self, sequences: Sequence[LiveSequence], draws: Sequence[SamplingMetadata], changes: Changes
     ) -> list[int]:
-        """Brings the rows of the sequences of a step up to date; returns the row of each.
+        """Updates the rows of the sequences of a step; returns the row of each.
 
         Args:
-            draws: of each sequence, before its draft.
-            changes: gets what has to be written.
+            draws: sampling metadata of each sequence, before its draft.
+            changes: receives the values to write.
         """
         for sequence in sequences:
             if sequence in self._slots:
@@ -86,7 +85,7 @@ class HistorySlots:
         return slot.index
 
     def _begin(self, sequence: LiveSequence, draw: SamplingMetadata, changes: Changes) -> _Slot:
-        """Gives a sequence a row, its own or else the one that was not used for longest, with its prompt and bias."""
+        """Assigns a row to a sequence, its own or the least recently used one, and writes its prompt and bias."""
         known = self._slots.pop(sequence, None)
         index = known.index if known else self._free.pop() if self._free else self._slots.popitem(last=False)[1].index
         prompt, bias = draw.prompt_token_ids, draw.sampling.logit_bias
@@ -99,8 +98,8 @@ class HistorySlots:
 
 
 def _replace_output(slot: _Slot, output: list[int]) -> set[int]:
-    """Makes `output` that of a row; returns the tokens whose counts have changed. Usually it has grown; a draft model
-    takes tokens back."""
+    """Replaces the output of a row; returns the tokens with changed counts. Usually the output has grown; a draft model
+    also removes tokens."""
     kept = len(slot.output)
     if slot.output != output[:kept]:
         kept = next(place for place, token in enumerate(slot.output) if output[place : place + 1] != [token])

@@ -1,7 +1,7 @@
-"""Changes to the model's logits before temperature: bias, grammar mask, penalties, in this order.
+"""Logits processors before temperature: bias, grammar mask, penalties, in this order.
 
-All of it is elementwise within a row and depends on that row's request and history only. Every function overwrites
-`scores [R, V]` for the rows that ask for it; what they need goes to the device as a few flat tensors.
+All are elementwise within a row and depend on that row's request and history only. Every function overwrites
+`scores [R, V]` for the rows that need it; inputs are transferred to the device as a few flat tensors.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ from runtime.core.logit_bias import LogitBias
 
 
 def adjust_logits(logits: Tensor, draws: Sequence[SamplingMetadata]) -> Tensor:
-    """Logits `[R, V]` as the requests want them, a new tensor; minus infinity where a mask forbids a token. Same dtype.
+    """Returns processed logits `[R, V]` of the same dtype as a new tensor; minus infinity for tokens that a mask
+    forbids.
 
-    `logits` stays as it is, because log-probabilities are of the unmodified distribution.
+    `logits` is not modified, because log-probabilities refer to the unmodified distribution.
     """
     biased = [row for row, draw in enumerate(draws) if draw.sampling.logit_bias]
     masked = [row for row, draw in enumerate(draws) if draw.mask is not None]
@@ -72,13 +73,13 @@ def _forbid(scores: Tensor, rows: list[int], draws: Sequence[SamplingMetadata]) 
 
 
 def packed_masks(masks: Sequence[bytes], num_bytes: int) -> bytearray:
-    """Masks one behind the other, of `num_bytes` each. The model's table may be padded beyond the ids that a mask
-    knows: those cannot be said."""
+    """Returns concatenated masks of `num_bytes` each. The model's vocabulary may be padded beyond the ids of a mask:
+    padding ids cannot be sampled."""
     return bytearray(b"".join(mask[:num_bytes].ljust(num_bytes, b"\0") for mask in masks))
 
 
 def _penalize(scores: Tensor, rows: list[int], draws: Sequence[SamplingMetadata]) -> None:
-    """Changes the logits of tokens in the history; the rest of the vocabulary is not touched."""
+    """Penalizes the logits of tokens in the history; the rest of the vocabulary is unchanged."""
     seen, counts = _count_tokens(scores, rows, draws)
     row_of = seen // scores.shape[-1]
     factors = zip(*(penalty_factors(draw.sampling) for draw in draws), strict=True)
@@ -90,10 +91,10 @@ def _penalize(scores: Tensor, rows: list[int], draws: Sequence[SamplingMetadata]
 
 
 def penalize(values: Tensor, counts: Tensor, repetition: Tensor, frequency: Tensor, presence: Tensor) -> Tensor:
-    """Scores of tokens of the history with penalties.
+    """Returns penalized scores of tokens in the history.
 
     Args:
-        counts: how often each is in the output; all in the dtype of scores.
+        counts: number of occurrences of each token in the output, in the dtype of scores.
     """
     values = torch.where(values > 0, values / repetition, values * repetition)
     values -= counts * frequency
@@ -102,7 +103,7 @@ def penalize(values: Tensor, counts: Tensor, repetition: Tensor, frequency: Tens
 
 
 def _count_tokens(scores: Tensor, rows: list[int], draws: Sequence[SamplingMetadata]) -> tuple[Tensor, Tensor]:
-    """Where in the flat scores a token of the history stands, each place once, and how often it is in the output."""
+    """Returns the distinct indices of history tokens in the flattened scores, and their counts in the output."""
     vocab_size = scores.shape[-1]
     histories = [history for row in rows for history in (draws[row].prompt_token_ids, draws[row].output_token_ids)]
     lengths = upload(map(len, histories), scores.device)
@@ -130,8 +131,8 @@ def draw_likely(logits: Tensor, tensors: SamplingTensors) -> Tensor:
 
 
 def candidates(scores: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> tuple[Tensor, Tensor]:
-    """The likely tokens of every row, best first: scores `[R, K]`, minus infinity where a token cannot be drawn, and
-    their ids `[R, K]`.
+    """Returns the candidate tokens of every row, best first: scores `[R, K]`, minus infinity for excluded tokens, and
+    ids `[R, K]`.
 
     Args:
         scores: logits over temperature `[R, V]`.
@@ -160,7 +161,7 @@ def likely_candidates(scores: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tenso
 
 
 def _threshold(likely: Tensor, scores: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """Lowest score that may be drawn `[R, 1]`; minus infinity when it lies below all of `likely`."""
+    """Returns the lowest score to keep, `[R, 1]`; minus infinity if it is below all of `likely`."""
     kth = _top_k_threshold(likely, top_k.unsqueeze(-1))
     nucleus = _top_p_threshold(likely, scores, kth, top_p.unsqueeze(-1))
     return torch.maximum(torch.maximum(kth, nucleus), likely[:, :1] + min_p.unsqueeze(-1).log())

@@ -1,7 +1,7 @@
-"""From logits to tokens, for all rows of a step at once.
+"""Sampler: converts logits to tokens, for all rows of a step at once.
 
-Everything is decided where the logits are. What is read back is one number per row: a GPU waits once, and what the host
-sends there goes in one transfer, or one for each way of drawing.
+Tokens are sampled on the device of the logits, and one number per row is read back: a GPU is synchronized once, and
+inputs are uploaded in one transfer, or one per kind of sampling.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ ERRORS = {
 
 @dataclass(frozen=True, slots=True)
 class Sampler:
-    """Turns rows of logits into tokens with kernels that are chosen once, or with plain torch.
+    """Sampler with kernels that are selected once, or plain torch.
 
     Attributes:
-        kernel: samples rows in the host's memory; None where no backend can.
-        fused: samples all rows without waiting for the device; None where no backend can.
+        kernel: kernel for rows in host memory; None without a backend for it.
+        fused: kernel for all rows that does not synchronize the device; None without a backend for it.
     """
 
     kernel: SamplingKernel | None = None
@@ -45,14 +45,15 @@ class Sampler:
     def __call__(
         self, logits: Tensor, draws: Sequence[SamplingMetadata], drawn: Tensor | None = None
     ) -> list[SampledToken]:
-        """One token per row of logits `[R, V]` (float32 or float64), a pure function of each row and its draw.
+        """Returns one token per row of logits `[R, V]` (float32 or float64), a pure function of each row and its
+        metadata.
 
         Logit bias, grammar mask, penalties, top-n-sigma, temperature, typical-p, top-k, top-p and min-p, and XTC apply
-        in this order, then noise decides; at temperature 0 the highest logit wins (of equal ones the lowest id). A row
-        that is not finite, or whose mask allows nothing, gives an error and leaves the others alone.
+        in this order, then Gumbel noise is added; temperature 0 takes the highest logit (of equal ones the lowest id).
+        A row that is not finite, or whose mask allows no token, gives an error and does not affect other rows.
 
         Args:
-            drawn: what the step that computed the logits has drawn from them already, int64 `[R]`.
+            drawn: tokens that the step that computed the logits has already sampled from them, int64 `[R]`.
         """
         if drawn is None:
             draws = filter_rows(logits, draws)
@@ -67,7 +68,7 @@ class Sampler:
         ]
 
     def choose(self, logits: Tensor, draws: Sequence[SamplingMetadata]) -> Tensor:
-        """int64 `[R]`: the token of each row, or what stands in place of one, without filters. Nothing is read from the
+        """Returns the token of each row, or an outcome code, int64 `[R]`, without filters. Does not synchronize the
         device."""
         if self.fused is None and self.kernel is not None:
             return self.kernel.sample(logits, draws)
@@ -86,23 +87,23 @@ class Sampler:
         return chosen.index_copy_(0, index, torch.where(mine < 0, mine, draw_likely(_rows(scores, index), tensors)))
 
     def token_logprobs(self, logits: Tensor, token_ids: Sequence[int], num_top: int) -> list[TokenLogprobs]:
-        """Log-probabilities of one token per row of raw logits `[R, V]`, with the `num_top` most likely ones, best
-        first.
+        """Returns log-probabilities of one token per row of raw logits `[R, V]`, and of the `num_top` most likely
+        tokens, best first.
 
-        A token has the same value as the chosen one and among the most likely ones.
+        The chosen token has the same value in both results.
         """
         chosen, ids, values = self._top_logprobs(logits, token_ids, num_top)
         rows = zip(chosen.tolist(), ids.tolist(), values.tolist(), strict=True)
         return [TokenLogprobs(value, tuple(zip(top_ids, top, strict=True))) for value, top_ids, top in rows]
 
     def logprob_columns(self, logits: Tensor, token_ids: Sequence[int], num_top: int) -> LogprobColumns:
-        """As `token_logprobs`, for many rows."""
+        """Computes `token_logprobs` for many rows."""
         chosen, ids, values = self._top_logprobs(logits, token_ids, num_top)
         columns = (array("q", ids.flatten().tolist()), array("d", values.flatten().tolist()))
         return LogprobColumns(ids.shape[-1], array("d", chosen.tolist()), *columns)
 
     def _top_logprobs(self, logits: Tensor, token_ids: Sequence[int], num_top: int) -> tuple[Tensor, Tensor, Tensor]:
-        """As `SamplingKernel.logprobs`."""
+        """Implements `SamplingKernel.logprobs`."""
         if self.kernel is not None:
             return self.kernel.logprobs(logits, token_ids, num_top)
         logprobs = logits.log_softmax(-1)
@@ -113,8 +114,8 @@ class Sampler:
     def _logprobs(
         self, logits: Tensor, token_ids: list[int], num_top: dict[int, int | None]
     ) -> dict[int, TokenLogprobs]:
-        """Log-probabilities by row. Rows with equally many alternatives are computed together, so that other rows do
-        not change the order of ties."""
+        """Returns log-probabilities by row. Rows with the same number of alternatives are computed together: other rows
+        must not change the order of ties."""
         found: dict[int, TokenLogprobs] = {}
         for number in sorted({number for number in num_top.values() if number is not None}):
             rows = [row for row, wanted in num_top.items() if wanted == number]
@@ -124,10 +125,10 @@ class Sampler:
 
 
 def _choose_untruncated(logits: Tensor, scores: Tensor, draws: Sequence[SamplingMetadata]) -> Tensor:
-    """As `Sampler.choose`, without truncation.
+    """Implements `Sampler.choose` without truncation.
 
     Args:
-        scores: the processed logits, or `logits` itself.
+        scores: processed logits, or `logits` itself.
     """
     tokens, finite = argmax(scores)
     if rows := _random_rows(draws, truncated=False):
@@ -141,35 +142,35 @@ def _choose_untruncated(logits: Tensor, scores: Tensor, draws: Sequence[Sampling
 
 
 def choose_sampler(device: torch.device, dtype: torch.dtype) -> Sampler:
-    """Makes the sampler of logits of a dtype on a device."""
+    """Creates the sampler for logits of a dtype on a device."""
     return Sampler(*choose_sampling(device, dtype))
 
 
 def sample_tokens(logits: Tensor, draws: Sequence[SamplingMetadata], drawn: Tensor | None = None) -> list[SampledToken]:
-    """As `Sampler`, with kernels chosen for these logits."""
+    """Samples tokens with a `Sampler` created for these logits."""
     return choose_sampler(logits.device, logits.dtype)(logits, draws, drawn)
 
 
 class Drawn(NamedTuple):
-    """Tokens int64 `[R]` that a captured step has drawn, or what stands in place of one, and how they were drawn."""
+    """Tokens sampled by a captured step, or outcome codes, int64 `[R]`, and the sampling method."""
 
     tokens: Tensor
     draws: list[list[SamplingMetadata]]
 
 
 SampleStep = Callable[[Tensor, Tensor, SamplingTensors, bool, Tensor], None]
-"""As `sample_step`, for one kernel."""
+"""Implementation of `sample_step` by one kernel."""
 
 
 def sample_step(
     kernel: FusedSampling, logits: Tensor, scores: Tensor, tensors: SamplingTensors, truncates: bool, tokens: Tensor
 ) -> None:
-    """Writes the token of each row, or an outcome, to int64 `tokens [R]`.
+    """Writes the token of each row, or an outcome code, to int64 `tokens [R]`.
 
     Args:
         logits: `[R, V]`.
-        scores: the processed logits, or `logits` itself.
-        truncates: some rows have top-k, top-p or min-p.
+        scores: processed logits, or `logits` itself.
+        truncates: whether some rows have top-k, top-p or min-p.
     """
     if not truncates:
         kernel.sample(logits, scores, tensors, tokens)
@@ -182,17 +183,17 @@ def sample_step(
 
 
 def draw_tokens(logits: Tensor, draws: Sequence[SamplingMetadata], *, truncated: bool) -> Tensor:
-    """Tokens `[R]` drawn from finite logits `[R, V]` at temperatures above 0, by the Gumbel-max rule.
+    """Samples tokens `[R]` from finite logits `[R, V]` at temperatures above 0 by the Gumbel-max trick.
 
     Args:
-        truncated: apply top-k, top-p and min-p.
+        truncated: whether to apply top-k, top-p and min-p.
     """
     _, tensors = upload_sampling_tensors(draws, range(len(draws)), logits.device)
     return gumbel_argmax(*_scores(logits, tensors, truncated=truncated), tensors)
 
 
 def probabilities(logits: Tensor, draws: Sequence[SamplingMetadata]) -> Tensor:
-    """The distributions `[R, V]` that `sample_tokens` draws from, float64; all on one token at temperature 0."""
+    """Returns the distributions `[R, V]` of `sample_tokens` in float64; one-hot at temperature 0."""
     draws = filter_rows(logits, draws)
     adjusted = _processed(logits, draws)
     found = torch.zeros(logits.shape, dtype=torch.float64, device=logits.device)
@@ -208,12 +209,12 @@ def probabilities(logits: Tensor, draws: Sequence[SamplingMetadata]) -> Tensor:
 
 
 def _processed(logits: Tensor, draws: Sequence[SamplingMetadata]) -> Tensor:
-    """The logits as the requests want them; `logits` itself when no request changes them."""
+    """Returns processed logits; `logits` itself if no request changes them."""
     return adjust_logits(logits, draws) if any(draw.changes_logits for draw in draws) else logits
 
 
 def _decide(chosen: list[int], logits: Tensor, draws: Sequence[SamplingMetadata]) -> None:
-    """Puts tokens where rows are undecided; few are."""
+    """Samples the undecided rows, which are few."""
     undecided = {row for row, token_id in enumerate(chosen) if token_id == UNDECIDED}
     for truncated in (False, True) if undecided else ():
         rows = [row for row in _random_rows(draws, truncated=truncated) if row in undecided]
@@ -226,7 +227,7 @@ def _decide(chosen: list[int], logits: Tensor, draws: Sequence[SamplingMetadata]
 
 
 def _scores(logits: Tensor, tensors: SamplingTensors, *, truncated: bool) -> tuple[Tensor, Tensor]:
-    """Scores `[R, K]`, minus infinity where a token cannot be drawn, and their ids `[R or 1, K]`."""
+    """Returns scores `[R, K]`, minus infinity for excluded tokens, and token ids `[R or 1, K]`."""
     scores = tensors.temper(logits)
     if truncated:
         return candidates(scores, *tensors.limits(scores.dtype))
@@ -234,11 +235,11 @@ def _scores(logits: Tensor, tensors: SamplingTensors, *, truncated: bool) -> tup
 
 
 def _random_rows(draws: Sequence[SamplingMetadata], *, truncated: bool) -> list[int]:
-    """Rows whose draws are random, with or without top-k, top-p or min-p."""
+    """Returns rows with temperature above 0, with or without top-k, top-p or min-p."""
     params = [draw.sampling for draw in draws]
     return [row for row, each in enumerate(params) if each.temperature > 0 and each.is_truncated == truncated]
 
 
 def _rows(logits: Tensor, index: Tensor) -> Tensor:
-    """Some rows, in their order; all of them are not copied."""
+    """Selects rows in order; selecting all rows makes no copy."""
     return logits if len(index) == len(logits) else logits.index_select(0, index)

@@ -1,1 +1,1 @@
-"""Text in and out: tokenizer, chat template, incremental decoding, stop strings, grammars, tool calls. No torch."""
+"""Text processing: tokenizer, chat template, incremental decoding, stop strings, grammars, tool calls. No torch."""

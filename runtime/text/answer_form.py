@@ -17,20 +17,20 @@ FORMATS: tuple[ReasoningFormat, ...] = (HARMONY, *MARKS)
 
 
 def find_reasoning(template: str) -> ReasoningFormat | None:
-    """Returns the form of reasoning that a chat template knows; None if it knows none."""
+    """Returns the reasoning format of a chat template; None if it has none."""
     return next((each for each in FORMATS if re.search(each.mark, template)), None)
 
 
 class AnswerParser(Protocol):
-    """Splits the text of an answer into pieces. The result does not depend on how the text is split."""
+    """Incremental parser of an answer's text. The result does not depend on how the text is split."""
 
     @property
     def num_calls(self) -> int:
-        """Calls that began so far."""
+        """Number of calls started so far."""
 
     @property
     def is_reasoning(self) -> bool:
-        """Whether reasoning is open."""
+        """Whether the parser is inside reasoning."""
 
     def push(self, text: str) -> list[Piece]: ...
 
@@ -38,11 +38,11 @@ class AnswerParser(Protocol):
 
 
 class PartsParser:
-    """Separates reasoning, and calls in what follows it.
+    """Parser of reasoning followed by text and calls.
 
     Args:
-        reasoning: None if all text is the answer.
-        calls: None without tools.
+        reasoning: splitter of reasoning; None if all text is the answer.
+        calls: parser of tool calls; None without tools.
     """
 
     def __init__(self, reasoning: ReasoningSplitter | None, calls: ToolCallParser | None) -> None:
@@ -73,15 +73,15 @@ class PartsParser:
 
 @dataclass(frozen=True, slots=True)
 class AnswerForm:
-    """Parts that the text of an answer may have.
+    """Possible parts of an answer's text.
 
     Attributes:
-        tool_format: the format of tool calls; None without tools.
+        tool_format: format of tool calls; None without tools.
         tools: tools that the answer may call.
-        several: report more than one call.
+        several: whether to report more than one call.
         reasoning: marks of reasoning; None leaves it in the text.
-        position: where the answer begins, seen from its reasoning.
-        shows_reasoning: the answer has its reasoning, too.
+        position: position of the answer's start relative to its reasoning.
+        shows_reasoning: whether the answer includes its reasoning.
     """
 
     tool_format: ToolFormat | None = None
@@ -93,7 +93,7 @@ class AnswerForm:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the text is nothing but content."""
+        """Whether the text consists of content only."""
         return self.tool_format is None and self.reasoning is None
 
     def parser(self) -> AnswerParser:
@@ -105,7 +105,7 @@ class AnswerForm:
         return PartsParser(reasoning, ToolCallParser(tools, self.tools, several=self.several) if tools else None)
 
     def shown(self, pieces: Iterable[Piece]) -> list[Piece]:
-        """Returns the pieces that are part of the answer."""
+        """Returns the pieces to include in the answer."""
         return [piece for piece in pieces if self.shows_reasoning or not isinstance(piece, Reasoning)]
 
     def new_id(self, name: str, number: int) -> str:
@@ -115,11 +115,11 @@ class AnswerForm:
 
 @dataclass
 class ReasoningCounter:
-    """Counts the tokens of reasoning, up to and including the mark that ends it.
+    """Counter of reasoning tokens, up to and including the end mark.
 
     Attributes:
-        token_bytes: spells a token.
-        parsers: by number of the answer; they read bytes as Latin-1, so that tokens may end within characters.
+        token_bytes: function from a token id to its bytes.
+        parsers: parsers by index of the answer; they read bytes as Latin-1, because tokens may end within characters.
     """
 
     form: AnswerForm

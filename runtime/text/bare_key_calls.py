@@ -1,4 +1,4 @@
-"""Tool calls whose arguments are an object with bare keys, and with a mark on both sides of each string."""
+"""Tool calls with an object of bare keys and strings between marks as arguments."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ KEY_END, VALUE_END = re.compile(":"), re.compile(r"[,}\]]")
 
 @dataclass(frozen=True, kw_only=True)
 class BareKeyToolFormat(ToolFormat):
-    """Calls of a head with the name, and an object such as `{city:<|"|>Rome<|"|>,days:2}`.
+    """Format of calls: a head with the name, and an object such as `{city:<|"|>Rome<|"|>,days:2}`.
 
     Attributes:
-        head: what comes before the object, with the name as its variable part.
-        before: the head that is enforced, with the name in place of `NAME`.
-        quote: the mark around strings, which are not escaped.
+        head: parts before the object, with the name as variable part.
+        before: enforced head, with the name in place of `NAME`.
+        quote: mark around strings, which are not escaped.
     """
 
     head: tuple[Part, ...]
@@ -38,10 +38,10 @@ class BareKeyToolFormat(ToolFormat):
 
 
 class BareKeyCallReader:
-    """Writes arguments as JSON: strings while they grow, other values when they are complete.
+    """Reader that emits arguments as JSON: strings incrementally, other values when complete.
 
-    A call begins with the bracket behind its name; then it stays a call. Values without marks are JSON, or a text where
-    the tool's schema allows that and nothing else.
+    A call is certain from the bracket after its name. Values without marks are JSON, or text if the tool's schema
+    allows strings only.
     """
 
     def __init__(self, tool_format: BareKeyToolFormat, tools: Sequence[Tool]) -> None:
@@ -79,7 +79,7 @@ class BareKeyCallReader:
         return [] if is_lost or not rest else [CallArguments(rest)]
 
     def _read_text(self, text: str, position: int) -> tuple[int, str]:
-        """Reads a string up to its end, or what cannot belong to its end."""
+        """Reads a string up to its end, or the part that cannot belong to the end mark."""
         quote = self._format.quote
         end = text.find(quote, position)
         if end < 0:
@@ -89,7 +89,7 @@ class BareKeyCallReader:
         return end + len(quote), text_json(text[position:end]) + '"'
 
     def _read_mark(self, text: str, position: int) -> tuple[int, str]:
-        """Reads one bracket, separator, mark or value between strings; nothing where more text decides."""
+        """Reads one bracket, separator, mark or value between strings; nothing if more text is needed to decide."""
         quote, character = self._format.quote, text[position]
         if text.startswith(quote, position):
             self._in_text = True

@@ -1,4 +1,4 @@
-"""Grammar of objects with bare keys, and with a mark on both sides of each string."""
+"""Grammar of objects with bare keys and strings between marks."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from runtime.text.tool_grammar import escape, literal, value_rule
 ARRAY_KEYS = {"type", "items", "title", "description", "default", "examples"}
 MARKS = {"title", "description", "default", "examples"}
 PLAIN_TYPES = {"integer", "number", "boolean", "null"}
-"""Types whose values are written as in JSON."""
+"""Types with values in JSON syntax."""
 MOST_LEVELS = 16
 
 
 class BareKeyGrammar:
-    """Lark rules of the calls of one tool. Keys are sorted as chat templates write them, whatever their case.
+    """Lark rules of the calls of one tool. Keys are sorted case-insensitively, as in chat templates.
 
     Args:
-        quote: the mark around strings.
-        special_ids: ids of tokens that are no text.
+        quote: mark around strings.
+        special_ids: ids of special tokens.
     """
 
     def __init__(self, tool: Tool, quote: str, special_ids: Mapping[str, int]) -> None:
@@ -39,7 +39,7 @@ class BareKeyGrammar:
         self._root: Schema = tool.get("parameters") or {}
 
     def call_rules(self, rule: str, before: str) -> list[str]:
-        """Returns rules of the head `before` and the arguments.
+        """Returns the rules of the head `before` and the arguments.
 
         Raises:
             RequestError: the tool's schema cannot be enforced.
@@ -52,7 +52,7 @@ class BareKeyGrammar:
     def _value(self, rule: str, schema: Schema, level: int) -> Iterator[str]:
         schema = resolve(schema, self._root)
         if level > MOST_LEVELS:
-            raise not_enforceable(self._tool, "definitions that refer to themselves")
+            raise not_enforceable(self._tool, "recursive definitions")
         if options := self._options(schema):
             yield f"{rule}: {' | '.join(f'{rule}_{number}' for number in range(len(options)))}"
             for number, option in enumerate(options):
@@ -73,7 +73,7 @@ class BareKeyGrammar:
             raise not_enforceable(self._tool, f"a parameter of type {named}" if named else "a parameter of any type")
 
     def _options(self, schema: Schema) -> Sequence[Schema]:
-        """Returns schemas of which one must hold; none where there is no choice."""
+        """Returns alternative schemas; none if there is no choice."""
         for key in ("anyOf", "oneOf"):
             if key in schema:
                 self._check(schema, {key} | MARKS)
@@ -82,7 +82,7 @@ class BareKeyGrammar:
         return [{**schema, "type": each} for each in types] if isinstance(types, list) else []
 
     def _object(self, rule: str, schema: Schema, level: int) -> Iterator[str]:
-        """Yields rules of keys in order; one that is not required may be left out, with its comma."""
+        """Yields rules of keys in order; an optional key may be omitted with its comma."""
         self._check(schema, OBJECT_KEYS)
         names, required = sorted(schema["properties"], key=str.lower), schema.get("required", ())
         if missing := [name for name in required if name not in names]:
@@ -102,7 +102,7 @@ class BareKeyGrammar:
         if "enum" in schema or "const" in schema:
             values = schema["enum"] if "enum" in schema else [schema["const"]]
             yield f"{rule}: {mark} ({' | '.join(json.dumps(each, ensure_ascii=False) for each in values)}) {mark}"
-        elif self._quote in self._special_ids:  # which no text contains
+        elif self._quote in self._special_ids:  # which text cannot contain
             yield f"{rule}: {mark} {rule.upper()}_TEXT {mark}"
             yield f"{rule.upper()}_TEXT: /{characters(schema)}/"
         else:

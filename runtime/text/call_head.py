@@ -1,4 +1,4 @@
-"""Incremental matching of the beginnings of tool calls, and of the end of JSON values."""
+"""Incremental matching of the heads of tool calls, and of the end of JSON values."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from enum import Enum, auto
 
 
 class Wait(Enum):
-    """Result of a match that more text decides."""
+    """Result of a match that needs more text."""
 
     WAIT = auto()
 
@@ -19,12 +19,12 @@ WAIT = Wait.WAIT
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """A variable part of a call's beginning.
+    """Variable part of a call's head.
 
     Attributes:
-        pattern: the whole part.
-        begins: characters that it may begin with.
-        may_grow: text behind it may belong to it, so that it ends only where something else follows.
+        pattern: pattern of the complete part.
+        begins: pattern of possible first characters.
+        may_grow: whether following text may extend it; it then ends only at other text.
     """
 
     pattern: re.Pattern[str]
@@ -40,14 +40,14 @@ Part = str | Token
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """A matched beginning: its variable parts as written, and the position behind it."""
+    """Matched head: its variable parts as written, and the position after it."""
 
     values: tuple[str, ...]
     end: int
 
 
 def match_head(text: str, parts: Sequence[Part]) -> Head | Wait | None:
-    """Matches parts with whitespace between them at the start of a text; returns None if none can follow."""
+    """Matches parts, separated by whitespace, at the start of a text; returns None if they cannot match."""
     position, values = 0, []
     for part in parts:
         position += len(text) - position - len(text[position:].lstrip())
@@ -70,7 +70,7 @@ def match_head(text: str, parts: Sequence[Part]) -> Head | Wait | None:
 
 
 def held_back(text: str, mark: str) -> int:
-    """Returns the length of the longest end of a text that begins a mark."""
+    """Returns the length of the longest suffix of a text that is a prefix of a mark."""
     return next((length for length in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:length])), 0)
 
 
@@ -79,10 +79,10 @@ IN_STRING = re.compile(r'["\\]')
 
 
 class JsonEnd:
-    """Finds the end of a JSON value by counting brackets outside of strings; does not validate it.
+    """Scanner for the end of a JSON value: counts brackets outside strings, without validation.
 
     Args:
-        depth: brackets that are open already.
+        depth: number of open brackets at the start.
     """
 
     def __init__(self, depth: int = 0) -> None:
@@ -91,7 +91,7 @@ class JsonEnd:
         self._is_escaped = False
 
     def feed(self, text: str) -> int | None:
-        """Returns the position in the new text behind the value, or None while it is incomplete."""
+        """Returns the position after the value in the new text, or None while it is incomplete."""
         position = 1 if self._is_escaped and text else 0
         self._is_escaped = self._is_escaped and not text
         while match := (IN_STRING if self._in_string else NOTABLE).search(text, position):

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class WorkLimit:
-    """Seconds that following a grammar may take: `seconds`, and `per_token` more for each token."""
+    """Time limit for advancing a grammar: `seconds`, plus `per_token` per token."""
 
     seconds: float
     per_token: float
@@ -35,10 +35,10 @@ class WorkLimit:
 
 
 MAX_WORK = WorkLimit(seconds=10.0, per_token=0.02)
-"""Limit of one answer; beyond it the grammar is too complex. Enough for objects with 2,000 optional properties."""
+"""Limit per answer; beyond it the grammar is too complex. Sufficient for objects with 2,000 optional properties."""
 
 INLINE_WORK = WorkLimit(seconds=0.1, per_token=0.001)
-"""Work that the engine's thread does; a grammar that needs more is followed in threads of its own."""
+"""Limit of work in the engine's thread; slower grammars are advanced in separate threads."""
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
@@ -46,11 +46,11 @@ class CompiledGrammar:
     """A compiled grammar.
 
     Attributes:
-        tokens: vocabulary that it was compiled for.
+        tokens: vocabulary it was compiled for.
         matcher: matcher at the start of the grammar; it is copied, never advanced.
-        num_characters: of its text.
-        is_slow: whether following it exceeded `INLINE_WORK` in any answer.
-        seconds: of work in all answers, which adds states to the lexer that they share; infinite once it is full.
+        num_characters: length of its text.
+        is_slow: whether advancing it exceeded `INLINE_WORK` in any answer.
+        seconds: seconds of work in all answers, which adds states to the shared lexer; infinite once the lexer is full.
     """
 
     tokens: LLTokenizer
@@ -61,22 +61,22 @@ class CompiledGrammar:
 
     @property
     def size(self) -> float:
-        """Most bytes that it takes: 120 per character, and 300 MiB per second of work up to 600 per state."""
+        """Upper bound of its bytes: 120 per character, and 300 MiB per second of work up to 600 per state."""
         return 120 * self.num_characters + min(300 * 2**20 * self.seconds, 600 * MAX_STATES)
 
 
 class TokenConstraint:
     """Implements `runtime.core.request.Constraint`.
 
-    llguidance ends the text with a token that the model does not have, the one after its last. The tokens that end this
-    sequence take its place, so a model may have any number of end tokens, or none.
+    llguidance ends the text with a token id after the model's last one. It is replaced by the end tokens of the
+    sequence, so a model may have any number of end tokens, or none.
 
     Args:
-        grammar: the grammar to follow.
+        grammar: compiled grammar.
         vocab_size: vocabulary size of the model.
         end_token_ids: tokens that end the sequence; allowed wherever the grammar may end.
         threads: threads for slow grammars; None keeps the interpreter lock.
-        max_work: limit beyond which no token is allowed.
+        max_work: time limit, after which no token is allowed.
     """
 
     def __init__(
@@ -99,7 +99,8 @@ class TokenConstraint:
         self.seconds, self._num_tokens = 0.0, 0
 
     def mask(self) -> bytes:
-        """Returns `ceil(vocab_size / 8)` bytes. All bits are zero if the grammar cannot continue, as at a limit."""
+        """Returns `ceil(vocab_size / 8)` bytes. All bits are zero if the grammar cannot continue, for example at a
+        limit."""
         if self._mask is None:
             self._mask, self._is_complete = self._compute()
         return self._mask
@@ -265,7 +266,7 @@ NO_FORCING = '%llguidance {"no_forcing": true}'
 """Forced text is not tokenized in advance: the model chooses among all tokens that fit."""
 
 LIMITS: dict[str, Any] = {"max_grammar_size": 30_000, "max_items_in_row": 10_000, "step_max_items": 100_000}
-"""Limits on single calls, which cannot be interrupted: seconds to compile, half a second to compute a mask. Objects may
+"""Limits on single calls, which cannot be interrupted: seconds to compile, half a second per mask. Objects may
 have 2,000 optional properties."""
 
 MAX_STATES = 100_000  # of a lexer, about 60 MiB; the longest string in JSON with a limit has some 30,000 characters
@@ -278,7 +279,7 @@ POSITION = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?")
 
 
 def compile_grammar(grammar: Grammar, tokens: LLTokenizer) -> CompiledGrammar:
-    """Compiles a grammar and follows it for a few tokens. Needs a deep stack.
+    """Compiles a grammar and advances it by a few tokens. Needs a deep stack.
 
     Raises:
         RequestError: the grammar is invalid, unsupported or too large, or allows no text.
@@ -300,19 +301,19 @@ def compile_grammar(grammar: Grammar, tokens: LLTokenizer) -> CompiledGrammar:
     compiled = CompiledGrammar(tokens, matcher, len(grammar.text), is_slow=True)
     trial = TokenConstraint(compiled, tokens.vocab_size - 1, (), LLExecutor(num_threads=1))
     if is_empty(trial.mask()):
-        raise _refusal(grammar, "it allows no text at all")
+        raise _refusal(grammar, "it allows no text")
     compiled.is_slow = _is_slow(trial)
-    compiled.seconds = trial.seconds  # the error of a trial says nothing about the lexer
+    compiled.seconds = trial.seconds  # the error of a trial does not concern the lexer
     return compiled
 
 
 TRIAL_TOKENS = 4
-"""Tokens after which a grammar that is slow from the start is known to be."""
+"""Number of tokens for detecting a grammar that is slow from the start."""
 
 
 def _is_slow(trial: TokenConstraint) -> bool:
-    """Returns whether following a grammar over the last allowed tokens exceeds `INLINE_WORK`. Late tokens of a
-    vocabulary are rather long."""
+    """Returns whether advancing a grammar by the last allowed tokens exceeds `INLINE_WORK`. The last tokens of a
+    vocabulary are usually long."""
     for _ in range(TRIAL_TOKENS):
         mask = trial.mask().rstrip(b"\0")
         if not mask or trial.exceeds(INLINE_WORK):
@@ -322,13 +323,13 @@ def _is_slow(trial: TokenConstraint) -> bool:
 
 
 def _lark(grammar: Grammar) -> str:
-    """Returns the grammar with its prefix in llguidance's variant of Lark. Raises ValueError as `_answer_lark`."""
+    """Returns the grammar with its prefix in llguidance's Lark dialect. Raises ValueError like `_answer_lark`."""
     answer = _answer_lark(grammar)
     return f"{grammar.prefix}\nanswer: %lark {{\n{answer}\n}}" if grammar.prefix else answer
 
 
 def _answer_lark(grammar: Grammar) -> str:
-    """Returns the grammar in llguidance's variant of Lark. Raises ValueError if a schema is not a JSON object."""
+    """Returns the grammar in llguidance's Lark dialect. Raises ValueError if a schema is not a JSON object."""
     match grammar.kind:
         case GrammarKind.REGEX:
             from llguidance import LLMatcher
@@ -346,7 +347,7 @@ def _answer_lark(grammar: Grammar) -> str:
 
 
 def _json_rule(schema: dict[str, Any]) -> str:
-    # Overrides options in the schema, which could turn the strictness off.
+    # Overrides options in the schema, which could disable strictness.
     return f"start: %json {json.dumps(schema | {'x-guidance': JSON_OPTIONS})}"
 
 
@@ -358,31 +359,31 @@ def _refusal(grammar: Grammar, reason: str) -> RequestError:
 
 
 CACHE_SIZE, CACHE_BYTES = 128, 2**28
-"""Compiled grammars in the cache, and their memory."""
+"""Limits of the grammar cache: number and bytes."""
 
 COMPILE_SECONDS = 10.0
-"""Limit of compiling a grammar. The limits above let none take as long on a machine with time for it."""
+"""Limit of compiling a grammar. On an idle machine the limits above are reached first."""
 
 SHORT_GRAMMAR, NUM_LANES = 2048, 2
 
 
 def lane_of(grammar: Grammar) -> int:
-    """Returns the queue in which a grammar waits to be compiled: short ones do not wait for long ones."""
+    """Returns the compilation queue of a grammar: short ones do not wait for long ones."""
     return int(len(grammar.text) > SHORT_GRAMMAR)
 
 
 NUM_THREADS = max(1, min(4, (os.cpu_count() or 1) // 4))
-"""Threads that follow slow grammars."""
+"""Number of threads that advance slow grammars."""
 
 
 class GrammarCompiler:
-    """Compiles and caches grammars for one model. Thread-safe.
+    """Compiler and cache of grammars for one model. Thread-safe.
 
     Args:
         tokenizer: tokenizer of the model.
         vocab_size: vocabulary size of the model; ids unknown to the tokenizer are never allowed.
-        max_work: limit of one answer.
-        compile_seconds: limit of compiling a grammar.
+        max_work: time limit per answer.
+        compile_seconds: time limit of compiling a grammar.
     """
 
     def __init__(
@@ -405,7 +406,7 @@ class GrammarCompiler:
         self._executor: LLExecutor | None = None
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
-        """Compiles a new grammar, which stays compiled at least while the result is referenced.
+        """Compiles a grammar, and caches it at least as long as the result is referenced.
 
         Raises:
             RequestError: the grammar is invalid, unsupported or too large, allows no text, or takes too long to
@@ -414,7 +415,7 @@ class GrammarCompiler:
         if compiled := self.find(grammar, even_full=True):
             return compiled
         slot = self._slots[lane_of(grammar)]
-        slot.acquire()  # one at a time, until its thread has ended; compiled grammars do not wait
+        slot.acquire()  # one compilation at a time; cached grammars do not wait
         if compiled := self.find(grammar, even_full=True):
             slot.release()
             return compiled
@@ -427,8 +428,8 @@ class GrammarCompiler:
             raise RequestError(problem, "Simplify it") from None
 
     def read_vocabulary(self) -> LLTokenizer:
-        """Returns the vocabulary. Reading a large one takes a second under the interpreter lock. Raises RequestError
-        without llguidance, which is imported here first."""
+        """Returns the vocabulary. Reading a large one holds the interpreter lock for a second. Imports llguidance;
+        raises RequestError if it is missing."""
         try:
             from llguidance import LLTokenizer, TokenizerWrapper
         except ImportError as error:
@@ -439,7 +440,7 @@ class GrammarCompiler:
         return self._tokens
 
     def find(self, grammar: Grammar, *, even_full: bool = False) -> CompiledGrammar | None:
-        """Returns a grammar if compiled. Forgets one with a full lexer unless `even_full`, to be compiled anew."""
+        """Returns a cached grammar. Drops one with a full lexer, to be compiled again, unless `even_full`."""
         with self._lock:
             compiled = self._compiled.get(grammar)
             if compiled and compiled.seconds == float("inf") and not even_full:
@@ -451,8 +452,8 @@ class GrammarCompiler:
             return compiled
 
     def constraint(self, grammar: Grammar, end_token_ids: Collection[int]) -> TokenConstraint:
-        """Returns a constraint for one sequence that ends with any of these tokens. Raises RequestError as `compile`
-        does."""
+        """Returns a constraint for one sequence that ends with any of these tokens. Raises RequestError like
+        `compile`."""
         compiled = self.compile(grammar)
         from llguidance import LLExecutor
 
@@ -460,7 +461,7 @@ class GrammarCompiler:
         return TokenConstraint(compiled, self._vocab_size, end_token_ids, self._executor, self._max_work)
 
     def prepare(self, constraint: Constraint, token_id: int) -> Future[None]:
-        """Prepares a token of a slow grammar in a thread; nothing else may use the constraint meanwhile."""
+        """Prepares a token of a slow grammar in a thread; the constraint must not be used meanwhile."""
         return self._threads.submit(constraint.prepare, token_id)
 
     def _compile(self, grammar: Grammar) -> CompiledGrammar:

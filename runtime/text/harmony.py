@@ -1,4 +1,4 @@
-"""Answers in channels (gpt-oss): analysis is reasoning, messages to functions are calls, all else is text."""
+"""Answers in channels (gpt-oss): analysis is reasoning, messages to functions are calls, other messages are text."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RECIPIENT, FUNCTIONS = re.compile(r"\bto=([^\s<]+)"), "functions."
 
 @dataclass(frozen=True, slots=True)
 class HarmonyFormat(ReasoningFormat):
-    """Reasoning in messages of its own."""
+    """Reasoning format with separate messages."""
 
     def position(self, prompt: str) -> Position:
         return Position.BEFORE if prompt.endswith(f"{START}assistant") else Position.AFTER
@@ -47,7 +47,7 @@ class _State(Enum):
     REASONING = auto()
     TEXT = auto()
     CALL = auto()
-    """In a message to a function, of whose arguments nothing was read."""
+    """In a message to a function, before its arguments."""
     ARGUMENTS = auto()
     PLAIN = auto()
     """In an answer without channels."""
@@ -55,11 +55,11 @@ class _State(Enum):
 
 
 class HarmonyParser:
-    """Separates the messages of an answer. The result does not depend on how the text is split.
+    """Incremental parser of messages. The result does not depend on how the text is split.
 
     Args:
-        calls: report calls; otherwise messages to functions are text.
-        several: report more than one call; otherwise everything behind the first one is dropped.
+        calls: whether to report calls; otherwise messages to functions are text.
+        several: whether to report more than one call; otherwise everything after the first one is dropped.
     """
 
     def __init__(self, *, calls: bool, several: bool = True) -> None:
@@ -85,7 +85,7 @@ class HarmonyParser:
         return joined(pieces)
 
     def flush(self) -> list[Piece]:
-        """Returns the rest after the last text; the beginning of a message without content is dropped."""
+        """Returns the remaining pieces at the end of input; an incomplete message head is dropped."""
         held, self._held = self._held, ""
         if self._state in (_State.HEADER, _State.OVER) or not held:
             return []

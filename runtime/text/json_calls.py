@@ -1,4 +1,4 @@
-"""Tool calls whose arguments are a JSON object in the text."""
+"""Tool calls with a JSON object as arguments."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from runtime.text.tool_format import CallReader, ReaderState, Tool, ToolFormat
 from runtime.text.tool_grammar import json_rule, literal, object_schema, relocated
 
 NAME = "NAME"
-"""Place of the name in `JsonToolFormat.before`."""
+"""Placeholder of the name in `JsonToolFormat.before`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class JsonToolFormat(ToolFormat):
-    """Calls of `before`, a JSON object with the arguments, `after`.
+    """Format of calls: `before`, a JSON object with the arguments, `after`.
 
     Attributes:
-        heads: parts of what comes before the arguments, in each form that is read; a name is the first variable part.
-        before: the form that is enforced, with the name in place of `NAME`.
-        after: the enforced end.
-        tail: parts of the end that are read, all of them optional.
-        first: what comes before the first call of a section.
-        key: name of the arguments in an object that is the whole call; None where the call is no object.
+        heads: parts before the arguments, in all accepted variants; the name is the first variable part.
+        before: enforced head, with the name in place of `NAME`.
+        after: enforced tail.
+        tail: accepted parts of the tail, all optional.
+        first: text before the first call of a section.
+        key: key of the arguments if the whole call is an object; None otherwise.
     """
 
     heads: tuple[tuple[Part, ...], ...]
@@ -54,7 +54,7 @@ def object_format(key: str = "arguments", **options: Any) -> JsonToolFormat:
     """Returns a format of calls like `{"name": ..., "arguments": ...}`.
 
     Args:
-        options: fields of the format; `before` and `after` go around the object.
+        options: fields of the format; `before` and `after` enclose the object.
     """
     before, after = options.pop("before", ""), options.pop("after", "")
     return JsonToolFormat(
@@ -67,10 +67,10 @@ def object_format(key: str = "arguments", **options: Any) -> JsonToolFormat:
 
 
 class JsonCallReader:
-    """Passes arguments on as they are written.
+    """Reader that passes arguments through incrementally.
 
-    A call begins when its name and the first bracket of its arguments are there; then it stays a call, whatever
-    follows. An object with its keys in another order is read as a whole, and is a call if it is valid JSON.
+    A call is certain after its name and the first bracket of its arguments, whatever follows. An object with keys in
+    another order is read completely, and is a call if it is valid JSON.
     """
 
     def __init__(self, tool_format: JsonToolFormat, first: str) -> None:
@@ -114,7 +114,7 @@ class JsonCallReader:
         return heads[0] if heads else WAIT if WAIT in found else None
 
     def _read_whole(self, text: str) -> tuple[int, list[CallPiece]]:
-        """Reads an object whose keys are in another order."""
+        """Reads an object with keys in another order."""
         start = match_head(text, (*self._first, "{"))
         if self._format.key is None or not isinstance(start, Head):
             self.state = ReaderState.NO_CALL
@@ -131,7 +131,7 @@ class JsonCallReader:
         return (stop if pieces else 0), pieces
 
     def _read_tail(self, text: str) -> int:
-        """Consumes what follows the arguments, as far as it is as expected."""
+        """Consumes the expected tail after the arguments."""
         consumed = 0
         if self._format.key is not None:
             consumed = self._read_object_end(text)
@@ -174,7 +174,7 @@ def is_name(text: str) -> bool:
 
 
 def parse_call(text: str, key: str) -> list[CallPiece]:
-    """Returns the call that a JSON object represents; nothing if it is none."""
+    """Returns the call that a JSON object represents, if it does."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""Schemas of single parameters, for tool calls that write each argument by itself: text as it is, all else as JSON."""
+"""Schemas of single parameters, for tool calls with separate arguments: strings as plain text, other values as JSON."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TEXT_KEYS = {"type", "enum", "const", "minLength", "maxLength", "title", "descri
 
 
 def properties_of(tool: Tool) -> dict[str, Schema]:
-    """Returns the schemas of a tool's parameters, each with the definitions that it may refer to."""
+    """Returns the schemas of a tool's parameters, each with the definitions it may refer to."""
     root = tool.get("parameters") or {}
     shared = {key: root[key] for key in DEFINITIONS if key in root}
     found = root.get("properties")
@@ -42,7 +42,7 @@ def resolve(schema: Schema, root: Schema) -> Schema:
 
 
 def types_of(schema: Schema) -> set[str]:
-    """Returns the JSON types that a schema names; none if it names none."""
+    """Returns the JSON types of a schema; empty if it has no type."""
     named = schema.get("type")
     if named is not None:
         return {named} if isinstance(named, str) else {each for each in named if isinstance(each, str)}
@@ -61,7 +61,7 @@ def type_of(value: Any) -> str:
 
 
 def is_text(schema: Schema | None) -> bool:
-    """Returns whether a parameter takes strings only."""
+    """Returns whether a parameter accepts strings only."""
     return schema is not None and types_of(schema) == {"string"}
 
 
@@ -69,7 +69,7 @@ PYTHON_VALUES = {"True": True, "False": False, "None": None}
 
 
 def argument_json(text: str, schema: Schema | None) -> str:
-    """Returns the JSON of an argument that is written as JSON, or as a text without quotes where that is allowed."""
+    """Returns the JSON of an argument written as JSON, or as unquoted text if the schema allows strings."""
     types = types_of(schema or {})
     text = text.strip()
     try:
@@ -101,6 +101,8 @@ def check_enforceable(tool: Tool) -> None:
 
 
 def not_enforceable(tool: Tool, part: str) -> RequestError:
-    """Returns the refusal of a schema by the part of it that calls cannot be held to."""
-    problem = f"the schema of the tool {tool['name']!r} has {part}, which this model's calls cannot be held to"
+    """Returns the error for a part of a schema that cannot be enforced."""
+    problem = (
+        f"the schema of the tool {tool['name']!r} has {part}, which cannot be enforced in this model's format of calls"
+    )
     return RequestError(problem, "Leave it out, or neither force the tool nor make it strict")

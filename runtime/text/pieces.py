@@ -8,32 +8,32 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """Next part of what the model thinks before it answers."""
+    """Next part of the model's reasoning."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class CallStart:
-    """Beginning of a tool call, as soon as its name is certain."""
+    """Start of a tool call, as soon as its name is certain."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
-    """Next part of the arguments of the last call; joined, the parts are a JSON object as text."""
+    """Next part of the arguments of the last call; the concatenated parts are a JSON object."""
 
     text: str
 
 
 CallPiece = CallStart | CallArguments
 Piece = str | Reasoning | CallPiece
-"""A part of an answer; strings are text for the user."""
+"""Part of an answer; strings are text for the user."""
 
 
 def joined(pieces: Iterable[Piece]) -> list[Piece]:
-    """Returns pieces in which none follows another that it could be joined with."""
+    """Merges adjacent pieces of the same kind."""
     found: list[Piece] = []
     for piece in pieces:
         last = found[-1] if found else None
@@ -49,7 +49,7 @@ def joined(pieces: Iterable[Piece]) -> list[Piece]:
 
 
 def calls_of(pieces: Iterable[Piece]) -> Iterator[tuple[CallStart, str]]:
-    """Yields the calls among the pieces of an answer, each with all of its arguments."""
+    """Yields the calls among the pieces of an answer, with complete arguments."""
     start, arguments = None, ""
     for piece in pieces:
         if isinstance(piece, CallStart):

@@ -1,4 +1,4 @@
-"""Reasoning that models write before their answer: its marks, found by chat templates, and what separates it."""
+"""Reasoning before an answer: its marks, found by chat templates, and the splitter."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from runtime.text.tool_grammar import ANY, escape, literal
 
 
 class Position(Enum):
-    """Where an answer is, seen from its reasoning."""
+    """Position of an answer's start relative to its reasoning."""
 
     BEFORE = auto()
     """The answer may begin with reasoning."""
@@ -34,21 +34,21 @@ class ReasoningFormat:
     closing: str
 
     def position(self, prompt: str) -> Position:
-        """Returns where the answer to a prompt begins: templates may open reasoning, or open and close it."""
+        """Returns the start position of the answer to a prompt: templates may open reasoning, or open and close it."""
         end = prompt.rstrip()
         if end.endswith(self.opening):
             return Position.INSIDE
         return Position.AFTER if end.endswith(self.closing) else Position.BEFORE
 
     def prefix(self, position: Position, special_ids: Mapping[str, int], *, is_call: bool = False) -> str:
-        """Returns Lark rules of reasoning, behind which the rule `answer` follows; empty if there can be none.
+        """Returns Lark rules of reasoning followed by the rule `answer`; empty without reasoning.
 
         Args:
-            is_call: the answer writes what announces it by itself, as grammars of tool calls do.
+            is_call: whether the answer includes its own opening, as grammars of tool calls do.
         """
         if position is Position.AFTER:
             return ""
-        if self.closing in special_ids:  # which no text contains
+        if self.closing in special_ids:  # which text cannot contain
             thoughts = [f"thoughts: THOUGHTS? {literal(self.closing, special_ids)}", rf"THOUGHTS: /{ANY}/"]
         else:
             thoughts = [f"thoughts[lazy]: /{ANY}{escape(self.closing)}/"]
@@ -57,7 +57,7 @@ class ReasoningFormat:
         return "\n".join([f"start: {start}", *thoughts, r"GAP: /[ \n]{1,4}/"])
 
     def uses(self, special_ids: Mapping[str, int]) -> bool:
-        """Returns whether a special token is among the marks, so that it must stay in the text."""
+        """Returns whether a special token is among the marks and must stay in the text."""
         return any(token in self.opening or token in self.closing for token in special_ids if token)
 
 
@@ -66,13 +66,13 @@ MARKS = (
     ReasoningFormat("Gemma 4", r"<\|channel>", "<|channel>thought", "<channel|>"),
     ReasoningFormat("think", "</think>", "<think>", "</think>"),
 )
-"""Formats with a mark before and one behind."""
+"""Formats with an opening and a closing mark."""
 
 
 class ReasoningSplitter:
-    """Separates the reasoning at the beginning of an answer. The result does not depend on how the text is split.
+    """Incremental splitter of reasoning and answer. The result does not depend on how the text is split.
 
-    Blanks around reasoning are dropped. Reasoning that does not end is all of the answer.
+    Whitespace around reasoning is dropped. Without an end mark the whole text is reasoning.
     """
 
     num_calls = 0
@@ -101,7 +101,7 @@ class ReasoningSplitter:
         return pieces
 
     def flush(self) -> list[Piece]:
-        """Returns the rest after the last text."""
+        """Returns the remaining pieces at the end of input."""
         held, self._held = self._held, ""
         if self.position is Position.INSIDE:
             rest = self._settled(held)
@@ -126,7 +126,7 @@ class ReasoningSplitter:
         return [Reasoning(settled)] if settled else []
 
     def _settled(self, text: str) -> str:
-        """Returns reasoning without blanks around it, as far as it is known."""
+        """Returns reasoning without surrounding whitespace, as far as it is known."""
         text = self._blanks + text
         if not self._has_reasoning:
             text = text.lstrip()
@@ -136,7 +136,7 @@ class ReasoningSplitter:
         return settled
 
     def _pass_text(self) -> list[Piece]:
-        """Returns all text, without blanks directly behind reasoning."""
+        """Returns all text, without whitespace directly after reasoning."""
         text = self._held.lstrip() if self._is_behind else self._held
         self._held, self._is_behind = "", self._is_behind and not text
         return [text] if text else []

@@ -1,4 +1,4 @@
-"""Tool calls that write each argument between tags, as text or as JSON."""
+"""Tool calls with each argument between tags, as text or JSON."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from runtime.text.tool_grammar import ANY, escape, literal, value_rule
 
 @dataclass(frozen=True, kw_only=True)
 class TaggedToolFormat(ToolFormat):
-    """Calls of a head with the name, arguments between tags, and an end.
+    """Format of calls: a head with the name, arguments between tags, and an end.
 
     Attributes:
-        head: what comes before the arguments, with the name as its variable part.
-        before: the head that is enforced, with the name in place of `NAME`.
+        head: parts before the arguments, with the name as variable part.
+        before: enforced head, with the name in place of `NAME`.
         key: tags around the name of an argument.
         value: tags around its value; the first may be empty.
-        end: what ends a call; may be empty where the section ends with it.
-        newlines: values are between line breaks, which are not part of them.
+        end: end of a call; may be empty if the section ends with the call.
+        newlines: whether values are enclosed in line breaks, which are not part of them.
     """
 
     head: tuple[Part, ...]
@@ -62,7 +62,7 @@ class TaggedToolFormat(ToolFormat):
         if "enum" in schema or "const" in schema:
             values = schema["enum"] if "enum" in schema else [schema["const"]]
             yield f"{rule}: {before} ({' | '.join(json.dumps(each, ensure_ascii=False) for each in values)}) {after}"
-        elif self.value[1] in special_ids:  # which no text contains
+        elif self.value[1] in special_ids:  # which text cannot contain
             yield f"{rule}: {before} {rule.upper()}_TEXT {after}"
             yield f"{rule.upper()}_TEXT: /{characters(schema)}/"
         else:
@@ -71,16 +71,16 @@ class TaggedToolFormat(ToolFormat):
 
 
 def characters(schema: Schema) -> str:
-    """Returns a regular expression of texts of the lengths that a schema allows."""
+    """Returns a regular expression for texts of the lengths that a schema allows."""
     least, most = schema.get("minLength", 0), schema.get("maxLength", "")
     return rf"(.|\n){{{least},{most}}}" if least or most != "" else ANY
 
 
 class TaggedCallReader:
-    """Writes arguments as JSON: texts while they grow, other values when they are complete.
+    """Reader that emits arguments as JSON: text incrementally, other values when complete.
 
-    A call begins when its name is followed by its first argument or its end; then it stays a call. It ends where
-    anything else follows. Values are converted by the types of the tool's schema.
+    A call is certain once its name is followed by an argument or its end. It ends before any other text. Values are
+    converted by the types of the tool's schema.
     """
 
     def __init__(self, tool_format: TaggedToolFormat, tools: Sequence[Tool]) -> None:
@@ -128,7 +128,7 @@ class TaggedCallReader:
         return match_only(text, self._format.head) if any(isinstance(each, Head) for each in found) else None
 
     def _read_tags(self, text: str) -> tuple[int, str]:
-        """Reads what is between two values: the tags of the next argument, or the end of the call."""
+        """Reads between two values: the tags of the next argument, or the end of the call."""
         key, value = self._format.key, self._format.value
         if isinstance(end := match_head(text, (self._format.end or self._format.closing,)), Head):
             self.state = ReaderState.DONE
@@ -178,7 +178,7 @@ class TaggedCallReader:
         return end + len(close), written
 
     def _read_part(self, text: str) -> tuple[int, str]:
-        """Reads the part of a text that cannot belong to its end."""
+        """Reads the part of a text value that cannot belong to the end tag."""
         close = self._format.value[1]
         marks = (f"\n{close}", close) if self._format.newlines else (close,)
         stop = len(text) - max(held_back(text, mark) for mark in marks)
@@ -187,7 +187,7 @@ class TaggedCallReader:
 
 
 def match_only(text: str, parts: Sequence[Part]) -> Head | None:
-    """Returns the head of a text in which something else follows."""
+    """Returns the head of a text, treating the text as complete."""
     found = match_head(text, parts)
     return found if isinstance(found, Head) else None
 

@@ -1,4 +1,4 @@
-"""The vocabulary of a model as grammars read it."""
+"""Vocabulary of a model, for grammars."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import Protocol
 
 SPECIAL_MARK = b"\xff"
-"""First byte of special tokens, so that they match no text of a grammar. Not a byte of UTF-8."""
+"""First byte of special tokens, which keeps them from matching text. Not a valid byte of UTF-8."""
 
 
 class Vocabulary(Protocol):
-    """The tokenizer as grammars use it; `runtime.text.tokenizer.Tokenizer` is one."""
+    """Interface of a tokenizer for grammars; implemented by `runtime.text.tokenizer.Tokenizer`."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -24,7 +24,7 @@ class Vocabulary(Protocol):
 
 
 class TokenTable:
-    """The vocabulary in the interface of llguidance: these attributes, and a call that tokenizes."""
+    """Vocabulary with the interface that llguidance expects: these attributes, and a call that tokenizes."""
 
     bos_token_id = None
 

@@ -1,4 +1,4 @@
-"""The tokenizer of a checkpoint folder, and incremental detokenization. Imports neither torch nor transformers."""
+"""Tokenizer of a checkpoint folder, and incremental detokenization. Imports neither torch nor transformers."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ SEPARATOR = b"\xff"
 
 
 class TokenByteTable(dict[int, bytes]):
-    """Bytes of tokens, for byte-level vocabularies and for those with U+2581 for spaces and `<0xAB>` for bytes; each is
-    computed once."""
+    """Cache of the bytes of tokens, for byte-level vocabularies and for those with U+2581 for spaces and `<0xAB>` for
+    bytes."""
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class TokenByteTable(dict[int, bytes]):
 
     @cached_property
     def _joined(self) -> tuple[bytes, list[int]]:
-        """All tokens between bytes that no text has, and where each begins."""
+        """Concatenation of all tokens, separated by bytes that text cannot contain, and their offsets."""
         tokens = [self[token_id] for token_id in range(self._backend.get_vocab_size(with_added_tokens=True))]
         return SEPARATOR.join(tokens), list(accumulate((len(token) + 1 for token in tokens), initial=0))
 
@@ -57,7 +57,7 @@ class TokenByteTable(dict[int, bytes]):
             place = joined.find(text, starts[token_id + 1])
 
     def __missing__(self, token_id: int) -> bytes:
-        """Adds and returns the bytes of a token; none for an id outside of the vocabulary."""
+        """Computes and stores the bytes of a token; empty for an id outside the vocabulary."""
         self[token_id] = found = self._spell(token_id)
         return found
 
@@ -75,18 +75,18 @@ class TokenByteTable(dict[int, bytes]):
 
 REPLACEMENT = "\ufffd"
 CONTEXT_TOKENS = 8
-"""Prompt tokens that are decoded before the first new one, because they decide whether it starts with a space. Enough
-for a character of four tokens before three tokens of an incomplete one."""
+"""Number of prompt tokens decoded before the first new one, because they decide whether it starts with a space.
+Sufficient for a character of four tokens before three tokens of an incomplete one."""
 
 MAX_CHARACTER_TOKENS = 4
-"""A character of UTF-8 has at most four bytes, hence at most four tokens."""
+"""Maximum tokens of a character: UTF-8 has at most four bytes per character."""
 
 
 class Detokenizer:
-    """Incremental detokenizer of one sequence. The pieces of text, joined, equal the text of all tokens.
+    """Incremental detokenizer of one sequence. The concatenated pieces equal the text of all tokens.
 
-    Keeps a short window of tokens. The text of those before `_read` was returned; they are decoded again as context
-    only. The others end within a character, so their text (with U+FFFD for missing bytes) waits for the rest of it.
+    Keeps a short window of tokens. The text of tokens before `_read` was returned; they are decoded again as context
+    only. The others end within a character, and their text is held back until the character is complete.
 
     Args:
         decode: converts token ids to text.
@@ -105,7 +105,7 @@ class Detokenizer:
         self._window.append(token_id)
         text = self._text_until(len(self._window))
         if not text:
-            self._window.pop()  # special tokens have no text, and any number of them may follow each other
+            self._window.pop()  # special tokens have no text, and any number of them may be adjacent
             return ""
         if not text.endswith(REPLACEMENT):
             return self._settle(len(self._window), text)
@@ -116,7 +116,7 @@ class Detokenizer:
         return ""
 
     def flush(self) -> str:
-        """Returns the rest after the last token; bytes of incomplete characters become U+FFFD."""
+        """Returns the remaining text after the last token; bytes of incomplete characters become U+FFFD."""
         return self._settle(len(self._window), self._text_until(len(self._window)))
 
     def _text_until(self, end: int) -> str:
@@ -139,16 +139,16 @@ class Detokenizer:
 
 
 LONG_TOKENS = 1024
-"""Tokens from which on decoding releases the interpreter lock, which costs more than decoding a few tokens."""
+"""Number of tokens above which decoding releases the interpreter lock, which costs more than decoding a few tokens."""
 
 NAMED_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
 
 
 class Tokenizer:
-    """Converts text to token ids and back, and renders the chat template.
+    """Tokenizer with chat template.
 
-    `encode` adds the special tokens of the tokenizer's post-processor; `encode_chat` adds none, because templates write
-    theirs.
+    `encode` adds the special tokens of the tokenizer's post-processor; `encode_chat` adds none, because templates
+    contain them.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class Tokenizer:
         self._folder: Path | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Another process reads the folder again, which is faster than to copy a vocabulary."""
+        """Pickles the folder only: reading it again is faster than copying a vocabulary."""
         if self._folder is not None:
             return Tokenizer.open, (self._folder,)
         return Tokenizer, (self._backend, self.special_tokens, self.chat_template)
@@ -209,11 +209,11 @@ class Tokenizer:
         """Returns the token ids of a text.
 
         Args:
-            max_tokens: refuse a text whose beginning already has far more tokens, at a cost that does not depend on its
-                length. Texts with slightly more tokens are returned.
+            max_tokens: limit above which a text is rejected after tokenizing only its beginning. Texts with slightly
+                more tokens are returned.
 
         Raises:
-            RequestError: the text has a lone surrogate, so it is not valid Unicode.
+            RequestError: the text has a lone surrogate, which is not valid Unicode.
             LongPromptError: the beginning of the text has more than `max_tokens`.
         """
         try:
@@ -233,8 +233,8 @@ class Tokenizer:
         return self._backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)[0]
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Returns the bytes that a token adds to the text, maybe part of a character; special tokens are spelled
-        out."""
+        """Returns the bytes that a token adds to the text, possibly part of a character; special tokens as their
+        name."""
         return self._bytes[token_id]
 
     def tokens_with(self, text: str) -> list[int]:
@@ -242,7 +242,7 @@ class Tokenizer:
         return list(self._bytes.find(text.encode(errors="surrogatepass")))
 
     def count_differences(self, other: Tokenizer) -> int:
-        """Returns the number of token ids with another meaning, or none, in another tokenizer."""
+        """Returns the number of token ids that differ from, or are missing in, another tokenizer."""
         mine, others = (set(t._backend.get_vocab(with_added_tokens=True).items()) for t in (self, other))
         return len({token_id for _, token_id in mine ^ others})
 
@@ -254,7 +254,7 @@ class Tokenizer:
         """Renders messages with the chat template.
 
         Raises:
-            RequestError: the model has no chat template, or it refuses the messages.
+            RequestError: the model has no chat template, or the template rejects the messages.
         """
         if self.chat_template is None:
             raise RequestError("this model has no chat template", "Use completions with a plain prompt")
@@ -272,7 +272,7 @@ class Tokenizer:
         return self._chat.variables
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> list[int]:
-        """Returns the token ids of a conversation up to the answer. See `render_chat`."""
+        """Returns the token ids of a conversation up to the answer; see `render_chat`."""
         return self.encode(self.render_chat(messages, **variables), add_special_tokens=False)
 
     def _check_length(self, text: str, max_tokens: int) -> None:
@@ -280,13 +280,13 @@ class Tokenizer:
         num_characters = 8 * max_tokens
         while num_characters < len(text):
             num_tokens = len(self._encode(text[:num_characters], add_special_tokens=False))
-            if num_tokens > 1.25 * max_tokens:  # the rest of the text may change the last few tokens
+            if num_tokens > 1.25 * max_tokens:  # the following text may change the last few tokens
                 problem = f"the first {num_characters} of {len(text)} characters alone have {num_tokens} tokens"
                 raise LongPromptError(f"{problem}, but the context is {max_tokens} tokens", "Shorten the prompt")
             num_characters *= 4
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        # Unlike `encode`, a batch releases the interpreter lock.
+        # Unlike `encode`, batch encoding releases the interpreter lock.
         return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def _named_id(self, name: str) -> int | None:
@@ -307,7 +307,7 @@ def _open_backend(folder: Path) -> tokenizers.Tokenizer:
 def _convert_with_transformers(folder: Path) -> tokenizers.Tokenizer:
     """Converts the tokenizer of a folder without tokenizer.json. Imports transformers, which is slow."""
     if not (folder / "config.json").is_file():
-        problem = f"there is no config.json in {folder}, so it is not a model"
+        problem = f"{folder} is not a model: config.json is missing"
         raise CheckpointError(problem, "Name a folder with config.json, safetensors files and tokenizer.json")
     remedy = "Copy tokenizer.json and tokenizer_config.json of the source model into the folder"
     if not any((folder / name).is_file() for name in ("tokenizer.model", "vocab.json", "spiece.model")):
@@ -341,7 +341,7 @@ def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _read_template(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """Reads the template file, or else the template in the configuration (of several the one named default)."""
+    """Reads the template file, else the template in the configuration (of several, the one named default)."""
     path = folder / "chat_template.jinja"
     if path.is_file():
         try:

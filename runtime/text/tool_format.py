@@ -1,4 +1,4 @@
-"""Description of how a model writes tool calls, and the registry of such descriptions."""
+"""Formats of tool calls, and their registry."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ class ReaderState(Enum):
     """Position of a reader in its call."""
 
     HEAD = auto()
-    """Before the name is certain; nothing was consumed."""
+    """The name is not certain; nothing was consumed."""
     BODY = auto()
     DONE = auto()
     NO_CALL = auto()
-    """The text only looked like a call; nothing was consumed."""
+    """The text is not a call; nothing was consumed."""
 
 
 class CallReader(Protocol):
-    """Reads one call incrementally. The result does not depend on how the text is split."""
+    """Incremental reader of one call. The result does not depend on how the text is split."""
 
     state: ReaderState
 
@@ -36,26 +36,26 @@ class CallReader(Protocol):
         """Returns the number of consumed characters and the completed pieces.
 
         Args:
-            text: all text of the call that was not consumed so far, and possibly text behind the call.
+            text: unconsumed text of the call, possibly followed by other text.
         """
 
     def flush(self, text: str) -> list[CallPiece]:
-        """Returns the rest of a call that was cut off, given the text that was not consumed."""
+        """Returns the remaining pieces of a truncated call, given the unconsumed text."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ToolFormat(ABC):
-    """A format of tool calls: sections of `opening`, one or more calls, `closing`.
+    """Format of tool calls: sections of `opening`, one or more calls, `closing`.
 
     Attributes:
         marks: regular expressions that all occur in the chat templates of this format.
-        opening: what announces calls.
-        closing: what ends a section; may be empty.
-        separator: between calls of one section; None for one call per section.
-        section_separator: between sections; None for one section per answer.
-        bare: first characters of calls that may begin an answer without `opening`.
-        text_opening: what announces text, in forms that announce it.
-        id_length: characters of the calls' ids, for templates that insist; 0 leaves it open.
+        opening: start of a section of calls.
+        closing: end of a section; may be empty.
+        separator: separator of calls in a section; None for one call per section.
+        section_separator: separator of sections; None for one section per answer.
+        bare: first characters of calls that may start an answer without `opening`.
+        text_opening: start of text, for formats that mark it.
+        id_length: required length of call ids; 0 is any length.
     """
 
     name: str
@@ -70,11 +70,11 @@ class ToolFormat(ABC):
 
     @abstractmethod
     def reader(self, tools: Sequence[Tool], *, is_first: bool) -> CallReader:
-        """Returns a reader of the next call; `is_first`: of a section."""
+        """Returns a reader of the next call; `is_first` marks the first call of a section."""
 
     @abstractmethod
     def call_rules(self, rule: str, tool: Tool, special_ids: Mapping[str, int]) -> list[str]:
-        """Returns Lark rules, the first of which defines `rule`: one call of a tool.
+        """Returns Lark rules of one call of a tool; the first defines `rule`.
 
         Raises:
             RequestError: the format cannot enforce the tool's schema.
@@ -85,7 +85,7 @@ class ToolFormat(ABC):
         raise NotImplementedError
 
     def new_id(self, name: str, number: int) -> str:
-        """Returns an id for the call with this number in its answer that the templates of the format accept."""
+        """Returns an id that the templates of the format accept, given the number of the call in its answer."""
         return uuid4().hex[: self.id_length] if self.id_length else f"call_{uuid4().hex[:24]}"
 
     def is_used_by(self, template: str) -> bool:
@@ -106,7 +106,7 @@ class FormatRegistry:
         return tool_format
 
     def find(self, template: str) -> ToolFormat | None:
-        """Returns the format of which a template has all marks; of several the one with the most marks."""
+        """Returns the format whose marks all occur in a template; of several, the one with the most marks."""
         found = [each for each in self.formats.values() if each.is_used_by(template)]
         return max(found, key=lambda each: len(each.marks), default=None)
 

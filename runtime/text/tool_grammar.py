@@ -1,4 +1,4 @@
-"""Grammars of answers with tool calls, in llguidance's variant of Lark."""
+"""Grammars of answers with tool calls, in llguidance's Lark dialect."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def forced_calls(
     """Returns a grammar of answers that consist of one or more calls of these tools.
 
     Args:
-        special_ids: ids of tokens that are no text; a tag among them is written with its token.
-        several: allow more than one call.
+        special_ids: ids of special tokens; tags among them are matched as tokens.
+        several: whether to allow more than one call.
         reply: schema of JSON that an answer may be in place of calls.
 
     Raises:
@@ -53,7 +53,8 @@ def allowed_calls(
 ) -> Grammar:
     """Returns a grammar of answers with any text, and with valid calls of these tools only.
 
-    Where calls may occur without a tag, answers that begin with their bracket are calls. Arguments as `forced_calls`.
+    If the format allows calls without a tag, answers that start with a bracket are calls. For arguments see
+    `forced_calls`.
     """
     opening = tool_format.opening
     section = section_rules(tool_format, tools, special_ids, several=several)
@@ -62,7 +63,7 @@ def allowed_calls(
         rules = [f"start: opening calls | {final}", f"opening: {literal(opening, special_ids)}", f"TEXT: /{ANY}/"]
         return lark(*rules, *section)
     first = rf"\s*[^\s{re.escape(tool_format.bare)}]" if tool_format.bare else r"(.|\n)"
-    if opening in special_ids:  # which no text contains
+    if opening in special_ids:  # which text cannot contain
         rules = [f"opening: TEXT? {literal(opening, special_ids)}", f"TEXT: /{first}{ANY}/"]
     else:
         tag = escape(opening)
@@ -75,7 +76,7 @@ def allowed_calls(
 def section_rules(
     tool_format: ToolFormat, tools: Sequence[Tool], special_ids: Mapping[str, int], *, several: bool
 ) -> list[str]:
-    """Returns the rule `calls`: what follows an opening tag, the closing tag included."""
+    """Returns the rule `calls`: the text after an opening tag, including the closing tag."""
     separator, closing = tool_format.separator, literal(tool_format.closing, special_ids)
     more = f"({literal(separator, special_ids)} call)*" if several and separator is not None else ""
     first = '" "? "["' if tool_format.bare == "[" else ""

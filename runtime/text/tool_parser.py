@@ -15,21 +15,20 @@ class _State(Enum):
     """Only whitespace so far."""
     TEXT = auto()
     CALL = auto()
-    """After an opening tag or a separator, or inside what may be a call without a tag."""
+    """After an opening tag or a separator, or inside a possible call without a tag."""
     CLOSING = auto()
     """After a call."""
 
 
 class ToolCallParser:
-    """Splits an answer into text and calls.
+    """Incremental parser of text and calls.
 
-    The parts of a call come out as they are written, beginning when its name and the start of its arguments are
-    certain. What only looked like a call until then comes out as the text that it is. Blanks between text and calls are
-    dropped.
+    The parts of a call are emitted incrementally once its name and the start of its arguments are certain. A prefix
+    that turns out not to be a call is emitted as text. Whitespace between text and calls is dropped.
 
     Args:
         tools: tools that may be called; formats without JSON need their schemas.
-        several: report more than one call; otherwise everything behind the first one is dropped.
+        several: whether to report more than one call; otherwise everything after the first one is dropped.
     """
 
     def __init__(self, tool_format: ToolFormat, tools: Sequence[Tool] = (), *, several: bool = True) -> None:
@@ -49,7 +48,7 @@ class ToolCallParser:
         return joined(self._advance())
 
     def flush(self) -> list[Piece]:
-        """Returns the rest after the last text."""
+        """Returns the remaining pieces at the end of input."""
         pieces: list[Piece] = []
         while self._is_undecided() and not self._is_over():
             pieces += self._give_up()
@@ -68,14 +67,14 @@ class ToolCallParser:
         return joined(pieces)
 
     def _is_undecided(self) -> bool:
-        """Whether text is held back that may be a call."""
+        """Returns whether held-back text may be a call."""
         return self._state is _State.CALL and (self._reader is None or self._reader.state is not ReaderState.BODY)
 
     def _is_over(self) -> bool:
         return self.num_calls > 0 and not self._several and self._state is not _State.CALL
 
     def _advance(self) -> Iterator[Piece]:
-        """Completes as many pieces as possible."""
+        """Emits all complete pieces."""
         steps = {
             _State.BEGINNING: self._begin,
             _State.TEXT: self._pass_text,
@@ -95,7 +94,7 @@ class ToolCallParser:
         text = self._held.lstrip()
         opening, bare = self.format.opening, self.format.bare
         if bare and opening.startswith(text) and text != opening:
-            return  # blank, or what may still become the tag
+            return  # whitespace, or a prefix of the tag
         if bare and text[0] == bare and not text.startswith(opening):
             self._enter_call(self._held[: len(self._held) - len(text)], text, is_first=True)
         else:
@@ -143,7 +142,7 @@ class ToolCallParser:
         yield from ()
 
     def _marks(self) -> list[str]:
-        """Returns what may follow a call, without blanks."""
+        """Returns the marks that may follow a call, without whitespace."""
         marks = (self.format.closing, (self.format.separator or "").strip())
         return [mark for mark in marks if mark]
 
@@ -153,7 +152,7 @@ class ToolCallParser:
         self._state = _State.CALL
 
     def _give_up(self) -> Iterator[Piece]:
-        """Treats the first character of a supposed call as text, so that a real call may follow inside."""
+        """Treats the first character of a supposed call as text; a real call may start after it."""
         opening = self._opening
         if not opening.strip():  # a call without a tag
             opening, self._held = opening + self._held[:1], self._held[1:]
@@ -161,7 +160,7 @@ class ToolCallParser:
         yield from self._text(opening)
 
     def _text(self, text: str) -> Iterator[Piece]:
-        """Returns text without whitespace at its end, which a call may follow."""
+        """Yields text without trailing whitespace, which a call may follow."""
         text = self._blanks + text
         settled = text.rstrip()
         self._blanks = text[len(settled) :]

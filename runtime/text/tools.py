@@ -1,4 +1,4 @@
-"""Formats of tool calls, found by chat templates, and a description of tools for templates without support."""
+"""Detection of tool call formats by chat templates, and tool descriptions for templates without support."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ def find_format(template: str) -> ToolFormat:
     """Returns the format that a chat template describes; Hermes if it does not support tools.
 
     Raises:
-        RequestError: it knows tools, in a format that is not supported.
+        RequestError: the template supports tools in an unsupported format.
     """
     if not mentions_tools(template):
         return HERMES
     if found := REGISTRY.find(template):
         return found
     raise RequestError(
-        "the model's chat template writes tool calls in an unknown form",
-        f"leave tools out, or serve the model with a template of a known form ({', '.join(REGISTRY.formats)})",
+        "the model's chat template has an unknown format of tool calls",
+        f"leave tools out, or serve the model with a template of a known format ({', '.join(REGISTRY.formats)})",
     )
 
 
@@ -45,12 +45,13 @@ def takes_one_call(template: str) -> bool:
 
 
 def concatenates_arguments(template: str) -> bool:
-    """Returns whether a template joins the arguments of calls with other texts, so that they have to be text."""
+    """Returns whether a template concatenates the arguments of calls with text; they must then be strings."""
     return re.search(r"\+\s*[\w.\[\]'\"]*\barguments\b['\"\]]*\s*(\+|[-%]?\})", template) is not None
 
 
 def describe_tools(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the conversation for templates without tools: tools in the system message, calls and results as text."""
+    """Returns the conversation for templates without tool support: tools in the system message, calls and results as
+    text."""
     plain = [_plain(message) for message in messages]
     if not tools:
         return plain
@@ -65,7 +66,7 @@ def describe_tools(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mappin
 
 
 def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a message without calls, in a role that every template supports."""
+    """Returns a message without calls, with a role that every template supports."""
     content = message.get("content") or ""
     if message["role"] == "tool":
         return {"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"}

@@ -1,4 +1,4 @@
-"""Gemma 4, by the chat template that is published with its models."""
+"""Gemma 4, following the chat template published with its models."""
 
 from runtime.text.bare_key_calls import BareKeyToolFormat
 from runtime.text.call_head import WORD

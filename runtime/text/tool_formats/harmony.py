@@ -1,4 +1,4 @@
-"""gpt-oss, whose calls are messages to functions."""
+"""gpt-oss: calls are messages to functions."""
 
 from runtime.text.call_head import WORD
 from runtime.text.harmony import CHANNEL, FINAL, MESSAGE

@@ -1,4 +1,4 @@
-"""Kimi K2, whose calls have ids made of their name and number."""
+"""Kimi K2: call ids consist of name and number."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ class KimiToolFormat(JsonToolFormat):
         return f"functions.{name}:{number}"
 
     def call_rules(self, rule: str, tool: Tool, special_ids: Mapping[str, int]) -> list[str]:
-        """Allows any number behind the name."""
+        """Returns rules that allow any number after the name."""
         before, middle = literal(f"{CALL}functions.{tool['name']}:", special_ids), literal(ARGUMENTS, special_ids)
         return [
             f"{rule}: {before} /[0-9]{{1,3}}/ {middle} {rule}_arguments {literal(CALL_END, special_ids)}",

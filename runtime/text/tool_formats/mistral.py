@@ -1,16 +1,16 @@
-"""Mistral: first a list of objects, since Mistral Small 3.2 names in front of their arguments."""
+"""Mistral: a list of objects; since Mistral Small 3.2, names before arguments."""
 
 from runtime.text.call_head import WORD
 from runtime.text.json_calls import NAME, JsonToolFormat, object_format
 from runtime.text.tool_format import register
 
 ID_LENGTH = 9
-"""Characters of an id; templates refuse others."""
+"""Length of a call id; templates reject other lengths."""
 
 MISTRAL = register(
     object_format(
         name="Mistral",
-        marks=(r"\[TOOL_CALLS\]", r"\[TOOL_CALLS\]\s*\["),  # younger templates have a name there
+        marks=(r"\[TOOL_CALLS\]", r"\[TOOL_CALLS\]\s*\["),  # newer templates have a name there
         opening="[TOOL_CALLS]",
         closing="]",
         separator=", ",

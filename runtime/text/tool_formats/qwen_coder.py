@@ -1,4 +1,4 @@
-"""Qwen3-Coder and later models of its kind."""
+"""Qwen3-Coder and later models with its format."""
 
 from runtime.text.call_head import WORD
 from runtime.text.tagged_calls import TaggedToolFormat

@@ -142,7 +142,7 @@ def test_a_tool_without_parameters() -> None:
                 "properties": {"a": {"$ref": "#/$defs/a"}},
                 "$defs": {"a": {"type": "array", "items": {"$ref": "#/$defs/a"}}},
             },
-            "refer to themselves",
+            "recursive definitions",
         ),
     ],
 )
