@@ -1,4 +1,4 @@
-"""The `runtime` command line. Commands import torch when they run, so that help is instant."""
+"""The `runtime` command line. Commands import torch when they run, which keeps --help fast."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from runtime.cli.warm_up import warm_up
 
 app = typer.Typer(
     name="runtime",
-    help="Serve a packed or dense checkpoint, generate text with it, and measure it.",
+    help="Serve a packed or dense checkpoint, generate text with it, and benchmark it.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

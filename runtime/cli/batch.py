@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 
 MAX_PROBLEMS_SHOWN = 20
 WAITING = 16
-"""Requests in the queue beyond those computed together, so that the engine is never idle."""
+"""Queued requests beyond the batch, which keep the engine busy."""
 PATIENCE = 1e9
-"""Seconds; effectively no time limit."""
+"""Timeout in seconds; effectively no limit."""
 
 
 @with_groups
@@ -70,9 +70,9 @@ def batch(
     """Answer a file of requests without a server.
 
     IN has lines {"custom_id", "method": "POST", "url", "body"} for /v1/chat/completions, /v1/completions and
-    /v1/embeddings; OUT gets lines {"id", "custom_id", "response": {"status_code", "request_id", "body"}, "error"} in
-    order of completion. Requests are validated and answered as by `runtime serve`. Run the same command again, after
-    Ctrl-C or a crash, to answer the requests that are missing in OUT and --errors; remove a line there to repeat its
+    /v1/embeddings; OUT receives lines {"id", "custom_id", "response": {"status_code", "request_id", "body"}, "error"}
+    in order of completion. Requests are validated and answered as by `runtime serve`. After Ctrl-C or a crash, run the
+    same command again to answer the requests that are missing in OUT and --errors; remove a line there to repeat its
     request. Exits with status 1 if a request failed.
     """
     from runtime.cli.batch_file import Batch, Progress

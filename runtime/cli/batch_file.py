@@ -1,4 +1,4 @@
-"""Batch files: requests `{"custom_id", "method", "url", "body"}`, results, and the run that connects them."""
+"""Batch files: requests `{"custom_id", "method", "url", "body"}`, results, and the batch run."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _unless_seen(line: Line, first_lines: dict[str, int], path: Path) -> Line | 
     first = first_lines.setdefault(line.custom_id, line.number)
     if first == line.number:
         return line
-    return f"{path}:{line.number}: custom_id {line.custom_id!r} was in line {first} already; make it unique"
+    return f"{path}:{line.number}: custom_id {line.custom_id!r} is used in line {first} already; make it unique"
 
 
 def _parse(number: int, text: str, model_name: str) -> Line | str:
@@ -95,7 +95,7 @@ def _problem(entry: dict[str, Any], model_name: str) -> str:
 
 
 BEGINNING = b'{"id":"batch_req_'
-"""Start of every line written here; other incomplete lines are not removed."""
+"""Start of every line this class writes; other incomplete lines are not removed."""
 
 
 class ResultFile:
@@ -104,7 +104,7 @@ class ResultFile:
     An incomplete last line, which a killed run may leave, is removed when the file is opened.
 
     Raises:
-        DataError: the file has a line that is not a result, by number; the file is not changed.
+        DataError: a line of the file is not a result (names its number); the file is not changed.
     """
 
     def __init__(self, path: Path) -> None:
@@ -114,7 +114,7 @@ class ResultFile:
         self._stream.truncate(num_bytes)
 
     def write(self, custom_id: str, answer: Response) -> None:
-        """Appends one answer. After a crash its line is complete or recognizably incomplete."""
+        """Appends one result. After a crash its line is complete or recognizably incomplete."""
         line = json.dumps(result_json(custom_id, answer), separators=(",", ":"))
         self._stream.write(line.encode() + b"\n")
         self._stream.flush()
@@ -205,7 +205,7 @@ class Batch:
 
     Attributes:
         failures: file for answers with a status other than 200; may be `results`.
-        num_at_once: most requests in flight.
+        num_at_once: maximum number of requests in flight.
     """
 
     source: Path
@@ -225,7 +225,7 @@ class Batch:
 
 
 async def answer_all(app: FastAPI, batch: Batch, progress: Progress) -> None:
-    """Sends every pending request to the application and writes answers as they come. Cancelling it loses only the
+    """Sends every pending request to the application and writes answers in order of completion. Cancelling loses only
     requests in flight."""
     from httpx import ASGITransport, AsyncClient
 
@@ -233,7 +233,7 @@ async def answer_all(app: FastAPI, batch: Batch, progress: Progress) -> None:
 
     async def work() -> None:
         for line in pending:
-            # In ASCII: half a surrogate pair, which JSON may hold, has no UTF-8.
+            # In ASCII: JSON may contain half of a surrogate pair, which UTF-8 cannot encode.
             answer = await client.post(line.url, content=json.dumps(line.body).encode("ascii"), headers=HEADERS)
             (batch.results if answer.status_code == OK else batch.failures).write(line.custom_id, answer)
             progress.note(answer.status_code)

@@ -32,15 +32,17 @@ def bench(
         Path | None,
         typer.Option(
             "--prompts",
-            help='File of prompts, in lines {"prompt": ...} or {"messages": [...]}. Default: the Python manual.',
+            help='JSON lines file of prompts: {"prompt": ...} or {"messages": [...]}. Default: the Python manual.',
         ),
     ] = None,
-    warmup: Annotated[int, typer.Option("--num-warmups", min=0, help="Requests before the measured ones.")] = 4,
+    warmup: Annotated[
+        int, typer.Option("--num-warmups", min=0, help="Number of warm-up requests, which are not measured.")
+    ] = 4,
     slo: Annotated[
         str | None,
         typer.Option("--slo", help="Service level objectives for goodput, e.g. ttft=500ms,itl=50ms,tpot=40ms,e2e=10s."),
     ] = None,
-    timeout: Annotated[float, typer.Option("--timeout", min=0.1, help="Most seconds for one request.")] = 600.0,
+    timeout: Annotated[float, typer.Option("--timeout", min=0.1, help="Timeout of one request in seconds.")] = 600.0,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write all results to this JSON file.")] = None,
     plot: Annotated[Path | None, typer.Option("--plot", help="Plot latencies and throughput to this SVG file.")] = None,
 ) -> None:
@@ -78,13 +80,13 @@ def bench(
 
 
 def hide_key(arguments: list[str], key: str | None) -> list[str]:
-    """Returns arguments as reports may show them."""
+    """Returns the arguments with the API key hidden, for reports."""
     hidden = {key: "KEY", f"--api-key={key}": "--api-key=KEY"}
     return [hidden.get(part, part) for part in arguments]
 
 
 def split_options(text: str) -> list[str]:
-    """Splits like a shell. Raises typer.BadParameter for unclosed quotes."""
+    """Splits a command line as a shell does. Raises typer.BadParameter for unclosed quotes."""
     try:
         return shlex.split(text)
     except ValueError as error:
@@ -93,7 +95,7 @@ def split_options(text: str) -> list[str]:
 
 @contextmanager
 def server(target: ServerOptions, path: Path | None) -> Iterator[str]:
-    """Yields the given URL, or that of a server that runs as long as the block."""
+    """Yields the given URL, or that of a server that runs for the duration of the block."""
     from runtime.bench.run import own_server
 
     if target.url is not None or path is None:
@@ -108,7 +110,7 @@ def server(target: ServerOptions, path: Path | None) -> Iterator[str]:
 
 
 def write(result: Run, json_file: Path | None, plot: Path | None) -> None:
-    """Prints the table and writes the files. Raises ToolkitError if no request was completed."""
+    """Prints the table and writes the files. Raises ToolkitError if no request completed."""
     from runtime.bench.figures import print_run
     from runtime.bench.plot import draw
 
@@ -120,4 +122,4 @@ def write(result: Run, json_file: Path | None, plot: Path | None) -> None:
         plot.write_text(draw(result), encoding="utf-8")
         print(f"plot        {plot}")
     if not result.figures.complete:
-        raise ToolkitError("no request was complete", "See the errors above")
+        raise ToolkitError("no request completed", "See the errors above")

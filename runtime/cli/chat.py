@@ -35,7 +35,7 @@ def chat(
     *,
     model: ModelArgument = None,
     system: Annotated[str, typer.Option("--system", help="System message.")] = "",
-    max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="Most tokens of one answer.")] = 512,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="Maximum number of tokens per answer.")] = 512,
     temperature: Annotated[
         float, typer.Option("--temperature", min=0, help="Sampling temperature; 0 is greedy.")
     ] = 0.7,
@@ -54,7 +54,7 @@ def chat(
     path, name = resolve_model(model)
     sampling = SamplingParams(max_tokens, temperature, seed=seed, **asdict(truncation))
     config = runtime_config(compute, kv, context, drafts)
-    tokenizer = open_tokenizer(path)  # refuses a model without a template before loading it
+    tokenizer = open_tokenizer(path)  # rejects a model without a template before loading it
     tell(f"model: {name}")
     talk(load(path, tokenizer, config, sampling, system))
 
@@ -138,10 +138,10 @@ Message = dict[str, str]
 
 @dataclass
 class Conversation:
-    """Messages of user and assistant in order, after an optional system message.
+    """User and assistant messages in order, after an optional system message.
 
     Attributes:
-        sampling: parameters of the next answer.
+        sampling: sampling parameters of the next answer.
         is_over: whether the user has quit.
     """
 
@@ -156,7 +156,7 @@ class Conversation:
         return [{"role": "system", "content": self.system}, *self.turns] if self.system else list(self.turns)
 
     def with_user(self, text: str) -> list[Message]:
-        """Returns the messages with one more of the user."""
+        """Returns the messages with another user message appended."""
         return [*self.messages, {"role": "user", "content": text}]
 
     def add_turn(self, question: str, answer: str) -> None:
@@ -175,8 +175,8 @@ class Command:
 
     Attributes:
         usage: name and argument.
-        help: one sentence.
-        run: executes it with the text after the name; returns a message.
+        help: description in one sentence.
+        run: function that takes the text after the name and returns a message.
     """
 
     usage: str
@@ -188,7 +188,7 @@ def run_command(conversation: Conversation, line: str) -> str:
     """Runs a line that begins with a slash and returns a message.
 
     Raises:
-        RequestError: an unknown command, or an invalid value.
+        RequestError: the command is unknown, or its value is invalid.
     """
     name, _, argument = line.strip().partition(" ")
     if name not in COMMANDS:
@@ -250,7 +250,7 @@ COMMANDS = {
 
 @dataclass
 class TurnFigures:
-    """Metrics of the last answer. Seconds count from the question."""
+    """Metrics of the last answer. Times start at the question."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -264,14 +264,14 @@ class TurnFigures:
         rate = f", {(self.output_tokens - 1) / generating:.1f} tokens/s" if self.output_tokens > 1 else ""
         prompt = f"{self.prompt_tokens} prompt tokens ({self.cached_tokens} cached)"
         cut = "; cut off by --max-tokens" if self.is_cut else ""
-        return f"{prompt}, {self.output_tokens} generated, the first after {self.first_seconds:.2f} s{rate}{cut}"
+        return f"{prompt}, {self.output_tokens} generated, first token after {self.first_seconds:.2f} s{rate}{cut}"
 
 
 class Session:
     """Answers the questions of a conversation.
 
     Args:
-        engine: an engine that is used by nothing else.
+        engine: engine that this session uses exclusively.
     """
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer, conversation: Conversation) -> None:
@@ -281,14 +281,14 @@ class Session:
         self.figures = TurnFigures()
 
     def ask(self, question: str, is_stopped: Callable[[], bool]) -> Iterator[str]:
-        """Yields the answer in pieces. Keeps the turn and frees the engine, however the answer ends.
+        """Yields the answer in pieces. Records the turn and frees the engine, even if the answer is interrupted.
 
         Args:
-            is_stopped: called after every step; True ends the answer.
+            is_stopped: callback after every step; True ends the answer.
 
         Raises:
-            RequestError: the conversation does not fit in the context, or the template refuses it; nothing is kept.
-            ToolkitError: the engine failed; nothing is kept.
+            RequestError: the conversation exceeds the context, or the template rejects it; the turn is not recorded.
+            ToolkitError: the engine failed; the turn is not recorded.
         """
         token_ids = self.tokenizer.encode_chat(self.conversation.with_user(question))
         began, self.figures = time.perf_counter(), TurnFigures(len(token_ids))

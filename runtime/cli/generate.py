@@ -1,4 +1,4 @@
-"""`runtime generate`: continues one prompt."""
+"""`runtime generate`: generates text for one prompt."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def generate(
         str | None, typer.Option("--prompt", "-p", help="Text to continue. Default: standard input.")
     ] = None,
     chat: Annotated[
-        bool, typer.Option("--chat", help="Treat the prompt as a user message, with the model's chat template.")
+        bool, typer.Option("--chat", help="Apply the model's chat template, with the prompt as user message.")
     ] = False,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="Most tokens to generate.")] = 128,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="Maximum number of tokens to generate.")] = 128,
     temperature: Annotated[
         float, typer.Option("--temperature", min=0, help="Sampling temperature; 0 is greedy.")
     ] = 1.0,
@@ -52,7 +52,7 @@ def generate(
     context: ContextOptions,
     drafts: SpeculativeOptions,
 ) -> None:
-    """Continue a prompt with a packed or dense checkpoint.
+    """Generate text for a prompt with a packed or dense checkpoint.
 
     Text goes to standard output, everything else to standard error.
     """
@@ -89,7 +89,7 @@ def read_prompt() -> str:
 
 
 def steps(engine: Engine, is_stopped: Callable[[], bool] = lambda: False) -> Iterator[Delta]:
-    """Yields the deltas of the only request until it ends or is stopped. Raises ToolkitError if the engine fails."""
+    """Yields the deltas of the single request until it ends or is stopped. Raises ToolkitError if the engine fails."""
     while engine.has_work and not is_stopped():
         for delta in engine.step():
             if delta.error:
@@ -99,7 +99,7 @@ def steps(engine: Engine, is_stopped: Callable[[], bool] = lambda: False) -> Ite
 
 
 def write(deltas: Iterator[Delta], as_json: bool, model_name: str) -> None:
-    """Streams the text, or prints one JSON object. The rate is measured from the first token on."""
+    """Streams the text, or prints one JSON object. The rate is measured from the first token."""
     texts: list[str] = []
     times: list[float] = []
     num_first = 0

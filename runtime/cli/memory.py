@@ -25,7 +25,7 @@ def memory(
     model: ModelArgument = None,
     memory: Annotated[
         int | None,
-        typer.Option("--memory", **SIZE_OPTION, help="Memory to fit in. Default: what is free on this machine."),
+        typer.Option("--memory", **SIZE_OPTION, help="Memory available. Default: free memory of this machine."),
     ] = None,
     compute: ComputeOptions,
     kv: KVCacheOptions,
@@ -35,9 +35,10 @@ def memory(
     batching: BatchOptions,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, with sizes in bytes.")] = False,
 ) -> None:
-    """Show the memory that serving a checkpoint takes, how much fits, and options that make more fit.
+    """Estimate the memory for serving a checkpoint, its capacity, and options that increase it.
 
-    Reads config.json and headers only. Weights and KV cache are exact; activations and the process are estimates.
+    Reads config.json and headers only. Sizes of weights and KV cache are exact, those of activations and the process
+    are estimates.
     """
     path, _ = resolve_model(model)
     from runtime.cli.serve import describe_scheme

@@ -1,4 +1,4 @@
-"""Options that several commands share. Imports no torch: help must be instant."""
+"""Options that several commands share. Does not import torch, which keeps --help fast."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ ModelArgument = Annotated[
     Path | None,
     typer.Argument(
         metavar="MODEL",
-        help="Checkpoint folder, packed or dense, a GGUF file, or one of the bundled: demo or demo-mixture. Without "
-        "it: the folder 'packed' if there is one, else the bundled demo model.",
+        help="Checkpoint folder, packed or dense, a GGUF file, or one of the bundled: demo or demo-mixture. Default: "
+        "the folder 'packed' if it exists, else the bundled demo model.",
         show_default=False,
     ),
 ]
@@ -40,12 +40,12 @@ def resolve_model(model: Path | None) -> tuple[Path, str]:
     """Returns the folder to load and its description for the user.
 
     Raises:
-        CheckpointError: the given path is neither a folder nor a GGUF file that can be read.
+        CheckpointError: the path is neither a folder nor a readable GGUF file.
     """
     if model is None and PACKED.is_dir():
         return PACKED, f"{PACKED}/ (the default)"
     if model is None:
-        return demo_model_path(), f"{DEMO_NAME} (no model was named and there is no folder '{PACKED}')"
+        return demo_model_path(), f"{DEMO_NAME} (no model was given and the folder '{PACKED}' does not exist)"
     if name := bundled_model(model):
         return bundled_path(name), f"{name} (bundled)"
     if model.suffix.lower() == ".gguf":
@@ -53,23 +53,23 @@ def resolve_model(model: Path | None) -> tuple[Path, str]:
 
         return folder_of(model), str(model)
     if not model.is_dir():
-        first = "Make it with compress quantize, name" if model == PACKED else "Name"
+        first = "Create it with compress quantize, name" if model == PACKED else "Name"
         remedy = f"{first} a folder with config.json and safetensors files, or leave it out for the bundled demo model"
         raise CheckpointError(f"there is no folder {model}", remedy)
     return model, str(model)
 
 
 def check_targets(*files: Path | None) -> None:
-    """Raises ToolkitError for files that could not be written."""
+    """Raises ToolkitError if the folder of a file to write does not exist."""
     for file in files:
         if file is not None and file.is_dir():
             raise ToolkitError(f"{file} is a folder", "Name a file in it")
         if file is not None and not file.absolute().parent.is_dir():
-            raise ToolkitError(f"there is no folder {file.parent} for {file.name}", "Make it, or name another file")
+            raise ToolkitError(f"there is no folder {file.parent} for {file.name}", "Create it, or name another file")
 
 
 def runtime_config(*groups: DataclassInstance) -> RuntimeConfig:
-    """Joins groups of options, which are bases of the configuration."""
+    """Combines groups of options, which are base classes of the configuration."""
     return RuntimeConfig(**{name: value for group in groups for name, value in asdict(group).items()})
 
 
@@ -77,7 +77,7 @@ KEY_VARIABLE = "RUNTIME_API_KEY"
 
 
 def key_of_environment() -> str | None:
-    """Returns the API key of the environment, which other users cannot see in the list of processes."""
+    """Returns the API key from the environment, which other users cannot see in the process list."""
     return os.environ.get(KEY_VARIABLE)
 
 
@@ -88,13 +88,13 @@ def key_option(text: str) -> Any:
 
 
 def warn_of_readers(file: Path) -> None:
-    """Warns of a file with secrets that other users of this machine may read."""
+    """Warns about a file with secrets that other users of this machine can read."""
     if file.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH):
         print(f"warning: other users can read the secrets in {file}; run chmod 600 {file}", file=sys.stderr)
 
 
 def read_config(context: typer.Context, file: Path | None) -> Path | None:
-    """Makes the values of a YAML file the defaults of a command's options, checked as if they were typed.
+    """Uses the values of a YAML file as defaults of a command's options, validated as on the command line.
 
     Raises:
         ToolkitError: the file cannot be read, names an unknown option or has a wrong value.
@@ -184,27 +184,27 @@ class TlsOptions:
         typer.Option(
             "--ssl-certfile",
             metavar="FILE",
-            help="Certificate of this server in PEM, followed by those that sign it. Default: http without encryption.",
+            help="Certificate chain of this server in PEM. Default: http without encryption.",
         ),
     ] = None
     ssl_keyfile: Annotated[
         Path | None,
-        typer.Option("--ssl-keyfile", metavar="FILE", help="Private key in PEM. Default: that in --ssl-certfile."),
+        typer.Option("--ssl-keyfile", metavar="FILE", help="Private key in PEM. Default: the one in --ssl-certfile."),
     ] = None
     ssl_keyfile_password: Annotated[
-        str | None, typer.Option(help="Password of the private key; better kept in the file of --config.")
+        str | None, typer.Option(help="Password of the private key; preferably set in the file of --config.")
     ] = None
     ssl_ca_certs: Annotated[
         Path | None,
         typer.Option(
             "--ssl-ca-certs",
             metavar="FILE",
-            help="Accept only clients with a certificate that one of these signs. Default: clients need none.",
+            help="Accept only clients with a certificate signed by one of these. Default: clients need no certificate.",
         ),
     ] = None
 
     def checked(self) -> dict[str, Any]:
-        """Returns the options of uvicorn; none without a certificate.
+        """Returns uvicorn's options; empty without a certificate.
 
         Raises:
             ToolkitError: a file cannot be read or used, or an option lacks the certificate.
@@ -217,7 +217,7 @@ class TlsOptions:
         if self.ssl_certfile is None:
             if given or self.ssl_keyfile_password is not None:
                 flags = ", ".join(given) or "--ssl-keyfile-password"
-                raise ToolkitError(f"{flags} has no use without a certificate", "Add --ssl-certfile FILE")
+                raise ToolkitError(f"{flags} has no effect without a certificate", "Add --ssl-certfile FILE")
             return {}
         for flag, file in given.items():
             try:
@@ -226,7 +226,7 @@ class TlsOptions:
                 raise ToolkitError(f"{flag} {file} cannot be read: {error.strerror}", "Name another file") from error
         context, password = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), self.ssl_keyfile_password or ""
         try:
-            # Without a password OpenSSL would ask for it in the terminal.
+            # Without this callback OpenSSL would prompt for a password on the terminal.
             context.load_cert_chain(self.ssl_certfile, self.ssl_keyfile, lambda: password)
             if self.ssl_ca_certs is not None:
                 context.load_verify_locations(self.ssl_ca_certs)
@@ -245,20 +245,20 @@ class LogOptions:
         "--log-level",
         default="info",
         choices=("error", "warning", "info", "debug"),
-        help="Least level of log lines on standard error. info: a line per request, except /health and /metrics.",
+        help="Minimum level of log lines on standard error. info: a line per request, except /health and /metrics.",
     )
 
 
 @dataclass(frozen=True, slots=True)
 class GrammarOptions:
-    """Constraint on the text; at most one of the two."""
+    """Constraints on the generated text; at most one may be given."""
 
     json_schema: Annotated[
         Path | None,
         typer.Option("--json-schema", metavar="FILE", help="Generate JSON that follows the JSON schema in FILE."),
     ] = None
     regex: Annotated[
-        str | None, typer.Option("--regex", help="Generate text that this regular expression matches as a whole.")
+        str | None, typer.Option("--regex", help="Generate text that matches this regular expression completely.")
     ] = None
 
     def grammar(self) -> Grammar | None:
@@ -281,7 +281,7 @@ class GrammarOptions:
 
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
-    """The server to measure: a running one, or one that is started for the benchmark."""
+    """Server to measure: a running one, or one started for the benchmark."""
 
     url: Annotated[
         str | None, typer.Option("--url", help="URL of a running server. Default: start one for the benchmark.")

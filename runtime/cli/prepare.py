@@ -1,4 +1,4 @@
-"""`runtime prepare`: writes the weights of a checkpoint as the kernels of this machine read them."""
+"""`runtime prepare`: writes the weights of a checkpoint in the layout of this machine's kernels."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ def prepare(
     model: ModelArgument = None,
     cache: Annotated[
         bool,
-        typer.Option("--cache", help="Write into the cache folder of this user, also where MODEL can be written to."),
+        typer.Option("--cache", help="Write into the cache folder of this user even if MODEL is writable."),
     ] = False,
     check: Annotated[
         bool,
-        typer.Option("--check", help="Compare all bytes of what was prepared with their digests, and write nothing."),
+        typer.Option("--check", help="Compare all prepared bytes with their digests; write nothing."),
     ] = False,
 ) -> None:
-    """Write the weights of a checkpoint as this machine's CPU kernels read them.
+    """Write the weights of a checkpoint in the layout of this machine's CPU kernels.
 
-    Later starts map the file in place of packing weights: they take less time, and the memory of one copy. It goes
-    into the folder prepared of MODEL, or into the cache folder where MODEL cannot be written to. It serves this
-    checkpoint on CPUs with the same instruction set; elsewhere, and after changes, weights are packed as before.
-    Starts do not read it whole: --check finds bytes that a disk changed.
+    Later starts map the file instead of packing weights, which saves time and the memory of a second copy. The file is
+    written to the folder "prepared" in MODEL, or to the cache folder if MODEL is not writable. It is valid for this
+    checkpoint on CPUs with the same instruction set; otherwise, and after changes of the checkpoint, weights are packed
+    at the start. A start does not read the whole file: --check detects corrupted bytes.
     """
     path, where = resolve_model(model)
     print(f"model     {where}", flush=True)

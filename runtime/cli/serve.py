@@ -72,10 +72,10 @@ PORTS_TO_TRY = 50
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Opens a listening socket; port 0 picks a free one. Clients that connect before anyone accepts wait.
+    """Opens a listening socket; port 0 picks a free one. Clients that connect before the server accepts wait.
 
     Raises:
-        ToolkitError: the port is in use or forbidden, or the address is not of this machine.
+        ToolkitError: the port is in use or forbidden, or the address does not belong to this machine.
     """
     if port not in PORTS:
         raise ToolkitError(f"--port {port} is out of range", "Use a number from 0 to 65535")
@@ -93,7 +93,7 @@ def _refusal(host: str, port: int, error: OSError) -> ToolkitError:
             remedy = f"Stop the server that uses it, or use --port {_free_port(host, port)}"
             return ToolkitError(f"port {port} on {host} is already in use", remedy)
         case errno.EACCES:
-            return ToolkitError(f"port {port} needs more rights than this user has", "Use a --port of 1024 or more")
+            return ToolkitError(f"this user has no permission to listen on port {port}", "Use a --port of 1024 or more")
         case errno.EADDRNOTAVAIL:
             return ToolkitError(f"--host {host} is not an address of this machine", "Use --host 127.0.0.1 or 0.0.0.0")
         case _:
@@ -106,7 +106,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def _free_port(host: str, port: int) -> int:
-    """Returns the next free port for a remedy; 0 (any) if there is none near."""
+    """Returns the next free port for a remedy; 0 (any) if none nearby is free."""
     for candidate in range(port + 1, min(port + PORTS_TO_TRY, PORTS.stop)):
         try:
             _listen(host, candidate).close()
@@ -151,10 +151,10 @@ def load_served_model(
     """Loads a checkpoint and wraps it. Imports torch; the engine's thread starts with the application.
 
     Args:
-        limits: makes the limits of the server from the context length of the loaded model.
-        keys: one of them is required; None requires none.
+        limits: function from the context length of the loaded model to the limits of the server.
+        keys: API keys; None disables authentication.
         allowed_hosts: host names by which clients may address the server; empty allows any.
-        report: is told how far it is.
+        report: progress callback.
 
     Raises:
         CheckpointError: the folder cannot be loaded.
@@ -166,8 +166,8 @@ def load_served_model(
 
     engine, tokenizer = load_engine(path, config, report)
     if engine.grammars is not None:
-        with suppress(RequestError):  # without llguidance each grammar is refused
-            engine.grammars.read_vocabulary()  # here no request waits for it
+        with suppress(RequestError):  # without llguidance every grammar is rejected
+            engine.grammars.read_vocabulary()  # loaded before any request needs it
     app = create_app(
         EngineThread(engine),
         tokenizer,
@@ -206,15 +206,16 @@ def serve(
         typer.Option(
             "--allowed-host",
             metavar="NAME",
-            help="Host name by which clients may address the server, and whose web pages may use it; may be repeated. "
-            "Default: any; on 127.0.0.1 the local names only.",
+            help="Host name that clients may use for the server, and whose web pages may access it; may be repeated. "
+            "Default: any; on 127.0.0.1 local names only.",
         ),
     ] = None,
     warm_up: Annotated[
         bool,
         typer.Option(
             "--warm-up/--no-warm-up",
-            help="On a GPU, compile and record steps of every size before the first request; else at their first use.",
+            help="On a GPU, compile kernels and capture CUDA graphs of every size before the first request; else at "
+            "first use.",
         ),
     ] = True,
     jit_cache: Annotated[
@@ -222,24 +223,24 @@ def serve(
         typer.Option(
             "--jit-cache",
             metavar="FILE",
-            help="First add the kernels of this file, made by runtime warm-up --export, to Triton's cache folder. They "
-            "are programs: take them from no one whom you would not let run a program.",
+            help="Import compiled kernels from this file, written by runtime warm-up --export, into Triton's cache "
+            "folder first. Kernels are executable code: use files from trusted sources only.",
         ),
     ] = None,
 ) -> None:
-    """Serve a checkpoint through OpenAI's HTTP API.
+    """Serve a checkpoint over an OpenAI-compatible HTTP API.
 
-    While the model loads /health tells the progress, with status 503. After Ctrl-C or SIGTERM running requests finish
-    before the server stops, and new ones get a 503; a second signal ends the running ones with an error.
+    While the model loads, /health returns the progress with status 503. After Ctrl-C or SIGTERM, running requests
+    finish before the server stops, and new ones get a 503; a second signal aborts running requests with an error.
     """
     with without_collections():
         from runtime.server.native_memory import share_arenas
         from runtime.server.starting import answering
 
-    share_arenas()  # before there are threads
+    share_arenas()  # before any thread starts
     host, keys, encryption = address.host, load_keys(address), tls.checked()
     path, where = resolve_model(model)
-    listener = listen(host, address.port)  # before the model loads, so that a taken port costs no time
+    listener = listen(host, address.port)  # before the model loads, to detect a port in use early
     print(f"model     {where}", flush=True)
     settings = runtime_config(compute, kv, context, drafts, kv_memory, states, offload, batching, seed)
     settings = replace(settings, warm_up=warm_up)
@@ -263,17 +264,17 @@ def serve(
     url, has_chat = url_of(listener, "https" if encryption else "http"), served.tokenizer.chat_template is not None
     announce(url, served.name, has_chat, needs_key=keys is not None)
     warn_of_open_door(host, is_open=keys is None and tls.ssl_ca_certs is None)
-    gc.freeze()  # else a full collection goes through all objects of the libraries, and no thread runs for 0.1 s
+    gc.freeze()  # otherwise a full collection visits all objects of the libraries and stops all threads for 0.1 s
     with writing_logs(logs.log_level.upper()):
         run(served.app, listener, limits.drain_seconds, limits.client_seconds, **encryption)
     print("stopped", file=sys.stderr)
 
 
 def load_keys(address: AddressOptions) -> ApiKeys | None:
-    """Returns the API keys of the options, None if there are none. SIGHUP reads the file again.
+    """Returns the API keys from the options, None if there are none. SIGHUP reloads the file.
 
     Raises:
-        ToolkitError: a key is empty, such as an unset variable of a shell, or the file is wrong.
+        ToolkitError: a key is empty, such as an unset shell variable, or the file is invalid.
     """
     if address.api_key is None and address.api_keys is None:
         return None
@@ -287,21 +288,21 @@ def load_keys(address: AddressOptions) -> ApiKeys | None:
 
 
 def reload(keys: ApiKeys) -> None:
-    """Loads API keys again; a wrong file changes nothing and is logged."""
+    """Reloads API keys; an invalid file is logged and changes nothing."""
     try:
         keys.reload()
         logger.info("%d API keys are valid now", len(keys.accounts))
     except ToolkitError as error:
-        logger.error("the API keys stay as they were: %s", error)
+        logger.error("the API keys were not changed: %s", error)
 
 
 def names_of_server(host: str, allowed: list[str]) -> list[str]:
-    """Returns the allowed host names; empty (any) if the server is reachable from elsewhere and none are given."""
+    """Returns the allowed host names; empty (any) if the server is reachable from other machines and none are given."""
     return [*LOCAL_HOSTS, *allowed] if host in LOCAL_HOSTS or allowed else []
 
 
 def describe_engine(engine: Engine) -> Iterator[str]:
-    """Describes the room for requests, and kernels with the reasons for them, a line each."""
+    """Describes capacity and kernels, with the reasons for their choice, one line each."""
     config, runner = engine.config, cast("ModelRunner", engine.runner)
     yield f"context   {runner.max_model_len} tokens"
     yield f"KV cache  {describe_memory(engine)}"
@@ -315,16 +316,16 @@ def describe_engine(engine: Engine) -> Iterator[str]:
 
 
 def warn_of_open_door(host: str, is_open: bool) -> None:
-    """Warns of a server that is reachable from elsewhere without a key."""
+    """Warns about a server that is reachable from other machines without a key."""
     if is_open and host not in LOCAL_HOSTS:
         print(
-            f"warning: everyone who can connect to {host} may use this server; restrict it with --api-key KEY",
+            f"warning: any client that can connect to {host} may use this server; restrict it with --api-key KEY",
             file=sys.stderr,
         )
 
 
 def announce(url: str, name: str, has_chat: bool, needs_key: bool) -> None:
-    """Prints the URL of the server and a command that uses it."""
+    """Prints the URL of the server and an example command."""
     message = {"messages": [{"role": "user", "content": "Hello"}]} if has_chat else {"prompt": "Hello"}
     body = json.dumps({"model": name, **message, "max_tokens": 32})
     command = ["curl", f"{url}/v1/{'chat/completions' if has_chat else 'completions'}"]
@@ -339,28 +340,30 @@ def announce(url: str, name: str, has_chat: bool, needs_key: bool) -> None:
 
 
 class LogFormatter(logging.Formatter):
-    """Escapes control characters, so that text from a request can neither begin a line nor reach the terminal."""
+    """Log formatter that escapes control characters: text from a request can neither start a line nor reach the
+    terminal.
+    """
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  # the library's name
         return escape(super().formatMessage(record))
 
     def formatException(self, ei: Any) -> str:  # noqa: N802
-        """Indents the lines of a traceback, whose last ones may be text from a request."""
+        """Indents the lines of a traceback, which may contain text from a request."""
         return "\n".join(f"  {escape(line)}" for line in super().formatException(ei).split("\n"))
 
 
 def escape(text: str) -> str:
-    """Returns a line of printable characters: `\\n` in place of a line's end."""
+    """Returns a line of printable characters; line breaks become `\\n`."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 class LogQueue(QueueHandler):
-    """Hands lines to a thread that writes them, so that a full pipe does not stop the server.
+    """Log handler with a writer thread, which keeps a full pipe from blocking the server.
 
-    Lines beyond `MOST_LINES` unwritten ones are dropped.
+    Lines are dropped while `MOST_LINES` are unwritten.
     """
 
-    queue: SimpleQueue[logging.LogRecord]  # a signal handler may log, too: it can be interrupted at any point
+    queue: SimpleQueue[logging.LogRecord]  # reentrant, because signal handlers also log and may interrupt at any point
 
     def enqueue(self, record: logging.LogRecord) -> None:
         if self.queue.qsize() < MOST_LINES:
@@ -369,8 +372,8 @@ class LogQueue(QueueHandler):
 
 @contextmanager
 def writing_logs(level: str, stream: TextIO | None = None) -> Iterator[None]:
-    """Writes logs to `stream`, by default standard error: of this package from `level` on, of libraries warnings and
-    errors only, unless `level` is DEBUG."""
+    """Writes logs to `stream`, by default standard error: those of this package from `level` on, those of libraries
+    from WARNING on unless `level` is DEBUG."""
     lines: SimpleQueue[logging.LogRecord] = SimpleQueue()
     handler, writer = LogQueue(lines), QueueListener(lines, logging.StreamHandler(stream))
     handler.setFormatter(LogFormatter("%(asctime)s %(levelname)s %(message)s"))
@@ -387,34 +390,35 @@ def writing_logs(level: str, stream: TextIO | None = None) -> Iterator[None]:
 
 
 def run(app: FastAPI, listener: socket.socket, drain_seconds: int, client_seconds: float, **encryption: Any) -> None:
-    """Serves until SIGINT or SIGTERM, then waits at most `drain_seconds` for running requests, or until a second one.
+    """Serves until SIGINT or SIGTERM, then waits for running requests, at most `drain_seconds` or until a second
+    signal.
 
     Args:
-        client_seconds: time for a client to send the head of a request, and to read on.
-        encryption: uvicorn's options of TLS.
+        client_seconds: timeout for a client to send a request head, and to continue reading.
+        encryption: uvicorn's TLS options.
     """
     from runtime.server.drain import create_server
 
     server = create_server(app, drain_seconds, client_seconds, **encryption)
-    for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn's own handlers end before this command does
+    for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn's own handlers are removed before this command ends
         signal.signal(number, server.handle_exit)
     server.run(sockets=[listener])
 
 
 def describe_scheme(path: Path) -> str:
-    """Describes how the weights are stored: `compressed-tensors, w4a16 g128 sym (42 linears)`."""
+    """Describes the storage of the weights: `compressed-tensors, w4a16 g128 sym (42 linears)`."""
     with interrupts_held():  # the first import of torch
         from compress.checkpoint.reader import PackedCheckpoint
 
     checkpoint = PackedCheckpoint.open(path)
-    # Ranks may differ between layers; schemes that are equal otherwise are counted together.
+    # Ranks may differ between layers; schemes that differ only in rank are counted together.
     counts = Counter(re.sub(r" rank \d+", " low rank", str(scheme)) for scheme in checkpoint.schemes.values())
     schemes = ", ".join(f"{scheme} ({count} linears)" for scheme, count in counts.most_common())
     return f"{checkpoint.format}, {schemes}" if schemes else f"dense {str(checkpoint.dtype).removeprefix('torch.')}"
 
 
 def describe_gpu(runner: ModelRunner) -> list[str]:
-    """Describes memory and captured steps of a GPU; empty on a CPU."""
+    """Describes GPU memory and CUDA graphs; empty on a CPU."""
     from runtime.memory.plan import explain
 
     if runner.decoder.device.type != "cuda":
@@ -425,12 +429,12 @@ def describe_gpu(runner: ModelRunner) -> list[str]:
         drafts = ", ".join(map(str, runner.graphs.draft_sizes[1:]))
         verified = f", with {drafts} draft tokens or none," if drafts else ""
         when = "" if runner.graphs.is_complete else " at their first use"
-        steps = f"of one token for each of {sizes} sequences{verified} are recorded{when} (CUDA graphs)"
+        steps = f"of one token for each of {sizes} sequences{verified} are captured{when} (CUDA graphs)"
     return [*(f"memory    {line}" for line in explain(runner.memory)), f"steps     {steps}"]
 
 
 def describe_memory(engine: Engine) -> str:
-    """Describes the room in the KV cache: `16384 tokens in 1024 blocks, 8.0 requests of the whole context`."""
+    """Describes the capacity of the KV cache: `16384 tokens in 1024 blocks, 8.0 requests of the whole context`."""
     runner, config = engine.runner, engine.config
     needed = runner.attention_window.blocks_for(runner.max_model_len, config.max_span_tokens, config.block_size)
     num_tokens, requests = runner.num_blocks * config.block_size, runner.num_blocks / needed

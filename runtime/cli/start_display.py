@@ -1,4 +1,4 @@
-"""The progress of a start on the terminal."""
+"""Progress display of the server start on a terminal."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ FRAMES_PER_SECOND = 5
 
 @contextmanager
 def showing(progress: StartProgress, console: Console | None = None) -> Iterator[None]:
-    """Shows in the last line of a terminal, by default that of standard error, what the start is at.
+    """Shows the progress of the start in the last line of a terminal, by default that of standard error.
 
-    Shows nothing elsewhere. The line is gone at the end of the block, in which nothing is printed on standard output.
+    Does nothing without a terminal. The line is cleared at the end of the block; the block must not print to standard
+    output.
     """
     if not (console.is_terminal if console else sys.stderr.isatty()):
-        yield  # without importing rich, which takes a tenth of a start
+        yield  # does not import rich, which would take a tenth of the start
         return
     from rich.console import Console
     from rich.live import Live

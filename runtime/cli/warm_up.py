@@ -1,4 +1,4 @@
-"""`runtime warm-up`: compiles the kernels of a model, and takes them from one machine to another."""
+"""`runtime warm-up`: compiles the kernels of a model, and exports them to other machines."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ def warm_up(
     offload: OffloadOptions,
     batching: BatchOptions,
 ) -> None:
-    """Compile all GPU kernels that serving a checkpoint takes.
+    """Compile all GPU kernels for serving a checkpoint.
 
-    They are kept in Triton's cache folder, where runtime serve finds them if it has the same options. With --export
-    they also go into a file for other machines with the same GPU, Triton and version of this toolkit, see
-    runtime serve --jit-cache.
+    They are stored in Triton's cache folder, where runtime serve with the same options finds them. With --export they
+    are also packed into a file for other machines with the same GPU, Triton and toolkit version; see runtime serve
+    --jit-cache.
     """
     path, where = resolve_model(model)
     check_targets(export)
@@ -72,15 +72,15 @@ def import_kernels(archive: Path, device: str) -> None:
     """Unpacks an archive of kernels into Triton's cache folder.
 
     Args:
-        device: as `--device` names it.
+        device: value of `--device`.
 
     Raises:
-        ToolkitError: it is no such archive or for other machines, or this machine has no GPU.
+        ToolkitError: the file is not such an archive or is for other machines, or this machine has no GPU.
     """
     from compress.common.device import resolve_device
     from runtime.backends.triton.kernel_cache import cache_folder, kernel_facts, unpack_kernels
 
     if not archive.is_file():
-        raise ToolkitError(f"there is no file {archive}", "Make it by runtime warm-up MODEL --export FILE")
+        raise ToolkitError(f"there is no file {archive}", "Create it with runtime warm-up MODEL --export FILE")
     number = unpack_kernels(archive, cache_folder(), kernel_facts(resolve_device(device)))
     print(f"kernels   {number} of {archive} are in {cache_folder()}")

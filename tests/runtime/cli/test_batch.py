@@ -190,7 +190,7 @@ def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path: Path) -> None:
         (GOOD | {"custom_id": "b", "body": []}, "body is not a JSON object"),
         (GOOD | {"custom_id": "b", "body": BODY | {"stream": True}}, "stream=true"),
         (GOOD | {"custom_id": "b", "body": BODY | {"model": "gpt"}}, "model 'gpt' is not the loaded one, 'demo'"),
-        (GOOD, "custom_id 'a' was in line 1 already"),
+        (GOOD, "custom_id 'a' is used in line 1 already"),
     ],
 )
 def test_wrong_lines_are_named_by_number(tmp_path: Path, line: Any, words: str) -> None:

@@ -30,7 +30,7 @@ def test_lines_of_a_pipe_are_turns(tmp_path: Path) -> None:
     assert [message["role"] for message in messages] == ["system", "user", "assistant", "user", "assistant"]
     assert result.stdout == messages[2]["content"] + "\n" + messages[4]["content"] + "\n"
     assert " /foo" in result.stderr
-    assert result.stderr.count("generated, the first after") == 2
+    assert result.stderr.count("generated, first token after") == 2
 
 
 def test_end_of_input_ends_it(tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_terminal_has_a_prompt_and_ctrl_c_drops_a_line(tmp_path: Path) -> None:
                 break
         read_until(ours, "/quit or Ctrl-D quits")
         os.write(ours, b"Hello\n")
-        read_until(ours, "generated, the first after")
+        read_until(ours, "generated, first token after")
         os.write(ours, b"/quit\n")
         assert chat.wait(120) == 0
     finally:

@@ -42,7 +42,7 @@ def test_memory_and_recorded_steps_of_a_gpu(engine):
     lines = describe_gpu(engine.runner)
     assert "memory    weights  1.0 GiB" in lines
     assert any("what 4.0 GiB beside the weights leave" in line for line in lines)
-    assert lines[-1].startswith("steps     of one token for each of 1, 2, 4, 5 sequences are recorded")
+    assert lines[-1].startswith("steps     of one token for each of 1, 2, 4, 5 sequences are captured")
 
 
 def test_recorded_drafts_of_a_gpu(engine):
@@ -50,7 +50,7 @@ def test_recorded_drafts_of_a_gpu(engine):
     runner.memory = replace(runner.memory, num_draft_tokens=5)
     runner.capture_steps(capture_nothing)
     runner.decoder = replace(runner.decoder, device=torch.device("cuda"))
-    assert "sequences, with 1, 2, 4, 5 draft tokens or none, are recorded" in describe_gpu(runner)[-1]
+    assert "sequences, with 1, 2, 4, 5 draft tokens or none, are captured" in describe_gpu(runner)[-1]
 
 
 def test_why_nothing_is_recorded(engine):

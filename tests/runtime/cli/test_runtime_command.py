@@ -50,7 +50,7 @@ def test_port_in_use_is_one_line_with_a_remedy() -> None:
     ("arguments", "status", "words"),
     [
         (["serve", "nowhere"], 1, "there is no folder nowhere"),
-        (["serve", "packed/"], 1, "Make it with compress quantize, name a folder"),
+        (["serve", "packed/"], 1, "Create it with compress quantize, name a folder"),
         (["generate", ".", "--prompt", "x"], 1, r"config\.json"),
         (["generate", "nowhere", "--prompt", "x"], 1, "there is no folder nowhere"),
         (["serve", "--host", "192.0.2.1"], 1, "not an address of this machine"),
