@@ -1,4 +1,4 @@
-"""A draft model that a memory must hold beside a model: what it takes, and when it pays."""
+"""Draft model for speculative decoding: its memory, and the acceptance rate at which it pays off."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from compress.common.errors import ToolkitError
 from runtime.core.model_config import DecoderConfig
 
-HALVINGS = 40  # of an interval of acceptances: below any rate that can be measured
+HALVINGS = 40  # width of the final interval of acceptance rates: below the precision of any measurement
 
 
 @dataclass(frozen=True, slots=True)
 class DraftModel:
-    """A model that drafts the tokens of another.
+    """Model that drafts tokens for a target model.
 
     Attributes:
-        path: as it was typed.
-        weight_bytes: of its files.
+        path: path as the user gave it.
+        weight_bytes: size of its weight files.
     """
 
     path: str
@@ -24,7 +24,7 @@ class DraftModel:
     weight_bytes: int
 
     def check(self, model: DecoderConfig) -> None:
-        """Raises ToolkitError for a vocabulary of another size."""
+        """Raises ToolkitError if the vocabulary sizes differ."""
         sizes = self.config.vocab_size, model.vocab_size
         if sizes[0] != sizes[1]:
             raise ToolkitError(
@@ -34,17 +34,17 @@ class DraftModel:
 
 
 def break_even(draft_bytes: int, step_bytes: int, num_drafts: int) -> float | None:
-    """Least part of drafts that must be accepted so that drafting is no loss, each as likely as the one before.
+    """Returns the acceptance rate at which speculative decoding breaks even, assuming equal rates at all positions.
 
-    A step that verifies reads as much as one without drafts, so it must give as many tokens as `num_drafts` steps of
-    the draft model and one of the model take times as long.
+    A verification step of the target model reads as much as a step without drafts. It must therefore yield as many
+    tokens as the steps of both models together take times the duration of one target step.
 
     Args:
-        draft_bytes: that a step of the draft model reads.
-        step_bytes: that a step of the model reads.
+        draft_bytes: bytes that the draft model reads per decoding step.
+        step_bytes: bytes that the target model reads per decoding step.
 
     Returns:
-        None where even all drafts are too few.
+        None if even accepting all draft tokens does not pay off.
     """
     wanted = 1 + num_drafts * draft_bytes / step_bytes
     if wanted > 1 + num_drafts:
@@ -57,5 +57,5 @@ def break_even(draft_bytes: int, step_bytes: int, num_drafts: int) -> float | No
 
 
 def _expected_tokens(acceptance: float, num_drafts: int) -> float:
-    """Tokens of one step with drafts (Leviathan et al. 2023, equation 1)."""
+    """Returns the expected tokens of one speculative step (Leviathan et al. 2023, equation 1)."""
     return sum(acceptance**count for count in range(num_drafts + 1))

@@ -1,4 +1,4 @@
-"""The form of weights, keys and values that fits a memory with the least predicted loss, from config.json alone."""
+"""Choice of weight and KV cache forms that fit a memory with the least predicted loss, from config.json alone."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ DTYPE, ITEMSIZE = "bfloat16", 2
 
 @dataclass(frozen=True, slots=True)
 class WeightForm:
-    """A form of the linears of all blocks.
+    """Weight form of all linears in the blocks.
 
     Attributes:
-        scheme: None for 16 bits.
-        kl: KL to dense weights, nats per token.
+        scheme: storage scheme; None for 16 bits.
+        kl: KL divergence to dense weights, in nats per token.
     """
 
     scheme: Scheme | None
@@ -36,7 +36,7 @@ class WeightForm:
 
     @property
     def stage(self) -> dict[str, Any]:
-        """Keys of the stage `quantize`."""
+        """Keys of a `quantize` stage."""
         if isinstance(self.scheme, Int):
             return {"method": "gptq", "bits": self.scheme.bits, "group_size": self.scheme.group_size or -1}
         return {"method": "gptq", "weights": self.scheme.word} if self.scheme else {}
@@ -56,20 +56,21 @@ WEIGHTS = (
 )
 """Measured on the demo model with GPTQ, text `pydoc`: docs/choosing.md."""
 KEYS = {"16bit": 0.0, "int8": 0.0006, "int4": 0.0262}
-"""KL of forms of keys and values to 16 bits, measured on the demo model in windows of 2,048: docs/recipes.md."""
+"""KL divergence of KV cache forms to 16 bits, measured on the demo model in windows of 2,048 tokens: docs/recipes.md.
+"""
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
-    """Users, context and memory that a model must serve.
+class ServingTarget:
+    """Number of users, context length and memory to serve a model with.
 
     Attributes:
-        memory_bytes: for weights, keys, values, steps, the process and a draft model.
-        context: tokens of prompt and output of each user.
-        is_gpu: whether the memory is a GPU's.
-        draft: model that drafts for this one.
-        bytes_per_second: that the device reads; None if it is not known.
-        least_rate: tokens per second that each user must get without drafts.
+        memory_bytes: memory for weights, KV cache, activations, the process and a draft model.
+        context: tokens per user, prompt and output together.
+        is_gpu: whether it is the memory of a GPU.
+        draft: draft model for speculative decoding.
+        bytes_per_second: memory bandwidth of the device; None if unknown.
+        least_rate: minimum tokens per second per user, without speculation.
     """
 
     memory_bytes: int
@@ -89,12 +90,12 @@ class Wish:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """A form and what is predicted of it.
+    """Combination of forms with its predicted memory, loss and speed.
 
     Attributes:
-        kv_bytes: keys and values of all users at full context.
-        needed_bytes: the least memory that is enough, a draft model included.
-        draft_bytes: weights, keys and values of a draft model.
+        kv_bytes: bytes of keys and values of all users at full context.
+        needed_bytes: least sufficient memory, including the draft model.
+        draft_bytes: bytes of weights, keys and values of the draft model.
     """
 
     weights: WeightForm
@@ -106,30 +107,32 @@ class Fit:
 
     @property
     def step_bytes(self) -> int:
-        """Bytes that a step without drafts reads."""
+        """Bytes read per decoding step without speculation."""
         return self.weight_bytes + self.kv_bytes
 
     @property
     def kl(self) -> float:
-        """Sum of the measured losses of both forms."""
+        """Sum of the KL divergences measured for both forms."""
         return self.weights.kl + KEYS[self.kv_cache]
 
     def tokens_per_second(self, bytes_per_second: float, users: int) -> float:
-        """Tokens of all users where a step reads all weights and the keys and values of all users once."""
+        """Returns total tokens per second if a step reads all weights and the KV cache of all users once."""
         return users * bytes_per_second / self.step_bytes
 
-    def is_fast_enough(self, wish: Wish) -> bool:
-        return wish.bytes_per_second is None or wish.bytes_per_second >= wish.least_rate * self.step_bytes
+    def is_fast_enough(self, target: ServingTarget) -> bool:
+        return target.bytes_per_second is None or target.bytes_per_second >= target.least_rate * self.step_bytes
 
     def recipe(self) -> dict[str, Any]:
-        """A recipe as `compress run` reads it; without stages where all stays in 16 bits."""
+        """Returns a recipe for `compress run`; it has no stages if everything stays in 16 bits."""
         stages: list[dict[str, Any]] = [{"quantize": self.weights.stage}] if self.weights.scheme else []
         stages += [{"kv_cache": {"format": self.kv_cache}}] if self.kv_cache != "16bit" else []
         return {"stages": stages}
 
 
 def weight_bytes(model: DecoderConfig, scheme: Scheme | None) -> int:
-    """Bytes of all weights, those outside of the blocks in 16 bits. Raises SchemeError where groups divide no layer."""
+    """Returns bytes of all weights, those outside the blocks in 16 bits. Raises SchemeError if the groups divide no
+    layer.
+    """
     total = model.spec.weight_bytes(ITEMSIZE)
     if scheme is None:
         return total
@@ -139,7 +142,7 @@ def weight_bytes(model: DecoderConfig, scheme: Scheme | None) -> int:
 
 
 def forms(model: DecoderConfig) -> Iterator[WeightForm]:
-    """Yields the forms whose groups divide every layer, with smaller groups in place of those that do not."""
+    """Yields forms with groups that divide every layer, using smaller groups where necessary."""
     for form in WEIGHTS:
         schemes = [form.scheme]
         if isinstance(form.scheme, Int):
@@ -156,110 +159,110 @@ def _divides(model: DecoderConfig, scheme: Scheme | None) -> bool:
     return True
 
 
-def holds(model: DecoderConfig, wish: Wish, kv_cache: str, weights: int, memory_bytes: int) -> bool:
-    """Whether a memory holds all users at full context beside weights of a size, by the runtime's own plan."""
-    config = wish.config(kv_cache)
-    if not wish.is_gpu:
-        return estimate(model, config, DTYPE, weights, memory_bytes).concurrency(wish.context) >= wish.users
+def holds(model: DecoderConfig, target: ServingTarget, kv_cache: str, weights: int, memory_bytes: int) -> bool:
+    """Returns whether the runtime's memory plan holds all users at full context beside weights of this size."""
+    config = target.config(kv_cache)
+    if not target.is_gpu:
+        return estimate(model, config, DTYPE, weights, memory_bytes).concurrency(target.context) >= target.users
     try:
         plan = plan_memory(model, weights, ITEMSIZE, config, memory_bytes - weights)
     except ToolkitError:
         return False
-    has_states = not plan.states.slot_bytes or plan.states.max_running >= wish.users
-    return has_states and plan.num_blocks >= wish.users * plan.blocks_per_sequence
+    has_states = not plan.states.slot_bytes or plan.states.max_running >= target.users
+    return has_states and plan.num_blocks >= target.users * plan.blocks_per_sequence
 
 
-def needed_bytes(model: DecoderConfig, wish: Wish, kv_cache: str, weights: int) -> int:
-    """The least memory that holds all users, to a MiB."""
+def needed_bytes(model: DecoderConfig, target: ServingTarget, kv_cache: str, weights: int) -> int:
+    """Returns the least memory that holds all users, rounded to a MiB."""
     low, high = weights >> 20, (weights >> 20) + 1
-    while not holds(model, wish, kv_cache, weights, high << 20):
+    while not holds(model, target, kv_cache, weights, high << 20):
         low, high = high, 2 * high
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (low, middle) if holds(model, wish, kv_cache, weights, middle << 20) else (middle, high)
+        low, high = (low, middle) if holds(model, target, kv_cache, weights, middle << 20) else (middle, high)
     return high << 20
 
 
-def candidates(model: DecoderConfig, wish: Wish) -> list[Fit]:
-    """Returns every form of weights, keys and values, the least predicted loss first.
+def candidates(model: DecoderConfig, target: ServingTarget) -> list[Fit]:
+    """Returns all combinations of forms in order of predicted loss.
 
     Raises:
-        ToolkitError: a context that the model does not have.
+        ToolkitError: the context is longer than that of the model.
     """
-    longest_wanted(model, wish.config("16bit"))
-    if wish.draft is not None:
-        wish.draft.check(model)
+    longest_wanted(model, target.config("16bit"))
+    if target.draft is not None:
+        target.draft.check(model)
     found = []
     for form in forms(model):
         weights = weight_bytes(model, form.scheme)
         for kv_cache in KEYS if model.mixers else ("16bit",):
-            kv_bytes = wish.users * _kv_bytes(model, wish, kv_cache)
-            drafts = _draft_bytes(wish, kv_cache)
-            needed = needed_bytes(model, wish, kv_cache, weights) + drafts
+            kv_bytes = target.users * _kv_bytes(model, target, kv_cache)
+            drafts = _draft_bytes(target, kv_cache)
+            needed = needed_bytes(model, target, kv_cache, weights) + drafts
             found.append(Fit(form, kv_cache, weights, kv_bytes, needed, drafts))
     return sorted(found, key=lambda each: (each.kl, each.needed_bytes))
 
 
-def _kv_bytes(model: DecoderConfig, wish: Wish, kv_cache: str) -> int:
-    """Keys, values and states of one user at full context."""
-    config = wish.config(kv_cache)
+def _kv_bytes(model: DecoderConfig, target: ServingTarget, kv_cache: str) -> int:
+    """Returns bytes of keys, values and recurrent states of one user at full context."""
+    config = target.config(kv_cache)
     window = find_model_window(model, config)
     scheme = choose_model_kv_cache(model, config, window).scheme
-    tokens = window.blocks_for(wish.context, config.max_span_tokens, config.block_size) * config.block_size
+    tokens = window.blocks_for(target.context, config.max_span_tokens, config.block_size) * config.block_size
     return tokens * kv_token_bytes(model, scheme, ITEMSIZE) + model.state_bytes(ITEMSIZE)
 
 
-def _draft_bytes(wish: Wish, kv_cache: str) -> int:
-    """Bytes of the draft model, whose keys and values have the form of those of the model."""
-    if wish.draft is None:
+def _draft_bytes(target: ServingTarget, kv_cache: str) -> int:
+    """Returns bytes of the draft model; its KV cache has the form of the target model's."""
+    if target.draft is None:
         return 0
-    shorter = replace(wish, context=min(wish.context, wish.draft.config.context_length))
-    return wish.draft.weight_bytes + wish.users * _kv_bytes(wish.draft.config, shorter, kv_cache)
+    shorter = replace(target, context=min(target.context, target.draft.config.context_length))
+    return target.draft.weight_bytes + target.users * _kv_bytes(target.draft.config, shorter, kv_cache)
 
 
-def choose(model: DecoderConfig, wish: Wish) -> Fit:
-    """Chooses the form with the least predicted loss that fits and is fast enough.
+def choose(model: DecoderConfig, target: ServingTarget) -> Fit:
+    """Chooses the combination with the least predicted loss that fits and is fast enough.
 
     Raises:
-        ToolkitError: none fits, with the least memory that would do; none is fast enough, with the fastest; a context
-            that the model does not have; or a draft model with another vocabulary.
+        ToolkitError: none fits (names the least sufficient memory), none is fast enough (names the fastest), the
+            context is longer than that of the model, or the draft model has another vocabulary.
     """
-    found = candidates(model, wish)
-    fitting = [each for each in found if each.needed_bytes <= wish.memory_bytes]
+    found = candidates(model, target)
+    fitting = [each for each in found if each.needed_bytes <= target.memory_bytes]
     if not fitting:
-        raise _too_large(model, wish, min(found, key=lambda each: each.needed_bytes))
+        raise _too_large(model, target, min(found, key=lambda each: each.needed_bytes))
     for each in fitting:
-        if each.is_fast_enough(wish):
+        if each.is_fast_enough(target):
             return each
-    raise _too_slow(wish, min(fitting, key=lambda each: each.step_bytes))
+    raise _too_slow(target, min(fitting, key=lambda each: each.step_bytes))
 
 
-def _too_slow(wish: Wish, fastest: Fit) -> ToolkitError:
-    rate = fastest.tokens_per_second(wish.bytes_per_second or 0, 1)
+def _too_slow(target: ServingTarget, fastest: Fit) -> ToolkitError:
+    rate = fastest.tokens_per_second(target.bytes_per_second or 0, 1)
     return ToolkitError(
-        f"no form gives each user {wish.least_rate:g} tokens per second: the fastest that fits ({fastest.weights}, "
+        f"no form gives each user {target.least_rate:g} tokens per second: the fastest that fits ({fastest.weights}, "
         f"keys and values in {fastest.kv_cache}) gives about {rate:.3g}, as a step reads "
         f"{format_bytes(fastest.step_bytes)}",
         f"Use --tokens-per-second {math.floor(rate * 10) / 10:g}, fewer --users, less --context or a smaller model",
     )
 
 
-def _too_large(model: DecoderConfig, wish: Wish, least: Fit) -> ToolkitError:
+def _too_large(model: DecoderConfig, target: ServingTarget, least: Fit) -> ToolkitError:
     drafts = f", {format_bytes(least.draft_bytes)} of the draft model" if least.draft_bytes else ""
     return ToolkitError(
-        f"{wish} need {format_bytes(least.needed_bytes)} at least ({least.weights}, keys and values in "
+        f"{target} need {format_bytes(least.needed_bytes)} at least ({least.weights}, keys and values in "
         f"{least.kv_cache}: {format_bytes(least.weight_bytes)} of weights, {format_bytes(least.kv_bytes)} of keys and "
-        f"values{drafts}), and --memory is {format_bytes(wish.memory_bytes)}",
-        f"Use --memory {least.needed_bytes >> 20}MiB{_smaller(model, wish, least)}",
+        f"values{drafts}), and --memory is {format_bytes(target.memory_bytes)}",
+        f"Use --memory {least.needed_bytes >> 20}MiB{_smaller(model, target, least)}",
     )
 
 
-def _smaller(model: DecoderConfig, wish: Wish, least: Fit) -> str:
-    """Names the most users, and the longest context by halves, that the memory would hold."""
-    memory_bytes = wish.memory_bytes - least.draft_bytes
+def _smaller(model: DecoderConfig, target: ServingTarget, least: Fit) -> str:
+    """Returns a suggestion: the number of users, and the context in halves, that the memory would hold."""
+    memory_bytes = target.memory_bytes - least.draft_bytes
     held = partial(holds, model, kv_cache=least.kv_cache, weights=least.weight_bytes, memory_bytes=memory_bytes)
-    users = next((n for n in _halves(wish.users) if held(wish=replace(wish, users=n))), None)
-    context = next((n for n in _halves(wish.context) if n >= 256 and held(wish=replace(wish, context=n))), None)
+    users = next((n for n in _halves(target.users) if held(target=replace(target, users=n))), None)
+    context = next((n for n in _halves(target.context) if n >= 256 and held(target=replace(target, context=n))), None)
     ways = [f"--users {users}" if users else "", f"--context {context}" if context else ""]
     return "".join(f", or {way}" for way in ways if way)
 

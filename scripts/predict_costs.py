@@ -23,7 +23,7 @@ from compress.checkpoint.config import read_config
 from compress.checkpoint.scheme import Scheme, targets
 from compress.checkpoint.weights import Int
 from compress.common.errors import ToolkitError
-from compress.fit import Wish, choose, needed_bytes, weight_bytes
+from compress.fit import ServingTarget, choose, needed_bytes, weight_bytes
 from compress.pipeline.memory import estimate_peak, first_micro_batch
 from compress.pipeline.prepare import RunContext, RunRequest, prepare
 from compress.recipe import CalibrationOptions, QuantizeStage, Recipe
@@ -58,8 +58,8 @@ class Machine(NamedTuple):
     bandwidth: int
 
     @property
-    def wish(self) -> Wish:
-        return Wish(self.memory << 30, CONTEXT, self.users, DEVICES[self.device])
+    def target(self) -> ServingTarget:
+        return ServingTarget(self.memory << 30, CONTEXT, self.users, DEVICES[self.device])
 
     def __str__(self) -> str:
         return f"{self.device}, {self.memory} GiB, {self.users} user{'s' if self.users > 1 else ''}"
@@ -73,7 +73,7 @@ MACHINES = tuple(
 
 
 class Model(NamedTuple):
-    """A model of which only the shape exists."""
+    """A model without weights: name and path of its config.json."""
 
     name: str
     path: Path
@@ -86,8 +86,8 @@ def form_rows(models: Sequence[Model]) -> Iterator[Row]:
         row = {"form": name}
         for size, model in described.items():
             weights = weight_bytes(model, scheme)
-            wishes = [Wish(0, CONTEXT, 1, is_gpu) for is_gpu in DEVICES.values()]
-            needed = [needed_bytes(model, wish, "16bit", weights) for wish in wishes]
+            single = [ServingTarget(0, CONTEXT, 1, is_gpu) for is_gpu in DEVICES.values()]
+            needed = [needed_bytes(model, target, "16bit", weights) for target in single]
             row[size] = _gib(weights, *needed)
         yield row
 
@@ -101,7 +101,7 @@ def machine_rows(models: Sequence[Model]) -> Iterator[Row]:
 
 def _choice(model: DecoderConfig, machine: Machine) -> str:
     try:
-        found = choose(model, machine.wish)
+        found = choose(model, machine.target)
     except ToolkitError:
         return "nothing fits"
     speed = found.tokens_per_second(machine.bandwidth * 1e9, machine.users)

@@ -1,4 +1,4 @@
-"""The `compress` command line. Imports torch only inside of commands, so that help returns at once."""
+"""The `compress` command line. Imports torch only inside commands, which keeps --help fast."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from compress.stage_keys import factorize_keys, prune_keys, quantize_keys
 
 
 def make_app() -> typer.Typer:
-    """Build the command line, with an option for every registered method and its options."""
+    """Builds the command line, with an option for every registered method and its options."""
     app = typer.Typer(
         name="compress",
-        help="Make a language model several times smaller, measure the loss of quality, and check the result.",
+        help="Compress language models, evaluate the loss of quality, and verify the result.",
         no_args_is_help=True,
         add_completion=False,
         pretty_exceptions_enable=False,
@@ -35,7 +35,7 @@ def make_app() -> typer.Typer:
 
 
 def options(version: VersionOption = False) -> None:
-    """Options of no command."""
+    """Options before a command."""
 
 
 app = make_app()

@@ -39,7 +39,7 @@ def verify(
 ) -> None:
     """Read a checkpoint again and check config, names, shapes, codes and scales.
 
-    Where the folder has a compression report, the codes are compared with it bit for bit.
+    If the folder has a compression report, codes are compared with it bit for bit.
     """
     from compress.checkpoint.verify import verify_structure
     from compress.common.errors import CheckpointError
@@ -59,7 +59,7 @@ def verify(
 
 
 def _kv_cache(path: str) -> list[str]:
-    """Returns a line on the recorded form of keys and values, if there is one."""
+    """Returns a line about the recorded KV cache format, if there is one."""
     from compress.checkpoint.config import read_config
     from compress.checkpoint.kv_cache import stored_kv_cache
     from compress.common.errors import ToolkitError
@@ -67,9 +67,9 @@ def _kv_cache(path: str) -> list[str]:
     try:
         scheme = stored_kv_cache(read_config(path))
     except ToolkitError:
-        # Verification lists it among the problems.
+        # Verification reports it as a problem.
         return []
-    return [f"keys and values are kept as {scheme} unless serving is told otherwise"] if scheme else []
+    return [f"the KV cache is served as {scheme} by default"] if scheme else []
 
 
 def _print(structure: StructureReport, compared: bool) -> None:
@@ -119,8 +119,8 @@ def evaluate(
 ) -> None:
     """Measure perplexity and KL by the standard protocol.
 
-    The text is joined and cut into windows that do not overlap; every token of a window except its first is predicted.
-    The runtime's own model computes the score, as `runtime serve` runs it.
+    The text is split into non-overlapping windows; every token of a window except the first is predicted. Scores come
+    from the runtime's model and kernels, as in `runtime serve`.
     """
     from rich.console import Console
 
@@ -130,7 +130,7 @@ def evaluate(
 
     states.check()
     if not ppl:
-        raise ToolkitError("nothing to measure was named", "Add --ppl")
+        raise ToolkitError("no measurement was requested", "Add --ppl")
     console = Console(stderr=True)
     path = folder_of(model_folder(model)) if model else _default_model(console)
     streaming = stream.streaming(path)
@@ -145,7 +145,9 @@ def evaluate(
             report = run_evaluation(request, on_progress)
     except KeyboardInterrupt:
         if streaming is not None and streaming.folder.exists():
-            console.print(f"\nInterrupted. Hidden states are in {streaming.folder}: run the same command to continue.")
+            console.print(
+                f"\nInterrupted. Hidden states are in {streaming.folder}: run the same command again to continue."
+            )
         raise
     if states.record:
         console.print(f"recorded: {record_states(report)}", highlight=False, soft_wrap=True)
@@ -169,7 +171,7 @@ def _default_model(console: Console) -> Path:
 
 @contextmanager
 def _progress(console: Console, with_lines: bool) -> Iterator[Report]:
-    """Shows a bar; in its place on what is no terminal a line for each layer, where that is asked for."""
+    """Shows a progress bar on a terminal; elsewhere prints a line per layer, if requested."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -197,13 +199,14 @@ def export(
     ] = None,
     gguf_type: Annotated[
         str | None,
-        typer.Option(help="Type of GGUF to which dense matrices, and codes that no type holds, are rounded: q4_k, ..."),
+        typer.Option(help="GGUF type for dense matrices and for codes that no GGUF type holds: q4_k, ..."),
     ] = None,
     list_formats: Annotated[
-        bool, typer.Option("--list", help="Write nothing: list the formats that can hold it, and who loads them.")
+        bool,
+        typer.Option("--list", help="List the formats that can hold it and the engines that load them; write nothing."),
     ] = False,
 ) -> None:
-    """Write a packed checkpoint in another format, losslessly, or say why that format cannot hold it."""
+    """Convert a packed checkpoint to another format without loss; fails with the reason if that is impossible."""
     from compress.checkpoint.containers import containers
     from compress.checkpoint.gguf.folder import folder_of
     from compress.checkpoint.writer import export_checkpoint
@@ -222,18 +225,18 @@ def export(
         typer.echo("\n".join([*exported.lines(), f"wrote {exported.path} ({format})"]))
         return
     if gguf_type is not None:
-        raise ToolkitError(f"--gguf-type {gguf_type} is of no use in {format}", "Add --format gguf")
+        raise ToolkitError(f"--gguf-type {gguf_type} does not apply to {format}", "Add --format gguf")
     written = export_checkpoint(folder_of(path), format, out)
     typer.echo(f"wrote {written} ({format})")
 
 
 def report(
     path: Annotated[Path, typer.Argument(metavar="PATH", help="A checkpoint folder that this toolkit wrote.")],
-    out: Annotated[Path, typer.Option("--out", help="The page to write.")] = Path("report.html"),
+    out: Annotated[Path, typer.Option("--out", help="HTML file to write.")] = Path("report.html"),
 ) -> None:
-    """Write one HTML page about a run: sizes, memory, quality, errors over depth, bits, smoothing, notes.
+    """Write an HTML report of a run: sizes, memory, quality, errors by depth, bits, smoothing, notes.
 
-    The page has no script and loads nothing.
+    The page is self-contained and has no scripts.
     """
     from compress.reporting.report_data import read_headers, read_report
     from compress.reporting.report_page import report_page
@@ -247,12 +250,12 @@ def compare(
     paths: Annotated[list[Path], typer.Argument(metavar="PATH...", help="Checkpoint folders that this toolkit wrote.")],
     by: Annotated[str, typer.Option(help="size (of the files) or bits (per parameter of the whole model).")] = "size",
     measure: Annotated[str, typer.Option(help="kl (to the dense model) or ppl (perplexity).")] = "kl",
-    out: Annotated[Path | None, typer.Option("--out", help="Write an HTML page with the plot too.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="Also write an HTML page with the plot.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compare checkpoints of one source by their reports, and mark those that another dominates.
+    """Compare checkpoints of one source by their reports, and mark dominated ones.
 
-    Refuses reports with different sources, texts or protocols: their figures are not comparable.
+    Fails for reports with different sources, texts or protocols, because their figures are not comparable.
     """
     from compress.reporting.comparison import compare as compare_reports
     from compress.reporting.comparison import compare_page

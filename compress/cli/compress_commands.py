@@ -1,4 +1,4 @@
-"""The commands `compress quantize`, `prune` and `factorize`, and the run of a recipe."""
+"""The commands `compress quantize`, `prune` and `factorize`, and the execution of recipes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 
 def make_request(model: Path | None, recipe: Recipe, out: Path, job: JobOptions) -> RunRequest:
-    """Fills in the demo model where none is named, and says so."""
+    """Creates the request of a run; uses the demo model, with a message, if none is given."""
     from compress.checkpoint.gguf.folder import folder_of
     from compress.checkpoint.safetensors import check_folder
     from compress.pipeline.prepare import RunRequest
@@ -60,7 +60,7 @@ def make_request(model: Path | None, recipe: Recipe, out: Path, job: JobOptions)
     named = demo_model_path() if model is None else model_folder(model)
     folder = folder_of(named)
     name = DEMO_SOURCE if model is None else bundled_model(model)
-    # Refuses loops of links, which resolving them would not survive.
+    # Rejects symbolic link loops, which Path.resolve would fail on.
     source = name or str((check_folder(folder) if folder == named else named).resolve())
     return RunRequest(
         folder,
@@ -75,15 +75,15 @@ def make_request(model: Path | None, recipe: Recipe, out: Path, job: JobOptions)
 
 
 def carry_out(model: Path | None, recipe: Recipe, out: Path, job: JobOptions) -> None:
-    """Plans, and unless only the plan was asked for, runs. Prints results on standard output, progress on the other.
+    """Plans a run and, unless it is a dry run, executes it. Results go to standard output, progress to standard error.
 
     Args:
-        model: folder of a dense model; None for the demo model.
+        model: folder of the dense model; None for the demo model.
         out: folder to write.
 
     Raises:
         ToolkitError: see `compress.pipeline.prepare.prepare` and `compress.pipeline.run`.
-        KeyboardInterrupt: after saying how to resume.
+        KeyboardInterrupt: after a message about resuming.
     """
     from compress.cli.tables import print_plan, print_result
     from compress.pipeline.prepare import prepare
@@ -124,7 +124,7 @@ def _announce(context: RunContext) -> None:
     from compress.cli.tables import describe_run
 
     work = sorted({str(layer_plan) for layer_plan in context.plan.layer_plans.values()})
-    layers = f"{len(context.plan.changed)} linear layers: {', '.join(work)}" if work else "nothing but the KV cache"
+    layers = f"{len(context.plan.changed)} linear layers: {', '.join(work)}" if work else "only the KV cache"
     _say(f"Compressing {layers}")
     _say(describe_run(context))
     for note in context.notes:
@@ -136,19 +136,20 @@ def _say(line: str) -> None:
 
 
 def _recipe(stages: Sequence[Stage], text: TextOptions, name: str) -> Recipe:
-    """Return stages that calibrate on a text. Raises RecipeError, also where none does and a text is named."""
+    """Returns a recipe of these stages. Raises RecipeError if it is invalid or ignores a given calibration text."""
     recipe = Recipe(tuple(stages), text.options, text.seed, name)
     if text.calibration != DEFAULT_TEXT and not recipe.needs_calibration:
-        problem = f"nothing in this run looks at the calibration text {text.calibration}"
+        problem = f"no stage of this run uses the calibration text {text.calibration}"
         raise RecipeError(problem, "Leave --calibration out, or choose another --method")
     return recipe
 
 
 def with_method(rounding: QuantizeKeys, model: Path | None) -> QuantizeKeys:
-    """Returns the keys with GPTQ where no method is named and the default one could not move scales into norms.
+    """Returns the keys with GPTQ if no method is given and the default one cannot fold scales into the norms of this
+    model.
 
     Raises:
-        CheckpointError: a config.json that cannot be read or that defines no model.
+        CheckpointError: config.json cannot be read or does not define a model.
     """
     from compress.checkpoint.config import read_config
     from compress.checkpoint.gguf.folder import folder_of
@@ -163,7 +164,7 @@ def with_method(rounding: QuantizeKeys, model: Path | None) -> QuantizeKeys:
     describe = find_family(config.get("model_type"))
     if describe is not None and smooths_norms(describe(config)):
         return rounding
-    _say(f"{default} cannot smooth model type {config.get('model_type')!r}: gptq in its place (--method chooses)")
+    _say(f"{default} cannot smooth model type {config.get('model_type')!r}: using gptq instead (--method overrides)")
     return replace(rounding, method="gptq")
 
 
@@ -182,8 +183,8 @@ def quantize(
 ) -> None:
     """Quantize a model's linear layers to integers of 2 to 8 bits, or to floats of 4 or 8.
 
-    Works block by block with little memory; killed at any moment, the same command continues where it stopped and gives
-    the same bytes. The result is checked, measured and loads in vLLM, SGLang and transformers.
+    Processes one block at a time, with little memory. After an interruption the same command resumes and writes the
+    same bytes. The result is verified and evaluated, and loads in vLLM, SGLang and transformers.
     """
     stage = with_method(rounding, model).stage(ignore=tuple(ignore or ()))
     stages: list[Stage] = [stage, *end_stages(stage, ends.head_bits, ends.embedding_bits)]
@@ -204,7 +205,7 @@ def prune(
     out: Out = DEFAULT_OUT,
     pruning: PruneKeys,
     bits: Annotated[
-        int | None, typer.Option(help="Round the remaining weights to 2 to 8 bits, by GPTQ together with the pruning.")
+        int | None, typer.Option(help="Quantize the remaining weights to 2 to 8 bits, by GPTQ jointly with pruning.")
     ] = None,
     group_size: Annotated[
         int | None,
@@ -214,9 +215,9 @@ def prune(
     text: TextOptions,
     job: JobOptions,
 ) -> None:
-    """Prune a model's linear layers, and quantize the remaining weights with --bits.
+    """Prune the linear layers of a model; with --bits, also quantize the remaining weights.
 
-    With a pattern the zeros are not stored: 2:4 takes 9 bits per weight instead of 16, and 3.1 with --bits 4.
+    With an N:M pattern zeros are not stored: 2:4 takes 9 bits per weight instead of 16, and 3.1 with --bits 4.
     """
     check_rounded(bits, group_size)
     left_out = tuple(ignore or ())
@@ -235,7 +236,7 @@ def factorize(
     model: Model = None,
     out: Out = DEFAULT_OUT,
     factors: FactorizeKeys,
-    bits: Annotated[int | None, typer.Option(help="Round both factors to 2 to 8 bits.")] = None,
+    bits: Annotated[int | None, typer.Option(help="Quantize both factors to 2 to 8 bits.")] = None,
     group_size: Annotated[
         int | None,
         typer.Option(
@@ -247,9 +248,9 @@ def factorize(
     text: TextOptions,
     job: JobOptions,
 ) -> None:
-    """Replace each linear layer by two smaller matrices, and quantize them with --bits.
+    """Replace each linear layer by two low-rank factors; with --bits, also quantize them.
 
-    Both are stored and multiplied one after the other. Layers that would not become smaller are kept whole.
+    Both factors are stored, and multiplied one after the other. Layers that would not become smaller stay dense.
     """
     check_rounded(bits, group_size)
     left_out = tuple(ignore or ())

@@ -1,4 +1,4 @@
-"""`compress doctor`: one page of findings about a checkpoint, each with its remedy."""
+"""`compress doctor`: findings about a checkpoint, each with its remedy."""
 
 from __future__ import annotations
 
@@ -20,24 +20,26 @@ if TYPE_CHECKING:
     from compress.doctor.findings import Diagnosis, Finding
 
 MOST_ALIKE = 3
-"""Findings of one kind that are shown; `--json` has all."""
+"""Findings shown per kind; `--json` lists all."""
 
 
 def doctor(
     path: Annotated[
         Path,
-        typer.Argument(metavar="CHECKPOINT", help="A folder or GGUF file of this or another tool, dense or packed."),
+        typer.Argument(
+            metavar="CHECKPOINT", help="Checkpoint folder or GGUF file, dense or packed, written by any tool."
+        ),
     ],
     against: Annotated[
         Path | None,
-        typer.Option(metavar="DENSE", help="The dense model that it was made from: compare every matrix with it."),
+        typer.Option(metavar="DENSE", help="Dense source model to compare every matrix with."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Examine a checkpoint and say what is wrong with it, and what mends that.
+    """Diagnose a checkpoint: list its defects, with a remedy for each.
 
-    Looks at files, config, shapes, weights, scales and codes, tokenizer and chat template; writes nothing. Exits with
-    status 1 when there are errors; warnings do not count.
+    Checks files, config, shapes, weights, scales and codes, tokenizer and chat template; writes nothing. Exits with
+    status 1 if there are errors; warnings do not change the status.
     """
     from compress.doctor.examine import examine
 
@@ -48,12 +50,12 @@ def doctor(
     else:
         _print(found)
     if not found.ok:
-        raise CheckpointError(f"{path} has {found.num_errors} errors", "Each has its remedy above")
+        raise CheckpointError(f"{path} has {found.num_errors} errors", "See the remedies above")
 
 
 @contextmanager
 def _progress() -> Iterator[Callable[[str, int, int], None]]:
-    """Shows a bar on a terminal."""
+    """Shows a progress bar on a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -91,7 +93,7 @@ def _table(found: Diagnosis) -> Table:
 
 
 def _grouped(found: Diagnosis) -> Iterator[tuple[Finding, int]]:
-    """Yields the first findings of each kind, the last of them with the number of those that are left out."""
+    """Yields the first findings of each kind, the last of them with the number of omitted ones."""
     kinds: dict[tuple[str, str, str], list[Finding]] = {}
     for each in found.findings:
         kinds.setdefault((each.severity, each.check, each.kind), []).append(each)

@@ -1,4 +1,4 @@
-"""Options that several commands share, spelled the same everywhere. Imports nothing heavy: help must be instant."""
+"""Options that several commands share. Imports no heavy modules, which keeps --help fast."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ Dtype = Annotated[
 ]
 Resume = Annotated[
     bool,
-    typer.Option("--resume/--restart", help="Continue unfinished progress of this output, or throw it away."),
+    typer.Option("--resume/--restart", help="Resume unfinished progress of this output, or discard it."),
 ]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would happen to every tensor, and stop.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the plan for every tensor, and stop.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
 TrustRemoteCode = Annotated[
-    bool, typer.Option("--trust-remote-code", help="Run Python files of the model folder. Read them first.")
+    bool, typer.Option("--trust-remote-code", help="Execute Python files of the model folder. Read them first.")
 ]
 Ignore = Annotated[
     list[str] | None,
-    typer.Option("--ignore", help="Layer to leave as it is: a name (down_proj), a glob, or re:PATTERN. Repeatable."),
+    typer.Option("--ignore", help="Layer to leave unchanged: a name (down_proj), a glob, or re:PATTERN. Repeatable."),
 ]
 CalibrationText = Annotated[
     str,
@@ -57,14 +57,14 @@ CalibrationText = Annotated[
     ),
 ]
 Samples = Annotated[int, typer.Option("--num-calibration-samples", help="Calibration sequences.")]
-Length = Annotated[int, typer.Option("--max-seq-length", help="Tokens of a calibration sequence.")]
-Seed = Annotated[int, typer.Option("--seed", help="Decides which calibration sequences are taken.")]
+Length = Annotated[int, typer.Option("--max-seq-length", help="Tokens per calibration sequence.")]
+Seed = Annotated[int, typer.Option("--seed", help="Seed for choosing calibration sequences.")]
 
 DEFAULT_OUT = Path("packed")
 
 
 def check_rounded(bits: int | None, group_size: int | None) -> None:
-    """Raises RecipeError for groups of weights that are not rounded."""
+    """Raises RecipeError for a group size without bits."""
     if bits is None and group_size is not None:
         raise RecipeError(f"--group-size {group_size} needs --bits", "Add --bits 4, or leave it out")
 
@@ -74,7 +74,7 @@ DEFAULT_TEXT = "bundled"
 
 @dataclass(frozen=True, slots=True)
 class TextOptions:
-    """Text to calibrate on."""
+    """Calibration text."""
 
     calibration: CalibrationText = DEFAULT_TEXT
     samples: Samples = DEFAULT_SAMPLES
@@ -102,7 +102,7 @@ KVDefault = Annotated[
     str | None,
     typer.Option(
         metavar="FORMAT",
-        help="Default form of keys and values, measured on long texts: auto (smallest within a mean KL of 0.01), "
+        help="Default KV cache format, measured on long texts: auto (smallest within a mean KL of 0.01), "
         "int4, k8v4, int8 or fp8. Default: 16 bits, not measured.",
         show_default=False,
     ),
@@ -112,8 +112,8 @@ MtpBits = Annotated[
     typer.Option(
         "--mtp-bits",
         metavar="BITS",
-        help="Bits of the head of multi-token prediction, 2 to 8, kept only if its drafts are accepted nearly as often "
-        "(95 %) as those of the dense head. Default: it stays dense.",
+        help="Bits of the multi-token prediction head, 2 to 8; applied only if its acceptance rate is at least 95 % "
+        "of the dense head's. Default: the head stays dense.",
         show_default=False,
     ),
 ]
@@ -121,25 +121,25 @@ Rotate = Annotated[
     bool,
     typer.Option(
         "--rotate",
-        help="First turn the residual stream by a Hadamard matrix, folded into the weights: better with one scale "
-        "per row, and with outlier channels.",
+        help="Rotate the residual stream by a Hadamard matrix first, folded into the weights: helps with one scale "
+        "per row and with outlier channels.",
     ),
 ]
 
 
 @dataclass(frozen=True, slots=True)
 class EndOptions:
-    """Bits of the matrices outside of the blocks."""
+    """Bits of the matrices outside the blocks."""
 
     head_bits: Annotated[
         int | None,
-        typer.Option(help="Bits of an output head that is not the embedding. Default: 16.", show_default=False),
+        typer.Option(help="Bits of an output head that is not tied to the embedding. Default: 16.", show_default=False),
     ] = None
     embedding_bits: Annotated[
         int | None,
         typer.Option(
-            help="Bits of the token embedding, and of the head where that is the embedding. Default: 16, which every "
-            "engine loads; 8 costs next to nothing, for this runtime only.",
+            help="Bits of the token embedding, and of a head tied to it. Default: 16, which every engine loads; 8 "
+            "loses almost no quality, but loads in this runtime only.",
             show_default=False,
         ),
     ] = None
@@ -147,7 +147,7 @@ class EndOptions:
 
 @dataclass(frozen=True, slots=True)
 class TargetOptions:
-    """The target of a search: one of the three."""
+    """Target of a search: exactly one of three."""
 
     target_bpw: Annotated[
         float | None,
@@ -161,21 +161,21 @@ class TargetOptions:
     ] = None
 
     def goal(self) -> Goal:
-        """Build the goal. Raises RecipeError."""
+        """Builds the goal. Raises RecipeError."""
         size = None if self.target_size is None else parse_size(self.target_size)
         return Goal(self.target_bpw, size, self.max_kl)
 
 
 @dataclass(frozen=True, slots=True)
 class SearchFiles:
-    """Files of a search."""
+    """Files that a search reads and writes."""
 
     sensitivities: Annotated[
         Path | None,
-        typer.Option(help="File of measured figures, read and added to. Default: OUT.sensitivities.json."),
+        typer.Option(help="File of measurements, read and extended. Default: OUT.sensitivities.json."),
     ] = None
     recipe: Annotated[Path | None, typer.Option("--recipe", help="Recipe to write. Default: OUT.yaml.")] = None
-    recipe_only: Annotated[bool, typer.Option("--recipe-only", help="Write the recipe, and compress nothing.")] = False
+    recipe_only: Annotated[bool, typer.Option("--recipe-only", help="Write the recipe without compressing.")] = False
 
 
 KernelsMode = Annotated[
@@ -183,8 +183,8 @@ KernelsMode = Annotated[
     typer.Option(
         "--linear-backend",
         metavar="MODE",
-        help="How weights of the model are multiplied: auto; w4a8 (activations in 8 bits, on CPUs); reference. "
-        "The baseline stays as it is.",
+        help="Kernels of linear layers: auto; w4a8 (8-bit activations, on CPUs); reference. Does not affect the "
+        "baseline.",
     ),
 ]
 
@@ -201,11 +201,11 @@ class ScoreOptions:
         ),
     ] = "pydoc"
     baseline: Annotated[
-        Path | None, typer.Option(help="Dense model to compare with. Default: the source the checkpoint records.")
+        Path | None, typer.Option(help="Dense model to compare with. Default: the source recorded in the checkpoint.")
     ] = None
-    length: Annotated[int, typer.Option("--max-seq-length", help="Tokens of a window.")] = 512
-    tokens: Annotated[int | None, typer.Option(help="Stop after this many tokens. Default: all the text.")] = None
-    backend: Annotated[str, typer.Option(help="runtime (what is served) or transformers (the cross-check).")] = (
+    length: Annotated[int, typer.Option("--max-seq-length", help="Tokens per window.")] = 512
+    tokens: Annotated[int | None, typer.Option(help="Stop after this many tokens. Default: the whole text.")] = None
+    backend: Annotated[str, typer.Option(help="runtime (the served model) or transformers (for cross-checking).")] = (
         "runtime"
     )
     device: Device = "auto"
@@ -215,7 +215,7 @@ class ScoreOptions:
     def request(
         self, model: Path, kv_cache: KVCacheScheme, kernels: str, state_dtype: str, streaming: Streaming | None
     ) -> EvaluationRequest:
-        """Build the request for the checkpoint in the folder `model`. Imports torch."""
+        """Builds the request for the checkpoint in the folder `model`. Imports torch."""
         from compress.checkpoint.gguf.folder import folder_of
         from compress.evaluate.session import EvaluationRequest
 
@@ -238,30 +238,32 @@ class ScoreOptions:
 
 @dataclass(frozen=True, slots=True)
 class StreamOptions:
-    """Evaluation of models that do not fit in memory."""
+    """Options for evaluating models that do not fit in memory."""
 
     stream: Annotated[
         bool,
         typer.Option(
             "--stream",
-            help="Pass the text through one layer of one model at a time: little memory for any model, and the same "
+            help="Run the text through one layer of one model at a time: needs little memory and gives the same "
             "figures.",
         ),
     ] = False
     stream_dir: Annotated[
         Path | None,
         typer.Option(
-            help="Folder for hidden states between layers, gone at the end. Default: MODEL.eval.partial here.",
+            help="Folder for hidden states between layers, removed at the end. Default: MODEL.eval.partial here.",
             show_default=False,
         ),
     ] = None
     resume: Annotated[
-        bool, typer.Option("--resume/--restart", help="Continue an interrupted --stream, or begin it anew.")
+        bool, typer.Option("--resume/--restart", help="Resume an interrupted --stream, or start over.")
     ] = True
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show time and memory of --stream, and stop.")] = False
 
     def streaming(self, model: Path) -> Streaming | None:
-        """Build what streams the checkpoint in the folder `model`; None without --stream. Imports torch."""
+        """Returns the streamed evaluation of the checkpoint in the folder `model`; None without --stream. Imports
+        torch.
+        """
         from compress.evaluate.streamed import Streaming
 
         folder = self.stream_dir or Path(f"{model.resolve().name}.eval{PARTIAL_SUFFIX}")
@@ -276,7 +278,7 @@ class StateOptions:
         str,
         typer.Option(
             metavar="DTYPE",
-            help="Round recurrent states to bfloat16 or float16 after every token. The baseline keeps float32.",
+            help="Round recurrent states to bfloat16 or float16 after every token. The baseline uses float32.",
         ),
     ] = STATE_FLOAT32
     record: Annotated[
@@ -289,7 +291,7 @@ class StateOptions:
     ] = False
 
     def check(self) -> None:
-        """Raises DataError where there is nothing to record."""
+        """Raises DataError if there is nothing to record."""
         if self.record and self.state_dtype == STATE_FLOAT32:
             raise DataError("states in float32 cost nothing to record", "Add --state-dtype bfloat16 or float16")
 
@@ -302,18 +304,18 @@ class KVCacheOptions:
         str,
         typer.Option(
             metavar="FORMAT",
-            help="Read keys and values as a cache gives them back: 16bit, fp8, int8, k8v4 or int4; auto: as the "
-            "checkpoint records, else 16bit. The baseline stays as it is.",
+            help="KV cache format: 16bit, fp8, int8, k8v4 or int4; auto: as recorded in the checkpoint, else 16bit. "
+            "Does not affect the baseline.",
         ),
     ] = AUTO
     kv_rotate: Annotated[
-        bool | None, typer.Option("--kv-rotate/--no-kv-rotate", help="Default: for int4.", show_default=False)
+        bool | None, typer.Option("--kv-rotate/--no-kv-rotate", help="Default: on for int4.", show_default=False)
     ] = None
     kv_sinks: Annotated[int | None, typer.Option(min=0, help="First tokens that stay in 16 bits.")] = None
     kv_residual_length: Annotated[int | None, typer.Option(min=0, help="Last tokens that stay in 16 bits.")] = None
 
     def scheme(self, config: dict[str, Any]) -> KVCacheScheme:
-        """Build the scheme for the checkpoint with this `config.json`. Raises SchemeError."""
+        """Builds the scheme for the checkpoint with this `config.json`. Raises SchemeError."""
         return wished_kv_cache(
             stored_kv_cache(config), self.kv_cache, self.kv_rotate, self.kv_sinks, self.kv_residual_length
         )

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def carry_out_search(
     model: Path | None, search: SearchRequest, out: Path, wanted: SearchFiles, job: JobOptions
 ) -> None:
-    """Surveys a search; unless it is a dry run, also measures, chooses and compresses.
+    """Plans a search and, unless it is a dry run, measures, chooses and compresses.
 
     Raises:
         ToolkitError: see `compress.search.survey.survey` and `compress.search.run`.
@@ -57,7 +57,7 @@ def _search(survey: Survey, wanted: SearchFiles, job: JobOptions) -> None:
         found = carry_out(findings, files, quiet=job.as_json)
     except KeyboardInterrupt:
         print(
-            f"\nInterrupted. Results so far are in {files.sensitivities}: the same command continues.",
+            f"\nInterrupted. Results so far are in {files.sensitivities}: run the same command again to continue.",
             file=sys.stderr,
         )
         raise
@@ -99,8 +99,8 @@ def run(
 ) -> None:
     """Run a recipe on a model.
 
-    A recipe is a YAML file with a list of stages, so different layers can get different methods and widths; or with
-    a search for them, see `compress search`.
+    A recipe is a YAML file with a list of stages, which may give layers different methods and widths, or with a search
+    for them, see `compress search`.
     """
     from compress.recipe_file import load_work
 
@@ -128,26 +128,28 @@ def search(
     ] = DEFAULT_CANDIDATES,
     method: Annotated[str, typer.Option(help="gptq, or rtn (no calibration, lower quality).")] = "gptq",
     measured: Annotated[
-        int, typer.Option(help="Sequences of the calibration text for measurements; rounding does not see them.")
+        int, typer.Option(help="Number of calibration sequences for measurements; rounding does not use them.")
     ] = DEFAULT_MEASURED,
-    tries: Annotated[int, typer.Option(help="Largest number of checkpoints to meet --max-kl closely.")] = DEFAULT_TRIES,
+    tries: Annotated[
+        int, typer.Option(help="Maximum number of checkpoints written to approach --max-kl.")
+    ] = DEFAULT_TRIES,
     ignore: Ignore = None,
     ends: Annotated[
         bool,
         typer.Option(
             "--include-embeddings",
-            help="Choose the bits of token embedding and head too; then only this runtime loads the result.",
+            help="Also choose the bits of token embedding and head; the result then loads in this runtime only.",
         ),
     ] = False,
     files: SearchFiles,
     text: TextOptions,
     job: JobOptions,
 ) -> None:
-    """Search a form for every layer that meets a target of size or quality, and compress with it.
+    """Search for a form per layer that meets a target of size or quality, and compress with it.
 
     Measures how much each layer alone, in each form, changes the model's output (KL on calibration text), and chooses
-    the forms with the least sum. Writes the choice as a recipe, runs it, verifies and measures the result.
-    Measurements are stored: an interrupted command continues, and another target reuses them.
+    the forms with the least sum. Writes the choice as a recipe, runs it, and verifies and evaluates the result.
+    Measurements are stored: an interrupted command resumes, and other targets reuse them.
     """
     goal = target.goal()
     request = SearchRequest(

@@ -1,4 +1,4 @@
-"""Commands that plan how a model will be served: fit."""
+"""Commands that plan the serving of a model: fit."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from compress.common.files import check_out_folder, in_home
 
 if TYPE_CHECKING:
     from compress.draft_model import DraftModel
-    from compress.fit import Fit, Wish
+    from compress.fit import Fit, ServingTarget
 
 FEW_USERS = 4
-"""Up to which a step has room to verify drafts."""
+"""Number of users up to which a step has compute to spare for verifying drafts."""
 
 
 def read_tokens(text: str) -> int:
-    """Number of tokens of `32k` or `8192`. Raises typer.BadParameter for anything else."""
+    """Parses a number of tokens such as `32k` or `8192`. Raises typer.BadParameter for anything else."""
     found = re.fullmatch(r"(\d+)(k?)", str(text).strip().lower())
     if not found or not int(found[1]):
-        raise typer.BadParameter(f"{text!r} is no number of tokens; write for example 32k or 8192")
+        raise typer.BadParameter(f"{text!r} is not a number of tokens; write for example 32k or 8192")
     return int(found[1]) * (1024 if found[2] else 1)
 
 
@@ -34,58 +34,61 @@ def fit(
     model: Annotated[Path, typer.Argument(metavar="MODEL", help="Folder with config.json; weights are not read.")],
     memory: Annotated[int, typer.Option("--memory", **SIZE_OPTION, help="Memory of the device, e.g. 24GiB.")],
     context: Annotated[
-        int, typer.Option(parser=read_tokens, metavar="TOKENS", help="Prompt and output of each user, e.g. 32k.")
+        int,
+        typer.Option(
+            parser=read_tokens, metavar="TOKENS", help="Tokens per user, prompt and output together, e.g. 32k."
+        ),
     ],
-    users: Annotated[int, typer.Option(min=1, help="Requests that run at the same time.")] = 1,
-    device: Annotated[str, typer.Option(help="Whose memory it is: cpu or gpu.")] = "gpu",
+    users: Annotated[int, typer.Option(min=1, help="Number of concurrent requests.")] = 1,
+    device: Annotated[str, typer.Option(help="Device that has this memory: cpu or gpu.")] = "gpu",
     bandwidth: Annotated[
         int | None,
         typer.Option(
             "--bandwidth",
             **SIZE_OPTION,
-            help="Bytes per second that the device reads, e.g. 900GB. Default on a CPU: measured on this machine.",
+            help="Memory bandwidth of the device per second, e.g. 900GB. Default on a CPU: measured on this machine.",
         ),
     ] = None,
     rate: Annotated[
         float,
-        typer.Option("--tokens-per-second", min=0, help="That each user must get. Needs a bandwidth."),
+        typer.Option("--tokens-per-second", min=0, help="Minimum tokens per second per user. Needs a bandwidth."),
     ] = 0,
     draft: Annotated[
-        Path | None, typer.Option("--draft", metavar="FOLDER", help="Draft model that must fit beside the model.")
+        Path | None, typer.Option("--draft", metavar="FOLDER", help="Draft model that must fit in the same memory.")
     ] = None,
     out: Annotated[Path | None, typer.Option("--out", help="Recipe to write for `compress run`.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Choose bits of weights, keys and values so that a model serves some users in some memory.
+    """Choose the bits of weights, keys and values that fit a model and its users into memory.
 
-    Reads config.json only. Memory is that of the runtime's own plan; losses are those measured on the demo model, and
-    speed is a model, so both are predictions.
+    Reads config.json only. Memory comes from the runtime's own plan. Loss is predicted from measurements on the demo
+    model, speed from the bandwidth.
     """
     from compress.checkpoint.config import read_config
-    from compress.fit import Wish, choose
+    from compress.fit import ServingTarget, choose
     from runtime.core.model_config import parse_config
 
     if device not in ("cpu", "gpu"):
         raise RecipeError(f"--device {device} is neither cpu nor gpu", "Use --device cpu or --device gpu")
-    target = None if out is None else check_out_folder(in_home(out))
+    recipe = None if out is None else check_out_folder(in_home(out))
     if rate and bandwidth is None and device == "gpu":
         raise RecipeError("--tokens-per-second needs the speed of the GPU", "Add --bandwidth, e.g. --bandwidth 900GB")
     described = parse_config(read_config(model_folder(model)))
     drafting = None if draft is None else _draft_model(draft)
     speed = _stream_speed() if bandwidth is None and device == "cpu" else bandwidth
-    wish = Wish(memory, context, users, device == "gpu", drafting, speed, rate)
-    found = choose(described, wish)
-    if target is not None:
-        _write(target, found)
-    figures = _figures(found, wish, measured=bandwidth is None)
+    target = ServingTarget(memory, context, users, device == "gpu", drafting, speed, rate)
+    found = choose(described, target)
+    if recipe is not None:
+        _write(recipe, found)
+    figures = _figures(found, target, measured=bandwidth is None)
     if as_json:
         typer.echo(json.dumps(figures | {"recipe": found.recipe()}, indent=2))
     else:
-        typer.echo("\n".join(_lines(found, wish, figures, model, out)))
+        typer.echo("\n".join(_lines(found, target, figures, model, out)))
 
 
 def _draft_model(path: Path) -> DraftModel:
-    """Reads config.json and the sizes of files; weights that are not there count in 16 bits."""
+    """Reads config.json and file sizes; missing weights count as 16 bits."""
     from compress.checkpoint.config import read_config
     from compress.draft_model import DraftModel
     from compress.fit import weight_bytes
@@ -98,7 +101,7 @@ def _draft_model(path: Path) -> DraftModel:
 
 
 def _stream_speed() -> float:
-    """Measures bytes per second that this machine reads."""
+    """Measures the memory bandwidth of this machine in bytes per second."""
     import time
 
     import torch
@@ -112,8 +115,8 @@ def _stream_speed() -> float:
     return numbers.nbytes / min(seconds)
 
 
-def _figures(found: Fit, wish: Wish, measured: bool) -> dict[str, object]:
-    speed = wish.bytes_per_second
+def _figures(found: Fit, target: ServingTarget, measured: bool) -> dict[str, object]:
+    speed = target.bytes_per_second
     return {
         "weights": str(found.weights),
         "kv_cache": found.kv_cache,
@@ -122,17 +125,17 @@ def _figures(found: Fit, wish: Wish, measured: bool) -> dict[str, object]:
         "draft_bytes": found.draft_bytes,
         "draft_acceptance_needed": _acceptance(found),
         "needed_bytes": found.needed_bytes,
-        "memory_bytes": wish.memory_bytes,
+        "memory_bytes": target.memory_bytes,
         "predicted_kl": found.kl,
         "kl_from": "demo model",
         "bandwidth": speed,
         "bandwidth_from": "not given" if speed is None else "measured here" if measured else "--bandwidth",
-        "predicted_tokens_per_second": None if speed is None else found.tokens_per_second(speed, wish.users),
+        "predicted_tokens_per_second": None if speed is None else found.tokens_per_second(speed, target.users),
     }
 
 
 def _acceptance(found: Fit) -> float | None:
-    """Part of drafts from which a draft model pays; None without one, or if none is enough."""
+    """Returns the break-even acceptance rate of the draft model; None without one, or if none pays off."""
     from compress.draft_model import break_even
     from runtime.core.config import RuntimeConfig
 
@@ -141,26 +144,28 @@ def _acceptance(found: Fit) -> float | None:
     return break_even(found.draft_bytes, found.step_bytes, RuntimeConfig().num_speculative_tokens)
 
 
-def _lines(found: Fit, wish: Wish, figures: dict[str, object], model: Path, out: Path | None) -> list[str]:
+def _lines(found: Fit, target: ServingTarget, figures: dict[str, object], model: Path, out: Path | None) -> list[str]:
     from compress.common.device import format_bytes
 
     speed = figures["predicted_tokens_per_second"]
-    rate = "not predicted: give --bandwidth" if speed is None else f"about {speed:,.0f} tokens/s of all users, modelled"
-    drafter = wish.draft.path if wish.draft else "ngram" if wish.users <= FEW_USERS else ""
+    rate = (
+        "not predicted without --bandwidth" if speed is None else f"about {speed:,.0f} tokens/s for all users, modelled"
+    )
+    drafter = target.draft.path if target.draft else "ngram" if target.users <= FEW_USERS else ""
     drafts = f" --speculative-model {drafter}" if drafter else ""
-    serve = f"runtime serve {'packed/' if found.weights.scheme else model} --max-num-seqs {wish.users} "
+    serve = f"runtime serve {'packed/' if found.weights.scheme else model} --max-num-seqs {target.users} "
     kv_memory = -(-found.kv_bytes // 2**20)
-    serve += f"--max-model-len {wish.context} --kv-cache {found.kv_cache} --kv-memory {kv_memory}MiB{drafts}"
+    serve += f"--max-model-len {target.context} --kv-cache {found.kv_cache} --kv-memory {kv_memory}MiB{drafts}"
     lines = [
-        f"{wish}, in {format_bytes(wish.memory_bytes)}:",
+        f"{target}, in {format_bytes(target.memory_bytes)}:",
         f"  weights          {found.weights}, {format_bytes(found.weight_bytes)}",
         f"  keys and values  {found.kv_cache}, {format_bytes(found.kv_bytes)}",
-        f"  memory           {format_bytes(found.needed_bytes)} needed, with steps and process",
-        f"  KL               about {found.kl:.4f}, the sum of what both forms cost the demo model",
+        f"  memory           {format_bytes(found.needed_bytes)} needed, including activations and the process",
+        f"  KL               about {found.kl:.4f}, the sum of both forms measured on the demo model",
         f"  speed            {rate} ({figures['bandwidth_from']})",
     ]
-    if wish.draft is not None:
-        lines.insert(3, f"  draft model      {wish.draft.path}, {format_bytes(found.draft_bytes)}, {_gain(figures)}")
+    if target.draft is not None:
+        lines.insert(3, f"  draft model      {target.draft.path}, {format_bytes(found.draft_bytes)}, {_gain(figures)}")
     if found.recipe()["stages"]:
         lines.append(f"compress run {out or 'RECIPE'} {model} --out packed" + ("" if out else "   (--out writes it)"))
     return [*lines, serve]
@@ -168,7 +173,7 @@ def _lines(found: Fit, wish: Wish, figures: dict[str, object], model: Path, out:
 
 def _gain(figures: dict[str, object]) -> str:
     needed = figures["draft_acceptance_needed"]
-    return "too large to pay" if needed is None else f"pays from {needed:.0%} of accepted drafts on, modelled"
+    return "too large to pay off" if needed is None else f"pays off from an acceptance rate of {needed:.0%}, modelled"
 
 
 def _write(path: Path, found: Fit) -> None:
@@ -177,6 +182,6 @@ def _write(path: Path, found: Fit) -> None:
     from compress.common.files import atomic_file
 
     if not found.recipe()["stages"]:
-        raise RecipeError("all fits in 16 bits, so that no recipe is needed", "Leave --out out and serve the model")
+        raise RecipeError("everything fits in 16 bits, so no recipe is needed", "Leave --out out and serve the model")
     with atomic_file(path) as stream:
         stream.write(yaml.safe_dump(found.recipe(), sort_keys=False).encode())

@@ -1,4 +1,4 @@
-"""Plans and results as tables."""
+"""Tables of plans and results."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 
 
 _LEAST_SAVING = 0.1
-"""Least saved share of the file that is worth a tip."""
+"""Smallest share of the file that must be saved for a tip to be printed."""
 _SCHEME = Int(8, None)
 
 
 def embedding_tip(plan: Plan, total_bytes: int) -> str:
-    """Returns a line on what a quantized embedding saves; empty where that is little.
+    """Returns a line about the savings of a quantized embedding; empty if they are small.
 
     Args:
         total_bytes: size of the weights as written.
@@ -52,7 +52,7 @@ def embedding_tip(plan: Plan, total_bytes: int) -> str:
 
 
 def print_plan(context: RunContext) -> None:
-    """Prints what happens to every tensor, grouped by kind, with totals, memory and disk."""
+    """Prints the plan of every tensor, grouped by kind, with totals, memory and disk space."""
     console = wide_console()
     table = Table(title=f"Plan for {context.request.model}", title_justify="left")
     table.add_column("tensor", overflow="fold")
@@ -97,7 +97,7 @@ def describe_run(context: RunContext) -> str:
 
 
 def print_result(context: RunContext, result: RunResult, with_tip: bool = True) -> None:
-    """Prints sizes, verification, quality and the next commands; a tip only where its option exists."""
+    """Prints sizes, verification, quality and the next commands; with a tip if the command has the option for it."""
     from compress.evaluate.scorers import default_backend
 
     console = wide_console()
@@ -109,7 +109,7 @@ def print_result(context: RunContext, result: RunResult, with_tip: bool = True) 
     for warning in warnings:
         console.print(f"warning: {warning}", style="yellow", highlight=False, markup=False, soft_wrap=True)
     console.print(
-        "Next:" if context.has_tokenizer else "Next, as there is no tokenizer to serve with:", highlight=False
+        "Next:" if context.has_tokenizer else "Next (without a tokenizer the model cannot be served):", highlight=False
     )
     for command in _next_commands(result.out, context.has_tokenizer, default_backend(result.out)):
         console.print(f"  {command}", highlight=False, markup=False, soft_wrap=True)
@@ -211,7 +211,7 @@ def print_evaluation(report: EvaluationReport) -> None:
 
 
 def print_survey(survey: Survey) -> None:
-    """Prints what a search measures, and its time and memory."""
+    """Prints the measurements of a search, its time and its memory."""
     table = Table(title=f"Search on {survey.context.request.model}", title_justify="left")
     table.add_column("decided together", overflow="fold")
     table.add_column("count", justify="right")
@@ -238,8 +238,8 @@ def describe_survey(survey: Survey) -> list[str]:
         f"{survey.bits_per_weight(high):.3f} bits per weight, {megabytes(low + survey.fixed_bytes)} to "
         f"{megabytes(high + survey.fixed_bytes)} MB",
         f"{survey.measurements} measurements over {survey.measured.numel():,} tokens, "
-        f"{survey.operations / 1e12:,.1f} TFLOP: about {survey.seconds():,.0f} s at the speed of this device, and "
-        "what rounding takes",
+        f"{survey.operations / 1e12:,.1f} TFLOP: about {survey.seconds():,.0f} s at the speed of this device, plus "
+        "the time of rounding",
         f"peak memory: about {gigabytes(survey.peak_memory)} GB with the whole model in it",
         describe_run(survey.context),
     ]

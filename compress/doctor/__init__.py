@@ -1,1 +1,1 @@
-"""Examination of any checkpoint, of this toolkit or another: findings as data, each with its remedy."""
+"""Diagnosis of checkpoints that any tool wrote: findings as data, each with its remedy."""

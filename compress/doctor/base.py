@@ -1,8 +1,8 @@
 """The interface of a check, and the registry of checks.
 
 A check is one file in `compress/doctor/checks` with a class derived from `Check` and decorated with `register`. An
-examination makes one of each: `start` reads files and headers, `tensor` sees every tensor in turn, `finish` judges what
-all of them say together. So every tensor is read once, however many checks there are.
+examination creates one instance of each: `start` reads files and headers, `tensor` is called for every tensor, `finish`
+evaluates all tensors together. Every tensor is read once, whatever the number of checks.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from compress.doctor.findings import Finding, Severity
 from compress.doctor.view import StoredTensor, View
 
 AGAIN = "Download or write this checkpoint again"
-"""Remedy of damage that nothing but the original mends."""
+"""Remedy of damage that only the original file repairs."""
 
 
 class Check:
     """One examination of one checkpoint.
 
     Attributes:
-        name: of the check, in findings.
-        view: the checkpoint.
+        name: name of the check in findings.
+        view: parts of the checkpoint.
     """
 
     name: ClassVar[str]
@@ -31,27 +31,27 @@ class Check:
         self.view = view
 
     def start(self) -> Iterator[Finding]:
-        """Yields what files and headers show."""
+        """Yields findings from files and headers."""
         yield from ()
 
     def tensor(self, stored: StoredTensor) -> Iterator[Finding]:
-        """Yields what one tensor shows."""
+        """Yields findings from one tensor."""
         yield from ()
 
     def finish(self) -> Iterator[Finding]:
-        """Yields what all tensors show together."""
+        """Yields findings from all tensors together."""
         yield from ()
 
     def facts(self) -> dict[str, str]:
-        """Returns what the checkpoint is, by what is stated."""
+        """Returns descriptions of the checkpoint by label."""
         return {}
 
     def error(self, kind: str, where: str, problem: str, remedy: str = AGAIN) -> Finding:
-        """Makes an error of this check."""
+        """Creates a finding of severity error."""
         return Finding(self.name, kind, Severity.ERROR, where, problem, remedy or AGAIN)
 
     def warning(self, kind: str, where: str, problem: str, remedy: str) -> Finding:
-        """Makes a warning of this check."""
+        """Creates a finding of severity warning."""
         return Finding(self.name, kind, Severity.WARNING, where, problem, remedy)
 
 
@@ -61,7 +61,7 @@ Kind = TypeVar("Kind", bound=type[Check])
 
 
 def register(check: Kind) -> Kind:
-    """Registers a check under its name. Raises ValueError for a name that is taken."""
+    """Registers a check under its name. Raises ValueError if the name is registered already."""
     if check.name in CHECKS:
         raise ValueError(f"a check {check.name!r} is registered already")
     CHECKS[check.name] = check

@@ -1,4 +1,4 @@
-"""Codes and scales of any weight form, as statistics of quantized weights read them."""
+"""Statistics of the codes and scales of any weight form."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SCALE_FIELDS = ("scales", "super_scales", "divisors", "suh", "svh")
 
 
 def leaves(weight: Weight) -> Iterator[Weight]:
-    """Yields the weights that a form wraps, or the weight itself where it wraps none."""
+    """Yields the weights that a form wraps, or the weight itself if it wraps none."""
     inner = [part for part in weight.parts if isinstance(part, Weight)]
     if not inner:
         yield weight
@@ -27,7 +27,7 @@ def leaves(weight: Weight) -> Iterator[Weight]:
 
 
 def scales_of(weight: Weight) -> Iterator[tuple[str, Tensor]]:
-    """Yields the name and the values of every floating-point scale of a weight."""
+    """Yields name and values of every floating-point scale of a weight."""
     for name in SCALE_FIELDS:
         values = getattr(weight, name, None)
         if isinstance(values, Tensor) and values.is_floating_point():
@@ -35,7 +35,7 @@ def scales_of(weight: Weight) -> Iterator[tuple[str, Tensor]]:
 
 
 def grouped_offsets(weight: IntegerWeight) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields codes `[rows, G, group]` and their zero points `[rows, G, 1]`, some rows at a time."""
+    """Yields codes `[rows, G, group]` and their zero points `[rows, G, 1]` in chunks of rows."""
     groups = weight.scales.shape[1]
     rows = max(1, 2**20 // max(1, weight.qweight.shape[1]))
     for codes, zeros in zip(weight.qweight.split(rows), weight.zero_points.split(rows), strict=True):
@@ -43,10 +43,10 @@ def grouped_offsets(weight: IntegerWeight) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def expected_saturation(weight: IntegerWeight) -> float:
-    """Returns the largest share of codes at both ends that rounding is expected to give.
+    """Returns the largest share of codes at the ends of their range to expect from rounding.
 
-    Each group that spans its range has two; a normal distribution under the uniform quantizer with the least squared
-    error has more for few bits, and a uniform distribution fills every code alike.
+    A group that spans its range has two such codes. At few bits, the uniform quantizer with the least squared error
+    puts more of a normal distribution there, and a uniform distribution fills all codes equally.
     """
     levels = weight.scheme.max_code + 1
     group = weight.qweight.shape[1] // max(1, weight.scales.shape[1])
@@ -57,7 +57,7 @@ def expected_saturation(weight: IntegerWeight) -> float:
 
 
 def saturated_share(weight: IntegerWeight) -> float:
-    """Returns the share of codes at either end of their range, groups of one code only left out."""
+    """Returns the share of codes at either end of their range, without groups of a single code."""
     counted, saturated = 0, 0
     for codes, _ in grouped_offsets(weight):
         varied = codes.amin(-1) != codes.amax(-1)
@@ -68,7 +68,7 @@ def saturated_share(weight: IntegerWeight) -> float:
 
 
 def constant_groups(weight: IntegerWeight) -> int:
-    """Counts groups of more than one column whose codes are all the same, though not zero."""
+    """Counts groups of more than one column whose codes are all equal and not zero."""
     total = 0
     for codes, zeros in grouped_offsets(weight):
         if codes.shape[-1] > 1:
@@ -78,7 +78,7 @@ def constant_groups(weight: IntegerWeight) -> int:
 
 
 def erased_groups(weight: IntegerWeight) -> int:
-    """Counts groups whose scale is 0 while some of their codes are not."""
+    """Counts groups with scale 0 and nonzero codes."""
     total, start = 0, 0
     for codes, zeros in grouped_offsets(weight):
         scales = weight.scales[start : start + len(codes)]
@@ -108,7 +108,7 @@ def erased_runs(weight: Weight) -> int:
 
 
 def subnormal_count(scales: Tensor) -> int:
-    """Counts scales below the smallest normal number of their dtype, 0 left out."""
+    """Counts nonzero scales below the smallest normal number of their dtype."""
     if scales.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return 0
     size = scales.double().abs()

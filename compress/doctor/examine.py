@@ -1,4 +1,4 @@
-"""The examination of a checkpoint by every registered check: one tensor in memory at a time, and no damage ends it."""
+"""Examination of a checkpoint by all registered checks: one tensor in memory at a time, tolerant of damage."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from compress.doctor.view import StoredTensor, View
 DAMAGE = (ToolkitError, OSError, *NONSENSE)
 """Errors that a damaged checkpoint causes."""
 Progress = Callable[[str, int, int], None]
-"""Takes the name of the tensor that is read, its number and the number of all."""
+"""Callback with the name of the current tensor, its number and the total."""
 
 
 def examine(path: Path, against: Path | None = None, on_progress: Progress | None = None) -> Diagnosis:
     """Examines a checkpoint folder or GGUF file.
 
     Args:
-        against: the dense model that it was made from, to compare its weights with.
+        against: source model to compare weights with.
 
     Raises:
-        CheckpointError: there is no such folder or file, or `against` cannot be opened.
+        CheckpointError: the folder or file does not exist, or `against` cannot be opened.
     """
     source = check_folder(folder_of(against)) if against else None
     try:
@@ -43,7 +43,7 @@ def examine(path: Path, against: Path | None = None, on_progress: Progress | Non
 
 
 def _collect(view: View, findings: list[Finding], on_progress: Progress | None) -> dict[str, str]:
-    """Adds the findings of every check to `findings`, and returns their facts."""
+    """Adds the findings of all checks to `findings`, and returns their facts."""
     made, facts, where = [check(view) for check in CHECKS.values()], dict[str, str](), view.path.name
     for check in made:
         findings += _guarded(check.name, where, check.start)
@@ -60,7 +60,7 @@ def _collect(view: View, findings: list[Finding], on_progress: Progress | None) 
 
 
 def _guarded(name: str, where: str, ask: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:
-    """Yields findings; damage that stops a check is one more."""
+    """Yields findings; an exception that damage causes becomes one more finding."""
     try:
         yield from ask()
     except DAMAGE as error:
@@ -75,7 +75,7 @@ def _refused(name: str, where: str, error: Exception) -> Finding:
 
 
 def _tensors(view: View, findings: list[Finding], on_progress: Progress | None) -> Iterator[StoredTensor]:
-    """Yields every tensor that can be read; those that cannot become findings."""
+    """Yields every readable tensor; unreadable tensors become findings."""
     packed = view.packed
     if packed is None:
         return

@@ -1,4 +1,4 @@
-"""Findings of an examination, and the report that holds them. Free of torch."""
+"""Findings of a diagnosis and the report that holds them. Does not import torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class Severity(StrEnum):
-    """Weight of a finding: an error means wrong results or a refusal, a warning deserves a look."""
+    """Severity of a finding: an error causes wrong results or fails to load, a warning may be intended."""
 
     ERROR = "error"
     WARNING = "warning"
@@ -16,15 +16,15 @@ class Severity(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that is wrong with a checkpoint.
+    """One defect of a checkpoint.
 
     Attributes:
         check: name of the check that found it.
-        kind: what alike findings share: `dead-scales`.
+        kind: identifier that similar findings share, such as `dead-scales`.
         severity: error or warning.
         where: file, tensor or module.
-        problem: what was wrong, with the numbers.
-        remedy: the command or step that mends it.
+        problem: description of the defect, with numbers.
+        remedy: command or step that repairs it.
     """
 
     check: str
@@ -37,11 +37,11 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """Result of an examination.
+    """Result of examining a checkpoint.
 
     Attributes:
-        path: the folder or file as it was named.
-        facts: what the checkpoint is, by what is stated: container, weight forms, engines that load it.
+        path: folder or file as the user gave it.
+        facts: descriptions by label: container, weight forms, engines that load it.
         findings: errors first, then by check.
     """
 
@@ -59,15 +59,15 @@ class Diagnosis:
 
     @property
     def ok(self) -> bool:
-        """Whether there are no errors; warnings do not count."""
+        """Whether there are no errors; warnings are ignored."""
         return self.num_errors == 0
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON."""
+        """Returns plain values for JSON."""
         counts = {"ok": self.ok, "errors": self.num_errors, "warnings": self.num_warnings}
         return {"path": self.path, **counts, "facts": self.facts, "findings": [asdict(each) for each in self.findings]}
 
 
 def in_order(findings: list[Finding]) -> tuple[Finding, ...]:
-    """Return findings without repetitions, errors first, then as they were found."""
+    """Returns findings without repetitions, errors first, then as they were found."""
     return tuple(sorted(dict.fromkeys(findings), key=lambda each: each.severity is not Severity.ERROR))

@@ -1,4 +1,4 @@
-"""The parts of a checkpoint that checks look at, each opened once; a part that cannot be read is a refusal."""
+"""Parts of a checkpoint that checks read, each opened once; an unreadable part is recorded as an error."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ GENERATION_FILE = "generation_config.json"
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One weight of a quantized module, or one other tensor.
+    """Weight of a quantized module, or any other tensor.
 
     Attributes:
-        name: of the module, or of the tensor.
-        content: the weight as stored, or the tensor.
+        name: name of the module or tensor.
+        content: stored weight, or the tensor.
         is_packed: whether it is a module.
         order: of the weight's columns, where they are not in the order of the inputs (`PackedCheckpoint.column_order`).
     """
@@ -41,7 +41,7 @@ class StoredTensor:
 
     @property
     def kind(self) -> str:
-        """Name with every layer's index replaced, which tensors of the same place share."""
+        """Name with layer indices replaced, shared by the same tensor of all layers."""
         return without_indices(self.name.removesuffix(".weight"))
 
     @property
@@ -50,14 +50,14 @@ class StoredTensor:
 
     @cached_property
     def values(self) -> Tensor:
-        """The values, of a quantized weight in float32 `[O, I]`."""
+        """Values; those of a quantized weight are float32 `[O, I]`."""
         if not isinstance(self.content, Weight):
             return self.content
         values = self.content.dequantize()
         return values if self.order is None else values[:, self.order.argsort()]
 
     def panels(self) -> Iterator[Tensor]:
-        """Yields some rows of a matrix at a time, float32 `[rows, I]`."""
+        """Yields a matrix in chunks of rows, float32 `[rows, I]`."""
         rows = max(1, PANEL_ELEMENTS // max(1, self.values.shape[-1]))
         yield from (panel.float() for panel in self.values.split(rows))
 
@@ -66,12 +66,12 @@ class View:
     """A checkpoint under examination.
 
     Args:
-        path: its folder.
+        path: folder of the checkpoint.
         source: folder of the dense model to compare weights with.
 
     Attributes:
         packed: modules and tensors; None where they cannot be opened.
-        refusal: why not.
+        refusal: error that prevented opening them.
     """
 
     def __init__(self, path: Path, source: Path | None = None) -> None:
@@ -86,22 +86,22 @@ class View:
 
     @cached_property
     def raw_config(self) -> dict[str, Any]:
-        """The whole config.json; empty where it cannot be read."""
+        """Complete config.json; empty if it cannot be read."""
         return _read_object(self.path / CONFIG_FILE)
 
     @cached_property
     def generation_config(self) -> dict[str, Any]:
-        """generation_config.json; empty where it is missing or cannot be read."""
+        """Content of generation_config.json; empty if it is missing or cannot be read."""
         return _read_object(self.path / GENERATION_FILE)
 
     @cached_property
     def implied(self) -> Shapes:
-        """Shapes of the parameters that config.json implies; none where no family describes it."""
+        """Shapes of the parameters that config.json implies; empty without a description of the family."""
         return implied_shapes(self.packed.config)[0] if self.packed else {}
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
-        """The tokenizer; None where it is missing or cannot be read, which `tokenizer_refusal` explains."""
+        """Tokenizer; None if it is missing or cannot be read, see `tokenizer_refusal`."""
         try:
             return Tokenizer.open(self.path)
         except ToolkitError as error:
@@ -112,7 +112,7 @@ class View:
 
     @cached_property
     def embedding_rows(self) -> int | None:
-        """Rows of the token embedding; None where no tensor is evidently one."""
+        """Rows of the token embedding; None if no tensor is recognized as one."""
         packed = self.packed
         if packed is None:
             return None
@@ -133,7 +133,7 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 
 def eos_ids(*configs: dict[str, Any]) -> list[int]:
-    """Returns the end-of-sequence ids of the first config that has any; a config has one or a list."""
+    """Returns the end-of-sequence ids of the first config that has any, as an integer or a list."""
     for config in configs:
         found = config.get("eos_token_id")
         ids = [each for each in (found if isinstance(found, list) else [found]) if isinstance(each, int)]
@@ -149,6 +149,6 @@ def brief(value: object, limit: int = 60) -> str:
 
 
 def listed(names: list[str], limit: int = 3) -> str:
-    """Returns the first of several names, and how many more there are."""
+    """Returns the first names, and the number of the remaining ones."""
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more

@@ -9,7 +9,7 @@ from compress.checkpoint.safetensors import TensorFiles
 from compress.common.cli import demo_model_path
 from compress.common.errors import ToolkitError
 from compress.draft_model import DraftModel
-from compress.fit import KEYS, WEIGHTS, Fit, Wish, candidates, choose, holds, weight_bytes
+from compress.fit import KEYS, WEIGHTS, Fit, ServingTarget, candidates, choose, holds, weight_bytes
 from compress.recipe_file import parse_recipe
 from runtime.core.model_config import DecoderConfig, parse_config
 
@@ -39,36 +39,36 @@ def test_weights_are_as_large_as_their_files() -> None:
 
 @pytest.mark.parametrize("is_gpu", [False, True])
 def test_the_best_that_fits_is_chosen(model: DecoderConfig, is_gpu: bool) -> None:
-    wish = Wish(24 * 2**30, 8192, 4, is_gpu)
-    found = choose(model, wish)
-    for each in candidates(model, wish):
+    target = ServingTarget(24 * 2**30, 8192, 4, is_gpu)
+    found = choose(model, target)
+    for each in candidates(model, target):
         if each.kl < found.kl:
-            assert each.needed_bytes > wish.memory_bytes
-    assert holds(model, wish, found.kv_cache, found.weight_bytes, wish.memory_bytes)
-    assert not holds(model, wish, found.kv_cache, found.weight_bytes, found.needed_bytes - 2**20)
+            assert each.needed_bytes > target.memory_bytes
+    assert holds(model, target, found.kv_cache, found.weight_bytes, target.memory_bytes)
+    assert not holds(model, target, found.kv_cache, found.weight_bytes, found.needed_bytes - 2**20)
 
 
 def test_less_memory_costs_more_loss(model: DecoderConfig) -> None:
-    losses = [choose(model, Wish(size * 2**30, 8192, 1, True)).kl for size in (40, 24, 12, 8)]
+    losses = [choose(model, ServingTarget(size * 2**30, 8192, 1, True)).kl for size in (40, 24, 12, 8)]
     assert losses == sorted(losses)
     assert losses[0] == 0
     assert losses[-1] > 0
 
 
 def test_nothing_fits_and_the_numbers_say_what_would(model: DecoderConfig) -> None:
-    wish = Wish(8 * 2**30, 32768, 8, True)
+    target = ServingTarget(8 * 2**30, 32768, 8, True)
     with pytest.raises(ToolkitError) as caught:
-        choose(model, wish)
+        choose(model, target)
     assert "8 users with 32,768 tokens" in caught.value.problem
     size = int(caught.value.remedy.partition("--memory ")[2].partition("MiB")[0])
-    assert choose(model, replace(wish, memory_bytes=size * 2**20))
+    assert choose(model, replace(target, memory_bytes=size * 2**20))
     users = int(caught.value.remedy.partition("--users ")[2].partition(",")[0].rstrip("."))
-    assert choose(model, replace(wish, users=users))
+    assert choose(model, replace(target, users=users))
 
 
 def test_a_context_that_the_model_does_not_have_is_refused(model: DecoderConfig) -> None:
     with pytest.raises(ToolkitError, match="131072"):
-        choose(model, Wish(2**40, 2**20, 1))
+        choose(model, ServingTarget(2**40, 2**20, 1))
 
 
 @pytest.mark.parametrize("kv_cache", KEYS)
@@ -83,30 +83,30 @@ def test_recipes_are_recipes(form, kv_cache: str) -> None:
 
 
 def test_speed_costs_loss(model: DecoderConfig) -> None:
-    wish = Wish(80 * 2**30, 8192, 4, True, bytes_per_second=900e9)
-    found = [choose(model, replace(wish, least_rate=rate)) for rate in (0, 60, 100, 140)]
+    target = ServingTarget(80 * 2**30, 8192, 4, True, bytes_per_second=900e9)
+    found = [choose(model, replace(target, least_rate=rate)) for rate in (0, 60, 100, 140)]
     assert [each.kl for each in found] == sorted({each.kl for each in found})
     for each, rate in zip(found, (0, 60, 100, 140), strict=True):
         assert each.tokens_per_second(900e9, 4) >= 4 * rate
     with pytest.raises(ToolkitError) as caught:
-        choose(model, replace(wish, least_rate=1000))
+        choose(model, replace(target, least_rate=1000))
     assert "1000 tokens per second" in caught.value.problem
     fastest = float(caught.value.remedy.partition("--tokens-per-second ")[2].partition(",")[0])
-    assert choose(model, replace(wish, least_rate=fastest)).tokens_per_second(900e9, 1) < fastest + 0.1
+    assert choose(model, replace(target, least_rate=fastest)).tokens_per_second(900e9, 1) < fastest + 0.1
 
 
 def test_a_draft_model_takes_memory(model: DecoderConfig) -> None:
     small = parse_config(EIGHT_BILLION | {"num_hidden_layers": 4, "max_position_embeddings": 4096})
-    wish = Wish(24 * 2**30, 8192, 4, True)
-    alone = {(str(each.weights), each.kv_cache): each for each in candidates(model, wish)}
-    for each in candidates(model, replace(wish, draft=DraftModel("small", small, 2**30))):
+    target = ServingTarget(24 * 2**30, 8192, 4, True)
+    alone = {(str(each.weights), each.kv_cache): each for each in candidates(model, target)}
+    for each in candidates(model, replace(target, draft=DraftModel("small", small, 2**30))):
         before = alone[str(each.weights), each.kv_cache]
         assert each.needed_bytes - before.needed_bytes == each.draft_bytes
         # The draft model has an eighth of the layers and half of the context.
         assert each.draft_bytes == 2**30 + before.kv_bytes // 16
     other = DraftModel("other", replace(small, spec=replace(small.spec, vocab_size=5)), 1)
     with pytest.raises(ToolkitError, match="vocabulary of 5 tokens"):
-        choose(model, replace(wish, draft=other))
+        choose(model, replace(target, draft=other))
 
 
 def test_speed_is_bytes_over_bandwidth() -> None:

@@ -1,4 +1,4 @@
-"""Weights against the dense model that they were made from: the relative error of every matrix."""
+"""Weights against the source model: the relative error of every matrix."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from compress.doctor.findings import Finding
 from compress.doctor.view import StoredTensor, View
 
 FAR, LEAST_ERROR = 3.0, 0.02
-"""Ratio to the median error of the same form, and error, from which on a matrix stands out."""
+"""Thresholds of an outlier: ratio to the median error of the same form, and relative error."""
 UNRELATED = 0.7
-"""Relative error from which on two matrices have little in common: that of two independent ones is 1.41."""
+"""Relative error above which two matrices count as unrelated; that of two independent matrices is 1.41."""
 QUANTIZE = "Quantize these layers again, or leave them dense with --ignore"
 
 
 @register
 class Against(Check):
-    """Compares every matrix with that of the dense model, where one is named."""
+    """Compares every matrix with that of the source model, if one is given."""
 
     name: ClassVar[str] = "against"
 
@@ -80,7 +80,7 @@ def _source_name(source: PackedCheckpoint, module: str) -> str | None:
 
 
 def relative_error(stored: StoredTensor, source: PackedCheckpoint, module: str) -> float:
-    """Returns the Frobenius norm of the difference to the source's matrix over that of the source's."""
+    """Returns the Frobenius norm of the difference to the source's matrix, divided by that of the source's matrix."""
     content = source.weight(module)
     dense = StoredTensor(module, content, isinstance(content, Weight))
     squared, total = 0.0, 0.0

@@ -1,4 +1,4 @@
-"""Config against tensors: layers, vocabulary, the output head and dtypes, by headers alone."""
+"""Config against tensor headers: layers, vocabulary, output head and dtypes."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from compress.doctor.findings import Finding
 from compress.doctor.view import listed
 
 EXTRA_LAYERS = re.compile(r"nextn|mtp", re.IGNORECASE)
-"""Keys of config.json that announce layers beyond the last."""
+"""Keys of config.json with the number of layers beyond num_hidden_layers."""
 BUFFERS = ("rotary_emb.inv_freq", "masked_bias", "attn.bias", "position_ids")
-"""Tensors that older releases of transformers stored and nothing reads."""
+"""Tensors that older releases of transformers stored and that are not read."""
 QUANTO_MAP = "quanto_qmap.json"
-"""File of optimum-quanto, which stores its weights under names of its own and says nothing in config.json."""
+"""File of optimum-quanto, which stores weights under its own names without an entry in config.json."""
 BOTH = "Take config.json and the weights from one revision of one model"
 
 
@@ -61,7 +61,7 @@ class Config(Check):
         yield from self._unexpected(packed)
 
     def _unexpected(self, packed: PackedCheckpoint) -> Iterator[Finding]:
-        """Tensors in a layer of the model that no parameter of its family is named."""
+        """Reports tensors in a layer of the model whose name is not a parameter of its family."""
         implied = self.view.implied
         modules = {name.rpartition(".")[0] for name in implied}
         layers = {_layer(name) for name in implied} - {None}
@@ -74,7 +74,7 @@ class Config(Check):
         known = *BUFFERS, *UNUSED_SCALES
         found = [name for name in found if not name.endswith(known) and name not in packed.files.other_parts]
         if found:
-            problem = f"{len(found)} stored tensors are of no parameter of the model: {listed(sorted(found))}"
+            problem = f"{len(found)} stored tensors are not parameters of the model: {listed(sorted(found))}"
             yield self.warning("unexpected-tensors", min(found), problem, BOTH)
 
     def _layers(self, packed: PackedCheckpoint) -> Iterator[Finding]:
@@ -118,6 +118,6 @@ class Config(Check):
 
 
 def _layer(name: str) -> tuple[str, int] | None:
-    """The first stack of layers in a tensor's name, and the index in it."""
+    """Returns the first stack of layers in a tensor's name, and the index in it."""
     found = re.match(r"(.+?)\.(\d+)\.", name)
     return (found[1], int(found[2])) if found else None

@@ -1,4 +1,4 @@
-"""Files: shards against their index, whole headers, and files that nothing reads."""
+"""Files: shards against their index, complete headers, and unused files."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LFS_MARK = b"version https://git-lfs"
 
 @register
 class Files(Check):
-    """Looks at names, sizes and headers; reads no weight, and never opens a pickle."""
+    """Checks names, sizes and headers; reads no weights and never opens a pickle."""
 
     name: ClassVar[str] = "files"
 
@@ -76,11 +76,11 @@ class Files(Check):
         for name in sorted(shards.keys() & stored):
             yield from self._contents(name, shards[name])
         for name in sorted(stored - shards.keys() if shards else ()):
-            problem = "the index names no tensor in this file, so nothing reads it"
+            problem = "the index names no tensor in this file, so it is not read"
             yield self.warning("unread-weights", name, problem, f"Remove {name}, or download the index of its revision")
 
     def _shards(self) -> dict[str, set[str]]:
-        """Names of tensors by shard, as the index says; none for a model of one file."""
+        """Returns names of tensors by shard from the index; empty for a model of one file."""
         path = self.view.path / INDEX_FILE
         if not path.is_file() or (self.view.path / SINGLE_FILE).is_file():
             return {}
@@ -117,7 +117,7 @@ class Files(Check):
         suffix = path.suffix.lower()
         remedy = f"Remove {path.name} if nothing else needs it"
         if suffix in UNFINISHED:
-            yield self.warning("unfinished", path.name, "it is left over from unfinished work", remedy)
+            yield self.warning("unfinished", path.name, "it is left over from an unfinished run", remedy)
         elif path.is_dir():
             return
         elif path.stat().st_size == 0:
@@ -127,7 +127,7 @@ class Files(Check):
             unread = f"{remedy}; the safetensors files are read" if has_weights else "Convert it to safetensors"
             yield self.warning("pickle", path.name, problem, unread)
         elif suffix in WEIGHT_SUFFIXES - {".safetensors"}:
-            yield self.warning("unread-weights", path.name, f"nothing reads {suffix} beside the weights", remedy)
+            yield self.warning("unread-weights", path.name, f"{suffix} files beside the weights are not read", remedy)
         elif suffix not in KNOWN_SUFFIXES and path.stem.lower() not in KNOWN_NAMES:
             yield self.warning("unknown-file", path.name, "no file of a checkpoint has this kind of name", remedy)
 

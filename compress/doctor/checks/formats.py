@@ -1,4 +1,4 @@
-"""Formats: the container, the weight forms in it, and the engines that load both."""
+"""Formats: container, weight forms, and engines that load both."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from compress.doctor.view import listed
 
 @register
 class Formats(Check):
-    """States the container and its forms, and finds layouts that no kernel multiplies."""
+    """Describes container and weight forms, and finds layouts without a kernel."""
 
     name: ClassVar[str] = "formats"
 
@@ -25,7 +25,7 @@ class Formats(Check):
         mixed = packed.reordered if packed else []
         if mixed:
             problem = f"{len(mixed)} modules have {REORDERED}: {listed(mixed)}"
-            remedy = f"Quantize it anew from these values: compress quantize {self.view.path} --out OTHER"
+            remedy = f"Quantize it again from these values: compress quantize {self.view.path} --out OTHER"
             yield self.warning("activation-order", mixed[0], problem, remedy)
 
     def facts(self) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Layers that stand out: root mean squares of matrices compared with those of the layers around them."""
+"""Outlier layers: root mean squares of matrices compared with those of neighbouring layers."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from compress.doctor.findings import Finding
 from compress.doctor.view import StoredTensor, View
 
 AROUND = 4
-"""Nearest layers that a layer is compared with; fewer would let one of them decide the median."""
+"""Number of nearest layers that a layer is compared with; with fewer, a single layer could decide the median."""
 LEAST_RATIO, DEVIATIONS = 4.0, 8.0
-"""Ratio to the neighbours, and deviation in robust standard deviations, from which on a layer stands out."""
+"""Thresholds of an outlier layer: ratio to the neighbours, and deviation in robust standard deviations."""
 FLOOR = 0.05
-"""Standard deviation of logarithms that layers have at least, of which most models have far more."""
+"""Lower bound on the standard deviation of the logarithms; that of most models is far larger."""
 TO_DEVIATION = 1.4826
-"""Standard deviation of a normal distribution in median absolute deviations."""
+"""Ratio of a normal distribution's standard deviation to its median absolute deviation."""
 
 
 @register
 class Neighbours(Check):
-    """Compares every matrix with the same matrix of the layers around it."""
+    """Compares every matrix with the same matrix of the neighbouring layers."""
 
     name: ClassVar[str] = "neighbours"
 
@@ -41,12 +41,12 @@ class Neighbours(Check):
         for found in self._sizes.values():
             found.sort(key=lambda each: _indices(each[0]))
             for (name, size), near in standing_out(found):
-                problem = f"its root mean square is {size:.3g}, that of the layers around it {near:.3g}"
+                problem = f"its root mean square is {size:.3g}, that of the neighbouring layers {near:.3g}"
                 yield self.warning("standing-out", name, problem, "Compare with the source: --against DENSE")
 
 
 def standing_out(found: list[tuple[str, float]]) -> list[tuple[tuple[str, float], float]]:
-    """Returns matrices whose size deviates from the median of the layers around, each with that median.
+    """Returns matrices whose root mean square deviates from the median of neighbouring layers, each with that median.
 
     Args:
         found: name and root mean square of one matrix in every layer, in order.
@@ -63,7 +63,7 @@ def standing_out(found: list[tuple[str, float]]) -> list[tuple[tuple[str, float]
 
 
 def _around(values: list[float], at: int) -> list[float]:
-    """Returns the values nearest to one place, without its own: as many at the ends as in the middle."""
+    """Returns the values nearest to one index, without its own: the same number at the ends as in the middle."""
     first = min(max(0, at - AROUND // 2), len(values) - AROUND - 1)
     return [values[place] for place in range(first, first + AROUND + 1) if place != at]
 

@@ -27,18 +27,18 @@ from compress.doctor.findings import Finding
 from compress.doctor.view import StoredTensor, View
 
 FAR = 2.0**12
-"""Ratio of the largest scale of a matrix to the median from which on it is far off."""
+"""Threshold of an outlier scale: ratio of the largest scale of a matrix to the median."""
 SUBNORMAL_SHARE, CONSTANT_SHARE = 1e-3, 1e-2
-"""Shares of scales and groups from which on they are reported."""
+"""Shares of scales and of groups above which they are reported."""
 SHIFT = 0.1
-"""Mean over root mean square of the values of most matrices from which on zero points are suspected."""
+"""Ratio of mean to root mean square of most matrices above which zero points are suspected."""
 QUANTIZE = "Quantize the source again: compress quantize SOURCE --out OTHER"
 COMPARE = "Compare with the source: --against DENSE"
 
 
 @register
 class Quantization(Check):
-    """Looks at the codes and scales of every quantized weight."""
+    """Checks the codes and scales of every quantized weight."""
 
     name: ClassVar[str] = "quantization"
 
@@ -74,7 +74,7 @@ class Quantization(Check):
             yield self.error("dead-scales", where, f"{bad} of {sizes.numel()} {field} are NaN or infinite", AGAIN)
         if (count := subnormal_count(scales)) > SUBNORMAL_SHARE * sizes.numel():
             dtype = str(scales.dtype).removeprefix("torch.")
-            problem = f"{count} of {sizes.numel()} {field} are denormal in {dtype}, so they have few bits"
+            problem = f"{count} of {sizes.numel()} {field} are subnormal in {dtype}, so they have few significant bits"
             yield self.warning("denormal-scales", where, problem, QUANTIZE)
         used = finite[finite > 0]
         median = float(used.median()) if used.numel() else 0.0
@@ -90,7 +90,7 @@ class Quantization(Check):
             problem = f"{dead} of {groups} groups have the scale 0, which erases their codes"
             yield self.error("dead-scales", where, problem, AGAIN)
         if (same := constant_groups(weight)) > CONSTANT_SHARE * groups:
-            problem = f"{same} of {groups} groups hold one code only, and it is not zero"
+            problem = f"{same} of {groups} groups hold a single code that is not zero"
             yield self.warning("constant-groups", where, problem, COMPARE)
         share, expected = saturated_share(weight), expected_saturation(weight)
         if share > min(2 * expected, (1 + expected) / 2):

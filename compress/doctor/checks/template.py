@@ -1,4 +1,4 @@
-"""The chat template: a small conversation rendered in the sandbox, and the tokens that it writes."""
+"""Chat template: renders a small conversation in the sandbox and checks the tokens in its output."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ QUESTION = [{"role": "user", "content": USER}]
 TURNS = [*QUESTION, {"role": "assistant", "content": ANSWER}, *QUESTION]
 WITH_SYSTEM = [{"role": "system", "content": SYSTEM}, *QUESTION]
 MARKUP = re.compile(r"<[|｜][^<>\s]{1,40}[|｜]>|<(?:start|end)_of_turn>")
-"""Text that reads as a special token."""
+"""Text in the form of a special token."""
 WHERE = "chat template"
 COPY = "Copy chat_template.jinja and tokenizer_config.json of the source model into the folder"
 
 
 @register
 class Template(Check):
-    """Renders conversations, and looks up the tokens that the template writes."""
+    """Renders conversations, and looks up the tokens in the output of the template."""
 
     name: ClassVar[str] = "template"
 
@@ -54,17 +54,17 @@ class Template(Check):
         marks = sorted(set(MARKUP.findall(rendered)))
         unknown = [mark for mark in marks if len(tokenizer.encode(mark, add_special_tokens=False)) != 1]
         if unknown:
-            problem = f"it writes {listed(unknown)}, which the tokenizer splits into ordinary tokens"
+            problem = f"its output contains {listed(unknown)}, which the tokenizer splits into ordinary tokens"
             yield self.warning("unknown-markup", WHERE, problem, COPY)
 
     def _system(self, tokenizer: Tokenizer) -> Iterator[Finding]:
-        """Some templates refuse system messages by intent; one that drops them does so silently."""
+        """Reports a template that drops system messages silently; refusing them is deliberate in some models."""
         try:
             rendered = tokenizer.render_chat(WITH_SYSTEM)
         except RequestError:
             return
         if SYSTEM not in rendered:
-            problem = "it drops the text of a system message without refusing it"
+            problem = "it drops the text of a system message without an error"
             yield self.warning("system-lost", WHERE, problem, "Put instructions into the user's message")
 
     def _turns(self, tokenizer: Tokenizer) -> Iterator[Finding]:

@@ -1,4 +1,4 @@
-"""Numbers and shapes of every tensor, and the digests that were written when it was made."""
+"""Values and shapes of every tensor, and its digest in the compression report."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from compress.doctor.view import StoredTensor, View
 
 @register
 class Tensors(Check):
-    """Finds NaN, infinity, shapes that contradict config.json, matrices of zeros, and values with another digest."""
+    """Finds NaN, infinity, shapes that contradict config.json, all-zero matrices, and digests that differ."""
 
     name: ClassVar[str] = "tensors"
 
@@ -44,7 +44,7 @@ class Tensors(Check):
             yield self.error(_kind(problem), stored.name, problem, AGAIN)
         yield from self._digest(stored)
         if not isinstance(content, Weight) and content.dim() > 1 and content.numel() and not _any(content):
-            problem = f"all {content.numel():,} numbers are 0"
+            problem = f"all {content.numel():,} values are 0"
             yield self.warning("zeros", stored.name, problem, "Compare with the source: --against DENSE")
 
     def _digest(self, stored: StoredTensor) -> Iterator[Finding]:

@@ -1,4 +1,4 @@
-"""The tokenizer: text through it and back, its ids against the embedding, and the ids that end an answer."""
+"""Tokenizer: round trip of texts, its ids against the embedding, and end-of-sequence ids."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SAMPLES = (
     "Zürich, São Paulo, Łódź; 東京と北京; Москва",
     "tabs\tand  spaces, {braces} and <tags/>",
 )
-"""Text that every tokenizer of a language model should give back."""
+"""Texts that a round trip through a tokenizer of a language model should preserve."""
 COPY = "Copy tokenizer.json and tokenizer_config.json of the source model into the folder"
 ID_KEYS = ("bos_token_id", "pad_token_id")
 
@@ -49,7 +49,7 @@ class TokenizerCheck(Check):
             ids = tokenizer.encode(text, add_special_tokens=False)
             back = tokenizer.decode(ids, skip_special_tokens=False)
             if back.strip() != text.strip():
-                problem = f"{brief(text)} comes back as {brief(back)} ({len(ids)} tokens)"
+                problem = f"{brief(text)} is decoded as {brief(back)} ({len(ids)} tokens)"
                 yield self.warning("round-trip", "tokenizer.json", problem, COPY)
 
     def _vocabulary(self, tokenizer: Tokenizer) -> Iterator[Finding]:
@@ -61,7 +61,7 @@ class TokenizerCheck(Check):
     def _special_tokens(self, tokenizer: Tokenizer) -> Iterator[Finding]:
         for name, text in sorted(tokenizer.special_tokens.items()):
             if len(tokenizer.encode(text, add_special_tokens=False)) != 1:
-                problem = f"{name} is {brief(text)}, which is no single token of the vocabulary"
+                problem = f"{name} is {brief(text)}, which is not a single token of the vocabulary"
                 yield self.warning("special-token", "tokenizer_config.json", problem, COPY)
 
     def _ids(self, tokenizer: Tokenizer | None) -> Iterator[Finding]:
@@ -76,12 +76,12 @@ class TokenizerCheck(Check):
         own = tokenizer.eos_token_id if tokenizer else None
         generated, configured = eos_ids(files[GENERATION_FILE]), eos_ids(files["config.json"])
         if not generated and not configured and own is None:
-            problem = "no file says which token ends an answer (eos_token_id, eos_token)"
+            problem = "no file names the token that ends an answer (eos_token_id, eos_token)"
             yield self.warning("no-eos", GENERATION_FILE, problem, f"Set eos_token_id in {GENERATION_FILE}")
         yield from self._agreement(generated, configured, own)
 
     def _agreement(self, generated: list[int], configured: list[int], own: int | None) -> Iterator[Finding]:
-        """Generation stops at the ids of generation_config.json, and those of config.json where that has none."""
+        """Compares end-of-sequence ids: generation_config.json takes precedence over config.json."""
         used = generated or configured
         others = {"config.json": configured, "the tokenizer": [] if own is None else [own]}
         for name, ids in others.items():

@@ -222,7 +222,7 @@ def test_run_does_what_quantize_does(compress, tiny_model, tmp_path) -> None:
         (["quantize", "--ignore", "lm_haed"], "lm_head"),
         (["quantize", "--calibration", "none.txt"], r"none\.txt"),
         (["quantize", "--num-calibration-samples", "0"], "samples=0"),
-        (["quantize", "--method", "rtn", "--calibration", "pydoc"], "nothing in this run looks at the calibration"),
+        (["quantize", "--method", "rtn", "--calibration", "pydoc"], "no stage of this run uses the calibration"),
         (["prune", "--group-size", "64"], r"--group-size 64.*--bits"),
         (["factorize", "--group-size", "64"], r"--group-size 64.*--bits"),
         (["prune", "--owl-lambda", "0.1"], "mean nothing where all blocks are pruned alike"),
