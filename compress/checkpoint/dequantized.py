@@ -74,7 +74,7 @@ class DequantizedFiles(TensorFiles):
         return files.dtype(max(self._dense, key=lambda name: math.prod(files.shape(name))))
 
     def notes(self) -> list[str]:
-        """Return lines on the source for a plan."""
+        """Returns lines on the source for a plan."""
         lines = [f"source: {self.description}", *super().notes()]
         if self.unused_scales:
             lines.append(
@@ -113,7 +113,7 @@ class DequantizedFiles(TensorFiles):
         return self.packed.files.tensor_nbytes(name)
 
     def tensor(self, name: str) -> Tensor:
-        """Return the dequantized weight, rounded once to the model's dtype, or the stored tensor."""
+        """Returns the dequantized weight, rounded once to the model's dtype, or the stored tensor."""
         if name not in self._shapes:
             return self.packed.files.tensor(name)
         return self.packed.values(name.removesuffix(".weight"), self._value_dtype)

@@ -1,4 +1,4 @@
-"""The interface of a compression method, and the registry that command line, recipes, plan and pipeline ask.
+"""Interface of compression methods, and their registry.
 
 A method is one file: a class derived from `QuantizationMethod`, `PruningMethod` or `FactorizationMethod` and decorated
 with `register`. Method modules are imported by `--help`, so they import torch inside functions only.
@@ -30,24 +30,24 @@ if TYPE_CHECKING:
     from compress.methods.shared.smoothing import SmoothingResult
 
     Learnable = IntegerWeight | BlockIntegers
-    """Weights whose rounding can be learned."""
+    """Weight forms with learnable rounding."""
 
 EMBEDDING, HEAD = "embedding", "head"
 SMOOTHING_ROWS = 512
-"""Input rows over which the scale inside an expert is searched: few of the tokens of other searches reach it."""
+"""Number of input rows for the scale search inside an expert, which few tokens of other searches reach."""
 
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """Data that a method reads besides the weight.
+    """Calibration data that a method needs in addition to the weight.
 
     Attributes:
-        inputs: magnitudes of the layer's inputs on the calibration text.
-        hessian: the second moments of the inputs.
-        sample_rows: input rows that are kept as they are.
-        dense_inputs: how the inputs differ from those in the dense model.
-        learning_batch: sequences of one step of gradient descent; 0 learns nothing. Above 0 the block's output in the
-            dense model is kept too.
+        inputs: input magnitudes on the calibration text.
+        hessian: second moments of the inputs.
+        sample_rows: sampled input rows.
+        dense_inputs: differences of the inputs from those in the dense model.
+        learning_batch: sequences per gradient step; 0 for methods without learning. Above 0 the block's output in the
+            dense model is also stored.
     """
 
     inputs: bool = False
@@ -58,7 +58,7 @@ class Needs:
 
     @property
     def dense_model(self) -> bool:
-        """Whether the calibration also passes through the dense model."""
+        """Whether the calibration also runs through the dense model."""
         return self.dense_inputs or self.learning_batch > 0
 
     def __or__(self, other: Needs) -> Needs:
@@ -67,17 +67,17 @@ class Needs:
 
 @dataclass
 class Layer:
-    """One linear layer as a method sees it.
+    """Linear layer in the interface of methods.
 
     Attributes:
         name: full module name.
         weight: float32 `[O, I]`, after smoothing and pruning.
-        scheme: of the codes that are wanted.
-        options: the method's `Options`.
-        dtype: dtype of stored scales and of values that are not quantized.
-        inputs: statistics of the inputs, and factorized Hessians of them.
-        kept: bool `[O, I]`, False where a weight was pruned and stays zero; None where nothing was.
-        details: facts for the report, which a method adds to.
+        scheme: target scheme.
+        options: `Options` of the method.
+        dtype: dtype of stored scales and of unquantized values.
+        inputs: statistics of the inputs, and their factorized Hessians.
+        kept: bool `[O, I]`, False for pruned weights, which stay zero; None without pruning.
+        details: entries of the report, which a method extends.
     """
 
     name: str
@@ -91,24 +91,24 @@ class Layer:
 
     @property
     def integers(self) -> Int:
-        """The scheme, for methods that choose integers. Raises SchemeError for another one."""
+        """Integer scheme. Raises SchemeError for any other scheme."""
         return integers(self.scheme)
 
     @property
     def importance(self) -> Tensor | None:
-        """Mean square `[I]` of each (smoothed) input; None when nothing is known."""
+        """Mean square `[I]` of each (smoothed) input; None if unknown."""
         return self.inputs.mean_square
 
 
 @dataclass(frozen=True, slots=True)
 class ScaleSearch:
-    """The search for a smoothing scale `[I]` of linears that share an input.
+    """Search for a smoothing scale `[I]` of linears that share an input.
 
     Attributes:
-        weights: the linears `[O_k, I]`.
-        statistics: of their input.
-        quantize: fake quantization of one weight, same shape out.
-        loss: error of the parent module's output with these weights, under a scale of the inputs.
+        weights: weights `[O_k, I]` of the linears.
+        statistics: statistics of their input.
+        quantize: fake quantization of a weight, of the same shape.
+        loss: error of the parent module's output with these weights and input scale.
         group_size: columns that share a scale of the weight.
         heads_per_group, head_dim: query heads that share a value head, and their channels, for the input of o_proj.
     """
@@ -123,34 +123,34 @@ class ScaleSearch:
 
 
 class BlockObjective(Protocol):
-    """The error of a block's output, as a function of the weights of its linears."""
+    """Error of a block's output as a function of the weights of its linears."""
 
     def batches(self) -> Iterator[Any]:
-        """Yield micro-batches without end, in an order that depends on seed and block alone."""
+        """Yields micro-batches indefinitely, in an order determined by seed and block."""
         ...
 
     def size(self, batch: Any) -> int:
-        """Return the sequences in a micro-batch."""
+        """Returns the number of sequences per micro-batch."""
         ...
 
     def error(self, weights: Mapping[str, Tensor], batch: Any) -> Tensor:
-        """Return the squared error, differentiable in the weights `[O, I]` by name inside the block."""
+        """Returns the squared error, differentiable in the weights `[O, I]` by name inside the block."""
         ...
 
     def judge(self, weights: Mapping[str, Tensor]) -> float:
-        """Return the mean error over the search sequences."""
+        """Returns the mean error over the search sequences."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class TuningRecord:
-    """The outcome of learning the rounding of a block.
+    """Record of learned rounding of a block.
 
     Attributes:
         steps: number of steps taken.
-        best_step: step after which the error was least; 0 keeps the start.
+        best_step: step with the least error; 0 keeps the starting weights.
         loss_before, loss_after: squared error of the block's output on the search sequences, relative to the output.
-        changed: share of the codes that differ from the start's.
+        changed: share of codes that differ from the starting ones.
     """
 
     steps: int
@@ -171,7 +171,7 @@ class TunedBlock:
 
 @dataclass(frozen=True, slots=True)
 class Pruned:
-    """A pruned layer: float32 values `[O, I]`, and the mask of the kept ones; None keeps all."""
+    """Pruned layer: float32 values `[O, I]`, and the mask of kept weights; None keeps all."""
 
     values: Tensor
     kept: Tensor | None
@@ -179,21 +179,21 @@ class Pruned:
 
 @dataclass(frozen=True, slots=True)
 class NoOptions:
-    """The options of a method without any."""
+    """Options of a method without options."""
 
 
 class Method:
-    """A compression method.
+    """Compression method.
 
     Attributes:
-        kind: stage of a recipe that it belongs to.
-        name: how recipes and `--method` name it.
-        help: half a sentence for `--help`.
+        kind: kind of recipe stage.
+        name: name in recipes and `--method`.
+        help: short description for `--help`.
         Options: dataclass of its options. Fields are annotated with their help and become options of the command line
             and keys of recipes.
-        data: what it reads besides the weight, whatever its options.
-        is_default: is taken where a user names no method of its kind.
-        is_fallback: takes the place of methods of its kind where no calibration token reached a layer.
+        data: calibration data that it needs with any options.
+        is_default: whether it is the default method of its kind.
+        is_fallback: whether it replaces methods of its kind for layers without calibration tokens.
     """
 
     kind: ClassVar[str]
@@ -205,25 +205,25 @@ class Method:
     is_fallback: ClassVar[bool] = False
 
     def needs(self, options: Any) -> Needs:
-        """Return the data that the method reads besides the weight, with these options."""
+        """Returns the calibration data that the method needs with these options."""
         return self.data
 
     def unsupported(self, scheme: Scheme) -> str:
-        """Return the reason why weights of this scheme cannot be made; empty when they can."""
+        """Returns the reason why the scheme is not supported; empty if it is."""
         return ""
 
 
 class QuantizationMethod(Method):
-    """A method that rounds weights.
+    """Method that rounds weights.
 
     Attributes:
-        smooths: searches scales between a layer and what feeds it: has `smoothing_scale`.
-        tunes: learns the weights of a block together, after `compress`: has `tune_block`.
-        keeps_zeros: leaves pruned weights at zero.
-        rounds_factors: rounds both factors of a low-rank weight: has `round_factors`.
-        joins_pruning: is done in the loop of a pruning method that has one.
-        takes_grids: rounds to the grid of any form that has one, integers or not.
-        matrices: `EMBEDDING` and `HEAD`, where it is of use there.
+        smooths: whether it searches smoothing scales (`smoothing_scale`).
+        tunes: whether it learns the weights of a block jointly, after `compress` (`tune_block`).
+        keeps_zeros: whether it keeps pruned weights at zero.
+        rounds_factors: whether it rounds both factors of a low-rank weight (`round_factors`).
+        joins_pruning: whether it can run in the column loop of a pruning method.
+        takes_grids: whether it supports the grid of any form, not only integers.
+        matrices: `EMBEDDING` and `HEAD`, if it supports them.
     """
 
     kind: ClassVar[str] = "quantize"
@@ -241,11 +241,11 @@ class QuantizationMethod(Method):
         return f"it chooses {'codes on a grid' if self.takes_grids else 'integers'}, and {scheme} has none"
 
     def default_scheme(self) -> Scheme:
-        """Return the scheme of a user who names none."""
+        """Returns the default scheme."""
         return Int()
 
     def compress(self, layer: Layer) -> Weight:
-        """Quantize one layer.
+        """Quantizes one layer.
 
         Raises:
             SchemeError: the group size does not divide the inputs.
@@ -254,17 +254,17 @@ class QuantizationMethod(Method):
         raise NotImplementedError
 
     def compress_beside(self, layer: Layer, columns: Tensor) -> OutlierWeight:
-        """Quantize all but `columns [k]`, which stay in 16 bits. Raises as `compress`."""
+        """Quantizes all columns except `columns [k]`, which stay in 16 bits. Raises as `compress`."""
         from compress.methods.outlier_columns import compress_rest
 
         return compress_rest(self, layer, columns)
 
     def round_factors(self, left: Tensor, right: Tensor, layer: Layer) -> LowRankWeight:
-        """Quantize the factors `left [O, r]` and `right [r, I]` of a layer. Raises as `compress`."""
+        """Quantizes the factors `left [O, r]` and `right [r, I]` of a layer. Raises as `compress`."""
         raise NotImplementedError
 
     def smoothing_scale(self, search: ScaleSearch, options: Any) -> SmoothingResult:
-        """Find the scale between a layer's input and its weights. Raises NumericsError."""
+        """Searches the smoothing scale between a layer's input and its weights. Raises NumericsError."""
         raise NotImplementedError
 
     def tune_block(
@@ -274,28 +274,28 @@ class QuantizationMethod(Method):
         options: Any,
         tick: Callable[[float], None],
     ) -> TunedBlock:
-        """Learn the weights of a block.
+        """Learns the weights of a block.
 
         Args:
-            starts: float32 weight `[O, I]` and what `compress` made of it, by name inside the block.
-            tick: receives the share of the steps taken.
+            starts: float32 weight `[O, I]` and the result of `compress`, by name inside the block.
+            tick: callback with the completed share of the steps.
         """
         raise NotImplementedError
 
 
 class PruningMethod(Method):
-    """A method that sets weights to zero."""
+    """Method that sets weights to zero."""
 
     kind: ClassVar[str] = "prune"
 
     def prune(
         self, layer: Layer, pattern: NMSparsity | None, sparsity: float, joint: Int | None
     ) -> Pruned | IntegerWeight:
-        """Prune one layer, and quantize it too where a scheme for both is given and the method can.
+        """Prunes one layer, and quantizes it jointly if a scheme is given and the method supports it.
 
         Args:
-            pattern: N:M; None prunes a share `sparsity` of the weights anywhere.
-            joint: scheme to round to in the same loop, where the method has one.
+            pattern: N:M pattern; None is unstructured pruning by `sparsity`.
+            joint: scheme to round to in the same loop, if the method supports it.
 
         Raises:
             SchemeError: the group size does not divide the inputs.
@@ -305,17 +305,17 @@ class PruningMethod(Method):
 
 
 class FactorizationMethod(Method):
-    """A method that replaces a weight by two factors of low rank: a truncated SVD of the whitened weight.
+    """Method that replaces a weight by two low-rank factors: a truncated SVD of the whitened weight.
 
     Attributes:
-        energies_are_errors: squared singular values are squared errors of the output, comparable between layers.
+        energies_are_errors: whether squared singular values are squared output errors, comparable between layers.
     """
 
     kind: ClassVar[str] = "factorize"
     energies_are_errors: ClassVar[bool] = False
 
     def whitening(self, statistics: InputStatistics) -> Whitening:
-        """Return the matrix that the weight is multiplied by before it is decomposed. Raises NumericsError."""
+        """Returns the matrix that the weight is multiplied by before it is decomposed. Raises NumericsError."""
         raise NotImplementedError
 
 
@@ -326,7 +326,7 @@ Registered = TypeVar("Registered", bound=type[Method])
 
 
 def register(method: Registered) -> Registered:
-    """Add a method class to the registry. Raises ValueError for a name that is taken."""
+    """Adds a method class to the registry. Raises ValueError for a duplicate name."""
     known = METHODS[method.kind]
     if method.name in known:
         raise ValueError(f"{method.kind} method {method.name!r} is registered twice")
@@ -335,44 +335,44 @@ def register(method: Registered) -> Registered:
 
 
 def names(kind: str) -> tuple[str, ...]:
-    """Return the names of all methods of a kind."""
+    """Returns the names of all methods of a kind."""
     return tuple(METHODS[kind])
 
 
 def find(kind: str, name: str) -> Method:
-    """Return a method by kind and name. Raises RecipeError with the nearest name."""
+    """Returns a method by kind and name. Raises RecipeError with the nearest name."""
     if name not in METHODS[kind]:
         raise RecipeError(f"{kind} method {name!r} does not exist", nearest(name, names(kind), "Methods"))
     return METHODS[kind][name]
 
 
 def default(kind: str) -> str:
-    """Return the name of the method of a user who names none."""
+    """Returns the name of the default method."""
     return next(name for name, method in METHODS[kind].items() if method.is_default)
 
 
 def fallback(kind: str) -> Method:
-    """Return the method that takes over where nothing is known of a layer's inputs."""
+    """Returns the fallback method for layers without input statistics."""
     return next(method for method in METHODS[kind].values() if method.is_fallback)
 
 
 def quantization(name: str) -> QuantizationMethod:
-    """Return a quantization method. Raises RecipeError."""
+    """Returns a quantization method. Raises RecipeError."""
     return cast(QuantizationMethod, find("quantize", name))
 
 
 def pruning(name: str) -> PruningMethod:
-    """Return a pruning method. Raises RecipeError."""
+    """Returns a pruning method. Raises RecipeError."""
     return cast(PruningMethod, find("prune", name))
 
 
 def factorization(name: str) -> FactorizationMethod:
-    """Return a factorization method. Raises RecipeError."""
+    """Returns a factorization method. Raises RecipeError."""
     return cast(FactorizationMethod, find("factorize", name))
 
 
 def options_of(kind: str) -> dict[str, list[Method]]:
-    """Return every option name of a kind with the methods that take it."""
+    """Returns every option name of a kind with the methods that take it."""
     found: dict[str, list[Method]] = {}
     for method in METHODS[kind].values():
         for each in fields(method.Options):
@@ -381,7 +381,7 @@ def options_of(kind: str) -> dict[str, list[Method]]:
 
 
 def make_options(method: Method, values: Mapping[str, Any]) -> Any:
-    """Build a method's options. Raises RecipeError for an option that it does not take, or a value out of range."""
+    """Builds a method's options. Raises RecipeError for an unsupported option, or a value out of range."""
     known = {each.name for each in fields(method.Options)}
     for name, value in values.items():
         if name not in known:
@@ -392,7 +392,7 @@ def make_options(method: Method, values: Mapping[str, Any]) -> Any:
 
 
 def require_supported(method: Method, scheme: Scheme) -> None:
-    """Raise RecipeError when a method cannot make weights of a scheme, and name those that can."""
+    """Raises RecipeError if a method does not support a scheme; names methods that do."""
     if reason := method.unsupported(scheme):
         able = [other.name for other in METHODS[method.kind].values() if not other.unsupported(scheme)]
-        raise RecipeError(f"{method.name} cannot make {scheme}: {reason}", f"Use method {' or '.join(able)}")
+        raise RecipeError(f"{method.name} does not support {scheme}: {reason}", f"Use method {' or '.join(able)}")

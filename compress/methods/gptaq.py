@@ -1,15 +1,16 @@
 """GPTAQ: GPTQ that matches each layer's output in the dense model, so it also corrects the drift of earlier layers.
 
-Li et al. 2025, https://arxiv.org/abs/2504.02692 (section 4). X is what a layer receives in the quantized model, `X + D`
-what it received in the dense one, and `|W^ X - W (X + D)|` is to be least. Column by column: when column i is reached,
-its share `w_i d_i` of the missing output is projected on the inputs still to come, whose columns take it over. With U
-the upper Cholesky factor of the inverse Hessian, these projections are the rows of
+Li et al. 2025, https://arxiv.org/abs/2504.02692 (section 4). X are the inputs of a layer in the quantized model, `X +
+D` those in the dense model, and `|W^ X - W (X + D)|` is minimized. At column i, its share `w_i d_i` of the output
+difference is projected onto the inputs of the remaining columns, which absorb it. With U the upper Cholesky factor of
+the inverse Hessian, these projections are the rows of
 
     P = alpha triu(D X^T U^T, 1) U        and column k moves by  sum_{i<k} w_i P_ik,  w_i as it was before rounding.
 
-That recursion is linear in the weights, so it need not be in the column loop. GPTQ's loop with feedback M gives column
-k the value `w_k = t_k + sum_{j<k} (t_j - q_j) M_jk`, in matrices `w = t M + q (1 - M)`. Moved by `w P M` (what moves a
-column moves its error too) and solved for w it has that form again, with another feedback M' and another target t':
+This recursion is linear in the weights, so it can be moved out of the column loop. GPTQ's loop with feedback M gives
+column k the value `w_k = t_k + sum_{j<k} (t_j - q_j) M_jk`, in matrices `w = t M + q (1 - M)`. Adding the update `w P
+M` (which also changes the column's error) and solving for w gives the same form, with another feedback M' and another
+target t':
 
     K = (1 - P M)^-1        M' = 1 - (1 - M) K        t' = t M K M'^-1
 """
@@ -51,18 +52,22 @@ class GPTAQ(QuantizationMethod):
     """GPTAQ."""
 
     name: ClassVar[str] = "gptaq"
-    help: ClassVar[str] = "gptq that also corrects the drift of the layers before"
+    help: ClassVar[str] = "gptq that also corrects the drift of earlier layers"
     Options: ClassVar[type] = GPTAQOptions
     data: ClassVar[Needs] = Needs(inputs=True, hessian=True, dense_inputs=True)
     takes_grids: ClassVar[bool] = True
 
     def unsupported(self, scheme: Scheme) -> str:
-        return "it keeps no outlier columns" if scheme.num_outliers else QuantizationMethod.unsupported(self, scheme)
+        return (
+            "it does not support outlier columns"
+            if scheme.num_outliers
+            else QuantizationMethod.unsupported(self, scheme)
+        )
 
     def compress(self, layer: Layer) -> Weight:
         difference = layer.inputs.difference
         if difference is None:
-            layer.details["recovery"] = "gptq: its inputs in the dense model are of other tokens"
+            layer.details["recovery"] = "gptq: its inputs in the dense model come from other tokens"
             return compress_gptq(layer)
         alpha = DEFAULT_ALPHA if layer.options.alpha is None else layer.options.alpha
         factor = layer.inputs.factor()
@@ -73,12 +78,12 @@ class GPTAQ(QuantizationMethod):
 
 @dataclass(frozen=True, slots=True)
 class DriftedFactor:
-    """A factorized Hessian together with how far inputs have drifted from the dense model's.
+    """Factorized Hessian combined with the drift of inputs from the dense model.
 
     Attributes:
-        factor: its `feedback` is M'; everything else is that of the Hessian.
-        transfer: `[I, I]` in the factor's order: what weights are multiplied by to become the loop's targets; None
-            where the Hessian could not be factorized, and weights are rounded to nearest.
+        factor: factor of the Hessian with M' as `feedback`.
+        transfer: `[I, I]` in the factor's order, maps weights to the loop's targets; None if the Hessian could not be
+            factorized, and weights are rounded to nearest.
     """
 
     factor: HessianFactor
@@ -86,10 +91,10 @@ class DriftedFactor:
 
     @classmethod
     def of(cls, factor: HessianFactor, difference: Tensor, alpha: float = DEFAULT_ALPHA) -> DriftedFactor:
-        """Combines the two.
+        """Combines Hessian and drift.
 
         Args:
-            difference: `[I, I]` float32, `2 D X^T / tokens`: the unit of the Hessian; rows are of D.
+            difference: `[I, I]` float32, `2 D X^T / tokens`, in the unit of the Hessian; rows belong to D.
             alpha: share of the drift to correct, 0 (GPTQ) to 1.
         """
         import torch
@@ -114,7 +119,7 @@ class DriftedFactor:
         return quantize_gptq(self.targets(weight), self.factor, scheme, scale_dtype, kept)
 
     def targets(self, weight: Tensor) -> Tensor:
-        """Return `[O, I]` in the original order."""
+        """Returns targets `[O, I]` in the original order."""
         if self.transfer is None:
             return weight
         import torch
@@ -125,7 +130,7 @@ class DriftedFactor:
 
 
 def _projections(root: Tensor, difference: Tensor) -> Tensor:
-    """Return `triu(D X^T U^T, 1) U` with `U = root^-1`, by triangular solves."""
+    """Returns `triu(D X^T U^T, 1) U` with `U = root^-1`, by triangular solves."""
     import torch
 
     seen = torch.linalg.solve_triangular(root, difference.T, upper=True).T
@@ -133,7 +138,7 @@ def _projections(root: Tensor, difference: Tensor) -> Tensor:
 
 
 def _divided(left: Tensor, right: Tensor) -> Tensor:
-    """Return `left right^-1`, `right` upper triangular."""
+    """Returns `left right^-1`, `right` upper triangular."""
     import torch
 
     return torch.linalg.solve_triangular(right, left, upper=True, left=False)

@@ -1,9 +1,8 @@
 """GPTQ: rounds one column at a time and compensates its error in the columns that follow.
 
-Frantar et al. 2023, https://arxiv.org/abs/2210.17323, sections 3.2 and 3.3, with the choices that give the best
-quality at no cost to the runtime: scales from the original weight before any column is changed (static groups),
-columns in order of falling diag(H) (activation order), scales searched under diag(H), at 2 bits under each group's
-block of H.
+Frantar et al. 2023, https://arxiv.org/abs/2210.17323, sections 3.2 and 3.3, with the options of best quality that do
+not affect the runtime: scales from the original weight (static groups), columns in order of descending diag(H)
+(activation order), scales searched under diag(H), at 2 bits under each group's block of H.
 """
 
 from __future__ import annotations
@@ -49,7 +48,8 @@ class GPTQ(QuantizationMethod):
         )
 
     def round_factors(self, left: Tensor, right: Tensor, layer: Layer) -> LowRankWeight:
-        """Round `right [r, I]` by the layer's inputs, then `left [O, r]` by the outputs of the rounded right factor."""
+        """Rounds `right [r, I]` with the layer's inputs, then `left [O, r]` with the outputs of the rounded right
+        factor."""
 
         from compress.checkpoint.weights.low_rank import LowRankWeight
         from compress.methods.shared.hessian import factorize
@@ -64,7 +64,7 @@ class GPTQ(QuantizationMethod):
 
 
 def compress_gptq(layer: Layer) -> Weight:
-    """Quantize a layer against the Hessian of its inputs. Raises as `quantize_gptq`."""
+    """Quantizes a layer with the Hessian of its inputs. Raises as `quantize_gptq`."""
     factor = layer.inputs.factor()
     layer.details |= factor.facts()
     return quantize_gptq(layer.weight, factor, layer.scheme, layer.dtype, layer.kept)
@@ -93,12 +93,12 @@ def quantize_gptq(
     scale_dtype: torch.dtype | None = None,
     kept: Tensor | None = None,
 ) -> Weight:
-    """Quantize `weight [O, I]` against a factorized Hessian; codes come back in the original column order.
+    """Quantizes `weight [O, I]` with a factorized Hessian; returns codes in the original column order.
 
     Args:
-        scheme: integers, or another form that has a grid.
+        scheme: integer scheme, or another form with a grid.
         scale_dtype: dtype of stored scales; None is bfloat16.
-        kept: bool `[O, I]`; where it is False the result is exactly zero, which other columns compensate too.
+        kept: bool `[O, I]`; False sets a weight to exactly zero, which other columns also compensate.
 
     Raises:
         SchemeError: the group size does not divide `I`, or the form has no grid.

@@ -1,10 +1,11 @@
-"""HQQ: scales and zero points from the weights alone, by half-quadratic splitting of a norm that forgives outliers.
+"""HQQ: scales and zero points from the weights alone, by half-quadratic splitting of an outlier-robust norm.
 
 Badri & Shaji 2023, "Half-Quadratic Quantization of Large Machine Learning Models". The error `sum |w - q|^p` with p < 1
-is split into `|e|^p + beta/2 (w - q - e)^2`: e, what is not worth representing, has a closed form (generalized soft
-thresholding), and given e the zero point is a mean. Two things differ here. Zero points are stored as integers, and a
-mean of rounding errors seldom moves one by a whole step, so the scale is refitted too (for symmetric codes it is all
-there is). And errors are measured in steps of the grid, so that `beta` means the same for every group.
+is split into `|e|^p + beta/2 (w - q - e)^2`: e, the outlier part of the error, has a closed form (generalized soft
+thresholding), and given e the zero point is a mean. There are two differences to the paper. Zero points are stored as
+integers, and a mean of rounding errors rarely moves one by a whole step, so the scale is refitted too (for symmetric
+codes, only the scale). And errors are measured in steps of the grid, which makes `beta` independent of the group's
+range.
 """
 
 from __future__ import annotations
@@ -53,10 +54,10 @@ class Splitting:
 def quantize_hqq(
     weight: Tensor, scheme: Int, scale_dtype: torch.dtype | None = None, options: Splitting = Splitting()
 ) -> IntegerWeight:
-    """Quantize `weight [O, I]` without calibration.
+    """Quantizes `weight [O, I]` without calibration.
 
-    Iterations begin at round to nearest's scales, and each group keeps its best state: in `norm_error` the result is
-    never worse than round to nearest's.
+    Iterations start from the scales of round to nearest, and each group keeps its best state: in `norm_error` the
+    result is never worse than round to nearest.
 
     Args:
         scale_dtype: dtype of stored scales; None is bfloat16.
@@ -79,7 +80,7 @@ def quantize_hqq(
 
 
 def norm_error(change: Tensor, exponent: float) -> Tensor:
-    """Return `sum |change|^p` over the last dimension `[..., g]`, kept as `[..., 1]`."""
+    """Returns `sum |change|^p` over the last dimension `[..., g]`, kept as `[..., 1]`."""
     return change.abs().pow(exponent).sum(-1, keepdim=True)
 
 
@@ -99,7 +100,7 @@ class _Groups:
         self._consider(scale, zero)
 
     def _consider(self, scale: Tensor, zero: Tensor) -> Tensor:
-        """Return the rounded groups, which are remembered where they are the best so far."""
+        """Returns the rounded groups, and stores those that are the best so far."""
         import torch
 
         from compress.checkpoint.scale_search import round_to_grid
@@ -113,7 +114,7 @@ class _Groups:
         return rounded
 
     def _next(self, scale: Tensor, zero: Tensor, rounded: Tensor, beta: float) -> tuple[Tensor, Tensor]:
-        """Return the best zero point, then the best scale, for these codes once outliers are set aside."""
+        """Returns the best zero point, then the best scale, for these codes without outliers."""
         import torch
 
         from compress.checkpoint.scale_search import storable
@@ -125,12 +126,12 @@ class _Groups:
             zero = (codes - wanted / scale).mean(-1, keepdim=True).round_().clamp_(0, self._scheme.max_code)
         offsets = codes - zero
         fitted = (offsets * wanted).sum(-1, keepdim=True) / offsets.square().sum(-1, keepdim=True).clamp(min=1)
-        # A fit can vanish (a group of zeros); its scale would be stored as no scale at all.
+        # The fitted scale can be zero (a group of zeros), which cannot be stored.
         return storable(torch.where(fitted == 0, scale, fitted), self._dtype), zero
 
 
 def _shrink(errors: Tensor, exponent: float, beta: float) -> Tensor:
-    """Generalized soft thresholding: the e that is least in `|e|^p + beta/2 (errors - e)^2`, to first order."""
+    """Applies generalized soft thresholding: the e that minimizes `|e|^p + beta/2 (errors - e)^2`, to first order."""
     import torch
 
     magnitude = errors.abs()

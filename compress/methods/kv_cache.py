@@ -1,4 +1,4 @@
-"""The default KV cache format of a checkpoint: candidates, and the choice by their loss on long texts."""
+"""Default KV cache format of a checkpoint: candidates, and the choice by their loss on long texts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from compress.common.errors import RecipeError
 
 SMALLEST_FIRST = ("int4", "k8v4", "fp8", "int8")
 LONGEST_WINDOW = 8192
-"""Windows are as long as the model's context, up to this: attention over more takes minutes on a CPU."""
+"""Maximum window length, below the model's context: attention over more tokens takes minutes on a CPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,13 +28,13 @@ class KVCacheStage:
 
     Attributes:
         format: `16bit`, `fp8`, `int8`, `k8v4`, `int4`, or `auto`: the smallest that stays within `max_kl`.
-        rotate: Hadamard-rotates keys; None rotates those of int4.
-        sinks, residual_length: first and last tokens that stay exact. The last ones save the most, and cost the
-            runtime's prefix cache: blocks are then not alike for all sequences that have the same tokens.
-        max_kl: most mean KL, in nats, between the checkpoint with a 16-bit cache and with this one.
+        rotate: whether to Hadamard-rotate keys; None rotates those of int4.
+        sinks, residual_length: number of first and last tokens that stay exact. The last ones restore the most quality,
+            but disable the runtime's prefix cache: blocks then differ between sequences with the same tokens.
+        max_kl: maximum mean KL, in nats, between the checkpoint with a 16-bit cache and with this one.
         data: text to measure on, see `calibration.sources.load_texts`.
-        tokens: how many of it.
-        max_seq_length: tokens of a window; None takes the model's context, up to `LONGEST_WINDOW`.
+        tokens: number of tokens of the text.
+        max_seq_length: tokens per window; None takes the model's context, up to `LONGEST_WINDOW`.
     """
 
     format: str = AUTO
@@ -52,21 +52,21 @@ class KVCacheStage:
                 f"KV cache format {self.format!r} does not exist", nearest(self.format, (AUTO, *KV_FORMATS), "Formats")
             )
         if not self.max_kl > 0:
-            raise RecipeError(f"max_kl={self.max_kl} lets no format pass", "Use 0.01, or format: 16bit")
+            raise RecipeError(f"max_kl={self.max_kl} excludes every format", "Use 0.01, or format: 16bit")
         if self.tokens < 2 or (self.max_seq_length is not None and self.max_seq_length < 2):
             raise RecipeError("a KV cache cannot be measured on less than 2 tokens", "Use tokens: 16384")
-        # Raises SchemeError for what makes no sense together.
+        # Raises SchemeError for invalid combinations.
         _ = self.candidates
 
     @property
     def candidates(self) -> tuple[KVCacheScheme, ...]:
-        """Formats to measure, the smallest first; none for a cache of 16 bits."""
+        """Formats to measure, smallest first; none for a cache of 16 bits."""
         formats = SMALLEST_FIRST if self.format == AUTO else (self.format,)
         schemes = [KVCacheScheme.named(format, self.rotate, self.sinks, self.residual_length) for format in formats]
         return tuple(scheme for scheme in schemes if not scheme.is_exact)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values, as recorded recipes hold them."""
+        """Returns plain values for recorded recipes."""
         return with_stored_names(asdict(self))
 
     @property
@@ -74,21 +74,21 @@ class KVCacheStage:
         return False
 
     def window_length(self, context: int | None) -> int:
-        """Tokens of a window for a model of this context."""
+        """Returns the tokens per window for a model with this context."""
         wanted = self.max_seq_length or LONGEST_WINDOW
         return min(wanted, context or wanted)
 
 
 @dataclass(frozen=True, slots=True)
 class KVChoice:
-    """The default, and why it is not what a reader of the recipe expects; empty where it is."""
+    """Chosen default, and the reason if it differs from the recipe's format."""
 
     scheme: KVCacheScheme
     warning: str = ""
 
 
 def choose_kv_cache(stage: KVCacheStage, record: KVCacheRecord | None) -> KVChoice:
-    """Return the smallest form within the recipe's limit; 16 bits where none is."""
+    """Returns the smallest format within the recipe's limit, or 16 bits."""
     if record is None:
         return KVChoice(UNCOMPRESSED)
     passing = [each for each in record.candidates if record.passes(each)]
@@ -104,7 +104,7 @@ def choose_kv_cache(stage: KVCacheStage, record: KVCacheRecord | None) -> KVChoi
     return KVChoice(
         UNCOMPRESSED,
         f"a KV cache in {nearest.scheme} costs a mean KL of {nearest.kl_mean:.4g}, more than max_kl={stage.max_kl:g}: "
-        f"the default stays 16 bits; raise max_kl, or serve with --kv-cache {stage.format} all the same",
+        f"the default stays 16 bits; raise max_kl, or serve with --kv-cache {stage.format} anyway",
     )
 
 
@@ -113,13 +113,14 @@ def _cost(candidate: MeasuredKVCache) -> tuple[int, float]:
 
 
 def kv_notes(stage: KVCacheStage | None, context: int | None) -> list[str]:
-    """Return notes on the kv_cache stage."""
+    """Returns notes on the kv_cache stage."""
     if stage is None or not stage.candidates:
-        return [] if stage is None else ["keys and values stay 16 bits by default"]
+        return [] if stage is None else ["keys and values stay in 16 bits by default"]
     text = f"{stage.tokens:,} tokens of {stage.data} in windows of {stage.window_length(context):,}"
     listed = "; ".join(map(str, stage.candidates))
     which = "the smallest" if len(stage.candidates) > 1 else "it"
     return [
-        f"keys and values: {listed}: measured on {text} when the weights are done; {which} becomes the default if its "
+        f"keys and values: {listed}: measured on {text} after compression of the weights; {which} becomes the default "
+        "if its "
         f"mean KL to a 16-bit cache is at most {stage.max_kl:g}"
     ]

@@ -1,4 +1,4 @@
-"""Low rank: plain SVD, ASVD and SVD-LLM, and the allocation of ranks to layers.
+"""Low-rank factorization: plain SVD, ASVD and SVD-LLM, and the allocation of ranks to layers.
 
 Two factors `[O, r]` and `[r, I]` hold `r * (O + I)` weights instead of `O * I`. The methods differ in the matrix that
 whitens the weight before it is decomposed; `shared.decomposition` has the algorithms and their sources.
@@ -35,7 +35,7 @@ class SVD(FactorizationMethod):
 
 @register
 class ASVD(FactorizationMethod):
-    """SVD of the weight with its inputs scaled by their mean magnitudes."""
+    """SVD of the weight, with inputs scaled by their mean magnitudes."""
 
     name: ClassVar[str] = "asvd"
     help: ClassVar[str] = "inputs scaled by their magnitudes"
@@ -52,7 +52,7 @@ class SVDLLM(FactorizationMethod):
     """SVD of the weight whitened by the second moments of its inputs."""
 
     name: ClassVar[str] = "svd-llm"
-    help: ClassVar[str] = "whitened by the inputs: the least error of the output"
+    help: ClassVar[str] = "whitened by the inputs, for the least output error"
     is_default: ClassVar[bool] = True
     energies_are_errors: ClassVar[bool] = True
     data: ClassVar[Needs] = Needs(inputs=True, hessian=True)
@@ -65,37 +65,38 @@ class SVDLLM(FactorizationMethod):
 
 
 ALIGNMENT = 8
-"""Ranks are multiples of it: rows of factors then fill whole words and the tiles of matrix units."""
+"""Ranks are multiples of this number: rows of factors then fill whole words and matrix tiles."""
 WORD_BITS = 32
 
 
 def rank_step(scheme: Scheme | None) -> int:
-    """Ranks of which a scheme of the factors takes multiples: whole groups and whole words; None is plain numbers."""
+    """Returns the divisor of ranks for a scheme of the factors, which needs whole groups and words; None is
+    unquantized."""
     if scheme is None:
         return ALIGNMENT
     return math.lcm(ALIGNMENT, scheme.group_size or 1, WORD_BITS // math.gcd(scheme.bits, WORD_BITS))
 
 
 def largest_rank(rows: int, columns: int, step: int) -> int:
-    """Return the largest multiple of `step` whose factors are smaller than the weight; 0 when there is none."""
+    """Returns the largest multiple of `step` whose factors are smaller than the weight, or 0."""
     return (rows * columns - 1) // (rows + columns) // step * step
 
 
 def uniform_rank(rows: int, columns: int, keep: float, step: int) -> int:
-    """The largest multiple of `step` whose factors hold at most a share `keep` of the weights, but at least one `step`;
-    0 when even that would not be smaller than the weight."""
+    """Returns the largest multiple of `step` whose factors hold at most a share `keep` of the weights, but at least
+    `step`; 0 if even that would not be smaller than the weight."""
     wanted = int(keep * rows * columns / (rows + columns)) // step * step
     return min(max(wanted, step), largest_rank(rows, columns, step))
 
 
 @dataclass(frozen=True, slots=True)
 class RankedLinear:
-    """A linear that competes for ranks.
+    """Linear in a rank allocation.
 
     Attributes:
-        rows, columns: of its weight.
-        step: its rank is a multiple of it.
-        energies: what each rank keeps of the output, falling: squared singular values.
+        rows, columns: shape of its weight.
+        step: divisor of its rank.
+        energies: output energy of each rank, the squared singular values, descending.
     """
 
     rows: int
@@ -110,7 +111,8 @@ class RankedLinear:
 
 @dataclass(frozen=True, slots=True)
 class _Portion:
-    """Something to buy: energy for weights. Bought, the linear's rank is `rank`; None keeps it whole."""
+    """Increment of an allocation: energy gained for weights spent. It raises the linear's rank to `rank`; None keeps it
+    dense."""
 
     name: str
     rank: int | None
@@ -123,11 +125,12 @@ class _Portion:
 
 
 def share_out(linears: Mapping[str, RankedLinear], keep: float) -> dict[str, int | None]:
-    """Ranks that lose the least energy while all the linears together hold at most a share `keep` of their weights.
+    """Allocates ranks with the least lost energy, given that all linears together hold at most a share `keep` of their
+    weights.
 
-    Singular values fall, so buying the portion with the most energy per weight next is best (water-filling). A linear
-    whose factors would not be smaller than itself is kept whole: None. Every other one gets at least one step, for
-    which the budget is exceeded if it must be.
+    Singular values are descending, so it is optimal to add the portion with the most energy per weight next
+    (water-filling). A linear whose factors would not be smaller stays dense: None. Every other one gets at least one
+    step, even if that exceeds the budget.
     """
     left = keep * sum(linear.weights for linear in linears.values())
     ranks: dict[str, int | None] = {}
@@ -138,7 +141,7 @@ def share_out(linears: Mapping[str, RankedLinear], keep: float) -> dict[str, int
         left -= first.cost
         offers += others
     closed: set[str] = set()
-    # A stable sort keeps the portions of one linear in their order, for their values fall.
+    # A stable sort preserves the order of a linear's portions, because their values are descending.
     for portion in sorted(offers, key=lambda offer: -offer.value):
         if portion.name in closed:
             continue
@@ -151,7 +154,7 @@ def share_out(linears: Mapping[str, RankedLinear], keep: float) -> dict[str, int
 
 
 def _spend(linears: Mapping[str, RankedLinear], ranks: dict[str, int | None], left: float) -> dict[str, int | None]:
-    """Spend the rest of the budget on single steps, where a whole weight was worth more but did not fit."""
+    """Spends the rest of the budget on single steps, if a dense weight had the higher value but did not fit."""
     steps = [
         portion
         for name, rank in ranks.items()
@@ -167,11 +170,11 @@ def _spend(linears: Mapping[str, RankedLinear], ranks: dict[str, int | None], le
 
 
 def share_out_over_blocks(blocks: Sequence[Mapping[str, RankedLinear]], keep: float) -> dict[str, int | None]:
-    """Ranks of all blocks' linears within one budget, see `share_out`.
+    """Allocates the ranks of all blocks' linears within one budget, see `share_out`.
 
-    Outputs of different depths have different sizes, and what they lose does not compare. So the loss of a block counts
-    in units of what it would lose if it shared out a budget of its own: ranks move from block to block where that loses
-    less than it gains, as a share.
+    Losses at different depths are not comparable, because outputs have different magnitudes. The loss of a block is
+    therefore measured relative to its loss under a budget of its own: ranks move between blocks if the relative gain
+    exceeds the relative loss.
     """
     units = [_lost_alone(linears, keep) for linears in blocks]
     together = {
@@ -183,14 +186,14 @@ def share_out_over_blocks(blocks: Sequence[Mapping[str, RankedLinear]], keep: fl
 
 
 def _lost_alone(linears: Mapping[str, RankedLinear], keep: float) -> float:
-    """Return energy that a block loses by itself; 1 where it loses nothing."""
+    """Returns the energy that a block loses under its own budget; 1 if it loses nothing."""
     ranks = share_out(linears, keep)
     dropped = (linears[name].energies[rank:] for name, rank in ranks.items() if rank is not None)
     return sum(map(sum, dropped)) or 1.0
 
 
 def _steps(name: str, linear: RankedLinear) -> list[_Portion]:
-    """Return one portion for each step of the rank, their values falling."""
+    """Returns one portion per step of the rank, in descending value."""
     cost = linear.step * (linear.rows + linear.columns)
     most = largest_rank(linear.rows, linear.columns, linear.step)
     return [
@@ -200,13 +203,14 @@ def _steps(name: str, linear: RankedLinear) -> list[_Portion]:
 
 
 def _portions(name: str, linear: RankedLinear) -> list[_Portion]:
-    """Return one portion for each step of the rank and one for the rest of the weight, their values falling after the
+    """Returns one portion per step of the rank and one for the rest of the weight, in descending value after the
     first."""
     portions = _steps(name, linear)
     most = largest_rank(linear.rows, linear.columns, linear.step)
     spent = sum(portion.cost for portion in portions)
     portions.append(_Portion(name, None, sum(linear.energies[most:]), linear.weights - spent))
-    # Being whole can be a bargain after the last rank. Together with ranks before it, it is one that has to be earned.
+    # Keeping the weight dense can have a higher value than the last ranks. It is then merged with preceding ranks,
+    # which keeps values descending.
     while len(portions) > 2 and portions[-1].value > portions[-2].value:
         last, before = portions.pop(), portions.pop()
         portions.append(_Portion(name, None, last.energy + before.energy, last.cost + before.cost))

@@ -1,4 +1,4 @@
-"""Rounding of a head of multi-token prediction, under a gate: how many of its drafts are accepted."""
+"""Rounding of the multi-token prediction head, subject to a minimum acceptance rate."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ PER_CHANNEL = -1
 
 @dataclass(frozen=True, slots=True)
 class MtpStage:
-    """Rounding of the head of multi-token prediction to nearest, when the weights of the model are done.
+    """Rounding of the multi-token prediction head to nearest, after compression of the model's weights.
 
     Attributes:
-        bits, group_size: of the linears in the head's block; a group size of -1 is one group per output channel.
-        min_acceptance: least acceptance of its drafts, as a share of that of the dense head; below it stays dense.
+        bits, group_size: bits and group size of the linears in the head's block; -1 is one group per output channel.
+        min_acceptance: minimum acceptance rate relative to the dense head; below it the head stays dense.
         data: text to measure on, see `calibration.sources.load_texts`.
-        tokens: how many of it.
-        max_seq_length: tokens of a window.
+        tokens: number of tokens of the text.
+        max_seq_length: tokens per window.
     """
 
     bits: int = 4
@@ -30,7 +30,7 @@ class MtpStage:
     max_seq_length: int = 1024
 
     def __post_init__(self) -> None:
-        _ = self.scheme  # raises SchemeError for what is no scheme
+        _ = self.scheme  # raises SchemeError for an invalid scheme
         if not 0 < self.min_acceptance <= 1:
             raise RecipeError(f"min_acceptance={self.min_acceptance} is not above 0 and at most 1", "Use 0.95")
         if min(self.tokens, self.max_seq_length) < 3:
@@ -38,7 +38,7 @@ class MtpStage:
 
     @property
     def scheme(self) -> Int:
-        """The stored form of the linears. Raises SchemeError."""
+        """Scheme of the linears. Raises SchemeError."""
         return Int(self.bits, None if self.group_size == PER_CHANNEL else self.group_size)
 
     @property

@@ -1,9 +1,8 @@
-"""Input columns of a weight that stay in 16 bits beside its codes, because rounding them costs most.
+"""Outlier columns: input columns that stay in 16 bits, because rounding them causes the largest error.
 
-OWQ (Lee et al. 2023, https://arxiv.org/abs/2306.02272, section 3.2) takes the columns with the largest
-`H_jj |dW_j|^2`, the output error that rounding column j causes; LLM.int8() (Dettmers et al. 2022,
-https://arxiv.org/abs/2208.07339, section 3) those with the largest inputs, which would make the step of 8-bit
-activations coarse for all others.
+OWQ (Lee et al. 2023, https://arxiv.org/abs/2306.02272, section 3.2) takes the columns with the largest `H_jj |dW_j|^2`,
+the output error that rounding column j causes; LLM.int8() (Dettmers et al. 2022, https://arxiv.org/abs/2208.07339,
+section 3) those with the largest inputs, which would coarsen the quantization step of all other 8-bit activations.
 """
 
 from __future__ import annotations
@@ -26,30 +25,30 @@ if TYPE_CHECKING:
 
 
 def check_amount(wanted: float) -> None:
-    """Raise RecipeError unless `wanted` is a share below 1 or a number of columns."""
+    """Raises RecipeError unless `wanted` is a share below 1 or a number of columns."""
     if not (0 < wanted < 1 or (float(wanted).is_integer() and wanted > 0)):
         problem = f"outlier_columns={wanted:g} is neither a share below 1 nor a number of columns"
         raise RecipeError(problem, "Use 0.01 to keep 1 % of the columns in 16 bits")
 
 
 def number_of_columns(wanted: float, in_features: int) -> int:
-    """Return the outlier columns of a layer, for a share of them or a number."""
+    """Returns the number of outlier columns of a layer, from a share or a number."""
     return int(wanted) if wanted >= 1 else max(1, round(wanted * in_features))
 
 
 def compress_rest(method: QuantizationMethod, layer: Layer, columns: Tensor) -> OutlierWeight:
-    """Quantize a layer by any method, with `columns [k]` in 16 bits. Raises as the method."""
+    """Quantizes a layer with any method, except `columns [k]`, which stay in 16 bits. Raises as the method."""
     rest = replace(layer, weight=layer.weight.index_fill(1, columns, 0.0), scheme=layer.integers)
     codes = cast("IntegerWeight", method.compress(rest))
     return beside_outliers(layer.weight, codes, columns, OutlierColumns(layer.integers, len(columns)))
 
 
 def sensitivity(weights: Sequence[Tensor], scheme: Int, importance: Tensor | None) -> Tensor:
-    """Return the output error `[I]` float32 of rounding each input column, over all `weights [O_k, I]` that share it.
+    """Returns the output error `[I]` float32 of rounding each input column, over all `weights [O_k, I]` that share it.
 
     Args:
-        scheme: of the codes.
-        importance: `[I]`, mean square of each input; None counts all alike.
+        scheme: scheme of the codes.
+        importance: `[I]`, mean square of each input; None weights all equally.
     """
     import torch
 
@@ -61,12 +60,12 @@ def sensitivity(weights: Sequence[Tensor], scheme: Int, importance: Tensor | Non
 
 
 def highest(score: Tensor, count: int) -> Tensor:
-    """Return places `[count]` of the highest scores `[I]`, int64, rising; of equal ones the first."""
+    """Returns the indices `[count]` of the highest scores `[I]`, int64, ascending; of equal scores the first."""
     return score.argsort(descending=True, stable=True)[:count].sort().values
 
 
 def beside_outliers(weight: Tensor, codes: IntegerWeight, columns: Tensor, scheme: OutlierColumns) -> OutlierWeight:
-    """Return codes of any method, with `columns [k]` of `weight [O, I]` as they are."""
+    """Combines the codes of any method with the unquantized `columns [k]` of `weight [O, I]`."""
     from compress.checkpoint.weights.outlier_columns import OutlierWeight, without_columns
 
     values = weight[:, columns].to(codes.scales.dtype)
@@ -80,11 +79,12 @@ def quantize_gptq_beside(
     columns: Tensor,
     scale_dtype: torch.dtype | None = None,
 ) -> OutlierWeight:
-    """Quantize all but `columns [k]` by GPTQ; these come last and compensate, in 16 bits, the error of all others.
+    """Quantizes all columns except `columns [k]` by GPTQ; these come last and compensate the error of all others in 16
+    bits.
 
     Args:
-        factor: of a Hessian whose order ends with `columns`, see `HessianOptions.last`.
-        scheme: with these outlier columns.
+        factor: factor of a Hessian whose order ends with `columns`, see `HessianOptions.last`.
+        scheme: scheme with these outlier columns.
 
     Raises:
         SchemeError: the group size does not divide `I`.
@@ -110,7 +110,7 @@ def quantize_gptq_beside(
     loop.run()
     codes = torch.zeros(weight.shape, dtype=torch.uint8, device=weight.device)
     codes[:, order] = loop.codes.T
-    # Feedback of the rounded columns to the last ones, and of these to each other.
+    # Feedback of the rounded columns to the outlier columns, and among the latter.
     fed = loop.errors.T @ factor.feedback[:rounded, rounded:]
     among = factor.feedback[rounded:, rounded:]
     moved = weight.float().clone()

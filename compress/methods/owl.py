@@ -1,7 +1,7 @@
-"""OWL: the sparsity of each transformer block. Free of torch.
+"""OWL: sparsity per transformer block. Does not import torch.
 
-OWL (Yin et al. 2023, https://arxiv.org/abs/2310.05175, section 3): a block with more outliers among its weights' scores
-`|w| * ||x||` keeps more of them. Shares stay within `spread` (the paper's lambda) of the mean, and the mean stays.
+OWL (Yin et al. 2023, https://arxiv.org/abs/2310.05175, section 3): a block with more outliers among its scores `|w| *
+||x||` keeps more weights. Sparsities stay within `spread` (the paper's lambda) of the mean, which is preserved.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class OutlierShares:
-    """Options that decide a block's sparsity.
+    """Options of the allocation of sparsity to blocks.
 
     Attributes:
-        factor: a score is an outlier above this many times the mean score of its block (the paper's M).
-        spread: most that a block's share may differ from the mean (the paper's lambda).
+        factor: ratio to the block's mean score above which a score is an outlier (the paper's M).
+        spread: maximum difference of a block's sparsity from the mean (the paper's lambda).
     """
 
     factor: float
     spread: float
 
     def block_ratio(self, layers: Iterable[tuple[Tensor, Tensor]]) -> float:
-        """Return the share of outliers among Wanda's scores of a block's layers.
+        """Returns the share of outliers among Wanda's scores of a block's layers.
 
         Args:
-            layers: weight `[O, I]` and mean square `[I]` of the inputs of each.
+            layers: weight `[O, I]` and mean square `[I]` of the inputs of each layer.
         """
         return outlier_ratio([wanda_score(weight, squares) for weight, squares in layers], self.factor)
 
@@ -44,7 +44,7 @@ class OutlierShares:
 
 @dataclass(frozen=True, slots=True)
 class BlockShare:
-    """The outliers of a block, and the resulting sparsity; with a pattern, also the N:M of the block."""
+    """Outlier ratio and resulting sparsity of a block; with a pattern, also its N:M pattern."""
 
     block: str
     outlier_ratio: float
@@ -52,33 +52,34 @@ class BlockShare:
     pattern: NMSparsity | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values for the report."""
+        """Returns plain values for the report."""
         return asdict(self) | {"pattern": str(self.pattern) if self.pattern else None}
 
 
 def block_shares(ratios: Sequence[float], weights: Sequence[int], share: float, spread: float) -> list[float]:
-    """Return the sparsity of each block: the fewer outliers, the higher.
+    """Returns the sparsity of each block, which decreases with its outlier ratio.
 
     Args:
         ratios: outliers in each block, as a share of its weights.
         weights: number of weights in each block.
-        share: mean over all weights; it is kept exactly.
-        spread: largest difference of a block from it; the most extreme block reaches it.
+        share: mean sparsity over all weights, preserved exactly.
+        spread: maximum difference of a block from the mean, reached by the most extreme block.
     """
     mean = sum(ratio * count for ratio, count in zip(ratios, weights, strict=True)) / sum(weights)
     above = [ratio - mean for ratio in ratios]
     most = max(map(abs, above))
-    # Ratios of blocks that are alike differ by rounding alone, which must not become a spread.
+    # Ratios of equal blocks differ by rounding only, which must not be amplified to the spread.
     if most <= 1e-9 * abs(mean):
         return [share] * len(ratios)
     return [share - spread * each / most for each in above]
 
 
 def block_patterns(shares: Sequence[float], pattern: NMSparsity) -> list[NMSparsity]:
-    """`kept:of` for each block, nearest to its share, so that together as many are kept as by `pattern` (mixed N:M)."""
+    """Returns `kept:of` for each block nearest to its sparsity, with the same total of kept weights as `pattern` (mixed
+    N:M)."""
     wanted = [(1 - share) * pattern.m for share in shares]
     kept = [math.floor(each) for each in wanted]
-    # The largest remainders are rounded up, the earliest first where they are equal.
+    # The largest remainders are rounded up, the earliest first among equal ones.
     order = sorted(range(len(wanted)), key=lambda index: kept[index] - wanted[index])
     for index in order[: max(0, pattern.n * len(wanted) - sum(kept))]:
         kept[index] += 1
@@ -86,10 +87,10 @@ def block_patterns(shares: Sequence[float], pattern: NMSparsity) -> list[NMSpars
 
 
 def outlier_ratio(scores: Sequence[Tensor], factor: float) -> float:
-    """Return share of all scores that exceed `factor` times their mean.
+    """Returns the share of scores above `factor` times their mean.
 
     Args:
-        scores: of the linears of one block, `[O, I]` each, not negative.
+        scores: nonnegative scores of the linears of one block, `[O, I]` each.
     """
     count = sum(score.numel() for score in scores)
     if not count:

@@ -1,11 +1,11 @@
-"""Which weights of a layer may go: scores from weights and inputs, and the masks they lead to.
+"""Pruning criteria: scores from weights and inputs, and the resulting masks.
 
 * magnitude: `|w|`, over the whole layer.
 * Wanda (Sun et al. 2023, https://arxiv.org/abs/2306.11695, section 3): `|w| * ||x||`, compared within each output.
 * RIA (Zhang et al. 2024, https://openreview.net/forum?id=Tr0lPx9woF, section 3): `|w|` relative to the sums of its row
   and of its column, times `||x|| ** 0.5`, over the whole layer.
 
-SparseGPT chooses while it compensates: see `sparsegpt`.
+SparseGPT selects weights inside its column loop: see `sparsegpt`.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ if TYPE_CHECKING:
 
 
 class MaskingMethod(PruningMethod):
-    """A method that removes the weights with the lowest scores and changes no other.
+    """Method that removes the weights with the lowest scores and keeps all others unchanged.
 
     Attributes:
-        per_output: compares weights within an output instead of those of the whole layer.
+        per_output: whether weights are compared within an output instead of within the layer.
     """
 
     per_output: ClassVar[bool] = False
 
     @abstractmethod
     def score(self, weight: Tensor, mean_square: Tensor | None) -> Tensor:
-        """Return the score of each weight, float32 `[O, I]`; only the order counts.
+        """Returns the score of each weight, float32 `[O, I]`; only their order matters.
 
         Args:
             weight: `[O, I]`.
             mean_square: `[I]`, mean square of each input; None without calibration.
 
         Raises:
-            NumericsError: NaN or infinity in weight or inputs.
-            ValueError: a method that needs inputs got none.
+            NumericsError: weight or inputs contain NaN or infinity.
+            ValueError: inputs are required but missing.
         """
 
     def prune(self, layer: Layer, pattern: NMSparsity | None, sparsity: float, joint: Scheme | None) -> Pruned:
@@ -91,7 +91,7 @@ class RIA(MaskingMethod):
 
 
 def wanda_score(weight: Tensor, mean_square: Tensor | None) -> Tensor:
-    """Return `|w| * ||x||`, float32 `[O, I]`; see `MaskingMethod.score`."""
+    """Returns `|w| * ||x||`, float32 `[O, I]`; see `MaskingMethod.score`."""
     size = _sizes(weight)
     return size * _norms(mean_square, size)
 
@@ -104,7 +104,7 @@ def _sizes(weight: Tensor) -> Tensor:
 
 
 def _norms(mean_square: Tensor | None, size: Tensor) -> Tensor:
-    """Root mean square of each input `[I]`, on the device of `size`."""
+    """Returns the root mean square of each input `[I]`, on the device of `size`."""
     from compress.common.device import require_finite
 
     if mean_square is None:
@@ -114,7 +114,8 @@ def _norms(mean_square: Tensor | None, size: Tensor) -> Tensor:
 
 
 def keep_pattern(score: Tensor, sparsity: NMSparsity) -> Tensor:
-    """Bool `[O, I]`: the `kept` highest scores of every `of` neighbours in a row; of equal ones the first."""
+    """Returns the mask of the `kept` highest scores of every `of` consecutive ones in a row, bool `[O, I]`; of equal
+    scores the first."""
     import torch
 
     grouped = score.unflatten(1, (-1, sparsity.m))
@@ -124,10 +125,11 @@ def keep_pattern(score: Tensor, sparsity: NMSparsity) -> Tensor:
 
 
 def keep_share(score: Tensor, share: float, *, per_output: bool) -> Tensor:
-    """Bool `[O, I]`: all but the lowest scores, so that `share` of them (rounded to whole weights) are gone.
+    """Returns the mask that removes a `share` of the weights (rounded to whole weights) with the lowest scores, bool
+    `[O, I]`.
 
     Args:
-        per_output: within each row rather than over the whole matrix.
+        per_output: whether to select within each row instead of over the whole matrix.
     """
     import torch
 

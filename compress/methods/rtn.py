@@ -1,4 +1,4 @@
-"""Round to nearest: every weight to its nearest code, under scales chosen for the least squared error."""
+"""Round to nearest: rounds every weight to its nearest code, with scales of least squared error."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class RTN(QuantizationMethod):
         return ""
 
     def compress(self, layer: Layer) -> Weight:
-        """Round to the nearest values, columns weighted by the mean squares of their inputs."""
+        """Rounds to the nearest values, with columns weighted by the mean squares of their inputs."""
         return layer.scheme.round(layer.weight, layer.importance, layer.dtype)
 
     def round_factors(self, left: Tensor, right: Tensor, layer: Layer) -> LowRankWeight:
-        """Round `right [r, I]`, then `left [O, r]` for inputs that are taken as independent."""
+        """Rounds `right [r, I]`, then `left [O, r]` under the assumption of independent inputs."""
 
         from compress.checkpoint.weights.low_rank import LowRankWeight
 

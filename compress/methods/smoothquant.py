@@ -1,7 +1,7 @@
-"""SmoothQuant: activation outliers are divided out and multiplied into the weights, so that both fit in 8 bits.
+"""SmoothQuant: moves activation outliers into the weights, which makes both fit in 8 bits.
 
 Xiao et al. 2022, https://arxiv.org/abs/2211.10438, section 4: `s = max|x|^alpha / max|w|^(1 - alpha)` for each input
-channel. The paper has one alpha for a model; here each edge has its own, chosen by the error of the module's output.
+channel. The paper uses one alpha per model; here each mapping has its own, chosen by the error of the module's output.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from compress.methods.shared.smoothing import Candidate, SmoothingResult
 
 ALPHAS = (0.3, 0.4, 0.5, 0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9)
-# Channels that calibration never excited would get a scale of zero.
+# Channels that are zero in the calibration would get a scale of zero.
 _SMALLEST = 1e-5
 
 
@@ -47,7 +47,7 @@ class SmoothQuant(QuantizationMethod):
     data: ClassVar[Needs] = Needs(inputs=True, sample_rows=SMOOTHING_ROWS)
 
     def unsupported(self, scheme: Scheme) -> str:
-        return "" if scheme.activation_bits else "it makes room for 8-bit activations, so set activation_bits: 8"
+        return "" if scheme.activation_bits else "it is for 8-bit activations: set activation_bits: 8"
 
     def default_scheme(self) -> Scheme:
         return Int(8, None, activations=Activations.INT8)
@@ -63,10 +63,10 @@ def search_alpha(search: ScaleSearch, alphas: Sequence[float] = ALPHAS, insist: 
     """Tries every alpha, and keeps the identity unless one is better.
 
     Args:
-        insist: fold the best alpha even where the identity is better: for an alpha the user fixed.
+        insist: whether to fold the best alpha even if the identity is better, for an alpha set by the user.
 
     Raises:
-        NumericsError: NaN or infinity in a weight, the magnitudes or the unsmoothed loss.
+        NumericsError: a weight, the magnitudes or the loss without smoothing contain NaN or infinity.
     """
     import torch
 

@@ -1,8 +1,8 @@
 """SparseGPT: prunes column by column and compensates the error in the columns that follow.
 
-Frantar and Alistarh 2023, https://arxiv.org/abs/2301.00774, sections 3 and 3.4: the mask is chosen on the weights as
-they are by then, and where a scheme is given each kept weight is rounded in the same loop, so that the feedback of one
-serves both. Columns keep their order, in which patterns lie.
+Frantar and Alistarh 2023, https://arxiv.org/abs/2301.00774, sections 3 and 3.4: the mask is selected from the updated
+weights, and if a scheme is given, kept weights are rounded in the same loop, so both errors share one feedback. Columns
+keep their order, which N:M patterns require.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ def prune_sparsegpt(
     scheme: Int | None = None,
     scale_dtype: torch.dtype | None = None,
 ) -> IntegerWeight | Tensor:
-    """Prunes `weight [O, I]`, and quantizes the kept weights where there is a scheme; zeros are exact either way.
+    """Prunes `weight [O, I]`, and quantizes the kept weights if a scheme is given; zeros are exact in both cases.
 
     Args:
-        factor: of the inputs' Hessian, without activation order.
-        pattern: N:M; None prunes a `share` of the weights anywhere.
+        factor: factor of the inputs' Hessian, without activation order.
+        pattern: N:M pattern; None prunes a `share` of the weights anywhere.
 
     Returns:
         Integers under the scheme, or float32 `[O, I]`.
@@ -74,7 +74,7 @@ def prune_sparsegpt(
     likely = weight.float().masked_fill(~likely_kept, 0.0)
     grid = None
     if scheme is not None:
-        # Weights that will be gone must not widen the range of those that stay.
+        # Pruned weights must not widen the range of kept ones.
         grid = IntegerGrid(search_scales(likely, scheme, factor.importance, scale_dtype), scheme)
     if factor.feedback is None or factor.spread is None:
         return likely if grid is None else encode(likely, grid.scales, grid.scheme)

@@ -1,1 +1,1 @@
-"""The compression run: plan what happens to every tensor, then stream one block at a time, resumably."""
+"""Compression run: plans every tensor, then processes one block at a time, resumably."""

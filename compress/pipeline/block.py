@@ -1,4 +1,4 @@
-"""One transformer block of a run: its weights, its plan, and the records of its compression."""
+"""Transformer block of a run: its weights, its plan, and the records of its compression."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class LinearRecord:
-    """The record of one linear for the report.
+    """Record of one linear for the report.
 
     Attributes:
-        input_outlier: its largest input over the median of its channels' largest, before smoothing; None when nothing
-            was observed.
-        rank: of its factors; None when it has none.
-        kept_whole: why it has none although it was to be factorized; empty otherwise.
+        input_outlier: ratio of the largest input to the median of the channels' maxima, before smoothing; None without
+            observations.
+        rank: rank of its factors; None without factors.
+        kept_whole: reason why a planned factorization was skipped; empty otherwise.
     """
 
     module: str
@@ -53,7 +53,7 @@ class LinearRecord:
 
 @dataclass(frozen=True, slots=True)
 class SmoothingRecord:
-    """The record of one smoothing mapping."""
+    """Record of one smoothing mapping."""
 
     source: str
     targets: tuple[str, ...]
@@ -64,16 +64,17 @@ class SmoothingRecord:
 
 @dataclass
 class BlockOutcome:
-    """A finished block.
+    """Result of compressing a block.
 
     Attributes:
         weights: packed weights by full module name.
         kept: weights that keep the codes of a quantized source, by full module name.
-        pruned: weights stored dense, zeros and all, by full tensor name.
+        pruned: pruned weights stored dense with their zeros, by full tensor name.
         dense: tensors that stay dense, by full name, as stored.
-        hidden: `[N, L, H]`, input of the next block; None when nothing is calibrated.
-        reference: `[N, L, H]`, the same of the dense model; None when nothing asks for it.
-        relative_error: squared error of the block's output over the square of what the block adds, on search sequences.
+        hidden: `[N, L, H]`, input of the next block; None without calibration.
+        reference: `[N, L, H]`, input of the next block in the dense model; None if not needed.
+        relative_error: squared error of the block's output, relative to the squared residual update, on search
+            sequences.
     """
 
     weights: dict[str, Weight] = field(default_factory=dict)
@@ -89,7 +90,7 @@ class BlockOutcome:
     coverage: tuple[ExpertCoverage, ...] = ()
 
     def keep(self, stored: Weight | Tensor, record: LinearRecord) -> None:
-        """Adds what became of one linear, in host memory."""
+        """Adds the result of one linear, moved to host memory."""
         stored = stored.to("cpu")
         if isinstance(stored, Tensor):
             self.pruned[f"{record.module}.weight"] = stored
@@ -98,10 +99,10 @@ class BlockOutcome:
         self.linears.append(record)
 
     def tensors(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Return the stored tensors by full name. Raises SchemeError for a weight that cannot be stored.
+        """Returns the stored tensors by full name. Raises SchemeError for a weight that cannot be stored.
 
         Args:
-            dtype: the model's, in which scales and values that are not quantized are stored.
+            dtype: dtype of the model, in which scales and unquantized values are stored.
         """
         stored = self.dense | self.pruned
         for module, weight in self.weights.items():
@@ -113,8 +114,8 @@ class BlockOutcome:
         return stored
 
     def facts(self) -> dict[str, Any]:
-        """Return plain values for the metadata of the piece and the report: what happened, with the scheme and the
-        digest of every weight."""
+        """Returns plain values for the piece's metadata and the report, with the scheme and the digest of every
+        weight."""
         return {
             "schemes": {module: weight.scheme.to_dict() for module, weight in (self.weights | self.kept).items()},
             "digests": {name: digest(weight) for name, weight in (self.weights | self.kept | self.pruned).items()},
@@ -128,15 +129,15 @@ class BlockOutcome:
 
 @dataclass(frozen=True, slots=True)
 class BlockJob:
-    """One block's share of the plan.
+    """Plan of one block.
 
     Attributes:
-        index: which block.
-        layer_plans: what happens to each linear, by name inside the block.
+        index: index of the block.
+        layer_plans: plans of linears, by name inside the block.
         smoothing_mappings: smoothing mappings in use.
         scale_dtype: dtype in which scales are stored.
-        head_dim: channels of an attention head.
-        seed: the recipe's.
+        head_dim: channels per attention head.
+        seed: seed of the recipe.
     """
 
     index: int
@@ -156,26 +157,26 @@ class BlockJob:
 
     @property
     def tuned(self) -> LayerPlan | None:
-        """The plan of a linear with learned rounding, which is the same for all of them; None when there is none."""
+        """Plan of learned rounding, which all affected linears share; None without learned rounding."""
         return next((each for each in self.layer_plans.values() if each.is_tuned), None)
 
     @property
     def with_quantized_inputs(self) -> dict[str, Scheme]:
-        """Linears whose inputs are rounded to 8 bits when they are served."""
+        """Linears with 8-bit inputs at serving time."""
         schemes = {name: each.scheme for name, each in self.layer_plans.items() if each.scheme}
         return {name: scheme for name, scheme in schemes.items() if scheme.activation_bits}
 
 
 @dataclass
 class LoadedBlock:
-    """A block in memory.
+    """Block loaded into memory.
 
     Attributes:
-        name: its name in the model, e.g. `model.layers.3`.
-        module: the module, weights in the dtype of computation.
+        name: name in the model, e.g. `model.layers.3`.
+        module: module with weights in the dtype of computation.
         weights: float32 `[O, I]` masters of the linears to quantize, by name inside the block.
-        dense: tensors that stay dense, in their stored dtype, by name inside the block; those that keep the codes of a
-            quantized source are not among them.
+        dense: tensors that stay dense, in their stored dtype, by name inside the block; excludes tensors that keep the
+            codes of a quantized source.
     """
 
     name: str
@@ -192,7 +193,7 @@ class LoadedBlock:
         parameter.data = weight.to(parameter.device, parameter.dtype)
 
     def set_dense(self, name: str, tensor: Tensor) -> None:
-        """Replaces a dense tensor, both as it will be stored and as it computes."""
+        """Replaces a dense tensor, both for storage and for computation."""
         self.dense[name] = tensor
         parameter = self.module.get_parameter(name)
         parameter.data = tensor.to(parameter.device, parameter.dtype)
@@ -204,12 +205,12 @@ def load_block(
     """Reads block `index` from the checkpoint.
 
     Args:
-        quantized: linears, by name inside the block, that get float32 masters.
-        device: where the block computes.
-        dtype: dtype in which it computes.
+        quantized: names inside the block of linears that get float32 masters.
+        device: device of computation.
+        dtype: dtype of computation.
 
     Raises:
-        CheckpointError: a tensor is missing or has another shape than the model's.
+        CheckpointError: a tensor is missing or its shape differs from the model's.
         NumericsError: a tensor holds NaN or infinity.
     """
     block = read_block(skeleton, files, index, quantized, device)
@@ -225,7 +226,7 @@ def read_block(
     device: torch.device,
     masters: torch.dtype | None = torch.float32,
 ) -> LoadedBlock:
-    """Return the tensors of block `index` without a module that could compute: all that rounding to nearest needs.
+    """Returns the tensors of block `index` without a module for computation, for methods without calibration.
 
     Args:
         masters: dtype of the weights of `quantized`; None leaves them as stored, on memory-mapped pages.
@@ -241,11 +242,11 @@ def read_block(
 
 
 def fill(module: nn.Module, prefix: str, files: TensorFiles, device: torch.device, dtype: torch.dtype) -> None:
-    """Gives every parameter and stored buffer of `module` its tensor `<prefix>.<name>`, as `dtype` on `device`."""
+    """Loads every parameter and stored buffer of `module` from the tensor `<prefix>.<name>`, as `dtype` on `device`."""
     for name, parameter in list(module.named_parameters()):
         tensor = read_tensor(files, f"{prefix}.{name}", tuple(parameter.shape))
         owner, _, leaf = name.rpartition(".")
-        # clone() detaches small tensors from the memory map, whose pages are given back while the block computes.
+        # clone() detaches small tensors from the memory map, whose pages are released while the block computes.
         value = tensor.to(device, dtype) if tensor.dtype != dtype or device.type != "cpu" else tensor.clone()
         setattr(module.get_submodule(owner), leaf, nn.Parameter(value, requires_grad=False))
     for name, buffer in list(module.named_buffers()):
@@ -256,17 +257,17 @@ def fill(module: nn.Module, prefix: str, files: TensorFiles, device: torch.devic
 
 
 def release(module: nn.Module) -> None:
-    """Sends the parameters back to the meta device; buffers stay, for they may be in no file."""
+    """Moves the parameters back to the meta device; buffers stay, because files may not contain them."""
     for owner in module.modules():
         for leaf, parameter in list(owner.named_parameters(recurse=False)):
             setattr(owner, leaf, nn.Parameter(parameter.data.to("meta"), requires_grad=False))
 
 
 def read_tensor(files: TensorFiles, name: str, shape: tuple[int, ...]) -> Tensor:
-    """Return a finite floating point tensor of the expected shape. Raises CheckpointError or NumericsError."""
+    """Returns a finite floating point tensor of the expected shape. Raises CheckpointError or NumericsError."""
     if files.shape(name) != shape:
         raise CheckpointError(
-            f"{name} has shape {list(files.shape(name))} in {files.path}, but config.json asks for {list(shape)}",
+            f"{name} has shape {list(files.shape(name))} in {files.path}, but config.json implies {list(shape)}",
             "Use the config.json that belongs to these weights",
         )
     tensor = files.tensor(name)
@@ -275,7 +276,7 @@ def read_tensor(files: TensorFiles, name: str, shape: tuple[int, ...]) -> Tensor
 
 
 def check_finite(name: str, tensor: Tensor) -> None:
-    """Raises NumericsError when a tensor holds NaN or infinity."""
+    """Raises NumericsError if a tensor contains NaN or infinity."""
     if bad := count_nonfinite(tensor):
         raise NumericsError(
             f"{name} holds {bad} NaN or infinite values among {tensor.numel()}",

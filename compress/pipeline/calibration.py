@@ -1,4 +1,4 @@
-"""Calibration on its way through the blocks of a run, in micro-batches that shrink when memory runs out."""
+"""Calibration data passing through the blocks of a run, in micro-batches that shrink if memory runs out."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from compress.pipeline.memory import with_smaller_batches
 from compress.pipeline.prepare import RunContext
 from compress.pipeline.resume import Progress, RunDisplay
 
-# Searches run over this share of the calibration tokens, and at least this many: they cost dozens of passes over them.
+# Share and minimum number of calibration tokens for searches, which take dozens of passes over them.
 _SEARCH_SHARE, _MIN_SEARCH_TOKENS = 1 / 32, 512
 
 
 class PassedOn(Protocol):
-    """The outcome of work on a block: `hidden [N, L, H]`, the inputs of the next block, and `reference`, the same of
-    the dense model where a method needs it."""
+    """Result of processing a block: `hidden [N, L, H]`, the inputs of the next block, and `reference`, those of the
+    dense model if a method needs them."""
 
     hidden: Tensor | None
     reference: Tensor | None
@@ -32,16 +32,16 @@ BlockWork = Callable[[LoadedBlock, BlockJob, Calibration, torch.device, Callable
 
 
 class CalibratedRunner(Generic[Outcome]):
-    """Carries the calibration from block to block.
+    """Runner that passes calibration data from block to block.
 
     Args:
-        work: the work on a block; its outcome holds the inputs of the next.
-        progress: where those of block `done` are.
-        embedding: gives what takes the place of the stored embedding `[V, H]`, if anything does.
+        work: function that processes a block; its result holds the inputs of the next.
+        progress: progress folder, which holds the inputs of block `done`.
+        embedding: function that returns a replacement of the stored embedding `[V, H]`, if any.
 
     Attributes:
-        micro_batch: sequences that run at once; halved when memory runs out, and recorded with every block so that a
-            resumed run computes just as an uninterrupted one.
+        micro_batch: sequences per forward pass; halved if memory runs out, and recorded with every block, so a resumed
+            run computes the same values as an uninterrupted one.
         passed_on: see `BlockInputs.passed_on`.
     """
 
@@ -67,7 +67,7 @@ class CalibratedRunner(Generic[Outcome]):
         self.micro_batch = progress.facts(done - 1)["micro_batch"] if done else context.micro_batch
 
     def run(self, index: int) -> Outcome:
-        """Works on block `index` and keeps its outputs as the inputs of the next."""
+        """Processes block `index` and keeps its outputs as inputs of the next."""
         outcome = with_smaller_batches(lambda size: self._attempt(index, size), self.micro_batch, self._retry)
         self._hidden, self._reference = outcome.hidden, outcome.reference
         return outcome
@@ -99,7 +99,7 @@ class CalibratedRunner(Generic[Outcome]):
         self._calibration = None
 
     def _capture(self, micro_batch: int) -> Calibration:
-        """Return arguments of all blocks, and the hidden states as far as they have come."""
+        """Returns the arguments of all blocks, and the current hidden states."""
         inputs = self._capture_tokens(self._tokens, micro_batch, self._embedding())
         search = self._capture_tokens(self._tokens[self._rows], micro_batch, self._embedding())
         calibration = Calibration(inputs, search, self._rows)
@@ -123,7 +123,7 @@ class CalibratedRunner(Generic[Outcome]):
 
 
 def _search_rows(tokens: Tensor) -> Tensor:
-    """Return sequences for searches, evenly spread; the choice does not depend on the micro-batch."""
+    """Returns evenly spaced sequences for searches; the choice does not depend on the micro-batch."""
     count, length = tokens.shape
     wanted = max(count * length * _SEARCH_SHARE, _MIN_SEARCH_TOKENS)
     return torch.linspace(0, count - 1, min(count, max(1, round(wanted / length)))).round().long()

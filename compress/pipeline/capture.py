@@ -1,7 +1,7 @@
-"""The inputs of each transformer block: hidden states, and all other arguments as they were passed.
+"""Inputs of each transformer block: hidden states, and all other arguments as passed by the model.
 
-The model's own forward runs once over its embedding with recorders in place of the blocks. So rotary embeddings, masks
-and whatever else a family passes to its blocks come from the family's own code, and no forward pass is copied here.
+The model's own forward runs once over its embedding with recorders in place of the blocks. Rotary embeddings, masks
+and other arguments of blocks therefore come from the family's own code, and no forward pass is reimplemented here.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from compress.pipeline.experts import mixtures
 from compress.pipeline.skeleton import Skeleton
 
 PASSED = "prev_topk_indices"
-"""Argument by which a block reads what the one before it returns beside hidden states; a store stands there."""
+"""Argument that passes further outputs of one block to the next; replaced by a store."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """The arguments of one block for one micro-batch, without the hidden states."""
+    """Arguments of one block for one micro-batch, without the hidden states."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
     def run(self, block: Callable[..., Any], hidden: Tensor) -> Tensor:
-        """Return a block's output `[B, L, H]`; families that return a tuple put it first."""
+        """Returns a block's output `[B, L, H]`; families that return a tuple put it first."""
         store = self.kwargs.get(PASSED)
         if store is None:
             output = block(hidden, *self.args, **self.kwargs)
@@ -52,13 +52,13 @@ class Call:
 
 @dataclass
 class BlockInputs:
-    """Calibration on its way through the model.
+    """Calibration inputs of the current block.
 
     Attributes:
         hidden: `[N, L, H]` on the host, input of the next block, in the dtype of computation.
-        calls: for each micro-batch the arguments of every block; equal ones are the same object.
-        micro_batch: sequences that run at once.
-        tokens_per_channel: of the statistics of experts.
+        calls: arguments of every block per micro-batch; equal ones are the same object.
+        micro_batch: sequences per forward pass.
+        tokens_per_channel: minimum tokens per channel of the statistics of experts.
     """
 
     hidden: Tensor
@@ -67,13 +67,13 @@ class BlockInputs:
     tokens_per_channel: int = TOKENS_PER_CHANNEL
 
     def batches(self, index: int, device: torch.device) -> Iterator[tuple[Tensor, Call]]:
-        """Hidden states `[B, L, H]` on `device` and the arguments of block `index`, micro-batch by micro-batch."""
+        """Yields hidden states `[B, L, H]` on `device` and arguments of block `index` for each micro-batch."""
         for hidden, calls in zip(self.hidden.split(self.micro_batch), self.calls, strict=True):
             yield hidden.to(device), calls[index]
 
     def passed_on(self) -> dict[str, Tensor]:
-        """Returns what blocks so far passed on to later ones beside hidden states, `[N, ...]` on the host: keys and
-        values that layers share, or the tokens that a layer chose."""
+        """Returns outputs other than hidden states that earlier blocks pass to later ones, `[N, ...]` on the host: keys
+        and values that layers share, or the tokens that a layer selected."""
         stores = [store_of(calls) for calls in self.calls]
         names = [(kind, part) for kind, parts in (stores[0] or {}).items() for part in range(len(parts))]
         return {
@@ -82,7 +82,7 @@ class BlockInputs:
         }
 
     def pass_on(self, passed: Mapping[str, Tensor], device: torch.device) -> None:
-        """Puts that in the places where later blocks look for it."""
+        """Stores these outputs where later blocks read them."""
         for name, tensor in passed.items():
             kind, _, part = name.rpartition(".")
             for calls, rows in zip(self.calls, tensor.split(self.micro_batch), strict=True):
@@ -92,21 +92,21 @@ class BlockInputs:
 
 
 def store_of(calls: list[Call]) -> UserDict[str, tuple[Tensor, ...]] | None:
-    """Returns the place where the blocks of a micro-batch leave something for later ones."""
+    """Returns the store in which the blocks of a micro-batch pass outputs to later ones."""
     values = (value for call in calls for value in call.kwargs.values())
     return next((value for value in values if isinstance(value, UserDict)), None)
 
 
 @dataclass
 class Calibration:
-    """All of the calibration, and the few sequences of it that searches run over.
+    """Calibration data, and its subset for searches.
 
     Attributes:
-        inputs: every sequence, on its way through the model.
-        search: the search sequences; their hidden states are rows of `inputs.hidden`.
-        search_rows: which rows.
-        tuning: every sequence again, in micro-batches of at most one step of learning; None when nothing is learned.
-        reference: `[N, L, H]`, what enters the block in the dense model; None when nothing asks for it.
+        inputs: inputs of all sequences.
+        search: inputs of the search sequences; their hidden states are rows of `inputs.hidden`.
+        search_rows: indices of these rows.
+        tuning: inputs of all sequences in micro-batches of at most one learning step; None without learning.
+        reference: `[N, L, H]`, input of the block in the dense model; None if not needed.
     """
 
     inputs: BlockInputs
@@ -116,7 +116,7 @@ class Calibration:
     reference: Tensor | None = None
 
     def advance(self, hidden: Tensor, reference: Tensor | None = None) -> None:
-        """Puts a block's outputs in the place of its inputs."""
+        """Replaces the inputs by the outputs of a block."""
         self.inputs.hidden = hidden
         self.search.hidden = hidden[self.search_rows]
         self.reference = reference
@@ -124,7 +124,7 @@ class Calibration:
             self.tuning.hidden = hidden
 
     def pass_on(self, passed: Mapping[str, Tensor], device: torch.device) -> None:
-        """Puts what blocks passed on beside hidden states in the places where later ones look for it."""
+        """Stores outputs of blocks other than hidden states where later blocks read them."""
         self.inputs.pass_on(passed, device)
         self.search.pass_on({name: tensor[self.search_rows] for name, tensor in passed.items()}, device)
         if self.tuning is not None:
@@ -132,7 +132,7 @@ class Calibration:
 
 
 def run_block(module: nn.Module, hidden: Tensor, call: Call) -> Tensor:
-    """Return a block's output `[B, L, H]`; families that return a tuple put it first."""
+    """Returns a block's output `[B, L, H]`; families that return a tuple put it first."""
     return call.run(module, hidden)
 
 
@@ -144,13 +144,13 @@ def run_all(
     device: torch.device,
     tick: Callable[[float], None] = lambda _: None,
 ) -> Tensor:
-    """Return the block's output `[N, L, H]` on the host, for all of the calibration.
+    """Returns the block's output `[N, L, H]` on the host for all calibration sequences.
 
     Args:
-        tick: told the share of the calibration that has passed.
+        tick: callback with the completed share of the calibration.
 
     Raises:
-        NumericsError: NaN or infinity in the output.
+        NumericsError: the output contains NaN or infinity.
     """
     outputs = torch.empty_like(inputs.hidden)
     for begin, (hidden, call) in zip(
@@ -176,10 +176,10 @@ def capture_inputs(
     dtype: torch.dtype,
     embedding: Tensor | None = None,
 ) -> BlockInputs:
-    """Runs the embedding over `tokens [N, L]` and records what every block is passed.
+    """Runs the embedding over `tokens [N, L]` and records the arguments of every block.
 
     Args:
-        embedding: `[V, H]`, looked up in place of the stored one.
+        embedding: `[V, H]`, replacement of the stored embedding.
 
     Raises:
         CheckpointError: an embedding tensor is missing or misshapen.
@@ -206,7 +206,7 @@ def capture_inputs(
 
 
 class StandIn(nn.Module):
-    """Stands where a block stood, and looks like the block to whoever asks."""
+    """Replacement of a block with the same attributes."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
@@ -220,7 +220,7 @@ class StandIn(nn.Module):
 
 
 class _Recorder(StandIn):
-    """A module that records its arguments."""
+    """Module that records its arguments."""
 
     hidden: Tensor
     call: Call
@@ -265,7 +265,7 @@ def _record(trunk: nn.Module, recorders: list[_Recorder], tokens: Tensor) -> lis
 
 
 def _outside(skeleton: Skeleton, trunk: nn.Module) -> dict[str, nn.Module]:
-    """Return the trunk's children beside the blocks, by full name."""
+    """Returns the trunk's children other than the blocks, by full name."""
     prefix = skeleton.architecture.blocks.rpartition(".")[0]
     return {f"{prefix}.{name}": child for name, child in trunk.named_children() if child is not skeleton.blocks}
 
@@ -278,7 +278,7 @@ def _fill_outside(
 
 
 def _shared(call: Call, first: Call) -> Call:
-    """Return the first micro-batch's arguments where these are equal, so that they are kept once."""
+    """Returns the first micro-batch's arguments in place of equal ones, which stores them once."""
     return first if _equal(call.args, first.args) and _equal(call.kwargs, first.kwargs) else call
 
 
@@ -289,7 +289,7 @@ def _equal(left: Any, right: Any) -> bool:
         return len(left) == len(right) and all(map(_equal, left, right))
     if isinstance(left, dict) and isinstance(right, dict):
         return left.keys() == right.keys() and all(_equal(left[key], right[key]) for key in left)
-    # Blocks that pass something on to others do so in a store of this micro-batch, which is empty now.
+    # Blocks pass outputs to later ones in a store per micro-batch, which is still empty here.
     return left is right if isinstance(left, UserDict) else left is right or left == right
 
 
@@ -298,9 +298,9 @@ class Observed:
     """Statistics by linear.
 
     Attributes:
-        groups: linears that share their input, hence one statistics object; without those of experts.
-        expert_groups: alike, linears of experts, expert by expert.
-        coverage: of every mixture.
+        groups: linears that share an input and one statistics object, without those of experts.
+        expert_groups: likewise for the linears of each expert.
+        coverage: coverage of every mixture's experts.
     """
 
     statistics: Mapping[str, InputStatistics]
@@ -317,16 +317,16 @@ def observe(
     device: torch.device,
     tick: Callable[[float], None] = lambda _: None,
 ) -> Observed:
-    """Runs the whole calibration through a block and gathers statistics of its linears' inputs.
+    """Runs all calibration sequences through a block and collects statistics of its linears' inputs.
 
-    The first micro-batch shows which linears receive the very same tensor; from then on one of them counts for all.
-    A linear that nothing reaches is in no group. Experts have statistics of the tokens that enter their mixture.
+    The first micro-batch shows which linears receive the same tensor; after that only one of them is observed. A linear
+    without input is in no group. Experts have statistics of the tokens that enter their mixture.
 
     Args:
-        tick: told the share of the calibration that has passed.
+        tick: callback with the completed share of the calibration.
 
     Raises:
-        NumericsError: NaN or infinity in an input, naming the linear.
+        NumericsError: an input contains NaN or infinity; names the linear.
     """
     found = {name: MixtureInputs(name, experts, inputs.tokens_per_channel) for name, experts in mixtures(block.module)}
     plain = [name for name in needs if not name.startswith(tuple(f"{mixture}." for mixture in found))]
@@ -358,7 +358,7 @@ def observe(
 def _expert_groups(
     found: Mapping[str, MixtureInputs], needs: Mapping[str, Needs]
 ) -> dict[tuple[str, int], tuple[tuple[str, ...], ...]]:
-    """Return the linears of each expert that are asked for, those that share an input together."""
+    """Returns the requested linears of each expert, grouped by shared input."""
     return {
         (mixture, index): tuple(
             group
@@ -373,7 +373,7 @@ def _expert_groups(
 def linear_inputs(
     block: LoadedBlock, hidden: Tensor, call: Call, linears: Sequence[str]
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """The input of each linear in one forward pass, in the order in which they are reached, and the block's output."""
+    """Returns the input of each linear in one forward pass, in execution order, and the block's output."""
     seen: dict[str, Tensor] = {}
     handles = [_on_input(block.linear(name), partial(seen.setdefault, name)) for name in linears]
     try:
@@ -422,17 +422,17 @@ def follow_dense(
     device: torch.device,
     tick: Callable[[float], None] = lambda _: None,
 ) -> tuple[dict[str, InputDifference], Tensor]:
-    """Runs the calibration of both models through a block that still has its own weights.
+    """Runs the calibration inputs of both models through a block with unmodified weights.
 
     Args:
-        inputs: what enters the block in the quantized model.
-        reference: `[N, L, H]`, what enters it in the dense one.
-        linears: those whose inputs are compared.
-        tick: told the share of the calibration that has passed.
+        inputs: inputs of the block in the quantized model.
+        reference: `[N, L, H]`, inputs of the block in the dense model.
+        linears: linears whose inputs are compared.
+        tick: callback with the completed share of the calibration.
 
     Returns:
-        The differences by linear, without those that other tokens reach in the dense model (experts); and the dense
-        model's next hidden states `[N, L, H]`, on the host.
+        Input differences by linear, without experts that receive other tokens in the dense model; and the dense model's
+        next hidden states `[N, L, H]` on the host.
     """
     found = {name: InputDifference(block.linear(name).in_features, device) for name in linears}
     outputs = torch.empty_like(reference)

@@ -1,4 +1,4 @@
-"""The work on one block: observe, smooth, quantize, measure, and compute the inputs of the next block."""
+"""Processing of one block: observe, smooth, quantize, measure, and compute the inputs of the next block."""
 
 from __future__ import annotations
 
@@ -43,19 +43,19 @@ from compress.plan import LayerPlan
 
 Learnable = IntegerWeight | BlockIntegers
 Batch = tuple[Tensor, Call, Tensor]
-"""Hidden states `[B, L, H]`, the other arguments of the block, and the wanted output `[B, L, H]`."""
+"""Hidden states `[B, L, H]`, the other arguments of the block, and the target output `[B, L, H]`."""
 
 
 @dataclass
 class BlockError:
-    """The error of one block, as `compress.methods.base.BlockObjective` describes it.
+    """Reconstruction error of one block; implements `compress.methods.base.BlockObjective`.
 
     Attributes:
-        block: holds everything but the weights that are learned as it will be stored.
-        index: position of the block.
-        calibration: the inputs of the block.
+        block: block in which everything except the learned weights has its final stored values.
+        index: index of the block.
+        calibration: inputs of the block.
         target: `[N, L, H]` on the host, the output of the dense block on the dense model's inputs.
-        seed: decides the order of the sequences.
+        seed: seed of the order of sequences.
     """
 
     block: LoadedBlock
@@ -72,17 +72,17 @@ class BlockError:
         options: Any,
         tick: Callable[[float], None] = lambda _: None,
     ) -> TunedBlock:
-        """Let a method learn the weights of the block; see `QuantizationMethod.tune_block`."""
+        """Learns the weights of the block with a method; see `QuantizationMethod.tune_block`."""
         with torch.enable_grad(), _repeatable(self.device):
             return method.tune_block(self, starts, options, tick)
 
     def batches(self) -> Iterator[Batch]:
-        """Yield micro-batches without end, shuffled anew each time all have been seen."""
-        # Every block has its own order, and a resumed run the same.
+        """Yields micro-batches indefinitely, reshuffled after each epoch."""
+        # Every block has its own order, which resumed runs reproduce.
         generator = torch.Generator().manual_seed((self.seed + self.index) % 2**63)
         inputs = self.calibration.tuning
         if inputs is None:
-            raise ValueError("a block is to be tuned, and no inputs were captured for it")
+            raise ValueError("a block must be tuned, but its inputs were not captured")
         hidden, targets = inputs.hidden.split(inputs.micro_batch), self.target.split(inputs.micro_batch)
         while True:
             for number in torch.randperm(len(hidden), generator=generator).tolist():
@@ -90,11 +90,11 @@ class BlockError:
                 yield hidden[number].to(self.device), call, target
 
     def size(self, batch: Batch) -> int:
-        """Return the sequences in a micro-batch."""
+        """Returns the number of sequences per micro-batch."""
         return len(batch[0])
 
     def error(self, weights: Mapping[str, Tensor], batch: Batch) -> Tensor:
-        """Return the squared error of the output over the mean square of the target, summed."""
+        """Returns the sum of squared output errors divided by the mean square of the target."""
         hidden, call, target = batch
         parameters = {f"{name}.weight": weight.to(hidden.dtype) for name, weight in weights.items()}
         output = call.run(lambda *args, **kwargs: functional_call(self.block.module, parameters, args, kwargs), hidden)
@@ -102,7 +102,7 @@ class BlockError:
 
     @torch.no_grad()
     def judge(self, weights: Mapping[str, Tensor]) -> float:
-        """Return the mean of the same over the search sequences."""
+        """Returns the mean error over the search sequences."""
         search, targets = self.calibration.search, self.target[self.calibration.search_rows]
         parts = zip(search.batches(self.index, self.device), targets.split(search.micro_batch), strict=True)
         total = sum(float(self.error(weights, (*inputs, target.to(self.device)))) for inputs, target in parts)
@@ -110,12 +110,12 @@ class BlockError:
 
 
 def _repeatable(device: torch.device) -> AbstractContextManager[None]:
-    """Attention with gradients that are the same every time: on a GPU the fast kernels add them up in any order."""
+    """Makes attention gradients deterministic: the fast GPU kernels accumulate them in any order."""
     return sdpa_kernel(SDPBackend.MATH) if device.type == "cuda" else nullcontext()
 
 
 Step = Callable[[str, float], None]
-# Begin and end of each part of the work on a block, for the progress bar; real times differ by method and device.
+# Start and end of each stage of a block, for the progress bar; actual times differ by method and device.
 _PARTS = {
     "statistics": (0.0, 0.3),
     "dense outputs": (0.3, 0.35),
@@ -141,13 +141,13 @@ def quantize_block(
     device: torch.device,
     step: Step = lambda _what, _share: None,
 ) -> BlockOutcome:
-    """Quantizes a block by its inputs; the block then holds what will be served, and so do its outputs.
+    """Quantizes a block by its inputs; afterwards the block and its outputs are those of the served model.
 
     Args:
-        step: receives the current part of the work and the share of the block that is done.
+        step: callback with the current stage and the completed share of the block.
 
     Raises:
-        NumericsError: NaN or infinity in inputs or outputs.
+        NumericsError: inputs or outputs contain NaN or infinity.
     """
     part = partial(_part, step, _PARTS_WHEN_TUNED if job.tuned else _PARTS)
     observed = observe(block, calibration.inputs, job.index, _needs(job), device, part("statistics"))
@@ -173,7 +173,7 @@ def quantize_block(
 
 
 def _part(step: Step, parts: Mapping[str, tuple[float, float]], what: str) -> Callable[[float], None]:
-    """Progress inside one part of the work, as a share of the whole block."""
+    """Returns progress within one stage, as a share of the whole block."""
     begin, end = parts[what]
     return lambda share: step(what, begin + share * (end - begin))
 
@@ -190,8 +190,8 @@ def _follow_dense(
     device: torch.device,
     tick: Callable[[float], None],
 ) -> tuple[dict[str, InputDifference], Tensor | None]:
-    """Return the differences of inputs to the dense model's, by the first of the linears that share one, and the output
-    `[N, L, H]` of the dense block on the dense model's inputs; empty and None where no method needs them."""
+    """Returns the input differences to the dense model, by the first of the linears that share an input, and the output
+    `[N, L, H]` of the dense block on the dense model's inputs; empty and None if no method needs them."""
     if calibration.reference is None:
         return {}, None
     asking = {name for name, each in job.layer_plans.items() if each.needs.dense_inputs}
@@ -210,7 +210,7 @@ def _smooth(
     outcome: BlockOutcome,
     tick: Callable[[float], None],
 ) -> dict[str, Tensor]:
-    """Searches all smoothing mappings, then folds them. Returns the scale now inside each target's columns."""
+    """Searches all smoothing mappings, then folds them. Returns the scale folded into each target's columns."""
     layouts = {mapping: head_layout(block, mapping, job.head_dim) for mapping in job.smoothing_mappings}
     found: dict[SmoothingMapping, SmoothingResult] = {}
     for number, mapping in enumerate(job.smoothing_mappings):
@@ -237,16 +237,16 @@ def _round(
     folded: dict[str, Tensor],
     outcome: BlockOutcome,
 ) -> dict[str, tuple[LayerCompressor, Learnable]]:
-    """Works on each linear, siblings together, and puts what came out into the block.
+    """Compresses each linear, siblings together, and writes the results into the block.
 
-    Returns the work on those whose rounding is still to be learned, and where that starts.
+    Returns the compressors of linears with learned rounding, and their starting weights.
     """
     begun: dict[str, tuple[LayerCompressor, Learnable]] = {}
     ranked = decompose_block(block.weights, job.layer_plans, observed.statistics)
     unreached = tuple((name,) for name in job.layer_plans if name not in observed.statistics)
     for group in observed.groups + observed.expert_groups + unreached:
         statistics = observed.statistics.get(group[0])
-        scale = folded.get(group[0])  # smoothing divides an input once, for all that read it
+        scale = folded.get(group[0])  # smoothing divides an input once, for all linears that read it
         inputs = HessianCache(statistics, scale, differences.get(group[0]))
         outliers = choose_columns({name: block.weights[name] for name in group}, job.layer_plans, statistics, scale)
         for name in group:
@@ -275,7 +275,7 @@ def _tune(
     outcome: BlockOutcome,
     tick: Callable[[float], None],
 ) -> None:
-    """Learn the rounding of the layers that begin with these weights, and put the result into the block."""
+    """Learns the rounding of layers from these starting weights, and writes the results into the block."""
     method = cast(QuantizationMethod, tuned.method)
     starts = {name: (work.weight, start) for name, (work, start) in begun.items()}
     learned = error.tune(method, starts, tuned.options, tick)

@@ -1,4 +1,4 @@
-"""One linear on its way to its stored form: pruned or factorized, then quantized, by the methods of its plan."""
+"""Compression of one linear: pruned or factorized, then quantized, by the methods of its plan."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from compress.pipeline.expert_inputs import ExpertStatistics
 from compress.plan import LayerPlan, Pruning
 
 UNREACHED = "no calibration token reached this layer"
-WHOLE = "kept whole: the weights that its rank would need are no fewer than its own"
+WHOLE = "kept whole: factors of this rank would not have fewer weights"
 
 
 @dataclass(frozen=True, slots=True)
 class Ranked:
-    """A linear's decomposition, and how much of it stays; None keeps the linear as it is."""
+    """Decomposition of a linear and its rank; None keeps the linear dense."""
 
     decomposition: Decomposition
     whitening: Whitening
@@ -40,14 +40,14 @@ def decompose_block(
     layer_plans: Mapping[str, LayerPlan],
     statistics: Mapping[str, InputStatistics],
 ) -> dict[str, Ranked]:
-    """Return every linear of a block that is to be factorized, with its rank.
+    """Returns the linears of a block to factorize, with their ranks.
 
     Args:
         weights: float32 `[O, I]` by name inside the block, after smoothing.
-        statistics: of inputs, by name; linears that nothing reached have none.
+        statistics: input statistics by name; linears without calibration tokens have none.
 
     Raises:
-        NumericsError: from the decomposition.
+        NumericsError: the decomposition fails.
     """
     chosen = {name: each for name, each in layer_plans.items() if each.factoring}
     parts: dict[str, tuple[Decomposition, Whitening]] = {}
@@ -63,8 +63,8 @@ def decompose_block(
 def energies(
     weights: Mapping[str, Tensor], layer_plans: Mapping[str, LayerPlan], statistics: Mapping[str, InputStatistics]
 ) -> dict[str, Tensor]:
-    """Return the energy of each rank of linears that are to be factorized, float64 `[min(O, I)]`, falling; arguments as
-    those of `decompose_block`. Raises NumericsError from the decomposition."""
+    """Returns the energy of each rank of linears to factorize, float64 `[min(O, I)]`, descending; arguments as in
+    `decompose_block`. Raises NumericsError if the decomposition fails."""
     known = _Whitenings(statistics)
     return {
         name: _comparable(each, spectrum(weights[name], known.of(name, each))) * known.activity(name)
@@ -74,7 +74,7 @@ def energies(
 
 @dataclass(frozen=True, slots=True)
 class _Whitenings:
-    """Linears that share their input follow each other and share its whitening; only the last one is kept."""
+    """Cache of the last whitening: linears that share an input are consecutive and share its whitening."""
 
     statistics: Mapping[str, InputStatistics]
     last: dict[FactorizationMethod, tuple[InputStatistics | None, Whitening]] = field(default_factory=dict)
@@ -88,14 +88,14 @@ class _Whitenings:
         return self.last[method][1]
 
     def activity(self, name: str) -> float:
-        """Returns the share of tokens that reach a linear: what an expert loses counts as often as it is chosen."""
+        """Returns the share of tokens that reach a linear, which weights the loss of experts."""
         return self.statistics.activity(name) if isinstance(self.statistics, ExpertStatistics) else 1.0
 
 
 def _ranks(
     chosen: Mapping[str, LayerPlan], weights: Mapping[str, Tensor], costs: Mapping[str, Tensor]
 ) -> dict[str, int | None]:
-    """Planned ranks, or for those that are allocated by block the ranks of least loss; stages allocate on their own."""
+    """Returns planned ranks, or the ranks of least loss for stages that allocate by block; each stage separately."""
     ranks = {name: each.scheme.rank if each.scheme else None for name, each in chosen.items()}
     for factoring in {each.factoring for each in chosen.values() if each.factoring and each.factoring.is_shared}:
         members = {
@@ -108,8 +108,8 @@ def _ranks(
 
 
 def _comparable(plan: LayerPlan, energies: Tensor) -> Tensor:
-    """Return energies that compare between linears: errors of the output, or where the method's energies are in
-    units of their own, shares of each layer's total."""
+    """Returns energies that are comparable between linears: output errors, or shares of each layer's total if the
+    method's energies have other units."""
     if plan.factoring and plan.factoring.method.energies_are_errors:
         return energies
     return energies / energies.sum().clamp(min=torch.finfo(torch.float64).tiny)
@@ -126,16 +126,16 @@ def _whitening(method: FactorizationMethod, statistics: InputStatistics | None) 
 
 
 Stored = Weight | Tensor
-"""The stored form of a weight `[O, I]`: packed, or a dense tensor in the model's dtype, zeros and all."""
+"""Stored form of a weight `[O, I]`: packed, or a dense tensor in the model's dtype, including zeros."""
 
 
 @dataclass(kw_only=True)
 class LayerCompressor(Layer):
-    """A layer that carries out its plan, as the methods of the plan see it.
+    """Layer with its plan, in the interface of methods.
 
     Attributes:
-        ranked: its decomposition, when it is to be factorized.
-        outliers: columns `[k]` that stay in 16 bits; None when none do.
+        ranked: decomposition, if the plan factorizes the layer.
+        outliers: columns `[k]` that stay in 16 bits, or None.
     """
 
     plan: LayerPlan
@@ -153,16 +153,16 @@ class LayerCompressor(Layer):
         ranked: Ranked | None = None,
         outliers: Tensor | None = None,
     ) -> LayerCompressor:
-        # Methods that choose no codes read no scheme.
+        # Methods without codes do not read the scheme.
         scheme = (plan.scheme.codes if plan.scheme else None) or Int()
         data = name, weight, scheme, plan.options, dtype, inputs
         return cls(*data, plan=plan, ranked=ranked, outliers=outliers)
 
     def apply(self) -> tuple[Stored, LinearRecord]:
-        """Prune or factorize, quantize, and record it.
+        """Prunes or factorizes, quantizes, and records the layer.
 
         Raises:
-            SchemeError, NumericsError: from the methods.
+            SchemeError, NumericsError: raised by the methods.
         """
         if self.ranked is not None and self.ranked.rank is not None:
             return self.finish(self._factorize(self.ranked, self.ranked.rank))
@@ -170,7 +170,7 @@ class LayerCompressor(Layer):
             self.details["kept_whole"] = WHOLE
         pruned = self._prune(self.plan.pruning) if self.plan.pruning else self
         values = pruned._quantize() if isinstance(pruned, LayerCompressor) else pruned
-        # Rounded or unquantized values, in the form that stores them.
+        # Rounded or unquantized values in their stored form.
         scheme = self.plan.scheme
         return self.finish(values if scheme is None or scheme is self.scheme else scheme.wrap(values))
 
@@ -180,11 +180,11 @@ class LayerCompressor(Layer):
         return self.plan.is_tuned and self.inputs.statistics is not None
 
     def note_recovery(self, text: str) -> None:
-        """Add a fallback to the record."""
+        """Adds a fallback to the record."""
         self.details["recovery"] = "; ".join(filter(None, (self.details.get("recovery", ""), text)))
 
     def finish(self, stored: Stored) -> tuple[Stored, LinearRecord]:
-        """Return the stored form, where it was computed, and the record of it."""
+        """Returns the stored form, on the device of computation, and its record."""
         values = values_of(stored)
         record = LinearRecord(
             self.name,
@@ -205,7 +205,7 @@ class LayerCompressor(Layer):
         return method.compress(self) if self.outliers is None else method.compress_beside(self, self.outliers)
 
     def _known(self, method: QuantizationMethod) -> QuantizationMethod:
-        """Return the method, or the one that takes over where nothing reached the layer."""
+        """Returns the method, or its fallback if no calibration token reached the layer."""
         if not method.needs(self.plan.options).inputs or self.inputs.statistics is not None:
             return method
         instead = base.fallback("quantize")
@@ -217,7 +217,7 @@ class LayerCompressor(Layer):
         if method.needs(None).inputs and self.inputs.statistics is None:
             method = base.pruning(base.fallback("prune").name)
             self.details["recovery"] = f"pruned by {method.name}: {UNREACHED}"
-        # Quantized in the same loop where both methods can, so that the errors of both are compensated at once.
+        # Quantized in the same loop if both methods support it, which compensates the errors of both.
         joined = self.plan.method is not None and self.plan.method.joins_pruning
         joint = self.scheme if joined and isinstance(self.scheme, Int) else None
         found = method.prune(self, pruning.pattern, pruning.sparsity, joint)
@@ -236,13 +236,13 @@ class LayerCompressor(Layer):
 
 @torch.no_grad()
 def compress_layers(block: LoadedBlock, job: BlockJob) -> BlockOutcome:
-    """Compress a block's layers one by one by methods that need no calibration: no forward pass.
+    """Compresses a block's layers one by one with methods that need no calibration, without a forward pass.
 
     Args:
-        block: with weights of any dtype, of which only one at a time is in float32 unless they are factorized.
+        block: block with weights of any dtype; only one weight at a time is in float32, unless they are factorized.
 
     Raises:
-        SchemeError, NumericsError: from the method, naming the linear.
+        SchemeError, NumericsError: raised by the method; names the linear.
     """
     outcome = BlockOutcome(dense={f"{block.name}.{name}": tensor for name, tensor in block.dense.items()})
     factorized = {name: block.weights[name].float() for name, each in job.layer_plans.items() if each.factoring}
@@ -255,16 +255,17 @@ def compress_layers(block: LoadedBlock, job: BlockJob) -> BlockOutcome:
 
 
 def values_of(stored: Stored) -> Tensor:
-    """Return the weight `[O, I]` as float32."""
+    """Returns the weight `[O, I]` as float32."""
     return stored.float() if isinstance(stored, Tensor) else stored.dequantize(torch.float32)
 
 
 _ERROR_ELEMENTS = 2**20
-"""Weights whose errors are computed at one time."""
+"""Number of weights whose errors are computed at once."""
 
 
 def _relative_error(weight: Tensor, values: Tensor, importance: Tensor | None) -> float:
-    """Return squared error over squared weights, each column weighted by the mean square of its input."""
+    """Returns the squared error divided by the squared weights, each column weighted by the mean square of its
+    input."""
     columns = torch.ones(weight.shape[1], device=weight.device) if importance is None else importance
     rows = max(1, _ERROR_ELEMENTS // weight.shape[1])
     error = total = torch.zeros((), dtype=torch.float64, device=weight.device)
@@ -275,7 +276,7 @@ def _relative_error(weight: Tensor, values: Tensor, importance: Tensor | None) -
 
 
 def _outlier(statistics: InputStatistics | None) -> float | None:
-    """Return the largest input over the median channel's largest; None when that is zero."""
+    """Returns the largest input divided by the median of the channels' maxima; None if that is zero."""
     if statistics is None:
         return None
     typical = float(statistics.abs_max.median())
@@ -288,15 +289,14 @@ def choose_columns(
     statistics: InputStatistics | None,
     scale: Tensor | None,
 ) -> dict[str, Tensor]:
-    """Return the columns `[k]`, int64, rising, of every linear whose scheme has outliers.
+    """Returns the outlier columns `[k]`, int64, ascending, of every linear whose scheme has outliers.
 
-    Inputs that are rounded to 8 bits are freed of their largest columns, others of those that cost most when the weight
-    is rounded.
+    For 8-bit inputs these are the columns with the largest inputs, otherwise those with the largest rounding loss.
 
     Args:
         weights: `[O, I]` of linears that share their input, by name.
-        statistics: of that input before smoothing; None when nothing is known.
-        scale: `[I]`, what smoothing divided the input by.
+        statistics: statistics of that input before smoothing; None if unknown.
+        scale: `[I]`, divisor of the input from smoothing.
     """
     members: dict[Scheme, list[str]] = {}
     for name in weights:
@@ -316,7 +316,7 @@ def choose_columns(
 
 
 def outlier_columns(weights: Mapping[str, Weight], block: str) -> dict[str, Tensor]:
-    """Return columns `[k]`, int64, of those packed weights that have some, by name inside the block."""
+    """Returns the outlier columns `[k]`, int64, of packed weights that have some, by name inside the block."""
     return {
         module.removeprefix(f"{block}."): weight.outlier_columns.long()
         for module, weight in weights.items()

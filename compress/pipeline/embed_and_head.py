@@ -1,7 +1,7 @@
-"""The matrices at both ends of a model, the token embedding and the output head: rounded a few rows at a time.
+"""Quantization of token embedding and output head, in chunks of rows.
 
-The embedding comes before the blocks, so that they are calibrated on what will be looked up; the head comes after them,
-with the hidden states that reach it.
+The embedding is processed before the blocks, which are then calibrated on its quantized values; the head is processed
+after them, with the hidden states that reach it.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from compress.pipeline.resume import EMBEDDING, HEAD, Progress
 from compress.plan import LayerPlan
 
 Quantize = Callable[[Tensor], IntegerWeight]
-_NO_NORM = "the norm before the head of this family is not known"
+_NO_NORM = "the final norm of this family is unknown"
 
 
 def quantize_embedding(context: RunContext, progress: Progress) -> None:
-    """Rounds the embedding, if the plan says so, and saves it; what an earlier run saved is kept.
+    """Quantizes and saves the embedding, if planned; keeps the result of an earlier run.
 
     Raises:
         NumericsError: NaN or infinity in the weight.
@@ -43,10 +43,10 @@ def quantize_embedding(context: RunContext, progress: Progress) -> None:
 
 
 def quantize_head(context: RunContext, progress: Progress) -> None:
-    """Rounds an output head of its own, if the plan says so, and saves it; what an earlier run saved is kept.
+    """Quantizes and saves an untied output head, if planned; keeps the result of an earlier run.
 
     Raises:
-        NumericsError: NaN or infinity in the weight or in what reaches the head.
+        NumericsError: the weight or the head's inputs contain NaN or infinity.
     """
     module = context.skeleton.architecture.head
     layer_plan = context.plan.layer_plans.get(module)
@@ -56,14 +56,14 @@ def quantize_head(context: RunContext, progress: Progress) -> None:
 
 
 def head_needs_inputs(context: RunContext) -> bool:
-    """Return whether the hidden states behind the last block are wanted."""
+    """Returns whether the hidden states after the last block are needed."""
     architecture = context.skeleton.architecture
     layer_plan = context.plan.layer_plans.get(architecture.head)
     return layer_plan is not None and layer_plan.needs.inputs and bool(architecture.final_norm)
 
 
 def stored_embedding(context: RunContext, progress: Progress) -> Tensor | None:
-    """Return the quantized embedding `[V, H]` as numbers, in the dtype of computation; None when it stays as it is."""
+    """Returns the dequantized embedding `[V, H]` in the dtype of computation; None if it is not quantized."""
     module = context.skeleton.architecture.embedding
     scheme = context.plan.schemes.get(module)
     if scheme is None:
@@ -90,7 +90,7 @@ def _save(
 def round_matrix(
     context: RunContext, module: str, layer_plan: LayerPlan, statistics: InputStatistics | None
 ) -> tuple[IntegerWeight, LinearRecord]:
-    """Rounds a matrix of the source, a few rows at a time.
+    """Quantizes a matrix of the source in chunks of rows.
 
     Raises:
         ValueError: it has no scheme or no method.
@@ -118,8 +118,8 @@ def round_matrix(
 def _by_rows(
     weight: Tensor, quantize: Quantize, device: torch.device, importance: Tensor | None
 ) -> tuple[IntegerWeight, float]:
-    """Return the integers of `weight [O, I]` on the host, and their squared error over the squared weights, each column
-    weighted by its importance."""
+    """Returns the integers of `weight [O, I]` on the host, and their squared error divided by the squared weights, each
+    column weighted by its importance."""
     parts: list[IntegerWeight] = []
     error = total = 0.0
     for rows in weight.split(max(1, ELEMENTS_AT_ONCE // weight.shape[1])):
@@ -136,7 +136,7 @@ def _by_rows(
 
 @torch.no_grad()
 def _observe(context: RunContext, progress: Progress) -> InputStatistics:
-    """Return statistics of the head's inputs: the last block's outputs after the final norm."""
+    """Returns statistics of the head's inputs: outputs of the last block after the final norm."""
     skeleton = context.skeleton
     name = skeleton.architecture.final_norm
     norm = skeleton.model.get_submodule(name)

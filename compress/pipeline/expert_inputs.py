@@ -1,4 +1,4 @@
-"""Calibration inputs of a mixture, and the statistics of one expert at a time."""
+"""Calibration inputs of a mixture of experts, and the statistics of one expert at a time."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from calibration.statistics import InputStatistics
 from compress.pipeline.experts import Experts, WeighedExperts
 
 TOKENS_PER_CHANNEL = 2
-"""Twice what the Hessian of an expert needs for full rank; fewer are worse after a short calibration, and all
-tokens for all experts are worse after a long one (docs/benchmarks.md, calibration of experts)."""
+"""Twice the number for a full-rank Hessian of an expert. Fewer tokens are worse with short calibration texts, all
+tokens for every expert are worse with long ones (docs/benchmarks.md, calibration of experts)."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertCoverage:
-    """Calibration tokens of the experts of one mixture.
+    """Numbers of calibration tokens of the experts of one mixture.
 
     Attributes:
         module: full name.
-        tokens: those that the router sent to each expert.
-        added: other tokens of the mixture that its statistics count as well, for each expert.
-        least: tokens that an expert's statistics take at least, where the calibration has as many.
+        tokens: tokens that the router sent to each expert.
+        added: additional tokens of the mixture in the statistics of each expert.
+        least: minimum tokens of an expert's statistics, if the calibration has that many.
     """
 
     module: str
@@ -35,7 +35,7 @@ class ExpertCoverage:
 
     @property
     def num_rare(self) -> int:
-        """Experts with fewer tokens than their statistics take."""
+        """Number of experts with fewer routed tokens than their statistics need."""
         return sum(count < self.least for count in self.tokens)
 
 
@@ -43,16 +43,16 @@ class ExpertCoverage:
 class MixtureInputs:
     """Tokens that entered a mixture, on the host, and the experts that the router chose.
 
-    An expert's statistics are computed from them when they are asked for, so that those of one expert are in memory
-    at a time. Experts that few tokens chose also count other tokens: the Hessian of fewer tokens than channels is
-    singular, and rounding by it forgets all directions that were not seen.
+    An expert's statistics are computed from them on request, so only one expert's statistics are in memory. Rarely
+    chosen experts also use other tokens: the Hessian of fewer tokens than channels is singular, and rounding with it
+    ignores all unseen directions.
 
     Attributes:
-        name: of the experts inside the block.
+        name: name of the experts inside the block.
         tokens_per_channel: see `TOKENS_PER_CHANNEL`.
-        hidden: `[T_i, H]`, micro-batch by micro-batch.
-        chosen: `[T_i, k]`, alike.
-        weights: `[T_i, E]`, alike, of experts that read tokens multiplied by their weight; else empty.
+        hidden: `[T_i, H]` per micro-batch.
+        chosen: `[T_i, k]` per micro-batch, chosen experts.
+        weights: `[T_i, E]` per micro-batch, router weights of experts that read weighted tokens; else empty.
     """
 
     name: str
@@ -71,11 +71,11 @@ class MixtureInputs:
 
     @property
     def least(self) -> int:
-        """Tokens that an expert needs: `tokens_per_channel` for each input of its first linears."""
+        """Minimum tokens of an expert: `tokens_per_channel` per input channel of its first linears."""
         return self.tokens_per_channel * self.experts.expert(0).in_features
 
     def tokens(self, index: int) -> Tensor:
-        """Returns a mask `[T]`: the tokens that count for an expert."""
+        """Returns a mask `[T]` of the tokens in an expert's statistics."""
         mask = (torch.cat(self.chosen) == index).any(-1)
         others = (~mask).nonzero().flatten()
         wanted = min(max(self.least - int(mask.sum()), 0), len(others))
@@ -83,7 +83,7 @@ class MixtureInputs:
         return mask
 
     def rows(self, index: int, device: torch.device) -> Iterator[Tensor]:
-        """Yields the inputs `[n, H]` that count for an expert."""
+        """Yields the inputs `[n, H]` in an expert's statistics."""
         masks = self.tokens(index).split([len(each) for each in self.hidden])
         for batch, mask in enumerate(masks):
             if mask.any():
@@ -98,7 +98,7 @@ class MixtureInputs:
 
 
 def _evenly(count: int, total: int) -> Tensor:
-    """Returns `count` of the places 0 to total - 1, evenly spread."""
+    """Returns `count` evenly spaced indices in the range 0 to total - 1."""
     return torch.linspace(0, total - 1, count).round().long()
 
 
@@ -107,13 +107,14 @@ MakeStatistics = Callable[[tuple[str, ...]], InputStatistics]
 
 @dataclass(eq=False)
 class ExpertStatistics(Mapping[str, InputStatistics]):
-    """Statistics of the inputs of linears by name; those of experts are computed when they are asked for.
+    """Input statistics of linears by name; those of experts are computed on request.
 
     Attributes:
-        plain: those of linears outside of mixtures.
-        inputs: of each mixture.
-        groups: linears of an expert that share an input, by mixture and expert: those of its inputs, then its output.
-        make: makes empty statistics for such linears.
+        plain: statistics of linears outside mixtures.
+        inputs: inputs of each mixture.
+        groups: linears of an expert that share an input, by mixture and expert: input projections, then output
+            projection.
+        make: function that creates empty statistics for such linears.
     """
 
     plain: dict[str, InputStatistics]
@@ -137,7 +138,8 @@ class ExpertStatistics(Mapping[str, InputStatistics]):
         return name in self.plain or name in self._owner
 
     def __getitem__(self, name: str) -> InputStatistics:
-        """Returns those of a linear, or of all tokens that enter a mixture by the name of its experts."""
+        """Returns the statistics of a linear or, for the name of a mixture's experts, of all tokens that enter the
+        mixture."""
         if name in self.plain:
             return self.plain[name]
         if name not in self.last:

@@ -1,7 +1,7 @@
-"""Experts of a mixture as one linear for each matrix, named as in the files.
+"""Experts of a mixture as separate linears, named as in the files.
 
-transformers fuses all experts of a layer into three-dimensional parameters; files hold one matrix for each expert, and
-so do engines, plans and statistics.
+transformers fuses all experts of a layer into three-dimensional parameters; files, engines, plans and statistics have
+one matrix per expert.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from compress.models.spec import ModelSpec
 
 
 class Expert(nn.Module):
-    """One MLP of a mixture.
+    """MLP of one expert.
 
     Args:
-        mlp: its description, with names relative to the block.
-        activation: between its inputs and its output.
+        mlp: description, with names relative to the block.
+        activation: activation between input and output projections.
     """
 
     def __init__(self, mlp: MLP, activation: Callable[[Tensor], Tensor]) -> None:
@@ -38,7 +38,7 @@ class Expert(nn.Module):
         self.in_features = mlp.inputs[0].in_features
 
     def inner(self, x: Tensor) -> Tensor:
-        """Computes the input of the last linear."""
+        """Computes the input of the output projection."""
         values = [self.get_submodule(name)(x) for name in self.inputs]
         if self.is_gated and len(values) == 1:
             values = list(values[0].chunk(2, dim=-1))
@@ -54,10 +54,10 @@ class Expert(nn.Module):
 
 
 class Experts(nn.ModuleList):
-    """All experts of a mixture, called as transformers calls its fused ones.
+    """All experts of a mixture, with the call signature of transformers' fused experts.
 
     Attributes:
-        num_chosen: experts of a token.
+        num_chosen: number of experts per token.
     """
 
     def __init__(self, mixture: Mixture, activation: Callable[[Tensor], Tensor]) -> None:
@@ -68,7 +68,7 @@ class Experts(nn.ModuleList):
         return cast(Expert, self[index])
 
     def inputs_of(self, index: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Returns the linears of an expert, those that share an input together."""
+        """Returns the linears of an expert, grouped by shared input."""
         expert = self.expert(index)
         return expert.inputs, (expert.output,)
 
@@ -88,7 +88,7 @@ class Experts(nn.ModuleList):
 
 
 class WeighedExperts(Experts):
-    """All experts of a mixture whose weights multiply what an expert reads."""
+    """All experts of a mixture whose router weights multiply the experts' inputs."""
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, weights: Tensor) -> Tensor:
         """Computes the sum `[T, H]` of the chosen experts.
@@ -96,7 +96,7 @@ class WeighedExperts(Experts):
         Args:
             hidden_states: `[T, H]`.
             top_k_index: `[T, k]`.
-            weights: `[T, E]`, of all experts.
+            weights: `[T, E]`, router weights of all experts.
         """
         out = torch.zeros_like(hidden_states)
         for index in top_k_index.unique().tolist():
@@ -106,7 +106,7 @@ class WeighedExperts(Experts):
 
 
 class WeighedMixture(nn.Module):
-    """A mixture of Llama 4, called as transformers calls it; an expert reads the tokens that chose it, not all."""
+    """Mixture of Llama 4 with transformers' call signature; an expert reads only the tokens routed to it."""
 
     def __init__(self, own: Any, mixture: Mixture) -> None:
         super().__init__()
@@ -123,10 +123,10 @@ class WeighedMixture(nn.Module):
 
 
 def name_experts(model: nn.Module, spec: ModelSpec) -> tuple[str, ...]:
-    """Replaces fused experts of a model on the meta device by single ones, under the names of the files.
+    """Replaces fused experts of a model on the meta device by separate ones with the names of the files.
 
     Returns:
-        Names that routers which are linears had before and have no more.
+        Former names of routers that are linears.
     """
     before = {module: name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     for index, block in enumerate(spec.blocks):
@@ -147,7 +147,7 @@ def mixtures(block: nn.Module) -> Iterator[tuple[str, Experts]]:
 
 
 def _replace(layer: nn.Module, mixture: Mixture) -> None:
-    """Leaves a layer as it is where it has no fused experts."""
+    """Replaces the fused experts of a layer, if it has any."""
     own: Any = getattr(layer, "experts", None)
     if _are_fused(own):
         layer.experts = Experts(mixture, own.act_fn)
@@ -167,7 +167,7 @@ def _are_fused(experts: Any) -> bool:
 
 
 def _name_router(module: nn.Module, mixture: Mixture) -> None:
-    """Gives the router, and the owner of its bias, the names of the files."""
+    """Renames the router, and the module with its bias, to the names of the files."""
     router, inside = mixture.router, len(mixture.name) + 1
     found = (name for name, each in module.named_parameters() if each.shape == router.scores.shape)
     _rename(module, _owner(next(found)), router.scores.name[inside:])
@@ -178,7 +178,7 @@ def _name_router(module: nn.Module, mixture: Mixture) -> None:
 
 
 def _rename(root: nn.Module, old: str, new: str) -> None:
-    """Renames a module; whoever calls it still finds it under its old name."""
+    """Renames a module; the old name remains usable as an alias."""
     if old == new:
         return
     child, owner = root.get_submodule(old), root.get_submodule(_owner(old))

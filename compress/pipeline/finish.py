@@ -1,4 +1,4 @@
-"""From finished blocks to a checkpoint with its report: assembled, re-read, compared, measured, put in place."""
+"""Assembly of the checkpoint from finished blocks, its verification, quality check and report."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def provenance(context: RunContext, progress: Progress) -> dict[str, Any]:
-    """Return `compression_config`: where a checkpoint came from. Equal runs give equal values."""
+    """Returns `compression_config`, the provenance of a checkpoint. Equal runs give equal values."""
     request, packed = context.request, _packed_mtp(progress)
     return {
         "source": request.source,
@@ -51,13 +51,13 @@ def provenance(context: RunContext, progress: Progress) -> dict[str, Any]:
 
 
 def _packed_mtp(progress: Progress) -> set[str]:
-    """Weights of a packed head of multi-token prediction by their names in the source."""
+    """Returns the weights of a packed multi-token prediction head by their names in the source."""
     packed = progress.pieces.read_metadata(MTP)["schemes"] if progress.pieces.has(MTP) else ()
     return {f"{module}.weight" for module in packed}
 
 
 def _kept_whole(context: RunContext, progress: Progress) -> dict[str, str]:
-    """Layers whose block decided that they stay whole and dense, with the reason."""
+    """Returns layers that stay dense by decision of their block, with the reason."""
     blocks = (progress.facts(index) for index in range(context.skeleton.num_blocks))
     linears = (linear for facts in blocks for linear in facts["linears"] if linear["module"] not in facts["schemes"])
     return {linear["module"]: linear["kept_whole"] for linear in linears if linear["kept_whole"]}
@@ -70,10 +70,10 @@ def full_report(
     quality: dict[str, Any],
     seconds: float,
 ) -> dict[str, Any]:
-    """Return `compression_report.json`: plan, every block's losses and fallbacks, verification and quality.
+    """Returns `compression_report.json`: plan, losses and fallbacks of every block, verification and quality.
 
     Args:
-        seconds: wall time of this process's part; an earlier, killed part is not counted.
+        seconds: wall time of this process, without earlier interrupted ones.
     """
     num_blocks = context.skeleton.num_blocks
     facts = progress.all_facts(num_blocks)
@@ -94,7 +94,7 @@ def full_report(
 
 
 def environment(context: RunContext) -> dict[str, Any]:
-    """Return the versions and devices that may change the last bits of a result."""
+    """Returns the versions and devices that may affect the last bits of a result."""
 
     return {
         "python": platform.python_version(),
@@ -107,7 +107,7 @@ def environment(context: RunContext) -> dict[str, Any]:
 
 
 def save_rest(context: RunContext, progress: Progress) -> None:
-    """Writes everything outside of the blocks, bit for bit as it was. Raises NumericsError on NaN or infinity."""
+    """Writes all tensors outside the blocks, bit for bit unchanged. Raises NumericsError on NaN or infinity."""
     blocks = tuple(f"{context.skeleton.block_name(index)}." for index in range(context.skeleton.num_blocks))
     outside = [row for row in context.plan.rows if row.bytes_after and not row.tensor.startswith(blocks)]
     packed = _packed_mtp(progress)
@@ -122,15 +122,15 @@ def save_rest(context: RunContext, progress: Progress) -> None:
 
 
 def kept_weights(context: RunContext, modules: Iterable[str]) -> dict[str, Weight]:
-    """Return the weights of modules that keep the codes of a quantized source."""
+    """Returns the weights of modules that keep the codes of a quantized source."""
     stored = context.quantized_source
     return {module: stored.packed.packed_weight(module) for module in modules} if stored else {}
 
 
 def checkpoint_config(context: RunContext, progress: Progress) -> dict[str, Any]:
-    """Return config.json of the checkpoint."""
+    """Returns config.json of the checkpoint."""
     schemes = chosen_schemes(context, progress)
-    # Pruned weights whose zeros are stored need no format at all.
+    # Pruned weights with stored zeros need no quantization format.
     codec = format_for(schemes) if schemes else dense
     quantization = codec.quantization_config(schemes, _dense_linears(context, schemes))
     return packed_config(context.config, quantization, schemes, provenance(context, progress))
@@ -140,7 +140,7 @@ def check_checkpoint(context: RunContext, folder: Path, digests: dict[str, str])
     """Re-reads the written checkpoint and compares it with the digests taken when the codes were chosen.
 
     Raises:
-        CheckpointError: anything is not as it should be.
+        CheckpointError: verification finds a problem.
     """
     try:
         structure = verify_structure(folder, context.files)
@@ -155,26 +155,25 @@ def check_checkpoint(context: RunContext, folder: Path, digests: dict[str, str])
 def _unverified(problems: Iterable[str]) -> CheckpointError:
     return CheckpointError(
         f"the checkpoint just written does not verify: {_first(problems)}",
-        "Nothing was put in place. Run the same command again: it keeps what is intact. If that is refused too, report "
-        "it",
+        "Nothing was put in place. Run the same command again: it keeps intact pieces. If that fails too, report it",
     )
 
 
 def put_in_place(folder: Path, out: Path, report: dict[str, Any]) -> None:
-    """Adds the report and renames the finished folder to `out`: it appears whole or not at all."""
+    """Adds the report and renames the finished folder to `out`, atomically."""
     (folder / REPORT_FILE).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     folder.rename(out)
     sync(out.parent)
 
 
 def chosen_schemes(context: RunContext, progress: Progress) -> dict[str, Scheme]:
-    """Return the scheme of every packed linear: as planned, with the ranks that blocks chose."""
+    """Returns the scheme of every packed linear: as planned, with the ranks chosen by blocks."""
     finished = progress.all_facts(context.skeleton.num_blocks)
     return {module: Scheme.from_dict(fields) for facts in finished for module, fields in facts["schemes"].items()}
 
 
 def _dense_linears(context: RunContext, schemes: Mapping[str, Scheme]) -> list[str]:
-    """Return every linear that stays dense, by full name: loaders that target the class `Linear` must know."""
+    """Returns every linear that stays dense, by full name: loaders that target the class `Linear` need them."""
     skeleton = context.skeleton
     inside = {
         f"{skeleton.block_name(index)}.{name}"
@@ -187,7 +186,7 @@ def _dense_linears(context: RunContext, schemes: Mapping[str, Scheme]) -> list[s
         for row in context.plan.rows
         if row.tensor not in packed and len(row.shape) == 2 and row.tensor.endswith(".weight")
     }
-    # Loaders take a matrix without such a name for a linear.
+    # Loaders treat a matrix without such a name as a linear.
     stored -= {skeleton.architecture.embedding} if is_embedding(skeleton.architecture.embedding) else set()
     looked_up = skeleton.ties_head and skeleton.architecture.embedding in schemes
     heads = {skeleton.architecture.head} if skeleton.architecture.head and not looked_up else set()
@@ -201,7 +200,7 @@ def _first(problems: Iterable[str]) -> str:
 
 
 def compare_with_report(folder: Path) -> list[str] | None:
-    """Problems found by comparing the stored codes with `compression_report.json`; None when there is no such report.
+    """Returns problems found by comparing the stored codes with `compression_report.json`; None without a report.
 
     Raises:
         CheckpointError: the report cannot be read.
@@ -212,7 +211,7 @@ def compare_with_report(folder: Path) -> list[str] | None:
 
 @dataclass(frozen=True, slots=True)
 class KVResult:
-    """The chosen KV cache; `record` is None where 16 bits were asked for and nothing had to be measured."""
+    """Chosen KV cache; `record` is None if 16 bits were requested, which needs no measurement."""
 
     choice: KVChoice
     record: KVCacheRecord | None
@@ -222,7 +221,7 @@ class KVResult:
         return (self.choice.warning,) if self.choice.warning else ()
 
     def describe(self) -> str:
-        """Return the default with its figures, in one line."""
+        """Returns the default with its figures in one line."""
         scheme, record = self.choice.scheme, self.record
         if record is None:
             return str(scheme)
@@ -231,13 +230,13 @@ class KVResult:
         if found is None:
             return f"{scheme}: {exact}"
         return (
-            f"{scheme}: {found.token_bytes:,} bytes per token ({exact}), KL {found.kl_mean:.5f} to those, perplexity "
+            f"{scheme}: {found.token_bytes:,} bytes per token ({exact}), KL {found.kl_mean:.5f} to 16 bits, perplexity "
             f"{record.perplexity:.3f} -> {found.perplexity:.3f} ({record.tokens} tokens of {record.data}, "
-            f"{record.length} in a window)"
+            f"{record.length} per window)"
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values for the report."""
+        """Returns plain values for the report."""
         return {
             "default": self.choice.scheme.to_dict(),
             "warning": self.choice.warning,
@@ -246,13 +245,14 @@ class KVResult:
 
 
 def choose_default(context: RunContext, folder: Path, quiet: bool) -> KVResult | None:
-    """Measure the recipe's formats, choose one, and record both in config.json of the finished checkpoint in `folder`.
+    """Measures the recipe's formats, chooses one, and records both in config.json of the finished checkpoint in
+    `folder`.
 
     Returns:
-        None without such a stage.
+        Result, or None without such a stage.
 
     Raises:
-        ToolkitError: the text cannot be used, or the model does not compute.
+        ToolkitError: the text is not usable, or the model fails.
     """
     stage = context.request.recipe.kv_cache
     if stage is None:

@@ -1,4 +1,4 @@
-"""The plan made final: what a first pass over the model decides is put in the place of the means that were planned."""
+"""First pass over the model, which replaces planned averages with final values per layer."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class BlockSurvey:
     """Observations of one block.
 
     Attributes:
-        energies: what each rank of a linear would keep, by full name, float64 `[min(O, I)]`: `low_rank_work.energies`.
-        outliers: share of outliers among the scores of the linears of each kind of pruning, by its text.
+        energies: energy of each rank of a linear, by full name, float64 `[min(O, I)]`; see `low_rank_work.energies`.
+        outliers: share of outliers among the scores of linears, by the text of each kind of pruning.
         hidden: `[N, L, H]`, input of the next block.
-        reference: not asked for: the blocks are dense.
+        reference: unused, because the blocks are dense.
     """
 
     outliers: dict[str, float] = field(default_factory=dict)
@@ -42,15 +42,15 @@ class BlockSurvey:
     reference: Tensor | None = None
 
     def facts(self) -> dict[str, Any]:
-        """Return plain values."""
+        """Returns plain values."""
         return {"outliers": self.outliers}
 
 
 def survey(context: RunContext, progress: Progress, quiet: bool) -> None:
-    """Looks at every block that no earlier run looked at. `progress` is the first pass's.
+    """Observes every block that no earlier run has observed. `progress` is that of the first pass.
 
     Raises:
-        NumericsError: NaN or infinity in weights or inputs.
+        NumericsError: weights or inputs contain NaN or infinity.
         ToolkitError: memory ran out with a single sequence.
     """
     total = context.skeleton.num_blocks
@@ -76,7 +76,7 @@ def survey_block(
     device: torch.device,
     step: Callable[[str, float], None] = lambda _what, _share: None,
 ) -> BlockSurvey:
-    """Observes a dense block's inputs, and hands on its outputs."""
+    """Observes the inputs of a dense block, and returns its outputs."""
     chosen = {name: each for name, each in job.layer_plans.items() if each.needs_first_pass}
     found = BlockSurvey()
     if chosen:
@@ -99,7 +99,7 @@ def survey_block(
 
 @torch.no_grad()
 def _survey_plainly(context: RunContext, index: int) -> BlockSurvey:
-    """Observe a block without calibration."""
+    """Observes a block without calibration."""
     job = BlockJob.of(context, index)
     chosen = {name: each for name, each in job.layer_plans.items() if each.needs_first_pass}
     block = read_block(context.skeleton, context.files, index, set(chosen), context.device)
@@ -116,7 +116,7 @@ def _energies(
 def _outliers(
     block: LoadedBlock, chosen: Mapping[str, LayerPlan], statistics: Mapping[str, InputStatistics]
 ) -> dict[str, float]:
-    """Return the share of outliers, for each kind of pruning; linears that nothing reaches do not count."""
+    """Returns the share of outliers for each kind of pruning, without linears that no token reaches."""
     members: dict[Pruning, list[str]] = {}
     for name, layer_plan in chosen.items():
         if layer_plan.pruning and layer_plan.pruning.layerwise and name in statistics:
@@ -132,17 +132,17 @@ def _line(found: BlockSurvey) -> str:
     parts = [f"outliers {ratio:.3%}" for ratio in found.outliers.values()]
     if found.energies:
         parts.append(f"spectra of {len(found.energies)} layers")
-    return ", ".join(parts) or "nothing to look at"
+    return ", ".join(parts) or "nothing to observe"
 
 
 def finalize_plan(context: RunContext, progress: Progress, quiet: bool) -> tuple[Plan, list[BlockShare]]:
-    """Runs the first pass and decides.
+    """Runs the first pass and finalizes the plan.
 
     Returns:
-        The final plan, and how much of each block is pruned, where that differs from block to block.
+        Final plan, and the sparsity of each block if it differs between blocks.
 
     Raises:
-        ToolkitError: from the first pass.
+        ToolkitError: the first pass fails.
     """
     survey(context, progress.survey, quiet)
     facts = [progress.survey.facts(index) for index in range(context.skeleton.num_blocks)]
@@ -159,7 +159,7 @@ def finalize_plan(context: RunContext, progress: Progress, quiet: bool) -> tuple
 
 
 def _layerwise(plan: Plan) -> dict[Pruning, dict[str, LayerPlan]]:
-    """Return linears whose share depends on their block, those of one stage together."""
+    """Returns linears with a sparsity that depends on their block, grouped by stage."""
     members: dict[Pruning, dict[str, LayerPlan]] = {}
     for name, layer_plan in plan.layer_plans.items():
         if layer_plan.pruning and layer_plan.pruning.layerwise:
@@ -170,7 +170,7 @@ def _layerwise(plan: Plan) -> dict[Pruning, dict[str, LayerPlan]]:
 def _share_out(
     context: RunContext, pruning: Pruning, members: Mapping[str, LayerPlan], ratios: Sequence[float]
 ) -> list[BlockShare]:
-    """Return the share of every block that has such linears."""
+    """Returns the sparsity of every block with such linears."""
     rows = {row.tensor.removesuffix(".weight"): row.parameters for row in context.plan.rows}
     names = [context.skeleton.block_name(index) for index in range(context.skeleton.num_blocks)]
     weights = [sum(rows[name] for name in members if name.startswith(f"{block}.")) for block in names]
@@ -198,7 +198,7 @@ def _with_shares(members: Mapping[str, LayerPlan], shares: Sequence[BlockShare])
 
 
 def _ranked(plan: Plan) -> dict[Factoring, dict[str, LayerPlan]]:
-    """Return linears whose ranks are shared out over the model, those of one stage together."""
+    """Returns linears with ranks allocated over the whole model, grouped by stage."""
     members: dict[Factoring, dict[str, LayerPlan]] = {}
     for name, layer_plan in plan.layer_plans.items():
         if layer_plan.factoring and layer_plan.shares_ranks:
@@ -207,7 +207,7 @@ def _ranked(plan: Plan) -> dict[Factoring, dict[str, LayerPlan]]:
 
 
 def _saved_energies(survey: Progress, num_blocks: int) -> list[dict[str, list[float]]]:
-    """Return the energies of each linear's ranks, block by block, by full name."""
+    """Returns the energies of each linear's ranks, by block and full name."""
     files = (survey.piece(index) for index in range(num_blocks))
     return [{name: file.tensor(name).tolist() for name in file.entries} for file in files]
 
@@ -218,7 +218,7 @@ def _with_ranks(
     factoring: Factoring,
     members: Mapping[str, LayerPlan],
 ) -> dict[str, LayerPlan]:
-    """Final ranks; a linear that had better stay whole loses its rank, and its record says why."""
+    """Sets final ranks; a linear that is better kept dense loses its rank, with the reason in its record."""
     shapes = {row.tensor.removesuffix(".weight"): row.shape for row in plan.rows}
     steps = {name: rank_step(each.scheme.codes) for name, each in members.items() if each.scheme}
 
@@ -240,7 +240,7 @@ def _ranked_scheme(layer_plan: LayerPlan, rank: int | None) -> Scheme | None:
 
 
 def _replaced(plan: Plan, changed: Mapping[str, LayerPlan]) -> Plan:
-    """Return the plan with other plans of layers."""
+    """Returns the plan with replaced layer plans."""
     return replace(plan, rows=tuple(_row(plan, row, changed) for row in plan.rows))
 
 

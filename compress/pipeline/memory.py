@@ -1,4 +1,4 @@
-"""Memory of a run: estimate, micro-batch size, measured peak, and retries with smaller batches."""
+"""Memory of a run: estimate, micro-batch size, measured peak, and retries with smaller micro-batches."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 ELEMENTS_AT_ONCE = 2**24
-"""Weights of the embedding or the head that are float32 at one time: their rows are rounded independently."""
-# Tokens that run at once: enough for large matrix products, few enough to keep activations small.
+"""Number of embedding or head weights in float32 at once: their rows are rounded independently."""
+# Tokens per micro-batch: enough for large matrix products, few enough to keep activations small.
 _TOKENS_CPU, _TOKENS_GPU = 4096, 16384
 
 
 def first_micro_batch(length: int, device: str) -> int:
-    """Return sequences to run at once before memory has been found short."""
+    """Returns the initial number of sequences per micro-batch."""
     return max(1, (_TOKENS_GPU if device.startswith("cuda") else _TOKENS_CPU) // length)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error says that memory ran out, on a GPU or on the host."""
+    """Returns whether an error is an out-of-memory error, on a GPU or on the host."""
     import torch
 
     if isinstance(error, torch.cuda.OutOfMemoryError | MemoryError):
@@ -45,7 +45,7 @@ def with_smaller_batches(
 ) -> Result:
     """Runs `work(micro_batch)`, halving the micro-batch each time memory runs out.
 
-    `work` must leave nothing behind when it fails.
+    `work` must have no side effects when it fails.
 
     Raises:
         ToolkitError: memory ran out with a single sequence.
@@ -62,14 +62,14 @@ def with_smaller_batches(
                     f"not enough memory even for one sequence at a time ({reason})",
                     "Use a smaller --max-seq-length, or a machine with more memory; finished blocks are kept",
                 ) from error
-        # The failed attempt's tensors are only free now that its traceback is gone.
+        # Tensors of the failed attempt are freed only after its traceback.
         micro_batch //= 2
         _empty_cache()
         on_retry(micro_batch)
 
 
 def forget_device_peak(device: torch.device) -> None:
-    """Begins to measure anew how much memory of a GPU is in use at most."""
+    """Resets the peak memory statistics of a GPU."""
     import torch
 
     if device.type == "cuda":
@@ -77,15 +77,15 @@ def forget_device_peak(device: torch.device) -> None:
 
 
 def device_peak(device: torch.device) -> int | None:
-    """Return the most bytes of a GPU that tensors held since `forget_device_peak`; None without a GPU."""
+    """Returns the peak bytes of tensors on a GPU since `forget_device_peak`; None without a GPU."""
     import torch
 
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
 
 
 def return_freed_memory() -> None:
-    """Hands freed heap pages back to the system. Without it the C library keeps some of every block's, and a deep model
-    seems to need more memory than a shallow one."""
+    """Releases freed heap pages to the system. Otherwise the C library retains some of every block, and deep models
+    would appear to need more memory than shallow ones."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
@@ -108,8 +108,8 @@ _FLOAT32 = 4
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """Sizes of one transformer block: its numbers, those of its largest linear, what its linears take, and what they
-    give for one token, which only some experts of a mixture do."""
+    """Sizes of one transformer block: parameters, those of its largest linear, and inputs and outputs of its linears
+    per token (of active experts only, in a mixture)."""
 
     parameters: int
     largest: int
@@ -119,7 +119,7 @@ class _Block:
 
     @classmethod
     def largest_of(cls, skeleton: Skeleton) -> _Block:
-        """Return the block with the most parameters: the first layers of a mixture may be dense."""
+        """Returns the block with the most parameters: the first layers of a mixture may be dense."""
         return max((cls.of(skeleton, block) for block in skeleton.blocks), key=lambda each: each.parameters)
 
     @classmethod
@@ -146,23 +146,23 @@ class _Block:
 
     @property
     def square(self) -> int:
-        """Numbers of a matrix over the widest input."""
+        """Number of elements of a square matrix over the widest input."""
         return max(self.inputs) ** 2
 
 
 def estimate_peak(skeleton: Skeleton, plan: Plan, samples: int, length: int, micro_batch: int, item_bytes: int) -> int:
-    """Return bytes a calibrated run needs at its worst moment, host and device together: an estimate, not a bound.
+    """Estimates the peak bytes of a calibrated run, host and device together; not an upper bound.
 
     Args:
-        samples, length: size of the calibration; zero samples when there is none.
-        item_bytes: bytes per number of the dtype of computation.
+        samples, length: size of the calibration; zero samples without calibration.
+        item_bytes: bytes per element of the dtype of computation.
     """
     config, block = skeleton.model.config, _Block.largest_of(skeleton)
     factors, ends = _factor_bytes(block, plan), _end_bytes(skeleton, plan)
     if not samples:
         return _PROCESS_BYTES + max(6 * _FLOAT32 * block.largest + factors, ends)
     hidden = getattr(config, "hidden_size", 0) * item_bytes
-    # In and out of the block; where it is followed, the same of the dense model; and what its experts read.
+    # Inputs and outputs of the block, those of the dense model if needed, and inputs of experts.
     states = ((4 if plan.needs.dense_model else 2) + block.has_experts) * samples * length * hidden
     embedding = getattr(config, "vocab_size", 0) * hidden
     weights = block.parameters * (item_bytes + _FLOAT32) + 5 * _FLOAT32 * block.largest
@@ -173,8 +173,8 @@ def estimate_peak(skeleton: Skeleton, plan: Plan, samples: int, length: int, mic
 
 
 def _smoothing_bytes(skeleton: Skeleton, plan: Plan, item_bytes: int) -> int:
-    """Rounded weights of all linears that are smoothed together, in float32 and in the dtype of computation; outside of
-    mixtures they are among the few matrices that count anyway."""
+    """Returns the bytes of rounded weights of all linears that are smoothed together, in float32 and in the dtype of
+    computation; outside mixtures they are counted elsewhere."""
     most = 0
     for block, used in zip(skeleton.blocks, plan.smoothing_mappings, strict=True):
         linears = skeleton.linears(block)
@@ -185,14 +185,15 @@ def _smoothing_bytes(skeleton: Skeleton, plan: Plan, item_bytes: int) -> int:
 
 
 def _factor_bytes(block: _Block, plan: Plan) -> int:
-    """Low-rank factors of all of a block's linears, and one decomposition in float64."""
+    """Returns the bytes of low-rank factors of a block's linears, and of one decomposition in float64."""
     if not any(each.factoring for each in plan.layer_plans.values()):
         return 0
     return _FLOAT32 * block.parameters + 2 * _FLOAT32 * (4 * block.largest + 3 * block.square)
 
 
 def _end_bytes(skeleton: Skeleton, plan: Plan) -> int:
-    """Return the bytes of the codes of embedding or head, packed and not; numbers are taken a few rows at a time."""
+    """Returns the bytes of the codes of embedding or head, packed and unpacked; values are processed in chunks of
+    rows."""
     sizes = [row.parameters for row in plan.packed if not row.tensor.startswith(f"{skeleton.architecture.blocks}.")]
     return 2 * max(sizes) + 8 * _FLOAT32 * min(ELEMENTS_AT_ONCE, max(sizes)) if sizes else 0
 
@@ -207,10 +208,10 @@ def _hessian_bytes(block: _Block, plan: Plan) -> int:
 
 
 def _activation_bytes(block: _Block, plan: Plan, token_bytes: int) -> int:
-    """Return the bytes of activations, for tokens whose numbers take `token_bytes` per channel."""
+    """Returns the bytes of activations, at `token_bytes` per channel and token."""
     activations = token_bytes * block.outputs
     if not plan.needs.learning_batch:
         return activations
-    # Latent values, offsets and their best state, gradients, and what backward passes need of each rounding; and all
-    # that is between the block's inputs and outputs.
+    # Latent values, offsets and their best state, gradients, tensors saved for backward passes of each rounding, and
+    # all intermediate activations of the block.
     return 4 * activations + 10 * _FLOAT32 * block.parameters

@@ -1,4 +1,4 @@
-"""Packing of the head of multi-token prediction: tried on the finished checkpoint, and kept if its drafts stay good."""
+"""Packing of the multi-token prediction head: tried on the finished checkpoint, and kept if acceptance stays high."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from compress.plan import LayerPlan
 
 @dataclass(frozen=True, slots=True)
 class HeadResult:
-    """Acceptance of the drafts of the dense head and of the packed one, and what the gate says.
+    """Acceptance rates of the dense and the packed head, and the resulting decision.
 
     Attributes:
-        modules: linears that were rounded.
-        data: the text, as its source says it.
-        num_tokens: of this text.
+        modules: rounded linears.
+        data: description of the text.
+        num_tokens: number of tokens of the text.
     """
 
     stage: MtpStage
@@ -36,18 +36,19 @@ class HeadResult:
 
     @property
     def is_packed(self) -> bool:
-        """Whether the packed head is kept. One whose dense form is never accepted cannot be judged, and stays dense."""
+        """Whether the packed head is kept. A head with a dense acceptance rate of 0 cannot be judged, and stays
+        dense."""
         return bool(self.modules) and self.dense > 0 and self.packed >= self.stage.min_acceptance * self.dense
 
     def describe(self) -> str:
-        """Return the decision with its figures, in one line."""
+        """Returns the decision with its figures in one line."""
         found = f"{self.dense:.1%} of the dense head's drafts accepted, {self.packed:.1%} of the packed one's"
         least = f"{self.stage.min_acceptance:.0%} of the dense head's"
-        kept = str(self.stage.scheme) if self.is_packed else f"stays dense (at least {least} are asked for)"
+        kept = str(self.stage.scheme) if self.is_packed else f"stays dense (at least {least} required)"
         return f"{kept}: {found} ({self.num_tokens:,} tokens of {self.data})"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values for the report."""
+        """Returns plain values for the report."""
         values = asdict(self)
         values["stage"] |= {"scheme": self.stage.scheme.to_dict()}
         return values | {"modules": list(self.modules), "is_packed": self.is_packed}
@@ -56,16 +57,16 @@ class HeadResult:
 def pack_head(
     context: RunContext, progress: Progress, folder: Path, assemble: Callable[[], Path], quiet: bool
 ) -> tuple[Path, HeadResult | None]:
-    """Measures the head of the checkpoint in `folder`, rounds it, measures again, and keeps what the gate allows.
+    """Measures the head of the checkpoint in `folder`, rounds it, measures again, and keeps it if acceptance suffices.
 
     Args:
-        assemble: builds the checkpoint of all pieces anew.
+        assemble: function that rebuilds the checkpoint from all pieces.
 
     Returns:
-        The checkpoint, and what was measured; None without such a stage.
+        The checkpoint, and the measurements; None without such a stage.
 
     Raises:
-        ToolkitError: the text cannot be used, or the model does not compute.
+        ToolkitError: the text is not usable, or the model fails.
     """
     stage = context.request.recipe.mtp
     if stage is None:
@@ -74,7 +75,7 @@ def pack_head(
     from compress.evaluate.mtp import measure_acceptance
 
     windows = measured_windows(folder, data=stage.data, tokens=stage.tokens, length=stage.max_seq_length)
-    with RunDisplay(1, 0, quiet, unit="head of multi-token prediction") as display:
+    with RunDisplay(1, 0, quiet, unit="multi-token prediction head") as display:
         display.step("measuring the dense head")
         dense = measure_acceptance(folder, windows, str(context.device))
         outcome = _round(context, stage)
@@ -93,7 +94,7 @@ def pack_head(
 
 
 def _round(context: RunContext, stage: MtpStage) -> BlockOutcome:
-    """Rounds the linears of the head's block to nearest; those stored together, or in other groups, stay dense."""
+    """Rounds the linears of the head's block to nearest; fused ones, and those with indivisible groups, stay dense."""
     layer = head_of(context.config, context.files)
     method, outcome = base.quantization(base.fallback("quantize").name), BlockOutcome()
     layer_plan = LayerPlan(method, stage.scheme, method.Options())

@@ -1,4 +1,4 @@
-"""Inputs of a run, opened and checked before it starts; `--dry-run` shows them."""
+"""Inputs of a run, opened and validated before it starts; printed by `--dry-run`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from compress.recipe import CalibrationOptions, Recipe
 
 @dataclass(frozen=True, slots=True)
 class SourceModel:
-    """The dense model, and where and how it computes."""
+    """Dense source model, with device and dtype of computation."""
 
     path: Path
     device: torch.device
@@ -47,13 +47,13 @@ class SourceModel:
 def calibration_sequences(
     options: CalibrationOptions, source: SourceModel, seed: int, dry_run: bool = False
 ) -> SequenceSet:
-    """Packed sequences of the text or mixture that `options` name.
+    """Returns packed sequences of the text or mixture in `options`.
 
     Args:
-        dry_run: leaves text that the model would write unwritten; zeros take their place.
+        dry_run: use zeros instead of sampling text from the model.
 
     Raises:
-        ToolkitError: a text that cannot be used, or no memory for the model that should write it.
+        ToolkitError: the text is not usable, or memory is insufficient for sampling from the model.
     """
     tokenizer = load_tokenizer(source.path)
 
@@ -73,7 +73,7 @@ def calibration_sequences(
 
 
 def _write(source: SourceModel, tokenizer: Any, count: int, length: int, seed: int) -> Tensor:
-    """Return text sampled from the whole dense model, which is in memory for just that long."""
+    """Returns text sampled from the whole dense model, which is in memory during sampling only."""
     _require_memory(source)
     with RunDisplay(1, unit="calibration text") as display:
         display.say(f"sampling {count} sequences of {length} tokens from the model itself")
@@ -121,7 +121,7 @@ def _end_tokens(model: Any, tokenizer: Any) -> set[int]:
 
 
 def _require_memory(source: SourceModel) -> None:
-    """Check memory for sampling, which holds the whole dense model. Refuse rather than be killed by the system."""
+    """Raises ToolkitError if memory is insufficient for sampling, which loads the whole dense model."""
     from compress.common.device import require_memory
 
     files, _ = open_source(source.path)
@@ -134,13 +134,14 @@ DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 
 def pick_dtype(name: str, model_dtype: str, device: torch.device) -> torch.dtype:
-    """The dtype of the forward passes; `auto` is the model's own where the device multiplies it natively, else float32.
+    """Returns the dtype of the forward passes; `auto` is the model's own if the device supports it natively, else
+    float32.
 
     Raises:
-        ToolkitError: a dtype that is not offered.
+        ToolkitError: the dtype is not supported.
     """
     if name not in DTYPES:
-        raise ToolkitError(f"dtype {name!r} is not offered", f"Use --dtype {', '.join(DTYPES)}")
+        raise ToolkitError(f"dtype {name!r} is not supported", f"Use --dtype {', '.join(DTYPES)}")
     if name != "auto":
         return getattr(torch, name)
     if device.type == "cuda" or (model_dtype == "bfloat16" and _has_native_bfloat16()):
@@ -155,19 +156,19 @@ def _has_native_bfloat16() -> bool:
 
 @dataclass(frozen=True, slots=True)
 class RunRequest:
-    """A request to compress a model.
+    """Request to compress a model.
 
     Attributes:
         model: folder of the dense model.
-        source: how the result names its source: `demo`, or the absolute path.
-        recipe: what to do.
+        source: recorded name of the source: `demo`, or the absolute path.
+        recipe: recipe to apply.
         out: folder to write; must not exist.
-        device, dtype: where and in which dtype calibration runs; `auto` decides.
-        restart: throw away unfinished progress instead of continuing it.
+        device, dtype: device and dtype of calibration, or `auto`.
+        restart: whether to discard unfinished progress instead of resuming it.
         trust_remote_code: whether Python files of the model folder may run.
-        micro_batch: sequences that run at once; 0 decides.
-        measure: whether perplexity and KL are measured at the end, with the whole dense and packed models in memory.
-        tokens_per_channel: tokens that the statistics of an expert take at least, for each input of the expert.
+        micro_batch: sequences per forward pass; 0 is automatic.
+        measure: whether to measure perplexity and KL at the end, with the whole dense and packed models in memory.
+        tokens_per_channel: minimum tokens of an expert's statistics per input channel.
     """
 
     model: Path
@@ -185,13 +186,13 @@ class RunRequest:
 
 @dataclass(frozen=True, slots=True)
 class RunContext:
-    """A request with everything resolved.
+    """Request with all inputs resolved.
 
     Attributes:
-        sequences: the calibration text as tokens; None when the recipe needs none.
-        peak_memory: estimated bytes at the worst moment.
-        disk: bytes needed on the disk of the output while the run lasts.
-        has_tokenizer: whether the model folder holds one that can be read.
+        sequences: calibration tokens; None if the recipe needs none.
+        peak_memory: estimated peak bytes.
+        disk: bytes needed on the disk of the output during the run.
+        has_tokenizer: whether the model folder has a readable tokenizer.
     """
 
     request: RunRequest
@@ -209,20 +210,20 @@ class RunContext:
 
     @property
     def quantized_source(self) -> DequantizedFiles | None:
-        """The source as stored, where it is quantized."""
+        """Stored source, if it is quantized."""
         files = self.files.source if isinstance(self.files, RotatedFiles) else self.files
         return files if isinstance(files, DequantizedFiles) else None
 
     @property
     def tokens(self) -> Tensor:
-        """`[N, L]` int64, the calibration. Raises ValueError when the recipe needs none."""
+        """Calibration tokens `[N, L]`, int64. Raises ValueError if the recipe needs none."""
         if self.sequences is None:
             raise ValueError("this recipe needs no calibration")
         return self.sequences.tokens
 
     @property
     def scale_dtype(self) -> torch.dtype:
-        """The model's dtype, in which scales and values that are not quantized are stored."""
+        """Dtype of the model, in which scales and unquantized values are stored."""
         return getattr(torch, self.plan.scale_dtype)
 
     @property
@@ -231,7 +232,7 @@ class RunContext:
         return self.plan.notes + (self.sequences.warnings if self.sequences else ())
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values, as `--dry-run --json` prints them."""
+        """Returns plain values for `--dry-run --json`."""
         return {
             "model": str(self.request.model),
             "source": self.request.source,
@@ -248,21 +249,21 @@ class RunContext:
 
 
 def prepare(request: RunRequest, dry_run: bool = False) -> RunContext:
-    """Opens and checks everything, calibration text included; writes nothing, and reads no weights unless the source
-    model itself writes the calibration text.
+    """Opens and validates all inputs, including the calibration text; writes nothing, and reads no weights unless
+    calibration text is sampled from the source model.
 
     Args:
-        dry_run: only for a plan: text from the model itself is not sampled, only its shape counts.
+        dry_run: plan only: use zeros instead of text sampled from the model.
 
     Raises:
-        ToolkitError: whatever would make the run fail and can be known now.
+        ToolkitError: a problem that would make the run fail and can be detected in advance.
     """
     check_out_folder(request.out)
     device = resolve_device(request.device)
     files, config = open_source(request.model)
     source_notes, working = files.notes(), files.working_bytes if isinstance(files, DequantizedFiles) else 0
     if config.get("tie_word_embeddings") and stores_other_head(files):
-        # transformers does not tie them either, and says so.
+        # transformers does not tie them either, and warns.
         config = config | {"tie_word_embeddings": False}
         source_notes += ["the stored output head differs from the embedding that config.json ties it to: both are kept"]
     skeleton = open_skeleton(request.model, config, request.trust_remote_code)
@@ -291,16 +292,16 @@ def prepare(request: RunRequest, dry_run: bool = False) -> RunContext:
 
 
 def _no_tokenizer(model: Path) -> list[str]:
-    """Return a note where the folder has no tokenizer, which rounding alone does not need."""
+    """Returns a note if the folder has no tokenizer, which rounding alone does not need."""
     try:
         load_tokenizer(model)
     except DataError as error:
-        return [f"{error.problem}: nothing is measured, and the result cannot be served until its folder has one"]
+        return [f"{error.problem}: quality is not measured, and the result cannot be served without one"]
     return []
 
 
 def source_identity(context: RunContext) -> dict[str, Any]:
-    """Return what decides the values of the source: its files, and how they are quantized if they are."""
+    """Returns the identity of the source: its files, and their quantization, if any."""
     files, stored = [file.path for file in context.files.files], context.quantized_source
     return {
         "source": context.request.source,
@@ -310,7 +311,7 @@ def source_identity(context: RunContext) -> dict[str, Any]:
 
 
 def describe_calibration(recipe: Recipe, sequences: SequenceSet | None) -> dict[str, Any] | None:
-    """Return text, size and hashes of the calibration; None when there was none."""
+    """Returns text, size and hashes of the calibration; None without calibration."""
     if sequences is None:
         return None
     return {
@@ -330,7 +331,7 @@ def describe_calibration(recipe: Recipe, sequences: SequenceSet | None) -> dict[
 def _calibration(
     request: RunRequest, config: dict[str, Any], device: torch.device, dtype: torch.dtype, dry_run: bool
 ) -> SequenceSet:
-    """Return the calibration text as tokens, in sequences within the model's context."""
+    """Returns the calibration tokens, in sequences within the model's context."""
     options = request.recipe.calibration
     length = min(options.length, context_length(config) or options.length)
     source = SourceModel(request.model, device, dtype, request.trust_remote_code)
@@ -342,7 +343,7 @@ def _calibration(
 
 
 def _check_kv_measurable(request: RunRequest, config: dict[str, Any], plan: Plan, device: torch.device) -> None:
-    """Refuse before the run, rather than after the last block."""
+    """Raises ToolkitError before the run, rather than after the last block, if the KV cache cannot be measured."""
     from compress.evaluate.kv_cache import check_measurable, measured_windows
 
     check_measurable(config, plan.bytes_after, str(device))
@@ -354,7 +355,7 @@ def _check_kv_measurable(request: RunRequest, config: dict[str, Any], plan: Plan
 def _check_head_measurable(
     stage: MtpStage, model: Path, config: dict[str, Any], files: TensorFiles, plan: Plan, device: torch.device
 ) -> None:
-    """Refuse before the run, rather than after the last block."""
+    """Raises ToolkitError before the run, rather than after the last block, if the head cannot be measured."""
     from compress.evaluate.kv_cache import check_measurable, measured_windows
 
     head_of(config, files)
@@ -363,20 +364,20 @@ def _check_head_measurable(
 
 
 def head_of(config: dict[str, Any], files: TensorFiles) -> ModelSpec:
-    """Describes the head of multi-token prediction of a source as a model of one layer.
+    """Describes the multi-token prediction head of a source as a model of one layer.
 
     Raises:
-        CheckpointError: it has none.
+        CheckpointError: the source has none.
     """
     describe = find_family(config.get("model_type"))
     spec = None if describe is None else describe(config)
     if spec is None or spec.mtp is None or f"{spec.mtp.projection.name}.weight" not in files:
-        raise CheckpointError("the model has no head of multi-token prediction", "Leave the mtp stage out")
+        raise CheckpointError("the model has no multi-token prediction head", "Leave the mtp stage out")
     return spec.mtp.model(spec)
 
 
 def _model_dtype(config: dict[str, Any], files: TensorFiles) -> str:
-    """Return the dtype in config.json, or without one that of the largest tensor."""
+    """Returns the dtype in config.json, else that of the largest tensor."""
     if config.get("dtype") or config.get("torch_dtype"):
         return dtype_name(config)
     largest = max(files.names(), key=lambda name: math.prod(files.shape(name)))
@@ -384,6 +385,7 @@ def _model_dtype(config: dict[str, Any], files: TensorFiles) -> str:
 
 
 def _disk_bytes(files: TensorFiles, plan: Plan, hidden: int) -> int:
-    """Pieces and the assembled checkpoint exist side by side at the end; two blocks' inputs do in between."""
+    """Returns the disk space in bytes: pieces and the assembled checkpoint coexist at the end, inputs of two blocks
+    before."""
     side = sum(file.stat().st_size for file in files.side_files())
     return 2 * plan.bytes_after + side + 2 * hidden

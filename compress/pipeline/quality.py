@@ -1,4 +1,4 @@
-"""The quality check behind compression, and its plan."""
+"""Quality check after compression, and its plan."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ if TYPE_CHECKING:
 def check_quality(
     folder: Path, context: RunContext, progress: Progress, digests: Mapping[str, str], quiet: bool
 ) -> dict[str, Any]:
-    """Return perplexity and KL on a small fixed slice; says why where they were not measured.
+    """Returns perplexity and KL on a small fixed slice, or the reason why they were not measured.
 
     Args:
-        progress: its folder holds hidden states where both models do not fit in memory.
-        digests: of the weights in `folder`, see `check_checkpoint`.
+        progress: progress whose folder holds hidden states if both models do not fit in memory.
+        digests: digests of the weights in `folder`, see `check_checkpoint`.
     """
     if not context.request.measure:
-        return {"not_measured": "not asked for"}
+        return {"not_measured": "not requested"}
     from compress.evaluate.session import quick_check
     from compress.evaluate.streamed import Streaming
 
-    # The checkpoint is assembled anew after an interruption, so its files say nothing.
+    # The checkpoint is assembled again after an interruption, so its files are no identity.
     weights = sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()
     streaming = Streaming(progress.folder / "quality", weights=weights, is_private=True)
     with RunDisplay(1, quiet=quiet, unit="quality check") as display:
@@ -62,12 +62,12 @@ def check_quality(
 
 @dataclass(frozen=True, slots=True)
 class CheckPlan:
-    """The plan of `check_quality`.
+    """Plan of `check_quality`.
 
     Attributes:
-        plan: None for a model that is not of a registered family.
-        whole_bytes: of both models in memory.
-        is_streamed: whether they do not fit there now.
+        plan: plan of streaming; None for a model without a registered family.
+        whole_bytes: bytes of both models in memory.
+        is_streamed: whether they exceed free memory.
     """
 
     plan: StreamPlan | None
@@ -75,20 +75,20 @@ class CheckPlan:
     is_streamed: bool
 
     def describe(self) -> str:
-        """Return all of it in one line."""
+        """Returns the plan in one line."""
         if self.is_streamed and self.plan:
             return f"quality check: {self.plan.describe()}"
         memory = f"about {self.whole_bytes / 1e9:,.2f} GB with both models in memory"
         return f"quality check: {memory}{', which is not free' if self.is_streamed else ''}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values, as `--dry-run --json` prints them."""
+        """Returns plain values, as `--dry-run --json` prints them."""
         plan = self.plan.to_dict() if self.plan else None
         return {"is_streamed": self.is_streamed, "whole_bytes": self.whole_bytes, "streamed": plan}
 
 
 def plan_quality(context: RunContext) -> CheckPlan:
-    """Plan the quality check from shapes."""
+    """Plans the quality check from shapes."""
     from compress.evaluate.session import both_bytes
     from compress.evaluate.stream_plan import ModelCost, StoredTensor, StreamPlan
     from runtime.backends.base import Target
@@ -108,7 +108,7 @@ def plan_quality(context: RunContext) -> CheckPlan:
 
 
 def _sizes(context: RunContext) -> tuple[int, int, int]:
-    """Return tokens through both models together, of one forward pass at most, and of a window."""
+    """Returns the number of tokens through both models, per forward pass at most, and per window."""
     from compress.evaluate.checks import SeenText, domain_sample
     from compress.evaluate.session import DEFAULT_LENGTH, QUICK_TOKENS
     from runtime.model.scoring import TOKENS_AT_ONCE

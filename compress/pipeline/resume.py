@@ -1,14 +1,14 @@
-"""Progress on disk: what a killed run leaves in `<out>.partial/`, and when the next run may continue from it.
+"""Progress on disk: the pieces in `<out>.partial/`, from which an interrupted run is resumed.
 
-    progress.json            what the result depends on
-    pieces/survey-00003...   what a first pass found in each block, where a recipe needs one
-    pieces/embedding, head   the matrices at both ends, where a recipe changes them
-    pieces/mtp               a packed head of multi-token prediction
-    pieces/block-00003...    finished blocks, each whole or absent
+    progress.json            identity of the run
+    pieces/survey-00003...   observations of a first pass, if the recipe needs one
+    pieces/embedding, head   embedding and head, if the recipe changes them
+    pieces/mtp               packed multi-token prediction head
+    pieces/block-00003...    finished blocks, each complete or absent
     inputs/hidden-00004...   hidden states entering the first unfinished block
 
-The hidden states of block i+1 are on disk before piece i is, and those of block i are removed after, so at every moment
-the first missing piece has its inputs.
+The hidden states of block i+1 are written before piece i, and those of block i are removed after it: the first missing
+piece always has its inputs.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ from compress.pipeline.block import check_finite
 EMBEDDING, HEAD, MTP, REST = "embedding", "head", "mtp", "rest"
 BLOCK, SURVEY = "block", "survey"
 _HIDDEN, _REFERENCE, _PASSED = "hidden", "reference", "passed_on."
-_OTHER = "Run that configuration to finish it, choose another --out, or add --restart to throw the progress away"
+_OTHER = "Run that configuration to finish it, choose another --out, or add --restart to discard the progress"
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """The unfinished work on one output folder.
+    """Unfinished work on one output folder.
 
     Attributes:
         folder: `<out>.partial`.
-        identity: what the result depends on; runs with another identity must not continue this one.
-        phase: whose blocks are counted: the run's own, or those of the first pass before it.
+        identity: inputs that determine the result; runs with another identity must not resume this one.
+        phase: blocks to count: those of the run itself, or of its first pass.
     """
 
     folder: Path
@@ -57,13 +57,13 @@ class Progress:
 
     @classmethod
     def open(cls, out: Path, identity: Mapping[str, Any], restart: bool = False) -> Progress:
-        """Begins or continues the work on `out`; `only_one_run` must be held.
+        """Starts or resumes the work on `out`; `only_one_run` must be held.
 
         Args:
-            restart: throws away what is there.
+            restart: whether to discard existing progress.
 
         Raises:
-            CheckpointError: there is progress of another configuration; says what differs.
+            CheckpointError: the progress belongs to another configuration; names the differences.
         """
         progress = cls(partial_folder(out), dict(identity))
         if restart:
@@ -73,16 +73,16 @@ class Progress:
 
     @property
     def exists(self) -> bool:
-        """Whether an earlier run left something to continue from."""
+        """Whether an earlier run left progress."""
         return work_folder.has_progress(self.folder)
 
     def begin(self) -> None:
-        """Records the identity: from here on there is progress."""
+        """Records the identity, which marks the start of progress."""
         work_folder.begin(self.folder, self.identity)
 
     @property
     def survey(self) -> Progress:
-        """The same folder, for the pieces of the first pass."""
+        """Progress of the first pass in the same folder."""
         return replace(self, phase=SURVEY)
 
     @property
@@ -91,32 +91,32 @@ class Progress:
 
     @property
     def finished(self) -> Path:
-        """Folder where the checkpoint is assembled and verified before it moves to its place."""
+        """Folder where the checkpoint is assembled and verified before it is moved to `out`."""
         return self.folder / "finished"
 
     def num_finished(self, num_blocks: int) -> int:
-        """Blocks done so far, counted from the first."""
+        """Counts finished blocks, from the first."""
         return next((index for index in range(num_blocks) if not self.pieces.has(self._key(index))), num_blocks)
 
     def has_begun(self, num_blocks: int) -> bool:
-        """Return whether any block is done, be it of the first pass."""
+        """Returns whether any block is finished, including those of the first pass."""
         return bool(self.num_finished(num_blocks) or self.survey.num_finished(num_blocks))
 
     def facts(self, index: int) -> dict[str, Any]:
-        """Return the metadata of a finished block."""
+        """Returns the metadata of a finished block."""
         return self.pieces.read_metadata(self._key(index))
 
     def piece(self, index: int) -> MappedFile:
-        """Return the tensors of a finished block."""
+        """Returns the tensors of a finished block."""
         return self.pieces.open(self._key(index))
 
     def ends(self) -> list[str]:
-        """Pieces of the embedding and of both heads, as far as they are made."""
+        """Returns existing pieces of the embedding and of both heads."""
         return [key for key in (EMBEDDING, HEAD, MTP) if self.pieces.has(key)]
 
     def all_facts(self, num_blocks: int) -> list[dict[str, Any]]:
-        """Return the metadata of all blocks, the embedding, the head and the rest, once all are finished; those of the
-        rest only where it holds quantized weights."""
+        """Returns the metadata of all blocks, the embedding, the head and the rest, once all are finished; that of the
+        rest only if it holds quantized weights."""
         outside = map(self.pieces.read_metadata, [*self.ends(), REST])
         return [self.facts(index) for index in range(num_blocks)] + [facts for facts in outside if facts]
 
@@ -129,8 +129,8 @@ class Progress:
         reference: Tensor | None = None,
         passed_on: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> None:
-        """Records a finished block and the inputs of the next one; `reference` holds the same of the dense model, and
-        `passed_on` what later blocks read beside them."""
+        """Saves a finished block and the inputs of the next one; `reference` are those of the dense model, `passed_on`
+        further inputs of later blocks."""
         if hidden is not None:
             known = {} if reference is None else {_REFERENCE: reference}
             known |= {f"{_PASSED}{name}": tensor for name, tensor in passed_on.items()}
@@ -139,11 +139,11 @@ class Progress:
         (self._inputs.folder / f"{self._hidden_key(index)}.safetensors").unlink(missing_ok=True)
 
     def assemble(self, num_blocks: int, config: Mapping[str, Any], source: TensorFiles) -> Path:
-        """Build the checkpoint of all pieces, in the folder `finished`.
+        """Assembles the checkpoint from all pieces in the folder `finished`.
 
         Args:
-            config: its config.json.
-            source: the model whose tokenizer, templates and other side files are copied.
+            config: config.json of the checkpoint.
+            source: model whose tokenizer, templates and other side files are copied.
 
         Raises:
             CheckpointError: the disk is full.
@@ -153,25 +153,27 @@ class Progress:
         return assemble(self.pieces, keys, self.finished, config=config, source=source)
 
     def load_hidden(self, index: int) -> Tensor:
-        """Hidden states `[N, L, H]` that enter block `index`, as `save_block` of the block before stored them."""
+        """Loads the hidden states `[N, L, H]` that enter block `index`, stored by `save_block` of the preceding
+        block."""
         return self._inputs.open(self._hidden_key(index)).tensor(_HIDDEN).clone()
 
     def load_passed_on(self, index: int) -> dict[str, Tensor]:
-        """Return what blocks before `index` passed on to it and later ones."""
+        """Loads the outputs that blocks before `index` pass to it and later ones."""
         file = self._inputs.open(self._hidden_key(index))
         names = (name for name in file.entries if name.startswith(_PASSED))
         return {name.removeprefix(_PASSED): file.tensor(name).clone() for name in names}
 
     def load_reference(self, index: int) -> Tensor | None:
-        """Return the dense model's hidden states `[N, L, H]` in the same place; None when none were saved."""
+        """Loads the dense model's hidden states `[N, L, H]` at the same block; None if they were not saved."""
         file = self._inputs.open(self._hidden_key(index))
         return file.tensor(_REFERENCE).clone() if _REFERENCE in file.entries else None
 
     def drop_damaged(self, calibrated: bool) -> None:
-        """Removes what does not read back as it was written, so that the next run makes it anew.
+        """Removes damaged pieces, which the next run recreates.
 
         Args:
-            calibrated: blocks need the inputs that those before them left, which are gone: all of them go.
+            calibrated: whether blocks depend on the inputs from preceding blocks, which no longer exist; then all
+                blocks are removed.
         """
         shutil.rmtree(self.finished, ignore_errors=True)
         stores = self.pieces.folder, self._inputs.folder
@@ -182,7 +184,7 @@ class Progress:
             path.unlink(missing_ok=True)
 
     def discard(self) -> None:
-        """Removes everything but the lock."""
+        """Removes everything except the lock."""
         work_folder.discard(self.folder)
 
     def _key(self, index: int) -> str:
@@ -197,7 +199,7 @@ class Progress:
 
 
 def _is_intact(path: Path) -> bool:
-    """Return whether a piece can be read, its numbers are finite, and its weights have the digests that it records."""
+    """Returns whether a piece is readable, its values are finite, and its weights match the recorded digests."""
     try:
         piece = MappedFile.open(path)
         facts = json.loads(piece.metadata["piece"])
@@ -215,24 +217,24 @@ def _is_intact(path: Path) -> bool:
 
 @contextmanager
 def only_one_run(out: Path) -> Iterator[None]:
-    """Holds the partial folder of `out` for this process, and removes it at the end when nothing is left in it.
+    """Locks the partial folder of `out` for this process, and removes it at the end if it is empty.
 
     Raises:
         CheckpointError: another process holds it.
     """
-    busy = CheckpointError(f"another process is writing {out} right now", "Wait for it, or choose another --out")
+    busy = CheckpointError(f"another process is writing {out}", "Wait for it, or choose another --out")
     with work_folder.held_by_one(partial_folder(out), busy):
         yield
 
 
 class RunDisplay:
-    """Progress over blocks (or other units), on standard error.
+    """Progress display over blocks (or other units) on standard error.
 
     Args:
         total: number of blocks.
-        done: blocks that an earlier run finished.
-        quiet: show nothing.
-        unit: what is counted.
+        done: number of blocks finished by earlier runs.
+        quiet: whether to show nothing.
+        unit: name of the unit.
     """
 
     def __init__(self, total: int, done: int = 0, quiet: bool = False, unit: str = "block") -> None:
@@ -259,13 +261,13 @@ class RunDisplay:
             self._bar.stop()
 
     def step(self, what: str, fraction: float = 0.0) -> None:
-        """Says what happens inside the current block, and how much of the block is done."""
+        """Shows the current stage within the block, and its completed share."""
         if self._bar is not None:
             description = f"{self._unit} {min(self._block + 1, self._total)}/{self._total}: {what}"
             self._bar.update(self._task, description=description, completed=self._block + fraction)
 
     def finish(self, line: str = "") -> None:
-        """Advance by one block, and print its line, if there is one, with the seconds it took."""
+        """Advances by one block, and prints its line, if any, with its seconds."""
         self._block += 1
         elapsed = time.monotonic() - self._started
         self._started = time.monotonic()

@@ -1,9 +1,9 @@
-"""A dense source with its residual stream rotated, computed tensor by tensor whenever one is read.
+"""Dense source with rotated residual stream, computed tensor by tensor on reading.
 
-RMSNorm without its weight commutes with an orthogonal Q, so each norm's weight g first moves into the linears behind
+RMSNorm without its weight commutes with an orthogonal Q, so each norm's weight g is first folded into the linears after
 it: readers `W -> W diag(g) Q`, writers `W -> Q^T W`, the embedding `E -> E Q`, the head `W -> W diag(g) Q`. Value heads
-turn by a matrix R of their own: `v_proj -> R^T W` and `o_proj -> W R`, head by head. (QuaRot, section 3; R1 and R2 of
-SpinQuant. Nothing is computed at serve time.)
+are rotated by another matrix R: `v_proj -> R^T W` and `o_proj -> W R`, head by head. (QuaRot, section 3; R1 and R2 of
+SpinQuant. No online rotation at serving time.)
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _COPIES = 3
 
 @dataclass
 class RotatedFiles(TensorFiles):
-    """The tensors of a source by the same names, Hadamard-rotated.
+    """Hadamard-rotated tensors of a source under the same names.
 
     Attributes:
-        source: the tensors before.
-        rotated: the replacement of a tensor, in the stored dtype.
-        added: a tensor that the source does not have (a head that was the embedding), and the one whose form it has.
-        description: the rotation in one sentence.
+        source: tensors before the rotation.
+        rotated: functions that compute replaced tensors, in the stored dtype.
+        added: tensors missing in the source (a head that was tied to the embedding), and those whose form they have.
+        description: description of the rotation in one sentence.
     """
 
     source: TensorFiles
@@ -74,7 +74,7 @@ class RotatedFiles(TensorFiles):
         return self.source.tensor_nbytes(self.added.get(name, name))
 
     def tensor(self, name: str) -> Tensor:
-        """Return the rotated tensor, computed anew, or the stored one."""
+        """Returns the rotated tensor, computed on each call, or the stored one."""
         return self.rotated[name]() if name in self.rotated else self.source.tensor(name)
 
     @property
@@ -82,15 +82,15 @@ class RotatedFiles(TensorFiles):
         return self.source.nbytes + sum(map(self.tensor_nbytes, self.added))
 
     def working_bytes(self, blocks: str) -> int:
-        """Return the memory of the rotation: float64 copies of one matrix inside `blocks`, and everything outside of
-        them, which is rotated in small parts but kept until it is written."""
+        """Returns the memory of the rotation: float64 copies of one matrix inside `blocks`, and all tensors outside
+        them, which are rotated in small parts but kept until they are written."""
         inside = [name for name in self.rotated if name.startswith(f"{blocks}.")]
         outside = self.rotated.keys() - set(inside)
         largest = max((math.prod(self.shape(name)) for name in inside), default=0)
         return _COPIES * torch.float64.itemsize * largest + sum(map(self.tensor_nbytes, outside))
 
     def marked(self, plan: Plan) -> Plan:
-        """Return the plan with notes on rotated and added tensors."""
+        """Returns the plan with notes on rotated and added tensors."""
         return replace(plan, rows=tuple(map(self._marked, plan.rows)), notes=(self.description, *plan.notes))
 
     def _marked(self, row: PlanRow) -> PlanRow:
@@ -98,12 +98,12 @@ class RotatedFiles(TensorFiles):
             reason = "" if row.layer_plan else "output head, no longer the token embedding"
             return replace(row, bytes_before=0, reason=reason)
         is_norm = row.tensor in self.rotated and len(row.shape) == 1 and row.tensor.endswith(".weight")
-        return replace(row, reason="norm, now ones: moved into the linears behind it") if is_norm else row
+        return replace(row, reason="norm, set to ones: folded into the linears after it") if is_norm else row
 
 
 @dataclass(frozen=True, slots=True)
 class RotatedSource:
-    """A dense model with a rotated residual stream: its files, config and structure."""
+    """Dense model with a rotated residual stream: files, config and structure."""
 
     files: RotatedFiles
     config: dict[str, Any]
@@ -119,7 +119,7 @@ class RotatedSource:
         seed: int,
         trust_remote_code: bool = False,
     ) -> RotatedSource:
-        """Turns a source. Raises RecipeError, see `rotate_files`."""
+        """Rotates a source. Raises RecipeError, see `rotate_files`."""
         rotated = rotate_files(files, skeleton, stage, seed)
         if skeleton.ties_head and f"{skeleton.architecture.head}.weight" in rotated.rotated:
             config = config | {"tie_word_embeddings": False}
@@ -128,33 +128,34 @@ class RotatedSource:
 
 
 def rotate_files(files: TensorFiles, skeleton: Skeleton, stage: RotateStage, seed: int) -> RotatedFiles:
-    """Rotate the residual stream of a source.
+    """Rotates the residual stream of a source.
 
     Args:
-        seed: decides the signs.
+        seed: seed of the random signs.
 
     Raises:
-        RecipeError: a family whose norms and linears around the residual stream are not known here, or tensors that the
-            model does not run, as those of multi-token prediction.
+        RecipeError: the norms and linears around the residual stream of the family are unknown, or the source has
+            tensors that the model does not run, such as those of multi-token prediction.
         CheckpointError: the final norm's weight is missing.
     """
     stream = skeleton.architecture.stream
     if stream is None:
         raise RecipeError(
             f"model type {skeleton.model.config.model_type!r} cannot be rotated: the layers around its residual "
-            "stream are not known",
+            "stream are unknown",
             "Leave the rotate stage out",
         )
     if carried := [name for name in skeleton.carried(files.names()) if len(files.shape(name)) > 1]:
         raise RecipeError(
-            f"{carried[0]} is of no layer in config.json and may read the residual stream, which a rotation changes",
+            f"{carried[0]} belongs to no layer in config.json and may read the residual stream, which a rotation "
+            "changes",
             "Leave the rotate stage out, or take a checkpoint without such tensors",
         )
     return _Builder(files, skeleton, stream, stage, seed).build()
 
 
 class _Builder:
-    """Says for every tensor what becomes of it."""
+    """Builder of the replacements of all tensors."""
 
     def __init__(
         self, files: TensorFiles, skeleton: Skeleton, stream: ResidualStream, stage: RotateStage, seed: int
@@ -171,11 +172,11 @@ class _Builder:
         words = [f"the residual stream is rotated by a randomized {self._residual.kind}"]
         if self._heads is not None:
             words.append(f"value heads by a {self._heads.kind}")
-        words += ["the norms' weights move into the linears behind them", *self._rotate_embed_and_head()]
+        words += ["the norms' weights are folded into the linears after them", *self._rotate_embed_and_head()]
         return RotatedFiles.over(self._files, self._turned, self._added, "; ".join(words))
 
     def _rotate_embed_and_head(self) -> list[str]:
-        """Rotate embedding, final norm and head. Returns notes on them."""
+        """Rotates embedding, final norm and head. Returns notes on them."""
         architecture = self._skeleton.architecture
         embedding, norm, head = (
             f"{name}.weight" for name in (architecture.embedding, architecture.final_norm, architecture.head)
@@ -184,7 +185,7 @@ class _Builder:
         gamma = self._files.tensor(norm)
         tied = self._skeleton.ties_head
         if tied and bool((gamma == gamma[0]).all()):
-            return ["the head stays the embedding, for the final norm scales all channels alike"]
+            return ["the head stays tied to the embedding, because the final norm scales all channels equally"]
         matrix = embedding if tied else head
         self._turned[head] = lambda: self._residual.turn(self._files.tensor(matrix), self._gamma(norm))
         self._turned[norm] = lambda: torch.ones_like(gamma)
@@ -193,7 +194,7 @@ class _Builder:
         if head not in self._files:
             self._added[head] = embedding
         added = self._files.tensor_nbytes(embedding)
-        return [f"the head can no longer be the embedding and becomes a matrix of its own, {added:,} bytes more"]
+        return [f"the head cannot stay tied to the embedding and becomes a separate matrix, {added:,} bytes more"]
 
     def _turn_block(self, prefix: str) -> None:
         norm_of: dict[str, str] = {}
@@ -213,7 +214,7 @@ class _Builder:
         )
 
         def outputs(tensor: Tensor) -> Tensor:
-            """Rotate the output of the linear: the last dimension of `tensor`."""
+            """Rotates the output of the linear: the last dimension of `tensor`."""
             tensor = self._residual.turn(tensor) if writes else tensor
             return self._heads.turn_heads(tensor) if produces and self._heads is not None else tensor
 

@@ -1,4 +1,4 @@
-"""The run: block by block from the dense checkpoint to the packed one, resumable after each."""
+"""Compression run: processes the dense checkpoint block by block, and is resumable after each."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from compress.pipeline.resume import MTP, Progress, RunDisplay, only_one_run
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """A finished run."""
+    """Result of a run."""
 
     out: Path
     structure: StructureReport
@@ -56,10 +56,10 @@ class RunResult:
 
 
 def run(context: RunContext, quiet: bool = False) -> RunResult:
-    """Compresses a model, continuing what an earlier run of the same configuration left.
+    """Compresses a model, resuming an earlier run of the same configuration.
 
     Raises:
-        ToolkitError: what went wrong and what mends it; finished blocks are kept unless the numbers are at fault.
+        ToolkitError: the run failed; finished blocks are kept, except after numerical errors.
     """
     started = time.monotonic()
     forget_device_peak(context.device)
@@ -72,14 +72,14 @@ def run(context: RunContext, quiet: bool = False) -> RunResult:
                 plan, shares = finalize_plan(context, progress, quiet)
                 final = replace(context, plan=plan)
             folder = _compress(final, progress, quiet)
-            peak = device_peak(context.device)  # of this work: what measures afterwards holds whole models
+            peak = device_peak(context.device)  # of compression only: the measurements afterwards hold whole models
             folder, head = pack_head(final, progress, folder, partial(_assemble, final, progress), quiet)
             digests = _digests(context, progress)
             structure = check_checkpoint(context, folder, digests)
             kv_cache = choose_default(final, folder, quiet)
             quality = check_quality(folder, context, progress, digests, quiet)
         seconds = time.monotonic() - started
-        # With the plan as it was made: kinds of layers, not every layer on its own.
+        # With the original plan: kinds of layers instead of individual layers.
         report = full_report(final, progress, structure, quality, seconds) | {
             "plan": context.to_dict(),
             "layerwise": [each.to_dict() for each in shares],
@@ -93,8 +93,8 @@ def run(context: RunContext, quiet: bool = False) -> RunResult:
 
 
 def _compress(context: RunContext, progress: Progress, quiet: bool) -> Path:
-    """Compress embedding, blocks and head, and return the folder of the assembled checkpoint."""
-    progress.pieces.remove(MTP)  # of a killed run, which may have rejected it
+    """Compresses embedding, blocks and head, and returns the folder of the assembled checkpoint."""
+    progress.pieces.remove(MTP)  # of an interrupted run, which may have rejected it
     quantize_embedding(context, progress)
     _run_blocks(context, progress, quiet)
     quantize_head(context, progress)
@@ -108,7 +108,7 @@ def _assemble(context: RunContext, progress: Progress) -> Path:
 
 
 def _identity(context: RunContext) -> dict[str, Any]:
-    """Everything the packed bytes depend on; runs that differ in it must not share progress."""
+    """Returns everything that determines the packed bytes; runs that differ in it must not share progress."""
     sequences = context.sequences
     return {
         **source_identity(context),
@@ -123,7 +123,7 @@ def _identity(context: RunContext) -> dict[str, Any]:
 
 @contextmanager
 def _cleared_on_failure(progress: Progress, context: RunContext) -> Iterator[None]:
-    """Keeps finished blocks when a run fails, except damaged ones, and where running again cannot help."""
+    """Keeps finished blocks when a run fails, except damaged ones, and discards them if another run would fail too."""
     try:
         yield
     except ToolkitError as error:
@@ -135,7 +135,7 @@ def _cleared_on_failure(progress: Progress, context: RunContext) -> Iterator[Non
 
 
 def _begin(context: RunContext, progress: Progress, quiet: bool) -> None:
-    """Checks once, before anything is written, that there is room and that every weight is a number."""
+    """Checks disk space and the finiteness of all weights, before anything is written."""
     if progress.exists:
         return
     check_space(progress.folder, context.disk)
@@ -167,15 +167,15 @@ def _run_blocks(context: RunContext, progress: Progress, quiet: bool) -> None:
 
 
 def _note_other_machine(context: RunContext, before: dict[str, Any], display: RunDisplay) -> None:
-    """Note a change of machine: sums in another order may differ in the last bits."""
+    """Prints a note if the machine has changed: another summation order may change the last bits."""
     now = environment(context)
     differing = [f"{key} {before.get(key)}, now {now[key]}" for key in now if before.get(key) != now[key]]
     if differing:
-        display.say(f"note: earlier blocks were made with {'; '.join(differing)}: last bits may differ")
+        display.say(f"note: earlier blocks were computed with {'; '.join(differing)}: last bits may differ")
 
 
 def _runner(context: RunContext, progress: Progress, done: int, display: RunDisplay) -> CalibratedRunner[BlockOutcome]:
-    """Calibrates on the embedding that will be looked up."""
+    """Creates the runner, which calibrates on the quantized embedding."""
     embedding = partial(stored_embedding, context, progress)
     return CalibratedRunner(context, quantize_block, progress, done, display, embedding)
 
@@ -220,7 +220,7 @@ def _digests(context: RunContext, progress: Progress) -> dict[str, str]:
 
 def _line(outcome: BlockOutcome) -> str:
     if not outcome.linears:
-        return "left as it is"
+        return "unchanged"
     worst = max(outcome.linears, key=lambda record: record.relative_error)
     parts = [f"worst weight error {worst.relative_error:.2e} ({worst.module.rpartition('.')[2]})"]
     if outcome.relative_error is not None:

@@ -1,4 +1,4 @@
-"""A transformers model without weights: blocks are filled, run and released one at a time."""
+"""transformers model without weights: blocks are loaded, run and released one at a time."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Skeleton:
-    """A model whose parameters are on the meta device; its buffers (rotary frequencies) are real.
+    """Model with parameters on the meta device and real buffers (rotary frequencies).
 
     Attributes:
-        model: the causal language model.
+        model: causal language model.
         architecture: names of its parts.
-        renamed: linears that stay dense, by names that transformers has for them and files do not.
+        renamed: names in transformers of dense linears that have other names in the files.
     """
 
     model: PreTrainedModel
@@ -45,8 +45,8 @@ class Skeleton:
         return bool(getattr(self.model.config, "tie_word_embeddings", False))
 
     def head_dim(self, index: int = 0) -> int:
-        """Returns the channels of an attention head of a block; 1 where neither modules nor config define them."""
-        # A mixer with a state beside attention has heads of its own.
+        """Returns the channels per attention head of a block; 1 if neither modules nor config define them."""
+        # A recurrent mixer beside attention has other heads.
         for module in sorted(self.blocks[index].modules(), key=lambda each: not hasattr(each, "num_key_value_groups")):
             if isinstance(size := getattr(module, "head_dim", None), int):
                 return size
@@ -60,20 +60,21 @@ class Skeleton:
 
     @property
     def routers(self) -> list[str]:
-        """Full names of the linears that choose or weigh experts, in all blocks."""
+        """Full names of the routers of all blocks."""
         found = [(index, name) for index in range(self.num_blocks) for name in self.architecture.routers]
         names = {name for name, _ in self.model.named_parameters()}
         full = [f"{self.block_name(index)}.{name}" for index, name in found]
         return [name for name in full if f"{name}.weight" in names]
 
     def carried(self, names: Iterable[str]) -> list[str]:
-        """Returns the tensors of no part of this model: layers beyond its last, heads of multi-token prediction."""
+        """Returns tensors that belong to no part of this model: layers beyond its last, multi-token prediction
+        heads."""
         blocks = tuple(f"{self.block_name(index)}." for index in range(self.num_blocks))
         known = self.model.state_dict().keys()
         return [name for name in names if name not in known and not name.startswith(blocks)]
 
     def linears(self, block: nn.Module) -> dict[str, nn.Linear]:
-        """Returns the linears of a block by relative name, in the order of definition; routers are none of them."""
+        """Returns the linears of a block by relative name, in order of definition, without routers."""
         from torch import nn
 
         modules = block.named_modules()
@@ -85,8 +86,8 @@ def open_skeleton(path: Path, config: dict[str, Any], trust_remote_code: bool = 
     """Builds the model that `config` describes, without allocating its weights.
 
     Args:
-        path: the model folder, which may hold code of its own.
-        config: the parsed config.json, without quantization.
+        path: model folder, which may contain modeling code.
+        config: parsed config.json, without quantization.
         trust_remote_code: whether Python files of the folder may run.
 
     Raises:
@@ -110,5 +111,5 @@ def _refuse_fused_experts(model: PreTrainedModel) -> None:
         if parameter.dim() >= 3 and "expert" in name:
             raise CheckpointError(
                 f"{name} {list(parameter.shape)} holds all experts of a mixture in one tensor",
-                "Mixtures are compressed where docs/families.md says so; serve this one as it is",
+                "docs/families.md lists the mixtures that can be compressed; serve this one uncompressed",
             )

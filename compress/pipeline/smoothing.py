@@ -1,6 +1,6 @@
-"""Smoothing of one block: for each mapping, search a scale by the parent module's own output, then fold it.
+"""Smoothing of one block: searches a scale per mapping by the parent module's output, then folds it.
 
-All searches see the block as it was; the folds, which leave the block's function unchanged, come after.
+All searches use the unmodified block; the folds, which preserve the block's function, follow.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from compress.plan import LayerPlan
 
 @dataclass
 class ModuleTrace:
-    """Arguments and outputs of one module, micro-batch by micro-batch."""
+    """Arguments and outputs of one module per micro-batch."""
 
     calls: list[Call] = field(default_factory=list)
     outputs: list[Tensor] = field(default_factory=list)
@@ -39,7 +39,7 @@ class ModuleTrace:
 
 @dataclass(frozen=True, slots=True)
 class HeadLayout:
-    """The layout of o_proj's input over value heads: `heads_per_group` query heads of `head_dim` channels read each."""
+    """Layout of o_proj's input over value heads: `heads_per_group` query heads of `head_dim` channels share each."""
 
     heads_per_group: int = 1
     head_dim: int = 1
@@ -63,7 +63,7 @@ def trace_modules(
 
 
 def trace_samples(block: LoadedBlock, name: str, observed: Observed) -> ModuleTrace:
-    """Return a trace of a linear on sample rows of its statistics, which an expert has however few tokens reach it."""
+    """Returns a trace of a linear on sample rows of its statistics, which exist even for rarely chosen experts."""
     linear = block.linear(name)
     rows = observed.statistics[name].sample(SMOOTHING_ROWS).to(linear.weight.dtype)
     return ModuleTrace([Call((rows,), {})], [linear(rows)])
@@ -77,11 +77,11 @@ def search_scale(
     layer_plans: Mapping[str, LayerPlan],
     layout: HeadLayout,
 ) -> SmoothingResult:
-    """Return the scale of one mapping that lets the quantized targets reproduce the parent's output best."""
+    """Returns the scale of one mapping with the least error of the parent's output with quantized targets."""
     layer_plan = layer_plans[mapping.balance_layers[0]]
     scheme = layer_plan.quantized
     if scheme is None or layer_plan.method is None:
-        raise ValueError(f"{mapping.balance_layers[0]} is not quantized: there is nothing to smooth for")
+        raise ValueError(f"{mapping.balance_layers[0]} is not quantized, so smoothing has no effect")
     rounded_inputs = dict.fromkeys(mapping.balance_layers, scheme) if scheme.activation_bits else {}
     parent = block.module.get_submodule(mapping.parent)
 
@@ -114,12 +114,12 @@ def activations_quantized(
     scale: Tensor | None = None,
     outliers: Mapping[str, Tensor] | None = None,
 ) -> Iterator[None]:
-    """Quantize the inputs of the named linears to 8 bits inside the context.
+    """Quantizes the inputs of the named linears to 8 bits inside the context.
 
     Args:
-        schemes: by linear.
-        scale: `[I]`, under which inputs are rounded.
-        outliers: columns `[k]` of inputs that stay as they are, by linear.
+        schemes: schemes by linear.
+        scale: `[I]`, divisor of inputs before rounding.
+        outliers: columns `[k]` of inputs that stay unquantized, by linear.
     """
 
     def round_input(args: tuple[Any, ...], columns: Tensor | None, kind: Activations) -> tuple[Any, ...]:
@@ -148,9 +148,10 @@ def activations_quantized(
 
 
 def fold_scale(block: LoadedBlock, mapping: SmoothingMapping, scale: Tensor, layout: HeadLayout) -> Tensor:
-    """Moves `scale [I]` into the targets' columns and its inverse into the source.
+    """Folds `scale [I]` into the targets' columns and its inverse into the source.
 
-    Returns the scale in effect: a norm's weight is rounded to its stored dtype, and the targets undo just that.
+    Returns the effective scale: a norm's weight is rounded to its stored dtype, and the targets compensate exactly
+    that.
     """
     if mapping.smooth_layer in block.weights:
         rows = one_per_value_head(scale, layout.heads_per_group, layout.head_dim)
@@ -172,7 +173,7 @@ def fold_scale(block: LoadedBlock, mapping: SmoothingMapping, scale: Tensor, lay
 
 
 def head_layout(block: LoadedBlock, mapping: SmoothingMapping, head_dim: int) -> HeadLayout:
-    """Grouped-query layout of a mapping between linears; trivial for every other mapping."""
+    """Returns the grouped-query layout of a mapping between linears; trivial for other mappings."""
     if mapping.smooth_layer not in block.weights:
         return HeadLayout()
     produced, read = block.weights[mapping.smooth_layer].shape[0], block.weights[mapping.balance_layers[0]].shape[1]

@@ -1,7 +1,7 @@
 """Allocation: one candidate for each layer group with the least sum of losses within a budget.
 
-A multiple-choice knapsack, solved by dynamic programming over the budget, which gives the best choice for every budget
-at once. Measured sensitivities are read from and kept in a file. Free of torch.
+Multiple-choice knapsack, solved by dynamic programming over the budget, which yields the best choice for every budget
+at once. Measured sensitivities are stored in a file. Does not import torch.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from compress.common.files import atomic_file, read_json
 from compress.search.space import Candidate, LayerGroup
 
 STEPS = 1 << 16
-"""Largest number of budgets. The answer is exact where costs have a large enough common divisor; elsewhere costs are
+"""Largest number of budgets. The result is exact if costs have a large enough common divisor; otherwise costs are
 rounded up to whole steps, and the remainder is spent greedily."""
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One option of a layer group: its cost in bytes and its loss in nats."""
+    """Option of a layer group: its cost in bytes and its loss in nats."""
 
     cost: int
     loss: float
@@ -75,7 +75,7 @@ class Frontier:
         return float(self._least[-1])
 
     def within_cost(self, budget: int) -> Allocation | None:
-        """Returns the allocation of least loss that costs at most `budget`; None where even the smallest costs more."""
+        """Returns the allocation of least loss that costs at most `budget`; None if even the smallest costs more."""
         if budget < self.smallest:
             return None
         index = min((budget - self.smallest) // self._step, self._size - 1)
@@ -86,11 +86,11 @@ class Frontier:
         return self._at(int(np.argmax(self._least <= limit)))
 
     def _extra(self, group: int, option: Option) -> int:
-        """Returns the steps by which an option costs more than the group's cheapest, rounded up."""
+        """Returns the additional cost of an option over the group's cheapest, in steps, rounded up."""
         return -((self._floors[group] - option.cost) // self._step)
 
     def _add(self, menu: Menu, extra: Sequence[int]) -> None:
-        """Adds a group: for each budget the option that loses least, with the best allocation of the rest."""
+        """Adds a group: for each budget, the option with the least total loss."""
         best = np.full(self._size, np.inf)
         choice = np.zeros(self._size, dtype=np.uint8)
         for index, (option, cost) in enumerate(zip(menu, extra, strict=True)):
@@ -159,8 +159,8 @@ class Chooser:
 
     Args:
         candidates: candidates of each layer group.
-        cost: bytes of a group as a candidate.
-        loss: its sensitivity.
+        cost: function from group and candidate to bytes.
+        loss: function from group and candidate to sensitivity.
     """
 
     def __init__(
@@ -178,7 +178,7 @@ class Chooser:
         )
 
     def within_budget(self, budget: int) -> Choice:
-        """Returns the choice with the least sum of sensitivities. Raises RecipeError where nothing fits."""
+        """Returns the choice with the least sum of sensitivities. Raises RecipeError if nothing fits."""
         found = self._frontier.within_cost(budget)
         if found is None:
             raise RecipeError(
@@ -187,7 +187,7 @@ class Chooser:
         return self._choice(found)
 
     def within_loss(self, limit: float) -> Choice:
-        """Returns the smallest choice that loses at most `limit`; the best one where all lose more."""
+        """Returns the smallest choice that loses at most `limit`; the best one if all lose more."""
         return self._choice(self._frontier.within_loss(max(limit, self._frontier.least_loss)))
 
     def _choice(self, allocation: Allocation) -> Choice:
@@ -196,12 +196,12 @@ class Chooser:
 
 
 CLOSE = 0.97
-"""Least share of the KL target that counts as met."""
+"""Minimum share of the KL target that counts as close enough."""
 
 
 @dataclass(frozen=True, slots=True)
 class Try:
-    """One checkpoint made on the way to a KL target.
+    """Checkpoint created while approaching a KL target.
 
     Attributes:
         predicted: sum of the sensitivities of its layers, in nats.
@@ -215,12 +215,12 @@ class Try:
 
 
 def best(tries: Sequence[Try], limit: float) -> Try | None:
-    """Returns the smallest checkpoint within the limit; None when none is."""
+    """Returns the smallest checkpoint within the limit, or None."""
     return min((each for each in tries if each.measured <= limit), key=lambda each: each.bytes, default=None)
 
 
 def next_kl_target(tries: Sequence[Try], limit: float) -> float | None:
-    """Returns the sum of sensitivities to aim at next (secant method); None when the best try is close enough.
+    """Returns the sum of sensitivities to aim at next (secant method); None if the best try is close enough.
 
     Measured divergence is nearly proportional to the predicted one, so the last ratio gives the next target, within the
     bounds of earlier tries.
@@ -248,7 +248,7 @@ FORMAT_VERSION = 1
 class Sensitivities:
     """Divergence in nats caused by each layer group alone, by candidate.
 
-    It depends on neither the other candidates nor the target, so a second search of the same model reuses it.
+    Independent of other candidates and of the target, so another search of the same model reuses them.
 
     Attributes:
         path: the file.
@@ -262,10 +262,10 @@ class Sensitivities:
 
     @classmethod
     def open(cls, path: Path, identity: Mapping[str, Any], restart: bool = False) -> Sensitivities:
-        """Opens the file of earlier searches, or begins one.
+        """Opens the file of earlier searches, or creates one.
 
         Args:
-            restart: ignores stored values.
+            restart: whether to ignore stored values.
 
         Raises:
             CheckpointError: the file is damaged, or belongs to another model, text or method.
@@ -284,7 +284,7 @@ class Sensitivities:
             what = ", ".join(sorted(differing)) or f"format_version {version}"
             raise CheckpointError(
                 f"{path} holds sensitivities of another configuration ({what} differ)",
-                "Name another file with --sensitivities, or add --restart to measure them anew",
+                "Name another file with --sensitivities, or add --restart to measure them again",
             )
         return cls(path, now, values)
 
@@ -296,7 +296,7 @@ class Sensitivities:
         return self.values[group.name][str(candidate)]
 
     def add(self, group: LayerGroup, candidate: Candidate, divergence: float) -> None:
-        """Stores one value, on disk too."""
+        """Stores one value, in memory and on disk."""
         self.values.setdefault(group.name, {})[str(candidate)] = divergence
         stored = {"format_version": FORMAT_VERSION, "identity": self.identity, "values": self.values}
         with atomic_file(self.path) as stream:

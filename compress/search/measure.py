@@ -33,10 +33,10 @@ from compress.search.survey import Survey
 
 
 class _Given(StandIn):
-    """Module that returns a given output and keeps its input: the embedding, in place of the first block.
+    """Replacement of the first block, which returns a given output and keeps its input, the embedding.
 
     Attributes:
-        others: what the block has returned beside its output in a tuple; None where it returned none.
+        others: other elements of the block's output tuple; None if the output is no tuple.
     """
 
     output: Tensor | None = None
@@ -44,7 +44,7 @@ class _Given(StandIn):
     others: tuple[None, ...] | None = None
 
     def watch(self, _block: nn.Module, _args: Any, output: Any) -> None:
-        """Sees an output of the block."""
+        """Records an output of the block."""
         self.others = None if isinstance(output, Tensor) else (None,) * (len(output) - 1)
 
     def forward(self, *args: Tensor, **kwargs: Tensor) -> Tensor | tuple[Tensor | None, ...]:
@@ -54,10 +54,10 @@ class _Given(StandIn):
 
 
 class LoadedModel:
-    """Dense model whose blocks run on from stored hidden states; its own forward computes final norm and head.
+    """Dense model whose blocks continue from stored hidden states; its own forward computes final norm and head.
 
     Args:
-        skeleton: receives real weights; its blocks are replaced by stand-ins and run here.
+        skeleton: skeleton that receives real weights; its blocks are replaced and run here.
         measured: inputs of the first block for the text that divergence is measured on.
         tokens: int64 `[N, T]`, the same text.
         device, dtype: device and dtype of the computation.
@@ -86,8 +86,8 @@ class LoadedModel:
     def divergence(self, block: int) -> float:
         """Returns the mean KL(dense || current) over all positions, in nats, with the current blocks from `block` on.
 
-        Blocks before it must not have changed since `advance` passed them. `EMBEDDING` is the position before the first
-        block, the number of blocks the one after the last.
+        Blocks before it must be unchanged since `advance` passed them. `EMBEDDING` is the position before the first
+        block, the number of blocks that after the last.
 
         Raises:
             NumericsError: the output is not finite.
@@ -101,12 +101,12 @@ class LoadedModel:
 
     @torch.no_grad()
     def advance(self, block: int) -> None:
-        """Moves the text past `block`: blocks up to it do not run again."""
+        """Advances the text past `block`, which does not run again."""
         name = self._skeleton.block_name(block)
         self._inputs.hidden = run_all(self.blocks[block], name, self._inputs, block, self._device)
 
     def weight(self, module: str) -> nn.Parameter:
-        """Returns the weight of a module outside of the blocks, in float32."""
+        """Returns the weight of a module outside the blocks, in float32."""
         return self._skeleton.model.get_submodule(module).get_parameter("weight")
 
     @torch.no_grad()
@@ -128,7 +128,7 @@ class LoadedModel:
         begin = max(first, 0)
         for hidden, calls, tokens in batches:
             hidden = self._embedded(tokens) if first == EMBEDDING else hidden.to(self._device)
-            # The next run begins at the same block, which may read what those before it passed on.
+            # The next run starts at the same block, which may read outputs passed on by preceding blocks.
             store = store_of(calls)
             passed = {} if store is None else dict(store)
             for module, call in zip(self.blocks[begin:], calls[begin:], strict=True):
@@ -171,7 +171,7 @@ class _Reference:
 
 
 def _fill_rest(skeleton: Skeleton, files: TensorFiles, device: torch.device) -> None:
-    """Loads weights outside of the blocks in float32: final norm and head decide the divergence."""
+    """Loads weights outside the blocks in float32: final norm and head determine the divergence."""
     model = skeleton.model
     for name, parameter in list(model.named_parameters()):
         if name in files and parameter.is_meta:
@@ -186,7 +186,7 @@ def _fill_rest(skeleton: Skeleton, files: TensorFiles, device: torch.device) -> 
 
 
 def _take_blocks_out(skeleton: Skeleton) -> list[_Given]:
-    """Replaces the blocks by stand-ins. The output of the last one goes to the final norm."""
+    """Replaces the blocks; the output of the last replacement is passed to the final norm."""
     given = [_Given(block) for block in skeleton.blocks]
     for index, each in enumerate(given):
         each.block.register_forward_hook(each.watch)
@@ -196,13 +196,13 @@ def _take_blocks_out(skeleton: Skeleton) -> list[_Given]:
 
 @dataclass
 class CandidateLayer:
-    """Layer group to be compressed as several candidates. Computes once per group the decomposition that all ranks of a
-    method are cut from, and the factor of a Hessian once as long as layers share it.
+    """Layer group to compress as several candidates. Computes the decomposition of a method once per group for all
+    ranks, and the factorization of a Hessian once for layers that share it.
 
     Attributes:
         weights: float32 `[O, I]` by full name.
         model_dtype: dtype in which scales and unquantized values are stored.
-        observe: gives the statistics of a layer's input; None when nothing is known.
+        observe: function that returns the statistics of a layer's input; None if unknown.
     """
 
     weights: Mapping[str, Tensor]
@@ -212,10 +212,10 @@ class CandidateLayer:
     _inputs: HessianCache = field(default_factory=lambda: HessianCache(None))
 
     def values(self, module: str, layer_plan: LayerPlan) -> Tensor:
-        """Returns the weight `[O, I]` as the finished checkpoint holds it, in float32.
+        """Returns the weight `[O, I]` with the values of the finished checkpoint, in float32.
 
         Raises:
-            SchemeError, NumericsError: from the methods.
+            SchemeError, NumericsError: raised by the methods.
         """
         if (statistics := self.observe(module)) is not self._inputs.statistics:
             self._inputs = HessianCache(statistics)
@@ -256,8 +256,8 @@ def measure(survey: Survey, known: Sensitivities, display: RunDisplay) -> None:
     """Measures missing sensitivities, group by group in the order of the model.
 
     Raises:
-        CheckpointError: the model does not fit in memory, or a tensor of it is missing or misshapen.
-        NumericsError: NaN or infinity on the way.
+        CheckpointError: the model does not fit in memory, or a tensor is missing or has a wrong shape.
+        NumericsError: weights or activations contain NaN or infinity.
     """
     wanted = {
         group: [each for each in offered if known.get(group, each) is None]
@@ -288,11 +288,11 @@ def measure(survey: Survey, known: Sensitivities, display: RunDisplay) -> None:
 
 @dataclass
 class _Meter:
-    """Dense model with both texts on their way through it.
+    """Dense model with the current hidden states of both texts.
 
     Attributes:
         calibration: inputs of the current block for the calibration text.
-        model: holds those for the text that divergence is measured on.
+        model: model with the hidden states of the text that divergence is measured on.
     """
 
     survey: Survey
@@ -303,7 +303,7 @@ class _Meter:
     def open(cls, survey: Survey) -> _Meter:
         context = survey.context
         place = context.device, context.dtype
-        # One sequence at a time stays in the processor's cache; a GPU takes a micro-batch.
+        # A single sequence stays in the processor's cache; a GPU runs a micro-batch.
         small = 1 if context.device.type == "cpu" else context.micro_batch
         calibration, measured = (
             capture_inputs(context.skeleton, context.files, tokens, micro_batch, *place)
@@ -332,7 +332,7 @@ class _Meter:
                 for module, layer_plan in self.survey.layer_plans(group, candidate).items():
                     block.set_weight(leaves[module], changed.values(module, layer_plan))
                 found(group, candidate, 0.0 if candidate.is_dense else self.model.divergence(index))
-                # Statistics of experts are computed with the weights in place, which have to be the dense ones.
+                # Statistics of experts are computed with the current weights, which must be dense.
                 for module, leaf in leaves.items():
                     block.set_weight(leaf, weights[module])
 
@@ -361,7 +361,7 @@ class _Meter:
         return observe(block, self.calibration, index, needs, self.survey.context.device).statistics
 
     def advance(self, index: int) -> None:
-        """Moves both texts past a block."""
+        """Advances both texts past a block."""
         name = self.survey.context.skeleton.block_name(index)
         device = self.survey.context.device
         self.calibration.hidden = run_all(self.model.blocks[index], name, self.calibration, index, device)

@@ -1,4 +1,4 @@
-"""The search: measure, choose, write the recipe and run it; for a KL target, try again until it is met."""
+"""Search run: measures, chooses, writes the recipe and runs it; for a KL target, repeats until it is met."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from compress.search.survey import Survey
 
 
 def record(survey: Survey, known: Sensitivities, choice: Choice, tries: Sequence[Try]) -> dict[str, Any]:
-    """Returns the `search` section of a report, JSON-able."""
+    """Returns the `search` section of a report as JSON values."""
     return {
         "request": survey.request.to_dict(),
         "target": str(survey.request.goal),
@@ -62,8 +62,8 @@ def put_in_place(result: RunResult, out: Path, search: dict[str, Any]) -> RunRes
 
 
 def made_before(folder: Path, recipe: Recipe) -> RunResult | None:
-    """Returns the checkpoint that an interrupted search made with this recipe. One of another recipe is removed: a
-    folder with a report belongs to the search.
+    """Returns the checkpoint that an interrupted search created with this recipe. A checkpoint of another recipe is
+    removed: a folder with a report belongs to the search.
 
     Raises:
         CheckpointError: the folder has no report, or does not verify.
@@ -74,7 +74,9 @@ def made_before(folder: Path, recipe: Recipe) -> RunResult | None:
         report = read_json(folder / REPORT_FILE)
         same = json.dumps(report["recipe"]) == json.dumps(recipe.to_dict())
     except (OSError, CheckpointError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{folder} is no checkpoint of a search", "Remove it, or choose another --out") from error
+        raise CheckpointError(
+            f"{folder} is not a checkpoint of a search", "Remove it, or choose another --out"
+        ) from error
     if not same:
         shutil.rmtree(folder)
         return None
@@ -88,7 +90,7 @@ HEADER = "# Found by compress search."
 
 
 def write_recipe(path: Path, recipe: Recipe, remarks: Sequence[str]) -> None:
-    """Writes a recipe, replacing an older one of a search. Raises CheckpointError for other files."""
+    """Writes a recipe; may replace only recipes of a search. Raises CheckpointError for other files."""
     check_recipe_file(path)
     with atomic_file(path) as stream:
         stream.write(recipe_text(recipe, remarks).encode())
@@ -98,11 +100,11 @@ def check_recipe_file(path: Path) -> None:
     """Raises CheckpointError for anything but an older recipe of a search."""
     check_file(path)
     if path.exists() and not path.read_bytes().startswith(HEADER.encode()):
-        raise CheckpointError(f"{path} exists and is no recipe of a search", "Name another file with --recipe")
+        raise CheckpointError(f"{path} exists and is not a recipe of a search", "Name another file with --recipe")
 
 
 def recipe_text(recipe: Recipe, remarks: Sequence[str]) -> str:
-    """Renders a recipe of stages that a search makes as YAML, with remarks in front."""
+    """Renders the recipe of a search as YAML, with leading comments."""
     import yaml
 
     document = {
@@ -131,16 +133,16 @@ def _stage(stage: Stage) -> dict[str, Any]:
         case FactorizeStage():
             fields = {"keep": stage.keep, "allocation": stage.allocation}
         case _:
-            raise TypeError(f"a search writes no {type(stage).__name__}")
+            raise TypeError(f"a search does not write {type(stage).__name__}")
     return {STAGE_NAMES[type(stage)]: {"method": stage.method, **fields, "targets": list(stage.targets)}}
 
 
 @dataclass(frozen=True, slots=True)
 class Files:
-    """Files of a search beside the checkpoint.
+    """Files of a search other than the checkpoint.
 
     Attributes:
-        sensitivities: measurements, each written when it is done.
+        sensitivities: measurements, each written on completion.
         recipe: the recipe found.
         command: the command line, for the recipe's remarks.
     """
@@ -152,17 +154,17 @@ class Files:
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """Search with all sensitivities."""
+    """Search with all sensitivities measured."""
 
     survey: Survey
     known: Sensitivities
     chooser: Chooser
 
     def first_choice(self) -> Choice:
-        """Returns the choice for a target of size; for a KL target, the choice if predictions were exact.
+        """Returns the choice for a size target; for a KL target, the choice if predictions were exact.
 
         Raises:
-            RecipeError: a size that cannot be reached.
+            RecipeError: the size cannot be reached.
         """
         goal = self.survey.request.goal
         if goal.kl is None:
@@ -174,8 +176,8 @@ def find(survey: Survey, files: Files, quiet: bool = False) -> Findings:
     """Measures the sensitivities that are not on disk.
 
     Raises:
-        ToolkitError: as `compress.search.measure.measure`; the file belongs to another model, text or method, or the
-            recipe would replace what is none of a search.
+        ToolkitError: as `compress.search.measure.measure`; the file belongs to another model, text or method; or the
+            recipe file exists and is not of a search.
     """
     check_recipe_file(files.recipe)
     check_file(files.sensitivities)
@@ -191,7 +193,7 @@ def find(survey: Survey, files: Files, quiet: bool = False) -> Findings:
 
 
 def write_choice(findings: Findings, choice: Choice, files: Files, kl: float | None = None) -> Recipe:
-    """Writes the recipe of a choice. Raises CheckpointError where another file exists.
+    """Writes the recipe of a choice. Raises CheckpointError if another file exists.
 
     Args:
         kl: measured KL of the finished checkpoint; None before it exists.
@@ -211,7 +213,7 @@ def write_choice(findings: Findings, choice: Choice, files: Files, kl: float | N
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A finished search: its checkpoint, the choice in it, and the checkpoints made on the way."""
+    """Result of a search: its checkpoint, the choice, and the checkpoints tried before."""
 
     run: RunResult
     choice: Choice
@@ -219,10 +221,10 @@ class Outcome:
 
 
 def carry_out(findings: Findings, files: Files, quiet: bool = False) -> Outcome:
-    """Makes the checkpoint, verified and measured, and its recipe.
+    """Creates the verified and evaluated checkpoint, and its recipe.
 
     Raises:
-        ToolkitError: as `compress.pipeline.run.run`; a KL target that no try meets.
+        ToolkitError: as `compress.pipeline.run.run`; or no try meets the KL target.
     """
     choice = findings.first_choice()
     write_choice(findings, choice, files)
@@ -237,8 +239,8 @@ def carry_out(findings: Findings, files: Files, quiet: bool = False) -> Outcome:
 
 
 def _meet(findings: Findings, limit: float, tries: list[Try], quiet: bool) -> tuple[Choice, RunResult]:
-    """Makes checkpoints until the KL target is met closely enough. Keeps the smallest within the limit and removes the
-    others."""
+    """Creates checkpoints until one is close enough to the KL target. Keeps the smallest within the limit and removes
+    the others."""
     made: list[tuple[Choice, RunResult]] = []
     allowed = next_kl_target(tries, limit)
     while allowed is not None and len(tries) < findings.survey.request.tries:
@@ -263,7 +265,7 @@ def _meet(findings: Findings, limit: float, tries: list[Try], quiet: bool) -> tu
 
 
 def _make(findings: Findings, choice: Choice, out: Path, quiet: bool) -> RunResult:
-    """Runs the recipe of a choice, unless an interrupted search did."""
+    """Runs the recipe of a choice, unless an interrupted search already did."""
     request = findings.survey.run
     recipe = findings.survey.request.recipe(choice.candidates)
     if before := made_before(out, recipe):
@@ -296,5 +298,5 @@ def _unmet(findings: Findings, tries: list[Try], limit: float) -> RecipeError:
         f"no checkpoint of {len(tries)} tries has KL {limit:g} or less: the best has {least.measured:.4g} with "
         f"{least.bytes / 1e6:,.2f} MB",
         f"Use --max-kl {least.measured * 1.05:.2g}"
-        + (", or more --tries" if exhausted else f", or something better than {widest} in --candidates"),
+        + (", or more --tries" if exhausted else f", or a candidate better than {widest} in --candidates"),
     )

@@ -1,4 +1,4 @@
-"""Search space: candidates, layer groups, goal and request of a search. Free of torch."""
+"""Search space: candidates, layer groups, goal and request of a search. Does not import torch."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from compress.recipe import (
 )
 
 DEFAULT_RANK_WORD = "rank"
-"""Word for the default factorization method; others go by their names."""
+"""Word for the default factorization method; other methods are given by name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One way to store a layer: pruned, factorized or neither, and quantized or not; dense when nothing is set.
+    """Stored form of a layer: pruned, factorized or neither, and quantized or not; dense by default.
 
     Attributes:
-        scheme: integers of the weights, of both factors, or of what pruning leaves, or floats of the weights; None
-            keeps 16-bit values.
+        scheme: integer scheme of the weights, of both factors, or of the remaining weights after pruning, or float
+            scheme of the weights; None keeps 16-bit values.
         pattern: N:M sparsity.
         factorizing: factorization method; None leaves one matrix.
-        keep: share of the weights that factors keep.
+        keep: ratio of the factors' weights to the original ones.
 
     Raises:
-        RecipeError: pruned and factorized, or a share outside of 0 to 1.
+        RecipeError: both pruned and factorized, or a ratio outside 0 to 1.
         SchemeError: the pattern does not divide the groups.
     """
 
@@ -61,19 +61,19 @@ class Candidate:
 
     @property
     def is_plain(self) -> bool:
-        """Whether weights are rounded to integers and nothing else is done: all that embeddings and heads take."""
+        """Whether weights are only rounded to integers, the only form of embeddings and heads."""
         return isinstance(self.scheme, Int) and not self.pattern and not self.factorizing
 
     @property
     def bits_per_weight(self) -> float:
-        """Approximate bits of a weight, without scales."""
+        """Approximate bits per weight, without scales."""
         bits = self.scheme.bits if self.scheme else FLOAT_BITS
         if self.pattern:
             return (bits + self.pattern.index_bits) * self.pattern.n / self.pattern.m
         return bits * self.keep
 
     def stages(self, method: str, targets: Sequence[str]) -> tuple[TensorStage, ...]:
-        """Returns the stages of a recipe that make these layers this candidate.
+        """Returns the recipe stages that store these layers as this candidate.
 
         Args:
             method: quantization method.
@@ -114,15 +114,15 @@ def rank_words() -> dict[str, str]:
 
 
 def float_words() -> dict[str, Scheme]:
-    """Returns the forms beside integers that methods choose codes of, by their words."""
+    """Returns weight forms other than integers that methods support, by their words."""
     return {word: form.target() for word, form in targets().items() if form.has_grid and form.numbers != Int.numbers}
 
 
 def parse_candidates(text: str) -> tuple[Candidate, ...]:
-    """Parses candidates from `w2g64,2:4w4g128,rank0.8,nvfp4`, each once. A word has, in this order and all optional: an
-    N:M pattern, or a factorization method with the share of the weights to keep (`rank`: the default method); the
-    width, the columns that share a scale (default: all of a row), and `asym` for stored zero points. Or it is the word
-    of another form that methods can choose codes of; `dense` changes nothing.
+    """Parses candidates from `w2g64,2:4w4g128,rank0.8,nvfp4`, each once. A word consists of, in this order and all
+    optional: an N:M pattern, or a factorization method with its keep ratio (`rank`: the default method); the bits, the
+    group size (default: whole rows), and `asym` for stored zero points. Alternatively it is the word of another weight
+    form; `dense` keeps the layer unchanged.
 
     Raises:
         RecipeError: an unknown word, or fewer than two candidates.
@@ -130,9 +130,7 @@ def parse_candidates(text: str) -> tuple[Candidate, ...]:
     """
     candidates = dict.fromkeys(_candidate(word.strip()) for word in text.split(","))
     if len(candidates) < 2:
-        raise RecipeError(
-            f"a list of {len(candidates)} leaves nothing to choose", f"Use --candidates {DEFAULT_CANDIDATES}"
-        )
+        raise RecipeError(f"a list of {len(candidates)} leaves no choice", f"Use --candidates {DEFAULT_CANDIDATES}")
     return tuple(candidates)
 
 
@@ -161,7 +159,7 @@ EMBEDDING = -1
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """One linear, or several that engines fuse and that therefore become the same candidate: siblings, all experts.
+    """Linears that share a candidate: a single one, or several that engines fuse, such as siblings or all experts.
 
     Attributes:
         block: index of its block; `EMBEDDING` for the token embedding, the number of blocks for the head.
@@ -194,7 +192,7 @@ def layer_groups(
     groups = []
     for index, block in enumerate(blocks):
         inside = [name for name in linears if name.startswith(f"{block}.")]
-        # Experts come last: that gate and up of one are siblings then no longer matters.
+        # Experts are grouped last: sibling groups of gate and up are merged into theirs.
         fused = architecture.siblings + architecture.experts
         leader = {f"{block}.{name}": f"{block}.{names[0]}" for names in fused for name in names}
         members: dict[str, list[str]] = {}
@@ -208,7 +206,7 @@ def layer_groups(
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """Target of a search: best quality within a size, or least size within a loss of quality. One of three.
+    """Target of a search, one of three: best quality within a size, or least size within a loss of quality.
 
     Attributes:
         bits_per_weight: limit for the searched layers, scales included.
@@ -216,7 +214,7 @@ class Goal:
         kl: limit of the finished checkpoint's mean divergence from the dense model, in nats.
 
     Raises:
-        RecipeError: none or several are given, or one is not a positive number.
+        RecipeError: none or several are given, or the value is not positive.
     """
 
     bits_per_weight: float | None = None
@@ -227,10 +225,11 @@ class Goal:
         given = [each for each in (self.bits_per_weight, self.size, self.kl) if each is not None]
         if len(given) != 1:
             raise RecipeError(
-                f"a search has one target, and {len(given)} are given", "Use --target-bpw, --target-size or --max-kl"
+                f"a search needs exactly one target, but {len(given)} are given",
+                "Use --target-bpw, --target-size or --max-kl",
             )
         if not 0 < given[0] < float("inf"):
-            raise RecipeError(f"a target of {given[0]} means nothing", "Use e.g. --target-bpw 3.5")
+            raise RecipeError(f"a target of {given[0]} is invalid", "Use e.g. --target-bpw 3.5")
 
     @property
     def name(self) -> str:
@@ -252,7 +251,7 @@ DEFAULT_TRIES = 5
 
 
 def search_methods() -> tuple[str, ...]:
-    """Returns the quantization methods that round each layer by itself, factors too: each layer has a sensitivity."""
+    """Returns the quantization methods that round each layer independently, including factors."""
     return tuple(name for name in base.names("quantize") if base.quantization(name).rounds_factors)
 
 
@@ -264,17 +263,17 @@ def reads_inputs(method: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class SearchRequest:
-    """Everything that decides the result of a search besides the model.
+    """All inputs that determine the result of a search, except the model.
 
     Attributes:
-        goal: its target.
-        candidates: ways to store a layer.
+        goal: target of the search.
+        candidates: stored forms of a layer.
         method: quantization method, for measurements and for the result.
-        measured: sequences of the calibration text for measurements; rounding does not see them.
-        tries: largest number of checkpoints to meet a KL target closely.
+        measured: number of calibration sequences for measurements, which rounding does not use.
+        tries: maximum number of checkpoints to approach a KL target.
         ignore: patterns of modules that stay dense.
-        ends: whether the token embedding and the output head take part. They are only rounded; only this runtime
-            reads a rounded embedding.
+        ends: whether to include the token embedding and the output head. They are only rounded, and only this runtime
+            loads a rounded embedding.
     """
 
     goal: Goal
@@ -293,29 +292,30 @@ class SearchRequest:
         if self.method not in able:
             found = base.quantization(self.method)
             reason = "changes" if found.smooths or found.tunes else "does not round the factors of"
-            problem = f"{self.method} {reason} layers together, so none has a sensitivity of its own"
+            problem = f"{self.method} {reason} layers together, so single layers have no sensitivity"
             raise RecipeError(problem, cli.nearest(self.method, able, "Use"))
         for name, value in (("measured", self.measured), ("tries", self.tries)):
             if value < 1:
-                raise RecipeError(f"{name}={value} leaves nothing to measure", f"Use {name} 4 or more")
+                raise RecipeError(f"{name}={value} leaves no text to measure", f"Use {name} 4 or more")
         for candidate in self.candidates:
             self._check(candidate)
 
     def _check(self, candidate: Candidate) -> None:
-        """Raises RecipeError for a candidate that reads inputs with a method that does not: there would be no text."""
+        """Raises RecipeError for a candidate that needs calibration inputs if the quantization method reads none."""
         if not self.reads_inputs and any(stage.needs_calibration for stage in candidate.stages(self.method, ())):
             problem = f"{candidate} needs the inputs of layers, and {self.method} reads none"
-            raise RecipeError(problem, "Search with gptq, or make factors by plain svd, e.g. svd0.8w8")
+            raise RecipeError(problem, "Search with gptq, or factorize with plain svd, e.g. svd0.8w8")
 
     def probe(self) -> Recipe:
-        """Returns a recipe of the same layers and texts, to prepare a search with."""
+        """Returns a recipe with the same layers and texts, for preparing a search."""
         text = CalibrationOptions(
             self.calibration.source, self.calibration.samples + self.measured, self.calibration.length
         )
         return Recipe((QuantizeStage("gptq", Int(8, None), ignore=self.ignore),), text, self.seed, self.name)
 
     def method_of(self, group: LayerGroup) -> str:
-        """Returns the method of a group. Rows of an embedding are looked up, so errors cannot be compensated."""
+        """Returns the method of a group. Rows of an embedding are looked up individually, so errors cannot be
+        compensated."""
         rounds_embeddings = base.EMBEDDING in base.quantization(self.method).matrices
         return self.method if group.block != EMBEDDING or rounds_embeddings else base.fallback("quantize").name
 
@@ -325,7 +325,7 @@ class SearchRequest:
         return reads_inputs(self.method)
 
     def recipe(self, chosen: Mapping[LayerGroup, Candidate]) -> Recipe:
-        """Returns the recipe of a choice: the stages of each candidate together, small ones first.
+        """Returns the recipe of a choice, with stages in order of candidate size.
 
         Raises:
             RecipeError: all groups stay dense.
@@ -337,7 +337,7 @@ class SearchRequest:
         stages = [stage for each in order for stage in each[1].stages(each[0], targets[each])]
         if not stages:
             raise RecipeError(
-                f"{self.goal} leaves every layer dense", "Ask for less, or leave dense out of --candidates"
+                f"{self.goal} leaves every layer dense", "Use a smaller target, or remove dense from --candidates"
             )
         return Recipe(tuple(stages), self.calibration, self.seed, self.name)
 
@@ -349,6 +349,6 @@ class SearchRequest:
 
 
 def _order(candidate: Candidate) -> tuple[float, int, str]:
-    """Sort key: fewer bits first, then fewer scales."""
+    """Returns the sort key: fewer bits first, then fewer scales."""
     group = candidate.scheme.group_size if candidate.scheme else None
     return candidate.bits_per_weight, -(group or 1 << 30), str(candidate)

@@ -1,4 +1,4 @@
-"""Survey of a search: candidates of every layer group, sizes, time and memory, before anything is measured."""
+"""Plan of a search: candidates of every layer group, sizes, time and memory, before measuring."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ from compress.search.space import EMBEDDING, Candidate, Goal, LayerGroup, Search
 
 
 def assignments_of(group: LayerGroup, candidate: Candidate, method: str) -> dict[str, LayerPlan]:
-    """Plans each linear of a group by full name; empty where it stays dense.
+    """Returns the layer plan of each linear of a group by full name; empty if it stays dense.
 
     Args:
         method: quantization method.
 
     Raises:
-        SchemeError: the candidate does not fit: groups or pattern do not divide, or factors would be no smaller.
+        SchemeError: the candidate does not fit: groups or pattern do not divide the columns, or factors would not be
+            smaller.
     """
     if candidate.factorizing and not all(largest_rank(*shape, ALIGNMENT) for shape in group.shapes):
-        raise SchemeError(f"factors of {group.name} would be no smaller", "Leave low rank out")
+        raise SchemeError(f"factors of {group.name} would not be smaller", "Leave low rank out")
     if candidate.is_dense:
         return {}
     shapes = dict(zip(group.modules, group.shapes, strict=True))
@@ -42,7 +43,7 @@ def assignments_of(group: LayerGroup, candidate: Candidate, method: str) -> dict
 
 
 def candidates_for(group: LayerGroup, offered: Sequence[Candidate], method: str) -> list[Candidate]:
-    """Returns the candidates that fit a group. Raises SchemeError when none does."""
+    """Returns the candidates that fit a group. Raises SchemeError if none fits."""
     fitting = []
     for candidate in offered:
         with suppress(SchemeError):
@@ -54,15 +55,15 @@ def candidates_for(group: LayerGroup, offered: Sequence[Candidate], method: str)
     return fitting
 
 
-# A tensor's entry in the header of a weight file beside its name.
+# Bytes of a tensor's entry in the header of a weight file, without its name.
 _ENTRY_BYTES = 128
 
 
 def group_bytes(plan: Plan, group: LayerGroup, candidate: Candidate, method: str) -> int:
-    """Returns the bytes of a group's weights: values and their indices, both factors, scales, zero points.
+    """Returns the bytes of a group's weights: values, indices, factors, scales and zero points.
 
     Args:
-        plan: any plan of the same model.
+        plan: plan of the same model.
         method: quantization method.
     """
     if candidate.is_dense:
@@ -77,7 +78,7 @@ def group_bytes(plan: Plan, group: LayerGroup, candidate: Candidate, method: str
 def fixed_bytes(
     plan: Plan, candidates: Mapping[LayerGroup, Sequence[Candidate]], method_of: Callable[[LayerGroup], str]
 ) -> int:
-    """Returns an upper bound for the bytes of all else: other tensors, headers, shapes beside packed weights."""
+    """Returns an upper bound on the remaining bytes: other tensors, headers, and shape tensors of packed weights."""
     searched = {f"{module}.weight" for group in candidates for module in group.modules}
     others = sum(row.bytes_after for row in plan.rows if row.tensor not in searched)
     header = sum(_ENTRY_BYTES + len(row.tensor) for row in plan.rows if row.bytes_after)
@@ -90,13 +91,13 @@ def fixed_bytes(
 
 
 def _entries(candidate: Candidate) -> int:
-    """Counts tensors: values, or codes, scales, shapes and zero points; indices beside them; all twice for factors."""
+    """Counts tensors: values, or codes, scales, shapes and zero points; indices; twice for factors."""
     tensors = 1 if candidate.scheme is None else 3 if candidate.scheme.symmetric else 4
     return (tensors + bool(candidate.pattern)) * (2 if candidate.factorizing else 1)
 
 
 def _shape_bytes(layer_plans: Mapping[str, LayerPlan]) -> int:
-    """Returns the bytes of the shapes beside packed weights."""
+    """Returns the bytes of the shape tensors of packed weights."""
     return sum(shape_bytes(each.scheme) for each in layer_plans.values() if each.scheme)
 
 
@@ -105,15 +106,15 @@ _FLOAT32 = 4
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """Search with everything resolved.
+    """Search with all inputs resolved.
 
     Attributes:
-        request: the search.
+        request: request of the search.
         run: model, output folder and device; its recipe is not used.
-        context: a run of the same layers and texts with a probing recipe.
+        context: run of the same layers and texts with a probing recipe.
         candidates: candidates of each layer group.
         calibration, measured: int64 `[N, L]`, tokens for rounding and for measuring divergence.
-        fixed_bytes: upper bound for the bytes of the weight files outside of the searched groups.
+        fixed_bytes: upper bound on the bytes of the weight files outside the searched groups.
     """
 
     request: SearchRequest
@@ -129,7 +130,7 @@ class Survey:
         return sum(map(len, self.candidates.values()))
 
     def layer_plans(self, group: LayerGroup, candidate: Candidate) -> dict[str, LayerPlan]:
-        """Plans each linear of a group; empty where they stay dense."""
+        """Returns the layer plans of a group; empty if it stays dense."""
         return assignments_of(group, candidate, self.request.method_of(group))
 
     def cost(self, group: LayerGroup, candidate: Candidate) -> int:
@@ -149,11 +150,11 @@ class Survey:
         return sum(pick(self.cost(group, each) for each in offered) for group, offered in self.candidates.items())
 
     def bits_per_weight(self, cost: int) -> float:
-        """Converts the bytes of all groups."""
+        """Converts the bytes of all groups to bits per weight."""
         return 8 * cost / sum(group.weights for group in self.candidates)
 
     def budget(self, goal: Goal) -> int:
-        """Returns the bytes for all groups. Raises RecipeError, with the least size, for one that cannot be reached."""
+        """Returns the byte budget of all groups. Raises RecipeError, with the least size, if it cannot be reached."""
         if goal.size is not None:
             budget = goal.size - self.fixed_bytes
         elif goal.bits_per_weight is not None:
@@ -165,13 +166,13 @@ class Survey:
             raise RecipeError(
                 f"{goal} cannot be reached: the smallest candidates take {self.bits_per_weight(self.smallest):.3f} "
                 f"bits per weight, {(self.smallest + self.fixed_bytes) / 1e6:,.2f} MB in all",
-                "Allow that much, or add something smaller to --candidates, e.g. w2g128",
+                "Allow this size, or add a smaller candidate to --candidates, e.g. w2g128",
             )
         return budget
 
     @property
     def operations(self) -> float:
-        """Floating point operations of all measurements: blocks from the changed one on, and the head."""
+        """Floating point operations of all measurements: blocks from the changed one, and the head."""
         blocks = [sum(each.numel() for each in block.parameters()) for block in self.context.skeleton.blocks]
         config = self.context.skeleton.model.config
         head = config.vocab_size * config.hidden_size
@@ -182,7 +183,7 @@ class Survey:
         return 2.0 * (passes * self.measured.numel() + calibrating)
 
     def seconds(self) -> float:
-        """Estimates the time from below, by the current speed of matrix products."""
+        """Returns a lower bound on the time, from the measured speed of matrix products."""
         return self.operations / product_speed(self.context.device, self.context.dtype)
 
     @property
@@ -195,7 +196,7 @@ class Survey:
         return self.context.peak_memory + blocks * item + (everything - blocks) * _FLOAT32 + reference
 
     def require_memory(self) -> None:
-        """Raises CheckpointError where the model does not fit into memory."""
+        """Raises CheckpointError if the model does not fit in memory."""
         from compress.common.device import require_memory
 
         remedy = "Use --dtype bfloat16 or fewer --measured sequences, or a machine with more memory"
@@ -226,14 +227,14 @@ class Survey:
 
 
 def survey(search: SearchRequest, run: RunRequest, dry_run: bool = False) -> Survey:
-    """Opens and checks everything; reads no weights.
+    """Opens and validates all inputs; reads no weights.
 
     Args:
-        run: see `Survey`. With dtype `auto`, sensitivities are measured in float32: those of wide integers are below
-            the rounding of half precision.
+        run: see `Survey`. With dtype `auto`, sensitivities are measured in float32, because those of wide integers are
+            below the precision of 16-bit floats.
 
     Raises:
-        ToolkitError: as `compress.pipeline.prepare.prepare`; an unreachable size; too little text.
+        ToolkitError: as `compress.pipeline.prepare.prepare`; an unreachable size; or insufficient text.
     """
     dtype = "float32" if run.dtype == "auto" else run.dtype
     context = prepare(replace(run, recipe=search.probe(), dtype=dtype), dry_run)
@@ -259,15 +260,15 @@ def survey(search: SearchRequest, run: RunRequest, dry_run: bool = False) -> Sur
 
 
 def _split(context: RunContext, search: SearchRequest) -> tuple[Tensor, Tensor]:
-    """Splits sequences for calibration and measurement. Where the text is short both get less."""
+    """Splits sequences for calibration and measurement; both shrink if the text is short."""
     if context.sequences is None:
         raise ValueError("the probe of a search is calibrated")
     tokens = context.sequences.tokens
     if len(tokens) < 2:
         raise DataError(
-            f"{context.sequences.source} gives {len(tokens)} sequence, and a search needs some to calibrate on and "
-            "some to measure on",
-            "Give more text, or use a shorter --max-seq-length",
+            f"{context.sequences.source} gives {len(tokens)} sequence, but a search needs sequences for calibration "
+            "and for measurement",
+            "Use more text, or a shorter --max-seq-length",
         )
     wanted = search.calibration.samples + search.measured
     measured = max(1, search.measured * len(tokens) // wanted)
@@ -275,7 +276,7 @@ def _split(context: RunContext, search: SearchRequest) -> tuple[Tensor, Tensor]:
 
 
 def _ends(context: RunContext) -> list[LayerGroup]:
-    """Returns groups for the token embedding and an untied head. Raises RecipeError where neither can be quantized."""
+    """Returns groups for the token embedding and an untied head. Raises RecipeError if neither can be quantized."""
     skeleton = context.skeleton
     ends = find_embed_and_head(skeleton, context.files)
     groups = [
@@ -289,6 +290,6 @@ def _ends(context: RunContext) -> list[LayerGroup]:
 
 
 def _offered(group: LayerGroup, context: RunContext, search: SearchRequest) -> list[Candidate]:
-    """Returns the requested candidates; embedding and head are only rounded or stay dense."""
+    """Returns the requested candidates; only rounding and dense for embedding and head."""
     inside = 0 <= group.block < context.skeleton.num_blocks
     return [candidate for candidate in search.candidates if inside or candidate.is_plain or candidate.is_dense]

@@ -1,6 +1,6 @@
-"""The loop of GPTQ and SparseGPT: columns are changed one by one, and the following ones compensate the error.
+"""Column loop of GPTQ and SparseGPT: columns are processed one by one, and the following ones compensate the error.
 
-What happens to a column is rounding to a grid, pruning, or both; see `gptq` and `sparsegpt`.
+A column is rounded to a grid, pruned, or both; see `gptq` and `sparsegpt`.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 class Choice:
     """Pruning inside the loop: N:M by `pattern`, or a `share` of all weights.
 
-    A share is met stretch by stretch. The paper takes the same share of each; here a stretch loses as many weights as
-    it would if all of them were compared at the outset, so that important columns keep more.
+    A share is applied to ranges of columns. The paper prunes the same share of each range; here a range loses as many
+    weights as in a comparison of all weights before the loop, which keeps more of important columns.
 
     Attributes:
         spread: `[I]`, in the order of the loop: a weight's score is its square times that of its column's spread, the
-            least error that removing it can cause (SparseGPT, section 3.1).
+            least error of removing it (SparseGPT, section 3.1).
     """
 
     spread: Tensor
@@ -40,13 +40,13 @@ class Choice:
 
 
 class Chooser:
-    """Chooses among columns that have no final value yet.
+    """Selection of pruned weights among columns without final values.
 
     Args:
-        targets, errors, feedback: those of the loop, which go on changing.
+        targets, errors, feedback: tensors of the loop, which it modifies.
 
     Attributes:
-        kept: bool `[I, O]`: in the beginning all where a pattern decides later, else what a share of all would keep.
+        kept: bool `[I, O]`; initially all weights for a pattern, else those kept by a comparison of all weights.
     """
 
     def __init__(self, choice: Choice, targets: Tensor, errors: Tensor, feedback: Tensor) -> None:
@@ -58,15 +58,15 @@ class Chooser:
 
     @property
     def pattern(self) -> NMSparsity | None:
-        """The N:M pattern; None where shares of column ranges are pruned."""
+        """N:M pattern; None for unstructured pruning."""
         return self._choice.pattern
 
     def choose_pattern(self, leaf: int, column: int) -> None:
-        """Chooses among the next columns of the pattern, with all the feedback there is by now: that of the columns
-        before `leaf` is in the targets."""
+        """Selects among the next columns of the pattern with the current feedback, which the targets include for
+        columns before `leaf`."""
         pattern = self._choice.pattern
         if pattern is None:
-            raise ValueError("a share is chosen by stretches")
+            raise ValueError("a share is selected by ranges of columns")
         stop = column + pattern.m
         targets = self._targets[column:stop]
         if column > leaf:
@@ -74,16 +74,16 @@ class Chooser:
         self.kept[column:stop] = keep_pattern(self._score(targets, column, stop).T, pattern).T
 
     def choose_share(self, start: int, stop: int) -> None:
-        """Chooses as many among columns `start` to `stop` as were kept of them at the outset."""
+        """Selects the same number among columns `start` to `stop` as initially kept there."""
         score = self._score(self._targets[start:stop], start, stop)
         gone = 1 - float(self.kept[start:stop].double().mean())
         self.kept[start:stop] = keep_share(score, gone, per_output=False)
 
     def _score(self, targets: Tensor, start: int, stop: int) -> Tensor:
-        """Return SparseGPT's score of columns `start` to `stop`, with the feedback of the columns before them.
+        """Returns SparseGPT's score of columns `start` to `stop`, with the feedback of the columns before them.
 
-        A target counts on every column before it having its final value. These have none yet: with values x they would
-        be `x = target + (original - x) M'`, M' being the feedback among them, and that is solved for x.
+        A target assumes final values of all columns before it, which these columns do not have yet. Their values x
+        satisfy `x = target + (original - x) M'`, with the feedback M' among them, which is solved for x.
         """
         original = self._errors[start:stop]
         among = self._feedback[start:stop, start:stop].T
@@ -91,33 +91,33 @@ class Chooser:
         return ((original + change) * self._choice.spread[start:stop, None]).square()
 
 
-# Columns changed one by one before their errors are passed on with one matrix product. A multiple of every pattern.
+# Number of columns processed one by one before a matrix product propagates their errors. A multiple of every pattern.
 _LEAF_COLUMNS = 16
-# The same on a GPU: as many errors as fit in the registers of a thread.
+# The same on a GPU: the number of errors that fit in the registers of a thread.
 _GPU_LEAF_COLUMNS = 64
-# Number of columns among which SparseGPT compares weights. The paper takes 128; fewer let more feedback in.
+# Number of columns in which SparseGPT compares weights. The paper uses 128; fewer columns include more feedback.
 _CHOICE_COLUMNS = 32
 
 
 def column_kernel(device: torch.device) -> str:
-    """Return the kernel that changes columns on a device; for torch, with the reason why there is no other."""
+    """Describes the column kernel of a device; for torch, with the reason."""
     if device.type == "cuda":
         return "Triton" if find_spec("triton") else "torch, column by column: Triton is not installed"
     return f"torch, column by column: {absence()}" if absence() else "C"
 
 
 class GPTQSolver:
-    """The weight's columns in the order of the loop, each a contiguous row of a transposed copy `[I, O]`.
+    """Solver over the weight's columns in the order of the loop, each a contiguous row of a transposed copy `[I, O]`.
 
-    The columns between two matrix products are changed by a kernel where there is one: compiled code on a CPU, Triton
-    on a GPU, both for grids of integers. They add in another order than torch does, so a few codes on the verge of two
-    differ. Those of the compiled code do not depend on the machine.
+    Columns between two matrix products are processed by a kernel if available: C on a CPU, Triton on a GPU, both for
+    integer grids. Their summation order differs from torch, so a few near-tie codes differ. Results of the C code do
+    not depend on the machine.
 
     Attributes:
-        targets: the column plus all feedback so far; without a grid, its new value in the end.
-        errors: the original column, minus its new value once it has one.
-        codes: uint8, filled column by column where there is a grid.
-        kept: bool, False where a weight is pruned; None when nothing is.
+        targets: column plus all feedback so far; without a grid, finally its new value.
+        errors: original column, minus its new value once that is known.
+        codes: uint8, filled column by column if there is a grid.
+        kept: bool, False for pruned weights; None without pruning.
     """
 
     def __init__(
@@ -135,8 +135,8 @@ class GPTQSolver:
         """Prepares the loop over `weight [O, I]`.
 
         Args:
-            instruction_set: of the compiled code; None keeps to torch.
-            on_gpu: whether Triton changes the columns; None decides by where the weight is.
+            instruction_set: instruction set of the C code; None uses torch.
+            on_gpu: whether to use Triton; None decides by the device of the weight.
         """
         self._grid: OrderedGrid | None = None if grid is None else grid.ordered(order)
         columns = weight.float().T.contiguous()[order]
@@ -160,23 +160,23 @@ class GPTQSolver:
         self._leaf_columns = self._longest_leaf()
 
     def run(self) -> None:
-        """Changes every column."""
+        """Processes all columns."""
         self._change(0, len(self.errors), chosen=False)
 
     @property
     def values(self) -> Tensor:
-        """`[I, O]`, what has become of the columns where there is no grid."""
+        """New values of the columns without a grid, `[I, O]`."""
         return self.targets
 
     def in_original_order(self, columns: Tensor) -> Tensor:
-        """Return `[O, I]` of columns `[I, O]` in the loop's order."""
+        """Converts columns `[I, O]` in the loop's order to `[O, I]` in the original order."""
         restored = torch.empty_like(columns)
         restored[self._order] = columns
         return restored.T.contiguous()
 
     def _change(self, start: int, stop: int, chosen: bool) -> None:
-        """Changes columns `start` to `stop`. Halving the range turns nearly all feedback into large matrix products;
-        it is the lazy update of GPTQ's section 3.3 at every block size at once."""
+        """Processes columns `start` to `stop`. Recursive halving turns nearly all feedback into large matrix products:
+        the lazy batch updates of GPTQ, section 3.3, at all block sizes."""
         if self._chooser and not self._pattern and not chosen and stop - start <= _CHOICE_COLUMNS:
             self._chooser.choose_share(start, stop)
             chosen = True
@@ -213,7 +213,7 @@ class GPTQSolver:
 
     def _longest_leaf(self) -> int:
         if self._gpu and self._pattern:
-            return self._pattern.m  # what is kept is chosen between launches
+            return self._pattern.m  # kept weights are selected between launches
         if not (self._native or self._gpu):
             return _LEAF_COLUMNS
         shares = self._choice is not None and not self._pattern

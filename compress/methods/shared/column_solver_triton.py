@@ -1,7 +1,8 @@
-"""The inner loop of GPTQ and SparseGPT in Triton: a short stretch of columns in one launch instead of ten per column.
+"""Inner loop of GPTQ and SparseGPT in Triton: a short range of columns in one launch instead of ten launches per
+column.
 
-Outputs do not know of each other. A thread takes some of them through all columns of the stretch, one after the other,
-and keeps their errors in registers: what a column is fed back is a sum over them. The matrices are those of
+Outputs are independent. A thread processes some of them through all columns of the range in order, and keeps their
+errors in registers: the feedback of a column is a sum over them. The matrices are those of
 `compress.methods.shared.column_solver`.
 """
 
@@ -16,7 +17,7 @@ from torch import Tensor
 from compress.cpu.gptq import ColumnGrid
 
 OUTPUTS = 32
-"""Outputs of one program: one for each thread of a warp, so that enough programs fill the GPU."""
+"""Number of outputs per program: one per thread of a warp, which gives enough programs to fill the GPU."""
 
 
 @triton.jit
@@ -25,12 +26,13 @@ def change_columns(
     first, count, outputs, feedback_row, feedback_column, max_code,
     HAS_GRID: tl.constexpr, HAS_KEPT: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_O: tl.constexpr,
 ):  # fmt: skip
-    """Changes columns `first` to `first + count`, at most COLUMNS: targets and errors `[I, O]` float32, codes and kept
-    `[I, O]` uint8, feedback `[I, I]` float32 by its strides, scale and zero `[groups, O]` float32, group `[I]` int64.
+    """Processes columns `first` to `first + count`, at most COLUMNS: targets and errors `[I, O]` float32, codes and
+    kept `[I, O]` uint8, feedback `[I, I]` float32 by its strides, scale and zero `[groups, O]` float32, group `[I]`
+    int64.
 
-    Division and rounding are those of IEEE 754, halves to the even code; sums are in an order of their own.
+    Division and rounding follow IEEE 754, ties to even; the summation order differs from torch.
     """
-    TO_WHOLE: tl.constexpr = 12582912.0  # 1.5 * 2^23: what is added to it loses its fraction, halves to even
+    TO_WHOLE: tl.constexpr = 12582912.0  # 1.5 * 2^23: adding to it rounds to an integer, ties to even
     o = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
     lane, inside = tl.arange(0, COLUMNS), o < outputs
     done = tl.zeros((COLUMNS, BLOCK_O), tl.float32)
@@ -63,12 +65,13 @@ def change_columns(
 
 @dataclass(frozen=True, slots=True)
 class GpuColumns:
-    """Changes columns of one weight in place, as `CpuColumns` does on CPUs; a pattern must have been chosen before.
+    """Column kernel for one weight on a GPU, in place, like `CpuColumns`; kept weights of a pattern must be selected
+    before.
 
     Attributes:
         targets, errors: float32 `[I, O]`, contiguous.
         feedback: float32 `[I, I]`.
-        codes: uint8 `[I, O]`, written where there is a `grid`.
+        codes: uint8 `[I, O]`, written if there is a `grid`.
         kept: bool `[I, O]`, contiguous; None keeps all.
     """
 
@@ -80,9 +83,9 @@ class GpuColumns:
     grid: ColumnGrid | None
 
     def change(self, start: int, stop: int) -> None:
-        """Changes columns `start` to `stop`."""
+        """Processes columns `start` to `stop`."""
         grid, outputs = self.grid, self.targets.shape[1]
-        unused = self.targets  # an argument must be a pointer also where nothing is read
+        unused = self.targets  # an argument must be a pointer even if it is not read
         change_columns[(triton.cdiv(outputs, OUTPUTS),)](
             self.targets, self.errors, self.feedback, self.codes,
             unused if grid is None else grid.scale, unused if grid is None else grid.zero,

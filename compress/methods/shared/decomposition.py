@@ -1,10 +1,10 @@
-"""Low rank: a weight as the product of two factors, chosen for the least error of the layer's output.
+"""Low-rank decomposition of a weight into two factors with the least error of the layer's output.
 
-`W S = U diag(sigma) V^T` is cut after the largest singular values, and S is taken back out of the right factor. What S
-is makes the method: nothing (plain SVD: the least error of the weight); the diagonal of mean |x|^alpha (ASVD, Yuan et
-al. 2023, https://arxiv.org/abs/2312.05821, section 3.2); or a Cholesky factor of the inputs' second moments (SVD-LLM,
-Wang et al. 2024, https://arxiv.org/abs/2403.07378, section 3.1), for which the mean squared error of the output is
-exactly the sum of the squares of the singular values that were dropped.
+`W S = U diag(sigma) V^T` is truncated to the largest singular values, and the right factor is multiplied by S^-1. The
+methods differ in S: the identity (plain SVD: the least error of the weight); the diagonal of mean |x|^alpha (ASVD, Yuan
+et al. 2023, https://arxiv.org/abs/2312.05821, section 3.2); or a Cholesky factor of the inputs' second moments
+(SVD-LLM, Wang et al. 2024, https://arxiv.org/abs/2403.07378, section 3.1), for which the mean squared output error is
+exactly the sum of the squared singular values that are dropped.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ ALPHA = 0.5
 DAMPING = (0.01, 0.1, 1.0)
 """Shares of the mean second moment added to the diagonal, tried in turn, as for GPTQ's Hessian."""
 FLOOR = 1e-4
-"""ASVD scales no input by less than this share of the mean: it has to be taken back out."""
+"""Lower bound on ASVD's input scales, relative to the mean, because their inverse is needed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Whitening:
-    """The matrix that a weight is multiplied by before it is decomposed, and how it was found.
+    """Whitening matrix of a weight, with its provenance.
 
     Attributes:
-        root: float64: `[I, I]` lower triangular, `[I]` a diagonal, or None for nothing.
-        damping: share of the mean second moment that was added; None when there is no second moment in it.
-        recovery: "" unless something else was done than asked for, else one line for the report.
+        root: float64: `[I, I]` lower triangular, `[I]` diagonal, or None for the identity.
+        damping: share of the mean second moment added to the diagonal; None without second moments.
+        recovery: line for the report about a fallback; empty without one.
     """
 
     root: Tensor | None = None
@@ -41,13 +41,13 @@ class Whitening:
     recovery: str = ""
 
     def apply(self, weight: Tensor) -> Tensor:
-        """Return `W S`, float64 `[O, I]`."""
+        """Returns `W S`, float64 `[O, I]`."""
         if self.root is None:
             return weight
         return weight * self.root if self.root.dim() == 1 else weight @ self.root
 
     def undo(self, right: Tensor) -> Tensor:
-        """Return `right S^-1`, float64 `[r, I]`."""
+        """Returns `right S^-1`, float64 `[r, I]`."""
         if self.root is None:
             return right
         if self.root.dim() == 1:
@@ -57,12 +57,12 @@ class Whitening:
 
 @dataclass(frozen=True, slots=True)
 class Decomposition:
-    """A weight `[O, I]` as a sum of ranks, those that keep the most of its output first.
+    """Decomposition of a weight `[O, I]` into ranks, in order of output energy.
 
     Attributes:
-        left: float32 `[O, n]`, with the square roots of the singular values.
-        right: float32 `[n, I]`, with the other square roots, whitening taken back out.
-        energies: float64 `[min(O, I)]`, squared singular values, falling, also of ranks beyond n.
+        left: float32 `[O, n]`, times the square roots of the singular values.
+        right: float32 `[n, I]`, times the square roots, with whitening undone.
+        energies: float64 `[min(O, I)]`, squared singular values, descending, including ranks beyond n.
     """
 
     left: Tensor
@@ -70,19 +70,19 @@ class Decomposition:
     energies: Tensor
 
     def truncated(self, rank: int) -> tuple[Tensor, Tensor]:
-        """Return the factors `[O, rank]` and `[rank, I]` of least error."""
+        """Returns the factors `[O, rank]` and `[rank, I]` of least error."""
         return self.left[:, :rank].contiguous(), self.right[:rank].contiguous()
 
     def lost(self, rank: int) -> float:
-        """Return energy that ranks beyond this one would have kept."""
+        """Returns the energy of ranks beyond this one."""
         return float(self.energies[rank:].sum())
 
 
 def scale_inputs(abs_mean: Tensor, alpha: float = ALPHA) -> Whitening:
-    """ASVD's diagonal, from `abs_mean [I]`, the mean magnitude of each input.
+    """Returns ASVD's diagonal from `abs_mean [I]`, the mean magnitude of each input.
 
     Raises:
-        NumericsError: NaN or infinity in it.
+        NumericsError: `abs_mean` contains NaN or infinity.
     """
     require_finite(abs_mean, "the mean input magnitude")
     mean = abs_mean.double().mean()
@@ -92,11 +92,12 @@ def scale_inputs(abs_mean: Tensor, alpha: float = ALPHA) -> Whitening:
 
 
 def whiten(second_moment: Tensor, damping: tuple[float, ...] = DAMPING) -> Whitening:
-    """SVD-LLM's factor L of `second_moment [I, I] = L L^T`, the mean of x x^T. Where that is not positive definite,
-    more is added to its diagonal, and at last its eigenvalues get a floor; which of them is in the result.
+    """Returns SVD-LLM's factor L of `second_moment [I, I] = L L^T`, the mean of x x^T. If it is not positive definite,
+    increasing damping is added to its diagonal, and finally its eigenvalues are raised to a floor; the result records
+    which.
 
     Raises:
-        NumericsError: NaN or infinity in it.
+        NumericsError: `second_moment` contains NaN or infinity.
     """
     require_finite(second_moment, "the inputs' second moments")
     moment = second_moment.double()
@@ -116,7 +117,7 @@ def whiten(second_moment: Tensor, damping: tuple[float, ...] = DAMPING) -> White
 
 
 def spectrum(weight: Tensor, whitening: Whitening) -> Tensor:
-    """Return the energies of `decompose` without the factors, float64 `[min(O, I)]`, for a fraction of the time.
+    """Returns the energies of `decompose` without the factors, float64 `[min(O, I)]`, in a fraction of the time.
 
     Raises:
         NumericsError: as `decompose`.
@@ -132,19 +133,19 @@ def _searching(weight: Tensor) -> Iterator[None]:
         yield
     except torch.linalg.LinAlgError as error:
         raise NumericsError(
-            f"the singular values of a weight {tuple(weight.shape)} were not found: {error}",
+            f"the singular value decomposition of a weight {tuple(weight.shape)} failed: {error}",
             "Leave this layer out with --ignore, or use --method svd",
         ) from error
 
 
 def decompose(weight: Tensor, whitening: Whitening, most: int) -> Decomposition:
-    """Exact singular value decomposition of the whitened `weight [O, I]`, in float64.
+    """Computes the exact singular value decomposition of the whitened `weight [O, I]` in float64.
 
     Args:
-        most: ranks whose factors are kept.
+        most: maximum number of ranks in the factors.
 
     Raises:
-        NumericsError: NaN or infinity in the weight, or no decomposition was found.
+        NumericsError: the weight contains NaN or infinity, or the decomposition failed.
     """
     with _searching(weight):
         left, sigma, right = torch.linalg.svd(whitening.apply(weight.double()), full_matrices=False)

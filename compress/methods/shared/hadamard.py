@@ -1,11 +1,11 @@
 """Random orthogonal matrices with a fast product: signs, then a Hadamard matrix.
 
 QuaRot (Ashkboos et al. 2024, https://arxiv.org/abs/2404.00456, section 3) and SpinQuant (Liu et al. 2024,
-https://arxiv.org/abs/2405.16406) turn a model's hidden states by such a matrix, which spreads outliers over all
-channels, and fold it into the weights around them.
+https://arxiv.org/abs/2405.16406) rotate a model's hidden states by such a matrix, which spreads outliers over all
+channels, and fold it into the adjacent weights.
 
-Orders that are not powers of two are Kronecker products: `n = 2^k m`, m times some powers of two being an order that
-Paley's constructions reach from a prime (12, 20, 28, ...). Where none does, a random orthogonal matrix takes that part.
+Orders that are not powers of two are Kronecker products: `n = 2^k m`, where m times a power of two is an order of
+Paley's constructions (12, 20, 28, ...). If there is none, a random orthogonal matrix is used for that factor.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from torch import Tensor
 
 from compress.checkpoint.kv_quant import hadamard_transform
 
-# Elements rotated at once: their float64 copies stay small beside the tensor.
+# Number of elements rotated at once, which keeps float64 copies small compared with the tensor.
 _CHUNK_ELEMENTS = 1 << 22
-# Larger dense factors would cost more than they spread.
+# Larger dense factors would cost more than they gain.
 _MAX_PALEY = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """`Q [n, n] = diag(signs) (F x H) / sqrt(n)`: F a small orthogonal factor up to its length, H a Hadamard matrix.
+    """`Q [n, n] = diag(signs) (F x H) / sqrt(n)`: F is a small factor, orthogonal up to scaling, H a Hadamard matrix.
 
     Attributes:
         signs: `[n]` float64, 1 or -1.
         factor: `[m, m]` float64, orthogonal.
-        kind: how Q is made, in words.
+        kind: description of Q's construction.
     """
 
     signs: Tensor
@@ -39,7 +39,7 @@ class Rotation:
 
     @classmethod
     def random(cls, order: int, seed: int) -> Rotation:
-        """Return the rotation of a seed; the same on every machine up to the last bits of a random factor."""
+        """Returns the rotation of a seed; the same on every machine up to the last bits of a random factor."""
         generator = torch.Generator().manual_seed(seed)
         signs = torch.randint(0, 2, (order,), generator=generator).double() * 2 - 1
         odd = order // (order & -order)
@@ -57,7 +57,7 @@ class Rotation:
         return len(self.signs)
 
     def turn(self, rows: Tensor, scale: Tensor | None = None) -> Tensor:
-        """Return `rows [..., n] @ Q`, computed in float64 and rounded once, to the dtype of `rows`.
+        """Returns `rows [..., n] @ Q`, computed in float64 and rounded once, to the dtype of `rows`.
 
         Args:
             scale: `[n]` float64, factors of the columns before they are rotated.
@@ -69,7 +69,7 @@ class Rotation:
         return rotated
 
     def turn_heads(self, rows: Tensor) -> Tensor:
-        """Rotate each head of n channels of `rows [..., h * n]` by itself."""
+        """Rotates each head of n channels of `rows [..., h * n]` separately."""
         return self.turn(rows.unflatten(-1, (-1, self.order))).flatten(-2)
 
     def _chunks(self, tensor: Tensor) -> tuple[Tensor, ...]:
@@ -84,7 +84,7 @@ class Rotation:
 
 
 def paley_matrix(order: int) -> Tensor:
-    """Return a Hadamard matrix `[order, order]` of 1 and -1, float64, by Paley's first or second construction.
+    """Returns a Hadamard matrix `[order, order]` of 1 and -1, float64, by Paley's first or second construction.
 
     Raises:
         ValueError: neither construction reaches this order from a prime.
@@ -101,7 +101,7 @@ def paley_matrix(order: int) -> Tensor:
 
 
 def _conference(prime: int, sign: int) -> Tensor:
-    """Return `C [prime + 1, prime + 1]` with `C C^T = prime I`, zero diagonal and `C^T = sign C`."""
+    """Returns `C [prime + 1, prime + 1]` with `C C^T = prime I`, zero diagonal and `C^T = sign C`."""
     numbers = torch.arange(prime)
     squares = torch.zeros(prime, dtype=torch.float64) - 1
     squares[numbers[1:].square() % prime] = 1
@@ -114,7 +114,7 @@ def _conference(prime: int, sign: int) -> Tensor:
 
 
 def _paley_orders(odd: int) -> list[int]:
-    """Multiples of `odd` by powers of two that `paley_matrix` can make, smallest first."""
+    """Returns multiples of `odd` by powers of two with a Paley construction, smallest first."""
     orders = [odd << power for power in range(2, 10) if odd << power <= _MAX_PALEY]
     return [each for each in orders if _is_prime(each - 1) or (each // 2 % 4 == 2 and _is_prime(each // 2 - 1))]
 

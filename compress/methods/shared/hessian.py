@@ -1,8 +1,8 @@
 """The layer Hessian `H = 2 X^T X / tokens`, factorized once for all linears that share their input.
 
 GPTQ (Frantar et al. 2023, https://arxiv.org/abs/2210.17323, section 3.3) inverts H and uses the Cholesky factor of the
-inverse. QuIP (Chee et al. 2023, https://arxiv.org/abs/2307.13304, theorem 6) shows the same update needs only
-`H = M D M^T` with M unit upper triangular: column k absorbs `sum_{j<k} E_j M_jk`, E being the errors already made.
+inverse. QuIP (Chee et al. 2023, https://arxiv.org/abs/2307.13304, theorem 6) shows the same update needs only `H = M D
+M^T` with M unit upper triangular: column k absorbs `sum_{j<k} E_j M_jk`, where E are the errors of preceding columns.
 That is one factorization instead of three, and no inverse of an ill-conditioned matrix.
 """
 
@@ -26,10 +26,10 @@ class HessianOptions:
     """Options of the factorization of a Hessian.
 
     Attributes:
-        activation_order: quantize columns by falling diag(H), so the costliest are rounded while most others can
-            still compensate. Groups stay those of the original columns: nothing is stored.
+        activation_order: quantize columns in order of descending diag(H): the most sensitive ones are rounded while
+            most others can still compensate. Groups are those of the original order, so no order is stored.
         damping: shares of mean(diag(H)) added to the diagonal, tried in turn until the factorization succeeds.
-        last: columns that come behind all others: not rounded, they compensate the error of the rest.
+        last: columns processed after all others: they are not rounded, and compensate the error of the rest.
     """
 
     activation_order: bool = True
@@ -39,15 +39,15 @@ class HessianOptions:
 
 @dataclass(frozen=True, slots=True)
 class HessianFactor:
-    """A factorized Hessian, and how it was factorized.
+    """Factorized Hessian, with details of the factorization.
 
     Attributes:
         feedback: `[I, I]` float32, unit upper triangular, rows and columns in `order`; None means round to nearest.
         spread: `[I]` float32, in `order`: standard deviation of each input given those after it.
         order: `[I]` int64, original column of each position.
         importance: `[I]` diag(H) in the original order, for the scale search.
-        damping: share of mean(diag(H)) that was added; None when no damping helped.
-        recovery: "" when the first damping worked, else one line for the report.
+        damping: share of mean(diag(H)) added to the diagonal; None if no damping sufficed.
+        recovery: line for the report about a fallback; empty if the first damping sufficed.
         dead_columns: inputs that were zero on every calibration token.
     """
 
@@ -60,11 +60,12 @@ class HessianFactor:
     dead_columns: int
 
     def facts(self) -> dict[str, float | str | None]:
-        """Return damping, fallback and dead columns for the report."""
+        """Returns damping, fallback and dead columns for the report."""
         return {"recovery": self.recovery, "damping": self.damping, "dead_columns": self.dead_columns}
 
     def equivalent_inputs(self) -> Tensor | None:
-        """`[I, I]` rows, columns in original order, whose second moments are in proportion to the damped Hessian."""
+        """Returns `[I, I]` input rows, columns in original order, with second moments proportional to the damped
+        Hessian."""
         if self.feedback is None or self.spread is None:
             return None
         rows = torch.empty_like(self.feedback)
@@ -73,8 +74,8 @@ class HessianFactor:
 
 
 def factorize(hessian: Tensor, options: HessianOptions = HessianOptions()) -> HessianFactor:
-    """Factorizes `hessian [I, I]` (symmetric, float32), climbing a ladder when it is not positive definite:
-    each damping in turn, then a floor under its eigenvalues, then round to nearest. The rung is part of the result.
+    """Factorizes `hessian [I, I]` (symmetric, float32). If it is not positive definite, tries each damping, then a
+    floor for its eigenvalues, then falls back to round to nearest. The result records the fallback.
 
     Raises:
         NumericsError: NaN or infinity in the Hessian.
@@ -87,7 +88,7 @@ def factorize(hessian: Tensor, options: HessianOptions = HessianOptions()) -> He
     if mean == 0:
         recovery = "rtn: every calibration input was zero"
         return HessianFactor(None, None, order, importance, None, recovery, len(importance))
-    # With a mean diagonal of 1 the unit of the inputs does not matter, and dampings are plain numbers.
+    # A mean diagonal of 1 makes the result independent of the inputs' unit, and dampings absolute.
     ordered = hessian.float()[order][:, order].div_(mean)
     ordered.diagonal().add_(dead[order].float())
     upper, damping, recovery = _climb(ordered, options.damping)
@@ -118,12 +119,12 @@ def _climb(hessian: Tensor, dampings: tuple[float, ...]) -> tuple[Tensor | None,
 
 
 def _upper_factor(matrix: Tensor, damping: float = 0.0) -> Tensor | None:
-    """R of `matrix + damping = R R^T`, upper triangular, float32; None when that is not positive definite."""
-    # Reversing rows and columns turns the usual lower factor into an upper one.
+    """Returns the upper triangular R of `matrix + damping = R R^T`, float32; None if it is not positive definite."""
+    # Reversing rows and columns converts the lower Cholesky factor to an upper one.
     flipped = matrix.flip(0, 1)
     flipped.diagonal().add_(damping)
     factor, info = torch.linalg.cholesky_ex(flipped)
-    del flipped  # these matrices are what decides how much memory a wide layer needs
+    del flipped  # these matrices dominate the memory of a wide layer
     if int(info) != 0:
         return None
     factor = factor.flip(0, 1).float()
@@ -140,12 +141,12 @@ def _factor_with_floor(matrix: Tensor, floor: float) -> Tensor | None:
 
 @dataclass
 class HessianCache:
-    """Statistics of one (smoothed) input, and factorizations of its Hessian, each made on first use.
+    """Statistics of one (smoothed) input, and cached factorizations of its Hessian.
 
     Attributes:
-        statistics: of the input before smoothing; None when nothing is known.
-        scale: `[I]`, the divisor that smoothing gave the input; None when nothing was folded.
-        drift: of the input from the dense model's; None when it is not known.
+        statistics: statistics of the input before smoothing, or None.
+        scale: `[I]`, divisor of the input from smoothing; None without smoothing.
+        drift: drift of the input from the dense model, or None.
     """
 
     statistics: InputStatistics | None
@@ -155,7 +156,7 @@ class HessianCache:
 
     @property
     def mean_square(self) -> Tensor | None:
-        """`[I]`, mean square of each input; None when nothing is known."""
+        """Mean square of each input, `[I]`; None without statistics."""
         if self.statistics is None:
             return None
         squares = self.statistics.mean_square
@@ -163,29 +164,29 @@ class HessianCache:
 
     @property
     def hessian(self) -> Tensor:
-        """`[I, I]` float32. Raises ValueError when nothing is known."""
+        """Hessian `[I, I]`, float32. Raises ValueError without statistics."""
         if self.statistics is None:
-            raise ValueError("a Hessian was asked for, and nothing was observed")
+            raise ValueError("a Hessian was requested without statistics")
         return self._smoothed(self.statistics.hessian)
 
     @property
     def difference(self) -> Tensor | None:
-        """`[I, I]` float32, `2 D X^T / tokens` with the drift D of the inputs X; None when it is not known."""
+        """Drift matrix `[I, I]`, float32: `2 D X^T / tokens` with the drift D of the inputs X; None if unknown."""
         return None if self.drift is None else self._smoothed(self.drift.moment)
 
     def factor(self, options: HessianOptions = HessianOptions()) -> HessianFactor:
-        """Return the factorized Hessian. Raises ValueError when nothing is known."""
+        """Returns the factorized Hessian. Raises ValueError without statistics."""
         return self.shared(options, lambda: factorize(self.hessian, options))
 
     def sample(self, count: int) -> Tensor | None:
-        """Return up to `count` input rows `[n, I]` float32; None when nothing is known."""
+        """Returns up to `count` input rows `[n, I]`, float32; None without statistics."""
         if self.statistics is None:
             return None
         rows = self.statistics.sample(count).float()
         return rows if self.scale is None else rows / self.scale
 
     def shared(self, key: Hashable, make: Callable[[], Made]) -> Made:
-        """Return what `make` gives, made once for all linears that read the input."""
+        """Returns the result of `make`, cached for all linears that share the input."""
         if key not in self.made:
             self.made[key] = make()
         return cast(Made, self.made[key])

@@ -1,7 +1,7 @@
-"""The search for one scale between what produces an activation and the linears that read it.
+"""Search for the smoothing scale between the producer of an activation and the linears that read it.
 
-`W x = (W s)(x / s)`: the factor `1 / s` is folded into whatever produced x (see `folding`), so it costs nothing later.
-AWQ and SmoothQuant differ in which scales they try.
+`W x = (W s)(x / s)`: the factor `1 / s` is folded into the producer of x (see `folding`), so it is free at run time.
+AWQ and SmoothQuant differ in their candidate scales.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from compress.methods.base import ScaleSearch
 
 @dataclass(frozen=True, slots=True)
 class SmoothingResult:
-    """The best scale of one smoothing mapping.
+    """Best scale of one smoothing mapping.
 
     Attributes:
-        scale: `[I]` float32, ones when nothing beat the identity.
-        ratio: the exponent of the input magnitudes; 0 for the identity.
-        duo: whether the weights' own magnitudes took part.
+        scale: `[I]` float32, ones if the identity is best.
+        ratio: exponent of the input magnitudes; 0 for the identity.
+        duo: whether the magnitudes of the weights are included.
         loss_before: loss of plain quantization.
         loss_after: loss under `scale`.
     """
@@ -36,13 +36,13 @@ class SmoothingResult:
 
     @property
     def applies(self) -> bool:
-        """Whether there is something to fold."""
+        """Whether the scale differs from the identity."""
         return self.ratio != 0 or self.duo
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A scale `[I]` to try, and the exponent it came from."""
+    """Candidate scale `[I]` with its exponent."""
 
     ratio: float
     duo: bool
@@ -56,14 +56,14 @@ def best_scale(
     insist: bool = False,
     refine: Callable[[SmoothingResult], Iterable[Candidate]] = lambda _best: (),
 ) -> SmoothingResult:
-    """Judges every candidate and the identity by the loss of quantized weights.
+    """Evaluates every candidate and the identity by the loss of quantized weights.
 
     Args:
-        insist: take the best candidate even where the identity is better.
-        refine: further candidates, from the best so far.
+        insist: whether to take the best candidate even if the identity is better.
+        refine: function from the best candidate so far to further ones.
 
     Raises:
-        NumericsError: NaN or infinity in the unsmoothed loss.
+        NumericsError: the loss without smoothing is NaN or infinite.
     """
     weights, quantize, loss = search.weights, search.quantize, search.loss
     identity = torch.ones(weights[0].shape[1], device=weights[0].device)
@@ -85,9 +85,10 @@ def best_scale(
 
 
 def scale_norm(norm: Tensor, scale: Tensor, offset: float = 0.0) -> tuple[Tensor, Tensor]:
-    """Divides a norm's weight `[I]`, which counts from `offset`, by `scale [I]`.
+    """Divides a norm's weight `[I]`, stored relative to `offset`, by `scale [I]`.
 
-    Returns the weight in its own dtype, and the scale this rounded weight undoes exactly: the one for the readers.
+    Returns the weight in its own dtype, and the scale that this rounded weight inverts exactly, for the linears that
+    read it.
     """
     whole = norm.float() + offset
     divided = (whole / scale - offset).to(norm.dtype)
@@ -96,18 +97,18 @@ def scale_norm(norm: Tensor, scale: Tensor, offset: float = 0.0) -> tuple[Tensor
 
 
 def scale_outputs(weight: Tensor, scale: Tensor) -> Tensor:
-    """Divides the outputs of a linear, its `weight [O, I]` or `bias [O]`, by `scale [O]`; same dtype out."""
+    """Divides the outputs of a linear, its `weight [O, I]` or `bias [O]`, by `scale [O]`; preserves the dtype."""
     divisor = scale.unsqueeze(-1) if weight.dim() == 2 else scale
     return (weight.float() / divisor).to(weight.dtype)
 
 
 def scale_inputs(weight: Tensor, scale: Tensor) -> Tensor:
-    """Multiplies the columns of `weight [O, I]` by `scale [I]`; same dtype out."""
+    """Multiplies the columns of `weight [O, I]` by `scale [I]`; preserves the dtype."""
     return (weight.float() * scale).to(weight.dtype)
 
 
 def share_across_heads(scale: Tensor, heads_per_group: int, head_dim: int) -> Tensor:
-    """Ties the scale of o_proj's input `[query_heads * head_dim]` across query heads that read one key-value head.
+    """Ties the scale of o_proj's input `[query_heads * head_dim]` across query heads of one key-value head.
 
     With grouped queries, v_proj's output channel d of a key-value head feeds channel d of all its query heads, so
     these can only share one factor: their geometric mean. The fold is then exact for any grouping; with one query
@@ -120,5 +121,5 @@ def share_across_heads(scale: Tensor, heads_per_group: int, head_dim: int) -> Te
 
 
 def one_per_value_head(scale: Tensor, heads_per_group: int, head_dim: int) -> Tensor:
-    """Return the tied scale `[query_heads * head_dim]` as v_proj sees it: `[value_heads * head_dim]`."""
+    """Returns the tied scale `[query_heads * head_dim]` for v_proj's outputs, `[value_heads * head_dim]`."""
     return scale.view(-1, heads_per_group, head_dim)[:, 0].reshape(-1)

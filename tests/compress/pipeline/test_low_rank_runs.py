@@ -140,7 +140,7 @@ def test_blocks_share_their_ranks_out_and_keep_what_would_not_shrink(tmp_path) -
         assert torch.equal(packed.weight(module), dense.weight(module))
     assert {tensor.name: tensor.reason for tensor in result.structure.dense}[
         f"{min(whole)}.weight"
-    ] == "kept whole: the weights that its rank would need are no fewer than its own"
+    ] == "kept whole: factors of this rank would not have fewer weights"
     for index in range(6):
         shapes = {name: dense.shape(name) for name in (*ranked, *whole) if name.startswith(f"model.layers.{index}.")}
         before = {name: rows * columns for name, (rows, columns) in shapes.items()}

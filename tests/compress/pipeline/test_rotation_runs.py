@@ -75,7 +75,7 @@ def test_a_tied_head_becomes_a_matrix_of_its_own_and_the_plan_says_so(tmp_path: 
     assert (head.bytes_before, head.bytes_after) == (0, bytes_of_head)
     assert head.reason == "output head, no longer the token embedding"
     assert plan.bytes_after - plan.bytes_before == bytes_of_head
-    assert f"a matrix of its own, {bytes_of_head:,} bytes more" in plan.notes[0]
+    assert f"a separate matrix, {bytes_of_head:,} bytes more" in plan.notes[0]
     assert "ones" in rows["model.norm.weight"].reason
     result = rotate(model, tmp_path / "rotated")
     assert read_config(tmp_path / "rotated")["tie_word_embeddings"] is False
