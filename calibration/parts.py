@@ -1,4 +1,4 @@
-"""Mixtures of calibration texts: their notation, and the number of sequences of each part. Free of torch."""
+"""Mixtures of calibration texts: their notation, and the number of sequences of each part. Does not import torch."""
 
 from __future__ import annotations
 

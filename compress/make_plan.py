@@ -1,4 +1,4 @@
-"""From the stages of a recipe to what each linear gets. Free of torch."""
+"""Conversion of recipe stages to a plan per linear. Does not import torch."""
 
 from __future__ import annotations
 

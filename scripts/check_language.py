@@ -44,6 +44,18 @@ PHRASES = {
     "of which no": "make it two clauses",
     "stands for itself": "write 'needs no explanation', or leave it out",
     "there is none such": "write 'there is none'",
+    "what mends": "write 'remedy' or 'what fixes'",
+    "that mends": "write 'remedy' or 'that fixes'",
+    "begin anew": "write 'start over'",
+    "begins anew": "write 'starts over'",
+    "help is instant": "write 'keeps --help fast'",
+    "help must be instant": "write 'keeps --help fast'",
+    "next to nothing": "write 'almost nothing', or the number",
+    "told otherwise": "write 'by default' or 'unless set'",
+    "in our words": "name the message or the key",
+    "as it was typed": "write 'as the user gave it'",
+    "bargain": "name the cost and the gain",
+    "gone on from": "write 'continued from'",
 }
 """Phrases, and what to write instead."""
 OPENERS = re.compile(r'(?P<quote>"""|/\*\*? )(?P<phrase>What|Of|How)\b')

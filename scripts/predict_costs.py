@@ -131,7 +131,7 @@ def method_row(method: str, models: Sequence[Model], gflops: float) -> Row:
 
 
 def _gpu_peak(found: RunContext) -> int:
-    """Memory with the batches of a GPU, on the host and the device together."""
+    """Returns the memory with the batches of a GPU, host and device together."""
     count, length = found.sequences.tokens.shape if found.sequences else (0, 1)
     batch = min(first_micro_batch(length, "cuda"), max(count, 1))
     return estimate_peak(found.skeleton, found.plan, count, length, batch, BFLOAT16)

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Sets up everything and runs the quick tier: lint, format, types, import contracts, language, tests. See docs/testing.md.
-#   scripts/test.sh              what everybody runs before a commit
+#   scripts/test.sh              the tests to run before a commit
 #   scripts/test.sh --all        the full tier too, without a limit of time
 #   scripts/test.sh ARGUMENTS    are given to pytest, for example: scripts/test.sh tests/runtime -x
 set -euo pipefail

@@ -1,5 +1,6 @@
-"""The contract that both halves share: stored forms of weights, bit packing, containers, reader, writer, verification.
+"""Checkpoint format shared by compression and runtime: weight forms, bit packing, containers, reader, writer,
+verification.
 
-Descriptions of stored forms (`scheme`, `weights`) are free of torch until a tensor is touched, so command lines import
-them in milliseconds.
+Descriptions of weight forms (`scheme`, `weights`) import torch only when a tensor is accessed, which keeps command
+lines fast.
 """

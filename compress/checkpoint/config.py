@@ -1,4 +1,4 @@
-"""config.json: reading, writing, and the blocks that a packed checkpoint adds. Free of torch."""
+"""Reading and writing of config.json, including the entries of packed checkpoints. Does not import torch."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ ModelConfig = dict[str, Any]
 
 
 def read_config(path: str | Path) -> ModelConfig:
-    """config.json of a model folder, or its part for a text model, with the quantization file of older GPTQ and AWQ
-    checkpoints folded in.
+    """Reads config.json of a model folder, or its text model's part, and merges the quantization file of older GPTQ and
+    AWQ checkpoints.
 
     Raises:
         CheckpointError: missing, not JSON, or of a newer `compression_config.format_version` than this code knows.
@@ -46,7 +46,8 @@ def read_config(path: str | Path) -> ModelConfig:
 
 
 def write_config(folder: Path, config: Mapping[str, Any]) -> None:
-    """Writes config.json, indented, keys in the order given; that of a text model as the whole that it is part of."""
+    """Writes config.json with indentation, in the given key order; a text model's config as part of the whole
+    config."""
     (folder / CONFIG_FILE).write_text(
         json.dumps(whole_config(config), indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
     )
@@ -58,7 +59,7 @@ def packed_config(
     modules: Iterable[str],
     provenance: Mapping[str, Any] | None = None,
 ) -> ModelConfig:
-    """The config of a packed checkpoint: the source's config plus the two blocks.
+    """Returns the config of a packed checkpoint: the source's config plus two entries.
 
     Args:
         config: the source's config.json.
@@ -77,7 +78,7 @@ def packed_config(
 
 
 def quantization_block(config: Mapping[str, Any]) -> dict[str, Any]:
-    """`quantization_config`, empty for a dense model. Raises CheckpointError when it is no object."""
+    """Returns `quantization_config`, empty for a dense model. Raises CheckpointError if it is not an object."""
     return block(config, QUANTIZATION_KEY)
 
 
@@ -87,25 +88,27 @@ def format_name(block: Mapping[str, Any]) -> str:
 
 
 def compression_block(config: Mapping[str, Any]) -> dict[str, Any]:
-    """`compression_config`, empty when another tool wrote the checkpoint. Raises CheckpointError for no object."""
+    """Returns `compression_config`, empty for checkpoints of other tools. Raises CheckpointError if it is not an
+    object."""
     return block(config, COMPRESSION_KEY)
 
 
 def is_tied(config: Mapping[str, Any], names: Iterable[str]) -> bool:
-    """Whether the output head is the embedding matrix. Without the key, a stored `lm_head` says that it is not."""
+    """Returns whether the output head is tied to the embedding. Without the key, a stored `lm_head` means that it is
+    not."""
     if "tie_word_embeddings" in config:
         return bool(config["tie_word_embeddings"])
     return not any(name.startswith(f"{HEAD}.") for name in names)
 
 
 def is_embedding(module: str) -> bool:
-    """Whether a matrix of this name is looked up row by row instead of multiplied with."""
+    """Returns whether a matrix of this name is an embedding, which is looked up by row."""
     leaf = module.rpartition(".")[2]
     return leaf != "embed_out" and any(part in leaf for part in ("embed", "wte", "wpe"))
 
 
 def dtype_name(config: Mapping[str, Any]) -> str:
-    """The model's dtype as its config spells it: `bfloat16`, `float16` or `float32` (also the fallback)."""
+    """Returns the name of the model's dtype in its config: `bfloat16`, `float16` or `float32` (also the fallback)."""
     name = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
     return name if name in ("bfloat16", "float16", "float64") else "float32"
 

@@ -20,7 +20,7 @@ class Container:
     """A format that a checkpoint may be exported to.
 
     Attributes:
-        refusal: why it cannot hold the checkpoint's forms, and the nearest that it can; empty when it can hold them.
+        refusal: reason why it cannot hold the checkpoint's forms, and the nearest possible form; empty if it can.
         readers: engines that load the result.
     """
 
@@ -30,7 +30,7 @@ class Container:
 
 
 def containers(path: str | Path) -> list[Container]:
-    """Returns every format that can be written, with what it says of the checkpoint at `path`. Whether scales are exact
+    """Returns every writable format, with its support for the checkpoint at `path`. Whether scales are exact
     in the dtype of another tool shows when they are written, except in GGUF.
 
     Raises:
@@ -56,7 +56,7 @@ def _check(codec: Format, packed: PackedCheckpoint) -> None:
 
 
 def _check_gguf(packed: PackedCheckpoint) -> None:
-    """Raises CheckpointError or SchemeError where codes would have to be rounded again."""
+    """Raises CheckpointError or SchemeError if codes would have to be rounded again."""
     from compress.checkpoint.gguf.export import Planner
     from compress.checkpoint.gguf.model_metadata import architecture_of
 
@@ -64,4 +64,4 @@ def _check_gguf(packed: PackedCheckpoint) -> None:
 
 
 CHECKS: dict[str, Callable[[PackedCheckpoint], None]] = {"gguf": _check_gguf}
-"""Checks of containers that are no folders of tensors, by name."""
+"""Checks of containers other than folders of tensors, by name."""

@@ -1,4 +1,4 @@
-"""A quantized checkpoint as a dense one: weights are dequantized whenever they are read, and not kept."""
+"""Dense view of a quantized checkpoint: weights are dequantized on each read, without caching."""
 
 from __future__ import annotations
 
@@ -84,8 +84,8 @@ class DequantizedFiles(TensorFiles):
         return lines
 
     def scheme(self, name: str) -> Scheme | None:
-        """Stored scheme of a tensor; None where it is dense, has an order of columns that is not written again, or is
-        of a GGUF file and in a form that only this runtime would read from a folder."""
+        """Returns the stored scheme of a tensor; None if it is dense, has a column order that is not preserved, or
+        comes from a GGUF file in a form that only this runtime loads from a folder."""
         module = name.removesuffix(".weight")
         is_kept = name in self._shapes and self.packed.column_order(module) is None
         scheme = self.packed.scheme(module) if is_kept else None
@@ -107,7 +107,7 @@ class DequantizedFiles(TensorFiles):
         return self._value_dtype if name in self._shapes else self.packed.files.dtype(name)
 
     def tensor_nbytes(self, name: str) -> int:
-        """Stored bytes, those of codes and scales where a weight is quantized."""
+        """Returns the stored bytes; those of codes and scales for a quantized weight."""
         if name in self._shapes:
             return self.packed.weight_bytes(name.removesuffix(".weight"))
         return self.packed.files.tensor_nbytes(name)
@@ -126,14 +126,14 @@ class DequantizedFiles(TensorFiles):
 
     @property
     def description(self) -> str:
-        """The stored form and what becomes of it, in one line."""
+        """Description of the stored form and its conversion, in one line."""
         stored = ", ".join(sorted({str(scheme) for scheme in self.packed.schemes.values()}))
         dtype = str(self._value_dtype).removeprefix("torch.")
         return f"{stored} ({self.packed.format}), dequantized to {dtype} block by block"
 
 
 def dequantized(packed: PackedCheckpoint) -> PackedCheckpoint:
-    """Returns a quantized checkpoint as a dense one, whose config says nothing of quantization."""
+    """Returns the dense view of a quantized checkpoint, with a config without quantization."""
     config = {key: value for key, value in packed.config.items() if key not in (QUANTIZATION_KEY, COMPRESSION_KEY)}
     files = DequantizedFiles.over(packed) if packed.schemes else packed.files
     return replace(packed, config=config, files=files, schemes={}, codec=dense, translation=TRANSLATIONS[dense.NAME])

@@ -1,4 +1,4 @@
-"""Where the values of a weight may lie once its scales are chosen, for methods that choose the codes themselves."""
+"""Grids of representable values under given scales, for methods that choose codes."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class OrderedGrid(ABC):
     """A grid by columns in the order of a loop over them.
 
     Attributes:
-        compiled: the same as compiled code takes it; None where no compiled code rounds to it.
+        compiled: parameters of the grid for C code; None if C code does not support it.
     """
 
     compiled: ColumnGrid | None = None
 
     def shifted(self, columns: Tensor) -> Tensor:
-        """The `columns [I, O]` of a weight as the loop rounds them: plus what the grid subtracts from its values."""
+        """Returns the `columns [I, O]` that the loop rounds: the weight plus the offset that the grid subtracts."""
         return columns
 
     @abstractmethod
@@ -40,19 +40,19 @@ class OrderedGrid(ABC):
 
 
 class Grid(ABC, Generic[Rounded]):
-    """The values that a weight `[O, I]` may have under given scales."""
+    """Representable values of a weight `[O, I]` under given scales."""
 
     @abstractmethod
     def encode(self, weight: Tensor) -> Rounded:
-        """The nearest values to `weight [O, I]`, half to even."""
+        """Rounds `weight [O, I]` to the nearest values, ties to even."""
 
     @abstractmethod
     def weight(self, codes: Tensor) -> Rounded:
-        """The weight of codes `[O, I]`, uint8."""
+        """Creates the weight from codes `[O, I]`, uint8."""
 
     @abstractmethod
     def ordered(self, order: Tensor) -> OrderedGrid:
-        """The grid for a loop over columns, all or some, in this `order`."""
+        """Returns the grid for a loop over all or some columns in this `order`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Formats of keys and values while serving. Free of torch; the arithmetic is in `kv_quant`.
+"""KV cache formats for serving. Does not import torch; the arithmetic is in `kv_quant`.
 
 A checkpoint records its default as `compression_config.kv_cache` in config.json, and serving may choose another.
 """
@@ -30,7 +30,7 @@ METADATA_BITS = {"fp8": 16, "int8": 32, "int4": 32}
 
 @dataclass(frozen=True, slots=True)
 class KVCacheScheme:
-    """The form of keys and values in the cache. Each token and key-value head is quantized once, when it is written.
+    """Format of keys and values in the cache. Each token and key-value head is quantized once, on writing.
 
     Attributes:
         format: `16bit`, `fp8`, `int8`, `k8v4` (keys int8, values int4) or `int4`.
@@ -152,7 +152,7 @@ def wished_kv_cache(
 
 
 def stored_kv_cache(config: Mapping[str, Any]) -> KVCacheScheme | None:
-    """The default that a checkpoint's config.json records, or None.
+    """Returns the default recorded in a checkpoint's config.json, or None.
 
     Raises:
         SchemeError: the record cannot be understood.

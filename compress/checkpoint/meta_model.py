@@ -24,7 +24,7 @@ _OTHER_INPUTS = ("vision_config", "audio_config", "text_config")
 
 
 def check_decoder(path: Path, config: dict[str, Any], trust_remote_code: bool = False) -> None:
-    """Refuses models that are no decoders of text alone. Raises CheckpointError."""
+    """Raises CheckpointError for models other than text-only decoders."""
     model_type = text(config, "model_type", "")
     if not model_type:
         raise CheckpointError(f"config.json of {path} has no model_type", "Use a Hugging Face model folder")
@@ -52,7 +52,7 @@ def _is_known(model_type: str) -> bool:
 
 
 def load_config(path: Path, config: dict[str, Any], trust_remote_code: bool) -> PretrainedConfig:
-    """Reads config.json as transformers does. Raises CheckpointError for what it does not know or cannot use."""
+    """Reads config.json with transformers. Raises CheckpointError for unknown or invalid values."""
     import transformers
 
     architectures = config.get("architectures") or []
@@ -94,7 +94,7 @@ def read_transformers_config(
 
 
 def _check_sizes(config: dict[str, Any]) -> None:
-    """Refuse what names its key in our words, and numbers of layers that would be built for hours."""
+    """Raises CheckpointError for invalid sizes, naming the key, and for layer counts that would take hours to build."""
     if describe := find_family(config["model_type"]):
         describe(config)
     for key in ("num_hidden_layers", "n_layer"):
@@ -142,7 +142,7 @@ def auto_class(model_type: str) -> Any:
 
 
 def _is_listed_elsewhere(model_type: str) -> bool:
-    """Whether transformers lists a causal model of text among multimodal ones only, as it does Mistral 4."""
+    """Returns whether transformers lists a causal text model among multimodal ones only, such as Mistral 4."""
     from transformers.models.auto import modeling_auto
 
     listed = str(modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(model_type))
@@ -173,7 +173,7 @@ def find_architecture(model: PreTrainedModel) -> Architecture:
 
 @contextmanager
 def no_loading_bar() -> Iterator[None]:
-    """Hide the progress bar of transformers, which would cut through the one of this run."""
+    """Hides the progress bar of transformers, which would interfere with that of this run."""
     from transformers.utils import logging
 
     before = logging.is_progress_bar_enabled()

@@ -66,7 +66,7 @@ def _schemes(kind: Format, block: Mapping[str, Any], files: TensorFiles) -> dict
 
 @dataclass(frozen=True)
 class PackedCheckpoint:
-    """A checkpoint as modules and tensors. Weights are decoded when asked for and not kept.
+    """A checkpoint as modules and tensors. Weights are decoded on request and not cached.
 
     Attributes:
         path: the folder.
@@ -125,11 +125,11 @@ class PackedCheckpoint:
         return is_tied(self.config, self.files.names()) and not stores_other_head(self.files)
 
     def scheme(self, module: str) -> Scheme | None:
-        """Scheme of a module; None when it is dense."""
+        """Returns the scheme of a module; None if it is dense."""
         return self.schemes.get(module)
 
     def weight(self, module: str) -> Weight | Tensor:
-        """The weight `[O, I]` of a linear module, or its values where none of them is quantized, zeros in place.
+        """Returns the weight `[O, I]` of a linear module, or its values, including zeros, if it is not quantized.
 
         Raises:
             CheckpointError: tensors missing or contradicting the config.
@@ -198,7 +198,7 @@ class PackedCheckpoint:
         return self.tensor(name)
 
     def shape(self, module: str) -> tuple[int, int]:
-        """`(O, I)` of a linear module. Raises CheckpointError when it is missing or not a matrix."""
+        """Returns `(O, I)` of a linear module. Raises CheckpointError if it is missing or not a matrix."""
         scheme = self.schemes.get(module)
         with self._explained(module):
             if scheme and self.translation is None:
@@ -217,11 +217,11 @@ class PackedCheckpoint:
             raise CheckpointError(f"the tensors of {module} in {self.path} contradict each other: {said}") from error
 
     def tensor(self, name: str) -> Tensor:
-        """A tensor as stored (a read-only view of the memory map)."""
+        """Returns a stored tensor (a read-only view of the memory map)."""
         return self.files.tensor(name)
 
     def packed_names(self, module: str) -> list[str]:
-        """Stored tensors that make up a quantized weight; its bias is not among them."""
+        """Returns the names of a quantized weight's tensors, without its bias."""
         return [
             name
             for name in (module + suffix for suffix in self.codec.suffixes(self.schemes[module]))
@@ -229,12 +229,12 @@ class PackedCheckpoint:
         ]
 
     def dense_names(self) -> list[str]:
-        """Stored tensors that belong to no quantized weight."""
+        """Returns the names of stored tensors outside quantized weights."""
         packed = {name for module in self.schemes for name in self.packed_names(module)}
         return [name for name in self.files.names() if name not in packed]
 
     def dense_linears(self) -> list[str]:
-        """Modules with a matrix that is not quantized, embeddings left out; a head tied to a dense embedding is one."""
+        """Modules with an unquantized matrix, without embeddings; includes a head tied to a dense embedding."""
         matrices = [
             name.removesuffix(".weight")
             for name in self.dense_names()
@@ -250,13 +250,13 @@ class PackedCheckpoint:
         return set(names) or {HEAD}
 
     def weight_bytes(self, module: str) -> int:
-        """Stored bytes of a quantized weight: codes, scales and zero points, without shapes and indices."""
+        """Returns the stored bytes of a quantized weight: codes, scales and zero points, without shapes and indices."""
         names = (name for name in self.packed_names(module) if not name.endswith((".weight_shape", GROUP_INDEX)))
         return sum(self.files.tensor_nbytes(name) for name in names)
 
 
 def stores_other_head(files: TensorFiles) -> bool:
-    """Whether a dense head is stored that differs from every dense embedding of its shape."""
+    """Returns whether a dense head is stored that differs from every dense embedding of its shape."""
     name = f"{HEAD}.weight"
     if name not in files:
         return False

@@ -1,4 +1,4 @@
-"""A Hugging Face model folder as one mapping from tensor names to memory-mapped tensors."""
+"""Mapping from tensor names to memory-mapped tensors of a Hugging Face model folder."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ class MappedFile:
         return self.path.stat().st_size
 
     def tensor(self, name: str) -> Tensor:
-        """A view of the map (copied only where the file misaligns it). Treat it as read-only.
+        """Returns a view of the map, copied only if misaligned. Treat it as read-only.
 
         Raises:
             CheckpointError: no such tensor.
@@ -146,7 +146,7 @@ class MappedFile:
         yield from ()
 
     def release(self) -> None:
-        """Gives the resident pages back to the system. Tensors stay valid: their bytes are read again when used."""
+        """Releases resident pages to the system. Tensors stay valid: their bytes are read again when used."""
         # The map is kept: those of tensors that are still in use are given back the next time.
         mapped = self.__dict__.get("_map")
         if mapped is not None and hasattr(mmap, "MADV_DONTNEED"):
@@ -156,8 +156,8 @@ class MappedFile:
 def build_header(
     tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], metadata: dict[str, str], size: int = 0
 ) -> bytes:
-    """Header bytes (with the length prefix) for tensors stored in the order of `tensors`, padded to 8 bytes, and to
-    `size` bytes at least."""
+    """Returns header bytes (with the length prefix) for tensors in the order of `tensors`, padded to 8 bytes and to at
+    least `size` bytes."""
     header: dict[str, Any] = {"__metadata__": metadata}
     offset = 0
     for name, (dtype, shape) in tensors.items():
@@ -176,7 +176,7 @@ def storage_order(tensors: Iterable[tuple[str, torch.dtype]]) -> list[str]:
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
-    """The raw bytes of a contiguous copy or of the tensor itself."""
+    """Returns the raw bytes of the tensor, or of a contiguous copy."""
     return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data
 
 
@@ -202,7 +202,7 @@ def _parse_entry(path: Path, name: str, fields: Any) -> TensorEntry:
     except (KeyError, TypeError, ValueError) as error:
         raise _broken(path, f"the entry of {name!r} lacks dtype, shape or data_offsets") from error
     if not name.isprintable():
-        raise _broken(path, f"{name!r} is no name that can be printed")
+        raise _broken(path, f"{name!r} is not a printable name")
     if not isinstance(code, str) or code not in DTYPES:
         raise _broken(path, f"{name!r} has the unknown dtype {code!r}")
     if not all(type(number) is int and number >= 0 for number in (*shape, begin, end)):
@@ -226,7 +226,7 @@ def _check_layout(path: Path, entries: dict[str, TensorEntry], available: int, s
     if position > available:
         raise _truncated(path, size, f"its header promises {size - available + position}")
     if position < available:
-        raise _broken(path, f"{available - position} bytes after the last tensor belong to nothing")
+        raise _broken(path, f"{available - position} bytes after the last tensor belong to no tensor")
 
 
 def _truncated(path: Path, size: int, promise: str) -> CheckpointError:
@@ -349,7 +349,7 @@ class TensorFiles:
         return self._find(name).entries[name].nbytes
 
     def tensor(self, name: str) -> Tensor:
-        """The tensor as a read-only view of the memory map; clone it to change it."""
+        """Returns the tensor as a read-only view of the memory map; clone it before modifying it."""
         return self._find(name).tensor(name)
 
     @property
@@ -392,7 +392,7 @@ def _open_file(path: Path) -> MappedFile:
 
 
 def check_folder(path: str | Path) -> Path:
-    """The folder at `path`. Raises CheckpointError when there is none."""
+    """Returns the folder at `path`. Raises CheckpointError if it does not exist."""
     folder = in_home(path)
     if folder.is_dir():
         return folder
@@ -406,7 +406,8 @@ def check_folder(path: str | Path) -> Path:
 
 
 def _weight_files(folder: Path) -> tuple[list[str], dict[str, str]]:
-    """File names in order, and the index (empty for a single file). A single file wins, as in transformers."""
+    """Returns file names in order, and the index (empty for a single file). A single file takes precedence, as in
+    transformers."""
     if (folder / SINGLE_FILE).is_file():
         return [SINGLE_FILE], {}
     if (folder / INDEX_FILE).is_file():

@@ -1,6 +1,6 @@
-"""Descriptions of how one linear layer is stored: a sum of forms, one class per file in `compress.checkpoint.weights`.
+"""Stored schemes of linear layers, one class per file in `compress.checkpoint.weights`.
 
-Free of torch: planning and command lines import it cheaply.
+Does not import torch, because planning and command lines use it.
 """
 
 from __future__ import annotations
@@ -59,14 +59,14 @@ class Activations(StrEnum):
 
     @classmethod
     def from_bits(cls, bits: int | None, kind: Activations) -> Activations | None:
-        """`kind` for 8 bits, None for 16-bit inputs (None). Raises SchemeError for other widths."""
+        """Returns `kind` for 8 bits, None for 16-bit inputs (None). Raises SchemeError for other widths."""
         if bits not in (None, kind.bits):
             raise SchemeError(f"activation_bits={bits} is not supported", "Use 8 or leave it out")
         return kind if bits else None
 
 
 class Scheme(ABC):
-    """One stored form of a weight `[O, I]`, without its tensors.
+    """Stored form of a weight `[O, I]`, without its tensors.
 
     A form derives from it in a file of its own and registers itself with `register`; planning, containers,
     verification, memory estimates and the runtime's choice of kernels ask the methods below and name no form.
@@ -97,7 +97,7 @@ class Scheme(ABC):
 
     @classmethod
     def target(cls) -> Scheme:
-        """The scheme of a user who names the form by its `word`."""
+        """Returns the scheme for the form's `word` in options and recipes."""
         return cls()
 
     @property
@@ -204,7 +204,7 @@ class Scheme(ABC):
             )
 
     def matrices(self, out_features: int, in_features: int) -> list[tuple[Scheme | None, int, int]]:
-        """Scheme and shape of each matrix that the layer multiplies by, in order; None means the model's dtype."""
+        """Returns scheme and shape of each matrix that the layer multiplies by, in order; None is the model's dtype."""
         return [(self, out_features, in_features)]
 
     @abstractmethod
@@ -219,7 +219,7 @@ class Scheme(ABC):
         return self.bits
 
     def unpacked_bytes(self, out_features: int, in_features: int, scale_bytes: int = 2) -> int:
-        """Memory of the weight with one byte per code, as `Weight.nbytes` counts it."""
+        """Returns the bytes of the weight with one byte per code, like `Weight.nbytes`."""
         return out_features * (in_features + self.num_groups(in_features) * scale_bytes)
 
     @classmethod
@@ -228,27 +228,27 @@ class Scheme(ABC):
         return {name.removesuffix(cls.mark) for name in names if name.endswith(cls.mark)}
 
     def found(self, module: str, headers: Headers) -> Scheme:
-        """The scheme of one module with what config.json does not say, from the headers of its stored tensors."""
+        """Completes the scheme of one module from the headers of its stored tensors."""
         return self
 
     @abstractmethod
     def read(self, stored: StoredTensors) -> Weight:
-        """The weight from its tensors. Raises CheckpointError or SchemeError when they contradict each other."""
+        """Reads the weight from its tensors. Raises CheckpointError or SchemeError if they are contradictory."""
 
     @abstractmethod
     def shape(self, stored: StoredTensors) -> tuple[int, int]:
-        """`(O, I)` of a stored weight, without decoding it."""
+        """Returns `(O, I)` of a stored weight, without decoding it."""
 
     def name_problems(self, module: str, suffixes: set[str]) -> list[str]:
         """Contradictions between the tensors that a module has, judged by their names."""
         return []
 
     def wrap(self, values: Weight | Tensor) -> Weight | Tensor:
-        """Rounded values of `codes`, or values in the model's dtype, as a weight of this form."""
+        """Wraps rounded values of `codes`, or values in the model's dtype, in a weight of this form."""
         return values
 
     def round(self, weight: Tensor, importance: Tensor | None = None, scale_dtype: torch.dtype | None = None) -> Weight:
-        """The nearest representable weight `[O, I]` under the scales with the least squared error.
+        """Rounds to the nearest representable weight `[O, I]`, with scales of least squared error.
 
         Args:
             importance: `[I]`, mean square of each input; None weighs all columns alike.
@@ -267,10 +267,10 @@ class Scheme(ABC):
         scale_dtype: torch.dtype | None = None,
         inputs: Tensor | None = None,
     ) -> Grid[Weight]:
-        """The values that `weight [O, I]` may take, under the scales with the least error.
+        """Returns the grid of `weight [O, I]`, with scales of least error.
 
         Args:
-            inputs: `[T, I]` sample inputs, whose outputs have the error that is least; other arguments as of `round`.
+            inputs: `[T, I]` sample inputs, for which the output error is minimized; other arguments as in `round`.
 
         Raises:
             SchemeError: the form has no grid, or its groups do not divide `I`.
@@ -279,7 +279,7 @@ class Scheme(ABC):
         raise SchemeError(f"{self} has no grid of values", "Choose integers, or method rtn")
 
     def round_in_range(self, weight: Tensor, scale_dtype: torch.dtype | None = None) -> Tensor:
-        """`weight [O, I]` as float32, rounded under scales that span its range; cheap, for searches that try often."""
+        """Rounds `weight [O, I]` with scales that span its range, as float32; fast, for searches with many trials."""
         if self.codes is None:
             return weight.float()
         if self.codes is not self:
@@ -293,15 +293,15 @@ class Scheme(ABC):
     @classmethod
     @abstractmethod
     def parse(cls, fields: Mapping[str, Any]) -> Scheme:
-        """The scheme of a stored description that has this form's `key`."""
+        """Parses a stored description that has this form's `key`."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, as config.json and reports hold them."""
+        """Returns plain values for config.json and reports."""
         return {**FIELDS, **self.fields()}
 
     @staticmethod
     def from_dict(fields: Mapping[str, Any]) -> Scheme:
-        """The inverse of `to_dict`, for every registered form.
+        """Inverts `to_dict` for every registered form.
 
         Raises:
             SchemeError: a contradiction.
@@ -321,7 +321,7 @@ BASE_FORM = "bits"
 
 
 def is_set(value: Any) -> bool:
-    """Whether an entry of a stored description says something; 0 does."""
+    """Returns whether an entry of a stored description is set; 0 counts as set."""
     return value is not None and value is not False
 
 
@@ -350,7 +350,7 @@ def register(key: str) -> Callable[[Form], Form]:
 
 @dataclass(frozen=True, slots=True)
 class WrappingScheme(Scheme):
-    """Form around values that are integers or in the model's dtype.
+    """Form that wraps integers or values in the model's dtype.
 
     A form that derives from it adds one field, which the stored description has under `key`.
 
@@ -375,7 +375,7 @@ class WrappingScheme(Scheme):
 
     @classmethod
     def of(cls, inner: Scheme | None, entry: Any) -> Self:
-        """The form around another one. Raises SchemeError where that does not go."""
+        """Wraps another form. Raises SchemeError if the combination is not supported."""
         return cast(Self, cast(Any, cls)(inner, entry))
 
     @property
@@ -385,7 +385,7 @@ class WrappingScheme(Scheme):
 
     @classmethod
     def parse_entry(cls, entry: Any) -> Any:
-        """The field of the form from its `entry`. Raises SchemeError."""
+        """Parses the field of the form from its `entry`. Raises SchemeError."""
         return entry
 
     @property
@@ -435,7 +435,7 @@ class WrappingScheme(Scheme):
 
 
 def stored_modules(names: Iterable[str]) -> list[str]:
-    """Packed modules among tensor names, whatever their form; parts of a module are not listed."""
+    """Returns packed modules of any form among tensor names, without parts of modules."""
     listed = frozenset(names)
     owned = {form: form.modules(listed) for form in FORMS.values()}
     inside = {f"{module}.{part}" for form, modules in owned.items() for module in modules for part in form.parts}

@@ -1,4 +1,4 @@
-"""Dtype of recurrent states while serving, and its measured cost, which config.json records. Free of torch.
+"""Storage dtype of recurrent states, and its measured loss, recorded in config.json. Does not import torch.
 
 States are computed in float32 (float64 in a model of that dtype). In 16 bits they are rounded when a step keeps them.
 """
@@ -68,7 +68,7 @@ def measured_states(config: Mapping[str, Any]) -> tuple[MeasuredStates, ...]:
 
 
 def with_measured_states(config: Mapping[str, Any], measured: MeasuredStates) -> dict[str, Any]:
-    """Returns a config.json with one more record, in the place of an older one of the same dtype."""
+    """Returns config.json with an additional record, which replaces an older one of the same dtype."""
     others = [each for each in measured_states(config) if each.dtype != measured.dtype]
     block = {"format_version": FORMAT_VERSION} | compression_block(config)
     return {**config, COMPRESSION_KEY: block | {STATE_MEASURED_KEY: [asdict(each) for each in (*others, measured)]}}

@@ -23,7 +23,7 @@ from compress.models.registry import find_family
 
 @dataclass(frozen=True, slots=True)
 class DenseTensor:
-    """A tensor that was not quantized, and why."""
+    """Unquantized tensor, with the reason."""
 
     name: str
     shape: tuple[int, ...]
@@ -73,7 +73,7 @@ class StructureReport:
         return 8 * self.total_bytes / self.num_parameters if self.num_parameters else 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-able."""
+        """Returns JSON values."""
         figures = {"bits_per_weight": self.bits_per_weight, "bits_per_parameter": self.bits_per_parameter}
         return {"ok": self.ok, **asdict(self), **figures}
 
@@ -97,7 +97,7 @@ def implied_shapes(config: Mapping[str, Any]) -> tuple[Shapes, str]:
 
 
 def weight_problems(packed: PackedCheckpoint, module: str, weight: Weight, implied: Shapes) -> Iterator[str]:
-    """Yields a line for everything wrong with the shape, size or numbers of one packed weight."""
+    """Yields a line per problem with the shape, size or values of one packed weight."""
     expected = implied.get(f"{module}.weight")
     if expected and expected != weight.shape:
         yield f"{module} is {weight.shape}, but config.json says {expected}"
@@ -190,7 +190,7 @@ def verify_structure(path: str | Path, source: TensorFiles | None = None) -> Str
 
 
 def _carried_note(packed: PackedCheckpoint, implied: Shapes) -> tuple[str, ...]:
-    """A note on tensors that config.json says nothing of: layers beyond its last, heads of multi-token prediction."""
+    """Returns a note on tensors outside the layers in config.json, such as multi-token prediction heads."""
     parts = {_part(name) for name in implied}
     others = packed.files.other_parts
     carried = [name for name in _stored(packed) if implied and _part(name) not in parts and name not in others]
@@ -205,13 +205,13 @@ def _order_note(packed: PackedCheckpoint) -> tuple[str, ...]:
 
 
 def _part(name: str) -> str:
-    """The block of a tensor, `model.layers.3.`; its own name outside of blocks."""
+    """Returns the block of a tensor, `model.layers.3.`, or its own name outside blocks."""
     block = re.match(r".+?\.\d+\.", name)
     return block[0] if block else name
 
 
 def _stored(packed: PackedCheckpoint) -> set[str]:
-    """Stored weights by the names that they have in a dense checkpoint, a tied head among them."""
+    """Returns stored weights by their names in a dense checkpoint, including a tied head."""
     stored = {*packed.dense_names(), *(f"{module}.weight" for module in packed.modules)}
     return stored | {"lm_head.weight"} if packed.tied else stored
 
@@ -232,7 +232,7 @@ def _read_weights(packed: PackedCheckpoint, problems: list[str], implied: Shapes
 
 
 def config_problems(packed: PackedCheckpoint) -> Iterator[str]:
-    """Yields what config.json contradicts by itself, a line each."""
+    """Yields a line per contradiction within config.json."""
     if not packed.config.get("model_type"):
         yield "config.json has no model_type"
     block = quantization_block(packed.config)
@@ -254,7 +254,7 @@ def config_problems(packed: PackedCheckpoint) -> Iterator[str]:
 
 
 def _kv_cache_problems(packed: PackedCheckpoint) -> Iterator[str]:
-    """The default form of keys and values, and what was measured of it and of recurrent states."""
+    """Yields problems with the recorded KV cache format, its measurements and those of recurrent states."""
     try:
         scheme, record = stored_kv_cache(packed.config), measured_kv_caches(packed.config)
         measured_states(packed.config)
@@ -267,7 +267,7 @@ def _kv_cache_problems(packed: PackedCheckpoint) -> Iterator[str]:
 
 
 def name_problems(packed: PackedCheckpoint, source: TensorFiles | None, implied: Shapes) -> Iterator[str]:
-    """Yields a line for every stored tensor without a role, and for every parameter that is not stored in one way."""
+    """Yields a line per stored tensor without a role, and per parameter that is not stored exactly once."""
     known = (*packed.codec.suffixes(), *compress_runtime.suffixes(), ".qweight")
     suffixes = tuple(suffix for suffix in known if not suffix.endswith(".weight"))
     yield from (f"{name} belongs to no quantized module" for name in packed.dense_names() if name.endswith(suffixes))
@@ -297,7 +297,7 @@ def _describe_dense(packed: PackedCheckpoint, name: str, linears: Set[str]) -> D
 
 
 def _reason(packed: PackedCheckpoint, name: str, shape: tuple[int, ...], linears: Set[str]) -> str:
-    """Why a tensor stayed dense: as recorded when it was planned, else what it evidently is."""
+    """Returns the reason why a tensor stayed dense: from the plan, else derived from its name and shape."""
     module = name.rpartition(".")[0]
     recorded = compression_block(packed.config).get("dense") or {}
     if module in recorded:

@@ -70,7 +70,7 @@ from compress.models.wrappers import TextNames
 
 MAX_SHARD_BYTES = 4 * 2**30
 REWRITTEN = frozenset({CONFIG_FILE, *LEGACY_QUANTIZATION_FILES})
-"""Side files of a source that a new checkpoint states anew instead of copying."""
+"""Side files of a source that a new checkpoint rewrites instead of copying."""
 
 
 @dataclass(frozen=True)
@@ -111,16 +111,16 @@ class BlockStore:
         return self._path(key).is_file()
 
     def open(self, key: str) -> MappedFile:
-        """The piece, memory-mapped. Raises CheckpointError when it is absent or damaged."""
+        """Opens a piece, memory-mapped. Raises CheckpointError if it is absent or damaged."""
         if not self.has(key):
             raise CheckpointError(f"piece {key!r} is missing from {self.folder}", "Run the same command with --restart")
         try:
             return MappedFile.open(self._path(key))
         except CheckpointError as error:
-            raise CheckpointError(error.problem, "Run the same command again, which makes it anew") from error
+            raise CheckpointError(error.problem, "Run the same command again to recreate it") from error
 
     def remove(self, key: str) -> None:
-        """Removes a piece, if it is there."""
+        """Removes a piece, if it exists."""
         self._path(key).unlink(missing_ok=True)
 
     def read_metadata(self, key: str) -> dict[str, Any]:

@@ -114,7 +114,7 @@ def _run(context: RunContext, quiet: bool) -> RunResult:
         folder = partial_folder(context.request.out)
         if folder.exists():
             _say(f"\nInterrupted. Finished blocks are in {folder}: run the same command again to continue, or add")
-            _say("--restart to begin anew.")
+            _say("--restart to start over.")
         else:
             _say("\nInterrupted before anything was written.")
         raise

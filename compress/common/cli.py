@@ -1,4 +1,5 @@
-"""Helpers of both command lines: refusals end as one line, Ctrl-C as status 130. Free of torch."""
+"""Helpers of both command lines: errors are printed as one line, Ctrl-C exits with status 130. Does not import
+torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Errors a user can act on. Each says what was wrong, with the numbers, and what mends it."""
+"""Errors with a problem description, including numbers, and a remedy."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ class ToolkitError(Exception):
 
     Args:
         problem: what was wrong, with the numbers.
-        remedy: the command or change that mends it; empty only when nothing can.
+        remedy: command or change that fixes it; empty only if there is none.
     """
 
     def __init__(self, problem: str, remedy: str = "") -> None:

@@ -106,7 +106,7 @@ def function(name: str, *argtypes: Any) -> Callable[..., int]:
 
 @cache
 def absence() -> str:
-    """Why there is no library and what mends it; empty when there is one."""
+    """Returns the reason why the library is missing, with a remedy; empty if it is available."""
     return _load()[1]
 
 

@@ -1,1 +1,1 @@
-"""Model families: one file each, read by the compressor and by the runtime. Free of torch."""
+"""Model families: one file each, read by the compressor and by the runtime. Does not import torch."""

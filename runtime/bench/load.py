@@ -1,4 +1,5 @@
-"""Load of a benchmark: requests, their arrival, and the record of each. Free of HTTP, so that help is instant."""
+"""Load of a benchmark: requests, their arrival, and the record of each. Does not import the HTTP client, which keeps
+--help fast."""
 
 from __future__ import annotations
 

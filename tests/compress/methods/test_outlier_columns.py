@@ -200,7 +200,7 @@ def test_eight_bit_inputs_lose_less_when_their_largest_columns_are_apart(tiny_mo
 
 
 def at_least_one_pass() -> Stage:
-    """A stage that needs a calibration and changes next to nothing, so that both runs have one."""
+    """A stage that needs a calibration and changes almost nothing, so both runs have one."""
     return QuantizeStage("gptq", Int(8, None), targets=("model.layers.0.mlp.down_proj",))
 
 
