@@ -36,7 +36,7 @@ class OrderedGrid(ABC):
 
     @abstractmethod
     def round(self, target: Tensor, column: int, codes: Tensor, kept: Tensor | None) -> Tensor:
-        """Returns the nearest value on the grid `[O]` and write its codes, those of zero for pruned weights."""
+        """Returns the nearest value on the grid `[O]` and writes its codes, those of zero for pruned weights."""
 
 
 class Grid(ABC, Generic[Rounded]):

@@ -46,7 +46,7 @@ def fit(
         typer.Option(
             "--bandwidth",
             **SIZE_OPTION,
-            help="Memory bandwidth of the device per second, e.g. 900GB. Default on a CPU: measured on this machine.",
+            help="Memory bandwidth in bytes per second, e.g. 900GB. Default on a CPU: measured on this machine.",
         ),
     ] = None,
     rate: Annotated[

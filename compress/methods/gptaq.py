@@ -1,16 +1,16 @@
 """GPTAQ: GPTQ that matches each layer's output in the dense model, so it also corrects the drift of earlier layers.
 
-Li et al. 2025, https://arxiv.org/abs/2504.02692 (section 4). X are the inputs of a layer in the quantized model, `X +
-D` those in the dense model, and `|W^ X - W (X + D)|` is minimized. At column i, its share `w_i d_i` of the output
+Li et al. 2025, https://arxiv.org/abs/2504.02692 (section 4). X are the inputs of a layer in the quantized model,
+`X + D` those in the dense model, and `|W^ X - W (X + D)|` is minimized. At column i, its share `w_i d_i` of the output
 difference is projected onto the inputs of the remaining columns, which absorb it. With U the upper Cholesky factor of
 the inverse Hessian, these projections are the rows of
 
     P = alpha triu(D X^T U^T, 1) U        and column k moves by  sum_{i<k} w_i P_ik,  w_i as it was before rounding.
 
 This recursion is linear in the weights, so it can be moved out of the column loop. GPTQ's loop with feedback M gives
-column k the value `w_k = t_k + sum_{j<k} (t_j - q_j) M_jk`, in matrices `w = t M + q (1 - M)`. Adding the update `w P
-M` (which also changes the column's error) and solving for w gives the same form, with another feedback M' and another
-target t':
+column k the value `w_k = t_k + sum_{j<k} (t_j - q_j) M_jk`, in matrices `w = t M + q (1 - M)`. Adding the update
+`w P M` (which also changes the column's error) and solving for w gives the same form, with another feedback M' and
+another target t':
 
     K = (1 - P M)^-1        M' = 1 - (1 - M) K        t' = t M K M'^-1
 """

@@ -19,7 +19,7 @@ from compress.common.errors import RecipeError
 
 SMALLEST_FIRST = ("int4", "k8v4", "fp8", "int8")
 LONGEST_WINDOW = 8192
-"""Maximum window length, below the model's context: attention over more tokens takes minutes on a CPU."""
+"""Windows have the length of the model's context, up to this: attention over more tokens takes minutes on a CPU."""
 
 
 @dataclass(frozen=True, slots=True)

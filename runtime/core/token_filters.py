@@ -28,7 +28,7 @@ class FilterParams:
         help="Chance of excluding the most likely tokens, all above --xtc-threshold but the last; 0 is off.",
     )
     xtc_threshold: float = option(
-        "--xtc-threshold", default=0.1, help="Probability above which --xtc-probability excludes tokens."
+        "--xtc-threshold", default=0.1, help="Least probability of the tokens that --xtc-probability excludes."
     )
 
     @property

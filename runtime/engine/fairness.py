@@ -12,14 +12,14 @@ likewise:
 * The tokens that decodes leave of a step's budget are divided between the clients that have prompts to compute, so that
   decodes and prompts together become as equal as possible. Tokens that a client cannot use go to the others.
 
-Let T be the token budget of a step, S the most running sequences and C the number of clients, with C <= S and S + C <=
-T, and let the pool hold S blocks more than C whole contexts. Then, independent of other clients' requests, the first
-running sequence of a client computes at least one token in each step, and a request of a client that has no other
+Let T be the token budget of a step, S the most running sequences and C the number of clients, with C <= S and
+S + C <= T, and let the pool hold S blocks more than C whole contexts. Then, independent of other clients' requests, the
+first running sequence of a client computes at least one token in each step, and a request of a client that has no other
 begins with the next step and computes at least `min(prefill_chunk, (T - S) // C)` tokens of its prompt per step. No
 step is longer than T tokens.
 
 Source: Y. Sheng et al., "Fairness in serving large language models" (2024). A counter of served tokens is not needed,
-    because every client is served in every step.
+because every client is served in every step.
 """
 
 from __future__ import annotations

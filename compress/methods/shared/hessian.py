@@ -1,9 +1,9 @@
 """The layer Hessian `H = 2 X^T X / tokens`, factorized once for all linears that share their input.
 
 GPTQ (Frantar et al. 2023, https://arxiv.org/abs/2210.17323, section 3.3) inverts H and uses the Cholesky factor of the
-inverse. QuIP (Chee et al. 2023, https://arxiv.org/abs/2307.13304, theorem 6) shows the same update needs only `H = M D
-M^T` with M unit upper triangular: column k absorbs `sum_{j<k} E_j M_jk`, where E are the errors of preceding columns.
-That is one factorization instead of three, and no inverse of an ill-conditioned matrix.
+inverse. QuIP (Chee et al. 2023, https://arxiv.org/abs/2307.13304, theorem 6) shows the same update needs only
+`H = M D M^T` with M unit upper triangular: column k absorbs `sum_{j<k} E_j M_jk`, where E are the errors of preceding
+columns. That is one factorization instead of three, and no inverse of an ill-conditioned matrix.
 """
 
 from __future__ import annotations
