@@ -8,7 +8,7 @@ from functools import cache
 from importlib.util import find_spec
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -24,6 +24,9 @@ from runtime.backends.triton.fused_linear import ROWS_LAYOUT, ActivationLayout, 
 from runtime.core.batch import Batch
 from runtime.core.memory_plan import MemoryPlan
 from runtime.core.step import ScheduledSequence
+
+if TYPE_CHECKING:
+    from runtime.backends.triton.kernels.norm_act import InputRoom
 
 TABLES = Path(__file__).parent / "tables"
 """Measured speed-ups, one file per GPU, named after it."""
@@ -119,14 +122,19 @@ class FlashInferAttention(TritonAttention):
         self._planned: set[int | None] = set()
 
     def attend(
-        self, layer: int, query: Tensor, moved: Tensor | None = None, form: ActivationLayout = ROWS_LAYOUT
+        self,
+        layer: int,
+        query: Tensor,
+        moved: Tensor | None = None,
+        form: ActivationLayout = ROWS_LAYOUT,
+        room: InputRoom | None = None,
     ) -> QuantizedInput:
         """Attention `[T, heads * D]` of the step's queries `[T, heads, D]` over keys and values that are written, in a
         form."""
         from runtime.backends.triton.kernels.norm_act import convert_input
 
         if self._spans is None:
-            return super().attend(layer, query, moved, form)
+            return super().attend(layer, query, moved, form, room)
         window, cache = self.windows[layer], self.keys.cache
         read = layer_pages(self.pages, cache.scheme, cache.sources[layer])
         wrapper, (_, page_size, kv_heads, head_dim) = self._wrappers[window], read.pages[0].shape

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
@@ -11,7 +13,7 @@ from compress.models.mixers.latent import Latent
 from runtime.backends.base import Model, Rotary
 from runtime.backends.fused_layers import indexers_unsupported
 from runtime.backends.kv_pages import KVCache, TokenPages
-from runtime.backends.span_attention import PLAIN_SCORES, Scores
+from runtime.backends.span_attention import PLAIN_SCORES, LayerScores, Scores
 from runtime.backends.torch.attention import SinkQueries, StepKeys
 from runtime.backends.triton.device import num_processors, unsupported_reason
 from runtime.backends.triton.fused_linear import ROWS, ROWS_LAYOUT, SUMS, ActivationLayout, QuantizedInput
@@ -19,9 +21,12 @@ from runtime.backends.triton.prefill import MIN_SPAN_TOKENS, attend_span, span_u
 from runtime.core.batch import AttentionGroup
 from runtime.core.memory_plan import MemoryPlan
 
+if TYPE_CHECKING:
+    from runtime.backends.triton.kernels.norm_act import InputRoom
+    from runtime.backends.triton.kernels.paged_attention import PreparedAttention
 
-@dataclass(frozen=True, slots=True)
-class HeadPages:
+
+class HeadPages(NamedTuple):
     """Keys and values of one layer.
 
     Attributes:
@@ -79,8 +84,7 @@ class SinkTokens:
 NO_SINK_TOKENS = SinkTokens()
 
 
-@dataclass(frozen=True, slots=True)
-class OutputRows:
+class OutputRows(NamedTuple):
     """Rows of a step's attention that the tokens of one group have.
 
     Attributes:
@@ -135,7 +139,7 @@ class TritonAttention:
         self.sinks = SinkQueries(sinks, windows[0] or 0, rotary, keys.batch.positions) if sinks and rotary else None
         self._norm_act, self._paged_attention = norm_act, paged_attention
         self._tables = [group.blocks.view(group.num_sequences, -1) for group in keys.batch.groups]
-        self._cuts: dict[tuple[int, int, int, int], tuple[int, int]] = {}
+        self._prepared: dict[Hashable, PreparedAttention] = {}
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         cache = self.keys.cache
@@ -145,14 +149,19 @@ class TritonAttention:
         return self.attend(layer, query, moved).rows.view(query.shape)
 
     def attend(
-        self, layer: int, query: Tensor, moved: Tensor | None = None, form: ActivationLayout = ROWS_LAYOUT
+        self,
+        layer: int,
+        query: Tensor,
+        moved: Tensor | None = None,
+        form: ActivationLayout = ROWS_LAYOUT,
+        room: InputRoom | None = None,
     ) -> QuantizedInput:
         """Attention `[T, heads * D]` of the step's Hadamard-rotated queries `[T, heads, D]` over keys and values that
-        are written, in a form. With sinks, `moved` are those that look at them."""
+        are written, in a form, in new memory or a room. With sinks, `moved` are those that look at them."""
         (tokens, heads, head_dim), groups = query.shape, self.keys.batch.groups
         spans = [self._is_span(layer, group, head_dim) for group in groups]
         joined = form if form.kind in (ROWS, SUMS) and not any(spans) else ROWS_LAYOUT
-        out = self._norm_act.empty_input(query, tokens, heads * head_dim, joined, query.dtype)
+        out = (room or self._norm_act.InputRoom(query, tokens, query.dtype)).input(heads * head_dim, joined)
         for index, (group, is_span) in enumerate(zip(groups, spans, strict=True)):
             into, rows = OutputRows(out, joined, group.rows.start), query if len(groups) == 1 else query[group.rows]
             if is_span:
@@ -173,33 +182,42 @@ class TritonAttention:
         into.rows(len(query)).view(query.shape).copy_(attend_span(query, key[0], value[0]))
 
     def _attend(self, layer: int, index: int, query: Tensor, moved: Tensor | None, into: OutputRows) -> None:
-        group, cache, scores = self.keys.batch.groups[index], self.keys.cache, self.scores.of(layer)
-        source, tree = cache.sources[layer], self._trees[scores.chunk][index]
-        read = layer_pages(self.pages, cache.scheme, source)
-        self._paged_attention.attend(
-            query.contiguous(),
-            read,
-            self._tables[index],
-            group.positions,
-            self.windows[layer],
-            *self._cut(index, query, read.pages[0].shape[2]),
-            self._sink_tokens(source, index, moved),
-            None if tree is None else tree[1],
-            scores,
-            into,
+        cache, scores = self.keys.cache, self.scores.of(layer)
+        source, window, sinks = cache.sources[layer], self.windows[layer], scores.sink_logits
+        read, query = layer_pages(self.pages, cache.scheme, source), query.contiguous()
+        front = self._sink_tokens(source, index, moved)
+        key = index, query.shape, read.pages[0].shape[2], window, scores.chunk, sinks is None, into.form.kind
+        prepared = self._prepared.get(key)
+        if prepared is None:
+            prepared = self._prepared[key] = self._prepare(index, query, read, window, front, scores, into)
+        prepared(query, read, front, sinks, into)
+
+    def _prepare(
+        self,
+        index: int,
+        query: Tensor,
+        read: HeadPages,
+        window: int | None,
+        front: SinkTokens,
+        scores: LayerScores,
+        into: OutputRows,
+    ) -> PreparedAttention:
+        """Attention of a group for all layers with the same heads, windows and changes of scores."""
+        group, tree = self.keys.batch.groups[index], self._trees[scores.chunk][index]
+        cut = self._cut(group, query, read.pages[0].shape[2])
+        ancestors = None if tree is None else tree[1]
+        return self._paged_attention.prepare(
+            query, read, self._tables[index], group.positions, window, *cut, front, ancestors, scores, into.form
         )
 
-    def _cut(self, index: int, query: Tensor, kv_heads: int) -> tuple[int, int]:
-        """Rows of a program and splits of the context for a group; computed once for layers with the same heads."""
+    def _cut(self, group: AttentionGroup, query: Tensor, kv_heads: int) -> tuple[int, int]:
+        """Rows of a program and splits of the context."""
         tokens, heads, head_dim = query.shape
-        key = index, heads, kv_heads, head_dim
-        if key not in self._cuts:
-            group, sizes = self.keys.batch.groups[index], block_rows(head_dim)
-            rows = tokens // group.num_sequences * (heads // kv_heads)
-            rows_of_program = next((most for most in sizes if rows <= most), sizes[-1])
-            programs = group.num_sequences * -(-rows // rows_of_program) * kv_heads
-            self._cuts[key] = rows_of_program, num_splits(group.num_keys, programs, self.processors)
-        return self._cuts[key]
+        sizes = block_rows(head_dim)
+        rows = tokens // group.num_sequences * (heads // kv_heads)
+        rows_of_program = next((most for most in sizes if rows <= most), sizes[-1])
+        programs = group.num_sequences * -(-rows // rows_of_program) * kv_heads
+        return rows_of_program, num_splits(group.num_keys, programs, self.processors)
 
     def _sink_tokens(self, layer: int, index: int, moved: Tensor | None) -> SinkTokens:
         exact, slots = self.keys.cache.sinks, self.keys.sink_slots

@@ -32,8 +32,7 @@ class ActivationLayout(NamedTuple):
 ROWS_LAYOUT = ActivationLayout()
 
 
-@dataclass(frozen=True, slots=True)
-class QuantizedInput:
+class QuantizedInput(NamedTuple):
     """An input in some form.
 
     Attributes:
@@ -53,8 +52,7 @@ class SumsForm(NamedTuple):
     has_scales: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class PartialSums:
+class PartialSums(NamedTuple):
     """`x W^T + bias [M, N]`, still in parts: the sum of `parts`, times both scales if there are any, plus the bias;
     rounded to 16 bits once, by whoever adds it up.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -25,6 +26,9 @@ from runtime.backends.triton.fused_linear import ActivationLayout, FusedLinear, 
 from runtime.core.batch import SamplingTensors
 from runtime.core.memory_plan import MemoryPlan
 from runtime.core.model_config import DecoderConfig
+
+if TYPE_CHECKING:
+    from runtime.backends.triton.kernels.norm_act import InputRoom
 
 
 class TritonOps(TorchOps):
@@ -67,8 +71,9 @@ class TritonLayers:
     def __call__(self, hidden: Tensor, cos: Tensor, sin: Tensor, attention: TritonAttention) -> Tensor:
         """Hidden states `[T, H]` after all layers, in the memory of `hidden`; cosine and sine as for `Ops.rotate`."""
         update: PartialSums | None = None
+        room = self._norm_act.InputRoom(hidden, hidden.shape[0], hidden.dtype)
         for layer in self._layers:
-            update = self._mlp(layer, hidden, self._attend(layer, hidden, update, cos, sin, attention))
+            update = self._mlp(layer, hidden, self._attend(layer, hidden, update, cos, sin, attention, room), room)
         return hidden if update is None else hidden.add_(self._norm_act.split_k_reduce(update, hidden.dtype))
 
     def _attend(
@@ -79,23 +84,25 @@ class TritonLayers:
         cos: Tensor,
         sin: Tensor,
         attention: TritonAttention,
+        room: InputRoom,
     ) -> PartialSums:
         eps, tokens, kernels = self._eps, hidden.shape[0], self._norm_act
         layout = layer.qkv.activation_layout(tokens)
-        qkv = layer.qkv.product(kernels.add_rms_norm(hidden, update, layer.attention_norm, eps, layout))
+        qkv = layer.qkv.product(kernels.add_rms_norm(hidden, update, layer.attention_norm, eps, layout, room))
         slots = attention.keys.batch.slots
         query = self._rope_kv_write.qk_norm_rope_kv_write(qkv, layer.head_norm, eps, cos, sin, slots, layer.pages)
-        return layer.output.product(attention.attend(layer.index, query, form=layer.output.activation_layout(tokens)))
+        layout = layer.output.activation_layout(tokens)
+        return layer.output.product(attention.attend(layer.index, query, form=layout, room=room))
 
-    def _mlp(self, layer: FusedLayer, hidden: Tensor, update: PartialSums) -> PartialSums:
+    def _mlp(self, layer: FusedLayer, hidden: Tensor, update: PartialSums, room: InputRoom) -> PartialSums:
         tokens, kernels = hidden.shape[0], self._norm_act
         if layer.mixture is not None:
-            normed = kernels.add_rms_norm(hidden, update, layer.mlp_norm, self._eps, ActivationLayout())
+            normed = kernels.add_rms_norm(hidden, update, layer.mlp_norm, self._eps, ActivationLayout(), room)
             return finished(layer.mixture(normed.rows))
         gate_up, down = layer.mlp
         layout = gate_up.activation_layout(tokens)
-        product = gate_up.product(kernels.add_rms_norm(hidden, update, layer.mlp_norm, self._eps, layout))
-        return down.product(kernels.silu_and_mul(product, down.activation_layout(tokens), hidden.dtype))
+        product = gate_up.product(kernels.add_rms_norm(hidden, update, layer.mlp_norm, self._eps, layout, room))
+        return down.product(kernels.silu_and_mul(product, down.activation_layout(tokens), hidden.dtype, room))
 
 
 @dataclass(frozen=True, slots=True)

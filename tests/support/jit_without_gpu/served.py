@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -50,9 +51,10 @@ class Served:
     kernels: tuple[str, ...]
 
 
-def serve_first_tokens(name: str) -> tuple[list[Build], int, int]:
-    """Builds and launches for a prompt and a first decode step of a case, and how many of their launches Triton binds
-    when both are computed again."""
+def serve_first_tokens(name: str) -> tuple[list[Build], int, tuple[int, int]]:
+    """Builds and launches for a prompt and a first decode step of a case, and how many of their launches Triton binds,
+    and passes on, when both are computed again."""
+    from triton.backends.nvidia.driver import CudaLauncher
     from triton.runtime.jit import JITFunction
 
     case = CASES[name]
@@ -61,10 +63,14 @@ def serve_first_tokens(name: str) -> tuple[list[Build], int, int]:
         runner.execute(prompts(runner, [128]))
         runner.execute(decodes(runner, [129]))
         builds, launches = list(gpu.builds), gpu.launches
-        with patch.object(JITFunction, "run", autospec=True, side_effect=JITFunction.run) as bind:
+        with _counted(JITFunction, "run") as bind, _counted(CudaLauncher, "__call__") as launch:
             runner.execute(prompts(runner, [128]))
             runner.execute(decodes(runner, [129]))
-        return builds, launches, bind.call_count
+        return builds, launches, (bind.call_count, launch.call_count)
+
+
+def _counted(owner: type, name: str) -> Any:
+    return patch.object(owner, name, autospec=True, side_effect=getattr(owner, name))
 
 
 def serve(name: str, card: Card = H200) -> Served:

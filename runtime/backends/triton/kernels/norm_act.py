@@ -238,11 +238,17 @@ class PackedLinear(FusedLinear):
 
 
 def add_rms_norm(
-    hidden: Tensor, update: PartialSums | None, weight: Tensor, eps: float, form: ActivationLayout
+    hidden: Tensor,
+    update: PartialSums | None,
+    weight: Tensor,
+    eps: float,
+    form: ActivationLayout,
+    room: InputRoom | None = None,
 ) -> QuantizedInput:
-    """Adds `update [M, H]` to `hidden [M, H]` in place; gives the RMSNorm of that in a form."""
+    """Adds `update [M, H]` to `hidden [M, H]` in place; gives the RMSNorm of that in a form, in new memory or a
+    room."""
     tokens, size = hidden.shape
-    out = empty_input(hidden, tokens, size, form, hidden.dtype)
+    out = (room or InputRoom(hidden, tokens, hidden.dtype)).input(size, form)
     kernel = _norm(size, form, *((None, 0) if update is None else (update.form, update.parts.shape[2])))
     sums = () if update is None else product_arguments(update)
     kernel((tokens,), hidden, *sums, weight, *input_pointers(out), eps, tokens)
@@ -263,10 +269,13 @@ def _norm(size: int, form: ActivationLayout, sums: SumsForm | None, width: int) 
     )
 
 
-def silu_and_mul(gate_up: PartialSums, form: ActivationLayout, dtype: torch.dtype) -> QuantizedInput:
-    """`silu(gate) * up [M, I]` of both side by side, `[M, 2 * I]`, in a form; rounded to `dtype` on the way."""
+def silu_and_mul(
+    gate_up: PartialSums, form: ActivationLayout, dtype: torch.dtype, room: InputRoom | None = None
+) -> QuantizedInput:
+    """`silu(gate) * up [M, I]` of both side by side, `[M, 2 * I]`, in a form, in new memory or a room; rounded to
+    `dtype` on the way."""
     (_, tokens, width), size = gate_up.parts.shape, gate_up.num_rows // 2
-    out = empty_input(gate_up.parts, tokens, size, form, dtype)
+    out = (room or InputRoom(gate_up.parts, tokens, dtype)).input(size, form)
     kernel, blocks = _gate(size, form, gate_up.form, width, dtype)
     kernel((tokens, blocks), *product_arguments(gate_up), *input_pointers(out), tokens)
     return out
@@ -280,6 +289,27 @@ def _gate(size: int, form: ActivationLayout, sums: SumsForm, width: int, dtype: 
         num_warps=num_warps(2 * block),
     )  # fmt: skip
     return kernel, blocks
+
+
+class InputRoom:
+    """Memory for the inputs of M tokens to products, one for each size and layout: who asks again overwrites it.
+
+    Args:
+        like: on the device.
+        dtype: of numbers that are not quantized.
+    """
+
+    def __init__(self, like: Tensor, tokens: int, dtype: torch.dtype) -> None:
+        self._like, self._tokens, self._dtype = like, tokens, dtype
+        self._inputs: dict[tuple[int, ActivationLayout], QuantizedInput] = {}
+
+    def input(self, inputs: int, form: ActivationLayout) -> QuantizedInput:
+        """Room for an input `[M, inputs]` in a form."""
+        found = self._inputs.get((inputs, form))
+        if found is None:
+            found = empty_input(self._like, self._tokens, inputs, form, self._dtype)
+            self._inputs[inputs, form] = found
+        return found
 
 
 def empty_input(like: Tensor, tokens: int, inputs: int, form: ActivationLayout, dtype: torch.dtype) -> QuantizedInput:

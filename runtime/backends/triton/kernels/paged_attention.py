@@ -8,6 +8,7 @@ with a second query.
 from __future__ import annotations
 
 from functools import cache
+from typing import NamedTuple
 
 import torch
 import triton
@@ -18,7 +19,7 @@ from compress.checkpoint.kv_cache import CODE_BITS
 from runtime.backends.span_attention import PLAIN_LAYER, LayerScores
 from runtime.backends.triton.attention import NO_SINK_TOKENS, HeadPages, OutputRows, SinkTokens
 from runtime.backends.triton.device import HOPPER, has_capability
-from runtime.backends.triton.fused_linear import ROWS, QuantizedInput
+from runtime.backends.triton.fused_linear import ROWS, ActivationLayout, QuantizedInput
 from runtime.backends.triton.kernels.attention_tiles import (
     FORMS,
     INT4,
@@ -218,6 +219,79 @@ def attention_tile(
     }
 
 
+class PreparedAttention(NamedTuple):
+    """Attention of some tokens in layers with the same heads, window and changes of scores.
+
+    Attributes:
+        grid: programs, which number the splits of the context last.
+        tokens: tensors that say where tokens and their keys stand.
+        numbers: other arguments that stay the same.
+        is_whole: the kernel stores the result itself.
+        parts: of several splits and their weights, overwritten by every layer. That of one split is as large as the
+            step, so it is made anew.
+    """
+
+    kernel: BoundKernel
+    grid: tuple[int, int, int]
+    tokens: tuple[Tensor, ...]
+    numbers: tuple[int, ...]
+    is_whole: bool
+    parts: tuple[Tensor, Tensor] | None
+
+    def __call__(
+        self, query: Tensor, read: HeadPages, front: SinkTokens, sink_logits: Tensor | None, into: OutputRows
+    ) -> None:
+        """Stores the attention of a layer into the rows that `into` says."""
+        if self.is_whole:
+            self._launch(query, read, front, into.rows(query.shape[0]))
+        else:
+            parts, weights = self.parts or empty_parts(query, self.grid[2])
+            self._launch(query, read, front, parts, weights)
+            join(parts, weights, sink_logits, into.out, into.form, into.first)
+
+    def _launch(self, query: Tensor, read: HeadPages, front: SinkTokens, *out: Tensor) -> None:
+        (keys, values), (key_scales, value_scales) = read.pages, read.scales
+        pages = keys, key_scales, values, value_scales
+        self.kernel(self.grid, query, *front.queries, *pages, *front.exact_tensors, *self.tokens, *out, *self.numbers)
+
+
+def prepare(
+    query: Tensor,
+    read: HeadPages,
+    blocks: Tensor,
+    positions: Tensor,
+    window: int | None,
+    block_rows: int,
+    splits: int,
+    front: SinkTokens,
+    ancestors: Tensor | None,
+    scores: LayerScores,
+    form: ActivationLayout,
+) -> PreparedAttention:
+    """Prepares what `attend` launches, by the tensors of one of the layers."""
+    tokens, heads, head_dim = query.shape
+    _, block_size, kv_heads, _ = read.pages[0].shape
+    is_whole = splits == 1 and scores.sink_logits is None and form.kind == ROWS
+    kernel = _bound(
+        (heads, kv_heads, head_dim), block_size, read.formats, block_rows, query.dtype, window is not None,
+        scores.chunk or 0, scores.softcap or 0.0, front.forms, ancestors is not None, is_whole,
+        has_capability(query.device, HOPPER),
+    )  # fmt: skip
+    tokens_each = tokens // len(blocks)
+    rows_each = tokens_each * (heads // kv_heads)
+    grid = len(blocks) * cdiv(rows_each, block_rows), kv_heads, splits
+    numbers = blocks.shape[1], tokens_each, rows_each, splits, window or 0, front.sinks, front.num_exact
+    parts = empty_parts(query, splits) if splits > 1 else None
+    return PreparedAttention(kernel, grid, (blocks, positions, *given(ancestors)), numbers, is_whole, parts)
+
+
+def empty_parts(query: Tensor, splits: int) -> tuple[Tensor, Tensor]:
+    """Room for what the splits give for a query `[n, heads, D]`: `[n, heads, splits, D]` and `[n, heads, splits]`."""
+    tokens, heads, head_dim = query.shape
+    parts = query.new_empty(tokens, heads, splits, head_dim, dtype=torch.float32)
+    return parts, query.new_empty(tokens, heads, splits, dtype=torch.float32)
+
+
 def attend(
     query: Tensor,
     read: HeadPages,
@@ -229,10 +303,8 @@ def attend(
     front: SinkTokens = NO_SINK_TOKENS,
     ancestors: Tensor | None = None,
     scores: LayerScores = PLAIN_LAYER,
-    into: OutputRows | None = None,
 ) -> Tensor:
-    """Attention of n tokens of each of B sequences: rows `[M, heads * D]` in the dtype of the query, of which these are
-    those that `into` says, or all.
+    """Attention of n tokens of each of B sequences: rows `[B * n, heads * D]` in the dtype of the query.
 
     Args:
         query: `[B * n, heads, D]`, contiguous, in the basis of the keys.
@@ -244,31 +316,9 @@ def attend(
         ancestors: int64 `[B * n]`, of tokens that are trees of draft tokens (`AttentionGroup`); None is none.
         scores: of the layer; for a tree, `ancestors` are those in the chunk of each token.
     """
-    tokens, heads, head_dim = query.shape
-    _, block_size, kv_heads, _ = read.pages[0].shape
-    into = into or OutputRows(QuantizedInput(query.new_empty(tokens, heads * head_dim)))
-    is_whole = splits == 1 and scores.sink_logits is None and into.form.kind == ROWS
-    if is_whole:
-        parts, weights = into.rows(tokens), None
-    else:
-        parts = query.new_empty(tokens, heads, splits, head_dim, dtype=torch.float32)
-        weights = query.new_empty(tokens, heads, splits, dtype=torch.float32)
-    kernel = _bound(
-        (heads, kv_heads, head_dim), block_size, read.formats, block_rows, query.dtype, window is not None,
-        scores.chunk or 0, scores.softcap or 0.0, front.forms, ancestors is not None, is_whole,
-        has_capability(query.device, HOPPER),
-    )  # fmt: skip
-    tokens_each = tokens // len(blocks)
-    rows_each = tokens_each * (heads // kv_heads)
-    (keys, values), (key_scales, value_scales) = read.pages, read.scales
-    kernel(
-        (len(blocks) * cdiv(rows_each, block_rows), kv_heads, splits),
-        query, *front.queries, keys, key_scales, values, value_scales, *front.exact_tensors, blocks, positions,
-        *given(ancestors), parts, *given(weights),
-        blocks.shape[1], tokens_each, rows_each, splits, window or 0, front.sinks, front.num_exact,
-    )  # fmt: skip
-    if weights is not None:
-        join(parts, weights, scores.sink_logits, into.out, into.form, into.first)
+    into = OutputRows(QuantizedInput(query.new_empty(len(query), query.shape[1] * query.shape[2])))
+    prepared = prepare(query, read, blocks, positions, window, block_rows, splits, front, ancestors, scores, into.form)
+    prepared(query, read, front, scores.sink_logits, into)
     return into.out.rows
 
 

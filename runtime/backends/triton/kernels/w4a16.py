@@ -228,13 +228,13 @@ class W4A16Linear(PackedLinear):
 
     def product(self, x: QuantizedInput) -> PartialSums:
         """Finished rows; sums without the bias by the skinny GEMM and where there are several splits."""
-        (tokens, _), dtype = x.rows.shape, x.rows.dtype
-        bucket = bucket_of(tokens)
-        if self.plan[bucket].kernel == EXPAND:
-            return finished(self._expanded(x.rows))
-        if (bucket, dtype) not in self._products:
-            self._products[bucket, dtype] = self._prepare(self.plan[bucket], dtype)
-        sums = self._products[bucket, dtype](x.rows, *(() if x.beside is None else (x.beside,)))
+        bucket, dtype = bucket_of(x.rows.shape[0]), x.rows.dtype
+        product = self._products.get((bucket, dtype))
+        if product is None:
+            if self.plan[bucket].kernel == EXPAND:
+                return finished(self._expanded(x.rows))
+            product = self._products[bucket, dtype] = self._prepare(self.plan[bucket], dtype)
+        sums = product(x.rows) if x.beside is None else product(x.rows, x.beside)
         return PartialSums(sums, self.weight.shape[0], self.bias if sums.dtype == torch.float32 else None)
 
     def _prepare(self, config: KernelConfig, dtype: torch.dtype) -> SplitProduct:

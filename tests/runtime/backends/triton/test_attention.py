@@ -366,7 +366,7 @@ def test_torch_computes_long_spans_of_prompts(gpu, monkeypatch) -> None:
     """From the beginning, behind other keys, and inside a window that is longer."""
     options = {"spans": ((0, 130), (130, 262))}
     plain = take_steps(lambda keys: PagedAttention(keys, (None,)), gpu, **options)
-    monkeypatch.setattr("runtime.backends.triton.kernels.paged_attention.attend", None)
+    monkeypatch.setattr("runtime.backends.triton.kernels.paged_attention.prepare", None)
     for window in (None, 262):
         assert_close(take_steps(lambda keys, window=window: torch_spans(keys, (window,)), gpu, **options), plain)
 

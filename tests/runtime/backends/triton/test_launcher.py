@@ -16,7 +16,7 @@ from triton.compiler import make_backend
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from runtime.backends.triton.launcher import Launcher, launch_key
+from runtime.backends.triton.launcher import Launcher, direct_launch, launch_key
 from runtime.backends.triton.sizes import cdiv, next_power_of_2
 
 INTEGERS = (0, 1, -1, 2, 15, 16, -16, 17, 4096, 2**31 - 1, 2**31 - 16, 2**31, -(2**31), -(2**31) - 1, -(2**31) - 16)
@@ -201,6 +201,54 @@ def test_a_hook_that_takes_launches_gets_all_of_them(device):
     for _ in range(3):
         launch(kernel, MEMORY, MEMORY, None, 1, 1, 1, 1, 1.0)
     assert function.bound == 3
+
+
+class WholeLauncher:
+    """Triton's launcher of a compiled kernel, of which `launch` has all launches."""
+
+    def __init__(self, launches: list[tuple[Any, ...]]) -> None:
+        self.launch = lambda *given: launches.append(given)
+
+    def __call__(self, x: int, y: int, z: int, stream: int, function: int, *rest: Any) -> None:
+        metadata, launch_metadata, enter, leave, *arguments = rest
+        self.launch(x, y, z, stream, function, False, metadata, launch_metadata, enter, leave, None, tuple(arguments))
+
+
+class FlatLauncher(WholeLauncher):
+    def __call__(self, x: int, y: int, z: int, stream: int, function: int, *rest: Any) -> None:
+        self.launch(x, y, z, stream, function, False, None, *rest)
+
+
+class MakingRoom(WholeLauncher):
+    def __call__(self, x: int, y: int, z: int, stream: int, function: int, *rest: Any) -> None:
+        self.launch(x, y, z, stream, function, [0] * (x * y * z), *rest)
+
+
+class AddingArguments(WholeLauncher):
+    def __call__(self, x: int, y: int, z: int, stream: int, function: int, *rest: Any) -> None:
+        self.launch(x, y, z, stream, function, *rest, "state")
+
+
+@dataclass
+class LaunchedKernel:
+    run: WholeLauncher
+    function: int = 7
+    packed_metadata: tuple[int, ...] = (1, 2)
+
+
+LAUNCHERS = {WholeLauncher: True, FlatLauncher: True, MakingRoom: False, AddingArguments: False}
+
+
+@pytest.mark.parametrize(("of", "is_passed_by"), LAUNCHERS.items(), ids=lambda each: getattr(each, "__name__", ""))
+def test_the_driver_gets_what_triton_s_launcher_gives_it(of: type[WholeLauncher], is_passed_by: bool) -> None:
+    launches: list[tuple[Any, ...]] = []
+    kernel, arguments = LaunchedKernel(of(launches)), (4096, 5, None)
+    found = direct_launch(kernel, len(arguments))
+    assert not launches
+    assert (found.call is kernel.run) != is_passed_by
+    found.call(2, 3, 1, 11, *found.constants, *(arguments if found.is_flat else (arguments,)))
+    kernel.run(2, 3, 1, 11, kernel.function, kernel.packed_metadata, None, None, None, *arguments)
+    assert launches[0] == launches[1]
 
 
 def test_watched_launches_are_made_by_triton(device, monkeypatch):
