@@ -5,11 +5,12 @@
 #   scripts/gpu_check.sh kernels             speed of single kernels, and the tuner
 #   scripts/gpu_check.sh models              speed of whole models
 #   scripts/gpu_check.sh --dry-run           prints the steps, their limits in seconds and their commands
-#   scripts/gpu_check.sh --cache FILE PART   begins with compiled kernels; default: gpu_check/kernels.tar.xz if it exists
+#   scripts/gpu_check.sh --cache FILE PART   begins with compiled kernels; default: the newest kernels.tar.xz in gpu_check,
+#                                            OUT, or the folder of a part in one of them
 # A step that fails or runs out of time does not stop the others; the status is 1 in the end. Each part writes at most
 # eight files into gpu_check/PART as it goes on: summary.json says what passed, failed or ran out of time, also when the
-# part is killed. The file kernels.tar.xz has the kernels that were compiled; given to the next part, or to another
-# machine of this kind, it saves compiling them again.
+# part is killed. Its file kernels.tar.xz has the kernels that were compiled: the next part finds them there, also on
+# another machine of this kind to which gpu_check is copied.
 #   PYTHON   interpreter; default: .venv/bin/python if there is one, else python3
 #   OUT      folder instead of gpu_check
 set -uo pipefail

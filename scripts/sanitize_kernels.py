@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
+from benchmarking.ahead import compile_ahead
 from benchmarking.cpu_attention import Case, decoder_config
 from benchmarking.cpu_kernels import random_weight
 from benchmarking.gpu_kernels import FORMS, INSTEAD_OF, KERNELS, linears, paged_calls, require_gpu
@@ -220,8 +222,14 @@ def run(device: torch.device) -> Outputs:
     return found
 
 
+LAUNCHING = linear_outputs, attention_outputs, page_outputs, op_outputs, mixture_outputs, state_outputs
+"""Groups that launch the same kernels whatever those before have computed."""
+
+
 def main() -> int:
-    print(f"{len(run(require_gpu()))} outputs are finite")
+    device = require_gpu()
+    compiled = compile_ahead([partial(outputs, device) for outputs in LAUNCHING], device)
+    print(f"{compiled} kernels compiled, {len(run(device))} outputs are finite")
     return 0
 
 

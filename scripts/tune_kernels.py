@@ -11,14 +11,25 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
 from pathlib import Path
 
+import torch
+from benchmarking.ahead import compile_ahead, triton_errors
 from benchmarking.cpu_kernels import random_weight
-from benchmarking.gpu_kernels import candidates, num_copies, require_gpu, seconds_per_call, triton_errors
+from benchmarking.gpu_kernels import candidates, num_copies, require_gpu, seconds_per_call
 from benchmarking.machine import leave_with
 from rich.console import Console
+from torch import Tensor
 
+from compress.checkpoint.weights import Int
+from runtime.backends.measured import table_path
 from runtime.backends.triton.kernels.configs import BUCKETS, KernelConfig, to_json
+from runtime.backends.triton.kernels.w4a16 import W4A16Linear
+from runtime.backends.triton.kernels.weight_layout import InterleavedWeight, interleave
+from runtime.backends.triton.linear import TABLES
 
 Timer = Callable[[int, KernelConfig], float]
 """Seconds for a number of tokens; raises RuntimeError, or an error of Triton, where a configuration cannot run."""
@@ -38,25 +49,27 @@ def tune(tokens: int, timer: Timer) -> tuple[KernelConfig | None, int]:
     return min(times, key=lambda config: times[config], default=None), refused
 
 
-def timer_of(rows: int, columns: int) -> Timer:
-    """On this GPU, for int4 weights in groups of 128."""
-    import torch
+@dataclass(frozen=True)
+class Copies:
+    """The same int4 weight several times, so that reading them in turn leaves the cache behind."""
 
-    from compress.checkpoint.weights import Int
-    from runtime.backends.triton.kernels.w4a16 import W4A16Linear
-    from runtime.backends.triton.kernels.weight_layout import interleave
+    weights: Sequence[InterleavedWeight]
 
-    device, scheme = require_gpu(), Int(4, 128)
-    first = interleave(random_weight(rows, columns, scheme, device), device)
-    others = range(num_copies(first.nbytes) - 1)
-    weights = [first, *(interleave(random_weight(rows, columns, scheme, device), device) for _ in others)]
+    @classmethod
+    def of(cls, rows: int, columns: int, device: torch.device) -> Copies:
+        """Random codes in groups of 128."""
+        first = interleave(random_weight(rows, columns, Int(4, 128), device), device)
+        others = range(num_copies(first.nbytes) - 1)
+        return cls([first, *(interleave(random_weight(rows, columns, Int(4, 128), device), device) for _ in others)])
 
-    def time(tokens: int, config: KernelConfig) -> float:
-        x = torch.randn(tokens, columns, device=device, dtype=torch.bfloat16)
-        linears = [W4A16Linear(weight, None, dict.fromkeys(BUCKETS, config)) for weight in weights]
-        return seconds_per_call([lambda linear=linear: linear(x) for linear in linears])
+    def calls(self, tokens: int, config: KernelConfig) -> list[Callable[[], Tensor]]:
+        """Products of each weight in a configuration."""
+        x = torch.randn(tokens, self.weights[0].shape[1], device=self.weights[0].words.device, dtype=torch.bfloat16)
+        linears = [W4A16Linear(weight, None, dict.fromkeys(BUCKETS, config)) for weight in self.weights]
+        return [partial(linear, x) for linear in linears]
 
-    return time
+    def time(self, tokens: int, config: KernelConfig) -> float:
+        return seconds_per_call(self.calls(tokens, config))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -65,21 +78,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", nargs="+", type=int, default=BUCKETS, choices=BUCKETS)
     parser.add_argument("--out", type=Path, help="default: the package's own table for this GPU")
     options, console = parser.parse_args(arguments), Console(width=160, highlight=False)
-    require_gpu()
-    import torch
-
-    from runtime.backends.measured import table_path
-    from runtime.backends.triton.linear import TABLES
-
+    device = require_gpu()
     gpu = torch.cuda.get_device_name()
     out = options.out or table_path(TABLES, gpu)
     out.parent.mkdir(parents=True, exist_ok=True)
     shapes = [tuple(map(int, shape.split("x"))) for shape in options.shapes]
-    timers = {(rows, columns): timer_of(rows, columns) for rows, columns in shapes}
+    copies = {(rows, columns): Copies.of(rows, columns, device) for rows, columns in shapes}
     found: dict[tuple[int, int], dict[int, KernelConfig]] = {}
     for tokens in sorted(options.tokens, key=lambda each: (*IMPORTANT, each).index(each)):
-        for shape, timer in timers.items():
-            config, refused = tune(tokens, timer)
+        tried = product(copies.values(), candidates(tokens))
+        compile_ahead([each.calls(tokens, config)[0] for each, config in tried], device)
+        for shape, each in copies.items():
+            config, refused = tune(tokens, each.time)
             console.print(f"{shape} {tokens}: {config}; {refused} configurations could not run")
             if config is not None:
                 found.setdefault(shape, {})[tokens] = config

@@ -17,6 +17,7 @@ import argparse
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
@@ -27,6 +28,7 @@ from rich.console import Console
 from torch import Tensor
 from torch.nn import functional
 
+from benchmarking.ahead import CANNOT, compile_ahead, triton_errors
 from benchmarking.cpu_attention import Case, decoder_config, fill_pages
 from benchmarking.cpu_kernels import random_weight
 from benchmarking.machine import environment
@@ -259,18 +261,18 @@ class Measured:
 
 def linears(name: str, rows: int, columns: int, device: torch.device) -> list[Callable[[Tensor], Tensor]]:
     """Copies of one linear, enough to leave the cache behind."""
-    target = Target(device, torch.bfloat16)
+    first = make_linear(name, rows, columns, device)
+    others = range(num_copies(weight_bytes(name, rows, columns)) - 1)
+    return [first, *(make_linear(name, rows, columns, device) for _ in others)]
 
-    def make() -> Callable[[Tensor], Tensor]:
-        if name == DENSE:
-            return DenseLinear(torch.randn(rows, columns, device=device, dtype=torch.bfloat16) * 0.02, None)
-        if name in PEERS:
-            return PEERS[name](rows, columns, device)
-        kernel, scheme = KERNELS[name]
-        return kernel.prepare(random_weight(rows, columns, scheme, device), None, target)
 
-    first = make()
-    return [first, *(make() for _ in range(num_copies(weight_bytes(name, rows, columns)) - 1))]
+def make_linear(name: str, rows: int, columns: int, device: torch.device) -> Callable[[Tensor], Tensor]:
+    if name == DENSE:
+        return DenseLinear(torch.randn(rows, columns, device=device, dtype=torch.bfloat16) * 0.02, None)
+    if name in PEERS:
+        return PEERS[name](rows, columns, device)
+    kernel, scheme = KERNELS[name]
+    return kernel.prepare(random_weight(rows, columns, scheme, device), None, Target(device, torch.bfloat16))
 
 
 def default_kernels() -> list[str]:
@@ -296,24 +298,23 @@ def measure(shape: str, tokens: int, name: str, device: torch.device) -> Measure
     return Measured(shape, tokens, name, seconds_per_call(calls), nbytes)
 
 
+def call_once(name: str, shape: str, tokens: Sequence[int], device: torch.device) -> None:
+    """Multiplies each number of tokens by one linear."""
+    rows, columns = map(int, shape.split("x"))
+    linear = make_linear(name, rows, columns, device)
+    for number in tokens:
+        linear(torch.randn(number, columns, device=device, dtype=torch.bfloat16))
+
+
 def measure_or_say(
     shape: str, tokens: int, name: str, device: torch.device, say: Callable[[str], None]
 ) -> Measured | None:
     """None where a kernel cannot: then it says why."""
     try:
         return measure(shape, tokens, name, device)
-    except (RuntimeError, ValueError, NotImplementedError, ImportError, *triton_errors()) as error:
+    except (*CANNOT, *triton_errors()) as error:
         say(f"{name} cannot do {shape} for {tokens} tokens: {_first_line(error)}")
         return None
-
-
-def triton_errors() -> tuple[type[Exception], ...]:
-    """Returns what Triton raises where a kernel does not compile or does not fit, which are no RuntimeErrors."""
-    try:
-        from triton.errors import TritonError
-    except ImportError:
-        return ()
-    return (TritonError,)
 
 
 def _first_line(error: Exception) -> str:
@@ -442,6 +443,7 @@ class Figures:
             lists = {
                 "rows": [asdict(each) for each in self.rows],
                 "attention": [asdict(each) for each in self.attention],
+                "spans": [asdict(each) for each in self.spans],
             }
             write_json(self.path, {"facts": self.facts, "stream": self.stream, **lists, "failed": self.failed})
 
@@ -464,6 +466,11 @@ def run(options: argparse.Namespace) -> int:
     console.print(f"read stream: {figures.stream / 1e9:.0f} GB/s")
 
     def time_linears(names: Sequence[str]) -> None:
+        ours = [name for name in names if name in KERNELS and name not in INSTEAD_OF]
+        sizes = [
+            partial(call_once, name, shape, options.tokens, device) for name, shape in product(ours, options.shapes)
+        ]
+        compile_ahead(sizes, device)
         for name, tokens, shape in product(names, options.tokens, options.shapes):
             figures.add(measure_or_say(shape, tokens, name, device, console.print), figures.rows, name)
 

@@ -18,6 +18,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ from benchmarking.contenders import (
     static_batches,
     step_seconds,
 )
-from benchmarking.machine import Stopwatch, environment, in_own_process, peak_device_bytes, peak_host_bytes
+from benchmarking.machine import Stopwatch, environment, in_own_process, peak_device_bytes, peak_host_bytes, within
 from benchmarking.tables import Row, describe, markdown_table, print_with_markdown, write_json
 from compress.common.cli import demo_model_path
 
@@ -253,12 +254,14 @@ def _number(value: float | None, form: str) -> str:
     return UNKNOWN if value is None else form.format(value)
 
 
-def measured(name: str, models: Path, shape: str, work: Work, device: str) -> Figures:
-    """Figures of a contender over its form of the model in the folder `models`. One that fails is a row that says why;
-    the others go on."""
+def measured(name: str, models: Path, shape: str, work: Work, device: str, seconds: int = 0) -> Figures:
+    """Figures of a contender over its form of the model in the folder `models`. One that fails, or takes over `seconds`
+    if these are not 0, is a row that says why; the others go on."""
     try:
         folder = in_own_process(prepare, MEASUREMENTS[name].folder, models, shape, device)
-        return in_own_process(measure, name, folder, work, device)
+        return in_own_process(within, seconds, measure, name, folder, work, device)
+    except BrokenProcessPool:
+        return Figures(name, error="its process was killed" + (f", or took {seconds} s" if seconds else ""))
     except Exception as error:  # whatever a contender raises is its finding
         return Figures(name, error=(str(error).splitlines() or [type(error).__name__])[0][:120])
 
@@ -276,6 +279,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--longest", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--kv-memory", type=float, default=12, help="GB for the engine's keys and values on a GPU")
+    parser.add_argument("--most-seconds", type=int, default=0, help="of a contender, which is killed then; 0: no limit")
     parser.add_argument("--short", action="store_true", help="little of everything, to see whether it works")
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--markdown", type=Path, help="write the table here")
@@ -297,7 +301,7 @@ def run(options: argparse.Namespace) -> int:
         work = Work(tuple(options.batches), *sizes, tuple(jobs), options.rounds, kv_bytes)
         figures = []
         for name in options.contenders:
-            figures.append(measured(name, Path(folder), options.shape, work, options.device))
+            figures.append(measured(name, Path(folder), options.shape, work, options.device, options.most_seconds))
             write(options, facts, figures, stream)  # after each contender: the run may be cut off
     title = f"{options.shape}: tokens/s of decode by batch, its share of the read stream, prefill and mixed requests"
     print_with_markdown(title, table(figures, options.batches, stream), console)

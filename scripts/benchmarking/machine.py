@@ -7,6 +7,7 @@ import importlib.metadata
 import multiprocessing
 import os
 import platform
+import signal
 import subprocess
 import sys
 import time
@@ -66,6 +67,14 @@ def in_own_process(work: Callable[..., Result], *arguments: object) -> Result:
     let_threads_sleep()
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(work, *arguments).result()
+
+
+def within(seconds: int, work: Callable[..., Result], *arguments: object) -> Result:
+    """Returns `work(*arguments)`; kills the process if that takes longer. 0 is no limit."""
+    signal.alarm(seconds)  # whatever waits for a device does not hear of an exception
+    result = work(*arguments)
+    signal.alarm(0)
+    return result
 
 
 def peak_host_bytes() -> int:

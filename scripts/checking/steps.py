@@ -27,7 +27,7 @@ LEAST_SECONDS = 5
 """A step that has less time left is not begun."""
 LOG_BYTES = 2**20
 """Most output that is kept of one step: its beginning and, three times as much, its end."""
-NOT_REACHED, IS_RUNNING, PASSED, NO_TIME = "not reached", "running", "passed", "ran out of time"
+NOT_REACHED, IS_RUNNING, PASSED, FAILED, NO_TIME = "not reached", "running", "passed", "failed", "ran out of time"
 SKIPPED = "skipped: "
 
 
@@ -37,7 +37,7 @@ class Step:
 
     Attributes:
         needs: a program without which the step is skipped.
-        is_required: whether the steps behind it make no sense when it fails.
+        is_required: whether the steps behind it make no sense when it fails. One that runs out of time shows nothing.
         environment: variables that are added.
     """
 
@@ -80,17 +80,20 @@ class InterruptionError(Exception):
     """All of it is told to end."""
 
 
-def run_part(steps: Sequence[Step], folder: Path, seconds: float, about: Mapping[str, Any]) -> bool:
-    """Runs the steps of one part and leaves its files in `folder`.
+def run_part(
+    steps: Sequence[Step], folder: Path, seconds: float, about: Mapping[str, Any], kept: Path | None = None
+) -> bool:
+    """Runs the steps of one part and leaves its files in `folder`, which is emptied before.
 
     Args:
         seconds: for all of them; what does not fit any more is not begun.
+        kept: a file that a step reads, wherever it is.
         about: further entries of the summary.
 
     Returns:
         Whether every step passed or was skipped.
     """
-    _empty(folder)
+    _empty(folder, kept)
     results, end = [Result(step.name, step.seconds) for step in steps], time.monotonic() + seconds
     with _interruptible():
         try:
@@ -116,7 +119,7 @@ def _run_all(
             _run(step, result, folder)
         print(result, flush=True)
         _write(folder, results, about)
-        if step.is_required and not result.is_good:
+        if step.is_required and result.outcome.startswith(FAILED):
             return
 
 
@@ -130,7 +133,7 @@ def _run(step: Step, result: Result, folder: Path) -> None:
         )
         try:
             status = process.wait(result.limit)
-            result.outcome = PASSED if status == 0 else f"failed with status {status}"
+            result.outcome = PASSED if status == 0 else f"{FAILED} with status {status}"
         except subprocess.TimeoutExpired:
             result.outcome = NO_TIME
         except InterruptionError as interruption:
@@ -191,10 +194,11 @@ def _write(folder: Path, results: Sequence[Result], about: Mapping[str, Any]) ->
     partial.replace(folder / SUMMARY)
 
 
-def _empty(folder: Path) -> None:
+def _empty(folder: Path, kept: Path | None) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for file in folder.iterdir():
-        file.unlink()
+        if kept is None or not (kept.is_file() and file.samefile(kept)):
+            file.unlink()
 
 
 @contextmanager

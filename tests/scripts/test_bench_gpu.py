@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,17 @@ def test_a_contender_that_fails_does_not_end_the_run(tmp_path: Path) -> None:
     figures = gpu_models.measured("engine bf16", tmp_path, "tiny", work, "cpu")
     assert "config.json" in figures.error
     assert figures.first_token is None
+
+
+@pytest.mark.full
+def test_a_contender_that_hangs_is_killed_and_said_to_be(tmp_path: Path) -> None:
+    from benchmarking import gpu_models
+    from benchmarking.gpu_models import Work
+
+    begun = time.monotonic()
+    figures = gpu_models.measured("engine bf16", tmp_path, "tiny", Work((1,), 4, 10**6, 8, (), 1), "cpu", 2)
+    assert time.monotonic() - begun < 60
+    assert "took 2 s" in figures.error
 
 
 @pytest.mark.full

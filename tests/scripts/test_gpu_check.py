@@ -84,6 +84,32 @@ def test_nothing_runs_behind_a_required_step_that_fails(tmp_path: Path) -> None:
     assert outcomes(tmp_path) == ["passed"]
 
 
+def test_a_required_step_that_runs_out_of_time_stops_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from checking import steps
+    from checking.steps import Step, run_part
+
+    monkeypatch.setattr(steps, "LEAST_SECONDS", 0.1)
+    commands = [Step("facts", 0.3, ("sleep", "600"), is_required=True), Step("work", 5, ("true",))]
+    assert not run_part(commands, tmp_path, 60, {})
+    assert outcomes(tmp_path) == ["ran out of time", "passed"]
+
+
+def test_a_part_begins_with_the_newest_kernels_and_keeps_them(tmp_path: Path) -> None:
+    from checking.parts import newest_archive, parts
+    from checking.steps import Step, run_part
+
+    assert newest_archive(tmp_path) is None
+    assert [step.name for step in parts("python", tmp_path, tmp_path, None)["models"]][1] == "small"
+    for seconds, name in enumerate(("kernels.tar.xz", "tests/kernels.tar.xz", "models/log.txt", "tests/log.txt"), 1):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+        os.utime(tmp_path / name, (seconds, seconds))
+    newest = newest_archive(tmp_path, tmp_path / "nowhere")
+    assert newest == tmp_path / "tests" / "kernels.tar.xz"
+    assert run_part([Step("unpack", 5, ("test", "-f", str(newest)))], tmp_path / "tests", 60, {}, newest)
+    assert {file.name for file in newest.parent.iterdir()} == {"kernels.tar.xz", "summary.json", "log.txt"}
+
+
 PART = """
 import sys; sys.path.insert(0, {scripts!r})
 from pathlib import Path

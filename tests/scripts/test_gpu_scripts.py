@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from importlib import import_module
@@ -53,6 +54,17 @@ def test_the_default_is_among_what_is_measured(tokens: int) -> None:
     for rows, tiles in ((4096, 32), (28672, 32), (4096, 112)):
         config = default_plan(4, rows, tiles, 132)[tokens]
         assert config in tried or config.kernel == EXPAND
+
+
+def test_kernels_are_compiled_before_they_are_measured(tmp_path: Path) -> None:
+    if shutil.which("cc") is None:
+        pytest.skip("needs a C compiler")
+    from jit_without_gpu.ahead import compile_ahead_and_launch
+    from jit_without_gpu.own_process import compile_in_own_process
+
+    compiled, launches, later = compile_in_own_process(tmp_path, compile_ahead_and_launch)
+    assert compiled >= 3
+    assert (launches, later) == (0, 0)
 
 
 def test_without_a_configuration_that_runs_there_is_none() -> None:
@@ -211,11 +223,13 @@ def test_figures_are_written_one_after_the_other_and_failures_are_kept(
         seen.append((name, len(json.loads(file.read_text())["rows"]) if file.exists() else 0))
         return Measured(shape, tokens, name, 1e-6, 1000)
 
-    for name, made in (("require_gpu", lambda: "cpu"), ("read_stream", lambda device: 4e12), ("measure", made_up)):
+    cpu = torch.device("cpu")
+    for name, made in (("require_gpu", lambda: cpu), ("read_stream", lambda device: 4e12), ("measure", made_up)):
         monkeypatch.setattr(gpu_kernels, name, made)
     sizes = ["--shapes", "64x64", "--tokens", "1", "2", "--contexts", "--no-peers", "--json", str(file)]
     assert bench_kernels.main(["gpu", "--kernels", "int4 g128", "int8", *sizes]) == 1
     assert seen == [("int4 g128", 0), ("int4 g128", 1), (DENSE, 2), (DENSE, 3)]
     content = json.loads(file.read_text())
     assert (len(content["rows"]), content["failed"], content["stream"]) == (4, ["int8", "int8"], 4e12)
+    assert content["attention"] == content["spans"] == []
     assert "int8 cannot do 64x64 for 2 tokens: out of order" in capsys.readouterr().out
