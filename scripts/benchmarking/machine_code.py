@@ -10,6 +10,7 @@ import argparse
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ SHAPES = ((4096, 4096), (28672, 4096))
 """Small and wide layers of an 8B model, which take tiles of 64 and of 128 rows."""
 TOKENS = (1, 8, 16, 32, 64, 128, 256, 2048)
 INT4, INT8 = Int(4, 128), Int(8, None)
+SMALL_GROUPS = (64, 32)
 INT8_TOKENS = (1, 16, 64, 128, 2048)
 HEADS, KV_HEADS, HEAD_DIM, PAGE = 32, 8, 128, 16
 CONTEXT = 4096
@@ -59,6 +61,9 @@ def calls() -> Iterator[tuple[str, Callable[[], object]]]:
     for rows, inputs in SHAPES:
         for tokens in TOKENS:
             yield f"int4 {rows}x{inputs}, M={tokens}", lambda r=rows, k=inputs, t=tokens: weight_only(r, k, t)
+    for group, tokens in product(SMALL_GROUPS, (32, 64)):
+        scheme = Int(4, group)
+        yield f"int4 g{group} 4096x4096, M={tokens}", lambda s=scheme, t=tokens: weight_only(4096, 4096, t, s)
     for tokens in INT8_TOKENS:
         yield f"int8 4096x4096, M={tokens}", lambda t=tokens: weight_only(4096, 4096, t, INT8)
         yield f"fp8 4096x4096, M={tokens}", lambda t=tokens: fp8(t)
@@ -92,7 +97,8 @@ def weight_only(rows: int, inputs: int, tokens: int, scheme: Int = INT4) -> None
     from runtime.backends.triton.kernels.w4a16 import W4A16Linear
 
     weight = packed(rows, inputs, scheme)
-    linear = W4A16Linear(weight, None, default_plan(weight.bits, rows, len(weight.words), PROCESSORS))
+    scaled = weight.unit if weight.group_size else 0
+    linear = W4A16Linear(weight, None, default_plan(weight.bits, rows, len(weight.words), PROCESSORS, scaled))
     beside = empty(inputs // weight.unit, tokens, dtype=torch.float32)
     linear.product(QuantizedInput(empty(tokens, inputs), beside if linear.activation_layout(tokens).num_sums else None))
 

@@ -22,14 +22,14 @@ from compress.checkpoint.weights.nvfp4 import Nvfp4Weight
 from runtime.backends.base import Linear, LinearKernel, Target
 from runtime.backends.measured import table_path
 from runtime.backends.triton.device import gpu_name, multiplies_fp8, num_processors, unsupported_reason
-from runtime.backends.triton.kernels.configs import Plan, default_plan, measured_plan
+from runtime.backends.triton.kernels.configs import LEAST_SCALED, Plan, default_plan, measured_plan
 from runtime.backends.triton.kernels.weight_layout import interleave, interleaved_bytes
 from runtime.backends.triton.sizes import cdiv
 
 TABLES = Path(__file__).parent / "tables"
 """Measured kernel tables, one file per GPU, named after it."""
 MEASURED_BITS = 4
-"""Tables are of such codes: a tile of 2-bit codes takes twice the shared memory."""
+"""Tables are of such codes, in groups of LEAST_SCALED or more: a tile of 2-bit codes takes twice the shared memory."""
 UNIT = 32
 """Group sizes are a multiple of this, or the whole row."""
 
@@ -40,7 +40,8 @@ def prepare_codes(weight: IntegerWeight, bias: Tensor | None, target: Target) ->
 
     planes = interleave(weight, target.device)
     tiles, rows, _ = planes.words.shape
-    return W4A16Linear(planes, bias, _plan(target.device, planes.bits, rows, tiles, weight.shape))
+    scaled = planes.unit if planes.group_size else 0
+    return W4A16Linear(planes, bias, _plan(target.device, planes.bits, rows, tiles, weight.shape, scaled))
 
 
 def prepare_block_integers(weight: BlockIntegers, bias: Tensor | None, target: Target) -> Linear:
@@ -139,14 +140,14 @@ def _table_nbytes(scheme: Scheme, rows: int, columns: int, target: Target) -> in
     return _fp4_nbytes(scheme, rows, columns, target) + rows * more
 
 
-def _plan(device: torch.device, bits: int, rows: int, tiles: int, shape: tuple[int, int]) -> Plan:
+def _plan(device: torch.device, bits: int, rows: int, tiles: int, shape: tuple[int, int], scaled: int = 0) -> Plan:
     gpu = gpu_name(device)
-    if gpu and bits == MEASURED_BITS:
+    if gpu and bits == MEASURED_BITS and not 0 < scaled < LEAST_SCALED:
         path = table_path(TABLES, gpu)
         measured = measured_plan(path, gpu, *shape) if path.is_file() else None
         if measured is not None:
             return measured
-    return default_plan(bits, rows, tiles, num_processors(device))
+    return default_plan(bits, rows, tiles, num_processors(device), scaled)
 
 
 def _linear_reason(scheme: Scheme, in_features: int, target: Target) -> str:

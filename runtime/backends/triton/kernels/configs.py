@@ -83,6 +83,11 @@ SKINNY_BLOCKS = {
 }
 """By most tokens. Two warps have no product of a warpgroup, each of which would be waited for."""
 GEMM_BLOCKS = Block(128, 128, 8, 3), Block(128, 64, 4, 3)
+SMALL_GEMM_BLOCKS = {32: Block(64, 32, 2, 4, 3), 64: Block(128, 64, 4, 3, 1)}
+"""By most tokens."""
+LEAST_SCALED = 128
+"""Inputs of which the skinny GEMM scales the sums at once. Where a group has fewer, scaling each weight takes fewer
+instructions from 17 tokens on."""
 
 
 def _skinny_blocks(bits: int) -> dict[int, Block]:
@@ -90,24 +95,37 @@ def _skinny_blocks(bits: int) -> dict[int, Block]:
     return SKINNY_BLOCKS if bits > 2 else SKINNY_BLOCKS | {64: Block(128, 64, 8, 3, 1)}
 
 
-def _gemm_blocks(bits: int) -> list[Block]:
-    return [replace(block, num_stages=block.num_stages if bits > 2 else 2) for block in GEMM_BLOCKS]
-
-
-def _blocks(bucket: int, bits: int) -> list[Block]:
-    """Programs worth considering for a number of tokens."""
-    return [_skinny_blocks(bits)[max(8, bucket)]] if bucket <= 64 else _gemm_blocks(bits)
+def _gemm_blocks(tokens: int, bits: int) -> list[Block]:
+    blocks = [SMALL_GEMM_BLOCKS[tokens]] if tokens in SMALL_GEMM_BLOCKS else GEMM_BLOCKS
+    return [replace(block, num_stages=block.num_stages - (bits == 2)) for block in blocks]
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A product of `tokens` by a weight of `rows` x `num_tiles` tiles of 2-, 4- or 8-bit codes on a GPU."""
+    """A product of `tokens` by a weight of `rows` x `num_tiles` tiles of 2-, 4- or 8-bit codes on a GPU.
+
+    Attributes:
+        scaled: inputs of a tile that share a scale; 0 if whole rows do.
+    """
 
     bits: int
     rows: int
     num_tiles: int
     tokens: int
     num_processors: int
+    scaled: int = 0
+
+    @property
+    def kernel(self) -> str:
+        most = 16 if 0 < self.scaled < LEAST_SCALED else 64
+        return SKINNY if self.tokens <= most else GEMM
+
+    @property
+    def blocks(self) -> list[Block]:
+        """Programs worth considering."""
+        if self.kernel == SKINNY:
+            return [_skinny_blocks(self.bits)[max(8, self.tokens)]]
+        return _gemm_blocks(self.tokens, self.bits)
 
     def programs(self, block: Block, splits: int) -> int:
         return -(-self.rows // block.block_n) * -(-self.tokens // block.block_m) * splits
@@ -124,22 +142,22 @@ class Task:
         return tiles * block.block_n * (block.block_m + CONVERSION * self.bits) + SUM_COST * self.bits * sums
 
 
-def default_plan(bits: int, rows: int, num_tiles: int, num_processors: int) -> dict[int, KernelConfig]:
+def default_plan(bits: int, rows: int, num_tiles: int, num_processors: int, scaled: int = 0) -> dict[int, KernelConfig]:
     """Configs of a weight, as `Task` has it, where none was measured on this GPU: the least time of the busiest
     processor, in whole waves of programs."""
-    return {bucket: _default(Task(bits, rows, num_tiles, bucket, num_processors)) for bucket in BUCKETS}
+    return {bucket: _default(Task(bits, rows, num_tiles, bucket, num_processors, scaled)) for bucket in BUCKETS}
 
 
 def _default(task: Task) -> KernelConfig:
     if task.tokens > 1024:
         return KernelConfig(EXPAND)
     most = max(1, task.num_tiles // TILES_OF_SPLIT)
-    choices = [(block, splits) for block in _blocks(task.tokens, task.bits) for splits in SPLITS if splits <= most]
+    choices = [(block, splits) for block in task.blocks for splits in SPLITS if splits <= most]
     full = [(block, splits) for block, splits in choices if task.fills(block, splits)]
     first = choices[0][0]
     costs = {(b, s): task.cost(b, s) * (1 if b == first else OTHER_BLOCK) for b, s in full or choices[-1:]}
     block, splits = min(costs, key=lambda choice: costs[choice])
-    return block.config(SKINNY if task.tokens <= 64 else GEMM, splits)
+    return block.config(task.kernel, splits)
 
 
 PANEL_STEP, DENSE_TOKENS = 256, 128

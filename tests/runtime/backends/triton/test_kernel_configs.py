@@ -35,6 +35,15 @@ def test_defaults_split_no_more_than_there_is_to_do(rows: int, tiles: int) -> No
     assert all(config.splits <= max(1, tiles // 4) for config in plan.values())
 
 
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_weights_of_small_groups_are_scaled_one_by_one_from_17_tokens_on(bits: int) -> None:
+    small, large, whole = (default_plan(bits, 4096, 64, 132, scaled) for scaled in (64, 128, 0))
+    assert [small[m].kernel for m in (8, 16, 32, 64, 128)] == [SKINNY, SKINNY, GEMM, GEMM, GEMM]
+    assert [small[m].block_m for m in (32, 64)] == [32, 64]
+    assert large == whole
+    assert [large[m] for m in (1, 16, 128, 2048)] == [small[m] for m in (1, 16, 128, 2048)]
+
+
 def busy(rows: int, tiles: int, tokens: int) -> float:
     """Returns the programs of a product over the 132 processors of an H200."""
     config = default_plan(4, rows, tiles, 132)[tokens]
@@ -86,7 +95,7 @@ def test_a_measured_table_is_read_back_and_filled(tmp_path: Path) -> None:
     assert measured_plan(table, "Some GPU", 4096, 2048) is None
 
 
-def test_a_table_is_of_4_bit_codes_alone(tmp_path: Path, monkeypatch) -> None:
+def test_a_table_is_of_4_bit_codes_in_large_groups_alone(tmp_path: Path, monkeypatch) -> None:
     few = KernelConfig(SKINNY, 128, 16, splits=5)
     monkeypatch.setattr(triton_linear, "TABLES", tmp_path)
     monkeypatch.setattr(triton_device, "gpu_of", lambda device: Gpu("Some GPU", (9, 0), 132))
@@ -95,6 +104,7 @@ def test_a_table_is_of_4_bit_codes_alone(tmp_path: Path, monkeypatch) -> None:
     assert triton_linear._plan(device, 4, 4096, 8, (4096, 1024))[1] == few
     assert triton_linear._plan(device, 4, 4096, 8, (4096, 2048)) == default_plan(4, 4096, 8, 132)
     assert triton_linear._plan(device, 2, 4096, 4, (4096, 1024)) == default_plan(2, 4096, 4, 132)
+    assert triton_linear._plan(device, 4, 4096, 8, (4096, 1024), 32) == default_plan(4, 4096, 8, 132, 32)
 
 
 @pytest.mark.parametrize(
