@@ -10,7 +10,7 @@ import torch
 from runtime.backends.triton.compilation import TritonCompiler
 
 CANNOT = (RuntimeError, ValueError, NotImplementedError, ImportError)
-"""What kernels raise that cannot do what they are asked for, beside errors of Triton."""
+"""Errors of kernels that cannot do what they are asked for, beside those of Triton."""
 
 
 def triton_errors() -> tuple[type[Exception], ...]:
