@@ -14,7 +14,7 @@ class Stage(StrEnum):
     LIBRARIES = "importing libraries"
     WEIGHTS = "reading weights"
     COMPILATION = "compiling kernels"
-    STEPS = "running and capturing steps"
+    STEPS = "computing and recording steps"
 
 
 Report = Callable[[Stage, int, int], None]

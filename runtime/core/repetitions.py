@@ -19,7 +19,7 @@ def dry_penalties(
     """Returns the penalty of each token that would continue a repetition, to subtract from its logit.
 
     Args:
-        breakers: token ids that end a repetition.
+        breakers: token ids that no repetition reaches across.
     """
     tokens = np.concatenate([np.asarray(prompt, dtype=np.int64), np.asarray(output, dtype=np.int64)])
     if params.dry_penalty_last_n > 0:

@@ -69,7 +69,10 @@ def test_refusals_are_one_line(compress, tiny_model) -> None:
     _, said = compress("search", tiny_model(), "--target-size", "1KB", *QUICK, code=1)
     assert said.startswith("error: at most 0.00 MB cannot be reached: the smallest candidates take 4.250 bits per")
     _, said = compress("search", tiny_model(), *QUICK, code=1)
-    assert said == "error: a search has one target, and 0 are given. Use --target-bpw, --target-size or --max-kl.\n"
+    assert (
+        said
+        == "error: a search needs exactly one target, but 0 are given. Use --target-bpw, --target-size or --max-kl.\n"
+    )
 
 
 def test_a_recipe_that_searches(compress, tiny_model) -> None:
