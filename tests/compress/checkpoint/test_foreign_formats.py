@@ -106,6 +106,23 @@ def test_gptq_v1_that_stores_v2_zeros(tmp_path):
     assert_reads(tmp_path, Int(4, 32))
 
 
+def test_gptq_v1_of_3_bits_as_gptqmodel_wrote_it_before_7_0(tmp_path):
+    """It took 1 from the places of fields in the third word of three, then the second, then the first."""
+    block = {"quant_method": "gptq", "bits": 3, "group_size": 32, "sym": True, "checkpoint_format": "gptq"}
+    tensors = gptq_tensors(3, 32, True, 0)
+    ones = 0b00100100100100100100100100100100, 0b10010010010010010010010010010010, 0b01001001001001001001001001001001
+    words = [
+        [(word - one + 2**31) % 2**32 - 2**31 for word, one in zip(line, ones, strict=True)]
+        for line in tensors["qzeros"].tolist()
+    ]
+    save(tmp_path, tensors | {"qzeros": int32(words)}, block)
+    assert_reads(tmp_path, Int(3, 32))
+    words[0][1] += 4
+    save(tmp_path, tensors | {"qzeros": int32(words)}, block)
+    with pytest.raises(CheckpointError, match="not all 4"):
+        PackedCheckpoint.open(tmp_path).packed_weight(MODULE)
+
+
 def test_gptq_per_channel_in_an_old_folder(tmp_path):
     """Separate quantize_config.json, a file name of its own, group size -1."""
     tensors = gptq_tensors(4, COLUMNS, True, 1)
