@@ -198,10 +198,7 @@ class Scheme(ABC):
         if self.structure:
             raise SchemeError(f"{format} cannot hold {self.structure} of {self}", "Use --format dense")
         if self.numbers not in numbers:
-            raise SchemeError(
-                f"{format} has no codes for the {self.numbers} values of {self}",
-                "Keep compressed-tensors, or use --format dense",
-            )
+            raise SchemeError(f"{format} has no codes for the {self.numbers} values of {self}", "Use --format dense")
 
     def matrices(self, out_features: int, in_features: int) -> list[tuple[Scheme | None, int, int]]:
         """Returns scheme and shape of each matrix that the layer multiplies by, in order; None is the model's dtype."""

@@ -77,14 +77,23 @@ def find_format(name: str) -> Format:
 
 
 def check_held(format: Format, scheme: Scheme, shape: tuple[int, int]) -> None:
-    """Raises SchemeError when a format cannot hold a weight `[O, I]` of a scheme, with the nearest form that it can."""
+    """Raises SchemeError when a format cannot hold a weight `[O, I]` of a scheme, with the formats that can hold it and
+    the nearest form that this one can."""
     try:
         format.check(scheme, shape)
     except SchemeError as error:
-        found = nearest_held(format, scheme, shape)
-        command = f"compress quantize SOURCE {_options(found)}" if found else ""
-        near = f"; the nearest form that {format.NAME} holds is {found}: {command}" if found else ""
-        raise SchemeError(error.problem, f"{error.remedy}{near}") from error
+        holders = [each.NAME for each in (compressed_tensors, compress_runtime) if _is_held(each, scheme, shape)][:1]
+        others = " or ".join(f"--format {name}" for name in (*holders, dense.NAME))
+        raise SchemeError(error.problem, f"Use {others}{_nearest(format, scheme, shape)}") from error
+
+
+def _nearest(format: Format, scheme: Scheme, shape: tuple[int, int]) -> str:
+    """The nearest form that a format holds, and the commands that make it; empty for a format that holds none."""
+    found = nearest_held(format, scheme, shape)
+    if found is None:
+        return ""
+    last = "" if format is compressed_tensors else f", then compress export packed --format {format.NAME} --out OTHER"
+    return f"; the nearest form that {format.NAME} holds is {found}: compress quantize SOURCE {_options(found)}{last}"
 
 
 def _options(target: Scheme) -> str:

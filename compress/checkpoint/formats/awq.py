@@ -29,11 +29,10 @@ def check(scheme: Scheme, shape: tuple[int, int]) -> None:
     """Raises SchemeError when this format cannot hold a weight `[O, I]` of this scheme."""
     scheme.check_plain(NAME, "int")
     scheme.num_groups(shape[1])
-    elsewhere = "Export to compressed-tensors instead"
     if scheme.bits != BITS or scheme.activations:
-        raise SchemeError(f"awq stores 4-bit weights with 16-bit activations, not {scheme}", elsewhere)
+        raise SchemeError(f"awq stores 4-bit weights with 16-bit activations, not {scheme}")
     if shape[0] % 8:
-        raise SchemeError(f"awq packs 8 outputs per word, and {shape[0]} is not a multiple of 8", elsewhere)
+        raise SchemeError(f"awq packs 8 outputs per word, and {shape[0]} is not a multiple of 8")
 
 
 def encode(module: str, weight: IntegerWeight, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -72,7 +71,9 @@ def quantization_config(schemes: Mapping[str, Scheme], ignored: Iterable[str]) -
     reader takes. Raises SchemeError for mixed group sizes: this format has one for all."""
     sizes = {scheme.group_size for scheme in schemes.values()}
     if len(sizes) != 1:
-        raise SchemeError(f"awq stores one group size for all layers, not {len(sizes)}", "Use compressed-tensors")
+        raise SchemeError(
+            f"awq stores one group size for all layers, not {len(sizes)}", "Use --format compressed-tensors"
+        )
     group_size = sizes.pop()
     return {
         "quant_method": NAME,

@@ -30,8 +30,7 @@ def suffixes(scheme: Scheme | None = None) -> tuple[str, ...]:
 def check(scheme: Scheme, shape: tuple[int, int]) -> None:
     """Raises SchemeError unless the scheme has blocks."""
     if not isinstance(scheme, BlockFp8):
-        other = "dense" if scheme.structure else "compressed-tensors"
-        raise SchemeError(f"fp8 stores 8-bit floats in blocks, not {scheme}", f"Use --format {other}")
+        raise SchemeError(f"fp8 stores 8-bit floats in blocks, not {scheme}")
 
 
 def encode(module: str, weight: BlockFp8Weight, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -71,7 +70,9 @@ def quantization_config(schemes: Mapping[str, Scheme], ignored: Iterable[str]) -
     """`quantization_config` of config.json. Raises SchemeError for blocks of several sizes."""
     blocks = {scheme.block for scheme in schemes.values() if isinstance(scheme, BlockFp8)}
     if len(blocks) != 1:
-        raise SchemeError(f"fp8 stores one size of blocks for all layers, not {len(blocks)}", "Use compressed-tensors")
+        raise SchemeError(
+            f"fp8 stores one size of blocks for all layers, not {len(blocks)}", "Use --format compressed-tensors"
+        )
     return {
         "quant_method": NAME,
         "activation_scheme": "dynamic",

@@ -34,17 +34,14 @@ def check(scheme: Scheme, shape: tuple[int, int]) -> None:
     scheme.check_plain(NAME, "int")
     out_features, in_features = shape
     scheme.num_groups(in_features)
-    elsewhere = "Export to compressed-tensors instead"
     if scheme.bits not in WIDTHS:
-        raise SchemeError(f"gptq stores 2, 3, 4 or 8 bits, not {scheme.bits}", elsewhere)
+        raise SchemeError(f"gptq stores 2, 3, 4 or 8 bits, not {scheme.bits}")
     if not scheme.symmetric:
-        raise SchemeError(f"{scheme}: v1 zero points of asymmetric codes overflow in other readers", elsewhere)
+        raise SchemeError(f"{scheme}: v1 zero points of asymmetric codes overflow in other readers")
     if scheme.activations:
-        raise SchemeError(f"{scheme}: gptq has no 8-bit activations", elsewhere)
+        raise SchemeError(f"{scheme}: gptq has no 8-bit activations")
     if in_features * scheme.bits % 32 or out_features * scheme.bits % 32:
-        raise SchemeError(
-            f"{out_features} x {in_features} codes of {scheme.bits} bits do not fill 32-bit words", elsewhere
-        )
+        raise SchemeError(f"{out_features} x {in_features} codes of {scheme.bits} bits do not fill 32-bit words")
 
 
 def encode(module: str, weight: IntegerWeight, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -109,7 +106,7 @@ def quantization_config(schemes: Mapping[str, Scheme], ignored: Iterable[str]) -
     """`quantization_config` of config.json. Raises SchemeError for mixed schemes: this format has one for all."""
     kinds = set(schemes.values())
     if len(kinds) != 1:
-        raise SchemeError(f"gptq stores one scheme for all layers, not {len(kinds)}", "Use compressed-tensors")
+        raise SchemeError(f"gptq stores one scheme for all layers, not {len(kinds)}", "Use --format compressed-tensors")
     scheme = kinds.pop()
     return {
         "quant_method": NAME,

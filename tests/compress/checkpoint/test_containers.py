@@ -7,11 +7,12 @@ from compress.checkpoint.containers import containers
 from compress.checkpoint.formats import FORMATS, bitsandbytes, check_held, exl3, find_format, mxfp4, nearest_held
 from compress.checkpoint.formats.readers import FOREIGN_READERS, READERS, readers
 from compress.checkpoint.scheme import targets
-from compress.checkpoint.weights import Q2K, Q4K, BlockFp8, Fp8, Int, Mxfp4, Nvfp4, Scheme
-from compress.checkpoint.weights.codebooks import TableFloats
+from compress.checkpoint.weights import Q2K, Q4K, BlockFp8, Bnb4, Fp8, Int, Mxfp4, Nvfp4, Scheme
+from compress.checkpoint.weights.codebooks import Nf4, TableFloats
 from compress.checkpoint.weights.gguf_blocks import BlockScheme
 from compress.checkpoint.writer import export_checkpoint
 from compress.common.errors import CheckpointError, SchemeError
+from compress.recipe import QuantizeKeys
 
 SHAPE = 128, 256
 READ_ONLY = {mxfp4.NAME, exl3.NAME, bitsandbytes.NAME}
@@ -44,13 +45,34 @@ def test_the_nearest_form_is_named(format: str, scheme: Scheme, nearest: Scheme 
     assert nearest_held(codec, scheme, SHAPE) == nearest
     with pytest.raises(SchemeError) as caught:
         check_held(codec, scheme, SHAPE)
-    said = caught.value.remedy.partition(f"the nearest form that {format} holds is ")[2]
-    assert said.partition(":")[0] == str(nearest or "")
-    if isinstance(nearest, Int):
-        group = -1 if nearest.group_size is None else nearest.group_size
-        assert said.endswith(f": compress quantize SOURCE --bits {nearest.bits} --group-size {group}")
-    elif nearest:
-        assert said.endswith(f": compress quantize SOURCE --weights {nearest.word}")
+    said, _, command = caught.value.remedy.partition(f"the nearest form that {format} holds is ")[2].partition(": ")
+    assert said == str(nearest or "")
+    assert bool(command) == bool(nearest)
+    if nearest:
+        quantize, _, export = command.removeprefix("compress quantize SOURCE ").partition(", then ")
+        words = quantize.replace("--", "").replace("-size", "_size").split()
+        given = dict(zip(words[::2], words[1::2], strict=True))
+        keys = {name: text if name == "weights" else int(text) for name, text in given.items()}
+        assert QuantizeKeys(**keys).scheme == nearest
+        assert export == (
+            "" if format == "compressed-tensors" else f"compress export packed --format {format} --out OTHER"
+        )
+
+
+@pytest.mark.parametrize(
+    ("scheme", "packed"),
+    [
+        (Int(4, 32), "compressed-tensors"),
+        (Nvfp4(), "compressed-tensors"),
+        (Nf4(), "compress-runtime"),
+        (Bnb4("nf4", 32), "compress-runtime"),
+    ],
+    ids=str,
+)
+def test_formats_that_hold_it_are_named(scheme: Scheme, packed: str) -> None:
+    with pytest.raises(SchemeError) as caught:
+        check_held(find_format("fp8"), scheme, SHAPE)
+    assert caught.value.remedy.startswith(f"Use --format {packed} or --format dense; the nearest")
 
 
 @pytest.mark.parametrize("format", ["compressed-tensors", "compress-runtime", "dense"])
