@@ -39,6 +39,8 @@ def containers(path: str | Path) -> list[Container]:
     packed = PackedCheckpoint.open(path)
     if not packed.schemes:
         raise CheckpointError(f"{packed.path} holds no quantized weights", "Quantize it first: compress quantize MODEL")
+    for module in packed.modules:  # what is missing is no refusal of a format
+        packed.shape(module)
     return [_container(packed, name) for name in READERS]
 
 

@@ -1,11 +1,13 @@
 """The rule of exports: what a container cannot hold is refused with the nearest form that it can, and listed."""
 
 import pytest
+from folders import change_tensors
 from tiny_models import pack_model, save_tiny_model
 
 from compress.checkpoint.containers import containers
 from compress.checkpoint.formats import FORMATS, bitsandbytes, check_held, exl3, find_format, mxfp4, nearest_held
 from compress.checkpoint.formats.readers import FOREIGN_READERS, READERS, readers
+from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.scheme import targets
 from compress.checkpoint.weights import Q2K, Q4K, BlockFp8, Bnb4, Fp8, Int, Mxfp4, Nvfp4, Scheme
 from compress.checkpoint.weights.codebooks import Nf4, TableFloats
@@ -112,3 +114,11 @@ def test_what_is_listed_is_what_exports_do(tmp_path) -> None:
         assert out.exists() == (not each.refusal)
     with pytest.raises(CheckpointError, match="no quantized weights"):
         containers(dense)
+
+
+def test_a_damaged_checkpoint_is_no_matter_of_formats(tmp_path) -> None:
+    pack_model(save_tiny_model(tmp_path / "source"), tmp_path / "packed", lambda module: Int(4, 32))
+    module = PackedCheckpoint.open(tmp_path / "packed").modules[0]
+    change_tensors(tmp_path / "packed", lambda tensors: tensors.pop(f"{module}.weight_shape"))
+    with pytest.raises(CheckpointError, match=f"no tensor '{module}.weight_shape'"):
+        containers(tmp_path / "packed")
