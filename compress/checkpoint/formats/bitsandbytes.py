@@ -131,7 +131,8 @@ def _scales(stored: StoredTensors, state: QuantState, groups: int) -> Tensor:
         return scales.float()
     outer, table = (stored[suffix].flatten().float() for suffix in NESTED)
     if scales.dtype != torch.uint8 or len(table) != 256 or len(outer) != -(-groups // max(1, state.nested_block)):
-        raise CheckpointError(f"{stored.module} has {len(outer)} scales for {groups} scales in {scales.dtype}")
+        nested = f"{len(outer)} outer scales and a table of {len(table)} numbers"
+        raise CheckpointError(f"{stored.module} has {nested} for {groups} scales in {scales.dtype}")
     repeated = outer.repeat_interleave(state.nested_block)[:groups]
     return table[scales.int()] * repeated + torch.tensor(state.offset)
 

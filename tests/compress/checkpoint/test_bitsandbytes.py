@@ -189,7 +189,7 @@ def test_the_own_layout_of_blocks() -> None:
     [
         ("nf4", ".weight.quant_map", torch.linspace(-1, 1, 16), "another table"),
         ("nf4", ".weight.absmax", torch.ones(100), "has 100 scales for"),
-        ("nf4 twice", ".weight.nested_absmax", torch.ones(9), "has 9 scales"),
+        ("nf4 twice", ".weight.nested_absmax", torch.ones(9), "has 9 outer scales"),
         ("nf4", STATES["nf4"], torch.tensor(list(b'{"quant_type": "fp4"}'), dtype=torch.uint8), "not that of nf4"),
         ("nf4", STATES["nf4"], torch.zeros(9, dtype=torch.uint8), "contradict each other"),
         ("int8", ".weight_format", torch.tensor(2, dtype=torch.uint8), "row by row"),
