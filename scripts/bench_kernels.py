@@ -20,17 +20,17 @@ from benchmarking.commands import run_command
 from benchmarking.machine import leave_with
 
 COMMANDS = {
-    "cpu": ("cpu_kernels", "linears, or paged attention, beside PyTorch"),
-    "cpu-models": ("cpu_models", "prefill and decode of a model on the CPU, beside llama.cpp and transformers"),
+    "cpu": ("cpu.kernels", "linears, or paged attention, beside PyTorch"),
+    "cpu-models": ("cpu.models", "prefill and decode of a model on the CPU, beside llama.cpp and transformers"),
     "cpu-scaling": (
-        "cpu_scaling",
+        "cpu.scaling",
         "linears of a decode step on more cores: measured to what is there, modelled beyond",
     ),
-    "gpu": ("gpu_kernels", "linears and attention on a GPU, beside PyTorch and gemlite"),
-    "gpu-code": ("machine_code", "issue slots and copies of the main loops of GPU kernels, without a GPU"),
-    "gpu-host": ("gpu_host", "time of the host for steps on a GPU, without one"),
-    "gpu-expected": ("gpu_expected", "the aims on a GPU beside what the machine code lets expect, without a GPU"),
-    "gpu-models": ("gpu_models", "a model dense, int8 and int4 on a GPU, beside transformers"),
+    "gpu": ("gpu.kernels", "linears and attention on a GPU, beside PyTorch and gemlite"),
+    "gpu-code": ("gpu.machine_code", "issue slots and copies of the main loops of GPU kernels, without a GPU"),
+    "gpu-host": ("gpu.host", "time of the host for steps on a GPU, without one"),
+    "gpu-expected": ("gpu.expected", "the aims on a GPU beside what the machine code lets expect, without a GPU"),
+    "gpu-models": ("gpu.models", "a model dense, int8 and int4 on a GPU, beside transformers"),
 }
 
 

@@ -20,10 +20,10 @@ from concurrent.futures import Executor, ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from benchmarking.builds import RULES, Built, inspect, worst_of_each_kernel
-from benchmarking.other_launches import OTHERS, TRIED, launch_others
+from benchmarking.gpu.builds import RULES, Built, inspect, worst_of_each_kernel
+from benchmarking.gpu.other_launches import OTHERS, TRIED, launch_others
+from benchmarking.gpu.without_gpu import A100, CASES, H200, Build, Card, processes_that_compile, serve
 from benchmarking.tables import print_with_markdown, write_json
-from benchmarking.without_gpu import A100, CASES, H200, Build, Card, processes_that_compile, serve
 from rich.console import Console
 
 CARDS = {80: A100, 90: H200}

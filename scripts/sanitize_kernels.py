@@ -10,10 +10,10 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from benchmarking.ahead import compile_ahead
-from benchmarking.cpu_attention import Case, decoder_config
-from benchmarking.cpu_kernels import random_weight
-from benchmarking.gpu_kernels import FORMS, INSTEAD_OF, KERNELS, linears, paged_calls, require_gpu
+from benchmarking.cpu.attention import Case, decoder_config
+from benchmarking.cpu.kernels import random_weight
+from benchmarking.gpu.ahead import compile_ahead
+from benchmarking.gpu.kernels import FORMS, INSTEAD_OF, KERNELS, linears, paged_calls, require_gpu
 from benchmarking.machine import leave_with
 from torch import Tensor
 

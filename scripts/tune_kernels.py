@@ -17,9 +17,9 @@ from itertools import product
 from pathlib import Path
 
 import torch
-from benchmarking.ahead import compile_ahead, triton_errors
-from benchmarking.cpu_kernels import random_weight
-from benchmarking.gpu_kernels import candidates, num_copies, require_gpu, seconds_per_call
+from benchmarking.cpu.kernels import random_weight
+from benchmarking.gpu.ahead import compile_ahead, triton_errors
+from benchmarking.gpu.kernels import candidates, num_copies, require_gpu, seconds_per_call
 from benchmarking.machine import leave_with
 from rich.console import Console
 from torch import Tensor

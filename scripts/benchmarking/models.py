@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from benchmarking.cpu_kernels import random_weight
+from benchmarking.cpu.kernels import random_weight
 from benchmarking.machine import Stopwatch, peak_device_bytes, peak_host_bytes
 from calibration.sources import load_texts
 from compress.checkpoint.config import HEAD

@@ -10,7 +10,7 @@ import pytest
 
 
 def test_a_step_reads_every_weight_but_the_embedding_and_all_keys_and_values(tmp_path: Path) -> None:
-    from benchmarking.gpu_models import step_bytes
+    from benchmarking.gpu.models import step_bytes
     from benchmarking.models import SHAPES, write_model
 
     shape = SHAPES["tiny"]
@@ -25,7 +25,7 @@ def test_a_step_reads_every_weight_but_the_embedding_and_all_keys_and_values(tmp
 @pytest.mark.full
 @pytest.mark.parametrize(("form", "bits"), [("dense", 16), ("int8", 8), ("int4", 4)])
 def test_forms_of_a_model_are_made_of_random_codes(tmp_path: Path, form: str, bits: int) -> None:
-    from benchmarking.gpu_models import prepare
+    from benchmarking.gpu.models import prepare
     from benchmarking.models import SHAPES, write_model
 
     from compress.checkpoint.reader import PackedCheckpoint
@@ -47,7 +47,7 @@ def test_forms_of_a_model_are_made_of_random_codes(tmp_path: Path, form: str, bi
 
 
 def test_a_step_is_what_more_tokens_take_longer_than_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    from benchmarking import gpu_models
+    from benchmarking.gpu import models as gpu_models
 
     now = 0.0
 
@@ -61,8 +61,8 @@ def test_a_step_is_what_more_tokens_take_longer_than_one(monkeypatch: pytest.Mon
 
 
 def test_the_table_says_rates_shares_and_why_something_is_missing() -> None:
-    from benchmarking import gpu_models
-    from benchmarking.gpu_models import Figures
+    from benchmarking.gpu import models as gpu_models
+    from benchmarking.gpu.models import Figures
 
     done = Figures("engine int4", 2.5, {1: 0.002, 8: 0.004}, {1: 4_000_000, 8: 4_000_000}, 1000.0, 500.0, 3 * 10**9)
     rows = gpu_models.table([done, Figures("other", error="out of memory")], (1, 8), stream=4e9)
@@ -76,8 +76,8 @@ def test_the_table_says_rates_shares_and_why_something_is_missing() -> None:
 
 @pytest.mark.full
 def test_a_contender_that_fails_does_not_end_the_run(tmp_path: Path) -> None:
-    from benchmarking import gpu_models
-    from benchmarking.gpu_models import Work
+    from benchmarking.gpu import models as gpu_models
+    from benchmarking.gpu.models import Work
 
     work = Work((1,), 4, 2, 8, (), 1)
     (tmp_path / "dense").mkdir()
@@ -88,8 +88,8 @@ def test_a_contender_that_fails_does_not_end_the_run(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_a_contender_that_hangs_is_killed_and_said_to_be(tmp_path: Path) -> None:
-    from benchmarking import gpu_models
-    from benchmarking.gpu_models import Work
+    from benchmarking.gpu import models as gpu_models
+    from benchmarking.gpu.models import Work
 
     begun = time.monotonic()
     figures = gpu_models.measured("engine bf16", tmp_path, "tiny", Work((1,), 4, 10**6, 8, (), 1), "cpu", 2)

@@ -160,7 +160,7 @@ def test_peak_memory_is_of_this_process():
 
 @pytest.mark.skipif(library() is None, reason="the CPU kernels are not compiled")
 def test_sampling_is_timed_in_turns() -> None:
-    from benchmarking.cpu_sampling import KINDS, sampling_rows
+    from benchmarking.cpu.sampling import KINDS, sampling_rows
 
     rows = sampling_rows(640, [1, 3], torch.bfloat16, 0.0)
     assert [row["draw"] for row in rows] == list(KINDS)
@@ -169,7 +169,7 @@ def test_sampling_is_timed_in_turns() -> None:
 
 @pytest.mark.skipif(library() is None, reason="the CPU kernels are not compiled")
 def test_mixtures_are_timed_in_turns() -> None:
-    from benchmarking.cpu_mixtures import mixture_rows, parse_shape
+    from benchmarking.cpu.mixtures import mixture_rows, parse_shape
 
     rows = mixture_rows(parse_shape("128x128x4x2"), [1, 5], 0.0)
     assert [(row["kernel"], row["rows"]) for row in rows] == [

@@ -48,7 +48,7 @@ def test_what_a_decoder_launches(compilers: Executor, case: str, arch: int) -> N
 
 
 def test_every_kernel_that_is_launched_has_rules() -> None:
-    from benchmarking.builds import RULES
+    from benchmarking.gpu.builds import RULES
 
     assert launched_in_source() == set(RULES)
 
@@ -72,7 +72,7 @@ def make_build(kernel: str, shared_bytes: int = 0, aligned: frozenset[str] = fro
 
 
 def test_violations_are_found() -> None:
-    from benchmarking.builds import find_problems, name_of
+    from benchmarking.gpu.builds import find_problems, name_of
 
     def words(build: Build, *figures: Any) -> list[str]:
         return [problem.split(" ")[0] for problem in find_problems(build, *figures)]
@@ -93,7 +93,7 @@ def test_violations_are_found() -> None:
 
 def test_builds_are_inspected_once_and_failures_are_results(monkeypatch: pytest.MonkeyPatch) -> None:
     import compile_kernels as script
-    from benchmarking.builds import Built
+    from benchmarking.gpu.builds import Built
 
     def found(case: str, card: Any) -> Any:
         problem = "fails" if case == "broken" else ""
@@ -111,7 +111,7 @@ def test_builds_are_inspected_once_and_failures_are_results(monkeypatch: pytest.
 
 def test_an_interrupted_run_keeps_what_there_is(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     import compile_kernels as script
-    from benchmarking.builds import Built
+    from benchmarking.gpu.builds import Built
 
     def interrupted(*_: Any) -> Iterator[Built]:
         yield Built("split_k_reduce_kernel 0", 90, 40, 0, 2048)
@@ -132,7 +132,7 @@ def test_a_run_succeeds_with_builds_of_which_none_fails(
     monkeypatch: pytest.MonkeyPatch, found: list[str], status: int
 ) -> None:
     import compile_kernels as script
-    from benchmarking.builds import Built
+    from benchmarking.gpu.builds import Built
 
     built = [Built(name, 90, 1, 0, 0, problems=("spills",) if name == "bad" else ()) for name in found]
     monkeypatch.setattr(script, "results_of", lambda *_: iter(built))
@@ -142,7 +142,7 @@ def test_a_run_succeeds_with_builds_of_which_none_fails(
 
 
 def test_the_most_that_a_kernel_takes() -> None:
-    from benchmarking.builds import Built, worst_of_each_kernel
+    from benchmarking.gpu.builds import Built, worst_of_each_kernel
 
     built = [
         Built("b x", 90, 9, 0, 1024),

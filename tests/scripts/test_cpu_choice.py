@@ -25,7 +25,8 @@ SHAPES = ("128x256", "256x128")
 @pytest.fixture(autouse=True)
 def tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Tables go into a folder of their own, products are few, and tiles are measured as if there were some."""
-    from benchmarking import cpu_choice, cpu_kernels
+    from benchmarking.cpu import choice as cpu_choice
+    from benchmarking.cpu import kernels as cpu_kernels
 
     monkeypatch.setattr(choice, "TABLES", tmp_path)
     monkeypatch.setattr(cpu_kernels, "CACHES", 1)
@@ -71,7 +72,7 @@ def test_the_table_is_read_and_decides_as_it_measured(tables: Path) -> None:
 
 
 def cpu_target() -> Any:
-    from benchmarking.cpu_kernels import TARGET
+    from benchmarking.cpu.kernels import TARGET
 
     return TARGET
 
@@ -89,7 +90,7 @@ def kind_of(linear: Linear) -> str:
     [("tiles", 1), ("vectors", 0), ("tiles and vectors", choice.MOST_ROWS_BY_VECTORS + 1)],
 )
 def test_what_is_faster_is_chosen(faster: str, fewest: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    from benchmarking import cpu_choice
+    from benchmarking.cpu import choice as cpu_choice
 
     seconds = {"tiles": 2.0, "tiles and vectors": 2.0, "vectors": 3.0, "oneDNN": 2.5} | {faster: 1.0}
 

@@ -10,7 +10,7 @@ from compress.cpu.binding import absence, library, set_threads
 
 @pytest.fixture(scope="module")
 def scaling() -> Any:
-    from benchmarking import cpu_scaling
+    from benchmarking.cpu import scaling as cpu_scaling
 
     return cpu_scaling
 

@@ -46,7 +46,7 @@ def test_the_fastest_configuration_wins_and_refusals_are_counted() -> None:
 
 @pytest.mark.parametrize("tokens", [1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048])
 def test_the_default_is_among_what_is_measured(tokens: int) -> None:
-    from benchmarking.gpu_kernels import candidates
+    from benchmarking.gpu.kernels import candidates
 
     from runtime.backends.triton.kernels.configs import EXPAND, default_plan
 
@@ -80,8 +80,8 @@ def test_without_a_configuration_that_runs_there_is_none() -> None:
 
 
 def test_bytes_and_copies() -> None:
-    from benchmarking import gpu_kernels
-    from benchmarking.gpu_kernels import CACHE_BYTES, num_copies
+    from benchmarking.gpu import kernels as gpu_kernels
+    from benchmarking.gpu.kernels import CACHE_BYTES, num_copies
 
     assert gpu_kernels.weight_bytes("int4 g128", 8192, 8192) == 8192 * 8192 // 2 + 8192 * 64 * 2
     assert gpu_kernels.weight_bytes("cuBLAS bf16", 8192, 8192) == 2 * 8192 * 8192
@@ -99,7 +99,7 @@ def test_bytes_and_copies() -> None:
 
 
 def test_optional_kernels_are_compared_with_those_that_they_may_replace() -> None:
-    from benchmarking.gpu_kernels import FLASHINFER, Measured, speedups
+    from benchmarking.gpu.kernels import FLASHINFER, Measured, speedups
 
     figures = [
         ("int4 g128", 1, 3e-6),
@@ -133,7 +133,7 @@ def test_optional_kernels_are_compared_with_those_that_they_may_replace() -> Non
     ],
 )
 def test_every_linear_that_is_timed_multiplies(gpu: torch.device, name: str) -> None:
-    from benchmarking import gpu_kernels
+    from benchmarking.gpu import kernels as gpu_kernels
 
     assert name in gpu_kernels.KERNELS
     first, other = gpu_kernels.linears(name, 128, 256, gpu)[:2]
@@ -144,8 +144,8 @@ def test_every_linear_that_is_timed_multiplies(gpu: torch.device, name: str) -> 
 
 
 def test_a_peer_that_cannot_is_left_out_and_named_but_our_kernels_must() -> None:
-    from benchmarking import gpu_kernels
-    from benchmarking.gpu_kernels import GEMLITE, SPARSE, TINYGEMM, peers
+    from benchmarking.gpu import kernels as gpu_kernels
+    from benchmarking.gpu.kernels import GEMLITE, SPARSE, TINYGEMM, peers
 
     said: list[str] = []
     device = torch.device("cpu")
@@ -157,8 +157,8 @@ def test_a_peer_that_cannot_is_left_out_and_named_but_our_kernels_must() -> None
 
 @pytest.mark.parametrize("form", ["16bit", "fp8", "int8", "int4"])
 def test_attention_is_timed_over_copies_that_are_all_read(gpu: torch.device, form: str) -> None:
-    from benchmarking import gpu_kernels
-    from benchmarking.cpu_attention import Case
+    from benchmarking.cpu.attention import Case
+    from benchmarking.gpu import kernels as gpu_kernels
 
     case = Case(2, 64, heads=4, kv_heads=2, head_dim=32)
     found = gpu_kernels.paged_calls(case, form, 1, gpu)
@@ -212,8 +212,8 @@ def test_figures_are_written_one_after_the_other_and_failures_are_kept(
 ) -> None:
     """Without a GPU: times are made up, and one of our kernels fails."""
     import bench_kernels
-    from benchmarking import gpu_kernels
-    from benchmarking.gpu_kernels import DENSE, Measured
+    from benchmarking.gpu import kernels as gpu_kernels
+    from benchmarking.gpu.kernels import DENSE, Measured
 
     file, seen = tmp_path / "bench.json", []
 

@@ -16,7 +16,7 @@ SCRIPTS = Path(__file__).parents[2] / "scripts"
 
 @pytest.fixture(scope="module")
 def model(scripts_on_path: None) -> Any:
-    return import_module("benchmarking.roofline")
+    return import_module("benchmarking.gpu.roofline")
 
 
 def busy(model: Any, **work: float) -> float:

@@ -36,7 +36,7 @@ LISTING = """
 
 
 def test_the_main_loop_is_the_one_with_products() -> None:
-    from benchmarking.sass import main_loop
+    from benchmarking.gpu.sass import main_loop
 
     loop = main_loop(LISTING)
     assert [each.kind for each in loop.body][0::8] == ["DEPBAR", "BRA"]
@@ -45,13 +45,13 @@ def test_the_main_loop_is_the_one_with_products() -> None:
 
 
 def test_a_kernel_without_products_is_counted_whole() -> None:
-    from benchmarking.sass import main_loop
+    from benchmarking.gpu.sass import main_loop
 
     assert len(main_loop(LISTING.replace("HMMA", "FFMA")).body) == 15
 
 
 def test_figures_of_a_loop() -> None:
-    from benchmarking.sass import Resources, Tile, figures, main_loop
+    from benchmarking.gpu.sass import Resources, Tile, figures, main_loop
 
     takes = Resources(registers=56, shared_bytes=28 * 1024, stack_bytes=0, num_warps=4)
     found = figures(main_loop(LISTING), Tile((16, 32), 4, 8), takes)
@@ -65,7 +65,7 @@ def test_figures_of_a_loop() -> None:
     [(56, 28 * 1024, 4, 7), (255, 0, 8, 1), (84, 0, 8, 2), (32, 0, 4, 16), (16, 0, 1, 32), (32, 227 * 1024, 4, 1)],
 )
 def test_programs_at_once(registers: int, shared_bytes: int, num_warps: int, programs: int) -> None:
-    from benchmarking.sass import programs_at_once
+    from benchmarking.gpu.sass import programs_at_once
 
     assert programs_at_once(registers, shared_bytes, num_warps) == programs
 

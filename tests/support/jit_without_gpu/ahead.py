@@ -8,8 +8,8 @@ from jit_without_gpu.session import DEVICE, gpu_without_hardware
 def compile_ahead_and_launch() -> tuple[int, int, int]:
     """Counts kernels that are compiled ahead for one product that cannot run and three that can, launches until then,
     and kernels that these have to compile afterwards."""
-    from benchmarking.ahead import compile_ahead
-    from benchmarking.gpu_kernels import candidates
+    from benchmarking.gpu.ahead import compile_ahead
+    from benchmarking.gpu.kernels import candidates
     from tune_kernels import Copies
 
     def refuse() -> None:

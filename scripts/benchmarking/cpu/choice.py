@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarking.cpu_kernels import TARGET, Contender, copied, milliseconds, random_weight
+from benchmarking.cpu.kernels import TARGET, Contender, copied, milliseconds, random_weight
 from compress.checkpoint.weights import Int
 from compress.cpu.binding import tiles_refusal
 from runtime.backends.base import Linear

@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parents[2] / "tests/support"))
+sys.path.append(str(Path(__file__).parents[3] / "tests/support"))
 
 from jit_without_gpu.builds import Build
 from jit_without_gpu.cases import CASES, FORMS

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from benchmarking.cpu_kernels import TARGET, random_weight
+from benchmarking.cpu.kernels import TARGET, random_weight
 from benchmarking.tables import Row
 from compress.checkpoint.weights import Int
 from compress.checkpoint.weights.integer import IntegerWeight

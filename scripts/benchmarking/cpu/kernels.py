@@ -1,4 +1,4 @@
-"""Kernels in C beside those of PyTorch: linears on one core, and paged attention (`cpu_attention`), interleaved.
+"""Kernels in C beside those of PyTorch: linears on one core, and paged attention (`attention`), interleaved.
 
 Times are processor time of the calling thread, so other work on the machine shifts them little; torch and the C pool
 get one thread each. Every product takes another copy of its weight, together larger than the caches.
@@ -179,14 +179,14 @@ def run(options: argparse.Namespace) -> int:
     torch.set_num_threads(1)
     set_threads(1)
     if options.mixture:
-        from benchmarking.cpu_mixtures import mixture_rows, parse_shape
+        from benchmarking.cpu.mixtures import mixture_rows, parse_shape
 
         mixture = parse_shape(options.mixture)
         rows = mixture_rows(mixture, options.rows, options.seconds)
         print_with_markdown(f"{mixture}: ms of one core, load {os.getloadavg()[0]:.1f}", rows, console)
         return 0
     if options.sampling:
-        from benchmarking.cpu_sampling import sampling_rows
+        from benchmarking.cpu.sampling import sampling_rows
 
         for dtype in (torch.float32, torch.bfloat16):
             found = sampling_rows(options.sampling, options.rows, dtype, options.seconds)
@@ -195,7 +195,7 @@ def run(options: argparse.Namespace) -> int:
         return 0
     shapes = [tuple(int(number) for number in shape.split("x")) for shape in options.shapes]
     if options.write_tables:
-        from benchmarking.cpu_choice import measure, write_table
+        from benchmarking.cpu.choice import measure, write_table
 
         speedups = measure(shapes, options.rows, options.seconds)
         console.print_json(data=speedups)
@@ -203,7 +203,7 @@ def run(options: argparse.Namespace) -> int:
         return 0
     measure_rows, baseline = linear_rows, BASELINE
     if options.trellis:
-        from benchmarking.cpu_trellis import EXPANDED, trellis_rows
+        from benchmarking.cpu.trellis import EXPANDED, trellis_rows
 
         measure_rows, baseline = trellis_rows, EXPANDED
     for shape, (in_features, out_features) in zip(options.shapes, shapes, strict=True):
@@ -214,7 +214,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _print_attention(options: argparse.Namespace, console: Console) -> None:
-    from benchmarking.cpu_attention import DECODE_CASES, PROMPT_CASES, decode_rows, prompt_rows
+    from benchmarking.cpu.attention import DECODE_CASES, PROMPT_CASES, decode_rows, prompt_rows
 
     for threads in options.threads:
         where = f"one layer, threads: {threads}"

@@ -18,10 +18,10 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from benchmarking.builds import disassembled
-from benchmarking.sass import LoopFigures, Resources, Tile, figures, main_loop
+from benchmarking.gpu.builds import disassembled
+from benchmarking.gpu.sass import LoopFigures, Resources, Tile, figures, main_loop
+from benchmarking.gpu.without_gpu import H200, Build, gpu_without_hardware
 from benchmarking.tables import Row, print_with_markdown, write_json
-from benchmarking.without_gpu import H200, Build, gpu_without_hardware
 from compress.checkpoint.weights import Int
 from compress.checkpoint.weights.codebooks import NF4_VALUES
 from compress.checkpoint.weights.mxfp4 import VALUES

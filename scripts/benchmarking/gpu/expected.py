@@ -1,7 +1,7 @@
 """Figures that kernels should reach on an H200, from their machine code and the bytes that they move, beside the aims.
 
-Nothing is measured: see benchmarking/roofline.py for the model, and its `Gpu` for the assumptions. A first run on a GPU
-is compared with this table.
+Nothing is measured: see benchmarking/gpu/roofline.py for the model, and its `Gpu` for the assumptions. Compare a first
+run on a GPU with this table.
 
     python scripts/bench_kernels.py gpu-expected
 """
@@ -17,11 +17,11 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from benchmarking import machine_code
-from benchmarking.machine_code import INT4, INT8
-from benchmarking.roofline import H200, Work, dense_seconds, seconds
+from benchmarking.gpu import machine_code
+from benchmarking.gpu.machine_code import INT4, INT8
+from benchmarking.gpu.roofline import H200, Work, dense_seconds, seconds
+from benchmarking.gpu.without_gpu import Build
 from benchmarking.tables import Row, print_with_markdown, write_json
-from benchmarking.without_gpu import Build
 from compress.checkpoint.weights import Int
 from runtime.backends.base import Target
 from runtime.backends.triton.attention import num_splits

@@ -228,7 +228,7 @@ def stream_of(device: str) -> float | None:
     """The measured read stream of a GPU in bytes per second; None on a CPU."""
     if device == "cpu":
         return None
-    from benchmarking.gpu_kernels import read_stream, require_gpu
+    from benchmarking.gpu.kernels import read_stream, require_gpu
 
     return read_stream(require_gpu())
 

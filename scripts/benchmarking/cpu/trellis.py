@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from benchmarking.cpu_kernels import copied, milliseconds, random_weight
+from benchmarking.cpu.kernels import copied, milliseconds, random_weight
 from benchmarking.tables import Row
 from compress.checkpoint.weights import Exl3
 from compress.checkpoint.weights.exl3 import CODEBOOKS

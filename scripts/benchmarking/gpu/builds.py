@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarking.sass import TENSOR_CORES
+from benchmarking.gpu.sass import TENSOR_CORES
+from benchmarking.gpu.without_gpu import Build
 from benchmarking.tables import Row
-from benchmarking.without_gpu import Build
 
 SHARED_MEMORY_LIMIT = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}
 """Bytes that one program may have, by architecture."""
@@ -141,7 +141,7 @@ def find_problems(build: Build, stack: int, counts: Counter[str], has_wide_load:
     """Violated requirements, each as a sentence with its number."""
     rules = RULES.get(build.kernel)
     if rules is None:
-        yield f"{build.kernel} has no rules in benchmarking/builds.py"
+        yield f"{build.kernel} has no rules in benchmarking/gpu/builds.py"
         return
     limits = ATTENTION_SPILL_LIMIT if build.kernel == "paged_attention" else SPILL_LIMIT
     if stack > limits.get(build.arch, 0):

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from benchmarking.without_gpu import Build, Card, gpu_without_hardware
+from benchmarking.gpu.without_gpu import Build, Card, gpu_without_hardware
 
 
 def tuner() -> None:
@@ -16,7 +16,7 @@ def tuner() -> None:
     that do not fit."""
     from triton.runtime.errors import OutOfResources
 
-    from benchmarking.gpu_kernels import candidates
+    from benchmarking.gpu.kernels import candidates
     from compress.checkpoint.weights import Int
     from compress.checkpoint.weights.integer import IntegerWeight
     from runtime.backends.triton.kernels.configs import BUCKETS

@@ -22,7 +22,7 @@ from rich.console import Console
 
 from benchmarking.tables import Row, print_with_markdown, write_json
 
-sys.path.append(str(Path(__file__).parents[2] / "tests/support"))
+sys.path.append(str(Path(__file__).parents[3] / "tests/support"))
 
 STEPS = {"prompt of 128": (128, 0), "decode of 1": (1, 1), "decode of 8": (1, 8), "decode of 64": (1, 64)}
 """Tokens of a prompt, or sequences of a decode."""

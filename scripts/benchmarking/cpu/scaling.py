@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 from rich.console import Console
 
-from benchmarking.cpu_kernels import random_weight
+from benchmarking.cpu.kernels import random_weight
 from benchmarking.machine import environment
 from benchmarking.models import SHAPES, Shape
 from benchmarking.tables import Row, describe, print_with_markdown

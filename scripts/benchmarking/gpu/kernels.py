@@ -28,9 +28,9 @@ from rich.console import Console
 from torch import Tensor
 from torch.nn import functional
 
-from benchmarking.ahead import CANNOT, compile_ahead, triton_errors
-from benchmarking.cpu_attention import Case, decoder_config, fill_pages
-from benchmarking.cpu_kernels import random_weight
+from benchmarking.cpu.attention import Case, decoder_config, fill_pages
+from benchmarking.cpu.kernels import random_weight
+from benchmarking.gpu.ahead import CANNOT, compile_ahead, triton_errors
 from benchmarking.machine import environment
 from benchmarking.tables import Row, describe, print_with_markdown, write_json
 from compress.checkpoint.kv_cache import KVCacheScheme

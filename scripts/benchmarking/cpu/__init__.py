@@ -1,0 +1,1 @@
+"""Benchmarks of kernels and models on CPUs."""

@@ -1,0 +1,1 @@
+"""Benchmarks of kernels and models on GPUs, and of their machine code without one."""
