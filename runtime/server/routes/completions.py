@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import codecs
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, repeat
 from typing import Any, cast
@@ -43,11 +44,17 @@ Columns = dict[str, Iterator[Any]]
 
 
 class LogprobsWriter:
-    """Writes `logprobs` of one completion choice incrementally; offsets count characters from the start of its text."""
+    """Writes `logprobs` of one completion choice incrementally; offsets count characters from the start of its text.
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    Args:
+        hidden: ids of tokens that are left out of the text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, hidden: Container[int] = ()) -> None:
         self.tokenizer = tokenizer
-        self.offset = 0
+        self.hidden = hidden
+        self.start = 0
+        self.counter = CharacterCounter()
 
     def write(self, token_ids: Sequence[int], found: Sequence[TokenLogprobs]) -> CompletionLogprobs:
         """Returns the log-probabilities of new tokens of the answer."""
@@ -71,13 +78,14 @@ class LogprobsWriter:
         Args:
             found: log-probabilities of every token but the first.
         """
-        self.offset = len(text)
+        self.start = len(text)
         return self.columns(token_ids, found, self.prompt_offsets(text.encode(), token_ids))
 
     def offsets(self, token_ids: Sequence[int]) -> Iterator[int]:
         for token_id in token_ids:
-            yield self.offset
-            self.offset += count_characters(self.tokenizer.token_bytes(token_id))
+            yield self.start + self.counter.count
+            if token_id not in self.hidden:
+                self.counter.add(self.tokenizer.token_bytes(token_id))
 
     def prompt_offsets(self, raw_text: bytes, token_ids: Sequence[int]) -> Iterator[int]:
         offset = place = 0
@@ -119,6 +127,23 @@ def count_characters(raw: bytes) -> int:
     return sum(byte & 0xC0 != 0x80 for byte in raw)  # first bytes of characters
 
 
+class CharacterCounter:
+    """Counts characters of text that comes in pieces of UTF-8; one that has begun counts, and so does U+FFFD for
+    bytes that belong to none."""
+
+    def __init__(self) -> None:
+        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self.num_complete = 0
+
+    def add(self, raw: bytes) -> None:
+        self.num_complete += len(self.decoder.decode(raw))
+
+    @property
+    def count(self) -> int:
+        begun, _ = self.decoder.getstate()
+        return self.num_complete + bool(begun)
+
+
 @dataclass
 class EchoedPrompt:
     """A prompt to return before its answers. They share it: only the first delivers its log-probabilities."""
@@ -136,12 +161,14 @@ class CompletionShape:
         echoed: one prompt per choice; empty for no echo.
         with_logprobs: report them in every choice.
         scored: one prompt per choice whose log-probabilities are reported; empty for none.
+        hidden: ids of tokens that are left out of the text.
     """
 
     tokenizer: Tokenizer
     echoed: list[EchoedPrompt]
     with_logprobs: bool
     scored: list[EchoedPrompt] = field(default_factory=list)
+    hidden: Container[int] = ()
     writers: dict[int, LogprobsWriter] = field(default_factory=dict)
     id_prefix: str = "cmpl"
     whole_object: str = "text_completion"
@@ -193,7 +220,7 @@ class CompletionShape:
         return self.writer(index).prompt_columns(prompt.text, prompt.token_ids, prompt.logprobs)
 
     def writer(self, index: int) -> LogprobsWriter:
-        return self.writers.setdefault(index, LogprobsWriter(self.tokenizer))
+        return self.writers.setdefault(index, LogprobsWriter(self.tokenizer, self.hidden))
 
     def choice(
         self,
@@ -249,6 +276,8 @@ def completions_router(service: Service) -> APIRouter:
         echoed = [EchoedPrompt(*prompt) for prompt in zip(body.texts, body.prompts, strict=False)]
         each = [prompt for prompt in echoed for _ in range(body.delivery.num_answers)]
         shape = CompletionShape(service.tokenizer, each, body.with_logprobs)
+        if body.samplings[0].skip_special_tokens:
+            shape.hidden = frozenset(service.tokenizer.special_ids.values())
         if body.scores_prompts:
             prompts = [EchoedPrompt("", token_ids) for token_ids in body.prompts]
             shape.scored = [prompt for prompt in prompts for _ in range(body.delivery.num_answers)]

@@ -75,6 +75,21 @@ def test_offsets_point_at_the_tokens(client: openai.OpenAI, text: str) -> None:
             assert text.startswith(token, offset)
 
 
+@pytest.mark.parametrize("skips", [True, False])
+def test_offsets_of_answers_count_what_the_text_has(client: openai.OpenAI, tokenizer: Any, skips: bool) -> None:
+    end, lone = tokenizer.convert_tokens_to_ids("<|im_end|>"), tokenizer("\U0001f600")["input_ids"][-1]
+    options: dict[str, Any] = {"allowed_token_ids": [end, lone, tokenizer(" cat")["input_ids"][0]]}
+    options |= {"ignore_eos": True, "skip_special_tokens": skips}
+    found = client.completions.create(
+        model="demo", prompt="A", logprobs=0, max_tokens=12, temperature=0, frequency_penalty=2, extra_body=options
+    ).choices[0]
+    tokens = found.logprobs.tokens
+    assert {"<|im_end|>", "\ufffd", " cat"} == set(tokens)
+    shown = ["" if skips and token == "<|im_end|>" else token for token in tokens]
+    assert found.text == "".join(shown)
+    assert found.logprobs.text_offset == [len("".join(shown[:place])) for place in range(len(shown))]
+
+
 def test_streamed_scores_equal_whole_ones(client: openai.OpenAI) -> None:
     options: Any = {"model": "demo", "prompt": TEXTS, "echo": True, "logprobs": 2, "max_tokens": 4, "temperature": 0}
     whole = client.completions.create(**options).choices
