@@ -19,7 +19,7 @@ def dry_penalties(
     """Returns the penalty of each token that would continue a repetition, to subtract from its logit.
 
     Args:
-        breakers: token ids that no repetition reaches across.
+        breakers: token ids that no repetition reaches across, and that are not penalized.
     """
     tokens = np.concatenate([np.asarray(prompt, dtype=np.int64), np.asarray(output, dtype=np.int64)])
     if params.dry_penalty_last_n > 0:
@@ -29,7 +29,7 @@ def dry_penalties(
     return {
         token: min(params.dry_multiplier * params.dry_base ** (length - allowed), MAX_PENALTY)
         for token, length in found.items()
-        if length >= allowed
+        if length >= allowed and token not in breakers
     }
 
 

@@ -36,6 +36,7 @@ def test_penalties_grow_with_the_repetition():
     assert dry_penalties(params, (), array("i", [5, 1, 2, 7]), [9, 1, 2]) == {7: 2.0}
     assert dry_penalties(params, (), array("i", [5, 1, 2, 7]), [5, 1, 2]) == {7: 6.0}
     assert dry_penalties(params, {1}, array("i", [5, 1, 2, 7]), [5, 1, 2]) == {}
+    assert dry_penalties(params, {7}, array("i", [5, 1, 2, 7, 1, 2, 6]), [5, 1, 2]) == {6: 2.0}
 
 
 def test_only_the_last_tokens_are_searched():
