@@ -54,7 +54,7 @@ class ItemWriter:
         elif isinstance(piece, Reasoning):
             if not self.is_within("reasoning"):
                 yield from self.begin({"id": f"rs_{uuid4().hex}", "type": "reasoning", "summary": [], "content": []})
-                self.items[-1]["content"] = [{"type": "reasoning_text", "text": ""}]
+                yield self.begin_part({"type": "reasoning_text", "text": ""})
             self.items[-1]["content"][0]["text"] += piece.text
             yield "response.reasoning_text.delta", {**self.place(), "content_index": 0, "delta": piece.text}
         else:
@@ -73,8 +73,13 @@ class ItemWriter:
     def begin_message(self) -> Iterator[Event]:
         item: dict[str, Any] = {"id": f"msg_{uuid4().hex}", "type": "message", "role": "assistant", "content": []}
         yield from self.begin(item)
-        item["content"] = [{"type": "output_text", "text": "", "annotations": [], "logprobs": []}]
-        yield "response.content_part.added", {**self.place(), "content_index": 0, "part": copied(item)["content"][0]}
+        yield self.begin_part({"type": "output_text", "text": "", "annotations": [], "logprobs": []})
+
+    def begin_part(self, part: dict[str, Any]) -> Event:
+        """Adds the content of the open item."""
+        self.items[-1]["content"] = [part]
+        added = copied(self.items[-1])["content"][0]
+        return "response.content_part.added", {**self.place(), "content_index": 0, "part": added}
 
     def begin_call(self, start: CallStart) -> Iterator[Event]:
         number = sum(item["type"] == "function_call" for item in self.items)
@@ -101,7 +106,9 @@ class ItemWriter:
             yield "response.output_text.done", {**place, "content_index": 0, **text}
             yield "response.content_part.done", {**place, "content_index": 0, "part": part}
         elif item["type"] == "reasoning":
-            yield "response.reasoning_text.done", {**place, "content_index": 0, "text": item["content"][0]["text"]}
+            (part,) = item["content"]
+            yield "response.reasoning_text.done", {**place, "content_index": 0, "text": part["text"]}
+            yield "response.content_part.done", {**place, "content_index": 0, "part": part}
         else:
             called = {"name": item["name"], "arguments": item["arguments"]}
             yield "response.function_call_arguments.done", {**place, **called}

@@ -212,6 +212,9 @@ def test_reasoning_is_an_item_of_its_own(size: int) -> None:
     assert (message["type"], message["content"][0]["text"]) == ("message", "In Rome.")
     joined = "".join(fields["delta"] for name, fields in told if name == "response.reasoning_text.delta")
     assert joined == "Rome?"
+    names = [name.removeprefix("response.") for name, fields in told if fields["output_index"] == 0]
+    parts = ["content_part.added", "reasoning_text.delta", "reasoning_text.done", "content_part.done"]
+    assert list(dict.fromkeys(names)) == ["output_item.added", *parts, "output_item.done"]
     for number, (name, fields) in enumerate(told):
         EVENT.validate_python({"type": name, "sequence_number": number, **fields})
 
