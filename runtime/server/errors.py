@@ -54,7 +54,7 @@ def renaming(**names: str) -> Iterator[None]:
     except ApiError as error:
         detail, param = error.detail, error.param
         for name, own in names.items():
-            detail = re.sub(rf"\b{name}\b", own, detail)
+            detail = re.sub(rf"(?<!')\b{name}\b", own, detail)
             param = own if param == name else param
         raise ApiError(error.status_code, detail, param, error.code) from None
 

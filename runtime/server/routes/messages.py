@@ -14,7 +14,7 @@ from starlette.responses import Response
 from runtime.core.request import Delta, FinishReason
 from runtime.server.answers import Deltas, chain
 from runtime.server.conversation import conversation_texts
-from runtime.server.errors import ApiError, JsonResponse
+from runtime.server.errors import ApiError, JsonResponse, renaming
 from runtime.server.intake import ServedText, described
 from runtime.server.protocol.chat import ChatRequest
 from runtime.server.response_models import BODY_ERRORS, MAY_STREAM, CountResponse, MessageResponse, to_json
@@ -170,14 +170,17 @@ def delta_event(number: int, **delta: Any) -> bytes:
 
 def prepare_message(served: ServedText, raw: bytes) -> PreparedChat:
     """As `prepare_chat`."""
-    return prepare_conversation(served, as_chat(served, served.parse(raw, MessagesRequest)))
+    body = served.parse(raw, MessagesRequest)
+    with renaming(**FIELD_NAMES):
+        return prepare_conversation(served, as_chat(served, body))
 
 
 def count_tokens(served: ServedText, raw: bytes) -> int:
     """Returns the tokens of a prompt. Raises ApiError or RequestError."""
     body = served.parse(raw, CountRequest)
     served.check_model(body.model)
-    return len(served.encode_pieces(conversation_texts(served.tokenizer, as_chat(served, body))))
+    with renaming(**FIELD_NAMES):
+        return len(served.encode_pieces(conversation_texts(served.tokenizer, as_chat(served, body))))
 
 
 def as_chat(served: ServedText, body: CountRequest) -> ChatRequest:
@@ -189,6 +192,8 @@ def as_chat(served: ServedText, body: CountRequest) -> ChatRequest:
     return served.validate(fields, ChatRequest)
 
 
+FIELD_NAMES = {"reasoning_effort": "output_config.effort"}
+"""Names of fields in Anthropic's form, by those of chats."""
 THINKING_VARIABLES = ("enable_thinking", "thinking")
 """Names under which chat templates switch reasoning on and off."""
 

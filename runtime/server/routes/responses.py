@@ -125,7 +125,7 @@ def usage_of(last: Delta, num_reasoning_tokens: int) -> dict[str, Any]:
 def prepare_response(served: ServedText, raw: bytes) -> PreparedResponse:
     """As `prepare_chat`."""
     body = served.parse(raw, ResponsesRequest)
-    with renaming(max_tokens="max_output_tokens"):
+    with renaming(max_tokens="max_output_tokens", reasoning_effort="reasoning.effort"):
         chat = prepare_conversation(served, served.validate(body.as_chat(), ChatRequest))
     if body.wants_logprobs and not chat.form.is_plain:
         message = (
