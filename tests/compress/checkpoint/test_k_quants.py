@@ -184,7 +184,7 @@ def test_words_and_options() -> None:
         first, _ = parse_candidates(f"{scheme.word},w4g128")
         assert (first.scheme, str(first)) == (scheme, scheme.word)
     for method in ("hqq", "smoothquant"):
-        with pytest.raises(RecipeError, match=rf"{method} cannot make w4a16 q4_k: "):
+        with pytest.raises(RecipeError, match=rf"{method} does not support w4a16 q4_k: "):
             QuantizeStage(method, Q4K())
 
 

@@ -79,7 +79,7 @@ def test_learning_lowers_the_error(scheme: BlockScheme) -> None:
 
 @pytest.mark.parametrize("scheme", [Iq4Nl(), Nf4(), Nvfp4()], ids=str)
 def test_floats_and_levels_are_refused(scheme: Scheme) -> None:
-    with pytest.raises(RecipeError, match=f"signround cannot make {scheme}: it learns integers"):
+    with pytest.raises(RecipeError, match=f"signround does not support {scheme}: it learns integers"):
         QuantizeStage("signround", scheme)
 
 

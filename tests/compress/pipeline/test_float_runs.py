@@ -82,7 +82,7 @@ def test_pruned_weights_stay_zero(tiny_model, tmp_path) -> None:
 
 @pytest.mark.parametrize("method", ["hqq", "signround", "smoothquant"])
 def test_other_methods_say_that_they_do_not(method: str) -> None:
-    with pytest.raises(RecipeError, match=rf"{method} cannot make w4a16 nvfp4 g16: .*") as caught:
+    with pytest.raises(RecipeError, match=rf"{method} does not support w4a16 nvfp4 g16: .*") as caught:
         QuantizeStage(method, Nvfp4())
     assert "gptq" in caught.value.remedy
 

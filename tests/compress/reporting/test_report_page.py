@@ -130,7 +130,7 @@ def test_memory_of_keys_and_values_is_computed_from_the_config(runs) -> None:
 
 def test_missing_sections_are_said(runs) -> None:
     shown = page_of(runs["rtn"]).text
-    assert "Perplexity and KL were not measured: not asked for" in shown
+    assert "Perplexity and KL were not measured: not requested" in shown
     assert "Nothing was smoothed" in shown
     assert "Block outputs were not computed" in shown
     assert "outliers were not recorded" in shown
