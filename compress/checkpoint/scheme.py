@@ -313,6 +313,26 @@ class Scheme(ABC):
         return (*wrapping, *claimed, FORMS[BASE_FORM])[0].parse(fields)
 
 
+class FixedScheme(Scheme):
+    """A form whose name determines its bits and group size."""
+
+    __slots__ = ()
+    group_size: ClassVar[int]
+
+    def fields(self) -> dict[str, Any]:
+        return {"bits": self.bits, "group_size": self.group_size, self.key: True}
+
+    @classmethod
+    def parse(cls, fields: Mapping[str, Any]) -> Self:
+        scheme = cls()
+        known = {"bits": scheme.bits, "group_size": scheme.group_size, "symmetric": True, "activation_bits": None}
+        for name, value in known.items():
+            if fields.get(name, value) != value:
+                problem = f"{cls.word} has {scheme.bits} bits, groups of {scheme.group_size} and 16-bit activations"
+                raise SchemeError(f"{problem}, not {name}={fields[name]}", f"Leave {name} out beside it")
+        return scheme
+
+
 BASE_FORM = "bits"
 """Key of the form of descriptions that name no other."""
 

@@ -44,7 +44,8 @@ class JsonToolFormat(ToolFormat):
         return [f"{rule}: {before} {rule}_arguments {after}", f"{rule}_arguments: {json_rule(tool.get('parameters'))}"]
 
     def schema_of_call(self, tool: Tool) -> dict[str, Any]:
-        assert self.key is not None
+        if self.key is None:
+            raise ValueError("calls of this format are no JSON objects")
         arguments = relocated(object_schema(tool.get("parameters")), f"#/properties/{self.key}")
         properties = {"name": {"const": tool["name"]}, self.key: arguments}
         return {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar, Self
 
-from compress.checkpoint.scheme import Scheme
+from compress.checkpoint.scheme import FixedScheme
 from compress.checkpoint.weights.base import StoredTensors, Weight, dequantize_by_rows
 from compress.common.errors import CheckpointError, SchemeError
 
@@ -21,7 +20,7 @@ INTEGERS = "block-scaled integer"
 """Kind of codes that are integers under scales and minima of blocks."""
 
 
-class BlockScheme(Scheme):
+class BlockScheme(FixedScheme):
     """A type of GGUF files.
 
     Attributes:
@@ -31,7 +30,6 @@ class BlockScheme(Scheme):
     """
 
     __slots__ = ()
-    group_size: ClassVar[int]
     block_size: ClassVar[int]
     block_bytes: ClassVar[int]
     has_minima: ClassVar[bool] = False
@@ -71,19 +69,6 @@ class BlockScheme(Scheme):
 
     def __str__(self) -> str:
         return f"w{self.bits}a16 {self.word}"
-
-    def fields(self) -> dict[str, Any]:
-        return {"bits": self.bits, "group_size": self.group_size, self.key: True}
-
-    @classmethod
-    def parse(cls, fields: Mapping[str, Any]) -> Self:
-        scheme = cls()
-        known = {"bits": scheme.bits, "group_size": scheme.group_size, "symmetric": True, "activation_bits": None}
-        for name, value in known.items():
-            if fields.get(name, value) != value:
-                problem = f"{cls.word} has {scheme.bits} bits, groups of {scheme.group_size} and 16-bit activations"
-                raise SchemeError(f"{problem}, not {name}={fields[name]}", f"Leave {name} out beside it")
-        return scheme
 
     def shape(self, stored: StoredTensors) -> tuple[int, int]:
         rows, row_bytes = stored[SUFFIX].shape

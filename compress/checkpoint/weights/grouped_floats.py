@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from collections.abc import Callable
+from typing import TYPE_CHECKING, ClassVar
 
-from compress.checkpoint.scheme import Scheme
+from compress.checkpoint.scheme import FixedScheme
 from compress.checkpoint.weights.base import Weight
 from compress.common.errors import SchemeError
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     """Makes a weight of codes `[O, I]`, uint8, and `[O, G]` what a search found."""
 
 
-class GroupedFloats(Scheme):
+class GroupedFloats(FixedScheme):
     """Floats with one scale per row and group of columns, which has a fixed size.
 
     Attributes:
@@ -29,7 +29,6 @@ class GroupedFloats(Scheme):
     """
 
     __slots__ = ()
-    group_size: ClassVar[int]
     scale_bits: ClassVar[int] = 8
     is_exact_size = True
     has_grid = True
@@ -63,19 +62,6 @@ class GroupedFloats(Scheme):
 
     def __str__(self) -> str:
         return f"w{self.bits}a16 {self.word} g{self.group_size}"
-
-    def fields(self) -> dict[str, Any]:
-        return {"bits": self.bits, "group_size": self.group_size, self.key: True}
-
-    @classmethod
-    def parse(cls, fields: Mapping[str, Any]) -> Self:
-        scheme = cls()
-        known = {"bits": scheme.bits, "group_size": scheme.group_size, "symmetric": True, "activation_bits": None}
-        for name, value in known.items():
-            if fields.get(name, value) != value:
-                problem = f"{cls.word} has {scheme.bits} bits, groups of {scheme.group_size} and 16-bit activations"
-                raise SchemeError(f"{problem}, not {name}={fields[name]}", f"Leave {name} out beside it")
-        return scheme
 
     def grid(
         self,
