@@ -5,10 +5,9 @@ import { toMessages, toText } from "./messages.js";
 const KEY_NAME = "runtime.api-key";
 
 export class ApiError extends Error {
-  constructor(message, status = 0, param = null) {
+  constructor(message, status = 0, param = null, code = null) {
     super(message);
-    this.status = status;
-    this.param = param;
+    Object.assign(this, { status, param, code });
   }
 }
 
@@ -42,7 +41,7 @@ export async function request(path, { body, signal } = {}) {
 async function refusal(response) {
   const plain = `The server answered with status ${response.status}.`;
   const { error } = await response.json().catch(() => ({}));
-  return new ApiError(error?.message ?? plain, response.status, error?.param ?? null);
+  return new ApiError(error?.message ?? plain, response.status, error?.param ?? null, error?.code ?? null);
 }
 
 /** What is in order with the server: "ok", or a sentence that says what is not. */

@@ -10,7 +10,7 @@ export const MAX_IMPORT_BYTES = 64 * 1024 ** 2;
  * filled while it comes.
  */
 export function newTurn(parent, { user, files = [], results = [] }) {
-  const answer = { mode: "chat", content: "", reasoning: "", calls: [], facts: "", note: "", error: "", model: "" };
+  const answer = { mode: "chat", content: "", reasoning: "", calls: [], facts: "", note: "", error: "", model: "", tokens: 0 };
   return { id: randomId(), parent, user, files, results, ...answer };
 }
 
@@ -48,13 +48,13 @@ function readConversation({ title, created, updated, turns, chosen }) {
   });
   const shown = Object.entries(chosen ?? {}).filter((pair) => pair.every((id) => ids.has(id)));
   const times = { created: Number(created) || Date.now(), updated: Number(updated) || Date.now() };
-  return { id: randomId(), title: string(title, "title"), ...times, turns: read, chosen: Object.fromEntries(shown) };
+  return { id: randomId(), title: plain(title, "title"), ...times, turns: read, chosen: Object.fromEntries(shown) };
 }
 
 function readTurn(turn) {
   const known = newTurn(ROOT, { user: "" });
   for (const [name, value] of Object.entries(known)) {
-    known[name] = PARTS[name] ? readParts(name, turn[name] ?? value) : string(turn[name] ?? value, name);
+    known[name] = PARTS[name] ? readParts(name, turn[name] ?? value) : plain(turn[name] ?? value, name, typeof value);
   }
   return known;
 }
@@ -63,13 +63,13 @@ function readTurn(turn) {
 const PARTS = { files: ["name", "text"], results: ["id", "name", "content"], calls: ["id", "name", "arguments"] };
 
 function readParts(name, value) {
-  const fieldsOf = (part) => PARTS[name].map((field) => [field, string(part?.[field], field)]);
+  const fieldsOf = (part) => PARTS[name].map((field) => [field, plain(part?.[field], field)]);
   return list(value, name).map((part) => Object.fromEntries(fieldsOf(part)));
 }
 
-function string(value, name) {
-  if (typeof value !== "string") throw new Error(`"${name}" in the file must be text.`);
-  return value;
+function plain(value, name, kind = "string") {
+  if (typeof value === kind) return value;
+  throw new Error(`"${name}" in the file must be ${kind === "string" ? "text" : "a number"}.`);
 }
 
 function list(value, name) {

@@ -9,6 +9,7 @@ const NEAR_END = 60; // pixels
 const SAVE_MILLISECONDS = 2000; // at least between two savings of an answer that still grows
 const TITLE_LENGTH = 60;
 const NO_TEMPLATE = "This model has no chat template, so it continues the text as it stands.";
+const LESS_ROOM = "The context has less room than Max tokens asks for: the answer may fill the rest of it.";
 
 /**
  * `getModel` gives the name of the model, in time. `onChange` is called whenever generating starts or stops, `onSave`
@@ -37,6 +38,11 @@ export class Conversation {
 
   get isEmpty() {
     return !this.list.firstChild;
+  }
+
+  /** Tokens of the context that the shown turns take, as the server counted them last; 0 before the first answer. */
+  get numTokens() {
+    return this.kept.tree.path.findLast((record) => record.tokens)?.tokens ?? 0;
   }
 
   /** Shows a conversation of the store, or a new one; a running answer is stopped and kept as far as it came. */
@@ -183,24 +189,32 @@ export class Conversation {
     this.onChange();
   }
 
-  async answer(turn, kept, signal) {
+  /** Asks again where the server refuses something that can be changed; `changes` replace fields of the request. */
+  async answer(turn, kept, signal, changes = {}) {
     try {
-      return await this.stream(turn, kept, signal);
+      return await this.stream(turn, kept, signal, changes);
     } catch (error) {
-      if (this.settings.mode !== "chat" || !/no chat template/.test(error.message)) throw error;
+      if (error.code === "context_length_exceeded" && error.param === "max_tokens") {
+        turn.explain(LESS_ROOM);
+        changes = { max_tokens: undefined };
+      } else if (this.settings.mode === "chat" && /no chat template/.test(error.message)) {
+        this.settings.mode = "text";
+        turn.setMode("text");
+        turn.explain(NO_TEMPLATE);
+      } else {
+        throw error;
+      }
     }
-    this.settings.mode = "text";
-    turn.beginAsText(NO_TEMPLATE);
-    return this.stream(turn, kept, signal);
+    return this.answer(turn, kept, signal, changes);
   }
 
-  async stream(turn, kept, signal) {
+  async stream(turn, kept, signal, changes) {
     const { mode, system, sampling } = this.settings;
     const [make, form] = mode === "chat" ? [chatRequest, this.settings.fields] : [textRequest, {}];
     const spoken = kept.tree.upTo(turn.record).map((record) => this.spoken(record, turn.record));
     const model = await this.getModel();
     turn.record.model = model;
-    const options = { system, form, sampling: { model, ...sampling }, probabilities: this.probabilities };
+    const options = { system, form, sampling: { model, ...sampling, ...changes }, probabilities: this.probabilities };
     const request = make(spoken, options);
     let [reason, saved] = ["", performance.now()];
     for await (const piece of generate(request, signal)) {

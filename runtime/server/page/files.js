@@ -4,7 +4,7 @@ const MAX_BYTES = 1024 ** 2; // each
 const LIMIT = "1 MiB";
 
 export class Files {
-  /** `list` shows them, `input` chooses them, and they may be dropped on `area`; `onRefusal` gets a sentence. */
+  /** `list` shows them, `input` chooses them, and they may be dropped on or pasted into `area`; `onRefusal` gets a sentence. */
   constructor({ list, input, area, onChange, onRefusal }) {
     Object.assign(this, { list, onChange, onRefusal });
     this.all = [];
@@ -18,6 +18,11 @@ export class Files {
       if (!hasFiles(event)) return;
       event.preventDefault();
       this.add([...event.dataTransfer.files]);
+    });
+    area.addEventListener("paste", (event) => {
+      if (!event.clipboardData.files.length) return;
+      event.preventDefault();
+      this.add([...event.clipboardData.files]);
     });
   }
 
@@ -59,6 +64,7 @@ function hasFiles({ dataTransfer }) {
 /** `{name, text}` of a file; throws an Error that says why it is refused. */
 async function readFile(file) {
   const name = file.name.replace(/[\p{Cc}\p{Cf}`]/gu, " ");
+  if (/^(image|audio|video)\//.test(file.type)) throw new Error(`${name} cannot be attached: the model reads text only.`);
   if (file.size > MAX_BYTES) throw new Error(`${name} has ${file.size} bytes; files of at most ${LIMIT} can be attached.`);
   const refusal = new Error(`${name} is not a text in UTF-8, so it cannot be attached.`);
   const content = await file.arrayBuffer().catch((error) => {

@@ -8,7 +8,8 @@ export class Library {
   /** `element` holds list, note and buttons; `conversation` is what is on the page. */
   constructor({ element, template, store, conversation }) {
     Object.assign(this, { element, template, store, conversation });
-    [this.list, this.note, this.input] = ["ul", ".kept-note", "input[type=file]"].map((part) => element.querySelector(part));
+    const parts = ["ul", ".kept-note", "input[type=file]", "input[type=search]"];
+    [this.list, this.note, this.input, this.search] = parts.map((part) => element.querySelector(part));
     this.numBusy = 0;
     this.lastOpen = sessionStorage.getItem(OPEN_NAME);
     this.list.addEventListener("click", (event) => this.act(event.target.closest("button")));
@@ -16,6 +17,7 @@ export class Library {
     element.querySelector("#import").addEventListener("click", () => this.input.click());
     element.querySelector("#export-all").addEventListener("click", () => this.attempt(() => this.exportAll()));
     this.input.addEventListener("change", () => this.attempt(() => this.import()));
+    this.search.addEventListener("input", () => this.refresh());
     document.addEventListener("visibilitychange", () => document.hidden || this.refresh());
   }
 
@@ -28,9 +30,10 @@ export class Library {
 
   refresh() {
     return this.attempt(async () => {
-      const entries = await this.store.list();
-      this.element.classList.toggle("none", !entries.length);
+      const query = this.search.value.trim().toLowerCase();
+      const entries = await (query ? this.store.find(query) : this.store.list());
       if (this.list.querySelector("input")) return; // a title is being changed
+      if (query !== this.search.value.trim().toLowerCase()) return; // a later search is under way
       const focused = this.list.contains(document.activeElement) && idOf(document.activeElement);
       this.list.replaceChildren(...entries.map((entry) => this.item(entry)));
       if (focused) this.itemOf(focused)?.querySelector(".open").focus();

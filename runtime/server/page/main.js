@@ -10,9 +10,12 @@ import { Settings } from "./settings.js";
 import { Store } from "./store.js";
 
 const POLL_MILLISECONDS = 1000;
+const NEARLY_FULL = 0.85; // share of the context from which the meter warns
 const PROBABILITIES_NAME = "runtime.probabilities";
 const find = (selector) => document.querySelector(selector);
 const [log, message, send, status] = ["#log", "#message", "#send", "#status"].map(find);
+
+let [model, context] = ["", 0]; // the served model and its context in tokens, once they are known
 
 const settings = new Settings(find("#settings"));
 const figures = new Figures(find("#figures"));
@@ -31,6 +34,15 @@ function showState() {
   message.rows = Math.min(8, message.value.split("\n").length); // for browsers that do not size fields by content
   status.textContent = running ? "The model is answering." : conversation.isEmpty ? "" : "The answer is complete.";
   library.mark();
+  showContext();
+}
+
+/** Shows how much of the context the conversation takes. */
+function showContext() {
+  const used = conversation.numTokens;
+  const words = used ? `${used.toLocaleString("en")} of ${context.toLocaleString("en")}` : context.toLocaleString("en");
+  find("#context").textContent = context ? `${words} tokens` : "";
+  Object.assign(find("#used"), { max: context, low: NEARLY_FULL * context, high: context, value: used });
 }
 
 const files = new Files({
@@ -133,15 +145,13 @@ find("#key-form").addEventListener("submit", async (event) => {
 
 // What is known of the server
 
-let model = "";
 
 async function getModel() {
   if (model) return model;
   const { data } = await (await request("v1/models")).json();
-  const [{ id, max_model_len: context }] = data;
-  model = id;
-  find("#model").textContent = document.title = id;
-  find("#context").textContent = `${context.toLocaleString("en")} tokens`;
+  [{ id: model, max_model_len: context }] = data;
+  find("#model").textContent = document.title = model;
+  showContext();
   return model;
 }
 

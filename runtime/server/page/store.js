@@ -15,6 +15,15 @@ export class Store {
     return this.ask("readonly", (stores) => stores[CONVERSATIONS].get(id));
   }
 
+  /** As `list`, of conversations with `query`, in lower case, in their title, messages, files or answers. */
+  async find(query) {
+    const matches = (text) => text.toLowerCase().includes(query);
+    const inTurn = ({ user, content, files }) => [user, content, ...files.flatMap(({ name, text }) => [name, text])].some(matches);
+    const found = (await this.all()).filter(({ title, turns }) => matches(title) || turns.some(inTurn));
+    const ids = new Set(found.map(({ id }) => id));
+    return (await this.list()).filter(({ id }) => ids.has(id));
+  }
+
   all() {
     return this.ask("readonly", (stores) => stores[CONVERSATIONS].getAll());
   }

@@ -3,6 +3,7 @@
 import { Answer } from "./answer.js";
 import { Calls, resultItems } from "./calls.js";
 import { fileItem } from "./files.js";
+import { Markdown } from "./markdown.js";
 
 const ENDS = { length: "reached the token limit", stop: "", tool_calls: "", timeout: "ran out of time", stopped: "stopped" };
 
@@ -23,8 +24,10 @@ export class Turn {
   }
 
   showPrompt() {
-    const { user, files, results } = this.record;
-    Object.assign(this.find("user"), { textContent: user, hidden: !user });
+    const { mode, user, files, results } = this.record;
+    const element = this.find("user");
+    Object.assign(element, { textContent: mode === "chat" ? "" : user, hidden: !user });
+    if (mode === "chat") new Markdown(element).show(user, true);
     this.find("files").replaceChildren(...files.map((file) => fileItem(file)));
     this.find("results").replaceChildren(...resultItems(results));
   }
@@ -47,22 +50,29 @@ export class Turn {
   }
 
   begin(mode) {
-    this.answer.reset(mode);
     [this.start, this.first, this.count] = [performance.now(), null, 0];
-    Object.assign(this.record, { mode, facts: "", error: "", note: "" });
+    Object.assign(this.record, { facts: "", error: "", note: "", tokens: 0 });
+    this.setMode(mode);
     this.state = "running";
     this.showRecord();
   }
 
-  /** Goes on as plain text, for the reason that `note` gives. */
-  beginAsText(note) {
-    this.answer.reset("text");
-    Object.assign(this.record, { mode: "text", note });
+  /** Shows prompt and answer as a "chat" or as plain "text". */
+  setMode(mode) {
+    this.answer.reset(mode);
+    this.record.mode = mode;
+    this.showPrompt();
+  }
+
+  /** Adds a sentence to the note above the answer. */
+  explain(sentence) {
+    this.record.note = `${this.record.note} ${sentence}`.trim();
     this.showRecord();
   }
 
   add(piece) {
     const { text, reasoning, calls, tokens, usage } = piece;
+    if (usage) this.record.tokens = usage.total_tokens;
     this.count = usage?.completion_tokens ?? this.count + (tokens.length || (text || reasoning || calls.length ? 1 : 0));
     if (this.count) this.first ??= performance.now();
     this.answer.add(piece);

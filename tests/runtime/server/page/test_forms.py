@@ -82,6 +82,25 @@ def test_file_that_is_no_text_or_too_long_is_refused(page: Any, content: bytes, 
     assert page.text_content("#refused") == ""
 
 
+@pytest.mark.parametrize("media_type", ["image/png", "image/svg+xml", "audio/wav"])
+def test_image_is_refused_when_it_is_attached_or_pasted(page: Any, media_type: str) -> None:
+    page.set_input_files("#composer input[type=file]", {"name": "cat.x", "mimeType": media_type, "buffer": b"<svg/>"})
+    expect(page.locator("#refused")).to_have_text("cat.x cannot be attached: the model reads text only.")
+    attach(page, "text", b"fine")
+    expect(page.locator("#refused")).to_have_text("")
+    page.evaluate(
+        """type => {
+            const data = new DataTransfer();
+            data.items.add(new File(["<svg/>"], "pasted.x", {type}));
+            const paste = new ClipboardEvent("paste", {clipboardData: data, bubbles: true});
+            document.querySelector("#message").dispatchEvent(paste);
+        }""",
+        media_type,
+    )
+    expect(page.locator("#refused")).to_contain_text("pasted.x cannot be attached")
+    assert page.locator("#attached li").count() == 1
+
+
 @pytest.mark.full
 def test_schema_reaches_the_server(page: Any) -> None:
     fill_form(page, response_format=json.dumps(SCHEMA))

@@ -20,7 +20,7 @@ def titles(page: Any) -> list[str]:
 
 
 def messages(page: Any) -> list[str]:
-    return page.locator(".user").all_text_contents()
+    return page.locator(".user").all_inner_texts()
 
 
 def answers(page: Any) -> list[str]:
@@ -66,6 +66,25 @@ def test_conversations_are_listed_and_opened(wide_page: Any, engine: ScriptedEng
     assert page.locator("#kept [aria-current]").text_content() == "older"
     ask(page, "again")
     expect(page.locator("#kept .open")).to_have_text(["older", "newer"])  # the last used is the first
+
+
+def test_conversations_are_searched_by_title_message_file_and_answer(wide_page: Any, engine: ScriptedEngine) -> None:
+    page = wide_page
+    file = {"name": "notes.txt", "mimeType": "text/plain", "buffer": b"wine list"}
+    for question, engine.answer in (("apples", "Red or GREEN."), ("pears", "none")):
+        page.click("#new")
+        if question == "pears":
+            page.set_input_files("#composer input[type=file]", file)
+            expect(page.locator("#attached li")).to_have_count(1)
+        ask(page, question)
+    results = {"Apples": ["apples"], "green": ["apples"], "wine": ["pears"], "e": ["pears", "apples"]}
+    for query, found in results.items():
+        page.fill("#kept input[type=search]", query)
+        expect(page.locator("#kept .open")).to_have_text(found)
+    page.fill("#kept input[type=search]", "nowhere")
+    expect(page.locator("#kept .open")).to_have_count(0)
+    page.fill("#kept input[type=search]", "")
+    expect(page.locator("#kept .open")).to_have_count(2)
 
 
 @pytest.mark.full
@@ -221,6 +240,7 @@ TURN = {"id": "a", "parent": "", "user": "hello"}
         ({"conversations": 3}, '"conversations" in the file must be a list'),
         ({"conversations": [{"title": 1, "turns": []}]}, '"title" in the file must be text'),
         ({"conversations": [{"title": "x", "turns": [{**TURN, "user": {}}]}]}, '"user" in the file must be text'),
+        ({"conversations": [{"title": "x", "turns": [{**TURN, "tokens": "3"}]}]}, '"tokens" in the file must be a'),
         ({"conversations": [{"title": "x", "turns": [{**TURN, "parent": "b"}]}]}, "not in front of it"),
         ({"conversations": [{"title": "x", "turns": [TURN, TURN]}]}, "the same id"),
     ],
@@ -243,7 +263,7 @@ def test_imported_answer_is_harmless_too(wide_page: Any) -> None:
     file = {"name": "x.json", "mimeType": "application/json", "buffer": json.dumps(archive).encode()}
     wide_page.set_input_files("#kept input[type=file]", file)
     wide_page.click("#kept .open")
-    expect(wide_page.locator(".user")).to_have_text([hostile])
+    expect(wide_page.locator(".user")).to_have_text(["<img src=x onerror='window.hacked = 1'> x"])
     assert wide_page.locator("#log img, #kept img").count() == 0
     assert wide_page.evaluate("window.hacked") is None
 

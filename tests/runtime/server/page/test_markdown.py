@@ -84,11 +84,12 @@ def test_markdown_becomes_elements(page: Any, engine: ScriptedEngine) -> None:
     assert text.locator(".code-bar span").text_content() == "python"
 
 
-def test_hostile_answer_does_nothing(page: Any, engine: ScriptedEngine) -> None:
+@pytest.mark.parametrize("part", ["user", "text"])
+def test_hostile_markdown_does_nothing(page: Any, engine: ScriptedEngine, part: str) -> None:
     sent: list[str] = []
     engine.answer = HOSTILE
     page.on("request", lambda request: sent.append(request.url))
-    text = ask(page, "attack").locator(".text")
+    text = ask(page, HOSTILE).locator(f".{part}")
     tags = text.evaluate("root => [...root.querySelectorAll('*')].map(element => element.tagName)")
     assert set(tags) <= ALLOWED
     names = text.evaluate("root => [...root.querySelectorAll('*')].flatMap(element => element.getAttributeNames())")
@@ -105,6 +106,17 @@ def test_hostile_answer_does_nothing(page: Any, engine: ScriptedEngine) -> None:
     shown = text.inner_text()
     assert "<script>window.hacked = 1</script>" in shown
     assert "<iframe" in shown
+
+
+def test_message_is_markdown_and_edited_as_it_was_written(page: Any, engine: ScriptedEngine) -> None:
+    engine.answer = "fine"
+    with page.expect_request("**/v1/chat/completions") as sent:
+        user = ask(page, ARTICLE).locator(".user")
+    assert sent.value.post_data_json["messages"] == [{"role": "user", "content": ARTICLE}]
+    assert user.locator("h1").text_content() == "Title"
+    assert user.locator("pre .hljs-keyword").first.text_content() == "def"
+    page.click("[data-action=edit]")
+    assert page.input_value(".edit textarea") == ARTICLE
 
 
 @pytest.mark.full

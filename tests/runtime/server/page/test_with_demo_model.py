@@ -293,6 +293,61 @@ def test_phone(visit: Visit) -> None:
     assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
 
 
+CONTROLS = """[...document.querySelectorAll("button, input:not([type=file]), textarea, summary")]
+    .map(element => element.type === "radio" ? element.labels[0] : element)
+    .filter(element => element.checkVisibility({visibilityProperty: true, opacityProperty: true}))
+    .map(element => {
+        const {width, height} = element.getBoundingClientRect();
+        const label = element.ariaLabel || element.labels?.[0]?.textContent || element.textContent;
+        return {html: element.outerHTML.slice(0, 80), label: label.trim(), width, height};
+    })"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("visit", [{"viewport": PHONE, "has_touch": True, "is_mobile": True}], indirect=True)
+def test_controls_of_a_phone_are_large_and_have_a_label(visit: Visit) -> None:
+    page = visit.page
+    page.tap("[aria-controls=side]")
+    visit.set(max_tokens=10)
+    page.tap("#side .close")
+    found = page.evaluate(CONTROLS)
+    page.set_input_files("#composer input[type=file]", {"name": "a.txt", "mimeType": "text/plain", "buffer": b"x"})
+    page.fill("#message", "```\ncode\n```")
+    found += page.evaluate(CONTROLS)
+    page.tap("#send")
+    visit.ended()
+    page.tap("[data-action=again]")
+    visit.ended()
+    found += page.evaluate(CONTROLS)
+    page.tap("[data-action=edit]")
+    found += page.evaluate(CONTROLS)
+    page.tap("[data-action=cancel]")
+    for drawer in ("kept", "side"):
+        page.tap(f"[aria-controls={drawer}]")
+        page.wait_for_selector(f"#{drawer}", state="visible")
+        page.evaluate("document.querySelector('.form').open = true")
+        found += page.evaluate(CONTROLS)
+        page.tap(f"#{drawer} .close")
+    assert len({control["label"] for control in found}) > 30
+    assert [control for control in found if not control["label"]] == []
+    assert [control for control in found if min(control["width"], control["height"]) < 43.9] == []
+    assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
+
+
+@pytest.mark.full
+def test_long_conversation_ends_with_the_context(visit: Visit) -> None:
+    visit.set(max_tokens=600, temperature=0)
+    context = visit.engine.runner.max_model_len
+    used = 0
+    while used < context - 100:
+        visit.answer(QUESTION * 10)
+        used = visit.page.evaluate("document.querySelector('#used').value")
+    assert used <= context
+    assert "less room" in visit.ended().locator(".note").inner_text()
+    assert all("400 (Bad Request)" in complaint for complaint in visit.complaints)  # one for each shorter answer
+    visit.complaints.clear()
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("visit", [{"color_scheme": scheme} for scheme in ("light", "dark")], indirect=True)
 def test_text_is_readable_in_light_and_dark(visit: Visit) -> None:

@@ -17,7 +17,7 @@ def test_markup_is_shown_as_text(page: Any, mode: str) -> None:
     page.click("#probabilities")
     page.check(f"input[value={mode}]", force=True)
     turn = ask(page, MARKUP)
-    assert turn.locator(".user").text_content() == MARKUP
+    assert turn.locator(".user").inner_text() == (SHOWN if mode == "chat" else MARKUP)
     assert turn.locator(".text").text_content() == MARKUP
     assert page.locator("#log img, #log script, #log b").count() == 0
     spans = turn.locator(".token").all_text_contents()
@@ -48,7 +48,7 @@ def test_alternatives_are_shown_as_text(page: Any) -> None:
     [
         ("temperature", "7", "temperature: Input should be less than or equal to 2"),
         ("top_k", "1.5", "top_k: Input should be a valid integer"),
-        ("max_tokens", "99999", "exceed the context of 2000 tokens"),
+        ("max_tokens", "0", "max_tokens: Input should be greater than or equal to 1"),
     ],
 )
 def test_bad_value_is_explained_and_shown(page: Any, field: str, value: str, words: str) -> None:
@@ -61,6 +61,32 @@ def test_bad_value_is_explained_and_shown(page: Any, field: str, value: str, wor
     page.click("[data-action=again]")
     page.wait_for_selector(".turn[data-state=done]")
     assert turn.locator(".error").is_hidden()
+
+
+@pytest.mark.parametrize("mode", ["chat", "text"])
+def test_answer_without_room_for_max_tokens_fills_the_context(page: Any, mode: str) -> None:
+    sent: list[dict[str, Any]] = []
+    page.on("request", lambda request: sent.append(request.post_data_json) if "completions" in request.url else None)
+    page.check(f"input[value={mode}]", force=True)
+    page.fill("#max_tokens", "1990")
+    turn = ask(page, "a question of 30 characters ...")
+    assert [body.get("max_tokens") for body in sent] == [1990, None]
+    assert "less room" in turn.locator(".note").inner_text()
+    assert page.get_attribute("#max_tokens", "aria-invalid") is None
+
+
+def test_context_that_the_conversation_takes_is_shown(page: Any) -> None:
+    page.wait_for_selector("h1:text('scripted')")
+    assert page.inner_text("#context") == "2,000 tokens"
+    assert page.evaluate("document.querySelector('#used').value") == 0
+    ask(page, "hello")
+    used = len("hello") + len(MARKUP.encode()) + 1
+    assert page.inner_text("#context") == f"{used} of 2,000 tokens"
+    assert page.evaluate("document.querySelector('#used').value") == used
+    page.reload()
+    page.wait_for_selector(f"#context:text('{used} of 2,000')")
+    page.click("#new")
+    assert page.inner_text("#context") == "2,000 tokens"
 
 
 def test_failure_within_an_answer_keeps_what_came(page: Any, engine: ScriptedEngine) -> None:
