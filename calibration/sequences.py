@@ -18,6 +18,8 @@ from calibration.parts import Part, share_out
 from calibration.sources import SELF, Document, Messages, TextSource, load_texts
 from compress.common.chat_template import ChatTemplate
 from compress.common.errors import DataError, RequestError
+from compress.common.files import without_marks
+from compress.common.tokenizer_file import TOKENIZER_FILE, LibraryErrors, check_tokenizer_file
 
 FEW_TOKENS = 8192
 OVERLAP_WINDOW = 32
@@ -117,7 +119,8 @@ def _encode(text: str, tokenizer: Any) -> list[int]:
     if not hasattr(tokenizer, "bos_token_id"):
         return list(tokenizer(text))
     # verbose=False: documents longer than the context are meant to be cut into windows, not warned about.
-    return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    with LibraryErrors(DataError, "the tokenizer cannot process the text", "Check the model's tokenizer.json"):
+        return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
 
 def separator_token(tokenizer: Any) -> int | None:
@@ -242,15 +245,14 @@ def load_tokenizer(path: str | Path) -> Any:
     """
     from transformers import AutoTokenizer
 
-    try:
-        return AutoTokenizer.from_pretrained(path, local_files_only=True)
-    # transformers and tokenizers raise unrelated types, bare Exception among them.
-    except Exception as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(": ")
-        raise DataError(
-            f"{path} holds no tokenizer that can be read ({reason})",
-            "Copy tokenizer.json and tokenizer_config.json of the model into it",
-        ) from error
+    if (file := Path(path, TOKENIZER_FILE)).exists():
+        check_tokenizer_file(file)
+    remedy = "Copy tokenizer.json and tokenizer_config.json of the model into it"
+    with (
+        LibraryErrors(DataError, f"{path} holds no tokenizer that can be read", remedy),
+        without_marks(Path(path)) as folder,
+    ):
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
 
 
 Sampler = Callable[[int, int, int], Tensor]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from compress.common.errors import DataError, NumericsError
-from compress.common.files import in_home, json_lines, utf8_text
+from compress.common.files import in_home, json_lines, open_at_once, utf8_text
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -167,8 +167,8 @@ def _read(path: Path) -> Iterator[Document]:
     elif path.name.endswith(TABLE_ENDING):
         yield from _read_table(path)
     else:
-        with utf8_text(path):
-            yield path.read_text(encoding="utf-8")
+        with utf8_text(path), open(path, encoding="utf-8-sig", opener=open_at_once) as stream:
+            yield stream.read()
 
 
 def _read_folder(path: Path) -> Iterator[Document]:

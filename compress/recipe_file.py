@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 from calibration.parts import Part
 from compress.common.cli import nearest
 from compress.common.errors import DataError, RecipeError, SchemeError
+from compress.common.files import read_text
 from compress.recipe import DEFAULT_LENGTH, DEFAULT_SAMPLES, CalibrationOptions, Recipe, Stage, parse_size
 from compress.search.space import (
     DEFAULT_CANDIDATES,
@@ -109,13 +110,9 @@ def load_work(name: str) -> Recipe | SearchRequest:
 def _read(name: str) -> tuple[str, str]:
     """Return the text of a recipe, and the file that errors name."""
     path = bundled_recipes().get(name, Path(name))
-    if not path.is_file():
+    if not path.exists():
         raise RecipeError(f"recipe {name} does not exist", nearest(name, tuple(bundled_recipes()), "Bundled recipes"))
-    try:
-        return path.read_text(encoding="utf-8"), str(path)
-    except UnicodeDecodeError as error:
-        problem = f"{path} is not UTF-8 text: {error.reason} at byte {error.start}"
-        raise RecipeError(problem, "Name a YAML file") from error
+    return read_text(path), str(path)
 
 
 def parse_recipe(text: str, origin: str) -> Recipe:

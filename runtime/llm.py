@@ -33,10 +33,12 @@ def load_engine(path: str | Path, config: RuntimeConfig, report: Report = ignore
         CheckpointError: the folder cannot be loaded.
         ToolkitError: this machine or model does not support the configuration.
     """
+    from compress.checkpoint.gguf.folder import folder_of
     from runtime.model.loader import load_model
     from runtime.runner.runner import build_runner
     from runtime.speculative.build import build_speculator
 
+    path = folder_of(path)
     tokenizer = Tokenizer.open(path)
     decoder = load_model(
         path,

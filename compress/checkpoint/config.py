@@ -9,6 +9,7 @@ from typing import Any
 
 from compress.common.errors import CheckpointError
 from compress.common.files import read_json
+from compress.common.model_folder import no_file
 from compress.models.config import block
 from compress.models.wrappers import text_part, whole_config
 
@@ -117,9 +118,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         config = read_json(path)
     except FileNotFoundError as error:
-        raise CheckpointError(
-            f"{path} does not exist", "Name a Hugging Face model folder with a config.json"
-        ) from error
+        raise no_file(path, "Name a Hugging Face model folder with a config.json") from error
     if not isinstance(config, dict):
         raise CheckpointError(f"{path} is not a JSON object", "Download this file again")
     return config

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from compress.checkpoint.config import COMPRESSION_KEY, QUANTIZATION_KEY
 from compress.common.errors import CheckpointError
+from compress.common.files import without_marks
 from compress.models.architecture import Architecture, architecture_of
 from compress.models.config import MAX_LAYERS, positive, refusal, text
 from compress.models.generic import architecture_by_structure
@@ -88,7 +89,8 @@ def read_transformers_config(
     from transformers import AutoConfig
 
     if OUTER not in config:
-        return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=True)
+        with without_marks(path) as folder:
+            return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
     left_out = (OUTER, QUANTIZATION_KEY, COMPRESSION_KEY)
     return AutoConfig.for_model(**{key: value for key, value in config.items() if key not in left_out})
 

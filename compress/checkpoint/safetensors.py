@@ -18,7 +18,8 @@ from torch import Tensor
 
 from compress.checkpoint.config import CONFIG_FILE
 from compress.common.errors import CheckpointError
-from compress.common.files import PARTIAL_SUFFIX, in_home, read_json
+from compress.common.files import PARTIAL_SUFFIX, check_content, read_json
+from compress.common.model_folder import GGUF_SUFFIX, find_folder, no_file
 from compress.models.wrappers import TextNames
 
 DTYPES = {
@@ -85,6 +86,7 @@ class MappedFile:
         Raises:
             CheckpointError: truncated, overlapping, of unknown dtype, or not safetensors at all.
         """
+        check_content(path)
         size = path.stat().st_size
         with path.open("rb") as stream:
             start = stream.read(8)
@@ -239,7 +241,6 @@ def _broken(path: Path, reason: str) -> CheckpointError:
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-GGUF_SUFFIX = ".gguf"
 PICKLE_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle"})
 WEIGHT_SUFFIXES = PICKLE_SUFFIXES | {
     ".safetensors",
@@ -277,7 +278,7 @@ class TensorFiles:
             CheckpointError: no such folder, only pickle files, missing or truncated shards, an index that leaves the
                 folder or names a tensor its shard lacks, or one tensor in two shards.
         """
-        folder = check_folder(path)
+        folder = find_folder(path)
         names, index = _weight_files(folder)
         files = [_open_file(folder / name) for name in names]
         owner: dict[str, MappedFile] = {}
@@ -391,20 +392,6 @@ def _open_file(path: Path) -> MappedFile:
     return GGUFTensors.open(path)
 
 
-def check_folder(path: str | Path) -> Path:
-    """Returns the folder at `path`. Raises CheckpointError if it does not exist."""
-    folder = in_home(path)
-    if folder.is_dir():
-        return folder
-    if folder.exists():
-        raise CheckpointError(f"{folder} is a file, not a model folder", f"Name its folder, {folder.absolute().parent}")
-    looks_like_hub_name = str(path).count("/") == 1 and not str(path).startswith((".", "/", "~"))
-    download = (
-        f", or fetch the model first: hf download {path} --local-dir {folder.name}" if looks_like_hub_name else ""
-    )
-    raise CheckpointError(f"model folder {folder} does not exist", f"Check the path{download}")
-
-
 def _weight_files(folder: Path) -> tuple[list[str], dict[str, str]]:
     """Returns file names in order, and the index (empty for a single file). A single file takes precedence, as in
     transformers."""
@@ -447,7 +434,7 @@ def _no_weights(folder: Path) -> CheckpointError:
     if not pickles and (files := sorted(folder.glob(f"*{GGUF_SUFFIX}"))):
         return CheckpointError(f"{folder} holds no safetensors weights", f"Name the file itself, {files[0]}")
     if not pickles:
-        return CheckpointError(f"{folder} holds no safetensors weights", "Name a folder that holds model.safetensors")
+        return no_file(folder / SINGLE_FILE, "Name a folder that holds the model's safetensors files")
     source, target = str(folder), f"{folder}-safetensors"
     code = (
         "from transformers import AutoModelForCausalLM as M, AutoTokenizer as T; "

@@ -21,7 +21,7 @@ from compress.cli.options import (
     StateOptions,
     StreamOptions,
 )
-from compress.common.cli import DEMO_NAME, demo_model_path, model_folder, with_groups
+from compress.common.cli import DEMO_NAME, demo_model_path, with_groups
 from compress.common.errors import RecipeError, ToolkitError
 from compress.common.files import in_home
 
@@ -41,12 +41,14 @@ def verify(
 
     If the folder has a compression report, codes are compared with it bit for bit.
     """
+    from compress.checkpoint.gguf.folder import folder_of
     from compress.checkpoint.verify import verify_structure
     from compress.common.errors import CheckpointError
     from compress.pipeline.finish import compare_with_report
 
-    structure = verify_structure(path)
-    differing = compare_with_report(path)
+    folder = folder_of(path)
+    structure = verify_structure(folder)
+    differing = compare_with_report(folder)
     problems = [*structure.problems, *(differing or ())]
     if as_json:
         typer.echo(json.dumps(structure.as_dict() | {"problems": problems, "ok": not problems}, indent=2))
@@ -132,7 +134,7 @@ def evaluate(
     if not ppl:
         raise ToolkitError("no measurement was requested", "Add --ppl")
     console = Console(stderr=True)
-    path = folder_of(model_folder(model)) if model else _default_model(console)
+    path = folder_of(model) if model else _default_model(console)
     streaming = stream.streaming(path)
     request = score.request(path, kv.scheme(read_config(path)), kernels, states.state_dtype, streaming)
     request = replace(request, baseline=path) if states.record else request
@@ -221,7 +223,7 @@ def export(
     if format == "gguf":
         from compress.checkpoint.gguf.export import export_gguf
 
-        exported = export_gguf(folder_of(model_folder(path)), out, gguf_type)
+        exported = export_gguf(folder_of(path), out, gguf_type)
         typer.echo("\n".join([*exported.lines(), f"wrote {exported.path} ({format})"]))
         return
     if gguf_type is not None:

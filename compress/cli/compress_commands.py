@@ -26,7 +26,7 @@ from compress.cli.options import (
     TextOptions,
     check_rounded,
 )
-from compress.common.cli import DEMO_NAME, DEMO_SOURCE, bundled_model, demo_model_path, model_folder
+from compress.common.cli import DEMO_NAME, DEMO_SOURCE, bundled_model, demo_model_path
 from compress.common.errors import RecipeError
 from compress.common.files import in_home
 from compress.methods.kv_cache import KVCacheStage
@@ -51,17 +51,15 @@ if TYPE_CHECKING:
 
 def make_request(model: Path | None, recipe: Recipe, out: Path, job: JobOptions) -> RunRequest:
     """Creates the request of a run; uses the demo model, with a message, if none is given."""
-    from compress.checkpoint.gguf.folder import folder_of
-    from compress.checkpoint.safetensors import check_folder
+    from compress.checkpoint.gguf.folder import folder_of, is_gguf
     from compress.pipeline.prepare import RunRequest
 
     if model is None:
         _say(f"No model named: using the {DEMO_NAME} ({demo_model_path()})")
-    named = demo_model_path() if model is None else model_folder(model)
-    folder = folder_of(named)
+    folder = demo_model_path() if model is None else folder_of(model)
     name = DEMO_SOURCE if model is None else bundled_model(model)
-    # Rejects symbolic link loops, which Path.resolve would fail on.
-    source = name or str((check_folder(folder) if folder == named else named).resolve())
+    file = model if model is not None and is_gguf(model) else folder
+    source = name or str(in_home(file).resolve())
     return RunRequest(
         folder,
         source,
@@ -153,14 +151,13 @@ def with_method(rounding: QuantizeKeys, model: Path | None) -> QuantizeKeys:
     """
     from compress.checkpoint.config import read_config
     from compress.checkpoint.gguf.folder import folder_of
-    from compress.checkpoint.safetensors import check_folder
     from compress.models.architecture import smooths_norms
     from compress.models.registry import find_family
 
     default = default_method(rounding.form)
     if rounding.method or default != default_method() or model is None:
         return rounding
-    config = read_config(check_folder(folder_of(model)))
+    config = read_config(folder_of(model))
     describe = find_family(config.get("model_type"))
     if describe is not None and smooths_norms(describe(config)):
         return rounding

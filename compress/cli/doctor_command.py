@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from compress.cli.options import AsJson
-from compress.common.cli import model_folder, wide_console
+from compress.common.cli import wide_console
 from compress.common.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def doctor(
     from compress.doctor.examine import examine
 
     with _progress() as on_progress:
-        found = examine(model_folder(path), model_folder(against) if against else None, on_progress)
+        found = examine(path, against, on_progress)
     if as_json:
         typer.echo(json.dumps(found.to_dict(), indent=2))
     else:

@@ -10,9 +10,9 @@ import typer
 
 from compress.checkpoint.kv_cache import AUTO, KVCacheScheme, stored_kv_cache, wished_kv_cache
 from compress.checkpoint.state_dtype import STATE_FLOAT32
-from compress.common.cli import model_folder
 from compress.common.errors import DataError, RecipeError
 from compress.common.files import PARTIAL_SUFFIX, in_home
+from compress.common.model_folder import PACKED
 from compress.recipe import DEFAULT_LENGTH, DEFAULT_SAMPLES, CalibrationOptions, parse_size
 from compress.search.space import Goal
 
@@ -60,7 +60,7 @@ Samples = Annotated[int, typer.Option("--num-calibration-samples", help="Calibra
 Length = Annotated[int, typer.Option("--max-seq-length", help="Tokens per calibration sequence.")]
 Seed = Annotated[int, typer.Option("--seed", help="Seed for choosing calibration sequences.")]
 
-DEFAULT_OUT = Path("packed")
+DEFAULT_OUT = PACKED
 
 
 def check_rounded(bits: int | None, group_size: int | None) -> None:
@@ -221,7 +221,7 @@ class ScoreOptions:
 
         return EvaluationRequest(
             model,
-            folder_of(model_folder(self.baseline)) if self.baseline else None,
+            folder_of(self.baseline) if self.baseline else None,
             self.data,
             self.length,
             self.tokens,

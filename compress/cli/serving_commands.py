@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from compress.cli.options import AsJson
-from compress.common.cli import SIZE_OPTION, model_folder
+from compress.common.cli import SIZE_OPTION
 from compress.common.errors import RecipeError
 from compress.common.files import check_out_folder, in_home
 
@@ -65,6 +65,7 @@ def fit(
     model, speed from the bandwidth.
     """
     from compress.checkpoint.config import read_config
+    from compress.checkpoint.gguf.folder import folder_of
     from compress.fit import ServingTarget, choose
     from runtime.core.model_config import parse_config
 
@@ -73,7 +74,7 @@ def fit(
     recipe = None if out is None else check_out_folder(in_home(out))
     if rate and bandwidth is None and device == "gpu":
         raise RecipeError("--tokens-per-second needs the speed of the GPU", "Add --bandwidth, e.g. --bandwidth 900GB")
-    described = parse_config(read_config(model_folder(model)))
+    described = parse_config(read_config(folder_of(model)))
     drafting = None if draft is None else _draft_model(draft)
     speed = _stream_speed() if bandwidth is None and device == "cpu" else bandwidth
     target = ServingTarget(memory, context, users, device == "gpu", drafting, speed, rate)
@@ -90,11 +91,12 @@ def fit(
 def _draft_model(path: Path) -> DraftModel:
     """Reads config.json and file sizes; missing weights count as 16 bits."""
     from compress.checkpoint.config import read_config
+    from compress.checkpoint.gguf.folder import folder_of
     from compress.draft_model import DraftModel
     from compress.fit import weight_bytes
     from runtime.core.model_config import parse_config
 
-    folder = model_folder(path)
+    folder = folder_of(path)
     config = parse_config(read_config(folder))
     stored = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     return DraftModel(str(path), config, stored or weight_bytes(config, None))

@@ -16,13 +16,13 @@ from dataclasses import MISSING, Field, field, fields, is_dataclass
 from difflib import get_close_matches
 from enum import StrEnum
 from importlib.resources import files
+from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, get_args, get_origin, get_type_hints
 
 import typer
 
 from compress.common.errors import ToolkitError
-from compress.common.files import in_home
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -64,35 +64,64 @@ SIZE_OPTION: dict[str, Any] = {"metavar": "SIZE", "parser": read_size, "show_def
 
 
 INTERRUPTED = 130
+WRONG_OPTIONS = 2
+"""Typer's status."""
 REMEDIES = {
+    errno.EMFILE: "Raise the number of open files, for example ulimit -n 4096",
+    errno.ENOMEM: "Free memory, or raise its limit (ulimit -v)",
+    errno.EAGAIN: "Raise the limits of processes and memory (ulimit -u, ulimit -v)",
     errno.ENOSPC: "Free space, or write to another disk",
     errno.EDQUOT: "Free space, or write to another disk",
     errno.EACCES: "Change its permissions, or name another path",
     errno.EROFS: "Name a path on a writable disk",
 }
 """Remedies for system errors that any read or write may raise."""
+SHORTAGES = ("allocate memory", "out of memory", "failed to map segment", "can't start new thread")
+"""Parts of the messages of torch, the linker and Python for a lack of memory or threads."""
 
 
 def run_cli(app: typer.Typer) -> None:
     """Runs a Typer application and leaves the process; it never returns.
 
-    A ToolkitError, a full disk or a path that the system refuses becomes one line `error: <problem>. <remedy>` on
-    stderr and status 1, Ctrl-C becomes status 130, and wrong options keep Typer's own message and status 2.
+    A ToolkitError, a full disk, a path that the system refuses or a lack of memory or threads becomes one line
+    `error: <problem>. <remedy>` on stderr and status 1, wrong options keep Typer's own message and get status 1, too,
+    and Ctrl-C becomes status 130. A closed pipe at the other end of stdout becomes status 1 without a message.
     """
     let_threads_sleep()
+    _escape_unprintable()
     try:
-        app()
+        try:
+            app()
+        finally:
+            sys.stdout.flush()
     except ToolkitError as error:
         _refuse(error)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush when the interpreter ends
+        sys.exit(1)
     except OSError as error:
         if error.errno not in REMEDIES and error.filename is None:
             raise
         remedy = REMEDIES.get(error.errno or 0, "Name another path")
-        _refuse(ToolkitError(f"{error.strerror}: {error.filename or 'while writing'}", remedy))
+        _refuse(ToolkitError(f"{error.strerror}: {error.filename or 'in this command'}", remedy))
+    except (MemoryError, RuntimeError, ImportError) as error:
+        if not isinstance(error, MemoryError) and not any(mark in str(error) for mark in SHORTAGES):
+            raise
+        said = str(error).partition("\n")[0] or "out of memory"
+        _refuse(ToolkitError(said, "Free memory, or raise the limits of memory and processes (ulimit -v, ulimit -u)"))
     except (KeyboardInterrupt, SystemExit) as stop:
         if _came_from_ctrl_c(stop):
             sys.exit(INTERRUPTED)
+        if stop.code == WRONG_OPTIONS:
+            sys.exit(1)
         raise
+
+
+def _escape_unprintable() -> None:
+    """Lets streams escape characters that their encoding lacks, such as those of a model on an ASCII terminal."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _refuse(error: ToolkitError) -> NoReturn:
@@ -228,12 +257,6 @@ machine to machine."""
 def bundled_model(model: str | Path) -> str | None:
     """Name of the bundled model that is meant; None for a path. A folder of that name comes first."""
     return str(model) if str(model) in BUNDLED and not Path(model).exists() else None
-
-
-def model_folder(model: str | Path) -> Path:
-    """Folder of a model that is named by its path or as a bundled one."""
-    name = bundled_model(model)
-    return bundled_path(name) if name else in_home(model)
 
 
 def bundled_path(name: str) -> Path:

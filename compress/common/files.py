@@ -9,10 +9,12 @@ import lzma
 import os
 import shlex
 import shutil
+from codecs import BOM_UTF8
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from compress.common.errors import CheckpointError, DataError
@@ -123,22 +125,94 @@ def _megabytes(count: int) -> str:
     return f"{count / 1e6:,.1f} MB"
 
 
+MAX_FILE_BYTES = 100_000_000
+"""Far above the largest tokenizer or index of weights."""
+LFS_MARK = b"version https://git-lfs"
+
+
+def is_lfs_pointer(path: Path) -> bool:
+    """Returns whether a file is what git stores in place of a large one."""
+    with path.open("rb") as stream:
+        return stream.read(len(LFS_MARK)) == LFS_MARK
+
+
+def check_content(path: Path) -> None:
+    """Raises CheckpointError for a pointer of git-lfs in the place of a file."""
+    if is_lfs_pointer(path):
+        remedy = f"Run git lfs pull in {path.absolute().parent}"
+        raise CheckpointError(f"{path} is a pointer of git-lfs, not the file itself", remedy)
+
+
+def read_file(path: Path) -> bytes:
+    """Reads a file that is small by its purpose: a config, tokenizer, template, schema or recipe.
+
+    Raises:
+        CheckpointError: it is a folder, device or pipe, larger than `MAX_FILE_BYTES`, or a pointer of git-lfs.
+        OSError: it does not exist, or cannot be read.
+    """
+    check_file(path)
+    size = path.stat().st_size
+    if size > MAX_FILE_BYTES:
+        problem = f"{path} has {_megabytes(size)}, and such a file has at most {_megabytes(MAX_FILE_BYTES)}"
+        raise CheckpointError(problem, "Name another file")
+    check_content(path)
+    return path.read_bytes()
+
+
+def read_text(path: Path) -> str:
+    """Reads a small file as text, without its byte order mark. Raises DataError if it is no UTF-8, and as
+    `read_file`."""
+    with utf8_text(path):
+        return read_file(path).decode("utf-8-sig")
+
+
 def read_json(path: Path, remedy: str = "Download this file again") -> Any:
-    """Read a JSON file. Raises CheckpointError when it is none, or nested deeper than any such file."""
+    """Read a JSON file. Raises CheckpointError when it is none, or nested deeper than any such file, and as
+    `read_file`."""
     try:
-        return json.loads(path.read_bytes())
+        return json.loads(read_file(path))
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not valid JSON: {error}", remedy) from error
 
 
 @contextmanager
-def utf8_text(path: Path) -> Iterator[None]:
+def without_marks(folder: Path) -> Iterator[Path]:
+    """Yields a folder whose JSON files begin with no byte order mark, which other libraries do not read: `folder`, or a
+    temporary one with links to its files and corrected copies."""
+    marked = [file for file in folder.glob("*.json") if file.is_file() and _is_marked(file)]
+    if not marked:
+        yield folder
+        return
+    with TemporaryDirectory() as name:
+        for file in folder.iterdir():
+            if file not in marked:
+                Path(name, file.name).symlink_to(file.absolute())
+        for file in marked:
+            Path(name, file.name).write_text(read_text(file), encoding="utf-8")
+        yield Path(name)
+
+
+def _is_marked(file: Path) -> bool:
+    with file.open("rb") as stream:
+        return stream.read(len(BOM_UTF8)) == BOM_UTF8
+
+
+def open_at_once(path: str, flags: int) -> int:
+    """Opens a file or pipe for `open`; a pipe that no process writes to is empty, where it would block until one
+    does."""
+    handle = os.open(path, flags | os.O_NONBLOCK)
+    os.set_blocking(handle, True)
+    return handle
+
+
+@contextmanager
+def utf8_text(path: Path | str) -> Iterator[None]:
     """Turns bytes that are no UTF-8 into a DataError that names the file."""
     try:
         yield
     except UnicodeDecodeError as error:
         raise DataError(
-            f"{path} is not UTF-8 text: {error.reason} at byte {error.start}", "Convert it to UTF-8"
+            f"{path} is not {error.encoding.upper()} text: {error.reason} at byte {error.start}", "Convert it to UTF-8"
         ) from error
 
 
@@ -157,7 +231,9 @@ def json_lines(path: Path) -> Iterator[tuple[str, Any]]:
     """
     with (
         utf8_text(path),
-        lzma.open(path, "rt", encoding="utf-8") if path.suffix == ".xz" else path.open(encoding="utf-8") as lines,
+        lzma.open(path, "rt", encoding="utf-8-sig")
+        if path.suffix == ".xz"
+        else open(path, encoding="utf-8-sig", opener=open_at_once) as lines,
     ):
         try:
             for number, line in enumerate(lines, 1):
@@ -196,8 +272,7 @@ def read_yaml(path: Path) -> YamlPart:
     import yaml
 
     try:
-        with utf8_text(path):
-            root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.BaseLoader)
+        root = yaml.compose(read_text(path), Loader=yaml.BaseLoader)
         return _yaml_part(path, root) if root is not None else YamlPart(str(path), {})
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}", "Name a YAML file") from error

@@ -9,7 +9,6 @@ from pathlib import Path
 import compress.doctor.checks  # noqa: F401 (registers the checks)
 from compress.checkpoint.gguf.folder import folder_of
 from compress.checkpoint.reader import NONSENSE, PackedCheckpoint
-from compress.checkpoint.safetensors import check_folder
 from compress.common.errors import ToolkitError
 from compress.doctor.base import AGAIN, CHECKS
 from compress.doctor.findings import Diagnosis, Finding, Severity, in_order
@@ -30,9 +29,9 @@ def examine(path: Path, against: Path | None = None, on_progress: Progress | Non
     Raises:
         CheckpointError: the folder or file does not exist, or `against` cannot be opened.
     """
-    source = check_folder(folder_of(against)) if against else None
+    source = folder_of(against) if against else None
     try:
-        folder = check_folder(folder_of(path))
+        folder = folder_of(path)
     except ToolkitError as error:
         if not path.is_file():
             raise

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Mapping
@@ -15,7 +14,7 @@ from compress.checkpoint.config import dtype_name, read_config
 from compress.checkpoint.kv_cache import KVCacheRecord, KVCacheScheme
 from compress.checkpoint.safetensors import TensorFiles
 from compress.common.errors import CheckpointError, SchemeError, ToolkitError
-from compress.common.files import REPORT_FILE
+from compress.common.files import REPORT_FILE, read_json
 from compress.models.registry import find_family
 from compress.targets import without_indices
 
@@ -329,7 +328,7 @@ def read_report(path: Path) -> RunReport:
     """
     file = path / REPORT_FILE if path.is_dir() else path
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
+        values = read_json(file)
         return RunReport.model_validate(values | {"path": file} if isinstance(values, dict) else values)
     except FileNotFoundError as error:
         raise CheckpointError(
@@ -340,8 +339,6 @@ def read_report(path: Path) -> RunReport:
         raise _damaged(file, f"{_place(first['loc'])}: {first['msg']}".removeprefix(": ")) from error
     except SchemeError as error:
         raise _damaged(file, f"kv_cache: {error.problem}") from error
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file} is not valid JSON: {error}", "Copy this file again") from error
 
 
 def _damaged(file: Path, problem: str) -> CheckpointError:

@@ -109,7 +109,8 @@ class ResultFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.statuses, num_bytes = _read_statuses(path) if path.exists() else ({}, 0)
+        self._is_new = not path.exists()
+        self.statuses, num_bytes = ({}, 0) if self._is_new else _read_statuses(path)
         self._stream: BinaryIO = path.open("ab")
         self._stream.truncate(num_bytes)
 
@@ -121,10 +122,12 @@ class ResultFile:
         self.statuses[custom_id] = answer.status_code
 
     def close(self) -> None:
-        """Flushes to disk and closes the file."""
+        """Flushes to disk and closes the file; removes it if it is new and nothing was written."""
         self._stream.flush()
         os.fsync(self._stream.fileno())
         self._stream.close()
+        if self._is_new and not self.statuses:
+            self.path.unlink()
 
 
 def result_json(custom_id: str, answer: Response) -> dict[str, Any]:

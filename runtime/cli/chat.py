@@ -16,6 +16,7 @@ import typer
 
 from compress.common.cli import with_groups
 from compress.common.errors import RequestError, ToolkitError
+from compress.common.files import utf8_text
 from runtime.cli.generate import steps
 from runtime.cli.options import ModelArgument, SeedOption, resolve_model, runtime_config
 from runtime.core.config import ComputeOptions, ContextOptions, KVCacheOptions, SpeculativeOptions
@@ -108,7 +109,9 @@ def read_lines(session: Session) -> Iterator[str]:
         tell("Type a message; /help lists commands.")
     while not session.conversation.is_over:
         try:
-            yield input(PROMPT if is_terminal else "")
+            with utf8_text("standard input"):
+                line = input(PROMPT if is_terminal else "")
+            yield line
         except EOFError:
             return
         except KeyboardInterrupt:

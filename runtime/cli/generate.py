@@ -12,6 +12,7 @@ import typer
 
 from compress.common.cli import with_groups
 from compress.common.errors import RequestError, ToolkitError
+from compress.common.files import MAX_FILE_BYTES, utf8_text
 from runtime.cli.options import GrammarOptions, ModelArgument, SeedOption, resolve_model, runtime_config
 from runtime.core.config import ComputeOptions, ContextOptions, KVCacheOptions, SpeculativeOptions
 from runtime.core.dry import DryParams
@@ -83,9 +84,15 @@ def generate(
 
 
 def read_prompt() -> str:
+    """Reads standard input. Raises DataError if it is no text, RequestError if it does not end within
+    `MAX_FILE_BYTES`."""
     if sys.stdin.isatty():
         print("Type the prompt and end it with Ctrl-D:", file=sys.stderr)
-    return sys.stdin.read().removesuffix("\n")
+    with utf8_text("standard input"):
+        text = sys.stdin.read(MAX_FILE_BYTES + 1)
+    if len(text) > MAX_FILE_BYTES:
+        raise RequestError(f"the prompt has more than {MAX_FILE_BYTES:,} characters", "Pipe a shorter text in")
+    return text.removesuffix("\n")
 
 
 def steps(engine: Engine, is_stopped: Callable[[], bool] = lambda: False) -> Iterator[Delta]:

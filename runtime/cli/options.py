@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from compress.common.cli import DEMO_NAME, bundled_model, bundled_path, demo_model_path, nearest, option
-from compress.common.errors import CheckpointError, RequestError, ToolkitError
-from compress.common.files import YamlPart, read_yaml
+from compress.common.cli import DEMO_NAME, bundled_model, demo_model_path, nearest, option
+from compress.common.errors import RequestError, ToolkitError
+from compress.common.files import YamlPart, read_text, read_yaml
+from compress.common.model_folder import PACKED
 from runtime.core.config import RuntimeConfig
 
 if TYPE_CHECKING:
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from runtime.core.request import Grammar
 
 
-PACKED = Path("packed")
 ModelArgument = Annotated[
     Path | None,
     typer.Argument(
@@ -40,23 +40,15 @@ def resolve_model(model: Path | None) -> tuple[Path, str]:
     """Returns the folder to load and its description for the user.
 
     Raises:
-        CheckpointError: the path is neither a folder nor a readable GGUF file.
+        CheckpointError: as `compress.checkpoint.gguf.folder.folder_of`.
     """
     if model is None and PACKED.is_dir():
         return PACKED, f"{PACKED}/ (the default)"
     if model is None:
         return demo_model_path(), f"{DEMO_NAME} (no model was given and the folder '{PACKED}' does not exist)"
-    if name := bundled_model(model):
-        return bundled_path(name), f"{name} (bundled)"
-    if model.suffix.lower() == ".gguf":
-        from compress.checkpoint.gguf.folder import folder_of
+    from compress.checkpoint.gguf.folder import folder_of
 
-        return folder_of(model), str(model)
-    if not model.is_dir():
-        first = "Create it with compress quantize, name" if model == PACKED else "Name"
-        remedy = f"{first} a folder with config.json and safetensors files, or leave it out for the bundled demo model"
-        raise CheckpointError(f"there is no folder {model}", remedy)
-    return model, str(model)
+    return folder_of(model), f"{model} (bundled)" if bundled_model(model) else str(model)
 
 
 def check_targets(*files: Path | None) -> None:
@@ -272,11 +264,10 @@ class GrammarOptions:
         if self.json_schema is None:
             return None
         try:
-            return Grammar(GrammarKind.JSON_SCHEMA, self.json_schema.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError) as error:
-            raise RequestError(
-                f"{self.json_schema} cannot be read: {error}", "Name a file with a JSON schema"
-            ) from error
+            return Grammar(GrammarKind.JSON_SCHEMA, read_text(self.json_schema))
+        except OSError as error:
+            problem = f"{self.json_schema} cannot be read: {error.strerror}"
+            raise RequestError(problem, "Name a file with a JSON schema") from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,9 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+from compress.checkpoint.gguf.folder import folder_of
 from compress.common.cli import draft_model_path
-from compress.common.errors import ToolkitError
+from compress.common.errors import CheckpointError, ToolkitError
 from runtime.core.config import RuntimeConfig
 from runtime.core.memory_plan import NO_STATES, MemoryPlan, StateSlots
 from runtime.memory.estimate import kv_token_bytes
@@ -140,11 +141,11 @@ def _draft_decoder(path: str | Path, target: ServedModel, config: RuntimeConfig)
         return round_layers(target, path, int(rounded[1]), config.linear_backend)
     if isinstance(target, Decoder) and (skipping := SELF_SKIPPING.fullmatch(config.speculative_model)):
         return skip_layers(target, int(skipping[1]) if skipping[1] else None)
-    folder = draft_model_path() if config.speculative_model == "demo" else Path(config.speculative_model)
-    if not folder.is_dir():
-        raise ToolkitError(
-            f"--speculative-model {config.speculative_model} is neither a known drafter nor a folder", f"Use {CHOICES}"
-        )
+    try:
+        folder = draft_model_path() if config.speculative_model == "demo" else folder_of(config.speculative_model)
+    except CheckpointError as error:
+        problem = f"--speculative-model {config.speculative_model} is no known drafter, and {error.problem}"
+        raise ToolkitError(problem, f"{error.remedy}, or use {CHOICES}") from error
     decoder = load_model(folder, device=str(target.device), dtype=_dtype_name(target), kernels=config.linear_backend)
     _check_vocabulary(Path(path), target, folder, decoder)
     return decoder

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,6 +14,9 @@ import tokenizers
 
 from compress.common.chat_template import ChatTemplate
 from compress.common.errors import CheckpointError, LongPromptError, RequestError
+from compress.common.files import read_json, read_text
+from compress.common.model_folder import no_file
+from compress.common.tokenizer_file import COPY_AGAIN, TOKENIZER_FILE, LibraryErrors, check_tokenizer_file
 
 BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
@@ -141,6 +143,8 @@ class Detokenizer:
 LONG_TOKENS = 1024
 """Number of tokens above which decoding releases the interpreter lock, which costs more than decoding a few tokens."""
 
+TEXT_ERRORS = LibraryErrors(RequestError, "the tokenizer cannot process this text", "Check the model's tokenizer.json")
+
 NAMED_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
 
 
@@ -180,8 +184,8 @@ class Tokenizer:
             CheckpointError: the files are missing or cannot be read.
         """
         folder = Path(path)
-        config = _read_json(folder / "tokenizer_config.json")
-        special_tokens = _named_tokens(_read_json(folder / "special_tokens_map.json") | config)
+        config = _read_object(folder / "tokenizer_config.json")
+        special_tokens = _named_tokens(_read_object(folder / "special_tokens_map.json") | config)
         opened = cls(_open_backend(folder), special_tokens, _read_template(folder, config))
         opened._folder = folder.absolute()
         return opened
@@ -228,9 +232,10 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Returns the text of token ids; bytes of incomplete characters become U+FFFD."""
         ids = list(token_ids)
-        if len(ids) < LONG_TOKENS:
-            return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
-        return self._backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)[0]
+        with TEXT_ERRORS:
+            if len(ids) < LONG_TOKENS:
+                return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+            return self._backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)[0]
 
     def token_bytes(self, token_id: int) -> bytes:
         """Returns the bytes that a token adds to the text, possibly part of a character; special tokens as their
@@ -287,7 +292,8 @@ class Tokenizer:
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         # Unlike `encode`, batch encoding releases the interpreter lock.
-        return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        with TEXT_ERRORS:
+            return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def _named_id(self, name: str) -> int | None:
         token = self.special_tokens.get(name)
@@ -295,23 +301,21 @@ class Tokenizer:
 
 
 def _open_backend(folder: Path) -> tokenizers.Tokenizer:
-    path = folder / "tokenizer.json"
-    if not path.is_file():
+    path = folder / TOKENIZER_FILE
+    if not path.exists():
         return _convert_with_transformers(folder)
-    try:
-        return tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises bare Exception
-        raise CheckpointError(f"{path} cannot be read: {error}", "copy it from the source model again") from error
+    check_tokenizer_file(path)
+    with LibraryErrors(CheckpointError, f"{path} cannot be used", COPY_AGAIN):
+        return tokenizers.Tokenizer.from_str(read_text(path))
 
 
 def _convert_with_transformers(folder: Path) -> tokenizers.Tokenizer:
     """Converts the tokenizer of a folder without tokenizer.json. Imports transformers, which is slow."""
-    if not (folder / "config.json").is_file():
-        problem = f"{folder} is not a model: config.json is missing"
-        raise CheckpointError(problem, "Name a folder with config.json, safetensors files and tokenizer.json")
+    if not (folder / "config.json").exists():
+        raise no_file(folder / "config.json", "Name a folder with config.json, safetensors files and tokenizer.json")
     remedy = "Copy tokenizer.json and tokenizer_config.json of the source model into the folder"
     if not any((folder / name).is_file() for name in ("tokenizer.model", "vocab.json", "spiece.model")):
-        raise CheckpointError(f"{folder} has no tokenizer.json", remedy)
+        raise no_file(folder / TOKENIZER_FILE, remedy)
     from transformers import AutoTokenizer
 
     try:
@@ -323,13 +327,8 @@ def _convert_with_transformers(folder: Path) -> tokenizers.Tokenizer:
     return backend
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}", "copy it from the source model again") from error
+def _read_object(path: Path) -> dict[str, Any]:
+    content = read_json(path, COPY_AGAIN) if path.exists() else {}
     return content if isinstance(content, dict) else {}
 
 
@@ -343,12 +342,9 @@ def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 def _read_template(folder: Path, config: Mapping[str, Any]) -> str | None:
     """Reads the template file, else the template in the configuration (of several, the one named default)."""
     path = folder / "chat_template.jinja"
-    if path.is_file():
-        try:
-            return path.read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{path} cannot be read: {error}", "copy it from the source model again") from error
-    template = _read_json(folder / "chat_template.json").get("chat_template") or config.get("chat_template")
+    if path.exists():
+        return read_text(path)
+    template = _read_object(folder / "chat_template.json").get("chat_template") or config.get("chat_template")
     if isinstance(template, list):
         named = {entry["name"]: entry["template"] for entry in template}
         template = named.get("default")

@@ -5,7 +5,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from functools import partial
 from io import StringIO
@@ -29,8 +29,8 @@ def runtime(*arguments: str, cwd: Path | None = None, stdin: str = "") -> subpro
     )
 
 
-def runtime_here(*arguments: str, cwd: Path, stdin: str = "") -> subprocess.CompletedProcess[str]:
-    """Runs it to its end in this process, which saves the seconds that loading torch takes."""
+def run_here(main: Callable[[], None], *arguments: str, cwd: Path, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    """Runs the command line `main` to its end in this process, which saves the seconds that loading torch takes."""
     with (
         pytest.MonkeyPatch.context() as patch,
         redirect_stdout(StringIO()) as stdout,
@@ -38,11 +38,14 @@ def runtime_here(*arguments: str, cwd: Path, stdin: str = "") -> subprocess.Comp
     ):
         patch.chdir(cwd)
         patch.setenv("COLUMNS", ENVIRONMENT["COLUMNS"])
-        patch.setattr(sys, "argv", ["runtime", *arguments])
+        patch.setattr(sys, "argv", [main.__module__.partition(".")[0], *arguments])
         patch.setattr(sys, "stdin", StringIO(stdin))
         with pytest.raises(SystemExit) as end:
             main()
     return subprocess.CompletedProcess(arguments, end.value.code or 0, stdout.getvalue(), stderr.getvalue())
+
+
+runtime_here = partial(run_here, main)
 
 
 def start(*arguments: str, cwd: Path) -> subprocess.Popen[str]:

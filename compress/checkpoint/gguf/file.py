@@ -17,7 +17,7 @@ from compress.checkpoint.gguf.metadata import Cursor, DamagedError, read_metadat
 from compress.checkpoint.gguf.types import dequantize, find_type
 from compress.checkpoint.gguf.types.base import BlockType
 from compress.common.errors import CheckpointError
-from compress.common.files import in_home
+from compress.common.files import check_content, in_home
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -75,6 +75,7 @@ class GGUFFile:
         file = in_home(path)
         if not file.is_file():
             raise CheckpointError(f"there is no file {file}", "Check the path")
+        check_content(file)
         with file.open("rb") as stream:
             if stream.read(4) != MAGIC:
                 raise CheckpointError(f"{file} is not a GGUF file: it does not begin with {MAGIC.decode()}", AGAIN)

@@ -1,5 +1,5 @@
-"""The Hugging Face folder of a GGUF file: config.json and tokenizer from its metadata, in the user's cache, and a link
-to the file, whose weights stay where they are."""
+"""The folder of a model that is named in any way. That of a GGUF file is in the user's cache: config.json and tokenizer
+from its metadata, and a link to the file, whose weights stay where they are."""
 
 from __future__ import annotations
 
@@ -10,12 +10,10 @@ import shutil
 from pathlib import Path
 
 from compress.checkpoint.config import CONFIG_FILE
-from compress.checkpoint.gguf.parts import open_parts, part_paths
-from compress.checkpoint.gguf.tensors import GGUFTensors, model_config
-from compress.checkpoint.gguf.tokenizer import tokenizer_files
-from compress.checkpoint.safetensors import GGUF_SUFFIX
+from compress.common.cli import bundled_model, bundled_path
 from compress.common.errors import CheckpointError
 from compress.common.files import cache_folder, in_home, refuse_when_full
+from compress.common.model_folder import GGUF_SUFFIX, find_folder
 
 VERSION = 2
 """Changes with the files that are made from the same metadata."""
@@ -27,15 +25,19 @@ def is_gguf(path: str | Path) -> bool:
     return Path(path).suffix.lower() == GGUF_SUFFIX and in_home(path).is_file()
 
 
-def folder_of(path: Path) -> Path:
-    """Returns the folder of a model: the path itself, or the one made of a GGUF file, which is made once.
+def folder_of(model: str | Path) -> Path:
+    """Returns the folder of a model: of a bundled one by its name, one made of a GGUF file, which is made once, or the
+    one that `find_folder` finds.
 
     Raises:
-        CheckpointError: a file that cannot be read, of another architecture or kind of tokenizer, or no space.
+        CheckpointError: as `find_folder`; a GGUF file that cannot be read, of another architecture or kind of
+            tokenizer, or no space.
     """
-    if not is_gguf(path):
-        return path
-    file = in_home(path).resolve()
+    if name := bundled_model(model):
+        return bundled_path(name)
+    if not is_gguf(model):
+        return find_folder(model)
+    file = in_home(model).resolve()
     folder = cache_folder("gguf") / _key(file) / file.stem
     if not (folder / CONFIG_FILE).is_file():
         _make(file, folder)
@@ -43,12 +45,18 @@ def folder_of(path: Path) -> Path:
 
 
 def _key(file: Path) -> str:
+    from compress.checkpoint.gguf.parts import part_paths  # imports torch
+
     states = [part.stat() for part in part_paths(file)]
     parts = " ".join(f"{state.st_size} {state.st_mtime_ns}" for state in states)
     return hashlib.sha256(f"{VERSION} {file} {parts}".encode()).hexdigest()[:16]
 
 
 def _make(file: Path, folder: Path) -> None:
+    from compress.checkpoint.gguf.parts import open_parts
+    from compress.checkpoint.gguf.tensors import GGUFTensors, model_config
+    from compress.checkpoint.gguf.tokenizer import tokenizer_files
+
     opened = open_parts(file)
     config = model_config(opened)
     GGUFTensors.open(file)

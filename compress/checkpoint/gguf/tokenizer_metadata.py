@@ -9,7 +9,7 @@ from typing import Any
 from compress.checkpoint.gguf.pretokenizers import PRE_TOKENIZERS
 from compress.checkpoint.gguf.tokenizer import BYTE, CONTROL, NAMED, PREFIX, SPACE, UNKNOWN, USER_DEFINED
 from compress.common.errors import CheckpointError
-from compress.common.files import read_json
+from compress.common.files import read_json, read_text
 
 NORMAL, UNUSED = 1, 5
 LAST_SCORE = -1e6
@@ -133,7 +133,7 @@ def _named(folder: Path, config: Mapping[str, Any], tokens: list[str]) -> dict[s
 
 def _template(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     path = folder / "chat_template.jinja"
-    template = path.read_text(encoding="utf-8") if path.is_file() else config.get("chat_template")
+    template = read_text(path) if path.is_file() else config.get("chat_template")
     return {"tokenizer.chat_template": template} if isinstance(template, str) else {}
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from compress.checkpoint.safetensors import (
-    GGUF_SUFFIX,
     INDEX_FILE,
     PICKLE_SUFFIXES,
     SINGLE_FILE,
@@ -15,7 +14,8 @@ from compress.checkpoint.safetensors import (
     MappedFile,
 )
 from compress.common.errors import CheckpointError
-from compress.common.files import PARTIAL_SUFFIX, read_json
+from compress.common.files import PARTIAL_SUFFIX, is_lfs_pointer, read_json
+from compress.common.model_folder import GGUF_SUFFIX
 from compress.doctor.base import Check, register
 from compress.doctor.findings import Finding, Severity
 from compress.doctor.view import listed
@@ -27,7 +27,6 @@ PAGE_SUFFIXES = frozenset({".html", ".pdf", ".png", ".jpg", ".jpeg", ".gif", ".s
 KNOWN_SUFFIXES = TEXT_SUFFIXES | PAGE_SUFFIXES | {".safetensors"}
 KNOWN_NAMES = frozenset({"license", "licence", "notice", "copying", "readme", "use_policy", "version", "sha256sums"})
 UNFINISHED = (".incomplete", ".part", ".tmp", ".aria2", ".crdownload", ".lock", PARTIAL_SUFFIX)
-LFS_MARK = b"version https://git-lfs"
 
 
 @register
@@ -54,11 +53,11 @@ class Files(Check):
             try:
                 read_json(path)
             except CheckpointError as error:
-                yield self.error("bad-json", path.name, error.problem, f"Download {path.name} again")
+                yield self.error("bad-json", path.name, error.problem, error.remedy)
 
     def _headers(self) -> Iterator[Finding]:
-        for path in sorted(self.view.path.glob("*.safetensors")):
-            if _begins_with(path, LFS_MARK):
+        for path in filter(Path.is_file, sorted(self.view.path.glob("*.safetensors"))):
+            if is_lfs_pointer(path):
                 problem = f"it has {path.stat().st_size} bytes: a pointer of git-lfs, not the file"
                 yield self.error("lfs-pointer", path.name, problem, "Run git lfs pull in the folder")
                 continue
@@ -130,8 +129,3 @@ class Files(Check):
             yield self.warning("unread-weights", path.name, f"{suffix} files beside the weights are not read", remedy)
         elif suffix not in KNOWN_SUFFIXES and path.stem.lower() not in KNOWN_NAMES:
             yield self.warning("unknown-file", path.name, "no file of a checkpoint has this kind of name", remedy)
-
-
-def _begins_with(path: Path, mark: bytes) -> bool:
-    with path.open("rb") as stream:
-        return stream.read(len(mark)) == mark

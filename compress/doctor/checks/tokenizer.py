@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import ClassVar
 
+from compress.common.errors import ToolkitError
+from compress.common.tokenizer_file import TOKENIZER_FILE
 from compress.doctor.base import Check, register
 from compress.doctor.findings import Finding
 from compress.doctor.view import GENERATION_FILE, brief, eos_ids
@@ -32,13 +34,17 @@ class TokenizerCheck(Check):
             return
         tokenizer = self.view.tokenizer
         if tokenizer is None:
-            refusal = self.view.tokenizer_refusal
-            yield self.warning("no-tokenizer", "tokenizer.json", refusal.problem if refusal else "missing", COPY)
+            yield self._refused(self.view.tokenizer_refusal)
         else:
             yield from self._round_trips(tokenizer)
             yield from self._vocabulary(tokenizer)
             yield from self._special_tokens(tokenizer)
         yield from self._ids(tokenizer)
+
+    def _refused(self, refusal: ToolkitError | None) -> Finding:
+        if refusal and (self.view.path / TOKENIZER_FILE).exists():
+            return self.error("unreadable", TOKENIZER_FILE, refusal.problem, refusal.remedy)
+        return self.warning("no-tokenizer", TOKENIZER_FILE, refusal.problem if refusal else "missing", COPY)
 
     def facts(self) -> dict[str, str]:
         tokenizer = self.view.tokenizer
