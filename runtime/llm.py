@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from compress.checkpoint.locate import find_model
 from compress.common.errors import RequestError, ToolkitError
 from runtime.core.collector import without_collections
 from runtime.core.config import RuntimeConfig
@@ -55,7 +56,7 @@ class LLM:
     """Offline generation with the engine of the server. Single-threaded.
 
     Args:
-        path: checkpoint folder.
+        path: checkpoint: a folder, a GGUF file, `demo` or a name of the hub.
         config: configuration of the engine; None is the default.
 
     Raises:
@@ -63,7 +64,11 @@ class LLM:
     """
 
     def __init__(self, path: str | Path, config: RuntimeConfig | None = None) -> None:
-        self.engine, self.tokenizer = load_engine(path, config or RuntimeConfig())
+        from compress.checkpoint.gguf.folder import folder_of
+
+        config = config or RuntimeConfig()
+        folder = folder_of(find_model(path, code=config.trust_remote_code))
+        self.engine, self.tokenizer = load_engine(folder, config)
 
     def generate(
         self,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from compress.checkpoint.config import read_config
+from compress.checkpoint.locate import find_model, shown_name
 from compress.cli.options import (
     DEFAULT_OUT,
     AsJson,
@@ -21,7 +22,7 @@ from compress.cli.options import (
     StateOptions,
     StreamOptions,
 )
-from compress.common.cli import DEMO_NAME, demo_model_path, model_folder, with_groups
+from compress.common.cli import DEMO_NAME, demo_model_path, with_groups
 from compress.common.errors import RecipeError, ToolkitError
 from compress.common.files import in_home
 
@@ -45,8 +46,9 @@ def verify(
     from compress.common.errors import CheckpointError
     from compress.pipeline.finish import compare_with_report
 
-    structure = verify_structure(path)
-    differing = compare_with_report(path)
+    folder = find_model(path)
+    structure = replace(verify_structure(folder), path=shown_name(folder))
+    differing = compare_with_report(folder)
     problems = [*structure.problems, *(differing or ())]
     if as_json:
         typer.echo(json.dumps(structure.as_dict() | {"problems": problems, "ok": not problems}, indent=2))
@@ -84,7 +86,13 @@ def _print(structure: StructureReport, compared: bool) -> None:
     for tensor in structure.dense:
         kind = (without_indices(tensor.name), f"dense: {tensor.reason}")
         kinds[kind] = kinds.get(kind, 0) + 1
-    table = Table("tensor", "stored as", "count", title=f"{structure.path} ({structure.format})", title_justify="left")
+    table = Table(
+        "tensor",
+        "stored as",
+        "count",
+        title=f"{structure.path} ({structure.format})",
+        title_justify="left",
+    )
     for (name, stored), count in sorted(kinds.items()):
         table.add_row(name, stored, str(count))
     console = Console()
@@ -132,7 +140,8 @@ def evaluate(
     if not ppl:
         raise ToolkitError("no measurement was requested", "Add --ppl")
     console = Console(stderr=True)
-    path = folder_of(model_folder(model)) if model else _default_model(console)
+    code = score.trust_remote_code
+    path = folder_of(find_model(model, code=code)) if model else _default_model(console)
     streaming = stream.streaming(path)
     request = score.request(path, kv.scheme(read_config(path)), kernels, states.state_dtype, streaming)
     request = replace(request, baseline=path) if states.record else request
@@ -212,7 +221,7 @@ def export(
     from compress.checkpoint.writer import export_checkpoint
 
     if list_formats:
-        for each in containers(folder_of(path)):
+        for each in containers(folder_of(find_model(path))):
             loaded = f"loaded by {', '.join(each.readers)}" if each.readers else f"cannot hold it: {each.refusal}"
             typer.echo(f"{each.format}: {loaded}")
         return
@@ -221,12 +230,12 @@ def export(
     if format == "gguf":
         from compress.checkpoint.gguf.export import export_gguf
 
-        exported = export_gguf(folder_of(model_folder(path)), out, gguf_type)
+        exported = export_gguf(folder_of(find_model(path)), out, gguf_type)
         typer.echo("\n".join([*exported.lines(), f"wrote {exported.path} ({format})"]))
         return
     if gguf_type is not None:
         raise ToolkitError(f"--gguf-type {gguf_type} does not apply to {format}", "Add --format gguf")
-    written = export_checkpoint(folder_of(path), format, out)
+    written = export_checkpoint(folder_of(find_model(path)), format, out)
     typer.echo(f"wrote {written} ({format})")
 
 
@@ -241,7 +250,7 @@ def report(
     from compress.reporting.report_data import read_headers, read_report
     from compress.reporting.report_page import report_page
 
-    found = read_report(in_home(path))
+    found = read_report(find_model(path, weights=False))
     report_page(found, read_headers(found)).write(in_home(out))
     typer.echo(f"Wrote {out}")
 
@@ -261,7 +270,7 @@ def compare(
     from compress.reporting.comparison import compare_page
     from compress.reporting.report_data import read_report
 
-    comparison = compare_reports([read_report(in_home(path)) for path in paths], by, measure)
+    comparison = compare_reports([read_report(find_model(path, weights=False)) for path in paths], by, measure)
     if out is not None:
         compare_page(comparison).write(in_home(out))
     if as_json:

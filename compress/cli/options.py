@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from compress.checkpoint.kv_cache import AUTO, KVCacheScheme, stored_kv_cache, wished_kv_cache
+from compress.checkpoint.locate import find_model
 from compress.checkpoint.state_dtype import STATE_FLOAT32
-from compress.common.cli import model_folder
 from compress.common.errors import DataError, RecipeError
 from compress.common.files import PARTIAL_SUFFIX, in_home
 from compress.recipe import DEFAULT_LENGTH, DEFAULT_SAMPLES, CalibrationOptions, parse_size
@@ -25,7 +25,8 @@ Model = Annotated[
     Path | None,
     typer.Argument(
         metavar="MODEL",
-        help="Folder of a dense Hugging Face model, or one of the bundled: demo or demo-mixture. Default: demo.",
+        help="Dense Hugging Face model: a folder, a name of the hub (ORG/NAME[@REVISION]), a GGUF file (FILE or "
+        "ORG/NAME:FILE), or one of the bundled: demo or demo-mixture. Default: demo.",
     ),
 ]
 Out = Annotated[Path, typer.Option("--out", help="Folder to write; must not exist.")]
@@ -221,7 +222,7 @@ class ScoreOptions:
 
         return EvaluationRequest(
             model,
-            folder_of(model_folder(self.baseline)) if self.baseline else None,
+            folder_of(find_model(self.baseline, code=self.trust_remote_code)) if self.baseline else None,
             self.data,
             self.length,
             self.tokens,

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from compress.checkpoint.locate import find_model
 from compress.cli.options import AsJson
-from compress.common.cli import SIZE_OPTION, model_folder
+from compress.common.cli import SIZE_OPTION
 from compress.common.errors import RecipeError
 from compress.common.files import check_out_folder, in_home
 
@@ -31,7 +32,9 @@ def read_tokens(text: str) -> int:
 
 
 def fit(
-    model: Annotated[Path, typer.Argument(metavar="MODEL", help="Folder with config.json; weights are not read.")],
+    model: Annotated[
+        Path, typer.Argument(metavar="MODEL", help="Model whose config.json is read: a folder or ORG/NAME.")
+    ],
     memory: Annotated[int, typer.Option("--memory", **SIZE_OPTION, help="Memory of the device, e.g. 24GiB.")],
     context: Annotated[
         int,
@@ -73,7 +76,7 @@ def fit(
     recipe = None if out is None else check_out_folder(in_home(out))
     if rate and bandwidth is None and device == "gpu":
         raise RecipeError("--tokens-per-second needs the speed of the GPU", "Add --bandwidth, e.g. --bandwidth 900GB")
-    described = parse_config(read_config(model_folder(model)))
+    described = parse_config(read_config(find_model(model, weights=False)))
     drafting = None if draft is None else _draft_model(draft)
     speed = _stream_speed() if bandwidth is None and device == "cpu" else bandwidth
     target = ServingTarget(memory, context, users, device == "gpu", drafting, speed, rate)
@@ -94,7 +97,7 @@ def _draft_model(path: Path) -> DraftModel:
     from compress.fit import weight_bytes
     from runtime.core.model_config import parse_config
 
-    folder = model_folder(path)
+    folder = find_model(path, weights=False)
     config = parse_config(read_config(folder))
     stored = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     return DraftModel(str(path), config, stored or weight_bytes(config, None))

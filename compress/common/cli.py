@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, get_args, get_origin
 import typer
 
 from compress.common.errors import ToolkitError
-from compress.common.files import in_home
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -228,12 +227,6 @@ machine to machine."""
 def bundled_model(model: str | Path) -> str | None:
     """Name of the bundled model that is meant; None for a path. A folder of that name comes first."""
     return str(model) if str(model) in BUNDLED and not Path(model).exists() else None
-
-
-def model_folder(model: str | Path) -> Path:
-    """Folder of a model that is named by its path or as a bundled one."""
-    name = bundled_model(model)
-    return bundled_path(name) if name else in_home(model)
 
 
 def bundled_path(name: str) -> Path:

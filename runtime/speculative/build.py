@@ -6,6 +6,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+from compress.checkpoint.locate import find_model
 from compress.common.cli import draft_model_path
 from compress.common.errors import ToolkitError
 from runtime.core.config import RuntimeConfig
@@ -25,7 +26,7 @@ from runtime.speculative.verify import Proposals, ProposalSampler, RejectionSamp
 from runtime.text.tokenizer import Tokenizer
 
 MAX_DRAFT_TOKENS = 16
-CHOICES = "ngram, ngram-tree, mtp, self:2bit, self:3bit, self:skip, self:skip=N, demo, or the folder of a checkpoint"
+CHOICES = "ngram, ngram-tree, mtp, self:2bit, self:3bit, self:skip, self:skip=N, demo, a folder or ORG/NAME"
 SELF_ROUNDED = re.compile(r"self:([23])bit")
 SELF_SKIPPING = re.compile(r"self:skip(?:=(\d+))?")
 
@@ -140,7 +141,7 @@ def _draft_decoder(path: str | Path, target: ServedModel, config: RuntimeConfig)
         return round_layers(target, path, int(rounded[1]), config.linear_backend)
     if isinstance(target, Decoder) and (skipping := SELF_SKIPPING.fullmatch(config.speculative_model)):
         return skip_layers(target, int(skipping[1]) if skipping[1] else None)
-    folder = draft_model_path() if config.speculative_model == "demo" else Path(config.speculative_model)
+    folder = draft_model_path() if config.speculative_model == "demo" else find_model(config.speculative_model)
     if not folder.is_dir():
         raise ToolkitError(
             f"--speculative-model {config.speculative_model} is neither a known drafter nor a folder", f"Use {CHOICES}"

@@ -13,7 +13,7 @@ from compress.checkpoint.config import CONFIG_FILE
 from compress.checkpoint.gguf.parts import open_parts, part_paths
 from compress.checkpoint.gguf.tensors import GGUFTensors, model_config
 from compress.checkpoint.gguf.tokenizer import tokenizer_files
-from compress.checkpoint.safetensors import GGUF_SUFFIX
+from compress.checkpoint.locate.file_names import GGUF_SUFFIX
 from compress.common.errors import CheckpointError
 from compress.common.files import cache_folder, in_home, refuse_when_full
 
@@ -35,7 +35,7 @@ def folder_of(path: Path) -> Path:
     """
     if not is_gguf(path):
         return path
-    file = in_home(path).resolve()
+    file = in_home(path).absolute()  # its own name: the hub's cache links to files with other names
     folder = cache_folder("gguf") / _key(file) / file.stem
     if not (folder / CONFIG_FILE).is_file():
         _make(file, folder)
