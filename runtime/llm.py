@@ -57,7 +57,7 @@ class LLM:
     """Offline generation with the engine of the server. Single-threaded.
 
     Args:
-        path: checkpoint folder.
+        path: checkpoint: a folder, a GGUF file, `demo` or a name of the hub.
         config: configuration of the engine; None is the default.
 
     Raises:
@@ -65,7 +65,11 @@ class LLM:
     """
 
     def __init__(self, path: str | Path, config: RuntimeConfig | None = None) -> None:
-        self.engine, self.tokenizer = load_engine(path, config or RuntimeConfig())
+        from compress.checkpoint.gguf.folder import folder_of
+
+        config = config or RuntimeConfig()
+        folder = folder_of(path, code=config.trust_remote_code)
+        self.engine, self.tokenizer = load_engine(folder, config)
 
     def generate(
         self,

@@ -27,8 +27,8 @@ from rich.console import Console
 
 from compress.checkpoint.gguf.export import GGUF_TYPES, export_gguf
 from compress.checkpoint.gguf.folder import folder_of
+from compress.checkpoint.locate import find_model
 from compress.checkpoint.weights import Q2K, Q3K, Q4K, Q5K, Q6K, Int, Iq4Nl, Q4Minima, Q5Minima, Scheme
-from compress.common.cli import model_folder
 from compress.evaluate.session import EvaluationRequest, run_evaluation
 from compress.recipe import CalibrationOptions, QuantizeStage
 
@@ -56,7 +56,7 @@ VALUES, DOWN = "self_attn.v_proj", "mlp.down_proj"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
-    model, rows = model_folder(options.model), list[Row]()
+    model, rows = find_model(options.model), list[Row]()
     with tempfile.TemporaryDirectory() as folder:
         for name, file in quantized_files(Path(folder), model, options.types, options.methods):
             result = run_evaluation(

@@ -31,7 +31,7 @@ from calibration.sequences import load_tokenizer
 from calibration.sources import load_texts
 from compress.checkpoint.gguf.export import GGUF_TYPES
 from compress.checkpoint.gguf.folder import folder_of
-from compress.common.cli import model_folder
+from compress.checkpoint.locate import find_model
 from compress.evaluate.perplexity import Windows, cut_windows, evaluate
 from compress.evaluate.scorers import RuntimeScorer
 from compress.recipe import CalibrationOptions
@@ -43,7 +43,7 @@ METHODS = ("gptq", "gptaq")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
-    model, rows = model_folder(options.model), list[Row]()
+    model, rows = find_model(options.model), list[Row]()
     windows = cut_windows(load_texts(options.data), load_tokenizer(model), length=LENGTH, max_tokens=options.tokens)
     dense = _open(model)
     with tempfile.TemporaryDirectory() as folder:

@@ -43,7 +43,7 @@ from torch import Tensor
 from calibration.parts import parse_parts
 from calibration.sequences import load_tokenizer, pack_parts
 from calibration.sources import load_texts
-from compress.common.cli import model_folder
+from compress.checkpoint.locate import find_model
 from compress.evaluate.checks import SeenText, overlap_warning, shared_spans
 from compress.evaluate.perplexity import Evaluation, Windows, cut_windows, score_positions
 from compress.evaluate.scorers import BACKENDS, Scorer, open_scorer
@@ -123,9 +123,7 @@ def _compress(options: argparse.Namespace, setting: str, method: str, seed: int,
 
 def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--model", type=model_folder, default="demo", help="dense model: a folder, demo or demo-mixture"
-    )
+    parser.add_argument("--model", type=find_model, default="demo", help="dense model: a folder, demo or demo-mixture")
     parser.add_argument("--settings", nargs="+", default=SETTINGS, help="e.g. w4g64 nvfp4 2:4 rank0.8 recipes")
     parser.add_argument("--methods", nargs="+", default=(), help="only these; default: all of each setting")
     parser.add_argument("--seeds", type=int, default=3, help="calibration seeds of the calibrated methods")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import mmap
-import shlex
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -17,9 +16,17 @@ import torch
 from torch import Tensor
 
 from compress.checkpoint.config import CONFIG_FILE
+from compress.checkpoint.locate.file_names import (
+    GGUF_SUFFIX,
+    INDEX_FILE,
+    PICKLE_SUFFIXES,
+    SINGLE_FILE,
+    is_weight,
+    only_pickles,
+)
 from compress.common.errors import CheckpointError
 from compress.common.files import PARTIAL_SUFFIX, check_content, read_json
-from compress.common.model_folder import GGUF_SUFFIX, find_folder, no_file
+from compress.common.model_folder import find_folder, no_file
 from compress.models.wrappers import TextNames
 
 DTYPES = {
@@ -239,22 +246,6 @@ def _broken(path: Path, reason: str) -> CheckpointError:
     return CheckpointError(f"{path} is not a valid safetensors file: {reason}", "Copy or download this file again")
 
 
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
-PICKLE_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle"})
-WEIGHT_SUFFIXES = PICKLE_SUFFIXES | {
-    ".safetensors",
-    GGUF_SUFFIX,
-    ".h5",
-    ".msgpack",
-    ".onnx",
-    ".npz",
-    ".npy",
-    ".ot",
-    ".tflite",
-}
-
-
 @dataclass
 class TensorFiles:
     """Every tensor of a folder (one file, or an index with shards), read only when asked for.
@@ -435,26 +426,12 @@ def _no_weights(folder: Path) -> CheckpointError:
         return CheckpointError(f"{folder} holds no safetensors weights", f"Name the file itself, {files[0]}")
     if not pickles:
         return no_file(folder / SINGLE_FILE, "Name a folder that holds the model's safetensors files")
-    source, target = str(folder), f"{folder}-safetensors"
-    code = (
-        "from transformers import AutoModelForCausalLM as M, AutoTokenizer as T; "
-        f"M.from_pretrained({source!r}, dtype='auto').save_pretrained({target!r}); "
-        f"T.from_pretrained({source!r}).save_pretrained({target!r})"
-    )
-    return CheckpointError(
-        f"{folder} holds only pickle weights ({pickles[0]}), which can run code when read",
-        f"If you trust them, convert once: python -c {shlex.quote(code)} and use {target}",
-    )
-
-
-def _is_weight(file: Path) -> bool:
-    name = file.name.lower()
-    return Path(name).suffix in WEIGHT_SUFFIXES or name.endswith((".safetensors.index.json", ".bin.index.json"))
+    return only_pickles(str(folder), pickles[0], f"{folder}-safetensors")
 
 
 def _side_files(folder: Path) -> Iterator[Path]:
     for entry in folder.iterdir():
-        if entry.name.startswith(".") or _is_weight(entry):
+        if entry.name.startswith(".") or is_weight(entry.name):
             continue
         if entry.is_file():
             yield entry

@@ -44,10 +44,9 @@ from compress.checkpoint.formats import (
     find_format,
     stored_tensors,
 )
+from compress.checkpoint.locate.file_names import INDEX_FILE, SINGLE_FILE
 from compress.checkpoint.reader import REORDERED, PackedCheckpoint
 from compress.checkpoint.safetensors import (
-    INDEX_FILE,
-    SINGLE_FILE,
     MappedFile,
     TensorFiles,
     build_header,

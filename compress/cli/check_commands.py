@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from compress.checkpoint.config import read_config
+from compress.checkpoint.locate import find_model, shown_name
 from compress.cli.options import (
     DEFAULT_OUT,
     AsJson,
@@ -47,7 +48,7 @@ def verify(
     from compress.pipeline.finish import compare_with_report
 
     folder = folder_of(path)
-    structure = verify_structure(folder)
+    structure = replace(verify_structure(folder), path=shown_name(folder))
     differing = compare_with_report(folder)
     problems = [*structure.problems, *(differing or ())]
     if as_json:
@@ -86,7 +87,13 @@ def _print(structure: StructureReport, compared: bool) -> None:
     for tensor in structure.dense:
         kind = (without_indices(tensor.name), f"dense: {tensor.reason}")
         kinds[kind] = kinds.get(kind, 0) + 1
-    table = Table("tensor", "stored as", "count", title=f"{structure.path} ({structure.format})", title_justify="left")
+    table = Table(
+        "tensor",
+        "stored as",
+        "count",
+        title=f"{structure.path} ({structure.format})",
+        title_justify="left",
+    )
     for (name, stored), count in sorted(kinds.items()):
         table.add_row(name, stored, str(count))
     console = Console()
@@ -134,7 +141,7 @@ def evaluate(
     if not ppl:
         raise ToolkitError("no measurement was requested", "Add --ppl")
     console = Console(stderr=True)
-    path = folder_of(model) if model else _default_model(console)
+    path = folder_of(model, code=score.trust_remote_code) if model else _default_model(console)
     streaming = stream.streaming(path)
     request = score.request(path, kv.scheme(read_config(path)), kernels, states.state_dtype, streaming)
     request = replace(request, baseline=path) if states.record else request
@@ -243,7 +250,7 @@ def report(
     from compress.reporting.report_data import read_headers, read_report
     from compress.reporting.report_page import report_page
 
-    found = read_report(in_home(path))
+    found = read_report(find_model(path, weights=False))
     report_page(found, read_headers(found)).write(in_home(out))
     typer.echo(f"Wrote {out}")
 
@@ -263,7 +270,7 @@ def compare(
     from compress.reporting.comparison import compare_page
     from compress.reporting.report_data import read_report
 
-    comparison = compare_reports([read_report(in_home(path)) for path in paths], by, measure)
+    comparison = compare_reports([read_report(find_model(path, weights=False)) for path in paths], by, measure)
     if out is not None:
         compare_page(comparison).write(in_home(out))
     if as_json:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from compress.checkpoint.locate import find_model, source_name
 from compress.checkpoint.weights import Int
 from compress.cli.options import (
     DEFAULT_OUT,
@@ -26,9 +27,9 @@ from compress.cli.options import (
     TextOptions,
     check_rounded,
 )
-from compress.common.cli import DEMO_NAME, DEMO_SOURCE, bundled_model, demo_model_path
+from compress.common.cli import DEMO_NAME, demo_model_path
 from compress.common.errors import RecipeError
-from compress.common.files import in_home
+from compress.common.files import check_out_folder, in_home
 from compress.methods.kv_cache import KVCacheStage
 from compress.methods.mtp import MtpStage
 from compress.methods.rotation import RotateStage
@@ -51,18 +52,18 @@ if TYPE_CHECKING:
 
 def make_request(model: Path | None, recipe: Recipe, out: Path, job: JobOptions) -> RunRequest:
     """Creates the request of a run; uses the demo model, with a message, if none is given."""
-    from compress.checkpoint.gguf.folder import folder_of, is_gguf
+    from compress.checkpoint.gguf.folder import folder_of
     from compress.pipeline.prepare import RunRequest
 
     if model is None:
         _say(f"No model named: using the {DEMO_NAME} ({demo_model_path()})")
-    folder = demo_model_path() if model is None else folder_of(model)
-    name = DEMO_SOURCE if model is None else bundled_model(model)
-    file = model if model is not None and is_gguf(model) else folder
-    source = name or str(in_home(file).resolve())
+    if not job.dry_run:
+        check_out_folder(out)  # before a download
+    found = find_model(model or demo_model_path(), code=job.trust_remote_code)
+    folder = folder_of(found)
     return RunRequest(
         folder,
-        source,
+        source_name(found),
         recipe,
         in_home(out),
         device=job.device,
@@ -157,7 +158,7 @@ def with_method(rounding: QuantizeKeys, model: Path | None) -> QuantizeKeys:
     default = default_method(rounding.form)
     if rounding.method or default != default_method() or model is None:
         return rounding
-    config = read_config(folder_of(model))
+    config = read_config(folder_of(model, weights=False))
     describe = find_family(config.get("model_type"))
     if describe is not None and smooths_norms(describe(config)):
         return rounding

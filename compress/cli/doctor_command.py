@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from compress.checkpoint.locate import find_model
 from compress.cli.options import AsJson
 from compress.common.cli import wide_console
 from compress.common.errors import CheckpointError
@@ -43,8 +44,9 @@ def doctor(
     """
     from compress.doctor.examine import examine
 
+    checkpoint, source = find_model(path), find_model(against) if against else None
     with _progress() as on_progress:
-        found = examine(path, against, on_progress)
+        found = examine(checkpoint, source, on_progress)
     if as_json:
         typer.echo(json.dumps(found.to_dict(), indent=2))
     else:

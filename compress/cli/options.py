@@ -25,7 +25,8 @@ Model = Annotated[
     Path | None,
     typer.Argument(
         metavar="MODEL",
-        help="Folder of a dense Hugging Face model, or one of the bundled: demo or demo-mixture. Default: demo.",
+        help="Dense Hugging Face model: a folder, a name of the hub (ORG/NAME[@REVISION]), a GGUF file (FILE or "
+        "ORG/NAME:FILE), or one of the bundled: demo or demo-mixture. Default: demo.",
     ),
 ]
 Out = Annotated[Path, typer.Option("--out", help="Folder to write; must not exist.")]
@@ -221,7 +222,7 @@ class ScoreOptions:
 
         return EvaluationRequest(
             model,
-            folder_of(self.baseline) if self.baseline else None,
+            folder_of(self.baseline, code=self.trust_remote_code) if self.baseline else None,
             self.data,
             self.length,
             self.tokens,

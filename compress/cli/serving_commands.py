@@ -31,7 +31,9 @@ def read_tokens(text: str) -> int:
 
 
 def fit(
-    model: Annotated[Path, typer.Argument(metavar="MODEL", help="Folder with config.json; weights are not read.")],
+    model: Annotated[
+        Path, typer.Argument(metavar="MODEL", help="Model whose config.json is read: a folder or ORG/NAME.")
+    ],
     memory: Annotated[int, typer.Option("--memory", **SIZE_OPTION, help="Memory of the device, e.g. 24GiB.")],
     context: Annotated[
         int,
@@ -74,7 +76,7 @@ def fit(
     recipe = None if out is None else check_out_folder(in_home(out))
     if rate and bandwidth is None and device == "gpu":
         raise RecipeError("--tokens-per-second needs the speed of the GPU", "Add --bandwidth, e.g. --bandwidth 900GB")
-    described = parse_config(read_config(folder_of(model)))
+    described = parse_config(read_config(folder_of(model, weights=False)))
     drafting = None if draft is None else _draft_model(draft)
     speed = _stream_speed() if bandwidth is None and device == "cpu" else bandwidth
     target = ServingTarget(memory, context, users, device == "gpu", drafting, speed, rate)
@@ -96,7 +98,7 @@ def _draft_model(path: Path) -> DraftModel:
     from compress.fit import weight_bytes
     from runtime.core.model_config import parse_config
 
-    folder = folder_of(path)
+    folder = folder_of(path, weights=False)
     config = parse_config(read_config(folder))
     stored = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     return DraftModel(str(path), config, stored or weight_bytes(config, None))

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
+from compress.checkpoint.locate import shown_name
 from compress.checkpoint.state_dtype import STATE_FLOAT32
 from compress.checkpoint.weights import Int, Scheme
 from compress.common.cli import wide_console
-from compress.common.files import REPORT_FILE
+from compress.common.files import REPORT_FILE, size
 from compress.plan import LayerPlan, Plan, by_kind
 from compress.recipe import EMBEDDING_TARGET
-from compress.reporting.page import size, times
+from compress.reporting.page import times
 from compress.targets import without_indices
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ def embedding_tip(plan: Plan, total_bytes: int) -> str:
 def print_plan(context: RunContext) -> None:
     """Prints the plan of every tensor, grouped by kind, with totals, memory and disk space."""
     console = wide_console()
-    table = Table(title=f"Plan for {context.request.model}", title_justify="left")
+    table = Table(title=f"Plan for {shown_name(context.request.model)}", title_justify="left")
     table.add_column("tensor", overflow="fold")
     table.add_column("shape", no_wrap=True)
     table.add_column("count", justify="right")
@@ -187,7 +188,7 @@ def gigabytes(count: int) -> str:
 def print_evaluation(report: EvaluationReport) -> None:
     """Prints the result, its protocol, text and baseline."""
     result = report.result
-    table = Table(title=f"Evaluation of {report.request.model}")
+    table = Table(title=f"Evaluation of {shown_name(report.request.model)}")
     table.add_column("measure")
     table.add_column("value", justify="right")
     table.add_row("perplexity", f"{result.perplexity:.4f}")
@@ -207,12 +208,12 @@ def print_evaluation(report: EvaluationReport) -> None:
     console.print(table)
     console.print(f"Protocol: {report.windows.protocol}; text sha256 {report.windows.sha256[:12]}", highlight=False)
     if report.baseline is not None:
-        console.print(f"Baseline: {report.baseline}", highlight=False)
+        console.print(f"Baseline: {shown_name(report.baseline)}", highlight=False)
 
 
 def print_survey(survey: Survey) -> None:
     """Prints the measurements of a search, its time and its memory."""
-    table = Table(title=f"Search on {survey.context.request.model}", title_justify="left")
+    table = Table(title=f"Search on {shown_name(survey.context.request.model)}", title_justify="left")
     table.add_column("decided together", overflow="fold")
     table.add_column("count", justify="right")
     table.add_column("may become (MB each)", overflow="fold")

@@ -121,6 +121,17 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
+_SIZES = ((1e9, "GB"), (1e6, "MB"), (1e3, "KB"))
+
+
+def size(count: float) -> str:
+    """`6.65 MB`: decimal units, three digits."""
+    for unit, name in _SIZES:
+        if count >= unit:
+            return f"{count / unit:.{2 if count < 100 * unit else 0}f} {name}"
+    return f"{count:.0f} bytes"
+
+
 def _megabytes(count: int) -> str:
     return f"{count / 1e6:,.1f} MB"
 

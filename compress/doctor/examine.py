@@ -8,6 +8,7 @@ from pathlib import Path
 
 import compress.doctor.checks  # noqa: F401 (registers the checks)
 from compress.checkpoint.gguf.folder import folder_of
+from compress.checkpoint.locate import shown_name
 from compress.checkpoint.reader import NONSENSE, PackedCheckpoint
 from compress.common.errors import ToolkitError
 from compress.doctor.base import AGAIN, CHECKS
@@ -38,7 +39,7 @@ def examine(path: Path, against: Path | None = None, on_progress: Progress | Non
         return Diagnosis(str(path), {}, (_refused("files", path.name, error),))
     findings: list[Finding] = []
     facts = _collect(View(folder, source), findings, on_progress)
-    return Diagnosis(str(path), facts, in_order(findings))
+    return Diagnosis(shown_name(path), facts, in_order(findings))
 
 
 def _collect(view: View, findings: list[Finding], on_progress: Progress | None) -> dict[str, str]:

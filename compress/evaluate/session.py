@@ -14,9 +14,11 @@ from calibration.sequences import SequenceSet, check_token_ids, load_tokenizer
 from calibration.sources import load_texts
 from compress.checkpoint.config import compression_block, dtype_name, read_config, write_config
 from compress.checkpoint.dequantized import open_source
+from compress.checkpoint.gguf.folder import folder_of
 from compress.checkpoint.kv_cache import UNCOMPRESSED, KVCacheScheme
+from compress.checkpoint.locate import find_source
+from compress.checkpoint.locate.hub import HubModel
 from compress.checkpoint.state_dtype import STATE_DTYPES, STATE_FLOAT32, MeasuredStates, with_measured_states
-from compress.common.cli import BUNDLED, bundled_path
 from compress.common.device import available_bytes, format_bytes, require_memory, resolve_device
 from compress.common.errors import DataError
 from compress.evaluate.checks import (
@@ -234,8 +236,15 @@ def _streamed(prepared: _Prepared) -> tuple[StreamedScorer, StreamedScorer | Non
 
 
 def record_states(report: EvaluationReport) -> MeasuredStates:
-    """Writes the cost of recurrent states into the config.json of a checkpoint that was its own baseline."""
+    """Writes the cost of recurrent states into the config.json of a checkpoint that was its own baseline.
+
+    Raises:
+        DataError: the checkpoint is in the hub's cache, whose files must stay as they are.
+    """
     request = report.request
+    if model := HubModel.of_cached(request.model):
+        problem = f"{model} is in the cache of the hub, whose files stay as they are"
+        raise DataError(problem, f"Make a folder of your own: hf download {model.repo} --local-dir FOLDER")
     measured = MeasuredStates.of(request.state_dtype, report.to_dict())
     write_config(request.model, with_measured_states(read_config(request.model), measured))
     return measured
@@ -244,9 +253,7 @@ def record_states(report: EvaluationReport) -> MeasuredStates:
 def recorded_source(config: dict[str, Any]) -> Path | None:
     """Returns the recorded source of a packed checkpoint; None for a dense checkpoint."""
     source = compression_block(config).get("source")
-    if source is None:
-        return None
-    return bundled_path(source) if source in BUNDLED else Path(source)
+    return None if source is None else folder_of(find_source(source))
 
 
 def _is_source(path: Path, config: dict[str, Any]) -> bool:

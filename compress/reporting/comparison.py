@@ -9,8 +9,9 @@ from operator import attrgetter
 
 from compress.checkpoint.kv_cache import EXACT
 from compress.common.errors import ToolkitError
+from compress.common.files import size
 from compress.reporting.figures import Mark, Scatter
-from compress.reporting.page import Page, Paragraph, Section, Table, change, figures, maybe, size, times
+from compress.reporting.page import Page, Paragraph, Section, Table, change, figures, maybe, times
 from compress.reporting.report_data import Quality, RunReport
 
 BASELINE_TOLERANCE = 0.005

@@ -19,9 +19,6 @@ if TYPE_CHECKING:
     from compress.reporting.figures import Figure
 
 
-_SIZES = ((1e9, "GB"), (1e6, "MB"), (1e3, "KB"))
-
-
 def short(value: float) -> str:
     """Three significant digits: `0`, `0.0397`, `4.1e-5`, `65.6`, `1,234`."""
     if value == 0:
@@ -31,14 +28,6 @@ def short(value: float) -> str:
         mantissa, _, power = f"{value:.1e}".partition("e")
         return f"{mantissa.removesuffix('.0')}e{int(power)}"
     return f"{value:,.0f}" if size >= 1000 else f"{value:.3g}"
-
-
-def size(count: float) -> str:
-    """`6.65 MB`: decimal units, three digits."""
-    for unit, name in _SIZES:
-        if count >= unit:
-            return f"{count / unit:.{2 if count < 100 * unit else 0}f} {name}"
-    return f"{count:.0f} bytes"
 
 
 def change(before: float, after: float) -> str:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from compress.checkpoint.kv_cache import EXACT, KVCacheRecord, MeasuredKVCache
+from compress.common.files import size
 from compress.reporting.experts_section import experts_section
 from compress.reporting.figures import MUTED, Bar, Bars, Cells, Figure, Lines, Mark, Series
 from compress.reporting.page import (
@@ -23,7 +24,6 @@ from compress.reporting.page import (
     figures,
     percent,
     short,
-    size,
     times,
 )
 from compress.reporting.report_data import (

@@ -77,7 +77,7 @@ def batch(
     """
     from runtime.cli.batch_file import Batch, Progress
 
-    path, where = resolve_model(model)
+    path, where = resolve_model(model, compute.trust_remote_code)
     served_name = name or name_of(path)
     custom_ids = check(source, served_name)
     check_targets(out, errors)

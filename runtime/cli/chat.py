@@ -52,7 +52,7 @@ def chat(
     Each line is a message; /help lists commands, Ctrl-C stops an answer, Ctrl-D quits. Answers go to standard output,
     everything else to standard error. Without a terminal, messages are the lines of standard input.
     """
-    path, name = resolve_model(model)
+    path, name = resolve_model(model, compute.trust_remote_code)
     sampling = SamplingParams(max_tokens, temperature, seed=seed, **asdict(truncation))
     config = runtime_config(compute, kv, context, drafts)
     tokenizer = open_tokenizer(path)  # rejects a model without a template before loading it

@@ -14,6 +14,7 @@ from compress.common.cli import with_groups
 from compress.common.errors import RequestError, ToolkitError
 from compress.common.files import MAX_FILE_BYTES, utf8_text
 from runtime.cli.options import GrammarOptions, ModelArgument, SeedOption, resolve_model, runtime_config
+from runtime.cli.serve import name_of
 from runtime.core.config import ComputeOptions, ContextOptions, KVCacheOptions, SpeculativeOptions
 from runtime.core.dry import DryParams
 from runtime.core.request import PenaltyParams, TruncationParams
@@ -59,7 +60,7 @@ def generate(
     """
     from runtime.core.request import SamplingParams
 
-    path, name = resolve_model(model)
+    path, name = resolve_model(model, compute.trust_remote_code)
     sampling = SamplingParams(
         max_tokens,
         temperature,
@@ -80,7 +81,7 @@ def generate(
     engine, tokenizer = load_engine(path, runtime_config(compute, kv, context, drafts))
     token_ids = tokenizer.encode_chat([{"role": "user", "content": text}]) if chat else tokenizer.encode(text)
     engine.add_request(token_ids, sampling)
-    write(steps(engine), as_json, path.name)
+    write(steps(engine), as_json, name_of(path))
 
 
 def read_prompt() -> str:

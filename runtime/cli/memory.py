@@ -40,7 +40,7 @@ def memory(
     Reads config.json and headers only. Sizes of weights and KV cache are exact, those of activations and the process
     are estimates.
     """
-    path, _ = resolve_model(model)
+    path, _ = resolve_model(model, compute.trust_remote_code)
     from runtime.cli.serve import describe_scheme
     from runtime.memory.advice import inspect
 

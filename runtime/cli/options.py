@@ -6,12 +6,14 @@ import os
 import stat
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from compress.checkpoint.locate import find_model
+from compress.checkpoint.locate.hub import HubModel
 from compress.common.cli import DEMO_NAME, bundled_model, demo_model_path, nearest, option
 from compress.common.errors import RequestError, ToolkitError
 from compress.common.files import YamlPart, read_text, read_yaml
@@ -28,7 +30,8 @@ ModelArgument = Annotated[
     Path | None,
     typer.Argument(
         metavar="MODEL",
-        help="Checkpoint folder, packed or dense, a GGUF file, or one of the bundled: demo or demo-mixture. Default: "
+        help="Checkpoint, packed or dense: a folder, a name of the hub (ORG/NAME[@REVISION]), a GGUF file (FILE or "
+        "ORG/NAME:FILE), or one of the bundled: demo or demo-mixture. Default: "
         "the folder 'packed' if it exists, else the bundled demo model.",
         show_default=False,
     ),
@@ -36,8 +39,11 @@ ModelArgument = Annotated[
 SeedOption = Annotated[int | None, typer.Option("--seed", min=0, help="Seed of sampling, for reproducible output.")]
 
 
-def resolve_model(model: Path | None) -> tuple[Path, str]:
-    """Returns the folder to load and its description for the user.
+def resolve_model(model: Path | None, code: bool = False) -> tuple[Path, str]:
+    """Returns the folder to load and its description for the user; downloads a model of the hub.
+
+    Args:
+        code: whether Python files of the model may run.
 
     Raises:
         CheckpointError: as `compress.checkpoint.gguf.folder.folder_of`.
@@ -48,7 +54,7 @@ def resolve_model(model: Path | None) -> tuple[Path, str]:
         return demo_model_path(), f"{DEMO_NAME} (no model was given and the folder '{PACKED}' does not exist)"
     from compress.checkpoint.gguf.folder import folder_of
 
-    return folder_of(model), f"{model} (bundled)" if bundled_model(model) else str(model)
+    return folder_of(model, code=code), f"{model} (bundled)" if bundled_model(model) else str(model)
 
 
 def check_targets(*files: Path | None) -> None:
@@ -61,8 +67,11 @@ def check_targets(*files: Path | None) -> None:
 
 
 def runtime_config(*groups: DataclassInstance) -> RuntimeConfig:
-    """Combines groups of options, which are base classes of the configuration."""
-    return RuntimeConfig(**{name: value for group in groups for name, value in asdict(group).items()})
+    """Combines groups of options, which are base classes of the configuration. Downloads a draft model of the hub."""
+    config = RuntimeConfig(**{name: value for group in groups for name, value in asdict(group).items()})
+    if HubModel.parse(config.speculative_model) is None:
+        return config
+    return replace(config, speculative_model=str(find_model(config.speculative_model)))
 
 
 KEY_VARIABLE = "RUNTIME_API_KEY"
@@ -163,7 +172,10 @@ class AddressOptions:
         ),
     ] = None
     name: Annotated[
-        str | None, typer.Option("--served-model-name", help="Model name in the API. Default: the name of the folder.")
+        str | None,
+        typer.Option(
+            "--served-model-name", help="Model name in the API. Default: the name of the folder, or that on the hub."
+        ),
     ] = None
 
 

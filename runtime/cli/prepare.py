@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from compress.checkpoint.locate.hub import HubModel
 from runtime.cli.options import ModelArgument, resolve_model
 from runtime.cli.start_display import showing
 from runtime.core.progress import StartProgress
@@ -26,9 +27,9 @@ def prepare(
     """Write the weights of a checkpoint in the layout of this machine's CPU kernels.
 
     Later starts map the file instead of packing weights, which saves time and the memory of a second copy. The file is
-    written to the folder "prepared" in MODEL, or to the cache folder if MODEL is not writable. It is valid for this
-    checkpoint on CPUs with the same instruction set; otherwise, and after changes of the checkpoint, weights are packed
-    at the start. A start does not read the whole file: --check detects corrupted bytes.
+    written to the folder "prepared" in MODEL, or to the cache folder if MODEL is not writable or of the hub. It is
+    valid for this checkpoint on CPUs with the same instruction set; otherwise, and after changes of the checkpoint,
+    weights are packed at the start. A start does not read the whole file: --check detects corrupted bytes.
     """
     path, where = resolve_model(model)
     print(f"model     {where}", flush=True)
@@ -41,6 +42,6 @@ def prepare(
         return
     progress = StartProgress()
     with showing(progress):
-        file, linears = prepare_model(path, in_cache=cache, report=progress)
+        file, linears = prepare_model(path, in_cache=cache or HubModel.of_cached(path) is not None, report=progress)
     print(f"prepared  {linears} weights, {file.stat().st_size / 1e6:.1f} MB, in {progress.summary()}")
     print(f"file      {file}")

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO, cast
 
 import typer
 
+from compress.checkpoint.locate.hub import HubModel
 from compress.common.cli import BUNDLED, bundled_path, interrupts_held, with_groups
 from compress.common.errors import RequestError, ToolkitError
 from runtime.cli.options import (
@@ -135,6 +136,8 @@ class ServedModel:
 
 def name_of(path: Path) -> str:
     """Returns the default name of a folder's model in the API."""
+    if model := HubModel.of_cached(path):
+        return model.repo
     return next((name for name in BUNDLED if path == bundled_path(name)), path.resolve().name)
 
 
@@ -239,7 +242,7 @@ def serve(
 
     share_arenas()  # before any thread starts
     host, keys, encryption = address.host, load_keys(address), tls.checked()
-    path, where = resolve_model(model)
+    path, where = resolve_model(model, compute.trust_remote_code)
     listener = listen(host, address.port)  # before the model loads, to detect a port in use early
     print(f"model     {where}", flush=True)
     settings = runtime_config(compute, kv, context, drafts, kv_memory, states, offload, batching, seed)
@@ -311,7 +314,8 @@ def describe_engine(engine: Engine) -> Iterator[str]:
     yield f"attention {runner.kernels.describe()}"
     yield from describe_gpu(runner)
     if config.speculative_model:
-        drafting = f"drafting  {config.speculative_model}, up to {config.num_speculative_tokens} tokens"
+        drafter = HubModel.of_cached(Path(config.speculative_model)) or config.speculative_model
+        drafting = f"drafting  {drafter}, up to {config.num_speculative_tokens} tokens"
         yield f"{drafting}, {config.spec_verify}"
 
 

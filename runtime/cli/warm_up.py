@@ -49,7 +49,7 @@ def warm_up(
     are also packed into a file for other machines with the same GPU, Triton and toolkit version; see runtime serve
     --jit-cache.
     """
-    path, where = resolve_model(model)
+    path, where = resolve_model(model, compute.trust_remote_code)
     check_targets(export)
     print(f"model     {where}", flush=True)
     settings = runtime_config(compute, kv, context, drafts, kv_memory, states, offload, batching)

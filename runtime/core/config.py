@@ -127,8 +127,8 @@ class SpeculativeOptions:
         help="Draft several tokens and verify them in one step. DRAFTER is ngram (prompt lookup), ngram-tree (several "
         "earlier continuations at once), mtp (the checkpoint's multi-token prediction head), self:2bit or "
         "self:3bit (the model at fewer bits), self:skip or self:skip=N (the model without N layers), "
-        "demo (the bundled draft model), or the folder of a smaller checkpoint with the same tokenizer. Turns itself "
-        "off when measured throughput does not improve.",
+        "demo (the bundled draft model), or a smaller checkpoint with the same tokenizer (a folder or ORG/NAME). "
+        "Turns itself off when measured throughput does not improve.",
     )
     num_speculative_tokens: int = option(
         "--num-speculative-tokens",

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from compress.checkpoint.kv_cache import KV_FORMATS
+from compress.checkpoint.locate import shown_name
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.scheme import GROUP_SIZES
 from compress.checkpoint.weights import Activations, Int, Scheme
@@ -328,14 +329,14 @@ def inspect(path: Path, scheme: str, config: RuntimeConfig, memory_bytes: int | 
     dtype, weight_bytes = str(target.dtype).removeprefix("torch."), weights.prepared()
     capacity = estimate(model, config, dtype, weight_bytes, memory)
     return Report(
-        path.resolve().name,
+        Path(shown_name(path.resolve())).name,
         "as asked for" if memory_bytes is not None else f"free on this {device.type.upper()} now",
         scheme,
         model,
         weights.stored_bytes,
         capacity,
         _plan(weights, weight_bytes, dtype, config, memory),
-        find_remedies(path, weights, config, capacity),
+        find_remedies(Path(shown_name(path)), weights, config, capacity),
         weights.expert_bytes,
     )
 

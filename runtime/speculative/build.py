@@ -26,7 +26,7 @@ from runtime.speculative.verify import Proposals, ProposalSampler, RejectionSamp
 from runtime.text.tokenizer import Tokenizer
 
 MAX_DRAFT_TOKENS = 16
-CHOICES = "ngram, ngram-tree, mtp, self:2bit, self:3bit, self:skip, self:skip=N, demo, or the folder of a checkpoint"
+CHOICES = "ngram, ngram-tree, mtp, self:2bit, self:3bit, self:skip, self:skip=N, demo, a folder or ORG/NAME"
 SELF_ROUNDED = re.compile(r"self:([23])bit")
 SELF_SKIPPING = re.compile(r"self:skip(?:=(\d+))?")
 

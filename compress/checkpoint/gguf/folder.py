@@ -10,10 +10,10 @@ import shutil
 from pathlib import Path
 
 from compress.checkpoint.config import CONFIG_FILE
-from compress.common.cli import bundled_model, bundled_path
+from compress.checkpoint.locate import find_model
 from compress.common.errors import CheckpointError
 from compress.common.files import cache_folder, in_home, refuse_when_full
-from compress.common.model_folder import GGUF_SUFFIX, find_folder
+from compress.common.model_folder import GGUF_SUFFIX
 
 VERSION = 2
 """Changes with the files that are made from the same metadata."""
@@ -25,19 +25,20 @@ def is_gguf(path: str | Path) -> bool:
     return Path(path).suffix.lower() == GGUF_SUFFIX and in_home(path).is_file()
 
 
-def folder_of(model: str | Path) -> Path:
-    """Returns the folder of a model: of a bundled one by its name, one made of a GGUF file, which is made once, or the
-    one that `find_folder` finds.
+def folder_of(model: str | Path, *, weights: bool = True, code: bool = False) -> Path:
+    """Returns the folder of a model that is named in any way; that of a GGUF file is made once.
+
+    Args:
+        weights: as for `find_model`, like `code`.
 
     Raises:
-        CheckpointError: as `find_folder`; a GGUF file that cannot be read, of another architecture or kind of
+        CheckpointError: as `find_model`; a GGUF file that cannot be read, of another architecture or kind of
             tokenizer, or no space.
     """
-    if name := bundled_model(model):
-        return bundled_path(name)
-    if not is_gguf(model):
-        return find_folder(model)
-    file = in_home(model).resolve()
+    found = find_model(model, weights=weights, code=code)
+    if not is_gguf(found):
+        return found
+    file = found.absolute()  # its own name: the hub's cache links to files with other names
     folder = cache_folder("gguf") / _key(file) / file.stem
     if not (folder / CONFIG_FILE).is_file():
         _make(file, folder)

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
 
 from compress.checkpoint.gguf.file import AGAIN, GGUFFile
+from compress.checkpoint.locate.file_names import part_names
 from compress.common.errors import CheckpointError
 from compress.common.files import in_home
 
 COUNT_KEY, NUMBER_KEY, TENSORS_KEY = "split.count", "split.no", "split.tensors.count"
 """Keys with the number of parts, that of a part, from 0 on, and the number of tensors of all parts."""
-_NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})(\.gguf)", re.IGNORECASE)
 
 
 @dataclass
@@ -48,16 +47,23 @@ def part_paths(path: Path) -> list[Path]:
     Raises:
         CheckpointError: another part than the first, or parts that are missing.
     """
-    found = _NAME.fullmatch(path.name)
-    if found is None or int(found[3]) < 2:
+    names = part_names(path.name)
+    if names is None:
         return [path]
-    paths = [path.with_name(f"{found[1]}-{part:05}-of-{found[3]}{found[4]}") for part in range(1, int(found[3]) + 1)]
+    paths = [path.with_name(name) for name in names]
     if path != paths[0]:
-        raise CheckpointError(f"{path} is part {int(found[2])} of {len(paths)}", f"Name the first one, {paths[0]}")
+        raise CheckpointError(f"{path} is not the first of {len(paths)} parts", f"Name the first one, {paths[0]}")
     if missing := [part.name for part in paths if not part.is_file()]:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise CheckpointError(f"{path.parent} has no {missing[0]}{more}", "Download all parts into one folder")
     return paths
+
+
+def _followed(path: Path) -> Path:
+    """Follows links until a name is that of a part: those of the hub's cache lead to files with other names."""
+    while part_names(path.name) is None and path.is_symlink():
+        path = path.parent / path.readlink()
+    return path
 
 
 def open_parts(path: str | Path) -> GGUFFile:
@@ -70,7 +76,7 @@ def open_parts(path: str | Path) -> GGUFFile:
     count = first.metadata.get(COUNT_KEY, 1)
     if count in (0, 1):
         return first
-    paths = part_paths(in_home(path).resolve())
+    paths = part_paths(_followed(in_home(path)))
     if len(paths) != count:
         remedy = f"Name it NAME-00001-of-{count:05}.gguf" if type(count) is int else AGAIN
         raise CheckpointError(f"{first.path} is one of {count!r} parts, and its name says {len(paths)}", remedy)

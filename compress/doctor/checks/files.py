@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
-from compress.checkpoint.safetensors import (
+from compress.checkpoint.locate.file_names import (
     INDEX_FILE,
     PICKLE_SUFFIXES,
     SINGLE_FILE,
     WEIGHT_SUFFIXES,
-    MappedFile,
 )
+from compress.checkpoint.safetensors import MappedFile
 from compress.common.errors import CheckpointError
 from compress.common.files import PARTIAL_SUFFIX, is_lfs_pointer, read_json
 from compress.common.model_folder import GGUF_SUFFIX

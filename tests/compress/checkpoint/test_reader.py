@@ -14,8 +14,9 @@ from safetensors.torch import load_file, save_file
 from tiers import examples
 
 from compress.checkpoint.config import is_tied, read_config, write_config
+from compress.checkpoint.locate.file_names import INDEX_FILE
 from compress.checkpoint.reader import PackedCheckpoint
-from compress.checkpoint.safetensors import INDEX_FILE, TensorFiles
+from compress.checkpoint.safetensors import TensorFiles
 from compress.checkpoint.weights import Int
 from compress.checkpoint.weights.integer import IntegerWeight
 from compress.common.errors import CheckpointError

@@ -14,7 +14,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from compress.checkpoint.config import packed_config, read_config
-from compress.checkpoint.safetensors import INDEX_FILE, TensorFiles
+from compress.checkpoint.locate.file_names import INDEX_FILE
+from compress.checkpoint.safetensors import TensorFiles
 from compress.checkpoint.writer import BlockStore, assemble
 from compress.common import files
 from compress.common.errors import CheckpointError

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import pytest
 
-from compress.checkpoint.safetensors import SINGLE_FILE
+from compress.checkpoint.locate.file_names import SINGLE_FILE
 from compress.common.cli import draft_model_path
 from compress.doctor.base import CHECKS, Check, register
 from compress.doctor.examine import examine

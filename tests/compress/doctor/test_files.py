@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from compress.checkpoint.safetensors import INDEX_FILE, SINGLE_FILE
+from compress.checkpoint.locate.file_names import INDEX_FILE, SINGLE_FILE
 from compress.common.cli import draft_model_path
 from compress.common.errors import CheckpointError
 from compress.doctor.examine import examine

@@ -13,11 +13,11 @@ from compress.checkpoint.weights import Activations, Int, Scheme
 from compress.checkpoint.writer import export_checkpoint
 from compress.cli.tables import embedding_tip
 from compress.common.errors import RecipeError
+from compress.common.files import size
 from compress.evaluate.scorers import open_scorer
 from compress.pipeline import embed_and_head
 from compress.pipeline.finish import compare_with_report
 from compress.recipe import CalibrationOptions, FactorizeStage, QuantizeStage, Stage, end_stages
-from compress.reporting.page import size
 from runtime.model.loader import load_model
 
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
