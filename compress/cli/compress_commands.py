@@ -160,7 +160,7 @@ def with_method(rounding: QuantizeKeys, model: Path | None) -> QuantizeKeys:
     default = default_method(rounding.form)
     if rounding.method or default != default_method() or model is None:
         return rounding
-    config = read_config(check_folder(folder_of(model)))
+    config = read_config(check_folder(folder_of(model_folder(model))))
     describe = find_family(config.get("model_type"))
     if describe is not None and smooths_norms(describe(config)):
         return rounding
