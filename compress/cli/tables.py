@@ -232,7 +232,7 @@ def print_survey(survey: Survey) -> None:
 
 
 def describe_survey(survey: Survey) -> list[str]:
-    """Returns target, range of sizes, time and memory, one line each."""
+    """Returns target, range of sizes, time, memory and notes, one line each."""
     low, high = survey.smallest, survey.largest
     return [
         f"target: {survey.request.goal}; candidates reach {survey.bits_per_weight(low):.3f} to "
@@ -243,6 +243,7 @@ def describe_survey(survey: Survey) -> list[str]:
         "the time of rounding",
         f"peak memory: about {gigabytes(survey.peak_memory)} GB with the whole model in it",
         describe_run(survey.context),
+        *(f"note: {note}" for note in survey.context.notes),
     ]
 
 

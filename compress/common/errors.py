@@ -24,6 +24,10 @@ class CheckpointError(ToolkitError):
     """A checkpoint that cannot be read, written or trusted."""
 
 
+class UnsupportedModelError(CheckpointError):
+    """A sound model that this runtime does not serve."""
+
+
 class SchemeError(ToolkitError):
     """A quantization scheme that cannot be applied to a weight."""
 

@@ -12,6 +12,7 @@ from compress.checkpoint.locate import shown_name
 from compress.checkpoint.reader import NONSENSE, PackedCheckpoint
 from compress.common.errors import ToolkitError
 from compress.doctor.base import AGAIN, CHECKS
+from compress.doctor.checks.formats import LOADED_BY
 from compress.doctor.findings import Diagnosis, Finding, Severity, in_order
 from compress.doctor.view import StoredTensor, View
 
@@ -39,6 +40,8 @@ def examine(path: Path, against: Path | None = None, on_progress: Progress | Non
         return Diagnosis(str(path), {}, (_refused("files", path.name, error),))
     findings: list[Finding] = []
     facts = _collect(View(folder, source), findings, on_progress)
+    if any(each.severity is Severity.ERROR for each in findings):
+        facts.pop(LOADED_BY, None)
     return Diagnosis(shown_name(path), facts, in_order(findings))
 
 

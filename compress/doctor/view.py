@@ -13,11 +13,14 @@ from torch import Tensor
 
 from compress.checkpoint.config import CONFIG_FILE, is_embedding
 from compress.checkpoint.reader import PackedCheckpoint
-from compress.checkpoint.verify import Shapes, implied_shapes
+from compress.checkpoint.verify import Shapes
 from compress.checkpoint.weights.base import PANEL_ELEMENTS, Weight
 from compress.common.errors import ToolkitError
 from compress.common.files import read_json
+from compress.models.registry import find_family
+from compress.models.spec import ModelSpec
 from compress.targets import without_indices
+from runtime.core.model_config import parse_config
 from runtime.text.tokenizer import Tokenizer
 
 GENERATION_FILE = "generation_config.json"
@@ -95,9 +98,29 @@ class View:
         return _read_object(self.path / GENERATION_FILE)
 
     @cached_property
+    def spec(self) -> ModelSpec | None:
+        """Description of the model; None for an unknown family, or a config.json that defines no model."""
+        describe = find_family(self.packed.config.get("model_type")) if self.packed else None
+        try:
+            return describe(self.packed.config) if self.packed and describe else None
+        except ToolkitError:
+            return None
+
+    @cached_property
+    def model_refusal(self) -> ToolkitError | None:
+        """Refusal of the runtime to serve the model in config.json; None without one, or for an unknown family."""
+        if self.packed is None or find_family(self.packed.config.get("model_type")) is None:
+            return None
+        try:
+            parse_config(self.packed.config, self.generation_config)
+        except ToolkitError as error:
+            return error
+        return None
+
+    @cached_property
     def implied(self) -> Shapes:
-        """Shapes of the parameters that config.json implies; empty without a description of the family."""
-        return implied_shapes(self.packed.config)[0] if self.packed else {}
+        """Shapes of the parameters that config.json implies; empty without a description of the model."""
+        return self.spec.parameters() if self.spec else {}
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:

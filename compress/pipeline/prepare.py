@@ -253,12 +253,12 @@ def prepare(request: RunRequest, dry_run: bool = False) -> RunContext:
     calibration text is sampled from the source model.
 
     Args:
-        dry_run: plan only: use zeros instead of text sampled from the model.
+        dry_run: plan only: use zeros instead of text sampled from the model, and note an unusable output folder.
 
     Raises:
         ToolkitError: a problem that would make the run fail and can be detected in advance.
     """
-    check_out_folder(request.out)
+    obstacles = _obstacles(request.out, dry_run)
     device = resolve_device(request.device)
     files, config = open_source(request.model)
     source_notes, working = files.notes(), files.working_bytes if isinstance(files, DequantizedFiles) else 0
@@ -274,7 +274,7 @@ def prepare(request: RunRequest, dry_run: bool = False) -> RunContext:
     model_dtype = _model_dtype(config, files)
     plan = make_plan(skeleton, files, request.recipe, model_dtype)
     lacking = [] if request.recipe.needs_calibration else _no_tokenizer(request.model)
-    plan = replace(plan, notes=(*source_notes, *plan.notes, *lacking))
+    plan = replace(plan, notes=(*obstacles, *source_notes, *plan.notes, *lacking))
     dtype = pick_dtype(request.dtype, model_dtype, device)
     sequences = _calibration(request, config, device, dtype, dry_run) if request.recipe.needs_calibration else None
     count, length = sequences.tokens.shape if sequences else (0, 1)
@@ -289,6 +289,17 @@ def prepare(request: RunRequest, dry_run: bool = False) -> RunContext:
     return RunContext(
         request, config, files, skeleton, plan, device, dtype, sequences, micro_batch, peak, disk, not lacking
     )
+
+
+def _obstacles(out: Path, dry_run: bool) -> list[str]:
+    """Returns a note for a dry run if the output folder cannot be written. Raises CheckpointError for a run."""
+    try:
+        check_out_folder(out)
+    except CheckpointError as error:
+        if not dry_run:
+            raise
+        return [f"a run without --dry-run stops here: {error}"]
+    return []
 
 
 def _no_tokenizer(model: Path) -> list[str]:

@@ -223,6 +223,7 @@ class Survey:
             "fixed_bytes": self.fixed_bytes,
             "smallest_bytes": self.smallest + self.fixed_bytes,
             "largest_bytes": self.largest + self.fixed_bytes,
+            "notes": list(self.context.notes),
         }
 
 

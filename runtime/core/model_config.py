@@ -12,7 +12,7 @@ from typing import Any
 from compress.checkpoint.config import dtype_name
 from compress.checkpoint.kv_cache import KVCacheRecord, KVCacheScheme, measured_kv_caches, stored_kv_cache
 from compress.checkpoint.state_dtype import STATE_FLOAT32, STATE_ITEMSIZE, MeasuredStates, measured_states
-from compress.common.errors import CheckpointError, ToolkitError
+from compress.common.errors import ToolkitError, UnsupportedModelError
 from compress.common.files import read_json
 from compress.models.block import Block
 from compress.models.config import LENGTH, context_length, refusal
@@ -253,8 +253,8 @@ def parse_config(
         code: description of a model that its own modeling code computes; None for a registered family.
 
     Raises:
-        CheckpointError: the model family, rotary embedding, activation or attention is not supported, or the config
-            lacks values that define shapes.
+        UnsupportedModelError: the model family, rotary embedding, activation or attention is not supported.
+        CheckpointError: the config lacks values that define shapes, or has impossible ones.
         SchemeError: the recorded KV cache format is unknown.
     """
     if code is None and config.get("is_causal") is False:
@@ -281,7 +281,7 @@ def _describe(config: Mapping[str, Any]) -> ModelSpec:
     model_type = config.get("model_type")
     describe = find_family(model_type)
     if describe is None:
-        raise CheckpointError(
+        raise UnsupportedModelError(
             f"model_type {model_type!r} is not supported; supported families are {', '.join(known_families())}",
             "Serve it with transformers or vLLM: compressed-tensors checkpoints load there unchanged",
         )
@@ -292,7 +292,7 @@ def _describe(config: Mapping[str, Any]) -> ModelSpec:
 
 def _refuse(reason: str) -> None:
     if reason:
-        raise CheckpointError(reason, "Serve it with transformers")
+        raise UnsupportedModelError(reason, "Serve it with transformers")
 
 
 def unsupported_reason(spec: ModelSpec) -> str:

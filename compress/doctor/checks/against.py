@@ -1,25 +1,44 @@
-"""Weights against the source model: the relative error of every matrix."""
+"""Weights against the source model: the relative error of every matrix, without the scales that smoothing folds in."""
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import dataclass
 from statistics import median
 from typing import ClassVar
+
+from torch import Tensor
 
 from compress.checkpoint.config import HEAD, is_embedding
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.weights.base import Weight
 from compress.doctor.base import Check, register
 from compress.doctor.findings import Finding
-from compress.doctor.view import StoredTensor, View
+from compress.doctor.folded_scales import Folding, Pair, Products, foldings, norm_scale, pair_error
+from compress.doctor.view import StoredTensor, View, listed
 
 FAR, LEAST_ERROR = 3.0, 0.02
 """Thresholds of an outlier: ratio to the median error of the same form, and relative error."""
-UNRELATED = 0.7
-"""Relative error above which two matrices count as unrelated; that of two independent matrices is 1.41."""
+UNRELATED = 0.3
+"""Cosine of two matrices below which they count as unrelated; those of pruned and factorized ones are far above."""
 QUANTIZE = "Quantize these layers again, or leave them dense with --ignore"
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """Comparison of one matrix, or of two with common scales, with the source.
+
+    Attributes:
+        names: modules.
+        error: relative error.
+        similarity: cosine of the matrix and its source; 1 for two, each of which has its own.
+    """
+
+    names: tuple[str, ...]
+    error: float
+    similarity: float = 1.0
 
 
 @register
@@ -30,7 +49,10 @@ class Against(Check):
 
     def __init__(self, view: View) -> None:
         super().__init__(view)
-        self._errors: dict[str, list[tuple[str, float]]] = defaultdict(list)
+        self._matrices: dict[str, list[Compared]] = defaultdict(list)
+        self._pairs: dict[str, list[Compared]] = defaultdict(list)
+        self._waiting: dict[str, tuple[str, Products]] = {}
+        self._foldings = foldings(view.spec) if view.source and view.spec else {}
 
     def tensor(self, stored: StoredTensor) -> Iterator[Finding]:
         source = self.view.source
@@ -45,30 +67,76 @@ class Against(Check):
             problem = f"it is {stored.shape}, in {source.path} {shape}"
             yield self.error("shape", module, problem, "Name the model that it was made from: --against")
         else:
-            form = str(stored.content.scheme) if isinstance(stored.content, Weight) else "dense"
-            self._errors[form].append((module, relative_error(stored, source, theirs)))
+            content = source.weight(theirs)
+            self._compare(module, stored, StoredTensor(theirs, content, isinstance(content, Weight)))
+            source.files.release()
+
+    def _compare(self, module: str, ours: StoredTensor, theirs: StoredTensor) -> None:
+        form = str(ours.content.scheme) if isinstance(ours.content, Weight) else "dense"
+        folding = self._foldings.get(module, Folding())
+        panels = zip(ours.panels(), theirs.panels(), strict=True)
+        products = Products.of(panels, self._norm_scale(folding), folding.fitted)
+        self._matrices[form].append(Compared((module,), products.relative_error, products.similarity))
+        if folding.pair is not None:
+            self._waiting[module] = form, products
+            self._compare_pair(folding.pair)
+
+    def _norm_scale(self, folding: Folding) -> Tensor | None:
+        packed, source, name = self.view.packed, self.view.source, f"{folding.norm}.weight"
+        if packed is None or source is None or name not in packed.files or name not in source.files:
+            return None
+        return norm_scale(packed.tensor(name), source.tensor(name), folding.offset)
+
+    def _compare_pair(self, pair: Pair) -> None:
+        """Compares the products of a pair as soon as both of its linears have been read."""
+        if {pair.rows, pair.columns} <= self._waiting.keys():
+            (above, rows), (below, columns) = self._waiting.pop(pair.rows), self._waiting.pop(pair.columns)
+            error = pair_error(rows, columns, pair.head_dim)
+            self._pairs[f"{above}, {below}"].append(Compared((pair.rows, pair.columns), error))
 
     def finish(self) -> Iterator[Finding]:
-        for form, found in self._errors.items():
-            usual = median(error for _, error in found)
-            if usual > UNRELATED:
-                problem = f"the median relative error of {len(found)} {form} matrices is {usual:.3g}"
-                remedy = "Name the model that it was made from: --against; rotated models cannot be compared"
-                yield self.warning("unrelated", form, problem, remedy)
-                continue
-            for module, error in found:
-                if error > max(FAR * usual, LEAST_ERROR) or math.isnan(error):
-                    problem = (
-                        f"its relative error is {error:.3g}, the median of {len(found)} {form} matrices {usual:.3g}"
-                    )
-                    yield self.error("large-error", module, problem, QUANTIZE)
+        unrelated = {form for form, found in self._matrices.items() if _similarity(found) < UNRELATED}
+        if unrelated:
+            count = sum(len(self._matrices[form]) for form in unrelated)
+            lowest = min(_similarity(self._matrices[form]) for form in unrelated)
+            problem = (
+                f"{count} matrices ({listed(sorted(unrelated))}) are not compared: the median cosine with those of "
+            )
+            problem += f"the source is {lowest:.2g}"
+            remedy = "Name the model that it was made from: --against; rotated models cannot be compared"
+            yield self.warning("unrelated", self.view.path.name, problem, remedy)
+        accused = set[str]()
+        for form, found in self._matrices.items():
+            for each in _outliers(found) if form not in unrelated else ():
+                accused.update(each.names)
+                problem = f"its relative error is {each.error:.3g}, the median of {len(found)} {form} matrices "
+                yield self.error("large-error", each.names[0], f"{problem}{_usual(found):.3g}", QUANTIZE)
+        for forms, found in self._pairs.items():
+            for each in _outliers(found):
+                if accused.isdisjoint(each.names):
+                    problem = f"together with {each.names[1]} its relative error is {each.error:.3g}, the median of "
+                    problem += f"{len(found)} such pairs ({forms}) {_usual(found):.3g}"
+                    yield self.error("large-error", each.names[0], problem, QUANTIZE)
 
     def facts(self) -> dict[str, str]:
         lines = [
-            f"{form} {median(error for _, error in found):.4g} (largest {max(error for _, error in found):.4g})"
-            for form, found in sorted(self._errors.items())
+            f"{form} {_usual(found):.4g} (largest {max(each.error for each in found):.4g})"
+            for form, found in sorted(self._matrices.items())
         ]
         return {"median relative error": ", ".join(lines)} if lines else {}
+
+
+def _usual(found: list[Compared]) -> float:
+    return median(each.error for each in found)
+
+
+def _similarity(found: list[Compared]) -> float:
+    return median(each.similarity for each in found)
+
+
+def _outliers(found: list[Compared]) -> list[Compared]:
+    limit = max(FAR * _usual(found), LEAST_ERROR)
+    return [each for each in found if each.error > limit or math.isnan(each.error) or each.similarity < UNRELATED]
 
 
 def _source_name(source: PackedCheckpoint, module: str) -> str | None:
@@ -77,15 +145,3 @@ def _source_name(source: PackedCheckpoint, module: str) -> str | None:
         return module
     names = [name.removesuffix(".weight") for name in source.files.names()] if module == HEAD and source.tied else []
     return next(filter(is_embedding, names), None)
-
-
-def relative_error(stored: StoredTensor, source: PackedCheckpoint, module: str) -> float:
-    """Returns the Frobenius norm of the difference to the source's matrix, divided by that of the source's matrix."""
-    content = source.weight(module)
-    dense = StoredTensor(module, content, isinstance(content, Weight))
-    squared, total = 0.0, 0.0
-    for ours, theirs in zip(stored.panels(), dense.panels(), strict=True):
-        squared += float((ours - theirs).double().square().sum())
-        total += float(theirs.double().square().sum())
-    source.files.release()
-    return math.sqrt(squared / total) if total else math.sqrt(squared)

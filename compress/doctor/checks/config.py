@@ -11,6 +11,7 @@ from compress.checkpoint.config import HEAD, dtype_name
 from compress.checkpoint.dequantized import UNUSED_SCALES
 from compress.checkpoint.reader import PackedCheckpoint, stores_other_head
 from compress.checkpoint.verify import config_problems, name_problems
+from compress.common.errors import UnsupportedModelError
 from compress.doctor.base import AGAIN, Check, register
 from compress.doctor.findings import Finding
 from compress.doctor.view import listed
@@ -34,9 +35,12 @@ class Config(Check):
         packed = self.view.packed
         if packed is None:
             return
-        where = "config.json"
         for problem in config_problems(packed):
-            yield self.error("config", where, problem, "Correct config.json, or download it again")
+            yield self._impossible(problem)
+        if isinstance(refusal := self.view.model_refusal, UnsupportedModelError):
+            yield self.warning("unsupported-model", "config.json", refusal.problem, refusal.remedy)
+        elif refusal is not None:
+            yield self._impossible(refusal.problem)
         if (self.view.path / QUANTO_MAP).is_file():
             problem = "the weights are those of optimum-quanto, whose format is not supported"
             yield self.error("quanto", QUANTO_MAP, problem, "Quantize the dense model with compress quantize")
@@ -46,6 +50,9 @@ class Config(Check):
         yield from self._head(packed)
         yield from self._vocabulary(packed)
         yield from self._dtype(packed)
+
+    def _impossible(self, problem: str) -> Finding:
+        return self.error("config", "config.json", problem, "Correct config.json, or download it again")
 
     def _names(self, packed: PackedCheckpoint) -> Iterator[Finding]:
         missing = []

@@ -13,6 +13,9 @@ from compress.doctor.base import Check, register
 from compress.doctor.findings import Finding
 from compress.doctor.view import listed
 
+LOADED_BY = "loaded by"
+"""Label of the engines."""
+
 
 @register
 class Formats(Check):
@@ -35,7 +38,8 @@ class Formats(Check):
         counts = Counter(str(scheme) for scheme in packed.schemes.values())
         forms = ", ".join(f"{count} x {form}" for form, count in sorted(counts.items())) or "none"
         engines = readers(packed.format, packed.schemes.values())
-        loaded = [engine for engine in engines if engine != RUNTIME or not packed.reordered]
+        refused = bool(packed.reordered or self.view.model_refusal)
+        loaded = [engine for engine in engines if engine != RUNTIME or not refused]
         made = compression_block(packed.config).get("source")
         origin = {"made from": str(made)} if made else {}
-        return {"container": packed.format, "weight forms": forms, "loaded by": ", ".join(loaded) or "none", **origin}
+        return {"container": packed.format, "weight forms": forms, LOADED_BY: ", ".join(loaded) or "none", **origin}

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from compress.common.errors import CheckpointError
+from compress.common.errors import UnsupportedModelError
 from compress.models.config import (
     Config,
     attention,
@@ -58,10 +58,10 @@ def olmoe(config: Config) -> ModelSpec:
     """Describes an OLMoE.
 
     Raises:
-        CheckpointError: queries, keys and values are clipped.
+        UnsupportedModelError: queries, keys and values are clipped.
     """
     if config.get("clip_qkv") is not None:
-        raise CheckpointError(
+        raise UnsupportedModelError(
             "clipped queries, keys and values (clip_qkv) are not supported", "Serve it with transformers"
         )
     config = {**DEFAULTS, "num_experts": 64, "num_experts_per_tok": 8, **config}

@@ -17,6 +17,7 @@ from folders import private_copy
 from help_pages import help_pages, seconds_of_help
 
 from compress.common.cli import tool_version
+from compress.common.files import REPORT_FILE
 
 ROOT = Path(__file__).parents[3]
 COMMANDS = (
@@ -98,6 +99,32 @@ def test_dry_run_shows_the_plan_and_writes_nothing(compress, tiny_model, tmp_pat
     assert "quality check: about" in shown
     assert "4 sequences of 48 tokens" in shown
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["demo", "demo-mixture"])
+def test_a_bundled_model_by_name_with_the_default_method(compress, name: str) -> None:
+    plan = json.loads(compress("quantize", name, "--dry-run", "--json", *QUICK, "--group-size", "32").stdout)
+    assert plan["source"] == name
+
+
+@pytest.mark.parametrize("command", ["quantize", "prune", "factorize", "run int4-rtn", "search --target-bpw 5"])
+@pytest.mark.parametrize("obstacle", ["folder", "file", "link"])
+def test_a_dry_run_takes_an_output_that_exists(compress, tiny_model, tmp_path, command: str, obstacle: str) -> None:
+    out = tmp_path / "packed"
+    if obstacle == "folder":
+        out.mkdir()
+        (out / REPORT_FILE).write_text("mine")
+    elif obstacle == "file":
+        out.write_text("mine")
+    else:
+        out.symlink_to(tmp_path / "nowhere")
+    before = {path: path.lstat().st_mtime_ns for path in tmp_path.rglob("*")}
+    words = command.split()
+    typed = [*words[:2], tiny_model()] if words[0] == "run" else [words[0], tiny_model(), *words[1:], *QUICK[:4]]
+    plan = json.loads(compress(*typed, "--dry-run", "--json", "--restart").stdout)
+    assert len([note for note in plan["notes"] if str(out.name) in note and "--out" in note]) == 1
+    assert {path: path.lstat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+    assert "packed exists" in compress(*typed, code=1).stderr
 
 
 def test_dry_run_as_json(compress, tiny_model, tmp_path) -> None:
