@@ -70,7 +70,8 @@ class SmallHub:
 
     def files(self, method: str = "GET") -> list[str]:
         """Names of the files that were asked for, in order."""
-        return [path.partition("/resolve/")[2].partition("/")[2] for how, path, _ in self.requests if how == method]
+        paths = [path for how, path, _ in self.requests if how == method and "/resolve/" in path]
+        return [path.partition("/resolve/")[2].partition("/")[2] for path in paths]
 
 
 class _Handler(BaseHTTPRequestHandler):
