@@ -243,3 +243,24 @@ def test_a_prompt_that_is_no_text() -> None:
     answer = subprocess.run(GENERATE, input=b"caf\xe9", env=strict, capture_output=True, timeout=120)
     assert answer.returncode == 1
     assert answer.stderr.startswith(b"error: standard input")
+
+
+def test_bundled_models_are_prepared_in_the_cache_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    answer = run_here(runtime, "prepare", "demo", cwd=tmp_path)
+    assert answer.returncode == 0, answer.stderr
+    assert list((tmp_path / "cache").rglob("*.safetensors"))
+    assert not (demo_model_path() / "prepared").exists()
+
+
+def test_bits_of_a_head_that_is_the_embedding_name_the_option_for_both(tmp_path: Path) -> None:
+    answer = run_here(compress, "quantize", "demo", "--head-bits", "4", "--dry-run", cwd=tmp_path)
+    assert (answer.returncode, "--embedding-bits" in answer.stderr) == (1, True)
+
+
+@pytest.mark.parametrize("target", ["nowhere/x.yaml", "file/x.yaml", "."])
+def test_a_search_tries_its_files_before_it_measures(target: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    answer = run_here(compress, "search", "demo", "--target-bpw", "5", "--recipe", target, cwd=tmp_path)
+    assert answer.returncode == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
