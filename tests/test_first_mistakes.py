@@ -89,11 +89,16 @@ def other_case(folder: Path) -> str:
     return "model-1b"
 
 
-def pipe_as_config(folder: Path) -> str:
-    model = shutil.copytree(demo_model_path(), folder / "model")
-    (model / "config.json").unlink()
-    os.mkfifo(model / "config.json")
-    return "model"
+def pipe_as(name: str) -> Callable[[Path], str]:
+    """Returns a mistake: the demo model, with a pipe that no process writes to in the place of a file."""
+
+    def make(folder: Path) -> str:
+        model = shutil.copytree(demo_model_path(), folder / "model")
+        (model / name).unlink()
+        os.mkfifo(model / name)
+        return "model"
+
+    return make
 
 
 def device_as_config(folder: Path) -> str:
@@ -129,7 +134,9 @@ MISTAKES: dict[str, tuple[Callable[[Path], str], str, set[str]]] = {
     "case of config": (renamed("config.json", "Config.json"), r"Rename Config\.json", set()),
     "case of weights": (renamed("model.safetensors", "MODEL.SAFETENSORS"), "Rename MODEL", READS_CONFIG_ONLY),
     "nowhere": (lambda folder: "nowhere", "nowhere", set()),
-    "pipe": (pipe_as_config, r"config\.json", set()),
+    "pipe": (pipe_as("config.json"), r"config\.json", set()),
+    "pipe of tokenizer": (pipe_as("tokenizer_config.json"), r"tokenizer_config\.json", READS_NO_TOKENIZER),
+    "pipe of template": (pipe_as("chat_template.jinja"), r"chat_template\.jinja", READS_NO_TOKENIZER),
     "device": (device_as_config, r"config\.json", set()),
     "explosive tokenizer": (explosive_tokenizer, "1000", READS_NO_TOKENIZER),
     "snapshots": (several_snapshots, "snapshots/c0ffee", set()),

@@ -195,8 +195,15 @@ def read_json(path: Path, remedy: str = "Download this file again") -> Any:
 @contextmanager
 def without_marks(folder: Path) -> Iterator[Path]:
     """Yields a folder whose JSON files begin with no byte order mark, which other libraries do not read: `folder`, or a
-    temporary one with links to its files and corrected copies."""
-    marked = [file for file in folder.glob("*.json") if file.is_file() and _is_marked(file)]
+    temporary one with links to its files and corrected copies.
+
+    Raises:
+        CheckpointError: a device or pipe in the place of one of its files, which other libraries would wait for.
+    """
+    files = [*folder.glob("*.json"), *folder.glob("*.jinja")]
+    for file in files:
+        check_file(file)
+    marked = [file for file in files if file.is_file() and _is_marked(file)]
     if not marked:
         yield folder
         return

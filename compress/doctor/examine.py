@@ -37,7 +37,7 @@ def examine(path: Path, against: Path | None = None, on_progress: Progress | Non
             raise
         return Diagnosis(str(path), {}, (_refused("files", path.name, error),))
     findings: list[Finding] = []
-    facts = _collect(View(folder, source), findings, on_progress)
+    facts = _collect(View(folder if folder.name else folder.absolute(), source), findings, on_progress)
     return Diagnosis(str(path), facts, in_order(findings))
 
 

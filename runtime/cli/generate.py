@@ -80,7 +80,7 @@ def generate(
     engine, tokenizer = load_engine(path, runtime_config(compute, kv, context, drafts))
     token_ids = tokenizer.encode_chat([{"role": "user", "content": text}]) if chat else tokenizer.encode(text)
     engine.add_request(token_ids, sampling)
-    write(steps(engine), as_json, path.name)
+    write(steps(engine), as_json, path.resolve().name)
 
 
 def read_prompt() -> str:

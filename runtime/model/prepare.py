@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from compress.checkpoint.reader import PackedCheckpoint
@@ -35,10 +36,14 @@ def prepare_model(path: Path, in_cache: bool = False, report: Report = ignore) -
     target = next((place for place in ([] if in_cache else [beside]) + [cached] if _makes_folder(place.parent)), None)
     if target is None:
         raise ToolkitError(f"neither {beside.parent} nor {cached.parent} can be written", "Free one of them")
-    with writing(target, checkpoint) as writer:
-        load_model(path, device="cpu", prepared=writer, report=report)
-        if not writer.linears:
-            raise ToolkitError(f"{path} has no weight that CPU kernels pack", "Serve it as it is")
+    try:
+        with writing(target, checkpoint) as writer:
+            load_model(path, device="cpu", prepared=writer, report=report)
+            if not writer.linears:
+                raise ToolkitError(f"{path} has no weight that CPU kernels pack", "Serve it as it is")
+    finally:
+        with suppress(OSError):
+            target.parent.rmdir()  # fails unless nothing was written
     read_into_huge_pages(target)
     return target, len(writer.linears)
 
