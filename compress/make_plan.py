@@ -62,7 +62,8 @@ class End:
     def check(self, name: str, stage: Stage) -> None:
         """Raises RecipeError when a stage that targets this matrix cannot change it."""
         if self.shape is None:
-            raise RecipeError(f"targets include {name}, which {self.what}", "Target the embedding: it serves both")
+            remedy = "Quantize the embedding, which serves as both: --embedding-bits, or a stage that targets it"
+            raise RecipeError(f"targets include {name}, which {self.what}", remedy)
         if not isinstance(stage, QuantizeStage):
             problem = f"{STAGE_NAMES[type(stage)]} cannot change {name}, the {self.what}"
             raise RecipeError(problem, "Target linear layers inside the blocks, or quantize it")

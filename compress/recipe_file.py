@@ -112,7 +112,7 @@ def _read(name: str) -> tuple[str, str]:
     path = bundled_recipes().get(name, Path(name))
     if not path.exists():
         raise RecipeError(f"recipe {name} does not exist", nearest(name, tuple(bundled_recipes()), "Bundled recipes"))
-    return read_text(path), str(path)
+    return read_text(path, RecipeError), str(path)
 
 
 def parse_recipe(text: str, origin: str) -> Recipe:

@@ -3,7 +3,10 @@
 import json
 import os
 import re
+import shlex
 import shutil
+import subprocess
+import sys
 from codecs import BOM_UTF8
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +16,7 @@ from runtime_command import run_here
 
 from compress.cli import main as compress
 from compress.common.cli import demo_model_path
-from compress.common.files import LFS_MARK
+from compress.common.files import LFS_MARK, MAX_FILE_BYTES
 from runtime.cli import main as runtime
 
 POINTER = (
@@ -86,11 +89,16 @@ def other_case(folder: Path) -> str:
     return "model-1b"
 
 
-def pipe_as_config(folder: Path) -> str:
-    model = shutil.copytree(demo_model_path(), folder / "model")
-    (model / "config.json").unlink()
-    os.mkfifo(model / "config.json")
-    return "model"
+def pipe_as(name: str) -> Callable[[Path], str]:
+    """Returns a mistake: the demo model, with a pipe that no process writes to in the place of a file."""
+
+    def make(folder: Path) -> str:
+        model = shutil.copytree(demo_model_path(), folder / "model")
+        (model / name).unlink()
+        os.mkfifo(model / name)
+        return "model"
+
+    return make
 
 
 def device_as_config(folder: Path) -> str:
@@ -126,7 +134,9 @@ MISTAKES: dict[str, tuple[Callable[[Path], str], str, set[str]]] = {
     "case of config": (renamed("config.json", "Config.json"), r"Rename Config\.json", set()),
     "case of weights": (renamed("model.safetensors", "MODEL.SAFETENSORS"), "Rename MODEL", READS_CONFIG_ONLY),
     "nowhere": (lambda folder: "nowhere", "nowhere", set()),
-    "pipe": (pipe_as_config, r"config\.json", set()),
+    "pipe": (pipe_as("config.json"), r"config\.json", set()),
+    "pipe of tokenizer": (pipe_as("tokenizer_config.json"), r"tokenizer_config\.json", READS_NO_TOKENIZER),
+    "pipe of template": (pipe_as("chat_template.jinja"), r"chat_template\.jinja", READS_NO_TOKENIZER),
     "device": (device_as_config, r"config\.json", set()),
     "explosive tokenizer": (explosive_tokenizer, "1000", READS_NO_TOKENIZER),
     "snapshots": (several_snapshots, "snapshots/c0ffee", set()),
@@ -175,3 +185,89 @@ def test_byte_order_marks_are_read(tmp_path: Path) -> None:
         main, line = COMMANDS[name]
         answer = run_here(main, *line.replace("MODEL", "model").split(), cwd=tmp_path)
         assert answer.returncode == 0, (name, answer.stderr)
+
+
+SMALL_FILES = {
+    "calibration": (compress, "quantize demo --calibration FILE --dry-run"),
+    "evaluation": (compress, "eval demo --ppl --data FILE"),
+    "recipe": (compress, "run FILE demo --dry-run"),
+    "options": (runtime, "serve demo --config FILE"),
+    "keys": (runtime, "serve demo --port 0 --api-keys FILE"),
+    "schema": (runtime, "generate demo --prompt x --json-schema FILE"),
+    "requests": (runtime, "batch FILE answers.jsonl --model demo"),
+}
+OF_ANY_SIZE = {"calibration", "evaluation", "requests"}
+
+
+@pytest.mark.parametrize("place", SMALL_FILES)
+def test_devices_and_pipes_in_the_place_of_files_neither_block_nor_fill_the_memory(place: str, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "zero").symlink_to("/dev/zero")
+    (tmp_path / "large").touch()
+    os.truncate(tmp_path / "large", MAX_FILE_BYTES + 1)
+    main, line = SMALL_FILES[place]
+    for name in ("pipe", "zero", *(() if place in OF_ANY_SIZE else ("large",))):
+        answer = run_here(main, *line.replace("FILE", name).split(), cwd=tmp_path)
+        assert answer.returncode == 1, (name, answer.stderr)
+        assert answer.stderr.splitlines()[-1].startswith("error: "), (name, answer.stderr)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["large", "pipe", "zero"]
+
+
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+GENERATE = [sys.executable, "-m", "runtime.cli", "generate", "demo"]
+
+
+@pytest.mark.parametrize(("limits", "status"), [("ulimit -v 250000", 1), ("ulimit -v 1000000", 1), ("ulimit -n 16", 0)])
+def test_little_room(limits: str, status: int, tmp_path: Path) -> None:
+    line = f"{limits}; {shlex.join(GENERATE)} --prompt x --max-tokens 2"
+    answer = subprocess.run(
+        ["bash", "-c", line], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=120
+    )
+    assert answer.returncode == status, answer.stderr
+    (line,) = (line for line in answer.stderr.splitlines() if not line.startswith("model: "))
+    assert line.startswith("error: ") == (status == 1)
+
+
+def test_text_that_a_terminal_lacks_is_escaped() -> None:
+    code = "import typer; from compress.common.cli import run_cli; app = typer.Typer(); "
+    code += "app.command()(lambda: print(chr(0x4eac))); run_cli(app)"
+    plain = {**ENVIRONMENT, "PYTHONIOENCODING": "ascii"}
+    answer = subprocess.run([sys.executable, "-c", code], env=plain, capture_output=True, text=True, timeout=60)
+    assert (answer.returncode, answer.stdout.strip()) == (0, ascii(chr(0x4EAC))[1:-1]), answer.stderr
+
+
+def test_output_to_a_closed_pipe_ends_without_a_message() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "compress.cli", "fit", "demo", "--memory", "1GiB", "--context", "1k"]
+    answer = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, env=ENVIRONMENT, text=True, timeout=120)
+    os.close(writer)
+    assert (answer.returncode, answer.stderr) == (1, "")
+
+
+def test_a_prompt_that_is_no_text() -> None:
+    strict = {**ENVIRONMENT, "PYTHONIOENCODING": "utf-8:strict"}
+    answer = subprocess.run(GENERATE, input=b"caf\xe9", env=strict, capture_output=True, timeout=120)
+    assert answer.returncode == 1
+    assert answer.stderr.startswith(b"error: standard input")
+
+
+def test_bundled_models_are_prepared_in_the_cache_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    answer = run_here(runtime, "prepare", "demo", cwd=tmp_path)
+    assert answer.returncode == 0, answer.stderr
+    assert list((tmp_path / "cache").rglob("*.safetensors"))
+    assert not (demo_model_path() / "prepared").exists()
+
+
+def test_bits_of_a_head_that_is_the_embedding_name_the_option_for_both(tmp_path: Path) -> None:
+    answer = run_here(compress, "quantize", "demo", "--head-bits", "4", "--dry-run", cwd=tmp_path)
+    assert (answer.returncode, "--embedding-bits" in answer.stderr) == (1, True)
+
+
+@pytest.mark.parametrize("target", ["nowhere/x.yaml", "file/x.yaml", "."])
+def test_a_search_tries_its_files_before_it_measures(target: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    answer = run_here(compress, "search", "demo", "--target-bpw", "5", "--recipe", target, cwd=tmp_path)
+    assert answer.returncode == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]

@@ -39,8 +39,9 @@ def option(*flags: str, default: Any, choices: tuple[str, ...] = (), **details: 
     return field(default=default, metadata={"option": typer.Option(*flags, **details), "choices": choices})
 
 
-SIZE = re.compile(r"(\d*\.?\d+)\s*(B|KB|MB|GB|KiB|MiB|GiB)?", re.IGNORECASE)
-UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+SIZE = re.compile(rf"(\d{{0,20}}\.?\d{{1,20}})\s*({'|'.join(UNITS)})", re.IGNORECASE)
 
 
 def parse_size(text: str) -> int:
@@ -48,7 +49,7 @@ def parse_size(text: str) -> int:
     match = SIZE.fullmatch(text.strip())
     if not match:
         raise ValueError(f"{text!r} is not a size; write for example 512MiB or 4GiB")
-    return int(float(match[1]) * UNITS[(match[2] or "").lower()])
+    return int(float(match[1]) * UNITS[match[2].lower()])
 
 
 def read_size(text: str | int) -> int:

@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 
+def sentences(*parts: str) -> str:
+    """Joins parts of a message that are not empty, each ended by one full stop unless it has an end."""
+    ended = (part if part.endswith((".", "?", "!")) else f"{part}." for part in map(str.strip, parts) if part)
+    return " ".join(ended)
+
+
 class ToolkitError(Exception):
     """A refusal with a remedy; command lines print it as one line and exit with status 1.
 
@@ -17,7 +23,7 @@ class ToolkitError(Exception):
         self.remedy = remedy
 
     def __str__(self) -> str:
-        return f"{self.problem}. {self.remedy}".rstrip(" .") + "." if self.remedy else self.problem
+        return sentences(self.problem, self.remedy) if self.remedy else self.problem
 
 
 class CheckpointError(ToolkitError):

@@ -17,7 +17,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from compress.common.errors import CheckpointError, DataError
+from compress.common.errors import CheckpointError, DataError, ToolkitError
 
 if TYPE_CHECKING:
     import yaml
@@ -95,6 +95,17 @@ def check_file(path: Path) -> None:
         raise CheckpointError(f"{path} is no regular file", "Name another file")
 
 
+def check_target(path: Path) -> None:
+    """Raises CheckpointError if a file cannot be written for its folder, or is one itself."""
+    if path.is_dir():
+        raise CheckpointError(f"{path} is a folder", "Name a file in it")
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise CheckpointError(f"there is no folder {path.parent} for {path.name}", "Create it, or name another file")
+    if not os.access(folder, os.W_OK):
+        raise CheckpointError(f"{folder} cannot be written to", "Change its permissions, or name another file")
+
+
 @contextmanager
 def atomic_file(target: Path) -> Iterator[BinaryIO]:
     """A stream whose bytes appear as `target` only when everything was written and is on disk."""
@@ -170,11 +181,17 @@ def read_file(path: Path) -> bytes:
     return path.read_bytes()
 
 
-def read_text(path: Path) -> str:
-    """Reads a small file as text, without its byte order mark. Raises DataError if it is no UTF-8, and as
-    `read_file`."""
-    with utf8_text(path):
-        return read_file(path).decode("utf-8-sig")
+def read_text(path: Path, kind: type[ToolkitError] = CheckpointError) -> str:
+    """Reads a small file as text, without its byte order mark.
+
+    Args:
+        kind: of the error for a file that `read_file` refuses, or that is no UTF-8.
+    """
+    try:
+        with utf8_text(path):
+            return read_file(path).decode("utf-8-sig")
+    except (CheckpointError, DataError) as error:
+        raise kind(error.problem, error.remedy) from error
 
 
 def read_json(path: Path, remedy: str = "Download this file again") -> Any:
@@ -189,8 +206,15 @@ def read_json(path: Path, remedy: str = "Download this file again") -> Any:
 @contextmanager
 def without_marks(folder: Path) -> Iterator[Path]:
     """Yields a folder whose JSON files begin with no byte order mark, which other libraries do not read: `folder`, or a
-    temporary one with links to its files and corrected copies."""
-    marked = [file for file in folder.glob("*.json") if file.is_file() and _is_marked(file)]
+    temporary one with links to its files and corrected copies.
+
+    Raises:
+        CheckpointError: a device or pipe in the place of one of its files, which other libraries would wait for.
+    """
+    files = [*folder.glob("*.json"), *folder.glob("*.jinja")]
+    for file in files:
+        check_file(file)
+    marked = [file for file in files if file.is_file() and _is_marked(file)]
     if not marked:
         yield folder
         return
@@ -283,7 +307,7 @@ def read_yaml(path: Path) -> YamlPart:
     import yaml
 
     try:
-        root = yaml.compose(read_text(path), Loader=yaml.BaseLoader)
+        root = yaml.compose(read_text(path, DataError), Loader=yaml.BaseLoader)
         return _yaml_part(path, root) if root is not None else YamlPart(str(path), {})
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}", "Name a YAML file") from error

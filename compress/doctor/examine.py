@@ -39,7 +39,7 @@ def examine(path: Path, against: Path | None = None, on_progress: Progress | Non
             raise
         return Diagnosis(str(path), {}, (_refused("files", path.name, error),))
     findings: list[Finding] = []
-    facts = _collect(View(folder, source), findings, on_progress)
+    facts = _collect(View(folder if folder.name else folder.absolute(), source), findings, on_progress)
     if any(each.severity is Severity.ERROR for each in findings):
         facts.pop(LOADED_BY, None)
     return Diagnosis(shown_name(path), facts, in_order(findings))

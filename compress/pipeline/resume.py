@@ -235,9 +235,12 @@ class RunDisplay:
         done: number of blocks finished by earlier runs.
         quiet: whether to show nothing.
         unit: name of the unit.
+        seconds: least time between the lines of two units; the last unit always has one.
     """
 
-    def __init__(self, total: int, done: int = 0, quiet: bool = False, unit: str = "block") -> None:
+    def __init__(
+        self, total: int, done: int = 0, quiet: bool = False, unit: str = "block", seconds: float = 0.0
+    ) -> None:
         self._total = total
         self._unit = unit
         self._quiet = quiet
@@ -245,6 +248,8 @@ class RunDisplay:
         self._task: Any = None
         self._block = done
         self._started = time.monotonic()
+        self._seconds = seconds
+        self._printed = self._started
         if not quiet and sys.stderr.isatty():
             self._bar = _make_bar()
             self._task = self._bar.add_task("starting", total=total, completed=done)
@@ -267,11 +272,12 @@ class RunDisplay:
             self._bar.update(self._task, description=description, completed=self._block + fraction)
 
     def finish(self, line: str = "") -> None:
-        """Advances by one block, and prints its line, if any, with its seconds."""
+        """Advances by one block, and prints its line, if any and if it is time for one, with its seconds."""
         self._block += 1
         elapsed = time.monotonic() - self._started
         self._started = time.monotonic()
-        if line:
+        if line and (self._started >= self._printed + self._seconds or self._block == self._total):
+            self._printed = self._started
             number = f"{self._block:>{len(str(self._total))}}"
             self.say(f"{self._unit} {number}/{self._total}  {line}  {elapsed:.1f} s")
         if self._bar is not None:

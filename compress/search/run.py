@@ -11,7 +11,7 @@ from typing import Any
 
 from compress.checkpoint.verify import verify_structure
 from compress.common.errors import CheckpointError, RecipeError, ToolkitError
-from compress.common.files import REPORT_FILE, atomic_file, check_file, read_json, sync
+from compress.common.files import REPORT_FILE, atomic_file, check_file, check_target, read_json, sync
 from compress.pipeline.prepare import prepare
 from compress.pipeline.resume import RunDisplay
 from compress.pipeline.run import RunResult, run
@@ -87,6 +87,7 @@ def made_before(folder: Path, recipe: Recipe) -> RunResult | None:
 
 
 HEADER = "# Found by compress search."
+SECONDS_BETWEEN_LINES = 10.0
 
 
 def write_recipe(path: Path, recipe: Recipe, remarks: Sequence[str]) -> None:
@@ -177,15 +178,17 @@ def find(survey: Survey, files: Files, quiet: bool = False) -> Findings:
 
     Raises:
         ToolkitError: as `compress.search.measure.measure`; the file belongs to another model, text or method; or the
-            recipe file exists and is not of a search.
+            recipe file exists and is not of a search; or one of both cannot be written.
     """
     check_recipe_file(files.recipe)
+    check_target(files.recipe)
+    check_target(files.sensitivities)
     check_file(files.sensitivities)
     known = Sensitivities.open(files.sensitivities, identity(survey), survey.run.restart)
     done = sum(
         known.get(group, candidate) is not None for group, offered in survey.candidates.items() for candidate in offered
     )
-    with RunDisplay(survey.measurements, done, quiet, "measurement") as display:
+    with RunDisplay(survey.measurements, done, quiet, "measurement", SECONDS_BETWEEN_LINES) as display:
         if done:
             display.say(f"{done} of {survey.measurements} sensitivities are in {known.path} already")
         measure(survey, known, display)

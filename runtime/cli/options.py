@@ -16,7 +16,7 @@ from compress.checkpoint.locate import find_model
 from compress.checkpoint.locate.hub import HubModel
 from compress.common.cli import DEMO_NAME, bundled_model, demo_model_path, nearest, option
 from compress.common.errors import RequestError, ToolkitError
-from compress.common.files import YamlPart, read_text, read_yaml
+from compress.common.files import YamlPart, check_target, read_text, read_yaml
 from compress.common.model_folder import PACKED
 from runtime.core.config import RuntimeConfig
 
@@ -58,12 +58,10 @@ def resolve_model(model: Path | None, code: bool = False) -> tuple[Path, str]:
 
 
 def check_targets(*files: Path | None) -> None:
-    """Raises ToolkitError if the folder of a file to write does not exist."""
+    """Raises CheckpointError if one of these files cannot be written."""
     for file in files:
-        if file is not None and file.is_dir():
-            raise ToolkitError(f"{file} is a folder", "Name a file in it")
-        if file is not None and not file.absolute().parent.is_dir():
-            raise ToolkitError(f"there is no folder {file.parent} for {file.name}", "Create it, or name another file")
+        if file is not None:
+            check_target(file)
 
 
 def runtime_config(*groups: DataclassInstance) -> RuntimeConfig:
@@ -276,7 +274,7 @@ class GrammarOptions:
         if self.json_schema is None:
             return None
         try:
-            return Grammar(GrammarKind.JSON_SCHEMA, read_text(self.json_schema))
+            return Grammar(GrammarKind.JSON_SCHEMA, read_text(self.json_schema, RequestError))
         except OSError as error:
             problem = f"{self.json_schema} cannot be read: {error.strerror}"
             raise RequestError(problem, "Name a file with a JSON schema") from error

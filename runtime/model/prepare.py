@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from compress.checkpoint.reader import PackedCheckpoint
+from compress.common.cli import BUNDLED, bundled_path
 from compress.common.errors import CheckpointError, ToolkitError
 from compress.cpu.binding import absence
 from runtime.backends.cpu.huge_pages import read_into_huge_pages
@@ -19,7 +21,7 @@ def prepare_model(path: Path, in_cache: bool = False, report: Report = ignore) -
     """Writes the prepared weights of the checkpoint at `path` and returns their file and number.
 
     Args:
-        in_cache: into the cache folder, as where the checkpoint cannot be written to.
+        in_cache: into the cache folder, as where the checkpoint is a bundled one or cannot be written to.
         report: is told how many layers are done.
 
     Raises:
@@ -30,13 +32,18 @@ def prepare_model(path: Path, in_cache: bool = False, report: Report = ignore) -
         raise ToolkitError("there are no CPU kernels that weights could be prepared for", reason)
     checkpoint = PackedCheckpoint.open(path)
     beside, cached = places(checkpoint.path)
+    in_cache = in_cache or any(checkpoint.path == bundled_path(name) for name in BUNDLED)
     target = next((place for place in ([] if in_cache else [beside]) + [cached] if _makes_folder(place.parent)), None)
     if target is None:
         raise ToolkitError(f"neither {beside.parent} nor {cached.parent} can be written", "Free one of them")
-    with writing(target, checkpoint) as writer:
-        load_model(path, device="cpu", prepared=writer, report=report)
-        if not writer.linears:
-            raise ToolkitError(f"{path} has no weight that CPU kernels pack", "Serve it as it is")
+    try:
+        with writing(target, checkpoint) as writer:
+            load_model(path, device="cpu", prepared=writer, report=report)
+            if not writer.linears:
+                raise ToolkitError(f"{path} has no weight that CPU kernels pack", "Serve it as it is")
+    finally:
+        with suppress(OSError):
+            target.parent.rmdir()  # fails unless nothing was written
     read_into_huge_pages(target)
     return target, len(writer.linears)
 

@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException as AnyHttpException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
-from compress.common.errors import LongPromptError, RequestError
+from compress.common.errors import LongPromptError, RequestError, sentences
 from runtime.server.field_paths import field_path, most_specific
 from runtime.server.protocol.accepted_fields import REFUSED
 from runtime.server.response_models import to_json
@@ -135,10 +135,10 @@ def describe_invalid(errors: Sequence[Mapping[str, Any]], body: Any) -> tuple[st
             return f"Unknown or unsupported field '{name}'. {said}.", name, "unknown_field"
         case "missing" if name:
             return f"The field '{name}' is required.", name, "missing_field"
-        case "value_error" if not name:
-            return f"{error['msg'].removeprefix('Value error, ')}.", None, "contradiction"
+        case "value_error" | "contradiction" if not name:
+            return sentences(error["msg"].removeprefix("Value error, ")), None, "contradiction"
         case "contradiction":
-            return f"{name}: {error['msg']}.", name, "contradiction"
+            return sentences(f"{name}: {error['msg']}"), name, "contradiction"
         case "string_unicode" if not name:
             return "A field name is not valid Unicode: it has half a surrogate pair.", None, "unknown_field"
         case _ if not name:
@@ -151,7 +151,7 @@ def describe_invalid(errors: Sequence[Mapping[str, Any]], body: Any) -> tuple[st
         case "union_tag_not_found":
             return f"The field '{name}.type' is required.", f"{name}.type", "missing_field"
         case _:
-            return f"{name}: {error['msg'].removeprefix('Value error, ')}.", name, "invalid_value"
+            return sentences(f"{name}: {error['msg'].removeprefix('Value error, ')}"), name, "invalid_value"
 
 
 def add_error_handlers(app: FastAPI) -> None:

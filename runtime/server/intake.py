@@ -27,7 +27,7 @@ from typing import Any, Protocol, TypeVar
 from pydantic import ValidationError
 from starlette.requests import Request
 
-from compress.common.errors import ToolkitError
+from compress.common.errors import ToolkitError, sentences
 from runtime.core.config import Limits
 from runtime.server.errors import NO_OBJECT, RETRY_LATER, ApiError, describe_invalid
 from runtime.server.native_memory import Trimmer, share_arenas
@@ -90,7 +90,7 @@ class ServedText:
             message = f"The body is not valid JSON: {error.msg} at character {error.pos}." if raw else NO_OBJECT
             raise ApiError(400, message) from None
         except ValueError as error:  # bytes that are no text, or an integer of thousands of digits
-            raise ApiError(400, f"The body cannot be read: {error}.") from None
+            raise ApiError(400, sentences(f"The body cannot be read: {error}")) from None
         return self.validate(found, kind)
 
     def validate(self, found: Any, kind: type[Body]) -> Body:

@@ -18,6 +18,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
+from compress.common.errors import sentences
 from runtime.core.config import Limits
 from runtime.core.request import Delta, FinishReason, RequestOptions, SamplingParams
 from runtime.core.token_rules import NOTHING_ALLOWED
@@ -97,7 +98,7 @@ def check_delta(delta: Delta) -> None:
         if remedy := CAUSED_BY_REQUEST.get(delta.error):
             raise ApiError(400, f"Generation stopped: {delta.error}. {remedy}.", code="refused")
         logger.error("request %s failed: %s", delta.request_id, delta.error)
-        raise ApiError(500, f"Generation failed: {delta.error}.", code="generation_failed")
+        raise ApiError(500, sentences(f"Generation failed: {delta.error}"), code="generation_failed")
     if delta.finish_reason is FinishReason.ABORT:
         raise aborted()
 

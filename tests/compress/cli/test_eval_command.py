@@ -150,7 +150,7 @@ def test_warnings_are_printed_beside_the_figures(run, packed: Path, monkeypatch:
     ("arguments", "message"),
     [
         ((), "--ppl"),
-        (("--ppl", "nowhere"), r"nowhere/config\.json"),
+        (("--ppl", "nowhere"), r"nowhere does not exist"),
         (("--ppl", "--data", "./missing.txt"), r"\./missing\.txt"),
         (("--ppl", "--data", "empty.txt"), r"empty\.txt"),
         (("--ppl", "--data", "short.txt"), r"short\.txt gives"),

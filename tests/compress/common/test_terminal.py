@@ -7,7 +7,7 @@ import sys
 import pytest
 import typer
 
-from compress.common.cli import let_threads_sleep, run_cli
+from compress.common.cli import let_threads_sleep, parse_size, run_cli
 from compress.common.errors import CheckpointError
 
 
@@ -26,6 +26,12 @@ def exit_status(monkeypatch, *arguments: str) -> int:
             raise PermissionError(errno.EACCES, "Permission denied", "/out")
         if outcome == "folder":
             raise IsADirectoryError(errno.EISDIR, "Is a directory", "/out")
+        if outcome == "memory":
+            raise MemoryError
+        if outcome == "threads":
+            raise RuntimeError("can't start new thread")
+        if outcome == "map":
+            raise OSError(errno.ENOMEM, "Cannot allocate memory")
         if outcome == "three":
             raise typer.Exit(3)
 
@@ -46,7 +52,7 @@ def test_system_failures_are_one_line(monkeypatch, capsys):
     assert exit_status(monkeypatch, "denied") == 1
     assert exit_status(monkeypatch, "folder") == 1
     full, denied, folder = capsys.readouterr().err.splitlines()
-    assert full == "error: No space left on device: while writing. Free space, or write to another disk."
+    assert full == "error: No space left on device: in this command. Free space, or write to another disk."
     assert denied == "error: Permission denied: /out. Change its permissions, or name another path."
     assert folder == "error: Is a directory: /out. Name another path."
 
@@ -58,7 +64,7 @@ def test_interrupt_is_130(monkeypatch):
 def test_other_statuses_pass(monkeypatch):
     assert exit_status(monkeypatch, "fine") == 0
     assert exit_status(monkeypatch, "three") == 3
-    assert exit_status(monkeypatch) == 2
+    assert exit_status(monkeypatch) == 1
 
 
 def test_worker_threads_sleep_unless_the_user_wants_otherwise(monkeypatch):
@@ -68,3 +74,21 @@ def test_worker_threads_sleep_unless_the_user_wants_otherwise(monkeypatch):
     monkeypatch.setattr(os, "environ", {"OMP_WAIT_POLICY": "active"})
     let_threads_sleep()
     assert os.environ["OMP_WAIT_POLICY"] == "active"
+
+
+def test_sizes_in_every_unit():
+    assert parse_size("10TiB") == 10 * 2**40
+    assert parse_size("1.5 tb") == 1_500_000_000_000
+    assert parse_size("4GiB") == 2**32
+    assert parse_size("1000") == parse_size("1000b") == 1000
+    for text in ("", "TiB", "1PiB", "-1GiB", "9" * 400):
+        with pytest.raises(ValueError, match="is not a size"):
+            parse_size(text)
+
+
+@pytest.mark.parametrize("outcome", ["memory", "threads", "map"])
+def test_shortages_are_one_line(monkeypatch, capsys, outcome):
+    assert exit_status(monkeypatch, outcome) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    assert "ulimit -v" in line

@@ -42,9 +42,9 @@ def test_json_has_the_same_numbers(tmp_path: Path) -> None:
 
 def test_refusals(tmp_path: Path) -> None:
     for arguments, status, words in (
-        (["nowhere"], 1, "there is no folder nowhere"),
-        ([str(tmp_path)], 1, "holds no safetensors"),
-        (["--memory", "much"], 2, "is not a size"),
+        (["nowhere"], 1, "model folder nowhere does not exist"),
+        ([str(tmp_path)], 1, "model.safetensors does not exist"),
+        (["--memory", "much"], 1, "is not a size"),
     ):
         result = runtime_here("memory", *arguments, cwd=tmp_path)
         assert result.returncode == status

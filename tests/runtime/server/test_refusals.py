@@ -9,6 +9,8 @@ import httpx
 import pytest
 from openai_schema import validate
 
+from runtime.server.errors import describe_invalid
+
 JSON = {"Content-Type": "application/json"}
 COMPLETION = {"model": "alphabet", "prompt": "Z"}
 CHAT = {"model": "alphabet", "messages": [{"role": "user", "content": "Hi"}]}
@@ -229,3 +231,10 @@ def test_full_queue(api: httpx.Client, engine: Any, wait_until: Any) -> None:
 
 def test_more_prompts_than_the_queue_ever_takes(api: httpx.Client) -> None:
     assert "at most 4" in refusal(api.post("/v1/completions", json={**COMPLETION, "prompt": ["a"] * 5}), 400)["message"]
+
+
+@pytest.mark.parametrize("kind", ["value_error", "contradiction"])
+@pytest.mark.parametrize("end", ["", "."])
+def test_what_is_wrong_with_a_whole_body_begins_with_no_empty_name(kind: str, end: str) -> None:
+    found = describe_invalid([{"type": kind, "loc": (), "msg": f"Value error, a excludes b{end}"}], {})
+    assert found == ("a excludes b.", None, "contradiction")
