@@ -8,56 +8,18 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from compress.checkpoint.scheme import GROUP_SIZES, Scheme
-from compress.checkpoint.weights import Int, Nvfp4
+from compress.checkpoint.scheme import Scheme
 from compress.common.device import format_bytes
-from compress.common.errors import SchemeError, ToolkitError
+from compress.common.errors import ToolkitError
 from compress.draft_model import DraftModel
+from compress.measured_loss import KEYS, WeightForm, weight_forms
 from runtime.core.config import RuntimeConfig
 from runtime.core.model_config import DecoderConfig
 from runtime.memory.capacity import estimate
 from runtime.memory.estimate import kv_token_bytes
-from runtime.memory.plan import choose_model_kv_cache, find_model_window, longest_wanted, plan_memory
+from runtime.memory.plan import choose_model_kv_cache, find_model_window, plan_memory
 
 DTYPE, ITEMSIZE = "bfloat16", 2
-
-
-@dataclass(frozen=True, slots=True)
-class WeightForm:
-    """Weight form of all linears in the blocks.
-
-    Attributes:
-        scheme: storage scheme; None for 16 bits.
-        kl: KL divergence to dense weights, in nats per token.
-    """
-
-    scheme: Scheme | None
-    kl: float
-
-    @property
-    def stage(self) -> dict[str, Any]:
-        """Keys of a `quantize` stage."""
-        if isinstance(self.scheme, Int):
-            return {"method": "gptq", "bits": self.scheme.bits, "group_size": self.scheme.group_size or -1}
-        return {"method": "gptq", "weights": self.scheme.word} if self.scheme else {}
-
-    def __str__(self) -> str:
-        return str(self.scheme) if self.scheme else "16 bits"
-
-
-WEIGHTS = (
-    WeightForm(None, 0.0),
-    WeightForm(Int(8, 128), 0.0001),
-    WeightForm(Nvfp4(), 0.0162),
-    WeightForm(Int(4, 64), 0.0184),
-    WeightForm(Int(4, 128), 0.0216),
-    WeightForm(Int(3, 64), 0.0719),
-    WeightForm(Int(2, 64), 0.3457),
-)
-"""Measured on the demo model with GPTQ, text `pydoc`: docs/choosing.md."""
-KEYS = {"16bit": 0.0, "int8": 0.0006, "int4": 0.0262}
-"""KL divergence of KV cache forms to 16 bits, measured on the demo model in windows of 2,048 tokens: docs/recipes.md.
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,24 +103,6 @@ def weight_bytes(model: DecoderConfig, scheme: Scheme | None) -> int:
     return total - ITEMSIZE * sum(rows * columns for rows, columns in linears) + packed
 
 
-def forms(model: DecoderConfig) -> Iterator[WeightForm]:
-    """Yields forms with groups that divide every layer, using smaller groups where necessary."""
-    for form in WEIGHTS:
-        schemes = [form.scheme]
-        if isinstance(form.scheme, Int):
-            widest = form.scheme.group_size or 0
-            schemes = [Int(form.scheme.bits, size) for size in reversed(GROUP_SIZES) if size <= widest]
-        yield from [WeightForm(scheme, form.kl) for scheme in schemes if _divides(model, scheme)][:1]
-
-
-def _divides(model: DecoderConfig, scheme: Scheme | None) -> bool:
-    try:
-        weight_bytes(model, scheme)
-    except SchemeError:
-        return False
-    return True
-
-
 def holds(model: DecoderConfig, target: ServingTarget, kv_cache: str, weights: int, memory_bytes: int) -> bool:
     """Returns whether the runtime's memory plan holds all users at full context beside weights of this size."""
     config = target.config(kv_cache)
@@ -189,11 +133,15 @@ def candidates(model: DecoderConfig, target: ServingTarget) -> list[Fit]:
     Raises:
         ToolkitError: the context is longer than that of the model.
     """
-    longest_wanted(model, target.config("16bit"))
+    if target.context > model.context_length:
+        raise ToolkitError(
+            f"--context {target.context} is longer than the model's context of {model.context_length} tokens",
+            f"Use --context {model.context_length} or less",
+        )
     if target.draft is not None:
         target.draft.check(model)
     found = []
-    for form in forms(model):
+    for form in weight_forms({linear.in_features for linear in model.spec.linears()}):
         weights = weight_bytes(model, form.scheme)
         for kv_cache in KEYS if model.mixers else ("16bit",):
             kv_bytes = target.users * _kv_bytes(model, target, kv_cache)

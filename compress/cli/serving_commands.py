@@ -58,7 +58,10 @@ def fit(
     draft: Annotated[
         Path | None, typer.Option("--draft", metavar="FOLDER", help="Draft model that must fit in the same memory.")
     ] = None,
-    out: Annotated[Path | None, typer.Option("--out", help="Recipe to write for `compress run`.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", help="Recipe to write for `compress run`."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Choose the bits of weights, keys and values that fit a model and its users into memory.
@@ -81,7 +84,7 @@ def fit(
     speed = _stream_speed() if bandwidth is None and device == "cpu" else bandwidth
     target = ServingTarget(memory, context, users, device == "gpu", drafting, speed, rate)
     found = choose(described, target)
-    if recipe is not None:
+    if recipe is not None and found.recipe()["stages"]:
         _write(recipe, found)
     figures = _figures(found, target, measured=bandwidth is None)
     if as_json:
@@ -170,7 +173,9 @@ def _lines(found: Fit, target: ServingTarget, figures: dict[str, object], model:
     ]
     if target.draft is not None:
         lines.insert(3, f"  draft model      {target.draft.path}, {format_bytes(found.draft_bytes)}, {_gain(figures)}")
-    if found.recipe()["stages"]:
+    if not found.recipe()["stages"]:
+        lines.append("everything fits in 16 bits: no recipe is needed, and none is written")
+    else:
         lines.append(f"compress run {out or 'RECIPE'} {model} --out packed" + ("" if out else "   (--out writes it)"))
     return [*lines, serve]
 
@@ -185,7 +190,5 @@ def _write(path: Path, found: Fit) -> None:
 
     from compress.common.files import atomic_file
 
-    if not found.recipe()["stages"]:
-        raise RecipeError("everything fits in 16 bits, so no recipe is needed", "Leave --out out and serve the model")
     with atomic_file(path) as stream:
         stream.write(yaml.safe_dump(found.recipe(), sort_keys=False).encode())

@@ -1,8 +1,8 @@
 """Scales that smoothing folds into linears and the layers before them, and comparison that allows for them.
 
 AWQ and SmoothQuant multiply columns of linears by a scale per channel and divide the layer that feeds them by it.
-Where that is a norm, the scale is the quotient of its weights; where it is a linear, it is fitted to its rows and to the
-columns of its reader.
+The scale of a norm is the quotient of its weights and those of the source. That of a linear is fitted to its rows, and
+to the columns of the linear that reads them.
 """
 
 from __future__ import annotations

@@ -10,11 +10,10 @@ from typing import Any
 from compress.checkpoint.kv_cache import KV_FORMATS
 from compress.checkpoint.locate import shown_name
 from compress.checkpoint.reader import PackedCheckpoint
-from compress.checkpoint.scheme import GROUP_SIZES
-from compress.checkpoint.weights import Activations, Int, Scheme
+from compress.checkpoint.weights import Int
 from compress.common.device import available_bytes, format_bytes, resolve_device
 from compress.common.errors import ToolkitError
-from compress.models.architecture import smooths_norms
+from compress.measured_loss import KEYS, grade, weight_forms
 from runtime.backends.base import Target
 from runtime.backends.registry import is_fast
 from runtime.core.config import RuntimeConfig
@@ -29,8 +28,8 @@ from runtime.model.loader import read_model, resolve_dtype
 SHORTEST_CONTEXT = 512
 MOST_SEQUENCES = 256
 """Computed together: beyond it a step takes longer and little is won."""
-KV_REMEDIES = ("int8", "int4")
-BIT_WIDTHS = (4, 3, 2)
+LEAST_GAIN = 1.05
+"""Least ratio of tokens that fit with a remedy to those without it: for less, nothing is worth giving up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +52,11 @@ class Remedy:
 
 
 def find_remedies(path: Path, weights: Weights, config: RuntimeConfig, now: Capacity) -> list[Remedy]:
-    """Ways that give room for more tokens or more requests than `now`, the cheapest first."""
-    ways = [*_whole_memory(path, config, now, weights), *_shorter_context(path, now)]
-    ways += _narrower_dtype(path, weights, now)
-    ways += _experts_on_host(path, weights, now)
-    ways += _narrower_keys(path, weights, now)
-    return ways + list(_fewer_bits(path, weights, now))
+    """Ways that give room for more requests or at least `LEAST_GAIN` times the tokens of `now`, the cheapest first."""
+    ways = [*_narrower_dtype(path, weights, now), *_experts_on_host(path, weights, now)]
+    ways += [*_narrower_keys(path, weights, now), *_fewer_bits(path, weights, now)]
+    gains = [each for each in ways if each.tokens > LEAST_GAIN * now.tokens]
+    return [*_whole_memory(path, config, now, weights), *_shorter_context(path, now), *gains]
 
 
 def _remedy(command: str, cost: str, effect: str, then: Capacity) -> Remedy:
@@ -75,7 +73,7 @@ def _whole_memory(path: Path, config: RuntimeConfig, now: Capacity, weights: Wei
     used = min(then.num_blocks, sequences * then.attention_window.blocks_for(then.context, then.step, then.block_size))
     kv_bytes = used * then.block_size * then.token_bytes + then.exact.nbytes + then.states.nbytes
     given = find_budget(config, 0, None).nbytes
-    if kv_bytes <= given or not used:
+    if kv_bytes <= LEAST_GAIN * given or not used:
         return
     options = f"--kv-memory {-(-kv_bytes // 2**20)}MiB"
     options += f" --max-num-seqs {sequences}" if sequences > config.max_num_seqs else ""
@@ -114,10 +112,12 @@ def _narrower_dtype(path: Path, weights: Weights, now: Capacity) -> Iterator[Rem
 def _narrower_keys(path: Path, weights: Weights, now: Capacity) -> Iterator[Remedy]:
     if not now.kv_cache.is_exact or not now.token_bytes:
         return
-    for name in KV_REMEDIES:
+    for name, kl in KEYS.items():
+        if not kl:
+            continue
         then = now.changed(weights.config, format=name)
         effect = f"{format_bytes(then.token_bytes)} of KV per token instead of {format_bytes(now.token_bytes)}"
-        cost = f"a little quality; `compress eval --ppl --kv-cache {name}` measures it"
+        cost = f"{grade(kl)}; `compress eval --ppl --kv-cache {name}` measures it"
         yield _remedy(f"runtime serve {path} --kv-cache {name}", cost, effect, then)
 
 
@@ -140,27 +140,21 @@ def _experts_on_host(path: Path, weights: Weights, now: Capacity) -> Iterator[Re
 
 
 def _fewer_bits(path: Path, weights: Weights, now: Capacity) -> Iterator[Remedy]:
-    """Each width that makes prepared weights smaller than all before. Packed checkpoints name their dense source."""
-    smallest = now.weight_bytes
+    """Each width that gives `LEAST_GAIN` times the tokens of all before. Packed checkpoints name their dense source."""
+    most = now.tokens
     source = path if not weights.checkpoint.modules else "SOURCE"
-    for scheme, options in _schemes(weights):
-        size = weights.prepared(dict.fromkeys(weights.schemes, scheme))
-        if size >= smallest:
+    for form in weight_forms({weights.checkpoint.shape(module)[1] for module in weights.schemes}):
+        if not isinstance(form.scheme, Int):
             continue
-        smallest = size
+        size = weights.prepared(dict.fromkeys(weights.schemes, form.scheme))
         then = replace(now, weight_bytes=size)
+        if then.tokens <= LEAST_GAIN * most:
+            continue
+        most = then.tokens
+        options = " ".join(f"--{key.replace('_', '-')} {value}" for key, value in form.stage.items())
         effect = f"weights of {format_bytes(size)} instead of {format_bytes(now.weight_bytes)}"
-        cost = "a little quality; `compress eval --ppl` measures it"
+        cost = f"{grade(form.kl)}; `compress eval --ppl` measures it"
         yield _remedy(f"compress quantize {source} {options}", cost, effect, then)
-
-
-def _schemes(weights: Weights) -> Iterator[tuple[Scheme, str]]:
-    columns = {weights.checkpoint.shape(module)[1] for module in weights.schemes}
-    if smooths_norms(weights.config.spec):
-        yield Int(8, None, True, Activations.INT8), "--method smoothquant"
-    group = next((size for size in reversed(GROUP_SIZES) if all(n % size == 0 for n in columns)), None)
-    for bits in BIT_WIDTHS:
-        yield Int(bits, group), f"--method gptq --bits {bits} --group-size {group or -1}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,8 @@ from compress.checkpoint.safetensors import TensorFiles
 from compress.common.cli import demo_model_path
 from compress.common.errors import ToolkitError
 from compress.draft_model import DraftModel
-from compress.fit import KEYS, WEIGHTS, Fit, ServingTarget, candidates, choose, holds, weight_bytes
+from compress.fit import Fit, ServingTarget, candidates, choose, holds, weight_bytes
+from compress.measured_loss import KEYS, WEIGHTS
 from compress.recipe_file import parse_recipe
 from runtime.core.model_config import DecoderConfig, parse_config
 

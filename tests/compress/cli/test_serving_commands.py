@@ -1,6 +1,7 @@
 """`compress fit` as it is typed."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -60,6 +61,32 @@ def test_what_does_not_fit_is_refused(fit, tmp_path: Path) -> None:
     _, message = fit("--memory", "1MiB", "--out", tmp_path / "fit.yaml", code=1)
     assert "--memory" in message
     assert not (tmp_path / "fit.yaml").exists()
+
+
+def test_no_recipe_is_written_for_what_fits_in_16_bits(fit, tmp_path: Path) -> None:
+    out, _ = fit("--memory", "8GiB", "--out", tmp_path / "fit.yaml")
+    assert "16 bits" in out
+    assert "compress run" not in out
+    assert not (tmp_path / "fit.yaml").exists()
+
+
+REFUSED = {
+    "too little memory": ("--memory", "1MiB"),
+    "too many users": ("--memory", "600MiB", "--users", "500"),
+    "a longer context than the model's": ("--memory", "8GiB", "--context", "32k"),
+    "too fast": ("--memory", "8GiB", "--bandwidth", "1GB", "--tokens-per-second", "1e6"),
+    "a rate without a bandwidth": ("--memory", "8GiB", "--tokens-per-second", "5"),
+    "another device": ("--memory", "8GiB", "--device", "tpu"),
+    "no draft model": ("--memory", "8GiB", "--draft", "nowhere"),
+    "an output that exists": ("--memory", "8GiB", "--out", "."),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refusals_name_options_of_this_command(fit, name: str) -> None:
+    own = set(re.findall(r"--[a-z][a-z-]*", help_pages("compress", ["fit"])))
+    _, message = fit(*REFUSED[name], code=1)
+    assert set(re.findall(r"--[a-z][a-z-]*", message)) <= own
 
 
 def test_a_processor_is_measured(fit) -> None:

@@ -10,11 +10,12 @@ from tiny_models import pack_model, save_tiny_model
 
 from compress.checkpoint.weights import Activations, Int, Scheme
 from compress.common.cli import demo_model_path
+from compress.measured_loss import KEYS, WEIGHTS, grade
 from runtime.core.attention_window import AttentionWindow
 from runtime.core.config import RuntimeConfig
 from runtime.core.memory_plan import MemoryPlan
 from runtime.llm import load_engine
-from runtime.memory.advice import Report, inspect
+from runtime.memory.advice import LEAST_GAIN, Report, inspect
 from runtime.memory.capacity import Capacity, activation_bytes, estimate
 
 GIB = 2**30
@@ -89,7 +90,7 @@ def test_what_fits_is_what_the_runner_accepts() -> None:
 def test_remedies_are_ordered_and_each_gives_more() -> None:
     report = inspect(demo_model_path(), "", replace(CONFIG, dtype="float32", linear_backend="reference"), 600 * 2**20)
     commands = [remedy.command for remedy in report.remedies]
-    marks = ["--kv-memory", "--max-model-len 1024", "--dtype bfloat16", "--method smoothquant"]
+    marks = ["--kv-memory", "--max-model-len 1024", "--dtype bfloat16", "--bits 8"]
     assert [any(mark in command for command in commands) for mark in marks] == [True] * 4
     places = [next(i for i, command in enumerate(commands) if mark in command) for mark in marks]
     assert places == sorted(places)
@@ -104,10 +105,31 @@ def test_promised_weights_of_fewer_bits_are_those_of_the_packed_model(tmp_path: 
     copy_tokenizer(dense)
     pack_model(dense, tmp_path / "packed", lambda module: Int(4, 128))
     copy_tokenizer(tmp_path / "packed")
-    promised = next(r for r in inspect(dense, "", CONFIG, GIB).remedies if "--bits 4" in r.command)
-    packed = inspect(tmp_path / "packed", "", CONFIG, GIB)
+    whole = inspect(dense, "", CONFIG, GIB).capacity
+    memory = GIB - whole.room + 2**20
+    promised = next(r for r in inspect(dense, "", CONFIG, memory).remedies if "--bits 4" in r.command)
+    packed = inspect(tmp_path / "packed", "", CONFIG, memory)
     assert promised.tokens == packed.capacity.tokens
     assert not any("--bits 4" in remedy.command for remedy in packed.remedies)
+
+
+@pytest.mark.parametrize("memory", [385 * 2**20, 400 * 2**20, GIB])
+def test_losses_are_those_measured_and_every_loss_gains(memory: int) -> None:
+    report = inspect(demo_model_path(), "", CONFIG, memory)
+    lossy = [remedy for remedy in report.remedies if "compress " in remedy.command or "--kv-cache" in remedy.command]
+    measured = {f"--kv-cache {name}": kl for name, kl in KEYS.items()}
+    forms = [(form.scheme, form.kl) for form in WEIGHTS if isinstance(form.scheme, Int)]
+    measured |= {f"--bits {scheme.bits} --group-size {scheme.group_size}": kl for scheme, kl in forms}
+    for remedy in lossy:
+        assert remedy.tokens > LEAST_GAIN * report.capacity.tokens
+        assert [f"{kl:.4f}" in remedy.cost for option, kl in measured.items() if option in remedy.command] == [True]
+    assert any("--bits" in remedy.command for remedy in lossy) == (memory < GIB)
+
+
+def test_grades_of_losses() -> None:
+    words = [grade(form.kl).partition(" loss")[0] for form in WEIGHTS]
+    assert len({*words}) == 4
+    assert words[-1] not in words[:-1]
 
 
 def test_too_little_memory_is_said() -> None:
