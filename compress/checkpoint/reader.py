@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -123,6 +124,13 @@ class PackedCheckpoint:
         """Whether the output head is the embedding matrix. As in transformers, a stored head with other numbers is not,
         whatever config.json says."""
         return is_tied(self.config, self.files.names()) and not stores_other_head(self.files)
+
+    def describe(self) -> str:
+        """Describes the storage of the weights: `compressed-tensors, w4a16 g128 sym (42 linears)`."""
+        # Ranks may differ between layers; schemes that differ only in rank are counted together.
+        counts = Counter(re.sub(r" rank \d+", " low rank", str(scheme)) for scheme in self.schemes.values())
+        schemes = ", ".join(f"{scheme} ({count} linears)" for scheme, count in counts.most_common())
+        return f"{self.format}, {schemes}" if schemes else f"dense {str(self.dtype).removeprefix('torch.')}"
 
     def scheme(self, module: str) -> Scheme | None:
         """Returns the scheme of a module; None if it is dense."""

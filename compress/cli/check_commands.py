@@ -219,6 +219,7 @@ def export(
     from compress.checkpoint.containers import containers
     from compress.checkpoint.gguf.folder import folder_of
     from compress.checkpoint.writer import export_checkpoint
+    from compress.reporting.model_card import write_card
 
     if list_formats:
         for each in containers(folder_of(path)):
@@ -235,7 +236,9 @@ def export(
         return
     if gguf_type is not None:
         raise ToolkitError(f"--gguf-type {gguf_type} does not apply to {format}", "Add --format gguf")
-    written = export_checkpoint(folder_of(path), format, out)
+    source = folder_of(path)
+    written = export_checkpoint(source, format, out)
+    write_card(written, source)
     typer.echo(f"wrote {written} ({format})")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -70,6 +71,7 @@ def make_request(model: Path | None, recipe: Recipe, out: Path, job: JobOptions)
         dtype=job.dtype,
         restart=not job.resume,
         trust_remote_code=job.trust_remote_code,
+        command=shlex.join(["compress", *sys.argv[1:]]),
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -18,6 +17,7 @@ from compress.recipe import Recipe
 from compress.search.space import DEFAULT_CANDIDATES, DEFAULT_MEASURED, DEFAULT_TRIES, SearchRequest, parse_candidates
 
 if TYPE_CHECKING:
+    from compress.pipeline.prepare import RunRequest
     from compress.search.run import Files, Findings
     from compress.search.survey import Survey
 
@@ -47,7 +47,7 @@ def _search(survey: Survey, wanted: SearchFiles, job: JobOptions) -> None:
     from compress.cli.tables import describe_survey, print_choice, print_result
     from compress.search.run import carry_out, find
 
-    files = _files(survey.run.out, wanted)
+    files = _files(survey.run, wanted)
     for line in describe_survey(survey):
         print(line, file=sys.stderr, flush=True)
     try:
@@ -80,13 +80,13 @@ def _stop_at_recipe(findings: Findings, files: Files, as_json: bool) -> None:
         print_choice(findings.survey, choice, (), files.recipe)
 
 
-def _files(out: Path, wanted: SearchFiles) -> Files:
+def _files(request: RunRequest, wanted: SearchFiles) -> Files:
     from compress.search.run import Files
 
+    out = request.out
     sensitivities = wanted.sensitivities or out.with_name(f"{out.name}.sensitivities.json")
     recipe = wanted.recipe or out.with_name(f"{out.name}.yaml")
-    command = shlex.join(["compress", *sys.argv[1:]])
-    return Files(in_home(sensitivities), in_home(recipe), command)
+    return Files(in_home(sensitivities), in_home(recipe), request.command)
 
 
 @with_groups

@@ -174,7 +174,7 @@ def _next_commands(out: Path, has_tokenizer: bool, backend: str) -> list[str]:
         return [f"compress verify {folder}"]
     if backend != "runtime":
         return [f"compress eval --ppl --backend {backend} {folder}"]
-    return [f"compress eval --ppl {folder}", f"runtime serve {folder}"]
+    return [f"compress eval --ppl {folder}", f"runtime serve {folder}", f"hf upload ORG/NAME {folder}"]
 
 
 def megabytes(count: int) -> str:

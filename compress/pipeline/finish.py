@@ -26,6 +26,7 @@ from compress.models.config import context_length
 from compress.pipeline.block import BlockOutcome, check_finite
 from compress.pipeline.prepare import RunContext, describe_calibration
 from compress.pipeline.resume import MTP, REST, Progress, RunDisplay
+from compress.reporting.model_card import write_card
 
 if TYPE_CHECKING:
     from compress.evaluate.perplexity import Evaluation
@@ -81,6 +82,7 @@ def full_report(
     return {
         "format_version": 1,
         **provenance(context, progress),
+        "command": context.request.command,
         "environment": environment(context),
         "plan": context.to_dict(),
         "recovered": recovered,
@@ -160,8 +162,9 @@ def _unverified(problems: Iterable[str]) -> CheckpointError:
 
 
 def put_in_place(folder: Path, out: Path, report: dict[str, Any]) -> None:
-    """Adds the report and renames the finished folder to `out`, atomically."""
+    """Adds report and model card, and renames the finished folder to `out`, atomically."""
     (folder / REPORT_FILE).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    write_card(folder)
     folder.rename(out)
     sync(out.parent)
 

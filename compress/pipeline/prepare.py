@@ -169,6 +169,7 @@ class RunRequest:
         micro_batch: sequences per forward pass; 0 is automatic.
         measure: whether to measure perplexity and KL at the end, with the whole dense and packed models in memory.
         tokens_per_channel: minimum tokens of an expert's statistics per input channel.
+        command: command line of the run, for its report; empty without one.
     """
 
     model: Path
@@ -182,6 +183,7 @@ class RunRequest:
     micro_batch: int = 0
     measure: bool = True
     tokens_per_channel: int = TOKENS_PER_CHANNEL
+    command: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -267,6 +267,7 @@ class RunReport(_Record):
 
     Attributes:
         path: the file it was read from.
+        command: command line of the run; empty where none was recorded.
         calibration: empty for data-free methods.
         layerwise: pruned share of each block where a first pass chose it; in the order of the blocks.
         quality: None when it was not measured; `not_measured` says why.
@@ -279,6 +280,7 @@ class RunReport(_Record):
     seed: Count
     seconds: Number
     recipe: dict[str, Any]
+    command: Text = ""
     calibration: dict[str, Any] | None = None
     environment: dict[str, Any]
     plan: Planned

@@ -6,12 +6,10 @@ import errno
 import gc
 import json
 import logging
-import re
 import shlex
 import signal
 import socket
 import sys
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
@@ -410,15 +408,11 @@ def run(app: FastAPI, listener: socket.socket, drain_seconds: int, client_second
 
 
 def describe_scheme(path: Path) -> str:
-    """Describes the storage of the weights: `compressed-tensors, w4a16 g128 sym (42 linears)`."""
+    """Describes the storage of the weights, see `PackedCheckpoint.describe`."""
     with interrupts_held():  # the first import of torch
         from compress.checkpoint.reader import PackedCheckpoint
 
-    checkpoint = PackedCheckpoint.open(path)
-    # Ranks may differ between layers; schemes that differ only in rank are counted together.
-    counts = Counter(re.sub(r" rank \d+", " low rank", str(scheme)) for scheme in checkpoint.schemes.values())
-    schemes = ", ".join(f"{scheme} ({count} linears)" for scheme, count in counts.most_common())
-    return f"{checkpoint.format}, {schemes}" if schemes else f"dense {str(checkpoint.dtype).removeprefix('torch.')}"
+    return PackedCheckpoint.open(path).describe()
 
 
 def describe_gpu(runner: ModelRunner) -> list[str]:

@@ -1,0 +1,214 @@
+"""The model card of a checkpoint, README.md: the header that the hub reads, what was made of which model, how and with
+what loss, and the card of the source."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from compress.checkpoint.formats import FORMATS
+from compress.checkpoint.formats.readers import RUNTIME, TRANSFORMERS, VLLM, readers
+from compress.checkpoint.locate.hub import HubModel
+from compress.checkpoint.reader import PackedCheckpoint
+from compress.common.cli import DISTRIBUTION
+from compress.common.files import REPORT_FILE, atomic_file, size
+from compress.reporting.page import times
+from compress.reporting.report_data import RunReport, read_report
+
+CARD_FILE = "README.md"
+MARK = "<!-- what follows is the card of the source -->"
+_HEADER = re.compile(r"\ufeff?---[ \t]*\r?\n(.*?)\r?\n---[ \t]*(?:\r?\n|$)", re.DOTALL)
+_RESULTS = ("model-index", "co2_eq_emissions", "new_version")
+"""Fields of a header that speak of the source alone."""
+_BODY = """# {title}
+
+{origin}
+
+| | |
+|---|---|
+{facts}
+
+## Use
+
+In the folder of this model, or with the name of its repository on the hub in place of the dot:
+
+```bash
+{commands}
+```
+"""
+_RECIPE = """
+## Recipe
+
+```
+{command}
+```
+
+```yaml
+{recipe}
+```
+"""
+_SOURCE = """
+## Card of the source
+
+{mark}
+{text}
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """A card in parts: the fields of its header, and the text below."""
+
+    header: dict[str, Any]
+    text: str
+
+    @classmethod
+    def read(cls, path: Path) -> Card:
+        """Reads a card; empty where there is none, without fields where its header is no YAML mapping."""
+        import yaml
+
+        whole = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+        found = _HEADER.match(whole)
+        try:
+            header = yaml.safe_load(found[1]) if found else {}
+        except yaml.YAMLError:
+            header = None
+        return cls(header, whole[found.end() :] if found else whole) if isinstance(header, dict) else cls({}, whole)
+
+    @property
+    def of_source(self) -> str:
+        """The text that was not written here."""
+        return self.text.partition(MARK)[2].strip() if MARK in self.text else self.text.strip()
+
+    def __str__(self) -> str:
+        return f"---\n{_yaml(self.header)}---\n{self.text}"
+
+
+def write_card(folder: Path, made_from: Path | None = None) -> None:
+    """Writes the card of a checkpoint, in place of that of its source, whose header and text it takes over.
+
+    Args:
+        made_from: folder that was exported, with the report; None where `folder` has it.
+    """
+    packed, before = PackedCheckpoint.open(folder), made_from or folder
+    report = read_report(before) if (before / REPORT_FILE).is_file() else None
+    with atomic_file(folder / CARD_FILE) as stream:
+        stream.write(str(_card(packed, Card.read(folder / CARD_FILE), report, HubModel.of_cached(before))).encode())
+
+
+def _card(packed: PackedCheckpoint, source: Card, report: RunReport | None, exported: HubModel | None) -> Card:
+    base = _base_model(packed, source, report, exported)
+    engines = readers(packed.format, packed.schemes.values())
+    named = base or (Path(report.source).name if report else "another checkpoint")
+    text = _BODY.format(
+        title=" ".join([named.rpartition("/")[2], report.name if report else packed.format]),
+        origin=f"{_linked(base) if base else named}, compressed by {report.tool if report else DISTRIBUTION}.",
+        facts="\n".join(f"| {name} | {_cell(fact)} |" for name, fact in _facts(packed, report, engines)),
+        commands="\n".join(_commands(engines)),
+    )
+    if report is not None:
+        command = report.command or "(a script)"
+        text += _RECIPE.format(recipe=_yaml(_given(report.recipe)).strip(), command=command)
+    if source.of_source:
+        text += _SOURCE.format(mark=MARK, text=source.of_source)
+    return Card(_header(packed, source.header, base, engines), text)
+
+
+def _base_model(
+    packed: PackedCheckpoint, source: Card, report: RunReport | None, exported: HubModel | None
+) -> str | None:
+    """Returns the name on the hub of the model that was compressed; None if it is not known."""
+    recorded = HubModel.parse(report.source) if report else exported
+    named = HubModel.parse(str(packed.config.get("_name_or_path")))
+    if recorded or MARK not in source.text:
+        return recorded.repo if recorded else named.repo if named else None
+    given = source.header.get("base_model")
+    return given if isinstance(given, str) else None
+
+
+def _header(packed: PackedCheckpoint, given: Mapping[str, Any], base: str | None, engines: list[str]) -> dict[str, Any]:
+    """Returns the fields of the header, those of the source `given` among them."""
+    header = {name: value for name, value in given.items() if name not in _RESULTS}
+    if base is not None:
+        header |= {"base_model": base, "base_model_relation": "quantized"}
+    tags = header["tags"] if isinstance(header.get("tags"), list) else []
+    tags = [tag for tag in tags if tag not in FORMATS]
+    return header | {
+        "library_name": TRANSFORMERS if TRANSFORMERS in engines else DISTRIBUTION,
+        "pipeline_tag": header.get("pipeline_tag") or "text-generation",
+        "tags": list(dict.fromkeys([*tags, packed.format, DISTRIBUTION])),
+    }
+
+
+def _facts(packed: PackedCheckpoint, report: RunReport | None, engines: list[str]) -> Iterator[tuple[str, str]]:
+    after = packed.files.file_bytes
+    yield "stored as", packed.describe()
+    if report is None:
+        yield "size", size(after)
+    else:
+        yield "size", f"{size(report.plan.bytes_before)} -> {size(after)} ({times(report.plan.bytes_before, after)})"
+    yield "bits per weight", _bits(packed)
+    if report is not None:
+        yield from _quality(report)
+        yield "calibration", _calibration(report)
+    yield "loaded by", ", ".join(DISTRIBUTION if each == RUNTIME else each for each in engines)
+
+
+def _bits(packed: PackedCheckpoint) -> str:
+    count = sum(math.prod(packed.shape(module)) for module in packed.modules)
+    others = sum(math.prod(packed.files.shape(name)) for name in packed.dense_names())
+    whole = f"{8 * packed.files.file_bytes / (count + others):.3f} over the whole model"
+    stored = sum(packed.weight_bytes(module) for module in packed.modules)
+    return f"{8 * stored / count:.3f} in the quantized layers, {whole}" if count else whole
+
+
+def _quality(report: RunReport) -> Iterator[tuple[str, str]]:
+    found = report.quality
+    if found is None:
+        yield "quality", f"not measured: {report.not_measured}"
+        return
+    baseline = "" if found.baseline_perplexity is None else f"{found.baseline_perplexity:.3f} -> "
+    yield "perplexity", f"{baseline}{found.perplexity:.3f}"
+    if found.kl_mean is not None and found.kl_p999 is not None:
+        yield "KL to the source", f"{found.kl_mean:.5f} mean, {found.kl_p999:.4f} at 99.9 % (nats)"
+    yield "measured on", f"{found.tokens:,} tokens: {found.protocol}; text sha256 {found.data_sha256[:12]}"
+
+
+def _calibration(report: RunReport) -> str:
+    given = report.calibration
+    if not given:
+        return f"none; seed {report.seed}"
+    return f"{given['source']}: {given['sequences']} sequences of {given['length']} tokens; seed {report.seed}"
+
+
+def _commands(engines: list[str]) -> Iterator[str]:
+    yield "runtime serve ."
+    if VLLM in engines:
+        yield "vllm serve ."
+    yield "compress eval --ppl ."
+
+
+def _linked(model: str) -> str:
+    return f"[{model}](https://huggingface.co/{model})"
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def _given(values: Any) -> Any:
+    """Returns values without those that say nothing: None, False and empty ones."""
+    if isinstance(values, dict):
+        kept = {name: _given(value) for name, value in values.items()}
+        return {name: value for name, value in kept.items() if value not in (None, "", [], {}) and value is not False}
+    return [_given(each) for each in values] if isinstance(values, list) else values
+
+
+def _yaml(values: Mapping[str, Any]) -> str:
+    import yaml
+
+    return yaml.safe_dump(dict(values), sort_keys=False, allow_unicode=True)
