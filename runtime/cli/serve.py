@@ -44,6 +44,7 @@ from runtime.core.config import (
     ContextOptions,
     KVCacheOptions,
     KVMemoryOptions,
+    LatencyOptions,
     LimitOptions,
     Limits,
     OffloadOptions,
@@ -200,6 +201,7 @@ def serve(
     states: StateOptions,
     offload: OffloadOptions,
     batching: BatchOptions,
+    latency: LatencyOptions,
     limits: LimitOptions,
     allowed_host: Annotated[
         list[str] | None,
@@ -242,7 +244,7 @@ def serve(
     path, where = resolve_model(model)
     listener = listen(host, address.port)  # before the model loads, to detect a port in use early
     print(f"model     {where}", flush=True)
-    settings = runtime_config(compute, kv, context, drafts, kv_memory, states, offload, batching, seed)
+    settings = runtime_config(compute, kv, context, drafts, kv_memory, states, offload, batching, latency, seed)
     settings = replace(settings, warm_up=warm_up)
     hosts, progress = names_of_server(host, allowed_host or []), StartProgress()
     with without_collections(), answering(listener, progress, limits.client_seconds, hosts, **encryption):
