@@ -3,7 +3,7 @@
 python scripts/bench_serve.py throughput                       # the demo model, 256 requests, beside transformers
 python scripts/bench_serve.py throughput --shape 1.1b --requests 24 --rounds 1
 python scripts/bench_serve.py latency --prefix 1024 --long 1536
-python scripts/bench_serve.py neighbours --streams 20
+python scripts/bench_serve.py neighbours --seconds 20
 python scripts/bench_serve.py start --shape 1.1b
 python scripts/bench_serve.py speculation --dtype float32 --batch 1 --drafters demo ngram
 python scripts/bench_serve.py scheduler --sequences 256 --host-blocks 1000

@@ -1,16 +1,15 @@
 """Measured cost of steps in seconds, and the time that a step has for prompts while answers are generated. Pure; no
 torch.
 
-A step is as long as the wait of all its decodes for their next token. The time of a step is modelled as a sum of parts,
-each an amount of work (`Work`) times a coefficient. The first measurement sets the scale of all coefficients; each later
-one corrects them in proportion to their part in the prediction (normalized least mean squares):
+All decodes of a step wait for its end. The time of a step is modelled as a sum of parts, each an amount of work (`Work`)
+times a coefficient. The first measurement sets the scale of all coefficients; each later one corrects them in proportion
+to their part in the prediction (normalized least mean squares):
 
 * Upwards at once, to at most twice the prediction, so that one outlier (a compilation, a page fault) does not last.
-* Downwards by half of the difference, so that the model tends to overestimate rather than to underestimate.
+* Downwards by half of the difference, so that the model tends to overestimate.
 
-The initial ratios of coefficients overestimate prompts, their context and their scores: the first chunk beside decodes
-is small, and chunks grow with what is measured. Whatever else changes the cost of a token, such as other work of the
-machine, is followed within a few steps.
+The initial ratios of coefficients overestimate prompts, their context and their scores, and the prompt tokens of a step
+with decodes grow by at most half from step to step: the first chunk is small, and larger ones follow what is measured.
 """
 
 from __future__ import annotations
@@ -23,15 +22,19 @@ from runtime.core.request import Sequence
 from runtime.core.step import ScheduledSequence
 
 DEFAULT_MAX_ITL = 0.05
-"""Default aim in seconds for a step with decodes."""
+"""Default of `--max-itl` in seconds."""
+STEP_PART = 0.8
+"""Part of that time that a step is planned to take: measured times vary, and tokens reach clients a little later."""
 DECODE_STEPS = 4
-"""The default aim is at least this number of decode steps, which leaves most of a step to prompts on slow machines."""
+"""By default a step may take at least this number of decode steps, which leaves most of it to prompts on slow machines.
+"""
 LEAST_CHUNK = 16
 """Minimum prompt tokens of a step, whatever decodes leave: prompts advance with every step."""
 CONTEXT_UNIT = 1024
 MAX_GROWTH = 1.5
 """Maximum ratio of the prompt tokens beside decodes to those of recent steps: costs were measured for that many."""
 MEMORY = 0.8
+"""Factor per step by which earlier steps count less for `MAX_GROWTH`."""
 UPWARD_GAIN = 1.0
 DOWNWARD_GAIN = 0.5
 MAX_RISE = 2.0
@@ -124,9 +127,10 @@ def prompt_seconds(costs: StepCosts, num_decode_tokens: int, max_itl: float | No
     """Returns the time in seconds that decodes leave to the prompts of a step; 0 or less if they leave none.
 
     Args:
-        max_itl: aim in seconds for the whole step; None is `DEFAULT_MAX_ITL`, or `DECODE_STEPS` times the decodes
-            alone if that is more.
+        max_itl: longest wait in seconds for the next token; None is `DEFAULT_MAX_ITL`, or `DECODE_STEPS` times the
+            decodes alone if that is more.
     """
     decode = costs.predict(Work(steps=1, decode_tokens=num_decode_tokens))
-    aim = max(DEFAULT_MAX_ITL, DECODE_STEPS * decode) if max_itl is None else max_itl
-    return aim - decode
+    if max_itl is None:
+        return max(STEP_PART * DEFAULT_MAX_ITL, DECODE_STEPS * decode) - decode
+    return STEP_PART * max_itl - decode

@@ -1,12 +1,13 @@
 """Waits between the tokens of one client while another one, at another address, sends long prompts.
 
-A server, the client that streams, and the other one each have a process of their own. A wait is what the client sees: the
-time between two chunks of a stream, with all that the server does meanwhile. The prompt tokens per second are those of
-requests that were answered.
+A server, the client that streams, and the other one each have a process of their own. A wait is what the client sees:
+the time between two chunks of a stream, with all that the server does meanwhile. The prompt tokens per second are those
+of requests that were answered. The first touch of a page of memory for keys and values takes a system milliseconds, so
+the other client runs for a while first.
 
     python scripts/bench_serve.py neighbours
     python scripts/bench_serve.py neighbours --serve "--max-itl 0"      # whole steps, whoever waits
-    python scripts/bench_serve.py neighbours --rows "alone" "64 prompts at once" --streams 20
+    python scripts/bench_serve.py neighbours --rows "alone" "64 prompts at once" --seconds 30
 """
 
 from __future__ import annotations
@@ -87,10 +88,10 @@ async def _flood(url: str, model: str, neighbour: Neighbour, length: int, num_an
                 await response.read()
             num_answered.value += 1
 
-    async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None)) as session:
-        async with asyncio.TaskGroup() as group:
-            for _ in range(neighbour.at_once):
-                group.create_task(work())
+    timeout = aiohttp.ClientTimeout(total=None)
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session, asyncio.TaskGroup() as group:
+        for _ in range(neighbour.at_once):
+            group.create_task(work())
 
 
 @contextmanager
@@ -119,14 +120,14 @@ def flooding(url: str, model: str, neighbour: Neighbour | None, length: int) -> 
         process.join()
 
 
-async def stream(url: str, count: int, num_tokens: int) -> list[Record]:
-    """Sends short prompts one after the other, each answered by a stream of `num_tokens` tokens."""
-    records = []
+async def stream(url: str, num_tokens: int, seconds: float) -> list[Record]:
+    """Sends short prompts one after the other for some time, each answered by a stream of `num_tokens` tokens."""
+    records: list[Record] = []
     async with open_session() as session:
         client = Client(session, url, await find_model(session, url))
-        for number in range(count):
+        while client.now < seconds:
             fields = {"max_tokens": num_tokens, "temperature": 0, "ignore_eos": True}
-            prompt = random.Random(number).choices(PROMPT_IDS, k=16)
+            prompt = random.Random(len(records)).choices(PROMPT_IDS, k=16)
             records.append(await client.send(Job("/v1/completions", {"prompt": prompt, **fields})))
             if records[-1].error:
                 raise RuntimeError(records[-1].error)
@@ -153,17 +154,17 @@ def measure(url: str, name: str, options: argparse.Namespace) -> Row:
     model = asyncio.run(_model_of(url))
     with flooding(url, model, NEIGHBOURS[name], options.prompt) as answered:
         began, before = time.perf_counter(), answered.value
-        records = asyncio.run(stream(url, options.streams, options.tokens))
+        records = asyncio.run(stream(url, options.tokens, options.seconds))
         rate = (answered.value - before) * options.prompt / (time.perf_counter() - began)
     return row(name, records, rate)
 
 
-def measure_prompts(url: str, options: argparse.Namespace) -> Row:
+def measure_prompts(url: str, seconds: float, length: int) -> Row:
     """Measures the prompt tokens per second of the other client when nothing else runs."""
-    with flooding(url, asyncio.run(_model_of(url)), NEIGHBOURS[SENT_ALONE], options.prompt) as answered:
+    with flooding(url, asyncio.run(_model_of(url)), NEIGHBOURS[SENT_ALONE], length) as answered:
         began, before = time.perf_counter(), answered.value
-        time.sleep(options.seconds)
-        rate = (answered.value - before) * options.prompt / (time.perf_counter() - began)
+        time.sleep(seconds)
+        rate = (answered.value - before) * length / (time.perf_counter() - began)
     return row(f"{SENT_ALONE}, no stream", [], rate)
 
 
@@ -175,9 +176,9 @@ async def _model_of(url: str) -> str:
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", type=Path, default=demo_model_path())
     parser.add_argument("--prompt", type=int, default=2000, help="tokens of each prompt of the other client")
-    parser.add_argument("--streams", type=int, default=10, help="streams per row, one after the other")
     parser.add_argument("--tokens", type=int, default=40, help="tokens of each stream")
-    parser.add_argument("--seconds", type=float, default=10.0, help="time of the other client alone")
+    parser.add_argument("--seconds", type=float, default=10.0, help="time of each row")
+    parser.add_argument("--warm-up", type=float, default=15.0, help="seconds of prompts before the first row")
     parser.add_argument("--serve", default="", help="options of the server, such as '--max-itl 0'")
     parser.add_argument("--rows", nargs="+", choices=NEIGHBOURS, default=list(NEIGHBOURS))
 
@@ -186,8 +187,9 @@ def run(options: argparse.Namespace) -> int:
     console = Console(width=160, highlight=False)
     console.print(describe(environment()))
     with run_server(options.model, shlex.split(options.serve)) as server:
+        measure_prompts(server.url, options.warm_up, options.prompt)
         rows = [measure(server.url, name, options) for name in options.rows]
-        rows.append(measure_prompts(server.url, options))
+        rows.append(measure_prompts(server.url, options.seconds, options.prompt))
     title = f"Waits between tokens of one client while another sends prompts of {options.prompt} tokens"
     print_with_markdown(title, rows, console)
     return 0
