@@ -1,10 +1,12 @@
 """Measured cost of steps in seconds, and the time that a step has for prompts while answers are generated. Pure; no
 torch.
 
-All decodes of a step wait for its end. The time of a step is modelled as a sum of parts, each an amount of work (`Work`)
-times a coefficient. The first measurement sets the scale of all coefficients; each later one corrects them in proportion
-to their part in the prediction (normalized least mean squares):
+All decodes of a step wait for its end. The time of a step is modelled as a sum of parts, each an amount of work
+(`Work`) times a coefficient. The first measurement sets the scale of all coefficients; each later one corrects them in
+proportion to their part in the prediction (normalized least mean squares):
 
+* Steps without prompts correct the parts of decodes, others the parts of prompts. So an error in the time of prompts
+  never makes decodes seem slower, which would allow longer steps.
 * Upwards at once, to at most twice the prediction, so that one outlier (a compilation, a page fault) does not last.
 * Downwards by half of the difference, so that the model tends to overestimate.
 
@@ -35,9 +37,10 @@ MAX_GROWTH = 1.5
 """Maximum ratio of the prompt tokens beside decodes to those of recent steps: costs were measured for that many."""
 MEMORY = 0.8
 """Factor per step by which earlier steps count less for `MAX_GROWTH`."""
-UPWARD_GAIN = 1.0
 DOWNWARD_GAIN = 0.5
 MAX_RISE = 2.0
+LEAST_SECONDS = 1e-9
+"""Minimum of a coefficient: corrections are proportional to it."""
 
 
 class Work(NamedTuple):
@@ -58,6 +61,8 @@ class Work(NamedTuple):
     scored_tokens: float = 0.0
 
 
+NUM_DECODE_PARTS = 2
+"""Number of the first fields of `Work`, which steps without prompts have."""
 INITIAL_RATIOS = Work(steps=8, decode_tokens=1, prompt_tokens=1, context=0.5, scored_tokens=4)
 
 
@@ -110,14 +115,16 @@ class StepCosts:
             return
         if work.prompt_tokens and work.decode_tokens:
             self.num_tried_tokens = max(work.prompt_tokens, LEAST_CHUNK / MAX_GROWTH, MEMORY * self.num_tried_tokens)
-        predicted = self.predict(work)
+        parts = self._parts(work)
+        predicted = sum(parts)
         if not self.is_known:
             self.seconds, self.is_known = Work(*(each * seconds / predicted for each in self.seconds)), True
             return
-        error = min(seconds / predicted, MAX_RISE) - 1
-        shares = [part / predicted for part in self._parts(work)]
-        gain = error * (UPWARD_GAIN if error > 0 else DOWNWARD_GAIN) / sum(share * share for share in shares)
-        self.seconds = Work(*(each * (1 + gain * share) for each, share in zip(self.seconds, shares, strict=True)))
+        parts = [0.0] * NUM_DECODE_PARTS + parts[NUM_DECODE_PARTS:] if work.prompt_tokens else parts
+        error = max(-1.0, min((seconds - predicted) / sum(parts), MAX_RISE - 1))
+        gain = (error if error > 0 else error * DOWNWARD_GAIN) * sum(parts) / sum(part * part for part in parts)
+        corrected = (each * (1 + gain * part) for each, part in zip(self.seconds, parts, strict=True))
+        self.seconds = Work(*(max(LEAST_SECONDS, each) for each in corrected))
 
     def _parts(self, work: Work) -> list[float]:
         return [amount * each for amount, each in zip(work, self.seconds, strict=True)]
