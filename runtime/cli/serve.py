@@ -43,6 +43,7 @@ from runtime.core.config import (
     ContextOptions,
     KVCacheOptions,
     KVMemoryOptions,
+    LatencyOptions,
     LimitOptions,
     Limits,
     OffloadOptions,
@@ -201,6 +202,7 @@ def serve(
     states: StateOptions,
     offload: OffloadOptions,
     batching: BatchOptions,
+    latency: LatencyOptions,
     limits: LimitOptions,
     allowed_host: Annotated[
         list[str] | None,
@@ -243,7 +245,7 @@ def serve(
     path, where = resolve_model(model, compute.trust_remote_code)
     listener = listen(host, address.port)  # before the model loads, to detect a port in use early
     print(f"model     {where}", flush=True)
-    settings = runtime_config(compute, kv, context, drafts, kv_memory, states, offload, batching, seed)
+    settings = runtime_config(compute, kv, context, drafts, kv_memory, states, offload, batching, latency, seed)
     settings = replace(settings, warm_up=warm_up)
     hosts, progress = names_of_server(host, allowed_host or []), StartProgress()
     with without_collections(), answering(listener, progress, limits.client_seconds, hosts, **encryption):

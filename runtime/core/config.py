@@ -189,14 +189,35 @@ class StateOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchOptions:
-    """Batch size, and overlap of consecutive steps."""
+    """Size of a step, and overlap of consecutive steps."""
 
     max_num_seqs: int = option("--max-num-seqs", default=64, min=1, help="Maximum number of sequences per step.")
+    max_num_batched_tokens: int = option(
+        "--max-num-batched-tokens", default=512, min=1, metavar="TOKENS", help="Maximum number of tokens per step."
+    )
+    prefill_chunk: int = option(
+        "--prefill-chunk", default=256, min=1, metavar="TOKENS", help="Maximum prompt tokens of one sequence per step."
+    )
     overlap: bool = option(
         "--overlap/--no-overlap",
         default=True,
         help="Submit the next decode step to a GPU before reading the tokens of the previous one, if CUDA graphs run "
         "it.",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatencyOptions:
+    """Time of a step. Applies to servers, where somebody waits for the next token."""
+
+    max_itl_ms: float | None = option(
+        "--max-itl",
+        default=None,
+        min=0,
+        metavar="MILLISECONDS",
+        help="Time of a step while answers are generated, which is the wait for their next token: prompts get what "
+        "decoding leaves of it. 0: as many prompt tokens as fit. Default: 50, or four times a step without prompts if "
+        "that is more.",
     )
 
 
@@ -238,9 +259,8 @@ class RuntimeConfig(
         block_size: tokens per KV block.
         num_blocks: blocks of the KV cache; None derives the number from `kv_memory_bytes`.
         num_state_slots: slots for recurrent states; None derives the number from `state_memory_bytes`.
-        max_num_batched_tokens: token budget of one step.
-        prefill_chunk: maximum prompt tokens of one sequence per step; bounds the inter-token latency of other
-            sequences.
+        max_itl_ms: aim in milliseconds for the time of a step with decodes; 0 is none, which makes the sizes of steps
+            reproducible; None is the default of `LatencyOptions`.
         prefix_caching: whether to reuse KV blocks of equal prefixes.
         warm_up: whether to compile kernels and capture CUDA graphs on a GPU before the first request.
     """
@@ -248,8 +268,7 @@ class RuntimeConfig(
     block_size: int = 16
     num_blocks: int | None = None
     num_state_slots: int | None = None
-    max_num_batched_tokens: int = 512
-    prefill_chunk: int = 256
+    max_itl_ms: float | None = 0
     prefix_caching: bool = True
     warm_up: bool = False
 

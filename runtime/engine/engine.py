@@ -24,6 +24,7 @@ from runtime.engine.overlap import FailedStep, StepInFlight, continued_rows, uns
 from runtime.engine.scheduler import Scheduler
 from runtime.engine.state_manager import StateManager
 from runtime.engine.state_pool import StatePool
+from runtime.engine.step_costs import step_work
 from runtime.text.grammar import CompiledGrammar, GrammarCompiler
 
 logger = logging.getLogger("runtime.engine.engine")
@@ -190,14 +191,18 @@ class Engine:
         Raises:
             RuntimeError: requests are waiting but nothing was planned, which is a bug in the scheduler.
         """
+        began = self._clock()
         deltas = self.output_processor.end_late() + (self._before_step(self) if self._before_step else [])
         deltas += self.output_processor.release(timeout=0)
         step = (self._ahead and self._ahead.without_ended()) or self._begin()
         if step is None:
             self._ahead = None
             return deltas + self.output_processor.release(HELD_SECONDS)
+        work = step_work(step.plan.entries)  # reading the step changes its sequences
         self._ahead = self._continue(step)
-        return deltas + self._read(step)
+        deltas += self._read(step)
+        self.scheduler.costs.observe(work, self._clock() - began)
+        return deltas
 
     def render_metrics(self) -> str:
         """Renders all metrics in Prometheus' text format. Any thread may call it."""

@@ -25,7 +25,7 @@ because every client is served in every step.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
@@ -105,29 +105,31 @@ def in_turns(running: Iterable[Sequence]) -> list[Sequence]:
     return [sequence for turn in zip_longest(*by_client.values()) for sequence in turn if sequence is not None]
 
 
-def token_shares(budget: int, decodes: Mapping[str, int], prompts: Collection[str], asking: set[str]) -> dict[str, int]:
-    """Divides the prompt tokens of a step.
+def divide_cost(
+    budget: float, decodes: Mapping[str, float], least: Mapping[str, float], asking: set[str]
+) -> dict[str, float]:
+    """Divides the cost of the prompts of a step, in tokens or in seconds.
 
     Args:
-        budget: tokens that decodes leave; at least one for each of `prompts`.
-        decodes: tokens of decodes by client.
-        prompts: clients that have a prompt in progress; each gets at least one token.
+        budget: cost that decodes leave; at least the sum of `least`.
+        decodes: cost of decodes by client.
+        least: cost of one token of each client that has a prompt in progress; each gets at least this.
         asking: clients that have a prompt in progress or a waiting one.
 
     Returns:
-        Maximum prompt tokens by client; their sum is at most `budget`.
+        Maximum cost of prompts by client; their sum is at most `budget`.
     """
-    used = {name: decodes.get(name, 0) + (name in prompts) for name in asking}
-    level = _water_level(budget - len(prompts), sorted(used.values()))
-    return {name: max(0, level - used[name]) + (name in prompts) for name in asking}
+    used = {name: decodes.get(name, 0) + least.get(name, 0) for name in asking}
+    level = _water_level(budget - sum(least.values()), sorted(used.values()))
+    return {name: max(0, level - used[name]) + least.get(name, 0) for name in asking}
 
 
-def _water_level(amount: int, ground: list[int]) -> int:
+def _water_level(amount: float, ground: list[float]) -> float:
     """Returns the level to which `amount` fills places of ascending heights."""
-    level, total = 0, amount
+    level, total = 0.0, amount
     for count, height in enumerate(ground, start=1):
         if count > 1 and level <= height:
             break
         total += height
-        level = total // count
+        level = total / count
     return level

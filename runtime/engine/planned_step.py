@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from runtime.core.request import Sequence
 from runtime.core.step import BlockCopy, ScheduledSequence
 from runtime.engine.kv_cache_manager import TakenBlocks
+
+ROUNDING = 1e-9
+"""Share of a token by which sums of seconds may be off."""
+
+
+def one_token(sequence: Sequence) -> float:
+    """Returns the cost of a prompt token if tokens are what is shared."""
+    return 1
 
 
 @dataclass(slots=True)
@@ -15,20 +24,28 @@ class PlannedStep:
 
     Attributes:
         budget: number of remaining tokens.
+        prompt_budget: remaining cost of prompts, in units of `cost_of`: tokens, or seconds.
+        cost_of: returns the cost of the next prompt token of a sequence.
+        decode_cost: cost of a decoded token in the same units.
+        least_chunk: minimum tokens of the first prompt in the step, whatever they cost.
         turns: running sequences that have not been planned; the last one is the next to be preempted.
         taken: block moves of sequences admitted in this step, by sequence id.
         copies: other copies of blocks.
         prompts: entries with prompt tokens, by sequence id.
-        shares: remaining prompt tokens of each client; None is no limit.
+        shares: remaining cost of prompts of each client; None is no limit.
     """
 
     budget: int
+    prompt_budget: float = 0
+    cost_of: Callable[[Sequence], float] = one_token
+    decode_cost: float = 1
+    least_chunk: int = 0
     turns: list[Sequence] = field(default_factory=list)
     entries: list[ScheduledSequence] = field(default_factory=list)
     taken: dict[str, TakenBlocks] = field(default_factory=dict)
     copies: list[BlockCopy] = field(default_factory=list)
     prompts: dict[str, ScheduledSequence] = field(default_factory=dict)
-    shares: dict[str, int] | None = None
+    shares: dict[str, float] | None = None
 
     def add(self, sequence: Sequence, num_tokens: int) -> ScheduledSequence:
         entry = ScheduledSequence(sequence, sequence.num_computed_tokens, num_tokens)
@@ -36,17 +53,22 @@ class PlannedStep:
         self.budget -= num_tokens
         return entry
 
-    def room(self, client: str) -> int:
-        """Returns the maximum prompt tokens of a client that fit in the step."""
-        return self.budget if self.shares is None else min(self.budget, self.shares[client])
+    def room(self, sequence: Sequence) -> int:
+        """Returns the maximum prompt tokens of a sequence that fit in the step."""
+        cost = self.prompt_budget if self.shares is None else self.shares[sequence.client]
+        count = int(cost / self.cost_of(sequence) + ROUNDING)
+        return min(self.budget, count if self.prompts else max(count, self.least_chunk))
 
     def add_chunk(self, sequence: Sequence, longest: int) -> None:
-        """Adds as many tokens of a prompt as fit, up to a total of `longest`."""
-        entry = self.prompts.get(sequence.id) or self.add(sequence, 0)
-        self.prompts[sequence.id] = entry
+        """Adds as many tokens of a prompt as fit, up to a total of `longest`; at least one if it had none."""
+        entry = self.prompts.get(sequence.id)
+        least, room = (1, self.room(sequence)) if entry is None else (0, self.room(sequence))
+        entry = self.prompts[sequence.id] = entry or self.add(sequence, 0)
         rest = min(sequence.num_tokens - sequence.num_computed_tokens, longest) - entry.num_tokens
-        count = min(rest, self.room(sequence.client))
+        count = max(least, min(rest, room))
         entry.num_tokens += count
         self.budget -= count
+        cost = count * self.cost_of(sequence)
+        self.prompt_budget -= cost
         if self.shares is not None:
-            self.shares[sequence.client] -= count
+            self.shares[sequence.client] -= cost

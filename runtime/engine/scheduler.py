@@ -37,6 +37,7 @@ from bisect import insort
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as TokenIds
 from dataclasses import dataclass, replace
+from functools import partial
 
 from compress.common.errors import RequestError
 from runtime.core.attention_window import FULL_ATTENTION, AttentionWindow, held_blocks
@@ -44,10 +45,11 @@ from runtime.core.config import RuntimeConfig
 from runtime.core.request import Request, Sequence, Status
 from runtime.core.step import ScheduledSequence, StepPlan
 from runtime.engine.block_pool import BlockPool
-from runtime.engine.fairness import Clients, count_places, first_of_each, in_prompt, in_turns, token_shares
+from runtime.engine.fairness import Clients, count_places, divide_cost, first_of_each, in_prompt, in_turns
 from runtime.engine.kv_cache_manager import KVCacheManager
 from runtime.engine.planned_step import PlannedStep
 from runtime.engine.state_manager import StateManager
+from runtime.engine.step_costs import LEAST_CHUNK, StepCosts, prompt_seconds
 
 PRIORITY_PLACES = 64
 """Number of later requests that may overtake a request, per unit of priority difference; bounds starvation."""
@@ -100,6 +102,7 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.waiting: list[Sequence] = []
         self.clients = Clients()
+        self.costs = StepCosts()
         self.stats = SchedulerStats()
         self._num_added = 0
         # Every running sequence gets a token per step, so more running sequences than budgeted tokens are never useful.
@@ -178,8 +181,9 @@ class Scheduler:
             self._claim_places(step)
         step.turns = in_turns(self.running) if is_shared else self.running.copy()
         self._schedule_decodes(step)
+        self._limit_prompts(step)
         if is_shared:
-            step.shares = self._share_tokens(step)
+            step.shares = self._share_cost(step)
             self._schedule_prompts(step)
             step.shares = None  # unused shares go to other clients
         self._schedule_prompts(step)
@@ -241,10 +245,17 @@ class Scheduler:
         chunk, budget = self.config.prefill_chunk, self.config.max_num_batched_tokens
         if sum(min(s.num_tokens - s.num_computed_tokens, chunk) for s in self.running) >= budget:
             return []
-        most = 1 if self.states is None else 1 + self.config.num_speculative_tokens
-        decodes = [s for s in self.running if s.num_tokens - s.num_computed_tokens <= most and s.num_output_tokens]
+        decodes = filter(self._is_decode, self.running)
         # Drafts would make a slow grammar slower.
         return [s for s in decodes if not s.is_held and (s.constraint is None or not s.constraint.is_slow)]
+
+    def _is_in_prompt(self, sequence: Sequence) -> bool:
+        return sequence.num_tokens - sequence.num_computed_tokens > 1 and not self._is_decode(sequence)
+
+    def _is_decode(self, sequence: Sequence) -> bool:
+        """Returns whether a running sequence generates: at most accepted draft tokens are computed again."""
+        most = 1 if self.states is None else 1 + self.config.num_speculative_tokens
+        return sequence.num_tokens - sequence.num_computed_tokens <= most and sequence.num_output_tokens > 0
 
     def complete(self, plan: StepPlan, accepted: Mapping[str, TokenIds[int]] | None = None) -> None:
         """Records that the plan's spans are computed. Call it before appending the sampled tokens.
@@ -348,8 +359,8 @@ class Scheduler:
         sequences.
         """
         if not self.clients.are_several:
-            return self.waiting[0] if self.waiting else None
-        heads = [s for s in first_of_each(self.waiting) if step.room(s.client) and not s.is_held]
+            return self.waiting[0] if self.waiting and step.room(self.waiting[0]) else None
+        heads = [s for s in first_of_each(self.waiting) if step.room(s) and not s.is_held]
         return min(heads, key=self._key(count_places(self.running)), default=None)
 
     def _claim_places(self, step: PlannedStep) -> None:
@@ -375,13 +386,32 @@ class Scheduler:
                 return
             self.preempt(last)
 
-    def _share_tokens(self, step: PlannedStep) -> dict[str, int]:
-        """Returns the maximum prompt tokens of each client, given the decodes of the step."""
-        asking = prompts = in_prompt(self.running)
+    def _limit_prompts(self, step: PlannedStep) -> None:
+        """Limits the prompts of a step to the tokens, or with decodes to the time, that these leave."""
+        step.prompt_budget = step.budget
+        decodes = [s for s in self.running if self._is_decode(s)]
+        if not decodes or self.config.max_itl_ms == 0 or not self.costs.is_known:
+            return
+        num_tokens = sum(max(1, s.num_tokens - s.num_computed_tokens) + len(s.draft_token_ids) for s in decodes)
+        max_itl = None if self.config.max_itl_ms is None else self.config.max_itl_ms / 1000
+        step.prompt_budget = prompt_seconds(self.costs, num_tokens, max_itl)
+        least = step.prompt_budget / self.costs.max_prompt_tokens
+        step.cost_of = partial(self.costs.of_prompt_token, least=least)
+        step.decode_cost = self.costs.seconds.decode_tokens
+        step.least_chunk = LEAST_CHUNK
+
+    def _share_cost(self, step: PlannedStep) -> dict[str, float]:
+        """Returns the maximum cost of prompts of each client, given the decodes of the step."""
+        least: dict[str, float] = {}
+        for sequence in self.running:
+            if self._is_in_prompt(sequence):
+                least[sequence.client] = max(least.get(sequence.client, 0), step.cost_of(sequence))
+        asking = set(least)
         if len(self.running) < self._max_running:
-            asking = prompts.union(sequence.client for sequence in self.waiting)
-        decodes = count_places(entry.sequence for entry in step.entries) if len(asking) > 1 else {}
-        return token_shares(step.budget, decodes, prompts, asking)
+            asking.update(sequence.client for sequence in self.waiting)
+        places = count_places(entry.sequence for entry in step.entries) if len(asking) > 1 else {}
+        decodes = {client: count * step.decode_cost for client, count in places.items()}
+        return divide_cost(max(step.prompt_budget, sum(least.values())), decodes, least, asking)
 
     def _schedule_decodes(self, step: PlannedStep) -> None:
         # In turns, and the last one is preempted, so no sequence preempted here has been planned yet: it leaves
@@ -395,11 +425,15 @@ class Scheduler:
                 self._extend(sequence, step)
             elif self._make_writable(sequence, step):
                 step.add(sequence, 1)
+        for sequence in step.turns:
+            num_tokens = min(sequence.num_tokens - sequence.num_computed_tokens, step.budget)
+            if num_tokens > 1 and self._is_decode(sequence):
+                step.add(sequence, num_tokens)
 
     def _schedule_prompts(self, step: PlannedStep) -> None:
         """Plans prompts in progress, then waiting sequences."""
         for sequence in self.running:
-            if sequence.num_tokens - sequence.num_computed_tokens > 1 and step.room(sequence.client):
+            if self._is_in_prompt(sequence) and step.room(sequence):
                 step.add_chunk(sequence, self.config.prefill_chunk)
         while step.budget and len(self.running) < self._max_running and (head := self._head(step)):
             if not self._enter(head, step):

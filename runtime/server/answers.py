@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -102,12 +102,14 @@ class ChoicesAnswer:
     Attributes:
         envelope: `id`, `created` and `model`, the same in every chunk.
         num_choices: number of sequences.
+        turns: lock of all long answers; see `blocks`.
         include_usage: end a stream with a chunk of token counts.
     """
 
     envelope: dict[str, Any]
     shape: Shape
     num_choices: int
+    turns: asyncio.Lock
     include_usage: bool = False
 
     async def whole(self, deltas: Deltas) -> dict[str, Any]:
@@ -157,7 +159,7 @@ class ChoicesAnswer:
         """Yields the chunk before the first part of a sequence in pieces, if there is one."""
         if choice := self.shape.prelude(index, delta):
             yield EVENT_BEGINS
-            async for piece in blocks(json_pieces(self.payload(iter([choice])))):
+            async for piece in blocks(json_pieces(self.payload(iter([choice]))), self.turns):
                 yield piece
             yield EVENT_ENDS
 
@@ -186,20 +188,35 @@ def event(payload: dict[str, Any]) -> bytes:
 
 
 SLICE_SECONDS = 0.002
-"""Time after which writing a long answer pauses, for as long again: the event loop and the engine go on meanwhile."""
+"""Time for which a long answer is written at once, after a pause as long: the event loop and the engine's thread, which
+needs the interpreter lock, go on meanwhile."""
 BLOCK_CHARACTERS = 2**16
 
 
-async def blocks(pieces: Iterable[str]) -> AsyncGenerator[bytes, None]:
-    """Joins pieces of ASCII to blocks of at least `BLOCK_CHARACTERS`, the last one excepted. Pauses in between."""
-    block, num_characters, pause_at = [], 0, time.monotonic() + SLICE_SECONDS
+async def blocks(pieces: Iterable[str], turns: asyncio.Lock) -> AsyncGenerator[bytes, None]:
+    """Joins pieces of ASCII to blocks of at least `BLOCK_CHARACTERS`, the last one excepted. Pauses in between.
+
+    Args:
+        turns: lock of all long answers, of which one is written at a time; many at once would leave no pauses.
+    """
+    rest, block = iter(pieces), []
+    is_last = _write_slice(rest, block)
+    while not is_last:
+        if sum(map(len, block)) >= BLOCK_CHARACTERS:
+            yield "".join(block).encode("ascii")
+            block = []
+        async with turns:
+            await asyncio.sleep(SLICE_SECONDS)
+            is_last = _write_slice(rest, block)
+    yield "".join(block).encode("ascii")
+
+
+def _write_slice(pieces: Iterator[str], block: list[str]) -> bool:
+    """Appends pieces to a block for `SLICE_SECONDS`, or up to `BLOCK_CHARACTERS`. Returns whether there are no more."""
+    end, num_characters = time.monotonic() + SLICE_SECONDS, 0
     for piece in pieces:
         block.append(piece)
         num_characters += len(piece)
-        if num_characters >= BLOCK_CHARACTERS:
-            yield "".join(block).encode("ascii")
-            block, num_characters = [], 0
-        if time.monotonic() >= pause_at:
-            await asyncio.sleep(SLICE_SECONDS)
-            pause_at = time.monotonic() + SLICE_SECONDS
-    yield "".join(block).encode("ascii")
+        if num_characters >= BLOCK_CHARACTERS or time.monotonic() >= end:
+            return False
+    return True

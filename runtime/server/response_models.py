@@ -431,12 +431,7 @@ def to_json(value: Any) -> str:
 
 def json_pieces(value: Any) -> Iterator[str]:
     """Yields JSON in short pieces. Iterators become arrays, written as they go on; nothing else may be long."""
-    if isinstance(value, dict) and any(isinstance(item, dict | Iterator) for item in value.values()):
-        for number, (name, item) in enumerate(value.items()):
-            yield f"{',' if number else '{'}{to_json(name)}:"
-            yield from json_pieces(item)
-        yield "}"
-    elif isinstance(value, Iterator):
+    if isinstance(value, Iterator):
         yield "["
         separator = ""
         while items := list(islice(value, ITEMS_AT_ONCE)):
@@ -445,8 +440,17 @@ def json_pieces(value: Any) -> Iterator[str]:
                 yield from piece
                 separator = ","
         yield "]"
+    elif isinstance(value, dict) and _has_iterator(value):
+        for number, (name, item) in enumerate(value.items()):
+            yield f"{',' if number else '{'}{to_json(name)}:"
+            yield from json_pieces(item)
+        yield "}"
     else:
         yield to_json(value)
+
+
+def _has_iterator(value: dict[str, Any]) -> bool:
+    return any(_has_iterator(item) if isinstance(item, dict) else isinstance(item, Iterator) for item in value.values())
 
 
 def _array_pieces(items: list[Any]) -> Iterator[Iterable[str]]:

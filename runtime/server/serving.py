@@ -200,20 +200,6 @@ class EventStream(StreamingResponse):
             await self.deltas.aclose()  # a generator that was never started does not close its argument
 
 
-async def respond_at_once(request: Request, body: Awaitable[Mapping[str, Any]]) -> Response:
-    """Returns an answer that is not streamed; a long one is written while it is sent, so it has no `Content-Length`.
-
-    Raises:
-        ClientDisconnect: the client disconnected first.
-    """
-    written = blocks(json_pieces(await unless_disconnected(request, body)))
-    first = await anext(written)
-    second = await anext(written, None)
-    if second is None:
-        return Response(first, media_type=JsonResponse.media_type)
-    return StreamingResponse(chain(first, chain(second, written)), media_type=JsonResponse.media_type)
-
-
 async def unless_disconnected(request: Request, work: Awaitable[T]) -> T:
     """Returns the result of `work`, which is cancelled if the client disconnects.
 
@@ -244,7 +230,12 @@ def account_of(request: Request) -> Account:
 
 
 class Service:
-    """The served model: answers requests on the engine within `limits`. Used on the event loop's thread."""
+    """The served model: answers requests on the engine within `limits`. Used on the event loop's thread.
+
+    Attributes:
+        places: places in the queue by client.
+        turns: lock of long answers, of which one is written at a time.
+    """
 
     def __init__(
         self,
@@ -261,6 +252,7 @@ class Service:
         self.render_metrics = render_metrics
         self.intake = Intake(ServedText(tokenizer, model_name, limits))
         self.places: Counter[str] = Counter()
+        self.turns = asyncio.Lock()
 
     async def respond(
         self,
@@ -273,7 +265,8 @@ class Service:
         """Generates `n` choices per prompt and answers in the form of OpenAI's API; see `deliver`."""
         request_id = f"{shape.id_prefix}-{request.state.request_id}"
         envelope = {"id": request_id, "created": int(time.time()), "model": self.model_name}
-        answer = ChoicesAnswer(envelope, shape, len(prompts) * body.num_answers, body.include_usage)
+        num_choices = len(prompts) * body.num_answers
+        answer = ChoicesAnswer(envelope, shape, num_choices, self.turns, body.include_usage)
         return await self.deliver(request, request_id, body, answer, prompts, samplings)
 
     async def deliver(
@@ -295,9 +288,22 @@ class Service:
         request.state.user = body.user
         deltas = self.run(jobs, request)
         if not body.stream:
-            return await respond_at_once(request, answer.whole(deltas))
+            return await self.respond_at_once(request, answer.whole(deltas))
         first = await unless_disconnected(request, anext(deltas))
         return EventStream(answer.events(first, deltas), deltas, self.limits.client_seconds)
+
+    async def respond_at_once(self, request: Request, body: Awaitable[Mapping[str, Any]]) -> Response:
+        """Returns an answer that is not streamed; a long one is written while it is sent, so it has no `Content-Length`.
+
+        Raises:
+            ClientDisconnect: the client disconnected first.
+        """
+        written = blocks(json_pieces(await unless_disconnected(request, body)), self.turns)
+        first = await anext(written)
+        second = await anext(written, None)
+        if second is None:
+            return Response(first, media_type=JsonResponse.media_type)
+        return StreamingResponse(chain(first, chain(second, written)), media_type=JsonResponse.media_type)
 
     @contextmanager
     def admit(self, count: int, client: str) -> Iterator[None]:

@@ -28,7 +28,7 @@ from runtime.server.protocol.generation import (
 from runtime.server.protocol.strict import Strict
 from runtime.server.response_models import BODY_ERRORS, EmbeddingResponse
 from runtime.server.routes.registry import register
-from runtime.server.serving import Job, Service, respond_at_once
+from runtime.server.serving import Job, Service
 
 logger = logging.getLogger("runtime.server")
 
@@ -96,7 +96,7 @@ def embeddings_router(service: Service) -> APIRouter:
         request.state.user = body.user
         options = RequestOptions(pooling=body.pooling)
         jobs = [Job(f"{request_id}-{i}", prompt, NOTHING_SAMPLED, options) for i, prompt in enumerate(body.inputs)]
-        return await respond_at_once(request, embed(service, request, jobs, body))
+        return await service.respond_at_once(request, embed(service, request, jobs, body))
 
     return router
 

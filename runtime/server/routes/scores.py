@@ -21,7 +21,7 @@ from runtime.server.protocol.generation import MAX_INPUTS, contradiction, long_p
 from runtime.server.protocol.strict import Strict, at_most
 from runtime.server.response_models import BODY_ERRORS, RerankResponse, ScoreResponse
 from runtime.server.routes.registry import register
-from runtime.server.serving import Job, Service, respond_at_once
+from runtime.server.serving import Job, Service
 
 SCORED = SamplingParams(max_tokens=0, prompt_logprobs=0)
 DOCUMENT, QUERY = "{document}", "{query}"
@@ -166,7 +166,7 @@ def scores_router(service: Service) -> APIRouter:
         probabilities of the query's tokens (query likelihood, arXiv:2204.07496). No cross-encoder is needed, and one
         that was trained for this ranks better."""
         body = await service.intake.read(request, prepare_rerank)
-        return await respond_at_once(request, answer_rerank(service, request, body))
+        return await service.respond_at_once(request, answer_rerank(service, request, body))
 
     options = {"responses": BODY_ERRORS, "openapi_extra": described(ScoreRequest)}
 
@@ -175,7 +175,7 @@ def scores_router(service: Service) -> APIRouter:
     async def score(request: Request) -> Response:
         """Scores pairs of a query and a document as `/v1/rerank`."""
         body = await service.intake.read(request, prepare_scores)
-        return await respond_at_once(request, answer_scores(service, request, body))
+        return await service.respond_at_once(request, answer_scores(service, request, body))
 
     return router
 

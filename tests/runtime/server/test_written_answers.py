@@ -69,7 +69,7 @@ def test_others_run_while_a_long_answer_is_written() -> None:
 
     async def write() -> list[bytes]:
         task = asyncio.create_task(others())
-        written = [block async for block in blocks(slow())]
+        written = [block async for block in blocks(slow(), asyncio.Lock())]
         task.cancel()
         return written
 
