@@ -1,4 +1,4 @@
-"""What users trip over first, in every command that takes a model: one line with the remedy, and nothing is left."""
+"""Mistakes that users make first, in every command that takes a model: one line with the remedy; nothing is left."""
 
 import json
 import os

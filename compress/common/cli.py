@@ -113,7 +113,7 @@ def run_cli(app: typer.Typer) -> None:
     except (KeyboardInterrupt, SystemExit) as stop:
         if _came_from_ctrl_c(stop):
             sys.exit(INTERRUPTED)
-        if stop.code == WRONG_OPTIONS:
+        if isinstance(stop, SystemExit) and stop.code == WRONG_OPTIONS:
             sys.exit(1)
         raise
 
