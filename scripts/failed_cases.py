@@ -16,7 +16,7 @@ from enum import Enum, auto
 from pathlib import Path
 
 LONGEST_CHANGE = 12 * 3600
-"""Seconds between the first and the last commit of one change: three sessions of work on it, and the runs of CI between."""
+"""Seconds from the first to the last commit of one change: three sessions of work on it, and the runs of CI between."""
 
 
 class Outcome(Enum):
@@ -78,7 +78,8 @@ class Verdict:
             ("known (fails before this change as well)", self.known),
             ("failed", self.blocking),
         )
-        return [line for kind, cases in kinds if cases for line in (f"{kind}: {len(cases)}", *map("  {}".format, cases))]
+        found = [(f"{kind}: {len(cases)}", *(f"  {case}" for case in cases)) for kind, cases in kinds if cases]
+        return [line for lines in found for line in lines]
 
 
 def failed_cases(cache: Path) -> list[str]:

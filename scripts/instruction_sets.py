@@ -24,7 +24,7 @@ ALL = "all"
 
 @dataclass(frozen=True, slots=True)
 class InstructionSet:
-    """What a kind of processor has.
+    """Instructions of a kind of processor, in the names of those that use them.
 
     Attributes:
         needed: set of the compiled library without which a machine cannot run this one.
@@ -55,7 +55,7 @@ SETS = {
 
 
 def available(best: int) -> list[str]:
-    """Names of the sets below the fastest of a machine, which `best_instruction_set` returns, and of all that it has."""
+    """Names of the sets below the fastest of a machine, an index as `best_instruction_set` returns it, and `ALL`."""
     known = INSTRUCTION_SETS[: best + 1]
     return [name for name, each in SETS.items() if each.needed in known and each.library != known[-1]] + [ALL]
 

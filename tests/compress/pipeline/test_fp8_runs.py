@@ -59,13 +59,14 @@ def test_transformers_computes_the_same(packed):
     move some activation across a boundary of rounding, later layers more, and KL varies tenfold."""
     from transformers import AutoModelForCausalLM
 
-    theirs, checkpoint = AutoModelForCausalLM.from_pretrained(packed, dtype=torch.float32), PackedCheckpoint.open(packed)
-    target, errors = Target(torch.device("cpu"), torch.float32), {}
+    theirs = AutoModelForCausalLM.from_pretrained(packed, dtype=torch.float32)
+    checkpoint, target, errors = PackedCheckpoint.open(packed), Target(torch.device("cpu"), torch.float32), {}
 
     def compare(name: str, module: torch.nn.Module, inputs: tuple[torch.Tensor], found: torch.Tensor) -> None:
         x, weight = inputs[0].flatten(0, 1), checkpoint.packed_weight(name)
         ours = choose_linear(weight.scheme, x.shape[1], target).kernel.prepare(weight, None, target)(x)
-        unrounded, exact = (each.double() @ weight.dequantize().double().T for each in (x, round_tokens(x, Activations.FP8)))
+        rounded = round_tokens(x, Activations.FP8)
+        unrounded, exact = (each.double() @ weight.dequantize().double().T for each in (x, rounded))
         errors[name] = [
             ((each - exact).norm() / exact.norm()).item() for each in (found.flatten(0, 1), ours, unrounded)
         ]
