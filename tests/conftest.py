@@ -1,6 +1,9 @@
 """Tiers of tests, and where kernels run: Triton's on a GPU or else in its interpreter, those in C on two threads."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -8,6 +11,7 @@ from covering import mark_products
 from shared_store import SharedStore
 from tiers import TimeBox, register_profiles
 
+from compress.common.errors import ToolkitError
 from compress.cpu.binding import library, set_threads
 
 if not torch.cuda.is_available():
@@ -27,6 +31,31 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     mark_products(items)
+
+
+@contextmanager
+def skipped_without_vectors() -> Iterator[None]:
+    """Skips a case that loads a model in 16-bit floats where the processor has no vectors and they are refused."""
+    try:
+        yield
+    except ToolkitError as error:
+        from runtime.backends.registry import is_fast
+
+        if is_fast(torch.bfloat16) or "--dtype" not in error.remedy:
+            raise
+        pytest.skip(str(error))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup() -> Iterator[Any]:
+    with skipped_without_vectors():
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Iterator[Any]:
+    with skipped_without_vectors():
+        return (yield)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,15 +1,11 @@
 """The quick tier shows every value of every parameter, and a run in a box of time says what it did not reach."""
 
-import runpy
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from covering import covering
 from tiers import NOT_REACHED, SLOW_SECONDS, TimeBox
-
-FULL_TIER = runpy.run_path(str(Path(__file__).parents[1] / "scripts" / "full_tier.py"))
 
 
 def test_few_combinations_show_every_value() -> None:
@@ -56,14 +52,3 @@ def test_a_slow_case_begins_only_if_it_can_end_in_the_box() -> None:
     TimeBox(end=time.time() + SLOW_SECONDS + 60).pytest_runtest_setup(case)
     with pytest.raises(pytest.skip.Exception, match=NOT_REACHED):
         TimeBox(end=time.time() + SLOW_SECONDS - 60).pytest_runtest_setup(case)
-    assert FULL_TIER["CASE_SECONDS"] >= 3 * SLOW_SECONDS  # a case on a slower machine than any so far fails by no time
-
-
-def test_the_commit_chooses_where_the_full_tier_begins_and_its_examples() -> None:
-    seed_of, rotated, files = FULL_TIER["seed_of"], FULL_TIER["rotated"], FULL_TIER["test_files"]()
-    assert str(Path(__file__).relative_to(FULL_TIER["ROOT"])) in files
-    seeds = [seed_of(f"{number:08x}{'0' * 32}") for number in range(0, 1 << 32, 1 << 20)]
-    assert {seed % 245 for seed in seeds} == set(range(245))
-    assert rotated(["a", "b", "c"], 1) == ["b", "c", "a"]
-    given = FULL_TIER["command"](["a"], 2, 1.0, seeds[1], [])
-    assert given[given.index("--hypothesis-seed") + 1] == "1048576"

@@ -1,10 +1,14 @@
 """Compiles the C sources into one shared library inside of this package: `python -m compress.cpu.build`.
 
+With `--instruction-set NAME` the library uses no set above that one, whatever the machine has: what is tested on this
+machine is then what runs on an older one, in every process.
+
 Uses the standard library only, because the package's build imports it before anything else is installed.
 """
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import os
 import shutil
@@ -40,18 +44,22 @@ def source_digest() -> str:
     return digest.hexdigest()[:16]
 
 
-def build(target: Path = LIBRARY) -> Path:
+def build(target: Path = LIBRARY, most: str | None = None) -> Path:
     """Compiles `target`, which appears whole or not at all.
+
+    Args:
+        most: name of the fastest instruction set to use (`binding.INSTRUCTION_SETS`); None for all that the machine
+            has.
 
     Raises:
         ToolkitError: no compiler, or one that fails; a folder that cannot be written.
     """
-    digest = f'-DNATIVE_DIGEST="{source_digest()}"'
+    defined = [f'-DNATIVE_DIGEST="{source_digest()}"', *([f"-DMOST_INSTRUCTION_SET={most.upper()}"] if most else [])]
     try:
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=".native-") as folder:
             objects = {source: f"{folder}/{index}.o" for index, source in enumerate(_largest_first())}
             with ThreadPoolExecutor(os.cpu_count()) as pool:
-                list(pool.map(lambda pair: compile_c([digest, "-c", str(pair[0]), "-o", pair[1]]), objects.items()))
+                list(pool.map(lambda pair: compile_c([*defined, "-c", str(pair[0]), "-o", pair[1]]), objects.items()))
             built = Path(folder) / target.name
             compile_c(["-shared", *objects.values(), "-o", str(built)])
             os.replace(built, target)
@@ -89,8 +97,12 @@ def compile_c(arguments: list[str]) -> None:
 
 def main() -> int:
     """Entry point of the module."""
+    from compress.cpu.binding import INSTRUCTION_SETS  # which imports this module
+
+    parser = argparse.ArgumentParser(description="Compiles the CPU kernels into one library inside of the package.")
+    parser.add_argument("--instruction-set", choices=INSTRUCTION_SETS[:-1], help="the fastest to use (default: all)")
     try:
-        print(build())
+        print(build(most=parser.parse_args().instruction_set))
     except ToolkitError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

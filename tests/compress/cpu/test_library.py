@@ -1,5 +1,6 @@
 """Building, loading, and doing without the compiled library; its pool of threads."""
 
+import ctypes
 import math
 import os
 import re
@@ -240,3 +241,23 @@ def test_no_more_threads_than_openmp_may_have(monkeypatch: pytest.MonkeyPatch, v
 def test_at_least_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(binding, "quota", lambda: 0.2)
     assert binding.available_threads() == 1
+
+
+@pytest.mark.skipif(build.find_compiler() is None, reason="no C compiler")
+@pytest.mark.parametrize("most", binding.INSTRUCTION_SETS[:-1])
+def test_a_library_for_less_uses_no_more(most: str, tmp_path: Path) -> None:
+    source, best = str(build.SOURCES / "common" / "dispatch.c"), []
+    for name, limit in (("whole", []), ("limited", [f"-DMOST_INSTRUCTION_SET={most.upper()}"])):
+        build.compile_c([*limit, "-shared", source, "-o", str(tmp_path / name)])
+        compiled = ctypes.CDLL(str(tmp_path / name))
+        best.append(compiled.native_best_instruction_set())
+    assert best[1] == min(best[0], binding.INSTRUCTION_SETS.index(most))
+    compiled.native_tiles_refusal.restype = ctypes.c_char_p
+    assert compiled.native_tiles_refusal() or most == "amx"
+
+
+@pytest.mark.full
+@pytest.mark.skipif(build.find_compiler() is None, reason="no C compiler")
+def test_the_whole_library_can_be_built_for_less(tmp_path: Path) -> None:
+    target = build.build(tmp_path / "libnative.so", "scalar")
+    assert ctypes.CDLL(str(target)).native_best_instruction_set() == 0

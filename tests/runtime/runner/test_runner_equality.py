@@ -22,6 +22,7 @@ from runtime.model.scoring import score
 from runtime.runner.runner import ModelRunner, build_runner
 
 GREEDY = SamplingParams(temperature=0, max_tokens=200)
+TEXT = [number * 37 % 112 for number in range(50)]
 
 
 def new_sequence(name: str, tokens: list[int], blocks: list[int], sampling: SamplingParams = GREEDY) -> Sequence:
@@ -48,17 +49,36 @@ def make_runner(decoder, **options) -> ModelRunner:
 
 
 @pytest.mark.skipif(library() is None, reason="the CPU kernels are not compiled")
-def test_compiled_attention_reads_the_sink_logits(tmp_path):
-    options = VARIANTS["gpt_oss"] | {"head_dim": 32}
-    decoder = load_model(save_tiny_model(tmp_path / "model", "gpt_oss", torch.bfloat16, **options), dtype="bfloat16")
-    runner, text = make_runner(decoder, block_size=16), [number * 37 % 112 for number in range(50)]
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_compiled_attention_reads_the_sink_logits(dtype, tmp_path):
+    """As far from float64 as plain torch in the same dtype, and far nearer than without sinks.
+
+    All experts are chosen, or a rounded number could choose another one, which is as large an error as no sinks."""
+    options = VARIANTS["gpt_oss"] | {"head_dim": 32, "num_experts_per_tok": 8}
+    folder = save_tiny_model(tmp_path / "model", "gpt_oss", getattr(torch, dtype), **options)
+    exact, plain, compiled = (
+        load_model(folder, dtype=number, kernels=kernels)
+        for number, kernels in (("float64", "reference"), (dtype, "reference"), (dtype, "auto"))
+    )
+    for decoder in (exact, plain, compiled):
+        set_sinks(decoder, 4.0)
+    runner = make_runner(compiled, block_size=16)
     assert "compiled" in runner.kernels.attention_reason
-    runner.execute(StepPlan((ScheduledSequence(new_sequence("A", text, [3, 1, 2, 0]), 0, 50),)))
-    found, expected = runner.decoder.last[0].float(), score(decoder, torch.tensor([text]))[0, -1]
+    expected = last_logits(exact)
+    rounding = (last_logits(plain) - expected).norm()
+    assert (logits_after_steps(runner) - expected).norm() < 2 * rounding
+    set_sinks(exact, -100.0)
+    assert (last_logits(exact) - expected).norm() > 10 * rounding
+
+
+def set_sinks(decoder, value: float) -> None:
     for layer in decoder.layers:
-        layer.sink_logits.fill_(-100)
-    without = score(decoder, torch.tensor([text]))[0, -1]
-    assert (found - expected).norm() < 0.2 * (found - without).norm()
+        layer.sink_logits.fill_(value)
+
+
+def last_logits(decoder) -> torch.Tensor:
+    """Those of the last token of `TEXT` without pages, in float64."""
+    return score(decoder, torch.tensor([TEXT]))[0, -1].double()
 
 
 @pytest.mark.skipif(library() is None, reason="the CPU kernels are not compiled")
@@ -86,8 +106,8 @@ def test_compiled_attention_computes_what_plain_torch_computes(family, options, 
 
 
 def logits_after_steps(runner: ModelRunner) -> torch.Tensor:
-    """Those of the last token of a text, in float64."""
-    sequence = new_sequence("A", [number * 37 % 112 for number in range(50)], [3, 1, 2, 0])
+    """Those of the last token of `TEXT`, in float64."""
+    sequence = new_sequence("A", list(TEXT), [3, 1, 2, 0])
     for begin, end in ((0, 45), (45, 49), (49, 50)):
         count, read = end - begin, 0 if begin else NO_STATE
         runner.execute(StepPlan((ScheduledSequence(sequence, begin, count, read, ((count - 1, 0),)),)))

@@ -17,6 +17,11 @@
 #define NATIVE_DIGEST "unknown"
 #endif
 
+/* The library uses no set above this one, whatever the machine has; see build.py. */
+#ifndef MOST_INSTRUCTION_SET
+#define MOST_INSTRUCTION_SET (NUM_INSTRUCTION_SETS - 2)
+#endif
+
 #if ON_X86 && defined(__linux__)
 
 /* Bits of cpuid's leaf 1 (register ECX) and 7 (EDX), and of XCR0: state that the operating system keeps for each thread. */
@@ -31,6 +36,7 @@ static uint64_t enabled_state(void) {
 }
 
 static const char *find_tiles_refusal(void) {
+    if (MOST_INSTRUCTION_SET < AMX) return "this library was compiled for processors without matrix tiles (AMX)";
     const unsigned needed = AMX_BF16_TILES | AMX_TILE | AMX_INT8_TILES;
     unsigned a, b, c, d;
     if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & needed) != needed)
@@ -60,7 +66,7 @@ const char *native_tiles_refusal(void) {
 
 #endif
 
-int native_best_instruction_set(void) {
+static int best_of_machine(void) {
 #if ON_X86
     __builtin_cpu_init();
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
@@ -81,6 +87,11 @@ int native_best_instruction_set(void) {
     return NEON;
 #endif
     return SCALAR;
+}
+
+int native_best_instruction_set(void) {
+    const int best = best_of_machine();
+    return best < MOST_INSTRUCTION_SET ? best : MOST_INSTRUCTION_SET;
 }
 
 int resolve_instruction_set(int wanted) {
