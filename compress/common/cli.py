@@ -10,6 +10,7 @@ import os
 import re
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import MISSING, Field, field, fields, is_dataclass
@@ -80,6 +81,7 @@ def run_cli(app: typer.Typer) -> None:
     stderr and status 1, Ctrl-C becomes status 130, and wrong options keep Typer's own message and status 2.
     """
     let_threads_sleep()
+    sys.unraisablehook = report_unraisable
     try:
         app()
     except ToolkitError as error:
@@ -93,6 +95,20 @@ def run_cli(app: typer.Typer) -> None:
         if _came_from_ctrl_c(stop):
             sys.exit(INTERRUPTED)
         raise
+
+
+RESEND_SECONDS = 0.01
+
+
+def report_unraisable(lost: sys.UnraisableHookArgs) -> None:
+    """Sends Ctrl-C again if its exception was raised where Python ignores exceptions, such as in a destructor while a
+    library is imported; prints any other exception."""
+    if not issubclass(lost.exc_type, KeyboardInterrupt):
+        sys.__unraisablehook__(lost)
+        return
+    again = threading.Timer(RESEND_SECONDS, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
+    again.daemon = True
+    again.start()
 
 
 def _refuse(error: ToolkitError) -> NoReturn:

@@ -245,7 +245,8 @@ class LogOptions:
         "--log-level",
         default="info",
         choices=("error", "warning", "info", "debug"),
-        help="Minimum level of log lines on standard error. info: a line per request, except /health and /metrics.",
+        help="Minimum level of log lines on standard error. info: a line per request, except /health and /metrics. "
+        "debug: also why kernels were chosen.",
     )
 
 
