@@ -10,6 +10,7 @@ import os
 import re
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import MISSING, Field, field, fields, is_dataclass
@@ -89,6 +90,7 @@ def run_cli(app: typer.Typer) -> None:
     and Ctrl-C becomes status 130. A closed pipe at the other end of stdout becomes status 1 without a message.
     """
     let_threads_sleep()
+    sys.unraisablehook = report_unraisable
     _escape_unprintable()
     try:
         try:
@@ -123,6 +125,20 @@ def _escape_unprintable() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+
+
+RESEND_SECONDS = 0.01
+
+
+def report_unraisable(lost: sys.UnraisableHookArgs) -> None:
+    """Sends Ctrl-C again if its exception was raised where Python ignores exceptions, such as in a destructor while a
+    library is imported; prints any other exception."""
+    if not issubclass(lost.exc_type, KeyboardInterrupt):
+        sys.__unraisablehook__(lost)
+        return
+    again = threading.Timer(RESEND_SECONDS, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
+    again.daemon = True
+    again.start()
 
 
 def _refuse(error: ToolkitError) -> NoReturn:

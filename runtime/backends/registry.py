@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import logging
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pkgutil import iter_modules
@@ -47,6 +48,8 @@ for _module in iter_modules(runtime.backends.__path__):
     if _module.ispkg:
         import_module(f"{runtime.backends.__name__}.{_module.name}")
 
+logger = logging.getLogger("runtime.backends")
+
 AUTO, REFERENCE = "auto", "reference"
 EXPANDED = "zeros of {} are expanded at load: no kernel leaves them out on a GPU"
 
@@ -55,10 +58,16 @@ Chosen = TypeVar("Chosen")
 
 @dataclass(frozen=True, slots=True)
 class Choice(Generic[Chosen]):
-    """A kernel, and why it and none before it."""
+    """A kernel.
+
+    Attributes:
+        reason: why it and none before it.
+        shown: what it does, and why a faster one is not taken.
+    """
 
     kernel: Chosen
     reason: str
+    shown: str
 
 
 def _prepare_dequantized(weight: Weight, bias: Tensor | None, target: Target) -> Linear:
@@ -140,7 +149,8 @@ def choose_linear(
         elif kernel.mode:
             reason = "multiplies by another form of numbers"
         if reason == "":
-            return Choice(kernel, "; ".join([*_summary(kernel, scheme), *reasons]))
+            own = [k.name for each in _own(target.device) for k in each.linears]
+            return _choice(kernel, _summary(kernel, scheme), reasons, own)
         if reason is not None:
             reasons.append(f"{kernel.name} {reason}")
     raise SchemeError(f"no kernel serves {scheme}: {'; '.join(reasons)}")
@@ -169,7 +179,23 @@ def _named(scheme: Scheme, in_features: int, target: Target, name: str) -> Choic
         reason = kernel.unsupported_reason(scheme, in_features, target)
     if reason:
         raise SchemeError(f"kernel {name} cannot serve {scheme}: it {reason}", f"Choose {AUTO} or {REFERENCE}")
-    return Choice(kernel, "; ".join(["asked for", *_summary(kernel, scheme)]))
+    return _choice(kernel, ["asked for", *_summary(kernel, scheme)])
+
+
+def _own(device: torch.device) -> list[Backend]:
+    """Backends that were written for a kind of device, whose kernels are the fast ones there."""
+    return [backend for backend in BACKENDS if backend.device == device.type]
+
+
+def _choice(
+    kernel: Chosen, about: Sequence[str], reasons: Sequence[str] = (), own: Collection[str] = ()
+) -> Choice[Chosen]:
+    """A choice whose shown text has one reason at most: the last against one of the device's own kernels, where
+    none of these is taken."""
+    is_own = getattr(kernel, "name", "") in own
+    slower = [] if is_own else [reason for reason in reasons if reason.partition(" ")[0] in own][-1:]
+    shown = [part.partition("; ")[0] for part in about]  # without the reasons of instructions
+    return Choice(kernel, "; ".join([*about, *reasons]), "; ".join([*shown, *slower]))
 
 
 def _summary(kernel: LinearKernel[Any], scheme: Scheme) -> list[str]:
@@ -187,7 +213,8 @@ def choose_dense(
     """
     found = dense_kernels()
     if kernels == REFERENCE:
-        return Choice(found[-1], f"asked for; {found[-1].summary}")
+        return _choice(found[-1], ["asked for", found[-1].summary])
+    own = [kernel.name for each in _own(target.device) for kernel in each.dense]
     reasons: list[str] = []
     for kernel in sorted(found, key=lambda kernel: kernel.mode != kernels):
         if kernel.mode and weight is None:
@@ -201,7 +228,7 @@ def choose_dense(
                 continue
         if not reason:
             asked = ["asked for"] if kernel.mode else []
-            return Choice(kernel, "; ".join([*asked, kernel.summary, *reasons]))
+            return _choice(kernel, [*asked, kernel.summary], reasons, own)
         reasons.append(f"{kernel.name} {reason}")
     raise SchemeError(f"no kernel serves dense weights: {'; '.join(reasons)}")
 
@@ -210,9 +237,10 @@ def choose_ops(config: DecoderConfig, target: Target, kernels: str = AUTO) -> Ch
     """Operations between linears; `reference` asks for plain torch."""
     found = [(backend, backend.ops) for backend in _suited(target.device) if backend.ops is not None]
     if kernels == REFERENCE:
-        return Choice(found[-1][1].prepare(), f"{REFERENCE} kernels are plain torch")
-    _, ops, reason = _first(found, lambda ops: ops.unsupported_reason(config, target))
-    return Choice(ops.prepare(), "; ".join(filter(None, [ops.summary, reason])))
+        return _choice(found[-1][1].prepare(), [f"{REFERENCE} kernels are plain torch"])
+    backend, ops, reason = _first(found, lambda ops: ops.unsupported_reason(config, target))
+    full = "; ".join(filter(None, [ops.summary, reason]))
+    return Choice(ops.prepare(), full, full if backend.is_fallback else ops.summary)
 
 
 def choose_state_steps(mixer: Recurrent, weights: Any, target: Target, kernels: str = AUTO) -> StateSteps:
@@ -241,15 +269,15 @@ def choose_latent_heads(
 ) -> Choice[LatentHeadsKernel | None]:
     """The first kernel that multiplies packed weights between latents and heads; None where they are dequantized."""
     if kernels == REFERENCE:
-        return Choice(None, f"{REFERENCE} dequantizes at load")
+        return _choice(None, [f"{REFERENCE} dequantizes at load"])
     reasons = []
     for backend in _suited(target.device):
         if backend.latent_heads is None:
             continue
         if not (reason := backend.latent_heads.unsupported_reason(scheme, rank, target)):
-            return Choice(backend.latent_heads, f"{backend.name} multiplies packed weights")
+            return _choice(backend.latent_heads, [f"{backend.name} multiplies packed weights"])
         reasons.append(f"{backend.name} {reason}")
-    return Choice(None, "; ".join(["dequantized at load", *reasons]))
+    return _choice(None, ["dequantized at load", *reasons])
 
 
 def choose_mixture(
@@ -257,16 +285,16 @@ def choose_mixture(
 ) -> Choice[ComputeMixture | None]:
     """The first kernel that computes a mixture at once; None where the decoder goes from expert to expert."""
     if kernels == REFERENCE:
-        return Choice(None, f"{REFERENCE} goes from expert to expert")
+        return _choice(None, [f"{REFERENCE} goes from expert to expert"])
     reasons: list[str] = []
     for backend in _suited(target.device):
         if backend.mixture is None:
             continue
         reason = backend.mixture.unsupported_reason(mixture, weights, target)
         if not reason:
-            return Choice(backend.mixture.prepare(mixture, weights), "; ".join([backend.mixture.summary, *reasons]))
+            return _choice(backend.mixture.prepare(mixture, weights), [backend.mixture.summary], reasons)
         reasons.append(f"{backend.name} {reason}")
-    return Choice(None, "; ".join(["expert by expert", *reasons]))
+    return _choice(None, ["expert by expert", *reasons])
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,7 +303,7 @@ class StepKernels:
 
     Attributes:
         attention: the attention of a step, from its batch.
-        attention_reason: which one it is, and why it and none before it.
+        attention_reason: which one it is; why none before it if it is a fallback.
         layers: all layers of a step at once; None where the decoder goes from layer to layer.
         layers_reason: which one it is; without one, why.
         windows: sliding window of every layer; None is none.
@@ -305,6 +333,9 @@ def choose_step_kernels(model: Model, memory: MemoryPlan, asked: str = AUTO) -> 
     cache = KVCache(model.config, memory, kernel.pages(model, memory), windows)
     attention = kernel.prepare(model, cache, windows, memory)
     described = "; ".join(filter(None, [f"{backend.name}: {kernel.summary}", reason]))
+    logger.debug("attention %s", described)
+    if not backend.is_fallback:
+        described = f"{backend.name}: {kernel.summary}"
     layers = backend.layers
     if layers is None:
         return StepKernels(cache, windows, attention, described, None, f"{backend.name} computes no whole layers")

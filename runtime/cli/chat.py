@@ -248,6 +248,7 @@ COMMANDS = {
     "/save": Command("/save FILE", "Write the conversation as JSON.", _save),
     "/help": Command("/help", "Show this list.", _help),
     "/quit": Command("/quit", "Quit, as Ctrl-D does.", _quit),
+    "/exit": Command("/exit", "Quit, as Ctrl-D does.", _quit),
 }
 
 

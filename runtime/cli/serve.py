@@ -248,7 +248,12 @@ def serve(
     settings = runtime_config(compute, kv, context, drafts, kv_memory, states, offload, batching, latency, seed)
     settings = replace(settings, warm_up=warm_up)
     hosts, progress = names_of_server(host, allowed_host or []), StartProgress()
-    with without_collections(), answering(listener, progress, limits.client_seconds, hosts, **encryption):
+    level = logs.log_level.upper()
+    with (
+        writing_logs(level),
+        without_collections(),
+        answering(listener, progress, limits.client_seconds, hosts, **encryption),
+    ):
         print(f"weights   {describe_scheme(path)}", flush=True)
         if jit_cache is not None:
             import_kernels(jit_cache, settings.device)
@@ -268,7 +273,7 @@ def serve(
     announce(url, served.name, has_chat, needs_key=keys is not None)
     warn_of_open_door(host, is_open=keys is None and tls.ssl_ca_certs is None)
     gc.freeze()  # otherwise a full collection visits all objects of the libraries and stops all threads for 0.1 s
-    with writing_logs(logs.log_level.upper()):
+    with writing_logs(level):
         run(served.app, listener, limits.drain_seconds, limits.client_seconds, **encryption)
     print("stopped", file=sys.stderr)
 
@@ -305,7 +310,7 @@ def names_of_server(host: str, allowed: list[str]) -> list[str]:
 
 
 def describe_engine(engine: Engine) -> Iterator[str]:
-    """Describes capacity and kernels, with the reasons for their choice, one line each."""
+    """Describes capacity and kernels, one line each."""
     config, runner = engine.config, cast("ModelRunner", engine.runner)
     yield f"context   {runner.max_model_len} tokens"
     yield f"KV cache  {describe_memory(engine)}"

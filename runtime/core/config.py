@@ -298,8 +298,8 @@ class LimitOptions:
     max_body_bytes: int = option(
         "--max-body",
         default=4 * 2**20,
-        **SIZE_OPTION | {"show_default": "4MiB"},
-        help="Maximum size of a request body; a larger one gets status 413.",
+        **SIZE_OPTION,
+        help="Maximum size of a request body; a larger one gets status 413. Default: 4MiB.",
     )
     queue_seconds: float = option(
         "--queue-timeout",

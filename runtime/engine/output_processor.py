@@ -26,10 +26,13 @@ from runtime.core.step import SampledToken, ScheduledSequence, StepOutput, StepP
 from runtime.core.token_rules import with_rules
 from runtime.engine.metrics import Metrics, RequestTimes
 from runtime.engine.scheduler import Scheduler
-from runtime.text.grammar import GrammarCompiler
+from runtime.text.grammar import MAX_ITEMS, MAX_WORK, GrammarCompiler, Work
 from runtime.text.token_table import Vocabulary
 
-GRAMMAR_TOO_COMPLEX = "the grammar is too complex to continue from here"
+GRAMMAR_TOO_COMPLEX = (
+    f"the grammar is too complex to continue from here, mostly because it is ambiguous: it would take more than "
+    f"{MAX_WORK.seconds:g} s of processor time or {MAX_ITEMS} items of a parser"
+)
 
 
 class IncrementalText(Protocol):
@@ -246,6 +249,7 @@ class _ParentRequest:
         forks: answers 1 to n - 1 until the prompt is computed; then they become sequences.
         deadline: deadline in seconds of the engine's clock.
         prompt: results of the prompt; None once they are delivered.
+        work: work for the grammar in all answers.
     """
 
     id: str
@@ -253,6 +257,7 @@ class _ParentRequest:
     deadline: float | None
     answers: dict[str, RequestState] = field(default_factory=dict)
     prompt: PromptResults | None = field(default_factory=PromptResults)
+    work: Work = field(default_factory=Work)
 
 
 @dataclass(frozen=True, slots=True)
@@ -404,7 +409,7 @@ class OutputProcessor:
         answer = RequestState(sequence, self._tokenizer, self._eos_token_ids, parent.id, index)
         sampling, ends, grammar = sequence.request.sampling, answer.end_token_ids, None
         if sampling.grammar is not None and self._grammars is not None:
-            grammar = self._grammars.constraint(sampling.grammar, ends)
+            grammar = self._grammars.constraint(sampling.grammar, ends, parent.work)
         sequence.constraint = with_rules(sampling, self._vocab_size, ends, grammar)
         parent.answers[sequence.id] = answer
         self._by_sequence[sequence.id] = parent

@@ -355,12 +355,12 @@ class Scheduler:
         return min(map(key, first_of_each(self.waiting))) < key(sequence)
 
     def _head(self, step: PlannedStep) -> Sequence | None:
-        """Returns the next waiting sequence of a client with remaining tokens; with several clients, skips held
-        sequences.
-        """
+        """Returns the next waiting sequence that is not held, of a client with remaining tokens."""
+        ready = (sequence for sequence in self.waiting if not sequence.is_held)
         if not self.clients.are_several:
-            return self.waiting[0] if self.waiting and step.room(self.waiting[0]) else None
-        heads = [s for s in first_of_each(self.waiting) if step.room(s) and not s.is_held]
+            head = next(ready, None)
+            return head if head and step.room(head) else None
+        heads = [s for s in first_of_each(ready) if step.room(s)]
         return min(heads, key=self._key(count_places(self.running)), default=None)
 
     def _claim_places(self, step: PlannedStep) -> None:
@@ -369,7 +369,8 @@ class Scheduler:
         if not self._is_unequal(places):
             return
         busy = in_prompt(self.running)
-        claims = [s for s in first_of_each(self.waiting) if s.client not in busy and not s.is_held]
+        ready = (sequence for sequence in self.waiting if not sequence.is_held)
+        claims = [s for s in first_of_each(ready) if s.client not in busy]
         for sequence in sorted(claims, key=self._key(places)):
             self._claim_place(sequence, step)
 

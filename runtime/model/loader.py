@@ -201,7 +201,7 @@ class DecoderLoader:
             head=UNLOADED,
             rotaries=tuple(Rotary(*rotation, target.dtype, target.device) for rotation in config.spec.rotations),
             ops=ops.kernel,
-            description=(f"ops between linears: {type(ops.kernel).__name__} ({ops.reason})",),
+            description=(f"ops between linears: {type(ops.kernel).__name__} ({ops.shown})",),
         )
 
     def layers(self) -> list[Layer]:
@@ -289,7 +289,7 @@ class DecoderLoader:
         experts = replace(experts, slots=self.offload.slots(name, experts.experts))
         choice = choose_mixture(mixture, experts, reader.target, reader.kernels)
         where = self.offload.describe(name, len(mixture.experts))
-        reader.used[f"mixture, {router.num_chosen} of {len(mixture.experts)} experts: {choice.reason}{where}"] += 1
+        reader.use(f"mixture, {router.num_chosen} of {len(mixture.experts)} experts", choice, where)
         return replace(experts, kernel=choice.kernel)
 
     def _ends(self) -> tuple[Embedding, Linear]:

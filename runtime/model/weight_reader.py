@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -23,6 +24,8 @@ from runtime.model.device_files import unpacked_on, unpacks_anywhere
 from runtime.model.embedding import Rows
 from runtime.model.prepared import NOTHING_PREPARED, NoPrepared
 from runtime.model.side_by_side import SideBySide, fuse_biases, fuse_weights
+
+logger = logging.getLogger("runtime.model")
 
 
 @dataclass(frozen=True)
@@ -121,12 +124,19 @@ class WeightReader:
         except CheckpointError as error:
             self.used[f"{name}: packed anew, {error.problem}"] += 1
             return None
-        self.used[self._use(name, scheme, choice)] += 1
+        self._use_linear(name, scheme, choice)
         return linear
 
-    def _use(self, name: str, scheme: Scheme | None, choice: Choice[Any]) -> str:
+    def use(self, what: str, choice: Choice[Any], where: str = "") -> None:
+        """Counts the use of a kernel; logs the first one with all reasons at level debug."""
+        line = f"{what} ({choice.shown}){where}"
+        if line not in self.used:
+            logger.debug("%s (%s)%s", what, choice.reason, where)
+        self.used[line] += 1
+
+    def _use_linear(self, name: str, scheme: Scheme | None, choice: Choice[Any]) -> None:
         form = f"dense {str(self.target.dtype).removeprefix('torch.')}" if scheme is None else str(scheme)
-        return f"{name}: {form}, kernel {choice.kernel.name} ({choice.reason})"
+        self.use(f"{name}: {form}, kernel {choice.kernel.name}", choice)
 
     def prepare_module(self, module: str, weight: Tensor | None, bias: Tensor | None) -> Linear:
         """Makes one linear from its dense weight, or from the packed one of its name."""
@@ -153,20 +163,24 @@ class WeightReader:
             beside = f"{name} beside {len(columns)} columns in 16 bits"
             return WithOutliers(self.prepare(product.base, beside, bias), columns, values)
         choice = self._choose(weight.scheme, weight.shape[1])
-        self.used[self._use(name, weight.scheme, choice)] += 1
+        self._use_linear(name, weight.scheme, choice)
         linear = choice.kernel.prepare(weight.expanded(), bias, self.target)
         return self.prepared.keep(modules, choice.kernel.layout, linear, bias)
 
     def description(self) -> list[str]:
-        """Describes the kernels in use, one line each."""
+        """Describes the kernels in use, one line each, with what they compute."""
+        kernels: dict[str, list[str]] = {}
+        for line, count in self.used.items():
+            name, _, kernel = line.partition(": ")
+            kernels.setdefault(kernel, []).append(f"{count} x {name}")
         notes = [self.prepared.note] if self.prepared.note else []
-        return [*(f"{count} x {what}" for what, count in self.used.items()), *notes]
+        return [*(f"{', '.join(names)}: {kernel}" for kernel, names in kernels.items()), *notes]
 
     def _prepare_dense(self, weight: Tensor, name: str, bias: Tensor | None, modules: Sequence[str]) -> Linear:
         placed = weight.to(self.target.device, self.target.dtype)
         rows, columns = weight.shape
         choice = choose_dense(rows, columns, self.target, self.kernels, placed)
-        self.used[self._use(name, None, choice)] += 1
+        self._use_linear(name, None, choice)
         return self.prepared.keep(modules, choice.kernel.layout, choice.kernel.prepare(placed, bias), bias)
 
     def _choose(self, scheme: Scheme, in_features: int) -> Choice[LinearKernel[Any]]:

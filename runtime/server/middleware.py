@@ -359,6 +359,20 @@ IDLE_SECONDS = 75
 a request that is sent while the server closes the connection fails."""
 
 
+class StrictConnection(h11.Connection):
+    """HTTP/1.1 connection that refuses a request whose end a proxy in front of it may see elsewhere (request smuggling):
+    h11 itself refuses unknown or repeated transfer encodings and different lengths."""
+
+    def next_event(self) -> Any:
+        """Returns the next event. Raises `h11.RemoteProtocolError` for a chunked body of HTTP/1.0, or with a length."""
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            names = {name for name, _ in event.headers}
+            if b"transfer-encoding" in names and (b"content-length" in names or event.http_version == b"1.0"):
+                raise h11.RemoteProtocolError("Transfer-Encoding with Content-Length, or in HTTP/1.0")
+        return event
+
+
 class ReadTimeoutProtocol(H11Protocol):
     """uvicorn's HTTP/1.1 protocol with time limits for the client.
 
@@ -377,6 +391,7 @@ class ReadTimeoutProtocol(H11Protocol):
 
     def __init__(self, *, client_seconds: float, **options: Any) -> None:
         super().__init__(**options)
+        self.conn = StrictConnection(h11.SERVER)
         self.client_seconds = client_seconds
         self.timers: dict[str, asyncio.TimerHandle] = {}
 

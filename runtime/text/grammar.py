@@ -23,6 +23,15 @@ if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 
+@dataclass(slots=True)
+class Work:
+    """Processor time for advancing the grammar of a request, in all of its answers. Threads may add to it at once:
+    a rare sum that one of them loses changes no more than the time of a step."""
+
+    seconds: float = 0.0
+    num_tokens: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class WorkLimit:
     """Time limit for advancing a grammar: `seconds`, plus `per_token` per token."""
@@ -30,12 +39,23 @@ class WorkLimit:
     seconds: float
     per_token: float
 
-    def is_exceeded(self, seconds: float, num_tokens: int) -> bool:
-        return seconds > self.seconds + num_tokens * self.per_token
+    def is_exceeded(self, work: Work) -> bool:
+        return work.seconds > self.seconds + work.num_tokens * self.per_token
 
 
-MAX_WORK = WorkLimit(seconds=10.0, per_token=0.02)
-"""Limit per answer; beyond it the grammar is too complex. Sufficient for objects with 2,000 optional properties."""
+MAX_WORK = WorkLimit(seconds=0.6, per_token=0.05)
+"""Limit per request, all answers together; beyond it the grammar is too complex. The seconds per token are those of the
+largest grammars."""
+
+
+def work_limit(vocab_size: int, num_characters: int) -> WorkLimit:
+    """Returns the limit of a grammar.
+
+    The masks of a grammar take time in proportion to the vocabulary and to its text: 20 ms for an object with 2,000
+    optional properties. Those of an ambiguous one take more with every token.
+    """
+    return WorkLimit(MAX_WORK.seconds, min(vocab_size * 1e-8 + num_characters * 2e-6, MAX_WORK.per_token))
+
 
 INLINE_WORK = WorkLimit(seconds=0.1, per_token=0.001)
 """Limit of work in the engine's thread; slower grammars are advanced in separate threads."""
@@ -76,7 +96,7 @@ class TokenConstraint:
         vocab_size: vocabulary size of the model.
         end_token_ids: tokens that end the sequence; allowed wherever the grammar may end.
         threads: threads for slow grammars; None keeps the interpreter lock.
-        max_work: time limit, after which no token is allowed.
+        work: work of all answers of the request; beyond `work_limit` no token is allowed. None starts at zero.
     """
 
     def __init__(
@@ -85,18 +105,18 @@ class TokenConstraint:
         vocab_size: int,
         end_token_ids: Collection[int],
         threads: LLExecutor | None = None,
-        max_work: WorkLimit = MAX_WORK,
+        work: Work | None = None,
     ) -> None:
         self._grammar, self._matcher = grammar, grammar.matcher.deep_copy()
         self._vocab_size = vocab_size
         self._end_token_ids = frozenset(token for token in end_token_ids if token < vocab_size)
-        self._threads, self._max_work = threads, max_work
+        self._threads, self.work = threads, work or Work()
+        self._limit = work_limit(vocab_size, grammar.num_characters)
         self._has_ended = False
         self._mask: bytes | None = None
         self._text_mask = b""
         self._is_complete = False
         self._prepared: tuple[int, bool] | None = None
-        self.seconds, self._num_tokens = 0.0, 0
 
     def mask(self) -> bytes:
         """Returns `ceil(vocab_size / 8)` bytes. All bits are zero if the grammar cannot continue, for example at a
@@ -138,21 +158,21 @@ class TokenConstraint:
     def is_slow(self) -> bool:
         return self._grammar.is_slow
 
-    def exceeds(self, limit: WorkLimit) -> bool:
-        """Returns whether the work so far exceeds a limit."""
-        return limit.is_exceeded(self.seconds, self._num_tokens)
+    @property
+    def _is_exhausted(self) -> bool:
+        return self._limit.is_exceeded(self.work)
 
     def _take(self, token_id: int) -> bool:
         prepared, self._prepared = self._prepared, None
         if prepared is not None and prepared[0] == token_id:
             return prepared[1]
         is_taken = self._accept(token_id)
-        if is_taken or self._matcher.is_error():
+        if is_taken or self._matcher.is_error() or self._is_exhausted:
             self._mask = None
         return is_taken
 
     def _accept(self, token_id: int) -> bool:
-        if self._has_ended or not 0 <= token_id < self._vocab_size:
+        if self._has_ended or self._is_exhausted or not 0 <= token_id < self._vocab_size:
             return False
         if self._consume(token_id):
             return True
@@ -181,10 +201,10 @@ class TokenConstraint:
         return is_taken
 
     def _count(self, seconds: float, num_tokens: int) -> None:
-        self.seconds += seconds
-        self._num_tokens += num_tokens
+        self.work.seconds += seconds
+        self.work.num_tokens += num_tokens
         self._grammar.seconds += float("inf") if self._matcher.is_error() else seconds
-        if self.exceeds(INLINE_WORK):
+        if INLINE_WORK.is_exceeded(self.work):
             self._grammar.is_slow = True
 
     def _compute(self) -> tuple[bytes, bool]:
@@ -193,7 +213,7 @@ class TokenConstraint:
         self._text_mask = bytes((size + 7) // 8)
         if self._has_ended:
             return _with_bits(self._text_mask, self._end_token_ids), True
-        if self._matcher.is_error() or self.exceeds(self._max_work):
+        if self._matcher.is_error() or self._is_exhausted:
             return self._text_mask, False
         begin = time.thread_time()
         found = self._matcher.compute_bitmask()
@@ -265,9 +285,19 @@ keywords are errors."""
 NO_FORCING = '%llguidance {"no_forcing": true}'
 """Forced text is not tokenized in advance: the model chooses among all tokens that fit."""
 
-LIMITS: dict[str, Any] = {"max_grammar_size": 30_000, "max_items_in_row": 10_000, "step_max_items": 100_000}
-"""Limits on single calls, which cannot be interrupted: seconds to compile, half a second per mask. Objects may
-have 2,000 optional properties."""
+MAX_SIZE = 30_000
+"""Limit on the size of a compiled grammar: seconds to compile."""
+
+MAX_ITEMS = 10_000
+"""Limit on the items of a parser per byte of text; an object with 2,000 optional properties needs more than half."""
+
+
+def item_limits(num_characters: int) -> dict[str, int]:
+    """Returns limits on the items of a parser for a grammar of this length, because a mask cannot be interrupted: short
+    grammars need few items unless they are ambiguous."""
+    num_items = min(max(2_000, num_characters // 2), MAX_ITEMS)
+    return {"max_items_in_row": num_items, "step_max_items": 10 * num_items}
+
 
 MAX_STATES = 100_000  # of a lexer, about 60 MiB; the longest string in JSON with a limit has some 30,000 characters
 
@@ -293,7 +323,12 @@ def compile_grammar(grammar: Grammar, tokens: LLTokenizer) -> CompiledGrammar:
         source = LLMatcher.grammar_from_lark(f"{_lark(grammar)}\n{NO_FORCING}")
     except (ValueError, RecursionError) as error:
         raise _refusal(grammar, str(error)) from error
-    limits = LLParserLimits(verbose_errors=False, max_lexer_states=MAX_STATES, **LIMITS)
+    limits = LLParserLimits(
+        verbose_errors=False,
+        max_lexer_states=MAX_STATES,
+        max_grammar_size=MAX_SIZE,
+        **item_limits(len(grammar.text)),
+    )
     matcher = LLMatcher(tokens, source, log_level=0, limits=limits)
     if matcher.is_error():
         raise _refusal(grammar, matcher.get_error())
@@ -303,7 +338,7 @@ def compile_grammar(grammar: Grammar, tokens: LLTokenizer) -> CompiledGrammar:
     if is_empty(trial.mask()):
         raise _refusal(grammar, "it allows no text")
     compiled.is_slow = _is_slow(trial)
-    compiled.seconds = trial.seconds  # the error of a trial does not concern the lexer
+    compiled.seconds = trial.work.seconds  # the error of a trial does not concern the lexer
     return compiled
 
 
@@ -316,10 +351,10 @@ def _is_slow(trial: TokenConstraint) -> bool:
     vocabulary are usually long."""
     for _ in range(TRIAL_TOKENS):
         mask = trial.mask().rstrip(b"\0")
-        if not mask or trial.exceeds(INLINE_WORK):
+        if not mask or INLINE_WORK.is_exceeded(trial.work):
             break
         trial.accept([8 * len(mask) - 9 + mask[-1].bit_length()])
-    return trial.exceeds(INLINE_WORK)
+    return INLINE_WORK.is_exceeded(trial.work)
 
 
 def _lark(grammar: Grammar) -> str:
@@ -382,7 +417,6 @@ class GrammarCompiler:
     Args:
         tokenizer: tokenizer of the model.
         vocab_size: vocabulary size of the model; ids unknown to the tokenizer are never allowed.
-        max_work: time limit per answer.
         compile_seconds: time limit of compiling a grammar.
     """
 
@@ -391,12 +425,11 @@ class GrammarCompiler:
         tokenizer: Vocabulary,
         vocab_size: int,
         *,
-        max_work: WorkLimit = MAX_WORK,
         compile_seconds: float = COMPILE_SECONDS,
     ) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
-        self._max_work, self._compile_seconds = max_work, compile_seconds
+        self._compile_seconds = compile_seconds
         self._tokens: LLTokenizer | None = None
         self._recent: OrderedDict[Grammar, CompiledGrammar] = OrderedDict()
         self._compiled: WeakValueDictionary[Grammar, CompiledGrammar] = WeakValueDictionary()
@@ -451,14 +484,16 @@ class GrammarCompiler:
                 self._recent.move_to_end(grammar)
             return compiled
 
-    def constraint(self, grammar: Grammar, end_token_ids: Collection[int]) -> TokenConstraint:
-        """Returns a constraint for one sequence that ends with any of these tokens. Raises RequestError like
-        `compile`."""
+    def constraint(
+        self, grammar: Grammar, end_token_ids: Collection[int], work: Work | None = None
+    ) -> TokenConstraint:
+        """Returns a constraint for one sequence that ends with any of these tokens, and adds to the work of its
+        request. Raises RequestError like `compile`."""
         compiled = self.compile(grammar)
         from llguidance import LLExecutor
 
         self._executor = self._executor or LLExecutor(NUM_THREADS)
-        return TokenConstraint(compiled, self._vocab_size, end_token_ids, self._executor, self._max_work)
+        return TokenConstraint(compiled, self._vocab_size, end_token_ids, self._executor, work)
 
     def prepare(self, constraint: Constraint, token_id: int) -> Future[None]:
         """Prepares a token of a slow grammar in a thread; the constraint must not be used meanwhile."""

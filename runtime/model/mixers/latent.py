@@ -80,7 +80,7 @@ def load_heads(mixer: Attention, latent: Latent, block: WeightReader) -> LatentP
         block.used[f"{name}: dense, split by heads at load"] += 1
         return split_expansion(weight.to(block.target.device, block.target.dtype), latent, mixer.num_heads, scale)
     choice = choose_latent_heads(weight.scheme, latent.rank, block.target, block.kernels)
-    block.used[f"{name}: {weight.scheme}, split by heads ({choice.reason})"] += 1
+    block.use(f"{name}: {weight.scheme}, split by heads", choice)
     if choice.kernel is not None:
         own = latent.expansion.out_features // mixer.num_heads - latent.value_dim
         return choice.kernel.prepare(weight, LatentShape(mixer.num_heads, own, latent.value_dim, latent.rank), scale)

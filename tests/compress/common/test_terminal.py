@@ -2,7 +2,11 @@
 
 import errno
 import os
+import signal
+import subprocess
 import sys
+import time
+from functools import partial
 
 import pytest
 import typer
@@ -59,6 +63,47 @@ def test_system_failures_are_one_line(monkeypatch, capsys):
 
 def test_interrupt_is_130(monkeypatch):
     assert exit_status(monkeypatch, "interrupt") == 130
+
+
+SWALLOWING = """
+import signal, time, typer
+from compress.common.cli import run_cli
+
+class Closed:
+    def __del__(self):
+        signal.raise_signal(signal.SIGINT)
+        time.sleep(0)
+
+def main():
+    for _ in range(3):
+        closed = Closed()
+        del closed
+    time.sleep(20)
+
+app = typer.Typer()
+app.command()(main)
+run_cli(app)
+"""
+HEED = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a test run in the background ignores it
+
+
+def test_an_interrupt_within_a_destructor_is_not_lost():
+    begin = time.monotonic()
+    ended = subprocess.run([sys.executable, "-c", SWALLOWING], preexec_fn=HEED, capture_output=True, timeout=60)
+    assert ended.returncode == 130
+    assert time.monotonic() - begin < 10
+    assert b"Traceback" not in ended.stderr
+
+
+@pytest.mark.full
+def test_an_interrupt_at_any_moment_of_the_start_ends_a_command(tmp_path):
+    """Those before the command runs end the process by the signal, which shells report as 130, too."""
+    command = [sys.executable, "-m", "runtime.cli", "generate", "demo", "--prompt", "a", "--max-tokens", "1000"]
+    for tenths in range(3, 33):
+        process = subprocess.Popen(command, preexec_fn=HEED, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        time.sleep(tenths / 10)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(10) in (130, -signal.SIGINT), tenths
 
 
 def test_other_statuses_pass(monkeypatch):

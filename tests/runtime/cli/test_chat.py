@@ -207,8 +207,10 @@ def test_commands(tmp_path: Path) -> None:
     assert run_command(conversation, "/system") == "no system message"
     assert conversation.messages == []
     assert all(name in run_command(conversation, "/help") for name in COMMANDS)
-    run_command(conversation, "/quit")
-    assert conversation.is_over
+    for command in ("/quit", "/exit"):
+        leaving = Conversation(GREEDY)
+        run_command(leaving, command)
+        assert leaving.is_over
 
 
 @pytest.mark.parametrize(

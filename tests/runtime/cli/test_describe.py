@@ -5,9 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import save_tiny_model
+from tiny_models import random_weight, save_tiny_model
 from unrecorded_steps import capture_nothing
 
+from compress.checkpoint.reader import PackedCheckpoint
+from compress.checkpoint.weights import Int
+from compress.common.cli import demo_model_path
+from runtime.backends.base import Target
 from runtime.backends.registry import choose_attention
 from runtime.backends.triton import device as triton_device
 from runtime.cli.serve import describe_engine, describe_gpu
@@ -15,6 +19,7 @@ from runtime.core.config import RuntimeConfig
 from runtime.engine.engine import Engine
 from runtime.memory.plan import plan_memory
 from runtime.model.loader import load_model
+from runtime.model.weight_reader import WeightReader
 from runtime.runner.runner import build_runner
 
 GIB = 2**30
@@ -73,6 +78,24 @@ def test_every_linear_has_a_kernel_and_a_reason(tmp_path: Path, kernels: str) ->
     decoder = load_model(save_tiny_model(tmp_path / "model"), dtype="float32", kernels=kernels)
     lines = list(describe_engine(Engine(build_runner(decoder, config), None, config)))
     for name in ("q_proj+k_proj+v_proj", "o_proj", "gate_proj+up_proj", "down_proj", "head"):
-        (line,) = [line for line in lines if f"{name}: " in line or f"{name} (" in line]
+        (line,) = [line for line in lines if f" x {name}" in line]
         assert ", kernel " in line
         assert "(" in line
+
+
+@pytest.mark.parametrize("kernels", ["auto", "reference"])
+def test_a_kernel_has_one_short_line_and_the_log_has_the_others(
+    tmp_path: Path, kernels: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("DEBUG", "runtime")
+    checkpoint = PackedCheckpoint.open(demo_model_path())
+    reader = WeightReader(checkpoint, Target(torch.device("cpu"), torch.bfloat16), kernels, {})
+    for name in ("q_proj", "k_proj"):
+        for _ in range(3):
+            reader.prepare(random_weight((256, 256), Int(4, 128)), name)
+    (line,) = reader.description()
+    assert "3 x q_proj, 3 x k_proj: " in line
+    assert len(line) < 160
+    full = [message for message in caplog.messages if "_proj" in message]
+    assert len(full) == 2
+    assert all(len(message) >= len(line.partition(": ")[2]) for message in full)

@@ -152,6 +152,39 @@ def test_bytes_that_are_no_http(connect: Any, api: httpx.Client, sent: bytes) ->
     assert api.get("/health").status_code == 200
 
 
+@pytest.mark.parametrize(
+    "framing",
+    [
+        "Content-Length: 4\r\nTransfer-Encoding: chunked",
+        "Transfer-Encoding: chunked\r\nContent-Length: 4",
+        "content-length: 4\r\nTRANSFER-ENCODING: Chunked",
+        "Transfer-Encoding: chunked, identity",
+        "Transfer-Encoding: identity",
+        "Transfer-Encoding: xchunked",
+        "Transfer-Encoding: \x0bchunked",
+        "Transfer-Encoding : chunked",
+        "Transfer-Encoding: chunked\r\nTransfer-Encoding: identity",
+        "Content-Length: 4\r\nContent-Length: 5",
+        "Content-Length: 4, 5",
+        "Content-Length: +4",
+        "Content-Length: 4 4",
+        "Content-Length: 0x4",
+        "1.0 Transfer-Encoding: chunked",
+    ],
+)
+def test_a_body_whose_end_is_not_certain_ends_the_connection(connect: Any, framing: str) -> None:
+    """What follows is part of the body for one reader and a request for another: it is not answered."""
+    version, _, lines = framing.partition(" ") if framing.startswith("1.0 ") else ("1.1", "", framing)
+    connection = connect(post_head(len(BODY)) + BODY)
+    assert answer_on(connection).status == 200
+    head = f"POST /v1/completions HTTP/{version}\r\nHost: x\r\nContent-Type: application/json\r\n{lines}\r\n\r\n"
+    connection.sendall(head.encode() + b"0\r\n\r\nGET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+    answers = b"".join(iter(lambda: connection.recv(65536), b""))
+    assert answers.count(b"HTTP/1.1 ") == answers.count(b"HTTP/1.1 400 ") == 1
+    assert b"connection: close" in answers.lower()
+    assert json.loads(answers.partition(b"\r\n\r\n")[2])["error"]["message"]
+
+
 def test_clients_that_leave_within_a_body_or_a_stream(connect: Any, engine: Any, wait_until: Any) -> None:
     engine.close_gate_at = 2
     stream = BODY.replace(b"}", b', "stream": true}')

@@ -16,6 +16,8 @@ from jsonschema import validate
 from pydantic import BaseModel, Field
 from servers import answer, streamed
 
+from runtime.text.grammar import MAX_WORK
+
 SCHEMA = {
     "type": "object",
     "properties": {"city": {"enum": ["Rome", "Zürich"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
@@ -173,3 +175,16 @@ def test_a_grammar_that_gets_too_complex_on_the_way_is_no_failure_of_the_server(
     response = api.post("/v1/completions", json={**COMPLETION, "guided_json": schema, "stream": stream})
     assert response.status_code == 400
     assert "too complex" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("count", [1, 8])
+def test_an_ambiguous_grammar_delays_no_other_request_of_its_client(api: httpx.Client, count: int) -> None:
+    ambiguous = {"guided_grammar": 'start: a\na: a a | "x"', "ignore_eos": True, "max_tokens": 1500, "n": count}
+    with ThreadPoolExecutor(2) as pool:
+        refused = pool.submit(api.post, "/v1/completions", json={**COMPLETION, **ambiguous}, timeout=60)
+        others = [api.post("/v1/completions", json={**COMPLETION, "max_tokens": 4}) for _ in range(4)]
+    assert {other.status_code for other in others} == {200}
+    assert max(other.elapsed.total_seconds() for other in others) < 5
+    assert (refused.result().status_code, refused.result().json()["error"]["code"]) == (400, "refused")
+    assert f"{MAX_WORK.seconds:g} s" in refused.result().json()["error"]["message"]
+    assert refused.result().elapsed.total_seconds() < 15
