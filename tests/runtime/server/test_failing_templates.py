@@ -1,4 +1,4 @@
-"""What a chat template raises is a refusal, of whatever type it is, on every path and on the command line."""
+"""Errors of any type in a chat template are refusals, on every path and on the command line."""
 
 import shutil
 from collections.abc import Callable
