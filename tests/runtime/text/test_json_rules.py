@@ -1,4 +1,4 @@
-"""What a grammar cannot express of a JSON schema is left out where that allows more, and JSON is compact."""
+"""Rules of JSON leave out what a grammar cannot express where that allows more, and are compact."""
 
 import json
 import random
