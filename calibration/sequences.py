@@ -16,7 +16,7 @@ from torch import Tensor
 
 from calibration.parts import Part, share_out
 from calibration.sources import SELF, Document, Messages, TextSource, load_texts
-from compress.common.chat_template import ChatTemplate
+from compress.common.chat_template import ChatTemplate, reason_of
 from compress.common.errors import DataError, RequestError
 from compress.common.files import without_marks
 from compress.common.tokenizer_file import TOKENIZER_FILE, LibraryErrors, check_tokenizer_file
@@ -105,8 +105,9 @@ def _render(messages: Messages, tokenizer: Any) -> str:
         return template.render(messages, **{name: given[name] for name in given.keys() & template.variables})
     except RequestError as error:
         roles = ", ".join(str(message["role"]) for message in messages[:6])
-        problem = f"the model's chat template refuses a chat with the roles {roles}: {error.__cause__ or error.problem}"
-        raise DataError(" ".join(problem.split()), "Correct the chat, or give its text as plain text") from error
+        reason = reason_of(error.__cause__ or error)
+        problem = f"the model's chat template refuses a chat with the roles {roles}: {reason}"
+        raise DataError(problem, "Correct the chat, or give its text as plain text") from error
 
 
 @lru_cache(maxsize=1)

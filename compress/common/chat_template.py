@@ -23,7 +23,7 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
-from compress.common.errors import CheckpointError, RequestError
+from compress.common.errors import CheckpointError, RequestError, ToolkitError
 
 MIN_STEPS, STEPS_PER_VALUE = 100_000, 100
 """Budget in loop iterations and calls, and more for each value of the conversation."""
@@ -359,6 +359,8 @@ class ChatTemplate:
             raise CheckpointError(f"the model's chat template fails at line {error.lineno}: {error.message}") from error
         except RecursionError as error:
             raise CheckpointError("the model's chat template is nested too deeply") from error
+        except Exception as error:  # limits of Python's compiler, such as 20 nested loops
+            raise CheckpointError(f"the model's chat template cannot be compiled: {reason_of(error)}") from error
         self._template = environment.template_class.from_code(environment, code, environment.make_globals(None))
 
     def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
@@ -377,10 +379,21 @@ class ChatTemplate:
         given["messages"] = [dict(message) for message in messages]
         try:
             return self._template.render({**given, METER: _new_meter(given)})
-        except (TemplateError, TypeError, ValueError, KeyError, ArithmeticError, RecursionError) as error:
+        except ToolkitError:
+            raise
+        except Exception as error:  # filters raise errors of any type for values of another type
             raise RequestError(
-                f"the model's chat template refuses these messages: {error}", "change roles, order or content"
+                f"the model's chat template refuses these messages: {reason_of(error)}",
+                "change roles, order or content",
             ) from error
+
+
+MAX_REASON = 500
+
+
+def reason_of(error: BaseException) -> str:
+    """Returns the message of an error in one line, or its type if it has none."""
+    return " ".join(str(error).split())[:MAX_REASON] or type(error).__name__
 
 
 def _new_meter(given: object) -> _Meter:

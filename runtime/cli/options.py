@@ -267,6 +267,7 @@ class GrammarOptions:
     def grammar(self) -> Grammar | None:
         """Returns the grammar. Raises RequestError if both are given, or the file cannot be read."""
         from runtime.core.request import Grammar, GrammarKind
+        from runtime.text.json_rules import unenforced
 
         if self.json_schema is not None and self.regex is not None:
             raise RequestError("--json-schema and --regex exclude each other", "Use one of them")
@@ -275,10 +276,13 @@ class GrammarOptions:
         if self.json_schema is None:
             return None
         try:
-            return Grammar(GrammarKind.JSON_SCHEMA, read_text(self.json_schema, RequestError))
+            text = read_text(self.json_schema, RequestError)
         except OSError as error:
             problem = f"{self.json_schema} cannot be read: {error.strerror}"
             raise RequestError(problem, "Name a file with a JSON schema") from error
+        if dropped := unenforced(text):
+            print(f"{self.json_schema}: {', '.join(dropped)} not enforced", file=sys.stderr)
+        return Grammar(GrammarKind.JSON_SCHEMA, text)
 
 
 @dataclass(frozen=True, slots=True)

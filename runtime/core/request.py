@@ -20,12 +20,13 @@ MAX_ANSWERS = 128
 
 
 class GrammarKind(StrEnum):
-    """Language of a grammar; `json_object` accepts any JSON object."""
+    """Language of a grammar; `json_object` accepts any JSON object, `calls` is Lark that the server writes."""
 
     JSON_OBJECT = "json_object"
     JSON_SCHEMA = "json_schema"
     REGEX = "regex"
     LARK = "lark"
+    CALLS = "calls"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +36,13 @@ class Grammar:
     Attributes:
         text: JSON schema, regular expression or Lark grammar.
         prefix: Lark rules of the preceding text, in which `answer` refers to the constrained text; empty for none.
+        any_whitespace: whether JSON may have line breaks and indentation; it is compact otherwise.
     """
 
     kind: GrammarKind
     text: str = ""
     prefix: str = ""
+    any_whitespace: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

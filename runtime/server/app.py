@@ -15,6 +15,7 @@ from pydantic.json_schema import models_json_schema
 from compress.common.cli import tool_version
 from runtime.server.drain import SERVED_WHILE_DRAINING, Drain, DrainGuard
 from runtime.server.errors import add_error_handlers
+from runtime.server.field_warnings import WARNING_HEADER
 from runtime.server.intake import Intake, Tokenizer
 from runtime.server.keys import ApiKeys
 from runtime.server.middleware import (
@@ -34,7 +35,7 @@ from runtime.server.protocol.generation import MAX_INPUTS
 from runtime.server.response_models import ANY_ERRORS, DRAIN_ERRORS, KEY_ERRORS, Responses
 from runtime.server.routes.registry import route_families
 from runtime.server.serving import Engine, Limits, Service
-from runtime.text.grammar import MAX_CHARACTERS, MAX_WORK
+from runtime.text.grammar import MAX_CHARACTERS, MAX_SCHEMA_CHARACTERS, MAX_WORK
 
 
 def create_app(
@@ -94,7 +95,7 @@ def _add_guards(app: FastAPI, limits: Limits, keys: ApiKeys | None, allowed_host
             allow_origin_regex=origins_of(allowed_hosts),
             allow_methods=("GET", "POST"),
             allow_headers=("*",),
-            expose_headers=("x-request-id", "retry-after"),
+            expose_headers=("x-request-id", "retry-after", WARNING_HEADER),
         )
     app.add_middleware(SiteGuard, hosts=allowed_hosts)
     app.add_middleware(ConnectionEnd, is_draining=lambda: app.state.drain.has_begun)
@@ -203,7 +204,7 @@ def write_limits(schema: dict[str, Any], limits: Limits) -> None:
         choice["maximum"] = min(choice["maximum"], limits.max_requests)
     for name in GRAMMARS:
         for choice in _choices(schema, name, "string"):
-            choice["maxLength"] = MAX_CHARACTERS
+            choice["maxLength"] = MAX_SCHEMA_CHARACTERS if name.endswith("json") else MAX_CHARACTERS
     for name, most in (("prompt", limits.max_requests), ("input", MAX_INPUTS)):
         for choice in _choices(schema, name, "array"):
             is_one = choice["items"]["type"] == "integer"
@@ -218,10 +219,10 @@ def describe_limits(limits: Limits) -> str:
         f"A sequence has at most {limits.max_model_len} tokens, prompt and answer together. At most "
         f"{limits.max_requests} sequences of a client run or wait, and an API key may have lower limits, also of "
         f"requests and tokens per minute: beyond them the status is 429. A grammar has at most {MAX_CHARACTERS} "
-        f"characters and computes for at most {MAX_WORK.seconds:g} s and {MAX_WORK.per_token:g} s per token of the "
-        f"answer. A body has at most {limits.max_body_bytes} bytes and arrives within {limits.client_seconds:g} s. The "
-        f"first token comes within {limits.queue_seconds:g} s and the last within {limits.request_seconds:g} s, or an "
-        "error does."
+        f"characters, a JSON schema {MAX_SCHEMA_CHARACTERS}, and they compute for at most {MAX_WORK.seconds:g} s and "
+        f"{MAX_WORK.per_token:g} s per token of the answer. A body has at most {limits.max_body_bytes} bytes and "
+        f"arrives within {limits.client_seconds:g} s. The first token comes within {limits.queue_seconds:g} s and the "
+        f"last within {limits.request_seconds:g} s, or an error does."
     )
 
 

@@ -10,7 +10,6 @@ from itertools import chain, islice, takewhile
 from typing import Any
 
 from compress.common.errors import RequestError
-from runtime.server.errors import ApiError
 from runtime.server.intake import Tokenizer
 from runtime.server.protocol.chat import REASONING, ChatRequest
 from runtime.text.tools import concatenates_arguments, describe_tools, mentions_tools, takes_one_call
@@ -27,17 +26,16 @@ def conversation_texts(tokenizer: Tokenizer, body: ChatRequest) -> list[str]:
     Raises:
         RequestError: the template refuses the conversation, or has no such variable, or has changed a message that the
             answer should continue.
-        ApiError: the template has no variable for the effort that is asked for.
     """
+    variables = body.template_variables
     if body.reasoning_effort is not None and "reasoning_effort" not in tokenizer.template_variables:
-        message = "reasoning_effort: the model's chat template has no variable 'reasoning_effort'. Leave it out."
-        raise ApiError(400, message, "reasoning_effort", "refused")
+        del variables["reasoning_effort"]
     messages: Json = [message.as_json() for message in body.messages]
     tools: Json = [tool.as_json() for tool in body.usable_tools]
     mark = "" if body.parse_special else find_mark(tokenizer.special_ids, [messages, tools])
     if mark:
         messages, tools = cut_apart(tokenizer.special_ids, mark, [messages, tools])
-    text = render(tokenizer, messages, tools, body.template_variables)
+    text = render(tokenizer, messages, tools, variables)
     if body.continue_final_message:
         text = up_to_message(text, messages[-1]["content"])
     return text.split(mark) if mark else [text]

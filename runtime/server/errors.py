@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException as AnyHttpException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
-from compress.common.errors import LongPromptError, RequestError, sentences
+from compress.common.errors import CheckpointError, LongPromptError, RequestError, ToolkitError, sentences
 from runtime.server.field_paths import field_path, most_specific
 from runtime.server.protocol.accepted_fields import REFUSED
 from runtime.server.response_models import to_json
@@ -157,8 +157,9 @@ def describe_invalid(errors: Sequence[Mapping[str, Any]], body: Any) -> tuple[st
 def add_error_handlers(app: FastAPI) -> None:
     """Turns every exception into OpenAI's error object."""
 
+    @app.exception_handler(CheckpointError)  # a chat template is compiled by the first request that needs it
     @app.exception_handler(RequestError)
-    async def refused(request: Request, error: RequestError) -> Response:
+    async def refused(request: Request, error: ToolkitError) -> Response:
         return answer(request, ApiError(400, str(error), code="refused"))
 
     @app.exception_handler(LongPromptError)

@@ -23,11 +23,11 @@ from prometheus_client.core import CounterMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from compress.common.cli import tool_version
 from runtime.engine.metrics import PREFIX
 from runtime.server.errors import CLIENT_CLOSED_REQUEST, ApiError, error_response
+from runtime.server.half_closed import HalfClosedProtocol
 from runtime.server.keys import ApiKeys, TokenCount
 from runtime.server.page import PAGE_PATHS
 
@@ -373,7 +373,7 @@ class StrictConnection(h11.Connection):
         return event
 
 
-class ReadTimeoutProtocol(H11Protocol):
+class ReadTimeoutProtocol(HalfClosedProtocol):
     """uvicorn's HTTP/1.1 protocol with time limits for the client.
 
     Aborts the connection if the client takes too long to send the head of a request or to read the answer. uvicorn

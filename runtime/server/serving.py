@@ -26,6 +26,7 @@ from runtime.engine.engine_thread import Health
 from runtime.engine.output_processor import GRAMMAR_TOO_COMPLEX
 from runtime.server.answers import Answer, ChoicesAnswer, Deltas, Shape, blocks, chain
 from runtime.server.errors import RETRY_LATER, ApiError, JsonResponse, aborted
+from runtime.server.field_warnings import warning_headers
 from runtime.server.intake import Intake, ServedText, Tokenizer
 from runtime.server.keys import Account
 from runtime.server.protocol.generation import Delivery, too_many_answers
@@ -287,10 +288,15 @@ class Service:
         logger.debug("request %s: prompts of %s tokens", request_id, [len(p) for p in prompts])
         request.state.user = body.user
         deltas = self.run(jobs, request)
-        if not body.stream:
-            return await self.respond_at_once(request, answer.whole(deltas))
-        first = await unless_disconnected(request, anext(deltas))
-        return EventStream(answer.events(first, deltas), deltas, self.limits.client_seconds)
+        if body.stream:
+            first = await unless_disconnected(request, anext(deltas))
+            response: Response = EventStream(answer.events(first, deltas), deltas, self.limits.client_seconds)
+        else:
+            response = await self.respond_at_once(request, answer.whole(deltas))
+        for text in (warned := warning_headers(body.warnings)).values():
+            logger.info("request %s: not followed: %s", request_id, text)
+        response.headers.update(warned)
+        return response
 
     async def respond_at_once(self, request: Request, body: Awaitable[Mapping[str, Any]]) -> Response:
         """Returns an answer that is not streamed; a long one is written while it is sent, so it has no `Content-Length`.

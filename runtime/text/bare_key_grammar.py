@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 
+from runtime.text.json_rules import value_rule
 from runtime.text.parameter_schemas import (
     DEFINITIONS,
     OBJECT_KEYS,
@@ -17,7 +18,7 @@ from runtime.text.parameter_schemas import (
 )
 from runtime.text.tagged_calls import characters
 from runtime.text.tool_format import Tool
-from runtime.text.tool_grammar import escape, literal, value_rule
+from runtime.text.tool_grammar import escape, literal
 
 ARRAY_KEYS = {"type", "items", "title", "description", "default", "examples"}
 MARKS = {"title", "description", "default", "examples"}

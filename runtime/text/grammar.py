@@ -17,6 +17,7 @@ from weakref import WeakValueDictionary
 
 from compress.common.errors import RequestError
 from runtime.core.request import Constraint, Grammar, GrammarKind
+from runtime.text.json_rules import value_rule, with_whitespace
 from runtime.text.token_table import TokenTable, Vocabulary
 
 if TYPE_CHECKING:
@@ -273,14 +274,14 @@ NAMES = {
     GrammarKind.JSON_SCHEMA: "JSON schema",
     GrammarKind.REGEX: "regular expression",
     GrammarKind.LARK: "Lark grammar",
+    GrammarKind.CALLS: "grammar of tool calls",
 }
 
 MAX_CHARACTERS = 2**16
 """Longest text of a grammar; shorter ones cannot be nested so deeply that compiling overflows the stack."""
-
-JSON_OPTIONS = {"whitespace_pattern": r"( |\n[ \t]{0,20})?", "lenient": False, "coerce_one_of": False}
-"""Whitespace in JSON is a space, or a newline with indentation, so that a model cannot continue it forever. Unsupported
-keywords are errors."""
+MAX_SCHEMA_CHARACTERS = 2**20
+"""Longest JSON schema, and longest grammar of tool calls. llguidance limits how deeply JSON may be nested."""
+LONG_KINDS = (GrammarKind.JSON_SCHEMA, GrammarKind.CALLS)
 
 NO_FORCING = '%llguidance {"no_forcing": true}'
 """Forced text is not tokenized in advance: the model chooses among all tokens that fit."""
@@ -316,9 +317,10 @@ def compile_grammar(grammar: Grammar, tokens: LLTokenizer) -> CompiledGrammar:
     """
     from llguidance import LLExecutor, LLMatcher, LLParserLimits
 
-    if len(grammar.text) > MAX_CHARACTERS:
+    limit = MAX_SCHEMA_CHARACTERS if grammar.kind in LONG_KINDS else MAX_CHARACTERS
+    if len(grammar.text) > limit:
         problem = f"the {NAMES[grammar.kind]} has {len(grammar.text)} characters"
-        raise RequestError(problem, f"Shorten it to at most {MAX_CHARACTERS}")
+        raise RequestError(problem, f"Shorten it to at most {limit}")
     try:
         source = LLMatcher.grammar_from_lark(f"{_lark(grammar)}\n{NO_FORCING}")
     except (ValueError, RecursionError) as error:
@@ -359,7 +361,7 @@ def _is_slow(trial: TokenConstraint) -> bool:
 
 def _lark(grammar: Grammar) -> str:
     """Returns the grammar with its prefix in llguidance's Lark dialect. Raises ValueError like `_answer_lark`."""
-    answer = _answer_lark(grammar)
+    answer = with_whitespace(_answer_lark(grammar), compact=not grammar.any_whitespace)
     return f"{grammar.prefix}\nanswer: %lark {{\n{answer}\n}}" if grammar.prefix else answer
 
 
@@ -370,20 +372,15 @@ def _answer_lark(grammar: Grammar) -> str:
             from llguidance import LLMatcher
 
             return json.loads(LLMatcher.grammar_from_regex(grammar.text))["grammars"][0]["lark_grammar"]
-        case GrammarKind.LARK:
+        case GrammarKind.LARK | GrammarKind.CALLS:
             return grammar.text
         case GrammarKind.JSON_OBJECT:
-            return _json_rule({"type": "object"})
+            return f"start: {value_rule({'type': 'object'})}"
         case GrammarKind.JSON_SCHEMA:
             schema = json.loads(grammar.text)
             if not isinstance(schema, dict):
                 raise ValueError("a schema must be a JSON object")
-            return _json_rule(schema)
-
-
-def _json_rule(schema: dict[str, Any]) -> str:
-    # Overrides options in the schema, which could disable strictness.
-    return f"start: %json {json.dumps(schema | {'x-guidance': JSON_OPTIONS})}"
+            return f"start: {value_rule(schema)}"
 
 
 def _refusal(grammar: Grammar, reason: str) -> RequestError:

@@ -7,10 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from runtime.text.call_head import Head, Part, held_back, match_head
+from runtime.text.json_rules import value_rule
 from runtime.text.parameter_schemas import Schema, argument_json, check_enforceable, is_text, properties_of
 from runtime.text.pieces import CallArguments, CallPiece, CallStart
 from runtime.text.tool_format import CallReader, ReaderState, Tool, ToolFormat
-from runtime.text.tool_grammar import ANY, escape, literal, value_rule
+from runtime.text.tool_grammar import ANY, escape, literal
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from runtime.core.request import Grammar, GrammarKind
-from runtime.text.grammar import JSON_OPTIONS
+from runtime.text.json_rules import relax, value_rule
 from runtime.text.tool_format import Tool, ToolFormat
 
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -82,7 +82,8 @@ def section_rules(
     first = '" "? "["' if tool_format.bare == "[" else ""
     rules = [f"calls: {first} call {more} {closing}", f"call: {' | '.join(f'call_{i}' for i in range(len(tools)))}"]
     for index, tool in enumerate(tools):
-        rules += tool_format.call_rules(f"call_{index}", tool, special_ids)
+        enforced = {"parameters": relax(tool["parameters"])[0]} if "parameters" in tool else {}
+        rules += tool_format.call_rules(f"call_{index}", {**tool, **enforced}, special_ids)
     return rules
 
 
@@ -114,11 +115,6 @@ def relocated(value: Any, place: str) -> Any:
     return found
 
 
-def value_rule(schema: Mapping[str, Any]) -> str:
-    """Returns the right side of a rule for JSON that follows a schema."""
-    return f"%json {json.dumps({**schema, 'x-guidance': JSON_OPTIONS})}"
-
-
 def literal(text: str, special_ids: Mapping[str, int]) -> str:
     """Returns a text as terminals, with special tokens in it as tokens."""
     special = [token for token in special_ids if token and token in text]
@@ -138,4 +134,4 @@ def quote(text: str) -> str:
 
 
 def lark(*rules: str) -> Grammar:
-    return Grammar(GrammarKind.LARK, "\n".join(rules))
+    return Grammar(GrammarKind.CALLS, "\n".join(rules))

@@ -78,6 +78,14 @@ def test_what_a_template_refuses_is_one_line():
         pack_sequences(source_of(chat), Refuses(), samples=1, length=4)
 
 
+@pytest.mark.parametrize("expression", ["5|dictsort", "5|truncate(1.5)", "cycler()"])
+def test_errors_of_any_type_in_a_template_are_one_line(expression: str):
+    tokenizer = LettersWithSpecials()
+    tokenizer.chat_template = f"{{{{ {expression} }}}}"
+    with pytest.raises(DataError, match="user"):
+        pack_sequences(source_of([{"role": "user", "content": "Hi"}]), tokenizer, samples=1, length=4)
+
+
 def test_a_template_runs_in_a_sandbox():
     tokenizer = load_tokenizer(demo_model_path())
     tokenizer.chat_template = "{{ messages.__class__.__mro__[1].__subclasses__() }}"

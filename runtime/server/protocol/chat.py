@@ -16,7 +16,7 @@ from pydantic import (
 from pydantic_core import from_json
 
 from runtime.core.request import Grammar, GrammarKind
-from runtime.server.protocol.generation import GenerationRequest, contradiction, schema_grammar
+from runtime.server.protocol.generation import GenerationRequest, Schema, contradiction, schema_grammar
 from runtime.server.protocol.strict import Strict, at_most
 
 
@@ -321,7 +321,7 @@ class ChatRequest(ToolFields, GenerationRequest):
     add_special_tokens: Literal[False] | None = Field(None, description="chat templates write theirs themselves")
     echo: Literal[False] | None = Field(None, description="messages are not repeated")
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
-        None, description="a variable of the model's chat template; refused where that has none of this name"
+        None, description="a variable of the model's chat template; changes nothing where that has none of this name"
     )
     separate_reasoning: bool | None = Field(
         None, description="false leaves reasoning in the content, as it is written; it is apart by default"
@@ -379,6 +379,13 @@ class ChatRequest(ToolFields, GenerationRequest):
         if self.usable_tools and (guided := next(iter(super().forms()), None)):
             raise ValueError(f"{guided} and tools exclude each other, unless tool_choice is none")
         return self
+
+    @property
+    def schemas(self) -> dict[str, list[Schema]]:
+        of_answer = self.response_format.definition if self.response_format else None
+        tools = self.forced_tools or [tool for tool in self.usable_tools if tool.function.strict]
+        of_tools = [tool.function.parameters for tool in tools if tool.function.parameters is not None]
+        return super().schemas | {"response_format": [of_answer] if of_answer else [], "tools": [*of_tools]}
 
     def forms(self) -> dict[str, Grammar]:
         grammar = self.response_format.grammar if self.response_format else None

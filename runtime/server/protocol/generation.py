@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -44,6 +45,9 @@ MAX_CHOICES = 1000
 Choices = Annotated[list[str], at_most(MAX_CHOICES), Field(min_length=1, max_length=MAX_CHOICES)]
 
 
+WHITESPACE: Any = Field(None, description="false lets JSON have line breaks and indentation; it is compact by default")
+
+
 class StructuredOutputs(Strict):
     """One of four constraints on an answer."""
 
@@ -51,6 +55,7 @@ class StructuredOutputs(Strict):
     regex: str | None = None
     choice: Choices | None = None
     grammar: str | None = Field(None, description="in llguidance's form of Lark")
+    disable_any_whitespace: bool | None = WHITESPACE
 
     def named(self) -> dict[str, Grammar]:
         return grammars(("json", "regex", "choice", "grammar"), self.definition, self.regex, self.choice, self.grammar)
@@ -64,6 +69,7 @@ class StructuredFields(Strict):
     guided_choice: Choices | None = None
     guided_grammar: str | None = Field(None, description="in llguidance's form of Lark")
     structured_outputs: StructuredOutputs | None = None
+    disable_any_whitespace: bool | None = WHITESPACE
 
     @model_validator(mode="after")
     def check_one_form(self) -> StructuredFields:
@@ -74,7 +80,21 @@ class StructuredFields(Strict):
 
     @property
     def grammar(self) -> Grammar | None:
-        return next(iter(self.forms().values()), None)
+        found = next(iter(self.forms().values()), None)
+        return found and replace(found, any_whitespace=self.any_whitespace)
+
+    @property
+    def any_whitespace(self) -> bool:
+        """Whether JSON may have line breaks and indentation."""
+        nested = self.structured_outputs and self.structured_outputs.disable_any_whitespace
+        return False in (self.disable_any_whitespace, nested)
+
+    @property
+    def schemas(self) -> dict[str, list[Schema]]:
+        """JSON schemas that the answer follows, by the name of their field."""
+        nested = self.structured_outputs.definition if self.structured_outputs else None
+        given = {"guided_json": self.guided_json, "structured_outputs.json": nested}
+        return {name: [schema] for name, schema in given.items() if schema is not None}
 
     def forms(self) -> dict[str, Grammar]:
         """Grammars by the name of the field that asks for them."""
@@ -268,7 +288,11 @@ class StreamOptions(Strict):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delivery:
-    """Queueing and sending of the answers to a request."""
+    """Queueing and sending of the answers to a request.
+
+    Attributes:
+        warnings: what was not followed, by field.
+    """
 
     priority: int
     cache_salt: str
@@ -276,6 +300,7 @@ class Delivery:
     num_answers: int
     stream: bool
     include_usage: bool
+    warnings: Mapping[str, str] = field(default_factory=dict)
 
 
 class GenerationRequest(StructuredFields, SteeringFields, FilterFields, AcceptedFields, DefaultFields):

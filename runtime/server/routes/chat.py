@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -13,6 +14,7 @@ from starlette.responses import Response
 from runtime.core.request import Delta, FinishReason, Grammar, SamplingParams, TokenLogprobs
 from runtime.server.conversation import conversation_texts
 from runtime.server.errors import renaming
+from runtime.server.field_warnings import chat_warnings
 from runtime.server.intake import ServedText, Tokenizer, described
 from runtime.server.prompt_logprobs import write_prompt_logprobs
 from runtime.server.protocol.chat import ChatRequest, Function
@@ -148,9 +150,9 @@ def form_sampling(
     """Keeps marks of calls and reasoning in the text, and lets grammars begin behind reasoning."""
     special_ids = tokenizer.special_ids
     if form.tool_format is not None:
-        sampling = replace(
-            sampling, skip_special_tokens=False, grammar=call_grammar(form.tool_format, special_ids, body)
-        )
+        grammar = call_grammar(form.tool_format, special_ids, body)
+        grammar = grammar and replace(grammar, any_whitespace=body.any_whitespace)
+        sampling = replace(sampling, skip_special_tokens=False, grammar=grammar)
     if form.reasoning is not None and form.reasoning.uses(special_ids):
         sampling = replace(sampling, skip_special_tokens=False)
     reasoning = find_reasoning(tokenizer.chat_template or "")
@@ -279,10 +281,18 @@ def prepare_chat(served: ServedText, raw: bytes) -> PreparedChat:
         return prepare_conversation(served, body)
 
 
-def prepare_conversation(served: ServedText, body: ChatRequest) -> PreparedChat:
+def prepare_conversation(
+    served: ServedText, body: ChatRequest, names: Mapping[str, str] = MappingProxyType({}), **ignored: str
+) -> PreparedChat:
     """Renders a conversation and tokenizes it; templates write special tokens themselves.
 
-    Raises ApiError or RequestError.
+    Args:
+        names: names that fields have in the body of the route, by their names in chats.
+        ignored: what else is not followed, by field.
+
+    Raises:
+        ApiError: the body asks for something that is not served.
+        RequestError: the template refuses the conversation.
     """
     served.check_model(body.model)
     tokenizer = served.tokenizer
@@ -292,7 +302,9 @@ def prepare_conversation(served: ServedText, body: ChatRequest) -> PreparedChat:
     words = encode_words(tokenizer, body.bad_words or (), body.breakers)
     sampling = body.sampling_params(len(token_ids), served.limits.max_model_len, None, words)
     sampling = form_sampling(sampling, form, tokenizer, body)
-    return PreparedChat(body.delivery, token_ids, sampling, bool(body.logprobs), form)
+    found = chat_warnings(body, tokenizer.template_variables)
+    warnings = {names.get(name, name): text for name, text in found.items()} | ignored
+    return PreparedChat(replace(body.delivery, warnings=warnings), token_ids, sampling, bool(body.logprobs), form)
 
 
 @register(position=20, bodies=[ChatRequest])

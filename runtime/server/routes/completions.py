@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 from array import array
 from collections.abc import Container, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain, repeat
 from typing import Any, cast
 
@@ -13,6 +13,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from runtime.core.request import Delta, FinishReason, SamplingParams, TokenLogprobs
+from runtime.server.field_warnings import schema_warnings
 from runtime.server.intake import ServedText, Tokenizer, described
 from runtime.server.prompt_logprobs import write_prompt_logprobs
 from runtime.server.protocol.generation import (
@@ -260,7 +261,8 @@ def prepare_completion(served: ServedText, raw: bytes) -> PreparedCompletion:
     kept = token_ids if body.truncate_prompt_tokens else prompts
     texts = [p if isinstance(p, str) else served.tokenizer.decode(p) for p in kept] if body.echo else []
     reports = body.logprobs is not None, body.prompt_logprobs is not None
-    return PreparedCompletion(body.delivery, token_ids, samplings, texts, *reports)
+    delivery = replace(body.delivery, warnings=schema_warnings(body))
+    return PreparedCompletion(delivery, token_ids, samplings, texts, *reports)
 
 
 @register(position=10, bodies=[CompletionRequest])

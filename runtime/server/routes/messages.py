@@ -172,7 +172,7 @@ def prepare_message(served: ServedText, raw: bytes) -> PreparedChat:
     """As `prepare_chat`."""
     body = served.parse(raw, MessagesRequest)
     with renaming(**FIELD_NAMES):
-        return prepare_conversation(served, as_chat(served, body))
+        return prepare_conversation(served, as_chat(served, body), FIELD_NAMES, **body.ignored)
 
 
 def count_tokens(served: ServedText, raw: bytes) -> int:
@@ -192,7 +192,7 @@ def as_chat(served: ServedText, body: CountRequest) -> ChatRequest:
     return served.validate(fields, ChatRequest)
 
 
-FIELD_NAMES = {"reasoning_effort": "output_config.effort"}
+FIELD_NAMES = {"reasoning_effort": "output_config.effort", "response_format": "output_config.format"}
 """Names of fields in Anthropic's form, by those of chats."""
 THINKING_VARIABLES = ("enable_thinking", "thinking")
 """Names under which chat templates switch reasoning on and off."""

@@ -20,7 +20,7 @@ from runtime.server.protocol.chat import (
     contradiction,
     joined_texts,
 )
-from runtime.server.protocol.generation import MAX_STOP_STRINGS
+from runtime.server.protocol.generation import MAX_STOP_STRINGS, WHITESPACE
 from runtime.server.protocol.strict import Strict, at_most
 
 CacheControl = dict[str, Any] | None
@@ -235,7 +235,16 @@ class CountRequest(Strict):
         None, description="without it the template decides whether the model thinks, and the answer leaves it out"
     )
     output_config: OutputConfig | None = None
+    context_management: dict[str, Any] | None = Field(
+        None, description="changes nothing: the prompt is the whole conversation"
+    )
     cache_control: CacheControl = Field(default=None, description="changes nothing")
+
+    @property
+    def ignored(self) -> dict[str, str]:
+        """Fields that are not followed, with the reason."""
+        is_asked = self.context_management and self.context_management.get("edits")
+        return {"context_management": "nothing is left out of the conversation"} if is_asked else {}
 
     def as_chat(self) -> dict[str, Any]:
         """Returns the fields of the chat request that this stands for."""
@@ -275,9 +284,10 @@ class MessagesRequest(CountRequest):
     service_tier: Literal["auto", "standard_only"] | None = Field(None, description="changes nothing")
     inference_geo: str | None = Field(None, description="changes nothing")
     speed: Literal["standard"] | None = Field(None, description="changes nothing")
+    disable_any_whitespace: bool | None = WHITESPACE
 
     def as_chat(self) -> dict[str, Any]:
-        names = ("max_tokens", "stream", "temperature", "top_p", "top_k")
+        names = ("max_tokens", "stream", "temperature", "top_p", "top_k", "disable_any_whitespace")
         user = None if self.metadata is None else self.metadata.user_id
         given = {name: getattr(self, name) for name in names}
         return {**super().as_chat(), **given, "stop": self.stop_sequences, "user": user}

@@ -20,6 +20,7 @@ from runtime.server.protocol.chat import (
     contradiction,
     joined_texts,
 )
+from runtime.server.protocol.generation import WHITESPACE
 from runtime.server.protocol.strict import Strict, at_most
 
 LOGPROBS = "message.output_text.logprobs"
@@ -204,11 +205,14 @@ class ResponsesRequest(AcceptedFields):
         list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None, Field(max_length=2)
     ] = Field(None, description="log-probabilities are reported where the answer has no tools")
     top_logprobs: int | None = Field(None, ge=0, le=20, description="only with include")
-    truncation: Literal["disabled"] | None = None
+    truncation: Literal["disabled", "auto"] | None = Field(
+        None, description="nothing is truncated: a prompt longer than the context is refused"
+    )
     background: Literal[False] | None = None
     stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
     user: str | None = Field(None, description="written to the server's log beside the request's id")
+    disable_any_whitespace: bool | None = WHITESPACE
 
     @model_validator(mode="after")
     def check_logprobs(self) -> ResponsesRequest:
@@ -228,11 +232,16 @@ class ResponsesRequest(AcceptedFields):
     def wants_logprobs(self) -> bool:
         return LOGPROBS in (self.include or ())
 
+    @property
+    def ignored(self) -> dict[str, str]:
+        """Fields that are not followed, with the reason."""
+        return {"truncation": "nothing is truncated"} if self.truncation == "auto" else {}
+
     def as_chat(self) -> dict[str, Any]:
         """Returns the fields of the chat request that this stands for."""
         system = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
-        names = ("model", "stream", "temperature", "top_p", "top_k", "seed", "user", "top_logprobs")
-        found: dict[str, Any] = {name: getattr(self, name) for name in names}
+        names = ["model", "stream", "temperature", "top_p", "top_k", "seed", "user", "top_logprobs"]
+        found: dict[str, Any] = {name: getattr(self, name) for name in [*names, "disable_any_whitespace"]}
         said = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else messages_of(self.input)
         found |= {"messages": [*system, *said], "logprobs": self.wants_logprobs or None}
         found |= {"max_tokens": self.max_output_tokens}

@@ -125,14 +125,19 @@ def usage_of(last: Delta, num_reasoning_tokens: int) -> dict[str, Any]:
 def prepare_response(served: ServedText, raw: bytes) -> PreparedResponse:
     """As `prepare_chat`."""
     body = served.parse(raw, ResponsesRequest)
-    with renaming(max_tokens="max_output_tokens", reasoning_effort="reasoning.effort"):
-        chat = prepare_conversation(served, served.validate(body.as_chat(), ChatRequest))
+    with renaming(**FIELD_NAMES):
+        chat = prepare_conversation(served, served.validate(body.as_chat(), ChatRequest), FIELD_NAMES, **body.ignored)
     if body.wants_logprobs and not chat.form.is_plain:
         message = (
             "Log-probabilities are reported of answers without tools and reasoning only. Ask /v1/chat/completions."
         )
         raise ApiError(400, message, "include", "refused")
     return PreparedResponse(chat, echo(body))
+
+
+FIELD_NAMES = {"max_tokens": "max_output_tokens", "reasoning_effort": "reasoning.effort"}
+FIELD_NAMES |= {"response_format": "text.format"}
+"""Names of fields in this form, by those of chats."""
 
 
 def echo(body: ResponsesRequest) -> dict[str, Any]:

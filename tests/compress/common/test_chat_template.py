@@ -2,6 +2,7 @@
 
 import json
 import re
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -89,6 +90,66 @@ def test_recursion_ends() -> None:
         ChatTemplate("{% macro f() %}{{ f() }}{{ f() }}{% endmacro %}{{ f() }}", {}).render(MESSAGES)
     with pytest.raises(CheckpointError):
         ChatTemplate("{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}", {})
+
+
+VALUES = ["5", "none", "'x'", "[1, 'a', none]", "nothing", "messages[0].items", "namespace(a=1)", "{1: none}"]
+SANDBOX = ImmutableSandboxedEnvironment()
+TESTS = [name for name in SANDBOX.tests if name.isidentifier()]
+
+
+@pytest.mark.parametrize("argument", ["", "(none)", "(1.5, 1.5)"])
+@pytest.mark.parametrize("name", sorted({*SANDBOX.filters, *TESTS, *SANDBOX.globals, "strftime_now"}))
+def test_values_of_any_type_are_taken_or_refused(name: str, argument: str) -> None:
+    """Filters and functions raise errors of any type: AttributeError, AssertionError, RuntimeError."""
+    forms = [f"{{{{ {value} | {name}{argument} }}}}" for value in VALUES if name in SANDBOX.filters]
+    forms += [f"{{{{ {value} is {name}{argument} }}}}" for value in VALUES if name in TESTS]
+    for form in [*forms, f"{{{{ {name}{argument or '()'} }}}}"]:
+        with suppress(RequestError):
+            assert isinstance(ChatTemplate(form, {}).render(MESSAGES), str)
+
+
+@pytest.mark.parametrize("kind", [MemoryError, IndexError, OSError, NotImplementedError, OverflowError])
+def test_an_error_of_any_type_is_a_refusal_that_names_it(kind: type[Exception], monkeypatch: Any) -> None:
+    def fail(pattern: str) -> str:
+        raise kind
+
+    monkeypatch.setattr("compress.common.chat_template._strftime_now", fail)
+    with pytest.raises(RequestError, match=kind.__name__):
+        ChatTemplate("{{ strftime_now('%Y') }}", {}).render(MESSAGES)
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
+def test_an_interrupt_is_no_refusal(kind: type[BaseException], monkeypatch: Any) -> None:
+    def fail(pattern: str) -> str:
+        raise kind
+
+    monkeypatch.setattr("compress.common.chat_template._strftime_now", fail)
+    with pytest.raises(kind):
+        ChatTemplate("{{ strftime_now('%Y') }}", {}).render(MESSAGES)
+
+
+def test_a_long_reason_is_cut_and_one_line() -> None:
+    with pytest.raises(RequestError) as refusal:
+        ChatTemplate("{{ raise_exception('x\n' * 99999) }}", {}).render(MESSAGES)
+    assert len(str(refusal.value)) < 1000
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for a in [1] %}" * 30 + "{% endfor %}" * 30,
+        "{% if 1 %}" * 200 + "{% endif %}" * 200,
+        "{{ " + "9" * 5000 + " }}",
+        "{% break %}",
+        "{% macro f(a, a) %}{% endmacro %}",
+        "{{ range(stop=1, stop=2) }}",
+        "{{ \ud800 }}",
+    ],
+)
+def test_what_cannot_be_compiled_is_the_checkpoints_fault(template: str) -> None:
+    with pytest.raises(CheckpointError):
+        ChatTemplate(template, {})
 
 
 USUAL = """\

@@ -28,6 +28,14 @@ def test_json_of_a_schema(tmp_path: Path) -> None:
     validate(json.loads(result.stdout), SCHEMA)
 
 
+def test_keywords_that_are_not_enforced_are_named(tmp_path: Path) -> None:
+    items = {"type": "array", "items": {"type": "integer", "maximum": 3}, "maxItems": 3, "uniqueItems": True}
+    (tmp_path / "schema.json").write_text(json.dumps(items))
+    result = generate(tmp_path, "--json-schema", "schema.json")
+    assert result.returncode == 0, result.stderr
+    assert "schema.json: uniqueItems" in result.stderr
+
+
 def test_text_of_a_regular_expression(tmp_path: Path) -> None:
     result = generate(tmp_path, "--regex", "[0-9]{3}-[ab]", "--json")
     assert result.returncode == 0, result.stderr
@@ -43,13 +51,13 @@ def test_text_of_a_regular_expression(tmp_path: Path) -> None:
         (("--regex", "a", "--json-schema", "schema.json"), "exclude each other"),
         (("--json-schema", "missing.json"), "missing.json cannot be read"),
         (("--json-schema", "broken.json"), "line 1 column 2"),
-        (("--json-schema", "unsupported.json"), "uniqueItems"),
+        (("--json-schema", "unsupported.json"), "dynamicRef"),
     ],
 )
 def test_refusals_are_one_line(tmp_path: Path, arguments: tuple[str, ...], words: str) -> None:
     (tmp_path / "schema.json").write_text("{}")
     (tmp_path / "broken.json").write_text("{")
-    (tmp_path / "unsupported.json").write_text('{"type": "array", "uniqueItems": true}')
+    (tmp_path / "unsupported.json").write_text('{"$dynamicRef": "#a"}')
     result = generate(tmp_path, *arguments)
     assert result.returncode == 1
     assert result.stdout == ""

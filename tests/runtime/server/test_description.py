@@ -23,7 +23,7 @@ from runtime.core.config import Limits
 from runtime.server.drain import create_server
 from runtime.server.protocol.generation import MAX_INPUTS
 from runtime.server.routes.registry import route_families
-from runtime.text.grammar import MAX_CHARACTERS
+from runtime.text.grammar import MAX_CHARACTERS, MAX_SCHEMA_CHARACTERS
 
 KEY = "open sesame"
 AUTHORIZATION = f"Authorization: Bearer {KEY}"
@@ -160,6 +160,7 @@ def test_limits_have_their_numbers(ask: Any) -> None:
         assert schemas[schema]["properties"][name]["anyOf"][0]["maximum"] == LIMITS.max_model_len - 1
     assert schemas["ChatRequest"]["properties"]["n"]["anyOf"][0]["maximum"] == LIMITS.max_requests
     assert schemas["ChatRequest"]["properties"]["guided_regex"]["anyOf"][0]["maxLength"] == MAX_CHARACTERS
+    assert schemas["ChatRequest"]["properties"]["guided_json"]["anyOf"][1]["maxLength"] == MAX_SCHEMA_CHARACTERS
     for schema, name, most in (("CompletionRequest", "prompt", 4), ("EmbeddingRequest", "input", MAX_INPUTS)):
         _, texts, tokens, several = schemas[schema]["properties"][name]["anyOf"]
         assert (texts["maxItems"], several["maxItems"], tokens["maxItems"]) == (most, most, LIMITS.max_model_len)

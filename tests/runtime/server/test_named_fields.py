@@ -43,9 +43,9 @@ def blocks(*content: Any) -> list[dict[str, Any]]:
         (MESSAGES, {"system": [{"type": "text", "text": "a", "mark": 1}]}, "system[0].mark"),
         (MESSAGES, {"system": {"text": "a"}}, "system"),
         (CHAT, {"max_completion_tokens": 10**6}, "max_completion_tokens"),
-        (CHAT, {"reasoning_effort": "low"}, "reasoning_effort"),
-        (MESSAGES, {"output_config": {"effort": "low"}}, "output_config.effort"),
-        (RESPONSES, {"reasoning": {"effort": "low"}}, "reasoning.effort"),
+        (CHAT, {"reasoning_effort": "lowest"}, "reasoning_effort"),
+        (MESSAGES, {"output_config": {"effort": "lowest"}}, "output_config.effort"),
+        (RESPONSES, {"reasoning": {"effort": "lowest"}}, "reasoning.effort"),
         (MESSAGES, {"tools": [{"name": "f", "input_schema": {"type": "string"}}]}, "tools[0].input_schema"),
         (RESPONSES, {"max_output_tokens": 10**6}, "max_output_tokens"),
         (

@@ -134,7 +134,7 @@ def test_a_tool_without_parameters() -> None:
         ({"properties": {"a": {"type": "array", "items": {"type": "integer"}, "minItems": 2}}}, "minItems"),
         ({"properties": {"a": {"type": "object"}}}, "type object"),
         ({"properties": {"a": {"type": "string", "pattern": "x"}}}, "pattern"),
-        ({"properties": {"a": {"anyOf": [{"type": "null"}], "not": {}}}}, "not"),
+        ({"properties": {"a": {"anyOf": [{"type": "null"}], "allOf": []}}}, "allOf"),
         ({"properties": {}, "required": ["a"]}, "required: 'a'"),
         ({"properties": {}, "patternProperties": {}}, "patternProperties"),
         (

@@ -138,13 +138,6 @@ def test_reasoning_effort_is_a_variable_of_the_template() -> None:
         ChatRequest.model_validate(body | {"chat_template_kwargs": {"reasoning_effort": "high"}})
 
 
-def test_a_template_without_reasoning_effort_refuses_it(demo_server: tuple[str, Any, Any]) -> None:
-    body = {"model": "demo", "messages": MESSAGES, "max_tokens": 1, "reasoning_effort": "low"}
-    response = httpx.post(f"{demo_server[0]}/v1/chat/completions", json=body, timeout=60)
-    assert response.status_code == 400
-    assert "'reasoning_effort'" in response.json()["error"]["message"]
-
-
 class BeginningTokenizer:
     """Texts are their bytes, behind 0 as the beginning."""
 

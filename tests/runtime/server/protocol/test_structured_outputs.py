@@ -113,7 +113,7 @@ def test_the_client_parses_models(client: openai.OpenAI) -> None:
     [
         ({"guided_regex": "("}, "unclosed group"),
         ({"guided_grammar": "start: nothing"}, "unknown name"),
-        ({"guided_json": {"type": "array", "uniqueItems": True}}, "uniqueItems"),
+        ({"guided_json": {"items": {"$dynamicRef": "#a"}}}, "dynamicRef"),
         ({"guided_json": "{"}, "line 1 column 2"),
         ({"guided_choice": []}, "guided_choice"),
         ({"guided_choice": ["\ud800"]}, "surrogates"),
