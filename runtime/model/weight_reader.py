@@ -33,6 +33,7 @@ class WeightReader:
         excluded: kernels that may not be chosen, with the reason.
         prefix: in front of every name.
         prepared: weights that need not be packed.
+        notes: first lines of the description.
     """
 
     checkpoint: PackedCheckpoint
@@ -42,6 +43,7 @@ class WeightReader:
     used: Counter[str] = field(default_factory=Counter)
     prefix: str = ""
     prepared: NoPrepared = NOTHING_PREPARED
+    notes: tuple[str, ...] = ()
 
     def inside(self, module: str) -> WeightReader:
         """Returns the reader of what is inside of a module."""
@@ -159,8 +161,8 @@ class WeightReader:
 
     def description(self) -> list[str]:
         """Describes the kernels in use, one line each."""
-        notes = [self.prepared.note] if self.prepared.note else []
-        return [*(f"{count} x {what}" for what, count in self.used.items()), *notes]
+        prepared = [self.prepared.note] if self.prepared.note else []
+        return [*self.notes, *(f"{count} x {what}" for what, count in self.used.items()), *prepared]
 
     def _prepare_dense(self, weight: Tensor, name: str, bias: Tensor | None, modules: Sequence[str]) -> Linear:
         placed = weight.to(self.target.device, self.target.dtype)

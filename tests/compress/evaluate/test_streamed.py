@@ -42,7 +42,7 @@ def streaming(tmp_path: Path) -> Streaming:
 def streamed_logits(path: Path, folder: Path, **options) -> Tensor:
     forms = {name: options.pop(name) for name in ("kv_cache", "state_dtype") if name in options}
     scorer = StreamedScorer.of(StreamedModel.open(path, **options), folder, [TOKENS], **forms)
-    scorer.compute(lambda *_: None, "")
+    scorer.compute(lambda *_: None)
     return torch.cat([scorer.logits(batch) for batch in perplexity.batches(TOKENS, 112)])
 
 
