@@ -309,9 +309,13 @@ def _is_source(path: Path, config: dict[str, Any]) -> bool:
 
 
 def _check_choices(request: EvaluationRequest) -> None:
-    options = ("backend", request.backend, BACKENDS), ("dtype", request.dtype, DTYPES)
-    options += (("state-dtype", request.state_dtype, STATE_DTYPES), ("activations", request.activations, ACTIVATIONS))
-    for option, value, known in options:
+    choices = {
+        "backend": (request.backend, BACKENDS),
+        "dtype": (request.dtype, DTYPES),
+        "state-dtype": (request.state_dtype, STATE_DTYPES),
+        "activations": (request.activations, ACTIVATIONS),
+    }
+    for option, (value, known) in choices.items():
         if value not in known:
             raise DataError(f"{option} {value!r} is unknown", f"Use --{option} " + " or ".join(known))
     if request.backend != "runtime" and not request.kv_cache.is_exact:
