@@ -37,7 +37,7 @@ WINDOW, CHARACTERS = 64, 4096
 """Tokens of a window, and characters that have as many."""
 FEWEST_WINDOWS = 2
 MOST_PRODUCTS = 5e11
-"""Of one form of activations, by which large models get fewer windows: some seconds of a core."""
+"""Limit of multiplications with one form of activations, some seconds of a core: larger models get fewer windows."""
 LIMIT_4_BITS = 1.4e-3
 """Limit of the KL in nats between both forms of activations for 4-bit weights without a record. A tenth of 0.01, which
 is less than any 4-bit quantization had to its dense model, may be added to that KL; what is added was measured to be at

@@ -50,7 +50,7 @@ for _module in iter_modules(runtime.backends.__path__):
 
 AUTO, REFERENCE = "auto", "reference"
 FORMER_NAME = "w4a8"
-"""Of the mode with 8-bit activations, which is an option of its own now."""
+"""Former name of the mode with 8-bit activations, which is an option of its own."""
 EXPANDED = "zeros of {} are expanded at load: no kernel leaves them out on a GPU"
 
 Chosen = TypeVar("Chosen")
