@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from compress.common.errors import RequestError, ToolkitError
 from runtime.core.collector import without_collections
@@ -34,23 +35,25 @@ def load_engine(path: str | Path, config: RuntimeConfig, report: Report = ignore
         ToolkitError: this machine or model does not support the configuration.
     """
     from compress.checkpoint.gguf.folder import folder_of
+    from runtime.activations import choose_activations
     from runtime.model.loader import load_model
     from runtime.runner.runner import build_runner
     from runtime.speculative.build import build_speculator
 
     path = folder_of(path)
     tokenizer = Tokenizer.open(path)
-    decoder = load_model(
-        path,
-        device=config.device,
-        dtype=config.dtype,
-        kernels=config.linear_backend,
-        trust_remote_code=config.trust_remote_code,
-        moe_expert_cache=config.moe_expert_cache,
-        report=report,
-    )
+    options: dict[str, Any] = {
+        "device": config.device,
+        "dtype": config.dtype,
+        "trust_remote_code": config.trust_remote_code,
+        "report": report,
+    }
+    chosen = choose_activations(path, config.activations, kernels=config.linear_backend, **options)
+    experts = config.moe_expert_cache
+    decoder = load_model(path, kernels=chosen.kernels, notes=chosen.notes, moe_expert_cache=experts, **options)
     runner = build_runner(decoder, config, report)
-    return Engine(runner, tokenizer, config, speculator=build_speculator(path, decoder, runner, config)), tokenizer
+    speculator = build_speculator(path, decoder, runner, replace(config, linear_backend=chosen.kernels))
+    return Engine(runner, tokenizer, config, speculator=speculator), tokenizer
 
 
 class LLM:

@@ -101,7 +101,7 @@ def _try(
     cost = in_own_process(_compress, options, setting, method, seed, out)
     packed = open_scorer(out, options.backend, device=options.device, dtype="float32")
     for windows in texts:
-        positions = score_positions(packed, windows, dense)
+        (positions,) = score_positions([packed], windows, dense)
         yield Trial(
             setting,
             method,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from compress.checkpoint.activations import SIXTEEN_BITS
 from compress.checkpoint.config import read_config
 from compress.checkpoint.locate import find_model, shown_name
 from compress.cli.options import (
@@ -144,7 +145,7 @@ def evaluate(
     path = folder_of(model, code=score.trust_remote_code) if model else _default_model(console)
     streaming = stream.streaming(path)
     request = score.request(path, kv.scheme(read_config(path)), kernels, states.state_dtype, streaming)
-    request = replace(request, baseline=path) if states.record else request
+    request = replace(request, baseline=path, activations=SIXTEEN_BITS) if states.record else request
     if stream.dry_run:
         plan = plan_evaluation(request)
         typer.echo(json.dumps(plan.to_dict(), indent=2) if as_json else plan.describe())

@@ -183,8 +183,8 @@ KernelsMode = Annotated[
     str,
     typer.Option(
         "--linear-backend",
-        metavar="MODE",
-        help="Kernels of linear layers: auto; w4a8 (8-bit activations, on CPUs); reference. Does not affect the "
+        metavar="NAME",
+        help="Kernels of linear layers: auto, reference, or another name as for `runtime serve`. Does not affect the "
         "baseline.",
     ),
 ]
@@ -212,6 +212,14 @@ class ScoreOptions:
     device: Device = "auto"
     dtype: Annotated[str, typer.Option(help="auto (the checkpoint's), bfloat16, float32, ...")] = "auto"
     trust_remote_code: TrustRemoteCode = False
+    activations: Annotated[
+        str,
+        typer.Option(
+            metavar="FORM",
+            help="Activations that packed weights are multiplied by on a CPU: 16bit, 8bit, or auto: as served. Does "
+            "not affect the baseline.",
+        ),
+    ] = AUTO
 
     def request(
         self, model: Path, kv_cache: KVCacheScheme, kernels: str, state_dtype: str, streaming: Streaming | None
@@ -234,6 +242,7 @@ class ScoreOptions:
             self.trust_remote_code,
             state_dtype,
             streaming,
+            self.activations,
         )
 
 

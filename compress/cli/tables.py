@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
+from compress.checkpoint.activations import ACTIVATIONS_MEASURED_KEY, EIGHT_BITS, MeasuredActivations
 from compress.checkpoint.locate import shown_name
 from compress.checkpoint.state_dtype import STATE_FLOAT32
 from compress.checkpoint.weights import Int, Scheme
@@ -165,7 +166,16 @@ def _quality(quality: dict) -> list[tuple[str, str]]:
             f"({quality['tokens']} tokens of {quality['data']}: a quick check)",
         ),
         ("KL to dense", f"{quality['kl_mean']:.5f} mean, {quality['kl_p999']:.4f} at 99.9 %"),
+        *_activations(quality),
     ]
+
+
+def _activations(quality: dict) -> list[tuple[str, str]]:
+    """Returns the measured forms of activations, where there were two."""
+    measured = quality[ACTIVATIONS_MEASURED_KEY]
+    if measured is None:
+        return []
+    return [("activations", f"{quality['activations']} on CPUs: {MeasuredActivations(**measured)}")]
 
 
 def _next_commands(out: Path, has_tokenizer: bool, backend: str) -> list[str]:
@@ -199,6 +209,8 @@ def print_evaluation(report: EvaluationReport) -> None:
         table.add_row("KL mean (nats)", f"{result.kl_mean:.5f}")
         table.add_row("KL 99.9 % (nats)", f"{result.kl_p999:.4f}")
         table.add_row("same first token", f"{100 * result.top1_agreement:.2f} %")
+    if report.request.activations == EIGHT_BITS:
+        table.add_row("activations", EIGHT_BITS)
     if not report.request.kv_cache.is_exact:
         table.add_row("KV cache", str(report.request.kv_cache))
     if report.request.state_dtype != STATE_FLOAT32:

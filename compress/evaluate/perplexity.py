@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -151,45 +151,50 @@ def evaluate(
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Evaluation:
     """Scores every window with the model and, side by side, with the baseline. See `score_positions`."""
-    return Evaluation.of(score_positions(model, windows, baseline, on_progress), baseline is not None)
+    (positions,) = score_positions([model], windows, baseline, on_progress)
+    return Evaluation.of(positions, baseline is not None)
 
 
 @torch.inference_mode()
 def score_positions(
-    model: Scorer,
+    models: Sequence[Scorer],
     windows: Windows,
     baseline: Scorer | None = None,
     on_progress: Callable[[int, int], None] | None = None,
-) -> Positions:
-    """Scores every window. Both models are resident, and the logits of one batch of windows of each.
+) -> list[Positions]:
+    """Scores every window with each model. All models are resident, and the logits of one batch of windows of two.
 
     Args:
-        baseline: reference model; None compares the model with itself.
+        baseline: reference model; None compares each model with itself.
         on_progress: called with (windows done, windows in all).
 
     Raises:
         NumericsError: a model gave NaN or infinite logits.
-        CheckpointError: the two models have different vocabularies.
+        CheckpointError: a model and the baseline have different vocabularies.
     """
-    batches = list(_score_batches(model, windows.tokens, baseline, on_progress))
-    return Positions(*map(torch.cat, zip(*batches, strict=True)))
+    batches = list(_score_batches(models, windows.tokens, baseline, on_progress))
+    return [Positions(*map(torch.cat, zip(*each, strict=True))) for each in zip(*batches, strict=True)]
 
 
 def _score_batches(
-    model: Scorer, tokens: Tensor, baseline: Scorer | None, on_progress: Callable[[int, int], None] | None
-) -> Iterator[Positions]:
+    models: Sequence[Scorer], tokens: Tensor, baseline: Scorer | None, on_progress: Callable[[int, int], None] | None
+) -> Iterator[list[Positions]]:
     done, size = 0, 1
     while done < len(tokens):
         batch = tokens[done : done + size]
-        reference = logp = log_probabilities(model.logits(batch)[:, :-1], "the model")
-        if baseline is not None:
-            reference = log_probabilities(baseline.logits(batch)[:, :-1], "the baseline").to(logp.device)
-        yield compare_positions(logp, reference, batch)
+        reference = None if baseline is None else log_probabilities(baseline.logits(batch)[:, :-1], "the baseline")
+        scored, vocabulary = [], 0
+        for model in models:
+            logp = log_probabilities(model.logits(batch)[:, :-1], "the model")
+            own = logp if reference is None else reference.to(logp.device)
+            scored.append(compare_positions(logp, own, batch))
+            vocabulary = logp.shape[-1]
+        yield scored
         done += len(batch)
         if on_progress:
             on_progress(done, len(tokens))
         # The first window alone showed how many logits one has.
-        size = _batch_size(batch.shape[1], logp.shape[-1])
+        size = _batch_size(batch.shape[1], vocabulary)
 
 
 def _batch_size(length: int, vocabulary: int) -> int:

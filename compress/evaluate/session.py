@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from calibration.sequences import SequenceSet, check_token_ids, load_tokenizer
 from calibration.sources import load_texts
+from compress.checkpoint.activations import (
+    ACTIVATIONS,
+    ACTIVATIONS_MEASURED_KEY,
+    EIGHT_BITS,
+    SIXTEEN_BITS,
+    MeasuredActivations,
+)
 from compress.checkpoint.config import compression_block, dtype_name, read_config, write_config
 from compress.checkpoint.dequantized import open_source
 from compress.checkpoint.gguf.folder import folder_of
-from compress.checkpoint.kv_cache import UNCOMPRESSED, KVCacheScheme
+from compress.checkpoint.kv_cache import AUTO, UNCOMPRESSED, KVCacheScheme
 from compress.checkpoint.locate import find_source
 from compress.checkpoint.locate.hub import HubModel
 from compress.checkpoint.state_dtype import STATE_DTYPES, STATE_FLOAT32, MeasuredStates, with_measured_states
@@ -29,11 +36,14 @@ from compress.evaluate.checks import (
     overlap_warning,
     shared_spans,
 )
-from compress.evaluate.perplexity import Evaluation, Windows, cut_windows, evaluate
+from compress.evaluate.perplexity import Evaluation, Windows, cut_windows, score_positions
 from compress.evaluate.scorers import BACKENDS, Scorer, check_states, default_backend, open_scorer
 from compress.evaluate.stream_plan import ModelCost, StreamPlan, stored_tensors
 from compress.evaluate.streamed import Report, StreamedScorer, Streaming
 from compress.models.config import context_length
+
+if TYPE_CHECKING:
+    from runtime.activations import ActivationChoice
 
 DEFAULT_DATA = "pydoc"
 DEFAULT_LENGTH = 512
@@ -53,6 +63,7 @@ class EvaluationRequest:
         max_tokens: limit on the tokens; None is all the text.
         kv_cache: form of keys and values of the model; the baseline has 16 bits.
         kernels: of the model, not of the baseline: a mode or a kernel of `runtime.backends.registry`.
+        activations: of the model, not of the baseline: see `runtime.activations.choose_activations`.
         trust_remote_code: whether Python files of the folders may run.
         state_dtype: dtype of kept recurrent states of the model; the baseline has float32.
         streaming: None keeps both models in memory.
@@ -71,6 +82,7 @@ class EvaluationRequest:
     trust_remote_code: bool = False
     state_dtype: str = STATE_FLOAT32
     streaming: Streaming | None = None
+    activations: str = AUTO
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +113,7 @@ class EvaluationReport:
             "dtype": self.request.dtype,
             "kv_cache": self.request.kv_cache.to_dict(),
             "kernels": self.request.kernels,
+            "activations": self.request.activations,
             "state_dtype": self.request.state_dtype,
             "calibration_overlap": self.overlap,
             "bits_per_byte": asdict(self.domain) if self.domain else None,
@@ -122,17 +135,40 @@ def run_evaluation(
     Raises:
         ToolkitError: a path, text or option that cannot be used, or logits that are not finite.
     """
+    return run_evaluations(request, (request.activations,), on_progress, calibration)[0]
+
+
+def run_evaluations(
+    request: EvaluationRequest,
+    activations: Sequence[str],
+    on_progress: Report = lambda _what, _done, _all: None,
+    calibration: SequenceSet | None = None,
+) -> list[EvaluationReport]:
+    """Evaluates a model with several forms of activations, side by side with one baseline; see `run_evaluation`."""
     prepared = _prepare(request, calibration)
     windows, seen, sample = prepared.windows, prepared.seen, prepared.sample
-    with _scorers(prepared, on_progress) as (model, reference):
-        result = evaluate(model, windows, reference, partial(on_progress, "scoring"))
-        scorer = reference or model
-        domain = None if sample is None else compare_domains(scorer, sample, windows, result, prepared.tokenizer)
+    choices = [_choose_activations(request, each) for each in activations]
+    with _scorers(prepared, choices, on_progress) as (models, reference):
+        scored = score_positions(models, windows, reference, partial(on_progress, "scoring"))
+        results = [Evaluation.of(positions, reference is not None) for positions in scored]
+        scorer = reference or models[0]
+        domain = None if sample is None else compare_domains(scorer, sample, windows, results[0], prepared.tokenizer)
     shared = shared_spans(seen, windows)
     warnings = prepared.warnings + overlap_warning(shared, seen, windows)
     if domain and seen:
         warnings += domain.warnings(seen.name, windows.source)
-    return EvaluationReport(request, result, windows, prepared.baseline, warnings, shared, domain)
+    return [
+        EvaluationReport(
+            replace(request, activations=choice.activations),
+            result,
+            windows,
+            prepared.baseline,
+            warnings,
+            shared,
+            domain,
+        )
+        for choice, result in zip(choices, results, strict=True)
+    ]
 
 
 def plan_evaluation(request: EvaluationRequest) -> StreamPlan:
@@ -141,7 +177,8 @@ def plan_evaluation(request: EvaluationRequest) -> StreamPlan:
     Raises:
         ToolkitError: see `run_evaluation`.
     """
-    scorers = [scorer for scorer in _streamed(_prepare(request, None)) if scorer is not None]
+    models, reference = _streamed(_prepare(request, None), [_choose_activations(request, SIXTEEN_BITS)])
+    scorers = models if reference is None else [*models, reference]
     parts = [part for scorer in scorers for part in scorer.parts]
     target = scorers[0].model.loader.reader.target
     checkpoints = (scorer.model.loader.reader.checkpoint for scorer in scorers)
@@ -195,18 +232,29 @@ def _prepare(request: EvaluationRequest, calibration: SequenceSet | None) -> _Pr
     return _Prepared(request, config, baseline, tokenizer, windows, seen, domain_sample(seen), warnings)
 
 
+def _choose_activations(request: EvaluationRequest, asked: str) -> ActivationChoice:
+    from runtime.activations import ActivationChoice, choose_activations
+
+    if request.backend != "runtime":
+        return ActivationChoice(request.kernels)
+    return choose_activations(request.model, asked, kernels=request.kernels, **_options(request))
+
+
 @contextmanager
-def _scorers(prepared: _Prepared, report: Report) -> Iterator[tuple[Scorer, Scorer | None]]:
-    """Opens the model and its baseline, and streams the text through them where that is asked for."""
+def _scorers(
+    prepared: _Prepared, choices: Sequence[ActivationChoice], report: Report
+) -> Iterator[tuple[Sequence[Scorer], Scorer | None]]:
+    """Opens the model with each form of activations and its baseline, and streams the text through them where that is
+    asked for."""
     request, baseline = prepared.request, prepared.baseline
     if request.streaming is not None:
-        with request.streaming.scorers(*_streamed(prepared), report) as scorers:
+        with request.streaming.scorers(*_streamed(prepared, choices), report) as scorers:
             yield scorers
         return
     options: dict[str, Any] = _options(request)
     forms: dict[str, Any] = {"kv_cache": request.kv_cache, "state_dtype": request.state_dtype}
-    model = open_scorer(request.model, request.backend, kernels=request.kernels, **forms, **options)
-    yield model, open_scorer(baseline, request.backend, as_dense=prepared.as_dense, **options) if baseline else None
+    models = [open_scorer(request.model, request.backend, kernels=each.kernels, **forms, **options) for each in choices]
+    yield models, open_scorer(baseline, request.backend, as_dense=prepared.as_dense, **options) if baseline else None
 
 
 def _options(request: EvaluationRequest) -> dict[str, Any]:
@@ -214,25 +262,31 @@ def _options(request: EvaluationRequest) -> dict[str, Any]:
     return {"device": request.device, "dtype": request.dtype, "trust_remote_code": request.trust_remote_code}
 
 
-def _streamed(prepared: _Prepared) -> tuple[StreamedScorer, StreamedScorer | None]:
-    """Opens the model and its baseline; reads no weights. Raises DataError for a request that does not stream."""
+def _streamed(
+    prepared: _Prepared, choices: Sequence[ActivationChoice]
+) -> tuple[list[StreamedScorer], StreamedScorer | None]:
+    """Opens the model with each form of activations and its baseline; reads no weights. Raises DataError for a request
+    that does not stream."""
     from runtime.model.streamed import StreamedModel
 
     request, baseline, options = prepared.request, prepared.baseline, _options(prepared.request)
     if request.streaming is None:
         raise DataError("only streamed evaluations are planned", "Add --stream, or leave --dry-run out")
-    model = StreamedModel.open(request.model, kernels=request.kernels, **options)
-    check_states(model.config, request.model, request.state_dtype)
+    models = [StreamedModel.open(request.model, kernels=choice.kernels, **options) for choice in choices]
+    check_states(models[0].config, request.model, request.state_dtype)
     alone = [prepared.windows.tokens]
     texts = alone if prepared.sample is None else [*alone, prepared.sample.tokens]
     folder = request.streaming.folder
     forms: dict[str, Any] = {"kv_cache": request.kv_cache, "state_dtype": request.state_dtype}
+    first = texts if baseline is None else alone
+    scorers = [
+        StreamedScorer.of(model, folder / name, seen, **forms)
+        for model, name, seen in zip(models, ("model", f"model-{EIGHT_BITS}"), (first, alone), strict=False)
+    ]
     if baseline is None:
-        return StreamedScorer.of(model, folder / "model", texts, **forms), None
+        return scorers, None
     reference = StreamedModel.open(baseline, as_dense=prepared.as_dense, **options)
-    return StreamedScorer.of(model, folder / "model", alone, **forms), StreamedScorer.of(
-        reference, folder / "baseline", texts
-    )
+    return scorers, StreamedScorer.of(reference, folder / "baseline", texts)
 
 
 def record_states(report: EvaluationReport) -> MeasuredStates:
@@ -262,8 +316,13 @@ def _is_source(path: Path, config: dict[str, Any]) -> bool:
 
 
 def _check_choices(request: EvaluationRequest) -> None:
-    options = ("backend", request.backend, BACKENDS), ("dtype", request.dtype, DTYPES)
-    for option, value, known in (*options, ("state-dtype", request.state_dtype, STATE_DTYPES)):
+    choices = {
+        "backend": (request.backend, BACKENDS),
+        "dtype": (request.dtype, DTYPES),
+        "state-dtype": (request.state_dtype, STATE_DTYPES),
+        "activations": (request.activations, ACTIVATIONS),
+    }
+    for option, (value, known) in choices.items():
         if value not in known:
             raise DataError(f"{option} {value!r} is unknown", f"Use --{option} " + " or ".join(known))
     if request.backend != "runtime" and not request.kv_cache.is_exact:
@@ -273,6 +332,8 @@ def _check_choices(request: EvaluationRequest) -> None:
         )
     if request.backend != "runtime" and request.state_dtype != STATE_FLOAT32:
         raise DataError(f"{request.backend} keeps no states in {request.state_dtype}", "Use --backend runtime")
+    if request.backend != "runtime" and request.activations == EIGHT_BITS:
+        raise DataError(f"{request.backend} does not round activations", "Use --backend runtime")
     if request.backend != "runtime" and request.kernels != "auto":
         raise DataError(f"{request.backend} has no kernels {request.kernels}", "Use --backend runtime")
     if request.backend != "runtime" and request.streaming is not None:
@@ -298,7 +359,8 @@ def quick_check(
     on_progress: Report = lambda _what, _done, _all: None,
     say: Callable[[str], None] = lambda _line: None,
 ) -> dict[str, Any]:
-    """Measures perplexity and KL of a new checkpoint against its source on a fixed slice of the default text.
+    """Measures perplexity and KL of a new checkpoint against its source on a fixed slice of the default text, as it
+    would be served on this machine. On a CPU that decides the form of activations.
 
     Args:
         calibration: its calibration sequences, to be compared with that text.
@@ -320,7 +382,24 @@ def quick_check(
         taken = f"the dense and the packed model take about {format_bytes(needed)}, {format_bytes(free)} are free"
         say(f"quality check: {taken} on {device}: one layer at a time")
         request = replace(request, streaming=streaming)
-    return run_evaluation(request, on_progress, calibration).to_dict()
+    return _gated(run_evaluations(request, _forms(request), on_progress, calibration))
+
+
+def _forms(request: EvaluationRequest) -> tuple[str, ...]:
+    """Returns the forms of activations in which a new checkpoint may be served."""
+    from runtime.activations import can_round_activations
+
+    can_round = request.backend == "runtime" and can_round_activations(request.model)
+    return (SIXTEEN_BITS, EIGHT_BITS) if can_round else (SIXTEEN_BITS,)
+
+
+def _gated(reports: Sequence[EvaluationReport]) -> dict[str, Any]:
+    """Returns the report of the form that is served, with the KL of both where there are two."""
+    if len(reports) == 1:
+        return reports[0].to_dict() | {ACTIVATIONS_MEASURED_KEY: None}
+    exact, rounded = (report.to_dict() for report in reports)
+    measured = MeasuredActivations.of(exact["kl_mean"], rounded["kl_mean"], exact)
+    return (rounded if measured.is_within_limit else exact) | {ACTIVATIONS_MEASURED_KEY: asdict(measured)}
 
 
 def both_bytes(source: Path) -> int:

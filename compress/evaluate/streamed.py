@@ -97,11 +97,15 @@ class StreamedScorer:
             "state_dtype": self.state_dtype,
         }
 
-    def compute(self, report: Report, what: str) -> None:
+    @property
+    def name(self) -> str:
+        return self.store.folder.name
+
+    def compute(self, report: Report) -> None:
         """Passes all windows through all layers that they have not seen.
 
         Args:
-            report: is called after each part with (`what` and the layer, steps done, `num_steps`).
+            report: is called after each part with (`name` and the layer, steps done, `num_steps`).
         """
         from runtime.model.streamed import advance
 
@@ -114,7 +118,7 @@ class StreamedScorer:
                 advance(decoder, self.parts[part].to(decoder.device), partial, self.kv_cache, self.state_dtype)
                 self._save(part, partial)
                 seen[part] += 1
-                report(f"{what}, layer {index + 1} of {self.model.num_layers}", sum(seen), self.num_steps)
+                report(f"{self.name}, layer {index + 1} of {self.model.num_layers}", sum(seen), self.num_steps)
             del decoder
 
     def _begin(self) -> list[int]:
@@ -185,21 +189,20 @@ class Streaming:
 
     @contextmanager
     def scorers(
-        self, scorer: StreamedScorer, reference: StreamedScorer | None, report: Report
-    ) -> Iterator[tuple[StreamedScorer, StreamedScorer | None]]:
-        """Streams texts through a model and its baseline, one after the other; see `open`.
+        self, scorers: Sequence[StreamedScorer], reference: StreamedScorer | None, report: Report
+    ) -> Iterator[tuple[Sequence[StreamedScorer], StreamedScorer | None]]:
+        """Streams texts through a model in one or several forms and its baseline, one after the other; see `open`.
 
         Raises:
             CheckpointError: another process uses the folder, it holds progress of something else, or the disk is full.
         """
         busy = CheckpointError(f"another process is evaluating in {self.folder}", "Wait for it, or name another folder")
         with held_by_one(self.folder, busy):
-            self._continue(self._identity(scorer, reference))
+            self._continue(self._identity(scorers, reference))
             with _cleared(self.folder):
-                if reference is not None:
-                    reference.compute(report, "baseline")
-                scorer.compute(report, "model")
-                yield scorer, reference
+                for scorer in scorers if reference is None else (reference, *scorers):
+                    scorer.compute(report)
+                yield scorers, reference
 
     def _continue(self, identity: dict[str, Any]) -> None:
         if self.restart or (self.is_private and differences(self.folder, identity)):
@@ -209,10 +212,11 @@ class Streaming:
             discard(self.folder)
             begin(self.folder, identity)
 
-    def _identity(self, scorer: StreamedScorer, reference: StreamedScorer | None) -> dict[str, Any]:
+    def _identity(self, scorers: Sequence[StreamedScorer], reference: StreamedScorer | None) -> dict[str, Any]:
         """Returns what hidden states depend on."""
+        files = {"files": self.weights} if self.weights else {}
         return {
-            "model": scorer.identity | ({"files": self.weights} if self.weights else {}),
+            **{scorer.name: scorer.identity | files for scorer in scorers},
             "baseline": None if reference is None else reference.identity,
             "tool": tool_version(),
         }

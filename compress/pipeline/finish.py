@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from compress.checkpoint.activations import ACTIVATIONS_MEASURED_KEY
 from compress.checkpoint.config import COMPRESSION_KEY, is_embedding, packed_config, read_config, write_config
 from compress.checkpoint.formats import dense, format_for
 from compress.checkpoint.kv_cache import KV_CACHE_KEY, KV_MEASURED_KEY, KVCacheRecord, KVCacheScheme, MeasuredKVCache
@@ -268,6 +269,14 @@ def choose_default(context: RunContext, folder: Path, quiet: bool) -> KVResult |
         config[COMPRESSION_KEY][KV_MEASURED_KEY] = record.to_dict()
     write_config(folder, config)
     return result
+
+
+def record_activations(folder: Path, quality: Mapping[str, Any]) -> None:
+    """Records the measured forms of activations in config.json of the finished checkpoint in `folder`, if there are."""
+    if quality.get(ACTIVATIONS_MEASURED_KEY) is not None:
+        config = read_config(folder)
+        config[COMPRESSION_KEY][ACTIVATIONS_MEASURED_KEY] = quality[ACTIVATIONS_MEASURED_KEY]
+        write_config(folder, config)
 
 
 def _measure(context: RunContext, stage: KVCacheStage, folder: Path, quiet: bool) -> KVCacheRecord:

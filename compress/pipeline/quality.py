@@ -89,6 +89,8 @@ class CheckPlan:
 
 def plan_quality(context: RunContext) -> CheckPlan:
     """Plans the quality check from shapes."""
+    import torch
+
     from compress.evaluate.session import both_bytes
     from compress.evaluate.stream_plan import ModelCost, StoredTensor, StreamPlan
     from runtime.backends.base import Target
@@ -102,13 +104,15 @@ def plan_quality(context: RunContext) -> CheckPlan:
         rows, spec = context.plan.rows, describe(context.config)
         before = [StoredTensor(row.tensor, row.parameters, row.bytes_before, False) for row in rows]
         after = [StoredTensor(row.tensor, row.parameters, row.bytes_after, _is_packed(row)) for row in rows]
-        costs = (ModelCost.of(spec, tensors, target.dtype.itemsize) for tensors in (after, before))
-        plan = StreamPlan(spec, tuple(costs), *_sizes(context), target)
+        packed, dense = (ModelCost.of(spec, tensors, target.dtype.itemsize) for tensors in (after, before))
+        rounds = target.device.type == "cpu" and target.dtype == torch.bfloat16 and any(map(_is_packed, rows))
+        models = (packed, packed, dense) if rounds else (packed, dense)  # with both forms of activations
+        plan = StreamPlan(spec, models, *_sizes(context, len(models)), target)
     return CheckPlan(plan, whole, whole > available_bytes(device))
 
 
-def _sizes(context: RunContext) -> tuple[int, int, int]:
-    """Returns the number of tokens through both models, per forward pass at most, and per window."""
+def _sizes(context: RunContext, models: int) -> tuple[int, int, int]:
+    """Returns the number of tokens through all models, per forward pass at most, and per window."""
     from compress.evaluate.checks import SeenText, domain_sample
     from compress.evaluate.session import DEFAULT_LENGTH, QUICK_TOKENS
     from runtime.model.scoring import TOKENS_AT_ONCE
@@ -117,7 +121,7 @@ def _sizes(context: RunContext) -> tuple[int, int, int]:
     windows = max(1, QUICK_TOKENS // length)
     sample = domain_sample(SeenText.of(context.sequences)) if context.sequences else None
     more = 0 if sample is None else sample.tokens.numel()
-    return 2 * windows * length + more, min(windows * length, TOKENS_AT_ONCE), length
+    return models * windows * length + more, min(windows * length, TOKENS_AT_ONCE), length
 
 
 def _is_packed(row: PlanRow) -> bool:

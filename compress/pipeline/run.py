@@ -33,6 +33,7 @@ from compress.pipeline.finish import (
     full_report,
     kept_weights,
     put_in_place,
+    record_activations,
     save_rest,
 )
 from compress.pipeline.first_pass import finalize_plan
@@ -78,6 +79,7 @@ def run(context: RunContext, quiet: bool = False) -> RunResult:
             structure = check_checkpoint(context, folder, digests)
             kv_cache = choose_default(final, folder, quiet)
             quality = check_quality(folder, context, progress, digests, quiet)
+            record_activations(folder, quality)
         seconds = time.monotonic() - started
         # With the original plan: kinds of layers instead of individual layers.
         report = full_report(final, progress, structure, quality, seconds) | {

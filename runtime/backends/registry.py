@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import runtime.backends
+from compress.checkpoint.activations import EIGHT_BITS
 from compress.checkpoint.weights import Activations, Scheme, Weight
 from compress.common.errors import SchemeError
 from compress.models.mixers.recurrent import Recurrent
@@ -51,6 +52,8 @@ for _module in iter_modules(runtime.backends.__path__):
 logger = logging.getLogger("runtime.backends")
 
 AUTO, REFERENCE = "auto", "reference"
+FORMER_NAME = "w4a8"
+"""Former name of the mode with 8-bit activations, which is an option of its own."""
 EXPANDED = "zeros of {} are expanded at load: no kernel leaves them out on a GPU"
 
 Chosen = TypeVar("Chosen")
@@ -116,6 +119,8 @@ def check_name(kernels: str) -> None:
     """Raises SchemeError for a name of neither a mode nor a kernel of quantized weights."""
     names = list(dict.fromkeys([*modes(), *(kernel.name for kernel in linear_kernels() if not kernel.mode)]))
     names += [kernel.name for kernel in linear_kernels() if kernel.mode]
+    if kernels == FORMER_NAME:
+        raise SchemeError(f"{kernels} is no kernel any more", f"Use --activations {EIGHT_BITS}")
     if kernels not in names:
         raise SchemeError(f"unknown kernel {kernels!r}", f"Choose {', '.join(names)}")
 

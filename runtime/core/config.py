@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from compress.checkpoint.activations import ACTIVATIONS
 from compress.checkpoint.kv_cache import AUTO
 from compress.checkpoint.state_dtype import STATE_DTYPES, STATE_FLOAT32
 from compress.common.cli import SIZE_OPTION, option
@@ -31,10 +32,18 @@ class ComputeOptions:
     linear_backend: str = option(
         "--linear-backend",
         default="auto",
-        choices=("auto", "w4a8", "semi_structured", "humming", "reference"),
-        help="Kernels for quantized weights. auto: the fastest that are exact enough; w4a8: 8-bit activations, faster "
-        "and less exact; semi_structured: 2:4 sparse weights in 16 bits on a GPU's sparse tensor cores; humming: the "
-        "CUDA kernels of the package humming-kernels; reference: plain PyTorch.",
+        metavar="NAME",
+        help="Kernels for quantized weights. auto: the fastest that are exact enough; semi_structured: 2:4 sparse "
+        "weights in 16 bits on a GPU's sparse tensor cores; humming: the CUDA kernels of the package humming-kernels; "
+        "reference: plain PyTorch; or the name of one kernel.",
+    )
+    activations: str = option(
+        "--activations",
+        default=AUTO,
+        choices=ACTIVATIONS,
+        help="Activations that packed weights are multiplied by on a CPU, in bfloat16 models. 8bit: rounded to 8 bits "
+        "by groups of columns, faster; 16bit: as they are; auto: 8bit if a measurement, recorded in the checkpoint or "
+        "made at the first start, allows it.",
     )
     attention_backend: str = option(
         "--attention-backend",

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from compress.checkpoint.activations import MeasuredActivations, measured_activations
 from compress.checkpoint.config import dtype_name
 from compress.checkpoint.kv_cache import KVCacheRecord, KVCacheScheme, measured_kv_caches, stored_kv_cache
 from compress.checkpoint.state_dtype import STATE_FLOAT32, STATE_ITEMSIZE, MeasuredStates, measured_states
@@ -54,6 +55,7 @@ class DecoderConfig:
         kv_cache: KV cache format recorded in the checkpoint.
         kv_measured: recorded losses of KV cache formats.
         states_measured: recorded losses of recurrent states in fewer bits.
+        activations_measured: recorded losses with 16-bit and 8-bit activations.
     """
 
     model_type: str
@@ -64,6 +66,7 @@ class DecoderConfig:
     kv_cache: KVCacheScheme | None = None
     kv_measured: KVCacheRecord | None = None
     states_measured: tuple[MeasuredStates, ...] = ()
+    activations_measured: MeasuredActivations | None = None
 
     @property
     def mixer(self) -> Attention:
@@ -269,6 +272,7 @@ def parse_config(
         kv_cache=stored_kv_cache(config),
         kv_measured=measured_kv_caches(config),
         states_measured=measured_states(config),
+        activations_measured=measured_activations(config),
     )
 
 

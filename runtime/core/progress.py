@@ -12,6 +12,7 @@ class Stage(StrEnum):
     """Stage of a start, as text for the user."""
 
     LIBRARIES = "importing libraries"
+    ACTIVATIONS = "measuring 8-bit activations"
     WEIGHTS = "reading weights"
     COMPILATION = "compiling kernels"
     STEPS = "computing and recording steps"

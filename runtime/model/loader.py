@@ -12,6 +12,7 @@ from torch import Tensor
 
 from compress.checkpoint.dequantized import UNUSED_SCALES, dequantized
 from compress.checkpoint.reader import PackedCheckpoint
+from compress.checkpoint.weights import Scheme
 from compress.common.device import available_bytes, format_bytes, resolve_device
 from compress.common.errors import ToolkitError
 from compress.models.block_parts import Beside, LayerInput
@@ -85,6 +86,7 @@ def load_model(
     trust_remote_code: bool = False,
     moe_expert_cache: int | None = None,
     prepared: NoPrepared | None = None,
+    notes: tuple[str, ...] = (),
     report: Report = ignore,
 ) -> ServedModel:
     """Opens a checkpoint and prepares every weight for its kernel.
@@ -93,11 +95,12 @@ def load_model(
         device: `auto` (CUDA if there is one), `cpu`, `cuda` or `cuda:N`.
         dtype: of activations and keys and values; `auto` is the checkpoint's, except that CPUs without 16-bit
             arithmetic in it compute float16 as bfloat16 and bfloat16 as float32.
-        kernels: `auto`, or the name of one kernel; `reference` is plain torch everywhere.
+        kernels: a mode or kernel of `runtime.backends.registry`; `reference` is plain torch everywhere.
         as_dense: dequantizes packed weights to the checkpoint's dtype, and rounds no inputs.
         trust_remote_code: whether Python files of the folder may run.
         moe_expert_cache: experts of each mixture on the device, with all of them in host memory.
         prepared: weights that need not be packed; None looks for those of `runtime prepare`.
+        notes: lines for the description, about the choice of `kernels`.
         report: is told how many layers are read.
 
     Raises:
@@ -110,7 +113,7 @@ def load_model(
     checkpoint, target = reader.checkpoint, reader.target
     if prepared is None and target.device.type == "cpu" and not as_dense:
         prepared = find_prepared(checkpoint.path)
-    reader = replace(reader, prepared=prepared or NOTHING_PREPARED)
+    reader = replace(reader, prepared=prepared or NOTHING_PREPARED, notes=notes)
     offload = ExpertOffload.of(checkpoint.path, config.spec, moe_expert_cache, target.device)
     if not isinstance(config.spec, CodeSpec):
         return load_decoder(config, reader, offload, report)
@@ -350,6 +353,17 @@ def contradictions(checkpoint: PackedCheckpoint, config: DecoderConfig) -> Itera
         )
 
 
+def packed_matrices(checkpoint: PackedCheckpoint, config: DecoderConfig) -> Iterator[tuple[Scheme, int, int]]:
+    """Yields scheme and shape of each packed matrix that activations are multiplied by."""
+    looked_up = set(config.spec.embeddings)
+    if head_is_embedding(checkpoint, config):
+        looked_up.remove(config.spec.names.embedding)
+    for module in sorted(set(checkpoint.modules) - looked_up):
+        for scheme, rows, columns in checkpoint.schemes[module].matrices(*checkpoint.shape(module)):
+            if scheme:
+                yield scheme, rows, columns
+
+
 def exclude_kernels(
     checkpoint: PackedCheckpoint, config: DecoderConfig, target: Target, kernels: str, free: int
 ) -> dict[str, str]:
@@ -357,14 +371,11 @@ def exclude_kernels(
 
     Weights are dequantized at load only while their dense form takes at most half of the `free` bytes.
     """
-    elements = 0
-    looked_up = set(config.spec.embeddings)
-    if head_is_embedding(checkpoint, config):
-        looked_up.remove(config.spec.names.embedding)
-    for module in sorted(set(checkpoint.modules) - looked_up):
-        for scheme, rows, columns in checkpoint.schemes[module].matrices(*checkpoint.shape(module)):
-            if scheme and choose_linear(scheme, columns, target, kernels).kernel.is_dense:
-                elements += rows * columns
+    elements = sum(
+        rows * columns
+        for scheme, rows, columns in packed_matrices(checkpoint, config)
+        if choose_linear(scheme, columns, target, kernels).kernel.is_dense
+    )
     needed, limit = elements * target.dtype.itemsize, free // 2
     if needed > limit and kernels in modes():
         reason = f"would need {format_bytes(needed)} of {format_bytes(limit)} allowed"

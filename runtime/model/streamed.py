@@ -18,6 +18,7 @@ from runtime.core.model_config import DecoderConfig
 from runtime.model.decoder import Activations, Decoder
 from runtime.model.loader import UNLOADED_LAYER, DecoderLoader, open_weights
 from runtime.model.scoring import whole_attention, whole_rows
+from runtime.model.weight_reader import WeightReader
 
 
 @dataclass(slots=True)
@@ -90,13 +91,21 @@ class StreamedModel:
         """Opens a checkpoint with the kernels that `runtime.model.loader.load_model` would choose.
 
         Raises:
-            CheckpointError: see `load_model`; a model that modeling code of transformers or of its folder computes.
+            CheckpointError: see `load_model`, and `of`.
         """
-        config, reader = open_weights(path, device, dtype, kernels, as_dense, trust_remote_code)
+        return cls.of(*open_weights(path, device, dtype, kernels, as_dense, trust_remote_code))
+
+    @classmethod
+    def of(cls, config: DecoderConfig, reader: WeightReader) -> StreamedModel:
+        """Returns the model that a reader prepares.
+
+        Raises:
+            CheckpointError: modeling code of transformers or of the folder computes it.
+        """
         if isinstance(config.spec, CodeSpec):
             raise CheckpointError(
-                f"{path} cannot be streamed: the modeling code of model type {config.model_type!r} computes all of its "
-                "layers at once",
+                f"{reader.checkpoint.path} cannot be streamed: the modeling code of model type {config.model_type!r} "
+                "computes all of its layers at once",
                 "Leave --stream out, on a machine with memory for the whole model",
             )
         loader = DecoderLoader(config, reader)

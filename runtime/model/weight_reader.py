@@ -36,6 +36,7 @@ class WeightReader:
         excluded: kernels that may not be chosen, with the reason.
         prefix: in front of every name.
         prepared: weights that need not be packed.
+        notes: first lines of the description.
     """
 
     checkpoint: PackedCheckpoint
@@ -45,6 +46,7 @@ class WeightReader:
     used: Counter[str] = field(default_factory=Counter)
     prefix: str = ""
     prepared: NoPrepared = NOTHING_PREPARED
+    notes: tuple[str, ...] = ()
 
     def inside(self, module: str) -> WeightReader:
         """Returns the reader of what is inside of a module."""
@@ -173,8 +175,9 @@ class WeightReader:
         for line, count in self.used.items():
             name, _, kernel = line.partition(": ")
             kernels.setdefault(kernel, []).append(f"{count} x {name}")
-        notes = [self.prepared.note] if self.prepared.note else []
-        return [*(f"{', '.join(names)}: {kernel}" for kernel, names in kernels.items()), *notes]
+        prepared = [self.prepared.note] if self.prepared.note else []
+        lines = (f"{', '.join(names)}: {kernel}" for kernel, names in kernels.items())
+        return [*self.notes, *lines, *prepared]
 
     def _prepare_dense(self, weight: Tensor, name: str, bias: Tensor | None, modules: Sequence[str]) -> Linear:
         placed = weight.to(self.target.device, self.target.dtype)

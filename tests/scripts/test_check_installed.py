@@ -9,7 +9,11 @@ import pytest
 
 pytestmark = pytest.mark.full
 
-IN_C = ("6 x o_proj: w4a16 g128 sym, kernel cpu (packed codes in C)", "ops between linears: CpuOps (compiled)")
+IN_C = (
+    "activations: 8bit (recorded)",
+    "6 x o_proj: w4a16 g128 sym, kernel cpu_w4a8 (packed codes in C)",
+    "ops between linears: CpuOps (compiled)",
+)
 IN_TORCH = "6 x o_proj: w4a16 g128 sym, kernel reference (dequantized)"
 
 

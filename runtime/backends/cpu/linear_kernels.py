@@ -3,7 +3,7 @@
 Twelve kernels over one layout. `cpu` multiplies by activations as they come, `cpu_sparse` does so and reads only
 what 2:4 sparsity keeps, `cpu_int8` multiplies by the 8-bit activations that the checkpoint asks for. `cpu_w4a8`
 rounds activations to 8 bits although the checkpoint does not ask for it: faster for many rows, and a little further
-from the model, so it serves only the mode `w4a8`. `cpu_fp4`, `cpu_nf4` and `cpu_bnb_fp4` look 4-bit floats up in a
+from the model, so it serves only the mode `8bit`. `cpu_fp4`, `cpu_nf4` and `cpu_bnb_fp4` look 4-bit floats up in a
 table, whatever their scales, `cpu_iq4_nl` does so with the levels of a type of GGUF, `cpu_k` multiplies integers with
 scales and minima of blocks. `cpu_fp8`, `cpu_fp8_block` and `cpu_mxfp8` widen 8-bit floats (e4m3) with scales of rows,
 blocks and groups.
@@ -17,6 +17,7 @@ from math import gcd
 import torch
 from torch import Tensor
 
+from compress.checkpoint.activations import EIGHT_BITS
 from compress.checkpoint.weights import Int, Scheme
 from compress.checkpoint.weights.block_fp8 import BlockFp8, BlockFp8Weight
 from compress.checkpoint.weights.bnb4 import FP4_VALUES, Bnb4
@@ -131,11 +132,14 @@ def int8_unsupported_reason(scheme: Scheme, in_features: int, target: Target) ->
 
 
 def w4a8_unsupported_reason(scheme: Scheme, in_features: int, target: Target) -> str:
-    return unsupported_reason(scheme, in_features, target) or _small_reason(scheme)
+    if scheme.activation_bits:
+        return "rounds activations that the checkpoint has in 16 bits"
+    return _unsupported_reason(scheme, in_features, target) or _small_reason(scheme)
 
 
 def sparse_unsupported_reason(scheme: Scheme, in_features: int, target: Target) -> str:
-    return w4a8_unsupported_reason(scheme, in_features, target) or kept_unsupported_reason(scheme)
+    small = _small_reason(scheme)
+    return unsupported_reason(scheme, in_features, target) or small or kept_unsupported_reason(scheme)
 
 
 def _detail(activations: Activations) -> Callable[[Scheme], str]:
@@ -296,7 +300,7 @@ W4A8: LinearKernel[IntegerWeight] = LinearKernel(
     lambda weight, bias, target: CpuLinear(weight, bias, activations=Activations.INT8_GROUP),
     _nbytes,
     _reads_rows,
-    mode="w4a8",
+    mode=EIGHT_BITS,
     detail=_detail(Activations.INT8_GROUP),
     layout=Layout("codes", lambda weight, bias: CpuLinear(weight, bias, activations=Activations.INT8_GROUP)),
 )

@@ -111,8 +111,8 @@ def _timed(answer: Answer, task: Task) -> Timing:
 
 CONTENDERS: dict[str, tuple[Contender, str, Settings]] = {
     "llama.cpp Q4_0": (llama_cpp, "gguf", Settings()),
-    "int4": (engine, "packed", Settings()),
-    "int4 w4a8": (engine, "packed", Settings(engine={"linear_backend": "w4a8"})),
+    "int4": (engine, "packed", Settings(engine={"activations": "16bit"})),
+    "int4 w4a8": (engine, "packed", Settings(engine={"activations": "8bit"})),
     "transformers bf16": (static_batches, "dense", Settings()),
 }
 NAMES = tuple(CONTENDERS)

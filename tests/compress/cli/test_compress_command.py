@@ -254,6 +254,7 @@ def test_run_does_what_quantize_does(compress, tiny_model, tmp_path) -> None:
         (["factorize", "--group-size", "64"], r"--group-size 64.*--bits"),
         (["prune", "--owl-lambda", "0.1"], "mean nothing where all blocks are pruned alike"),
         (["eval", "--ppl", "--linear-backend", "w4a9"], "'w4a9'"),
+        (["eval", "--ppl", "--linear-backend", "w4a8"], "w4a8.*--activations 8bit"),
         (["quantize", "--seed", "-1"], r"seed=-1.*outside 0.*2\^63.*- 1"),
         (["quantize", "--method", "smoothquant", "--bits", "4", "--dry-run"], "w4a8"),
         (["run", "int4-awk"], "'int4-awq'"),

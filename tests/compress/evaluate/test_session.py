@@ -3,12 +3,13 @@
 import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from folders import change_config, change_tensors, private_copy
-from runs import compress
+from runs import compress, with_outliers
 from transformers import AutoModelForCausalLM
 
 from calibration.sequences import load_tokenizer
@@ -16,6 +17,7 @@ from calibration.sources import load_texts
 from compress.checkpoint.weights import Int, Scheme
 from compress.common.cli import BUNDLED, bundled_path, demo_model_path
 from compress.common.errors import CheckpointError, DataError
+from compress.cpu.binding import library
 from compress.evaluate.perplexity import cut_windows, evaluate
 from compress.evaluate.scorers import TransformersScorer, load_dequantized, open_scorer
 from compress.evaluate.session import EvaluationRequest, quick_check, recorded_source, run_evaluation
@@ -81,6 +83,24 @@ def test_quick_check_measures_a_fixed_slice(make_packed):
     assert values == quick_check(packed, dequantized, tokens=512)
 
 
+@pytest.mark.skipif(library() is None, reason="needs the compiled library")
+@pytest.mark.parametrize(("channels", "form"), [([], "8bit"), ([5, 77, 130, 201], "16bit")])
+def test_quick_check_reports_the_form_of_activations_that_the_gate_allows(
+    channels: list[int], form: str, tmp_path: Path
+) -> None:
+    """Outliers here and there raise the scales of all groups of columns, so that others are rounded to nothing."""
+    source = with_outliers(demo_model_path(), tmp_path / "dense", channels, 128.0)
+    compress(source, tmp_path / "packed", QuantizeStage("rtn", Int(4, 128)))
+    values = quick_check(tmp_path / "packed", source, tokens=1024)
+    measured = values["activations_measured"]
+    assert values["activations"] == form
+    assert values["kl_mean"] == measured[f"kl_{form}"]
+    assert (measured["kl_8bit"] <= 1.1 * measured["kl_16bit"]) == (form == "8bit")
+    for name in ("16bit", "8bit"):
+        request = request_for(tmp_path / "packed", baseline=source, backend="runtime", length=512, activations=name)
+        assert run_evaluation(replace(request, max_tokens=1024)).result.kl_mean == measured[f"kl_{name}"]
+
+
 def test_quick_check_is_not_begun_without_the_memory_for_both_models(make_packed, monkeypatch: pytest.MonkeyPatch):
     packed, dequantized = make_packed()
     monkeypatch.setattr("compress.common.device.available_bytes", lambda device: 1 << 20)
@@ -133,7 +153,9 @@ def test_other_text_and_vanished_text_are_no_warning(make_recorded, text: Path):
         ({"dtype": "int3"}, "'int3'", "bfloat16"),
         ({"data": "./nowhere.txt"}, r" \./nowhere\.txt ", "pydoc"),
         ({"length": 1}, " 1 ", "--max-seq-length 2"),
-        ({"backend": "transformers", "kernels": "w4a8"}, "w4a8", "--backend runtime"),
+        ({"backend": "transformers", "kernels": "reference"}, "reference", "--backend runtime"),
+        ({"backend": "transformers", "activations": "8bit"}, "activations", "--backend runtime"),
+        ({"activations": "4bit"}, "'4bit'", "--activations"),
     ],
 )
 def test_unusable_options_are_refused(tiny_model, options: dict, problem: str, remedy: str):

@@ -17,9 +17,10 @@ from compress.checkpoint.config import read_config
 from compress.checkpoint.kv_cache import KVCacheScheme
 from compress.checkpoint.weights import Int
 from compress.common.errors import CheckpointError, DataError, NumericsError
+from compress.cpu.binding import library
 from compress.evaluate import perplexity
 from compress.evaluate.scorers import RuntimeScorer
-from compress.evaluate.session import EvaluationReport, EvaluationRequest, run_evaluation
+from compress.evaluate.session import EvaluationReport, EvaluationRequest, run_evaluation, run_evaluations
 from compress.evaluate.streamed import StreamedScorer, Streaming
 from compress.models.registry import known_families
 from compress.recipe import CalibrationOptions, QuantizeStage
@@ -42,7 +43,7 @@ def streaming(tmp_path: Path) -> Streaming:
 def streamed_logits(path: Path, folder: Path, **options) -> Tensor:
     forms = {name: options.pop(name) for name in ("kv_cache", "state_dtype") if name in options}
     scorer = StreamedScorer.of(StreamedModel.open(path, **options), folder, [TOKENS], **forms)
-    scorer.compute(lambda *_: None, "")
+    scorer.compute(lambda *_: None)
     return torch.cat([scorer.logits(batch) for batch in perplexity.batches(TOKENS, 112)])
 
 
@@ -102,6 +103,15 @@ def test_a_streamed_evaluation_gives_the_figures_of_a_resident_one(
     assert [step[1:] for step in steps if "layer" in step[0]] == 2 * [(done, 6) for done in range(1, 7)]
     assert steps[0][0] == "baseline, layer 1 of 3"
     assert not streaming.folder.exists()
+
+
+@pytest.mark.skipif(library() is None, reason="needs the compiled library")
+def test_so_does_one_of_two_forms_of_activations(make_packed, streaming: Streaming) -> None:
+    request, forms = request_for(make_packed()[0], dtype="bfloat16", device="cpu"), ("16bit", "8bit")
+    found = run_evaluations(replace(request, streaming=streaming), forms)
+    assert [figures(each) for each in found] == [figures(each) for each in run_evaluations(request, forms)]
+    assert [each.request.activations for each in found] == list(forms)
+    assert found[0].result.kl_mean != found[1].result.kl_mean
 
 
 @pytest.mark.full

@@ -44,7 +44,7 @@ def test_what_serves_it_and_why():
     assert "triton_fp8 runs on NVIDIA GPUs" in choice.reason
     assert "cpu_fp8 " in choice.reason
     assert "cpu " not in choice.reason
-    asked = choose_linear(W8A8, 256, Target(CPU, torch.float16), "w4a8")
+    asked = choose_linear(W8A8, 256, Target(CPU, torch.float16), "8bit")
     assert asked.kernel.name == "dequantized"
     assert "cpu_w4a8 multiplies by" in asked.reason
     excluded = {"dequantized": "would need 9 GiB of 1 GiB"}

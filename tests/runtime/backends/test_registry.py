@@ -54,10 +54,10 @@ def test_the_table_without_native_kernels(scheme, in_features, target, name, mon
     [
         *((Int(bits, 128), 256, BF16, "auto", "cpu") for bits in range(2, 9)),
         (Int(4, None, symmetric=False), 96, Target(CPU, torch.float32), "auto", "cpu"),
-        (Int(4, 128), 256, BF16, "w4a8", "cpu_w4a8"),
-        (Int(4, 16), 256, BF16, "w4a8", "cpu"),
+        (Int(4, 128), 256, BF16, "8bit", "cpu_w4a8"),
+        (Int(4, 16), 256, BF16, "8bit", "cpu"),
         (W8A8, 256, BF16, "auto", "cpu_int8"),
-        (W8A8, 256, BF16, "w4a8", "cpu_int8"),
+        (W8A8, 256, BF16, "8bit", "cpu_int8"),
         (Int(8, 64, False, Activations.INT8), 256, BF16, "auto", "cpu_int8"),
         (Int(4, 16), 256, BF16, "auto", "cpu"),
         (Int(4, 8), 256, BF16, "auto", "dequantized"),

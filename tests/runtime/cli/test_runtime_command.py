@@ -24,6 +24,8 @@ def test_help_reads_well_and_loads_nothing_heavy() -> None:
     pages = help_pages("runtime", ["", *COMMANDS])
     for command in COMMANDS:
         assert f"Usage: runtime {command}" in pages
+    own = {page.split()[0]: page for page in pages.split("Usage: runtime ")[1:]}
+    assert all("--activations" in own[command] for command in ("serve", "generate", "chat", "batch"))
 
 
 def test_help_returns_at_once() -> None:
@@ -59,6 +61,8 @@ def test_port_in_use_is_one_line_with_a_remedy() -> None:
         (["serve", "--api-key", ""], 1, "--api-key"),
         (["serve", "--kv-memory", "lots"], 1, "is not a size"),
         (["serve", "--dtype", "int3"], 1, "int3"),
+        (["serve", "--activations", "4bit"], 1, "4bit"),
+        (["generate", "--prompt", "x", "--linear-backend", "w4a8"], 1, "--activations 8bit"),
         (["serve", "--port", "0", "--jit-cache", "nowhere"], 1, "there is no file nowhere"),
         (["warm-up", "--device", "cpu"], 1, "runs on NVIDIA GPUs"),
         (["warm-up", "--export", "nowhere/kernels"], 1, "there is no folder nowhere"),

@@ -90,7 +90,7 @@ def refuse_to_pack(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("kernels", ["auto", "w4a8"])
+@pytest.mark.parametrize("kernels", ["auto", "8bit"])
 def test_same_bits_and_nothing_is_packed(dtype, kernels, packed, tmp_path, monkeypatch):
     model = private_copy(packed, tmp_path / "model")
     options = {"dtype": dtype, "kernels": kernels}
