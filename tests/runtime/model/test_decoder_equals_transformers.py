@@ -71,7 +71,7 @@ def test_logits_in_bfloat16_round_where_transformers_rounds(family, tmp_path):
     """Most logits have the very same bits; a matrix product may sum in another order."""
     folder = save_tiny_model(tmp_path / "model", family, torch.bfloat16)
     expected = reference_logits(load_reference(folder, torch.bfloat16), TOKENS).float()
-    found = score(load_model(folder, kernels="reference"), TOKENS)
+    found = score(load_model(folder, dtype="bfloat16", kernels="reference"), TOKENS)
     assert (found == expected).float().mean() > 0.5
     torch.testing.assert_close(found, expected, rtol=0.02, atol=0.1)
 
