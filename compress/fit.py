@@ -12,11 +12,11 @@ from compress.checkpoint.scheme import Scheme
 from compress.common.device import format_bytes
 from compress.common.errors import ToolkitError
 from compress.draft_model import DraftModel
-from compress.measured_loss import KEYS, WeightForm, weight_forms
 from runtime.core.config import RuntimeConfig
 from runtime.core.model_config import DecoderConfig
 from runtime.memory.capacity import estimate
 from runtime.memory.estimate import kv_token_bytes
+from runtime.memory.losses import KEYS, WeightForm, weight_forms
 from runtime.memory.plan import choose_model_kv_cache, find_model_window, plan_memory
 
 DTYPE, ITEMSIZE = "bfloat16", 2

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from compress.models.architecture import smoothing_mappings
+from compress.models.block import Block
 from compress.models.mixers.attention import Attention
 from compress.models.spec import ModelSpec
 
@@ -64,12 +65,16 @@ def foldings(spec: ModelSpec) -> dict[str, Folding]:
             if mapping.smooth_layer in norms:
                 found |= {name: replace(found[name], norm=before, offset=mapping.offset) for name in readers}
                 continue
-            mixer = block.mixer
-            of_heads = isinstance(mixer, Attention) and mapping.balance_layers == (mixer.output.name,)
-            pair = Pair(before, readers[0], mixer.head_dim if of_heads else 1)
+            pair = Pair(before, readers[0], _head_dim(block, readers[0]))
             found[pair.rows] = replace(found[pair.rows], pair=pair, fitted=ROWS)
             found[pair.columns] = replace(found[pair.columns], pair=pair, fitted=COLUMNS)
     return found
+
+
+def _head_dim(block: Block, reader: str) -> int:
+    """Returns the channels of a value head for the output projection of attention; 1 for other linears."""
+    mixer = block.mixer
+    return mixer.head_dim if isinstance(mixer, Attention) and reader.endswith(f".{mixer.output.name}") else 1
 
 
 def norm_scale(ours: Tensor, theirs: Tensor, offset: float) -> Tensor:

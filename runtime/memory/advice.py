@@ -13,7 +13,6 @@ from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.weights import Int
 from compress.common.device import available_bytes, format_bytes, resolve_device
 from compress.common.errors import ToolkitError
-from compress.measured_loss import KEYS, grade, weight_forms
 from runtime.backends.base import Target
 from runtime.backends.registry import is_fast
 from runtime.core.config import RuntimeConfig
@@ -21,6 +20,7 @@ from runtime.core.memory_plan import MemoryPlan
 from runtime.core.model_config import DecoderConfig
 from runtime.memory.capacity import ITEM_SIZES, Capacity, estimate
 from runtime.memory.estimate import Weights, kv_token_bytes
+from runtime.memory.losses import KEYS, grade, weight_forms
 from runtime.memory.plan import explain, find_budget, plan_memory
 from runtime.model.expert_offload import check_expert_cache
 from runtime.model.loader import read_model, resolve_dtype

@@ -10,9 +10,9 @@ from compress.common.cli import demo_model_path
 from compress.common.errors import ToolkitError
 from compress.draft_model import DraftModel
 from compress.fit import Fit, ServingTarget, candidates, choose, holds, weight_bytes
-from compress.measured_loss import KEYS, WEIGHTS
 from compress.recipe_file import parse_recipe
 from runtime.core.model_config import DecoderConfig, parse_config
+from runtime.memory.losses import KEYS, WEIGHTS
 
 EIGHT_BILLION = {
     "model_type": "llama",

@@ -10,13 +10,13 @@ from tiny_models import pack_model, save_tiny_model
 
 from compress.checkpoint.weights import Activations, Int, Scheme
 from compress.common.cli import demo_model_path
-from compress.measured_loss import KEYS, WEIGHTS, grade
 from runtime.core.attention_window import AttentionWindow
 from runtime.core.config import RuntimeConfig
 from runtime.core.memory_plan import MemoryPlan
 from runtime.llm import load_engine
 from runtime.memory.advice import LEAST_GAIN, Report, inspect
 from runtime.memory.capacity import Capacity, activation_bytes, estimate
+from runtime.memory.losses import KEYS, WEIGHTS, grade
 
 GIB = 2**30
 CONFIG = RuntimeConfig(device="cpu", kv_memory_bytes=4 * 2**20)
