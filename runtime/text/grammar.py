@@ -484,9 +484,7 @@ class GrammarCompiler:
                 self._recent.move_to_end(grammar)
             return compiled
 
-    def constraint(
-        self, grammar: Grammar, end_token_ids: Collection[int], work: Work | None = None
-    ) -> TokenConstraint:
+    def constraint(self, grammar: Grammar, end_token_ids: Collection[int], work: Work | None = None) -> TokenConstraint:
         """Returns a constraint for one sequence that ends with any of these tokens, and adds to the work of its
         request. Raises RequestError like `compile`."""
         compiled = self.compile(grammar)

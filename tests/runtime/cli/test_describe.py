@@ -1,5 +1,6 @@
 """Lines that a server prints about its kernels and its GPU, with a fake GPU in the runner."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -78,7 +79,7 @@ def test_every_linear_has_a_kernel_and_a_reason(tmp_path: Path, kernels: str) ->
     decoder = load_model(save_tiny_model(tmp_path / "model"), dtype="float32", kernels=kernels)
     lines = list(describe_engine(Engine(build_runner(decoder, config), None, config)))
     for name in ("q_proj+k_proj+v_proj", "o_proj", "gate_proj+up_proj", "down_proj", "head"):
-        (line,) = [line for line in lines if f" x {name}" in line]
+        (line,) = [line for line in lines if re.search(rf" x (\S+_)?{re.escape(name)}[,: ]", line)]
         assert ", kernel " in line
         assert "(" in line
 
