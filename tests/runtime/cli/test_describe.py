@@ -15,7 +15,7 @@ from compress.common.cli import demo_model_path
 from runtime.backends.base import Target
 from runtime.backends.registry import choose_attention
 from runtime.backends.triton import device as triton_device
-from runtime.cli.serve import describe_engine, describe_gpu
+from runtime.cli.serve import describe_engine, describe_gpu, join_equal
 from runtime.core.config import RuntimeConfig
 from runtime.engine.engine import Engine
 from runtime.memory.plan import plan_memory
@@ -94,7 +94,7 @@ def test_a_kernel_has_one_short_line_and_the_log_has_the_others(
     for name in ("q_proj", "k_proj"):
         for _ in range(3):
             reader.prepare(random_weight((256, 256), Int(4, 128)), name)
-    (line,) = reader.description()
+    (line,) = join_equal(reader.description())
     assert "3 x q_proj, 3 x k_proj: " in line
     assert len(line) < 160
     full = [message for message in caplog.messages if "_proj" in message]
