@@ -285,7 +285,7 @@ MAX_SIZE, MAX_ITEMS = 30_000, 10_000
 2,000 optional properties needs more than half of these."""
 
 
-def item_limits(num_characters: int) -> dict[str, int]:
+def item_limits(num_characters: int) -> dict[str, Any]:
     """Returns limits on the items of a parser for a grammar of this length, because a mask cannot be interrupted: short
     grammars need few items unless they are ambiguous."""
     num_items = min(max(2_000, num_characters // 2), MAX_ITEMS)
