@@ -154,7 +154,7 @@ def choose_linear(
         elif kernel.mode:
             reason = "multiplies by another form of numbers"
         if reason == "":
-            own = [k.name for each in _own(target.device) for k in each.linears]
+            own = [*(k.name for each in _own(target.device) for k in each.linears), *(excluded or {})]
             return _choice(kernel, _summary(kernel, scheme), reasons, own)
         if reason is not None:
             reasons.append(f"{kernel.name} {reason}")
@@ -195,8 +195,8 @@ def _own(device: torch.device) -> list[Backend]:
 def _choice(
     kernel: Chosen, about: Sequence[str], reasons: Sequence[str] = (), own: Collection[str] = ()
 ) -> Choice[Chosen]:
-    """A choice whose shown text has one reason at most: the last against one of the device's own kernels, where
-    none of these is taken."""
+    """A choice whose shown text has one reason at most: the last one against `own`, kernels that would be faster,
+    where none of these is taken."""
     is_own = getattr(kernel, "name", "") in own
     slower = [] if is_own else [reason for reason in reasons if reason.partition(" ")[0] in own][-1:]
     shown = [part.partition("; ")[0] for part in about]  # without the reasons of instructions

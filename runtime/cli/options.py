@@ -233,7 +233,8 @@ class TlsOptions:
             if self.ssl_ca_certs is not None:
                 context.load_verify_locations(self.ssl_ca_certs)
         except ssl.SSLError as error:
-            problem = f"{' '.join(f'{flag} {file}' for flag, file in given.items())} cannot be used: {error.reason or 'not in PEM'}"
+            files_given = " ".join(f"{flag} {file}" for flag, file in given.items())
+            problem = f"{files_given} cannot be used: {error.reason or 'not in PEM'}"
             raise ToolkitError(problem, "Name PEM files: a certificate, its own key, and the key's password") from error
         warn_of_readers(self.ssl_keyfile or self.ssl_certfile)
         return asdict(self) | {"ssl_cert_reqs": ssl.CERT_REQUIRED if self.ssl_ca_certs else ssl.CERT_NONE}

@@ -10,7 +10,8 @@ import shlex
 import signal
 import socket
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -315,13 +316,22 @@ def describe_engine(engine: Engine) -> Iterator[str]:
     yield f"context   {runner.max_model_len} tokens"
     yield f"KV cache  {describe_memory(engine)}"
     yield f"KV form   {runner.memory.kv_choice.describe()}"
-    yield from (f"kernels   {line}" for line in runner.decoder.description)
+    yield from (f"kernels   {line}" for line in join_equal(runner.decoder.description))
     yield f"attention {runner.kernels.describe()}"
     yield from describe_gpu(runner)
     if config.speculative_model:
         drafter = HubModel.of_cached(Path(config.speculative_model)) or config.speculative_model
         drafting = f"drafting  {drafter}, up to {config.num_speculative_tokens} tokens"
         yield f"{drafting}, {config.spec_verify}"
+
+
+def join_equal(lines: Iterable[str]) -> list[str]:
+    """Joins the lines `names: form, kernel` that differ in their names only."""
+    names: dict[str, list[str]] = {}
+    for line in lines:
+        name, _, kernel = line.partition(": ")
+        names.setdefault(kernel or line, []).append(name)
+    return [kernel if kernel in found else f"{', '.join(found)}: {kernel}" for kernel, found in names.items()]
 
 
 def warn_of_open_door(host: str, is_open: bool) -> None:

@@ -170,14 +170,9 @@ class WeightReader:
         return self.prepared.keep(modules, choice.kernel.layout, linear, bias)
 
     def description(self) -> list[str]:
-        """Describes the kernels in use, one line each, with what they compute."""
-        kernels: dict[str, list[str]] = {}
-        for line, count in self.used.items():
-            name, _, kernel = line.partition(": ")
-            kernels.setdefault(kernel, []).append(f"{count} x {name}")
+        """Describes the kernels in use, one line each."""
         prepared = [self.prepared.note] if self.prepared.note else []
-        lines = (f"{', '.join(names)}: {kernel}" for kernel, names in kernels.items())
-        return [*self.notes, *lines, *prepared]
+        return [*self.notes, *(f"{count} x {what}" for what, count in self.used.items()), *prepared]
 
     def _prepare_dense(self, weight: Tensor, name: str, bias: Tensor | None, modules: Sequence[str]) -> Linear:
         placed = weight.to(self.target.device, self.target.dtype)

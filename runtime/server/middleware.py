@@ -360,8 +360,8 @@ a request that is sent while the server closes the connection fails."""
 
 
 class StrictConnection(h11.Connection):
-    """HTTP/1.1 connection that refuses a request whose end a proxy in front of it may see elsewhere (request smuggling):
-    h11 itself refuses unknown or repeated transfer encodings and different lengths."""
+    """HTTP/1.1 connection that refuses a request whose end a proxy in front of it may see elsewhere, which would let a
+    client smuggle in another. h11 itself refuses unknown or repeated transfer encodings and different lengths."""
 
     def next_event(self) -> Any:
         """Returns the next event. Raises `h11.RemoteProtocolError` for a chunked body of HTTP/1.0, or with a length."""

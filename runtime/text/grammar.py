@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Work:
-    """Processor time for advancing the grammar of a request, in all of its answers. Threads may add to it at once:
-    a rare sum that one of them loses changes no more than the time of a step."""
+    """Processor time for advancing the grammar of a request, in all of its answers. Threads may lose a rare sum."""
 
     seconds: float = 0.0
     num_tokens: int = 0
@@ -45,16 +44,12 @@ class WorkLimit:
 
 
 MAX_WORK = WorkLimit(seconds=0.6, per_token=0.05)
-"""Limit per request, all answers together; beyond it the grammar is too complex. The seconds per token are those of the
-largest grammars."""
+"""Limit per request for the largest grammars, all answers together; beyond it the grammar is too complex."""
 
 
 def work_limit(vocab_size: int, num_characters: int) -> WorkLimit:
-    """Returns the limit of a grammar.
-
-    The masks of a grammar take time in proportion to the vocabulary and to its text: 20 ms for an object with 2,000
-    optional properties. Those of an ambiguous one take more with every token.
-    """
+    """Returns the limit of a grammar. Masks take time in proportion to the vocabulary and the grammar, 20 ms for 2,000
+    optional properties; those of ambiguous grammars take more with every token."""
     return WorkLimit(MAX_WORK.seconds, min(vocab_size * 1e-8 + num_characters * 2e-6, MAX_WORK.per_token))
 
 
@@ -286,14 +281,12 @@ LONG_KINDS = (GrammarKind.JSON_SCHEMA, GrammarKind.CALLS)
 NO_FORCING = '%llguidance {"no_forcing": true}'
 """Forced text is not tokenized in advance: the model chooses among all tokens that fit."""
 
-MAX_SIZE = 30_000
-"""Limit on the size of a compiled grammar: seconds to compile."""
-
-MAX_ITEMS = 10_000
-"""Limit on the items of a parser per byte of text; an object with 2,000 optional properties needs more than half."""
+MAX_SIZE, MAX_ITEMS = 30_000, 10_000
+"""Limits on a compiled grammar (seconds to compile), and on the items of a parser per byte of text. An object with
+2,000 optional properties needs more than half of these."""
 
 
-def item_limits(num_characters: int) -> dict[str, int]:
+def item_limits(num_characters: int) -> dict[str, Any]:
     """Returns limits on the items of a parser for a grammar of this length, because a mask cannot be interrupted: short
     grammars need few items unless they are ambiguous."""
     num_items = min(max(2_000, num_characters // 2), MAX_ITEMS)
@@ -481,9 +474,7 @@ class GrammarCompiler:
                 self._recent.move_to_end(grammar)
             return compiled
 
-    def constraint(
-        self, grammar: Grammar, end_token_ids: Collection[int], work: Work | None = None
-    ) -> TokenConstraint:
+    def constraint(self, grammar: Grammar, end_token_ids: Collection[int], work: Work | None = None) -> TokenConstraint:
         """Returns a constraint for one sequence that ends with any of these tokens, and adds to the work of its
         request. Raises RequestError like `compile`."""
         compiled = self.compile(grammar)

@@ -99,8 +99,9 @@ def test_an_interrupt_within_a_destructor_is_not_lost():
 def test_an_interrupt_at_any_moment_of_the_start_ends_a_command(tmp_path):
     """Those before the command runs end the process by the signal, which shells report as 130, too."""
     command = [sys.executable, "-m", "runtime.cli", "generate", "demo", "--prompt", "a", "--max-tokens", "1000"]
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     for tenths in range(3, 33):
-        process = subprocess.Popen(command, preexec_fn=HEED, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        process = subprocess.Popen(command, preexec_fn=HEED, cwd=tmp_path, **quiet)
         time.sleep(tenths / 10)
         process.send_signal(signal.SIGINT)
         assert process.wait(10) in (130, -signal.SIGINT), tenths

@@ -1,5 +1,6 @@
 """Lines that a server prints about its kernels and its GPU, with a fake GPU in the runner."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from compress.common.cli import demo_model_path
 from runtime.backends.base import Target
 from runtime.backends.registry import choose_attention
 from runtime.backends.triton import device as triton_device
-from runtime.cli.serve import describe_engine, describe_gpu
+from runtime.cli.serve import describe_engine, describe_gpu, join_equal
 from runtime.core.config import RuntimeConfig
 from runtime.engine.engine import Engine
 from runtime.memory.plan import plan_memory
@@ -78,7 +79,7 @@ def test_every_linear_has_a_kernel_and_a_reason(tmp_path: Path, kernels: str) ->
     decoder = load_model(save_tiny_model(tmp_path / "model"), dtype="float32", kernels=kernels)
     lines = list(describe_engine(Engine(build_runner(decoder, config), None, config)))
     for name in ("q_proj+k_proj+v_proj", "o_proj", "gate_proj+up_proj", "down_proj", "head"):
-        (line,) = [line for line in lines if f" x {name}" in line]
+        (line,) = [line for line in lines if re.search(rf" x (\S+_)?{re.escape(name)}[,: ]", line)]
         assert ", kernel " in line
         assert "(" in line
 
@@ -93,7 +94,7 @@ def test_a_kernel_has_one_short_line_and_the_log_has_the_others(
     for name in ("q_proj", "k_proj"):
         for _ in range(3):
             reader.prepare(random_weight((256, 256), Int(4, 128)), name)
-    (line,) = reader.description()
+    (line,) = join_equal(reader.description())
     assert "3 x q_proj, 3 x k_proj: " in line
     assert len(line) < 160
     full = [message for message in caplog.messages if "_proj" in message]

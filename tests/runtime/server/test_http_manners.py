@@ -173,7 +173,7 @@ def test_bytes_that_are_no_http(connect: Any, api: httpx.Client, sent: bytes) ->
     ],
 )
 def test_a_body_whose_end_is_not_certain_ends_the_connection(connect: Any, framing: str) -> None:
-    """What follows is part of the body for one reader and a request for another: it is not answered."""
+    """Bytes after it, which are its body for one reader and a request for another, are not answered."""
     version, _, lines = framing.partition(" ") if framing.startswith("1.0 ") else ("1.1", "", framing)
     connection = connect(post_head(len(BODY)) + BODY)
     assert answer_on(connection).status == 200

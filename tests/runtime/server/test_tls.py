@@ -48,6 +48,7 @@ def make_certificate(folder: Path, name: str, *options: str) -> tuple[Path, Path
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Certificates `server`, `client`, and `locked` with the password `secret`."""
     folder = tmp_path_factory.mktemp("certificates")
+    (folder / "empty.pem").touch()
     make_certificate(folder, "server")
     make_certificate(folder, "client")
     make_certificate(folder, "locked", "-passout", "pass:secret")
@@ -121,6 +122,7 @@ def test_url_tells_of_it() -> None:
         (("server", "none"), "--ssl-keyfile .*none.pem"),
         (("server", "client-key"), "server.pem .*client-key.pem"),
         (("server", None), "server.pem"),
+        (("empty", None), "empty.pem"),
         (("server-key", "server-key"), "server-key.pem"),
         (("locked", "locked-key"), "locked-key.pem"),
         (("locked", "locked-key", "wrong"), "locked-key.pem"),
@@ -137,6 +139,7 @@ def test_wrong_files_are_refused(folder: Path, names: tuple[str | None, ...], wo
     with pytest.raises(ToolkitError, match=words) as caught:
         TlsOptions(files[0], files[1], password, files[2]).checked()
     assert "secret" not in str(caught.value)
+    assert "None" not in str(caught.value)
 
 
 def test_key_that_others_can_read_is_warned_of(

@@ -323,7 +323,7 @@ AMBIGUOUS_GRAMMARS = {
 @pytest.mark.parametrize("num_answers", [1, pytest.param(64, marks=pytest.mark.full)])
 @pytest.mark.parametrize("name", AMBIGUOUS_GRAMMARS)
 def test_ambiguous_grammars_are_given_up_within_a_second(name: str, num_answers: int) -> None:
-    """Of processor time, for all answers of a request together."""
+    """A second of processor time, for all answers of a request together."""
     compiler, work, num_tokens = GrammarCompiler(TOKENIZER, PADDED_VOCAB), module.Work(), 0
     answers = [compiler.constraint(AMBIGUOUS_GRAMMARS[name], {END}, work) for _ in range(num_answers)]
     (token,) = TOKENIZER.encode("x")
