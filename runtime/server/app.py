@@ -15,7 +15,6 @@ from pydantic.json_schema import models_json_schema
 from compress.common.cli import tool_version
 from runtime.server.drain import SERVED_WHILE_DRAINING, Drain, DrainGuard
 from runtime.server.errors import add_error_handlers
-from runtime.server.field_warnings import WARNING_HEADER
 from runtime.server.intake import Intake, Tokenizer
 from runtime.server.keys import ApiKeys
 from runtime.server.middleware import (
@@ -31,6 +30,7 @@ from runtime.server.middleware import (
     origins_of,
 )
 from runtime.server.native_memory import trim_at_times
+from runtime.server.protocol.field_warnings import WARNING_HEADER
 from runtime.server.protocol.generation import MAX_INPUTS
 from runtime.server.response_models import ANY_ERRORS, DRAIN_ERRORS, KEY_ERRORS, Responses
 from runtime.server.routes.registry import route_families

@@ -26,9 +26,9 @@ from runtime.engine.engine_thread import Health
 from runtime.engine.output_processor import GRAMMAR_TOO_COMPLEX
 from runtime.server.answers import Answer, ChoicesAnswer, Deltas, Shape, blocks, chain
 from runtime.server.errors import RETRY_LATER, ApiError, JsonResponse, aborted
-from runtime.server.field_warnings import warning_headers
 from runtime.server.intake import Intake, ServedText, Tokenizer
 from runtime.server.keys import Account
+from runtime.server.protocol.field_warnings import warning_headers
 from runtime.server.protocol.generation import Delivery, too_many_answers
 from runtime.server.response_models import json_pieces
 

@@ -14,10 +14,10 @@ from starlette.responses import Response
 from runtime.core.request import Delta, FinishReason, Grammar, SamplingParams, TokenLogprobs
 from runtime.server.conversation import conversation_texts
 from runtime.server.errors import renaming
-from runtime.server.field_warnings import chat_warnings
 from runtime.server.intake import ServedText, Tokenizer, described
 from runtime.server.prompt_logprobs import write_prompt_logprobs
 from runtime.server.protocol.chat import ChatRequest, Function
+from runtime.server.protocol.field_warnings import chat_warnings
 from runtime.server.protocol.generation import Delivery
 from runtime.server.protocol.words import encode_words
 from runtime.server.response_models import (

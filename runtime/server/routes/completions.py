@@ -13,9 +13,9 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from runtime.core.request import Delta, FinishReason, SamplingParams, TokenLogprobs
-from runtime.server.field_warnings import schema_warnings
 from runtime.server.intake import ServedText, Tokenizer, described
 from runtime.server.prompt_logprobs import write_prompt_logprobs
+from runtime.server.protocol.field_warnings import schema_warnings
 from runtime.server.protocol.generation import (
     CompletionRequest,
     Delivery,

@@ -10,9 +10,9 @@ import pytest
 from chat_templates import read
 from jsonschema import validate
 
-from runtime.server.field_warnings import WARNING_HEADER, chat_warnings, schema_warnings
 from runtime.server.intake import ServedText
 from runtime.server.protocol.chat import ChatRequest
+from runtime.server.protocol.field_warnings import WARNING_HEADER, chat_warnings, schema_warnings
 from runtime.server.protocol.generation import CompletionRequest
 from runtime.server.routes.chat import prepare_chat
 from runtime.server.routes.completions import prepare_completion
