@@ -32,7 +32,7 @@ COMMANDS = [
     "compress doctor org/packed --against org/demo",
     "compress export org/packed --list",
     "compress report org/packed",
-    "compress compare org/packed org/packed",
+    "compress compare org/packed org/other",
     "compress fit org/demo --memory 1GiB --context 1k --draft org/draft",
     "runtime generate org/packed -p Once --max-tokens 2 --speculative-model org/draft",
     "runtime chat org/packed --max-tokens 2",
@@ -60,6 +60,7 @@ def test_every_command_takes_a_name(
     import runtime.cli
 
     folders = {"org/demo": demo_model_path(), "org/draft": draft_model_path(), "org/packed": packed}
+    folders["org/other"] = shutil.copytree(packed, tmp_path / "other")
     asked = set[str]()
 
     def download(self: HubModel, **_: bool) -> Path:
