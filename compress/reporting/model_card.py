@@ -140,7 +140,7 @@ def _header(packed: PackedCheckpoint, given: Mapping[str, Any], base: str | None
     return header | {
         "library_name": TRANSFORMERS if TRANSFORMERS in engines else DISTRIBUTION,
         "pipeline_tag": header.get("pipeline_tag") or "text-generation",
-        "tags": list(dict.fromkeys([*tags, packed.format, DISTRIBUTION])),
+        "tags": list(dict.fromkeys([*tags, *([packed.format] if packed.schemes else []), DISTRIBUTION])),
     }
 
 

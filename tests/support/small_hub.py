@@ -14,8 +14,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
 TOKEN = "hf_of_this_test"
 
@@ -177,12 +175,3 @@ def serving_hub(models: dict[str, Repository]) -> Iterator[SmallHub]:
             hub.released.set()
             server.shutdown()
             thread.join()
-
-
-@pytest.fixture
-def demo_hub() -> Iterator[SmallHub]:
-    """A hub with the bundled demo model as `org/demo`."""
-    from compress.common.cli import demo_model_path
-
-    with serving_hub({"org/demo": Repository({"main": demo_model_path(), "v1": demo_model_path()})}) as hub:
-        yield hub

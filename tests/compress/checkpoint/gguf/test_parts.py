@@ -54,6 +54,17 @@ def test_parts_are_read_as_one_file(model, parts, tmp_path):
     split.files.release()
 
 
+def test_parts_behind_links_are_found_by_the_names_of_the_links(parts, tmp_path):
+    """The hub's cache has files by their digests, and links to them by their names."""
+    (tmp_path / "snapshot").mkdir()
+    for number, part in enumerate(parts):
+        blob = part.rename(part.with_name(f"digest{number}"))
+        (tmp_path / "snapshot" / part.name).symlink_to(blob)
+    linked = folder_of(tmp_path / "snapshot" / PARTS[0])
+    assert linked.name == PARTS[0].removesuffix(".gguf")
+    assert len(PackedCheckpoint.open(linked).files.names()) > 8
+
+
 def test_another_part_of_other_time_is_another_folder(parts):
     folder = folder_of(parts[0])
     assert folder_of(parts[0]) == folder
