@@ -37,7 +37,6 @@ from bisect import insort
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as TokenIds
 from dataclasses import dataclass, replace
-from functools import partial
 
 from compress.common.errors import RequestError
 from runtime.core.attention_window import FULL_ATTENTION, AttentionWindow, held_blocks
@@ -49,7 +48,7 @@ from runtime.engine.fairness import Clients, count_places, divide_cost, first_of
 from runtime.engine.kv_cache_manager import KVCacheManager
 from runtime.engine.planned_step import PlannedStep
 from runtime.engine.state_manager import StateManager
-from runtime.engine.step_costs import LEAST_CHUNK, StepCosts, prompt_seconds
+from runtime.engine.step_costs import StepCosts, prompt_seconds
 
 PRIORITY_PLACES = 64
 """Number of later requests that may overtake a request, per unit of priority difference; bounds starvation."""
@@ -388,17 +387,15 @@ class Scheduler:
 
     def _limit_prompts(self, step: PlannedStep) -> None:
         """Limits the prompts of a step to the tokens, or with decodes to the time, that these leave."""
-        step.prompt_budget = step.budget
+        step.prompt_budget = step.num_prompt_tokens = step.budget
         decodes = [s for s in self.running if self._is_decode(s)]
         if not decodes or self.config.max_itl_ms == 0 or not self.costs.is_known:
             return
         num_tokens = sum(max(1, s.num_tokens - s.num_computed_tokens) + len(s.draft_token_ids) for s in decodes)
         max_itl = None if self.config.max_itl_ms is None else self.config.max_itl_ms / 1000
         step.prompt_budget = prompt_seconds(self.costs, num_tokens, max_itl)
-        least = step.prompt_budget / self.costs.max_prompt_tokens
-        step.cost_of = partial(self.costs.of_prompt_token, least=least)
-        step.decode_cost = self.costs.seconds.decode_tokens
-        step.least_chunk = LEAST_CHUNK
+        step.num_prompt_tokens = self.costs.max_prompt_tokens
+        step.cost_of, step.decode_cost = self.costs.of_prompt_token, self.costs.seconds.decode_tokens
 
     def _share_cost(self, step: PlannedStep) -> dict[str, float]:
         """Returns the maximum cost of prompts of each client, given the decodes of the step."""
