@@ -23,8 +23,8 @@ from typing import NamedTuple
 from runtime.core.request import Sequence
 from runtime.core.step import ScheduledSequence
 
-DEFAULT_MAX_ITL = 0.05
-"""Default of `--max-itl` in seconds."""
+DEFAULT_MAX_ITL_MS = 50.0
+"""Default of `--max-itl` in milliseconds."""
 STEP_PART = 0.8
 """Part of that time that a step is planned to take: measured times vary, and tokens reach clients a little later."""
 DECODE_STEPS = 4
@@ -130,15 +130,15 @@ class StepCosts:
         return [amount * each for amount, each in zip(work, self.seconds, strict=True)]
 
 
-def prompt_seconds(costs: StepCosts, num_decode_tokens: int, max_itl: float | None) -> float:
+def prompt_seconds(costs: StepCosts, num_decode_tokens: int, max_itl_ms: float | None) -> float:
     """Returns the time in seconds that decodes leave to the prompts of a step, at least that of `LEAST_CHUNK` tokens.
 
     Args:
-        max_itl: longest wait in seconds for the next token; None is `DEFAULT_MAX_ITL`, or `DECODE_STEPS` times the
-            decodes alone if that is more.
+        max_itl_ms: longest wait in milliseconds for the next token; None is `DEFAULT_MAX_ITL_MS`, or `DECODE_STEPS`
+            times the decodes alone if that is more.
     """
     decode = costs.predict(Work(steps=1, decode_tokens=num_decode_tokens))
-    aim = STEP_PART * (DEFAULT_MAX_ITL if max_itl is None else max_itl)
-    if max_itl is None:
+    aim = STEP_PART * (DEFAULT_MAX_ITL_MS if max_itl_ms is None else max_itl_ms) / 1000
+    if max_itl_ms is None:
         aim = max(aim, DECODE_STEPS * decode)
     return max(aim - decode, costs.predict(Work(prompt_tokens=LEAST_CHUNK)))

@@ -292,7 +292,7 @@ class Service:
         return EventStream(answer.events(first, deltas), deltas, self.limits.client_seconds)
 
     async def respond_at_once(self, request: Request, body: Awaitable[Mapping[str, Any]]) -> Response:
-        """Returns an answer that is not streamed; a long one is written while it is sent, so it has no `Content-Length`.
+        """Returns an answer that is not streamed. A long one is written while it is sent, without `Content-Length`.
 
         Raises:
             ClientDisconnect: the client disconnected first.
