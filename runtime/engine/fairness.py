@@ -9,14 +9,15 @@ likewise:
   the client that holds the most, one sequence per step and only when its other prompts are computed. A client that
   loses a place still holds at least as many as the one that gains it: no displacement undoes another, and recomputation
   is at the expense of clients above their share.
-* The tokens that decodes leave of a step's budget are divided between the clients that have prompts to compute, so that
-  decodes and prompts together become as equal as possible. Tokens that a client cannot use go to the others.
+* What decodes leave of a step is divided between the clients that have prompts to compute, so that decodes and prompts
+  together become as equal as possible: seconds in steps with decodes (`runtime.engine.step_costs`), tokens in others.
+  What a client cannot use goes to the others.
 
 Let T be the token budget of a step, S the most running sequences and C the number of clients, with C <= S and
 S + C <= T, and let the pool hold S blocks more than C whole contexts. Then, independent of other clients' requests, the
 first running sequence of a client computes at least one token in each step, and a request of a client that has no other
-begins with the next step and computes at least `min(prefill_chunk, (T - S) // C)` tokens of its prompt per step. No
-step is longer than T tokens.
+begins with the next step and computes at least `min(prefill_chunk, (T - S) // C)` tokens of its prompt per step, or in
+steps with decodes what fits in a C-th of the time that these leave, and one at least. No step is longer than T tokens.
 
 Source: Y. Sheng et al., "Fairness in serving large language models" (2024). A counter of served tokens is not needed,
 because every client is served in every step.

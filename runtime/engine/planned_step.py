@@ -25,9 +25,9 @@ class PlannedStep:
     Attributes:
         budget: number of remaining tokens.
         prompt_budget: remaining cost of prompts, in units of `cost_of`: tokens, or seconds.
+        num_prompt_tokens: remaining prompt tokens, whatever they cost.
         cost_of: returns the cost of the next prompt token of a sequence.
         decode_cost: cost of a decoded token in the same units.
-        least_chunk: minimum tokens of the first prompt in the step, whatever they cost.
         turns: running sequences that have not been planned; the last one is the next to be preempted.
         taken: block moves of sequences admitted in this step, by sequence id.
         copies: other copies of blocks.
@@ -37,9 +37,9 @@ class PlannedStep:
 
     budget: int
     prompt_budget: float = 0
+    num_prompt_tokens: int = 0
     cost_of: Callable[[Sequence], float] = one_token
     decode_cost: float = 1
-    least_chunk: int = 0
     turns: list[Sequence] = field(default_factory=list)
     entries: list[ScheduledSequence] = field(default_factory=list)
     taken: dict[str, TakenBlocks] = field(default_factory=dict)
@@ -54,10 +54,12 @@ class PlannedStep:
         return entry
 
     def room(self, sequence: Sequence) -> int:
-        """Returns the maximum prompt tokens of a sequence that fit in the step."""
+        """Returns the maximum prompt tokens of a sequence that fit in the step; at least one for the first prompt of
+        each client, as far as the token budget allows."""
         cost = self.prompt_budget if self.shares is None else self.shares[sequence.client]
-        count = int(cost / self.cost_of(sequence) + ROUNDING)
-        return min(self.budget, count if self.prompts else max(count, self.least_chunk))
+        count = min(int(cost / self.cost_of(sequence) + ROUNDING), self.num_prompt_tokens)
+        is_first = all(entry.sequence.client != sequence.client for entry in self.prompts.values())
+        return min(self.budget, max(count, is_first))
 
     def add_chunk(self, sequence: Sequence, longest: int) -> None:
         """Adds as many tokens of a prompt as fit, up to a total of `longest`; at least one if it had none."""
@@ -68,6 +70,7 @@ class PlannedStep:
         count = max(least, min(rest, room))
         entry.num_tokens += count
         self.budget -= count
+        self.num_prompt_tokens -= count
         cost = count * self.cost_of(sequence)
         self.prompt_budget -= cost
         if self.shares is not None:

@@ -2,7 +2,8 @@
 
 Each sequence closes the gap between its computed and its known tokens. The token budget of a step is spent in this
 order: sequences one token behind (decodes), sequences in the middle of their prompt, waiting sequences, then draft
-tokens. These rules make scheduling fair and free of deadlocks:
+tokens. With decodes, prompts get the time that these leave (`runtime.engine.step_costs`), but never nothing. These
+rules make scheduling fair and free of deadlocks:
 
 * `running` and `waiting` are sorted by `Sequence.order`: first come, first served, with priority units of
   `PRIORITY_PLACES` places. No sequence overtakes the head of `waiting`, unless a step has no tokens for the head.
@@ -37,7 +38,6 @@ from bisect import insort
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as TokenIds
 from dataclasses import dataclass, replace
-from functools import partial
 
 from compress.common.errors import RequestError
 from runtime.core.attention_window import FULL_ATTENTION, AttentionWindow, held_blocks
@@ -49,7 +49,7 @@ from runtime.engine.fairness import Clients, count_places, divide_cost, first_of
 from runtime.engine.kv_cache_manager import KVCacheManager
 from runtime.engine.planned_step import PlannedStep
 from runtime.engine.state_manager import StateManager
-from runtime.engine.step_costs import LEAST_CHUNK, StepCosts, prompt_seconds
+from runtime.engine.step_costs import StepCosts, prompt_seconds
 
 PRIORITY_PLACES = 64
 """Number of later requests that may overtake a request, per unit of priority difference; bounds starvation."""
@@ -158,9 +158,7 @@ class Scheduler:
 
         If there is room, and blocks may be shared, it starts immediately on the parent's blocks: it computes the last
         prompt token again for its logits, and writes to a copy of the last block. Otherwise it waits like any other.
-
-        Args:
-            index: 1 or more, unique among the forks of a parent; its offset after the parent in the queue.
+        `index` (1 or more, unique among the forks of a parent) is its offset after the parent in the queue.
         """
         child = Sequence(request, list(request.prompt_token_ids), order=(*parent.order[:2], index))
         child.num_cached_tokens = parent.num_cached_tokens
@@ -239,8 +237,7 @@ class Scheduler:
         """Returns the sequences to draft for: those in decode that the next step continues.
 
         Sequences at the end of their prompt are excluded: forks are made there, which share the parent's blocks.
-            Returns
-        none when running sequences need the whole budget, which leaves nothing for draft tokens.
+        Returns none when running sequences need the whole budget, which leaves nothing for draft tokens.
         """
         chunk, budget = self.config.prefill_chunk, self.config.max_num_batched_tokens
         if sum(min(s.num_tokens - s.num_computed_tokens, chunk) for s in self.running) >= budget:
@@ -389,27 +386,20 @@ class Scheduler:
 
     def _limit_prompts(self, step: PlannedStep) -> None:
         """Limits the prompts of a step to the tokens, or with decodes to the time, that these leave."""
-        step.prompt_budget = step.budget
+        step.prompt_budget = step.num_prompt_tokens = step.budget
         decodes = [s for s in self.running if self._is_decode(s)]
         if not decodes or self.config.max_itl_ms == 0 or not self.costs.is_known:
             return
         num_tokens = sum(max(1, s.num_tokens - s.num_computed_tokens) + len(s.draft_token_ids) for s in decodes)
-        max_itl = None if self.config.max_itl_ms is None else self.config.max_itl_ms / 1000
-        step.prompt_budget = prompt_seconds(self.costs, num_tokens, max_itl)
-        least = step.prompt_budget / self.costs.max_prompt_tokens
-        step.cost_of = partial(self.costs.of_prompt_token, least=least)
-        step.decode_cost = self.costs.seconds.decode_tokens
-        step.least_chunk = LEAST_CHUNK
+        step.prompt_budget = prompt_seconds(self.costs, num_tokens, self.config.max_itl_ms)
+        step.num_prompt_tokens = self.costs.max_prompt_tokens
+        step.cost_of, step.decode_cost = self.costs.of_prompt_token, self.costs.seconds.decode_tokens
 
     def _share_cost(self, step: PlannedStep) -> dict[str, float]:
         """Returns the maximum cost of prompts of each client, given the decodes of the step."""
-        least: dict[str, float] = {}
-        for sequence in self.running:
-            if self._is_in_prompt(sequence):
-                least[sequence.client] = max(least.get(sequence.client, 0), step.cost_of(sequence))
-        asking = set(least)
-        if len(self.running) < self._max_running:
-            asking.update(sequence.client for sequence in self.waiting)
+        prompts = sorted((step.cost_of(s), s.client) for s in self.running if self._is_in_prompt(s))
+        least = {client: cost for cost, client in prompts}  # of several prompts, that with the highest cost
+        asking = set(least).union(s.client for s in self.waiting if len(self.running) < self._max_running)
         places = count_places(entry.sequence for entry in step.entries) if len(asking) > 1 else {}
         decodes = {client: count * step.decode_cost for client, count in places.items()}
         return divide_cost(max(step.prompt_budget, sum(least.values())), decodes, least, asking)

@@ -23,15 +23,15 @@ from typing import NamedTuple
 from runtime.core.request import Sequence
 from runtime.core.step import ScheduledSequence
 
-DEFAULT_MAX_ITL = 0.05
-"""Default of `--max-itl` in seconds."""
+DEFAULT_MAX_ITL_MS = 50.0
+"""Default of `--max-itl` in milliseconds."""
 STEP_PART = 0.8
 """Part of that time that a step is planned to take: measured times vary, and tokens reach clients a little later."""
 DECODE_STEPS = 4
 """By default a step may take at least this number of decode steps, which leaves most of it to prompts on slow machines.
 """
 LEAST_CHUNK = 16
-"""Minimum prompt tokens of a step, whatever decodes leave: prompts advance with every step."""
+"""Prompt tokens for which a step has time, whatever decodes leave: prompts advance with every step."""
 CONTEXT_UNIT = 1024
 MAX_GROWTH = 1.5
 """Maximum ratio of the prompt tokens beside decodes to those of recent steps: costs were measured for that many."""
@@ -93,20 +93,20 @@ class StepCosts:
 
     seconds: Work = INITIAL_RATIOS
     is_known: bool = False
-    num_tried_tokens: float = LEAST_CHUNK / MAX_GROWTH
+    num_tried_tokens: float = 0.0
 
     def predict(self, work: Work) -> float:
         """Returns the predicted seconds of some work."""
         return sum(self._parts(work))
 
-    def of_prompt_token(self, sequence: Sequence, least: float = 0.0) -> float:
-        """Returns the predicted seconds of the next prompt token of a sequence, or `least` if that is more."""
-        return max(least, self.predict(prompt_work(sequence, sequence.num_computed_tokens, 1)))
+    def of_prompt_token(self, sequence: Sequence) -> float:
+        """Returns the predicted seconds of the next prompt token of a sequence."""
+        return self.predict(prompt_work(sequence, sequence.num_computed_tokens, 1))
 
     @property
-    def max_prompt_tokens(self) -> float:
+    def max_prompt_tokens(self) -> int:
         """Maximum prompt tokens of the next step with decodes."""
-        return MAX_GROWTH * self.num_tried_tokens
+        return max(LEAST_CHUNK, int(MAX_GROWTH * self.num_tried_tokens))
 
     def observe(self, work: Work, seconds: float) -> None:
         """Corrects the coefficients by a measured step. Without time between two readings of the clock nothing
@@ -114,7 +114,7 @@ class StepCosts:
         if seconds <= 0:
             return
         if work.prompt_tokens and work.decode_tokens:
-            self.num_tried_tokens = max(work.prompt_tokens, LEAST_CHUNK / MAX_GROWTH, MEMORY * self.num_tried_tokens)
+            self.num_tried_tokens = max(work.prompt_tokens, MEMORY * self.num_tried_tokens)
         parts = self._parts(work)
         predicted = sum(parts)
         if not self.is_known:
@@ -130,14 +130,15 @@ class StepCosts:
         return [amount * each for amount, each in zip(work, self.seconds, strict=True)]
 
 
-def prompt_seconds(costs: StepCosts, num_decode_tokens: int, max_itl: float | None) -> float:
-    """Returns the time in seconds that decodes leave to the prompts of a step; 0 or less if they leave none.
+def prompt_seconds(costs: StepCosts, num_decode_tokens: int, max_itl_ms: float | None) -> float:
+    """Returns the time in seconds that decodes leave to the prompts of a step, at least that of `LEAST_CHUNK` tokens.
 
     Args:
-        max_itl: longest wait in seconds for the next token; None is `DEFAULT_MAX_ITL`, or `DECODE_STEPS` times the
-            decodes alone if that is more.
+        max_itl_ms: longest wait in milliseconds for the next token; None is `DEFAULT_MAX_ITL_MS`, or `DECODE_STEPS`
+            times the decodes alone if that is more.
     """
     decode = costs.predict(Work(steps=1, decode_tokens=num_decode_tokens))
-    if max_itl is None:
-        return max(STEP_PART * DEFAULT_MAX_ITL, DECODE_STEPS * decode) - decode
-    return STEP_PART * max_itl - decode
+    aim = STEP_PART * (DEFAULT_MAX_ITL_MS if max_itl_ms is None else max_itl_ms) / 1000
+    if max_itl_ms is None:
+        aim = max(aim, DECODE_STEPS * decode)
+    return max(aim - decode, costs.predict(Work(prompt_tokens=LEAST_CHUNK)))

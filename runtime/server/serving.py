@@ -299,7 +299,7 @@ class Service:
         return response
 
     async def respond_at_once(self, request: Request, body: Awaitable[Mapping[str, Any]]) -> Response:
-        """Returns an answer that is not streamed; a long one is written while it is sent, so it has no `Content-Length`.
+        """Returns an answer that is not streamed. A long one is written while it is sent, without `Content-Length`.
 
         Raises:
             ClientDisconnect: the client disconnected first.

@@ -70,3 +70,16 @@ def test_starts_with_and_without_prepared_weights(capsys: pytest.CaptureFixture[
     ways = ["runtime generate", "runtime serve, first answer"]
     assert [row[0] for row in rows] == ["import torch alone", *ways, *(f"{way}, prepared" for way in ways)]
     assert all(float(row[4]) > 0.1 for row in rows)
+
+
+@pytest.mark.full
+def test_a_stream_waits_about_as_long_as_a_step_may_take(capsys: pytest.CaptureFixture[str]) -> None:
+    """Beside 64 prompts of another client, by a real server: the median wait is not that of whole steps."""
+    import bench_serve
+
+    rows = ["--rows", "alone", "64 prompts at once", "prompt_logprobs"]
+    assert bench_serve.main(["neighbours", *rows, "--seconds", "3", "--warm-up", "2"]) == 0
+    found = {row[0]: row for row in table(capsys.readouterr().out)}
+    for name in rows[2:]:
+        assert float(found[name][4]) <= 60
+    assert float(found["64 prompts at once, no stream"][7].replace(",", "")) > 0

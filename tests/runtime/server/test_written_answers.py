@@ -4,7 +4,7 @@ import asyncio
 import json
 import time
 from collections.abc import Iterator
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any
 
 import pytest
@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiers import examples
 
-from runtime.server.answers import BLOCK_CHARACTERS, blocks
+from runtime.server.answers import BLOCK_CHARACTERS, SLICE_SECONDS, blocks
 from runtime.server.response_models import ITEMS_AT_ONCE, json_pieces
 
 
@@ -77,3 +77,28 @@ def test_others_run_while_a_long_answer_is_written() -> None:
     assert b"".join(written) == b"x" * (20 * BLOCK_CHARACTERS // 8)
     assert all(len(block) >= BLOCK_CHARACTERS for block in written[:-1])
     assert turns >= 20
+
+
+def test_of_many_long_answers_one_is_written_at_a_time() -> None:
+    """Otherwise their pauses overlap with the slices of others, and the engine's thread waits for the lock of Python."""
+    slices: list[tuple[float, float]] = []
+
+    def slow() -> Iterator[str]:
+        for _ in range(4):
+            began = time.monotonic()
+            time.sleep(0.004)  # more than a slice
+            slices.append((began, time.monotonic()))
+            yield "x"
+
+    async def write(turns: asyncio.Lock) -> None:
+        async for _ in blocks(slow(), turns):
+            pass
+
+    async def write_many() -> None:
+        turns = asyncio.Lock()
+        await asyncio.gather(*(write(turns) for _ in range(5)))
+
+    asyncio.run(write_many())
+    later = slices[5:]  # the first slice of each answer may be all of it, and does not wait
+    pauses = [after - end for (_, end), (after, _) in pairwise(later)]
+    assert min(pauses) >= SLICE_SECONDS * 0.9
