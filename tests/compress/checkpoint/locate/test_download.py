@@ -127,13 +127,14 @@ def test_a_killed_download_keeps_complete_files(hub: SmallHub, tmp_path: Path) -
 
 def test_ctrl_c_does_not_wait_for_the_file(hub: SmallHub, tmp_path: Path) -> None:
     hub.holds[WEIGHTS] = 5_000_000
-    command, environment = [sys.executable, "-c", FIND, "org/demo"], hub.environment(tmp_path)
+    command = [sys.executable, "-c", FIND, "org/demo"]
+    environment = hub.environment(tmp_path, HF_HUB_DOWNLOAD_TIMEOUT="60")
     process = subprocess.Popen(
         command, cwd=tmp_path, env=environment, stderr=subprocess.DEVNULL, preexec_fn=HEED_INTERRUPTS
     )
     assert hub.held.wait(60)
     process.send_signal(signal.SIGINT)
-    assert process.wait(30) == -signal.SIGINT
+    assert process.wait(20) == -signal.SIGINT
     assert not hub.released.is_set()
 
 
