@@ -9,7 +9,6 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from glob import escape
 from pathlib import Path, PurePosixPath
 
 from compress.checkpoint.config import CONFIG_FILE
@@ -82,7 +81,7 @@ class HubModel:
             CheckpointError: no such model, revision or file, no access, no network, only pickle weights, or a disk that
                 is too small.
         """
-        from huggingface_hub import HfApi, constants, hf_hub_download, snapshot_download
+        from huggingface_hub import HfApi, constants, hf_hub_download
         from huggingface_hub.errors import HfHubHTTPError, HTTPError, OfflineModeIsEnabled
         from huggingface_hub.utils import disable_progress_bars
 
@@ -105,9 +104,12 @@ class HubModel:
             self._announce({name: sizes[name] for name in names}, info.sha)
             if not sys.stderr.isatty():
                 disable_progress_bars()
-            # The revision, not its commit, so that it is found in the cache without a network.
-            folder = snapshot_download(self.repo, revision=self.revision, allow_patterns=[*map(escape, names)])
-        return Path(folder, self.file) if self.file else Path(folder)
+            # One after the other: Ctrl-C waits for the end of files that are downloaded in threads. The first by the
+            # name of its revision, so that the cache knows its commit without a network.
+            first = Path(hf_hub_download(self.repo, names[0], revision=self.revision))
+            for name in names[1:]:
+                hf_hub_download(self.repo, name, revision=info.sha)
+        return first if self.file else first.parents[names[0].count("/")]
 
     def _choose(self, sizes: Mapping[str, int], index: str, weights: bool, code: bool) -> list[str]:
         """Returns the files to read of those that the repository has."""

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from runtime_command import HEED_INTERRUPTS
 from small_hub import TOKEN, Repository, SmallHub, commit_of, serving_hub
 
 from compress.common.cli import demo_model_path
@@ -122,6 +123,19 @@ def test_a_killed_download_keeps_complete_files(hub: SmallHub, tmp_path: Path) -
     folder = found(hub, tmp_path, "org/demo")
     assert (folder / WEIGHTS).read_bytes() == (demo_model_path() / WEIGHTS).read_bytes()
     assert hub.files()[-1] == WEIGHTS
+
+
+def test_ctrl_c_does_not_wait_for_the_file(hub: SmallHub, tmp_path: Path) -> None:
+    hub.holds[WEIGHTS] = 5_000_000
+    command = [sys.executable, "-c", FIND, "org/demo"]
+    environment = hub.environment(tmp_path, HF_HUB_DOWNLOAD_TIMEOUT="60")
+    process = subprocess.Popen(
+        command, cwd=tmp_path, env=environment, stderr=subprocess.DEVNULL, preexec_fn=HEED_INTERRUPTS
+    )
+    assert hub.held.wait(60)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(20) == -signal.SIGINT
+    assert not hub.released.is_set()
 
 
 def test_gated_models_need_a_token(hub: SmallHub, tmp_path: Path) -> None:
