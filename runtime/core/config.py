@@ -217,7 +217,7 @@ class BatchOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class LatencyOptions:
-    """Time of a step. Applies to servers, where somebody waits for the next token."""
+    """Time of a step. Applies to servers, whose clients wait for the next token."""
 
     max_itl_ms: float | None = option(
         "--max-itl",

@@ -199,7 +199,8 @@ async def blocks(pieces: Iterable[str], turns: asyncio.Lock) -> AsyncGenerator[b
     Args:
         turns: lock of all long answers, of which one is written at a time; many at once would leave no pauses.
     """
-    rest, block = iter(pieces), []
+    rest = iter(pieces)
+    block: list[str] = []
     is_last = _write_slice(rest, block)
     while not is_last:
         if sum(map(len, block)) >= BLOCK_CHARACTERS:

@@ -125,7 +125,7 @@ def test_without_an_aim_steps_are_as_large_as_the_budget() -> None:
 
 
 def test_prompts_alone_are_computed_in_whole_steps() -> None:
-    """Requests that generate nothing are nobody's wait, as short as their rests may be."""
+    """No request waits for a next token, even where one token of a prompt is left."""
     engines = [timed_engine(max_itl_ms=aim) for aim in (None, 0)]
     for engine in engines:
         for number in range(40):

@@ -80,7 +80,7 @@ def test_others_run_while_a_long_answer_is_written() -> None:
 
 
 def test_of_many_long_answers_one_is_written_at_a_time() -> None:
-    """Otherwise their pauses overlap with the slices of others, and the engine's thread waits for the lock of Python."""
+    """Otherwise slices of others fill the pauses of each, and the engine waits for the interpreter lock."""
     slices: list[tuple[float, float]] = []
 
     def slow() -> Iterator[str]:
