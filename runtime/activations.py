@@ -146,11 +146,12 @@ def refusal_of_8_bits(config: DecoderConfig, reader: WeightReader) -> str:
     if reader.kernels != AUTO:
         return f"--linear-backend {reader.kernels} was asked for"
     matrices = packed_matrices(reader.checkpoint, config)
-    reasons = dict.fromkeys(_refusal(scheme, columns, reader.target) for scheme, _, columns in matrices)
+    reasons = dict.fromkeys(scheme_refusal(scheme, columns, reader.target) for scheme, _, columns in matrices)
     return "" if "" in reasons else "; ".join(reasons) or "it has no packed weights"
 
 
-def _refusal(scheme: Scheme, columns: int, target: Target) -> str:
+def scheme_refusal(scheme: Scheme, columns: int, target: Target) -> str:
+    """Returns why a packed matrix cannot be multiplied by 8-bit activations; "" if it can."""
     kernel = next(kernel for kernel in linear_kernels() if kernel.mode == EIGHT_BITS)
     if not kernel.takes(scheme):
         return f"kernel {kernel.name} does not multiply by {scheme}"
@@ -195,7 +196,7 @@ def measure(config: DecoderConfig, reader: WeightReader, report: Report = ignore
     eligible = [
         (scheme.bits, rows * columns)
         for scheme, rows, columns in packed_matrices(reader.checkpoint, config)
-        if not _refusal(scheme, columns, reader.target)
+        if not scheme_refusal(scheme, columns, reader.target)
     ]
     numbers = sum(size for _, size in eligible)
     bits = sum(bits * size for bits, size in eligible) / numbers

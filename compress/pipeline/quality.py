@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -19,6 +19,7 @@ from compress.plan import PlanRow
 
 if TYPE_CHECKING:
     from compress.evaluate.stream_plan import StreamPlan
+    from runtime.backends.base import Target
 
 
 def check_quality(
@@ -89,8 +90,6 @@ class CheckPlan:
 
 def plan_quality(context: RunContext) -> CheckPlan:
     """Plans the quality check from shapes."""
-    import torch
-
     from compress.evaluate.session import both_bytes
     from compress.evaluate.stream_plan import ModelCost, StoredTensor, StreamPlan
     from runtime.backends.base import Target
@@ -105,10 +104,21 @@ def plan_quality(context: RunContext) -> CheckPlan:
         before = [StoredTensor(row.tensor, row.parameters, row.bytes_before, False) for row in rows]
         after = [StoredTensor(row.tensor, row.parameters, row.bytes_after, _is_packed(row)) for row in rows]
         packed, dense = (ModelCost.of(spec, tensors, target.dtype.itemsize) for tensors in (after, before))
-        rounds = target.device.type == "cpu" and target.dtype == torch.bfloat16 and any(map(_is_packed, rows))
-        models = (packed, packed, dense) if rounds else (packed, dense)  # with both forms of activations
+        models = (packed, packed, dense) if _has_two_forms(rows, target) else (packed, dense)
         plan = StreamPlan(spec, models, *_sizes(context, len(models)), target)
     return CheckPlan(plan, whole, whole > available_bytes(device))
+
+
+def _has_two_forms(rows: Sequence[PlanRow], target: Target) -> bool:
+    """Whether the packed model is measured with 8-bit activations too."""
+    import torch
+
+    from runtime.activations import scheme_refusal
+
+    packed = ((row.layer_plan.scheme, row.shape) for row in rows if row.layer_plan and row.layer_plan.scheme)
+    matrices = (matrix for scheme, shape in packed for matrix in scheme.matrices(*shape[-2:]))
+    is_rounded = any(scheme and not scheme_refusal(scheme, columns, target) for scheme, _, columns in matrices)
+    return target.dtype == torch.bfloat16 and is_rounded
 
 
 def _sizes(context: RunContext, models: int) -> tuple[int, int, int]:

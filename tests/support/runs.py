@@ -11,12 +11,14 @@ from calibration.sources import load_texts
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.writer import export_checkpoint
 from compress.common.cli import demo_model_path
+from compress.cpu.binding import library
 from compress.evaluate.perplexity import Evaluation, cut_windows, evaluate
 from compress.evaluate.scorers import RuntimeScorer
 from compress.pipeline.prepare import RunContext, RunRequest, prepare
 from compress.pipeline.run import RunResult, run
 from compress.recipe import CalibrationOptions, Recipe, Stage
 from runtime.backends.base import Target
+from runtime.backends.registry import is_fast
 from runtime.core.model_config import parse_config
 from runtime.memory.estimate import Weights
 
@@ -37,6 +39,11 @@ def prepared(
 
 def compress(model: Path, out: Path, *stages: Stage, **options: Any) -> RunResult:
     return run(prepared(model, out, *stages, **options), quiet=True)
+
+
+def num_forms() -> int:
+    """Forms of activations in which the check behind compression measures packed integers here."""
+    return 2 if library() is not None and is_fast(torch.bfloat16) and not torch.cuda.is_available() else 1
 
 
 def same_bytes(left: Path, right: Path) -> bool:

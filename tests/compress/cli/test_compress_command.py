@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from folders import private_copy
 from help_pages import help_pages, seconds_of_help
+from runs import num_forms
 
 from compress.common.cli import tool_version
 from compress.common.files import REPORT_FILE
@@ -131,8 +132,8 @@ def test_dry_run_as_json(compress, tiny_model, tmp_path) -> None:
     plan = json.loads(compress("quantize", tiny_model(), "--dry-run", "--json", *QUICK).stdout)
     assert plan["bits_per_weight"] == 4.25
     assert plan["calibration"]["tokens"] == 4 * 48
-    # Windows of 256 tokens through both models, and the calibration sequences through the dense one.
-    assert plan["quality_check"]["streamed"]["tokens"] == 2 * 4096 + 4 * 48
+    # Windows of 256 tokens through all models, and the calibration sequences through the dense one.
+    assert plan["quality_check"]["streamed"]["tokens"] == (1 + num_forms()) * 4096 + 4 * 48
     assert {layer["scheme"] for layer in plan["layers"]} == {"dense", "w4a16 g64 sym"}
 
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from runs import prepared
+from runs import num_forms, prepared
 
 from compress.checkpoint.weights import Int
 from compress.evaluate import session
@@ -12,8 +12,8 @@ from compress.recipe import QuantizeStage
 from runtime.model import streamed
 
 STAGE = QuantizeStage("rtn", Int(4, 32))
-STEPS = 2 * 3 * 3
-"""Two models of three layers, which windows pass through in three parts."""
+STEPS = (1 + num_forms()) * 3 * 3
+"""Models of three layers, which windows pass through in three parts."""
 
 
 @pytest.fixture
