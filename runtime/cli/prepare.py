@@ -27,9 +27,9 @@ def prepare(
     """Write the weights of a checkpoint in the layout of this machine's CPU kernels.
 
     Later starts map the file instead of packing weights, which saves time and the memory of a second copy. The file is
-    written to the folder "prepared" in MODEL, or to the cache folder if MODEL is bundled, of the hub or not writable. It
-    is valid for this checkpoint on CPUs with the same instruction set; otherwise, and after changes of the checkpoint,
-    weights are packed at the start. A start does not read the whole file: --check detects corrupted bytes.
+    written to the folder "prepared" in MODEL, or to the cache folder if MODEL is bundled, not writable or of the hub.
+    It is valid for this checkpoint on CPUs with the same instruction set; otherwise, and after changes of the
+    checkpoint, weights are packed at the start. A start does not read the whole file: --check detects corrupted bytes.
     """
     path, where = resolve_model(model)
     print(f"model     {where}", flush=True)

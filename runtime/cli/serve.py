@@ -10,7 +10,6 @@ import shlex
 import signal
 import socket
 import sys
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
