@@ -38,6 +38,7 @@ from bisect import insort
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as TokenIds
 from dataclasses import dataclass, replace
+from itertools import islice
 
 from compress.common.errors import RequestError
 from runtime.core.attention_window import FULL_ATTENTION, AttentionWindow, held_blocks
@@ -354,10 +355,8 @@ class Scheduler:
     def _head(self, step: PlannedStep) -> Sequence | None:
         """Returns the next waiting sequence that is not held, of a client with remaining tokens."""
         ready = (sequence for sequence in self.waiting if not sequence.is_held)
-        if not self.clients.are_several:
-            head = next(ready, None)
-            return head if head and step.room(head) else None
-        heads = [s for s in first_of_each(ready) if step.room(s)]
+        first = first_of_each(ready) if self.clients.are_several else islice(ready, 1)
+        heads = [sequence for sequence in first if step.room(sequence)]
         return min(heads, key=self._key(count_places(self.running)), default=None)
 
     def _claim_places(self, step: PlannedStep) -> None:
