@@ -59,5 +59,7 @@ def gpu_step_seconds(
         bytes_per_second: bandwidth by the data sheet.
     """
     kv_cache, kv_bytes = pages
-    shares = [(count, WEIGHTS[scheme and (scheme.word, scheme.bits)].at(sequences)) for scheme, count in weights]
-    return sum(count / share for count, share in [*shares, (kv_bytes, PAGES[kv_cache])]) / (STREAM * bytes_per_second)
+    streamed = kv_bytes / PAGES[kv_cache]
+    for scheme, count in weights:
+        streamed += count / WEIGHTS[(scheme.word, scheme.bits) if scheme else None].at(sequences)
+    return streamed / (STREAM * bytes_per_second)

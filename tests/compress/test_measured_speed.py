@@ -1,10 +1,9 @@
-"""Predicted decode steps on a GPU are those that were measured, and every form of `compress fit` has a share."""
+"""Predicted decode steps on a GPU are those that were measured."""
 
 import pytest
 
 from compress.checkpoint.weights import Int
-from compress.measured_loss import KEYS, WEIGHTS
-from compress.measured_speed import MANY, gpu_step_seconds
+from compress.measured_speed import MANY, PAGES, WEIGHTS, Share, gpu_step_seconds
 
 H200 = 4.8e12
 INT4 = Int(4, 128)
@@ -27,8 +26,11 @@ def test_measured_steps_are_predicted(scheme, kv_cache: str, weight_bytes: int, 
         assert found == pytest.approx(milliseconds / 1e3, rel=0.06)
 
 
-@pytest.mark.parametrize("form", WEIGHTS, ids=str)
-@pytest.mark.parametrize("kv_cache", KEYS)
-def test_every_form_takes_longer_than_its_bytes(form, kv_cache: str) -> None:
-    sizes = [gpu_step_seconds([(form.scheme, 10**9)], (kv_cache, 10**9), users, H200) for users in (1, MANY, 2 * MANY)]
-    assert 2e9 / H200 < sizes[0] <= sizes[1] == sizes[2]
+@pytest.mark.parametrize("share", WEIGHTS.values(), ids=map(str, WEIGHTS))
+def test_more_sequences_read_at_no_larger_share(share: Share) -> None:
+    shares = [share.at(sequences) for sequences in (1, 8, MANY, 2 * MANY)]
+    assert 1 > shares[0] >= shares[1] >= shares[2] == shares[3] > 0
+
+
+def test_quantized_pages_gain_less_than_their_bytes() -> None:
+    assert PAGES["16bit"] > PAGES["int8"] > PAGES["int4"]
