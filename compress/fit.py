@@ -12,6 +12,7 @@ from compress.checkpoint.scheme import Scheme
 from compress.common.device import format_bytes
 from compress.common.errors import ToolkitError
 from compress.draft_model import DraftModel
+from compress.measured_speed import gpu_step_seconds
 from runtime.core.config import RuntimeConfig
 from runtime.core.model_config import DecoderConfig
 from runtime.memory.capacity import estimate
@@ -31,7 +32,7 @@ class ServingTarget:
         context: tokens per user, prompt and output together.
         is_gpu: whether it is the memory of a GPU.
         draft: draft model for speculative decoding.
-        bytes_per_second: memory bandwidth of the device; None if unknown.
+        bytes_per_second: memory bandwidth of the device, of a GPU by its data sheet; None if unknown.
         least_rate: minimum tokens per second per user, without speculation.
     """
 
@@ -58,6 +59,7 @@ class Fit:
         kv_bytes: bytes of keys and values of all users at full context.
         needed_bytes: least sufficient memory, including the draft model.
         draft_bytes: bytes of weights, keys and values of the draft model.
+        dense_bytes: bytes of weights that are in 16 bits in any form.
     """
 
     weights: WeightForm
@@ -66,6 +68,7 @@ class Fit:
     kv_bytes: int
     needed_bytes: int
     draft_bytes: int = 0
+    dense_bytes: int = 0
 
     @property
     def step_bytes(self) -> int:
@@ -77,12 +80,18 @@ class Fit:
         """Sum of the KL divergences measured for both forms."""
         return self.weights.kl + KEYS[self.kv_cache]
 
-    def tokens_per_second(self, bytes_per_second: float, users: int) -> float:
-        """Returns total tokens per second if a step reads all weights and the KV cache of all users once."""
-        return users * bytes_per_second / self.step_bytes
+    def user_rate(self, target: ServingTarget) -> float:
+        """Predicts tokens per second of each user: a step reads all weights and the KV cache of all users once.
 
-    def is_fast_enough(self, target: ServingTarget) -> bool:
-        return target.bytes_per_second is None or target.bytes_per_second >= target.least_rate * self.step_bytes
+        A CPU is assumed to read at its bandwidth, a GPU at the shares of it that were measured. Without a bandwidth the
+        rate is infinite.
+        """
+        if target.bytes_per_second is None:
+            return math.inf
+        if not target.is_gpu:
+            return target.bytes_per_second / self.step_bytes
+        weights = (None, self.dense_bytes), (self.weights.scheme, self.weight_bytes - self.dense_bytes)
+        return 1 / gpu_step_seconds(weights, (self.kv_cache, self.kv_bytes), target.users, target.bytes_per_second)
 
     def recipe(self) -> dict[str, Any]:
         """Returns a recipe for `compress run`; it has no stages if everything stays in 16 bits."""
@@ -91,16 +100,17 @@ class Fit:
         return {"stages": stages}
 
 
+def dense_bytes(model: DecoderConfig) -> int:
+    """Returns bytes of the weights that stay in 16 bits in every form: embedding, head and norms."""
+    linears = sum(rows * columns for rows, columns in (linear.shape for linear in model.spec.linears()))
+    return model.spec.weight_bytes(ITEMSIZE) - ITEMSIZE * linears
+
+
 def weight_bytes(model: DecoderConfig, scheme: Scheme | None) -> int:
-    """Returns bytes of all weights, those outside the blocks in 16 bits. Raises SchemeError if the groups divide no
-    layer.
-    """
-    total = model.spec.weight_bytes(ITEMSIZE)
+    """Returns bytes of all weights. Raises SchemeError if the groups divide no layer."""
     if scheme is None:
-        return total
-    linears = [linear.shape for linear in model.spec.linears()]
-    packed = sum(scheme.stored_bits(*shape) for shape in linears) // 8
-    return total - ITEMSIZE * sum(rows * columns for rows, columns in linears) + packed
+        return model.spec.weight_bytes(ITEMSIZE)
+    return dense_bytes(model) + sum(scheme.stored_bits(*linear.shape) for linear in model.spec.linears()) // 8
 
 
 def holds(model: DecoderConfig, target: ServingTarget, kv_cache: str, weights: int, memory_bytes: int) -> bool:
@@ -140,14 +150,14 @@ def candidates(model: DecoderConfig, target: ServingTarget) -> list[Fit]:
         )
     if target.draft is not None:
         target.draft.check(model)
-    found = []
+    found, dense = [], dense_bytes(model)
     for form in weight_forms({linear.in_features for linear in model.spec.linears()}):
         weights = weight_bytes(model, form.scheme)
         for kv_cache in KEYS if model.mixers else ("16bit",):
             kv_bytes = target.users * _kv_bytes(model, target, kv_cache)
             drafts = _draft_bytes(target, kv_cache)
             needed = needed_bytes(model, target, kv_cache, weights) + drafts
-            found.append(Fit(form, kv_cache, weights, kv_bytes, needed, drafts))
+            found.append(Fit(form, kv_cache, weights, kv_bytes, needed, drafts, dense))
     return sorted(found, key=lambda each: (each.kl, each.needed_bytes))
 
 
@@ -180,13 +190,13 @@ def choose(model: DecoderConfig, target: ServingTarget) -> Fit:
     if not fitting:
         raise _too_large(model, target, min(found, key=lambda each: each.needed_bytes))
     for each in fitting:
-        if each.is_fast_enough(target):
+        if each.user_rate(target) >= target.least_rate:
             return each
-    raise _too_slow(target, min(fitting, key=lambda each: each.step_bytes))
+    raise _too_slow(target, max(fitting, key=lambda each: each.user_rate(target)))
 
 
 def _too_slow(target: ServingTarget, fastest: Fit) -> ToolkitError:
-    rate = fastest.tokens_per_second(target.bytes_per_second or 0, 1)
+    rate = fastest.user_rate(target)
     return ToolkitError(
         f"no form gives each user {target.least_rate:g} tokens per second: the fastest that fits ({fastest.weights}, "
         f"keys and values in {fastest.kv_cache}) gives about {rate:.3g}, as a step reads "

@@ -229,10 +229,10 @@ def _schemes(layer_plans: Collection[LayerPlan]) -> set[Scheme]:
     return {each.scheme for each in layer_plans if each.scheme}
 
 
-READ_RATE = 4.3e12
-"""Bytes per second that a large GPU reads (H200); smaller ones read less, and then less must be saved."""
-LAUNCH_SECONDS = 1.5e-6
-"""Cost of one more kernel, by published measurements of launches in CUDA graphs; not measured here."""
+READ_RATE = 4.2e12
+"""Bytes per second that a large GPU reads (measured on an H200); others read less, and then less must be saved."""
+LAUNCH_SECONDS = 4e-6
+"""Start and tail of one more product in a CUDA graph, measured on an H200: docs/gpu-kernels.md."""
 
 
 def slower_seconds(whole_bytes: int, factor_bytes: int) -> float:

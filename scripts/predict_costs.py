@@ -59,7 +59,8 @@ class Machine(NamedTuple):
 
     @property
     def target(self) -> ServingTarget:
-        return ServingTarget(self.memory << 30, CONTEXT, self.users, DEVICES[self.device])
+        memory, speed = self.memory << 30, self.bandwidth * 1e9
+        return ServingTarget(memory, CONTEXT, self.users, DEVICES[self.device], bytes_per_second=speed)
 
     def __str__(self) -> str:
         return f"{self.device}, {self.memory} GiB, {self.users} user{'s' if self.users > 1 else ''}"
@@ -104,7 +105,7 @@ def _choice(model: DecoderConfig, machine: Machine) -> str:
         found = choose(model, machine.target)
     except ToolkitError:
         return "nothing fits"
-    speed = found.tokens_per_second(machine.bandwidth * 1e9, machine.users)
+    speed = machine.users * found.user_rate(machine.target)
     kv_cache = "" if found.kv_cache == "16bit" else f", {found.kv_cache} keys and values"
     return f"{found.weights}{kv_cache}: {found.kl:.3f}, {speed:,.0f}"
 

@@ -48,7 +48,8 @@ def fit(
         typer.Option(
             "--bandwidth",
             **SIZE_OPTION,
-            help="Memory bandwidth in bytes per second, e.g. 900GB. Default on a CPU: measured on this machine.",
+            help="Memory bandwidth in bytes per second, of a GPU by its data sheet, e.g. 900GB. Default on a CPU: "
+            "measured on this machine.",
         ),
     ] = None,
     rate: Annotated[
@@ -137,7 +138,7 @@ def _figures(found: Fit, target: ServingTarget, measured: bool) -> dict[str, obj
         "kl_from": "demo model",
         "bandwidth": speed,
         "bandwidth_from": "not given" if speed is None else "measured here" if measured else "--bandwidth",
-        "predicted_tokens_per_second": None if speed is None else found.tokens_per_second(speed, target.users),
+        "predicted_tokens_per_second": None if speed is None else target.users * found.user_rate(target),
     }
 
 
@@ -155,8 +156,9 @@ def _lines(found: Fit, target: ServingTarget, figures: dict[str, object], model:
     from compress.common.device import format_bytes
 
     speed = figures["predicted_tokens_per_second"]
+    basis = "with the shares of bandwidth that one H200 reached" if target.is_gpu else "modelled"
     rate = (
-        "not predicted without --bandwidth" if speed is None else f"about {speed:,.0f} tokens/s for all users, modelled"
+        "not predicted without --bandwidth" if speed is None else f"about {speed:,.0f} tokens/s for all users, {basis}"
     )
     drafter = target.draft.path if target.draft else "ngram" if target.users <= FEW_USERS else ""
     drafts = f" --speculative-model {drafter}" if drafter else ""

@@ -146,7 +146,7 @@ def weight_bytes(form: str) -> float:
 
 
 def expectations() -> Iterator[Expected]:
-    """Yields the aims of docs/benchmarks.md with what the model says of each."""
+    """Yields aims with what the model says of each."""
     for tokens, aim in ((1, 3.0), (16, 3.0), (64, 2.0), (256, 1.1), (2048, 0.95)):
         ratio = linear_seconds(None, 8192, 8192, tokens) / packed_seconds(INT4, 8192, 8192, tokens)
         yield Expected(f"int4 8192x8192 over cuBLAS bf16, {tokens} tokens", ratio, aim, "x")

@@ -52,7 +52,7 @@ def test_a_recipe_is_written_and_can_be_read(fit, tmp_path: Path) -> None:
     tight = dense["needed_bytes"] - 40 * 2**20
     out, _ = fit("--memory", tight, "--bandwidth", "1GB", "--out", tmp_path / "fit.yaml")
     assert "compress run" in out
-    assert "modelled" in out
+    assert "tokens/s" in out
     stage = load_recipe(str(tmp_path / "fit.yaml")).stages[0]
     assert stage.scheme == Int(4, 64) or stage.scheme.word == "nvfp4"
 
@@ -112,11 +112,11 @@ def test_a_rate_needs_a_bandwidth(fit) -> None:
     assert "--bandwidth" in message
     dense, quick = (
         json.loads(fit("--memory", "8GiB", "--bandwidth", "5GB", "--tokens-per-second", rate, "--json")[0])
-        for rate in ("1", "80")
+        for rate in ("1", "40")
     )
     assert dense["weights"] == "16 bits"
     assert quick["predicted_kl"] > 0
-    assert quick["predicted_tokens_per_second"] >= 2 * 80
+    assert quick["predicted_tokens_per_second"] >= 2 * 40
 
 
 @pytest.mark.parametrize("tokens", ["0", "x", "-5", "1.5k"])
