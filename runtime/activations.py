@@ -200,7 +200,7 @@ def measure(config: DecoderConfig, reader: WeightReader, report: Report = ignore
     ]
     numbers = sum(size for _, size in eligible)
     bits = sum(bits * size for bits, size in eligible) / numbers
-    tokens = _windows(reader.checkpoint.path, numbers)
+    tokens = _windows(reader.checkpoint.path, config.vocab_size, numbers)
     models = [StreamedModel.of(config, replace(reader, kernels=kernels)) for kernels in (reader.kernels, EIGHT_BITS)]
     # Log-probabilities of one form are kept, those of the other pass window by window.
     exact, rounded = (_log_probabilities(model, tokens, report) for model in models)
@@ -208,13 +208,20 @@ def measure(config: DecoderConfig, reader: WeightReader, report: Report = ignore
     return AddedDivergence(torch.cat(divergence).mean().item(), LIMIT_4_BITS * 4 ** (4 - bits), tokens.numel())
 
 
-def _windows(path: Path, numbers: int) -> Tensor:
-    """Cuts windows `[N, WINDOW]`, one of each text; fewer for a model of more weights."""
+def _windows(path: Path, vocab_size: int, numbers: int) -> Tensor:
+    """Cuts windows `[N, WINDOW]`, one of each text; fewer for a model of more weights.
+
+    Raises:
+        CheckpointError: there is no tokenizer, or one of another model.
+    """
     tokenizer = Tokenizer.open(path)
     count = max(FEWEST_WINDOWS, min(len(TEXTS), int(MOST_PRODUCTS / (WINDOW * numbers))))
     data = files("calibration") / "data"
     texts = (data.joinpath(f"{name}.txt").read_text(encoding="utf-8") for name in TEXTS[:count])
-    return torch.tensor([tokenizer.encode(text[:CHARACTERS])[:WINDOW] for text in texts])
+    tokens = torch.tensor([tokenizer.encode(text[:CHARACTERS])[:WINDOW] for text in texts])
+    if (largest := int(tokens.max())) >= vocab_size:
+        raise CheckpointError(f"token {largest} of its tokenizer has no embedding", "Use the model's own tokenizer")
+    return tokens
 
 
 @torch.inference_mode()

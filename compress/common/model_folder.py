@@ -28,7 +28,7 @@ def find_folder(path: str | Path) -> Path:
     """
     folder = in_home(path)
     if not folder.is_dir():
-        raise _no_folder(folder, str(path))
+        raise _no_folder(folder)
     if folder.name.startswith(HUB_FOLDER) and (folder / "snapshots").is_dir():
         folder = _snapshot(folder)
     if (folder / ADAPTER_CONFIG).is_file() and not _has_model(folder):
@@ -58,7 +58,7 @@ def actual_case(path: Path) -> Path | None:
     return found
 
 
-def _no_folder(folder: Path, written: str) -> CheckpointError:
+def _no_folder(folder: Path) -> CheckpointError:
     if folder.exists():
         remedy = f"Name its folder, {folder.absolute().parent}"
         return CheckpointError(f"{folder} is a file, not a model folder", remedy)
@@ -66,8 +66,6 @@ def _no_folder(folder: Path, written: str) -> CheckpointError:
         remedy = f"Did you mean {found}?"
     elif folder == PACKED:
         remedy = "Create it with compress quantize, or name another folder"
-    elif written.count("/") == 1 and not written.startswith((".", "/", "~")):
-        remedy = f"Check the path, or fetch the model first: hf download {written} --local-dir {folder.name}"
     else:
         remedy = "Check the path"
     return CheckpointError(f"model folder {folder} does not exist", remedy)

@@ -305,9 +305,11 @@ def record_states(report: EvaluationReport) -> MeasuredStates:
 
 
 def recorded_source(config: dict[str, Any]) -> Path | None:
-    """Returns the recorded source of a packed checkpoint; None for a dense checkpoint."""
-    source = compression_block(config).get("source")
-    return None if source is None else folder_of(find_source(source))
+    """Returns the recorded source of a packed checkpoint, which may not exist any more; None for a dense checkpoint."""
+    if (name := compression_block(config).get("source")) is None:
+        return None
+    source = find_source(name)
+    return folder_of(source) if source.exists() else source
 
 
 def _is_source(path: Path, config: dict[str, Any]) -> bool:

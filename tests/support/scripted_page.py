@@ -17,6 +17,7 @@ class ByteTokens:
 
     has_template = True
     chat_template = ""
+    template_variables: ClassVar[frozenset[str]] = frozenset()
     special_ids: ClassVar[dict[str, int]] = {}
 
     def encode(self, text: str, **options: Any) -> list[int]:

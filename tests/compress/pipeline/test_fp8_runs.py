@@ -47,7 +47,7 @@ def test_what_is_served_was_planned_and_is_close_to_the_model(packed):
         f"6 x {name}" for name in ("q_proj+k_proj+v_proj", "o_proj", "gate_proj+up_proj", "down_proj")
     ]
     kernel = "dequantized" if library() is None else "cpu_fp8"
-    assert all(f"kernel {kernel} " in line and "triton_fp8 runs on NVIDIA GPUs" in line for line in lines)
+    assert all(f"kernel {kernel} " in line for line in lines)
     assert foreseen_bytes(packed, torch.float32) == decoder.nbytes
     assert compared_with(demo_model_path(), packed, tokens=1024).kl_mean < 0.03
 

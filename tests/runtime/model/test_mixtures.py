@@ -121,12 +121,12 @@ def test_mxfp4_experts_are_served_as_published(tmp_path: Path) -> None:
     torch.testing.assert_close(found, reference_logits(load_reference(folder), TOKENS), rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize(("family", "is_smoothed"), [("qwen3_moe", True), ("phi3", False)])
-def test_no_command_that_fails_is_advised(family: str, is_smoothed: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["qwen3_moe", "phi3"])
+def test_no_command_that_fails_is_advised(family: str, tmp_path: Path) -> None:
     folder = save_tiny_model(tmp_path / "model", family, **VARIANTS[family])
     lines = list(inspect(folder, "", RuntimeConfig()).lines())
     assert any("--kv-cache" in line for line in lines)
-    assert any("smoothquant" in line for line in lines) == is_smoothed
+    assert not any("smoothquant" in line for line in lines)  # some families have no norms to smooth
 
 
 def test_a_bias_changes_the_choice_and_not_the_weights() -> None:

@@ -8,6 +8,7 @@ from compress.checkpoint.locate import find_model, find_source, shown_name, sour
 from compress.checkpoint.locate.file_names import part_names, side_names, weight_names
 from compress.checkpoint.locate.hub import HubModel
 from compress.common.cli import BUNDLED, bundled_path
+from compress.common.errors import CheckpointError
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -46,7 +47,11 @@ def test_names_of_the_hub(text: str, model: HubModel) -> None:
 )
 def test_words_that_are_no_names_of_the_hub(text: str) -> None:
     assert HubModel.parse(text) is None
-    assert find_model(text or "x") == Path(text or "x") or text in BUNDLED
+    if text in BUNDLED:
+        assert find_model(text) == bundled_path(text)
+    else:
+        with pytest.raises(CheckpointError):
+            find_model(text or "x")
 
 
 def test_a_folder_of_that_name_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
