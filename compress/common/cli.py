@@ -19,6 +19,8 @@ from enum import StrEnum
 from importlib.resources import files
 from io import TextIOWrapper
 from pathlib import Path
+from traceback import walk_stack
+from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, get_args, get_origin, get_type_hints
 
 import typer
@@ -91,6 +93,7 @@ def run_cli(app: typer.Typer) -> None:
     """
     let_threads_sleep()
     sys.unraisablehook = report_unraisable
+    signal.signal(signal.SIGINT, interrupt)
     _escape_unprintable()
     try:
         try:
@@ -130,9 +133,17 @@ def _escape_unprintable() -> None:
 RESEND_SECONDS = 0.01
 
 
+def interrupt(number: int, frame: FrameType | None) -> None:
+    """Raises KeyboardInterrupt; within an import, leaves the process with status 130 instead: libraries lose its
+    exception while they try to import others, as torch does with NumPy in C."""
+    if any("importlib._bootstrap" in each.f_code.co_filename for each, _ in walk_stack(frame)):
+        os._exit(INTERRUPTED)
+    signal.default_int_handler(number, frame)
+
+
 def report_unraisable(lost: sys.UnraisableHookArgs) -> None:
-    """Sends Ctrl-C again if its exception was raised where Python ignores exceptions, such as in a destructor while a
-    library is imported; prints any other exception."""
+    """Sends Ctrl-C again if its exception was raised where Python ignores exceptions, such as in a destructor; prints
+    any other exception."""
     if not issubclass(lost.exc_type, KeyboardInterrupt):
         sys.__unraisablehook__(lost)
         return
