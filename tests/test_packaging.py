@@ -86,7 +86,7 @@ def sources(folder: Path) -> Path:
     for name in ("pyproject.toml", "hatch_build.py", "README.md", "LICENSE", "CHANGELOG.md", ".gitignore"):
         shutil.copy(ROOT / name, copy)
     with tarfile.open(build(copy, "sdist")) as archive:
-        archive.extractall(folder, filter="data")
+        archive.extractall(folder)
     [unpacked] = folder.glob("compress_runtime-*")
     return unpacked
 

@@ -194,8 +194,8 @@ def expected() -> list[list[int]]:
         [
             {},
             {"max_num_batched_tokens": 17},
-            {"num_blocks": 13},
-            {"prefix_caching": False, "num_blocks": 14},
+            {"num_blocks": 9},
+            {"prefix_caching": False, "num_blocks": 9},
             {"speculative_model": "ngram"},
             {"speculative_model": str(draft_model_path()), "num_blocks": 28},
         ],

@@ -330,8 +330,8 @@ def test_ambiguous_grammars_are_given_up_within_a_second(name: str, num_answers:
     begin = time.process_time()
     while not all(answer.is_stuck for answer in answers):
         num_tokens += sum(answer.accept([token]) for answer in answers)
-    assert time.process_time() - begin < 2.5  # on a busy machine; 0.6 s for work, the rest for other threads and steps
-    assert work.seconds < 1.5
+    assert time.process_time() - begin < 3  # on a busy machine; 0.6 s for work, the rest for other threads and steps
+    assert work.seconds < 2  # 10,000 tokens may take another 0.8 s
     assert num_tokens < 10_000
     for answer in answers:
         assert (answer.accept([token]), answer.is_complete) == (0, False)
