@@ -1,6 +1,6 @@
 """Runs a command as on a processor that has less than this one: `python scripts/instruction_sets.py avx2 pytest FILE`.
 
-The compiled library is built anew so that it uses no faster instructions, which holds in every process that loads it;
+The compiled library is rebuilt so that it uses no faster instructions, which holds in every process that loads it;
 PyTorch and the libraries under it are told the same by their own variables. The library is built in full afterwards.
 """
 

@@ -34,7 +34,7 @@ LEAST_CHUNK = 16
 """Prompt tokens for which a step has time, whatever decodes leave: prompts advance with every step."""
 CONTEXT_UNIT = 1024
 MAX_GROWTH = 1.5
-"""Maximum ratio of the prompt tokens beside decodes to those of recent steps: costs were measured for that many."""
+"""Maximum ratio of the prompt tokens of a step with decodes to those of recent steps, whose costs were measured."""
 MEMORY = 0.8
 """Factor per step by which earlier steps count less for `MAX_GROWTH`."""
 DOWNWARD_GAIN = 0.5

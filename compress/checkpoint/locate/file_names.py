@@ -40,7 +40,7 @@ def is_weight(name: str) -> bool:
 
 
 def side_names(names: Iterable[str], code: bool) -> list[str]:
-    """Returns the files beside the weights that are read or copied: config, tokenizer, templates, card and licence.
+    """Returns the files other than weights that are read or copied: config, tokenizer, templates, card and licence.
 
     Args:
         names: paths in the folder of a model.
