@@ -220,7 +220,9 @@ def export(
     from compress.checkpoint.containers import containers
     from compress.checkpoint.gguf.folder import folder_of
     from compress.checkpoint.writer import export_checkpoint
+    from compress.common.files import REPORT_FILE
     from compress.reporting.model_card import write_card
+    from compress.reporting.report_data import read_report
 
     if list_formats:
         for each in containers(folder_of(path)):
@@ -238,6 +240,8 @@ def export(
     if gguf_type is not None:
         raise ToolkitError(f"--gguf-type {gguf_type} does not apply to {format}", "Add --format gguf")
     source = folder_of(path)
+    if (source / REPORT_FILE).is_file():
+        read_report(source)  # its figures go into the card: a damaged report is refused before anything is written
     written = export_checkpoint(source, format, out)
     write_card(written, source)
     typer.echo(f"wrote {written} ({format})")

@@ -15,11 +15,12 @@ from compress.checkpoint.formats.readers import RUNTIME, TRANSFORMERS, VLLM, rea
 from compress.checkpoint.locate.hub import HubModel
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.common.cli import DISTRIBUTION
-from compress.common.files import REPORT_FILE, atomic_file, size
+from compress.common.files import REPORT_FILE, atomic_file, read_json, size
 from compress.reporting.page import times
-from compress.reporting.report_data import RunReport, read_report
 
 CARD_FILE = "README.md"
+Report = Mapping[str, Any]
+"""`compression_report.json` as it stands."""
 MARK = "<!-- what follows is the card of the source -->"
 _HEADER = re.compile(r"\ufeff?---[ \t]*\r?\n(.*?)\r?\n---[ \t]*(?:\r?\n|$)", re.DOTALL)
 _RESULTS = ("model-index", "co2_eq_emissions", "new_version")
@@ -92,37 +93,36 @@ def write_card(folder: Path, made_from: Path | None = None) -> None:
     """Writes the card of a checkpoint, in place of that of its source, whose header and text it takes over.
 
     Args:
-        made_from: folder that was exported, with the report; None where `folder` has it.
+        made_from: folder that was exported, with a checked report; None where `folder` has it.
     """
     packed, before = PackedCheckpoint.open(folder), made_from or folder
-    report = read_report(before) if (before / REPORT_FILE).is_file() else None
+    report = read_json(before / REPORT_FILE) if (before / REPORT_FILE).is_file() else None
     with atomic_file(folder / CARD_FILE) as stream:
         stream.write(str(_card(packed, Card.read(folder / CARD_FILE), report, HubModel.of_cached(before))).encode())
 
 
-def _card(packed: PackedCheckpoint, source: Card, report: RunReport | None, exported: HubModel | None) -> Card:
+def _card(packed: PackedCheckpoint, source: Card, report: Report | None, exported: HubModel | None) -> Card:
     base = _base_model(packed, source, report, exported)
     engines = readers(packed.format, packed.schemes.values())
-    named = base or (Path(report.source).name if report else "another checkpoint")
+    named = base or (Path(report["source"]).name if report else "another checkpoint")
+    recipe = (report["recipe"].get("name") if report else None) or packed.format
     text = _BODY.format(
-        title=" ".join([named.rpartition("/")[2], report.name if report else packed.format]),
-        origin=f"{_linked(base) if base else named}, compressed by {report.tool if report else DISTRIBUTION}.",
+        title=f"{named.rpartition('/')[2]} {recipe}",
+        origin=f"{_linked(base) if base else named}, compressed by {report['tool'] if report else DISTRIBUTION}.",
         facts="\n".join(f"| {name} | {_cell(fact)} |" for name, fact in _facts(packed, report, engines)),
         commands="\n".join(_commands(engines)),
     )
     if report is not None:
-        command = report.command or "(a script)"
-        text += _RECIPE.format(recipe=_yaml(_given(report.recipe)).strip(), command=command)
+        command = report.get("command") or "(a script)"
+        text += _RECIPE.format(recipe=_yaml(_given(report["recipe"])).strip(), command=command)
     if source.of_source:
         text += _SOURCE.format(mark=MARK, text=source.of_source)
     return Card(_header(packed, source.header, base, engines), text)
 
 
-def _base_model(
-    packed: PackedCheckpoint, source: Card, report: RunReport | None, exported: HubModel | None
-) -> str | None:
+def _base_model(packed: PackedCheckpoint, source: Card, report: Report | None, exported: HubModel | None) -> str | None:
     """Returns the name on the hub of the model that was compressed; None if it is not known."""
-    recorded = HubModel.parse(report.source) if report else exported
+    recorded = HubModel.parse(report["source"]) if report else exported
     named = HubModel.parse(str(packed.config.get("_name_or_path")))
     if recorded or MARK not in source.text:
         return recorded.repo if recorded else named.repo if named else None
@@ -144,13 +144,14 @@ def _header(packed: PackedCheckpoint, given: Mapping[str, Any], base: str | None
     }
 
 
-def _facts(packed: PackedCheckpoint, report: RunReport | None, engines: list[str]) -> Iterator[tuple[str, str]]:
+def _facts(packed: PackedCheckpoint, report: Report | None, engines: list[str]) -> Iterator[tuple[str, str]]:
     after = packed.files.file_bytes
     yield "stored as", packed.describe()
     if report is None:
         yield "size", size(after)
     else:
-        yield "size", f"{size(report.plan.bytes_before)} -> {size(after)} ({times(report.plan.bytes_before, after)})"
+        before = report["plan"]["bytes_before"]
+        yield "size", f"{size(before)} -> {size(after)} ({times(before, after)})"
     yield "bits per weight", _bits(packed)
     if report is not None:
         yield from _quality(report)
@@ -166,23 +167,23 @@ def _bits(packed: PackedCheckpoint) -> str:
     return f"{8 * stored / count:.3f} in the quantized layers, {whole}" if count else whole
 
 
-def _quality(report: RunReport) -> Iterator[tuple[str, str]]:
-    found = report.quality
-    if found is None:
-        yield "quality", f"not measured: {report.not_measured}"
+def _quality(report: Report) -> Iterator[tuple[str, str]]:
+    found = report["quality"]
+    if "perplexity" not in found:
+        yield "quality", f"not measured: {found['not_measured']}"
         return
-    baseline = "" if found.baseline_perplexity is None else f"{found.baseline_perplexity:.3f} -> "
-    yield "perplexity", f"{baseline}{found.perplexity:.3f}"
-    if found.kl_mean is not None and found.kl_p999 is not None:
-        yield "KL to the source", f"{found.kl_mean:.5f} mean, {found.kl_p999:.4f} at 99.9 % (nats)"
-    yield "measured on", f"{found.tokens:,} tokens: {found.protocol}; text sha256 {found.data_sha256[:12]}"
+    baseline = found.get("baseline_perplexity")
+    yield "perplexity", f"{'' if baseline is None else f'{baseline:.3f} -> '}{found['perplexity']:.3f}"
+    if found.get("kl_mean") is not None and found.get("kl_p999") is not None:
+        yield "KL to the source", f"{found['kl_mean']:.5f} mean, {found['kl_p999']:.4f} at 99.9 % (nats)"
+    yield "measured on", f"{found['tokens']:,} tokens: {found['protocol']}; text sha256 {found['data_sha256'][:12]}"
 
 
-def _calibration(report: RunReport) -> str:
-    given = report.calibration
+def _calibration(report: Report) -> str:
+    given = report.get("calibration")
     if not given:
-        return f"none; seed {report.seed}"
-    return f"{given['source']}: {given['sequences']} sequences of {given['length']} tokens; seed {report.seed}"
+        return f"none; seed {report['seed']}"
+    return f"{given['source']}: {given['sequences']} sequences of {given['length']} tokens; seed {report['seed']}"
 
 
 def _commands(engines: list[str]) -> Iterator[str]:

@@ -7,9 +7,12 @@ import pytest
 import yaml
 from folders import change_config
 from huggingface_hub import ModelCard
+from typer.testing import CliRunner
 
 from compress.checkpoint.weights import Int
 from compress.checkpoint.writer import export_checkpoint
+from compress.cli import make_app
+from compress.common.errors import CheckpointError
 from compress.common.files import REPORT_FILE
 from compress.pipeline.prepare import RunRequest, prepare
 from compress.pipeline.run import run
@@ -134,3 +137,12 @@ def test_any_card_of_a_source_gives_a_valid_one(text: str, source: Path, tmp_pat
 def test_a_source_without_a_card(source: Path, tmp_path: Path) -> None:
     (source / CARD_FILE).unlink()
     assert MARK not in pack(source, tmp_path / "packed").text
+
+
+def test_an_export_with_a_damaged_report_is_refused_before_it_is_written(source: Path, tmp_path: Path) -> None:
+    pack(source, tmp_path / "packed")
+    (tmp_path / "packed" / REPORT_FILE).write_text('{"format_version": 1}')
+    asked = ["export", str(tmp_path / "packed"), "--format", "dense", "--out", str(tmp_path / "d")]
+    found = CliRunner().invoke(make_app(), asked)
+    assert isinstance(found.exception, CheckpointError), found.output
+    assert not (tmp_path / "d").exists()
