@@ -210,8 +210,7 @@ class BatchOptions:
     overlap: bool = option(
         "--overlap/--no-overlap",
         default=True,
-        help="Submit the next decode step to a GPU before reading the tokens of the previous one, if CUDA graphs run "
-        "it.",
+        help="Submit the next step to a GPU before reading the tokens of the previous one.",
     )
 
 

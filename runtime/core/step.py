@@ -28,7 +28,7 @@ class ScheduledSequence:
             offset is written to the slot. The last pair is that of the last token. Empty for models without such
             states.
         source_row: index of an entry of the previously submitted step, whose unread token is the only one of this span;
-            `KNOWN` if the sequence has its tokens. Either all entries of a plan have one, or none.
+            `KNOWN` if the sequence has its tokens.
     """
 
     sequence: Sequence

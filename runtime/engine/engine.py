@@ -15,12 +15,12 @@ from typing import Protocol
 from compress.common.errors import RequestError
 from runtime.core.config import RuntimeConfig
 from runtime.core.logit_bias import LogitBias
-from runtime.core.request import Delta, FinishReason, Request, RequestOptions, SamplingParams, Sequence
+from runtime.core.request import Delta, FinishReason, Request, RequestOptions, SamplingParams, Sequence, Status
 from runtime.core.step import Runner, SampledToken, StepOutput, StepPlan
 from runtime.engine.block_pool import BlockPool
 from runtime.engine.metrics import Metrics
 from runtime.engine.output_processor import OutputProcessor, TextLayer, derive_seed
-from runtime.engine.overlap import FailedStep, StepInFlight, continued_rows, unsupported_reason
+from runtime.engine.overlap import FailedStep, StepInFlight, plan_ahead
 from runtime.engine.scheduler import Scheduler
 from runtime.engine.state_manager import StateManager
 from runtime.engine.state_pool import StatePool
@@ -198,6 +198,7 @@ class Engine:
         if step is None:
             self._ahead = None
             return deltas + self.output_processor.release(HELD_SECONDS)
+        self.output_processor.note_start(step.plan)
         work = step_work(step.plan.entries)  # reading the step changes its sequences
         self._ahead = self._continue(step)
         deltas += self._read(step)
@@ -224,21 +225,15 @@ class Engine:
         """Plans and submits a step if none is in flight; None if there is nothing to compute."""
         self._speculate()
         plan = self._plan()
-        if not plan.entries:
-            return None
-        self.output_processor.note_start(plan)
-        return self._submit(plan)
+        return self._submit(plan) if plan.entries else None
 
     def _continue(self, step: StepInFlight) -> StepInFlight | None:
         """Plans and submits the step after one in flight; None if that must be read first."""
         if not self.config.overlap or self.speculator is not None or not step.submitted.feeds_next:
             return None
-        rows = continued_rows(step)
-        reason, plan = unsupported_reason(step, len(rows), self.scheduler), None
-        if not reason and (plan := self.scheduler.schedule_ahead(rows)) is None:
-            reason = "too few free blocks"
+        plan, reason = plan_ahead(step, self.scheduler)
         self.metrics.steps_by_overlap_total[reason or "overlapped"] += 1
-        return None if plan is None else self._submit(plan)
+        return None if reason else self._submit(plan)
 
     def _submit(self, plan: StepPlan) -> StepInFlight:
         rows = tuple(range(len(plan.entries)))
@@ -253,13 +248,14 @@ class Engine:
         self.metrics.steps_total += 1
         try:
             output = step.submitted.result()
-            if self._ahead is not None:
+            if step.is_complete:
                 plan = self._without_undecided(plan, output)
             sampled = [(entry.sequence, output.tokens[entry.sequence.id]) for entry in plan.entries if entry.samples]
         except Exception as error:  # a kernel may raise any exception; the requests fail, the engine continues
             return self._fail_step(plan, error)
         self.num_failed_steps = 0
-        self._complete(plan, sampled)
+        if not step.is_complete:
+            self._complete(plan, sampled)
         if output.path:
             self.metrics.steps_by_path_total[output.path] += 1
         if any(output.expert_lookups):
@@ -267,15 +263,13 @@ class Engine:
         return self.output_processor.process(plan, output)
 
     def _without_undecided(self, plan: StepPlan, output: StepOutput) -> StepPlan:
-        """Returns the plan without entries whose token must be sampled again, because the next step has overwritten
-        their logits."""
-        decided = tuple(entry for entry in plan.entries if entry.sequence.id in output.tokens)
-        if len(decided) == len(plan.entries):
+        """Returns the plan without entries whose token must be sampled again, because the next step is submitted."""
+        undecided = [entry for entry in plan.entries if entry.samples and entry.sequence.id not in output.tokens]
+        if not undecided:
             return plan
-        for entry in plan.entries:
-            if entry.sequence.id not in output.tokens:
-                self.scheduler.redraw(entry.sequence)
-        return replace(plan, entries=decided)
+        for entry in undecided:
+            self.scheduler.redraw(entry.sequence)
+        return replace(plan, entries=tuple(entry for entry in plan.entries if entry not in undecided))
 
     def _speculate(self) -> None:
         """Drafts the next tokens. If the drafter raises, speculation is disabled permanently and no request fails."""
@@ -316,7 +310,11 @@ class Engine:
         self.metrics.step_errors_total += 1
         message = f"the step failed: {type(error).__name__}: {error}"
         failed = dict.fromkeys(self.output_processor.id_of(entry.sequence) for entry in plan.entries)
-        return self.output_processor.end(failed, FinishReason.ERROR, message)
+        deltas = self.output_processor.end(failed, FinishReason.ERROR, message)
+        for entry in self._ahead.plan.entries if self._ahead else ():
+            if entry.sequence.status is Status.RUNNING:
+                self.scheduler.preempt(entry.sequence)  # it may share blocks with those that failed
+        return deltas
 
     def _seed(self, sampling: SamplingParams) -> int:
         if sampling.seed is not None:

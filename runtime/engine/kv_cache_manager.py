@@ -177,15 +177,15 @@ class KVCacheManager:
         child.num_computed_tokens = child.num_tokens - 1
         child.num_registered_blocks = child.num_computed_tokens // self.pool.block_size
 
-    def lacks_slot(self, sequence: Sequence, ahead: int = 0) -> bool:
-        """Returns whether the next token, or the token `ahead` positions after it, needs a new block."""
-        index = (sequence.num_computed_tokens + ahead) // self.pool.block_size
+    def lacks_slot(self, sequence: Sequence) -> bool:
+        """Returns whether the next token needs a new block."""
+        index = sequence.num_computed_tokens // self.pool.block_size
         return index == len(sequence.block_ids) or self.pool.shared(sequence.block_ids[index])
 
-    def make_writable(self, sequence: Sequence, ahead: int = 0) -> list[BlockCopy]:
-        """Gives the token, as in `lacks_slot`, an exclusive slot; a block must be free if it needs one."""
+    def make_writable(self, sequence: Sequence) -> list[BlockCopy]:
+        """Gives the next token an exclusive slot; a block must be free if it needs one."""
         table, size = sequence.block_ids, self.pool.block_size
-        index, offset = divmod(sequence.num_computed_tokens + ahead, size)
+        index, offset = divmod(sequence.num_computed_tokens, size)
         if index == len(table):
             table += self.pool.allocate(1)
             return []

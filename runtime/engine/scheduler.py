@@ -202,37 +202,24 @@ class Scheduler:
         states = tuple(restore for taken in step.taken.values() for restore in taken.state_restores)
         return replace(plan, state_offloads=self.states.pool.tier.take_offloads(), state_restores=states)
 
-    def schedule_ahead(self, rows: Mapping[Sequence, int]) -> StepPlan | None:
-        """Plans the step after one in flight, before the latter completes: one more token of some of its sequences.
-
-        Args:
-            rows: these sequences, with the row of the step in flight that samples the token.
-
-        Returns:
-            None if blocks are missing for any of them.
-        """
-        sequences = [sequence for sequence in self.running if sequence in rows]
-        if self.clients.are_several:
-            sequences = in_turns(sequences)
+    def would_preempt(self) -> bool:
+        """Returns whether `schedule` may preempt a sequence: for blocks, or for a client with fewer places."""
+        sequences = [sequence for sequence in self.running if not sequence.is_held]
         for sequence in sequences:
             self.blocks.release_evictable(sequence)
-        if sum(self.blocks.lacks_slot(sequence, 1) for sequence in sequences) > self.pool.num_free:
-            return None
-        copies = [copy for sequence in sequences for copy in self.blocks.make_writable(sequence, 1)]
-        self.stats.num_copies += len(copies)
-        entries = [ScheduledSequence(s, s.num_computed_tokens + 1, 1, source_row=rows[s]) for s in sequences]
-        return StepPlan(tuple(entries), tuple(copies))
-
-    def may_admit(self, num_running: int) -> bool:
-        """Returns whether a waiting sequence could run in addition to `num_running` others, or instead of one."""
-        if not self.waiting or num_running < self._max_running:
-            return bool(self.waiting)
-        return self.clients.are_several and self._is_unequal(count_places(self.running))
+        num_missing = sum(self.blocks.num_missing(s) or self.blocks.lacks_slot(s) for s in sequences)
+        return num_missing > self.pool.num_free or bool(self._claims())
 
     def redraw(self, sequence: Sequence) -> None:
-        """Marks the last known token of a sequence, which the step in flight has computed, for recomputation."""
-        self.blocks.drop_draft(sequence, sequence.num_tokens)
+        """Marks the last known token of a sequence, which a complete step has computed, for recomputation."""
         sequence.needs_logits = True
+        if self.blocks.attention_window.window is not None:
+            self.preempt(sequence)  # a block that this token attends to may have been returned
+            return
+        sequence.num_computed_tokens = sequence.num_tokens - 1
+        num_full_blocks = sequence.num_computed_tokens // self.pool.block_size
+        sequence.num_registered_blocks = min(sequence.num_registered_blocks, num_full_blocks)
+        self.blocks.drop_draft(sequence, sequence.num_tokens)
 
     def decodes(self) -> list[Sequence]:
         """Returns the sequences to draft for: those in decode that the next step continues.
@@ -361,18 +348,18 @@ class Scheduler:
 
     def _claim_places(self, step: PlannedStep) -> None:
         """Admits clients that hold at least two places fewer than another, before anything is planned."""
-        places = count_places(self.running)
-        if not self._is_unequal(places):
-            return
-        busy = in_prompt(self.running)
-        ready = (sequence for sequence in self.waiting if not sequence.is_held)
-        claims = [s for s in first_of_each(ready) if s.client not in busy]
-        for sequence in sorted(claims, key=self._key(places)):
+        for sequence in self._claims():
             self._claim_place(sequence, step)
 
-    def _is_unequal(self, places: Mapping[str, int]) -> bool:
-        """Returns whether a client holds at least two places fewer than another."""
-        return max(places.values(), default=0) >= min(places[client] for client in self.clients.by_name) + 2
+    def _claims(self) -> list[Sequence]:
+        """Returns the next sequence of each client that holds at least two places fewer than another."""
+        if not self.clients.are_several or not self.waiting:
+            return []
+        places, busy = count_places(self.running), in_prompt(self.running)
+        least = max(places.values(), default=0) - 2
+        ready = (sequence for sequence in self.waiting if not sequence.is_held)
+        claims = [s for s in first_of_each(ready) if s.client not in busy and places[s.client] <= least]
+        return sorted(claims, key=self._key(places))
 
     def _claim_place(self, sequence: Sequence, step: PlannedStep) -> None:
         while self.running:

@@ -1,4 +1,4 @@
-"""A captured step that is read later: its tokens go to the host while the device computes what is submitted next."""
+"""A step that is read later: its tokens go to the host while the device computes what is submitted next."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from runtime.backends.sampling_kernel import UNDECIDED
-from runtime.core.step import SampledToken, ScheduledSequence, StepOutput
+from runtime.core.batch import upload
+from runtime.core.step import KNOWN, SampledToken, ScheduledSequence, StepOutput
 from runtime.sampling.sampler import ERRORS
 
 NUM_COPIES = 2
@@ -63,14 +64,42 @@ class TokenCopies:
         return receive
 
 
-@dataclass(slots=True, eq=False)
-class PendingStep:
-    """A captured step of one token per entry, whose tokens are drawn.
+@dataclass(frozen=True, slots=True)
+class DrawnTokens:
+    """Tokens of a submitted step on its device, which the next step may begin with.
 
     Attributes:
+        tokens: int64 `[n]`, below 0 where none was drawn.
+        rows: row of each entry of the step; anything for an entry that samples nothing.
+    """
+
+    tokens: Tensor
+    rows: Sequence[int]
+
+    def put_into(self, token_ids: Tensor, rows: Sequence[int], entries: Sequence[ScheduledSequence]) -> None:
+        """Writes the first tokens of some entries of the next step, those that have a source, to rows of its token
+        ids."""
+        pairs = zip(rows, (entry.source_row for entry in entries), strict=True)
+        known = [(row, self.rows[source]) for row, source in pairs if source != KNOWN]
+        if known:
+            targets, sources = (_index(each, token_ids.device) for each in zip(*known, strict=True))
+            token_ids[targets] = self.tokens[sources].clamp(min=0)
+
+
+def _index(rows: Sequence[int], device: torch.device) -> slice | Tensor:
+    """Index of some rows; of the first ones without an upload."""
+    return slice(0, len(rows)) if list(rows) == list(range(len(rows))) else upload(rows, device)
+
+
+@dataclass(slots=True, eq=False)
+class PendingStep:
+    """A step without drafts, whose tokens are drawn.
+
+    Attributes:
+        entries: those that sample.
         receive: waits for int64 `[n]`, the tokens of the entries.
         sample: makes tokens by sequence id of these, and looks at the logits where they are not decided.
-        is_late: another step has replaced the logits.
+        is_late: another step has replaced the logits, or began with the tokens as they are.
     """
 
     entries: Sequence[ScheduledSequence]

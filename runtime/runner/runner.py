@@ -8,6 +8,7 @@ from collections import Counter, abc
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 from typing import Protocol
 
 import torch
@@ -32,9 +33,9 @@ from runtime.core.step import ComputedStep, SampledToken, ScheduledSequence, Ste
 from runtime.memory.plan import plan_memory
 from runtime.model.served import ServedModel
 from runtime.runner.capture import Capture, CudaCapture
-from runtime.runner.pending_step import PendingStep, TokenCopies
+from runtime.runner.pending_step import DrawnTokens, PendingStep, TokenCopies
 from runtime.runner.step_buffers import StepBuffers
-from runtime.runner.step_graphs import Kind, Split, StepGraphs, StepResult
+from runtime.runner.step_graphs import Kind, StepGraphs
 from runtime.runner.warm_up import warm_up
 from runtime.sampling.sampler import Drawn, Sampler, choose_sampler, sample_step, sample_tokens
 from runtime.speculative.verify import verify_by_match
@@ -145,6 +146,7 @@ class ModelRunner:
         self.graphs: StepGraphs | None = None
         self._token_copies = TokenCopies(memory.num_sequences, decoder.device)
         self._pending: PendingStep | None = None
+        self._drawn: DrawnTokens | None = None
         self.graphs_reason = self._graphs_unsupported_reason()
         if not self.graphs_reason:
             self.capture_steps(CudaCapture(decoder.device))
@@ -223,8 +225,8 @@ class ModelRunner:
     def submit(self, plan: StepPlan) -> SubmittedStep:
         """Moves blocks, computes the plan's spans, samples where a span ends its sequence, and verifies drafts there.
 
-        What a captured step can compute is replayed, the rest is computed in one forward pass behind it. Where the
-        captured step is all of it, and draws one token for each sequence, they are read later.
+        A step that a captured one can compute is replayed; others run in one eager forward pass. Where the device draws
+        one token for each sequence that samples, and nothing else is wanted, they are read later.
         """
         if self._pending is not None:
             self._pending.is_late = True
@@ -239,11 +241,7 @@ class ModelRunner:
         """Launches what computes a plan that no captured step serves, and reads nothing of it."""
         with on_device(self.decoder.device):
             batch = build_batch(plan.entries, self.block_size, self.decoder.device, self.memory.reach)
-            hidden = self._forward(batch)
-            if batch.sampling:
-                logits = self.decoder.logits(hidden.index_select(0, batch.sample_rows))
-                draws = [draw for entry in batch.sampling for draw in build_sampling_metadata(entry)]
-                self.sampler.choose(logits, draws)
+            self._draw(self._forward(batch), batch)
 
     @torch.inference_mode()
     def launch_head(self, num_rows: int) -> None:
@@ -259,20 +257,25 @@ class ModelRunner:
             (graphs.capture if capture else graphs.launch)(kind)
 
     def _compute(self, entries: abc.Sequence[ScheduledSequence]) -> SubmittedStep:
-        # Captured entries come first: while they are computed, the kernels of the others are launched.
-        split = Split((), entries) if self.graphs is None else self.graphs.split(entries)
-        replayed = self._replay(self.graphs, split.captured) if self.graphs and split.captured else None
-        path = split.path("" if replayed is None else replayed.failure)
-        has_drafts = any(entry.num_draft_tokens for entry in entries)
-        if replayed is not None and replayed.drawn is not None and not split.rest and not has_drafts:
-            sample = partial(self._decide, entries, replayed.logits, replayed.drawn)
-            return PendingStep(entries, self._token_copies.send(replayed.drawn.tokens), sample, path)
-        output = self._run_eagerly(split.rest) if split.rest else StepOutput({})
-        if replayed is not None:
-            tokens = self.sample(split.captured, replayed.logits, replayed.drawn)
-            self._keep_branches(split.captured, tokens)
-            output.tokens.update(tokens)
-        return ComputedStep(replace(output, path=path))
+        if self.graphs is None:
+            return self._run_eagerly(entries)
+        if reason := self.graphs.unsupported_reason(entries):
+            return self._run_eagerly(entries, reason)
+        return self._replay(self.graphs, entries)
+
+    def _read_late(
+        self,
+        entries: abc.Sequence[ScheduledSequence],
+        sampling: abc.Sequence[ScheduledSequence],
+        logits: Tensor,
+        drawn: Drawn,
+        path: str,
+    ) -> PendingStep:
+        """A step whose tokens are drawn. Those that sample may be in another order than the entries of the plan."""
+        rows = {entry.sequence.id: row for row, entry in enumerate(sampling)}
+        self._drawn = DrawnTokens(drawn.tokens, [rows.get(entry.sequence.id, 0) for entry in entries])
+        sample = partial(self._decide, sampling, logits, drawn)
+        return PendingStep(sampling, self._token_copies.send(drawn.tokens), sample, path)
 
     def _decide(
         self, entries: abc.Sequence[ScheduledSequence], logits: Tensor, drawn: Drawn, tokens: Tensor
@@ -292,24 +295,46 @@ class ModelRunner:
             self.states.offload(plan.state_offloads)
             self.states.restore(plan.state_restores)
 
-    def _run_eagerly(self, entries: abc.Sequence[ScheduledSequence]) -> StepOutput:
+    def _run_eagerly(self, entries: abc.Sequence[ScheduledSequence], path: str = "") -> SubmittedStep:
         batch = build_batch(entries, self.block_size, self.decoder.device, self.memory.reach)
+        if self._drawn is not None:
+            rows = accumulate((entry.num_tokens for entry in batch.entries[:-1]), initial=0)
+            self._drawn.put_into(batch.token_ids, list(rows), batch.entries)
         for memory in self._memories():
             memory.clear(batch.fresh_blocks)
         hidden = self._forward(batch)
+        if self._draws_on_device(batch):
+            return self._read_late(entries, batch.sampling, *self._draw(hidden, batch), path)
         tokens = self._sample(hidden, batch) if batch.sampling else {}
         self._keep_branches(batch.sampling, tokens)
         if self.observer is not None:
             self._show(self.observer, batch, hidden, tokens)
-        return StepOutput(
-            tokens,
-            prompt_logprobs(self.decoder, self.sampler, hidden, batch),
-            pooled_states(self.decoder, hidden, batch),
-            expert_lookups=(
-                sum(cache.queries for cache in self.expert_caches),
-                sum(cache.hits for cache in self.expert_caches),
-            ),
+        return ComputedStep(
+            StepOutput(
+                tokens,
+                prompt_logprobs(self.decoder, self.sampler, hidden, batch),
+                pooled_states(self.decoder, hidden, batch),
+                path,
+                expert_lookups=(
+                    sum(cache.queries for cache in self.expert_caches),
+                    sum(cache.hits for cache in self.expert_caches),
+                ),
+            )
         )
+
+    def _draws_on_device(self, batch: Batch) -> bool:
+        """Whether the tokens are all that is wanted of a step, and the device draws them without the host."""
+        if self.sampler.fused is None or self.observer is not None or self.expert_caches or batch.prompt_rows:
+            return False
+        return not any(e.num_draft_tokens or e.sequence.request.sampling.needs_tokens for e in batch.sampling)
+
+    def _draw(self, hidden: Tensor, batch: Batch) -> tuple[Tensor, Drawn]:
+        """Logits `[n, V]` of the entries that sample, and the tokens drawn from them."""
+        if not batch.sampling:
+            return hidden[:0], Drawn(batch.sample_rows, [])
+        logits = self.decoder.logits(hidden.index_select(0, batch.sample_rows))
+        draws = list(map(build_sampling_metadata, batch.sampling))
+        return logits, Drawn(self.sampler.choose(logits, [draw for group in draws for draw in group]), draws)
 
     def _show(
         self, observer: StepObserver, batch: Batch, hidden: Tensor, tokens: Mapping[str, list[SampledToken]]
@@ -324,9 +349,15 @@ class ModelRunner:
     def _memories(self) -> list[BlockMemory]:
         return [self.pages.memory, *([] if self.observer is None else [self.observer.memory])]
 
-    def _replay(self, graphs: StepGraphs, entries: abc.Sequence[ScheduledSequence]) -> StepResult:
+    def _replay(self, graphs: StepGraphs, entries: abc.Sequence[ScheduledSequence]) -> SubmittedStep:
         self.pages.memory.clear([block for entry in entries for block in fresh_blocks(entry, self.block_size)])
-        return graphs.run(entries)
+        logits, drawn, failure = graphs.run(entries, self._drawn)
+        path = failure or "recorded"
+        if drawn is not None and not any(entry.num_draft_tokens for entry in entries):
+            return self._read_late(entries, entries, logits, drawn, path)
+        tokens = self.sample(entries, logits, drawn)
+        self._keep_branches(entries, tokens)
+        return ComputedStep(StepOutput(tokens, path=path))
 
     def _graphs_unsupported_reason(self) -> str:
         """Why no step can be captured; empty when some can."""

@@ -19,13 +19,12 @@ from runtime.core.batch import (
     positions_of,
     slots_of,
     token_ids_of,
-    upload,
     visible_blocks,
 )
 from runtime.core.draft_tree import ancestor_bits
 from runtime.core.memory_plan import MemoryPlan
 from runtime.core.state_rows import decode_state_rows
-from runtime.core.step import KNOWN, NO_STATE, ScheduledSequence
+from runtime.core.step import NO_STATE, ScheduledSequence
 from runtime.model.served import ServedModel
 from runtime.runner.pending_step import DeviceEvent
 
@@ -81,7 +80,7 @@ class StepBuffers:
         self.num_state_slots = memory.states.num_slots
         self._num_numbers = NUM_COLUMNS * self.num_rows
         size = self._num_numbers + self.num_sequences * self.blocks_each
-        self._device, self._sent = device, DeviceEvent(device)
+        self._sent = DeviceEvent(device)
         self._host = torch.zeros(size, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._there = torch.zeros(size, dtype=torch.int64, device=device)
         self._numbers = self._host[: self._num_numbers].view(NUM_COLUMNS, self.num_rows).numpy()
@@ -116,7 +115,7 @@ class StepBuffers:
     def fill(self, entries: Sequence[ScheduledSequence], shape: StepShape) -> None:
         """Lays out entries in the first rows and padding in the rest, and sends them.
 
-        A token that only the step before knows is left out; `put_tokens` brings it.
+        A token that only the step before knows is left out: it is written to `token_ids`.
         """
         self._sent.wait()
         count, rows = len(entries) * (1 + shape.num_drafts), shape.num_rows
@@ -138,18 +137,10 @@ class StepBuffers:
         self._there[:sent].copy_(self._host[:sent], non_blocking=True)
         self._sent.record()
 
-    def unknown_tokens(self, entries: Sequence[ScheduledSequence]) -> torch.Tensor | None:
-        """int64 `[n]`: tokens of n entries as the step before has drawn them, anything where it drew none. None if they
-        are known."""
-        if not entries or entries[0].source_row == KNOWN:
-            return None
-        rows = [entry.source_row for entry in entries]
-        drawn = self.tokens[: len(rows)] if rows == list(range(len(rows))) else self.tokens[upload(rows, self._device)]
-        return drawn.clamp(min=0)
-
-    def put_tokens(self, token_ids: torch.Tensor) -> None:
-        """Replaces the token ids of the first rows of what was sent."""
-        self._columns(len(token_ids))[0].copy_(token_ids)
+    @property
+    def token_ids(self) -> torch.Tensor:
+        """int64 `[num_rows]`, the token ids of what was sent."""
+        return self._columns(self.num_rows)[0]
 
     def _columns(self, num_rows: int) -> list[torch.Tensor]:
         columns = self._there[: self._num_numbers].view(NUM_COLUMNS, self.num_rows)

@@ -16,6 +16,7 @@ from torch import Tensor
 from runtime.core.batch import Batch, SamplingMetadata, SamplingTensors, build_sampling_metadata, upload
 from runtime.core.step import ScheduledSequence
 from runtime.runner.capture import Capture, Computation
+from runtime.runner.pending_step import DrawnTokens
 from runtime.runner.step_buffers import StepBuffers, StepShape
 from runtime.sampling.adjustment_buffers import AdjustmentBuffers
 from runtime.sampling.sampler import Drawn, SampleStep
@@ -25,19 +26,6 @@ logger = logging.getLogger("runtime.graphs")
 SMALL_SIZES = (1, 2, 4, 8, 16, 24, 32)
 FEW_ROWS = 64
 """Tokens that take about as long as one: reading the weights takes longer than computing."""
-
-
-class Split(NamedTuple):
-    """Entries of a step that a captured step computes, those that it does not, and why not."""
-
-    captured: Sequence[ScheduledSequence]
-    rest: Sequence[ScheduledSequence]
-    reason: str = ""
-
-    def path(self, failure: str = "") -> str:
-        """Says how the step runs, as `StepOutput.path`; `failure` is why nothing was captured after all."""
-        parts = [failure or "recorded"] * bool(self.captured) + [self.reason] * bool(self.rest)
-        return "; ".join(dict.fromkeys(parts))
 
 
 class StepResult(NamedTuple):
@@ -100,30 +88,29 @@ class StepGraphs:
         self._captured: dict[Kind, Computation] = {}
         self._kept: list[Computation] = []
 
-    def split(self, entries: Sequence[ScheduledSequence]) -> Split:
-        """Splits the entries of a step into those that a captured step computes and the others."""
-        reasons = ["" if _is_decode(entry) else self._unsupported_reason(entry) for entry in entries]
-        captured = [entry for entry, reason in zip(entries, reasons, strict=True) if not reason]
-        if captured and not self._fits(captured):
-            reasons = [
-                reason or ("too many drafts" if entry.num_draft_tokens else "")
-                for entry, reason in zip(entries, reasons, strict=True)
-            ]
-            captured = [entry for entry, reason in zip(entries, reasons, strict=True) if not reason]
-        reason = self._step_reason(captured) if captured else reasons[0]
-        if reason:
-            return Split((), entries, reason)
-        rest = [entry for entry, reason in zip(entries, reasons, strict=True) if reason]
-        return Split(captured, rest, next(filter(None, reasons), ""))
+    def unsupported_reason(self, entries: Sequence[ScheduledSequence]) -> str:
+        """Why no captured step computes these entries, in few words; empty when one can."""
+        reasons = (self._entry_reason(entry) for entry in entries if not _is_decode(entry))
+        if reason := next(filter(None, reasons), ""):
+            return reason
+        if len(entries) > self.buffers.num_sequences:
+            return "too many sequences"
+        if not self._fits(entries):
+            return "too many drafts"
+        return self.failure if self.failure and self._shape(entries) not in self._captured else ""
 
-    def run(self, entries: Sequence[ScheduledSequence]) -> StepResult:
-        """Computes entries that `split` says are captured."""
+    def run(self, entries: Sequence[ScheduledSequence], before: DrawnTokens | None = None) -> StepResult:
+        """Computes entries that have no `unsupported_reason`.
+
+        Args:
+            before: tokens of the step before, for entries that take theirs from it.
+        """
         shape = self._shape(entries)
-        unknown = self.buffers.unknown_tokens(entries)  # before a capture, which draws others
         compute = self.capture(shape)
         self.buffers.fill(entries, shape)
-        if unknown is not None:
-            self.buffers.put_tokens(unknown)
+        if before is not None:
+            rows = range(0, shape.num_rows, 1 + shape.num_drafts)[: len(entries)]
+            before.put_into(self.buffers.token_ids, rows, entries)
         compute()
         rows = _rows(entries, shape, self.buffers.logits.device)
         drawn = None
@@ -203,7 +190,7 @@ class StepGraphs:
             self._draw_rows, self._draw, self._adjustments, kind, self.buffers.sampling_tensors(kind.num_rows)
         )
 
-    def _unsupported_reason(self, entry: ScheduledSequence) -> str:
+    def _entry_reason(self, entry: ScheduledSequence) -> str:
         """Why no captured step computes an entry, in few words; empty when one can."""
         if entry.sequence.wants_whole_prompt:
             return "prompts are looked at"
@@ -217,16 +204,10 @@ class StepGraphs:
 
     def _fits(self, entries: Sequence[ScheduledSequence]) -> bool:
         """Whether entries with drafts, padded to the longest one, are few rows or less than half padding."""
-        if all(entry.num_tokens == 1 for entry in entries) or len(entries) > self.buffers.num_sequences:
+        if all(entry.num_tokens == 1 for entry in entries):
             return True
         most = max(FEW_ROWS, 2 * sum(entry.num_tokens for entry in entries))
         return self._shape(entries).num_rows <= min(most, self.buffers.num_rows)
-
-    def _step_reason(self, entries: Sequence[ScheduledSequence]) -> str:
-        """Why these entries cannot be computed together, in few words; empty when they can."""
-        if len(entries) > self.buffers.num_sequences:
-            return "too many sequences"
-        return self.failure if self.failure and self._shape(entries) not in self._captured else ""
 
     def _shape(self, entries: Sequence[ScheduledSequence]) -> StepShape:
         size = self.sizes[bisect_left(self.sizes, len(entries))]

@@ -68,8 +68,8 @@ class FakeRunner:
         failure: raised by the next `execute`.
         plans: how many tokens each step had, by request id.
         script: tokens that every request gets instead of those computed; for tests of text.
-        overlaps: decode steps can be continued before they are read, as those that a GPU captured. They are computed
-            when they are submitted, and what goes wrong shows when they are read.
+        overlaps: steps can be continued before they are read, as on a GPU. They are computed when they are submitted,
+            and what goes wrong shows when they are read.
         undecided: share of the tokens of such steps that cannot be decided once the next one is submitted.
     """
 
@@ -110,8 +110,8 @@ class FakeRunner:
 
     def submit(self, plan: StepPlan) -> SubmittedStep:
         sources = [entry.source_row for entry in plan.entries if entry.source_row != KNOWN]
-        assert not sources or (self.latest is not None and len(set(sources)) == len(plan.entries))
-        if not self.overlaps or any(entry.num_tokens > 1 or not entry.samples for entry in plan.entries):
+        assert not sources or (self.latest is not None and len(set(sources)) == len(sources))
+        if not self.overlaps or any(entry.num_draft_tokens for entry in plan.entries):
             assert not sources
             self.latest = None
             return ComputedStep(self.execute(plan))
@@ -254,14 +254,14 @@ class FakeRunner:
 
 
 class FakeStep:
-    """A decode step of a `FakeRunner` that is read late."""
+    """A step of a `FakeRunner` that is read late."""
 
     feeds_next = True
 
     def __init__(self, runner: FakeRunner, plan: StepPlan, output: StepOutput | Exception) -> None:
         self.runner, self.plan, self.output = runner, plan, output
-        failed = isinstance(output, Exception)
-        self.drawn = [0 if failed else output.tokens[entry.sequence.id][0].token_id for entry in plan.entries]
+        tokens = {} if isinstance(output, Exception) else output.tokens
+        self.drawn = [tokens[e.sequence.id][0].token_id if e.sequence.id in tokens else 0 for e in plan.entries]
 
     def result(self) -> StepOutput:
         if isinstance(self.output, Exception):
@@ -269,7 +269,7 @@ class FakeStep:
         if self.runner.latest is self:
             return self.output
         tokens = self.output.tokens
-        late = [entry for entry in self.plan.entries if self._is_decided(entry)]
+        late = [entry for entry in self.plan.entries if entry.samples and self._is_decided(entry)]
         return replace(self.output, tokens={entry.sequence.id: tokens[entry.sequence.id] for entry in late})
 
     def _is_decided(self, entry: ScheduledSequence) -> bool:

@@ -72,7 +72,8 @@ def test_answers_are_those_of_steps_that_are_read_at_once(tiny, sampling: PlainS
         assert overlapped.metrics.steps_by_overlap_total["a token was not decided"]
     else:
         assert found == expected
-        assert overlapped.metrics.steps_by_path_total == serial.metrics.steps_by_path_total
+        paths = overlapped.metrics.steps_by_path_total
+        assert paths.keys() == serial.metrics.steps_by_path_total.keys() == {"recorded", "prompts are computed"}
     for name, _, _ in requests():
         assert [d.token_ids for d in found[name] if d.token_ids] == [d.token_ids for d in expected[name] if d.token_ids]
         assert found[name][-1].finish_reason == expected[name][-1].finish_reason
@@ -106,38 +107,46 @@ def test_tokens_of_two_steps_are_kept():
     assert (first().tolist(), second().tolist()) == ([1, 2, 3], [11, 12])
 
 
-def test_a_step_takes_its_tokens_from_the_rows_of_the_one_before(tiny):
-    """Also where that had more rows, and where its kind is captured in between."""
+@pytest.mark.parametrize("prompts", [(False, False), (True, False), (False, True), (True, True)])
+def test_a_step_takes_its_tokens_from_the_rows_of_the_one_before(tiny, prompts: tuple[bool, bool]):
+    """Also where that had more rows, where its kind is captured in between, and where a prompt before the others makes
+    one of them, or both, an eager step in another order."""
     config = RuntimeConfig(**SIZES)
 
     def sequences() -> list[Sequence]:
-        prompts = [[3, 1, 2], [4, 1], [5, 9, 2, 6]]
-        made = [Sequence(Request(str(p), tuple(p), SamplingParams(temperature=0), 0), list(p)) for p in prompts]
+        texts = [[3, 1, 2], [4, 1], [5, 9, 2, 6], list(range(8)), list(range(10, 17))]
+        made = [Sequence(Request(str(p), tuple(p), SamplingParams(temperature=0), 0), list(p)) for p in texts]
         for index, sequence in enumerate(made):
-            sequence.block_ids = [2 * index, 2 * index + 1]
+            sequence.block_ids = [3 * index, 3 * index + 1, 3 * index + 2]
         return made
+
+    def prompt_of(found: list[Sequence], step: int) -> list[ScheduledSequence]:
+        return [ScheduledSequence(found[3 + step], 0, found[3 + step].num_tokens)] * prompts[step]
 
     def prepare(found: list[Sequence]):
         runner = runner_on_cpu(tiny, config, None, draws=True)
         runner.capture_steps(capture_after_a_warm_up)
-        for sequence in found:
+        for sequence in found[:3]:
             runner.execute(StepPlan((ScheduledSequence(sequence, 0, sequence.num_tokens - 1),)))
-        last = tuple(ScheduledSequence(sequence, sequence.num_tokens - 1, 1) for sequence in found)
-        return runner, runner.submit(StepPlan(last))
+        last = [ScheduledSequence(sequence, sequence.num_tokens - 1, 1) for sequence in found[:3]]
+        return runner, runner.submit(StepPlan((*prompt_of(found, 0), *last)))
+
+    def append(found: list[Sequence], tokens: dict) -> None:
+        for sequence in found:
+            sequence.token_ids += [token.token_id for token in tokens.get(sequence.id, [])]
 
     known, unknown = sequences(), sequences()
     runner, step = prepare(known)
-    for sequence in known:
-        sequence.token_ids.append(step.result().tokens[sequence.id][0].token_id)
-    order = [known[2], known[0]]
-    expected = runner.execute(StepPlan(tuple(ScheduledSequence(s, s.num_tokens - 1, 1) for s in order))).tokens
+    append(known, step.result().tokens)
+    order = [2, 0, *[3] * prompts[0]]
+    again = [ScheduledSequence(known[n], known[n].num_tokens - 1, 1) for n in order]
+    expected = runner.execute(StepPlan((*prompt_of(known, 1), *again))).tokens
 
     runner, step = prepare(unknown)
     assert step.feeds_next
-    order = [(unknown[2], 2), (unknown[0], 0)]
-    plan = StepPlan(tuple(ScheduledSequence(s, s.num_tokens, 1, source_row=row) for s, row in order))
-    following = runner.submit(plan)
-    for sequence in unknown:
-        sequence.token_ids.append(step.result().tokens[sequence.id][0].token_id)
+    row_of = {2: 2 + prompts[0], 0: prompts[0], 3: 0}
+    again = [ScheduledSequence(unknown[n], unknown[n].num_tokens, 1, source_row=row_of[n]) for n in order]
+    following = runner.submit(StepPlan((*prompt_of(unknown, 1), *again)))
+    append(unknown, step.result().tokens)
     assert [s.token_ids for s in unknown] == [s.token_ids for s in known]
     assert following.result().tokens == expected

@@ -69,9 +69,8 @@ class Watch:
 
         def watch(plan: StepPlan):
             self.check(plan)
-            if runner.graphs is not None:
-                entries = runner.graphs.split(plan.entries).captured if plan.entries else ()
-                self.captured.update(entry.num_draft_tokens for entry in entries)
+            if runner.graphs is not None and not runner.graphs.unsupported_reason(plan.entries):
+                self.captured.update(entry.num_draft_tokens for entry in plan.entries)
             return submit(plan)
 
         runner.submit = watch
@@ -141,8 +140,7 @@ def test_drafts_are_verified_in_recorded_steps(target, folder, speculate) -> Non
     assert watch.captured[0] > 0
     assert bool(speculate) == any(watch.captured[number] for number in range(1, 6))
     paths = engine.metrics.steps_by_path_total
-    assert paths["recorded"] > 0 < paths["recorded; prompts are computed"]
-    assert "recorded" in "".join(paths)
+    assert paths["recorded"] > 0 < paths["prompts are computed"]
     if speculate:
         assert engine.metrics.spec_decode_num_accepted_tokens_total > 0
 
