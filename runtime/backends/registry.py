@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pkgutil import iter_modules
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -146,8 +146,10 @@ def choose_linear(
         return _named(scheme, in_features, target, kernels)
     reasons = [EXPANDED.format(scheme.sparsity)] if scheme.sparsity and target.device.type == "cuda" else []
     verdicts = _verdicts(scheme, in_features, target) if kernels == AUTO else []
-    reasons += [f"{kernel.name} {verdict.reason}" for kernel, verdict in verdicts]
-    for kernel in [*(kernel for kernel, verdict in verdicts if verdict.is_faster), *_preferred(kernels)]:
+    faster = [each for each in verdicts if each.verdict.is_faster]
+    reasons += [str(each) for each in verdicts if not each.unsupported]
+    missing = [str(each) for each in faster if each.unsupported]
+    for kernel in [*(each.kernel for each in faster), *_preferred(kernels)]:
         reason: str | None = None
         if kernel.takes(scheme):
             reason = (excluded or {}).get(kernel.name) or kernel.unsupported_reason(scheme, in_features, target)
@@ -155,19 +157,27 @@ def choose_linear(
             reason = "multiplies by another form of numbers"
         if reason == "":
             own = [*(k.name for each in _own(target.device) for k in each.linears), *(excluded or {})]
-            return _choice(kernel, _summary(kernel, scheme), reasons, own)
+            return _choice(kernel, [*_summary(kernel, scheme), *missing], reasons, own)
         if reason is not None:
             reasons.append(f"{kernel.name} {reason}")
     raise SchemeError(f"no kernel serves {scheme}: {'; '.join(reasons)}")
 
 
-def _verdicts(scheme: Scheme, in_features: int, target: Target) -> list[tuple[LinearKernel[Any], Verdict]]:
-    """Kernels that support a linear and whose place measurements decide, with these."""
-    return [
-        (kernel, kernel.verdict(scheme, in_features, target))
-        for kernel in linear_kernels()
-        if kernel.verdict and kernel.takes(scheme) and not kernel.unsupported_reason(scheme, in_features, target)
-    ]
+class _Measured(NamedTuple):
+    """A kernel whose place measurements decide, with these, and why it cannot serve a linear."""
+
+    kernel: LinearKernel[Any]
+    verdict: Verdict
+    unsupported: str
+
+    def __str__(self) -> str:
+        return ": it ".join(filter(None, (f"{self.kernel.name} {self.verdict.reason}", self.unsupported)))
+
+
+def _verdicts(scheme: Scheme, in_features: int, target: Target) -> list[_Measured]:
+    kernels = [kernel for kernel in linear_kernels() if kernel.verdict and kernel.takes(scheme)]
+    linear = scheme, in_features, target
+    return [_Measured(each, each.verdict(*linear), each.unsupported_reason(*linear)) for each in kernels if each.verdict]
 
 
 def _preferred(mode: str) -> list[LinearKernel[Any]]:

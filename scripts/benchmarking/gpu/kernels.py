@@ -389,7 +389,7 @@ def write_tables(measured: Sequence[Measured], folder: Path) -> Path:
     gpu = torch.cuda.get_device_name()
     path = table_path(folder, gpu)
     path.parent.mkdir(exist_ok=True)
-    path.write_text(to_json(gpu, speedups(measured)), encoding="utf-8")
+    path.write_text(to_json(gpu, speedups(measured), torch.cuda.get_device_capability()), encoding="utf-8")
     return path
 
 
