@@ -62,9 +62,7 @@ def read_speedups(path: Path, device: str) -> Speedups:
         raise DataError(f"{path} is no table of speed-ups: {error}", "Write one with bench_kernels.py") from error
 
 
-def judge(
-    speedups: Speedups, scheme: str, in_features: int | None, default: bool = False, device: str = ""
-) -> Verdict:
+def judge(speedups: Speedups, scheme: str, in_features: int | None, default: bool = False, device: str = "") -> Verdict:
     """Judges by the geometric mean over all measured numbers of tokens of all shapes with these inputs, or of all
     shapes where none has them.
 

@@ -143,7 +143,7 @@ def choose_linear(
         SchemeError: an unknown name, or a named kernel that does not support this scheme here.
     """
     if kernels not in modes():
-        return _named(scheme, in_features, target, kernels)
+        return _named(scheme, in_features, target, kernels, excluded or {})
     reasons = [EXPANDED.format(scheme.sparsity)] if scheme.sparsity and target.device.type == "cuda" else []
     verdicts = _verdicts(scheme, in_features, target) if kernels == AUTO else []
     faster = [each for each in verdicts if each.verdict.is_faster]
@@ -175,9 +175,12 @@ class _Measured(NamedTuple):
 
 
 def _verdicts(scheme: Scheme, in_features: int, target: Target) -> list[_Measured]:
-    kernels = [kernel for kernel in linear_kernels() if kernel.verdict and kernel.takes(scheme)]
     linear = scheme, in_features, target
-    return [_Measured(each, each.verdict(*linear), each.unsupported_reason(*linear)) for each in kernels if each.verdict]
+    return [
+        _Measured(kernel, kernel.verdict(*linear), kernel.unsupported_reason(*linear))
+        for kernel in linear_kernels()
+        if kernel.verdict and kernel.takes(scheme)
+    ]
 
 
 def _preferred(mode: str) -> list[LinearKernel[Any]]:
@@ -186,12 +189,14 @@ def _preferred(mode: str) -> list[LinearKernel[Any]]:
     return [k for k in kernels if k.mode and k.mode == mode] + [k for k in kernels if not k.mode]
 
 
-def _named(scheme: Scheme, in_features: int, target: Target, name: str) -> Choice[LinearKernel[Any]]:
+def _named(
+    scheme: Scheme, in_features: int, target: Target, name: str, excluded: Mapping[str, str]
+) -> Choice[LinearKernel[Any]]:
     check_name(name)
     kernel = next(kernel for kernel in linear_kernels() if kernel.name == name)
     reason = "multiplies by another form of numbers"
     if kernel.takes(scheme):
-        reason = kernel.unsupported_reason(scheme, in_features, target)
+        reason = excluded.get(name) or kernel.unsupported_reason(scheme, in_features, target)
     if reason:
         raise SchemeError(f"kernel {name} cannot serve {scheme}: it {reason}", f"Choose {AUTO} or {REFERENCE}")
     return _choice(kernel, ["asked for", *_summary(kernel, scheme)])

@@ -16,6 +16,7 @@ from compress.checkpoint.weights.integer import IntegerWeight
 from runtime.backends.base import Linear, LinearKernel, Target
 from runtime.backends.measured import Verdict
 from runtime.backends.triton.device import judge_on_gpu
+from runtime.backends.triton.linear import TESTED_TOKENS
 
 TABLES = Path(__file__).parent / "tables"
 """Measured speed-ups, one file per GPU, named after it."""
@@ -122,4 +123,5 @@ KERNEL = LinearKernel(
     nbytes,
     mode="humming",
     verdict=verdict,
+    tested_tokens=TESTED_TOKENS,
 )

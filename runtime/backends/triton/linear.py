@@ -33,6 +33,8 @@ TABLES = Path(__file__).parent / "tables"
 """Measured kernel tables, one file per GPU, named after it."""
 MEASURED_BITS = 4
 """Tables are of such codes, in groups of LEAST_SCALED or more: a tile of 2-bit codes takes twice the shared memory."""
+TESTED_TOKENS = (1, 16, 64, 256, 1025)
+"""Numbers of tokens between which kernels change: skinny products, torch's, larger tiles, panels, those of integers."""
 UNIT = 32
 """Group sizes are a multiple of this, or the whole row."""
 
@@ -255,7 +257,8 @@ def _grouped_fp8_nbytes(scheme: Scheme, rows: int, columns: int, target: Target)
     return rows * (columns + scheme.num_groups(columns) * FLOAT_BYTES + ROW_SCALE_BYTES)
 
 
-W4A16_KERNEL = LinearKernel(
+_kernel = partial(LinearKernel, tested_tokens=TESTED_TOKENS)
+W4A16_KERNEL = _kernel(
     "triton_w4a16",
     "packed 2- to 4-bit codes, float32 sums",
     "int",
@@ -263,7 +266,7 @@ W4A16_KERNEL = LinearKernel(
     prepare_codes,
     interleaved_bytes,
 )
-W8A16_KERNEL = LinearKernel(
+W8A16_KERNEL = _kernel(
     "triton_w8a16",
     "packed 5- to 8-bit codes, float32 sums",
     "int",
@@ -271,7 +274,7 @@ W8A16_KERNEL = LinearKernel(
     prepare_codes,
     interleaved_bytes,
 )
-BLOCK_INTEGERS_KERNEL = LinearKernel(
+BLOCK_INTEGERS_KERNEL = _kernel(
     "triton_k",
     "packed codes with scales and minima of groups in float32, multiplied in 16 bits, float32 sums",
     INTEGERS,
@@ -279,13 +282,13 @@ BLOCK_INTEGERS_KERNEL = LinearKernel(
     prepare_block_integers,
     _block_integers_nbytes,
 )
-W8A8_KERNEL = LinearKernel(
+W8A8_KERNEL = _kernel(
     "triton_w8a8", "8-bit codes times 8-bit activations, exact int32 sums", "int", _w8a8_reason, prepare_w8a8, _nbytes
 )
-FP8_KERNEL = LinearKernel(
+FP8_KERNEL = _kernel(
     "triton_fp8", "8-bit floats times 8-bit floats, float32 sums", "float", _fp8_reason, prepare_fp8, _nbytes
 )
-SCALED_FP8_KERNEL = LinearKernel(
+SCALED_FP8_KERNEL = _kernel(
     "torch_scaled_fp8",
     f"8-bit floats times 8-bit floats, by torch from {SCALED_FROM} tokens on, float32 sums",
     "float",
@@ -293,7 +296,7 @@ SCALED_FP8_KERNEL = LinearKernel(
     partial(prepare_fp8, scaled_from=SCALED_FROM, row_multiple=SCALED_MULTIPLE),
     _scaled_fp8_nbytes,
 )
-FP8_W8A16_KERNEL = LinearKernel(
+FP8_W8A16_KERNEL = _kernel(
     "triton_fp8_w8a16",
     "8-bit floats multiplied in 16 bits, float32 sums",
     "float",
@@ -301,7 +304,7 @@ FP8_W8A16_KERNEL = LinearKernel(
     prepare_fp8,
     _nbytes,
 )
-FP8_BLOCK_KERNEL = LinearKernel(
+FP8_BLOCK_KERNEL = _kernel(
     "triton_fp8_block",
     "8-bit floats multiplied in 16 bits, float32 sums and scales of blocks",
     BlockFp8.numbers,
@@ -309,7 +312,7 @@ FP8_BLOCK_KERNEL = LinearKernel(
     prepare_grouped_fp8,
     _grouped_fp8_nbytes,
 )
-MXFP8_KERNEL = LinearKernel(
+MXFP8_KERNEL = _kernel(
     "triton_mxfp8",
     "8-bit floats times powers of two in 16 bits, float32 sums",
     Mxfp8.numbers,
@@ -317,7 +320,7 @@ MXFP8_KERNEL = LinearKernel(
     prepare_grouped_fp8,
     _grouped_fp8_nbytes,
 )
-FP4_KERNEL = LinearKernel(
+FP4_KERNEL = _kernel(
     "triton_fp4",
     "4-bit floats multiplied in 16 bits, float32 sums",
     FP4,
@@ -325,7 +328,7 @@ FP4_KERNEL = LinearKernel(
     partial(prepare_fp4, measured_as="nvfp4"),
     _fp4_nbytes,
 )
-NF4_KERNEL = LinearKernel(
+NF4_KERNEL = _kernel(
     "triton_nf4",
     "numbers of a table rounded to 16 bits and multiplied, float32 sums and scales",
     NF4,
@@ -333,7 +336,7 @@ NF4_KERNEL = LinearKernel(
     partial(prepare_fp4, measured_as="nf4"),
     _table_nbytes,
 )
-LEVELS_KERNEL = LinearKernel(
+LEVELS_KERNEL = _kernel(
     "triton_iq4_nl",
     "levels of a table multiplied in 16 bits, float32 sums and scales",
     LEVELS,
@@ -341,7 +344,7 @@ LEVELS_KERNEL = LinearKernel(
     prepare_levels,
     _table_nbytes,
 )
-EXL3_KERNEL = LinearKernel(
+EXL3_KERNEL = _kernel(
     "triton_exl3",
     "trellis codes decoded into dense panels for every product",
     "exl3",

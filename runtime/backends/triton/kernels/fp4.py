@@ -156,13 +156,13 @@ class Fp4Linear(PackedLinear):
 
     def product(self, x: QuantizedInput) -> PartialSums:
         if len(x.rows) >= self.panel_from:
-            return finished(multiply_by_panels(x.rows, len(self.codes), self.bias, self.expand))
+            return finished(multiply_by_panels(x.rows, len(self.codes), self.bias, self.expand_rows))
         size = tile_tokens(x.rows.shape[0])
         if size not in self._products:
             self._products[size] = self._prepare(size)
         return PartialSums(self._products[size](x.rows), len(self.codes), self.bias)
 
-    def expand(self, first: int, out: Tensor) -> None:
+    def expand_rows(self, first: int, out: Tensor) -> None:
         """Fills `out [R, K]` with the dequantized rows from `first` on."""
         expand_fp4[self.codes.shape[1] // self.half, cdiv(len(out), EXPANDED_ROWS)](
             self.codes, self.scales, self.row_scales, out, first, len(out), self.inputs, 2 * self.codes.shape[1],

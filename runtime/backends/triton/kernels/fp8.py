@@ -202,7 +202,7 @@ class Fp8Linear(PackedLinear):
         numbers in 16 bits."""
         tokens, rows = x.rows.shape[0], len(self.scales)
         if tokens >= self.panel_from:
-            return finished(multiply_by_panels(x.rows, rows, self.bias, self.expand))
+            return finished(multiply_by_panels(x.rows, rows, self.bias, self.expand_rows))
         if x.beside is not None and tokens >= self.scaled_from:
             return PartialSums(self._scaled(x.rows), rows, self.bias, (x.beside, self.scales))
         is_wide = tokens > MAX_SKINNY_TOKENS and self.native and x.beside is not None
@@ -214,7 +214,7 @@ class Fp8Linear(PackedLinear):
         sums = self._products[size](x.rows)
         return PartialSums(sums, rows, self.bias, None if x.beside is None else (x.beside, self.scales))
 
-    def expand(self, first: int, out: Tensor) -> None:
+    def expand_rows(self, first: int, out: Tensor) -> None:
         """Fills `out [R, K]` with the dequantized rows from `first` on."""
         expand_fp8[cdiv(out.shape[1], MAX_BLOCK_K), cdiv(len(out), EXPANDED_ROWS)](
             self.qweight, self.group_scales, self.scales, out, first, *out.shape, GROUP=self.group,

@@ -102,11 +102,11 @@ class TrellisLinear:
         inputs, outputs = (tiles * SIDE for tiles in self.words.shape[:2])
         scaled, padding = x.float() * self.in_scales, inputs - len(self.in_scales)
         turned = self._turned(pad(scaled, (0, padding)) if padding else scaled).to(x.dtype)
-        sums = multiply_by_panels(turned, outputs, None, self.expand).float()
+        sums = multiply_by_panels(turned, outputs, None, self.expand_rows).float()
         y = self._turned(sums)[:, : len(self.out_scales)] * self.out_scales
         return (y if self.bias is None else y + self.bias.float()).to(x.dtype)
 
-    def expand(self, first: int, out: Tensor) -> None:
+    def expand_rows(self, first: int, out: Tensor) -> None:
         """Fills `out [R, K]` with the numbers of the rows from `first` on."""
         rows, inputs = out.shape
         expand_trellis[inputs // BLOCK, rows // BLOCK](

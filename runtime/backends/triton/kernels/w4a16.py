@@ -233,8 +233,8 @@ class W4A16Linear(PackedLinear):
         product = self._products.get((bucket, dtype))
         if product is None:
             if self.plan[bucket].kernel == EXPAND:
-                expand = partial(expand_rows, self.weight)
-                return finished(multiply_by_panels(x.rows, self.weight.shape[0], self.bias, expand))
+                rows_of = partial(expand_rows, self.weight)
+                return finished(multiply_by_panels(x.rows, self.weight.shape[0], self.bias, rows_of))
             product = self._products[bucket, dtype] = self._prepare(self.plan[bucket], dtype)
         sums = product(x.rows) if x.beside is None else product(x.rows, x.beside)
         return PartialSums(sums, self.weight.shape[0], self.bias if sums.dtype == torch.float32 else None)

@@ -27,7 +27,7 @@ def linear_of(scheme: Exl3, shape: tuple[int, int], target: Target, bias: torch.
 def test_numbers_are_exact_and_in_their_places(gpu: torch.device, scheme: Exl3) -> None:
     linear = linear_of(scheme, (256, 128), Target(gpu, torch.float16))
     panel = torch.full((128, 128), torch.nan, dtype=torch.float16, device=gpu)
-    linear.expand(128, panel)
+    linear.expand_rows(128, panel)
     expected = decode_tiles(random_weight((256, 128), scheme, 5).trellis, scheme)
     assert torch.equal(panel.T.cpu(), expected[:, 128:].half())
 
