@@ -23,7 +23,7 @@ EDGE_ROWS = 128
 
 
 def prepare_tested(
-    weight: Weight,
+    weight: Weight | Tensor,
     bias: Tensor | None,
     target: Target,
     choose: Callable[[], Choice[LinearKernel[Any]]],
@@ -39,8 +39,9 @@ def prepare_tested(
     """
     while True:
         choice = choose()
-        kernel, tested = choice.kernel, (choice.kernel.name, str(weight.scheme))
-        if not kernel.tested_tokens or tested in passed:
+        kernel = choice.kernel
+        tested = kernel.name, "" if isinstance(weight, Tensor) else str(weight.scheme)
+        if isinstance(weight, Tensor) or not kernel.tested_tokens or tested in passed:
             return choice, kernel.prepare(weight, bias, target)
         try:
             linear = kernel.prepare(weight, bias, target)
@@ -66,7 +67,13 @@ def find_error(num_tokens: tuple[int, ...], linear: Linear, weight: Weight, bias
     part = weight.changed(_ends) if weight.scheme.fuses else weight
     exact = ReferenceLinear(part.to(target.device), None)
     x = _activations(max(num_tokens), weight.shape[1], target)
-    _compile(lambda: [linear(x[:tokens]) for tokens in num_tokens], target.device)
+
+    def multiply() -> None:
+        for tokens in num_tokens:
+            linear(x[:tokens])
+
+    for compiler in compilers(target.device):  # several kernels at a time
+        compiler.compile(compiler.missing(multiply, target.device), target.device, lambda done, total: None)
     for tokens in num_tokens:
         expected = exact(x[:tokens].float())
         expected = expected.T if weight.scheme.fuses else _ends(expected.T)
@@ -86,9 +93,3 @@ def _activations(tokens: int, inputs: int, target: Target) -> Tensor:
     """Numbers `[tokens, inputs]` between -1 and 1 that do not repeat, the same everywhere."""
     places = torch.arange(tokens * inputs, device=target.device, dtype=torch.float64)
     return places.mul_(2.399963).sin_().view(tokens, inputs).to(target.dtype)  # the golden angle
-
-
-def _compile(run: Callable[[], object], device: torch.device) -> None:
-    """Compiles what a run launches, several kernels at a time."""
-    for compiler in compilers(device):
-        compiler.compile(compiler.missing(lambda: run() and None, device), device, lambda done, total: None)

@@ -112,10 +112,8 @@ def prepare_fp4(
     dtype = weight.scales.dtype if isinstance(weight, TableFloatWeight) else target.dtype
     codes, scales = packed_halves(weight.qweight), padded_scales(scales, inputs, dtype)
     on_device = codes.to(device), scales.to(device), row_scales.contiguous().to(device)
-    return Fp4Linear(
-        *on_device, bias, inputs, num_processors(device), weight.scheme.code_values, target.dtype,
-        panel_from=measured_panel_from(measured_as),
-    )  # fmt: skip
+    values, processors, panel_from = weight.scheme.code_values, num_processors(device), measured_panel_from(measured_as)
+    return Fp4Linear(*on_device, bias, inputs, processors, values, target.dtype, panel_from=panel_from)
 
 
 def prepare_levels(weight: NonlinearWeight, bias: Tensor | None, target: Target) -> Linear:
@@ -126,8 +124,8 @@ def prepare_levels(weight: NonlinearWeight, bias: Tensor | None, target: Target)
     half = scheme.group_size
     codes, scales = packed_halves(weight.qweight, half), padded_scales(weight.scales, inputs, torch.float32)
     on_device = codes.to(device), scales.to(device), torch.ones(len(codes), device=device)
-    places = scheme.code_values, target.dtype, half, measured_panel_from("nf4")
-    return Fp4Linear(*on_device, bias, inputs, num_processors(device), *places)
+    processors, panel_from = num_processors(device), measured_panel_from("nf4")
+    return Fp4Linear(*on_device, bias, inputs, processors, scheme.code_values, target.dtype, half, panel_from)
 
 
 def prepare_exl3(weight: Exl3Weight, bias: Tensor | None, target: Target) -> Linear:
