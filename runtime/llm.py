@@ -53,7 +53,9 @@ def load_engine(path: str | Path, config: RuntimeConfig, report: Report = ignore
     decoder = load_model(path, kernels=chosen.kernels, notes=chosen.notes, moe_expert_cache=experts, **options)
     runner = build_runner(decoder, config, report)
     speculator = build_speculator(path, decoder, runner, replace(config, linear_backend=chosen.kernels))
-    return Engine(runner, tokenizer, config, speculator=speculator), tokenizer
+    engine = Engine(runner, tokenizer, config, speculator=speculator)
+    engine.metrics.linears_total.update(decoder.linears)
+    return engine, tokenizer
 
 
 class LLM:

@@ -289,6 +289,8 @@ class LinearKernel(Generic[Stored]):
             scheme; None for a kernel whose place does not depend on measurements.
         layout: in which files keep its linears from one start to the next; None: they are made anew.
         detail: which instructions multiply a scheme on this machine, for people; "" where the summary says all.
+        tested_tokens: numbers of tokens, one for each of its ways to multiply, whose products are compared with plain
+            torch when the first weight of a form is prepared; none for kernels that are not tested then.
     """
 
     name: str
@@ -304,6 +306,7 @@ class LinearKernel(Generic[Stored]):
     verdict: Callable[[Scheme, int, Target], Verdict] | None = None
     layout: Layout | None = None
     detail: Callable[[Scheme], str] = lambda scheme: ""
+    tested_tokens: tuple[int, ...] = ()
 
     def takes(self, scheme: Scheme) -> bool:
         """Whether it multiplies by such codes at all; kernels that do not are left out of the reasons."""

@@ -1,7 +1,8 @@
 """Speeds of one kernel over another that were measured on one GPU or processor, and what follows from them. No torch.
 
 A table is JSON, `{"device": name, "speedups": {scheme: {"NxK": {"M": ratio}}}}`: above 1 the kernel is faster for M
-tokens. `scripts/bench_kernels.py gpu --write-tables` and `scripts/bench_kernels.py cpu --write-tables` write it.
+tokens. That of a GPU has its compute capability, `"capability": [major, minor]`, and stands for all cards of that.
+`scripts/bench_kernels.py gpu --write-tables` and `scripts/bench_kernels.py cpu --write-tables` write it.
 """
 
 from __future__ import annotations
@@ -35,6 +36,15 @@ def table_path(folder: Path, device: str) -> Path:
     return folder / f"{re.sub('[^a-z0-9]+', '-', device.lower()).strip('-')}.json"
 
 
+def measured_gpu(folder: Path, name: str, capability: tuple[int, int]) -> str:
+    """Returns the name of the GPU whose table holds for one: itself, or else one of its compute capability; "" for
+    none."""
+    if table_path(folder, name).is_file():
+        return name
+    tables = (json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json")))
+    return next((table["device"] for table in tables if table.get("capability") == list(capability)), "")
+
+
 def read_speedups(path: Path, device: str) -> Speedups:
     """The measured speed-ups of a device; none where there is no table of it.
 
@@ -46,33 +56,32 @@ def read_speedups(path: Path, device: str) -> Speedups:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         speedups: Speedups = content["speedups"] if content["device"] == device else {}
-        judge(speedups, "", 0)
+        judge(speedups, "", None)
         return speedups
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(f"{path} is no table of speed-ups: {error}", "Write one with bench_kernels.py") from error
 
 
-def judge(speedups: Speedups, scheme: str, in_features: int | None, default: bool = False) -> Verdict:
-    """Judges by the geometric mean over all measured numbers of tokens of all shapes with these inputs.
+def judge(speedups: Speedups, scheme: str, in_features: int | None, default: bool = False, device: str = "") -> Verdict:
+    """Judges by the geometric mean over all measured numbers of tokens of all shapes with these inputs, or of all
+    shapes where none has them.
 
     Args:
         in_features: None for shapes with any number of inputs.
         default: the verdict where nothing was measured.
+        device: whose figures these are, where it is another one.
     """
     shapes = speedups.get(scheme, {})
-    ratios = [
-        ratio
-        for shape, by_tokens in shapes.items()
-        if in_features is None or shape.partition("x")[2] == str(in_features)
-        for ratio in by_tokens.values()
-    ]
+    of_inputs = [figures for shape, figures in shapes.items() if shape.partition("x")[2] == str(in_features)]
+    ratios = [ratio for figures in of_inputs or shapes.values() for ratio in figures.values()]
     if not ratios:
-        inputs = "" if in_features is None else f" with {in_features} inputs"
-        return Verdict(default, f"was not measured on this device for {scheme}{inputs}")
-    mean = geometric_mean(ratios)
-    return Verdict(mean >= LEAST, f"was measured {mean:.2f} times as fast as what it replaces ({len(ratios)} figures)")
+        return Verdict(default, f"was not measured on this device for {scheme}")
+    mean, where = geometric_mean(ratios), f" on {device}" if device else ""
+    figures = f"{len(ratios)} figures{where}"
+    return Verdict(mean >= LEAST, f"was measured {mean:.2f} times as fast as what it replaces ({figures})")
 
 
-def to_json(device: str, speedups: Speedups) -> str:
+def to_json(device: str, speedups: Speedups, capability: tuple[int, int] | None = None) -> str:
     """The table that `read_speedups` reads."""
-    return json.dumps({"device": device, "speedups": speedups}, indent=1) + "\n"
+    of_gpu = {} if capability is None else {"capability": capability}
+    return json.dumps({"device": device, **of_gpu, "speedups": speedups}, indent=1) + "\n"

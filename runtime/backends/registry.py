@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pkgutil import iter_modules
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -143,11 +143,13 @@ def choose_linear(
         SchemeError: an unknown name, or a named kernel that does not support this scheme here.
     """
     if kernels not in modes():
-        return _named(scheme, in_features, target, kernels)
+        return _named(scheme, in_features, target, kernels, excluded or {})
     reasons = [EXPANDED.format(scheme.sparsity)] if scheme.sparsity and target.device.type == "cuda" else []
     verdicts = _verdicts(scheme, in_features, target) if kernels == AUTO else []
-    reasons += [f"{kernel.name} {verdict.reason}" for kernel, verdict in verdicts]
-    for kernel in [*(kernel for kernel, verdict in verdicts if verdict.is_faster), *_preferred(kernels)]:
+    faster = [each for each in verdicts if each.verdict.is_faster]
+    reasons += [str(each) for each in verdicts if not each.unsupported]
+    missing = [str(each) for each in faster if each.unsupported]
+    for kernel in [*(each.kernel for each in faster), *_preferred(kernels)]:
         reason: str | None = None
         if kernel.takes(scheme):
             reason = (excluded or {}).get(kernel.name) or kernel.unsupported_reason(scheme, in_features, target)
@@ -155,18 +157,29 @@ def choose_linear(
             reason = "multiplies by another form of numbers"
         if reason == "":
             own = [*(k.name for each in _own(target.device) for k in each.linears), *(excluded or {})]
-            return _choice(kernel, _summary(kernel, scheme), reasons, own)
+            return _choice(kernel, [*_summary(kernel, scheme), *missing], reasons, own)
         if reason is not None:
             reasons.append(f"{kernel.name} {reason}")
     raise SchemeError(f"no kernel serves {scheme}: {'; '.join(reasons)}")
 
 
-def _verdicts(scheme: Scheme, in_features: int, target: Target) -> list[tuple[LinearKernel[Any], Verdict]]:
-    """Kernels that support a linear and whose place measurements decide, with these."""
+class _Measured(NamedTuple):
+    """A kernel whose place measurements decide, with these, and why it cannot serve a linear."""
+
+    kernel: LinearKernel[Any]
+    verdict: Verdict
+    unsupported: str
+
+    def __str__(self) -> str:
+        return ": it ".join(filter(None, (f"{self.kernel.name} {self.verdict.reason}", self.unsupported)))
+
+
+def _verdicts(scheme: Scheme, in_features: int, target: Target) -> list[_Measured]:
+    linear = scheme, in_features, target
     return [
-        (kernel, kernel.verdict(scheme, in_features, target))
+        _Measured(kernel, kernel.verdict(*linear), kernel.unsupported_reason(*linear))
         for kernel in linear_kernels()
-        if kernel.verdict and kernel.takes(scheme) and not kernel.unsupported_reason(scheme, in_features, target)
+        if kernel.verdict and kernel.takes(scheme)
     ]
 
 
@@ -176,12 +189,14 @@ def _preferred(mode: str) -> list[LinearKernel[Any]]:
     return [k for k in kernels if k.mode and k.mode == mode] + [k for k in kernels if not k.mode]
 
 
-def _named(scheme: Scheme, in_features: int, target: Target, name: str) -> Choice[LinearKernel[Any]]:
+def _named(
+    scheme: Scheme, in_features: int, target: Target, name: str, excluded: Mapping[str, str]
+) -> Choice[LinearKernel[Any]]:
     check_name(name)
     kernel = next(kernel for kernel in linear_kernels() if kernel.name == name)
     reason = "multiplies by another form of numbers"
     if kernel.takes(scheme):
-        reason = kernel.unsupported_reason(scheme, in_features, target)
+        reason = excluded.get(name) or kernel.unsupported_reason(scheme, in_features, target)
     if reason:
         raise SchemeError(f"kernel {name} cannot serve {scheme}: it {reason}", f"Choose {AUTO} or {REFERENCE}")
     return _choice(kernel, ["asked for", *_summary(kernel, scheme)])

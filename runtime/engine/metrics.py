@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import Field, dataclass, field, fields
 from itertools import accumulate
+from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -92,17 +93,24 @@ class Metrics(Collector):
     host_states_restored_total: int = _counter("States copied from host memory to start a sequence.")
     broken_invariants_total: int = _counter("Number of rebuilds of inconsistent bookkeeping.")
     request_success_total: Counter[str] = field(
-        default_factory=Counter, metadata={"help": "Requests ended, by reason.", "label": "finished_reason"}
+        default_factory=Counter, metadata={"help": "Requests ended, by reason.", "labels": ("finished_reason",)}
     )
     steps_by_path_total: Counter[str] = field(
         default_factory=Counter,
-        metadata={"help": "Steps on a GPU: recorded (CUDA graph), the reason why not, or both.", "label": "path"},
+        metadata={"help": "Steps on a GPU: recorded (CUDA graph), the reason why not, or both.", "labels": ("path",)},
     )
     steps_by_overlap_total: Counter[str] = field(
         default_factory=Counter,
         metadata={
             "help": "Recorded steps: overlapped with the next step, or the reason why not.",
-            "label": "overlap",
+            "labels": ("overlap",),
+        },
+    )
+    linears_total: Counter[tuple[str, str, str]] = field(
+        default_factory=Counter,
+        metadata={
+            "help": "Linears of the model, by the kernel that multiplies by them.",
+            "labels": ("linear", "form", "kernel"),
         },
     )
     request_queue_time_seconds: Histogram = field(
@@ -175,14 +183,14 @@ class Metrics(Collector):
         return generate_latest(registry).decode()
 
 
-def _family(item: Field, value: float | Counter[str] | Histogram) -> Metric:
+def _family(item: Field, value: float | Counter[Any] | Histogram) -> Metric:
     name, text = PREFIX + item.name, item.metadata["help"]
     if isinstance(value, Histogram):
         return HistogramMetricFamily(name, text, buckets=value.cumulative(), sum_value=value.sum)
     if isinstance(value, Counter):
-        family = CounterMetricFamily(name, text, labels=[item.metadata["label"]])
-        for label, count in sorted(value.items()):
-            family.add_metric([label], count)
+        family = CounterMetricFamily(name, text, labels=item.metadata["labels"])
+        for labels, count in sorted(value.items()):
+            family.add_metric([labels] if isinstance(labels, str) else labels, count)
         return family
     kind = GaugeMetricFamily if item.metadata["kind"] == "gauge" else CounterMetricFamily
     return kind(name, text, value=value)

@@ -153,6 +153,7 @@ class CodeDecoder:
     language_model: nn.Module
     calls: StepCalls
     description: tuple[str, ...] = ()
+    linears: Mapping[tuple[str, str, str], int] = field(default_factory=dict)
 
     @property
     def layers(self) -> tuple[Any, ...]:

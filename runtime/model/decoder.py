@@ -3,8 +3,8 @@ padding."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 
@@ -143,6 +143,7 @@ class Decoder:
         ops: norms, rotary embedding and gating between linears.
         layer_inputs: what layers with an `input` read.
         description: the kernel of each kind of linear, one line each.
+        linears: number of linears by their names, form and kernel.
     """
 
     config: DecoderConfig
@@ -156,6 +157,7 @@ class Decoder:
     ops: Ops
     description: tuple[str, ...] = ()
     layer_inputs: LayerInputsWeights | None = None
+    linears: Mapping[tuple[str, str, str], int] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:

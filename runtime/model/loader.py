@@ -120,7 +120,7 @@ def load_model(
     from runtime.model.code_decoder import CodeSource
 
     decoder = CodeSource(checkpoint, config, target, reader.prepare_module, trust_remote_code).load()
-    decoder.description = tuple(reader.description())
+    decoder.description, decoder.linears = tuple(reader.description()), reader.linears
     return decoder
 
 
@@ -187,7 +187,7 @@ class DecoderLoader:
         notes = (*checkpoint.files.notes(), *contradictions(checkpoint, self.config))
         description = (*self.reader.description(), *frame.description, *notes)
         parts: dict[str, Any] = {"embedding": embedding, "layers": layers, "head": head, "layer_inputs": layer_inputs}
-        return replace(frame, **parts, description=description)
+        return replace(frame, **parts, description=description, linears=self.reader.linears)
 
     def frame(self) -> Decoder:
         """Returns what is small: norm and rotary embeddings, with `UNLOADED` in the place of embedding, layers and

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Protocol
 
 from torch import Tensor
@@ -16,6 +17,11 @@ class ServedModel(Model, Protocol):
     @property
     def description(self) -> tuple[str, ...]:
         """The kernel of each kind of linear, one line each."""
+        ...
+
+    @property
+    def linears(self) -> Mapping[tuple[str, str, str], int]:
+        """Number of linears by their names, form and kernel."""
         ...
 
     @property

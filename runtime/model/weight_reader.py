@@ -6,6 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from compress.models.norm import Norm
 from runtime.backends.base import DenseKernel, Linear, LinearKernel, NormWeights, Target
 from runtime.backends.composed import LowRank, WithOutliers
 from runtime.backends.registry import Choice, choose_dense, choose_linear, dense_kernels
+from runtime.backends.self_test import prepare_tested
 from runtime.model.device_files import unpacked_on, unpacks_anywhere
 from runtime.model.embedding import Rows
 from runtime.model.prepared import NOTHING_PREPARED, NoPrepared
@@ -33,10 +35,12 @@ class WeightReader:
     """Reads what is inside of one module, or of the whole model, and counts the kernels in use.
 
     Attributes:
-        excluded: kernels that may not be chosen, with the reason.
+        excluded: kernels that may not be chosen, with the reason; receives those that err.
         prefix: in front of every name.
         prepared: weights that need not be packed.
         notes: first lines of the description.
+        tested: names of kernels and the forms that they multiplied as plain torch does.
+        linears: how many linears each kernel multiplies, by their names, form and the kernel's name.
     """
 
     checkpoint: PackedCheckpoint
@@ -47,6 +51,8 @@ class WeightReader:
     prefix: str = ""
     prepared: NoPrepared = NOTHING_PREPARED
     notes: tuple[str, ...] = ()
+    tested: set[tuple[str, str]] = field(default_factory=set)
+    linears: Counter[tuple[str, str, str]] = field(default_factory=Counter)
 
     def inside(self, module: str) -> WeightReader:
         """Returns the reader of what is inside of a module."""
@@ -138,6 +144,7 @@ class WeightReader:
 
     def _use_linear(self, name: str, scheme: Scheme | None, choice: Choice[Any]) -> None:
         form = f"dense {str(self.target.dtype).removeprefix('torch.')}" if scheme is None else str(scheme)
+        self.linears[name, form, choice.kernel.name] += 1
         self.use(f"{name}: {form}, kernel {choice.kernel.name}", choice)
 
     def prepare_module(self, module: str, weight: Tensor | None, bias: Tensor | None) -> Linear:
@@ -164,9 +171,9 @@ class WeightReader:
             values = product.values.to(self.target.device, self.target.dtype).T.contiguous()
             beside = f"{name} beside {len(columns)} columns in 16 bits"
             return WithOutliers(self.prepare(product.base, beside, bias), columns, values)
-        choice = self._choose(weight.scheme, weight.shape[1])
+        choose = partial(self._choose, weight.scheme, weight.shape[1])
+        choice, linear = prepare_tested(weight.expanded(), bias, self.target, choose, self.excluded, self.tested)
         self._use_linear(name, weight.scheme, choice)
-        linear = choice.kernel.prepare(weight.expanded(), bias, self.target)
         return self.prepared.keep(modules, choice.kernel.layout, linear, bias)
 
     def description(self) -> list[str]:

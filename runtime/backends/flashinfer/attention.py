@@ -15,11 +15,11 @@ from torch import Tensor
 
 from runtime.backends.base import AttentionStep, Model
 from runtime.backends.kv_pages import KVCache
-from runtime.backends.measured import Speedups, Verdict, judge, read_speedups, table_path
+from runtime.backends.measured import Verdict
 from runtime.backends.span_attention import Scores, scores_of
 from runtime.backends.torch.attention import StepKeys
 from runtime.backends.triton.attention import TritonAttention, attention_unsupported_reason, layer_pages
-from runtime.backends.triton.device import gpu_name
+from runtime.backends.triton.device import judge_on_gpu
 from runtime.backends.triton.fused_linear import ROWS_LAYOUT, ActivationLayout, QuantizedInput
 from runtime.core.batch import Batch
 from runtime.core.memory_plan import MemoryPlan
@@ -184,10 +184,5 @@ def is_installed() -> bool:
 
 
 def verdict(model: Model, memory: MemoryPlan) -> Verdict:
-    """Whether it is taken unasked: where the table of this GPU says that it is faster."""
-    return judge(_speedups(gpu_name(model.device)), MEASURED, model.config.head_dim)
-
-
-@cache
-def _speedups(gpu: str) -> Speedups:
-    return read_speedups(table_path(TABLES, gpu), gpu)
+    """Whether it is taken unasked: where the table of this GPU, or of one like it, says that it is faster."""
+    return judge_on_gpu(TABLES, model.device, MEASURED, model.config.head_dim)

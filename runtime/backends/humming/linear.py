@@ -14,8 +14,9 @@ from torch import Tensor
 from compress.checkpoint.weights import Scheme
 from compress.checkpoint.weights.integer import IntegerWeight
 from runtime.backends.base import Linear, LinearKernel, Target
-from runtime.backends.measured import Speedups, Verdict, judge, read_speedups, table_path
-from runtime.backends.triton.device import gpu_name
+from runtime.backends.measured import Verdict
+from runtime.backends.triton.device import judge_on_gpu
+from runtime.backends.triton.linear import TESTED_TOKENS
 
 TABLES = Path(__file__).parent / "tables"
 """Measured speed-ups, one file per GPU, named after it."""
@@ -82,7 +83,7 @@ def unsupported_reason(scheme: Scheme, in_features: int, target: Target) -> str:
     if target.device.type != "cuda":
         return "runs on NVIDIA GPUs"
     if not is_installed():
-        return "needs the package humming-kernels (extra humming)"
+        return "needs humming-kernels (pip install 'compress-runtime[gpu]')"
     if target.dtype not in (torch.bfloat16, torch.float16):
         return "computes in 16 bits"
     if scheme.activation_bits is not None:
@@ -99,13 +100,8 @@ def is_installed() -> bool:
 
 
 def verdict(scheme: Scheme, in_features: int, target: Target) -> Verdict:
-    """Whether it is taken unasked: where the table of this GPU says that it is faster."""
-    return judge(_speedups(gpu_name(target.device)), str(scheme), in_features)
-
-
-@cache
-def _speedups(gpu: str) -> Speedups:
-    return read_speedups(table_path(TABLES, gpu), gpu)
+    """Whether it is taken unasked: where the table of this GPU, or of one like it, says that it is faster."""
+    return judge_on_gpu(TABLES, target.device, str(scheme), in_features)
 
 
 def nbytes(scheme: Scheme, rows: int, columns: int, target: Target) -> int:
@@ -127,4 +123,5 @@ KERNEL = LinearKernel(
     nbytes,
     mode="humming",
     verdict=verdict,
+    tested_tokens=TESTED_TOKENS,
 )

@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
+from pathlib import Path
 
 import torch
+
+from runtime.backends.measured import Speedups, Verdict, judge, measured_gpu, read_speedups, table_path
 
 FIRST_CAPABILITY = (8, 0)
 """Ampere: asynchronous copies, bfloat16 and 8-bit products on tensor cores."""
@@ -47,6 +50,20 @@ def gpu_name(device: torch.device) -> str:
     """Name that the driver gives a GPU; empty where there is none."""
     gpu = gpu_of(device)
     return "" if gpu is None else gpu.name
+
+
+def judge_on_gpu(folder: Path, device: torch.device, scheme: str, in_features: int) -> Verdict:
+    """Judges by the table of a GPU in a folder, or by that of another one of its compute capability; see `judge`."""
+    gpu = gpu_of(device)
+    speedups, other = ({}, "") if gpu is None else gpu_speedups(folder, gpu)
+    return judge(speedups, scheme, in_features, device=other)
+
+
+@cache
+def gpu_speedups(folder: Path, gpu: Gpu) -> tuple[Speedups, str]:
+    """Reads the speed-ups that hold for a GPU, and whose they are where it is another one."""
+    found = measured_gpu(folder, gpu.name, gpu.capability)
+    return read_speedups(table_path(folder, found), found), "" if found == gpu.name else found
 
 
 def num_processors(device: torch.device) -> int:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from compress.checkpoint.kv_quant import hadamard_transform
 from compress.checkpoint.weights import Bnb4, Scheme
@@ -24,12 +26,15 @@ from runtime.backends.measured import table_path
 from runtime.backends.triton.device import gpu_name, multiplies_fp8, num_processors, unsupported_reason
 from runtime.backends.triton.kernels.configs import LEAST_SCALED, Plan, default_plan, measured_plan
 from runtime.backends.triton.kernels.weight_layout import interleave, interleaved_bytes
+from runtime.backends.triton.product_times import NEVER, measured_panel_from
 from runtime.backends.triton.sizes import cdiv
 
 TABLES = Path(__file__).parent / "tables"
 """Measured kernel tables, one file per GPU, named after it."""
 MEASURED_BITS = 4
 """Tables are of such codes, in groups of LEAST_SCALED or more: a tile of 2-bit codes takes twice the shared memory."""
+TESTED_TOKENS = (1, 16, 64, 256, 1025)
+"""Numbers of tokens between which kernels change: skinny products, torch's, larger tiles, panels, those of integers."""
 UNIT = 32
 """Group sizes are a multiple of this, or the whole row."""
 
@@ -48,7 +53,8 @@ def prepare_block_integers(weight: BlockIntegers, bias: Tensor | None, target: T
     """Codes in planes, with scales and minima of groups in float32."""
     from runtime.backends.triton.kernels.block_integers import linear_of
 
-    return linear_of(weight, bias, target.device, num_processors(target.device))
+    # Panels were not measured beside them: as for the other 4-bit codes with float32 scales of groups.
+    return linear_of(weight, bias, target.device, num_processors(target.device), measured_panel_from("nf4"))
 
 
 def prepare_w8a8(weight: IntegerWeight, bias: Tensor | None, target: Target) -> Linear:
@@ -60,14 +66,20 @@ def prepare_w8a8(weight: IntegerWeight, bias: Tensor | None, target: Target) -> 
     return W8A8Linear(codes, weight.scales.T.contiguous().to(device), bias, num_processors(device))
 
 
-def prepare_fp8(weight: Fp8Weight, bias: Tensor | None, target: Target) -> Linear:
-    """8-bit floats as they are stored."""
+def prepare_fp8(
+    weight: Fp8Weight, bias: Tensor | None, target: Target, scaled_from: int = NEVER, row_multiple: int = 1
+) -> Linear:
+    """8-bit floats as they are stored, with rows of zeros up to a multiple; `scaled_from` as of `Fp8Linear`."""
     from runtime.backends.triton.kernels.fp8 import Fp8Linear
 
     device, rounds_inputs = target.device, weight.scheme.activation_bits is not None
     codes, scale = weight.qweight.view(torch.uint8).to(device), weight.scales[:, 0].contiguous().to(device)
-    native = multiplies_fp8(device)
-    return Fp8Linear(codes, scale, None, bias, rounds_inputs, native, num_processors(device), target.dtype)
+    codes, native = functional.pad(codes, (0, 0, 0, -len(codes) % row_multiple)), multiplies_fp8(device)
+    panel_from = NEVER if rounds_inputs else measured_panel_from("fp8")
+    processors = num_processors(device), target.dtype
+    return Fp8Linear(
+        codes, scale, None, bias, rounds_inputs, native, *processors, panel_from=panel_from, scaled_from=scaled_from
+    )
 
 
 def prepare_grouped_fp8(weight: BlockFp8Weight | Mxfp8Weight, bias: Tensor | None, target: Target) -> Linear:
@@ -84,11 +96,13 @@ def prepare_grouped_fp8(weight: BlockFp8Weight | Mxfp8Weight, bias: Tensor | Non
         ones = torch.ones_like(exponents, dtype=torch.float32)
         scales, row_scales = torch.ldexp(ones, exponents - largest), torch.ldexp(ones, largest - EXPONENT_BIAS)[:, 0]
     tensors = codes.to(device), row_scales.contiguous().to(device), scales.to(device)
-    native = multiplies_fp8(device)
-    return Fp8Linear(*tensors, bias, False, native, num_processors(device), target.dtype, group)
+    native, panel_from = multiplies_fp8(device), measured_panel_from("fp8 blocks")
+    return Fp8Linear(*tensors, bias, False, native, num_processors(device), target.dtype, group, panel_from)
 
 
-def prepare_fp4(weight: Mxfp4Weight | Nvfp4Weight | TableFloatWeight, bias: Tensor | None, target: Target) -> Linear:
+def prepare_fp4(
+    weight: Mxfp4Weight | Nvfp4Weight | TableFloatWeight, bias: Tensor | None, target: Target, measured_as: str
+) -> Linear:
     """Codes that are places in a table of 16 numbers, two in a byte, with scales of groups."""
     from runtime.backends.triton.kernels.fp4 import Fp4Linear, packed_halves, padded_scales
 
@@ -98,7 +112,8 @@ def prepare_fp4(weight: Mxfp4Weight | Nvfp4Weight | TableFloatWeight, bias: Tens
     dtype = weight.scales.dtype if isinstance(weight, TableFloatWeight) else target.dtype
     codes, scales = packed_halves(weight.qweight), padded_scales(scales, inputs, dtype)
     on_device = codes.to(device), scales.to(device), row_scales.contiguous().to(device)
-    return Fp4Linear(*on_device, bias, inputs, num_processors(device), weight.scheme.code_values, target.dtype)
+    values, processors, panel_from = weight.scheme.code_values, num_processors(device), measured_panel_from(measured_as)
+    return Fp4Linear(*on_device, bias, inputs, processors, values, target.dtype, panel_from=panel_from)
 
 
 def prepare_levels(weight: NonlinearWeight, bias: Tensor | None, target: Target) -> Linear:
@@ -109,7 +124,8 @@ def prepare_levels(weight: NonlinearWeight, bias: Tensor | None, target: Target)
     half = scheme.group_size
     codes, scales = packed_halves(weight.qweight, half), padded_scales(weight.scales, inputs, torch.float32)
     on_device = codes.to(device), scales.to(device), torch.ones(len(codes), device=device)
-    return Fp4Linear(*on_device, bias, inputs, num_processors(device), scheme.code_values, target.dtype, half)
+    processors, panel_from = num_processors(device), measured_panel_from("nf4")
+    return Fp4Linear(*on_device, bias, inputs, processors, scheme.code_values, target.dtype, half, panel_from)
 
 
 def prepare_exl3(weight: Exl3Weight, bias: Tensor | None, target: Target) -> Linear:
@@ -121,7 +137,7 @@ def prepare_exl3(weight: Exl3Weight, bias: Tensor | None, target: Target) -> Lin
     scales = weight.suh.float().to(device) / TURN, weight.svh.float().to(device)
     turn = hadamard_transform(torch.eye(TURN)).to(device)
     codebook = CODEBOOKS.index(scheme.codebook)
-    return TrellisLinear(words, *scales, turn, bias, scheme.bits, codebook, num_processors(device))
+    return TrellisLinear(words, *scales, turn, bias, scheme.bits, codebook)
 
 
 def _exl3_nbytes(scheme: Scheme, rows: int, columns: int, target: Target) -> int:
@@ -196,6 +212,9 @@ FP4_BLOCK, ROW_SCALE_BYTES = 128, 4
 NF4_GROUP = FP4_BLOCK // 2
 FP8_BLOCK = 128
 """Inputs of one pass over 8-bit floats."""
+SCALED_FROM, SCALED_MULTIPLE = 16, 16
+"""Tokens from which torch's product of 8-bit floats takes over, and what rows and inputs of that are multiples of. On
+an H200 the product of this project was slower than a dense one at 64 tokens; torch's was not measured."""
 
 
 def _nbytes(scheme: Scheme, rows: int, columns: int, target: Target) -> int:
@@ -213,6 +232,15 @@ def _fp8_reason(scheme: Scheme, in_features: int, target: Target) -> str:
     return "" if multiplies_fp8(target.device) else "needs a GPU that multiplies 8-bit floats (Ada, Hopper or newer)"
 
 
+def _scaled_fp8_reason(scheme: Scheme, in_features: int, target: Target) -> str:
+    uneven = f"takes inputs that are a multiple of {SCALED_MULTIPLE}" if in_features % SCALED_MULTIPLE else ""
+    return _fp8_reason(scheme, in_features, target) or uneven
+
+
+def _scaled_fp8_nbytes(scheme: Scheme, rows: int, columns: int, target: Target) -> int:
+    return _nbytes(scheme, rows, columns, target) + -rows % SCALED_MULTIPLE * columns
+
+
 def _target_reason(scheme: Scheme, in_features: int, target: Target) -> str:
     return unsupported_reason(target.device, target.dtype)
 
@@ -227,7 +255,8 @@ def _grouped_fp8_nbytes(scheme: Scheme, rows: int, columns: int, target: Target)
     return rows * (columns + scheme.num_groups(columns) * FLOAT_BYTES + ROW_SCALE_BYTES)
 
 
-W4A16_KERNEL = LinearKernel(
+_kernel = partial(LinearKernel, tested_tokens=TESTED_TOKENS)
+W4A16_KERNEL = _kernel(
     "triton_w4a16",
     "packed 2- to 4-bit codes, float32 sums",
     "int",
@@ -235,7 +264,7 @@ W4A16_KERNEL = LinearKernel(
     prepare_codes,
     interleaved_bytes,
 )
-W8A16_KERNEL = LinearKernel(
+W8A16_KERNEL = _kernel(
     "triton_w8a16",
     "packed 5- to 8-bit codes, float32 sums",
     "int",
@@ -243,7 +272,7 @@ W8A16_KERNEL = LinearKernel(
     prepare_codes,
     interleaved_bytes,
 )
-BLOCK_INTEGERS_KERNEL = LinearKernel(
+BLOCK_INTEGERS_KERNEL = _kernel(
     "triton_k",
     "packed codes with scales and minima of groups in float32, multiplied in 16 bits, float32 sums",
     INTEGERS,
@@ -251,13 +280,21 @@ BLOCK_INTEGERS_KERNEL = LinearKernel(
     prepare_block_integers,
     _block_integers_nbytes,
 )
-W8A8_KERNEL = LinearKernel(
+W8A8_KERNEL = _kernel(
     "triton_w8a8", "8-bit codes times 8-bit activations, exact int32 sums", "int", _w8a8_reason, prepare_w8a8, _nbytes
 )
-FP8_KERNEL = LinearKernel(
+FP8_KERNEL = _kernel(
     "triton_fp8", "8-bit floats times 8-bit floats, float32 sums", "float", _fp8_reason, prepare_fp8, _nbytes
 )
-FP8_W8A16_KERNEL = LinearKernel(
+SCALED_FP8_KERNEL = _kernel(
+    "torch_scaled_fp8",
+    f"8-bit floats times 8-bit floats, by torch from {SCALED_FROM} tokens on, float32 sums",
+    "float",
+    _scaled_fp8_reason,
+    partial(prepare_fp8, scaled_from=SCALED_FROM, row_multiple=SCALED_MULTIPLE),
+    _scaled_fp8_nbytes,
+)
+FP8_W8A16_KERNEL = _kernel(
     "triton_fp8_w8a16",
     "8-bit floats multiplied in 16 bits, float32 sums",
     "float",
@@ -265,7 +302,7 @@ FP8_W8A16_KERNEL = LinearKernel(
     prepare_fp8,
     _nbytes,
 )
-FP8_BLOCK_KERNEL = LinearKernel(
+FP8_BLOCK_KERNEL = _kernel(
     "triton_fp8_block",
     "8-bit floats multiplied in 16 bits, float32 sums and scales of blocks",
     BlockFp8.numbers,
@@ -273,7 +310,7 @@ FP8_BLOCK_KERNEL = LinearKernel(
     prepare_grouped_fp8,
     _grouped_fp8_nbytes,
 )
-MXFP8_KERNEL = LinearKernel(
+MXFP8_KERNEL = _kernel(
     "triton_mxfp8",
     "8-bit floats times powers of two in 16 bits, float32 sums",
     Mxfp8.numbers,
@@ -281,23 +318,23 @@ MXFP8_KERNEL = LinearKernel(
     prepare_grouped_fp8,
     _grouped_fp8_nbytes,
 )
-FP4_KERNEL = LinearKernel(
+FP4_KERNEL = _kernel(
     "triton_fp4",
     "4-bit floats multiplied in 16 bits, float32 sums",
     FP4,
     _target_reason,
-    prepare_fp4,
+    partial(prepare_fp4, measured_as="nvfp4"),
     _fp4_nbytes,
 )
-NF4_KERNEL = LinearKernel(
+NF4_KERNEL = _kernel(
     "triton_nf4",
     "numbers of a table rounded to 16 bits and multiplied, float32 sums and scales",
     NF4,
     _nf4_reason,
-    prepare_fp4,
+    partial(prepare_fp4, measured_as="nf4"),
     _table_nbytes,
 )
-LEVELS_KERNEL = LinearKernel(
+LEVELS_KERNEL = _kernel(
     "triton_iq4_nl",
     "levels of a table multiplied in 16 bits, float32 sums and scales",
     LEVELS,
@@ -305,9 +342,9 @@ LEVELS_KERNEL = LinearKernel(
     prepare_levels,
     _table_nbytes,
 )
-EXL3_KERNEL = LinearKernel(
+EXL3_KERNEL = _kernel(
     "triton_exl3",
-    "trellis codes decoded for every product, multiplied in TF32, float32 sums",
+    "trellis codes decoded into dense panels for every product",
     "exl3",
     _target_reason,
     prepare_exl3,
@@ -316,6 +353,6 @@ EXL3_KERNEL = LinearKernel(
 )
 KERNELS = (
     *(W8A8_KERNEL, W4A16_KERNEL, W8A16_KERNEL, BLOCK_INTEGERS_KERNEL),
-    *(FP8_KERNEL, FP8_W8A16_KERNEL, FP8_BLOCK_KERNEL, MXFP8_KERNEL, FP4_KERNEL, NF4_KERNEL),
+    *(SCALED_FP8_KERNEL, FP8_KERNEL, FP8_W8A16_KERNEL, FP8_BLOCK_KERNEL, MXFP8_KERNEL, FP4_KERNEL, NF4_KERNEL),
     *(LEVELS_KERNEL, EXL3_KERNEL),
 )

@@ -56,6 +56,7 @@ from runtime.backends.triton.linear import (
     LEVELS_KERNEL,
     MXFP8_KERNEL,
     NF4_KERNEL,
+    SCALED_FP8_KERNEL,
     W4A16_KERNEL,
     W8A8_KERNEL,
     W8A16_KERNEL,
@@ -235,7 +236,8 @@ KERNELS = {
     "int8": (W8A16_KERNEL, Int(8, None)),
     "w8a8": (W8A8_KERNEL, Int(8, None, True, Activations.INT8)),
     "fp8": (FP8_W8A16_KERNEL, Fp8()),
-    "fp8 w8a8": (FP8_KERNEL, Fp8(Activations.FP8)),
+    "fp8 w8a8": (SCALED_FP8_KERNEL, Fp8(Activations.FP8)),
+    "fp8 w8a8 without torch": (FP8_KERNEL, Fp8(Activations.FP8)),
     "fp8 blocks": (FP8_BLOCK_KERNEL, BlockFp8()),
     "mxfp8": (MXFP8_KERNEL, Mxfp8()),
     "nvfp4": (FP4_KERNEL, Nvfp4()),
@@ -387,7 +389,7 @@ def write_tables(measured: Sequence[Measured], folder: Path) -> Path:
     gpu = torch.cuda.get_device_name()
     path = table_path(folder, gpu)
     path.parent.mkdir(exist_ok=True)
-    path.write_text(to_json(gpu, speedups(measured)), encoding="utf-8")
+    path.write_text(to_json(gpu, speedups(measured), torch.cuda.get_device_capability()), encoding="utf-8")
     return path
 
 

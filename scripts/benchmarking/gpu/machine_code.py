@@ -109,10 +109,11 @@ def block_integers(tokens: int) -> None:
     from runtime.backends.triton.kernels.block_integers import skinny_plan
     from runtime.backends.triton.kernels.w4a16 import W4A16Linear
     from runtime.backends.triton.kernels.weight_layout import interleave_codes
+    from runtime.backends.triton.product_times import NEVER
 
     codes, scales = empty(4096, 4096, dtype=torch.uint8), empty(4096, 4096 // 32, dtype=torch.float32)
     weight = interleave_codes(codes, scales, scales, 4, 32, codes.device)
-    linear = W4A16Linear(weight, None, skinny_plan(weight.bits, 4096, len(weight.words), PROCESSORS))
+    linear = W4A16Linear(weight, None, skinny_plan(weight.bits, 4096, len(weight.words), PROCESSORS, NEVER))
     sums = empty(4096 // weight.unit, tokens, dtype=torch.float32)
     linear.product(QuantizedInput(empty(tokens, 4096), sums))
 

@@ -63,7 +63,7 @@ def trellis_codes() -> None:
     turn = _empty(TURN, TURN, dtype=torch.float32)
     for bits in (2, 3, 4, 8):
         words = _empty(inputs // 16, outputs // 16, 8 * bits, dtype=torch.int32)
-        linear = TrellisLinear(words, *scales, turn, None, bits, bits % len(CODEBOOKS), num_processors=132)
+        linear = TrellisLinear(words, *scales, turn, None, bits, bits % len(CODEBOOKS))
         for tokens in (1, 512):
             linear(_empty(tokens, inputs))
 

@@ -17,6 +17,8 @@ from runtime.backends.flashinfer import attention as flashinfer
 from runtime.backends.measured import Verdict, table_path, to_json
 from runtime.backends.registry import choose_attention
 from runtime.backends.triton import attention as triton_attention
+from runtime.backends.triton import device as triton_device
+from runtime.backends.triton.device import Gpu, gpu_speedups
 from runtime.core.request import Request, SamplingParams, Sequence
 from runtime.core.step import ScheduledSequence
 from runtime.model.loader import load_model
@@ -118,12 +120,12 @@ def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     decoder = load_model(save_tiny_model(tmp_path / "model", "llama", torch.bfloat16, **sizes), dtype="bfloat16")
     plans = {name: small_engine(decoder, kv_cache=name).runner.memory for name in ("16bit", "int4")}
     monkeypatch.setattr(flashinfer, "is_installed", lambda: True)
-    monkeypatch.setattr(flashinfer, "gpu_name", lambda device: "Some GPU")
+    monkeypatch.setattr(triton_device, "gpu_of", lambda device: Gpu("Some GPU", (9, 0), 132))
     monkeypatch.setattr(flashinfer, "TABLES", tmp_path)
     monkeypatch.setattr(triton_attention, "unsupported_reason", lambda device, dtype: "")
-    flashinfer._speedups.cache_clear()
+    gpu_speedups.cache_clear()
     yield SimpleNamespace(decoder=replace(decoder, device=torch.device("cuda")), plans=plans, tables=tmp_path)
-    flashinfer._speedups.cache_clear()
+    gpu_speedups.cache_clear()
 
 
 def test_it_is_taken_where_it_is_asked_for_or_measured_faster(served: SimpleNamespace) -> None:
@@ -135,7 +137,7 @@ def test_it_is_taken_where_it_is_asked_for_or_measured_faster(served: SimpleName
     table_path(served.tables, "Some GPU").write_text(
         to_json("Some GPU", {flashinfer.MEASURED: {"32x64": {"512": 1.5}}})
     )
-    flashinfer._speedups.cache_clear()
+    gpu_speedups.cache_clear()
     backend, _, reason = choose_attention(served.decoder, memory)
     assert backend.name == "flashinfer"
     assert "1.50 times" in reason

@@ -13,10 +13,13 @@ from compress.checkpoint.weights.integer import IntegerWeight, unpack_bits
 from compress.common.errors import DataError, SchemeError
 from runtime.backends.base import Target
 from runtime.backends.humming import linear as humming
-from runtime.backends.measured import judge, read_speedups, table_path, to_json
+from runtime.backends.measured import judge, measured_gpu, read_speedups, table_path, to_json
 from runtime.backends.registry import choose_linear
+from runtime.backends.triton import device
+from runtime.backends.triton.device import Gpu, gpu_speedups
 
 CPU, CUDA = Target(torch.device("cpu"), torch.bfloat16), Target(torch.device("cuda"), torch.bfloat16)
+SOME_GPU = Gpu("Some GPU", (9, 0), 132)
 SCHEMES = (Int(4, 128), Int(3, 64, symmetric=False), Int(8, None), Int(8, 32, symmetric=False), Int(2, 32))
 
 
@@ -111,10 +114,10 @@ def gpu_of_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A GPU of the name "Some GPU" with the package installed, and the folder of its tables."""
     monkeypatch.setattr(humming, "TABLES", tmp_path)
     monkeypatch.setattr(humming, "is_installed", lambda: True)
-    monkeypatch.setattr(humming, "gpu_name", lambda device: "Some GPU")
-    humming._speedups.cache_clear()
+    monkeypatch.setattr(device, "gpu_of", lambda place: SOME_GPU if place.type == "cuda" else None)
+    gpu_speedups.cache_clear()
     yield tmp_path
-    humming._speedups.cache_clear()
+    gpu_speedups.cache_clear()
 
 
 def test_it_is_taken_only_where_it_was_measured_faster(gpu_of_tables: Path) -> None:
@@ -134,6 +137,40 @@ def test_it_is_taken_only_where_it_was_measured_faster(gpu_of_tables: Path) -> N
         other = choose_linear(scheme, inputs, CUDA)
         assert other.kernel.name != "humming"
         assert figure in other.reason
+    assert "1.14 times" in choose_linear(Int(4, 128), 1024, CUDA).reason  # by all shapes
+
+
+@pytest.mark.parametrize(("capability", "is_faster"), [((9, 0), True), ((8, 0), False)])
+def test_a_table_stands_for_cards_of_its_architecture(
+    gpu_of_tables: Path, capability: tuple[int, int], is_faster: bool
+) -> None:
+    speedups = {str(Int(4, 128)): {"64x256": {"1": 1.5}}}
+    table_path(gpu_of_tables, "Another GPU").write_text(to_json("Another GPU", speedups, capability))
+    choice = choose_linear(Int(4, 128), 256, CUDA)
+    assert (choice.kernel.name == "humming") == is_faster
+    assert ("on Another GPU" in choice.reason) == is_faster
+    table_path(gpu_of_tables, "Some GPU").write_text(to_json("Some GPU", {str(Int(4, 128)): {"64x256": {"1": 0.9}}}))
+    gpu_speedups.cache_clear()
+    assert choose_linear(Int(4, 128), 256, CUDA).kernel.name != "humming"
+
+
+def test_a_faster_kernel_that_is_not_installed_is_shown(gpu_of_tables: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(humming, "is_installed", lambda: False)
+    assert "humming" not in choose_linear(Int(4, 128), 256, CUDA).shown
+    table_path(gpu_of_tables, "Some GPU").write_text(to_json("Some GPU", {str(Int(4, 128)): {"64x256": {"1": 1.5}}}))
+    gpu_speedups.cache_clear()
+    choice = choose_linear(Int(4, 128), 256, CUDA)
+    assert choice.kernel.name == "triton_w4a16"
+    assert all(part in choice.shown for part in ("humming", "1.50", "compress-runtime[gpu]"))
+    assert "humming" not in choose_linear(Int(4, 128), 256, CUDA, "triton_w4a16").shown
+
+
+@pytest.mark.parametrize("inputs", [4096, 14336, 5120])
+def test_the_package_has_a_table_of_the_measured_card(inputs: int) -> None:
+    speedups = read_speedups(table_path(humming.TABLES, "NVIDIA H200"), "NVIDIA H200")
+    assert judge(speedups, str(Int(4, 128)), inputs).is_faster
+    assert measured_gpu(humming.TABLES, "NVIDIA H100 80GB HBM3", (9, 0)) == "NVIDIA H200"
+    assert measured_gpu(humming.TABLES, "NVIDIA A100-SXM4-40GB", (8, 0)) == ""
 
 
 @pytest.mark.usefixtures("gpu_of_tables")

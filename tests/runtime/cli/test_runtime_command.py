@@ -130,6 +130,12 @@ def test_serve_announces_itself_and_its_curl_line_works(tmp_path: Path) -> None:
         assert "<title>" in httpx.get(f"{url}/").text
         figures = httpx.get(f"{url}/metrics").text
         assert float(re.search(r"^runtime_prefix_cache_queries_total (\S+)$", figures, re.MULTILINE)[1]) > 0
+        linears = re.findall(r"^runtime_linears_total\{(.*)\} (\S+)$", figures, re.MULTILINE)
+        for labels, count in linears:
+            named = dict(re.findall(r'(\w+)="([^"]*)"', labels))
+            assert f"{float(count):.0f} x {named['linear']}" in printed
+            assert f"{named['form']}, kernel {named['kernel']} (" in printed
+        assert len(linears) == 5
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.full)])

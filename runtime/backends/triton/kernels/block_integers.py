@@ -9,7 +9,7 @@ from torch import Tensor
 
 from compress.checkpoint.weights.gguf_blocks import BlockIntegers
 from runtime.backends.triton.fused_linear import ActivationLayout, PartialSums, QuantizedInput
-from runtime.backends.triton.kernels.configs import BUCKETS, Plan, default_plan
+from runtime.backends.triton.kernels.configs import BUCKETS, EXPAND, KernelConfig, Plan, default_plan
 from runtime.backends.triton.kernels.norm_act import PackedLinear
 from runtime.backends.triton.kernels.w4a16 import W4A16Linear
 from runtime.backends.triton.kernels.weight_layout import InterleavedWeight, interleave_codes
@@ -22,11 +22,11 @@ MOST_TOKENS = 32
 
 @dataclass(frozen=True, slots=True)
 class BlockIntegerLinear(PackedLinear):
-    """A weight whose zero points are fractions, which only sums in float32 hold: no other product of planes may take
-    it.
+    """A weight whose zero points are fractions, which 16 bits do not hold: products of planes that centre codes may not
+    take it.
 
     Attributes:
-        planes: the linear whose plan has skinny GEMMs alone.
+        planes: the linear, whose plan has skinny GEMMs, and panels for many tokens.
     """
 
     planes: W4A16Linear
@@ -55,14 +55,18 @@ def interleaved(weight: BlockIntegers, device: torch.device) -> InterleavedWeigh
     return interleave_codes(codes, torch.where(is_flat, minima, scales), zeros, bits, group, device)
 
 
-def skinny_plan(bits: int, rows: int, num_tiles: int, num_processors: int) -> Plan:
-    """Skinny GEMMs for all numbers of tokens, whose inputs are split for few only."""
+def skinny_plan(bits: int, rows: int, num_tiles: int, num_processors: int, panel_from: int) -> Plan:
+    """Skinny GEMMs, whose inputs are split for few tokens only, and panels from a number of tokens on."""
     found = default_plan(bits, rows, num_tiles, num_processors)
-    return {tokens: found[min(tokens, MOST_TOKENS)] for tokens in BUCKETS}
+    panels = KernelConfig(EXPAND)
+    return {tokens: panels if tokens >= panel_from else found[min(tokens, MOST_TOKENS)] for tokens in BUCKETS}
 
 
-def linear_of(weight: BlockIntegers, bias: Tensor | None, device: torch.device, processors: int) -> BlockIntegerLinear:
-    """The linear of a weight `[N, K]` on a device."""
+def linear_of(
+    weight: BlockIntegers, bias: Tensor | None, device: torch.device, processors: int, panel_from: int
+) -> BlockIntegerLinear:
+    """The linear of a weight `[N, K]` on a device, multiplied by panels from a number of tokens on."""
     planes = interleaved(weight, device)
     tiles, rows, _ = planes.words.shape
-    return BlockIntegerLinear(W4A16Linear(planes, bias, skinny_plan(planes.bits, rows, tiles, processors)))
+    plan = skinny_plan(planes.bits, rows, tiles, processors, panel_from)
+    return BlockIntegerLinear(W4A16Linear(planes, bias, plan))

@@ -9,19 +9,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache, cached_property
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from runtime.backends.triton.fused_linear import ActivationLayout, PartialSums, QuantizedInput
-from runtime.backends.triton.kernels.common import load_tile, multiply, split_tile, store_sums
-from runtime.backends.triton.kernels.fp8 import skinny_tile
+from runtime.backends.triton.fused_linear import ActivationLayout, PartialSums, QuantizedInput, finished
+from runtime.backends.triton.kernels.common import load_tile, multiply, split_tile, store_sums, store_tile
+from runtime.backends.triton.kernels.fp8 import EXPANDED_ROWS, skinny_tile
 from runtime.backends.triton.kernels.int8_gemm import split_inputs, tile_tokens
 from runtime.backends.triton.kernels.norm_act import PackedLinear
 from runtime.backends.triton.kernels.split_product import SplitProduct
 from runtime.backends.triton.launcher import Launcher
+from runtime.backends.triton.panels import multiply_by_panels
+from runtime.backends.triton.product_times import NEVER
 from runtime.backends.triton.sizes import cdiv
 
 BLOCK = 128
@@ -87,6 +90,29 @@ def fp4_skinny_gemm(
     store_sums(part_ptr, total, split, m[None, :], n[:, None], M, ROWS)
 
 
+@Launcher
+@triton.jit
+def expand_fp4(
+    codes_ptr, scale_ptr, row_scale_ptr, weight_ptr, first_row, ROWS, K, PADDED,
+    VALUES: tl.constexpr, PTX: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr, BLOCK_N: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """Dequantizes rows from `first_row` on into `weight [ROWS, K]`, of codes and scales as `fp4_skinny_gemm` has them.
+    Programs (bytes of HALF, rows)."""
+    row, byte = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N), tl.program_id(0) * HALF
+    n, stop = first_row + row, first_row + ROWS
+    lane, group = tl.arange(0, HALF), tl.arange(0, HALF // GROUP)
+    pairs = load_tile(codes_ptr, n[:, None], (byte + lane)[None, :], stop, PADDED // 2)
+    row_scale = tl.load(row_scale_ptr + n, mask=row < ROWS, other=0.0)
+    for half in tl.static_range(2):
+        k = 2 * byte + half * HALF
+        scales = load_tile(scale_ptr, n[:, None], (k // GROUP + group)[None, :], stop, PADDED // GROUP)
+        scales = scales.to(tl.float32) * row_scale[:, None]
+        repeated = tl.broadcast_to(scales[:, :, None], (BLOCK_N, HALF // GROUP, GROUP)).reshape(BLOCK_N, HALF)
+        numbers = numbers_of(pairs, half, weight_ptr.dtype.element_ty, VALUES, PTX, INTERPRETED)
+        store_tile(weight_ptr, numbers.to(tl.float32) * repeated, row[:, None], (k + lane)[None, :], ROWS, K)
+
+
 @dataclass(frozen=True, slots=True)
 class Fp4Linear(PackedLinear):
     """A weight `[N, K]` of 4-bit codes, K padded to whole blocks.
@@ -102,6 +128,7 @@ class Fp4Linear(PackedLinear):
         values: of the 16 codes; rounded to `dtype`.
         dtype: of activations, bfloat16 or float16.
         half: inputs, 64 or 32.
+        panel_from: tokens from which dense panels are multiplied.
     """
 
     codes: Tensor
@@ -113,6 +140,7 @@ class Fp4Linear(PackedLinear):
     values: tuple[float, ...]
     dtype: torch.dtype
     half: int = HALF
+    panel_from: int = NEVER
 
     @cached_property
     def _products(self) -> dict[int, SplitProduct]:
@@ -127,19 +155,36 @@ class Fp4Linear(PackedLinear):
         return ActivationLayout()
 
     def product(self, x: QuantizedInput) -> PartialSums:
+        if len(x.rows) >= self.panel_from:
+            return finished(multiply_by_panels(x.rows, len(self.codes), self.bias, self.expand_rows))
         size = tile_tokens(x.rows.shape[0])
         if size not in self._products:
             self._products[size] = self._prepare(size)
         return PartialSums(self._products[size](x.rows), len(self.codes), self.bias)
+
+    def expand_rows(self, first: int, out: Tensor) -> None:
+        """Fills `out [R, K]` with the dequantized rows from `first` on."""
+        expand_fp4[self.codes.shape[1] // self.half, cdiv(len(out), EXPANDED_ROWS)](
+            self.codes, self.scales, self.row_scales, out, first, len(out), self.inputs, 2 * self.codes.shape[1],
+            **self._constants, BLOCK_N=EXPANDED_ROWS, num_warps=4,
+        )  # fmt: skip
+
+    @property
+    def _constants(self) -> dict[str, Any]:
+        return {
+            "VALUES": rounded_to(self.values, self.dtype),
+            "PTX": look_up_instructions(self.values, self.dtype),
+            "GROUP": 2 * self.codes.shape[1] // self.scales.shape[1],
+            "HALF": self.half,
+            "INTERPRETED": triton.knobs.runtime.interpret,
+        }
 
     def _prepare(self, tokens: int) -> SplitProduct:
         rows, inputs, tile = len(self.codes), 2 * self.codes.shape[1], skinny_tile(tokens)
         splits, blocks_per_split = split_inputs(rows, inputs, tokens, tile, self.num_processors)
         kernel = fp4_skinny_gemm.bind(
             codes_ptr=self.codes, scale_ptr=self.scales, row_scale_ptr=self.row_scales, K=self.inputs, PADDED=inputs,
-            ROWS=rows, blocks_per_split=blocks_per_split, GROUP=inputs // self.scales.shape[1], HALF=self.half, **tile,
-            VALUES=rounded_to(self.values, self.dtype), PTX=look_up_instructions(self.values, self.dtype),
-            INTERPRETED=triton.knobs.runtime.interpret,
+            ROWS=rows, blocks_per_split=blocks_per_split, **tile, **self._constants,
         )  # fmt: skip
         return SplitProduct(kernel, rows, cdiv(rows, tile["BLOCK_N"]), splits, tile["BLOCK_M"])
 

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from compress.checkpoint.scale_search import FP8
 from runtime.backends.triton.fused_linear import Q8_FLOAT, ActivationLayout, PartialSums, QuantizedInput, finished
 from runtime.backends.triton.kernels.common import (
     from_fp8,
@@ -31,6 +32,8 @@ from runtime.backends.triton.kernels.norm_act import PackedLinear
 from runtime.backends.triton.kernels.split_product import SplitProduct
 from runtime.backends.triton.kernels.w4a16 import GROUP_M
 from runtime.backends.triton.launcher import Launcher
+from runtime.backends.triton.panels import multiply_by_panels
+from runtime.backends.triton.product_times import NEVER
 from runtime.backends.triton.sizes import cdiv, next_power_of_2
 
 
@@ -115,6 +118,28 @@ def fp8_gemm(
     store_tile(y_ptr, y, m[:, None], n[None, :], M, ROWS)
 
 
+@Launcher
+@triton.jit
+def expand_fp8(
+    codes_ptr, group_scale_ptr, row_scale_ptr, weight_ptr, first_row, ROWS, K,
+    GROUP: tl.constexpr, MULTIPLIES_FP8: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """Dequantizes rows from `first_row` on into `weight [ROWS, K]`, of codes and scales as `fp8_skinny_gemm` has them.
+    Programs (block of inputs, rows)."""
+    row, block = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N), tl.program_id(0)
+    n, stop, k = first_row + row, first_row + ROWS, block * BLOCK_K + tl.arange(0, BLOCK_K)
+    scale = tl.load(row_scale_ptr + n, mask=row < ROWS, other=0.0).to(tl.float32)[:, None]
+    if GROUP > 0:
+        SIZE: tl.constexpr = GROUP if GROUP < BLOCK_K else BLOCK_K
+        group = (block * BLOCK_K + tl.arange(0, BLOCK_K // SIZE) * SIZE) // GROUP
+        scales = load_tile(group_scale_ptr, n[:, None], group[None, :], stop, tl.cdiv(K, GROUP)) * scale
+        scale = tl.broadcast_to(scales[:, :, None], (BLOCK_N, BLOCK_K // SIZE, SIZE)).reshape(BLOCK_N, BLOCK_K)
+    codes = load_tile(codes_ptr, n[:, None], k[None, :], stop, K)
+    weight = widened(codes, tl.float32, MULTIPLIES_FP8, INTERPRETED) * scale
+    store_tile(weight_ptr, weight, row[:, None], k[None, :], ROWS, K)
+
+
 def skinny_tile(tokens: int) -> dict[str, Any]:
     """Tile of a product in 16 bits for a number of tokens."""
     block_m = min(MAX_SKINNY_TOKENS, max(8, next_power_of_2(tokens)))
@@ -122,6 +147,8 @@ def skinny_tile(tokens: int) -> dict[str, Any]:
     return {"BLOCK_N": 64, "BLOCK_M": block_m, "BLOCK_K": MAX_BLOCK_K, "STAGES": 4, "num_warps": warps}
 
 
+EXPANDED_ROWS = 64
+"""Rows of a program that dequantizes."""
 WIDE_TILE = {"BLOCK_N": 128, "BLOCK_M": 128, "BLOCK_K": MAX_BLOCK_K, "GROUP_M": GROUP_M, "STAGES": 3, "num_warps": 8}
 """Tile of the GEMM of many tokens."""
 
@@ -131,7 +158,7 @@ class Fp8Linear(PackedLinear):
     """A weight `[N, K]` of 8-bit floats, its codes as they are stored.
 
     Attributes:
-        qweight: bytes of e4m3, uint8 `[N, K]`.
+        qweight: bytes of e4m3, uint8 `[at least N, K]`.
         scales: `[N]`.
         group_scales: float32 `[N, K / group]`, also of powers of two: GPUs copy no less than 4 bytes asynchronously;
             None for none.
@@ -141,6 +168,8 @@ class Fp8Linear(PackedLinear):
         num_processors: of the GPU.
         dtype: of activations, bfloat16 or float16.
         group: inputs that share a scale of `group_scales`; 0 for none.
+        panel_from: tokens from which dense panels are multiplied; never where inputs are rounded.
+        scaled_from: tokens from which torch multiplies 8-bit floats; rows and inputs are then multiples of 16.
     """
 
     qweight: Tensor
@@ -152,6 +181,8 @@ class Fp8Linear(PackedLinear):
     num_processors: int
     dtype: torch.dtype
     group: int = 0
+    panel_from: int = NEVER
+    scaled_from: int = NEVER
 
     @cached_property
     def _products(self) -> dict[int, SplitProduct]:
@@ -167,9 +198,13 @@ class Fp8Linear(PackedLinear):
         return ActivationLayout(Q8_FLOAT) if self.rounds_inputs else ActivationLayout()
 
     def product(self, x: QuantizedInput) -> PartialSums:
-        """By 8-bit products where there are many tokens, rounded, and a GPU that has such; else by 16-bit products of
-        the same numbers."""
-        tokens, rows = x.rows.shape[0], self.qweight.shape[0]
+        """Multiplies 8-bit floats where inputs are rounded, there are many tokens and the GPU can; else the same
+        numbers in 16 bits."""
+        tokens, rows = x.rows.shape[0], len(self.scales)
+        if tokens >= self.panel_from:
+            return finished(multiply_by_panels(x.rows, rows, self.bias, self.expand_rows))
+        if x.beside is not None and tokens >= self.scaled_from:
+            return PartialSums(self._scaled(x.rows), rows, self.bias, (x.beside, self.scales))
         is_wide = tokens > MAX_SKINNY_TOKENS and self.native and x.beside is not None
         size = tile_tokens(tokens)
         if size not in self._products:
@@ -179,8 +214,25 @@ class Fp8Linear(PackedLinear):
         sums = self._products[size](x.rows)
         return PartialSums(sums, rows, self.bias, None if x.beside is None else (x.beside, self.scales))
 
+    def expand_rows(self, first: int, out: Tensor) -> None:
+        """Fills `out [R, K]` with the dequantized rows from `first` on."""
+        expand_fp8[cdiv(out.shape[1], MAX_BLOCK_K), cdiv(len(out), EXPANDED_ROWS)](
+            self.qweight, self.group_scales, self.scales, out, first, *out.shape, GROUP=self.group,
+            MULTIPLIES_FP8=self.native, BLOCK_N=EXPANDED_ROWS, BLOCK_K=MAX_BLOCK_K, num_warps=4,
+            INTERPRETED=triton.knobs.runtime.interpret,
+        )  # fmt: skip
+
+    def _scaled(self, codes: Tensor) -> Tensor:
+        """Products of numbers without scales `[1, M, N]`, whose sums are kept in float32."""
+        numbers, weight, one = codes.view(FP8), self.qweight.view(FP8).T, self._one
+        return torch._scaled_mm(numbers, weight, one, one, out_dtype=torch.float32).unsqueeze(0)
+
+    @cached_property
+    def _one(self) -> Tensor:
+        return torch.ones((), device=self.qweight.device)
+
     def _skinny(self, tokens: int) -> SplitProduct:
-        (rows, inputs), tile = self.qweight.shape, skinny_tile(tokens)
+        rows, inputs, tile = len(self.scales), self.qweight.shape[1], skinny_tile(tokens)
         splits, blocks_per_split = split_inputs(rows, inputs, tokens, tile, self.num_processors)
         kernel = fp8_skinny_gemm.bind(
             codes_ptr=self.qweight, group_scale_ptr=self.group_scales, row_scale_ptr=self.scales, K=inputs, ROWS=rows,
@@ -190,7 +242,7 @@ class Fp8Linear(PackedLinear):
         return SplitProduct(kernel, rows, cdiv(rows, tile["BLOCK_N"]), splits, tile["BLOCK_M"])
 
     def _wide(self) -> SplitProduct:
-        rows, inputs = self.qweight.shape
+        rows, inputs = len(self.scales), self.qweight.shape[1]
         kernel = fp8_gemm.bind(
             codes_ptr=self.qweight, row_scale_ptr=self.scales, bias_ptr=self.bias, K=inputs, ROWS=rows,
             HAS_BIAS=self.bias is not None, **WIDE_TILE, INTERPRETED=triton.knobs.runtime.interpret,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from runtime.backends.triton.device import num_processors
 from runtime.backends.triton.fused_linear import SUMS, ActivationLayout, PartialSums, QuantizedInput, finished
 from runtime.backends.triton.kernels.common import (
     code_offset,
@@ -23,11 +22,12 @@ from runtime.backends.triton.kernels.common import (
     unpack,
     unpack_instructions,
 )
-from runtime.backends.triton.kernels.configs import EXPAND, SKINNY, KernelConfig, Plan, bucket_of, panel_rows
+from runtime.backends.triton.kernels.configs import EXPAND, SKINNY, KernelConfig, Plan, bucket_of
 from runtime.backends.triton.kernels.norm_act import PackedLinear
 from runtime.backends.triton.kernels.split_product import SplitProduct
 from runtime.backends.triton.kernels.weight_layout import InterleavedWeight, tile_inputs
 from runtime.backends.triton.launcher import Launcher
+from runtime.backends.triton.panels import multiply_by_panels
 from runtime.backends.triton.sizes import cdiv
 
 
@@ -179,7 +179,7 @@ def expand(
     BITS: tl.constexpr, GROUP_SIZE: tl.constexpr, UNIT: tl.constexpr, SCALE_TYPE: tl.constexpr,
     BFLOAT16: tl.constexpr, PTX: tl.constexpr, BLOCK_N: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Dequantizes rows from `first_row` on into `weight [ROWS, K]`, for a dense product over very many tokens."""
+    """Dequantizes rows from `first_row` on into `weight [ROWS, K]`, for a dense product of many tokens."""
     TILE: tl.constexpr = 512 // BITS
     tile, row = tl.program_id(0), tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     n, lane = first_row + row, tl.arange(0, 32)
@@ -189,14 +189,15 @@ def expand(
         zero, scale = zero_and_scale(tl.load(scale_ptr + group * N + n), SCALE_TYPE)
         for plane in tl.static_range(unit * (UNIT // 32), (unit + 1) * (UNIT // 32)):
             k = tile * TILE + plane * 32 + lane
-            weight = dequantized_plane(
-                words, zero, scale.to(weight_ptr.dtype.element_ty), plane, BITS, BFLOAT16, PTX, INTERPRETED
-            )
+            if tl.float32 == SCALE_TYPE:  # zero points may be fractions
+                codes = unpack(words, plane, BITS, BFLOAT16, PTX, INTERPRETED).to(tl.float32)
+                weight = (codes - code_offset(BITS, BFLOAT16) - zero[:, None]) * scale[:, None]
+            else:
+                like = weight_ptr.dtype.element_ty
+                weight = dequantized_plane(words, zero, scale.to(like), plane, BITS, BFLOAT16, PTX, INTERPRETED)
             store_tile(weight_ptr, weight, row[:, None], k[None, :], ROWS, K)
 
 
-EXPANDED_ELEMENTS = 12 * 2**20
-"""Weights that are dense at one time: 24 MB stay in the second-level cache of a large GPU."""
 GROUP_M = 8
 
 
@@ -232,7 +233,8 @@ class W4A16Linear(PackedLinear):
         product = self._products.get((bucket, dtype))
         if product is None:
             if self.plan[bucket].kernel == EXPAND:
-                return finished(self._expanded(x.rows))
+                rows_of = partial(expand_rows, self.weight)
+                return finished(multiply_by_panels(x.rows, self.weight.shape[0], self.bias, rows_of))
             product = self._products[bucket, dtype] = self._prepare(self.plan[bucket], dtype)
         sums = product(x.rows) if x.beside is None else product(x.rows, x.beside)
         return PartialSums(sums, self.weight.shape[0], self.bias if sums.dtype == torch.float32 else None)
@@ -257,29 +259,13 @@ class W4A16Linear(PackedLinear):
         kernel = w4a16_gemm.bind(**given, bias_ptr=bias, ROWS=rows, HAS_BIAS=bias is not None, GROUP_M=GROUP_M)
         return SplitProduct(kernel, rows, blocks_n, splits, config.block_m, out, is_grouped=True)
 
-    def _expanded(self, x: Tensor) -> Tensor:
-        """Rows by dense products of panels of the weight, each written where it belongs."""
-        rows, inputs = self.weight.shape
-        step = panel_rows(rows, EXPANDED_ELEMENTS // inputs, len(x), num_processors(x.device))
-        panel = x.new_empty(min(step, rows), inputs)
-        y = x.new_empty(len(x), rows)
-        for first in range(0, rows, step):
-            stop = min(first + step, rows)
-            dense = expand_rows(self.weight, first, panel[: stop - first])
-            if self.bias is None:
-                torch.mm(x, dense.T, out=y[:, first:stop])
-            else:
-                torch.addmm(self.bias[first:stop], x, dense.T, out=y[:, first:stop])
-        return y
 
-
-def expand_rows(weight: InterleavedWeight, first: int, out: Tensor) -> Tensor:
+def expand_rows(weight: InterleavedWeight, first: int, out: Tensor) -> None:
     """Fills `out [R, K]` with the dequantized rows from `first`, a multiple of 64, on."""
     expand[len(weight.words), cdiv(len(out), 64)](
         weight.words, weight.scales, out, first, len(out), weight.words.shape[1], weight.shape[1],
         **layout_constants(weight, out.dtype), BLOCK_N=64, num_warps=4,
     )  # fmt: skip
-    return out
 
 
 def _tile(weight: InterleavedWeight, config: KernelConfig) -> dict[str, Any]:

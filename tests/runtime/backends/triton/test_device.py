@@ -63,7 +63,7 @@ def test_gpus_without_8_bit_floats_multiply_in_16_bits_and_say_why(older_gpu: to
         *((scheme, "triton_w4a16") for scheme in PLANED),
         (Int(8, 64), "triton_w8a16"),
         (Int(8, None, True, Activations.INT8), "triton_w8a8"),
-        (FP8_W8A8, "triton_fp8"),
+        (FP8_W8A8, "torch_scaled_fp8"),
         (Fp8(), "triton_fp8_w8a16"),
         (BlockFp8(), "triton_fp8_block"),
         (BlockFp8((128, 64)), "dequantized"),

@@ -17,11 +17,13 @@ from compress.checkpoint.weights.codebooks import NF4_VALUES
 from compress.checkpoint.weights.nonlinear import LEVEL_VALUES, Iq4Nl, NonlinearWeight
 from runtime.backends.base import Linear, Target
 from runtime.backends.registry import choose_linear
+from runtime.backends.triton import panels
 from runtime.backends.triton.device import multiplies_fp8
 from runtime.backends.triton.fused_linear import Q8_FLOAT, ActivationLayout
 from runtime.backends.triton.kernels.configs import BUCKETS, EXPAND, GEMM, SKINNY, KernelConfig
 from runtime.backends.triton.kernels.weight_layout import InterleavedWeight
 from runtime.backends.triton.linear import KERNELS
+from runtime.backends.triton.product_times import NEVER
 
 CONFIGS = [
     KernelConfig(SKINNY, 64, 8, 2),
@@ -97,9 +99,7 @@ def test_planes_hold_every_code(gpu, scheme: Scheme) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("with_bias", [True, False])
 def test_panels_are_written_where_they_belong(gpu, monkeypatch, with_bias: bool) -> None:
-    from runtime.backends.triton.kernels import w4a16
-
-    monkeypatch.setattr(w4a16, "EXPANDED_ELEMENTS", 300 * 128)
+    monkeypatch.setattr(panels, "PANEL_ELEMENTS", 300 * 128)
     weight, x = random_weight((600, 128), Int(8, 64)), activations(3, 128, torch.float16, gpu)
     bias = activations(1, 600, torch.float16, gpu)[0] if with_bias else None
     found = linear_of(weight, bias, gpu, torch.float16, plan=only(KernelConfig(EXPAND)))(x)
@@ -162,7 +162,7 @@ def test_many_tokens_by_8_bit_products(gpu, with_bias: bool) -> None:
         pytest.skip("this GPU has no 8-bit floats")
     weight, x = random_weight((150, 200), FP8_W8A8), activations(131, 200, torch.float16, gpu)
     bias = activations(1, 150, torch.float16, gpu)[0] if with_bias else None
-    linear = linear_of(weight, bias, gpu, torch.float16, native=True, num_processors=4)
+    linear = linear_of(weight, bias, gpu, torch.float16, native=True, num_processors=4, scaled_from=NEVER)
     with poisoned_allocations():
         found = linear(x)
     # A GPU keeps about 14 bits of the sum over a block of inputs.
@@ -305,6 +305,57 @@ def test_levels_are_in_their_places(gpu, dtype: torch.dtype) -> None:
     found = linear_of(weight, None, gpu, dtype)(torch.eye(160, dtype=dtype, device=gpu)).T.float().cpu()
     levels = torch.tensor(LEVEL_VALUES)[weight.qweight.int()]
     assert torch.equal(found, levels * weight.scales.float().repeat_interleave(32, 1))
+
+
+def weight_of(scheme: Scheme, rows: int, inputs: int) -> Weight:
+    if not isinstance(scheme, Iq4Nl):
+        return random_weight((rows, inputs), scheme)
+    return random_levels(inputs, torch.randint(-2000, 2000, (rows, inputs // 32)) / 2**17)
+
+
+EXPANDED = [Fp8(), *GROUPED, *TABLES, Iq4Nl()]
+"""Forms whose fused product loses to a dense one where there are many tokens."""
+
+
+@pytest.mark.parametrize("dtype", BOUND, ids=str)
+@pytest.mark.parametrize("scheme", EXPANDED, ids=str)
+def test_panels_against_float64(gpu, monkeypatch, scheme: Scheme, dtype: torch.dtype) -> None:
+    """Two panels, the second one short, of a weight that fills no block."""
+    monkeypatch.setattr(panels, "PANEL_ELEMENTS", 256 * 320)
+    weight = weight_of(scheme, 300, 320)
+    x, bias = activations(3, 320, dtype, gpu), activations(1, 300, dtype, gpu)[0]
+    linear = linear_of(weight, bias, gpu, dtype, panel_from=3)
+    assert not linear._products
+    with poisoned_allocations():
+        found = linear(x)
+    assert not linear._products
+    assert found.dtype == dtype
+    assert relative_error(found, exact_product(x, weight, bias)) < BOUND[dtype]
+    assert relative_error(linear(x[:2]), exact_product(x[:2], weight, bias)) < BOUND[dtype]
+
+
+@pytest.mark.parametrize("scheme", EXPANDED, ids=str)
+def test_each_form_takes_panels_for_the_tokens_of_a_prompt(gpu, scheme: Scheme) -> None:
+    linear = linear_of(weight_of(scheme, 64, 192 if scheme.group_size == 64 else 256), None, gpu, torch.bfloat16)
+    assert 64 < linear.panel_from <= 256
+
+
+@pytest.mark.parametrize("with_bias", [True, False])
+@pytest.mark.parametrize("dtype", BOUND, ids=str)
+def test_8_bit_floats_by_torch(gpu, dtype: torch.dtype, with_bias: bool) -> None:
+    """Rows are filled up to a multiple of 16, and tokens need not be one."""
+    if gpu.type == "cuda" and not multiplies_fp8(gpu):
+        pytest.skip("this GPU has no 8-bit floats")
+    weight, x = random_weight((70, 208), FP8_W8A8), activations(19, 208, dtype, gpu)
+    bias = activations(1, 70, dtype, gpu)[0] if with_bias else None
+    linear = linear_of(weight, bias, gpu, dtype)
+    assert linear.qweight.shape == (80, 208)
+    with poisoned_allocations():
+        found = linear(x)
+    assert not linear._products
+    assert relative_error(found, exact_product(x, weight, bias)) < (BOUND[dtype] if gpu.type == "cpu" else 6e-3)
+    assert relative_error(linear(x[:15]), exact_product(x[:15], weight, bias)) < BOUND[dtype]
+    assert linear._products
 
 
 def test_linears_of_the_table_choose_by_tokens(gpu) -> None:

@@ -1,4 +1,4 @@
-"""Trellis codes that Triton decodes for every product, against exact numbers and products in float64."""
+"""Trellis codes that Triton decodes into panels for every product, against exact numbers and products in float64."""
 
 import pytest
 import torch
@@ -25,11 +25,11 @@ def linear_of(scheme: Exl3, shape: tuple[int, int], target: Target, bias: torch.
 
 @pytest.mark.parametrize("scheme", [Exl3(bits, CODEBOOKS[bits % 3]) for bits in range(1, 9)], ids=str)
 def test_numbers_are_exact_and_in_their_places(gpu: torch.device, scheme: Exl3) -> None:
-    """One-hot inputs of the product itself read the numbers back."""
-    linear = linear_of(scheme, (128, 128), Target(gpu, torch.float16))
-    sums = linear._prepare(128)(torch.eye(128, device=gpu))
-    expected = decode_tiles(random_weight((128, 128), scheme, 5).trellis, scheme)
-    assert torch.equal(sums.sum(0).cpu(), expected.float())
+    linear = linear_of(scheme, (256, 128), Target(gpu, torch.float16))
+    panel = torch.full((128, 128), torch.nan, dtype=torch.float16, device=gpu)
+    linear.expand_rows(128, panel)
+    expected = decode_tiles(random_weight((256, 128), scheme, 5).trellis, scheme)
+    assert torch.equal(panel.T.cpu(), expected[:, 128:].half())
 
 
 @pytest.mark.parametrize("dtype", BOUND, ids=str)
