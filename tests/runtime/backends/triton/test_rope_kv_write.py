@@ -76,7 +76,9 @@ class Step:
         """The same step with the keys where the first queries are, so that the kernel returns them."""
         count = HEADS + KV_HEADS
         heads = torch.cat((self.heads[:, :count].roll(KV_HEADS, 1), self.heads[:, count:]), 1)
-        return replace(self, heads=heads, head_norm=None if self.head_norm is None else self.head_norm.roll(KV_HEADS, 0))
+        return replace(
+            self, heads=heads, head_norm=None if self.head_norm is None else self.head_norm.roll(KV_HEADS, 0)
+        )
 
     def by_torch(self, hadamard: bool, dtype: torch.dtype) -> Tensor:
         """Queries and keys of plain torch in `dtype`."""
