@@ -134,7 +134,7 @@ def workers() -> int:
 
 
 def quick(check: Check) -> tuple[Step, ...]:
-    """What every change has to show: right answers, a model with the profile of a mixed step, the two main tables."""
+    """Returns steps for every change: tests, a model with the profile of a mixed step, the two main tables."""
     return (
         check.tests("tests", 85, workers(), "not whole_gpu", ON_GPU),
         check.model("model", 65, "--contenders", "engine int4", "--profile"),
@@ -178,7 +178,7 @@ def mixtures(check: Check) -> tuple[Step, ...]:
 
 
 def sanitize(check: Check) -> tuple[Step, ...]:
-    """Accesses beyond tensors and races between threads, and tests that take all of the memory."""
+    """Returns steps that look for accesses beyond tensors and races, and tests that take all of the memory."""
     tiny = (check.python, "scripts/sanitize_kernels.py")
     # Without torch's cache each tensor is an allocation of its own, whose ends are checked.
     uncached, tool = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, "compute-sanitizer"

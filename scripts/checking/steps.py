@@ -50,7 +50,7 @@ class Step:
 
     @property
     def missing(self) -> str:
-        """What the step needs and this machine lacks; empty where it has all."""
+        """Program or package that the step needs and this machine lacks; empty where it has all."""
         program = self.needs if self.needs and shutil.which(self.needs) is None else ""
         return program or next((each for each in self.packages if find_spec(each) is None), "")
 

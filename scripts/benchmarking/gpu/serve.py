@@ -1,4 +1,4 @@
-"""A model of random 4-bit codes over HTTP, by one client and by many: `runtime serve` under the load of `runtime bench`.
+"""A model of random codes over HTTP, by one client and by many: `runtime serve` under the load of `runtime bench`.
 
 python scripts/bench_kernels.py gpu-serve --rows serve.jsonl
 python scripts/bench_kernels.py gpu-serve --shape tiny --device cpu --load 2 4 8:16 4:8
