@@ -6,9 +6,9 @@ blocks (no output head) over the same tokens, weights already in memory, in the 
 processor, trust the ratio in CPU time. Examples:
 
     python scripts/bench_compress.py --shape 125m --num-calibration-samples 16
-    python scripts/bench_compress.py --shape 1.1b --num-calibration-samples 64 --max-seq-length 512 --json compress.json
+    python scripts/bench_compress.py --shape 1.1b --num-calibration-samples 64 --max-seq-length 512 --rows costs.jsonl
     python scripts/bench_compress.py --shape 1.1b --layers 2 --num-calibration-samples 64
-    python scripts/bench_compress.py --shape 8b --num-calibration-samples 128 --max-seq-length 2048 --device cuda
+    python scripts/bench_compress.py --shape 8b --layers 2 --max-seq-length 2048 --device cuda
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Any
 
 from benchmarking.machine import (
     Stopwatch,
+    attempt,
     environment,
     in_own_process,
     leave_with,
@@ -30,7 +31,7 @@ from benchmarking.machine import (
     peak_host_bytes,
 )
 from benchmarking.models import SHAPES, Cost, compress, write_calibration, write_model
-from benchmarking.tables import Row, describe, print_table, write_json
+from benchmarking.tables import Row, Rows, print_table
 from rich.console import Console
 
 from compress.checkpoint.weights import Int, Scheme
@@ -114,7 +115,7 @@ def table_rows(costs: Mapping[str, Cost], parameters: int) -> list[Row]:
 
 def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", default="tiny", choices=("tiny", "125m", "1.1b", "8b"))
+    parser.add_argument("--shape", default="tiny", choices=("tiny", "125m", "1.1b", "8b", "8b-8k"))
     parser.add_argument("--layers", type=int, help="fewer layers of that shape; time per layer is the same")
     parser.add_argument("--methods", nargs="+", default=names("quantize"), choices=names("quantize"))
     parser.add_argument("--bits", type=int, default=4)
@@ -124,7 +125,8 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
     parser.add_argument("--dtype", default="auto", help="of the forward passes: auto, bfloat16, float32, ...")
     parser.add_argument("--work", type=Path, help="folder for the model; default: a temporary one")
-    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--rows", type=Path, help="append each figure here, as a line of JSON")
+    parser.add_argument("--most-seconds", type=int, default=0, help="of a method, which is killed then; 0: no limit")
     return parser.parse_args(arguments)
 
 
@@ -134,39 +136,43 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _run(options, Path(work), console)
 
 
-def write_inputs(work: Path, shape: str, layers: int | None, samples: int, length: int) -> tuple[int, dict[str, Any]]:
+def write_inputs(
+    work: Path, shape: str, layers: int, samples: int, length: int, device: str
+) -> tuple[int, dict[str, Any]]:
     """Writes model and calibration text into `work`; returns the number of weights, and versions and hardware."""
     write_calibration(work / "calibration.jsonl", samples * length)
-    chosen = SHAPES[shape] if layers is None else replace(SHAPES[shape], layers=layers)
-    return write_model(work / "model", chosen), environment()
+    return write_model(work / "model", replace(SHAPES[shape], layers=layers), device=device), environment()
 
 
 def _run(options: argparse.Namespace, work: Path, console: Console) -> int:
-    parameters, facts = in_own_process(
-        write_inputs, work, options.shape, options.layers, options.num_calibration_samples, options.max_seq_length
-    )
-    layers = f" cut to {options.layers} layers" if options.layers else ""
+    from compress.common.device import resolve_device
+
+    layers = options.layers or SHAPES[options.shape].layers
+    samples, length = options.num_calibration_samples, options.max_seq_length
+    device = in_own_process(resolve_device, options.device).type
+    parameters, facts = in_own_process(write_inputs, work, options.shape, layers, samples, length, device)
     scheme = Int(options.bits, group_size_from(options.group_size))
     facts |= {
-        "shape": f"{options.shape}{layers} ({parameters / 1e9:.3f}e9 random weights, bfloat16)",
-        "calibration": f"{options.num_calibration_samples} x {options.max_seq_length} tokens",
+        "shape": f"{options.shape} of {layers} layers, random weights in bfloat16",
+        "parameters": parameters,
+        "calibration": f"{samples} x {length} tokens",
         "scheme": str(scheme),
     }
-    console.print(describe(facts))
-    text = str(work / "calibration.jsonl")
-    calibration = CalibrationOptions(text, options.num_calibration_samples, options.max_seq_length)
+    rows = Rows(options.rows)
+    rows.add(**facts)
+    calibration = CalibrationOptions(str(work / "calibration.jsonl"), samples, length)
     setup = Setup(work / "model", calibration, scheme, options.device, options.dtype)
-    costs = {DENSE_PASS: in_own_process(measure_dense_pass, setup)}
-    console.print(f"  {DENSE_PASS}: {costs[DENSE_PASS].seconds:.1f} s")
-    for method in options.methods:
-        costs[method] = in_own_process(measure_method, setup, method)
-        ratio = costs[method].seconds / costs[DENSE_PASS].seconds
-        console.print(f"  {method}: {costs[method].seconds:.1f} s, {ratio:.2f} x dense forward")
-    print_table("One process for each row", table_rows(costs, parameters), console)
-    if options.json:
-        rows = [{"name": name, **asdict(cost)} for name, cost in costs.items()]
-        write_json(options.json, {"facts": facts, "parameters": parameters, "rows": rows})
-    return 0
+    costs: dict[str, Cost] = {}
+    for method in (DENSE_PASS, *options.methods):
+        measure, given = (measure_dense_pass, ()) if method == DENSE_PASS else (measure_method, (method,))
+        own = Rows(options.rows, what=method)
+        if (found := attempt(options.most_seconds, own, measure, setup, *given)) is not None:
+            costs[method] = found
+            peak = found.peak_device_bytes or found.peak_host_bytes
+            own.add(seconds_a_layer=found.seconds / layers, peak_gigabytes=peak / 1e9, **asdict(found))
+    if DENSE_PASS in costs:
+        print_table("One process for each row", table_rows(costs, parameters), console)
+    return int(len(costs) <= len(options.methods))
 
 
 if __name__ == "__main__":

@@ -4,11 +4,10 @@ python scripts/bench_kernels.py cpu --shapes 4096x14336 --rows 1 8 --seconds 5
 python scripts/bench_kernels.py cpu --attention
 python scripts/bench_kernels.py cpu-models --shape 1.1b --threads 2
 python scripts/bench_kernels.py cpu-scaling --shape 1.1b --cores 8 16 32 64 --bandwidth 100 300
-python scripts/bench_kernels.py gpu --shapes 8192x8192 --tokens 1 16 256 2048 --json kernels.json
-python scripts/bench_kernels.py gpu-code --only int4
+python scripts/bench_kernels.py gpu --shapes 8192x8192 --tokens 1 16 256 2048 --rows kernels.jsonl
 python scripts/bench_kernels.py gpu-host --forms int4 --rounds 30
-python scripts/bench_kernels.py gpu-expected
-python scripts/bench_kernels.py gpu-models --shape 8b --json gpu.json --markdown gpu.md
+python scripts/bench_kernels.py gpu-models --shape 8b --rows models.jsonl
+python scripts/bench_kernels.py gpu-serve --rows serve.jsonl
 python scripts/bench_kernels.py gpu-models --shape demo --device cpu --short
 """
 
@@ -27,10 +26,9 @@ COMMANDS = {
         "linears of a decode step on more cores: measured to what is there, modelled beyond",
     ),
     "gpu": ("gpu.kernels", "linears and attention on a GPU, beside PyTorch and gemlite"),
-    "gpu-code": ("gpu.machine_code", "issue slots and copies of the main loops of GPU kernels, without a GPU"),
     "gpu-host": ("gpu.host", "time of the host for steps on a GPU, without one"),
-    "gpu-expected": ("gpu.expected", "the aims on a GPU beside what the machine code lets expect, without a GPU"),
     "gpu-models": ("gpu.models", "a model dense, int8 and int4 on a GPU, beside transformers"),
+    "gpu-serve": ("gpu.serve", "a model over HTTP, by one client and by many"),
 }
 
 

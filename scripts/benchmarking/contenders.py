@@ -7,10 +7,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarking.machine import Stopwatch
 from compress.common.errors import ToolkitError
+
+if TYPE_CHECKING:
+    from runtime.llm import LLM
 
 
 @dataclass(frozen=True)
@@ -73,24 +76,31 @@ Answer = Callable[[Sequence[Job]], list[Tokens]]
 Contender = Callable[[Path, Settings], AbstractContextManager[Answer]]
 
 
-@contextmanager
-def engine(model: Path, settings: Settings) -> Iterator[Answer]:
+@dataclass(frozen=True)
+class LoadedEngine:
     """This runtime, offline: with sampling, scheduling and tokens handed out."""
-    from runtime.core.config import RuntimeConfig
-    from runtime.core.request import SamplingParams
-    from runtime.llm import LLM
 
-    sizes = {"max_num_seqs": settings.batch, "prefix_caching": False}
-    llm = LLM(model, RuntimeConfig(device=settings.device, dtype=settings.dtype, **sizes, **settings.engine))
+    llm: LLM
 
-    def answer(jobs: Sequence[Job]) -> list[Tokens]:
+    def __call__(self, jobs: Sequence[Job]) -> list[Tokens]:
+        from runtime.core.request import SamplingParams
+
         params = [SamplingParams(job.num_output_tokens, temperature=0, ignore_eos=True) for job in jobs]
-        made = llm.generate([job.prompt for job in jobs], params)
+        made = self.llm.generate([job.prompt for job in jobs], params)
         if errors := [completion.error for completion in made if completion.error]:
             raise ToolkitError(f"{len(errors)} requests failed: {errors[0]}", "Fix the engine before measuring it")
         return [tuple(completion.token_ids) for completion in made]
 
-    yield answer
+
+@contextmanager
+def engine(model: Path, settings: Settings) -> Iterator[LoadedEngine]:
+    from runtime.core.config import RuntimeConfig
+    from runtime.llm import LLM
+
+    sizes = {"max_num_seqs": settings.batch, "prefix_caching": False}
+    yield LoadedEngine(
+        LLM(model, RuntimeConfig(device=settings.device, dtype=settings.dtype, **sizes, **settings.engine))
+    )
 
 
 @contextmanager

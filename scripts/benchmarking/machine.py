@@ -13,9 +13,11 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+from benchmarking.tables import Rows
 from compress.common.cli import let_threads_sleep
 from compress.common.errors import ToolkitError
 from runtime.bench.figures import processor_name
@@ -75,6 +77,18 @@ def within(seconds: int, work: Callable[..., Result], *arguments: object) -> Res
     result = work(*arguments)
     signal.alarm(0)
     return result
+
+
+def attempt(seconds: int, rows: Rows, work: Callable[..., Result], *arguments: object) -> Result | None:
+    """Returns `work(*arguments)` of a fresh interpreter, or None for work that fails or takes longer, whose row says
+    why. 0 is no limit."""
+    try:
+        return in_own_process(within, seconds, work, *arguments)
+    except BrokenProcessPool:
+        rows.add(error=f"its process was killed, or took {seconds} s")
+    except Exception as error:  # whatever is measured may raise anything: that is the finding
+        rows.add(error=(str(error).splitlines() or [type(error).__name__])[0][:200])
+    return None
 
 
 def peak_host_bytes() -> int:

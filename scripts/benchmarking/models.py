@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 import struct
 from collections import defaultdict
@@ -41,6 +42,7 @@ class Shape:
     Attributes:
         experts, chosen: of every layer, each expert `intermediate` wide; 0 for an MLP.
         delta_heads: of the gated delta nets that three of four layers are, `DELTA_DIM` wide; 0 for attention only.
+        head_size: dimensions of a head; 0: the heads share `hidden`.
     """
 
     hidden: int
@@ -53,10 +55,11 @@ class Shape:
     experts: int = 0
     chosen: int = 0
     delta_heads: int = 0
+    head_size: int = 0
 
     @property
     def head_dim(self) -> int:
-        return self.hidden // self.heads
+        return self.head_size or self.hidden // self.heads
 
     def is_delta(self, layer: int) -> bool:
         """Whether a layer is a gated delta net."""
@@ -70,10 +73,15 @@ SHAPES = {
     "125m": Shape(768, 2048, 12, 12, 4, 32000),
     "1.1b": Shape(2048, 5632, 22, 32, 4, 32000),
     "8b": Shape(4096, 14336, 32, 32, 8, 128256),
+    "8b-8k": Shape(4096, 14336, 32, 32, 8, 8192),  # tokens that the tokenizer has a text for
     "14b": Shape(5120, 17408, 40, 40, 8, 151936, "qwen3"),
     "70b": Shape(8192, 28672, 80, 64, 8, 128256),
     "1b-hybrid": Shape(2048, 6144, 16, 8, 2, 32000, "qwen3_5_text", delta_heads=16),
+    "9b-hybrid": Shape(4096, 12288, 32, 16, 4, 151936, "qwen3_5_text", delta_heads=32),
     "2b-a400m": Shape(1024, 512, 20, 16, 4, 32000, "qwen3_moe", experts=64, chosen=10),
+    "30b-a3b": Shape(2048, 768, 48, 32, 4, 151936, "qwen3_moe", experts=128, chosen=8, head_size=128),
+    "tiny-hybrid": Shape(256, 512, 4, 4, 2, 8192, "qwen3_5_text", delta_heads=2),
+    "tiny-mixture": Shape(128, 128, 2, 4, 2, 8192, "qwen3_moe", experts=4, chosen=2),
 }
 
 
@@ -100,7 +108,7 @@ def write_packed_model(
 ) -> None:
     """Writes a model whose linears have random codes of a scheme, and its output head of another; None: in bfloat16.
 
-    All layers have the same tensors, which are made once: so a large model is there in seconds.
+    All layers and experts have the same tensors, which are made once: so a large model is there in seconds.
     """
     from compress.checkpoint.config import packed_config, write_config
     from compress.checkpoint.formats import format_for
@@ -136,16 +144,30 @@ def write_headers(folder: Path, shape: Shape) -> None:
 
 
 def _modules(config: PretrainedConfig) -> dict[str, tuple[int, ...]]:
-    """Shapes of the parameters of a model by name, without `.weight`."""
+    """Shapes of the parameters of a model by name, without `.weight`; of experts one by one."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
         parameters = AutoModelForCausalLM.from_config(config).state_dict()
-    return {name.removesuffix(".weight"): tuple(tensor.shape) for name, tensor in parameters.items()}
+    found: dict[str, tuple[int, ...]] = {}
+    for name, tensor in parameters.items():
+        experts, _, kind = name.rpartition(".experts.")
+        for expert in range(len(tensor) if experts else 0):
+            rows, columns = tensor.shape[1:]
+            halves = {"gate_proj": rows // 2, "up_proj": rows // 2} if kind == "gate_up_proj" else {kind: rows}
+            found |= {f"{experts}.experts.{expert}.{half}": (count, columns) for half, count in halves.items()}
+        if not experts:
+            found[name.removesuffix(".weight")] = tuple(tensor.shape)
+    return found
+
+
+LINEAR = re.compile(r"_proj(_qkv|_z)?$")
+UNNAMED = ("A_log", "dt_bias")
+"""Parameters whose names do not end in `.weight`."""
 
 
 def _is_linear(name: str, size: tuple[int, ...]) -> bool:
-    return len(size) == 2 and (name == HEAD or name.endswith("_proj"))
+    return len(size) == 2 and (name == HEAD or LINEAR.search(name) is not None)
 
 
 def _write_shards(
@@ -160,10 +182,11 @@ def _write_shards(
     for layer, names in layers.items():
         tensors, file = {}, f"model-{layer.rpartition('.')[2]}.safetensors"
         for name in names:
-            own = name.removeprefix(f"{layer}.")
+            own = re.sub(r"\.experts\.\d+", "", name.removeprefix(f"{layer}."))
             if (own, named[name]) not in made:
                 made[own, named[name]] = _random_tensors(named[name], packed.get(name), packed, device)
-            tensors |= {name + suffix: tensor for suffix, tensor in made[own, named[name]].items()}
+            for suffix, tensor in made[own, named[name]].items():
+                tensors[name + suffix * (not name.endswith(UNNAMED))] = tensor.clone()
         save_file(tensors, folder / file, {"format": "pt"})
         files |= dict.fromkeys(tensors, file)
     return files

@@ -1,4 +1,4 @@
-"""Figures as tables on the console, in Markdown, and as JSON."""
+"""Figures as tables on the console, in Markdown, as JSON, and as rows that are written one by one."""
 
 from __future__ import annotations
 
@@ -42,3 +42,23 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 def describe(facts: Mapping[str, Any]) -> str:
     """Facts on one line."""
     return ", ".join(f"{name} {value}" for name, value in facts.items() if value is not None)
+
+
+class Rows:
+    """Figures that are printed, and appended to a file of JSON lines, as they are measured: a run may be cut off.
+
+    Args:
+        path: the file, which several processes may append to; None: there is none.
+        about: entries of every row.
+    """
+
+    def __init__(self, path: Path | None, **about: Any) -> None:
+        self.path, self.about = path, about
+
+    def add(self, **row: Any) -> None:
+        numbers = {name: float(f"{value:.5g}") for name, value in row.items() if isinstance(value, float)}
+        content = self.about | row | numbers
+        print(describe(content), flush=True)
+        if self.path is not None:
+            with self.path.open("a", encoding="utf-8") as stream:
+                stream.write(json.dumps(content) + "\n")

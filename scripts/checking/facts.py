@@ -1,4 +1,7 @@
-"""Prints versions, tools and the GPU of this machine; exits with status 1 where there is no GPU."""
+"""Prints versions, tools and the GPU of this machine; exits with status 1 where there is no GPU.
+
+python scripts/checking/facts.py       # or `facts.py cpu` where none is wanted
+"""
 
 from __future__ import annotations
 
@@ -23,6 +26,8 @@ def main() -> int:
 
     print(f"python {platform.python_version()}", *(f"{each} {version(each)}" for each in PACKAGES), sep=", ")
     print(*(f"{tool} {shutil.which(tool) or 'not installed'}" for tool in TOOLS), sep=", ")
+    if sys.argv[1:] == ["cpu"]:
+        return 0
     if not torch.cuda.is_available():
         print("error: there is no NVIDIA GPU here")
         return 1

@@ -1,4 +1,4 @@
-"""Commands run one after the other, each within its own time and all within theirs.
+"""Commands run one after the other, each within its own time.
 
 The summary is written before and after every step, so that it holds what is known also when all of it is killed.
 """
@@ -16,15 +16,14 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 SUMMARY, LOG, RUNNING = "summary.json", "log.txt", "running.txt"
-"""Files of a part: outcomes; the output of its steps; that of the step under way."""
+"""Files of a run: outcomes; the output of its steps; that of the step under way."""
 GRACE_SECONDS = 5
 """Time that a step has to end once it is asked to."""
-LEAST_SECONDS = 5
-"""A step that has less time left is not begun."""
 LOG_BYTES = 2**20
 """Most output that is kept of one step: its beginning and, three times as much, its end."""
 NOT_REACHED, IS_RUNNING, PASSED, FAILED, NO_TIME = "not reached", "running", "passed", "failed", "ran out of time"
@@ -36,7 +35,7 @@ class Step:
     """A command and its time.
 
     Attributes:
-        needs: a program without which the step is skipped.
+        needs, packages: a program and Python packages without which the step is skipped.
         is_required: whether the steps behind it make no sense when it fails. One that runs out of time shows nothing.
         environment: variables that are added.
     """
@@ -47,6 +46,13 @@ class Step:
     needs: str = ""
     is_required: bool = False
     environment: Mapping[str, str] = field(default_factory=dict)
+    packages: tuple[str, ...] = ()
+
+    @property
+    def missing(self) -> str:
+        """Program or package that the step needs and this machine lacks; empty where it has all."""
+        program = self.needs if self.needs and shutil.which(self.needs) is None else ""
+        return program or next((each for each in self.packages if find_spec(each) is None), "")
 
 
 @dataclass
@@ -80,13 +86,10 @@ class InterruptionError(Exception):
     """All of it is told to end."""
 
 
-def run_part(
-    steps: Sequence[Step], folder: Path, seconds: float, about: Mapping[str, Any], kept: Path | None = None
-) -> bool:
-    """Runs the steps of one part and leaves its files in `folder`, which is emptied before.
+def run_steps(steps: Sequence[Step], folder: Path, about: Mapping[str, Any], kept: Path | None = None) -> bool:
+    """Runs steps and leaves their files in `folder`, which is emptied before.
 
     Args:
-        seconds: for all of them; what does not fit any more is not begun.
         kept: a file that a step reads, wherever it is.
         about: further entries of the summary.
 
@@ -94,27 +97,22 @@ def run_part(
         Whether every step passed or was skipped.
     """
     _empty(folder, kept)
-    results, end = [Result(step.name, step.seconds) for step in steps], time.monotonic() + seconds
+    results = [Result(step.name, step.seconds) for step in steps]
     with _interruptible():
         try:
-            _run_all(steps, results, folder, end, about)
+            _run_all(steps, results, folder, about)
         except InterruptionError as interruption:
             _write(folder, results, about)
             print(f"interrupted by {interruption}", flush=True)
     return all(result.is_good for result in results)
 
 
-def _run_all(
-    steps: Sequence[Step], results: Sequence[Result], folder: Path, end: float, about: Mapping[str, Any]
-) -> None:
+def _run_all(steps: Sequence[Step], results: Sequence[Result], folder: Path, about: Mapping[str, Any]) -> None:
     for step, result in zip(steps, results, strict=True):
-        left = end - time.monotonic() - GRACE_SECONDS
-        if step.needs and shutil.which(step.needs) is None:
-            result.outcome = f"{SKIPPED}{step.needs} is not installed"
-        elif left < min(LEAST_SECONDS, step.seconds):
-            result.outcome = f"{NOT_REACHED}: {max(0.0, left):.0f} s left"
+        if step.missing:
+            result.outcome = f"{SKIPPED}{step.missing} is not installed"
         else:
-            result.limit, result.outcome = min(step.seconds, left), IS_RUNNING
+            result.outcome = IS_RUNNING
             _write(folder, results, about)
             _run(step, result, folder)
         print(result, flush=True)

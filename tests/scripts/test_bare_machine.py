@@ -52,7 +52,7 @@ def test_all_is_imported(tmp_path: Path) -> None:
 
 
 def test_every_test_file_is_collected(tmp_path: Path) -> None:
-    from checking.parts import ON_GPU, files_with
+    from checking.questions import ON_GPU, files_with
 
     arguments = ("--collect-only", "-p", "no:cacheprovider", "-p", "shared_gpu", "-m", "")
     found = run_bare(tmp_path, "-m", "pytest", *arguments, *files_with(ON_GPU))
@@ -63,8 +63,8 @@ def test_every_test_file_is_collected(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_model_is_made_loaded_and_answers(tmp_path: Path) -> None:
     sizes = ("--shape", "tiny", "--device", "cpu", "--short", "--contenders", "engine int4, int4 KV", "engine bf16")
-    found = run_bare(
-        tmp_path, "scripts/bench_kernels.py", "gpu-models", *sizes, "--json", str(tmp_path / "figures.json")
-    )
+    found = run_bare(tmp_path, "scripts/bench_kernels.py", "gpu-models", *sizes, "--rows", str(tmp_path / "rows.jsonl"))
     assert found.returncode == 0, found.stderr
-    assert '"error": ""' in (tmp_path / "figures.json").read_text()
+    written = (tmp_path / "rows.jsonl").read_text()
+    assert written.count("decode 4") == 2
+    assert "error" not in written

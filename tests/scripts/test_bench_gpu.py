@@ -1,10 +1,11 @@
-"""`bench_kernels.py` with whole models: on a CPU, and without a GPU counts, table and a failing contender."""
+"""`bench_kernels.py` with whole models: on a CPU, and without a GPU counts, rows and a failing contender."""
 
 from __future__ import annotations
 
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,7 +35,7 @@ def test_forms_of_a_model_are_made_of_random_codes(tmp_path: Path, form: str, bi
     from runtime.llm import LLM
 
     parameters = write_model(tmp_path / "made by transformers", SHAPES["tiny"])
-    folder = prepare(form, tmp_path, "tiny", "cpu")
+    folder = prepare(form, tmp_path, "tiny", "cpu", layers=2)
     checkpoint, embedding = PackedCheckpoint.open(folder), 8192 * 128
     stored = sum(checkpoint.files.tensor(name).nbytes for name in checkpoint.files)
     head = embedding * (2 if bits == 16 else 1)
@@ -44,6 +45,27 @@ def test_forms_of_a_model_are_made_of_random_codes(tmp_path: Path, form: str, bi
     llm = LLM(folder, RuntimeConfig(device="cpu", num_blocks=20))
     answer = llm.generate([(1, 2)], SamplingParams(4, ignore_eos=True))
     assert len(answer[0].token_ids) == 4
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("shape", ["tiny-mixture", "tiny-hybrid"])
+def test_mixtures_and_hybrids_have_random_codes_where_compression_would_pack(tmp_path: Path, shape: str) -> None:
+    from benchmarking.gpu.models import prepare
+    from benchmarking.models import SHAPES, compress, write_model
+
+    from compress.checkpoint.reader import PackedCheckpoint
+    from compress.checkpoint.weights import Int
+    from compress.recipe import CalibrationOptions, QuantizeStage
+
+    write_model(tmp_path / "dense", SHAPES[shape])
+    compress(tmp_path / "dense", tmp_path / "packed", [QuantizeStage("rtn", Int(4, 128))], CalibrationOptions())
+    found, expected = (
+        PackedCheckpoint.open(each) for each in (prepare("int4", tmp_path, shape, "cpu"), tmp_path / "packed")
+    )
+    assert found.schemes.keys() - {"lm_head"} == expected.schemes.keys()
+    assert {name for name in found.files if "lm_head" not in name} == {
+        name for name in expected.files if "lm_head" not in name
+    }
 
 
 def test_a_step_is_what_more_tokens_take_longer_than_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,45 +78,44 @@ def test_a_step_is_what_more_tokens_take_longer_than_one(monkeypatch: pytest.Mon
         now += 10.0 + 0.5 * jobs[0].num_output_tokens
 
     monkeypatch.setattr("time.perf_counter", lambda: now)
-    work = gpu_models.Work((2,), 16, 8, 64, (), rounds=3)
+    work = gpu_models.Work((2,), 16, 8, (64,), (), rounds=3)
     assert gpu_models.median_step_seconds(answer, 2, work) == pytest.approx(0.5)
 
 
-def test_the_table_says_rates_shares_and_why_something_is_missing() -> None:
-    from benchmarking.gpu import models as gpu_models
-    from benchmarking.gpu.models import Figures
-
-    done = Figures("engine int4", 2.5, {1: 0.002, 8: 0.004}, {1: 4_000_000, 8: 4_000_000}, 1000.0, 500.0, 3 * 10**9)
-    rows = gpu_models.table([done, Figures("other", error="out of memory")], (1, 8), stream=4e9)
-    assert rows[0]["decode 1"] == "500"
-    assert rows[0]["decode 8"] == "2000"
-    assert (rows[0]["stream 1"], rows[0]["stream 8"]) == ("50%", "25%")
-    assert (rows[0]["peak GB"], rows[0]["note"]) == ("3.00", "")
-    assert set(rows[1].values()) == {"other", "-", "out of memory"}
-    assert rows[0].keys() == rows[1].keys()
+def read(rows: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in rows.read_text().splitlines()]
 
 
-@pytest.mark.full
-def test_a_contender_that_fails_does_not_end_the_run(tmp_path: Path) -> None:
-    from benchmarking.gpu import models as gpu_models
-    from benchmarking.gpu.models import Work
+def test_rows_are_there_as_they_are_added(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from benchmarking.tables import Rows
 
-    work = Work((1,), 4, 2, 8, (), 1)
-    (tmp_path / "dense").mkdir()
-    figures = gpu_models.measured("engine bf16", tmp_path, "tiny", work, "cpu")
-    assert "config.json" in figures.error
-    assert figures.first_token is None
+    file = tmp_path / "rows.jsonl"
+    for number in (1, 2):
+        Rows(file, shape="8b").add(what="decode", seconds=number / 3)
+        assert len(read(file)) == number
+    assert read(file)[1] == {"shape": "8b", "what": "decode", "seconds": 0.66667}
+    Rows(None).add(what="nothing is written")
+    assert "what nothing is written" in capsys.readouterr().out
 
 
 @pytest.mark.full
-def test_a_contender_that_hangs_is_killed_and_said_to_be(tmp_path: Path) -> None:
-    from benchmarking.gpu import models as gpu_models
-    from benchmarking.gpu.models import Work
+def test_a_contender_that_fails_or_hangs_has_a_row_and_what_was_measured_stays(tmp_path: Path) -> None:
+    from benchmarking.gpu.models import Work, measure, prepare
+    from benchmarking.machine import attempt
+    from benchmarking.tables import Rows
 
-    begun = time.monotonic()
-    figures = gpu_models.measured("engine bf16", tmp_path, "tiny", Work((1,), 4, 8000, 8, (), 1000), "cpu", 2)
+    rows, name, empty = Rows(tmp_path / "rows.jsonl"), "engine bf16", tmp_path / "empty"
+    empty.mkdir()
+    assert attempt(0, rows, measure, name, empty, Work((1,), 4, 2, (8,), (), 1), "cpu", rows) is None
+    (failed,) = read(rows.path)
+    assert "config.json" in failed["error"]
+    begun, model = time.monotonic(), prepare("dense", tmp_path, "tiny", "cpu")
+    endless = Work((1,), 4, 4, (8,) * 100_000, (), 1)
+    assert attempt(20, rows, measure, name, model, endless, "cpu", rows) is None
     assert time.monotonic() - begun < 60
-    assert "took 2 s" in figures.error
+    _, *measured, killed = read(rows.path)
+    assert {"start to first token", "decode 1", "first token of 8"} <= {row["what"] for row in measured}
+    assert "20 s" in killed["error"]
 
 
 @pytest.mark.full
@@ -111,15 +132,15 @@ def test_contenders_on_a_cpu_take_turns(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_all_of_it_runs_without_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_of_it_runs_without_a_gpu(tmp_path: Path) -> None:
     import bench_kernels
+    from benchmarking.gpu.models import MEASUREMENTS
 
-    files = ["--json", str(tmp_path / "gpu.json"), "--markdown", str(tmp_path / "gpu.md")]
-    assert bench_kernels.main(["gpu-models", "--shape", "tiny", "--device", "cpu", "--short", *files]) == 0
-    figures = json.loads((tmp_path / "gpu.json").read_text())["figures"]
-    assert not any(each["error"] for each in figures)
-    single = [each for each in figures if "continuous" not in each["name"]]
-    assert all(each["first_token"] and each["prefill"] and len(each["decode"]) == 2 for each in single)
-    assert all(each["mixed"] for each in figures if each["name"].startswith("engine") or "continuous" in each["name"])
-    assert "| engine int4, int4 KV |" in (tmp_path / "gpu.md").read_text()
-    assert "transformers, compiled static cache" in capsys.readouterr().out
+    file = tmp_path / "rows.jsonl"
+    assert bench_kernels.main(["gpu-models", "--shape", "tiny", "--device", "cpu", "--short", "--rows", str(file)]) == 0
+    facts, *rows = read(file)
+    assert facts["torch"]
+    for name, measurement in MEASUREMENTS.items():
+        found = {row.get("what", row.get("error")) for row in rows if row["contender"] == name}
+        single = {"start to first token", "decode 1", "decode 4", "first token of 64"} if measurement.single else set()
+        assert found == single | ({"mixed"} if measurement.mixed else set()) | {"peak"}

@@ -114,17 +114,17 @@ def test_a_verdict_is_about_the_mean_over_seeds():
 def test_compression_is_measured_beside_a_dense_pass(tmp_path: Path, capsys):
     import bench_compress
 
-    figures = tmp_path / "figures.json"
+    figures = tmp_path / "figures.jsonl"
     small = ["--shape", "tiny", "--num-calibration-samples", "2", "--max-seq-length", "64", "--group-size", "64"]
-    assert bench_compress.main([*small, "--methods", "gptq", "--work", str(tmp_path), "--json", str(figures)]) == 0
-    content = json.loads(figures.read_text())
-    dense, gptq = content["rows"]
-    assert (dense["name"], gptq["name"]) == ("dense forward", "gptq")
+    assert bench_compress.main([*small, "--methods", "gptq", "--work", str(tmp_path), "--rows", str(figures)]) == 0
+    facts, dense, gptq = map(json.loads, figures.read_text().splitlines())
+    assert (dense["what"], gptq["what"]) == ("dense forward", "gptq")
+    assert gptq["seconds_a_layer"] == pytest.approx(gptq["seconds"] / 2, rel=1e-3)
     assert gptq["bits_per_weight"] == pytest.approx(4.25, abs=0.02)
     assert min(dense["peak_host_bytes"], gptq["peak_host_bytes"]) > 100e6
-    assert content["parameters"] == 2_392_704
+    assert facts["parameters"] == 2_392_704
     assert "x dense forward" in capsys.readouterr().out
-    assert [path.name for path in tmp_path.iterdir()] == ["figures.json"]
+    assert [path.name for path in tmp_path.iterdir()] == ["figures.jsonl"]
 
 
 @pytest.mark.full

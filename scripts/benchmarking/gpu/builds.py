@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import re
 import subprocess
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarking.gpu.sass import TENSOR_CORES
 from benchmarking.gpu.without_gpu import Build
 from benchmarking.tables import Row
 
+TENSOR_CORES = ("HMMA", "HGMMA", "IMMA", "IGMMA", "QMMA", "QGMMA")
 SHARED_MEMORY_LIMIT = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}
 """Bytes that one program may have, by architecture."""
 SPILL_LIMIT = {80: 16, 90: 32}
@@ -131,7 +130,9 @@ def _is_short(value: Any) -> bool:
 
 def inspect(build: Build) -> Built:
     """Reads the machine code of a build and checks it."""
-    usage, code = disassembled(build.cubin.read_bytes())
+    usage, code = (
+        _tool(*command, build.cubin) for command in (("cuobjdump", "--dump-resource-usage"), ("nvdisasm", "-c"))
+    )
     registers, stack = (int(re.search(rf"{name}:(\d+)", usage)[1]) for name in ("REG", "STACK"))
     counts = Counter(match[1] for match in re.finditer(r"\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9]+)", code))
     has_wide_load = re.search(r"\bLDG\S*\.128", code) is not None
@@ -160,19 +161,12 @@ def find_problems(build: Build, stack: int, counts: Counter[str], has_wide_load:
         yield "no load of 16 bytes"
 
 
-def disassembled(cubin: bytes) -> tuple[str, str]:
-    """Returns what a build takes, as `cuobjdump` prints it, and its instructions, as `nvdisasm` does."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        return _tool("cuobjdump", "--dump-resource-usage", file.name), _tool("nvdisasm", "-c", file.name)
-
-
-def _tool(name: str, *arguments: str) -> str:
+def _tool(name: str, option: str, cubin: Path) -> str:
+    """Output of a tool that comes with Triton."""
     import triton.backends.nvidia
 
     path = Path(triton.backends.nvidia.__file__).parent / "bin" / name
-    return subprocess.run([path, *arguments], capture_output=True, text=True, check=True).stdout
+    return subprocess.run([path, option, cubin], capture_output=True, text=True, check=True).stdout
 
 
 def worst_of_each_kernel(results: Sequence[Built]) -> list[Row]:

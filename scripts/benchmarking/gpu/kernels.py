@@ -7,7 +7,8 @@ Every time is the median over replays of one CUDA graph over copies that do not 
 weights, inputs and outputs; the last column is their rate over the measured read bandwidth of the card.
 
     python scripts/bench_kernels.py gpu
-    python scripts/bench_kernels.py gpu --shapes 8192x8192 --tokens 1 16 256 2048 --json kernels.json
+    python scripts/bench_kernels.py gpu --shapes 8192x8192 --tokens 1 16 256 2048 --pages --rows kernels.jsonl
+    TRITON_INTERPRET=1 python scripts/bench_kernels.py gpu --device cpu --shapes 64x256 --tokens 1 --contexts 64
     python scripts/bench_kernels.py gpu --write-tables
 """
 
@@ -15,13 +16,12 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -31,8 +31,8 @@ from torch.nn import functional
 from benchmarking.cpu.attention import Case, decoder_config, fill_pages
 from benchmarking.cpu.kernels import random_weight
 from benchmarking.gpu.ahead import CANNOT, compile_ahead, triton_errors
-from benchmarking.machine import environment
-from benchmarking.tables import Row, describe, print_with_markdown, write_json
+from benchmarking.machine import Stopwatch, environment
+from benchmarking.tables import Row, Rows, print_with_markdown
 from compress.checkpoint.kv_cache import KVCacheScheme
 from compress.checkpoint.weights import Activations, Exl3, Fp8, Int, Iq4Nl, Nf4
 from compress.checkpoint.weights.block_fp8 import BlockFp8
@@ -79,12 +79,20 @@ def require_gpu() -> torch.device:
 
 
 def num_copies(nbytes: int) -> int:
-    """Number of copies of the data that one measurement walks through."""
-    return max(2, min(64, -(-CACHE_BYTES // max(1, nbytes))))
+    """Number of copies of the data that one measurement walks through; without a GPU two."""
+    return max(2, min(64 if torch.cuda.is_available() else 2, -(-CACHE_BYTES // max(1, nbytes))))
 
 
 def seconds_per_call(calls: Sequence[Callable[[], object]]) -> float:
-    """Median time of one of the calls, which do the same to different copies: all of them recorded in one graph."""
+    """Median time of one of the calls, which do the same to different copies: all of them recorded in one graph.
+
+    Without a GPU they are called once, to see whether they work.
+    """
+    if not torch.cuda.is_available():
+        watch = Stopwatch()
+        for call in calls:
+            call()
+        return watch.read()[0] / len(calls)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -108,7 +116,8 @@ def seconds_per_call(calls: Sequence[Callable[[], object]]) -> float:
 
 def read_stream(device: torch.device) -> float:
     """Bytes per second that a reduction reads: the ceiling that products are compared with."""
-    buffers = [torch.ones(2**28, dtype=torch.float16, device=device) for _ in range(2)]
+    size = 2**28 if device.type == "cuda" else 2**20
+    buffers = [torch.ones(size, dtype=torch.float16, device=device) for _ in range(2)]
     time = seconds_per_call([lambda buffer=buffer: buffer.view(torch.float32).sum() for buffer in buffers])
     return buffers[0].nbytes / time
 
@@ -154,6 +163,7 @@ def peers() -> list[str]:
 
 
 FORMS, PAGES = ("16bit", "fp8", "int8", "int4"), "pages "
+PAGES_BY_WORTH = ("int4", "16bit", "int8", "fp8")
 SDPA = "SDPA bf16, contiguous"
 
 
@@ -323,10 +333,6 @@ def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-SPAN = 2048
-"""Tokens of a chunk of a prompt behind a cached prefix."""
-
-
 def attention_calls(case: Case, name: str, device: torch.device, tokens: int) -> Calls:
     """The last tokens of each sequence, by SDPA, by flashinfer, or over pages of a form."""
     from runtime.backends.triton.device import num_processors
@@ -412,26 +418,28 @@ def candidates(tokens: int) -> Iterator[KernelConfig]:
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shapes", nargs="+", default=SHAPES, help="rows x columns")
     parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS)
-    parser.add_argument("--kernels", nargs="+", default=default_kernels(), choices=list(KERNELS))
+    parser.add_argument("--kernels", nargs="*", default=default_kernels(), choices=list(KERNELS))
     parser.add_argument("--no-peers", action="store_true", help="leave out kernels of other projects")
     parser.add_argument("--contexts", nargs="*", type=int, default=(4096, 32768), help="keys of a step of attention")
     parser.add_argument("--batches", nargs="+", type=int, default=(1, 16), help="sequences of a step of attention")
-    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--pages", nargs="*", default=PAGES_BY_WORTH, choices=FORMS, help="forms of keys and values")
+    parser.add_argument("--span", type=int, default=2048, help="tokens of a chunk of a prompt after a cached prefix")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu: to see whether it works")
+    parser.add_argument("--rows", type=Path, help="append each figure here, as a line of JSON")
     parser.add_argument("--write-tables", action="store_true", help="let the registry choose by these figures")
 
 
 @dataclass
 class Figures:
-    """Figures so far, written after each: the run may be cut off.
+    """Figures so far, each written as it is measured.
 
     Attributes:
         failed: our own kernels that could not.
     """
 
-    path: Path | None
-    facts: Mapping[str, Any]
+    out: Rows
     stream: float
-    rows: list[Measured] = field(default_factory=list)
+    linears: list[Measured] = field(default_factory=list)
     attention: list[Measured] = field(default_factory=list)
     spans: list[Measured] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
@@ -439,21 +447,15 @@ class Figures:
     def add(self, found: Measured | None, rows: list[Measured], name: str) -> None:
         if found is not None:
             rows.append(found)
+            self.out.add(**asdict(found))
         elif name not in (*PEERS, *INSTEAD_OF, SDPA):
             self.failed.append(name)
-        if self.path is not None:
-            lists = {
-                "rows": [asdict(each) for each in self.rows],
-                "attention": [asdict(each) for each in self.attention],
-                "spans": [asdict(each) for each in self.spans],
-            }
-            write_json(self.path, {"facts": self.facts, "stream": self.stream, **lists, "failed": self.failed})
 
     def show(self, console: Console) -> None:
         tables = {
-            "Linears: medians over replays": (self.rows, DENSE),
+            "Linears: medians over replays": (self.linears, DENSE),
             "Attention of one layer": (self.attention, SDPA),
-            f"Attention of one layer: the last {SPAN} tokens of a sequence": (self.spans, f"{PAGES}16bit"),
+            "Attention of one layer: the last tokens of a sequence": (self.spans, f"{PAGES}16bit"),
         }
         for title, (rows, first) in tables.items():
             if rows:
@@ -462,19 +464,19 @@ class Figures:
 
 def run(options: argparse.Namespace) -> int:
     console = Console(width=160, highlight=False)
-    device = require_gpu()
-    figures = Figures(options.json, environment(), read_stream(device))
-    console.print(describe(figures.facts))
-    console.print(f"read stream: {figures.stream / 1e9:.0f} GB/s")
+    device = require_gpu() if options.device == "cuda" else torch.device("cpu")
+    figures = Figures(Rows(options.rows), read_stream(device))
+    figures.out.add(**environment(), stream=figures.stream)
 
     def time_linears(names: Sequence[str]) -> None:
         ours = [name for name in names if name in KERNELS and name not in INSTEAD_OF]
         sizes = [
             partial(call_once, name, shape, options.tokens, device) for name, shape in product(ours, options.shapes)
         ]
-        compile_ahead(sizes, device)
+        if device.type == "cuda":
+            compile_ahead(sizes, device)
         for name, tokens, shape in product(names, options.tokens, options.shapes):
-            figures.add(measure_or_say(shape, tokens, name, device, console.print), figures.rows, name)
+            figures.add(measure_or_say(shape, tokens, name, device, console.print), figures.linears, name)
 
     def time_attention(names: Sequence[str], batches: Sequence[int], rows: list[Measured], tokens: int = 1) -> None:
         for name, context, batch in product(names, options.contexts, batches):
@@ -483,14 +485,17 @@ def run(options: argparse.Namespace) -> int:
                 figures.add(found, rows, name)
 
     # What matters most comes first.
-    time_linears([*options.kernels[:1], DENSE])
-    time_attention([f"{PAGES}int4", f"{PAGES}16bit"], options.batches, figures.attention)
-    optional = [FLASHINFER] if flashinfer.is_installed() else []
-    time_attention([f"{PAGES}16bit", *optional], [1], figures.spans, SPAN)
-    time_attention([SDPA, f"{PAGES}fp8", f"{PAGES}int8", *optional], options.batches, figures.attention)
-    time_linears([*options.kernels[1:], *([] if options.no_peers else peers())])
+    if options.kernels:
+        time_linears([*options.kernels[:1], DENSE])
+    if options.pages:
+        optional = [FLASHINFER] if flashinfer.is_installed() else []
+        pages = [f"{PAGES}{form}" for form in options.pages]
+        time_attention([*pages, SDPA, *optional], options.batches, figures.attention)
+        time_attention([*pages, *optional], [1], figures.spans, options.span)
+    if options.kernels:
+        time_linears([*options.kernels[1:], *([] if options.no_peers else peers())])
     figures.show(console)
     if options.write_tables:
-        for folder, rows in ((humming.TABLES, figures.rows), (flashinfer.TABLES, figures.spans)):
+        for folder, rows in ((humming.TABLES, figures.linears), (flashinfer.TABLES, figures.spans)):
             console.print(f"written: {write_tables(rows, folder)}")
     return int(bool(figures.failed))

@@ -2,10 +2,12 @@
 
 All have random weights of the same shape. Each contender runs in a process of its own, one after the other: time to
 the first token, decode at several batch sizes (with the share of the card's measured read bandwidth that its bytes
-are), prefill, requests of mixed lengths, and peak memory. `--device cpu` with a small shape checks that it runs where
-there is no GPU.
+are), prompts, requests of mixed lengths, peak memory, and with `--profile` where the time of a mixed step goes.
+`--device cpu` with a small shape checks that it runs where there is no GPU.
 
-    python scripts/bench_kernels.py gpu-models --shape 8b --json gpu.json --markdown gpu.md
+    python scripts/bench_kernels.py gpu-models --shape 8b --rows models.jsonl
+    python scripts/bench_kernels.py gpu-models --shape 8b --contenders "engine int4" --profile
+    python scripts/bench_kernels.py gpu-models --shape 30b-a3b --layers 12 --contenders "engine int4"
     python scripts/bench_kernels.py gpu-models --shape demo --device cpu --short
 """
 
@@ -17,18 +19,15 @@ import signal
 import statistics
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
-from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
-
-from rich.console import Console
 
 from benchmarking.contenders import (
     Answer,
     Contender,
     Job,
+    LoadedEngine,
     Settings,
     continuous,
     engine,
@@ -37,8 +36,9 @@ from benchmarking.contenders import (
     static_batches,
     step_seconds,
 )
-from benchmarking.machine import Stopwatch, environment, in_own_process, peak_device_bytes, peak_host_bytes, within
-from benchmarking.tables import Row, describe, markdown_table, print_with_markdown, write_json
+from benchmarking.gpu.profile import profile_mixed_steps
+from benchmarking.machine import Stopwatch, attempt, environment, in_own_process, peak_device_bytes, peak_host_bytes
+from benchmarking.tables import Rows
 from compress.common.cli import demo_model_path
 
 MAX_SEQUENCES = 64
@@ -98,64 +98,51 @@ class Work:
     Attributes:
         batches: sequences that are decoded together, one measurement each.
         prompt, steps: tokens before a decode, and steps of it that are timed.
-        prefill: tokens of the prompt whose prefill is timed.
+        prefills: tokens of the prompts whose first token is timed.
         jobs: requests of mixed lengths.
         rounds: of every measurement; the median counts.
         kv_memory_bytes: for the engine's keys and values; None is its own choice.
+        stream: bytes per second that the device reads; None: unknown.
+        profiles: whether the engine's mixed steps are profiled.
     """
 
     batches: tuple[int, ...]
     prompt: int
     steps: int
-    prefill: int
+    prefills: tuple[int, ...]
     jobs: tuple[Job, ...]
     rounds: int
     kv_memory_bytes: int | None = None
+    stream: float | None = None
+    profiles: bool = False
 
 
-@dataclass
-class Figures:
-    """Figures of one contender; None or left out where it was not asked.
-
-    Attributes:
-        first_token: seconds from before loading to the first token, compiling and capturing included.
-        decode: seconds of a step, by batch.
-        step_bytes: weights, keys and values that such a step must read.
-        prefill: tokens per second.
-        mixed: tokens per second that came out.
-        peak_bytes: the most memory on the device, or of the process where there is no GPU.
-        error: why it is not measured.
-    """
-
-    name: str
-    first_token: float | None = None
-    decode: dict[int, float] = field(default_factory=dict)
-    step_bytes: dict[int, int] = field(default_factory=dict)
-    prefill: float | None = None
-    mixed: float | None = None
-    peak_bytes: int = 0
-    error: str = ""
-
-
-def measure(name: str, folder: Path, work: Work, device: str) -> Figures:
-    """All figures of one contender; runs in a process of its own, so that memory and start are its own."""
-    wanted, figures = MEASUREMENTS[name], Figures(name)
-    started = Stopwatch()
+def measure(name: str, folder: Path, work: Work, device: str, rows: Rows) -> bool:
+    """Writes all figures of one contender; runs in a process of its own, so that memory and start are its own."""
+    wanted, started = MEASUREMENTS[name], Stopwatch()
     with wanted.contender(folder, wanted.settings(device, work.kv_memory_bytes)) as answer:
         if wanted.single:
             answer(equal_jobs(1, FIRST_PROMPT, 1))
-            figures.first_token = started.read()[0]
-            for batch in work.batches:
-                figures.decode[batch] = median_step_seconds(answer, batch, work)
-                context = work.prompt + work.steps // 2
-                figures.step_bytes[batch] = step_bytes(folder, wanted.kv_cache, batch, context)
-            prompt = equal_jobs(1, work.prefill, 1)
-            figures.prefill = work.prefill / _median_seconds(answer, prompt, work.rounds)
+            rows.add(what="start to first token", seconds=started.read()[0])
+            measure_decodes(answer, folder, wanted.kv_cache, work, rows)
+            if work.profiles and isinstance(answer, LoadedEngine):
+                profile_mixed_steps(answer.llm.engine, rows, max(work.batches), work.prompt)
+            for prompt in work.prefills:
+                seconds = _median_seconds(answer, equal_jobs(1, prompt, 1), work.rounds)
+                rows.add(what=f"first token of {prompt}", seconds=seconds, tokens_per_second=prompt / seconds)
         if wanted.mixed:
             tokens = sum(job.num_output_tokens for job in work.jobs)
-            figures.mixed = tokens / _median_seconds(answer, work.jobs, 1)
-    figures.peak_bytes = peak_device_bytes() or peak_host_bytes()
-    return figures
+            rows.add(what="mixed", tokens_per_second=tokens / _median_seconds(answer, work.jobs, 1))
+        rows.add(what="peak", gigabytes=(peak_device_bytes() or peak_host_bytes()) / 1e9)
+    return True
+
+
+def measure_decodes(answer: Answer, folder: Path, kv_cache: str, work: Work, rows: Rows) -> None:
+    for batch in work.batches:
+        seconds = median_step_seconds(answer, batch, work)
+        nbytes = step_bytes(folder, kv_cache, batch, work.prompt + work.steps // 2)
+        share = {"of_the_stream": nbytes / seconds / work.stream} if work.stream else {}
+        rows.add(what=f"decode {batch}", seconds=seconds, tokens_per_second=batch / seconds, bytes=nbytes, **share)
 
 
 def median_step_seconds(answer: Answer, batch: int, work: Work) -> float:
@@ -190,11 +177,7 @@ def _median_seconds(answer: Answer, jobs: Sequence[Job], rounds: int) -> float:
     return statistics.median(times)
 
 
-SHAPE_NAMES = ("demo", "tiny", "125m", "1.1b", "8b", "14b")
-UNKNOWN = "-"
-
-
-def prepare(form: str, work: Path, shape: str, device: str) -> Path:
+def prepare(form: str, work: Path, shape: str, device: str, layers: int | None = None) -> Path:
     """Returns the folder of the model in one form, which its first contender makes: dense, or in 8 or 4 bits, each with
     an 8-bit head. The demo model is rounded; others have random codes."""
     from benchmarking.models import SHAPES, compress, write_packed_model
@@ -209,7 +192,8 @@ def prepare(form: str, work: Path, shape: str, device: str) -> Path:
         compress(demo_model_path(), folder, stages, CalibrationOptions(), device=device)
     elif not folder.exists():
         packed = (Int(8, None) if is_int8 else Int(4, 128), Int(8, 64))
-        write_packed_model(folder, SHAPES[shape], *((None, None) if form == "dense" else packed), device)
+        chosen = replace(SHAPES[shape], layers=layers or SHAPES[shape].layers)
+        write_packed_model(folder, chosen, *((None, None) if form == "dense" else packed), device)
     return folder
 
 
@@ -233,87 +217,44 @@ def stream_of(device: str) -> float | None:
     return read_stream(require_gpu())
 
 
-def table(figures: Sequence[Figures], batches: Sequence[int], stream: float | None) -> list[Row]:
-    return [_row(each, batches, stream) for each in figures]
-
-
-def _row(each: Figures, batches: Sequence[int], stream: float | None) -> Row:
-    row = {"contender": each.name, "first token": _number(each.first_token, "{:.1f} s")}
-    for batch in batches:
-        seconds = each.decode.get(batch)
-        row[f"decode {batch}"] = _number(seconds and batch / seconds, "{:.0f}")
-        share = each.step_bytes[batch] / seconds / stream if seconds and stream else None
-        row[f"stream {batch}"] = _number(share, "{:.0%}")
-    row["prefill"] = _number(each.prefill, "{:.0f}")
-    row["mixed"] = _number(each.mixed, "{:.0f}")
-    row["peak GB"] = _number(each.peak_bytes / 1e9 or None, "{:.2f}")
-    return row | {"note": each.error}
-
-
-def _number(value: float | None, form: str) -> str:
-    return UNKNOWN if value is None else form.format(value)
-
-
-def measured(name: str, models: Path, shape: str, work: Work, device: str, seconds: int = 0) -> Figures:
-    """Figures of a contender over its form of the model in the folder `models`. One that fails, or takes over `seconds`
-    if these are not 0, is a row that says why; the others go on."""
-    try:
-        folder = in_own_process(prepare, MEASUREMENTS[name].folder, models, shape, device)
-        return in_own_process(within, seconds, measure, name, folder, work, device)
-    except BrokenProcessPool:
-        return Figures(name, error="its process was killed" + (f", or took {seconds} s" if seconds else ""))
-    except Exception as error:  # whatever a contender raises is its finding
-        return Figures(name, error=(str(error).splitlines() or [type(error).__name__])[0][:120])
-
-
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--shape", default="8b", choices=SHAPE_NAMES)
+    from benchmarking.models import SHAPES
+
+    parser.add_argument("--shape", default="8b", choices=("demo", *SHAPES))
+    parser.add_argument("--layers", type=int, help="fewer layers of that shape")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--contenders", nargs="+", default=list(MEASUREMENTS), choices=list(MEASUREMENTS))
     parser.add_argument("--batches", nargs="+", type=int, default=(1, 8, 64), help="sequences decoded together")
     parser.add_argument("--prompt", type=int, default=128, help="tokens before a decode")
     parser.add_argument("--steps", type=int, default=64, help="of a decode")
-    parser.add_argument("--prefill", type=int, default=2048, help="tokens of the prompt whose prefill is timed")
-    parser.add_argument("--requests", type=int, default=128, help="of mixed lengths")
+    parser.add_argument("--prefills", nargs="+", type=int, default=(2048, 128), help="tokens of prompts by themselves")
+    parser.add_argument("--requests", type=int, default=64, help="of mixed lengths")
     parser.add_argument("--shortest", type=int, default=64, help="tokens of such a prompt, and of its answer")
     parser.add_argument("--longest", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--kv-memory", type=float, default=12, help="GB for the engine's keys and values on a GPU")
     parser.add_argument("--most-seconds", type=int, default=0, help="of a contender, which is killed then; 0: no limit")
+    parser.add_argument("--profile", action="store_true", help="steps of this engine with prompts beside decodes")
     parser.add_argument("--short", action="store_true", help="little of everything, to see whether it works")
-    parser.add_argument("--json", type=Path, help="write the figures here")
-    parser.add_argument("--markdown", type=Path, help="write the table here")
+    parser.add_argument("--rows", type=Path, help="append each figure here, as a line of JSON")
 
 
 def run(options: argparse.Namespace) -> int:
-    console = Console(width=200, highlight=False)
     if options.short:
-        options.batches, options.prompt, options.steps, options.prefill = (1, 4), 16, 8, 64
+        options.batches, options.prompt, options.steps, options.prefills = (1, 4), 16, 8, (64,)
         options.requests, options.shortest, options.longest, options.rounds = 4, 4, 16, 1
-    stream = in_own_process(stream_of, options.device)
-    facts = in_own_process(environment) | {"shape": options.shape, "read stream GB/s": stream and round(stream / 1e9)}
-    console.print(describe(facts))
+    stream, about = in_own_process(stream_of, options.device), {"shape": options.shape, "layers": options.layers}
+    Rows(options.rows, **about).add(**in_own_process(environment), stream=stream)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the models are removed
     with tempfile.TemporaryDirectory(dir=room_for_models()) as folder:
         jobs = mixed_jobs(demo_model_path(), options.requests, options.shortest, options.longest)
         kv_bytes = None if options.device == "cpu" else round(options.kv_memory * 1e9)
-        sizes = options.prompt, options.steps, options.prefill
-        work = Work(tuple(options.batches), *sizes, tuple(jobs), options.rounds, kv_bytes)
-        figures = []
+        where = options.device, options.layers
+        sizes = tuple(options.batches), options.prompt, options.steps, tuple(options.prefills)
+        work = Work(*sizes, tuple(jobs), options.rounds, kv_bytes, stream, options.profile)
+        passed = []
         for name in options.contenders:
-            figures.append(measured(name, Path(folder), options.shape, work, options.device, options.most_seconds))
-            write(options, facts, figures, stream)  # after each contender: the run may be cut off
-    title = f"{options.shape}: tokens/s of decode by batch, its share of the read stream, prefill and mixed requests"
-    print_with_markdown(title, table(figures, options.batches, stream), console)
-    return 1 if all(each.error for each in figures) else 0
-
-
-def write(
-    options: argparse.Namespace, facts: Mapping[str, Any], figures: Sequence[Figures], stream: float | None
-) -> None:
-    """Writes the figures so far to the files that were asked for."""
-    if options.markdown:
-        text = f"{describe(facts)}\n\n{markdown_table(table(figures, options.batches, stream))}"
-        options.markdown.write_text(text, encoding="utf-8")
-    if options.json:
-        write_json(options.json, {"facts": facts, "figures": [asdict(each) for each in figures]})
+            model = in_own_process(prepare, MEASUREMENTS[name].folder, Path(folder), options.shape, *where)
+            rows = Rows(options.rows, **about, contender=name)
+            passed.append(attempt(options.most_seconds, rows, measure, name, model, work, options.device, rows))
+    return int(not any(passed))
