@@ -20,7 +20,7 @@ from compress.models.norm import Norm
 from runtime.backends.base import DenseKernel, Linear, LinearKernel, NormWeights, Target
 from runtime.backends.composed import LowRank, WithOutliers
 from runtime.backends.registry import Choice, choose_dense, choose_linear, dense_kernels
-from runtime.model.device_files import unpacked_on, unpacks_anywhere
+from runtime.model.device_files import DeviceReader, unpacked_on, unpacks_anywhere
 from runtime.model.embedding import Rows
 from runtime.model.prepared import NOTHING_PREPARED, NoPrepared
 from runtime.model.side_by_side import SideBySide, fuse_biases, fuse_weights
@@ -37,6 +37,7 @@ class WeightReader:
         prefix: in front of every name.
         prepared: weights that need not be packed.
         notes: first lines of the description.
+        device_reader: reads into the memory of a device other than the CPU.
     """
 
     checkpoint: PackedCheckpoint
@@ -47,6 +48,7 @@ class WeightReader:
     prefix: str = ""
     prepared: NoPrepared = NOTHING_PREPARED
     notes: tuple[str, ...] = ()
+    device_reader: DeviceReader | None = None
 
     def inside(self, module: str) -> WeightReader:
         """Returns the reader of what is inside of a module."""
@@ -81,13 +83,16 @@ class WeightReader:
         return weight
 
     def weight(self, module: str) -> Weight | Tensor:
-        """Reads a weight as stored; plain integers are unpacked on the device."""
-        module, device = f"{self.prefix}{module}", self.target.device
+        """Reads a weight as stored. Dense ones come to the device; plain integers are unpacked there."""
+        module, reader = f"{self.prefix}{module}", self.device_reader
         # A checkpoint that makes its weights itself (`RoundedCheckpoint`) reads more than one matrix for each.
         is_read = type(self.checkpoint) is PackedCheckpoint
-        if device.type == "cpu" or not is_read or not unpacks_anywhere(self.checkpoint.scheme(module)):
+        scheme = self.checkpoint.scheme(module)
+        if reader is None or not is_read or not (scheme is None or unpacks_anywhere(scheme)):
             return self.checkpoint.weight(module)
-        return unpacked_on(self.checkpoint, device).weight(module).to(device)
+        if scheme is None:
+            return reader.tensor(self.checkpoint.files, f"{module}.weight")
+        return unpacked_on(self.checkpoint, reader).weight(module).to(reader.device)
 
     def vector(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """Reads a dense tensor in a dtype, or in that of activations."""
