@@ -112,6 +112,9 @@ class DequantizedFiles(TensorFiles):
             return self.packed.weight_bytes(name.removesuffix(".weight"))
         return self.packed.files.tensor_nbytes(name)
 
+    def place(self, name: str) -> None:
+        """Returns None: no tensor is looked for in a file."""
+
     def tensor(self, name: str) -> Tensor:
         """Returns the dequantized weight, rounded once to the model's dtype, or the stored tensor."""
         if name not in self._shapes:

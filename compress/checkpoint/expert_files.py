@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -54,6 +55,9 @@ class ExpertFiles(TensorFiles):
             return stored
         part = stored[place.expert].T if place.stack.transposed else stored[place.expert]
         return part[place.rows(len(part))].contiguous()
+
+    def place(self, name: str) -> tuple[Path, int] | None:
+        return None if name in self.slices else super().place(name)
 
     def _stored(self, name: str) -> str:
         return self.slices[name].stack.name if name in self.slices else name

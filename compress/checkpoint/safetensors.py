@@ -150,6 +150,10 @@ class MappedFile:
             data = data.clone()
         return data.view(entry.dtype).view(entry.shape)
 
+    def place(self, name: str) -> tuple[Path, int] | None:
+        """Returns the file and the first byte of a tensor that is stored as it is handed out; None for others."""
+        return self.path, self.data_start + self.entries[name].begin
+
     def notes(self) -> Iterator[str]:
         """Yields a line for everything in which what is handed out differs from what is stored."""
         yield from ()
@@ -343,6 +347,10 @@ class TensorFiles:
     def tensor(self, name: str) -> Tensor:
         """Returns the tensor as a read-only view of the memory map; clone it before modifying it."""
         return self._find(name).tensor(name)
+
+    def place(self, name: str) -> tuple[Path, int] | None:
+        """As `MappedFile.place`."""
+        return self._find(name).place(name)
 
     @property
     def nbytes(self) -> int:

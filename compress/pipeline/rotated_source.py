@@ -70,6 +70,9 @@ class RotatedFiles(TensorFiles):
     def dtype(self, name: str) -> torch.dtype:
         return self.source.dtype(self.added.get(name, name))
 
+    def place(self, name: str) -> None:
+        """Returns None: no tensor is looked for in a file."""
+
     def tensor_nbytes(self, name: str) -> int:
         return self.source.tensor_nbytes(self.added.get(name, name))
 

@@ -82,6 +82,9 @@ class BlockMemory:
         """On the device, host memory left out."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
+    def reach(self, num_blocks: int) -> None:
+        """Is told before a step that sequences have blocks among the first `num_blocks`."""
+
     def copy(self, copies: Sequence[BlockCopy]) -> None:
         """Copies whole blocks to others, all read before any is written.
 

@@ -7,6 +7,8 @@ proportion to their part in the prediction (normalized least mean squares):
 
 * Steps without prompts correct the parts of decodes, others the parts of prompts. So an error in the time of prompts
   never makes decodes seem slower, which would allow longer steps.
+* Until a step without prompts was measured, decodes cost what they do relative to prompt tokens in `INITIAL_RATIOS`:
+  the first step of a process is slow, and beside prompts that never end nothing would correct what it says of decodes.
 * Upwards at once, to at most twice the prediction, so that one outlier (a compilation, a page fault) does not last.
 * Downwards by half of the difference, so that the model tends to overestimate.
 
@@ -88,11 +90,13 @@ class StepCosts:
     Attributes:
         seconds: coefficients; their ratios are guesses before the first measurement.
         is_known: whether any step was measured.
+        knows_decodes: whether a step without prompts was measured.
         num_tried_tokens: most prompt tokens of recent steps with decodes.
     """
 
     seconds: Work = INITIAL_RATIOS
     is_known: bool = False
+    knows_decodes: bool = False
     num_tried_tokens: float = 0.0
 
     def predict(self, work: Work) -> float:
@@ -119,12 +123,18 @@ class StepCosts:
         predicted = sum(parts)
         if not self.is_known:
             self.seconds, self.is_known = Work(*(each * seconds / predicted for each in self.seconds)), True
+            self.knows_decodes = not work.prompt_tokens
             return
         parts = [0.0] * NUM_DECODE_PARTS + parts[NUM_DECODE_PARTS:] if work.prompt_tokens else parts
         error = max(-1.0, min((seconds - predicted) / sum(parts), MAX_RISE - 1))
         gain = (error if error > 0 else error * DOWNWARD_GAIN) * sum(parts) / sum(part * part for part in parts)
-        corrected = (each * (1 + gain * part) for each, part in zip(self.seconds, parts, strict=True))
-        self.seconds = Work(*(max(LEAST_SECONDS, each) for each in corrected))
+        factors = (1 + gain * part for part in parts)
+        corrected = [max(LEAST_SECONDS, each * factor) for each, factor in zip(self.seconds, factors, strict=True)]
+        self.knows_decodes = self.knows_decodes or not work.prompt_tokens
+        if not self.knows_decodes:
+            token = corrected[NUM_DECODE_PARTS] / INITIAL_RATIOS.prompt_tokens
+            corrected[:NUM_DECODE_PARTS] = [token * each for each in INITIAL_RATIOS[:NUM_DECODE_PARTS]]
+        self.seconds = Work(*corrected)
 
     def _parts(self, work: Work) -> list[float]:
         return [amount * each for amount, each in zip(work, self.seconds, strict=True)]

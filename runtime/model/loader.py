@@ -34,6 +34,7 @@ from runtime.backends.registry import (
 from runtime.core.model_config import DecoderConfig, parse_config, read_generation_config
 from runtime.core.progress import Report, Stage, ignore
 from runtime.model.decoder import BesideWeights, Decoder, Layer, LayerInputWeights
+from runtime.model.device_files import reader_for
 from runtime.model.embedding import Embedding, LayerInputsWeights, SharedEmbedding, make_embedding
 from runtime.model.expected_tensors import check_tensors, head_is_embedding
 from runtime.model.expert_offload import NO_OFFLOAD, ExpertOffload
@@ -135,7 +136,7 @@ def open_weights(
     chosen_device = resolve_device(device)
     target = Target(chosen_device, resolve_dtype(dtype, config.dtype, chosen_device))
     excluded = exclude_kernels(checkpoint, config, target, kernels, available_bytes(chosen_device))
-    return config, WeightReader(checkpoint, target, kernels, excluded)
+    return config, WeightReader(checkpoint, target, kernels, excluded, device_reader=reader_for(chosen_device))
 
 
 def load_decoder(
@@ -166,7 +167,7 @@ def load_layers(checkpoint: PackedCheckpoint, model: Decoder, kernels: str = "au
     """Loads the layers of a model from another form of its checkpoint; also returns the lines of its description."""
     target = Target(model.device, model.dtype)
     excluded = exclude_kernels(checkpoint, model.config, target, kernels, available_bytes(model.device))
-    reader = WeightReader(checkpoint, target, kernels, excluded)
+    reader = WeightReader(checkpoint, target, kernels, excluded, device_reader=reader_for(model.device))
     return DecoderLoader(model.config, reader).layers(), reader.description()
 
 

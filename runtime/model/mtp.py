@@ -14,6 +14,7 @@ from compress.common.errors import ToolkitError
 from compress.models.mtp import MultiTokenPrediction
 from runtime.backends.base import Attention, Linear, NormWeights, RunLayers, Target
 from runtime.model.decoder import Decoder
+from runtime.model.device_files import reader_for
 from runtime.model.expected_tensors import check_tensors
 from runtime.model.loader import load_layers
 from runtime.model.rotary import Rotary
@@ -89,7 +90,8 @@ def load_head(path: str | Path, target: Decoder, kernels: str = "auto") -> MtpHe
     check_tensors(checkpoint, config)
     model = replace(target, config=config)
     layers, description = load_layers(checkpoint, model, kernels)
-    reader = WeightReader(checkpoint, Target(target.device, target.dtype), kernels, {})
+    place, device_reader = Target(target.device, target.dtype), reader_for(target.device)
+    reader = WeightReader(checkpoint, place, kernels, {}, device_reader=device_reader)
     decoder = replace(
         model,
         layers=layers,

@@ -22,7 +22,7 @@ from runtime.backends.base import DenseKernel, Linear, LinearKernel, NormWeights
 from runtime.backends.composed import LowRank, WithOutliers
 from runtime.backends.registry import Choice, choose_dense, choose_linear, dense_kernels
 from runtime.backends.self_test import prepare_tested
-from runtime.model.device_files import unpacked_on, unpacks_anywhere
+from runtime.model.device_files import DeviceReader, unpacked_on, unpacks_anywhere
 from runtime.model.embedding import Rows
 from runtime.model.prepared import NOTHING_PREPARED, NoPrepared
 from runtime.model.side_by_side import SideBySide, fuse_biases, fuse_weights
@@ -39,6 +39,7 @@ class WeightReader:
         prefix: in front of every name.
         prepared: weights that need not be packed.
         notes: first lines of the description.
+        device_reader: reads into the memory of a device other than the CPU.
         tested: names of kernels and the forms that they multiplied as plain torch does.
         linears: how many linears each kernel multiplies, by their names, form and the kernel's name.
     """
@@ -51,6 +52,7 @@ class WeightReader:
     prefix: str = ""
     prepared: NoPrepared = NOTHING_PREPARED
     notes: tuple[str, ...] = ()
+    device_reader: DeviceReader | None = None
     tested: set[tuple[str, str]] = field(default_factory=set)
     linears: Counter[tuple[str, str, str]] = field(default_factory=Counter)
 
@@ -87,13 +89,16 @@ class WeightReader:
         return weight
 
     def weight(self, module: str) -> Weight | Tensor:
-        """Reads a weight as stored; plain integers are unpacked on the device."""
-        module, device = f"{self.prefix}{module}", self.target.device
+        """Reads a weight as stored. Dense ones come to the device; plain integers are unpacked there."""
+        module, reader = f"{self.prefix}{module}", self.device_reader
         # A checkpoint that makes its weights itself (`RoundedCheckpoint`) reads more than one matrix for each.
         is_read = type(self.checkpoint) is PackedCheckpoint
-        if device.type == "cpu" or not is_read or not unpacks_anywhere(self.checkpoint.scheme(module)):
+        scheme = self.checkpoint.scheme(module)
+        if reader is None or not is_read or not (scheme is None or unpacks_anywhere(scheme)):
             return self.checkpoint.weight(module)
-        return unpacked_on(self.checkpoint, device).weight(module).to(device)
+        if scheme is None:
+            return reader.tensor(self.checkpoint.files, f"{module}.weight")
+        return unpacked_on(self.checkpoint, reader).weight(module).to(reader.device)
 
     def vector(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """Reads a dense tensor in a dtype, or in that of activations."""

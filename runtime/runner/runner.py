@@ -8,7 +8,7 @@ from collections import Counter, abc
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Protocol
 
 import torch
@@ -287,7 +287,11 @@ class ModelRunner:
     def _move(self, plan: StepPlan) -> None:
         """Moves blocks and states. No entry of a plan reads a block, or a state, that another one writes: what a step
         computes is shared from the next one on. So it does not matter which entries are computed first."""
+        # The last block of a sequence is the newest: the pool gives out new ones in their order.
+        last_blocks = (entry.sequence.block_ids[-1:] for entry in plan.entries)
+        num_blocks = max(chain.from_iterable(last_blocks), default=-1) + 1
         for memory in self._memories():
+            memory.reach(num_blocks)
             memory.offload(plan.offloads)
             memory.copy(plan.copies)
             memory.restore(plan.restores)

@@ -83,6 +83,9 @@ class GGUFTensors(MappedFile):
                     entries[_handed_out(each, entry)] = entry
         return cls(file.path, entries, {}, 0, file)
 
+    def place(self, name: str) -> None:
+        """Returns None: blocks are handed out in another order, or as other numbers."""
+
     def tensor(self, name: str) -> Tensor:
         entry = self.entries.get(name)
         if not isinstance(entry, GGUFEntry):

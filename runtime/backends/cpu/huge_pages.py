@@ -7,7 +7,8 @@ import ctypes
 import math
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -37,6 +38,40 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     if ADVICE is None or size < HUGE_PAGE:
         return torch.empty(shape, dtype=dtype)
     return torch.frombuffer(_empty(size), dtype=dtype).view(shape)
+
+
+class TouchedAhead:
+    """First writes to memory in blocks, by a thread and before the blocks are used.
+
+    The system fills a page with zeros when it is first written, which takes 0.2 ms for 2 MB, and 5 ms in a virtual
+    machine that never had this memory. Blocks of all layers reach their next pages together.
+
+    Args:
+        tensors: memory `[layers, blocks, *shape]`.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self._tensors = [tensor for tensor in tensors if tensor.numel()]
+        largest = max((tensor[0, 0].nbytes for tensor in self._tensors), default=HUGE_PAGE)
+        self._blocks_per_page = max(1, HUGE_PAGE // largest)
+        self._num_touched = 0
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="first writes")
+
+    def reach(self, num_blocks: int) -> None:
+        """Lets the thread write to the first `num_blocks` blocks, those on the same pages, and those on the next page
+        of each layer, as far as it did not. Their content stays."""
+        goal = (num_blocks // self._blocks_per_page + 2) * self._blocks_per_page
+        if goal > self._num_touched:
+            self._thread.submit(_touch_blocks, self._tensors, self._num_touched, goal)
+            self._num_touched = goal
+
+
+def _touch_blocks(tensors: Iterable[Tensor], first: int, stop: int) -> None:
+    native = library()
+    for tensor in tensors if native is not None else ():
+        for layer in tensor:
+            blocks = layer[first:stop]
+            native.pages_touch(ctypes.c_void_p(blocks.data_ptr()), ctypes.c_int64(blocks.nbytes))
 
 
 def map_file(path: Path) -> mmap.mmap:

@@ -13,7 +13,7 @@ from compress.checkpoint.kv_cache import KVCacheScheme
 from compress.checkpoint.kv_quant import QuantizedHeads, dequantize_heads
 from compress.cpu.binding import BEST, absence, library
 from runtime.backends.base import Model
-from runtime.backends.cpu.huge_pages import empty
+from runtime.backends.cpu.huge_pages import TouchedAhead, empty
 from runtime.backends.kv_pages import BlockField, BlockMemory, layers_by_shape, page_sizes
 from runtime.core.memory_plan import MemoryPlan
 from runtime.core.model_config import DecoderConfig
@@ -123,6 +123,20 @@ def heads_unsupported_reason(config: DecoderConfig) -> str:
     return f"takes heads of 32, 64, ... {LONGEST_HEAD} dimensions, not {odd[0]}" if odd else ""
 
 
+class HugePageMemory(BlockMemory):
+    """Storage in huge pages, to which a thread writes ahead of its use."""
+
+    def __init__(
+        self, fields: Mapping[str, BlockField], num_layers: int, num_blocks: int, num_host_blocks: int = 0
+    ) -> None:
+        super().__init__(fields, num_layers, num_blocks, torch.device("cpu"), num_host_blocks, empty)
+        self._ahead = TouchedAhead(self.tensors.values())
+        self.reach(0)
+
+    def reach(self, num_blocks: int) -> None:
+        self._ahead.reach(num_blocks)
+
+
 class CpuPages:
     """Keys and values as bytes per block and head, and their scales `[2, block_size]` (offsets second) where quantized.
 
@@ -149,7 +163,7 @@ class CpuPages:
         exact = 8 * dtype.itemsize
         self.bits = {"keys": _BITS.get(scheme.key_format, exact), "values": _BITS.get(scheme.value_format, exact)}
         kinds = layers_by_shape(config)
-        self.memory = BlockMemory(self._fields(kinds), config.num_layers, num_blocks, device, num_host_blocks, empty)
+        self.memory = HugePageMemory(self._fields(kinds), config.num_layers, num_blocks, num_host_blocks)
         self._contents = {
             layer: self._content(kind, place)
             for kind, layers in enumerate(kinds.values())

@@ -253,6 +253,23 @@ def test_slow_prompts_do_not_make_decodes_seem_slower() -> None:
     assert prompt_seconds(costs, 1, None) == allowed
 
 
+@pytest.mark.parametrize("factor", [30.0, 300.0])
+def test_a_slow_first_step_allows_no_longer_steps_before_decodes_are_measured(factor: float) -> None:
+    """A client decodes beside prompts from the start: no step without prompts says what a decode costs."""
+    engine = timed_engine(noise=0.1)
+    for _ in range(64):
+        add(engine, "prompts", 2000, 1)
+    costs, engine.runner.costs = DEMO, Work(*(factor * each for each in DEMO))
+    engine.step()
+    engine.runner.costs = costs
+    for _ in range(2 * SETTLED):
+        engine.step()
+    name = add(engine, "decoding", 3, 100)
+    while all(delta.request_id != name for delta in engine.step()):
+        pass
+    assert max(seconds for _, seconds in step_beside_prompts(engine, 60)) <= LONGEST_WAIT * 1.1
+
+
 @examples(60)
 @given(st.lists(st.tuples(st.integers(0, 64), st.integers(0, 512), st.floats(1e-6, 100.0)), min_size=1, max_size=60))
 def test_coefficients_stay_positive(steps: list) -> None:

@@ -6,9 +6,13 @@ from second_device import SECOND, OnSecond, SecondDevice
 from tiny_models import pack_model, save_tiny_model
 
 from compress.checkpoint.reader import PackedCheckpoint
+from compress.checkpoint.safetensors import TensorFiles
 from compress.checkpoint.weights import Activations, Int
 from compress.checkpoint.weights.integer import IntegerWeight
+from compress.common.errors import CheckpointError
 from runtime.backends.base import Target
+from runtime.model import device_files
+from runtime.model.device_files import DeviceReader
 from runtime.model.weight_reader import WeightReader
 
 FORMS = {
@@ -16,6 +20,12 @@ FORMS = {
     "gptq": [Int(4, 32), Int(8, 32)],
 }
 """Without AWQ: the second device of these tests cannot index by a list."""
+
+
+@pytest.fixture(params=[device_files.PIECE_BYTES, 256], ids=["whole", "pieces"], autouse=True)
+def _piece_bytes(request, monkeypatch):
+    """Tensors smaller than a piece come from the memory map, others through buffers of several threads."""
+    monkeypatch.setattr(device_files, "PIECE_BYTES", request.param)
 
 
 @pytest.mark.parametrize(
@@ -27,7 +37,7 @@ def test_weights_are_unpacked_there(format, scheme, tmp_path):
     checkpoint = PackedCheckpoint.open(tmp_path / "packed")
     with SecondDevice() as device:
         target = Target(SECOND, torch.float16)
-        reader = WeightReader(checkpoint, target, "auto", {})
+        reader = WeightReader(checkpoint, target, "auto", {}, device_reader=DeviceReader(SECOND))
         for module, expected in weights.items():
             device.arrivals.clear()
             found = reader.weight(module)
@@ -36,5 +46,26 @@ def test_weights_are_unpacked_there(format, scheme, tmp_path):
                 tensor = getattr(found, name)
                 assert isinstance(tensor, OnSecond)
                 assert torch.equal(tensor.numbers, getattr(expected, name))
-            if scheme.bits < 8:
+            if scheme.bits < 8 and device.arrivals:
                 assert max(device.arrivals) < expected.qweight.numel() // 2, "codes were unpacked before they came"
+
+
+def test_dense_tensors_come_as_they_are_stored(tmp_path):
+    files = TensorFiles.open(save_tiny_model(tmp_path / "dense", dtype=torch.bfloat16, num_hidden_layers=1))
+    with SecondDevice():
+        reader = DeviceReader(SECOND)
+        for name in files.names():
+            found = reader.tensor(files, name)
+            assert isinstance(found, OnSecond)
+            assert torch.equal(found.numbers, files.tensor(name))
+
+
+def test_a_file_that_was_cut_meanwhile_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(device_files, "PIECE_BYTES", 256)
+    files = TensorFiles.open(save_tiny_model(tmp_path / "dense", num_hidden_layers=1))
+    name = max(files.names(), key=files.tensor_nbytes)
+    path, start = files.place(name)
+    with path.open("r+b") as stream:
+        stream.truncate(start + 1000)
+    with pytest.raises(CheckpointError, match=str(start + 1000)):
+        DeviceReader(torch.device("cpu")).tensor(files, name)

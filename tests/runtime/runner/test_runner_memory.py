@@ -6,6 +6,8 @@ from compress.common.device import format_bytes
 from compress.common.errors import ToolkitError
 from runtime.core.config import RuntimeConfig
 from runtime.core.model_config import parse_config
+from runtime.core.request import SamplingParams
+from runtime.engine.engine import Engine
 from runtime.memory.capacity import estimate
 from runtime.memory.plan import explain, plan_memory
 from runtime.model.loader import load_model
@@ -220,3 +222,24 @@ def test_what_fits_beside_weights_counts_states():
     served = hybrid_plan(kv_memory_bytes=capacity.kv_bytes, max_num_seqs=10**6)
     assert abs(served.states.num_slots - capacity.states.num_slots) <= 1
     assert capacity.concurrency(16) == capacity.states.num_slots // 2
+
+
+def test_memory_is_told_of_all_blocks_before_a_step_writes_to_them(tmp_path, monkeypatch):
+    """Also of those that a prompt holds for its later chunks, and that answers grow into."""
+    model = load_model(save_tiny_model(tmp_path / "model", "llama", **SIZES))
+    config = RuntimeConfig(prefill_chunk=32, num_blocks=64)
+    runner, told, held = build_runner(model, config), [], []
+    engine, submit = Engine(runner, None, config), runner.submit
+    monkeypatch.setattr(runner.pages.memory, "reach", told.append)
+
+    def note(plan):
+        held.append(max(block for entry in plan.entries for block in entry.sequence.block_ids))
+        return submit(plan)
+
+    monkeypatch.setattr(runner, "submit", note)
+    for prompt in ([1] * 100, [2] * 20):
+        engine.add_request(prompt, SamplingParams(max_tokens=40, ignore_eos=True))
+    while engine.has_work:
+        engine.step()
+    assert len(told) == len(held) > 40
+    assert all(number == last + 1 for number, last in zip(told, held, strict=True))

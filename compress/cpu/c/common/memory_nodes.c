@@ -71,3 +71,11 @@ void nodes_touch(void *memory, int64_t size) {
     }
     for (int i = 0; i < started; i++) pthread_join(threads[i], NULL);
 }
+
+void pages_touch(void *memory, int64_t size) {
+    if (nodes.count > 1) return;
+    for (char *page = memory, *end = page + size; page < end; page += SMALLEST_PAGE) {
+        char zero = 0;
+        __atomic_compare_exchange_n(page, &zero, 0, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
+    }
+}

@@ -16,6 +16,10 @@ EXPORT int nodes_set(int count, const uint64_t *processors);
  * which the part comes to lie on it. */
 EXPORT void nodes_touch(void *memory, int64_t size);
 
+/* Lets the system provide the pages of `size` bytes, whose content stays, while other threads may write to them. On several
+ * nodes nothing is done: each page comes to lie on the node that writes to it first. */
+EXPORT void pages_touch(void *memory, int64_t size);
+
 int node_count(void);
 
 /* The node that the calling thread runs on; 0 where that is not known. */

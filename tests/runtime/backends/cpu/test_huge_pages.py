@@ -1,12 +1,23 @@
-"""Memory for weights: files in huge pages where the system keeps them so."""
+"""Memory in huge pages: files where the system keeps them so, and first writes ahead of the use of blocks."""
 
 import mmap
+import threading
 from pathlib import Path
 
 import pytest
+import torch
 
+from compress.cpu.binding import library
+from compress.cpu.memory_nodes import memory_nodes
 from runtime.backends.cpu import huge_pages
-from runtime.backends.cpu.huge_pages import empty_words, map_file, read_into_huge_pages
+from runtime.backends.cpu.huge_pages import (
+    HUGE_PAGE,
+    TouchedAhead,
+    empty,
+    empty_words,
+    map_file,
+    read_into_huge_pages,
+)
 
 SMAPS = """7f0000000000-7f0008000000 rw-p 00000000 fe:00 12 {file}
 Rss:              131072 kB
@@ -46,3 +57,56 @@ def test_a_file_is_mapped_whole(tmp_path: Path) -> None:
 def test_words_have_the_size_that_is_asked_for() -> None:
     for count in (0, 3, huge_pages.HUGE_PAGE // 4 + 5):
         assert empty_words(count).shape == (count,)
+
+
+BLOCK_BYTES = HUGE_PAGE // 8
+ONE_NODE = pytest.mark.skipif(library() is None or len(memory_nodes()) > 1, reason="pages come at their first write")
+
+
+def faults_of(blocks: torch.Tensor) -> int:
+    """Returns how many pages the system had to provide while this thread wrote to blocks."""
+    resource = pytest.importorskip("resource")
+    if not hasattr(resource, "RUSAGE_THREAD"):
+        pytest.skip("a system that counts no faults of threads")
+    torch.zeros((3, 64, 8))[:, :5].fill_(1)  # what torch itself needs
+    before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+    blocks.fill_(1)
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
+
+
+def wait_for(ahead: TouchedAhead) -> None:
+    ahead._thread.submit(int).result()
+
+
+@ONE_NODE
+def test_blocks_have_their_pages_before_they_are_written() -> None:
+    memory = {
+        name: empty((3, 64, size), torch.uint8) for name, size in (("codes", BLOCK_BYTES), ("scales", BLOCK_BYTES // 8))
+    }
+    ahead = TouchedAhead(memory.values())
+    ahead.reach(5)
+    wait_for(ahead)
+    for first, stop in ((0, 5), (5, 16)):
+        for tensor in memory.values():
+            assert faults_of(tensor[:, first:stop]) == 0
+    assert faults_of(memory["codes"][:, 40:]) > 0, "later blocks take no memory yet"
+
+
+@ONE_NODE
+def test_first_writes_keep_what_other_threads_write_meanwhile() -> None:
+    for _ in range(3):
+        tensor = empty((2, 64, BLOCK_BYTES), torch.uint8)
+        writer = threading.Thread(target=tensor.fill_, args=(7,))
+        ahead = TouchedAhead([tensor])
+        writer.start()
+        for num_blocks in (0, 20, 64):
+            ahead.reach(num_blocks)
+        writer.join()
+        wait_for(ahead)
+        assert bool((tensor == 7).all())
+
+
+def test_memory_without_blocks_has_nothing_to_write() -> None:
+    ahead = TouchedAhead([torch.empty((4, 0, 8)), torch.empty((0, 5, 8))])
+    ahead.reach(3)
+    wait_for(ahead)
