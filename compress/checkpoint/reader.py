@@ -92,6 +92,8 @@ class PackedCheckpoint:
         Raises:
             CheckpointError: a folder, config, format or shard that cannot be read, and why.
         """
+        from compress.checkpoint.transforms import without_transforms
+
         stored, config = open_stored(path)
         block = quantization_block(config)
         kind = find_format(format_name(block)) if block else dense
@@ -102,7 +104,8 @@ class PackedCheckpoint:
             raise
         except (ToolkitError, *NONSENSE) as error:
             raise CheckpointError(f"quantization_config in {files.path} cannot be used: {error}") from error
-        return cls(files.path, config, files, schemes, kind, TRANSLATIONS.get(kind.NAME))
+        packed = cls(files.path, config, files, schemes, kind, TRANSLATIONS.get(kind.NAME))
+        return without_transforms(packed) if block.get("transform_config") else packed
 
     @property
     def format(self) -> str:
