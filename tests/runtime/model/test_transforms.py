@@ -1,4 +1,4 @@
-"""Transforms of llm-compressor's QuIP and SpinQuant: the runtime computes what compressed-tensors does at every token."""
+"""Transforms of QuIP and SpinQuant: the runtime computes what compressed-tensors does at every token."""
 
 from pathlib import Path
 from typing import Any
