@@ -26,12 +26,14 @@ from compress.checkpoint.config import (
 )
 from compress.checkpoint.expert_files import split_experts
 from compress.checkpoint.formats import TRANSLATIONS, Format, Translation, compress_runtime, dense, exl3, find_format
+from compress.checkpoint.formats.known_keys import check_keys as check_quantization_keys
 from compress.checkpoint.safetensors import TensorFiles
 from compress.checkpoint.weights import Int, Scheme, Weight
 from compress.checkpoint.weights.base import Get, StoredTensors
 from compress.checkpoint.weights.integer import IntegerWeight
 from compress.common.errors import CheckpointError, ToolkitError
-from compress.models.registry import find_renaming
+from compress.models.known_keys import check_keys
+from compress.models.registry import find_family, find_renaming
 from compress.models.wrappers import layouts_of
 
 NONSENSE = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError)
@@ -50,6 +52,8 @@ def open_stored(path: str | Path) -> tuple[TensorFiles, ModelConfig]:
     """
     files = TensorFiles.open(path)
     config = read_config(files.path)
+    if find_family(config.get("model_type")) is not None:
+        check_keys(config)
     files, published = files.of_text_model(layouts_of(config)), find_renaming(config.get("model_type"))
     return (files if published is None else files.renamed(published, files.text_names)), config
 
@@ -92,9 +96,12 @@ class PackedCheckpoint:
         Raises:
             CheckpointError: a folder, config, format or shard that cannot be read, and why.
         """
+        from compress.checkpoint.transforms import without_transforms
+
         stored, config = open_stored(path)
         block = quantization_block(config)
         kind = find_format(format_name(block)) if block else dense
+        check_quantization_keys(kind.NAME, block)
         files = split_experts(exl3.without_padding(stored, config) if kind is exl3 else stored, config)
         try:
             schemes = _schemes(kind, block, files)
@@ -102,7 +109,8 @@ class PackedCheckpoint:
             raise
         except (ToolkitError, *NONSENSE) as error:
             raise CheckpointError(f"quantization_config in {files.path} cannot be used: {error}") from error
-        return cls(files.path, config, files, schemes, kind, TRANSLATIONS.get(kind.NAME))
+        packed = cls(files.path, config, files, schemes, kind, TRANSLATIONS.get(kind.NAME))
+        return without_transforms(packed) if block.get("transform_config") else packed
 
     @property
     def format(self) -> str:

@@ -9,6 +9,7 @@ from typing import ClassVar
 from compress.checkpoint.config import compression_block
 from compress.checkpoint.formats.readers import RUNTIME, readers
 from compress.checkpoint.reader import REORDERED
+from compress.checkpoint.transforms import TransformedFiles
 from compress.doctor.base import Check, register
 from compress.doctor.findings import Finding
 from compress.doctor.view import listed
@@ -35,11 +36,15 @@ class Formats(Check):
         packed = self.view.packed
         if packed is None:
             return {}
+        files, folded = packed.files, dict[str, str]()
+        if isinstance(files, TransformedFiles):
+            packed, folded = files.packed, {"transforms": f"{', '.join(files.groups)}, folded into values in 16 bits"}
         counts = Counter(str(scheme) for scheme in packed.schemes.values())
         forms = ", ".join(f"{count} x {form}" for form, count in sorted(counts.items())) or "none"
-        engines = readers(packed.format, packed.schemes.values())
+        engines = [RUNTIME] if folded else readers(packed.format, packed.schemes.values())
         refused = bool(packed.reordered or self.view.model_refusal)
         loaded = [engine for engine in engines if engine != RUNTIME or not refused]
         made = compression_block(packed.config).get("source")
         origin = {"made from": str(made)} if made else {}
-        return {"container": packed.format, "weight forms": forms, LOADED_BY: ", ".join(loaded) or "none", **origin}
+        facts = {"container": packed.format, "weight forms": forms, **folded, LOADED_BY: ", ".join(loaded) or "none"}
+        return facts | origin

@@ -1,0 +1,214 @@
+"""Matrices that inputs and outputs of linears are multiplied by (`transform_config` of compressed-tensors: QuIP and
+SpinQuant), folded into the weights that are read. Other engines multiply activations by them at every token.
+
+With an input transform `A` and an output transform `B`, a linear computes `y = (x A) W^T B`, which is `x` times the
+transposed weight `B^T W A^T`. Both matrices repeat one block along the diagonal.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compress.checkpoint.config import is_embedding, quantization_block
+from compress.checkpoint.dequantized import DequantizedFiles, dequantized
+from compress.checkpoint.reader import PackedCheckpoint
+from compress.common.errors import CheckpointError
+from compress.models.config import block
+from compress.models.known_keys import refuse_unread
+
+FOLDED = "weight_input", "weight_output"
+"""Locations whose transforms the stored weights have already."""
+ONLINE = INPUT, OUTPUT = "input", "output"
+SCORES = {"q_attn", "k_cache"}
+"""Locations of queries and keys: an orthogonal matrix at both changes no attention score."""
+HADAMARD = "hadamard", "random-hadamard"
+"""Types of matrices of 1 and -1, which are orthogonal up to the root of their order."""
+TYPES = *HADAMARD, "random-matrix"
+SCHEME_KEYS = "type", "apply", "head_dim", "precision", "requires_grad"
+PLACE_KEYS = "targets", "ignore", "location", "inverse"
+
+
+@dataclass(frozen=True, slots=True)
+class Transform:
+    """A matrix that other engines multiply inputs or outputs of some linears by.
+
+    Attributes:
+        group: its name in config.json.
+        type: of the matrix.
+        location: `input` or `output`.
+        order: of the matrix; None is the number of inputs or outputs.
+        inverse: a stored Hadamard matrix is transposed first.
+        targets, ignored: names of modules, patterns after `re:`, or `Linear`.
+    """
+
+    group: str
+    type: str
+    location: str
+    order: int | None
+    inverse: bool
+    targets: tuple[str, ...]
+    ignored: tuple[str, ...]
+
+    @property
+    def suffix(self) -> str:
+        """End of the names of its matrices, one for each order, in the first module that has it."""
+        return f".{self.group}_{self.location}.weight"
+
+    def is_of(self, module: str) -> bool:
+        """Returns whether a module is transformed."""
+        return _is_among(module, self.targets) and not _is_among(module, self.ignored)
+
+    def fold(self, values: Tensor, matrix: Tensor) -> Tensor:
+        """Folds the stored matrix into `values [O, I]`, float64."""
+        block = matrix.double()
+        if self.type in HADAMARD:
+            block = (block.T if self.inverse else block) / len(block) ** 0.5
+        return _by_blocks(values, block.T) if self.location == INPUT else _by_blocks(values.T, block).T
+
+
+def _by_blocks(rows: Tensor, block: Tensor) -> Tensor:
+    """Multiplies `rows [N, K n]` by a matrix with `block [n, n]` K times along its diagonal."""
+    return (rows.unflatten(-1, (-1, len(block))) @ block).flatten(-2)
+
+
+def _is_among(module: str, names: tuple[str, ...]) -> bool:
+    kind = "Embedding" if is_embedding(module) else "Linear"
+    patterns = (name.removeprefix("re:") for name in names if name.startswith("re:"))
+    return kind in names or module in names or any(re.match(pattern, module) for pattern in patterns)
+
+
+def online_transforms(config: Mapping[str, Any]) -> list[Transform]:
+    """Reads the transforms of a `transform_config` that stored weights do not have and that change what is computed.
+
+    Raises:
+        CheckpointError: transforms that are not read here.
+    """
+    refuse_unread("transform_config", config, ["config_groups"])
+    groups = block(config, "config_groups")
+    return [transform for group in groups for transform in _read_group(group, block(groups, group))]
+
+
+def _read_group(group: str, scheme: Mapping[str, Any]) -> Iterator[Transform]:
+    refuse_unread(f"transform {group}", scheme, SCHEME_KEYS)
+    if scheme.get("type") not in TYPES:
+        raise _unknown(group, f"of type {scheme.get('type')}")
+    scores = dict[str, Any]()
+    for place in scheme.get("apply") or ():
+        refuse_unread(f"transform {group}", place, PLACE_KEYS)
+        location = place["location"]
+        details = bool(place.get("inverse")), _names(place.get("targets")), _names(place.get("ignore"))
+        if location in SCORES:
+            scores[location] = details
+        elif location in ONLINE:
+            yield Transform(group, scheme["type"], location, scheme.get("head_dim"), *details)
+        elif location not in FOLDED:
+            raise _unknown(group, f"of {location}")
+    if scores and (scores.keys() != SCORES or len(set(scores.values())) > 1 or scheme["type"] not in HADAMARD):
+        raise _unknown(group, f"of {' and '.join(sorted(scores))}")
+
+
+def _names(names: str | list[str] | None) -> tuple[str, ...]:
+    return (names,) if isinstance(names, str) else tuple(names or ())
+
+
+def _unknown(group: str, what: str) -> CheckpointError:
+    return CheckpointError(
+        f"transform_config has a transform {group} {what}, which is not applied here",
+        "Quantize the model again without it",
+    )
+
+
+MATRIX = re.compile(r"_(input|output|q_attn|k_cache)\.(weight|perm)$")
+"""End of the name of a tensor of a transform."""
+
+
+@dataclass
+class TransformedFiles(DequantizedFiles):
+    """The tensors of a checkpoint with transforms, by the names of a dense one that computes the same.
+
+    Attributes:
+        transforms: those of each module, with the names of their matrices.
+    """
+
+    transforms: Mapping[str, list[tuple[Transform, str]]]
+
+    @property
+    def groups(self) -> list[str]:
+        """Names of the transforms in config.json, sorted."""
+        return sorted({transform.group for found in self.transforms.values() for transform, _ in found})
+
+    def notes(self) -> list[str]:
+        return [
+            *super().notes(),
+            f"transforms {', '.join(self.groups)} of transform_config are folded into the weights",
+        ]
+
+    def names(self) -> list[str]:
+        return [name for name in super().names() if name in self]
+
+    def __contains__(self, name: object) -> bool:
+        return super().__contains__(name) and MATRIX.search(str(name)) is None
+
+    def __len__(self) -> int:
+        return len(self.names())
+
+    def tensor(self, name: str) -> Tensor:
+        """Returns the weight or bias with its transforms, rounded once to the model's dtype, or the stored tensor."""
+        module, _, kind = name.rpartition(".")
+        found = [each for each in self.transforms.get(module, ()) if kind == "weight" or each[0].location == OUTPUT]
+        if not found or kind not in ("weight", "bias"):
+            return super().tensor(name)
+        packed = kind == "weight" and module in self.packed.schemes
+        stored = self.packed.values(module, torch.float64) if packed else self.packed.tensor(name)
+        values = stored.double().reshape(len(stored), -1)
+        for transform, matrix in found:
+            values = transform.fold(values, self.packed.tensor(matrix))
+        return values.reshape(stored.shape).to(self.dtype(name))
+
+
+def without_transforms(packed: PackedCheckpoint) -> PackedCheckpoint:
+    """Returns the dense view of a checkpoint with transforms that its weights do not have, else the checkpoint itself.
+
+    Raises:
+        CheckpointError: transforms that are not read here.
+    """
+    transforms = online_transforms(block(quantization_block(packed.config), "transform_config"))
+    if not transforms:
+        return packed
+    found = {module: matrices for module in _matrices(packed) if (matrices := _find(packed, transforms, module))}
+    files = TransformedFiles(**vars(DequantizedFiles.over(packed)), transforms=found)
+    return replace(dequantized(packed), files=files)
+
+
+def _matrices(packed: PackedCheckpoint) -> list[str]:
+    """Modules with a matrix."""
+    dense = (name for name in packed.dense_names() if name.endswith(".weight") and not MATRIX.search(name))
+    return [*packed.modules, *(name.removesuffix(".weight") for name in dense if len(packed.files.shape(name)) == 2)]
+
+
+def _find(packed: PackedCheckpoint, transforms: list[Transform], module: str) -> list[tuple[Transform, str]]:
+    """Returns the transforms of a module, with the names of their matrices.
+
+    Raises:
+        CheckpointError: an embedding, two transforms at one location, whose order is not known, or no matrix that fits.
+    """
+    names, files = packed.files.text_names, packed.files
+    found = [each for each in transforms if each.is_of(names.stored(module) if names else module)]
+    if found and (is_embedding(module) or len({each.location for each in found}) < len(found)):
+        raise _unknown(found[0].group, f"of {module}")
+    matrices = []
+    for transform in found:
+        side = packed.shape(module)[transform.location == INPUT]
+        order = transform.order or side
+        stored = (name for name in packed.dense_names() if name.endswith(transform.suffix))
+        matrix = next((name for name in stored if files.shape(name) == (order, order)), None)
+        if matrix is None or side % order:
+            raise _unknown(transform.group, f"of {module}, without a matrix of order {order}")
+        matrices.append((transform, matrix))
+    return matrices
