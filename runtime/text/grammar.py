@@ -191,9 +191,10 @@ class TokenConstraint:
         if not self._text_mask[token_id // 8] >> token_id % 8 & 1:
             return False  # consuming it would break the matcher
         stopped = LLMatcher(self._grammar.tokens, "", log_level=0)
-        begin = time.perf_counter()  # other threads do the work
+        begin, begin_of_all = time.perf_counter(), time.process_time()
         is_taken, _ = threads.consume_token_par([(self._matcher, token_id), (stopped, self._vocab_size)])
-        self._count(time.perf_counter() - begin, 1)
+        # The processor time of those threads is not known: at most that of the process, and at most what went by.
+        self._count(min(time.perf_counter() - begin, time.process_time() - begin_of_all), 1)
         return is_taken
 
     def _count(self, seconds: float, num_tokens: int) -> None:

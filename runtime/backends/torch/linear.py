@@ -143,8 +143,3 @@ def is_fast(dtype: torch.dtype) -> bool:
 def has_vector_nibbles() -> bool:
     """Whether the packed 4-bit product is vectorized (AVX2 or AVX-512)."""
     return torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
-
-
-def has_byte_products() -> bool:
-    """Whether one instruction sums byte products in 32 bits (VNNI), so that nothing saturates on the way."""
-    return torch.backends.mkldnn.is_available() and bool(torch.cpu._is_vnni_supported())

@@ -19,9 +19,9 @@ from torch.nn import functional
 
 from compress.checkpoint.scale_search import quantize_tokens, round_tokens
 from compress.checkpoint.weights import Activations, Scheme, Weight
-from compress.checkpoint.weights.integer import IntegerWeight
+from compress.checkpoint.weights.integer import Int, IntegerWeight
 from runtime.backends.base import Linear, LinearKernel, Target
-from runtime.backends.torch.linear import has_byte_products, has_vector_nibbles
+from runtime.backends.torch.linear import has_vector_nibbles
 
 GROUP_SIZES = (256, 128, 64, 32)
 ROW_MULTIPLE = 64
@@ -176,6 +176,24 @@ class Int8DynamicLinear:
         return (y if self._bias is None else y + self._bias).to(x.dtype)
 
 
+@cache
+def has_exact_byte_products() -> bool:
+    """Whether oneDNN sums products of bytes in 32 bits (VNNI), found by a product that would saturate in 16 bits: it
+    may have been told to use fewer instructions than the processor has."""
+    if not (torch.backends.mkldnn.is_available() and torch.cpu._is_vnni_supported()):
+        return False
+    weight = IntegerWeight(
+        torch.full((1, 4), 255, dtype=torch.uint8),
+        torch.ones(1, 1),
+        torch.full((1, 1), SHIFT, dtype=torch.uint8),
+        Int(8, None, True, Activations.INT8),
+    )
+    return bool(
+        Int8DynamicLinear(weight, None, Target(torch.device("cpu"), torch.float32))(torch.full((1, 4), 127.0))
+        == 4 * 127 * 127
+    )
+
+
 def int8_dynamic_unsupported_reason(scheme: Scheme, in_features: int, target: Target) -> str:
     if scheme.activation_bits is None:
         return "needs 8-bit activations"
@@ -183,7 +201,7 @@ def int8_dynamic_unsupported_reason(scheme: Scheme, in_features: int, target: Ta
         return "takes symmetric weights with one scale per channel"
     if target.device.type != "cpu" or target.dtype == torch.float64:
         return "runs on CPUs, in 16 or 32 bits"
-    if not has_byte_products():
+    if not has_exact_byte_products():
         return "needs a CPU with 8-bit dot products (VNNI)"
     return ""
 

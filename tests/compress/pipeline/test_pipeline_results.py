@@ -12,6 +12,7 @@ from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.safetensors import TensorFiles
 from compress.checkpoint.weights import Int, Scheme
 from compress.recipe import QuantizeStage
+from compress.reporting.report_data import read_report
 
 
 @pytest.mark.parametrize(("bits", "symmetric", "group_size"), covering(range(2, 9), [True, False], [32, None]))
@@ -115,9 +116,11 @@ def test_micro_batch_changes_the_result_no_more_than_rounding(tiny_model, tmp_pa
     source = tiny_model(dtype=torch.float32)
     for size in (1, 6):
         compress(source, tmp_path / str(size), QuantizeStage("gptq", Int(4, 64)), micro_batch=size)
-    one, six = PackedCheckpoint.open(tmp_path / "1"), PackedCheckpoint.open(tmp_path / "6")
-    for module in one.modules:
-        assert (one.weight(module).qweight != six.weight(module).qweight).float().mean() < 0.02
+    one, six = (read_report(tmp_path / size).linears for size in "16")
+    # A sum on the border of two codes may take the other one, which the columns and blocks after it then follow; their
+    # errors stay what they were (by 0.8 % where one code in a thousand moved).
+    for first, second in zip(one, six, strict=True):
+        assert second.relative_error == pytest.approx(first.relative_error, rel=0.03), first.module
 
 
 def test_sharded_source(tiny_model, tmp_path) -> None:

@@ -186,7 +186,7 @@ LONG_TERMINALS = "\n".join(f"A{i}:A{i + 1}" for i in range(5400)) + '\nA5400:"x"
     ids=["references", "rules", "terminals", "repetitions", "backtracking", "brackets", "doubling"],
 )
 def test_hostile_grammars_end_soon_and_nothing_crashes(grammar: Grammar) -> None:
-    begin = time.monotonic()
+    begin = time.process_time()
     try:
         constraint = COMPILER.constraint(grammar, {END})
     except RequestError:
@@ -194,7 +194,7 @@ def test_hostile_grammars_end_soon_and_nothing_crashes(grammar: Grammar) -> None
     else:
         constraint.accept([random.Random(0).choice(allowed(constraint))])
         constraint.mask()
-    assert time.monotonic() - begin < 5
+    assert time.process_time() - begin < 5
 
 
 def sentencepiece_tokenizer() -> Tokenizer:
