@@ -20,7 +20,14 @@ from runtime.backends.base import Target
 from runtime.backends.indexer import SCORE_NUMBERS
 from runtime.backends.registry import choose_dense, choose_latent_heads, choose_linear
 from runtime.core.config import RuntimeConfig
-from runtime.core.memory_plan import MAX_COPIED_KEYS, SPARE_RESIDUAL_TOKENS, ExactTokens, KVBudget, captured_rows
+from runtime.core.memory_plan import (
+    MAX_COPIED_KEYS,
+    MOST_PROMPT_ROWS,
+    SPARE_RESIDUAL_TOKENS,
+    ExactTokens,
+    KVBudget,
+    captured_rows,
+)
 from runtime.core.model_config import DecoderConfig
 from runtime.model.expected_tensors import expected_linears, head_is_embedding
 from runtime.model.loader import exclude_kernels
@@ -86,7 +93,8 @@ def gpu_step_bytes(model: DecoderConfig, config: RuntimeConfig, itemsize: int, s
     widest_keys = max((heads * (key + value) for heads, key, value in model.kv_shapes), default=0)
     attended += min(seen_keys, MAX_COPIED_KEYS) * widest_keys * itemsize
     step = _rows_bytes(model, config.max_num_batched_tokens, itemsize, attended, drawn * model.vocab_size * itemsize)
-    captured = _rows_bytes(model, rows, itemsize, 0, rows * model.vocab_size * CAPTURED_LOGIT_BYTES)
+    captured_tokens = max(rows, min(config.max_num_batched_tokens, MOST_PROMPT_ROWS))
+    captured = _rows_bytes(model, captured_tokens, itemsize, 0, rows * model.vocab_size * CAPTURED_LOGIT_BYTES)
     kept = (rows * ADJUSTED_LOGIT_BYTES + (config.max_num_seqs + 1) * HISTORY_BYTES) * model.vocab_size
     return step + captured + kept + 2 * parts + drawn * model.vocab_size * GPU_LOGIT_BYTES + LIBRARY_BYTES
 
