@@ -13,7 +13,7 @@ import torch
 from benchmarking.cpu.attention import Case, decoder_config
 from benchmarking.cpu.kernels import random_weight
 from benchmarking.gpu.ahead import compile_ahead
-from benchmarking.gpu.kernels import FORMS, INSTEAD_OF, KERNELS, equal_rows, linears, paged_calls, require_gpu
+from benchmarking.gpu.kernels import FORMS, INSTEAD_OF, KERNELS, last_tokens, linears, paged_calls, require_gpu
 from benchmarking.machine import leave_with
 from torch import Tensor
 
@@ -117,7 +117,7 @@ def latent_outputs(device: torch.device) -> Outputs:
 
     heads, rank, rotated, found = 4, 128, 32, {}
     sizes = [(CASE.num_blocks, CASE.block_size, 1, width) for width in (rotated, rank)]
-    ragged = equal_rows(torch.arange(8, device=device).view(2, 4), 1, 64)
+    ragged = last_tokens(torch.arange(8, device=device).view(2, 4), 1, 64)
     tiles = tile_list(ragged, 2, Tiling(16, heads, 1, 8, least=32))
     for form in ("16bit", "int8"):
         exact = tuple(numbers(device, *size) for size in sizes)

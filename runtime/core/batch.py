@@ -106,6 +106,15 @@ class RaggedRows:
         )
 
 
+def equal_rows(group: AttentionGroup) -> RaggedRows:
+    """Returns the rows of a group by sequence, for a step whose lengths are filled in later."""
+    count = group.num_sequences
+    numbers = torch.arange(count + 1, device=group.blocks.device)
+    each, width = len(group.positions) // count, len(group.blocks) // count
+    starts, tables = numbers * each, numbers[:-1] * width
+    return RaggedRows(starts, tables, group.blocks, group.positions, group.ancestors, each, group.num_keys)
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
     """Inputs of one step as tensors.

@@ -12,8 +12,8 @@ from runtime.core.attention_window import AttentionWindow
 from runtime.core.batch import (
     AttentionGroup,
     Batch,
-    RaggedRows,
     SamplingTensors,
+    equal_rows,
     floats_of,
     integers_of,
     num_hidden_keys,
@@ -104,13 +104,11 @@ class StepBuffers:
         num_keys = self.blocks_each * self.block_size
         bits = ancestors if shape.has_trees else None
         group = AttentionGroup(slice(0, rows), blocks, key_positions, shape.size, num_keys, ragged=True, ancestors=bits)
-        each, numbers = 1 + shape.num_drafts, torch.arange(shape.size + 1, device=self._device)
-        ragged = RaggedRows(
-            numbers * each, numbers[:-1] * self.blocks_each, blocks, key_positions, bits, each, num_keys
-        )
         reads = self._columns(shape.size)[NUM_INTEGERS]
         state_rows = decode_state_rows(reads, writes) if self.num_state_slots else None
-        return Batch((), token_ids, positions, slots, (group,), (), token_ids[:0], (), (), state_rows, ragged)
+        return Batch(
+            (), token_ids, positions, slots, (group,), (), token_ids[:0], (), (), state_rows, equal_rows(group)
+        )
 
     def sampling_tensors(self, num_rows: int) -> SamplingTensors:
         """Sampling tensors of the first rows, as `batch`. Rows of padding are greedy."""

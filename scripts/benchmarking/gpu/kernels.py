@@ -16,7 +16,7 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
 from itertools import product
@@ -63,7 +63,7 @@ from runtime.backends.triton.linear import (
     W8A16_KERNEL,
 )
 from runtime.backends.triton.tiling import PROGRAMS_PER_PROCESSOR, Tiling, tile_rows
-from runtime.core.batch import RaggedRows
+from runtime.core.batch import AttentionGroup, RaggedRows, equal_rows
 
 CACHE_BYTES = 2 * 64 * 2**20
 """Copies that are read in turn hold together at least twice the second-level cache of the largest GPU."""
@@ -168,13 +168,12 @@ class Calls:
     nbytes: int
 
 
-def equal_rows(table: Tensor, tokens: int, keys: int) -> RaggedRows:
+def last_tokens(table: Tensor, tokens: int, keys: int) -> RaggedRows:
     """The last tokens of sequences of equal length, with block tables `[sequences, n]`."""
-    count, width = table.shape
-    starts = torch.arange(count + 1, device=table.device) * tokens
+    count = len(table)
     positions = torch.arange(keys - tokens, keys, device=table.device).repeat(count)
-    tables, lengths = starts[:-1] // tokens * width, ((tokens, keys),) * count
-    return RaggedRows(starts, tables, table.flatten(), positions, None, tokens, keys, lengths)
+    group = AttentionGroup(slice(0, count * tokens), table.flatten(), positions, count, keys, ragged=True)
+    return replace(equal_rows(group), lengths=((tokens, keys),) * count)
 
 
 def paged_calls(case: Case, form: str, processors: int, device: torch.device, tokens: int = 1) -> Calls:
@@ -189,7 +188,7 @@ def paged_calls(case: Case, form: str, processors: int, device: torch.device, to
     fill_pages(tensors, scheme)
     query = torch.randn(case.batch * tokens, case.heads, case.head_dim, device=device, dtype=torch.bfloat16)
     table = torch.randperm(blocks, device=device).view(case.batch, -1)
-    ragged = equal_rows(table, tokens, case.context)
+    ragged = last_tokens(table, tokens, case.context)
     shared = case.heads // case.kv_heads
     rows = tile_rows(case.head_dim, tokens * shared)
     tiling = Tiling(rows, shared, case.kv_heads, PROGRAMS_PER_PROCESSOR * processors)

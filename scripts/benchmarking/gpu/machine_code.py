@@ -19,7 +19,7 @@ from rich.console import Console
 from torch import Tensor
 
 from benchmarking.gpu.builds import disassembled
-from benchmarking.gpu.kernels import equal_rows
+from benchmarking.gpu.kernels import last_tokens
 from benchmarking.gpu.sass import LoopFigures, Resources, Tile, figures, main_loop
 from benchmarking.gpu.without_gpu import H200, Build, gpu_without_hardware
 from benchmarking.tables import Row, print_with_markdown, write_json
@@ -160,7 +160,7 @@ def attention(cache: str, rows: int) -> None:
     pages, scales = empty(64, PAGE, KV_HEADS, width, dtype=dtype), empty(64, PAGE, KV_HEADS, 2, dtype=torch.float16)
     formats = scheme.key_format, scheme.value_format
     read = HeadPages((pages, pages), (pages, pages) if scheme.is_exact else (scales, scales), formats, scheme.rotate)
-    ragged = equal_rows(empty(1, CONTEXT // PAGE, dtype=torch.int64), tokens, CONTEXT)
+    ragged = last_tokens(empty(1, CONTEXT // PAGE, dtype=torch.int64), tokens, CONTEXT)
     tiling = Tiling(rows, HEADS // KV_HEADS, KV_HEADS, 2 * PROCESSORS)
     attend(empty(tokens, HEADS, HEAD_DIM), read, ragged, tiling)
 

@@ -134,7 +134,8 @@ def tile_list(rows: RaggedRows, num_tokens: int, tiling: Tiling) -> TileList:
     num_items = tiling.most_tiles(count, num_tokens, rows.longest)
     most_splits = tiling.most_splits(rows.longest, rows.num_keys)
     if rows.lengths and most_splits > 1:
-        most_splits = max(tiling.splits(rows.lengths))
+        # Not the exact number: other lengths must not cause another build of what joins them.
+        most_splits = MAX_SPLITS if max(tiling.splits(rows.lengths)) > 1 else 1
     if most_splits > 1:
         num_items += tiling.added_splits
     items = torch.empty(num_items, COLUMNS.value, dtype=torch.int32, device=device)
