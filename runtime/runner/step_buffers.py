@@ -14,6 +14,7 @@ from runtime.core.batch import (
     AttentionGroup,
     Batch,
     SamplingTensors,
+    equal_rows,
     floats_of,
     integers_of,
     num_hidden_keys,
@@ -140,7 +141,9 @@ class StepBuffers:
         group = AttentionGroup(slice(0, rows), blocks, key_positions, shape.size, num_keys, ragged=True, ancestors=bits)
         reads = self._columns(shape.size)[READS]
         state_rows = decode_state_rows(reads, writes) if self.num_state_slots else None
-        return Batch((), token_ids, positions, slots, (group,), (), token_ids[:0], (), (), state_rows)
+        return Batch(
+            (), token_ids, positions, slots, (group,), (), token_ids[:0], (), (), state_rows, equal_rows(group)
+        )
 
     def sampling_tensors(self, num_rows: int) -> SamplingTensors:
         """Sampling tensors of the first rows, as `batch`. Rows of padding are greedy."""

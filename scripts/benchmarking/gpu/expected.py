@@ -24,9 +24,9 @@ from benchmarking.gpu.without_gpu import Build
 from benchmarking.tables import Row, print_with_markdown, write_json
 from compress.checkpoint.weights import Int
 from runtime.backends.base import Target
-from runtime.backends.triton.attention import num_splits
 from runtime.backends.triton.kernels.configs import config_for, default_plan
 from runtime.backends.triton.kernels.weight_layout import interleaved_bytes, stored_bits, tile_inputs
+from runtime.backends.triton.tiling import PROGRAMS_PER_PROCESSOR, Tiling
 
 FORMS: Mapping[str, Int | None] = {"bf16": None, "int8": INT8, "int4": INT4}
 """Forms of the layers of a model; without a scheme its head is in 16 bits, too, with one in 8."""
@@ -107,8 +107,8 @@ def attention_seconds(cache: str, batch: int, context: int) -> float:
     bits = machine_code.tile_of(build).bits
     elements = 2 * batch * context * KV_HEADS * HEAD_DIM
     scales = 0 if cache == "16bit" else 2 * 4 * batch * context * KV_HEADS
-    programs = batch * KV_HEADS
-    programs *= num_splits(context, programs, H200.processors)
+    tiling = Tiling(16, HEADS // KV_HEADS, KV_HEADS, PROGRAMS_PER_PROCESSOR * H200.processors)
+    programs = KV_HEADS * sum(tiling.splits([(1, context)] * batch))
     products = 4 * batch * context * HEADS * HEAD_DIM
     return seconds(_work(build, elements * bits / 8 + scales, elements, products, programs), H200)
 

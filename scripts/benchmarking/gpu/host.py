@@ -1,7 +1,8 @@
 """Time of the host for a step of an 8B decoder on a GPU, measured without one.
 
 Steps run through Triton's real path onto a driver that runs nothing, with tensors that have no memory: what is left is
-the time in which the host prepares and launches kernels. Compare figures of one machine only.
+the time in which the host prepares and launches kernels. Compare figures of one machine only. Captured steps are
+computed anew each time, as when they are captured, except beside prompts: there they are replayed, which takes nothing.
 
     python scripts/bench_kernels.py gpu-host
     python scripts/bench_kernels.py gpu-host --forms int4 --rounds 30 --json host.json
@@ -24,8 +25,15 @@ from benchmarking.tables import Row, print_with_markdown, write_json
 
 sys.path.append(str(Path(__file__).parents[3] / "tests/support"))
 
-STEPS = {"prompt of 128": (128, 0), "decode of 1": (1, 1), "decode of 8": (1, 8), "decode of 64": (1, 64)}
-"""Tokens of a prompt, or sequences of a decode."""
+STEPS = {
+    "prompt of 128": ((128,), 0),
+    "prompt of 2,048": ((2048,), 0),
+    "16 prompts of 128, decode of 48": ((128,) * 16, 48),
+    "decode of 1": ((), 1),
+    "decode of 8": ((), 8),
+    "decode of 64": ((), 64),
+}
+"""Tokens of prompts, and number of sequences that are decoded; beside prompts these are replayed."""
 CONTEXT = 256
 """Tokens of each sequence that is decoded."""
 
@@ -82,7 +90,13 @@ class _Stopwatch:
 def measure(form: str, rounds: int) -> list[HostTime]:
     """Times of all kinds of steps of a decoder, in this process."""
     from jit_without_gpu.cases import FORMS
-    from jit_without_gpu.decoders import decodes, make_decoder, make_runner, prompts
+    from jit_without_gpu.decoders import (
+        capture_and_replay_nothing,
+        make_decoder,
+        make_runner,
+        mixed,
+        run_and_capture_nothing,
+    )
     from jit_without_gpu.session import gpu_without_hardware
 
     found = []
@@ -90,8 +104,9 @@ def measure(form: str, rounds: int) -> list[HostTime]:
         case = FORMS[form]
         runner = make_runner(make_decoder(case.read_config(), case.scheme, case.head))
         kernels = runner.kernels
-        for name, (length, count) in STEPS.items():
-            plan = decodes(runner, [CONTEXT] * count) if count else prompts(runner, [length])
+        for name, (lengths, num_decodes) in STEPS.items():
+            plan = mixed(runner, lengths, [CONTEXT] * num_decodes)
+            runner.capture_steps(capture_and_replay_nothing if lengths else run_and_capture_nothing)
             runner.execute(plan)
             step = _Stopwatch(runner.execute, lambda: gpu.launches)
             layers = _Stopwatch(kernels.layers, lambda: gpu.launches)

@@ -19,6 +19,7 @@ from rich.console import Console
 from torch import Tensor
 
 from benchmarking.gpu.builds import disassembled
+from benchmarking.gpu.kernels import last_tokens
 from benchmarking.gpu.sass import LoopFigures, Resources, Tile, figures, main_loop
 from benchmarking.gpu.without_gpu import H200, Build, gpu_without_hardware
 from benchmarking.tables import Row, print_with_markdown, write_json
@@ -152,14 +153,16 @@ def attention(cache: str, rows: int) -> None:
     from compress.checkpoint.kv_cache import KVCacheScheme
     from runtime.backends.triton.attention import HeadPages
     from runtime.backends.triton.kernels.paged_attention import attend
+    from runtime.backends.triton.tiling import Tiling
 
     scheme, tokens = KVCacheScheme.named(cache), rows // (HEADS // KV_HEADS)
     width, dtype = HEAD_DIM // 2 if cache == "int4" else HEAD_DIM, torch.bfloat16 if scheme.is_exact else torch.uint8
     pages, scales = empty(64, PAGE, KV_HEADS, width, dtype=dtype), empty(64, PAGE, KV_HEADS, 2, dtype=torch.float16)
     formats = scheme.key_format, scheme.value_format
     read = HeadPages((pages, pages), (pages, pages) if scheme.is_exact else (scales, scales), formats, scheme.rotate)
-    blocks, places = empty(1, CONTEXT // PAGE, dtype=torch.int64), empty(tokens, dtype=torch.int64)
-    attend(empty(tokens, HEADS, HEAD_DIM), read, blocks, places, None, rows, 8)
+    ragged = last_tokens(empty(1, CONTEXT // PAGE, dtype=torch.int64), tokens, CONTEXT)
+    tiling = Tiling(rows, HEADS // KV_HEADS, KV_HEADS, 2 * PROCESSORS)
+    attend(empty(tokens, HEADS, HEAD_DIM), read, ragged, tiling)
 
 
 def build_of(call: Callable[[], object]) -> Build | None:
