@@ -13,6 +13,7 @@ from runtime.core.attention_window import AttentionWindow
 from runtime.core.batch import (
     AttentionGroup,
     Batch,
+    RaggedRows,
     SamplingTensors,
     equal_rows,
     floats_of,
@@ -87,8 +88,9 @@ class StepBuffers:
     fewer drafts than others has rows of padding behind them; a step with prompts has all padding at its end, and first
     the sequences that sample.
 
-    The columns `[15, num_rows]` and the block tables `[num_sequences, blocks_each]` lie one behind the other, and once
-    more in the memory of the host, pinned beside a GPU: one copy brings a step there.
+    The columns `[15, num_rows]`, first rows of sequences `[num_sequences + 2]` and block tables
+    `[num_sequences, blocks_each]` lie one behind the other, and once more in the memory of the host, pinned beside a
+    GPU: one copy brings a step there.
 
     Args:
         memory: says how many sequences and drafts there are, how long block tables are, and what tokens look at.
@@ -109,12 +111,14 @@ class StepBuffers:
         if self.attention_window.window is not None:
             self.blocks_each += -(-self.num_drafts // self.block_size)  # each of them may look as far back as the first
         self.num_state_slots = memory.states.num_slots
-        self._num_numbers = NUM_COLUMNS * self.num_rows
+        num_columns = NUM_COLUMNS * self.num_rows
+        self._num_numbers = num_columns + self.num_sequences + 2  # padding is a sequence as well
         size = self._num_numbers + self.num_sequences * self.blocks_each
         self._sent = DeviceEvent(device)
         self._host = torch.zeros(size, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._there = torch.zeros(size, dtype=torch.int64, device=device)
-        self._numbers = self._host[: self._num_numbers].view(NUM_COLUMNS, self.num_rows).numpy()
+        self._numbers = self._host[:num_columns].view(NUM_COLUMNS, self.num_rows).numpy()
+        self._starts = self._host[num_columns : self._num_numbers].numpy()
         self._floats = self._numbers[-NUM_FLOATS:].view("float64")
         self._tables = self._host[self._num_numbers :].view(self.num_sequences, self.blocks_each).numpy()
         # Rows of padding begin with a state of zeros, and share a slot to write to (`StateMemory`).
@@ -123,7 +127,9 @@ class StepBuffers:
         dtype = torch.float64 if decoder.dtype == torch.float64 else torch.float32
         self.logits = torch.zeros(self.num_logits, decoder.config.vocab_size, dtype=dtype, device=device)
         self.tokens = torch.zeros(self.num_logits, dtype=torch.int64, device=device)
-        self._row_blocks = torch.zeros(self.num_prompt_rows, self.blocks_each, dtype=torch.int64, device=device)
+        # Kernels of a GPU attend by sequence; others attend group by group, and there each token is one.
+        num_group_rows = 0 if device.type == "cuda" else self.num_prompt_rows
+        self._row_blocks = torch.zeros(num_group_rows, self.blocks_each, dtype=torch.int64, device=device)
 
     def batch(self, shape: Shape) -> Batch:
         """The first rows as a step. Its numbers are those of the last `fill`; its lengths never change, so a launch
@@ -132,11 +138,11 @@ class StepBuffers:
         token_ids, positions, slots, key_positions, writes, ancestors, *_ = self._columns(rows)
         num_keys = self.blocks_each * self.block_size
         if isinstance(shape, PromptShape):
-            # Every token attends as a sequence of its own.
             blocks, last_rows = self._row_blocks[:rows].view(-1), self._columns(shape.size)[LAST_ROWS]
             group = AttentionGroup(slice(0, rows), blocks, key_positions, rows, num_keys, ragged=True)
-            return Batch((), token_ids, positions, slots, (group,), (), last_rows, (), ())
-        blocks = self._there[self._num_numbers :][: shape.size * self.blocks_each]
+            ragged, groups = self._rows_by_sequence(shape, key_positions), (group,) * (len(blocks) > 0)
+            return Batch((), token_ids, positions, slots, groups, (), last_rows, (), (), ragged=ragged)
+        blocks = self._blocks(shape.size)
         bits = ancestors if shape.has_trees else None
         group = AttentionGroup(slice(0, rows), blocks, key_positions, shape.size, num_keys, ragged=True, ancestors=bits)
         reads = self._columns(shape.size)[READS]
@@ -144,6 +150,16 @@ class StepBuffers:
         return Batch(
             (), token_ids, positions, slots, (group,), (), token_ids[:0], (), (), state_rows, equal_rows(group)
         )
+
+    def _rows_by_sequence(self, shape: PromptShape, key_positions: torch.Tensor) -> RaggedRows:
+        """Rows of a step with prompts; those of padding are a sequence without keys after the others."""
+        starts = self._there[NUM_COLUMNS * self.num_rows :][: shape.size + 2]
+        tables = torch.arange(shape.size + 1, device=starts.device).clamp(max=shape.size - 1) * self.blocks_each
+        num_keys = self.blocks_each * self.block_size
+        return RaggedRows(starts, tables, self._blocks(shape.size), key_positions, None, shape.num_rows, num_keys)
+
+    def _blocks(self, num_sequences: int) -> torch.Tensor:
+        return self._there[self._num_numbers :][: num_sequences * self.blocks_each]
 
     def sampling_tensors(self, num_rows: int) -> SamplingTensors:
         """Sampling tensors of the first rows, as `batch`. Rows of padding are greedy."""
@@ -165,8 +181,8 @@ class StepBuffers:
         sent = self._num_numbers + (self.blocks_each * (changed[-1] + 1) if changed else 0)
         self._there[:sent].copy_(self._host[:sent], non_blocking=True)
         self._sent.record()
-        if isinstance(shape, PromptShape):
-            tables = self._there[self._num_numbers :].view(self.num_sequences, self.blocks_each)
+        if isinstance(shape, PromptShape) and len(self._row_blocks):
+            tables = self._blocks(self.num_sequences).view(self.num_sequences, self.blocks_each)
             sequences = self._columns(shape.num_rows)[SEQUENCES]
             torch.index_select(tables, 0, sequences, out=self._row_blocks[: shape.num_rows])
 
@@ -191,6 +207,8 @@ class StepBuffers:
         """Fills the columns of spans of any length."""
         ends = list(accumulate(entry.num_tokens for entry in entries))
         count = ends[-1] if ends else 0
+        self._starts[: len(entries) + 1] = [0, *ends]
+        self._starts[len(entries) + 1 : shape.size + 2] = shape.num_rows
         for column, of in enumerate((token_ids_of, positions_of, self._slots_of, self._key_positions)):
             self._numbers[column, :count] = list(chain.from_iterable(map(of, entries)))
         self._numbers[:NUM_PLACES, count : shape.num_rows] = [[number] for number in self._padding[:NUM_PLACES]]
@@ -218,7 +236,7 @@ class StepBuffers:
         return self._columns(self.num_rows)[0]
 
     def _columns(self, num_rows: int) -> list[torch.Tensor]:
-        columns = self._there[: self._num_numbers].view(NUM_COLUMNS, self.num_rows)
+        columns = self._there[: NUM_COLUMNS * self.num_rows].view(NUM_COLUMNS, self.num_rows)
         return [column[:num_rows] for column in columns]
 
     def _decode_integers(self, entry: ScheduledSequence) -> tuple[int, ...]:

@@ -26,8 +26,6 @@ logger = logging.getLogger("runtime.graphs")
 SMALL_SIZES = (1, 2, 4, 8, 16, 24, 32)
 LEAST_PROMPT_ROWS = 32
 """Tokens of the smallest captured step with prompts."""
-MOST_READ_KEYS = 2**16
-"""Maximum keys that the tokens of such a step read in all, each its own: reading more takes longer than launching."""
 FEW_ROWS = 64
 """Tokens that take about as long as one: reading the weights takes longer than computing."""
 
@@ -205,8 +203,6 @@ class StepGraphs:
         """Why no captured step computes entries with prompts, in few words; empty when one can."""
         if sum(entry.num_tokens for entry in entries) > self.buffers.num_prompt_rows:
             return "prompts are computed"
-        if sum(entry.num_tokens * (entry.start + entry.num_tokens) for entry in entries) > MOST_READ_KEYS:
-            return "many keys are read"
         return "drafts and prompts are computed" if any(entry.num_draft_tokens for entry in entries) else ""
 
     def _drafts_reason(self, entries: Sequence[ScheduledSequence]) -> str:
