@@ -88,7 +88,7 @@ def plan_memory(
         num_draft_tokens=num_draft_tokens(config),
         drafts_trees=config.speculative_model == TREES,
         # States of prompts advance by scans whose launches depend on lengths.
-        prompt_rows=0 if states.slot_bytes else min(config.max_num_batched_tokens, MOST_PROMPT_ROWS),
+        prompt_rows=0 if states.slot_bytes else min(config.step_tokens, MOST_PROMPT_ROWS),
     )
 
 
