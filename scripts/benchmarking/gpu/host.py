@@ -15,6 +15,7 @@ import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from pathlib import Path
 from time import thread_time
 from typing import Any
@@ -22,6 +23,10 @@ from typing import Any
 from rich.console import Console
 
 from benchmarking.tables import Row, print_with_markdown, write_json
+from runtime.core.config import RuntimeConfig
+from runtime.core.request import SamplingParams
+from runtime.core.step import StepOutput, StepPlan, SubmittedStep
+from runtime.engine.engine import Engine
 
 sys.path.append(str(Path(__file__).parents[3] / "tests/support"))
 
@@ -36,6 +41,8 @@ STEPS = {
 """Tokens of prompts, and number of sequences that are decoded; beside prompts these are replayed."""
 CONTEXT = 256
 """Tokens of each sequence that is decoded."""
+PROMPTS_IN_TURN, ANSWER = (128, 1024), 40
+"""Tokens of the prompts that come one with each step, and of their answers."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +125,73 @@ def measure(form: str, rounds: int) -> list[HostTime]:
     return found
 
 
+class _Gaps:
+    """Times in which a runner's device has nothing to do: from the output of its last step to the next submission."""
+
+    def __init__(self, runner: Any) -> None:
+        self.submit, self.latest, self.read = runner.submit, 0, 0.0
+        self.times: list[float] = []
+        runner.submit = self._submit
+
+    def _submit(self, plan: StepPlan) -> SubmittedStep:
+        step = self.submit(plan)
+        self.times.append((thread_time() - self.read) * 1000 if self.read else 0.0)
+        self.latest, self.read = self.latest + 1, 0.0
+        return _TimedStep(self, step, self.latest)
+
+
+@dataclass(frozen=True)
+class _TimedStep:
+    gaps: _Gaps
+    step: SubmittedStep
+    number: int
+
+    @property
+    def feeds_next(self) -> bool:
+        return self.step.feeds_next
+
+    def result(self) -> StepOutput:
+        output = self.step.result()
+        if self.number == self.gaps.latest:
+            self.gaps.read = thread_time()
+        return output
+
+
+def measure_gaps(form: str, rounds: int) -> list[Row]:
+    """Milliseconds of the host between steps of up to `ANSWER` decodes and a prompt, which a new request brings to
+    each: eager steps, with the last one read first, then steps as they are served."""
+    from jit_without_gpu.cases import FORMS
+    from jit_without_gpu.decoders import capture_and_replay_nothing, make_decoder, make_runner
+    from jit_without_gpu.session import gpu_without_hardware
+
+    found = []
+    with gpu_without_hardware():
+        case = FORMS[form]
+        runner = make_runner(make_decoder(case.read_config(), case.scheme, case.head))
+        submit, memory = runner.submit, runner.memory
+        for length, overlap in product(PROMPTS_IN_TURN, (False, True)):
+            runner.memory = memory if overlap else replace(memory, prompt_rows=0)
+            runner.capture_steps(capture_and_replay_nothing)
+            runner.submit = submit
+            config = RuntimeConfig(max_num_seqs=64, overlap=overlap, prefix_caching=False)
+            engine, gaps = Engine(runner, None, config.with_step_sizes(80 * 2**30)), _Gaps(runner)
+            for _ in range(ANSWER + rounds):
+                engine.add_request([0] * length, SamplingParams(max_tokens=ANSWER, temperature=0, ignore_eos=True))
+                engine.step()
+            times = sorted(gaps.times[ANSWER:])
+            path = "replayed" if length + ANSWER <= runner.memory.prompt_rows else "eager"
+            found.append(
+                {
+                    "form": form,
+                    "prompt": str(length),
+                    "steps": f"{path}, {'overlapped' if overlap else 'read first'}",
+                    "gap, ms, median": f"{statistics.median(times):.2f}",
+                    "90 %": f"{times[len(times) * 9 // 10]:.2f}",
+                }
+            )
+    return found
+
+
 def measure_launch(rounds: int) -> Row:
     """Microseconds of one launch, the best of many: through Triton, looked up by constants and arguments, and with
     constants bound."""
@@ -164,7 +238,9 @@ def run(options: argparse.Namespace) -> int:
     console = Console(width=160, highlight=False)
     found = [each for form in options.forms for each in measure(form, options.rounds)]
     print_with_markdown("Host time without a GPU", [each.row for each in found], console)
+    gaps = [row for form in options.forms[:1] for row in measure_gaps(form, options.rounds)]
+    print_with_markdown("Gaps between steps with prompts", gaps, console)
     print_with_markdown("Microseconds of one launch", [measure_launch(options.rounds)], console)
     if options.json:
-        write_json(options.json, {"rows": [asdict(each) for each in found]})
+        write_json(options.json, {"rows": [asdict(each) for each in found], "gaps": gaps})
     return 0
