@@ -148,10 +148,10 @@ class TritonAttention:
         source, window, sinks = cache.sources[layer], self.windows[layer], scores.sink_logits
         read, query = layer_pages(self.pages, cache.scheme, source), query.contiguous()
         front = self._sink_tokens(source, moved)
-        key = query.shape, read.pages[0].shape[2], window, scores.chunk, sinks is None
-        prepared = self._prepared.get(key)
+        kind = query.shape, read.pages[0].shape[2], window, scores.chunk, sinks is None
+        prepared = self._prepared.get(kind)
         if prepared is None:
-            prepared = self._prepared[key] = self._prepare(query, read, window, front, scores)
+            prepared = self._prepared[kind] = self._prepare(query, read, window, front, scores)
         stored = prepared.joined(form)
         out = room.input(heads * head_dim, stored)
         prepared(query, read, front, sinks, out, stored)

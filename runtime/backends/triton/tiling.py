@@ -1,4 +1,4 @@
-"""How the rows of a step are cut into tiles for attention, and the keys of long sequences into splits: numbers only."""
+"""Cut of the rows of a step into tiles for attention, and of the keys of long sequences into splits: numbers only."""
 
 from __future__ import annotations
 

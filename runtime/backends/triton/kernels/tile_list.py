@@ -26,7 +26,7 @@ BLOCK = 64
 
 
 @triton.jit
-def sequence_work(starts_ptr, positions_ptr, sequence, count, shared, reach, BLOCK_R: tl.constexpr):
+def sequence_work(starts_ptr, positions_ptr, sequence, count, tile_rows, shared, reach):
     """First token, number of tokens, keys that they attend to and tiles of sequences `[S]`: see `Tiling`."""
     inside = sequence < count
     first = tl.load(starts_ptr + sequence, mask=inside, other=0).to(tl.int32)
@@ -34,17 +34,17 @@ def sequence_work(starts_ptr, positions_ptr, sequence, count, shared, reach, BLO
     root = tl.load(positions_ptr + first, mask=tokens > 0, other=-1).to(tl.int32)
     keys = tl.where(root < 0, 0, root + tokens)
     keys = tl.minimum(keys, tl.where(reach > 0, reach - 1 + tokens, keys))
-    return first, tokens, keys, tl.cdiv(tokens * shared, BLOCK_R)
+    return first, tokens, keys, tl.cdiv(tokens * shared, tile_rows)
 
 
 @Launcher
-@triton.jit(
-    do_not_specialize=["count", "num_items"],
+@triton.jit(  # one build for all steps and cuts
+    do_not_specialize=["count", "num_items", "tile_rows", "shared", "kv_heads", "programs", "reach", "least"],
     do_not_specialize_on_alignment=["starts_ptr", "tables_ptr", "positions_ptr"],
 )
 def list_tiles(
     starts_ptr, tables_ptr, positions_ptr, items_ptr, parts_ptr, count, num_items,
-    shared, kv_heads, programs, reach, least, MOST: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK: tl.constexpr,
+    tile_rows, shared, kv_heads, programs, reach, least, MOST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Lists the tiles of `count` sequences with their splits as items `[num_items, COLUMNS]`: without rows
     where fewer are needed.
@@ -56,7 +56,7 @@ def list_tiles(
     total = tl.zeros((BLOCK,), tl.int64)
     for begin in range(0, count, BLOCK):
         first, tokens, keys, tiles = sequence_work(
-            starts_ptr, positions_ptr, begin + lane, count, shared, reach, BLOCK_R
+            starts_ptr, positions_ptr, begin + lane, count, tile_rows, shared, reach
         )
         total += tiles.to(tl.int64) * keys
     work = tl.cdiv(tl.sum(total, 0) * kv_heads, programs)
@@ -67,7 +67,7 @@ def list_tiles(
     num_before, parts_before = 0, 0
     for begin in range(0, count, BLOCK):
         sequence = begin + lane
-        first, tokens, keys, tiles = sequence_work(starts_ptr, positions_ptr, sequence, count, shared, reach, BLOCK_R)
+        first, tokens, keys, tiles = sequence_work(starts_ptr, positions_ptr, sequence, count, tile_rows, shared, reach)
         table = tl.load(tables_ptr + sequence, mask=sequence < count, other=0).to(tl.int32)
         splits = tl.minimum(tl.maximum(tl.cdiv(keys, each), 1), MOST)
         ends = num_before + tl.cumsum(tiles * splits, 0)
@@ -88,7 +88,7 @@ def list_tiles(
         parts_before += tl.sum(held, 0)
     sequence, table, first, tokens, splits, part, place = found
     splits = tl.maximum(splits, 1)
-    row, split = place // splits * BLOCK_R, place % splits
+    row, split = place // splits * tile_rows, place % splits
     item_ptrs, is_item = items_ptr + item * COLUMNS, item < num_items
     tl.store(item_ptrs + SEQUENCE, sequence, mask=is_item)
     tl.store(item_ptrs + TABLE, table, mask=is_item)
@@ -98,8 +98,8 @@ def list_tiles(
     tl.store(item_ptrs + SPLIT, split, mask=is_item)
     tl.store(item_ptrs + SPLITS, splits, mask=is_item)
     tl.store(item_ptrs + PART, part, mask=is_item)
-    stop = tl.minimum(row + BLOCK_R, tokens * shared)
-    for number in range(0, BLOCK_R // shared + 2):
+    stop = tl.minimum(row + tile_rows, tokens * shared)
+    for number in range(0, tile_rows // shared + 2):
         token = row // shared + number
         is_token = is_item & (split == 0) & (token * shared < stop)
         part_ptrs = parts_ptr + (first + token) * 2
@@ -148,7 +148,5 @@ def tile_list(rows: RaggedRows, num_tokens: int, tiling: Tiling) -> TileList:
 
 @cache
 def _bound(tiling: Tiling) -> BoundKernel:
-    return list_tiles.bind(
-        shared=tiling.shared, kv_heads=tiling.kv_heads, programs=tiling.programs, reach=tiling.reach,
-        least=tiling.least, MOST=MAX_SPLITS, BLOCK_R=tiling.rows, BLOCK=BLOCK,
-    )  # fmt: skip
+    numbers = tiling._asdict()
+    return list_tiles.bind(tile_rows=numbers.pop("rows"), **numbers, MOST=MAX_SPLITS, BLOCK=BLOCK)
