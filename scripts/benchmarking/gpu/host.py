@@ -1,8 +1,8 @@
 """Time of the host for a step of an 8B decoder on a GPU, measured without one.
 
 Steps run through Triton's real path onto a driver that runs nothing, with tensors that have no memory: what is left is
-the time in which the host prepares and launches kernels. Compare figures of one machine only. Captured steps are
-computed anew each time, as when they are captured, except beside prompts: there they are replayed, which takes nothing.
+the time in which the host prepares and launches kernels. Compare figures of one machine only. All steps are
+launched kernel by kernel, as when they are captured; only where gaps between steps are measured, they are replayed.
 
     python scripts/bench_kernels.py gpu-host
     python scripts/bench_kernels.py gpu-host --forms int4 --rounds 30 --json host.json
@@ -38,7 +38,7 @@ STEPS = {
     "decode of 8": ((), 8),
     "decode of 64": ((), 64),
 }
-"""Tokens of prompts, and number of sequences that are decoded; beside prompts these are replayed."""
+"""Tokens of prompts, and number of sequences that are decoded; all of them are launched, none replayed."""
 CONTEXT = 256
 """Tokens of each sequence that is decoded."""
 PROMPTS_IN_TURN, ANSWER = (128, 1024), 40
@@ -97,23 +97,17 @@ class _Stopwatch:
 def measure(form: str, rounds: int) -> list[HostTime]:
     """Times of all kinds of steps of a decoder, in this process."""
     from jit_without_gpu.cases import FORMS
-    from jit_without_gpu.decoders import (
-        capture_and_replay_nothing,
-        make_decoder,
-        make_runner,
-        mixed,
-        run_and_capture_nothing,
-    )
+    from jit_without_gpu.decoders import make_decoder, make_runner, mixed, run_and_capture_nothing
     from jit_without_gpu.session import gpu_without_hardware
 
     found = []
     with gpu_without_hardware() as gpu:
         case = FORMS[form]
         runner = make_runner(make_decoder(case.read_config(), case.scheme, case.head))
-        kernels = runner.kernels
+        kernels, runner.memory = runner.kernels, replace(runner.memory, prompt_rows=0)
         for name, (lengths, num_decodes) in STEPS.items():
             plan = mixed(runner, lengths, [CONTEXT] * num_decodes)
-            runner.capture_steps(capture_and_replay_nothing if lengths else run_and_capture_nothing)
+            runner.capture_steps(run_and_capture_nothing)
             runner.execute(plan)
             step = _Stopwatch(runner.execute, lambda: gpu.launches)
             layers = _Stopwatch(kernels.layers, lambda: gpu.launches)
