@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import takewhile
+
 import torch
 from torch import Tensor
 
@@ -40,15 +42,15 @@ class TritonLatentAttention:
         if cache.scheme.rotate:
             query = heads.rotated(query, cache.rotate)
         self.keys.write(layer, cache.rotate(key), value)
-        # The longest spans are the last ones.
+        # The longest spans are the last groups, each of one sequence.
         rotated = query.shape[-1] - heads.shape.own
-        count = next((n for n in range(len(groups), 0, -1) if not self._expands(heads, groups[n - 1], rotated)), 0)
-        spans = [self._attend_span(layer, heads, index, query) for index in range(count, len(groups))]
-        if not count:
+        first = len(groups) - sum(1 for _ in takewhile(lambda g: self._expands(heads, g, rotated), reversed(groups)))
+        spans = [self._attend_span(layer, heads, index, query) for index in range(first, len(groups))]
+        if spans and not first:
             return spans[0] if len(spans) == 1 else torch.cat(spans)
-        num_sequences = sum(group.num_sequences for group in groups[:count])
-        query = query[: groups[count - 1].rows.stop].contiguous()
-        absorbed = heads.values(self._attend_absorbed(layer, heads, num_sequences, query).transpose(0, 1))
+        rest = (query[: groups[first].rows.start] if spans else query).contiguous()
+        sums = self._attend_absorbed(layer, heads, len(self._rows.tables) - len(spans), rest)
+        absorbed = heads.values(sums.transpose(0, 1))
         return torch.cat((absorbed, *spans)) if spans else absorbed
 
     def _heads(self, layer: int) -> LatentProducts:

@@ -155,8 +155,8 @@ class World:
 
 
 def make_batch(spans: list[tuple[int, int]], device: torch.device, padding: int = 0) -> Batch:
-    """Tokens of this step and number of keys after it, for each sequence. Rows of padding belong to the last one, which
-    has one token."""
+    """Tokens of this step and number of keys after it, for each sequence. Rows of padding are in the group of the last
+    one, as sequences with as many tokens."""
     groups, positions, slots, block, row = [], [], [], 0, 0
     for tokens, keys in spans:
         table = torch.arange(block, block + -(-keys // BLOCK))
@@ -171,7 +171,8 @@ def make_batch(spans: list[tuple[int, int]], device: torch.device, padding: int 
         slots.append(nowhere)
         rows, table, places, _, keys, _ = groups[-1]
         places = torch.cat((places, nowhere))
-        groups[-1] = slice(rows.start, rows.stop + padding), table.repeat(1 + padding), places, 1 + padding, keys, True
+        count = len(places) // (rows.stop - rows.start)
+        groups[-1] = slice(rows.start, rows.stop + padding), table.repeat(count), places, count, keys, True
     there = [AttentionGroup(r, t.to(device), p.to(device), *rest) for r, t, p, *rest in groups]
     ids = torch.arange(row + padding) * 7 % VOCABULARY
     nothing = torch.empty(0, dtype=torch.int64)
