@@ -35,6 +35,7 @@ def load_engine(path: str | Path, config: RuntimeConfig, report: Report = ignore
         ToolkitError: this machine or model does not support the configuration.
     """
     from compress.checkpoint.gguf.folder import folder_of
+    from compress.common.device import total_bytes
     from runtime.activations import choose_activations
     from runtime.model.loader import load_model
     from runtime.runner.runner import build_runner
@@ -51,6 +52,7 @@ def load_engine(path: str | Path, config: RuntimeConfig, report: Report = ignore
     chosen = choose_activations(path, config.activations, kernels=config.linear_backend, **options)
     experts = config.moe_expert_cache
     decoder = load_model(path, kernels=chosen.kernels, notes=chosen.notes, moe_expert_cache=experts, **options)
+    config = config.with_step_sizes(total_bytes(decoder.device))
     runner = build_runner(decoder, config, report)
     speculator = build_speculator(path, decoder, runner, replace(config, linear_backend=chosen.kernels))
     engine = Engine(runner, tokenizer, config, speculator=speculator)

@@ -13,7 +13,7 @@ import torch
 from benchmarking.cpu.attention import Case, decoder_config
 from benchmarking.cpu.kernels import random_weight
 from benchmarking.gpu.ahead import compile_ahead
-from benchmarking.gpu.kernels import FORMS, INSTEAD_OF, KERNELS, linears, paged_calls, require_gpu
+from benchmarking.gpu.kernels import FORMS, INSTEAD_OF, KERNELS, last_tokens, linears, paged_calls, require_gpu
 from benchmarking.machine import leave_with
 from torch import Tensor
 
@@ -112,17 +112,20 @@ def sampling_outputs(device: torch.device) -> Outputs:
 def latent_outputs(device: torch.device) -> Outputs:
     from runtime.backends.triton.attention import HeadPages
     from runtime.backends.triton.kernels.latent_attention import attend_latents
+    from runtime.backends.triton.kernels.tile_list import tile_list
+    from runtime.backends.triton.tiling import Tiling
 
     heads, rank, rotated, found = 4, 128, 32, {}
     sizes = [(CASE.num_blocks, CASE.block_size, 1, width) for width in (rotated, rank)]
-    blocks, positions = torch.arange(8, device=device).view(2, 4), torch.tensor([63, 40], device=device)
+    ragged = last_tokens(torch.arange(8, device=device).view(2, 4), 1, 64)
+    tiles = tile_list(ragged, 2, Tiling(16, heads, 1, 8, least=32))
     for form in ("16bit", "int8"):
         exact = tuple(numbers(device, *size) for size in sizes)
         codes = tuple(torch.randint(0, 256, size, dtype=torch.uint8, device=device) for size in sizes)
         scales = tuple(torch.full((*size[:3], 2), 0.01, dtype=torch.float16, device=device) for size in sizes)
         pages = HeadPages(*((exact, exact) if form == "16bit" else (codes, scales)), (form, form), False)
         queries = numbers(device, heads, 2, rank), numbers(device, 2, heads, rotated)
-        found[f"latents, {form}"] = attend_latents(*queries, pages, blocks, positions, 0.1, None, 16, 2)
+        found[f"latents, {form}"] = attend_latents(*queries, pages, ragged, tiles, 16, 0.1, None)
     return found
 
 

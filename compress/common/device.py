@@ -84,6 +84,11 @@ def available_bytes(device: torch.device) -> int:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
+def total_bytes(device: torch.device) -> int | None:
+    """Memory of a GPU; None for another device."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+
+
 def require_memory(what: str, needed: int, device: torch.device, remedy: str) -> None:
     """Raises CheckpointError where `what` takes more bytes than can be allocated: the system would kill the process."""
     available = available_bytes(device)

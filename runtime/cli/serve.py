@@ -321,7 +321,7 @@ def describe_engine(engine: Engine) -> Iterator[str]:
     yield f"KV form   {runner.memory.kv_choice.describe()}"
     yield from (f"kernels   {line}" for line in join_equal(runner.decoder.description))
     yield f"attention {runner.kernels.describe()}"
-    yield from describe_gpu(runner)
+    yield from describe_gpu(runner, engine.config)
     if config.speculative_model:
         drafter = HubModel.of_cached(Path(config.speculative_model)) or config.speculative_model
         drafting = f"drafting  {drafter}, up to {config.num_speculative_tokens} tokens"
@@ -435,20 +435,28 @@ def describe_scheme(path: Path) -> str:
     return PackedCheckpoint.open(path).describe()
 
 
-def describe_gpu(runner: ModelRunner) -> list[str]:
-    """Describes GPU memory and CUDA graphs; empty on a CPU."""
+def describe_gpu(runner: ModelRunner, config: RuntimeConfig) -> list[str]:
+    """Describes GPU memory, sizes of steps and CUDA graphs; empty on a CPU."""
     from runtime.memory.plan import explain
 
     if runner.decoder.device.type != "cuda":
         return []
+    sizes = f"of at most {config.step_tokens} tokens, {config.max_span_tokens} of one prompt"
+    limit = f"{sizes} ({config.step_sizes_reason})"
     steps = f"launched kernel by kernel: {runner.graphs_reason}"
     if runner.graphs is not None:
         sizes = ", ".join(map(str, runner.graphs.sizes))
         drafts = ", ".join(map(str, runner.graphs.draft_sizes[1:]))
         verified = f", with {drafts} draft tokens or none," if drafts else ""
         when = "" if runner.graphs.is_complete else " at their first use"
-        steps = f"of one token for each of {sizes} sequences{verified} are captured{when} (CUDA graphs)"
-    return [*(f"memory    {line}" for line in explain(runner.memory)), f"steps     {steps}"]
+        longest = max(runner.graphs.prompt_sizes, default=0)
+        prompts = f"; with prompts of up to {longest} tokens as well" if longest else ""
+        steps = f"of one token for each of {sizes} sequences{verified} are captured{when} (CUDA graphs){prompts}"
+    return [
+        *(f"memory    {line}" for line in explain(runner.memory)),
+        f"steps     {limit}",
+        f"steps     {steps}",
+    ]
 
 
 def describe_memory(engine: Engine) -> str:

@@ -71,6 +71,51 @@ class AttentionGroup:
 
 
 @dataclass(frozen=True, slots=True)
+class RaggedRows:
+    """Rows of a step by sequence, for attention of all of them in one call. Rows of a sequence follow each other.
+
+    Attributes:
+        starts: int64 `[S + 1]`, first row of every sequence, then the number of rows.
+        tables: int64 `[S]`, where the block table of every sequence begins in `blocks`.
+        blocks, positions: see `AttentionGroup`, of all sequences; position -1 is padding, which attends to nothing.
+        ancestors: int64 `[T]`, see `AttentionGroup`; 0 for rows of causal attention. None: no sequence has a tree.
+        longest, num_keys: most tokens, and most keys, that a sequence may have.
+        lengths: tokens and keys of every sequence; empty if the tensors are filled later, as in a captured step.
+    """
+
+    starts: Tensor
+    tables: Tensor
+    blocks: Tensor
+    positions: Tensor
+    ancestors: Tensor | None
+    longest: int
+    num_keys: int
+    lengths: tuple[tuple[int, int], ...] = ()
+
+    def first(self, count: int) -> RaggedRows:
+        """Returns those of the first sequences, whose lengths are known."""
+        lengths = self.lengths[:count]
+        longest, num_keys = (max(column, default=0) for column in zip(*lengths, strict=True))
+        return replace(
+            self,
+            starts=self.starts[: count + 1],
+            tables=self.tables[:count],
+            longest=longest,
+            num_keys=num_keys,
+            lengths=lengths,
+        )
+
+
+def equal_rows(group: AttentionGroup) -> RaggedRows:
+    """Returns the rows of a group by sequence, for a step whose lengths are filled in later."""
+    count = group.num_sequences
+    numbers = torch.arange(count + 1, device=group.blocks.device)
+    each, width = len(group.positions) // count, len(group.blocks) // count
+    starts, tables = numbers * each, numbers[:-1] * width
+    return RaggedRows(starts, tables, group.blocks, group.positions, group.ancestors, each, group.num_keys)
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """Inputs of one step as tensors.
 
@@ -83,6 +128,7 @@ class Batch:
         prompt_rows: entries that need their whole prompt, with the rows of their span.
         fresh_blocks: blocks that this step starts and leaves partially filled.
         state_rows: layout of recurrent states, if it is built already.
+        ragged: the rows by sequence; None for backends that attend group by group.
     """
 
     entries: tuple[ScheduledSequence, ...]
@@ -95,6 +141,7 @@ class Batch:
     prompt_rows: tuple[tuple[ScheduledSequence, slice], ...]
     fresh_blocks: tuple[int, ...]
     state_rows: StateRows | None = None
+    ragged: RaggedRows | None = None
 
 
 def build_batch(
@@ -109,6 +156,8 @@ def build_batch(
     groups = group_entries(entries, block_size, attention_window)
     ordered = [entry for group in groups for entry in group]
     stops = list(accumulate(entry.num_tokens for entry in ordered))
+    tables = [block_table(group, block_size, attention_window) for group in groups]
+    widths = [len(table) // len(group) for group, table in zip(groups, tables, strict=True) for _ in group]
     parts = [
         list(chain.from_iterable(token_ids_of(entry) for entry in ordered)),
         list(chain.from_iterable(positions_of(entry) for entry in ordered)),
@@ -117,33 +166,49 @@ def build_batch(
         list(chain.from_iterable(_key_positions(entry, block_size, attention_window) for entry in ordered))
         if bounded
         else [],
-        list(chain.from_iterable(ancestor_bits(entry.draft_parents) for entry in ordered if entry.has_tree)),
-        *(block_table(group, block_size, attention_window) for group in groups),
+        list(chain.from_iterable(map(_ancestors, ordered))) if any(entry.has_tree for entry in ordered) else [],
+        [0, *stops],
+        [0, *accumulate(widths[:-1])],
+        *tables,
     ]
     # A single transfer: on small models, and on a GPU, each small tensor costs as much as a layer.
-    flat = upload(chain.from_iterable(parts), device)
+    numbers = array("q")
+    for part in parts:
+        numbers.fromlist(part)  # twice as fast as an iterator over all of them
+    flat = upload(numbers, device)
     sizes = [len(part) for part in parts]
-    token_ids, positions, slots, sample_rows, key_positions, ancestors, *tables = flat.split(sizes)
+    token_ids, positions, slots, sample_rows, key_positions, ancestors, starts, firsts, *blocks = flat.split(sizes)
+    if not bounded:
+        key_positions = positions
+    lengths = tuple(
+        (entry.num_tokens, _stop(entry) - num_hidden_keys(entry, block_size, attention_window)) for entry in ordered
+    )
+    longest, num_keys = (max(column) for column in zip(*lengths, strict=True))
+    all_blocks = flat[len(flat) - sum(map(len, blocks)) :]
+    bits = ancestors if len(ancestors) else None
     return Batch(
         tuple(ordered),
         token_ids,
         positions,
         slots,
-        _attention_groups(
-            groups, tables, key_positions if bounded else positions, ancestors, block_size, attention_window
-        ),
+        _attention_groups(groups, blocks, key_positions, ancestors, block_size, attention_window),
         tuple(entry for entry in ordered if entry.samples),
         sample_rows,
         tuple(_prompt_rows(ordered, stops)),
         tuple(block for entry in ordered for block in fresh_blocks(entry, block_size)),
+        ragged=RaggedRows(starts, firsts, all_blocks, key_positions, bits, longest, num_keys, lengths),
     )
+
+
+def _ancestors(entry: ScheduledSequence) -> Sequence[int]:
+    return ancestor_bits(entry.draft_parents) if entry.has_tree else [0] * entry.num_tokens
 
 
 def group_entries(
     entries: Sequence[ScheduledSequence], block_size: int, attention_window: AttentionWindow = FULL_ATTENTION
 ) -> list[list[ScheduledSequence]]:
     """Groups single tokens, and drafts of equal size, by similar context length, which limits padding to twice the
-    work; longer spans form their own groups."""
+    work; longer spans form their own groups, the longest last."""
     shared: dict[tuple[int, int, bool], list[ScheduledSequence]] = {}
     for entry in entries:
         if entry.num_tokens <= MAX_SHARED_TOKENS:
@@ -151,7 +216,8 @@ def group_entries(
             blocks = max(MIN_SHARED_BLOCKS, 1 << last.bit_length())
             shared.setdefault((entry.num_tokens, blocks, entry.has_tree), []).append(entry)
     groups = [shared[size] for size in sorted(shared)]
-    return groups + [[entry] for entry in entries if entry.num_tokens > MAX_SHARED_TOKENS]
+    spans = (entry for entry in entries if entry.num_tokens > MAX_SHARED_TOKENS)
+    return groups + [[entry] for entry in sorted(spans, key=lambda entry: entry.num_tokens)]
 
 
 def block_table(
@@ -188,9 +254,7 @@ def _attention_groups(
         lengths = [_stop(entry) - num_hidden_keys(entry, block_size, attention_window) for entry in group]
         partial_span = group[0].num_tokens > 1 and (group[0].start > 0 or len(group) > 1)
         ragged = partial_span or min(lengths) < max(lengths)
-        bits = None
-        if group[0].has_tree:
-            bits, ancestors = ancestors.tensor_split([rows.stop - row])
+        bits = ancestors[rows] if group[0].has_tree else None
         layout.append(AttentionGroup(rows, table, positions[rows], len(group), max(lengths), ragged, bits))
         row = rows.stop
     return tuple(layout)
@@ -246,9 +310,11 @@ def _prompt_rows(
 
 def slots_of(entry: ScheduledSequence, block_size: int) -> list[int]:
     """Returns the KV cache slots of the span's tokens."""
-    block_ids = entry.sequence.block_ids
-    span = range(entry.start, _stop(entry))
-    return [block_ids[position // block_size] * block_size + position % block_size for position in span]
+    block_ids, stop, slots = entry.sequence.block_ids, _stop(entry), list[int]()
+    for index in range(entry.start // block_size, _last_block(entry, block_size) + 1):
+        shift = (block_ids[index] - index) * block_size
+        slots += range(shift + max(entry.start, index * block_size), shift + min(stop, (index + 1) * block_size))
+    return slots
 
 
 def _last_block(entry: ScheduledSequence, block_size: int) -> int:

@@ -5,12 +5,13 @@ Each group is a set of command-line options; `RuntimeConfig` combines them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from compress.checkpoint.activations import ACTIVATIONS
 from compress.checkpoint.kv_cache import AUTO
 from compress.checkpoint.state_dtype import STATE_DTYPES, STATE_FLOAT32
 from compress.common.cli import SIZE_OPTION, option
+from runtime.core.step_sizes import default_step_sizes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,11 +202,19 @@ class BatchOptions:
     """Size of a step, and overlap of consecutive steps."""
 
     max_num_seqs: int = option("--max-num-seqs", default=64, min=1, help="Maximum number of sequences per step.")
-    max_num_batched_tokens: int = option(
-        "--max-num-batched-tokens", default=512, min=1, metavar="TOKENS", help="Maximum number of tokens per step."
+    max_num_batched_tokens: int | None = option(
+        "--max-num-batched-tokens",
+        default=None,
+        min=1,
+        metavar="TOKENS",
+        help="Maximum number of tokens per step. Default: 512; on a GPU 1024 to 8192, by its memory.",
     )
-    prefill_chunk: int = option(
-        "--prefill-chunk", default=256, min=1, metavar="TOKENS", help="Maximum prompt tokens of one sequence per step."
+    prefill_chunk: int | None = option(
+        "--prefill-chunk",
+        default=None,
+        min=1,
+        metavar="TOKENS",
+        help="Maximum prompt tokens of one sequence per step. Default: 256; on a GPU 256 to 2048, by its memory.",
     )
     overlap: bool = option(
         "--overlap/--no-overlap",
@@ -271,6 +280,7 @@ class RuntimeConfig(
             reproducible; None is the default of `LatencyOptions`.
         prefix_caching: whether to reuse KV blocks of equal prefixes.
         warm_up: whether to compile kernels and capture CUDA graphs on a GPU before the first request.
+        step_sizes_reason: explanation of the maximum tokens per step and prompt.
     """
 
     block_size: int = 16
@@ -279,11 +289,28 @@ class RuntimeConfig(
     max_itl_ms: float | None = 0
     prefix_caching: bool = True
     warm_up: bool = False
+    step_sizes_reason: str = "as asked for"
+
+    @property
+    def step_tokens(self) -> int:
+        """Maximum tokens per step; of a CPU if none are given."""
+        return self.max_num_batched_tokens or default_step_sizes().tokens
 
     @property
     def max_span_tokens(self) -> int:
         """Maximum tokens of one prompt per step."""
-        return min(self.prefill_chunk, self.max_num_batched_tokens)
+        return min(self.prefill_chunk or default_step_sizes().chunk, self.step_tokens)
+
+    def with_step_sizes(self, gpu_bytes: int | None) -> RuntimeConfig:
+        """Returns the configuration with the default sizes of steps on a device where none are given.
+
+        Args:
+            gpu_bytes: memory of the GPU; None on a CPU.
+        """
+        default, asked = default_step_sizes(gpu_bytes), (self.max_num_batched_tokens, self.prefill_chunk)
+        tokens, chunk = asked[0] or default.tokens, asked[1] or default.chunk
+        reason = "as asked for" if any(asked) else default.reason
+        return replace(self, max_num_batched_tokens=tokens, prefill_chunk=chunk, step_sizes_reason=reason)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -121,6 +121,10 @@ MOST_DRAFT_ROWS = 256
 """Maximum tokens of a captured step that verifies drafts: with more, computing takes longer than launching."""
 
 
+MOST_PROMPT_ROWS = 512
+"""Maximum tokens of a captured step with prompts, for the same reason."""
+
+
 def captured_rows(num_sequences: int, num_draft_tokens: int) -> int:
     """Returns the tokens of the largest captured step: one per sequence, plus drafts up to `MOST_DRAFT_ROWS`."""
     return max(num_sequences, min(num_sequences * (1 + num_draft_tokens), MOST_DRAFT_ROWS))
@@ -144,6 +148,7 @@ class MemoryPlan:
         num_sequences: maximum number of sequences per step.
         num_draft_tokens: maximum number of draft tokens per sequence and step.
         drafts_trees: whether drafts may be trees.
+        prompt_rows: maximum tokens of a captured step with prompts; 0 captures none.
         budget: memory limit of the pool, and memory kept free.
         expert_bytes: bytes of experts in host memory.
         states: slots for recurrent states, in the same memory.
@@ -166,10 +171,11 @@ class MemoryPlan:
     states: StateSlots = NO_STATES
     num_draft_tokens: int = 0
     drafts_trees: bool = False
+    prompt_rows: int = 0
 
     @property
     def captured_rows(self) -> int:
-        """Capacity of captured steps in tokens."""
+        """Capacity of captured steps in tokens whose logits are computed."""
         return captured_rows(self.num_sequences, self.num_draft_tokens)
 
     @property

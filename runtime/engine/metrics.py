@@ -102,7 +102,7 @@ class Metrics(Collector):
     steps_by_overlap_total: Counter[str] = field(
         default_factory=Counter,
         metadata={
-            "help": "Recorded steps: overlapped with the next step, or the reason why not.",
+            "help": "Steps whose tokens the device draws: overlapped with the next step, or the reason why not.",
             "labels": ("overlap",),
         },
     )

@@ -107,7 +107,7 @@ class Scheduler:
         self.stats = SchedulerStats()
         self._num_added = 0
         # Every running sequence gets a token per step, so more running sequences than budgeted tokens are never useful.
-        self._max_running = min(config.max_num_seqs, config.max_num_batched_tokens)
+        self._max_running = min(config.max_num_seqs, config.step_tokens)
 
     @property
     def has_work(self) -> bool:
@@ -174,7 +174,7 @@ class Scheduler:
 
     def schedule(self) -> StepPlan:
         """Plans one step and allocates its blocks. Call `complete` or `fail` after the step."""
-        step = PlannedStep(self.config.max_num_batched_tokens)
+        step = PlannedStep(self.config.step_tokens)
         is_shared = self.clients.are_several
         if is_shared:
             self._claim_places(step)
@@ -227,7 +227,7 @@ class Scheduler:
         Sequences at the end of their prompt are excluded: forks are made there, which share the parent's blocks.
         Returns none when running sequences need the whole budget, which leaves nothing for draft tokens.
         """
-        chunk, budget = self.config.prefill_chunk, self.config.max_num_batched_tokens
+        chunk, budget = self.config.max_span_tokens, self.config.step_tokens
         if sum(min(s.num_tokens - s.num_computed_tokens, chunk) for s in self.running) >= budget:
             return []
         decodes = filter(self._is_decode, self.running)
@@ -411,11 +411,11 @@ class Scheduler:
         """Plans prompts in progress, then waiting sequences."""
         for sequence in self.running:
             if self._is_in_prompt(sequence) and step.room(sequence):
-                step.add_chunk(sequence, self.config.prefill_chunk)
+                step.add_chunk(sequence, self.config.max_span_tokens)
         while step.budget and len(self.running) < self._max_running and (head := self._head(step)):
             if not self._enter(head, step):
                 break
-            step.add_chunk(head, self.config.prefill_chunk)
+            step.add_chunk(head, self.config.max_span_tokens)
 
     def _enter(self, sequence: Sequence, step: PlannedStep) -> bool:
         """Admits a waiting sequence and allocates its blocks. Returns False if it is held, or if blocks are missing."""

@@ -11,7 +11,7 @@ from compress.checkpoint.kv_cache import KV_FORMATS
 from compress.checkpoint.locate import shown_name
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.weights import Int
-from compress.common.device import available_bytes, format_bytes, resolve_device
+from compress.common.device import available_bytes, format_bytes, resolve_device, total_bytes
 from compress.common.errors import ToolkitError
 from runtime.backends.base import Target
 from runtime.backends.registry import is_fast
@@ -315,6 +315,7 @@ def inspect(path: Path, scheme: str, config: RuntimeConfig, memory_bytes: int | 
     checkpoint = PackedCheckpoint.open(path)
     model = read_model(checkpoint, config.trust_remote_code)
     device = resolve_device(config.device)
+    config = config.with_step_sizes(total_bytes(device))
     target = Target(device, resolve_dtype(config.dtype, model.dtype, device))
     memory = available_bytes(device) if memory_bytes is None else memory_bytes
     if config.moe_expert_cache is not None:

@@ -20,7 +20,14 @@ from runtime.backends.base import Target
 from runtime.backends.indexer import SCORE_NUMBERS
 from runtime.backends.registry import choose_dense, choose_latent_heads, choose_linear
 from runtime.core.config import RuntimeConfig
-from runtime.core.memory_plan import MAX_COPIED_KEYS, SPARE_RESIDUAL_TOKENS, ExactTokens, KVBudget, captured_rows
+from runtime.core.memory_plan import (
+    MAX_COPIED_KEYS,
+    MOST_PROMPT_ROWS,
+    SPARE_RESIDUAL_TOKENS,
+    ExactTokens,
+    KVBudget,
+    captured_rows,
+)
 from runtime.core.model_config import DecoderConfig
 from runtime.model.expected_tensors import expected_linears, head_is_embedding
 from runtime.model.loader import exclude_kernels
@@ -58,7 +65,7 @@ def step_bytes(model: DecoderConfig, config: RuntimeConfig, itemsize: int, seen_
     """
     logits = config.max_num_seqs * model.vocab_size * max(itemsize, FLOAT32) * LOGITS_COPIES
     mask = config.max_span_tokens * seen_keys * itemsize + index_bytes(model, config.max_span_tokens, seen_keys)
-    return _rows_bytes(model, config.max_num_batched_tokens, itemsize, mask, logits)
+    return _rows_bytes(model, config.step_tokens, itemsize, mask, logits)
 
 
 def index_bytes(model: DecoderConfig, rows: int, keys: int) -> int:
@@ -82,11 +89,12 @@ def gpu_step_bytes(model: DecoderConfig, config: RuntimeConfig, itemsize: int, s
     heads = max((mixer.num_heads * mixer.head_dim for mixer in model.mixers), default=0)
     widest = max(2 * model.intermediate_size, _qkv_size(model), model.vocab_size)
     parts = SPLIT_TOKENS * MOST_SPLITS * widest * FLOAT32
-    attended = config.max_num_batched_tokens * heads * FLOAT32 + index_bytes(model, config.max_span_tokens, seen_keys)
+    attended = config.step_tokens * heads * FLOAT32 + index_bytes(model, config.max_span_tokens, seen_keys)
     widest_keys = max((heads * (key + value) for heads, key, value in model.kv_shapes), default=0)
     attended += min(seen_keys, MAX_COPIED_KEYS) * widest_keys * itemsize
-    step = _rows_bytes(model, config.max_num_batched_tokens, itemsize, attended, drawn * model.vocab_size * itemsize)
-    captured = _rows_bytes(model, rows, itemsize, 0, rows * model.vocab_size * CAPTURED_LOGIT_BYTES)
+    step = _rows_bytes(model, config.step_tokens, itemsize, attended, drawn * model.vocab_size * itemsize)
+    captured_tokens = max(rows, min(config.step_tokens, MOST_PROMPT_ROWS))
+    captured = _rows_bytes(model, captured_tokens, itemsize, 0, rows * model.vocab_size * CAPTURED_LOGIT_BYTES)
     kept = (rows * ADJUSTED_LOGIT_BYTES + (config.max_num_seqs + 1) * HISTORY_BYTES) * model.vocab_size
     return step + captured + kept + 2 * parts + drawn * model.vocab_size * GPU_LOGIT_BYTES + LIBRARY_BYTES
 
@@ -94,7 +102,7 @@ def gpu_step_bytes(model: DecoderConfig, config: RuntimeConfig, itemsize: int, s
 def _drawn_rows(config: RuntimeConfig) -> int:
     """Rows of logits that one step draws from: one of each sequence and one for each draft token, all of them
     tokens of the step."""
-    return min(config.max_num_seqs * (1 + num_draft_tokens(config)), config.max_num_batched_tokens)
+    return min(config.max_num_seqs * (1 + num_draft_tokens(config)), config.step_tokens)
 
 
 def num_draft_tokens(config: RuntimeConfig) -> int:

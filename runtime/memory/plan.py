@@ -12,6 +12,7 @@ from compress.models.generic import CodeSpec
 from runtime.core.attention_window import AttentionWindow, resolve_attention_window
 from runtime.core.config import RuntimeConfig
 from runtime.core.memory_plan import (
+    MOST_PROMPT_ROWS,
     NO_BUDGET,
     NO_STATES,
     ExactTokens,
@@ -86,6 +87,8 @@ def plan_memory(
         states=replace(states, num_host_slots=min(host_states, num_blocks + host_blocks)),
         num_draft_tokens=num_draft_tokens(config),
         drafts_trees=config.speculative_model == TREES,
+        # States of prompts advance by scans whose launches depend on lengths.
+        prompt_rows=0 if states.slot_bytes else min(config.step_tokens, MOST_PROMPT_ROWS),
     )
 
 

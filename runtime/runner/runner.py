@@ -152,7 +152,7 @@ class ModelRunner:
             self.capture_steps(CudaCapture(decoder.device))
 
     def capture_steps(self, capture: Capture) -> None:
-        """From now on steps of one token per sequence, and drafts, are captured when they are first needed."""
+        """From now on steps are captured when they are first needed."""
         buffers = StepBuffers(self.decoder, self.memory)
         fused = self.sampler.fused
         draw = partial(sample_step, fused) if fused else None
@@ -355,12 +355,12 @@ class ModelRunner:
 
     def _replay(self, graphs: StepGraphs, entries: abc.Sequence[ScheduledSequence]) -> SubmittedStep:
         self.pages.memory.clear([block for entry in entries for block in fresh_blocks(entry, self.block_size)])
-        logits, drawn, failure = graphs.run(entries, self._drawn)
+        sampling, logits, drawn, failure = graphs.run(entries, self._drawn)
         path = failure or "recorded"
-        if drawn is not None and not any(entry.num_draft_tokens for entry in entries):
-            return self._read_late(entries, entries, logits, drawn, path)
-        tokens = self.sample(entries, logits, drawn)
-        self._keep_branches(entries, tokens)
+        if drawn is not None and not any(entry.num_draft_tokens for entry in sampling):
+            return self._read_late(entries, sampling, logits, drawn, path)
+        tokens = self.sample(sampling, logits, drawn)
+        self._keep_branches(sampling, tokens)
         return ComputedStep(StepOutput(tokens, path=path))
 
     def _graphs_unsupported_reason(self) -> str:
@@ -385,8 +385,10 @@ class ModelRunner:
         return self.decoder.forward(batch.token_ids, batch.positions, attention, run_layers, states)
 
     def _logits(self, batch: Batch) -> Tensor:
-        """Logits of every row, in the dtype of the head."""
-        return self.decoder.head_logits(self._forward(batch))
+        """Logits of the rows of a captured step, in the dtype of the head."""
+        hidden = self._forward(batch)
+        rows = batch.sample_rows
+        return self.decoder.head_logits(hidden.index_select(0, rows) if len(rows) else hidden)
 
     def _keep_branches(
         self, entries: abc.Sequence[ScheduledSequence], tokens: Mapping[str, list[SampledToken]]

@@ -115,7 +115,7 @@ def covering_steps(config: RuntimeConfig, num_blocks: int, max_model_len: int) -
     """
     longest = min(max_model_len, num_blocks * config.block_size)
     each = min(config.max_span_tokens, longest)
-    budget = min(config.max_num_batched_tokens, config.max_num_seqs * each)
+    budget = min(config.step_tokens, config.max_num_seqs * each)
     steps = []
     for count in sorted({*powers_of_two(budget), budget}, reverse=True):
         steps += _in_steps(covering_spans(min(count, each), longest), count, each, config.max_num_seqs)
@@ -157,7 +157,7 @@ def _num_tokens(spans: abc.Sequence[Span]) -> int:
 
 def largest_steps(config: RuntimeConfig, num_blocks: int, max_model_len: int) -> list[StepPlan]:
     """The most prompt tokens in one step, then the most sequences with one token each, as far as a pool holds them."""
-    budget = min(config.max_num_batched_tokens, num_blocks * config.block_size)
+    budget = min(config.step_tokens, num_blocks * config.block_size)
     each = min(config.max_span_tokens, max_model_len)
     spans = [min(each, budget - start) for start in range(0, budget, each)][: config.max_num_seqs]
     singles = [1] * min(config.max_num_seqs, num_blocks)

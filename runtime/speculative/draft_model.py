@@ -68,10 +68,10 @@ class ModelDrafter:
             Sequences that need more, with the numbers of tokens asked for.
         """
         entries: list[ScheduledSequence] = []
-        budget = self.config.max_num_batched_tokens
+        budget = self.config.step_tokens
         for shadow in active:
             own = shadow.own
-            count = min(own.num_tokens - own.num_computed_tokens, self.config.prefill_chunk, budget)
+            count = min(own.num_tokens - own.num_computed_tokens, self.config.max_span_tokens, budget)
             if count:
                 entries.append(shadow.plan(count))
                 budget -= count

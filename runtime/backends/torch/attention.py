@@ -29,11 +29,12 @@ class StepKeys:
     the other: which one depends on its distance only.
 
     Attributes:
+        places: of what the step's sequences keep exactly.
         sink_slots: of each group, int64 `[num_sequences]` into the exact sinks; None without any.
     """
 
     def __init__(self, cache: KVCache, batch: Batch, places: ExactPlaces) -> None:
-        self.cache, self.batch = cache, batch
+        self.cache, self.batch, self.places = cache, batch, places
         stops = list(accumulate(group.num_sequences for group in batch.groups))
         members = [slice(stop - group.num_sequences, stop) for group, stop in zip(batch.groups, stops, strict=True)]
         self.sink_slots = None if places.sinks is None else [places.sinks[part] for part in members]

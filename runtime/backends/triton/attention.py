@@ -6,6 +6,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
 from torch import Tensor
 
 from compress.checkpoint.kv_cache import KVCacheScheme
@@ -16,14 +17,16 @@ from runtime.backends.kv_pages import KVCache, TokenPages
 from runtime.backends.span_attention import PLAIN_SCORES, LayerScores, Scores
 from runtime.backends.torch.attention import SinkQueries, StepKeys
 from runtime.backends.triton.device import num_processors, unsupported_reason
-from runtime.backends.triton.fused_linear import ROWS, ROWS_LAYOUT, SUMS, ActivationLayout, QuantizedInput
-from runtime.backends.triton.prefill import MIN_SPAN_TOKENS, attend_span, span_unsupported_reason
-from runtime.core.batch import AttentionGroup
+from runtime.backends.triton.fused_linear import ROWS_LAYOUT, ActivationLayout, QuantizedInput
+from runtime.backends.triton.prefill import attend_span, span_unsupported_reason
+from runtime.backends.triton.tiling import PROGRAMS_PER_PROCESSOR, Tiling, tile_rows
+from runtime.core.batch import Batch, RaggedRows
 from runtime.core.memory_plan import MemoryPlan
 
 if TYPE_CHECKING:
     from runtime.backends.triton.kernels.norm_act import InputRoom
     from runtime.backends.triton.kernels.paged_attention import PreparedAttention
+    from runtime.backends.triton.kernels.tile_list import TileList
 
 
 class HeadPages(NamedTuple):
@@ -84,32 +87,12 @@ class SinkTokens:
 NO_SINK_TOKENS = SinkTokens()
 
 
-class OutputRows(NamedTuple):
-    """Rows of a step's attention that the tokens of one group have.
-
-    Attributes:
-        out: `[M, heads * D]`, in the layout `form`.
-        form: rows, or rows with sums.
-        first: row of the first token.
-    """
-
-    out: QuantizedInput
-    form: ActivationLayout = ROWS_LAYOUT
-    first: int = 0
-
-    def rows(self, count: int) -> Tensor:
-        """The rows `[count, heads * D]` of the group."""
-        return self.out.rows[self.first : self.first + count]
-
-
 HEAD_DIMS = (32, 64, 128, 256, 512)
-MIN_SPLIT_TOKENS = 256
-MAX_SPLITS = 64
 
 
 class TritonAttention:
-    """As `PagedAttention`, or with sinks as `StreamingAttention`: stores the step's keys and values, then each group of
-    sequences attends in one launch.
+    """As `PagedAttention`, or with sinks as `StreamingAttention`: stores the step's keys and values, then all sequences
+    attend in one launch.
 
     Args:
         keys: what is read; without a recent window.
@@ -119,7 +102,7 @@ class TritonAttention:
         rotary: of the model, with exact angles; for sinks.
 
     Attributes:
-        takes_spans: long spans of prompts are left to torch where that computes the same.
+        takes_spans: a step that is one long span is left to torch where that computes the same.
     """
 
     def __init__(
@@ -133,12 +116,10 @@ class TritonAttention:
         from runtime.backends.triton.kernels import norm_act, paged_attention
 
         self.keys, self.windows, self.scores, self.pages = keys, windows, scores, token_pages(keys.cache)
-        self._trees = {chunk: [group.tree_in(chunk) for group in keys.batch.groups] for chunk in {None, *scores.chunks}}
-        self.processors = num_processors(keys.cache.pages.memory.device)
+        self.tiles = StepTiles(ragged_rows(keys.batch), keys.cache.pages.memory.device)
         self.takes_spans = keys.cache.pages.memory.device.type == "cuda"
         self.sinks = SinkQueries(sinks, windows[0] or 0, rotary, keys.batch.positions) if sinks and rotary else None
         self._norm_act, self._paged_attention = norm_act, paged_attention
-        self._tables = [group.blocks.view(group.num_sequences, -1) for group in keys.batch.groups]
         self._prepared: dict[Hashable, PreparedAttention] = {}
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -158,77 +139,81 @@ class TritonAttention:
     ) -> QuantizedInput:
         """Attention `[T, heads * D]` of the step's Hadamard-rotated queries `[T, heads, D]` over keys and values that
         are written, in a form, in new memory or a room. With sinks, `moved` are those that look at them."""
-        (tokens, heads, head_dim), groups = query.shape, self.keys.batch.groups
-        spans = [self._is_span(layer, group, head_dim) for group in groups]
-        joined = form if form.kind in (ROWS, SUMS) and not any(spans) else ROWS_LAYOUT
-        out = (room or self._norm_act.InputRoom(query, tokens, query.dtype)).input(heads * head_dim, joined)
-        for index, (group, is_span) in enumerate(zip(groups, spans, strict=True)):
-            into, rows = OutputRows(out, joined, group.rows.start), query if len(groups) == 1 else query[group.rows]
-            if is_span:
-                self._attend_span(layer, index, rows, into)
-            else:
-                self._attend(layer, index, rows, None if moved is None else moved[group.rows], into)
-        return out if joined == form else self._norm_act.convert_input(out.rows, form)
-
-    def _is_span(self, layer: int, group: AttentionGroup, head_dim: int) -> bool:
-        if not self.takes_spans or self.sinks is not None or len(group.positions) < MIN_SPAN_TOKENS:
-            return False
-        scheme, window = self.keys.cache.scheme, self.windows[layer]
-        formats = scheme.key_format, scheme.value_format
-        return not span_unsupported_reason(group, window, self.scores.of(layer), formats, head_dim)
-
-    def _attend_span(self, layer: int, index: int, query: Tensor, into: OutputRows) -> None:
-        key, value = self.keys.read(layer, index)
-        into.rows(len(query)).view(query.shape).copy_(attend_span(query, key[0], value[0]))
-
-    def _attend(self, layer: int, index: int, query: Tensor, moved: Tensor | None, into: OutputRows) -> None:
+        tokens, heads, head_dim = query.shape
+        room = room or self._norm_act.InputRoom(query, tokens, query.dtype)
+        if self._is_span(layer, head_dim):
+            key, value = self.keys.read(layer, 0)
+            return self._norm_act.convert_input(attend_span(query, key[0], value[0]).flatten(1), form)
         cache, scores = self.keys.cache, self.scores.of(layer)
         source, window, sinks = cache.sources[layer], self.windows[layer], scores.sink_logits
         read, query = layer_pages(self.pages, cache.scheme, source), query.contiguous()
-        front = self._sink_tokens(source, index, moved)
-        key = index, query.shape, read.pages[0].shape[2], window, scores.chunk, sinks is None, into.form.kind
-        prepared = self._prepared.get(key)
+        front = self._sink_tokens(source, moved)
+        kind = query.shape, read.pages[0].shape[2], window, scores.chunk, sinks is None
+        prepared = self._prepared.get(kind)
         if prepared is None:
-            prepared = self._prepared[key] = self._prepare(index, query, read, window, front, scores, into)
-        prepared(query, read, front, sinks, into)
+            prepared = self._prepared[kind] = self._prepare(query, read, window, front, scores)
+        stored = prepared.joined(form)
+        out = room.input(heads * head_dim, stored)
+        prepared(query, read, front, sinks, out, stored)
+        return out if stored == form else self._norm_act.convert_input(out.rows, form)
+
+    def _is_span(self, layer: int, head_dim: int) -> bool:
+        """Whether the step is one span that torch attends to; the lengths of captured steps are not known."""
+        if not self.takes_spans or self.sinks is not None or len(self.tiles.rows.lengths) != 1:
+            return False
+        scheme, window, (group,) = self.keys.cache.scheme, self.windows[layer], self.keys.batch.groups
+        formats = scheme.key_format, scheme.value_format
+        return not span_unsupported_reason(group, window, self.scores.of(layer), formats, head_dim)
 
     def _prepare(
-        self,
-        index: int,
-        query: Tensor,
-        read: HeadPages,
-        window: int | None,
-        front: SinkTokens,
-        scores: LayerScores,
-        into: OutputRows,
+        self, query: Tensor, read: HeadPages, window: int | None, front: SinkTokens, scores: LayerScores
     ) -> PreparedAttention:
-        """Attention of a group for all layers with the same heads, windows and changes of scores."""
-        group, tree = self.keys.batch.groups[index], self._trees[scores.chunk][index]
-        cut = self._cut(group, query, read.pages[0].shape[2])
-        ancestors = None if tree is None else tree[1]
-        return self._paged_attention.prepare(
-            query, read, self._tables[index], group.positions, window, *cut, front, ancestors, scores, into.form
+        """Attention for all layers with the same heads, windows and changes of scores."""
+        (tokens, heads, head_dim), kv_heads = query.shape, read.pages[0].shape[2]
+        rows = self.tiles.rows
+        tiling = Tiling(
+            tile_rows(head_dim, rows.longest * (heads // kv_heads)),
+            heads // kv_heads,
+            kv_heads,
+            self.tiles.programs,
+            min((limit for limit in (window, scores.chunk) if limit is not None), default=0),
         )
+        listed = self.tiles.of(tiling, tokens)
+        return self._paged_attention.prepare(query, read, rows, listed, tiling.rows, window, front, scores)
 
-    def _cut(self, group: AttentionGroup, query: Tensor, kv_heads: int) -> tuple[int, int]:
-        """Rows of a program and splits of the context."""
-        tokens, heads, head_dim = query.shape
-        sizes = block_rows(head_dim)
-        rows = tokens // group.num_sequences * (heads // kv_heads)
-        rows_of_program = next((most for most in sizes if rows <= most), sizes[-1])
-        programs = group.num_sequences * -(-rows // rows_of_program) * kv_heads
-        return rows_of_program, num_splits(group.num_keys, programs, self.processors)
-
-    def _sink_tokens(self, layer: int, index: int, moved: Tensor | None) -> SinkTokens:
-        exact, slots = self.keys.cache.sinks, self.keys.sink_slots
+    def _sink_tokens(self, layer: int, moved: Tensor | None) -> SinkTokens:
+        exact, slots = self.keys.cache.sinks, self.keys.places.sinks
         if moved is None and exact is None:
             return NO_SINK_TOKENS
         return SinkTokens(
             self.sinks.count if self.sinks else 0,
             None if moved is None else moved.contiguous(),
-            (exact.keys[layer], exact.values[layer]) if exact and slots else None,
-            slots[index] if exact and slots else None,
+            (exact.keys[layer], exact.values[layer]) if exact else None,
+            slots,
         )
+
+
+class StepTiles:
+    """Work lists of a step, one for each cut of its rows."""
+
+    def __init__(self, rows: RaggedRows, device: torch.device) -> None:
+        self.rows, self.programs = rows, PROGRAMS_PER_PROCESSOR * num_processors(device)
+        self._lists: dict[Tiling, TileList] = {}
+
+    def of(self, tiling: Tiling, num_tokens: int) -> TileList:
+        """Returns the list for a cut, computed once."""
+        from runtime.backends.triton.kernels.tile_list import tile_list
+
+        if tiling not in self._lists:
+            self._lists[tiling] = tile_list(self.rows, num_tokens, tiling)
+        return self._lists[tiling]
+
+
+def ragged_rows(batch: Batch) -> RaggedRows:
+    """Returns the rows of a step by sequence. Raises ValueError for a batch that has its groups only."""
+    if batch.ragged is None:
+        raise ValueError("the batch was not laid out by sequence")
+    return batch.ragged
 
 
 def token_pages(cache: KVCache) -> TokenPages:
@@ -236,17 +221,6 @@ def token_pages(cache: KVCache) -> TokenPages:
     if not isinstance(cache.pages, TokenPages):
         raise TypeError(f"{type(cache.pages).__name__} are not in the layouts of plain torch")
     return cache.pages
-
-
-def block_rows(head_dim: int) -> tuple[int, ...]:
-    """Rows that one program may have, a row being a token and one of the query heads that share a kv head: tensor cores
-    take no fewer than 16, and registers hold no more."""
-    return tuple(most for most in (16, 32, 64) if most * head_dim <= 8192)
-
-
-def num_splits(num_keys: int, programs: int, processors: int) -> int:
-    """Into how many stretches the context is cut: two programs per processor, none with less than its fixed costs."""
-    return max(1, min(2 * processors // programs, num_keys // MIN_SPLIT_TOKENS, MAX_SPLITS))
 
 
 def attention_unsupported_reason(model: Model, memory: MemoryPlan) -> str:

@@ -50,12 +50,12 @@ class TritonOps(TorchOps):
 class TritonLayers:
     """The layers of a decoder over pages in the layouts of plain torch, with the numbers of `TorchOps`.
 
-    Launches of a layer: norm; qkv; heads rotated, keys and values written; attention and, for several splits, their
-    join, for each group of sequences; output; norm; gate and up; gate; down. That is 10, or 9. The join puts what it
-    joins into rows with sums, if the output product takes those, and one split is joined for that, too; quantized rows
-    are one more launch. A linear that is no `FusedLinear` is called as it is, with 16-bit
-    rows, and launches what it likes. Each of these launches depends on shapes only, and nothing waits for the GPU, so
-    the layers can be captured in a graph.
+    Launches of a layer, whatever the step holds: norm; qkv; heads rotated, keys and values written; attention and, if
+    keys of some sequence are split, their join; output; norm; gate and up; gate; down. That is 10, or 9. The join puts
+    its rows into rows with sums, if the output product takes those; other forms, and sums without a join, are one more
+    launch. The work list of attention is made once a step for each window. A linear that is no `FusedLinear` is called
+    as it is, with 16-bit rows, and launches what it likes. Each of these launches depends on shapes only, and nothing
+    waits for the GPU, so the layers can be captured in a graph.
     """
 
     def __init__(self, decoder: Model, cache: KVCache) -> None:

@@ -73,6 +73,7 @@ RULES = {
     "fp8_gemm": Rules(("QMMA",), {90: ("QGMMA",)}),
     "paged_attention": Rules(TENSOR_CORES, converts=True),
     "latent_attention": Rules(TENSOR_CORES, converts=True),
+    "list_tiles": Rules(converts=True),
     "join_splits": Rules(),
     "causal_conv": Rules(converts=True),
     "state_step": Rules(converts=True),

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
 from itertools import product
@@ -44,8 +44,10 @@ from runtime.backends.flashinfer import attention as flashinfer
 from runtime.backends.humming import linear as humming
 from runtime.backends.kv_pages import TokenPages
 from runtime.backends.measured import Speedups, table_path, to_json
+from runtime.backends.span_attention import PLAIN_LAYER
 from runtime.backends.torch.linear import DenseLinear, semi_structured_bytes
-from runtime.backends.triton.attention import block_rows, layer_pages, num_splits
+from runtime.backends.triton.attention import NO_SINK_TOKENS, layer_pages
+from runtime.backends.triton.fused_linear import ROWS_LAYOUT, QuantizedInput
 from runtime.backends.triton.kernels.configs import EXPAND, GEMM, SKINNY, SPLITS, KernelConfig
 from runtime.backends.triton.linear import (
     EXL3_KERNEL,
@@ -61,6 +63,8 @@ from runtime.backends.triton.linear import (
     W8A8_KERNEL,
     W8A16_KERNEL,
 )
+from runtime.backends.triton.tiling import PROGRAMS_PER_PROCESSOR, Tiling, tile_rows
+from runtime.core.batch import AttentionGroup, RaggedRows, equal_rows
 
 CACHE_BYTES = 2 * 64 * 2**20
 """Copies that are read in turn hold together at least twice the second-level cache of the largest GPU."""
@@ -175,9 +179,18 @@ class Calls:
     nbytes: int
 
 
+def last_tokens(table: Tensor, tokens: int, keys: int) -> RaggedRows:
+    """The last tokens of sequences of equal length, with block tables `[sequences, n]`."""
+    count = len(table)
+    positions = torch.arange(keys - tokens, keys, device=table.device).repeat(count)
+    group = AttentionGroup(slice(0, count * tokens), table.flatten(), positions, count, keys, ragged=True)
+    return replace(equal_rows(group), lengths=((tokens, keys),) * count)
+
+
 def paged_calls(case: Case, form: str, processors: int, device: torch.device, tokens: int = 1) -> Calls:
     """The last tokens of each of `case.batch` sequences of `case.context` keys, in the form of the pages."""
-    from runtime.backends.triton.kernels.paged_attention import attend
+    from runtime.backends.triton.kernels.paged_attention import prepare
+    from runtime.backends.triton.kernels.tile_list import tile_list
 
     blocks, scheme = case.num_blocks, KVCacheScheme(form)
     config = decoder_config(case, copies_of(case))
@@ -186,15 +199,17 @@ def paged_calls(case: Case, form: str, processors: int, device: torch.device, to
     fill_pages(tensors, scheme)
     query = torch.randn(case.batch * tokens, case.heads, case.head_dim, device=device, dtype=torch.bfloat16)
     table = torch.randperm(blocks, device=device).view(case.batch, -1)
-    positions = torch.arange(case.context - tokens, case.context, device=device).repeat(case.batch)
-    rows, sizes = tokens * (case.heads // case.kv_heads), block_rows(case.head_dim)
-    rows_of_program = next((most for most in sizes if rows <= most), sizes[-1])
-    programs = case.batch * case.kv_heads * -(-rows // rows_of_program)
-    splits = num_splits(case.context, programs, processors)
+    ragged = last_tokens(table, tokens, case.context)
+    shared = case.heads // case.kv_heads
+    rows = tile_rows(case.head_dim, tokens * shared)
+    tiling = Tiling(rows, shared, case.kv_heads, PROGRAMS_PER_PROCESSOR * processors)
+    tiles = tile_list(ragged, len(query), tiling)
 
     def call(layer: int) -> Callable[[], object]:
         read = layer_pages(pages, scheme, layer)
-        return lambda: attend(query, read, table, positions, None, rows_of_program, splits)
+        prepared = prepare(query, read, ragged, tiles, rows, None, NO_SINK_TOKENS, PLAIN_LAYER)
+        out = QuantizedInput(torch.empty_like(query).flatten(1))
+        return lambda: prepared(query, read, NO_SINK_TOKENS, None, out, ROWS_LAYOUT)
 
     nbytes = sum(tensor[0].nbytes for tensor in tensors.values())
     return Calls([call(layer) for layer in range(config.num_layers)], nbytes)

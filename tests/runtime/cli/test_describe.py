@@ -34,7 +34,7 @@ def engine(tmp_path) -> Engine:
 
 
 def test_a_cpu_has_nothing_to_say(engine):
-    assert describe_gpu(engine.runner) == []
+    assert describe_gpu(engine.runner, engine.config) == []
     (attention,) = [line for line in describe_engine(engine) if line.startswith("attention")]
     assert attention.startswith("attention torch: gathers pages; cpu ")
     assert attention.endswith("layer by layer: torch computes no whole layers")
@@ -45,10 +45,12 @@ def test_memory_and_recorded_steps_of_a_gpu(engine):
     runner.capture_steps(capture_nothing)
     runner.memory = plan_memory(runner.decoder.config, GIB, 2, RuntimeConfig(), 4 * GIB)
     runner.decoder = replace(runner.decoder, device=torch.device("cuda"))
-    lines = describe_gpu(engine.runner)
+    lines = describe_gpu(engine.runner, RuntimeConfig().with_step_sizes(141 * GIB))
     assert "memory    weights  1.0 GiB" in lines
     assert any("what 4.0 GiB beside the weights leave" in line for line in lines)
+    assert lines[-2].startswith("steps     of at most 8192 tokens, 2048 of one prompt (the default for 141 GiB")
     assert lines[-1].startswith("steps     of one token for each of 1, 2, 4, 5 sequences are captured")
+    assert "of up to 512 tokens" in lines[-1]
 
 
 def test_recorded_drafts_of_a_gpu(engine):
@@ -56,7 +58,7 @@ def test_recorded_drafts_of_a_gpu(engine):
     runner.memory = replace(runner.memory, num_draft_tokens=5)
     runner.capture_steps(capture_nothing)
     runner.decoder = replace(runner.decoder, device=torch.device("cuda"))
-    assert "sequences, with 1, 2, 4, 5 draft tokens or none, are captured" in describe_gpu(runner)[-1]
+    assert "sequences, with 1, 2, 4, 5 draft tokens or none, are captured" in describe_gpu(runner, engine.config)[-1]
 
 
 def test_why_nothing_is_recorded(engine):
@@ -64,7 +66,7 @@ def test_why_nothing_is_recorded(engine):
     runner.decoder = replace(runner.decoder, device=torch.device("cuda"))
     runner.graphs_reason = "layers run one by one: attention is plain torch"
     assert (
-        describe_gpu(engine.runner)[-1]
+        describe_gpu(engine.runner, engine.config)[-1]
         == "steps     launched kernel by kernel: layers run one by one: attention is plain torch"
     )
     with pytest.MonkeyPatch.context() as patch:

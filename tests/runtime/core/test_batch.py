@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiers import examples
 
-from runtime.core.batch import AttentionGroup, build_batch, group_entries
+from runtime.core.batch import AttentionGroup, build_batch, equal_rows, group_entries
 from runtime.core.draft_tree import ancestor_bits
 from runtime.core.request import Request, SamplingParams, Sequence
 from runtime.core.step import ScheduledSequence
@@ -42,6 +42,30 @@ def test_layout():
     assert (singles.num_sequences, singles.num_keys, singles.ragged) == (2, 13, True)
     assert (span.blocks.tolist(), span.num_keys, span.ragged) == ([9, 4], 7, True)
     assert (prompt.blocks.tolist(), prompt.num_keys, prompt.ragged) == ([5], 2, False)
+    rows = batch.ragged
+    assert (rows.starts.tolist(), rows.tables.tolist()) == ([0, 1, 2, 4, 9], [0, 4, 8, 9])
+    assert rows.blocks.tolist() == [3, 7, 3, 3, 0, 1, 2, 8, 5, 9, 4]
+    assert rows.positions.tolist() == batch.positions.tolist()
+    assert (rows.lengths, rows.longest, rows.num_keys) == (((1, 6), (1, 13), (2, 2), (5, 7)), 5, 13)
+    assert rows.ancestors is None
+    assert (rows.first(3).starts.tolist(), rows.first(3).longest) == ([0, 1, 2, 4], 2)
+
+
+def test_only_rows_of_trees_have_ancestors() -> None:
+    drafted = entry("A", 4, 4, [9, 4])
+    drafted.sequence.draft_parents, drafted.sequence.draft_token_ids = [-1, 0, -1], drafted.sequence.token_ids[5:]
+    del drafted.sequence.token_ids[5:]
+    batch = build_batch([entry("B", 0, 4, [3]), drafted, entry("C", 2, 30, list(range(8)))], BLOCK, CPU)
+    expected = [0] * 4 + ancestor_bits((-1, 0, -1)) + [0] * 30
+    assert batch.ragged.ancestors.tolist() == expected
+    assert [None if g.ancestors is None else g.ancestors.tolist() for g in batch.groups] == [None, expected[4:8], None]
+
+
+def test_rows_of_a_group_by_sequence() -> None:
+    group = AttentionGroup(slice(0, 6), torch.arange(8), torch.arange(6), 2, 16, True)
+    rows = equal_rows(group)
+    assert (rows.starts.tolist(), rows.tables.tolist()) == ([0, 3, 6], [0, 4])
+    assert (rows.longest, rows.num_keys, rows.lengths) == (3, 16, ())
 
 
 def test_ancestors_in_an_earlier_chunk_are_left_out():

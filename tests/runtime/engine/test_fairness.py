@@ -26,8 +26,8 @@ def make_engine(config: RuntimeConfig, max_model_len: int, num_clients: int) -> 
 
 def prompt_steps(config: RuntimeConfig, num_clients: int, num_tokens: int) -> int:
     """Most steps from the arrival of a prompt to its first token."""
-    share = (config.max_num_batched_tokens - config.max_num_seqs) // num_clients
-    return ceil(num_tokens / min(config.prefill_chunk, share))
+    share = (config.step_tokens - config.max_num_seqs) // num_clients
+    return ceil(num_tokens / min(config.max_span_tokens, share))
 
 
 def add(
@@ -44,7 +44,7 @@ def step(engine: Engine, name: str) -> int:
     """Computes a step and returns the number of tokens that a request got."""
     deltas = engine.step()
     engine.scheduler.check()
-    assert sum(engine.runner.plans[-1].values()) <= engine.config.max_num_batched_tokens
+    assert sum(engine.runner.plans[-1].values()) <= engine.config.step_tokens
     return sum(len(delta.token_ids) for delta in deltas if delta.request_id == name)
 
 

@@ -121,7 +121,7 @@ def test_without_an_aim_steps_are_as_large_as_the_budget() -> None:
     start_decodes(engine, 1)
     add(engine, "prompts", 2000, 1)
     add(engine, "prompts", 2000, 1)
-    assert step_beside_prompts(engine, 1)[0][0].prompt_tokens == engine.config.max_num_batched_tokens - 1
+    assert step_beside_prompts(engine, 1)[0][0].prompt_tokens == engine.config.step_tokens - 1
 
 
 def test_prompts_alone_are_computed_in_whole_steps() -> None:

@@ -87,11 +87,14 @@ def ordinary_logits(runner: ModelRunner, entries: tuple[ScheduledSequence, ...])
     return torch.cat([found[entry.sequence.id] for entry in entries])
 
 
+@pytest.mark.parametrize("prompt", [1, 6])
 @pytest.mark.parametrize("kv_cache", ["16bit", "int4"])
-def test_logits_are_those_of_ordinary_steps(decoder, kv_cache):
+def test_logits_are_those_of_ordinary_steps(decoder, kv_cache, prompt):
+    """Single tokens, and these with the last tokens of a prompt."""
     runner = make_runner(decoder, kv_cache=kv_cache)
     entries = begin(runner, [9, 1, 14])
-    recorded = runner.graphs.run(entries)[0].clone()
+    entries = (*entries[:2], replace(entries[2], start=14 - prompt, num_tokens=prompt))
+    recorded = runner.graphs.run(entries).logits.clone()
     assert recorded.isfinite().all()
     expected = ordinary_logits(runner, entries)
     torch.testing.assert_close(recorded, expected, rtol=0, atol=0.02 * expected.abs().max().item())
@@ -107,7 +110,7 @@ def test_drafts_of_many_lengths_are_verified(decoder, parents):
     entries[2].sequence.draft_token_ids = [8]
     entries = tuple(replace(entry, num_tokens=1 + len(entry.sequence.draft_token_ids)) for entry in entries)
     assert not runner.graphs.unsupported_reason(entries)
-    recorded = runner.graphs.run(entries)[0].clone()
+    recorded = runner.graphs.run(entries).logits.clone()
     assert recorded.isfinite().all()
     written = {name: tensor.clone() for name, tensor in runner.pages.memory.tensors.items()}
     expected = ordinary_logits(runner, entries)
@@ -119,10 +122,10 @@ def test_drafts_of_many_lengths_are_verified(decoder, parents):
 def test_rows_of_padding_write_and_change_nothing(decoder):
     runner = make_runner(decoder)
     entries = begin(runner, [5, 14, 3])
-    first = runner.graphs.run(entries)[0].clone()
+    first = runner.graphs.run(entries).logits.clone()
     before = {name: tensor.clone() for name, tensor in runner.pages.memory.tensors.items()}
     runner.graphs.run(entries[:1])
-    assert torch.equal(runner.graphs.run(entries)[0], first)
+    assert torch.equal(runner.graphs.run(entries).logits, first)
     for name, tensor in runner.pages.memory.tensors.items():
         assert torch.equal(tensor.view(torch.int16), before[name].view(torch.int16)), name
 
@@ -139,7 +142,7 @@ def test_a_window_moves_with_the_sequence(gpu, tmp_path):
     assert len(hidden) > 2
     for index in hidden:
         entries[0].sequence.block_ids[index] = -1
-    recorded = runner.graphs.run(entries)[0].clone()
+    recorded = runner.graphs.run(entries).logits.clone()
     assert recorded.isfinite().all()
     expected = ordinary_logits(runner, entries)
     torch.testing.assert_close(recorded, expected, rtol=0, atol=0.02 * expected.abs().max().item())
@@ -174,7 +177,7 @@ def test_tokens_are_drawn_within_the_step(decoder, wishes):
     for seed in (2**63 - 1, 5):
         for entry in entries:
             entry.sequence.request = replace(entry.sequence.request, seed=seed)
-        logits, drawn, _ = runner.graphs.run(entries)
+        _, logits, drawn, _ = runner.graphs.run(entries)
         there = logits.cpu()
         before = drawn.tokens.clone()
         with Operations() as operations:

@@ -62,9 +62,9 @@ def begin(runner: ModelRunner, count: int, num_drafts: int = 0) -> tuple[Schedul
 def test_a_graph_gives_the_bits_of_its_kernels(demo, kv_cache, count):
     runner = make_runner(demo, CudaCapture(torch.device("cuda")), kv_cache=kv_cache)
     entries = begin(runner, count)
-    replayed = runner.graphs.run(entries)[0].clone()
+    replayed = runner.graphs.run(entries).logits.clone()
     runner.capture_steps(capture_nothing)
-    assert torch.equal(runner.graphs.run(entries)[0], replayed)
+    assert torch.equal(runner.graphs.run(entries).logits, replayed)
     assert replayed.isfinite().all()
 
 
@@ -78,10 +78,10 @@ def test_a_graph_verifies_drafts_with_the_bits_of_its_kernels(demo, speculate, c
         for entry in entries:
             entry.sequence.draft_parents = [-1, -1, 0, 1][: entry.num_draft_tokens]
     assert not runner.graphs.unsupported_reason(entries)
-    replayed = runner.graphs.run(entries)[0].clone()
+    replayed = runner.graphs.run(entries).logits.clone()
     assert len(replayed) == sum(entry.num_tokens for entry in entries)
     runner.capture_steps(capture_nothing)
-    assert torch.equal(runner.graphs.run(entries)[0], replayed)
+    assert torch.equal(runner.graphs.run(entries).logits, replayed)
     assert replayed.isfinite().all()
 
 
@@ -94,7 +94,7 @@ def test_a_graph_draws_what_the_host_draws_of_changed_logits(demo):
         entry.sequence.request = replace(request, sampling=SamplingParams(**wishes))
         entry.sequence.constraint = NoRepeats() if index % 2 else None
     for token in (5, 7):
-        logits, drawn, _ = runner.graphs.run(entries)
+        _, logits, drawn, _ = runner.graphs.run(entries)
         there = logits.cpu()
         assert sample_and_match(entries, logits, drawn) == sample_and_match(entries, there)
         for entry in entries:
@@ -105,9 +105,9 @@ def test_a_graph_draws_what_the_host_draws_of_changed_logits(demo):
 def test_twenty_replays_give_the_same_bits(demo):
     runner = make_runner(demo)
     entries = begin(runner, 13)
-    first = runner.graphs.run(entries)[0].clone()
+    first = runner.graphs.run(entries).logits.clone()
     for _ in range(19):
-        assert torch.equal(runner.graphs.run(entries)[0], first)
+        assert torch.equal(runner.graphs.run(entries).logits, first)
 
 
 CHANGES = (

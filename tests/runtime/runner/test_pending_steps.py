@@ -65,7 +65,8 @@ def serve(decoder, sampling: PlainSampling, *, overlap: bool) -> tuple[dict[str,
 
 
 @pytest.mark.parametrize("sampling", [pytest.param(PlainSampling(), marks=pytest.mark.full), HesitantSampling()])
-def test_answers_are_those_of_steps_that_are_read_at_once(tiny, sampling: PlainSampling):
+def test_answers_are_those_of_steps_that_are_read_at_once(tiny, sampling: PlainSampling, monkeypatch):
+    monkeypatch.setattr("runtime.memory.plan.MOST_PROMPT_ROWS", 8)  # some steps with prompts have more
     expected, serial = serve(tiny, sampling, overlap=False)
     found, overlapped = serve(tiny, sampling, overlap=True)
     if isinstance(sampling, HesitantSampling):
@@ -107,10 +108,14 @@ def test_tokens_of_two_steps_are_kept():
     assert (first().tolist(), second().tolist()) == ([1, 2, 3], [11, 12])
 
 
+@pytest.mark.parametrize("most_rows", [0, 11, 512])
 @pytest.mark.parametrize("prompts", [(False, False), (True, False), (False, True), (True, True)])
-def test_a_step_takes_its_tokens_from_the_rows_of_the_one_before(tiny, prompts: tuple[bool, bool]):
-    """Also where that had more rows, where its kind is captured in between, and where a prompt before the others makes
-    one of them, or both, an eager step in another order."""
+def test_a_step_takes_its_tokens_from_the_rows_of_the_one_before(
+    tiny, prompts: tuple[bool, bool], most_rows: int, monkeypatch
+):
+    """Also where that had more rows, where its kind is captured in between, and where a prompt before the others
+    changes the order of one of them, or of both, in captured and in eager steps."""
+    monkeypatch.setattr("runtime.memory.plan.MOST_PROMPT_ROWS", most_rows)
     config = RuntimeConfig(**SIZES)
 
     def sequences() -> list[Sequence]:

@@ -130,7 +130,8 @@ def target(folder):
 
 @pytest.mark.full
 @pytest.mark.parametrize("speculate", ["ngram-tree", "ngram", "self:skip", "self:skip rejection", ""])
-def test_drafts_are_verified_in_recorded_steps(target, folder, speculate) -> None:
+def test_drafts_are_verified_in_recorded_steps(target, folder, speculate, monkeypatch) -> None:
+    monkeypatch.setattr("runtime.memory.plan.MOST_PROMPT_ROWS", 12)
     speculate, _, verify = speculate.partition(" ")
     options = {"speculative_model": speculate, "spec_verify": verify or "exact", "num_speculative_tokens": 5}
     requests = crowd(9, PLAIN)

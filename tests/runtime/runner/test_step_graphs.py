@@ -53,8 +53,9 @@ def windowed(tmp_path_factory):
 
 
 def sequences(runner: ModelRunner, lengths: list[int]) -> list[Sequence]:
-    """With all tokens but the last one computed, blocks in no order."""
-    chance = random.Random(0)
+    """With all tokens but the last one computed by ordinary steps, blocks in no order."""
+    chance, graphs = random.Random(0), runner.graphs
+    runner.graphs = None
     blocks = chance.sample(range(runner.num_blocks), runner.num_blocks)
     found = []
     for index, length in enumerate(lengths):
@@ -64,7 +65,14 @@ def sequences(runner: ModelRunner, lengths: list[int]) -> list[Sequence]:
         if length > 1:
             runner.execute(StepPlan((ScheduledSequence(sequence, 0, length - 1),)))
         found.append(sequence)
+    runner.graphs = graphs
     return found
+
+
+@pytest.fixture
+def few_prompt_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps with more than 6 tokens are recorded only if all of their sequences decode."""
+    monkeypatch.setattr("runtime.memory.plan.MOST_PROMPT_ROWS", 6)
 
 
 def last_tokens(found: list[Sequence]) -> tuple[ScheduledSequence, ...]:
@@ -73,7 +81,7 @@ def last_tokens(found: list[Sequence]) -> tuple[ScheduledSequence, ...]:
 
 def run_again(runner: ModelRunner, entries: tuple[ScheduledSequence, ...]) -> torch.Tensor:
     """Logits of a recorded step."""
-    return runner.graphs.run(entries)[0].clone()
+    return runner.graphs.run(entries).logits.clone()
 
 
 def test_sizes_hold_every_batch_and_less_than_half_is_padding():
@@ -145,7 +153,7 @@ def test_sizes_are_recorded_when_they_are_needed_and_once(tiny):
         assert output.tokens.keys() == {sequence.id for sequence in found[:count]}
 
 
-def test_what_is_not_recorded_says_why(tiny):
+def test_what_is_not_recorded_says_why(tiny, few_prompt_tokens):
     runner = make_runner(tiny, capture_nothing)
     found = sequences(runner, [5, 6, 7, 8, 9, 10])
     entries = last_tokens(found)
@@ -155,10 +163,15 @@ def test_what_is_not_recorded_says_why(tiny):
 
     assert not reason(*entries)
     assert reason(*entries, entries[0]) == "too many sequences"
-    assert reason(ScheduledSequence(found[0], 3, 2)) == "prompts are computed"
-    assert reason(ScheduledSequence(found[0], 3, 1)) == "prompts are computed"
+    prompt = ScheduledSequence(found[5], 4, 6)
+    assert not reason(prompt)
+    assert reason(entries[0], prompt) == "prompts are computed", "seven tokens"
+    assert not reason(*entries[1:], ScheduledSequence(found[0], 3, 1)), "the middle of a prompt"
     found[0].draft_token_ids = [3]
     assert reason(ScheduledSequence(found[0], 4, 2)) == "too many drafts", "none are planned for"
+    assert reason(ScheduledSequence(found[0], 4, 2), replace(prompt, num_tokens=3)) == "drafts and prompts are computed"
+    scored = replace(found[1].request, sampling=SamplingParams(prompt_logprobs=0))
+    assert reason(ScheduledSequence(Sequence(scored, found[1].token_ids), 1, 1)) == "prompts are looked at"
 
 
 def test_drafts_are_recorded_where_padding_does_not_outweigh_them(tiny):
@@ -176,16 +189,21 @@ def test_drafts_are_recorded_where_padding_does_not_outweigh_them(tiny):
     assert not runner.graphs.unsupported_reason([replace(entry, num_tokens=16) for entry in (drafted, *singles)])
 
 
-def test_decodes_beside_a_prompt_run_in_one_pass_with_it(tiny):
-    """In any order, and every sequence gets the token it gets alone."""
-    runner = make_runner(tiny, capture_nothing)
+@pytest.mark.parametrize("is_recorded", [True, False])
+@pytest.mark.parametrize("draws", [True, False])
+@pytest.mark.parametrize("model", ["tiny", "windowed"])
+def test_decodes_beside_a_prompt_run_in_one_pass_with_it(model, draws, is_recorded, request, monkeypatch):
+    """In any order, recorded or not, and every sequence gets the token it gets alone."""
+    monkeypatch.setattr("runtime.memory.plan.MOST_PROMPT_ROWS", 9 if is_recorded else 8)
+    runner = runner_on_cpu(request.getfixturevalue(model), RuntimeConfig(**SIZES), capture_after_warm_ups, draws=draws)
     found = sequences(runner, [5, 6, 7, 8])
     prompt, whole = ScheduledSequence(found[0], 2, 3), ScheduledSequence(found[1], 1, 4)
     entries = (prompt, *last_tokens(found[2:]), whole)
     expected = {entry.sequence.id: tokens_alone(runner, entry) for entry in entries}
-    passes = count_passes(runner)
     output = runner.execute(StepPlan(entries))
-    assert output.path == "prompts are computed"
+    assert output.path == ("recorded" if is_recorded else "prompts are computed")
+    passes = count_passes(runner)
+    assert runner.execute(StepPlan(entries)).tokens == output.tokens
     assert len(passes) == 1
     assert output.tokens == {name: tokens for name, tokens in expected.items() if tokens}
     assert output.tokens.keys() == {"s0", "s2", "s3"}
@@ -207,6 +225,33 @@ def tokens_alone(runner: ModelRunner, entry: ScheduledSequence) -> list[SampledT
     return output.tokens.get(entry.sequence.id, [])
 
 
+def test_padding_of_a_step_with_prompts_changes_nothing(tiny):
+    """Whatever stood in the rows before, and nothing is written but the slots of the tokens."""
+    runner = make_runner(tiny, capture_nothing)
+    found = sequences(runner, [5, 17, 29, 11])
+    entries = (ScheduledSequence(found[0], 1, 4), *last_tokens(found[1:3]), ScheduledSequence(found[3], 2, 6))
+    first = run_again(runner, entries)
+    assert len(first) == 3, "the middle of a prompt has no logits"
+    runner.graphs.run((*last_tokens(found[:2]), ScheduledSequence(found[2], 3, 26)))
+    before = {name: tensor.clone() for name, tensor in runner.pages.memory.tensors.items()}
+    torch.testing.assert_close(run_again(runner, entries), first, rtol=0, atol=1e-10)
+    for name, tensor in runner.pages.memory.tensors.items():
+        torch.testing.assert_close(tensor, before[name], rtol=0, atol=1e-10, msg=name)
+
+
+def test_steps_with_prompts_are_recorded_by_their_number_of_tokens(tiny):
+    capture = Recorder()
+    runner = make_runner(tiny, capture)
+    assert runner.graphs.prompt_sizes == (32, 48, 64, 96, 128, 192, 256, 384, 512)
+    assert make_runner(tiny, capture, max_num_batched_tokens=7).graphs.prompt_sizes == (7,)
+    (first, second) = sequences(runner, [31, 20])
+    for length, recorded in ((31, 1), (12, 1), (2, 1)):
+        runner.execute(StepPlan((ScheduledSequence(first, 0, length),)))
+        assert capture.count == recorded
+    runner.execute(StepPlan((ScheduledSequence(first, 0, 28), ScheduledSequence(second, 15, 5))))
+    assert capture.count == 2
+
+
 def test_where_recording_fails_the_step_runs_all_the_same(tiny, caplog):
     capture = Recorder(limit=1)
     runner = make_runner(tiny, capture)
@@ -223,7 +268,7 @@ def test_where_recording_fails_the_step_runs_all_the_same(tiny, caplog):
 
 
 @pytest.mark.parametrize("kv_cache", ["16bit", "int8"])
-def test_answers_of_an_engine_are_the_same(tiny, kv_cache):
+def test_answers_of_an_engine_are_the_same(tiny, kv_cache, few_prompt_tokens):
     """With prompts between decode steps, sequences that come and go, preemption, seeds and grammar-free sampling."""
 
     chance, options = random.Random(3), {"num_blocks": 30, "kv_cache": kv_cache}

@@ -114,14 +114,20 @@ def make_runner(decoder: Decoder, config: RuntimeConfig | None = None) -> ModelR
     plan = plan_memory(decoder.config, decoder.nbytes, decoder.dtype.itemsize, config)
     runner = ModelRunner(decoder, plan)
     if runner.kernels.records:
-        runner.capture_steps(_run_and_capture_nothing)
+        runner.capture_steps(run_and_capture_nothing)
     return runner
 
 
-def _run_and_capture_nothing(compute: Computation) -> Computation:
+def run_and_capture_nothing(compute: Computation) -> Computation:
     """A `Capture` that computes once, as libraries need it, and whose recording is the computation itself."""
     compute()
     return compute
+
+
+def capture_and_replay_nothing(compute: Computation) -> Computation:
+    """A `Capture` whose replays take the host no time, as those of a GPU almost do."""
+    compute()
+    return lambda: None
 
 
 GREEDY = SamplingParams(temperature=0)
@@ -135,6 +141,11 @@ def prompts(runner: ModelRunner, lengths: Sequence[int], sampling: SamplingParam
 def decodes(runner: ModelRunner, lengths: Sequence[int], sampling: SamplingParams = GREEDY) -> StepPlan:
     """A step of one token for each of some sequences, which have this many tokens with it."""
     return _step(runner, [(length - 1, length) for length in lengths], sampling)
+
+
+def mixed(runner: ModelRunner, whole: Sequence[int], lengths: Sequence[int]) -> StepPlan:
+    """A step of whole prompts, and of one token for each of some sequences."""
+    return _step(runner, [(0, each) for each in whole] + [(length - 1, length) for length in lengths], GREEDY)
 
 
 def drafted(runner: ModelRunner, lengths: Sequence[int], parents: Sequence[int]) -> StepPlan:

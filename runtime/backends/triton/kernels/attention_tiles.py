@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from runtime.backends.triton.kernels.common import code_offset, from_fp8, multiply, rounded, unpack
+from runtime.backends.triton.kernels.tile_list import COLUMNS, FIRST, PART, ROW, ROWS, SEQUENCE, SPLIT, SPLITS, TABLE
 
 PLAIN, FP8, INT8, INT4 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 """Forms of keys and of values."""
@@ -235,12 +236,35 @@ def attend_tile(
 
 
 @triton.jit
-def program_rows(rows_each, tokens_each, head, SHARED: tl.constexpr, BLOCK_R: tl.constexpr):
-    """The sequence of a program, and of its rows: tokens `[R]`, query heads `[R]`, and whether there are such."""
-    row_blocks = tl.cdiv(rows_each, BLOCK_R)
-    sequence = tl.program_id(0) // row_blocks
-    row = tl.program_id(0) % row_blocks * BLOCK_R + tl.arange(0, BLOCK_R)
-    return sequence, sequence * tokens_each + row // SHARED, head * SHARED + row % SHARED, row < rows_each
+def load_tile(items_ptr, item, head, SHARED: tl.constexpr, BLOCK_R: tl.constexpr):
+    """An item of `list_tiles`, a tuple of its numbers, and of its rows: tokens `[R]`, query heads `[R]`, and whether
+    there are such."""
+    item_ptr = items_ptr + item * COLUMNS
+    first, rows = tl.load(item_ptr + FIRST), tl.load(item_ptr + ROWS)
+    row = tl.load(item_ptr + ROW) + tl.arange(0, BLOCK_R)
+    sequence, table = tl.load(item_ptr + SEQUENCE), tl.load(item_ptr + TABLE)
+    split, splits, part = tl.load(item_ptr + SPLIT), tl.load(item_ptr + SPLITS), tl.load(item_ptr + PART)
+    token = row // SHARED
+    tile = sequence, table, first, split, splits
+    return tile, part + token * splits + split, first + token, head * SHARED + row % SHARED, row < rows
+
+
+@triton.jit
+def tree_rows(position, ancestors_ptr, positions_ptr, token, first, has_row, CHUNK: tl.constexpr):
+    """Key of the first token of a sequence, ancestors `[R]` in the chunk of each row, and keys of a tile.
+
+    Rows without ancestors are causal, or of padding, whose keys are not written.
+    """
+    root = tl.load(positions_ptr + first).to(tl.int32)
+    ancestors = tl.load(ancestors_ptr + token, mask=has_row, other=0)
+    last = tl.max(tl.where(ancestors != 0, token - first + 1, 0), 0)
+    length = tl.where((root < 0) | (last == 0), tl.max(position, 0) + 1, root + last)
+    if CHUNK > 0:
+        # Deeper ancestors have higher bits, so the lowest bits belong to earlier chunks.
+        outside = tl.where(ancestors != 0, position // CHUNK * CHUNK - root, 0)
+        for number in range(0, tl.max(outside, 0)):
+            ancestors = tl.where(outside > number, ancestors & (ancestors - 1), ancestors)
+    return root, ancestors, length
 
 
 @triton.jit
@@ -248,12 +272,12 @@ def reaches(
     key, position, root, ancestors, window, TREE: tl.constexpr, WINDOWED: tl.constexpr, CHUNK: tl.constexpr
 ):  # fmt: skip
     """bool `[R, T]`: whether rows at `position [R]` look at `key [T]`. In a tree by the bits of `ancestors [R]` from
-    key `root` on."""
+    key `root` on, where there are any."""
+    seen = key[None, :] <= position[:, None]
     if TREE:
         member = tl.minimum(tl.maximum(key - root, 0), 63)
-        seen = (key < root)[None, :] | ((ancestors[:, None] >> member[None, :]) & 1 == 1)
-    else:
-        seen = key[None, :] <= position[:, None]
+        branch = (key < root)[None, :] | ((ancestors[:, None] >> member[None, :]) & 1 == 1)
+        seen = tl.where((ancestors != 0)[:, None], branch, seen)
     if WINDOWED:
         seen = seen & (key[None, :] > position[:, None] - window)
     if CHUNK > 0:
@@ -293,6 +317,28 @@ def no_sums(BLOCK_R: tl.constexpr, WIDTH: tl.constexpr, PLANES: tl.constexpr):
         return highest, weight, (values, values), offsets
     else:
         return highest, weight, (values, values, values, values), offsets
+
+
+@triton.jit
+def store_tile(
+    sums, out, tile, part, token, head, has_row, HEADS: tl.constexpr, PLANES: tl.constexpr, HEAD_DIM: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """Stores rows of a tile: of a sequence that is not split as `rows [T, HEADS, D]`, where a head may have a logit at
+    `sink_ptr` that counts in its weight; else `parts [n, HEADS, D]` and `weights [n, HEADS]`, see `store_rows`."""
+    out_ptr, part_ptr, weight_ptr, sink_ptr = out
+    splits = tile[4]
+    if splits > 1:
+        place = part.to(tl.int64) * HEADS + head
+        store_rows(sums, part_ptr, weight_ptr, place, has_row, PLANES, HEAD_DIM, INTERPRETED)
+    else:
+        highest, weight, values, offsets = sums
+        if sink_ptr is not None:
+            sink = tl.load(sink_ptr + head, mask=has_row, other=float("-inf")).to(tl.float32) * LOG2_E
+            weight += tl.exp2(sink - tl.where(highest == float("-inf"), 0.0, highest))
+        place = token.to(tl.int64) * HEADS + head
+        final = highest, weight, values, offsets
+        store_rows(final, out_ptr, None, place, has_row, PLANES, HEAD_DIM, INTERPRETED)
 
 
 @triton.jit

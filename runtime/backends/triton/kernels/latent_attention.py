@@ -3,7 +3,6 @@ key of a token. A latent is read once, as key and as value."""
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -17,17 +16,19 @@ from runtime.backends.triton.kernels.attention_tiles import (
     PLAIN,
     load_numbers,
     load_scales,
+    load_tile,
     no_sums,
     online_softmax_update,
-    program_rows,
     reaches,
     split_span,
-    store_rows,
+    store_tile,
+    tree_rows,
 )
 from runtime.backends.triton.kernels.common import multiply
 from runtime.backends.triton.kernels.split_join import join
+from runtime.backends.triton.kernels.tile_list import TileList
 from runtime.backends.triton.launcher import Launcher
-from runtime.backends.triton.sizes import cdiv
+from runtime.core.batch import RaggedRows
 
 
 @triton.jit
@@ -58,30 +59,28 @@ def score_rows(query, query_sum, rows, FORM: tl.constexpr, INTERPRETED: tl.const
 
 
 @Launcher
-@triton.jit(  # what changes from step to step: other values must not cause another build while a request waits
-    do_not_specialize=["tokens", "blocks_stride", "tokens_each", "rows_each", "splits"],
+@triton.jit(  # what changes from step to step must not cause another build while a request waits
+    do_not_specialize=["tokens"],
     do_not_specialize_on_alignment=["blocks_ptr", "positions_ptr", "ancestors_ptr"],
 )
 def latent_attention(
-    absorbed_ptr, rotated_ptr, keys_ptr, key_scales_ptr, latents_ptr, latent_scales_ptr, blocks_ptr, positions_ptr,
-    ancestors_ptr, part_ptr, weight_ptr,
-    scale, tokens, rotated_stride, blocks_stride, block_size, tokens_each, rows_each, splits, window,
+    absorbed_ptr, rotated_ptr, keys_ptr, key_scales_ptr, latents_ptr, latent_scales_ptr, items_ptr, blocks_ptr,
+    positions_ptr, ancestors_ptr, out_ptr, part_ptr, weight_ptr,
+    scale, tokens, rotated_stride, block_size, window,
     HEADS: tl.constexpr, RANK: tl.constexpr, ROTATED: tl.constexpr, KEY_FORM: tl.constexpr, FORM: tl.constexpr,
     WINDOWED: tl.constexpr, TREE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr, STAGES: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Attention of `tokens_each` tokens of every sequence over one split of its context.
+    """Attention of the rows of an item of the work list, see `list_tiles`, over one split of its keys.
 
-    Program (sequence * row blocks + row block, split). A row is a token and a head. Queries are `absorbed [HEADS,
-    tokens, RANK]` for latents, and `rotated [tokens, HEADS, ...]`, `rotated_stride` apart, for rotated keys. Pages are
-    `[blocks, block_size, RANK]` and `[blocks, block_size, ROTATED]`, scales `[blocks, block_size, 1 or 2]`. What a
-    token sees, and TREE, are as in `paged_attention`.
-
-    Writes `part [HEADS, tokens, splits, RANK]` and `weight [HEADS, tokens, splits]` as `store_rows` says.
+    Program (item). A row is a token and a head. Queries are `absorbed [HEADS, tokens, RANK]` for latents, and `rotated
+    [tokens, HEADS, ...]`, `rotated_stride` apart, for rotated keys. Pages are `[blocks, block_size, RANK]` and
+    `[blocks, block_size, ROTATED]`, scales `[blocks, block_size, 1 or 2]`. What a token sees, and TREE, are as in
+    `paged_attention`; so is what is written, for heads of RANK channels.
     """
-    split = tl.program_id(1)
-    sequence, token, head, has_row = program_rows(rows_each, tokens_each, 0, HEADS, BLOCK_R)
-    position = tl.load(positions_ptr + token, mask=has_row, other=-1)
+    tile, part, token, head, has_row = load_tile(items_ptr, tl.program_id(0), 0, HEADS, BLOCK_R)
+    _, table, first, split, splits = tile
+    position = tl.load(positions_ptr + token, mask=has_row, other=-1).to(tl.int32)
     place = head.to(tl.int64) * tokens + token
     absorbed_ptrs = absorbed_ptr + place[:, None] * RANK + tl.arange(0, RANK)[None, :]
     absorbed = tl.load(absorbed_ptrs, mask=has_row[:, None], other=0.0)
@@ -92,13 +91,9 @@ def latent_attention(
     length = tl.max(position, 0) + 1
     root, ancestors = 0, position
     if TREE:
-        root = tl.load(positions_ptr + sequence * tokens_each).to(tl.int32)
-        ancestors = tl.load(ancestors_ptr + token, mask=has_row, other=0)
-        # Rows of padding behind a short draft have no ancestors, and their keys are not written.
-        last = tl.max(tl.where(ancestors != 0, token - sequence * tokens_each + 1, 0), 0)
-        length = tl.where(root < 0, 0, root + last)
+        root, ancestors, length = tree_rows(position, ancestors_ptr, positions_ptr, token, first, has_row, 0)
     start, stop = split_span(position, length, 0, split, splits, window, WINDOWED, 0, BLOCK_T)
-    table_ptr = blocks_ptr + sequence * blocks_stride
+    table_ptr = blocks_ptr + table
     highest, weight, planes, offsets = no_sums(BLOCK_R, RANK, 1)
     sums = planes[0]
     for begin in tl.range(start, stop, BLOCK_T, num_stages=STAGES):
@@ -120,8 +115,8 @@ def latent_attention(
             share *= latents[1][None, :]
         share = share if INTERPRETED else share.to(like)
         sums = multiply(share, latents[0], sums * fade[:, None], INTERPRETED)
-    found = highest, weight, (sums,), offsets
-    store_rows(found, part_ptr, weight_ptr, place * splits + split, has_row, 1, RANK, INTERPRETED)
+    found, out = (highest, weight, (sums,), offsets), (out_ptr, part_ptr, weight_ptr, None)
+    store_tile(found, out, tile, part, token, head, has_row, HEADS, 1, RANK, INTERPRETED)
 
 
 def latent_tile(block_rows: int) -> dict[str, int]:
@@ -134,37 +129,31 @@ def attend_latents(
     absorbed: Tensor,
     rotated: Tensor,
     read: HeadPages,
-    blocks: Tensor,
-    positions: Tensor,
+    rows: RaggedRows,
+    tiles: TileList,
+    block_rows: int,
     scale: float,
     window: int | None,
-    block_rows: int,
-    splits: int,
-    ancestors: Tensor | None = None,
 ) -> Tensor:
-    """Sums of latents `[heads, B * n, rank]` that n tokens of each of B sequences attend to.
+    """Sums of latents `[T, heads, rank]` that the tokens of a step attend to.
 
     Args:
-        absorbed: queries `[heads, B * n, rank]`, contiguous.
-        rotated: the channels `[B * n, heads, R]` of contiguous queries that look at rotated keys.
+        absorbed: queries `[heads, T, rank]`, contiguous.
+        rotated: the channels `[T, heads, R]` of contiguous queries that look at rotated keys.
         read: rotated keys as keys, latents as values, each with one head.
-        blocks, positions, block_rows, splits, ancestors: as of `paged_attention.attend`.
+        tiles: work list for `block_rows` rows of a tile.
         scale: factor on scores.
     """
     heads, tokens, rank = absorbed.shape
-    tokens_each, width = tokens // len(blocks), rotated.shape[-1]
-    parts = absorbed.new_empty(heads, tokens, splits, rank, dtype=torch.float32)
-    weights = absorbed.new_empty(heads, tokens, splits, dtype=torch.float32)
-    grid = (len(blocks) * cdiv(tokens_each * heads, block_rows), splits)
-    latent_attention[grid](
-        absorbed, rotated, read.pages[0], read.scales[0], read.pages[1], read.scales[1], blocks, positions,
-        positions if ancestors is None else ancestors, parts, weights,
-        scale, tokens, rotated.stride(1), blocks.shape[1], read.pages[0].shape[1], tokens_each, tokens_each * heads,
-        splits, window or 0,
-        HEADS=heads, RANK=rank, ROTATED=width, KEY_FORM=FORMS[read.formats[0]], FORM=FORMS[read.formats[1]],
-        WINDOWED=window is not None, TREE=ancestors is not None,
+    out, parts = absorbed.new_empty(tokens, heads, rank), tiles.room(absorbed, heads, rank)
+    latent_attention[(len(tiles.items),)](
+        absorbed, rotated, read.pages[0], read.scales[0], read.pages[1], read.scales[1], tiles.items, rows.blocks,
+        rows.positions, rows.positions if rows.ancestors is None else rows.ancestors, out, *parts,
+        scale, tokens, rotated.stride(1), read.pages[0].shape[1], window or 0,
+        HEADS=heads, RANK=rank, ROTATED=rotated.shape[-1], KEY_FORM=FORMS[read.formats[0]],
+        FORM=FORMS[read.formats[1]], WINDOWED=window is not None, TREE=rows.ancestors is not None,
         BLOCK_R=block_rows, **latent_tile(block_rows), INTERPRETED=triton.knobs.runtime.interpret,
     )  # fmt: skip
-    out = torch.empty_like(absorbed)
-    join(parts.view(-1, 1, splits, rank), weights.view(-1, 1, splits), None, QuantizedInput(out.view(-1, rank)))
+    if tiles.most_splits > 1:
+        join(*parts, tiles, None, QuantizedInput(out.flatten(1)))
     return out

@@ -1,8 +1,8 @@
-"""Attention over pages for decode, verification of drafts and chunks of prompts: one kernel, five forms of pages.
+"""Attention over pages of all tokens of a step in one launch, whether of decodes, drafts or prompts, in five forms of
+pages.
 
-The context is cut into splits with a grid that does not depend on lengths; an empty split counts nothing. The first
-split also takes the tokens in front: those that are kept exactly beside the pages, and those that a stream looks at
-with a second query.
+Programs take their rows and keys from a work list; an empty split counts nothing. The first split also takes the tokens
+in front: those that are kept exactly beside the pages, and those that a stream looks at with a second query.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch import Tensor
 
 from compress.checkpoint.kv_cache import CODE_BITS
 from runtime.backends.span_attention import PLAIN_LAYER, LayerScores
-from runtime.backends.triton.attention import NO_SINK_TOKENS, HeadPages, OutputRows, SinkTokens
+from runtime.backends.triton.attention import NO_SINK_TOKENS, HeadPages, SinkTokens
 from runtime.backends.triton.device import HOPPER, has_capability
-from runtime.backends.triton.fused_linear import ROWS, ActivationLayout, QuantizedInput
+from runtime.backends.triton.fused_linear import ROWS_LAYOUT, SUMS, ActivationLayout, QuantizedInput
 from runtime.backends.triton.kernels.attention_tiles import (
     FORMS,
     INT4,
@@ -28,16 +28,19 @@ from runtime.backends.triton.kernels.attention_tiles import (
     PLAIN,
     attend_tile,
     load_query,
+    load_tile,
     no_sums,
-    program_rows,
     reaches,
     split_span,
-    store_rows,
+    store_tile,
+    tree_rows,
 )
 from runtime.backends.triton.kernels.common import unpack_instructions
 from runtime.backends.triton.kernels.split_join import join
+from runtime.backends.triton.kernels.tile_list import TileList, tile_list
 from runtime.backends.triton.launcher import BoundKernel, Launcher
-from runtime.backends.triton.sizes import cdiv
+from runtime.backends.triton.tiling import Tiling
+from runtime.core.batch import RaggedRows
 
 
 @triton.jit
@@ -103,41 +106,40 @@ def attend_pages(
 
 
 @Launcher
-@triton.jit(  # what changes from step to step: other values must not cause another build while a request waits
-    do_not_specialize=["blocks_stride", "tokens_each", "rows_each", "splits"],
+@triton.jit(  # what changes from step to step must not cause another build while a request waits
     do_not_specialize_on_alignment=["exact_slots_ptr", "blocks_ptr", "positions_ptr", "ancestors_ptr"],
 )
 def paged_attention(
     query_ptr, moved_ptr, keys_ptr, key_scales_ptr, values_ptr, value_scales_ptr, exact_keys_ptr, exact_values_ptr,
-    exact_slots_ptr, blocks_ptr, positions_ptr, ancestors_ptr, part_ptr, weight_ptr,
-    scale, query_stride, blocks_stride, tokens_each, rows_each, splits, window, sinks, exact,
+    exact_slots_ptr, items_ptr, blocks_ptr, positions_ptr, ancestors_ptr, sink_ptr, out_ptr, part_ptr, weight_ptr,
+    scale, query_stride, window, sinks, exact,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr,
     KEY_FORM: tl.constexpr, VALUE_FORM: tl.constexpr, WINDOWED: tl.constexpr, CHUNK: tl.constexpr, CAP: tl.constexpr,
     STREAMING: tl.constexpr, EXACT: tl.constexpr, TREE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr,
     STAGES: tl.constexpr, KEY_PTX: tl.constexpr, PTX: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Attention of `tokens_each` tokens of every sequence over one split of its context.
+    """Attention of the rows of an item of the work list, see `list_tiles`, over one split of its keys.
 
-    Program (sequence * row blocks + row block, kv head, split). A row is a token and one of the query heads that share
-    the kv head; `rows_each` are those of a sequence. Pages are `[blocks, BLOCK_SIZE, KV_HEADS, D]`, codes of 4 bits
-    `[..., D / 2]` with dimensions d and d + D / 2 in a byte; scales `[blocks, BLOCK_SIZE, KV_HEADS, 1 or 2]`: scale and
-    offset. A key is seen up to the token's position, and from `position - window + 1` on. A token at position -1 is
-    padding and sees nothing. CHUNK and CAP: see `LayerScores`; 0 for none.
+    Program (item, kv head). A row is a token and one of the query heads that share the kv head. Pages are `[blocks,
+    BLOCK_SIZE, KV_HEADS, D]`, codes of 4 bits `[..., D / 2]` with dimensions d and d + D / 2 in a byte; scales
+    `[blocks, BLOCK_SIZE, KV_HEADS, 1 or 2]`: scale and offset. A key is seen up to the token's position, and from
+    `position - window + 1` on. A token at position -1 is padding and sees nothing. CHUNK and CAP: see `LayerScores`; 0
+    for none.
 
-    TREE: tokens of a sequence are a tree of drafts behind its first token. Of the keys from that one's on, the k-th is
-    seen where bit k of `ancestors [tokens]` is set; of those before, all that a window leaves.
+    TREE: tokens of a sequence may be a tree of drafts behind its first token. Of the keys from that one's on, the k-th
+    is seen where bit k of `ancestors [tokens]` is set; of those before, all that a window leaves. A token without
+    ancestors sees what is before it.
     STREAMING: the first `sinks` keys are seen however far back, by a second query `moved`.
     EXACT: in the place of the first `exact` keys stand 16-bit ones `[slots, exact, KV_HEADS, D]`, at a slot for each
     sequence.
 
-    Writes the normalized output `part [tokens, HEADS, splits, D]` and the logarithm to base 2 of its weight `[tokens,
-    HEADS, splits]`: zeros and minus infinity where nothing was seen. One split may be the result itself, in 16 bits and
-    without a weight.
+    Writes what `store_tile` says.
     """
     KEY_PLANES: tl.constexpr = 4 if KEY_FORM == INT4 else (2 if KEY_FORM == INT8 else 1)
     PLANES: tl.constexpr = 4 if VALUE_FORM == INT4 else (2 if VALUE_FORM == INT8 else 1)
-    head, split = tl.program_id(1), tl.program_id(2)
-    sequence, token, query_head, has_row = program_rows(rows_each, tokens_each, head, HEADS // KV_HEADS, BLOCK_R)
+    head = tl.program_id(1)
+    tile, part, token, query_head, has_row = load_tile(items_ptr, tl.program_id(0), head, HEADS // KV_HEADS, BLOCK_R)
+    sequence, table, first, split, splits = tile
     position = tl.load(positions_ptr + token, mask=has_row, other=-1).to(tl.int32)
     query_place = token.to(tl.int64)[:, None] * query_stride + query_head[:, None] * HEAD_DIM
     query = load_query(query_ptr + query_place, has_row, KEY_PLANES, HEAD_DIM)
@@ -145,18 +147,14 @@ def paged_attention(
     length = tl.max(position, 0) + 1
     root, ancestors = 0, position
     if TREE:
-        root = tl.load(positions_ptr + sequence * tokens_each).to(tl.int32)
-        ancestors = tl.load(ancestors_ptr + token, mask=has_row, other=0)
-        # Rows of padding behind a short draft have no ancestors, and their keys are not written.
-        last = tl.max(tl.where(ancestors != 0, token - sequence * tokens_each + 1, 0), 0)
-        length = tl.where(root < 0, 0, root + last)
+        root, ancestors, length = tree_rows(position, ancestors_ptr, positions_ptr, token, first, has_row, CHUNK)
     front = 0
     if STREAMING:
         front = sinks
     if EXACT:
         front = tl.maximum(front, exact)
     start, stop = split_span(position, length, front, split, splits, window, WINDOWED, CHUNK, BLOCK_T)
-    table_ptr = blocks_ptr + sequence * blocks_stride
+    table_ptr = blocks_ptr + table
     pages = keys_ptr, key_scales_ptr, values_ptr, value_scales_ptr
     sums = no_sums(BLOCK_R, HEAD_DIM, PLANES)
     if STREAMING or EXACT:
@@ -182,8 +180,8 @@ def paged_attention(
         KV_HEADS, BLOCK_SIZE, HEAD_DIM, KEY_FORM, VALUE_FORM, KEY_PLANES, PLANES, STREAMING or EXACT, WINDOWED, CHUNK,
         CAP, TREE, BLOCK_T, STAGES, KEY_PTX, PTX, INTERPRETED,
     )  # fmt: skip
-    place = (token.to(tl.int64) * HEADS + query_head) * splits + split
-    store_rows(sums, part_ptr, weight_ptr, place, has_row, PLANES, HEAD_DIM, INTERPRETED)
+    out = out_ptr, part_ptr, weight_ptr, sink_ptr
+    store_tile(sums, out, tile, part, token, query_head, has_row, HEADS, PLANES, HEAD_DIM, INTERPRETED)
 
 
 def attention_tile(
@@ -220,106 +218,92 @@ def attention_tile(
 
 
 class PreparedAttention(NamedTuple):
-    """Attention of some tokens in layers with the same heads, window and changes of scores.
+    """Attention of a step in layers with the same heads, window and changes of scores.
 
     Attributes:
-        grid: programs, which number the splits of the context last.
+        grid: items of the work list, and kv heads.
         tokens: tensors that say where tokens and their keys stand.
         numbers: other arguments that stay the same.
-        is_whole: the kernel stores the result itself.
-        parts: of several splits and their weights, overwritten by every layer. That of one split is as large as the
-            step, so it is made anew.
+        tiles: the work list.
+        parts: results of splits `[n, heads, D]` and their weights `[n, heads]`, overwritten by every layer.
     """
 
     kernel: BoundKernel
-    grid: tuple[int, int, int]
+    grid: tuple[int, int]
     tokens: tuple[Tensor, ...]
     numbers: tuple[int, ...]
-    is_whole: bool
-    parts: tuple[Tensor, Tensor] | None
+    tiles: TileList
+    parts: tuple[Tensor, Tensor]
+
+    def joined(self, form: ActivationLayout) -> ActivationLayout:
+        """The form of the output that `__call__` can store, as close to `form` as possible."""
+        return form if form.kind == SUMS and self.tiles.most_splits > 1 else ROWS_LAYOUT
 
     def __call__(
-        self, query: Tensor, read: HeadPages, front: SinkTokens, sink_logits: Tensor | None, into: OutputRows
+        self,
+        query: Tensor,
+        read: HeadPages,
+        front: SinkTokens,
+        sink_logits: Tensor | None,
+        out: QuantizedInput,
+        form: ActivationLayout,
     ) -> None:
-        """Stores the attention of a layer into the rows that `into` says."""
-        if self.is_whole:
-            self._launch(query, read, front, into.rows(query.shape[0]))
-        else:
-            parts, weights = self.parts or empty_parts(query, self.grid[2])
-            self._launch(query, read, front, parts, weights)
-            join(parts, weights, sink_logits, into.out, into.form, into.first)
-
-    def _launch(self, query: Tensor, read: HeadPages, front: SinkTokens, *out: Tensor) -> None:
+        """Stores the attention of a layer as an input `[T, heads * D]` in a form, one of `joined`."""
         (keys, values), (key_scales, value_scales) = read.pages, read.scales
         pages = keys, key_scales, values, value_scales
-        self.kernel(self.grid, query, *front.queries, *pages, *front.exact_tensors, *self.tokens, *out, *self.numbers)
+        tensors = *front.queries, *pages, *front.exact_tensors, *self.tokens, *given(sink_logits)
+        self.kernel(self.grid, query, *tensors, out.rows, *self.parts, *self.numbers)
+        if self.tiles.most_splits > 1:
+            join(*self.parts, self.tiles, sink_logits, out, form)
 
 
 def prepare(
     query: Tensor,
     read: HeadPages,
-    blocks: Tensor,
-    positions: Tensor,
-    window: int | None,
+    rows: RaggedRows,
+    tiles: TileList,
     block_rows: int,
-    splits: int,
+    window: int | None,
     front: SinkTokens,
-    ancestors: Tensor | None,
     scores: LayerScores,
-    form: ActivationLayout,
 ) -> PreparedAttention:
     """Prepares what `attend` launches, by the tensors of one of the layers."""
-    tokens, heads, head_dim = query.shape
+    _, heads, head_dim = query.shape
     _, block_size, kv_heads, _ = read.pages[0].shape
-    is_whole = splits == 1 and scores.sink_logits is None and form.kind == ROWS
     kernel = _bound(
         (heads, kv_heads, head_dim), block_size, read.formats, block_rows, query.dtype, window is not None,
-        scores.chunk or 0, scores.softcap or 0.0, front.forms, ancestors is not None, is_whole,
-        has_capability(query.device, HOPPER),
+        scores.chunk or 0, scores.softcap or 0.0, front.forms, rows.ancestors is not None,
+        scores.sink_logits is not None, has_capability(query.device, HOPPER),
     )  # fmt: skip
-    tokens_each = tokens // len(blocks)
-    rows_each = tokens_each * (heads // kv_heads)
-    grid = len(blocks) * cdiv(rows_each, block_rows), kv_heads, splits
-    numbers = blocks.shape[1], tokens_each, rows_each, splits, window or 0, front.sinks, front.num_exact
-    parts = empty_parts(query, splits) if splits > 1 else None
-    return PreparedAttention(kernel, grid, (blocks, positions, *given(ancestors)), numbers, is_whole, parts)
-
-
-def empty_parts(query: Tensor, splits: int) -> tuple[Tensor, Tensor]:
-    """Room for what the splits give for a query `[n, heads, D]`: `[n, heads, splits, D]` and `[n, heads, splits]`."""
-    tokens, heads, head_dim = query.shape
-    parts = query.new_empty(tokens, heads, splits, head_dim, dtype=torch.float32)
-    return parts, query.new_empty(tokens, heads, splits, dtype=torch.float32)
+    tokens = tiles.items, rows.blocks, rows.positions, *given(rows.ancestors)
+    numbers = window or 0, front.sinks, front.num_exact
+    return PreparedAttention(
+        kernel, (len(tiles.items), kv_heads), tokens, numbers, tiles, tiles.room(query, heads, head_dim)
+    )
 
 
 def attend(
     query: Tensor,
     read: HeadPages,
-    blocks: Tensor,
-    positions: Tensor,
-    window: int | None,
-    block_rows: int,
-    splits: int,
+    rows: RaggedRows,
+    tiling: Tiling,
+    window: int | None = None,
     front: SinkTokens = NO_SINK_TOKENS,
-    ancestors: Tensor | None = None,
     scores: LayerScores = PLAIN_LAYER,
 ) -> Tensor:
-    """Attention of n tokens of each of B sequences: rows `[B * n, heads * D]` in the dtype of the query.
+    """Attention of the tokens of a step: rows `[T, heads * D]` in the dtype of the query.
 
     Args:
-        query: `[B * n, heads, D]`, contiguous, in the basis of the keys.
-        blocks: int64 `[B, blocks each]`.
-        positions: int64 `[B * n]`, of each token among the keys of its blocks; -1 is padding, whose result is zeros.
-        block_rows: rows of one program, 16 to 64.
-        splits: into which the context is cut.
+        query: `[T, heads, D]`, contiguous, in the basis of the keys.
+        rows: of the T tokens.
         front: what is special about the first tokens.
-        ancestors: int64 `[B * n]`, of tokens that are trees of draft tokens (`AttentionGroup`); None is none.
-        scores: of the layer; for a tree, `ancestors` are those in the chunk of each token.
+        scores: of the layer.
     """
-    into = OutputRows(QuantizedInput(query.new_empty(len(query), query.shape[1] * query.shape[2])))
-    prepared = prepare(query, read, blocks, positions, window, block_rows, splits, front, ancestors, scores, into.form)
-    prepared(query, read, front, scores.sink_logits, into)
-    return into.out.rows
+    out = QuantizedInput(query.new_empty(len(query), query.shape[1] * query.shape[2]))
+    tiles = tile_list(rows, len(query), tiling)
+    prepared = prepare(query, read, rows, tiles, tiling.rows, window, front, scores)
+    prepared(query, read, front, scores.sink_logits, out, ROWS_LAYOUT)
+    return out.rows
 
 
 def given(tensor: Tensor | None) -> tuple[Tensor, ...]:
@@ -339,16 +323,16 @@ def _bound(
     softcap: float,
     front: tuple[bool, bool],
     is_tree: bool,
-    is_whole: bool,
+    has_sinks: bool,
     is_hopper: bool,
 ) -> BoundKernel:
-    """The kernel for heads, kv heads and their dimensions; `is_whole`: it writes the result itself."""
+    """The kernel for heads, kv heads and their dimensions."""
     (heads, kv_heads, head_dim), (streaming, has_exact) = shape, front
     unused = {
         "moved_ptr": streaming,
         **dict.fromkeys(("exact_keys_ptr", "exact_values_ptr", "exact_slots_ptr"), has_exact),
         "ancestors_ptr": is_tree,
-        "weight_ptr": not is_whole,
+        "sink_ptr": has_sinks,
     }
     key_form, value_form = (FORMS[name] for name in formats)
     key_unpacking, unpacking = (unpacking_of(name, dtype) for name in formats)

@@ -12,6 +12,7 @@ from runtime.backends.triton.fused_linear import ROWS_LAYOUT, SUMS, ActivationLa
 from runtime.backends.triton.kernels.attention_tiles import LOG2_E
 from runtime.backends.triton.kernels.common import rounded
 from runtime.backends.triton.kernels.norm_act import form_constants, input_pointers, store_row
+from runtime.backends.triton.kernels.tile_list import TileList
 from runtime.backends.triton.launcher import BoundKernel, Launcher
 from runtime.backends.triton.sizes import cdiv
 
@@ -20,22 +21,24 @@ SPLIT_CLASSES = (8, 64)
 
 
 @Launcher
-@triton.jit(do_not_specialize=["first", "M", "splits"])
+@triton.jit(do_not_specialize=["M"])
 def join_splits(
-    part_ptr, weight_ptr, sink_ptr, out_ptr, beside_ptr, first, M, splits, num_sums,
+    part_ptr, weight_ptr, places_ptr, sink_ptr, out_ptr, beside_ptr, M, num_sums,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, SPLITS: tl.constexpr, FORM: tl.constexpr, UNIT: tl.constexpr,
     BLOCK: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Stores parts `[tokens, HEADS, splits, D]` by their weights `[tokens, HEADS, splits]` as tokens from `first` on of
-    an input `[M, HEADS * D]` in a form; zeros for a row that saw nothing.
+    """Stores parts `[n, HEADS, D]` by their weights `[n, HEADS]` as an input `[M, HEADS * D]` in a form; zeros for a
+    row that saw nothing.
 
-    Programs (token, block of whole heads). SPLITS is a power of two, at least `splits`. A head may have a logit at
-    `sink_ptr` that counts in its sum of weights.
+    Programs (token, block of whole heads). A token has as many parts as `places [M, 2]` says, from one on: SPLITS at
+    most, a power of two. One without parts is in `out` already. A head may have a logit at `sink_ptr` that counts in
+    its sum of weights.
     """
     token, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     head = block * (BLOCK // HEAD_DIM) + tl.arange(0, BLOCK // HEAD_DIM)
     split, d = tl.arange(0, SPLITS), tl.arange(0, HEAD_DIM)
-    place = (token * HEADS + head)[:, None] * splits + split[None, :]
+    first, splits = tl.load(places_ptr + token * 2).to(tl.int64), tl.load(places_ptr + token * 2 + 1)
+    place = (first + split)[None, :] * HEADS + head[:, None]
     inside = (head < HEADS)[:, None] & (split < splits)[None, :]
     weight = tl.load(weight_ptr + place, mask=inside, other=float("-inf"))
     used = weight > float("-inf")
@@ -52,29 +55,33 @@ def join_splits(
         total += tl.exp2(sink - base)
     joined = tl.sum(part * share[:, :, None], 1) / tl.where(total > 0, total, 1.0)[:, None]
     x = rounded(tl.reshape(joined, (BLOCK,)), out_ptr.dtype.element_ty, INTERPRETED)
-    store_row(x, token + first, block * BLOCK, M, HEADS * HEAD_DIM, num_sums, out_ptr, beside_ptr, FORM, UNIT, BLOCK)
+    k = block * BLOCK + tl.arange(0, BLOCK)
+    is_whole = (k < HEADS * HEAD_DIM) & (k * 0 + splits == 0)
+    x += tl.load(out_ptr + token * (HEADS * HEAD_DIM) + k, mask=is_whole, other=0.0).to(tl.float32)
+    store_row(x, token, block * BLOCK, M, HEADS * HEAD_DIM, num_sums, out_ptr, beside_ptr, FORM, UNIT, BLOCK)
 
 
 def join(
     parts: Tensor,
     weights: Tensor,
+    tiles: TileList,
     sinks: Tensor | None,
     out: QuantizedInput,
     form: ActivationLayout = ROWS_LAYOUT,
-    first: int = 0,
 ) -> None:
-    """Stores the joined parts `[n, heads, splits, D]` as tokens `first` to `first + n` of `out [M, heads * D]`, in rows
-    or in rows with sums.
+    """Stores the joined parts `[n, heads, D]` of tokens in `out [M, heads * D]`, which has the others, in rows or in
+    rows with sums.
 
     Args:
-        weights: `[n, heads, splits]`, see `store_rows`.
+        weights: `[n, heads]`, see `store_rows`.
+        tiles: says which token has which parts.
         sinks: logits `[heads]`, or None.
     """
-    tokens, heads, splits, head_dim = parts.shape
-    most = next(most for most in SPLIT_CLASSES if splits <= most)
+    _, heads, head_dim = parts.shape
+    most = next(most for most in SPLIT_CLASSES if tiles.most_splits <= most)
     kernel, blocks = _join(heads, head_dim, most, sinks is not None, form)
-    sink = () if sinks is None else (sinks,)
-    kernel((tokens, blocks), parts, weights, *sink, *input_pointers(out), first, out.rows.shape[0], splits)
+    sink, tokens = () if sinks is None else (sinks,), out.rows.shape[0]
+    kernel((tokens, blocks), parts, weights, tiles.parts, *sink, *input_pointers(out), tokens)
 
 
 @cache

@@ -9,6 +9,7 @@ import torch
 from covering import covering
 from decoder_configs import decoder_config, with_heads
 from poisoned_memory import poison, poisoned_allocations
+from ragged import ragged_rows, rows_of
 from torch import Tensor
 
 from compress.checkpoint.kv_cache import CODE_BITS, KVCacheScheme
@@ -23,10 +24,10 @@ from runtime.backends.triton.attention import (
     SinkTokens,
     TritonAttention,
     attention_unsupported_reason,
-    num_splits,
 )
 from runtime.backends.triton.prefill import span_unsupported_reason
-from runtime.core.batch import AttentionGroup
+from runtime.backends.triton.tiling import MAX_SPLITS, Tiling
+from runtime.core.batch import AttentionGroup, RaggedRows
 from runtime.core.draft_tree import ancestor_bits, paths
 from runtime.model.rotary import Rotary
 
@@ -58,15 +59,28 @@ class Pages:
         splits: int = 1, front: SinkTokens = NO_SINK_TOKENS, ancestors: Tensor | None = None,
         scores: LayerScores = PLAIN_LAYER,
     ) -> Tensor:  # fmt: skip
-        """On the device of the pages, over memory that is poisoned before it is written."""
+        """Equal numbers of tokens of sequences; the longest is split into about `splits`."""
+        each = positions.view(len(blocks), -1).to(self.device).unbind()
+        return self.attend_rows(
+            query, ragged_rows(blocks.unbind(), each, ancestors), window, rows, splits, front, scores
+        )
+
+    def attend_rows(
+        self, query: Tensor, ragged: RaggedRows, window: int | None = None, rows: int = 16, splits: int = 1,
+        front: SinkTokens = NO_SINK_TOKENS, scores: LayerScores = PLAIN_LAYER, captured: bool = False,
+    ) -> Tensor:  # fmt: skip
+        """On the device of the pages, over memory that is poisoned before it is written; as in a captured step, whose
+        lengths are not known."""
         from runtime.backends.triton.kernels.paged_attention import attend
 
-        query, blocks, positions = (t.to(self.device) for t in (query, blocks, positions))
-        ancestors = None if ancestors is None else ancestors.to(self.device)
+        query, kv_heads = query.to(self.device), self.read.pages[0].shape[2]
+        least = -(-ragged.num_keys // splits) if splits > 1 else 10**6
+        tiling = Tiling(rows, query.shape[1] // kv_heads, kv_heads, 1, window or scores.chunk or 0, least)
+        work = sum(tiling.tiles(tokens) * keys for tokens, keys in ragged.lengths)
+        tiling = tiling._replace(programs=-(-work * kv_heads // least))
+        ragged = replace(ragged, lengths=()) if captured else ragged
         with poisoned_allocations():
-            found = attend(
-                query, self.read, blocks, positions, window, rows, splits, front, ancestors, on(scores, query)
-            )
+            found = attend(query, self.read, ragged, tiling, window, front, on(scores, query))
         return found.view(query.shape)
 
 
@@ -121,6 +135,50 @@ def test_against_float64(gpu, case, forms) -> None:
     found = pages.attend(query, blocks, positions, window, 16 if each < 10 else 64, splits)
     assert found.dtype == torch.float16
     assert_close(found, reference(query.double(), *pages.exact, blocks, positions, window))
+
+
+def mixed_step(trees: bool) -> tuple[list[list[int]], list[tuple[int, ...]]]:
+    """Decodes of short and long sequences, a draft, a chunk behind cached keys, a prompt, and padding: what each token
+    sees, by sequence; with trees also their parents."""
+    spans = [(6, 7), (89, 90), (29, 34), (41, 78), (0, 23), (-1, 0)]
+    parents = [()] * len(spans) + [(-1, 0, 0, -1)] * trees
+    return [list(range(*span)) for span in spans] + [[61, 62, 63, 63, 62]] * trees, parents
+
+
+@pytest.mark.parametrize(
+    ("forms", "window", "scores", "trees", "rows", "captured"),
+    [
+        (FORMS[0], None, PLAIN_LAYER, True, 16, False),
+        (FORMS[1], 20, LayerScores(softcap=1.5), False, 64, False),
+        (FORMS[2], None, LayerScores(chunk=24), True, 64, True),
+        (FORMS[3], None, LayerScores(sink_logits=torch.linspace(-30, 4, 6).half()), False, 32, True),
+        (FORMS[4], 20, LayerScores(softcap=1.5, sink_logits=torch.linspace(-30, 4, 6).half()), True, 64, False),
+    ],
+    ids=str,
+)
+def test_all_sequences_of_a_step_in_one_launch(gpu, forms, window, scores, trees: bool, rows, captured) -> None:
+    """The longest sequence is split, others store their result themselves; tables have several lengths."""
+    positions, parents = mixed_step(trees)
+    pages, order = Pages(forms, 2, gpu), torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(4))
+    tables = list(order.split([1, 6, 3, 5, 2, 1, 6]))[: len(positions)]
+    query = normal(sum(map(len, positions)), 6, HEAD_DIM).half()
+    bits = [ancestor_bits(p) if p else [0] * len(each) for each, p in zip(positions, parents, strict=True)]
+    ancestors = torch.tensor([bit for each in bits for bit in each]) if trees else None
+    places = [torch.tensor(each, device=gpu) for each in positions]
+    expected, row = [], 0
+    for each, table, guesses in zip(positions, tables, parents, strict=True):
+        branches = [[], *paths(guesses)] if guesses else [None] * len(each)
+        for last, branch in zip(each, branches, strict=True):
+            seen = list(range(last + 1) if branch is None else range(each[0] + 1))
+            seen += [each[0] + 1 + number for number in branch or ()]
+            context = [exact[table].flatten(0, 1)[seen].unsqueeze(1) for exact in pages.exact]
+            at, blocks = torch.tensor([len(seen) - 1]), [torch.arange(len(seen))]
+            one = query[row : row + 1].double()
+            expected.append(reference(one, *context, blocks, at, window, scores) if seen else torch.zeros_like(one))
+            row += 1
+    ragged = ragged_rows(tables, places, ancestors)
+    found = pages.attend_rows(query, ragged, window, rows, 3, scores=scores, captured=captured)
+    assert_close(found, torch.cat(expected))
 
 
 CHANGED_CASES = [
@@ -223,7 +281,7 @@ def take_steps(
             blocks, among = seen, positions - len(hidden) * BLOCK_SIZE
         ragged = 0 < begin < end - 1
         group = AttentionGroup(slice(0, end - begin), blocks, among, 1, int(among[-1]) + 1, ragged)
-        batch = SimpleNamespace(groups=(group,), slots=slots[begin:end], positions=positions)
+        batch = SimpleNamespace(groups=(group,), slots=slots[begin:end], positions=positions, ragged=rows_of([group]))
         step = make(StepKeys(cache, batch, places))
         for layer, heads in enumerate(zip(queries, keys, values, strict=True)):
             out.append(step(layer, *(part[begin:end] for part in heads)).flatten())
@@ -300,7 +358,8 @@ def test_padding_reads_nothing_and_gives_zeros(gpu, form: str, splits: int, wind
     for poisoned in pages.read.scales if form == "int4" else pages.read.pages:
         poisoned[9] = float("nan")
     found = pages.attend(query, blocks, positions, window, splits=splits)
-    together = pages.attend(query, blocks[:1], positions, window, splits=splits)
+    at_once = ragged_rows(blocks[:1].unbind(), [torch.tensor([6, 7, -1], device=gpu)])
+    together = pages.attend_rows(query, at_once, window, splits=splits)
     alone = pages.attend(query[:1], blocks[:1], positions[:1], window, splits=splits)
     assert torch.equal(found[0], alone[0])
     assert torch.isfinite(found[1]).all()
@@ -328,8 +387,6 @@ def test_tokens_of_a_tree_see_their_branch_only(gpu, form, window, splits, score
     blocks = torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(4))[:12].view(2, 6)
     positions = torch.tensor([root + len(path) for root, path in ends])
     bits = torch.tensor(ancestor_bits(parents)).repeat(2)
-    group = AttentionGroup(slice(0, 16), blocks.flatten(), positions, 2, 69, True, bits)
-    bits = group.tree_in(scores.chunk)[1]
     found = pages.attend(query, blocks, positions, window, 64, splits, ancestors=bits, scores=scores)
     expected = []
     for row, (root, path) in enumerate(ends):
@@ -405,10 +462,15 @@ def test_which_spans_are_left_to_torch(change: dict, fact: str) -> None:
 
 
 def test_splits_fill_the_processors_and_are_never_tiny() -> None:
-    assert num_splits(32768, 8, 132) == 33
-    assert num_splits(32768, 8 * 64, 132) == 1
-    assert num_splits(1000, 1, 132) == 3
-    assert num_splits(10**6, 1, 132) == 64
+    """Also where one sequence is much longer than the others, or decoded beside prompts."""
+    tiling = Tiling(16, 4, 8, 264)
+    assert tiling.splits([(1, 32768)]) == [33]
+    assert tiling.splits([(1, 32768)] * 64) == [1] * 64
+    assert tiling._replace(kv_heads=1).splits([(1, 1000)]) == [4]
+    assert tiling._replace(kv_heads=1).splits([(1, 10**6)]) == [MAX_SPLITS]
+    assert tiling.splits([(1, 200)] * 63 + [(1, 32768)]) == [1] * 63 + [24]
+    assert tiling._replace(rows=64).splits([(128, 128)] * 16 + [(1, 32768)]) == [1] * 16 + [22]
+    assert tiling._replace(reach=1024).splits([(1, 32768)]) == [4]
 
 
 @pytest.mark.parametrize(

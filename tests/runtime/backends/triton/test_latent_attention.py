@@ -10,6 +10,7 @@ import torch
 from covering import covering
 from engines import answer_all, small_engine
 from poisoned_memory import poison, poisoned_allocations
+from ragged import ragged_rows, rows_of
 from tiny_configs import VARIANTS
 from tiny_models import save_tiny_model
 from torch import Tensor
@@ -23,7 +24,8 @@ from runtime.backends.span_attention import Scores
 from runtime.backends.torch.attention import PagedAttention, StepKeys
 from runtime.backends.triton.attention import HeadPages, attention_unsupported_reason
 from runtime.backends.triton.latent import TritonLatentAttention
-from runtime.core.batch import AttentionGroup
+from runtime.backends.triton.tiling import Tiling
+from runtime.core.batch import AttentionGroup, RaggedRows
 from runtime.core.draft_tree import ancestor_bits, paths
 from runtime.core.model_config import parse_config
 from runtime.core.request import SamplingParams
@@ -54,14 +56,25 @@ def random_pages(form: str, device: torch.device) -> tuple[HeadPages, tuple[Tens
     return HeadPages(tuple(codes), tuple(scales), (form, form), False), tuple(exact)
 
 
-def attend(absorbed: Tensor, rotated: Tensor, read: HeadPages, blocks: Tensor, positions: Tensor, *options) -> Tensor:
-    """On the device of the pages, over memory that is poisoned before it is written."""
+def attend(
+    absorbed: Tensor, rotated: Tensor, read: HeadPages, ragged: RaggedRows, window=None, rows=16, splits=1
+) -> Tensor:
+    """Sums of latents `[heads, T, rank]`, computed on the device of the pages over memory that is poisoned before it is
+    written; the longest sequence is split into about `splits`."""
     from runtime.backends.triton.kernels.latent_attention import attend_latents
+    from runtime.backends.triton.kernels.tile_list import tile_list
 
-    device = read.pages[0].device
-    absorbed, rotated, blocks, positions = (each.to(device) for each in (absorbed, rotated, blocks, positions))
+    absorbed, rotated = (each.to(read.pages[0].device) for each in (absorbed, rotated))
+    least = -(-ragged.num_keys // splits) if splits > 1 else 10**6
+    tiling = Tiling(rows, len(absorbed), 1, 64, window or 0, least)
     with poisoned_allocations():
-        return attend_latents(absorbed, rotated, read, blocks, positions, SCALE, *options)
+        tiles = tile_list(ragged, absorbed.shape[1], tiling)
+        return attend_latents(absorbed, rotated, read, ragged, tiles, rows, SCALE, window).transpose(0, 1)
+
+
+def spread(blocks: Tensor, positions: Tensor, device: torch.device, ancestors: Tensor | None = None) -> RaggedRows:
+    """Equal numbers of tokens of sequences."""
+    return ragged_rows(blocks.unbind(), positions.view(len(blocks), -1).to(device).unbind(), ancestors)
 
 
 def reference(absorbed: Tensor, rotated: Tensor, keys: Tensor, latents: Tensor, seen: list[list[int]]) -> Tensor:
@@ -98,7 +111,7 @@ def test_against_float64(gpu, case, form: str) -> None:
     blocks = torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(4))[: 6 * len(lengths)]
     blocks = blocks.view(len(lengths), 6)
     positions = torch.cat([torch.arange(length - each, length) for length in lengths])
-    found = attend(absorbed, query[..., OWN:], read, blocks, positions, window, rows, splits)
+    found = attend(absorbed, query[..., OWN:], read, spread(blocks, positions, gpu), window, rows, splits)
     assert found.dtype == torch.float16
     contexts = (part[blocks].flatten(1, 2).repeat_interleave(each, 0) for part in exact)
     seen = [list(range(max(0, 0 if window is None else last - window + 1), last + 1)) for last in positions.tolist()]
@@ -113,8 +126,8 @@ def test_tokens_of_a_tree_see_their_branch_and_padding_nothing(gpu) -> None:
     absorbed, query = normal(heads, 16, RANK).half(), normal(16, heads, ROTATED).half()
     blocks = torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(4)).view(2, 6)
     positions = torch.tensor([*(root + len(path) for path in ends), *(-1,) * 8])
-    bits = torch.tensor(ancestor_bits(parents)).repeat(2).to(gpu)
-    found = attend(absorbed, query, read, blocks, positions, None, 32, 2, bits)
+    bits = torch.tensor([*ancestor_bits(parents), *(0,) * 8])
+    found = attend(absorbed, query, read, spread(blocks, positions, gpu, bits), None, 32, 2)
     contexts = (part[blocks[0]].flatten(0, 1).expand(8, -1, -1) for part in exact)
     seen = [[*range(root + 1), *(root + 1 + number for number in path)] for path in ends]
     assert_close(found[:, :8], reference(absorbed[:, :8], query[:8], *contexts, seen))
@@ -126,11 +139,36 @@ def test_a_sequence_does_not_see_its_neighbours(gpu) -> None:
     read, _ = random_pages("int8", gpu)
     absorbed, query = normal(4, 2, RANK).half(), normal(2, 4, ROTATED).half()
     blocks, positions = torch.arange(12).view(2, 6), torch.tensor([80, 40])
-    together = attend(absorbed, query, read, blocks, positions, None, 16, 2)
+    together = attend(absorbed, query, read, spread(blocks, positions, gpu), None, 16, 2)
     read.scales[1][6:] = float("nan")
-    alone = attend(absorbed, query, read, blocks, positions, None, 16, 2)
+    alone = attend(absorbed, query, read, spread(blocks, positions, gpu), None, 16, 2)
     assert torch.equal(alone[:, 0], together[:, 0])
     assert alone[:, 1].isnan().all()
+
+
+@pytest.mark.parametrize("form", ["16bit", "fp8", "int8"])
+def test_all_sequences_of_a_step_in_one_launch(gpu, form: str) -> None:
+    """A decode whose keys are split, a draft, a chunk behind cached keys, a prompt, padding, and a tree."""
+    parents, heads = (-1, 0, -1), 3
+    spans = [(60, 61), (7, 10), (3, 12), (0, 6), (-1, 0)]
+    positions = [*(torch.arange(*span) for span in spans), torch.tensor([20, 21, 22, 21])]
+    bits = torch.tensor([0] * sum(map(len, positions[:-1])) + ancestor_bits(parents))
+    read, exact = random_pages(form, gpu)
+    tables = torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(4)).split([4, 1, 2, 1, 1, 3])
+    tokens = sum(map(len, positions))
+    absorbed, query = normal(heads, tokens, RANK).half(), normal(tokens, heads, ROTATED).half()
+    seen = [list(range(last + 1)) for each in positions[:-1] for last in each.tolist()]
+    seen += [[*range(21), *(21 + number for number in path)] for path in ([], *paths(parents))]
+    ragged = ragged_rows(tables, [each.to(gpu) for each in positions], bits)
+    found, row = attend(absorbed, query, read, ragged, None, 32, 3), 0
+    for each, table in zip(positions, tables, strict=True):
+        rows = slice(row, row + len(each))
+        contexts = (part[table].flatten(0, 1).expand(len(each), -1, -1) for part in exact)
+        if seen[row]:
+            assert_close(found[:, rows], reference(absorbed[:, rows], query[rows], *contexts, seen[rows]))
+        else:
+            assert (found[:, rows] == 0).all()
+        row = rows.stop
 
 
 LATENT_MODEL = {
@@ -161,7 +199,7 @@ def take_steps(make, device: torch.device, scheme: KVCacheScheme, bounds: tuple[
     for begin, end in pairwise(bounds):
         positions = torch.arange(begin, end, device=device)
         group = AttentionGroup(slice(0, end - begin), table.to(device), positions, 1, end, 0 < begin < end - 1)
-        batch = SimpleNamespace(groups=(group,), slots=slots[begin:end], positions=positions)
+        batch = SimpleNamespace(groups=(group,), slots=slots[begin:end], positions=positions, ragged=rows_of([group]))
         step = make(StepKeys(cache, batch, ExactPlaces(None, None)), (None,), scores)
         out.append(step(0, *(part[begin:end] for part in (query, key, latent))).flatten())
     return torch.cat(out).double()
@@ -176,16 +214,19 @@ def take_steps(make, device: torch.device, scheme: KVCacheScheme, bounds: tuple[
     ],
     ids=str,
 )
-def test_a_step_agrees_with_plain_torch(gpu, scheme: KVCacheScheme) -> None:
+def test_a_step_agrees_with_plain_torch(gpu, monkeypatch, scheme: KVCacheScheme) -> None:
     """A prompt whose keys are expanded, its next part, a draft and a single token, through the same pages."""
+    monkeypatch.setattr("runtime.backends.triton.latent.MIN_SPAN_PRODUCTS", 30 * 70)
     bounds = 0, 40, 70, 72, 73
     plain, found = (take_steps(make, gpu, scheme, bounds) for make in (PagedAttention, TritonLatentAttention))
     assert_close(found, plain)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("family", ["deepseek_v3", "youtu"])
-def test_greedy_tokens_through_the_engine(gpu, tmp_path, family: str) -> None:
+@pytest.mark.parametrize(("family", "products"), [("deepseek_v3", 2**20), ("deepseek_v3", 200), ("youtu", 200)])
+def test_greedy_tokens_through_the_engine(gpu, tmp_path, monkeypatch, family: str, products: int) -> None:
+    """All spans in one launch, or those of 16 tokens, behind others in the batch, with expanded keys."""
+    monkeypatch.setattr("runtime.backends.triton.latent.MIN_SPAN_PRODUCTS", products)
     folder = save_tiny_model(
         tmp_path / "model", family, **VARIANTS[family] | {"kv_lora_rank": RANK, "qk_rope_head_dim": ROTATED}
     )
@@ -196,7 +237,7 @@ def test_greedy_tokens_through_the_engine(gpu, tmp_path, family: str) -> None:
             use_triton(engine.runner)
             engine.runner.kernels = replace(engine.runner.kernels, layers=None, records=False)
         poison(engine.runner.pages.memory)
-        answers.append(answer_all(engine, [(str(n), list(range(11, 11 + n)), greedy) for n in (2, 5, 40)]))
+        answers.append(answer_all(engine, [(str(n), list(range(11, 11 + n)), greedy) for n in (40, 2, 5)]))
     assert answers[1] == answers[0]
 
 

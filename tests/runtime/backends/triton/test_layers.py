@@ -10,6 +10,7 @@ import torch
 from decoder_configs import decoder_config
 from engines import answer_all
 from poisoned_memory import poison, poisoned_allocations
+from ragged import rows_of
 from rounding import assert_same_bits
 from tiny_models import random_weight
 from torch import Tensor
@@ -154,8 +155,8 @@ class World:
 
 
 def make_batch(spans: list[tuple[int, int]], device: torch.device, padding: int = 0) -> Batch:
-    """Tokens of this step and number of keys after it, for each sequence. Rows of padding belong to the last one, which
-    has one token."""
+    """Tokens of this step and number of keys after it, for each sequence. Rows of padding are in the group of the last
+    one, as sequences with as many tokens."""
     groups, positions, slots, block, row = [], [], [], 0, 0
     for tokens, keys in spans:
         table = torch.arange(block, block + -(-keys // BLOCK))
@@ -170,12 +171,13 @@ def make_batch(spans: list[tuple[int, int]], device: torch.device, padding: int 
         slots.append(nowhere)
         rows, table, places, _, keys, _ = groups[-1]
         places = torch.cat((places, nowhere))
-        groups[-1] = slice(rows.start, rows.stop + padding), table.repeat(1 + padding), places, 1 + padding, keys, True
+        count = len(places) // (rows.stop - rows.start)
+        groups[-1] = slice(rows.start, rows.stop + padding), table.repeat(count), places, count, keys, True
     there = [AttentionGroup(r, t.to(device), p.to(device), *rest) for r, t, p, *rest in groups]
     ids = torch.arange(row + padding) * 7 % VOCABULARY
     nothing = torch.empty(0, dtype=torch.int64)
     placed = [t.to(device) for t in (ids, torch.cat(positions), torch.cat(slots))]
-    return Batch((), *placed, tuple(there), (), nothing, (), ())
+    return Batch((), *placed, tuple(there), (), nothing, (), (), ragged=rows_of(there))
 
 
 STEPS = [[(6, 6)], [(1, 7), (2, 3)]]
@@ -300,7 +302,26 @@ def test_launches_of_a_layer(gpu, monkeypatch, kind, launches: int) -> None:
         run(hidden, *angles, attention)
     last = ["aten::add_.Tensor"] if kind == "dense" else ["split_k_reduce_kernel", "aten::add_.Tensor"]
     assert counted.names[-len(last) :] == last
-    assert len(counted.names) == LAYERS * launches + len(last), counted.names
+    lists = len(set(decoder.config.windows))
+    assert counted.names.count("list_tiles") == lists
+    assert len(counted.names) == LAYERS * launches + lists + len(last), counted.names
+
+
+def test_attention_takes_one_launch_whatever_the_step_holds(gpu, monkeypatch) -> None:
+    if gpu.type == "cuda":
+        pytest.skip("launches are counted in the interpreter")
+    world, counts = World("dense", gpu), []
+    decoder = world.decoder(fused=True)
+    for spans in ([(1, 8)], [(1, 8), (2, 3), (4, 4)]):
+        cache, batch = world.cache("int4", world.dtype), make_batch(spans, gpu)
+        attention = TritonAttention(StepKeys(cache, batch, ExactPlaces(None, None)), decoder.config.windows)
+        hidden, angles = decoder.embedding(batch.token_ids), decoder.rotary.at(batch.positions)
+        run = TritonLayers(decoder, cache)
+        with monkeypatch.context() as patched, Launches(patched) as counted:
+            run(hidden, *angles, attention)
+        counts.append(counted.names)
+    assert counts[1].count("paged_attention") == LAYERS
+    assert counts[1] == counts[0]
 
 
 def test_what_is_not_in_triton_refuses(gpu) -> None:
