@@ -131,13 +131,19 @@ def is_fast(dtype: torch.dtype) -> bool:
 
 
 def choose_linear(
-    scheme: Scheme, in_features: int, target: Target, kernels: str = AUTO, excluded: Mapping[str, str] | None = None
+    scheme: Scheme,
+    in_features: int,
+    target: Target,
+    kernels: str = AUTO,
+    excluded: Mapping[str, str] | None = None,
+    of_expert: bool = False,
 ) -> Choice[LinearKernel[Any]]:
     """The first kernel that supports a quantized linear.
 
     Args:
         kernels: a mode, or the name of a kernel that must be used.
         excluded: names of kernels that may not be chosen, with the reason.
+        of_expert: it is part of a mixture, whose products were not measured one by one.
 
     Raises:
         SchemeError: an unknown name, or a named kernel that does not support this scheme here.
@@ -145,7 +151,7 @@ def choose_linear(
     if kernels not in modes():
         return _named(scheme, in_features, target, kernels, excluded or {})
     reasons = [EXPANDED.format(scheme.sparsity)] if scheme.sparsity and target.device.type == "cuda" else []
-    verdicts = _verdicts(scheme, in_features, target) if kernels == AUTO else []
+    verdicts = _verdicts(scheme, in_features, target) if kernels == AUTO and not of_expert else []
     faster = [each for each in verdicts if each.verdict.is_faster]
     reasons += [str(each) for each in verdicts if not each.unsupported]
     missing = [str(each) for each in faster if each.unsupported]

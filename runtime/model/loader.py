@@ -277,12 +277,12 @@ class DecoderLoader:
         return LayerInputsWeights(embedding, reader.linear(inputs.projection), reader.norm(inputs.norm))
 
     def _experts(self, name: str, mixture: Mixture, reader: WeightReader) -> Experts:
-        router, gate = mixture.router, mixture.shared_gate
+        router, gate, of_expert = mixture.router, mixture.shared_gate, replace(reader, of_expert=True)
         scores = reader.vector(f"{router.scores.name}.weight", reader.wide if router.in_float32 else None)
         experts = Experts(
             router,
             scores,
-            tuple(self.offload.expert(_expert(mlp, reader), len(mixture.experts)) for mlp in mixture.experts),
+            tuple(self.offload.expert(_expert(mlp, of_expert), len(mixture.experts)) for mlp in mixture.experts),
             reader.vector(router.bias, reader.wide).flatten() if router.bias else None,
             None if mixture.shared is None else _expert(mixture.shared, reader),
             None if gate is None else reader.vector(f"{gate.name}.weight"),

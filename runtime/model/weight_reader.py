@@ -41,6 +41,7 @@ class WeightReader:
         notes: first lines of the description.
         device_reader: reads into the memory of a device other than the CPU.
         tested: names of kernels and the forms that they multiplied as plain torch does.
+        of_expert: what is read is an expert of a mixture.
         linears: how many linears each kernel multiplies, by their names, form and the kernel's name.
     """
 
@@ -54,6 +55,7 @@ class WeightReader:
     notes: tuple[str, ...] = ()
     device_reader: DeviceReader | None = None
     tested: set[tuple[str, str]] = field(default_factory=set)
+    of_expert: bool = False
     linears: Counter[tuple[str, str, str]] = field(default_factory=Counter)
 
     def inside(self, module: str) -> WeightReader:
@@ -194,4 +196,4 @@ class WeightReader:
         return self.prepared.keep(modules, choice.kernel.layout, choice.kernel.prepare(placed, bias), bias)
 
     def _choose(self, scheme: Scheme, in_features: int) -> Choice[LinearKernel[Any]]:
-        return choose_linear(scheme, in_features, self.target, self.kernels, self.excluded)
+        return choose_linear(scheme, in_features, self.target, self.kernels, self.excluded, self.of_expert)

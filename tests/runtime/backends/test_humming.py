@@ -138,6 +138,7 @@ def test_it_is_taken_only_where_it_was_measured_faster(gpu_of_tables: Path) -> N
         assert other.kernel.name != "humming"
         assert figure in other.reason
     assert "1.14 times" in choose_linear(Int(4, 128), 1024, CUDA).reason  # by all shapes
+    assert choose_linear(Int(4, 128), 256, CUDA, of_expert=True).kernel.name == "triton_w4a16"
 
 
 @pytest.mark.parametrize(("capability", "is_faster"), [((9, 0), True), ((8, 0), False)])

@@ -1,6 +1,7 @@
 """Mixtures of experts: packed experts as stored, and the choice of experts."""
 
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,9 @@ from compress.cpu.binding import library
 from compress.models.linear import Linear
 from compress.models.registry import find_family
 from compress.models.router import Router
+from runtime.backends.base import Backend, register, unregister
+from runtime.backends.measured import Verdict
+from runtime.backends.torch.quantized_linear import REFERENCE
 from runtime.core.config import RuntimeConfig
 from runtime.core.request import SamplingParams
 from runtime.memory.advice import inspect
@@ -98,6 +102,21 @@ def test_compiled_mixtures_come_as_near_as_plain_torch(family: str, tmp_path: Pa
     exact = score(load_model(folder, dtype="float64"), TOKENS)
     error, usual = ((score(model, TOKENS) - exact).square().mean().sqrt() for model in (compiled, plain))
     assert error < 1.3 * usual
+
+
+def test_kernels_that_were_measured_faster_multiply_no_experts(tmp_path: Path) -> None:
+    """Those are multiplied together, by a kernel that reads the layout of one backend."""
+    dense, packed = save_tiny_model(tmp_path / "dense", "qwen3_moe", **VARIANTS["qwen3_moe"]), tmp_path / "packed"
+    pack_model(dense, packed, lambda module: Int(4, 32) if "layers" in module else None)
+    faster = replace(REFERENCE, name="faster", mode="faster", verdict=lambda *_: Verdict(True, "was measured"))
+    register(Backend("measured", linears=(faster,)))
+    try:
+        linears = load_model(packed, dtype="bfloat16").linears
+    finally:
+        unregister("measured")
+    kernels = {name: kernel for name, form, kernel in linears if form != "dense bfloat16"}
+    assert kernels["q_proj+k_proj+v_proj"] == kernels["o_proj"] == "faster"
+    assert not {kernels["gate_proj+up_proj"], kernels["down_proj"]} & {"faster"}
 
 
 def test_mxfp4_experts_are_served_as_published(tmp_path: Path) -> None:
