@@ -99,13 +99,12 @@ class Check:
         given = (*self.sizes.models, "--most-seconds", str(seconds * self.sizes.patience - 5), *options)
         return self.bench(name, seconds, "bench_kernels", "gpu-models", *given)
 
-    def linears(self, name: str, seconds: int, *kernels: str) -> Step:
-        sizes = ("--shapes", *self.sizes.shapes, "--tokens", *self.sizes.tokens, "--no-peers", "--pages")
-        return self.bench(name, seconds, "bench_kernels", "gpu", "--kernels", *kernels, *sizes)
-
-    def attention(self, name: str, seconds: int, *forms: str) -> Step:
-        sizes = ("--contexts", *self.sizes.contexts, "--batches", *self.sizes.batches, "--span", self.sizes.span)
-        return self.bench(name, seconds, "bench_kernels", "gpu", "--kernels", "--pages", *forms, *sizes)
+    def tables(self, name: str, seconds: int, kernels: tuple[str, ...], pages: tuple[str, ...] = ()) -> Step:
+        """Returns a step with linears by some kernels, and attention over some forms of pages."""
+        linears = ("--shapes", *self.sizes.shapes, "--tokens", *self.sizes.tokens, "--no-peers")
+        attention = ("--contexts", *self.sizes.contexts, "--batches", *self.sizes.batches, "--span", self.sizes.span)
+        chosen = ("--kernels", *kernels, "--pages", *pages)
+        return self.bench(name, seconds, "bench_kernels", "gpu", *chosen, *linears, *attention)
 
     def tests(self, name: str, seconds: int, processes: int, chosen: str, pattern: str) -> Step:
         """Returns a step of both tiers of tests. A worker that a kernel breaks or blocks is replaced."""
@@ -138,8 +137,7 @@ def quick(check: Check) -> tuple[Step, ...]:
     return (
         check.tests("tests", 85, workers(), "not whole_gpu", ON_GPU),
         check.model("model", 65, "--contenders", "engine int4", "--profile"),
-        check.linears("int4", 22, "int4 g128"),
-        check.attention("attention", 18, "int4", "16bit"),
+        check.tables("tables", 38, ("int4 g128",), ("int4", "16bit")),
     )
 
 
@@ -149,17 +147,16 @@ def models(check: Check) -> tuple[Step, ...]:
 
 
 def forms(check: Check) -> tuple[Step, ...]:
-    eight = "int8", "w8a8", "fp8", "fp8 w8a8", "fp8 blocks", "mxfp8"
     return (
-        check.linears("eight bits", 110, *eight),
-        check.linears("four bits", 90, "nvfp4", "nf4", "iq4_nl", "int2 g64"),
-        check.linears("exl3", 40, "exl3"),
-        check.linears("humming", 90, "humming int4 g128", "humming int8"),
+        check.tables("humming", 90, ("int4 g128", "humming int4 g128", "int8", "humming int8")),
+        check.tables("eight bits", 110, ("fp8 w8a8", "w8a8", "fp8", "fp8 blocks", "mxfp8")),
+        check.tables("four bits", 90, ("nvfp4", "nf4", "iq4_nl", "int2 g64")),
+        check.tables("exl3", 40, ("exl3",)),
     )
 
 
 def pages(check: Check) -> tuple[Step, ...]:
-    return (check.attention("pages", 90, "int4", "int8", "fp8", "16bit"),)
+    return (check.tables("pages", 90, (), ("int4", "int8", "fp8", "16bit")),)
 
 
 def serve(check: Check) -> tuple[Step, ...]:
@@ -173,8 +170,10 @@ def compress(check: Check) -> tuple[Step, ...]:
 
 
 def mixtures(check: Check) -> tuple[Step, ...]:
-    sized = [("--shape", shape, "--layers", layers) for shape, layers in check.sizes.mixtures]
-    return tuple(check.model(options[1], 120, *options, "--contenders", "engine int4") for options in sized)
+    return tuple(
+        check.model(shape, 120, "--shape", shape, "--layers", layers, "--contenders", "engine int4", "--profile")
+        for shape, layers in check.sizes.mixtures
+    )
 
 
 def sanitize(check: Check) -> tuple[Step, ...]:
