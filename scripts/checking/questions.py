@@ -27,7 +27,7 @@ class Sizes:
     Attributes:
         models, compression: options of `bench_kernels.py gpu-models` and `bench_compress.py`.
         served: shape of a model whose tokens all have a text.
-        loads: of the server, as `gpu-serve` takes them.
+        loads, stub: options of `gpu-serve`, and of `bench_serve.py streaming`, whose model costs nothing.
         mixtures: shapes with how many of their layers.
         shapes, tokens: of linears.
         contexts, batches, span: keys, sequences, and tokens of a chunk of a prompt, of attention.
@@ -39,6 +39,7 @@ class Sizes:
     models: tuple[str, ...]
     served: str
     loads: tuple[str, ...]
+    stub: tuple[str, ...]
     mixtures: tuple[tuple[str, str], ...]
     compression: tuple[str, ...]
     shapes: tuple[str, ...]
@@ -55,6 +56,7 @@ CARD = Sizes(
     ("--shape", "8b", "--rounds", "1", "--requests", "64"),
     "8b-8k",
     (),
+    ("--clients", "64", "--requests", "128"),
     (("30b-a3b", "12"), ("9b-hybrid", "16")),
     ("--shape", "8b", "--layers", "2", "--num-calibration-samples", "128", "--max-seq-length", "2048"),
     ("28672x4096", "4096x14336"),
@@ -68,6 +70,7 @@ TINY = Sizes(
     ("--shape", "tiny", "--short"),
     "tiny",
     ("--load", "1", "2", "8", "4", "--load", "2", "4", "8:16", "4:8"),
+    ("--clients", "2", "--requests", "2", "--tokens", "8"),
     (("tiny-mixture", "2"), ("tiny-hybrid", "4")),
     ("--shape", "tiny", "--num-calibration-samples", "2", "--max-seq-length", "64"),
     ("128x256",),
@@ -161,7 +164,8 @@ def pages(check: Check) -> tuple[Step, ...]:
 
 def serve(check: Check) -> tuple[Step, ...]:
     given = ("gpu-serve", "--shape", check.sizes.served, *check.sizes.loads)
-    return (check.bench("http", 120, "bench_kernels", *given, packages=WEB),)
+    stub = (check.python, "scripts/bench_serve.py", "streaming", *check.sizes.stub)
+    return check.bench("http", 120, "bench_kernels", *given, packages=WEB), Step("stub", 100, stub, packages=WEB)
 
 
 def compress(check: Check) -> tuple[Step, ...]:
