@@ -138,9 +138,9 @@ def workers() -> int:
 def quick(check: Check) -> tuple[Step, ...]:
     """Returns steps for every change: tests, a model with the profile of a mixed step, the two main tables."""
     return (
-        check.tests("tests", 85, workers(), "not whole_gpu", ON_GPU),
-        check.model("model", 65, "--contenders", "engine int4", "--profile"),
-        check.tables("tables", 38, ("int4 g128",), ("int4", "16bit")),
+        check.tests("tests", 92, workers(), "not whole_gpu", ON_GPU),
+        check.model("model", 62, "--contenders", "engine int4", "--profile"),
+        check.tables("tables", 36, ("int4 g128",), ("int4", "16bit")),
     )
 
 
@@ -207,7 +207,7 @@ def steps_of(question: str, check: Check, kernels: str, archive: Path | None) ->
         kernels: Triton's cache folder.
         archive: compiled kernels that were brought along; it need not exist.
     """
-    facts = Step("facts", 10, (check.python, "scripts/checking/facts.py", check.sizes.device), is_required=True)
+    facts = Step("facts", 15, (check.python, "scripts/checking/facts.py", check.sizes.device), is_required=True)
     begin = (check.cache("unpack", kernels, archive),) if archive is not None and archive.is_file() else ()
     steps = facts, *begin, *QUESTIONS[question](check), check.cache("pack", kernels, check.out / ARCHIVE)
     return tuple(replace(step, seconds=step.seconds * check.sizes.patience) for step in steps)
