@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarking.gpu.models import room_for_models
 from benchmarking.machine import (
     Stopwatch,
     attempt,
@@ -132,7 +133,7 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options, console = parse_options(arguments), Console(width=160, highlight=False)
-    with tempfile.TemporaryDirectory(dir=options.work) as work:
+    with tempfile.TemporaryDirectory(dir=options.work or room_for_models()) as work:
         return _run(options, Path(work), console)
 
 

@@ -17,11 +17,11 @@ import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor, as_completed
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from benchmarking.gpu.builds import RULES, Built, inspect, worst_of_each_kernel
-from benchmarking.gpu.other_launches import OTHERS, TRIED, launch_others
+from benchmarking.gpu.other_launches import OTHERS, launch_others
 from benchmarking.gpu.without_gpu import A100, CASES, H200, Build, Card, processes_that_compile, serve
 from benchmarking.tables import print_with_markdown, write_json
 from rich.console import Console
@@ -54,12 +54,6 @@ def builds_of(case: str, card: Card) -> Found:
     return Found(case, served.builds, late and f"{late} compiled after the warm-up")
 
 
-def inspect_tried(build: Build) -> Built:
-    """As `inspect`, for a build that may spill."""
-    result = inspect(build)
-    return replace(result, problems=tuple(each for each in result.problems if not each.startswith("spills")))
-
-
 def results_of(pool: Executor, cards: Sequence[Card], cases: Sequence[str]) -> Iterator[Built]:
     """Yields every build once, and a result for each case that fails, as they come."""
     seen = set()
@@ -70,7 +64,7 @@ def results_of(pool: Executor, cards: Sequence[Card], cases: Sequence[str]) -> I
                 yield Built(found.case, 0, 0, 0, 0, problems=(found.problem,))
             builds = {build.identity: build for build in found.builds if build.identity not in seen}
             seen |= builds.keys()
-            yield from threads.map(inspect_tried if found.case in TRIED else inspect, builds.values())
+            yield from threads.map(inspect, builds.values())
 
 
 def print_all(results: Iterator[Built], console: Console) -> tuple[list[Built], bool]:

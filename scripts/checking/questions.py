@@ -27,7 +27,7 @@ class Sizes:
     Attributes:
         models, compression: options of `bench_kernels.py gpu-models` and `bench_compress.py`.
         served: shape of a model whose tokens all have a text.
-        loads: of the server, as `gpu-serve` takes them.
+        loads, stub: options of `gpu-serve`, and of `bench_serve.py streaming`, whose model costs nothing.
         mixtures: shapes with how many of their layers.
         shapes, tokens: of linears.
         contexts, batches, span: keys, sequences, and tokens of a chunk of a prompt, of attention.
@@ -39,6 +39,7 @@ class Sizes:
     models: tuple[str, ...]
     served: str
     loads: tuple[str, ...]
+    stub: tuple[str, ...]
     mixtures: tuple[tuple[str, str], ...]
     compression: tuple[str, ...]
     shapes: tuple[str, ...]
@@ -55,6 +56,7 @@ CARD = Sizes(
     ("--shape", "8b", "--rounds", "1", "--requests", "64"),
     "8b-8k",
     (),
+    ("--clients", "64", "--requests", "128"),
     (("30b-a3b", "12"), ("9b-hybrid", "16")),
     ("--shape", "8b", "--layers", "2", "--num-calibration-samples", "128", "--max-seq-length", "2048"),
     ("28672x4096", "4096x14336"),
@@ -68,6 +70,7 @@ TINY = Sizes(
     ("--shape", "tiny", "--short"),
     "tiny",
     ("--load", "1", "2", "8", "4", "--load", "2", "4", "8:16", "4:8"),
+    ("--clients", "2", "--requests", "2", "--tokens", "8"),
     (("tiny-mixture", "2"), ("tiny-hybrid", "4")),
     ("--shape", "tiny", "--num-calibration-samples", "2", "--max-seq-length", "64"),
     ("128x256",),
@@ -99,13 +102,12 @@ class Check:
         given = (*self.sizes.models, "--most-seconds", str(seconds * self.sizes.patience - 5), *options)
         return self.bench(name, seconds, "bench_kernels", "gpu-models", *given)
 
-    def linears(self, name: str, seconds: int, *kernels: str) -> Step:
-        sizes = ("--shapes", *self.sizes.shapes, "--tokens", *self.sizes.tokens, "--no-peers", "--pages")
-        return self.bench(name, seconds, "bench_kernels", "gpu", "--kernels", *kernels, *sizes)
-
-    def attention(self, name: str, seconds: int, *forms: str) -> Step:
-        sizes = ("--contexts", *self.sizes.contexts, "--batches", *self.sizes.batches, "--span", self.sizes.span)
-        return self.bench(name, seconds, "bench_kernels", "gpu", "--kernels", "--pages", *forms, *sizes)
+    def tables(self, name: str, seconds: int, kernels: tuple[str, ...], pages: tuple[str, ...] = ()) -> Step:
+        """Returns a step with linears by some kernels, and attention over some forms of pages."""
+        linears = ("--shapes", *self.sizes.shapes, "--tokens", *self.sizes.tokens, "--no-peers")
+        attention = ("--contexts", *self.sizes.contexts, "--batches", *self.sizes.batches, "--span", self.sizes.span)
+        chosen = ("--kernels", *kernels, "--pages", *pages)
+        return self.bench(name, seconds, "bench_kernels", "gpu", *chosen, *linears, *attention)
 
     def tests(self, name: str, seconds: int, processes: int, chosen: str, pattern: str) -> Step:
         """Returns a step of both tiers of tests. A worker that a kernel breaks or blocks is replaced."""
@@ -136,10 +138,9 @@ def workers() -> int:
 def quick(check: Check) -> tuple[Step, ...]:
     """Returns steps for every change: tests, a model with the profile of a mixed step, the two main tables."""
     return (
-        check.tests("tests", 85, workers(), "not whole_gpu", ON_GPU),
-        check.model("model", 65, "--contenders", "engine int4", "--profile"),
-        check.linears("int4", 22, "int4 g128"),
-        check.attention("attention", 18, "int4", "16bit"),
+        check.tests("tests", 92, workers(), "not whole_gpu", ON_GPU),
+        check.model("model", 62, "--contenders", "engine int4", "--profile"),
+        check.tables("tables", 36, ("int4 g128",), ("int4", "16bit")),
     )
 
 
@@ -149,22 +150,22 @@ def models(check: Check) -> tuple[Step, ...]:
 
 
 def forms(check: Check) -> tuple[Step, ...]:
-    eight = "int8", "w8a8", "fp8", "fp8 w8a8", "fp8 blocks", "mxfp8"
     return (
-        check.linears("eight bits", 110, *eight),
-        check.linears("four bits", 90, "nvfp4", "nf4", "iq4_nl", "int2 g64"),
-        check.linears("exl3", 40, "exl3"),
-        check.linears("humming", 90, "humming int4 g128", "humming int8"),
+        check.tables("humming", 90, ("int4 g128", "humming int4 g128", "int8", "humming int8")),
+        check.tables("eight bits", 110, ("fp8 w8a8", "w8a8", "fp8", "fp8 blocks", "mxfp8")),
+        check.tables("four bits", 90, ("nvfp4", "nf4", "iq4_nl", "int2 g64")),
+        check.tables("exl3", 40, ("exl3",)),
     )
 
 
 def pages(check: Check) -> tuple[Step, ...]:
-    return (check.attention("pages", 90, "int4", "int8", "fp8", "16bit"),)
+    return (check.tables("pages", 90, (), ("int4", "int8", "fp8", "16bit")),)
 
 
 def serve(check: Check) -> tuple[Step, ...]:
     given = ("gpu-serve", "--shape", check.sizes.served, *check.sizes.loads)
-    return (check.bench("http", 120, "bench_kernels", *given, packages=WEB),)
+    stub = (check.python, "scripts/bench_serve.py", "streaming", *check.sizes.stub)
+    return check.bench("http", 120, "bench_kernels", *given, packages=WEB), Step("stub", 100, stub, packages=WEB)
 
 
 def compress(check: Check) -> tuple[Step, ...]:
@@ -173,8 +174,10 @@ def compress(check: Check) -> tuple[Step, ...]:
 
 
 def mixtures(check: Check) -> tuple[Step, ...]:
-    sized = [("--shape", shape, "--layers", layers) for shape, layers in check.sizes.mixtures]
-    return tuple(check.model(options[1], 120, *options, "--contenders", "engine int4") for options in sized)
+    return tuple(
+        check.model(shape, 120, "--shape", shape, "--layers", layers, "--contenders", "engine int4", "--profile")
+        for shape, layers in check.sizes.mixtures
+    )
 
 
 def sanitize(check: Check) -> tuple[Step, ...]:
@@ -204,7 +207,7 @@ def steps_of(question: str, check: Check, kernels: str, archive: Path | None) ->
         kernels: Triton's cache folder.
         archive: compiled kernels that were brought along; it need not exist.
     """
-    facts = Step("facts", 10, (check.python, "scripts/checking/facts.py", check.sizes.device), is_required=True)
+    facts = Step("facts", 15, (check.python, "scripts/checking/facts.py", check.sizes.device), is_required=True)
     begin = (check.cache("unpack", kernels, archive),) if archive is not None and archive.is_file() else ()
     steps = facts, *begin, *QUESTIONS[question](check), check.cache("pack", kernels, check.out / ARCHIVE)
     return tuple(replace(step, seconds=step.seconds * check.sizes.patience) for step in steps)

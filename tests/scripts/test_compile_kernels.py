@@ -23,7 +23,7 @@ SOURCES = [
     *(ROOT / "runtime/backends/triton").rglob("*.py"),
     ROOT / "compress/methods/shared/column_solver_triton.py",
 ]
-OTHERS = ["the tuner", "columns of GPTQ", "trellis codes"]
+OTHERS = ["columns of GPTQ", "trellis codes"]
 
 
 @pytest.fixture(scope="module")
@@ -101,11 +101,10 @@ def test_builds_are_inspected_once_and_failures_are_results(monkeypatch: pytest.
 
     monkeypatch.setattr(script, "builds_of", found)
     monkeypatch.setattr(script, "inspect", lambda build: Built(build.kernel, build.arch, 1, 0, 0))
-    monkeypatch.setattr(script, "inspect_tried", lambda build: Built(f"tried {build.kernel}", build.arch, 1, 0, 0))
     with ThreadPoolExecutor(1) as pool:
-        results = list(script.results_of(pool, [script.CARDS[90]], ["two", "broken", "the tuner"]))
+        results = list(script.results_of(pool, [script.CARDS[90]], ["two", "broken"]))
     names = sorted(result.name for result in results)
-    assert names == ["broken", "broken", "one", "tried the tuner", "two"]
+    assert names == ["broken", "broken", "one", "two"]
     assert [result.problems for result in results if result.problems] == [("fails",)]
 
 

@@ -22,6 +22,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from benchmarking.contenders import (
     Answer,
@@ -208,13 +209,11 @@ def room_for_models() -> Path | None:
     return SHARED_MEMORY if has_room else None
 
 
-def stream_of(device: str) -> float | None:
-    """The measured read stream of a GPU in bytes per second; None on a CPU."""
-    if device == "cpu":
-        return None
+def describe_device(device: str) -> dict[str, Any]:
+    """Returns the environment, and as `stream` the bytes per second that a GPU reads, None on a CPU."""
     from benchmarking.gpu.kernels import read_stream, require_gpu
 
-    return read_stream(require_gpu())
+    return environment() | {"stream": None if device == "cpu" else read_stream(require_gpu())}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -243,15 +242,16 @@ def run(options: argparse.Namespace) -> int:
     if options.short:
         options.batches, options.prompt, options.steps, options.prefills = (1, 4), 16, 8, (64,)
         options.requests, options.shortest, options.longest, options.rounds = 4, 4, 16, 1
-    stream, about = in_own_process(stream_of, options.device), {"shape": options.shape, "layers": options.layers}
-    Rows(options.rows, **about).add(**in_own_process(environment), stream=stream)
+    about = {"shape": options.shape, "layers": options.layers}
+    facts = in_own_process(describe_device, options.device)
+    Rows(options.rows, **about).add(**facts)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the models are removed
     with tempfile.TemporaryDirectory(dir=room_for_models()) as folder:
         jobs = mixed_jobs(demo_model_path(), options.requests, options.shortest, options.longest)
         kv_bytes = None if options.device == "cpu" else round(options.kv_memory * 1e9)
         where = options.device, options.layers
         sizes = tuple(options.batches), options.prompt, options.steps, tuple(options.prefills)
-        work = Work(*sizes, tuple(jobs), options.rounds, kv_bytes, stream, options.profile)
+        work = Work(*sizes, tuple(jobs), options.rounds, kv_bytes, facts["stream"], options.profile)
         passed = []
         for name in options.contenders:
             model = in_own_process(prepare, MEASUREMENTS[name].folder, Path(folder), options.shape, *where)

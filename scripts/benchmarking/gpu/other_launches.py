@@ -1,40 +1,13 @@
-"""Launches of Triton kernels that no served decoder makes: what a tuner tries, and compression on a GPU."""
+"""Launches of Triton kernels that no served decoder makes: compression on a GPU, and trellis codes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from benchmarking.gpu.without_gpu import Build, Card, gpu_without_hardware
-
-
-def tuner() -> None:
-    """Launches an int4 product as `tune_kernels.py` does, in every configuration that it measures; it passes over those
-    that do not fit."""
-    from triton.runtime.errors import OutOfResources
-
-    from benchmarking.gpu.kernels import candidates
-    from compress.checkpoint.weights import Int
-    from compress.checkpoint.weights.integer import IntegerWeight
-    from runtime.backends.triton.kernels.configs import BUCKETS
-    from runtime.backends.triton.kernels.norm_act import convert_input
-    from runtime.backends.triton.kernels.w4a16 import W4A16Linear
-    from runtime.backends.triton.kernels.weight_layout import interleave
-
-    size, scheme = 4096, Int(4, 128)
-    scales = _empty(size, size // 128)
-    codes, zeros = _empty(size, size, dtype=torch.uint8), _empty(*scales.shape, dtype=torch.uint8)
-    weight = interleave(IntegerWeight(codes, scales, zeros, scheme), codes.device)
-    tried = {replace(config, splits=1): tokens for tokens in BUCKETS for config in candidates(tokens)}
-    for config, tokens in tried.items():
-        linear = W4A16Linear(weight, None, dict.fromkeys(BUCKETS, config))
-        try:
-            linear.product(convert_input(_empty(tokens, size), linear.activation_layout(tokens)))
-        except OutOfResources:
-            continue
 
 
 def column_solver() -> None:
@@ -73,12 +46,9 @@ def _empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 
 OTHERS: dict[str, Callable[[], None]] = {
-    "the tuner": tuner,
     "columns of GPTQ": column_solver,
     "trellis codes": trellis_codes,
 }
-TRIED = {"the tuner"}
-"""Names of those whose builds may spill: each is measured before it is chosen."""
 
 
 def launch_others(name: str, card: Card) -> list[Build]:
