@@ -19,6 +19,7 @@ from runtime.model.device_files import DeviceReader
 from runtime.model.prepare import check_prepared_files
 from runtime.model.prepared import PreparedFile, find_prepared, writing
 from runtime.model.prepared_key import CUDA, places
+from runtime.model.weight_reader import WeightReader
 
 SCHEMES = [Int(4, 128), Int(4, 96, False), Int(3, 64), Int(2, 32, False), Int(8, None), Int(8, 32, False)]
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
@@ -54,18 +55,30 @@ def test_what_is_read_is_what_was_written(gpu, checkpoint, piece_bytes, monkeypa
         weight = found.find([name], PLANES)
         for bias in biases:
             restored, made = PLANES.restore(weight, bias), replace(linear, bias=bias)
-            assert (restored.weight.shape, restored.weight.group_size) == (
-                linear.weight.shape,
-                linear.weight.group_size,
-            )
-            assert (restored.weight.bits, restored.plan) == (linear.weight.bits, linear.plan)
-            assert restored.weight.scale_dtype == dtype
+            numbers = {"words": None, "scales": None}
+            assert replace(restored.weight, **numbers) == replace(linear.weight, **numbers)
+            assert (restored.plan, restored.weight.scale_dtype) == (linear.plan, dtype)
             assert torch.equal(restored.weight.words, linear.weight.words), scheme
             assert torch.equal(restored.weight.scales, linear.weight.scales), scheme
             if scheme == SCHEMES[0]:
                 x = activations(3, linear.weight.shape[1], torch.float16, gpu)
                 assert torch.equal(restored(x), made(x))
     assert (file, len(CASES)) in check_prepared_files(checkpoint)
+
+
+def test_a_model_takes_them_for_the_kernel_of_a_gpu(gpu, checkpoint, tmp_path) -> None:
+    opened, module = PackedCheckpoint.open(checkpoint), "model.layers.0.self_attn.o_proj"
+    shape, path = opened.shape(module), tmp_path / "cuda.safetensors"
+    linear = prepare_codes(opened.weight(module), None, Target(gpu, torch.float16))
+    with writing(path, opened, CUDA) as writer:
+        writer.keep([module], PLANES, linear, None)
+    found = PreparedFile.open(path, checkpoint, CUDA, DeviceReader(gpu))
+    reader = WeightReader(opened, Target(torch.device("cuda"), torch.float16), "auto", {}, prepared=found)
+    restored = reader.restore([module], shape, "o_proj", None)
+    assert torch.equal(restored.weight.words, linear.weight.words)
+    assert reader.restore([module], (shape[0], shape[1] + 32), "o_proj", None) is None
+    with pytest.raises(CheckpointError):
+        PreparedFile.open(path, checkpoint)
 
 
 def test_files_of_other_kernels_are_not_taken(gpu, checkpoint) -> None:
