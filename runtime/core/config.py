@@ -272,6 +272,8 @@ class RuntimeConfig(
             reproducible; None is the default of `LatencyOptions`.
         prefix_caching: whether to reuse KV blocks of equal prefixes.
         warm_up: whether to compile kernels and capture CUDA graphs on a GPU before the first request.
+        captures_later: whether to leave graphs that the first answers do not need to the idle time of the engine's
+            thread (`runtime.engine.engine_thread`).
     """
 
     block_size: int = 16
@@ -280,6 +282,7 @@ class RuntimeConfig(
     max_itl_ms: float | None = 0
     prefix_caching: bool = True
     warm_up: bool = False
+    captures_later: bool = False
 
     @property
     def max_span_tokens(self) -> int:
