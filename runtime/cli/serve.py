@@ -220,8 +220,8 @@ def serve(
         bool,
         typer.Option(
             "--warm-up/--no-warm-up",
-            help="On a GPU, compile kernels before the first request and capture CUDA graphs of every size, most of them "
-            "while the server is idle; else at first use.",
+            help="On a GPU, compile kernels before the first request and capture CUDA graphs of every size, most of "
+            "them while the server is idle; else at first use.",
         ),
     ] = True,
     jit_cache: Annotated[
