@@ -19,17 +19,22 @@ def prepare(
         bool,
         typer.Option("--cache", help="Write into the cache folder of this user even if MODEL is writable."),
     ] = False,
+    device: Annotated[
+        str,
+        typer.Option("--device", help="cpu, cuda or cuda:N: the device whose kernels the weights are for."),
+    ] = "cpu",
     check: Annotated[
         bool,
         typer.Option("--check", help="Compare all prepared bytes with their digests; write nothing."),
     ] = False,
 ) -> None:
-    """Write the weights of a checkpoint in the layout of this machine's CPU kernels.
+    """Write the weights of a checkpoint in the layout of this machine's kernels, by default those of the CPU.
 
-    Later starts map the file instead of packing weights, which saves time and the memory of a second copy. The file is
-    written to the folder "prepared" in MODEL, or to the cache folder if MODEL is bundled, not writable or of the hub.
-    It is valid for this checkpoint on CPUs with the same instruction set; otherwise, and after changes of the
-    checkpoint, weights are packed at the start. A start does not read the whole file: --check detects corrupted bytes.
+    Later starts map the file instead of packing weights, which saves time and the memory of a second copy; for a GPU
+    they read it into its memory. The file is written to the folder "prepared" in MODEL, or to the cache folder if MODEL
+    is bundled, not writable or of the hub. It is valid for this checkpoint on CPUs with the same instruction set, or on
+    any NVIDIA GPU; otherwise, and after changes of the checkpoint, weights are packed at the start. A start compares no
+    digests: --check detects corrupted bytes.
     """
     path, where = resolve_model(model)
     print(f"model     {where}", flush=True)
@@ -42,6 +47,7 @@ def prepare(
         return
     progress = StartProgress()
     with showing(progress):
-        file, linears = prepare_model(path, in_cache=cache or HubModel.of_cached(path) is not None, report=progress)
+        in_cache = cache or HubModel.of_cached(path) is not None
+        file, linears = prepare_model(path, in_cache, progress, device)
     print(f"prepared  {linears} weights, {file.stat().st_size / 1e6:.1f} MB, in {progress.summary()}")
     print(f"file      {file}")

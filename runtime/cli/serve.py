@@ -174,7 +174,7 @@ def load_served_model(
         with suppress(RequestError):  # without llguidance every grammar is rejected
             engine.grammars.read_vocabulary()  # loaded before any request needs it
     app = create_app(
-        EngineThread(engine),
+        EngineThread(engine, idle_work=cast("ModelRunner", engine.runner).later),
         tokenizer,
         name,
         limits(engine.runner.max_model_len),
@@ -220,8 +220,8 @@ def serve(
         bool,
         typer.Option(
             "--warm-up/--no-warm-up",
-            help="On a GPU, compile kernels and capture CUDA graphs of every size before the first request; else at "
-            "first use.",
+            help="On a GPU, compile kernels before the first request and capture CUDA graphs of every size, most of "
+            "them while the server is idle; else at first use.",
         ),
     ] = True,
     jit_cache: Annotated[
@@ -249,7 +249,7 @@ def serve(
     listener = listen(host, address.port)  # before the model loads, to detect a port in use early
     print(f"model     {where}", flush=True)
     settings = runtime_config(compute, kv, context, drafts, kv_memory, states, offload, batching, latency, seed)
-    settings = replace(settings, warm_up=warm_up)
+    settings = replace(settings, warm_up=warm_up, captures_later=warm_up)
     hosts, progress = names_of_server(host, allowed_host or []), StartProgress()
     level = logs.log_level.upper()
     with (
@@ -448,7 +448,8 @@ def describe_gpu(runner: ModelRunner, config: RuntimeConfig) -> list[str]:
         sizes = ", ".join(map(str, runner.graphs.sizes))
         drafts = ", ".join(map(str, runner.graphs.draft_sizes[1:]))
         verified = f", with {drafts} draft tokens or none," if drafts else ""
-        when = "" if runner.graphs.is_complete else " at their first use"
+        when = " while the server is idle, or at their first use" if runner.later else " at their first use"
+        when = "" if runner.graphs.is_complete else when
         longest = max(runner.graphs.prompt_sizes, default=0)
         prompts = f"; with prompts of up to {longest} tokens as well" if longest else ""
         steps = f"of one token for each of {sizes} sequences{verified} are captured{when} (CUDA graphs){prompts}"

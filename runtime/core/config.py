@@ -281,6 +281,8 @@ class RuntimeConfig(
         prefix_caching: whether to reuse KV blocks of equal prefixes.
         warm_up: whether to compile kernels and capture CUDA graphs on a GPU before the first request.
         step_sizes_reason: explanation of the maximum tokens per step and prompt.
+        captures_later: whether to leave graphs that the first answers do not need to the idle time of the engine's
+            thread (`runtime.engine.engine_thread`).
     """
 
     block_size: int = 16
@@ -290,6 +292,7 @@ class RuntimeConfig(
     prefix_caching: bool = True
     warm_up: bool = False
     step_sizes_reason: str = "as asked for"
+    captures_later: bool = False
 
     @property
     def step_tokens(self) -> int:

@@ -6,8 +6,8 @@ import asyncio
 import logging
 import threading
 import time
-from collections import defaultdict
-from collections.abc import AsyncGenerator
+from collections import defaultdict, deque
+from collections.abc import AsyncGenerator, Callable, Iterable
 from collections.abc import Sequence as TokenIds
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -125,10 +125,14 @@ class EngineThread:
     Args:
         engine: engine that this thread uses exclusively.
         stall_seconds: maximum duration of a step; after that `check` reports a stall and waiting requests fail.
+        idle_work: called one after the other while there is no request; a request waits for one of them at most.
     """
 
-    def __init__(self, engine: Engine, *, stall_seconds: float = 120.0) -> None:
+    def __init__(
+        self, engine: Engine, *, stall_seconds: float = 120.0, idle_work: Iterable[Callable[[], object]] = ()
+    ) -> None:
         self.engine = engine
+        self._idle_work = deque(idle_work)
         self.stall_seconds = stall_seconds
         self._messages: SimpleQueue[_Add | _Abort | _Stop] = SimpleQueue()
         self._streams: dict[str, _RequestStream] = {}
@@ -269,7 +273,7 @@ class EngineThread:
         try:
             while not self._is_over():
                 idle = not self.engine.has_work
-                self._handle_messages(wait=idle, timeout=self._check_idle() if idle else None)
+                self._handle_messages(wait=idle, timeout=self._use_idle_time() if idle else None)
                 if self.engine.has_work:
                     self._busy_since = time.monotonic()
                     self._deliver(self.engine.step())
@@ -278,6 +282,21 @@ class EngineThread:
             logger.exception("the engine's thread failed")
             self._failure = f"the engine failed: {type(error).__name__}: {error}"
         self._close()
+
+    def _use_idle_time(self) -> float | None:
+        """Does a part of the work for idle time; without any, verifies the bookkeeping.
+
+        Returns:
+            Seconds until there is more to do; None without any.
+        """
+        if not self._idle_work or not self._messages.empty():
+            return self._check_idle()
+        try:
+            self._idle_work.popleft()()
+        except Exception:  # a kernel may raise any exception; no request depends on this work
+            logger.exception("work in idle time failed; the rest of it is left out")
+            self._idle_work.clear()
+        return 0.0
 
     def _check_idle(self) -> float | None:
         """Verifies the bookkeeping while the engine is idle.

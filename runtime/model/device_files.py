@@ -88,7 +88,7 @@ class _Buffer:
 
     def fill(self, file: FileIO, start: int, size: int) -> None:
         """Reads bytes of a file. Raises CheckpointError if there are fewer."""
-        view, done = memoryview(self._memory.numpy()), 0
+        view, done = self._memory.numpy().data, 0
         while done < size:
             count = os.preadv(file.fileno(), [view[done:size]], start + done)
             if not count:

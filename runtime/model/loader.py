@@ -42,6 +42,7 @@ from runtime.model.mixers.latent import load_latent
 from runtime.model.mixers.registry import load_recurrent
 from runtime.model.mixture import Expert, Experts
 from runtime.model.prepared import NOTHING_PREPARED, NoPrepared, find_prepared
+from runtime.model.prepared_key import CPU, CUDA
 from runtime.model.rotary import Rotary, channel_order
 from runtime.model.served import ServedModel
 from runtime.model.weight_reader import WeightReader
@@ -112,8 +113,8 @@ def load_model(
     report(Stage.WEIGHTS, 0, 0)
     config, reader = open_weights(path, device, dtype, kernels, as_dense, trust_remote_code)
     checkpoint, target = reader.checkpoint, reader.target
-    if prepared is None and target.device.type == "cpu" and not as_dense:
-        prepared = find_prepared(checkpoint.path)
+    if prepared is None and target.device.type in (CPU, CUDA) and not as_dense:
+        prepared = find_prepared(checkpoint.path, target.device.type, reader.device_reader)
     reader = replace(reader, prepared=prepared or NOTHING_PREPARED, notes=notes)
     offload = ExpertOffload.of(checkpoint.path, config.spec, moe_expert_cache, target.device)
     if not isinstance(config.spec, CodeSpec):

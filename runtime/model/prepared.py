@@ -19,14 +19,15 @@ import torch
 from torch import Tensor
 
 from compress.checkpoint.reader import PackedCheckpoint
-from compress.checkpoint.safetensors import MappedFile, build_header, tensor_bytes
+from compress.checkpoint.safetensors import MappedFile, TensorFiles, build_header, tensor_bytes
 from compress.common.errors import CheckpointError, ToolkitError
 from compress.common.files import atomic_file
 from compress.cpu.binding import library
 from runtime.backends.base import Linear
 from runtime.backends.cpu.huge_pages import map_file
 from runtime.backends.prepared_weight import LAYOUT_VERSION, Layout, Preparable, PreparedWeight
-from runtime.model.prepared_key import PreparedKey, digest_of, places
+from runtime.model.device_files import DeviceReader
+from runtime.model.prepared_key import CPU, PreparedKey, digest_of, places
 
 if TYPE_CHECKING:
     from hashlib import _Hash as Hash
@@ -84,10 +85,17 @@ class PreparedFile(NoPrepared):
     file: MappedFile
     linears: dict[str, StoredLinear]
     key: PreparedKey
+    device_reader: DeviceReader | None = None
 
     @classmethod
-    def open(cls, path: Path, checkpoint: Path) -> PreparedFile:
+    def open(
+        cls, path: Path, checkpoint: Path, device: str = CPU, device_reader: DeviceReader | None = None
+    ) -> PreparedFile:
         """Opens the file at `path`.
+
+        Args:
+            device: kind of device that it is for.
+            device_reader: reads tensors into the memory of a device; None maps them.
 
         Raises:
             CheckpointError: it is none, is truncated, has a header that was changed, or belongs to another checkpoint,
@@ -97,11 +105,12 @@ class PreparedFile(NoPrepared):
         if file.metadata.get(HEADER_DIGEST) != header_digest(_dtypes_and_shapes(file), file.metadata):
             raise CheckpointError("its header is not what was written", "Run runtime prepare again")
         key = PreparedKey.read(_parsed(file, KEY))
-        if mismatch := key.mismatch(checkpoint, PreparedKey.of(checkpoint, LAYOUT_VERSION)):
+        if mismatch := key.mismatch(checkpoint, PreparedKey.of(checkpoint, LAYOUT_VERSION, device)):
             raise CheckpointError(mismatch, "Run runtime prepare again")
         linears = _linears(file)
-        note = f"prepared: {len(linears)} weights are mapped from {path}"
-        return cls(file.over(map_file(path)), linears, key, note=note)
+        note = f"prepared: {len(linears)} weights are {'mapped' if device_reader is None else 'read'} from {path}"
+        file = file.over(map_file(path)) if device_reader is None else file
+        return cls(file, linears, key, device_reader, note=note)
 
     def check(self, checkpoint: Path) -> None:
         """Reads all bytes of the file and of its checkpoint, about a second for each gigabyte.
@@ -119,8 +128,14 @@ class PreparedFile(NoPrepared):
         stored = self.linears.get(name)
         if stored is None or layout is None or layout.name != stored.layout:
             return None
-        tensors = {own: self.file.tensor(f"{name}.{own}") for own in stored.tensors}
+        tensors = {own: self._tensor(f"{name}.{own}") for own in stored.tensors}
         return PreparedWeight(stored.shape, tensors, stored.bits, stored.group)
+
+    def _tensor(self, name: str) -> Tensor:
+        if self.device_reader is None:
+            return self.file.tensor(name)
+        files = TensorFiles(self.file.path.parent, [self.file], {name: self.file})
+        return self.device_reader.tensor(files, name)
 
 
 def _data_digest(tensors: Iterable[Tensor]) -> str:
@@ -159,7 +174,8 @@ def _linears(file: MappedFile) -> dict[str, StoredLinear]:
 
 @dataclass(frozen=True)
 class PreparedWriter(NoPrepared):
-    """Writes every linear as soon as it is packed, and hands out what is written in its place: so memory stays small.
+    """Writes every linear as soon as it is packed. On a CPU it hands out what is written in its place: so memory stays
+    small.
 
     Attributes:
         stream: of the new file.
@@ -180,14 +196,15 @@ class PreparedWriter(NoPrepared):
         weight = linear.prepared()
         self.linears[name] = StoredLinear(layout.name, weight.shape, weight.bits, weight.group, tuple(weight.tensors))
         mapped = {own: self._write(f"{name}.{own}", tensor) for own, tensor in weight.tensors.items()}
-        return layout.restore(replace(weight, tensors=mapped), bias)
+        is_on_cpu = all(tensor.device.type == CPU for tensor in weight.tensors.values())
+        return layout.restore(replace(weight, tensors=mapped), bias) if is_on_cpu else linear
 
     def _write(self, name: str, tensor: Tensor) -> Tensor:
         """Appends a tensor and returns a view of its bytes in the file."""
         self.tensors[name] = tensor.dtype, tuple(tensor.shape)
-        start = self.stream.tell()
-        self.stream.write(tensor_bytes(tensor))
-        self.digest.update(tensor_bytes(tensor))
+        start, content = self.stream.tell(), tensor_bytes(tensor.cpu())
+        self.stream.write(content)
+        self.digest.update(content)
         self.stream.flush()
         first = start - start % mmap.ALLOCATIONGRANULARITY
         with Path(self.stream.name).open("rb") as written:
@@ -208,13 +225,17 @@ class PreparedWriter(NoPrepared):
 
 
 @contextmanager
-def writing(path: Path, checkpoint: PackedCheckpoint) -> Iterator[PreparedWriter]:
+def writing(path: Path, checkpoint: PackedCheckpoint, device: str = CPU) -> Iterator[PreparedWriter]:
     """Makes the file at `path` of the linears that are packed in the block; it appears whole or not at all.
+
+    Args:
+        device: kind of device whose kernels they are for.
 
     Raises:
         CheckpointError: the disk is full.
     """
-    key, needed = PreparedKey.of(checkpoint.path, LAYOUT_VERSION), HEADER_BYTES_PER_TENSOR * (1 + len(checkpoint.files))
+    key = PreparedKey.of(checkpoint.path, LAYOUT_VERSION, device)
+    needed = HEADER_BYTES_PER_TENSOR * (1 + len(checkpoint.files))
     room = needed + -needed % ALIGNMENT
     with atomic_file(path) as stream:
         stream.write(bytes(room))
@@ -223,15 +244,16 @@ def writing(path: Path, checkpoint: PackedCheckpoint) -> Iterator[PreparedWriter
         writer.finish(replace(key, digest=digest_of(checkpoint.path)))
 
 
-def find_prepared(checkpoint: Path) -> NoPrepared:
-    """Finds the prepared weights of a checkpoint for this machine. Nothing that is wrong with them is an error."""
-    if library() is None:
+def find_prepared(checkpoint: Path, device: str = CPU, device_reader: DeviceReader | None = None) -> NoPrepared:
+    """Finds the prepared weights of a checkpoint for a kind of device of this machine. Nothing that is wrong with them
+    is an error."""
+    if device == CPU and library() is None:
         return NOTHING_PREPARED
     reasons = []
-    for path in places(checkpoint):
+    for path in places(checkpoint, device):
         try:
             if path.is_file():
-                return PreparedFile.open(path, checkpoint)
+                return PreparedFile.open(path, checkpoint, device, device_reader)
         except CheckpointError as error:
             reasons.append(f"{path} is not used: {error.problem}")
         except OSError as error:

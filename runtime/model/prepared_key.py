@@ -17,12 +17,22 @@ FOLDER = "prepared"
 READ_BYTES = 1 << 20
 
 
+CPU, CUDA = "cpu", "cuda"
+"""Kinds of devices with kernels whose layouts files keep."""
+
+
+def processor_of(device: str) -> str:
+    """Returns the instruction set of this CPU, or the name of another kind of device."""
+    return INSTRUCTION_SETS[best_instruction_set()] if device == CPU else device
+
+
 @dataclass(frozen=True, slots=True)
 class PreparedKey:
-    """Checkpoint, machine and layout that prepared weights depend on.
+    """Checkpoint, kind of processor and layout that prepared weights depend on.
 
     Attributes:
         layout: version of the memory layout.
+        instruction_set: of the CPU; `cuda` for NVIDIA GPUs, whose kernels share one layout.
         files: size in bytes and time of the last change in nanoseconds of config.json and all weight files, by name.
         digest: SHA-256 of these files; "" where it was not computed.
     """
@@ -33,11 +43,11 @@ class PreparedKey:
     digest: str = ""
 
     @classmethod
-    def of(cls, checkpoint: Path, layout: int) -> PreparedKey:
-        """Returns the key of a checkpoint on this machine, without its digest."""
+    def of(cls, checkpoint: Path, layout: int, device: str = CPU) -> PreparedKey:
+        """Returns the key of a checkpoint on a kind of device of this machine, without its digest."""
         stats = {file.name: file.stat() for file in weight_files(checkpoint)}
         files = {name: (stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()}
-        return cls(layout, INSTRUCTION_SETS[best_instruction_set()], files)
+        return cls(layout, processor_of(device), files)
 
     @classmethod
     def read(cls, fields: Any) -> PreparedKey:
@@ -96,8 +106,9 @@ def cache_folder() -> Path:
     return user_cache(FOLDER)
 
 
-def places(checkpoint: Path) -> tuple[Path, Path]:
-    """Returns the files that may hold the prepared weights of a checkpoint: inside of it, and in the cache folder."""
-    name, path = f"{INSTRUCTION_SETS[best_instruction_set()]}.safetensors", checkpoint.resolve()
+def places(checkpoint: Path, device: str = CPU) -> tuple[Path, Path]:
+    """Returns the files that may hold the prepared weights of a checkpoint for a kind of device: inside of it, and in
+    the cache folder."""
+    name, path = f"{processor_of(device)}.safetensors", checkpoint.resolve()
     own = f"{path.name}-{hashlib.sha256(os.fsencode(path)).hexdigest()[:16]}"
     return checkpoint / FOLDER / name, cache_folder() / own / name

@@ -128,6 +128,7 @@ class ModelRunner:
         graphs: runs steps of one token per sequence, and drafts, from CUDA graphs; None where nothing is captured.
         graphs_reason: why nothing is; empty where it is.
         observer: reads every step; None for none.
+        later: captures that the first answers do not need, for idle time.
     """
 
     def __init__(self, decoder: ServedModel, memory: MemoryPlan, attention_backend: str = AUTO) -> None:
@@ -143,6 +144,7 @@ class ModelRunner:
             sizes = self.num_state_slots, decoder.dtype, decoder.device, self.num_host_states
             self.states = StateMemory(decoder.config.state_fields, *sizes, kept=memory.states.dtype)
         self.observer: StepObserver | None = None
+        self.later: abc.Sequence[Callable[[], object]] = ()
         self.graphs: StepGraphs | None = None
         self._token_copies = TokenCopies(memory.num_sequences, decoder.device)
         self._pending: PendingStep | None = None
@@ -453,7 +455,7 @@ def build_runner(decoder: ServedModel, config: RuntimeConfig, report: Report = i
         decoder = decoder.for_streams()
     runner = ModelRunner(decoder, plan, config.attention_backend)
     if on_gpu:
-        warm_up(runner, config, report)
+        runner.later = warm_up(runner, config, report)
         for slots in decoder.expert_slots:
             slots.fill()  # the largest steps chose others
     return runner

@@ -37,24 +37,33 @@ Span = tuple[int, int]
 """First token and number of tokens."""
 
 
-def warm_up(runner: ModelRunner, config: RuntimeConfig, report: Report = ignore) -> None:
+Work = Callable[[], object]
+
+
+def warm_up(runner: ModelRunner, config: RuntimeConfig, report: Report = ignore) -> list[Work]:
     """Runs the largest steps of a runner whose pool is not in use yet; with `config.warm_up` also compiles and captures
     whatever a later step needs.
 
     Args:
         report: is told how far it is.
 
+    Returns:
+        With `config.captures_later` the captures that are left for idle time: all but those of one row and of the most
+        rows. They write to no block of the pool.
+
     Raises:
         ToolkitError: the GPU has no memory for them.
     """
     largest = largest_steps(config, runner.num_blocks, runner.max_model_len)
     work: list[Work] = [partial(runner.execute, with_states(plan, runner.num_state_slots)) for plan in largest]
+    later: list[Work] = []
     try:
         if config.warm_up:
-            steps, graphs = covering_launches(runner, config), _on_graphs(runner, capture=False)
+            steps, graphs = covering_launches(runner, config), _launches(runner)
             prompts: Work = partial(runner.launch, with_states(largest[0], runner.num_state_slots))
             compile_ahead(runner.decoder.device, [prompts, *graphs[:1]], [*steps, *graphs], report)
-            work += [*steps, *_on_graphs(runner, capture=True)]
+            captures, later = _split_captures(runner, config.captures_later)
+            work += [*steps, *captures]
         for done, run in enumerate(work):
             report(Stage.STEPS, done, len(work))
             run()
@@ -68,9 +77,7 @@ def warm_up(runner: ModelRunner, config: RuntimeConfig, report: Report = ignore)
         torch.cuda.synchronize(runner.decoder.device)
         peak = torch.cuda.max_memory_allocated(runner.decoder.device)
         logger.info("the largest steps are computed; with them %s of the GPU were in use", format_bytes(peak))
-
-
-Work = Callable[[], object]
+    return later
 
 
 def compile_ahead(device: torch.device, probes: abc.Sequence[Work], others: abc.Sequence[Work], report: Report) -> None:
@@ -101,10 +108,22 @@ def covering_launches(runner: ModelRunner, config: RuntimeConfig) -> list[Work]:
     ]
 
 
-def _on_graphs(runner: ModelRunner, *, capture: bool) -> list[Work]:
-    """For each kind of captured step what captures it, or only launches it."""
+def _launches(runner: ModelRunner) -> list[Work]:
+    """Launches of each kind of captured step, without capturing it."""
     graphs = runner.graphs
-    return [] if graphs is None else [partial(runner.prepare, graphs, kind, capture=capture) for kind in graphs.kinds]
+    return [] if graphs is None else [partial(runner.prepare, graphs, kind, capture=False) for kind in graphs.kinds]
+
+
+def _split_captures(runner: ModelRunner, may_wait: bool) -> tuple[list[Work], list[Work]]:
+    """Captures of each kind of step: those before the first request, and others that may be made later."""
+    if (graphs := runner.graphs) is None:
+        return [], []
+    first, later = list[Work](), list[Work]()
+    for kind in graphs.kinds:
+        # The memory of the largest serves the others.
+        is_needed = not may_wait or kind.num_rows in (1, graphs.kinds[0].num_rows)
+        (first if is_needed else later).append(partial(runner.prepare, graphs, kind, capture=True))
+    return first, later
 
 
 def covering_steps(config: RuntimeConfig, num_blocks: int, max_model_len: int) -> list[StepPlan]:

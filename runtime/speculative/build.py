@@ -100,7 +100,7 @@ def _build_drafter(
     decoder = decoder.for_length(min(config.max_model_len or 0, decoder.config.context_length))
     draft = ModelRunner(decoder, memory)
     if config.warm_up and decoder.device.type == "cuda":
-        warm_up(draft, config)
+        warm_up(draft, replace(config, captures_later=False))
     if proposals is not None:
         draft.sample = ProposalSampler(proposals)
     return ModelDrafter(draft, config, same_noise=proposals is None)

@@ -67,8 +67,9 @@ class TouchedAhead:
 
 
 def _touch_blocks(tensors: Iterable[Tensor], first: int, stop: int) -> None:
-    native = library()
-    for tensor in tensors if native is not None else ():
+    if (native := library()) is None:
+        return
+    for tensor in tensors:
         for layer in tensor:
             blocks = layer[first:stop]
             native.pages_touch(ctypes.c_void_p(blocks.data_ptr()), ctypes.c_int64(blocks.nbytes))

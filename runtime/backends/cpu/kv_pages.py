@@ -163,7 +163,7 @@ class CpuPages:
         exact = 8 * dtype.itemsize
         self.bits = {"keys": _BITS.get(scheme.key_format, exact), "values": _BITS.get(scheme.value_format, exact)}
         kinds = layers_by_shape(config)
-        self.memory = HugePageMemory(self._fields(kinds), config.num_layers, num_blocks, num_host_blocks)
+        self.memory: BlockMemory = HugePageMemory(self._fields(kinds), config.num_layers, num_blocks, num_host_blocks)
         self._contents = {
             layer: self._content(kind, place)
             for kind, layers in enumerate(kinds.values())

@@ -23,9 +23,10 @@ from compress.checkpoint.weights.nonlinear import LEVELS, Iq4Nl, NonlinearWeight
 from compress.checkpoint.weights.nvfp4 import Nvfp4Weight
 from runtime.backends.base import Linear, LinearKernel, Target
 from runtime.backends.measured import table_path
+from runtime.backends.prepared_weight import Layout, PreparedWeight
 from runtime.backends.triton.device import gpu_name, multiplies_fp8, num_processors, unsupported_reason
 from runtime.backends.triton.kernels.configs import LEAST_SCALED, Plan, default_plan, measured_plan
-from runtime.backends.triton.kernels.weight_layout import interleave, interleaved_bytes
+from runtime.backends.triton.kernels.weight_layout import InterleavedWeight, interleave, interleaved_bytes, restored
 from runtime.backends.triton.product_times import NEVER, measured_panel_from
 from runtime.backends.triton.sizes import cdiv
 
@@ -41,12 +42,20 @@ UNIT = 32
 
 def prepare_codes(weight: IntegerWeight, bias: Tensor | None, target: Target) -> Linear:
     """2- to 8-bit codes in planes; which kernel runs is looked up by the number of tokens."""
+    return _planes_linear(interleave(weight, target.device), bias)
+
+
+def restore_codes(weight: PreparedWeight, bias: Tensor | None) -> Linear:
+    """As `prepare_codes`, of planes that a file keeps."""
+    return _planes_linear(restored(weight), bias)
+
+
+def _planes_linear(planes: InterleavedWeight, bias: Tensor | None) -> Linear:
     from runtime.backends.triton.kernels.w4a16 import W4A16Linear
 
-    planes = interleave(weight, target.device)
     tiles, rows, _ = planes.words.shape
     scaled = planes.unit if planes.group_size else 0
-    return W4A16Linear(planes, bias, _plan(target.device, planes.bits, rows, tiles, weight.shape, scaled))
+    return W4A16Linear(planes, bias, _plan(planes.words.device, planes.bits, rows, tiles, planes.shape, scaled))
 
 
 def prepare_block_integers(weight: BlockIntegers, bias: Tensor | None, target: Target) -> Linear:
@@ -255,6 +264,7 @@ def _grouped_fp8_nbytes(scheme: Scheme, rows: int, columns: int, target: Target)
     return rows * (columns + scheme.num_groups(columns) * FLOAT_BYTES + ROW_SCALE_BYTES)
 
 
+PLANES = Layout("codes in planes", restore_codes)
 _kernel = partial(LinearKernel, tested_tokens=TESTED_TOKENS)
 W4A16_KERNEL = _kernel(
     "triton_w4a16",
@@ -263,6 +273,7 @@ W4A16_KERNEL = _kernel(
     _w4a16_reason,
     prepare_codes,
     interleaved_bytes,
+    layout=PLANES,
 )
 W8A16_KERNEL = _kernel(
     "triton_w8a16",
@@ -271,6 +282,7 @@ W8A16_KERNEL = _kernel(
     _w8a16_reason,
     prepare_codes,
     interleaved_bytes,
+    layout=PLANES,
 )
 BLOCK_INTEGERS_KERNEL = _kernel(
     "triton_k",

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec

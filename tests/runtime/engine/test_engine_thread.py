@@ -3,6 +3,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import aclosing
+from functools import partial
 
 import pytest
 from fake_runner import FakeRunner, expected_tokens
@@ -358,6 +359,38 @@ def test_a_library_that_panics_breaks_the_engine_loudly(thread: EngineThread, ru
 
     asyncio.run(main())
     assert "PanicError" in thread.check().reason
+
+
+def test_work_for_idle_time_is_done_between_requests_and_its_failure_ends_only_itself() -> None:
+    """A request waits for one part of it at most."""
+    runner, done, first_may_end = GatedRunner(), list[str](), threading.Event()
+
+    def work(name: str) -> None:
+        done.append(name)
+        if name == "first":
+            assert first_may_end.wait(60)
+        if name == "third":
+            raise RuntimeError("no memory for one more graph")
+
+    idle_work = [partial(work, name) for name in ("first", "second", "third", "fourth")]
+    thread = EngineThread(Engine(runner, None, RuntimeConfig(block_size=4)), idle_work=idle_work)
+    runner.gate.clear()
+    thread.start()
+
+    async def main() -> None:
+        request = asyncio.ensure_future(collect(thread, [1]))
+        await until(lambda: not thread._messages.empty())
+        first_may_end.set()
+        await asyncio.to_thread(runner.held.wait, 60)
+        assert done == ["first"]
+        runner.gate.set()
+        assert len(tokens(await request)) == 20
+        await until(lambda: len(done) == 3)
+        assert len(tokens(await collect(thread, [2]))) == 20
+
+    asyncio.run(main())
+    assert thread.stop()
+    assert done == ["first", "second", "third"]
 
 
 def test_a_thread_that_was_never_started_says_so() -> None:

@@ -116,6 +116,20 @@ def test_every_kind_of_step_is_captured_before_the_first_request(warms_up, tmp_p
     assert (runner.graphs._captured == captured) == warms_up
 
 
+def test_captures_that_the_first_answers_do_not_need_are_left_for_later(tmp_path):
+    decoder = load_model(save_tiny_model(tmp_path / "model"), dtype="float32")
+    config = replace(CONFIG, warm_up=True, captures_later=True)
+    runner = build_runner(decoder, config)
+    runner.capture_steps(lambda compute: lambda: None)
+    later = warm_up(runner, config)
+    kinds = runner.graphs.kinds
+    assert {kind.num_rows for kind in runner.graphs._captured} == {1, max(kind.num_rows for kind in kinds)}
+    assert len(later) + len(runner.graphs._captured) == len(kinds)
+    for capture in later:
+        capture()
+    assert runner.graphs.is_complete
+
+
 def decodes(runner, count, sampling):
     entries = []
     for index in range(count):

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from runtime.backends.prepared_weight import PreparedWeight
 from runtime.backends.triton.fused_linear import SUMS, ActivationLayout, PartialSums, QuantizedInput, finished
 from runtime.backends.triton.kernels.common import (
     code_offset,
@@ -25,7 +26,7 @@ from runtime.backends.triton.kernels.common import (
 from runtime.backends.triton.kernels.configs import EXPAND, SKINNY, KernelConfig, Plan, bucket_of
 from runtime.backends.triton.kernels.norm_act import PackedLinear
 from runtime.backends.triton.kernels.split_product import SplitProduct
-from runtime.backends.triton.kernels.weight_layout import InterleavedWeight, tile_inputs
+from runtime.backends.triton.kernels.weight_layout import InterleavedWeight, prepared, tile_inputs
 from runtime.backends.triton.launcher import Launcher
 from runtime.backends.triton.panels import multiply_by_panels
 from runtime.backends.triton.sizes import cdiv
@@ -217,6 +218,10 @@ class W4A16Linear(PackedLinear):
     @property
     def nbytes(self) -> int:
         return self.weight.nbytes
+
+    def prepared(self) -> PreparedWeight:
+        """Returns its tensors, which are not copied."""
+        return prepared(self.weight)
 
     def activation_layout(self, num_tokens: int) -> ActivationLayout:
         """Rows, with their sums beside them where the skinny GEMM reads those."""

@@ -1,4 +1,4 @@
-"""The layout that all weight-only kernels share: codes in planes of 16-bit words. Made at load, never stored.
+"""The layout that all weight-only kernels share: codes in planes of 16-bit words. Made at load or by `runtime prepare`.
 
 A word holds `16 / bits` codes, one from each plane: plane p of word e in a tile is the weight of input
 `tile * TILE + 32 * p + e`, with `TILE = 512 / bits` inputs. So a plane is 32 neighbouring inputs, unpacking is the same
@@ -17,6 +17,7 @@ from torch.nn import functional
 from compress.checkpoint.weights import Scheme
 from compress.checkpoint.weights.integer import IntegerWeight
 from runtime.backends.base import Target
+from runtime.backends.prepared_weight import PreparedWeight
 
 PLANE = 32
 ROW_MULTIPLE = 128
@@ -77,6 +78,26 @@ def tile_inputs(bits: int) -> int:
 def stored_bits(bits: int) -> int:
     """Returns 2, 4 or 8."""
     return next(width for width in (2, 4, 8) if width >= bits)
+
+
+def prepared(weight: InterleavedWeight) -> PreparedWeight:
+    """Returns what files keep of a weight; scales with their zero points as `[groups, 2 * rows]` in their own dtype."""
+    tensors = {"words": weight.words, "scales": weight.scales.view(weight.scale_dtype)}
+    return PreparedWeight(weight.shape, tensors, weight.bits, weight.group_size)
+
+
+def restored(weight: PreparedWeight) -> InterleavedWeight:
+    """Returns the weight of what files keep. Raises CheckpointError for tensors that do not fit its shape."""
+    (rows, inputs), bits, group = weight.shape, weight.bits, weight.group
+    if bits not in (2, 4, 8) or group < 0 or group % PLANE:
+        raise weight.refusal(f"{bits} bits in groups of {group}")
+    tiles, filled = -(-inputs // tile_inputs(bits)), rows + -rows % ROW_MULTIPLE
+    groups = -(-tiles * tile_inputs(bits) // group) if group else 1
+    weight.check("words", (tiles, filled, PLANE), (torch.int16,))
+    weight.check("scales", (groups, 2 * filled), tuple(WORDS))
+    scales = weight.tensors["scales"]
+    words, pairs = weight.tensors["words"], scales.view(WORDS[scales.dtype])
+    return InterleavedWeight(words, pairs, scales.dtype, bits, group, weight.shape)
 
 
 def interleave(weight: IntegerWeight, device: torch.device) -> InterleavedWeight:
