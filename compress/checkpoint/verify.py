@@ -80,6 +80,9 @@ class StructureReport:
 
 UNCOMPARED = "shapes were not compared with the config: unknown model type"
 
+BUFFERS = ("rotary_emb.inv_freq", "masked_bias", "attn.bias", "position_ids")
+"""Tensors that older releases of transformers stored and that are not read."""
+
 Shapes = Mapping[str, tuple[int, ...]]
 """Shape of every parameter by tensor name."""
 
@@ -248,7 +251,9 @@ def config_problems(packed: PackedCheckpoint) -> Iterator[str]:
         yield "quantization_config.ignore is not a list of names"
         return
     patterns = any(entry.startswith("re:") for entry in ignored)
-    unlisted = set(packed.dense_linears()) - set(ignored)
+    # A head that is the embedding is no linear of its own: other tools leave it out of the list.
+    linears = {module for module in packed.dense_linears() if f"{module}.weight" in packed.files}
+    unlisted = linears - set(ignored)
     if unlisted and not patterns:
         yield f"dense linear layers missing from `ignore`: {', '.join(sorted(unlisted))}"
 
@@ -283,9 +288,11 @@ def name_problems(packed: PackedCheckpoint, source: TensorFiles | None, implied:
 
 
 def dense_problems(packed: PackedCheckpoint, name: str, implied: Shapes) -> Iterator[str]:
-    """Yields a line for NaN, infinity and another shape than config.json implies in one unquantized tensor."""
+    """Yields a line for NaN, infinity and another shape than config.json implies in one unquantized tensor. Those that
+    are only copied may be masks: those of other parts than the text model, and buffers."""
     tensor = packed.tensor(name)
-    yield from nonfinite_problems(name, tensor)
+    if name not in packed.files.other_parts and not name.endswith(BUFFERS):
+        yield from nonfinite_problems(name, tensor)
     expected = implied.get(name, tuple(tensor.shape))
     if expected != tuple(tensor.shape):
         yield f"{name} is {tuple(tensor.shape)}, but config.json says {expected}"

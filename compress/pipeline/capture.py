@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -20,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from calibration.statistics import InputDifference, InputStatistics
 from compress.checkpoint.safetensors import TensorFiles
-from compress.common.errors import NumericsError
+from compress.common.errors import CheckpointError, NumericsError
 from compress.methods.base import Needs
 from compress.pipeline.block import LoadedBlock, fill, release
 from compress.pipeline.expert_inputs import TOKENS_PER_CHANNEL, ExpertCoverage, ExpertStatistics, MixtureInputs
@@ -31,6 +30,14 @@ PASSED = "prev_topk_indices"
 """Argument that passes further outputs of one block to the next; replaced by a store."""
 
 
+def cannot_calibrate(reason: str) -> CheckpointError:
+    """Builds the error for modeling code whose blocks cannot be run one at a time."""
+    return CheckpointError(
+        f"the blocks of this model cannot be run one at a time ({' '.join(reason.split())})",
+        "Use a method without calibration: --method rtn, or hqq",
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Call:
     """Arguments of one block for one micro-batch, without the hidden states."""
@@ -39,7 +46,17 @@ class Call:
     kwargs: dict[str, Any]
 
     def run(self, block: Callable[..., Any], hidden: Tensor) -> Tensor:
-        """Returns a block's output `[B, L, H]`; families that return a tuple put it first."""
+        """Returns a block's output `[B, L, H]`; families that return a tuple put it first.
+
+        Raises:
+            CheckpointError: modeling code that needs more than hidden states and the recorded arguments.
+        """
+        try:
+            return self._output(block, hidden)
+        except (TypeError, ValueError, AttributeError, LookupError) as error:
+            raise cannot_calibrate(f"a block fails: {type(error).__name__}: {error}") from error
+
+    def _output(self, block: Callable[..., Any], hidden: Tensor) -> Tensor:
         store = self.kwargs.get(PASSED)
         if store is None:
             output = block(hidden, *self.args, **self.kwargs)
@@ -259,9 +276,13 @@ def _stand_back(skeleton: Skeleton, recorders: list[_Recorder]) -> None:
 
 @torch.no_grad()
 def _record(trunk: nn.Module, recorders: list[_Recorder], tokens: Tensor) -> list[Call]:
-    with suppress(_AllRecorded):
+    try:
         trunk(input_ids=tokens, use_cache=False)
-    return [recorder.call for recorder in recorders]
+    except _AllRecorded:
+        return [recorder.call for recorder in recorders]
+    except Exception as error:  # Modeling code that needs more than hidden states of its blocks fails anywhere.
+        raise cannot_calibrate(f"{type(trunk).__name__} fails: {type(error).__name__}: {error}") from error
+    raise cannot_calibrate(f"{type(trunk).__name__} does not call every block")
 
 
 def _outside(skeleton: Skeleton, trunk: nn.Module) -> dict[str, nn.Module]:
