@@ -18,12 +18,14 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from calibration.statistics import InputDifference, InputStatistics
+from compress.checkpoint.reader import NONSENSE
 from compress.checkpoint.safetensors import TensorFiles
 from compress.common.errors import CheckpointError, NumericsError
 from compress.methods.base import Needs
 from compress.pipeline.block import LoadedBlock, fill, release
 from compress.pipeline.expert_inputs import TOKENS_PER_CHANNEL, ExpertCoverage, ExpertStatistics, MixtureInputs
 from compress.pipeline.experts import mixtures
+from compress.pipeline.memory import is_out_of_memory
 from compress.pipeline.skeleton import Skeleton
 
 PASSED = "prev_topk_indices"
@@ -53,7 +55,9 @@ class Call:
         """
         try:
             return self._output(block, hidden)
-        except (TypeError, ValueError, AttributeError, LookupError) as error:
+        except NONSENSE as error:
+            if is_out_of_memory(error):
+                raise
             raise cannot_calibrate(f"a block fails: {type(error).__name__}: {error}") from error
 
     def _output(self, block: Callable[..., Any], hidden: Tensor) -> Tensor:
@@ -213,6 +217,10 @@ def capture_inputs(
         calls: list[list[Call]] = []
         for batch in tokens.split(micro_batch):
             recorded = _record(trunk, recorders, batch.to(device))
+            if recorders[0].hidden.shape[:2] != batch.shape:
+                raise cannot_calibrate(
+                    f"its hidden states are {list(recorders[0].hidden.shape)} for {list(batch.shape)}"
+                )
             hidden.append(recorders[0].hidden.cpu())
             calls.append([_shared(call, first) for call, first in zip(recorded, (calls or [recorded])[0], strict=True)])
     finally:
@@ -280,7 +288,9 @@ def _record(trunk: nn.Module, recorders: list[_Recorder], tokens: Tensor) -> lis
         trunk(input_ids=tokens, use_cache=False)
     except _AllRecorded:
         return [recorder.call for recorder in recorders]
-    except Exception as error:  # Modeling code that needs more than hidden states of its blocks fails anywhere.
+    except NONSENSE as error:
+        if is_out_of_memory(error):
+            raise
         raise cannot_calibrate(f"{type(trunk).__name__} fails: {type(error).__name__}: {error}") from error
     raise cannot_calibrate(f"{type(trunk).__name__} does not call every block")
 

@@ -65,7 +65,7 @@ def check_keys(format: str, config: Mapping[str, Any]) -> None:
 
 
 def _parts(format: str, config: Mapping[str, Any], known: frozenset[str]) -> Iterator[tuple[str, Any, frozenset[str]]]:
-    """Yields what is said of some modules only, and the keys that it may have."""
+    """Yields descriptions of some modules only, and the keys that each may have."""
     for part in ("config_groups", "dynamic"):
         entries = config.get(part)
         for name, given in entries.items() if isinstance(entries, Mapping) else ():

@@ -45,3 +45,11 @@ def test_a_configuration_class_without_tied_embeddings(tmp_path: Path) -> None:
     model = save_model(tmp_path / "model", "inkling_text", **sizes, **experts)
     with pytest.raises(CheckpointError, match="experts"):
         runs.prepared(model, tmp_path / "out", QuantizeStage("rtn", Int(4, 16)))
+
+
+def test_hidden_states_in_another_order_are_refused_by_methods_with_calibration(tmp_path: Path) -> None:
+    """Those of XLNet are `[tokens, sequences, channels]`."""
+    model = save_model(tmp_path / "model", "xlnet", d_model=32, n_layer=2, n_head=4, d_inner=48)
+    with pytest.raises(CheckpointError) as refused:
+        runs.compress(model, tmp_path / "gptq", QuantizeStage("gptq", Int(4, 16)), calibration=FEW)
+    assert "--method rtn" in refused.value.remedy
