@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -271,10 +271,15 @@ def _kv_cache_problems(packed: PackedCheckpoint) -> Iterator[str]:
         yield f"keys and values default to {scheme}, which was not measured within a mean KL of {record.max_kl:g}"
 
 
+def parts_of_weights(suffixes: Iterable[str] = ()) -> tuple[str, ...]:
+    """Returns ends of names that only tensors of packed weights have: of all forms, and of a format's `suffixes`."""
+    known = (*suffixes, *compress_runtime.suffixes(), ".qweight")
+    return tuple(suffix for suffix in known if not suffix.endswith(".weight"))
+
+
 def name_problems(packed: PackedCheckpoint, source: TensorFiles | None, implied: Shapes) -> Iterator[str]:
     """Yields a line per stored tensor without a role, and per parameter that is not stored exactly once."""
-    known = (*packed.codec.suffixes(), *compress_runtime.suffixes(), ".qweight")
-    suffixes = tuple(suffix for suffix in known if not suffix.endswith(".weight"))
+    suffixes = parts_of_weights(packed.codec.suffixes())
     yield from (f"{name} belongs to no quantized module" for name in packed.dense_names() if name.endswith(suffixes))
     for module in packed.modules:
         found = {name.removeprefix(module) for name in packed.packed_names(module)}
@@ -287,11 +292,16 @@ def name_problems(packed: PackedCheckpoint, source: TensorFiles | None, implied:
         yield from (f"{name} is not in the source" for name in sorted(extra))
 
 
+def is_only_copied(files: TensorFiles, name: str) -> bool:
+    """Returns whether nothing reads a tensor: a buffer of older releases, or a part beside the text model."""
+    return name in files.other_parts or name.endswith(BUFFERS)
+
+
 def dense_problems(packed: PackedCheckpoint, name: str, implied: Shapes) -> Iterator[str]:
     """Yields a line for NaN, infinity and another shape than config.json implies in one unquantized tensor. Those that
     are only copied may be masks: those of other parts than the text model, and buffers."""
     tensor = packed.tensor(name)
-    if name not in packed.files.other_parts and not name.endswith(BUFFERS):
+    if not is_only_copied(packed.files, name):
         yield from nonfinite_problems(name, tensor)
     expected = implied.get(name, tuple(tensor.shape))
     if expected != tuple(tensor.shape):

@@ -6,6 +6,9 @@ from pathlib import Path
 import pytest
 import runs
 import torch
+from folders import change_tensors, private_copy
+from safetensors.torch import load_file
+from tiny_wrappers import save_tiny_wrapper
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from compress.checkpoint.verify import verify_structure
@@ -53,3 +56,19 @@ def test_hidden_states_in_another_order_are_refused_by_methods_with_calibration(
     with pytest.raises(CheckpointError) as refused:
         runs.compress(model, tmp_path / "gptq", QuantizeStage("gptq", Int(4, 16)), calibration=FEW)
     assert "--method rtn" in refused.value.remedy
+
+
+def test_names_of_parts_of_packed_weights_are_refused_before_the_work(tmp_path: Path) -> None:
+    """A packed folder whose config.json lost its quantization_config."""
+    model = private_copy(demo_model_path(), tmp_path / "model")
+    change_tensors(model, lambda tensors: tensors.update({"model.layers.1.mlp.other.weight_scale": torch.ones(8)}))
+    with pytest.raises(CheckpointError, match="other.weight_scale"):
+        runs.prepared(model, tmp_path / "out", QuantizeStage("rtn", Int(4, 32)))
+
+
+def test_infinite_masks_that_are_only_copied(tmp_path: Path) -> None:
+    model, mask = save_tiny_wrapper(tmp_path / "model", "gemma3"), torch.full((4, 4), float("-inf"))
+    change_tensors(model, lambda tensors: tensors.update({"model.vision_tower.mask": mask}))
+    runs.compress(model, tmp_path / "out", QuantizeStage("rtn", Int(4, 16)))
+    assert torch.equal(load_file(tmp_path / "out/model.safetensors")["model.vision_tower.mask"], mask)
+    assert verify_structure(tmp_path / "out").ok
