@@ -14,7 +14,7 @@ from compress.models.architecture import Architecture, architecture_of
 from compress.models.config import MAX_LAYERS, positive, refusal, text
 from compress.models.generic import architecture_by_structure
 from compress.models.registry import find_family
-from compress.models.wrappers import OUTER
+from compress.models.wrappers import OUTER, TIED
 
 if TYPE_CHECKING:
     import torch
@@ -77,8 +77,9 @@ def load_config(path: Path, config: dict[str, Any], trust_remote_code: bool) -> 
         ) from error
     # Weights are dequantized before the model sees them.
     loaded.__dict__.pop("quantization_config", None)
-    # A rotated source has a head of its own where the stored one has none.
-    loaded.tie_word_embeddings = config.get("tie_word_embeddings", loaded.tie_word_embeddings)
+    if TIED in config:
+        # A rotated source has a head of its own where the stored one has none.
+        loaded.tie_word_embeddings = config[TIED]
     return loaded
 
 

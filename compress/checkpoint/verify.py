@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -79,6 +79,9 @@ class StructureReport:
 
 
 UNCOMPARED = "shapes were not compared with the config: unknown model type"
+
+BUFFERS = ("rotary_emb.inv_freq", "masked_bias", "attn.bias", "position_ids")
+"""Tensors that older releases of transformers stored and that are not read."""
 
 Shapes = Mapping[str, tuple[int, ...]]
 """Shape of every parameter by tensor name."""
@@ -248,7 +251,9 @@ def config_problems(packed: PackedCheckpoint) -> Iterator[str]:
         yield "quantization_config.ignore is not a list of names"
         return
     patterns = any(entry.startswith("re:") for entry in ignored)
-    unlisted = set(packed.dense_linears()) - set(ignored)
+    # A head that is the embedding is no linear of its own: other tools leave it out of the list.
+    linears = {module for module in packed.dense_linears() if f"{module}.weight" in packed.files}
+    unlisted = linears - set(ignored)
     if unlisted and not patterns:
         yield f"dense linear layers missing from `ignore`: {', '.join(sorted(unlisted))}"
 
@@ -266,10 +271,15 @@ def _kv_cache_problems(packed: PackedCheckpoint) -> Iterator[str]:
         yield f"keys and values default to {scheme}, which was not measured within a mean KL of {record.max_kl:g}"
 
 
+def parts_of_weights(suffixes: Iterable[str] = ()) -> tuple[str, ...]:
+    """Returns ends of names that only tensors of packed weights have: of all forms, and of a format's `suffixes`."""
+    known = (*suffixes, *compress_runtime.suffixes(), ".qweight")
+    return tuple(suffix for suffix in known if not suffix.endswith(".weight"))
+
+
 def name_problems(packed: PackedCheckpoint, source: TensorFiles | None, implied: Shapes) -> Iterator[str]:
     """Yields a line per stored tensor without a role, and per parameter that is not stored exactly once."""
-    known = (*packed.codec.suffixes(), *compress_runtime.suffixes(), ".qweight")
-    suffixes = tuple(suffix for suffix in known if not suffix.endswith(".weight"))
+    suffixes = parts_of_weights(packed.codec.suffixes())
     yield from (f"{name} belongs to no quantized module" for name in packed.dense_names() if name.endswith(suffixes))
     for module in packed.modules:
         found = {name.removeprefix(module) for name in packed.packed_names(module)}
@@ -282,10 +292,17 @@ def name_problems(packed: PackedCheckpoint, source: TensorFiles | None, implied:
         yield from (f"{name} is not in the source" for name in sorted(extra))
 
 
+def is_only_copied(files: TensorFiles, name: str) -> bool:
+    """Returns whether nothing reads a tensor: a buffer of older releases, or a part beside the text model."""
+    return name in files.other_parts or name.endswith(BUFFERS)
+
+
 def dense_problems(packed: PackedCheckpoint, name: str, implied: Shapes) -> Iterator[str]:
-    """Yields a line for NaN, infinity and another shape than config.json implies in one unquantized tensor."""
+    """Yields a line for NaN, infinity and another shape than config.json implies in one unquantized tensor. Those that
+    are only copied may be masks: those of other parts than the text model, and buffers."""
     tensor = packed.tensor(name)
-    yield from nonfinite_problems(name, tensor)
+    if not is_only_copied(packed.files, name):
+        yield from nonfinite_problems(name, tensor)
     expected = implied.get(name, tuple(tensor.shape))
     if expected != tuple(tensor.shape):
         yield f"{name} is {tuple(tensor.shape)}, but config.json says {expected}"

@@ -49,20 +49,20 @@ def verify(
     from compress.pipeline.finish import compare_with_report
 
     folder = folder_of(path)
-    structure = replace(verify_structure(folder), path=shown_name(folder))
+    kv_cache, structure = _kv_cache(folder), replace(verify_structure(folder), path=shown_name(path))
     differing = compare_with_report(folder)
     problems = [*structure.problems, *(differing or ())]
     if as_json:
         typer.echo(json.dumps(structure.as_dict() | {"problems": problems, "ok": not problems}, indent=2))
     else:
-        _print(structure, compared=differing is not None)
+        _print(structure, kv_cache, compared=differing is not None)
         for problem in problems:
             typer.echo(f"problem: {problem}")
     if problems:
         raise CheckpointError(f"{path} has {len(problems)} problems", "Write or download it again")
 
 
-def _kv_cache(path: str) -> list[str]:
+def _kv_cache(path: Path) -> list[str]:
     """Returns a line about the recorded KV cache format, if there is one."""
     from compress.checkpoint.config import read_config
     from compress.checkpoint.kv_cache import stored_kv_cache
@@ -76,7 +76,7 @@ def _kv_cache(path: str) -> list[str]:
     return [f"the KV cache is served as {scheme} by default"] if scheme else []
 
 
-def _print(structure: StructureReport, compared: bool) -> None:
+def _print(structure: StructureReport, kv_cache: list[str], compared: bool) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -102,7 +102,7 @@ def _print(structure: StructureReport, compared: bool) -> None:
     lines = [
         f"{structure.total_bytes / 1e6:,.2f} MB, {structure.bits_per_weight:.3f} bits per quantized weight, "
         f"{structure.bits_per_parameter:.3f} over the whole model",
-        *_kv_cache(structure.path),
+        *kv_cache,
         "codes compared with the compression report" if compared else "no compression report to compare the codes with",
         *structure.notes,
     ]

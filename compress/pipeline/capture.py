@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -19,16 +18,26 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from calibration.statistics import InputDifference, InputStatistics
+from compress.checkpoint.reader import NONSENSE
 from compress.checkpoint.safetensors import TensorFiles
-from compress.common.errors import NumericsError
+from compress.common.errors import CheckpointError, NumericsError
 from compress.methods.base import Needs
 from compress.pipeline.block import LoadedBlock, fill, release
 from compress.pipeline.expert_inputs import TOKENS_PER_CHANNEL, ExpertCoverage, ExpertStatistics, MixtureInputs
 from compress.pipeline.experts import mixtures
+from compress.pipeline.memory import is_out_of_memory
 from compress.pipeline.skeleton import Skeleton
 
 PASSED = "prev_topk_indices"
 """Argument that passes further outputs of one block to the next; replaced by a store."""
+
+
+def cannot_calibrate(reason: str) -> CheckpointError:
+    """Builds the error for modeling code whose blocks cannot be run one at a time."""
+    return CheckpointError(
+        f"the blocks of this model cannot be run one at a time ({' '.join(reason.split())})",
+        "Use a method without calibration: --method rtn, or hqq",
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +48,19 @@ class Call:
     kwargs: dict[str, Any]
 
     def run(self, block: Callable[..., Any], hidden: Tensor) -> Tensor:
-        """Returns a block's output `[B, L, H]`; families that return a tuple put it first."""
+        """Returns a block's output `[B, L, H]`; families that return a tuple put it first.
+
+        Raises:
+            CheckpointError: modeling code that needs more than hidden states and the recorded arguments.
+        """
+        try:
+            return self._output(block, hidden)
+        except NONSENSE as error:
+            if is_out_of_memory(error):
+                raise
+            raise cannot_calibrate(f"a block fails: {type(error).__name__}: {error}") from error
+
+    def _output(self, block: Callable[..., Any], hidden: Tensor) -> Tensor:
         store = self.kwargs.get(PASSED)
         if store is None:
             output = block(hidden, *self.args, **self.kwargs)
@@ -196,6 +217,10 @@ def capture_inputs(
         calls: list[list[Call]] = []
         for batch in tokens.split(micro_batch):
             recorded = _record(trunk, recorders, batch.to(device))
+            if recorders[0].hidden.shape[:2] != batch.shape:
+                raise cannot_calibrate(
+                    f"its hidden states are {list(recorders[0].hidden.shape)} for {list(batch.shape)}"
+                )
             hidden.append(recorders[0].hidden.cpu())
             calls.append([_shared(call, first) for call, first in zip(recorded, (calls or [recorded])[0], strict=True)])
     finally:
@@ -259,9 +284,15 @@ def _stand_back(skeleton: Skeleton, recorders: list[_Recorder]) -> None:
 
 @torch.no_grad()
 def _record(trunk: nn.Module, recorders: list[_Recorder], tokens: Tensor) -> list[Call]:
-    with suppress(_AllRecorded):
+    try:
         trunk(input_ids=tokens, use_cache=False)
-    return [recorder.call for recorder in recorders]
+    except _AllRecorded:
+        return [recorder.call for recorder in recorders]
+    except NONSENSE as error:
+        if is_out_of_memory(error):
+            raise
+        raise cannot_calibrate(f"{type(trunk).__name__} fails: {type(error).__name__}: {error}") from error
+    raise cannot_calibrate(f"{type(trunk).__name__} does not call every block")
 
 
 def _outside(skeleton: Skeleton, trunk: nn.Module) -> dict[str, nn.Module]:

@@ -16,7 +16,13 @@ from compress.checkpoint.config import COMPRESSION_KEY, is_embedding, packed_con
 from compress.checkpoint.formats import dense, format_for
 from compress.checkpoint.kv_cache import KV_CACHE_KEY, KV_MEASURED_KEY, KVCacheRecord, KVCacheScheme, MeasuredKVCache
 from compress.checkpoint.scale_search import range_kernel
-from compress.checkpoint.verify import StructureReport, recorded_digests, verify_against, verify_structure
+from compress.checkpoint.verify import (
+    StructureReport,
+    is_only_copied,
+    recorded_digests,
+    verify_against,
+    verify_structure,
+)
 from compress.checkpoint.weights import Scheme, Weight
 from compress.common.cli import DISTRIBUTION, tool_version
 from compress.common.errors import CheckpointError
@@ -118,7 +124,8 @@ def save_rest(context: RunContext, progress: Progress) -> None:
     kept = kept_weights(context, [row.tensor.removesuffix(".weight") for row in outside if row.kept is not None])
     outcome = BlockOutcome(kept=kept, dense={name: context.files.tensor(name) for name in names})
     for name, tensor in outcome.dense.items():
-        check_finite(name, tensor)
+        if not is_only_copied(context.files, name):
+            check_finite(name, tensor)
         context.files.release()
     facts = outcome.facts() | {"block": REST} if kept else None
     progress.pieces.write(REST, outcome.tensors(context.scale_dtype), facts, context.files)

@@ -17,6 +17,7 @@ from compress.checkpoint.dequantized import DequantizedFiles, open_source
 from compress.checkpoint.meta_model import auto_class, no_loading_bar
 from compress.checkpoint.reader import stores_other_head
 from compress.checkpoint.safetensors import TensorFiles
+from compress.checkpoint.verify import parts_of_weights
 from compress.common.device import resolve_device
 from compress.common.errors import CheckpointError, DataError, ToolkitError
 from compress.common.files import check_out_folder
@@ -263,6 +264,7 @@ def prepare(request: RunRequest, dry_run: bool = False) -> RunContext:
     obstacles = _obstacles(request.out, dry_run)
     device = resolve_device(request.device)
     files, config = open_source(request.model)
+    _check_names(request.model, files)
     source_notes, working = files.notes(), files.working_bytes if isinstance(files, DequantizedFiles) else 0
     if config.get("tie_word_embeddings") and stores_other_head(files):
         # transformers does not tie them either, and warns.
@@ -291,6 +293,17 @@ def prepare(request: RunRequest, dry_run: bool = False) -> RunContext:
     return RunContext(
         request, config, files, skeleton, plan, device, dtype, sequences, micro_batch, peak, disk, not lacking
     )
+
+
+def _check_names(model: Path, files: TensorFiles) -> None:
+    """Raises CheckpointError for tensors that the result would take for parts of packed weights."""
+    taken = [name for name in files.names() if name.endswith(parts_of_weights()) and name not in files.other_parts]
+    if taken:
+        raise CheckpointError(
+            f"{len(taken)} tensors of {model} have names of parts of packed weights, {taken[0]} first, but the "
+            "quantization_config of config.json does not explain them",
+            "Take config.json and the weights from one revision, or use the dense model",
+        )
 
 
 def _obstacles(out: Path, dry_run: bool) -> list[str]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from calibration.statistics import full_float32
 from compress.checkpoint.expert_files import join_experts, stacked_names
-from compress.checkpoint.verify import StructureReport
+from compress.checkpoint.verify import StructureReport, is_only_copied
 from compress.common.cli import tool_version
 from compress.common.errors import CheckpointError, NumericsError, ToolkitError
 from compress.common.files import check_space
@@ -143,6 +143,8 @@ def _begin(context: RunContext, progress: Progress, quiet: bool) -> None:
     check_space(progress.folder, context.disk)
     with RunDisplay(len(context.files.names()), quiet=quiet, unit="tensor") as display:
         for name in context.files.names():
+            if is_only_copied(context.files, name):
+                continue
             display.step(f"checking {name}")
             check_finite(name, context.files.tensor(name))
             context.files.release()

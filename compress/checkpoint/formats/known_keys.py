@@ -15,7 +15,8 @@ exllama_config exllama_version fuse_max_seq_len gradient_accumulate_steps
 group_aware is_marlin_format iters low_cpu_mem_usage low_gpu_mem_usage lr max_input_length meta method
 minmax_lr model_dtype model_file_base_name model_name_or_path model_seqlen module_name_preceding_first_block
 modules_in_block_to_quantize modules_to_convert modules_to_fuse mse nsamples observer observer_kwargs pad_token_id
-provider quant_lm_head quant_method run_compressed scale_dtype scale_fmt seqlen static_groups
+provider quant_lm_head quant_method run_compressed scale_dtype scale_fmt seqlen static_attention_granularity
+static_groups static_kv_dtype static_kv_granularity
 to_quant_block_names tokenizer true_sequential use_cuda_fp16 use_exllama use_optimized_inference version
 """
 HARMLESS = frozenset(_HARMLESS.split())
@@ -64,7 +65,7 @@ def check_keys(format: str, config: Mapping[str, Any]) -> None:
 
 
 def _parts(format: str, config: Mapping[str, Any], known: frozenset[str]) -> Iterator[tuple[str, Any, frozenset[str]]]:
-    """Yields what is said of some modules only, and the keys that it may have."""
+    """Yields descriptions of some modules only, and the keys that each may have."""
     for part in ("config_groups", "dynamic"):
         entries = config.get(part)
         for name, given in entries.items() if isinstance(entries, Mapping) else ():

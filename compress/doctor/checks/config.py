@@ -10,7 +10,7 @@ from typing import ClassVar
 from compress.checkpoint.config import HEAD, dtype_name
 from compress.checkpoint.dequantized import UNUSED_SCALES
 from compress.checkpoint.reader import PackedCheckpoint, stores_other_head
-from compress.checkpoint.verify import config_problems, name_problems
+from compress.checkpoint.verify import BUFFERS, config_problems, name_problems
 from compress.common.errors import UnsupportedModelError
 from compress.doctor.base import AGAIN, Check, register
 from compress.doctor.findings import Finding
@@ -18,8 +18,6 @@ from compress.doctor.view import listed
 
 EXTRA_LAYERS = re.compile(r"nextn|mtp", re.IGNORECASE)
 """Keys of config.json with the number of layers beyond num_hidden_layers."""
-BUFFERS = ("rotary_emb.inv_freq", "masked_bias", "attn.bias", "position_ids")
-"""Tensors that older releases of transformers stored and that are not read."""
 QUANTO_MAP = "quanto_qmap.json"
 """File of optimum-quanto, which stores weights under its own names without an entry in config.json."""
 BOTH = "Take config.json and the weights from one revision of one model"
@@ -110,13 +108,14 @@ class Config(Check):
             yield self.error("vocabulary-size", "config.json", problem, f"Set vocab_size to {rows}, or {BOTH.lower()}")
 
     def _dtype(self, packed: PackedCheckpoint) -> Iterator[Finding]:
-        if packed.format == "gguf":
+        announced = dtype_name(packed.config)
+        # Tools of GPTQ and AWQ announce the dtype that their kernels compute in, whatever the other tensors have.
+        if packed.format == "gguf" or (packed.modules and announced == "float16"):
             return
         dtypes = Counter(packed.files.dtype(name) for name in packed.dense_names())
         floats = {
             str(dtype).removeprefix("torch."): count for dtype, count in dtypes.items() if dtype.is_floating_point
         }
-        announced = dtype_name(packed.config)
         if floats and announced not in floats:
             found = ", ".join(f"{count} of {name}" for name, count in sorted(floats.items()))
             problem = f"dtype is {announced}, but the unquantized tensors are {found}"

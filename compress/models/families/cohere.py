@@ -25,7 +25,7 @@ from compress.models.spec import ModelSpec
 @register("cohere2")
 def cohere2(config: Config) -> ModelSpec:
     """Describes a Cohere 2: three layers with a window, then one without."""
-    config = {"sliding_window": 4096, "tie_word_embeddings": True, **config, "head_dim": None}
+    config = {"sliding_window": 4096, "tie_word_embeddings": True, **config}
     config = {**config, "rms_norm_eps": number(config, "layer_norm_eps", 1e-5)}
     bias, rotary = flag(config, "attention_bias"), rope(config, interleaved=True)
     period = positive(config, "sliding_window_pattern", 4)

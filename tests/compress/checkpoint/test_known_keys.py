@@ -29,7 +29,7 @@ WRITTEN: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "AutoRound 0.16.1, gptq": (
         "gptq",
-        {"bits": 4, "data_type": "int", "iters": 200, "autoround_version": "0.16.1", "provider": "auto-round"},
+        {"bits": 4, "data_type": "int", "iters": 200, "provider": "auto-round", "static_kv_granularity": "tensor"},
     ),
     "AutoRound 0.16.1, awq": ("awq", {"bits": 4, "sym": False, "to_quant_block_names": "model.layers", "seqlen": 128}),
     "AutoAWQ 0.2.9": ("awq", {"w_bit": 4, "q_group_size": 64, "version": "gemm", "do_fuse": False}),
@@ -44,6 +44,7 @@ UNREAD: tuple[tuple[str, dict[str, Any]], ...] = (
     ("gptq", {"data_type": "mx_fp"}),
     ("gptq", {"dynamic": {"+:.*": {"bits": 8, "adapter": {"rank": 8}}}}),
     ("gptq", {"rotation_config": {"block_size": 32}}),
+    ("gptq", {"static_attention_dtype": "fp8"}),
     ("awq", {"act_bits": 8}),
     ("fp8", {"expert_dtype": "fp4"}),
     ("compressed-tensors", {"moe_sparsity_config": {"method": "novice"}}),

@@ -10,6 +10,7 @@ import pytest
 import torch
 from bitsandbytes_files import pack_4bit, pack_model_as
 from folders import change_config, change_tensors, private_copy
+from tiny_wrappers import save_tiny_wrapper
 from torch import Tensor
 
 from compress.checkpoint.containers import containers
@@ -160,3 +161,32 @@ def test_scales_of_zero_of_floats(tmp_path: Path, kinds: Find) -> None:
     folder = pack_model_as("nf4", demo_model_path(), tmp_path / "model")
     change_tensors(folder, lambda tensors: tensors[f"{MODULE}.weight.absmax"][40:60].zero_())
     assert kinds(folder) == {("error", "dead-scales")}
+
+
+def test_a_tied_head_that_is_not_listed_as_left_out(packed: Path, kinds: Find) -> None:
+    """AutoRound's FP8_STATIC of a model with tied embeddings has `"ignore": []`."""
+    block = json.loads((packed / "config.json").read_text())["quantization_config"]
+    change_config(packed, quantization_config=block | {"ignore": []})
+    assert kinds(packed) == set()
+    assert verify_structure(packed).problems == ()
+    change_config(packed, tie_word_embeddings=False)
+    change_tensors(packed, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"] + 1}))
+    assert ("error", "config") in kinds(packed)
+
+
+def test_the_dtype_of_kernels_of_gptq_is_no_mistake(tmp_path: Path, kinds: Find) -> None:
+    """AutoRound names float16 in the config of a bfloat16 model, whose norms and embedding it keeps."""
+    folder = LAYOUTS["gptq"](tmp_path / "model")
+    change_config(folder, dtype="float16")
+    assert kinds(folder) == set()
+
+
+def test_masks_that_are_only_copied_may_be_infinite(dense: Path, tmp_path: Path, kinds: Find) -> None:
+    mask = torch.full((4, 4), float("-inf"))
+    buffers = {"model.layers.0.self_attn.masked_bias": mask, "model.norm_of_nothing.weight": mask}
+    change_tensors(dense, lambda tensors: tensors.update(buffers))
+    assert {problem.split()[0] for problem in verify_structure(dense).problems} == {"model.norm_of_nothing.weight"}
+    wrapper = save_tiny_wrapper(tmp_path / "wrapper", "gemma3")
+    change_tensors(wrapper, lambda tensors: tensors.update({"model.vision_tower.mask": mask.clone()}))
+    assert verify_structure(wrapper).problems == ()
+    assert ("error", "non-finite") not in kinds(wrapper)

@@ -2,6 +2,7 @@
 
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from compress.evaluate.scorers import default_backend, open_scorer
 from compress.models.registry import known_families
 from compress.recipe import QuantizeStage
 from runtime.core.request import SamplingParams
+from runtime.model.code_decoder import check_tokens
 from runtime.model.loader import load_model
 from runtime.model.scoring import score
 
@@ -239,3 +241,24 @@ def test_greedy_tokens_alone_and_in_a_crowd(family, options, tmp_path):
     assert [engine_tokens(decoder, folder, [prompt])[0] for prompt in prompts[:2]] == wanted[:2]
     crowded = {"prefill_chunk": 7, "num_blocks": 50, "speculative_model": "ngram"}
     assert engine_tokens(decoder, folder, prompts + prompts, **crowded) == wanted + wanted
+
+
+class Rounded(torch.nn.Module):
+    """A language model whose logits depend on the rows of the tokens, by a share of them."""
+
+    def __init__(self, inner: torch.nn.Module, share: float) -> None:
+        super().__init__()
+        self.inner, self.share = inner, share
+
+    def forward(self, inputs_embeds: torch.Tensor, **options: object) -> object:
+        output = self.inner(inputs_embeds=inputs_embeds, **options)
+        rows = torch.arange(inputs_embeds.shape[1])[:, None]
+        output.logits = output.logits * (1 + self.share * rows)
+        return output
+
+
+def test_modeling_code_may_round_to_float32_in_a_float64_model(tmp_path: Path) -> None:
+    decoder = load_model(save_tiny_model(tmp_path, "stablelm"), dtype="float64")
+    check_tokens(replace(decoder, language_model=Rounded(decoder.language_model, 1e-6)))
+    with pytest.raises(CheckpointError, match="attention"):
+        check_tokens(replace(decoder, language_model=Rounded(decoder.language_model, 1e-2)))
