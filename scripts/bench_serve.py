@@ -5,6 +5,7 @@ python scripts/bench_serve.py throughput --shape 1.1b --requests 24 --rounds 1
 python scripts/bench_serve.py latency --prefix 1024 --long 1536
 python scripts/bench_serve.py neighbours --seconds 20
 python scripts/bench_serve.py start --shape 1.1b
+python scripts/bench_serve.py streaming --clients 64
 python scripts/bench_serve.py speculation --dtype float32 --batch 1 --drafters demo ngram
 python scripts/bench_serve.py scheduler --sequences 256 --host-blocks 1000
 python scripts/bench_serve.py verification --context 512 4096 --drafted 0 1 3
@@ -21,6 +22,7 @@ COMMANDS = {
     "throughput": ("throughput", "requests of mixed lengths, beside three ways of transformers"),
     "latency": ("latency", "first token with and without prefix cache, next token while long prompts arrive"),
     "neighbours": ("neighbours", "waits between tokens of one client while another sends long prompts"),
+    "streaming": ("streaming", "tokens through HTTP from a runner that answers at once"),
     "start": ("start", "first token from the start of a process, with and without prepared weights"),
     "speculation": ("speculation", "acceptance and tokens per second of every drafter"),
     "verification": ("verification", "processor time of a step that verifies drafted tokens, on the CPU"),

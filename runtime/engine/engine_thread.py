@@ -7,10 +7,9 @@ import logging
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import AsyncGenerator, Callable, Iterable
-from collections.abc import Sequence as TokenIds
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from uuid import uuid4
 
@@ -28,22 +27,53 @@ class _EngineDeadError(Exception):
         self.reason, self.error = reason, error
 
 
+_Item = Delta | _EngineDeadError | RequestError
+
+
 @dataclass(eq=False, slots=True)
 class _RequestStream:
-    """Queue of the deltas of one request.
+    """Unread deltas of one request, and the error that ends it.
 
     Attributes:
-        loop: event loop of `queue`.
+        loop: event loop that uses the other attributes, unless stated otherwise.
         num_unfinished: number of unfinished answers; used by the engine's thread only.
         grammar: reference that keeps the request's grammar compiled.
-        timer: timer that detects stalls; used by the event loop only.
+        deltas: unread deltas.
+        error: reason for the end of the request.
+        reader: wakes who waits for anything to read.
+        timer: timer that detects stalls.
     """
 
     loop: asyncio.AbstractEventLoop
-    queue: asyncio.Queue[Delta | _EngineDeadError | RequestError]
     num_unfinished: int
     grammar: CompiledGrammar | None = None
+    deltas: list[Delta] = field(default_factory=list)
+    error: _EngineDeadError | RequestError | None = None
+    reader: asyncio.Future[None] | None = None
     timer: asyncio.TimerHandle | None = None
+
+    def put(self, item: _Item) -> None:
+        """Adds a delta or an error."""
+        if isinstance(item, Delta):
+            self.deltas.append(item)
+        else:
+            self.error = self.error or item
+        if self.reader is not None and not self.reader.done():
+            self.reader.set_result(None)
+
+    def take(self, request_id: str, unfinished: Set[int]) -> list[Delta]:
+        """Returns the unread deltas, possibly none; an `_EngineDeadError` ends each answer that has not ended.
+
+        Raises:
+            RequestError: the engine rejects the request.
+        """
+        if self.deltas or self.error is None:
+            found, self.deltas = self.deltas, []
+            return found
+        if isinstance(self.error, RequestError):
+            raise self.error
+        reason, error = self.error.reason, self.error.error
+        return [Delta(request_id, finish_reason=reason, error=error, index=index) for index in sorted(unfinished)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +102,11 @@ class _Stop:
     when_idle: bool
 
 
-_Items = list[tuple[asyncio.Queue, Delta | _EngineDeadError | RequestError]]
-"""Items with their queues."""
+_Items = Sequence[tuple[_RequestStream, _Item]]
 
 
 def post(loop: asyncio.AbstractEventLoop, items: _Items) -> bool:
-    """Puts items into queues of an event loop from another thread. Returns False if the loop is closed."""
+    """Puts items into streams of an event loop from another thread. Returns False if the loop is closed."""
     try:
         loop.call_soon_threadsafe(_put_all, items)
     except RuntimeError:
@@ -86,8 +115,8 @@ def post(loop: asyncio.AbstractEventLoop, items: _Items) -> bool:
 
 
 def _put_all(items: _Items) -> None:
-    for queue, item in items:
-        queue.put_nowait(item)
+    for stream, item in items:
+        stream.put(item)
 
 
 logger = logging.getLogger("runtime.engine.engine")
@@ -161,7 +190,7 @@ class EngineThread:
         with self._lock:
             self._accepting = False
             for stream in self._open:
-                post(stream.loop, [(stream.queue, self._farewell())])
+                post(stream.loop, [(stream, self._farewell())])
         return self._end_thread(_Stop(when_idle=False), timeout)
 
     def drain(self, timeout: float) -> bool:
@@ -182,12 +211,13 @@ class EngineThread:
 
     async def generate(
         self,
-        prompt_token_ids: TokenIds[int],
+        prompt_token_ids: Sequence[int],
         sampling: SamplingParams,
         request_id: str | None = None,
         options: RequestOptions = NO_OPTIONS,
-    ) -> AsyncGenerator[Delta, None]:
-        """Yields the deltas of one request, those of its `n` answers interleaved, until all answers have ended.
+    ) -> AsyncGenerator[list[Delta], None]:
+        """Yields the deltas of one request, those of its `n` answers interleaved, until all answers have ended. Those
+        that arrived since the last ones come together.
 
         Closing the generator early frees the request within one step.
 
@@ -201,17 +231,21 @@ class EngineThread:
         else:  # compiling must block neither the event loop nor the threads that tokenize
             threads = self._compilers[lane_of(sampling.grammar)]
             compiled = await loop.run_in_executor(threads, self.engine.check_request, prompt_token_ids, sampling)
-        stream = _RequestStream(loop, asyncio.Queue(), sampling.n, compiled)
+        stream = _RequestStream(loop, sampling.n, compiled)
         request_id = uuid4().hex if request_id is None else request_id
         is_sent = self._send(_Add(request_id, tuple(prompt_token_ids), sampling, options, stream))
         self._watch(request_id, stream)
         unfinished = set(range(sampling.n))
         try:
             while unfinished:
-                for delta in _unpack(await stream.queue.get(), request_id, unfinished):
+                if not (stream.deltas or stream.error):
+                    stream.reader = loop.create_future()
+                    await stream.reader
+                deltas = stream.take(request_id, unfinished)
+                for delta in deltas:
                     if delta.finish_reason is not None:
                         unfinished.remove(delta.index)
-                    yield delta
+                yield deltas
         except RequestError:
             unfinished.clear()  # rejected: the engine has no request, or another one, with this id
             raise
@@ -231,14 +265,14 @@ class EngineThread:
                 self._open.add(message.stream)
                 self._messages.put(message)
             else:
-                message.stream.queue.put_nowait(self._farewell())
+                message.stream.put(self._farewell())
             return self._accepting
 
     def _watch(self, request_id: str, stream: _RequestStream) -> None:
         """Fails the request if the engine is dead or stalled; otherwise schedules the next check for when the current
         step would count as stalled. Runs in the event loop."""
         if fault := self._fault():
-            stream.queue.put_nowait(_EngineDeadError(FinishReason.ERROR, fault))
+            stream.put(_EngineDeadError(FinishReason.ERROR, fault))
             self._messages.put(_Abort(request_id, stream))
         else:
             until_stalled = max(self.stall_seconds - self._step_seconds(), 0.0) + WATCH_SLACK_SECONDS
@@ -344,7 +378,7 @@ class EngineThread:
         try:
             self.engine.add_request(message.prompt_token_ids, message.sampling, message.request_id, message.options)
         except RequestError as error:
-            post(message.stream.loop, [(message.stream.queue, error)])
+            post(message.stream.loop, [(message.stream, error)])
         else:
             self._streams[message.request_id] = message.stream
 
@@ -354,13 +388,11 @@ class EngineThread:
 
     def _deliver(self, deltas: list[Delta]) -> None:
         """Delivers deltas, with one wake-up per event loop."""
-        by_loop: dict[asyncio.AbstractEventLoop, list[Delta]] = defaultdict(list)
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_RequestStream, Delta]]] = defaultdict(list)
         for delta in deltas:
-            by_loop[self._streams[delta.request_id].loop].append(delta)
-        undelivered: list[Delta] = []
-        for loop, group in by_loop.items():
-            if not post(loop, [(self._streams[delta.request_id].queue, delta) for delta in group]):
-                undelivered += group
+            stream = self._streams[delta.request_id]
+            by_loop[stream.loop].append((stream, delta))
+        undelivered = [delta for loop, items in by_loop.items() if not post(loop, items) for _, delta in items]
         for delta in deltas:
             if delta.finish_reason is not None:
                 self._note_end(delta.request_id)
@@ -385,14 +417,5 @@ class EngineThread:
             if isinstance(message, _Add):
                 left.append(message.stream)
         for stream in left:
-            post(stream.loop, [(stream.queue, self._farewell())])
+            post(stream.loop, [(stream, self._farewell())])
         self._streams.clear()
-
-
-def _unpack(item: Delta | _EngineDeadError | RequestError, request_id: str, unfinished: set[int]) -> list[Delta]:
-    """Returns the deltas of an item; an `_EngineDeadError` ends each answer that has not ended."""
-    if isinstance(item, RequestError):
-        raise item
-    if isinstance(item, Delta):
-        return [item]
-    return [Delta(request_id, finish_reason=item.reason, error=item.error, index=index) for index in sorted(unfinished)]

@@ -173,7 +173,8 @@ class RequestState:
     def _read(self, token_id: int) -> str:
         """Returns the text that a token completes; stop strings are matched after `min_tokens` tokens."""
         text = self._text.push(token_id) if self._text else ""
-        return text if self.sequence.num_output_tokens <= self._min_tokens else self._stop.push(text)
+        is_early = self._min_tokens and self.sequence.num_output_tokens <= self._min_tokens
+        return text if is_early else self._stop.push(text)
 
     def _flush(self) -> str:
         """Returns the text held back, which may complete a stop string."""

@@ -7,6 +7,8 @@ import time
 from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import cached_property
+from json.encoder import encode_basestring_ascii
 from typing import Any, Protocol, TypeVar
 
 from runtime.core.request import Delta, FinishReason
@@ -15,8 +17,10 @@ from runtime.server.response_models import Usage, json_pieces, to_json
 from runtime.text.answer_form import ReasoningCounter
 
 T = TypeVar("T")
-Deltas = AsyncGenerator[tuple[int, Delta], None]
+Deltas = AsyncGenerator[list[Delta], None]
+"""Deltas of all choices of an HTTP request, as they arrive; `index` is that of the choice."""
 DONE = b"data: [DONE]\n\n"
+HOLE = "\0"
 
 
 @dataclass
@@ -24,9 +28,11 @@ class UsageCounter:
     """Token counts of a request. A prompt counts once for all of its answers.
 
     Attributes:
+        num_answers: choices of each prompt.
         reasoning: counts tokens of reasoning; None where answers have none.
     """
 
+    num_answers: int
     reasoning: ReasoningCounter | None = None
     prompt: int = 0
     completion: int = 0
@@ -34,7 +40,7 @@ class UsageCounter:
 
     def add(self, last: Delta) -> None:
         self.completion += last.num_output_tokens
-        if last.index == 0:
+        if last.index % self.num_answers == 0:
             self.prompt += last.num_prompt_tokens
             self.cached += last.num_cached_tokens
 
@@ -50,10 +56,10 @@ class UsageCounter:
             found["completion_tokens_details"] = {"reasoning_tokens": self.reasoning.count}
         return found
 
-    def note(self, index: int, delta: Delta) -> None:
+    def note(self, delta: Delta) -> None:
         """Counts the reasoning in new tokens of a choice."""
         if self.reasoning is not None:
-            self.reasoning.add(index, delta.token_ids)
+            self.reasoning.add(delta.index, delta.token_ids)
 
 
 class Shape(Protocol):
@@ -63,6 +69,10 @@ class Shape(Protocol):
     whole_object: str
     chunk_object: str
     reasoning: ReasoningCounter | None
+
+    @property
+    def is_text(self) -> bool:
+        """Whether parts differ in their text only."""
 
     def opening(self) -> list[dict[str, Any]]:
         """Returns choices to send before the first token."""
@@ -86,91 +96,112 @@ class Shape(Protocol):
 
 
 class Answer(Protocol):
-    """Writes the answer to one request."""
+    """Writes the answer to one request: whole, or as server-sent events, of which a method returns none or several."""
 
     async def whole(self, deltas: Deltas) -> dict[str, Any]:
         """Collects all deltas and returns one JSON object, whose long lists are iterators."""
 
-    def events(self, first: tuple[int, Delta], deltas: Deltas) -> AsyncGenerator[bytes, None]:
-        """Yields server-sent events. An error after the first token is an event, too, and ends the stream."""
+    def begin(self, first: Delta) -> bytes:
+        """Returns the events before all others."""
+
+    def prelude(self, delta: Delta) -> Iterator[str]:
+        """Yields an event before the first part of a choice in pieces, because it may be long."""
+        return iter(())
+
+    def write(self, delta: Delta) -> bytes:
+        """Returns the events of a delta."""
+
+    def end(self, error: ApiError | None) -> bytes:
+        """Returns the events after all others. An error can no longer change the status, so it is an event, too."""
 
 
-@dataclass(frozen=True)
-class ChoicesAnswer:
-    """Writes an answer in the form of OpenAI's API.
+@dataclass
+class ChoicesAnswer(Answer):
+    """Writes an answer in the form of OpenAI's API: text, one finish chunk per choice, the usage if requested,
+    `[DONE]`.
 
     Attributes:
         envelope: `id`, `created` and `model`, the same in every chunk.
         num_choices: number of sequences.
-        turns: lock of all long answers; see `blocks`.
+        num_answers: choices of each prompt.
         include_usage: end a stream with a chunk of token counts.
     """
 
     envelope: dict[str, Any]
     shape: Shape
     num_choices: int
-    turns: asyncio.Lock
+    num_answers: int
     include_usage: bool = False
 
+    def __post_init__(self) -> None:
+        self.usage = UsageCounter(self.num_answers, self.shape.reasoning)
+        self.text_frames: dict[int, tuple[bytes, bytes]] = {}
+
     async def whole(self, deltas: Deltas) -> dict[str, Any]:
-        """Collects all deltas and returns one JSON object, whose long lists are iterators."""
         outputs = [Delta(self.envelope["id"]) for _ in range(self.num_choices)]
-        usage = UsageCounter(self.shape.reasoning)
-        async with aclosing(deltas):
-            async for index, delta in deltas:
-                usage.note(index, delta)
-                outputs[index].append(delta)
+        async for delta in each(deltas):
+            self.usage.note(delta)
+            outputs[delta.index].append(delta)
         for output in outputs:
-            usage.add(output)
+            self.usage.add(output)
         choices = (self.shape.whole(index, output) for index, output in enumerate(outputs))
-        counted = {"choices": choices, "usage": usage.as_json()}
+        counted = {"choices": choices, "usage": self.usage.as_json()}
         return {**self.envelope, "object": self.shape.whole_object, **counted, **self.shape.beside(outputs)}
 
-    async def events(self, first: tuple[int, Delta], deltas: Deltas) -> AsyncGenerator[bytes, None]:
-        """Yields server-sent events: text, one finish chunk per choice, the usage if requested, `[DONE]`.
+    def begin(self, first: Delta) -> bytes:
+        return b"".join(map(self.chunk, self.shape.opening()))
 
-        An error after the first token can no longer change the status; it is sent as an event and ends the stream.
-        """
-        usage = UsageCounter(self.shape.reasoning)
-        begun: set[int] = set()
-        for choice in self.shape.opening():
-            yield self.chunk([choice])
-        try:
-            async with aclosing(chain(first, deltas)) as rest:
-                async for index, delta in rest:
-                    if index not in begun:
-                        begun.add(index)
-                        async for piece in self.prelude(index, delta):
-                            yield piece
-                    usage.note(index, delta)
-                    for choice in self.shape.parts(index, delta):
-                        yield self.chunk([choice])
-                    if delta.finish_reason is not None:
-                        usage.add(delta)
-                        yield self.chunk([self.shape.finish(index, delta.finish_reason)])
-        except ApiError as error:
-            yield event(error_body(error.status_code, error.detail, error.param, error.code))
-        else:
-            if self.include_usage:
-                yield self.chunk([], usage)
-        yield DONE
-
-    async def prelude(self, index: int, delta: Delta) -> AsyncGenerator[bytes, None]:
-        """Yields the chunk before the first part of a sequence in pieces, if there is one."""
-        if choice := self.shape.prelude(index, delta):
+    def prelude(self, delta: Delta) -> Iterator[str]:
+        if choice := self.shape.prelude(delta.index, delta):
             yield EVENT_BEGINS
-            async for piece in blocks(json_pieces(self.payload(iter([choice]))), self.turns):
-                yield piece
+            yield from json_pieces(self.payload(iter([choice])))
             yield EVENT_ENDS
 
-    def chunk(self, choices: list[dict[str, Any]], usage: UsageCounter | None = None) -> bytes:
-        return event(self.payload(choices, usage))
+    def write(self, delta: Delta) -> bytes:
+        if self.shape.is_text and delta.text and delta.finish_reason is None:
+            before, after = self.text_frames.get(delta.index) or self.add_text_frame(delta.index)
+            return b"%b%b%b" % (before, encode_basestring_ascii(delta.text).encode("ascii"), after)
+        self.usage.note(delta)
+        choices = self.shape.parts(delta.index, delta)
+        if delta.finish_reason is not None:
+            self.usage.add(delta)
+            choices = [*choices, self.shape.finish(delta.index, delta.finish_reason)]
+        return b"".join(map(self.chunk, choices))
+
+    def end(self, error: ApiError | None) -> bytes:
+        if error is not None:
+            return event(error_body(error.status_code, error.detail, error.param, error.code)) + DONE
+        return event(self.payload([], self.usage)) + DONE if self.include_usage else DONE
+
+    def chunk(self, choice: dict[str, Any]) -> bytes:
+        before, after = self.frame
+        return b"%b[%b]%b" % (before, to_json(choice).encode("ascii"), after)
+
+    @cached_property
+    def frame(self) -> tuple[bytes, bytes]:
+        """Beginning and end that all chunks have around their choice, written once."""
+        before, _, after = event(self.payload([])).rpartition(b"[]")
+        return before, after
+
+    def add_text_frame(self, index: int) -> tuple[bytes, bytes]:
+        """Writes beginning and end that all chunks of a choice have around their text; returns them."""
+        (part,) = self.shape.parts(index, Delta(self.envelope["id"], HOLE))
+        before, _, after = self.chunk(part).rpartition(to_json(HOLE).encode("ascii"))
+        self.text_frames[index] = before, after
+        return before, after
 
     def payload(self, choices: Iterable[dict[str, Any]], usage: UsageCounter | None = None) -> dict[str, Any]:
         payload = {**self.envelope, "object": self.shape.chunk_object, "choices": choices}
         if self.include_usage:
             payload["usage"] = usage.as_json() if usage else None
         return payload
+
+
+async def each(deltas: Deltas) -> AsyncGenerator[Delta, None]:
+    async with aclosing(deltas):
+        async for group in deltas:
+            for delta in group:
+                yield delta
 
 
 async def chain(first: T, rest: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
@@ -180,11 +211,11 @@ async def chain(first: T, rest: AsyncGenerator[T, None]) -> AsyncGenerator[T, No
             yield item
 
 
-EVENT_BEGINS, EVENT_ENDS = b"data: ", b"\n\n"
+EVENT_BEGINS, EVENT_ENDS = "data: ", "\n\n"
 
 
 def event(payload: dict[str, Any]) -> bytes:
-    return EVENT_BEGINS + to_json(payload).encode("ascii") + EVENT_ENDS
+    return f"{EVENT_BEGINS}{to_json(payload)}{EVENT_ENDS}".encode("ascii")
 
 
 SLICE_SECONDS = 0.002

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from contextlib import asynccontextmanager
 from functools import partial
@@ -102,9 +103,15 @@ def _add_guards(app: FastAPI, limits: Limits, keys: ApiKeys | None, allowed_host
     app.add_middleware(HeadAsGet)
 
 
+LOCK_SECONDS = 0.0005
+"""Time for which a thread keeps the interpreter lock while another one waits. With Python's default of 5 ms every write
+of the event loop could wait that long for a step that launches kernels."""
+
+
 @asynccontextmanager
 async def running(engine: Engine, intake: Intake, _: FastAPI) -> AsyncIterator[None]:
     """Runs the engine's thread as long as the application."""
+    sys.setswitchinterval(LOCK_SECONDS)
     engine.start()
     trimmer = asyncio.create_task(trim_at_times(lambda: engine.check().is_idle))
     try:

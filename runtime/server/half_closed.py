@@ -65,8 +65,13 @@ class HalfClosedProtocol(H11Protocol):
         if not self.cycle.response_started:
             self.transport.write(BEGINNING)
             self.cycle.transport = BegunAnswer(self.transport, len(BEGINNING))  # type: ignore[assignment]
-        elif isinstance(self.conn._writer, ChunkedWriter):  # h11 has no public name for it
+        elif self.is_chunked:
             self.transport.write(LEADING_ZERO)
+
+    @property
+    def is_chunked(self) -> bool:
+        """Whether the body of the answer that has begun is sent in chunks."""
+        return isinstance(self.conn._writer, ChunkedWriter)  # h11 has no public name for it
 
     def look(self) -> None:
         """Aborts the connection if the client reset it, and looks again later."""

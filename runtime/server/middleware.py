@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 from urllib.parse import SplitResult, quote, urlsplit
 from uuid import uuid4
@@ -353,6 +354,7 @@ class AccessLog:
         logger.log(level, "request %s: %.100s %s %.200s %d in %.0f ms%s", *what, more)
 
 
+WRITE_PIECE = "runtime.write_piece"
 SEND_BUFFER_BYTES = 2**18
 IDLE_SECONDS = 75
 """Idle time between two requests of a connection before it is closed. It exceeds that of clients (httpx: 5 s), because
@@ -383,6 +385,8 @@ class ReadTimeoutProtocol(HalfClosedProtocol):
     Unread data takes little memory: the transport's buffer (64 KiB) and the kernel's, limited here to
     `SEND_BUFFER_BYTES`. A client may be slow as long as it continues to read.
 
+    Applications find `write_piece` under `WRITE_PIECE` in the extensions of a scope.
+
     Args:
         client_seconds: time from the start of the connection, or from the first byte of a further request, to the end
             of the head; and time for the client to read while all buffers are full.
@@ -394,6 +398,21 @@ class ReadTimeoutProtocol(HalfClosedProtocol):
         self.conn = StrictConnection(h11.SERVER)
         self.client_seconds = client_seconds
         self.timers: dict[str, asyncio.TimerHandle] = {}
+        self.app = partial(self.extend, self.app)
+
+    async def extend(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+        scope["extensions"] = {WRITE_PIECE: self.write_piece}
+        await app(scope, receive, send)
+
+    async def write_piece(self, piece: bytes) -> None:
+        """Writes a piece of a body that has begun. Waits while the client does not read.
+
+        The layers of the application, and h11, would cost several times as much as the token of a stream.
+        """
+        if self.flow.write_paused:
+            await self.flow.drain()
+        if piece and not self.cycle.disconnected:  # an empty chunk would end the body
+            self.transport.write(b"%x\r\n%b\r\n" % (len(piece), piece) if self.is_chunked else piece)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -444,7 +463,12 @@ class ReadTimeoutProtocol(HalfClosedProtocol):
     def expect(self, what: str) -> None:
         """Aborts the connection unless `met` is called in time."""
         if what not in self.timers:
-            self.timers[what] = self.loop.call_later(self.client_seconds, self.transport.abort)
+            self.timers[what] = self.loop.call_later(self.client_seconds, self.give_up, what)
+
+    def give_up(self, what: str) -> None:
+        if what == "reading":
+            logger.warning("a client did not read its answer for %g s: closed", self.client_seconds)
+        self.transport.abort()
 
     def met(self, what: str) -> None:
         """Cancels the timer of `expect`."""

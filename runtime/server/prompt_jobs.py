@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import aclosing
-
 from fastapi import Request
 
 from runtime.core.request import Delta, SamplingParams
+from runtime.server.answers import each
 from runtime.server.serving import Job, Service, account_of
 
 JOBS_AT_ONCE = 32
@@ -19,6 +18,6 @@ async def run_in_groups(service: Service, request: Request, jobs: list[Job]) -> 
     found: list[Delta] = []
     at_once = min(JOBS_AT_ONCE, service.limits.max_requests, account_of(request).max_requests)
     for first in range(0, len(jobs), at_once):
-        async with aclosing(service.run(jobs[first : first + at_once], request)) as deltas:
-            found += [delta for _, delta in sorted([pair async for pair in deltas], key=lambda pair: pair[0])]
+        deltas = each(service.run(jobs[first : first + at_once], request))
+        found += sorted([delta async for delta in deltas], key=lambda delta: delta.index)
     return found

@@ -424,9 +424,8 @@ MAY_STREAM: Responses = BODY_ERRORS | {
 ITEMS_AT_ONCE = 64
 
 
-def to_json(value: Any) -> str:
-    """Returns JSON in ASCII, which can hold text with lone surrogates; NaN and infinity raise ValueError."""
-    return json.dumps(value, allow_nan=False, separators=(",", ":"))
+to_json = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
+"""Returns JSON in ASCII, which can hold text with lone surrogates; NaN and infinity raise ValueError."""
 
 
 def json_pieces(value: Any) -> Iterator[str]:

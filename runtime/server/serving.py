@@ -12,11 +12,12 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from compress.common.errors import sentences
 from runtime.core.config import Limits
@@ -28,6 +29,7 @@ from runtime.server.answers import Answer, ChoicesAnswer, Deltas, Shape, blocks,
 from runtime.server.errors import RETRY_LATER, ApiError, JsonResponse, aborted
 from runtime.server.intake import Intake, ServedText, Tokenizer
 from runtime.server.keys import Account
+from runtime.server.middleware import WRITE_PIECE
 from runtime.server.protocol.field_warnings import warning_headers
 from runtime.server.protocol.generation import Delivery, too_many_answers
 from runtime.server.response_models import json_pieces
@@ -46,7 +48,7 @@ class Engine(Protocol):
         sampling: SamplingParams,
         request_id: str | None,
         options: RequestOptions,
-    ) -> AsyncGenerator[Delta, None]: ...
+    ) -> AsyncGenerator[list[Delta], None]: ...
 
     def start(self) -> None: ...
 
@@ -93,39 +95,53 @@ CAUSED_BY_REQUEST = {
 """Remedies of errors that other requests would not have had."""
 
 
-def check_delta(delta: Delta) -> None:
-    """Raises ApiError for a failed (400 or 500) or aborted (503) request."""
-    if delta.finish_reason is FinishReason.ERROR:
-        if remedy := CAUSED_BY_REQUEST.get(delta.error):
-            raise ApiError(400, f"Generation stopped: {delta.error}. {remedy}.", code="refused")
-        logger.error("request %s failed: %s", delta.request_id, delta.error)
-        raise ApiError(500, sentences(f"Generation failed: {delta.error}"), code="generation_failed")
+FAILURES = frozenset({FinishReason.ERROR, FinishReason.ABORT})
+
+
+def failure_of(delta: Delta) -> ApiError:
+    """Returns the error of a failed (400 or 500) or aborted (503) request."""
     if delta.finish_reason is FinishReason.ABORT:
-        raise aborted()
+        return aborted()
+    if remedy := CAUSED_BY_REQUEST.get(delta.error):
+        return ApiError(400, f"Generation stopped: {delta.error}. {remedy}.", code="refused")
+    logger.error("request %s failed: %s", delta.request_id, delta.error)
+    return ApiError(500, sentences(f"Generation failed: {delta.error}"), code="generation_failed")
 
 
-async def in_time(
-    deltas: AsyncGenerator[tuple[int, Delta], None], limits: Limits
-) -> AsyncGenerator[tuple[int, Delta], None]:
-    """Yields the deltas while the first and the last of them are in time. Closing it closes them.
+class TimeLimits:
+    """Limits on the waits of a request: one within `with` ends with ApiError, 503 until the first delta and 504 after
+    it, once the time is over.
 
-    Raises:
-        ApiError: 503 or 504.
+    All waits share a timer: one for each would cost more than a delta.
     """
-    now = asyncio.get_running_loop().time()
-    end = now + limits.request_seconds
-    deadline = min(end, now + limits.queue_seconds)
-    async with aclosing(deltas):
-        while True:
-            try:
-                async with asyncio.timeout_at(deadline):
-                    item = await anext(deltas)
-            except StopAsyncIteration:
-                return
-            except TimeoutError:
-                raise out_of_time(limits, is_first=deadline < end) from None
-            yield item
-            deadline = end
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits, self.loop = limits, asyncio.get_running_loop()
+        self.task: asyncio.Task[object] | None = None
+        self.is_over, self.has_cancelled, self.is_first = False, False, True
+        now = self.loop.time()
+        self.end = now + limits.request_seconds
+        self.timer: asyncio.Handle = self.loop.call_at(min(self.end, now + limits.queue_seconds), self.ring)
+
+    def ring(self) -> None:
+        self.is_over = True
+        if self.task is not None:
+            self.has_cancelled = self.task.cancel()
+
+    def __enter__(self) -> None:
+        self.task = asyncio.current_task()
+        if self.is_over:  # what need not be waited for is still returned
+            self.timer = self.loop.call_soon(self.ring)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        task, self.task = self.task, None
+        if self.has_cancelled and task is not None and not task.uncancel() and kind is asyncio.CancelledError:
+            is_queued = self.is_first and self.limits.queue_seconds < self.limits.request_seconds
+            raise out_of_time(self.limits, is_queued) from None
+        if self.is_first:
+            self.is_first = self.is_over = False
+            self.timer.cancel()
+            self.timer = self.loop.call_at(self.end, self.ring)
 
 
 def out_of_time(limits: Limits, is_first: bool) -> ApiError:
@@ -137,78 +153,97 @@ def out_of_time(limits: Limits, is_first: bool) -> ApiError:
     return ApiError(504, message, code="request_timeout")
 
 
-async def merge(streams: Sequence[AsyncGenerator[Delta, None]]) -> AsyncGenerator[tuple[int, Delta], None]:
-    """Interleaves streams in order of arrival. Closing it closes them all."""
-    if len(streams) == 1:  # the common case, without a task and a queue per token
-        async with aclosing(streams[0]) as stream:
-            async for delta in stream:
-                yield 0, delta
-        return
-    arrivals: asyncio.Queue[tuple[int, Delta | Exception | None]] = asyncio.Queue()
-    tasks = [asyncio.create_task(_pump(index, stream, arrivals)) for index, stream in enumerate(streams)]
+async def merge(streams: Sequence[Deltas], num_answers: int) -> Deltas:
+    """Interleaves streams of `num_answers` answers each in order of arrival, and numbers all answers. Closing it closes
+    them all."""
+    arrivals: asyncio.Queue[list[Delta] | Exception | None] = asyncio.Queue()
+    tasks = [asyncio.create_task(_pump(stream, arrivals, num_answers * i)) for i, stream in enumerate(streams)]
     num_open = len(streams)
     try:
         while num_open:
-            index, item = await arrivals.get()
+            item = await arrivals.get()
             if isinstance(item, Exception):
                 raise item
             if item is None:
                 num_open -= 1
             else:
-                yield index, item
+                yield item
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _pump(index: int, stream: AsyncGenerator[Delta, None], arrivals: asyncio.Queue) -> None:
+async def _pump(stream: Deltas, arrivals: asyncio.Queue, first_index: int) -> None:
     try:
         async with aclosing(stream):
-            async for delta in stream:
-                arrivals.put_nowait((index, delta))
-        arrivals.put_nowait((index, None))
+            async for deltas in stream:
+                for delta in deltas:
+                    delta.index += first_index
+                arrivals.put_nowait(deltas)
+        arrivals.put_nowait(None)
     except Exception as error:
-        arrivals.put_nowait((index, error))
+        arrivals.put_nowait(error)
 
 
 class EventStream(StreamingResponse):
-    """A response of server-sent events that closes its deltas, however it ends.
+    """A response of server-sent events, which are written together for all deltas that arrived meanwhile.
 
-    A client that does not read for `client_seconds` is disconnected: otherwise its request would occupy the queue, and
-    its text memory, indefinitely.
+    Closes its deltas, however it ends. Once it has begun, its events pass no layer of the application: the connection
+    writes them.
+
+    Args:
+        turns: lock of all long answers; see `blocks`.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None], deltas: Deltas, client_seconds: float) -> None:
-        super().__init__(events, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
-        self.events = events
-        self.deltas = deltas
-        self.client_seconds = client_seconds
+    def __init__(self, answer: Answer, first: list[Delta], deltas: Deltas, turns: asyncio.Lock) -> None:
+        super().__init__((), headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        self.answer, self.first, self.deltas, self.turns = answer, first, deltas, turns
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def send_in_time(message: Message) -> None:
-            async with asyncio.timeout(self.client_seconds):
-                await send(message)
-
+        write = scope.get("extensions", {}).get(WRITE_PIECE) or partial(send_piece, send)
         try:
-            await super().__call__(scope, receive, send_in_time)
-        except TimeoutError:
-            logger.warning("a client did not read its stream for %g s: closed", self.client_seconds)
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            await unless_disconnected(receive, self.write_events(write))
+            await send({"type": "http.response.body"})
+        except ClientDisconnect:
+            return
         finally:
-            await self.events.aclose()
-            await self.deltas.aclose()  # a generator that was never started does not close its argument
+            await self.deltas.aclose()
+
+    async def write_events(self, write: Callable[[bytes], Awaitable[None]]) -> None:
+        await write(self.answer.begin(self.first[0]))
+        begun: set[int] = set()
+        deltas: list[Delta] | None = self.first
+        try:
+            while deltas is not None:
+                for delta in deltas:
+                    if delta.index not in begun:
+                        begun.add(delta.index)
+                        async for piece in blocks(self.answer.prelude(delta), self.turns):
+                            await write(piece)
+                await write(b"".join(map(self.answer.write, deltas)))
+                deltas = await anext(self.deltas, None)
+        except ApiError as error:
+            await write(self.answer.end(error))
+        else:
+            await write(self.answer.end(None))
 
 
-async def unless_disconnected(request: Request, work: Awaitable[T]) -> T:
+async def send_piece(send: Send, piece: bytes) -> None:
+    await send({"type": "http.response.body", "body": piece, "more_body": True})
+
+
+async def unless_disconnected(receive: Receive, work: Awaitable[T]) -> T:
     """Returns the result of `work`, which is cancelled if the client disconnects.
 
     Raises:
         ClientDisconnect: the client disconnected first.
     """
     task = asyncio.ensure_future(work)
-    watcher = asyncio.create_task(until_disconnected(request.receive))
+    watcher = asyncio.create_task(until_disconnected(receive))
     try:
         await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
@@ -267,7 +302,7 @@ class Service:
         request_id = f"{shape.id_prefix}-{request.state.request_id}"
         envelope = {"id": request_id, "created": int(time.time()), "model": self.model_name}
         num_choices = len(prompts) * body.num_answers
-        answer = ChoicesAnswer(envelope, shape, num_choices, self.turns, body.include_usage)
+        answer = ChoicesAnswer(envelope, shape, num_choices, body.num_answers, body.include_usage)
         return await self.deliver(request, request_id, body, answer, prompts, samplings)
 
     async def deliver(
@@ -289,8 +324,8 @@ class Service:
         request.state.user = body.user
         deltas = self.run(jobs, request)
         if body.stream:
-            first = await unless_disconnected(request, anext(deltas))
-            response: Response = EventStream(answer.events(first, deltas), deltas, self.limits.client_seconds)
+            first = await unless_disconnected(request.receive, anext(deltas))
+            response: Response = EventStream(answer, first, deltas, self.turns)
         else:
             response = await self.respond_at_once(request, answer.whole(deltas))
         for text in (warned := warning_headers(body.warnings)).values():
@@ -304,7 +339,7 @@ class Service:
         Raises:
             ClientDisconnect: the client disconnected first.
         """
-        written = blocks(json_pieces(await unless_disconnected(request, body)), self.turns)
+        written = blocks(json_pieces(await unless_disconnected(request.receive, body)), self.turns)
         first = await anext(written)
         second = await anext(written, None)
         if second is None:
@@ -331,8 +366,8 @@ class Service:
         finally:
             self.places -= Counter({client: count})  # forgets clients without any
 
-    async def run(self, jobs: list[Job], request: Request) -> AsyncGenerator[tuple[int, Delta], None]:
-        """Yields deltas of all jobs as they arrive, with the index of their choice, in order of prompts and answers.
+    async def run(self, jobs: list[Job], request: Request) -> Deltas:
+        """Yields deltas of all jobs as they arrive; `index` numbers answers in order of prompts.
 
         Closing it frees all jobs. Counts tokens in `request.state.tokens`.
 
@@ -351,8 +386,21 @@ class Service:
                 )
                 for job in jobs
             ]
-            async with aclosing(in_time(merge(streams), self.limits)) as deltas:
-                async for index, delta in deltas:
-                    check_delta(delta)
-                    tokens.output += len(delta.token_ids)
-                    yield index * jobs[index].sampling.n + delta.index, delta
+            source = streams[0] if len(streams) == 1 else merge(streams, jobs[0].sampling.n)
+            limits = TimeLimits(self.limits)
+            try:
+                while True:
+                    with limits:
+                        deltas = await anext(source)
+                    for place, delta in enumerate(deltas):
+                        if delta.finish_reason in FAILURES:
+                            if place:
+                                yield deltas[:place]
+                            raise failure_of(delta)
+                        tokens.output += len(delta.token_ids)
+                    yield deltas
+            except StopAsyncIteration:
+                return
+            finally:
+                limits.timer.cancel()
+                await source.aclose()

@@ -52,7 +52,7 @@ class ScriptedEngine:
 
     async def generate(
         self, prompt: Sequence[int], sampling: SamplingParams, request_id: str = "", **options: Any
-    ) -> AsyncGenerator[Delta, None]:
+    ) -> AsyncGenerator[list[Delta], None]:
         tokens, held = list(self.answer.encode()), b""
         for i, token in enumerate([*tokens, END], 1):
             found = TokenLogprobs(math.log(0.5), ((token, math.log(0.5)), (ord("<"), math.log(0.25))))
@@ -61,10 +61,11 @@ class ScriptedEngine:
             held = b"" if text else held
             reason = FinishReason.STOP if i > len(tokens) else None
             if reason and self.error:
-                yield Delta(request_id, finish_reason=FinishReason.ERROR, error=self.error)
+                yield [Delta(request_id, finish_reason=FinishReason.ERROR, error=self.error)]
                 return
             logprobs = [] if sampling.logprobs is None else [found]
-            yield Delta(request_id, text, [token], logprobs, reason, num_output_tokens=i, num_prompt_tokens=len(prompt))
+            counts = {"num_output_tokens": i, "num_prompt_tokens": len(prompt)}
+            yield [Delta(request_id, text, [token], logprobs, reason, **counts)]
 
 
 def ask(page: Any, text: str, ends: str = "done") -> Any:

@@ -66,6 +66,10 @@ class ChatShape:
     chunk_object: str = "chat.completion.chunk"
     reasoning: ReasoningCounter | None = None
 
+    @property
+    def is_text(self) -> bool:
+        return not self.with_logprobs
+
     def opening(self) -> list[dict[str, Any]]:
         return [self.chunk(index, {"role": "assistant", "content": ""}) for index in range(self.num_choices)]
 
@@ -196,6 +200,10 @@ class ParsedShape(ChatShape):
     def __post_init__(self) -> None:
         if self.form.reasoning is not None:
             self.reasoning = ReasoningCounter(self.form, self.tokenizer.token_bytes)
+
+    @property
+    def is_text(self) -> bool:
+        return False
 
     def parts(self, index: int, delta: Delta) -> list[dict[str, Any]]:
         parser = self.parsers.setdefault(index, self.form.parser())

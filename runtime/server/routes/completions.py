@@ -176,6 +176,10 @@ class CompletionShape:
     chunk_object: str = "text_completion"
     reasoning: ReasoningCounter | None = None
 
+    @property
+    def is_text(self) -> bool:
+        return not self.with_logprobs
+
     def opening(self) -> list[dict[str, Any]]:
         return []
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import aclosing
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -12,7 +11,7 @@ from pydantic_core import from_json
 from starlette.responses import Response
 
 from runtime.core.request import Delta, FinishReason
-from runtime.server.answers import Deltas, chain
+from runtime.server.answers import Answer, Deltas, each
 from runtime.server.conversation import conversation_texts
 from runtime.server.errors import ApiError, JsonResponse, renaming
 from runtime.server.intake import ServedText, described
@@ -22,7 +21,7 @@ from runtime.server.routes.chat import PreparedChat, prepare_conversation
 from runtime.server.routes.protocol_messages import CountRequest, MessagesRequest
 from runtime.server.routes.registry import register
 from runtime.server.serving import Service
-from runtime.text.answer_form import AnswerForm, AnswerParser
+from runtime.text.answer_form import AnswerForm
 from runtime.text.pieces import CallArguments, CallStart, Piece, Reasoning, calls_of, joined
 
 EMPTY_THINKING = {"type": "thinking", "thinking": "", "signature": ""}
@@ -30,7 +29,7 @@ STOP_REASONS = {FinishReason.STOP: "end_turn", FinishReason.LENGTH: "max_tokens"
 
 
 @dataclass
-class MessageAnswer:
+class MessageAnswer(Answer):
     """Writes one answer as Anthropic's message, whole or as its events.
 
     Attributes:
@@ -39,39 +38,33 @@ class MessageAnswer:
 
     envelope: dict[str, Any]
     prepared: PreparedChat
-    parser: AnswerParser = field(init=False)
 
     def __post_init__(self) -> None:
-        self.parser = self.prepared.form.parser()
+        self.parser, self.writer = self.prepared.form.parser(), BlockWriter(self.prepared.form)
 
     async def whole(self, deltas: Deltas) -> dict[str, Any]:
         output = Delta(self.envelope["id"])
-        async with aclosing(deltas):
-            async for _, delta in deltas:
-                output.append(delta)
+        async for delta in each(deltas):
+            output.append(delta)
         blocks = list(self.blocks([*self.parser.push(output.text), *self.parser.flush()]))
         return {**self.message(output), "content": blocks, **self.ending(output)}
 
-    async def events(self, first: tuple[int, Delta], deltas: Deltas) -> AsyncGenerator[bytes, None]:
-        """Yields Anthropic's server-sent events. An error after the first token is an event, too."""
-        yield event("message_start", message={**self.message(first[1]), "content": [], **self.ending(None)})
-        writer = BlockWriter(self.prepared.form)
-        try:
-            async with aclosing(chain(first, deltas)) as rest:
-                async for _, delta in rest:
-                    ends = delta.finish_reason is not None
-                    pieces = [*self.parser.push(delta.text), *(self.parser.flush() if ends else ())]
-                    for piece in self.prepared.form.shown(pieces):
-                        for written in writer.events(piece):
-                            yield written
-                    if ends:
-                        for written in writer.end():
-                            yield written
-                        found = self.ending(delta)
-                        yield event("message_delta", delta=found, usage={"output_tokens": delta.num_output_tokens})
-            yield event("message_stop")
-        except ApiError as error:
-            yield event("error", error={"type": "api_error", "message": error.detail})
+    def begin(self, first: Delta) -> bytes:
+        return event("message_start", message={**self.message(first), "content": [], **self.ending(None)})
+
+    def write(self, delta: Delta) -> bytes:
+        ends = delta.finish_reason is not None
+        pieces = [*self.parser.push(delta.text), *(self.parser.flush() if ends else ())]
+        written = [event for piece in self.prepared.form.shown(pieces) for event in self.writer.events(piece)]
+        if ends:
+            usage = {"output_tokens": delta.num_output_tokens}
+            written += [*self.writer.end(), event("message_delta", delta=self.ending(delta), usage=usage)]
+        return b"".join(written)
+
+    def end(self, error: ApiError | None) -> bytes:
+        if error is None:
+            return event("message_stop")
+        return event("error", error={"type": "api_error", "message": error.detail})
 
     def message(self, delta: Delta) -> dict[str, Any]:
         cached = delta.num_cached_tokens

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import aclosing
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from runtime.core.request import Delta, FinishReason
-from runtime.server.answers import Deltas, chain
+from runtime.server.answers import Answer, Deltas, each
 from runtime.server.errors import ApiError, renaming
 from runtime.server.intake import ServedText, Tokenizer, described
 from runtime.server.protocol.chat import ChatRequest
@@ -39,7 +39,7 @@ class PreparedResponse:
 
 
 @dataclass
-class ResponseAnswer:
+class ResponseAnswer(Answer):
     """Writes one answer as a response object, whole or as its events.
 
     Attributes:
@@ -49,18 +49,15 @@ class ResponseAnswer:
     envelope: dict[str, Any]
     chat: PreparedChat
     tokenizer: Tokenizer
-    writer: ItemWriter = field(init=False)
-    reasoning: ReasoningCounter = field(init=False)
 
     def __post_init__(self) -> None:
-        self.writer = ItemWriter(self.chat.form)
+        self.writer, self.numbers = ItemWriter(self.chat.form), count()
         self.reasoning = ReasoningCounter(self.chat.form, self.tokenizer.token_bytes)
 
     async def whole(self, deltas: Deltas) -> dict[str, Any]:
         output = Delta(self.envelope["id"])
-        async with aclosing(deltas):
-            async for _, delta in deltas:
-                output.append(delta)
+        async for delta in each(deltas):
+            output.append(delta)
         for _ in self.item_events(output.text, output.finish_reason, []):
             pass
         self.reasoning.add(0, output.token_ids)
@@ -70,26 +67,27 @@ class ResponseAnswer:
             message["content"] = iter([{**part, "logprobs": self.logprobs(output)}])
         return {**self.response(output), "output": iter(self.writer.items)}
 
-    async def events(self, first: tuple[int, Delta], deltas: Deltas) -> AsyncGenerator[bytes, None]:
-        """Yields server-sent events. An error after the first token is an event, too."""
-        number = 0
-        began = self.response(None)
-        try:
-            for name in ("response.created", "response.in_progress"):
-                yield event(name, number, response=began)
-                number += 1
-            async with aclosing(chain(first, deltas)) as rest:
-                async for _, delta in rest:
-                    for name, fields in self.item_events(delta.text, delta.finish_reason, list(self.logprobs(delta))):
-                        yield event(name, number, **fields)
-                        number += 1
-                    self.reasoning.add(0, delta.token_ids)
-                    if delta.finish_reason is not None:
-                        last = self.response(delta)
-                        yield event(f"response.{last['status']}", number, response=last)
-        except ApiError as error:
-            failed = {**began, "status": "failed", "error": {"code": "server_error", "message": error.detail}}
-            yield event("response.failed", number, response=failed)
+    def begin(self, first: Delta) -> bytes:
+        names = ("response.created", "response.in_progress")
+        return self.written((name, {"response": self.response(None)}) for name in names)
+
+    def write(self, delta: Delta) -> bytes:
+        written = self.written(self.item_events(delta.text, delta.finish_reason, list(self.logprobs(delta))))
+        self.reasoning.add(0, delta.token_ids)
+        if delta.finish_reason is None:
+            return written
+        last = self.response(delta)
+        return written + self.written([(f"response.{last['status']}", {"response": last})])
+
+    def end(self, error: ApiError | None) -> bytes:
+        if error is None:
+            return b""
+        failure = {"status": "failed", "error": {"code": "server_error", "message": error.detail}}
+        return self.written([("response.failed", {"response": {**self.response(None), **failure}})])
+
+    def written(self, events: Iterable[Event]) -> bytes:
+        """Returns events with the numbers that follow."""
+        return b"".join(event(name, next(self.numbers), **fields) for name, fields in events)
 
     def item_events(self, text: str, reason: FinishReason | None, logprobs: list[Any]) -> Iterator[Event]:
         """Yields the events of new text, and of the ends of items with the last."""

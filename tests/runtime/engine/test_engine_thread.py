@@ -1,7 +1,7 @@
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing
 from functools import partial
 
@@ -53,9 +53,17 @@ def thread(runner: GatedRunner) -> Iterator[EngineThread]:
     assert thread.stop()
 
 
+async def each(groups: AsyncGenerator[list[Delta], None]) -> AsyncGenerator[Delta, None]:
+    """Deltas one by one, however many of them come together."""
+    async with aclosing(groups):
+        async for deltas in groups:
+            for delta in deltas:
+                yield delta
+
+
 async def collect(thread: EngineThread, prompt: list[int], max_tokens: int = 20) -> list[Delta]:
     sampling = SamplingParams(max_tokens=max_tokens, seed=0)
-    return [delta async for delta in thread.generate(prompt, sampling)]
+    return [delta async for delta in each(thread.generate(prompt, sampling))]
 
 
 def tokens(deltas: list[Delta]) -> list[int]:
@@ -128,10 +136,10 @@ def test_an_answer_that_was_complete_is_not_aborted(thread: EngineThread) -> Non
 def test_several_answers_come_out_of_one_generator(thread: EngineThread) -> None:
     async def main() -> None:
         sampling = SamplingParams(max_tokens=20, seed=0, n=3)
-        deltas = [delta async for delta in thread.generate([1, 2], sampling)]
+        deltas = [delta async for delta in each(thread.generate([1, 2], sampling))]
         assert sorted(delta.index for delta in deltas if delta.finish_reason) == [0, 1, 2]
         assert tokens([delta for delta in deltas if delta.index == 0]) == expected_tokens([1, 2], 20)
-        stream = thread.generate([1, 2], SamplingParams(max_tokens=900, n=3))
+        stream = each(thread.generate([1, 2], SamplingParams(max_tokens=900, n=3)))
         while (await anext(stream)).index != 2:
             pass
         await stream.aclose()
@@ -147,7 +155,7 @@ def test_refusals_reach_the_caller(thread: EngineThread, runner: GatedRunner) ->
     async def main() -> None:
         with pytest.raises(RequestError, match="999 prompt"):
             await collect(thread, [1] * 999, 2)
-        first = thread.generate([1], SamplingParams(max_tokens=900), "same")
+        first = each(thread.generate([1], SamplingParams(max_tokens=900), "same"))
         await anext(first)
         with pytest.raises(RequestError, match="'same'"):
             await anext(thread.generate([1], SamplingParams(max_tokens=1), "same"))
@@ -160,7 +168,7 @@ def test_refusals_reach_the_caller(thread: EngineThread, runner: GatedRunner) ->
 
 def test_who_leaves_before_being_refused_ends_nobody_else(thread: EngineThread, runner: GatedRunner) -> None:
     async def main() -> None:
-        first = thread.generate([1], SamplingParams(max_tokens=900), "same")
+        first = each(thread.generate([1], SamplingParams(max_tokens=900), "same"))
         start = await anext(first)
         runner.gate.clear()
         await until(runner.held.is_set)
@@ -215,12 +223,12 @@ def test_it_sleeps_without_work(thread: EngineThread) -> None:
 
 def test_stopping_ends_requests_in_flight_and_later_ones(thread: EngineThread) -> None:
     async def main() -> None:
-        stream = thread.generate([1, 2], SamplingParams(max_tokens=900))
+        stream = each(thread.generate([1, 2], SamplingParams(max_tokens=900)))
         await anext(stream)
         assert await asyncio.to_thread(thread.stop)
         rest = [delta async for delta in stream]
         assert rest[-1].finish_reason is FinishReason.ABORT
-        many = [delta async for delta in thread.generate([1], SamplingParams(n=3))]
+        many = [delta async for delta in each(thread.generate([1], SamplingParams(n=3)))]
         assert [(delta.index, delta.finish_reason) for delta in many] == [(i, FinishReason.ABORT) for i in range(3)]
         assert [delta.finish_reason for delta in await collect(thread, [1])] == [FinishReason.ABORT]
 

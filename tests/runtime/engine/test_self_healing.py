@@ -74,8 +74,8 @@ def test_an_idle_thread_heals_its_engine() -> None:
     thread = EngineThread(Engine(FakeRunner(num_blocks=12), None, RuntimeConfig(block_size=4)))
 
     async def ask() -> list[int]:
-        deltas = thread.generate([1, 2, 3, 4, 5], SamplingParams(max_tokens=5, seed=0))
-        return [token async for delta in deltas for token in delta.token_ids]
+        groups = thread.generate([1, 2, 3, 4, 5], SamplingParams(max_tokens=5, seed=0))
+        return [token async for deltas in groups for delta in deltas for token in delta.token_ids]
 
     async def scenario() -> None:
         async with asyncio.timeout(CHECK_SECONDS + 10):

@@ -89,7 +89,7 @@ class AlphabetEngine:
         sampling: SamplingParams,
         request_id: str | None = None,
         options: RequestOptions = RequestOptions(),
-    ) -> AsyncGenerator[Delta, None]:
+    ) -> AsyncGenerator[list[Delta], None]:
         assert request_id is not None
         assert request_id not in self.active
         self.seen.append(sampling)
@@ -98,7 +98,7 @@ class AlphabetEngine:
         try:
             if options.embed or sampling.max_tokens == 0:
                 for index in range(sampling.n):
-                    yield self.prompt_only(request_id, prompt_token_ids, sampling, options, index)
+                    yield [self.prompt_only(request_id, prompt_token_ids, sampling, options, index)]
             for i in range(0 if options.embed else sampling.max_tokens):
                 if i == self.close_gate_at:
                     self.gate.clear()
@@ -107,13 +107,13 @@ class AlphabetEngine:
                 await asyncio.sleep(0)
                 if not self.running:
                     for index in range(sampling.n):
-                        yield Delta(request_id, finish_reason=FinishReason.ABORT, index=index)
+                        yield [Delta(request_id, finish_reason=FinishReason.ABORT, index=index)]
                     return
                 if i == self.fail_after:
-                    yield Delta(request_id, finish_reason=FinishReason.ERROR, error="logits are not finite")
+                    yield [Delta(request_id, finish_reason=FinishReason.ERROR, error="logits are not finite")]
                     return
                 for index in range(sampling.n):
-                    yield self.letter(request_id, prompt_token_ids, sampling, i, index)
+                    yield [self.letter(request_id, prompt_token_ids, sampling, i, index)]
         finally:
             self.active.discard(request_id)
 
