@@ -5,8 +5,8 @@ far, are `highest [R]` (peak of the scores), `weight [R]`, `values` (see `add_va
 pointers to keys, their scales, values and their scales.
 
 Codes of a head lie in 16-bit words: four of 4 bits or two of 8, one in each of as many planes. One `lop3` turns those
-of a plane in two words into two floats; 8 bits take two or three instructions. Scores and values are computed plane by
-plane. Other numbers are one plane.
+of a plane in two words into two floats; 8 bits take two to five instructions. Scores and values are computed plane by
+plane. 16-bit numbers are one plane.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def load_plane(pointers, inside, plane: tl.constexpr, PLANES: tl.constexpr, HEAD
 def load_planes(pages_ptr, place, inside, FORM: tl.constexpr, PLANES: tl.constexpr, HEAD_DIM: tl.constexpr):
     """Sources of `numbers_in_plane` for the heads at `place [T]`: words `[T, LANES]` with a code of each plane, or
     pointers `[T, 1]` to the heads."""
-    if FORM == INT4 or FORM == INT8:
+    if FORM != PLAIN:
         WORDS: tl.constexpr = HEAD_DIM // PLANES
         is_word = inside[:, None] if WORDS >= 16 else inside[:, None] & is_lane(PLANES, HEAD_DIM)[None, :]
         words_ptr = pages_ptr.to(tl.pointer_type(tl.int16), bitcast=True) + place.to(tl.int64)[:, None] * WORDS
@@ -109,13 +109,13 @@ def numbers_in_plane(
     source, inside, plane: tl.constexpr, like: tl.constexpr, FORM: tl.constexpr, PLANES: tl.constexpr,
     HEAD_DIM: tl.constexpr, PTX: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """One plane `[T, LANES]` of what `load_planes` gives: numbers, or codes and `code_offset`."""
-    if FORM == INT4 or FORM == INT8:
-        return unpack(source, plane, 16 // PLANES, like == tl.bfloat16, PTX, INTERPRETED)
-    elif FORM == FP8:
-        return load_numbers(source + tl.arange(0, HEAD_DIM)[None, :], inside[:, None], FORM, INTERPRETED, like)
-    else:
+    """One plane `[T, LANES]` of what `load_planes` gives: floats, or whole codes and `code_offset`."""
+    if FORM == PLAIN:
         return load_plane(source, inside[:, None], plane, PLANES, HEAD_DIM)
+    elif FORM == FP8 and INTERPRETED:
+        return from_fp8(source.to(tl.int32) >> (plane * 8), INTERPRETED, like)
+    else:
+        return unpack(source, plane, 16 // PLANES, like == tl.bfloat16, PTX, INTERPRETED)
 
 
 @triton.jit

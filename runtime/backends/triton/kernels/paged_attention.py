@@ -23,7 +23,6 @@ from runtime.backends.triton.fused_linear import ROWS_LAYOUT, SUMS, ActivationLa
 from runtime.backends.triton.kernels.attention_tiles import (
     FORMS,
     INT4,
-    INT8,
     LOG2_E,
     PLAIN,
     attend_tile,
@@ -35,7 +34,7 @@ from runtime.backends.triton.kernels.attention_tiles import (
     store_tile,
     tree_rows,
 )
-from runtime.backends.triton.kernels.common import unpack_instructions
+from runtime.backends.triton.kernels.common import float8_instructions, unpack_instructions
 from runtime.backends.triton.kernels.split_join import join
 from runtime.backends.triton.kernels.tile_list import TileList, tile_list
 from runtime.backends.triton.launcher import BoundKernel, Launcher
@@ -135,8 +134,8 @@ def paged_attention(
 
     Writes what `store_tile` says.
     """
-    KEY_PLANES: tl.constexpr = 4 if KEY_FORM == INT4 else (2 if KEY_FORM == INT8 else 1)
-    PLANES: tl.constexpr = 4 if VALUE_FORM == INT4 else (2 if VALUE_FORM == INT8 else 1)
+    KEY_PLANES: tl.constexpr = 4 if KEY_FORM == INT4 else (1 if KEY_FORM == PLAIN else 2)
+    PLANES: tl.constexpr = 4 if VALUE_FORM == INT4 else (1 if VALUE_FORM == PLAIN else 2)
     head = tl.program_id(1)
     tile, part, token, query_head, has_row = load_tile(items_ptr, tl.program_id(0), head, HEADS // KV_HEADS, BLOCK_R)
     sequence, table, first, split, splits = tile
@@ -203,7 +202,7 @@ def attention_tile(
     crowded = block_rows == 64 and has_exact
     heavy = head_dim > 128 or crowded or (beside and block_rows > 16 and head_dim > 32)
     # Four warps share the columns of a product only where those are more than its rows: a plane has few.
-    planes = {"int4": 4, "int8": 2}.get(formats[1], 1)
+    planes = 16 // CODE_BITS.get(formats[1], 16)
     narrow = planes > 1 and head_dim // planes <= block_rows < 64
     few_keys = block_rows == 64 or head_dim > 256 or beside or (has_exact and head_dim in (64, 128))
     few_keys = few_keys or (narrow and head_dim * planes == 512)
@@ -350,5 +349,6 @@ def _bound(
 
 def unpacking_of(format: str, dtype: torch.dtype) -> tuple[str, ...] | None:
     """PTX that unpacks codes of a format; None where there is nothing to unpack."""
-    bits = CODE_BITS[format] if format in ("int4", "int8") else 0
-    return unpack_instructions(bits, dtype == torch.bfloat16) if bits else None
+    if format == "fp8":
+        return float8_instructions(dtype == torch.bfloat16)
+    return unpack_instructions(CODE_BITS[format], dtype == torch.bfloat16) if format in CODE_BITS else None

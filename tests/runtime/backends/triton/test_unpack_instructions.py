@@ -84,6 +84,21 @@ def test_every_code_comes_out_as_offset_and_code(bits: int, is_bfloat16: bool) -
             assert found.tolist() == [offset + code, offset + other]
 
 
+@pytest.mark.parametrize("is_bfloat16", [True, False])
+def test_every_8_bit_float_comes_out_exactly(is_bfloat16: bool) -> None:
+    from runtime.backends.triton.kernels.common import float8_instructions
+
+    numbers = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
+    finite = [byte for byte in range(256) if not numbers[byte].isnan()]
+    for plane, text in enumerate(float8_instructions(is_bfloat16)):
+        for byte, other in zip(finite, reversed(finite), strict=True):
+            stored = [each << 8 * plane | (0x5A << 8 * (1 - plane)) for each in (byte, other)]
+            found = halves(run(text, {"$1": stored[1] << 16 | stored[0]})["$0"], "bf16x2" if is_bfloat16 else "f16x2")
+            expected = numbers[[byte, other]]
+            assert torch.equal(found, expected)
+            assert torch.equal(found.signbit(), expected.signbit())
+
+
 @pytest.mark.parametrize("kind", HALVES)
 @pytest.mark.parametrize("values", [VALUES, NF4_VALUES, LEVEL_VALUES], ids=["e2m1", "nf4", "iq4_nl"])
 def test_every_code_is_looked_up_in_every_place(values: tuple[float, ...], kind: str) -> None:
