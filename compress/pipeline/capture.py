@@ -21,7 +21,7 @@ from calibration.statistics import InputDifference, InputStatistics
 from compress.checkpoint.reader import NONSENSE
 from compress.checkpoint.safetensors import TensorFiles
 from compress.common.errors import CheckpointError, NumericsError
-from compress.methods.base import Needs
+from compress.methods.base import METHODS, Needs
 from compress.pipeline.block import LoadedBlock, fill, release
 from compress.pipeline.expert_inputs import TOKENS_PER_CHANNEL, ExpertCoverage, ExpertStatistics, MixtureInputs
 from compress.pipeline.experts import mixtures
@@ -34,9 +34,10 @@ PASSED = "prev_topk_indices"
 
 def cannot_calibrate(reason: str) -> CheckpointError:
     """Builds the error for modeling code whose blocks cannot be run one at a time."""
+    usable = next(name for name, method in METHODS["quantize"].items() if method.is_fallback)
     return CheckpointError(
         f"the blocks of this model cannot be run one at a time ({' '.join(reason.split())})",
-        "Use a method without calibration: --method rtn, or hqq",
+        f"Use a method without calibration: --method {usable}",
     )
 
 

@@ -205,11 +205,16 @@ def paged_calls(case: Case, form: str, processors: int, device: torch.device, to
     tiling = Tiling(rows, shared, case.kv_heads, PROGRAMS_PER_PROCESSOR * processors)
     tiles = tile_list(ragged, len(query), tiling)
 
-    def call(layer: int) -> Callable[[], object]:
+    def call(layer: int) -> Callable[[], Tensor]:
         read = layer_pages(pages, scheme, layer)
         prepared = prepare(query, read, ragged, tiles, rows, None, NO_SINK_TOKENS, PLAIN_LAYER)
         out = QuantizedInput(torch.empty_like(query).flatten(1))
-        return lambda: prepared(query, read, NO_SINK_TOKENS, None, out, ROWS_LAYOUT)
+
+        def attend() -> Tensor:
+            prepared(query, read, NO_SINK_TOKENS, None, out, ROWS_LAYOUT)
+            return out.rows
+
+        return attend
 
     nbytes = sum(tensor[0].nbytes for tensor in tensors.values())
     return Calls([call(layer) for layer in range(config.num_layers)], nbytes)
