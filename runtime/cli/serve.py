@@ -69,9 +69,6 @@ BACKLOG = 2048
 MOST_LINES = 2000
 PORTS = range(2**16)
 PORTS_TO_TRY = 50
-SWITCH_SECONDS = 0.0005
-"""Time after which a thread that computes leaves the interpreter to one that waits. A step waits up to 20 times while
-answers are written; with Python's default of 5 ms that took 0.1 s."""
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -276,7 +273,6 @@ def serve(
     announce(url, served.name, has_chat, needs_key=keys is not None)
     warn_of_open_door(host, is_open=keys is None and tls.ssl_ca_certs is None)
     gc.freeze()  # otherwise a full collection visits all objects of the libraries and stops all threads for 0.1 s
-    sys.setswitchinterval(SWITCH_SECONDS)
     with writing_logs(level):
         run(served.app, listener, limits.drain_seconds, limits.client_seconds, **encryption)
     print("stopped", file=sys.stderr)

@@ -105,7 +105,7 @@ def _add_guards(app: FastAPI, limits: Limits, keys: ApiKeys | None, allowed_host
 
 LOCK_SECONDS = 0.0005
 """Time for which a thread keeps the interpreter lock while another one waits. With Python's default of 5 ms every write
-of the event loop could wait that long for a step that launches kernels."""
+of the event loop could wait that long for a step that launches kernels, and a step up to 20 times for one of them."""
 
 
 @asynccontextmanager
