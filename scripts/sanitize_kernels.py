@@ -38,6 +38,8 @@ TOKENS, MANY_TOKENS = (1, 20, 70), 1100
 """Tokens for each kind of tile: skinny with one block of tokens, with two, and a whole GEMM; and for which weights of 2
 to 4 bits are dequantized."""
 OURS = [name for name in KERNELS if name not in INSTEAD_OF]
+EXPANDED = (OURS[0], "fp8", "nvfp4")
+"""A form for each kernel that dequantizes."""
 CASE = Case(2, 64, heads=4, kv_heads=2, head_dim=32)
 Outputs = dict[str, Tensor]
 
@@ -50,7 +52,7 @@ def linear_outputs(device: torch.device) -> Outputs:
     found = {}
     for name in OURS:
         linear = linears(name, ROWS, COLUMNS, device)[0]
-        counts = (*TOKENS, MANY_TOKENS) if name == OURS[0] else TOKENS
+        counts = (*TOKENS, MANY_TOKENS) if name in EXPANDED else TOKENS
         found |= {f"{name}, {tokens} tokens": linear(numbers(device, tokens, COLUMNS)) for tokens in counts}
     return found
 

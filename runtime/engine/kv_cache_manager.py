@@ -282,9 +282,7 @@ class KVCacheManager:
         if missing > 1 or sequence.num_computed_tokens >= sequence.num_tokens:
             raise RuntimeError(f"sequence {sequence.id} has tokens without blocks or nothing left to compute")
         hidden = self.attention_window.evictable_blocks(sequence.num_computed_tokens, self.pool.block_size)
-        # A step that is planned ahead allocates a block before the one outside its window is released.
-        span = self.config.max_span_tokens + 1
-        most_held = self.attention_window.blocks_for(sequence.num_tokens, span, self.pool.block_size)
+        most_held = self.most_held(sequence.num_tokens)
         if RELEASED in table[: hidden.start] + table[hidden.stop :] or num_held > most_held:
             raise RuntimeError(
                 f"sequence {sequence.id} holds {num_held} blocks, too many or not those inside its window"

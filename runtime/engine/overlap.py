@@ -122,6 +122,8 @@ def _unsupported_reason(step: StepInFlight, scheduler: Scheduler) -> str:
         return "recurrent states are saved"
     if scheduler.pool.tier.num_slots:
         return "blocks move to host memory"
+    if scheduler.blocks.attention_window.window is not None:
+        return "blocks outside the window are returned"  # an undecided token still attends to them
     # A sequence whose token comes from the step before was checked at that time.
     sampling = (entry.sequence for entry in step.plan.entries if entry.source_row == KNOWN and entry.samples)
     return next(filter(None, map(_token_reason, sampling)), "")

@@ -213,9 +213,6 @@ class Scheduler:
     def redraw(self, sequence: Sequence) -> None:
         """Marks the last known token of a sequence, which a complete step has computed, for recomputation."""
         sequence.needs_logits = True
-        if self.blocks.attention_window.window is not None:
-            self.preempt(sequence)  # a block that this token attends to may have been returned
-            return
         sequence.num_computed_tokens = sequence.num_tokens - 1
         num_full_blocks = sequence.num_computed_tokens // self.pool.block_size
         sequence.num_registered_blocks = min(sequence.num_registered_blocks, num_full_blocks)

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from runtime.server.protocol.strict import Strict, at_most
+from runtime.server.protocol.strict import OnlyFalse, OnlyTrue, Strict, at_most
 
 Text = Annotated[str, Field(max_length=512)]
 Modalities = Annotated[list[Literal["text"]], at_most(1), Field(max_length=1)]
@@ -53,10 +53,10 @@ class AcceptedFields(Strict):
 class DefaultFields(Strict):
     """Fields of vLLM and llama.cpp whose values change nothing, or have one value that changes nothing."""
 
-    use_beam_search: Literal[False] | None = Field(None, description="there is no beam search")
+    use_beam_search: OnlyFalse | None = Field(None, description="there is no beam search")
     length_penalty: float | None = Field(None, description="changes nothing without beam search")
-    spaces_between_special_tokens: Literal[True] | None = Field(None, description="changes nothing")
-    return_token_ids: Literal[False] | None = Field(None, description="text is returned")
-    return_tokens_as_token_ids: Literal[False] | None = Field(None, description="text is returned")
+    spaces_between_special_tokens: OnlyTrue | None = Field(None, description="changes nothing")
+    return_token_ids: OnlyFalse | None = Field(None, description="text is returned")
+    return_tokens_as_token_ids: OnlyFalse | None = Field(None, description="text is returned")
     guided_decoding_backend: Text | None = Field(None, description="changes nothing: there is one")
     cache_prompt: bool | None = Field(None, description="changes nothing: prefixes are always cached")

@@ -17,7 +17,7 @@ from pydantic_core import from_json
 
 from runtime.core.request import Grammar, GrammarKind
 from runtime.server.protocol.generation import GenerationRequest, Schema, contradiction, schema_grammar
-from runtime.server.protocol.strict import Strict, at_most
+from runtime.server.protocol.strict import OnlyFalse, Strict, at_most
 
 
 class JsonSchemaFormat(Strict):
@@ -318,8 +318,8 @@ class ChatRequest(ToolFields, GenerationRequest):
     chat_template_kwargs: Annotated[dict[str, Any] | None, BeforeValidator(check_template_variables)] = Field(
         None, description="variables of the model's chat template, such as enable_thinking"
     )
-    add_special_tokens: Literal[False] | None = Field(None, description="chat templates write theirs themselves")
-    echo: Literal[False] | None = Field(None, description="messages are not repeated")
+    add_special_tokens: OnlyFalse | None = Field(None, description="chat templates write theirs themselves")
+    echo: OnlyFalse | None = Field(None, description="messages are not repeated")
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
         None, description="a variable of the model's chat template; changes nothing where that has none of this name"
     )

@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import (
     BeforeValidator,
@@ -29,7 +29,7 @@ from runtime.core.request import (
 from runtime.server.errors import ApiError
 from runtime.server.protocol.accepted_fields import AcceptedFields, DefaultFields
 from runtime.server.protocol.filters import FilterFields
-from runtime.server.protocol.strict import Strict, at_most
+from runtime.server.protocol.strict import OnlyFalse, Strict, at_most
 from runtime.server.protocol.words import EncodedWords
 
 CONTRADICTION = "contradiction"
@@ -283,7 +283,7 @@ def check_stop(value: Any) -> Any:
 class StreamOptions(Strict):
     include_usage: bool | None = None
     include_obfuscation: bool | None = Field(None, description="changes nothing: streams are not padded")
-    continuous_usage_stats: Literal[False] | None = Field(None, description="token counts are in the last chunk")
+    continuous_usage_stats: OnlyFalse | None = Field(None, description="token counts are in the last chunk")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, model_validator
 
@@ -16,6 +16,17 @@ def whole_numbers(value: Any, depth: int = 2) -> Any:
     if depth and isinstance(value, list) and not NEST.isdisjoint(map(type, value)):
         return [whole_numbers(item, depth - 1) for item in value]
     return value
+
+
+def boolean(value: Any) -> Any:
+    """Refuses 0 and 1, which equal the literals False and True."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        raise ValueError("is a number, not a boolean")
+    return value
+
+
+OnlyFalse = Annotated[Literal[False], BeforeValidator(boolean)]
+OnlyTrue = Annotated[Literal[True], BeforeValidator(boolean)]
 
 
 class Strict(BaseModel):

@@ -21,7 +21,7 @@ from runtime.server.protocol.chat import (
     joined_texts,
 )
 from runtime.server.protocol.generation import MAX_STOP_STRINGS, WHITESPACE
-from runtime.server.protocol.strict import Strict, at_most
+from runtime.server.protocol.strict import OnlyFalse, Strict, at_most
 
 CacheControl = dict[str, Any] | None
 """Changes nothing: equal prefixes are found without a mark."""
@@ -147,7 +147,7 @@ class AnthropicTool(Strict):
     )
     strict: bool | None = Field(None, description="every call follows the schema; forced ones do in any case")
     eager_input_streaming: bool | None = Field(None, description="changes nothing: inputs always are streamed")
-    defer_loading: Literal[False] | None = Field(None, description="tools are always in the prompt")
+    defer_loading: OnlyFalse | None = Field(None, description="tools are always in the prompt")
     cache_control: CacheControl = Field(default=None, description="changes nothing")
 
     def as_chat(self) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from runtime.server.protocol.chat import (
     joined_texts,
 )
 from runtime.server.protocol.generation import WHITESPACE
-from runtime.server.protocol.strict import Strict, at_most
+from runtime.server.protocol.strict import OnlyFalse, Strict, at_most
 
 LOGPROBS = "message.output_text.logprobs"
 
@@ -208,7 +208,7 @@ class ResponsesRequest(AcceptedFields):
     truncation: Literal["disabled", "auto"] | None = Field(
         None, description="nothing is truncated: a prompt longer than the context is refused"
     )
-    background: Literal[False] | None = None
+    background: OnlyFalse | None = None
     stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
     user: str | None = Field(None, description="written to the server's log beside the request's id")

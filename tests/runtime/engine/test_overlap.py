@@ -191,8 +191,9 @@ def _answers(engine: Engine, chance: Random) -> Answers:
 @pytest.mark.parametrize("compare", [compare_calls, compare_answers])
 def test_answers_and_numbers_are_those_of_a_serial_engine(compare: Callable[[int], Counter[str]], seeds: range) -> None:
     reasons = sum(map(compare, seeds), Counter())
-    assert reasons["overlapped"] > reasons.total() / 3
-    assert reasons.keys() >= {"penalties count tokens", "other answers begin", "every sequence ends"}
+    assert reasons["overlapped"] > reasons.total() / 5
+    windowed = "blocks outside the window are returned"
+    assert reasons.keys() >= {"penalties count tokens", "other answers begin", "every sequence ends", windowed}
 
 
 def small_engine(prefill_chunk: int = 256, **options: object) -> Engine:
@@ -257,19 +258,6 @@ def test_a_token_that_cannot_be_decided_late_is_drawn_again() -> None:
     expected = [expected_tokens([0, 3, 4], 20), expected_tokens([1, 3, 4], 13)]
     assert [tokens_of(found[name]) for name in names] == expected
     assert engine.metrics.steps_by_overlap_total["a token was not decided"] > 10
-
-
-@pytest.mark.parametrize("block_size", [1, 2, 3])
-def test_blocks_of_a_step_that_is_planned_ahead_are_not_too_many(block_size: int) -> None:
-    """It takes one before the one that a window has left behind is returned."""
-    runner = FailingRunner(7, block_size, MAX_MODEL_LEN, frozenset(), 0, AttentionWindow(1))
-    runner.overlaps = True
-    engine = Engine(runner, Letters(), RuntimeConfig(block_size=block_size, max_num_seqs=1, prefill_chunk=1))
-    engine.add_request([0, 1, 2], SamplingParams(max_tokens=9, seed=0))
-    while engine.has_work:
-        engine.step()
-        engine.scheduler.check()
-    assert engine.metrics.steps_by_overlap_total["overlapped"] > 0
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from typing import Any
 
 import httpx
 import pytest
+from pydantic import ValidationError
 
 from runtime.core.config import Limits
 from runtime.core.request import MAX_SEED
@@ -13,6 +14,7 @@ from runtime.server.protocol.accepted_fields import REFUSED, AcceptedFields, Def
 from runtime.server.protocol.chat import ChatRequest
 from runtime.server.protocol.generation import CompletionRequest
 from runtime.server.routes.completions import prepare_completion
+from runtime.server.routes.protocol_messages import AnthropicTool
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
 PATHS = {
@@ -150,3 +152,9 @@ def test_prompts_begin_as_asked(field: dict[str, Any], first: int) -> None:
     served = ServedText(BeginningTokenizer(), "alphabet", Limits(64))
     raw = json.dumps(PATHS["/v1/completions"] | field).encode()
     assert prepare_completion(served, raw).prompts[0][0] == first
+
+
+@pytest.mark.parametrize("value", [0, 0.0, 1, "false", []])
+def test_only_the_boolean_is_false(value: object) -> None:
+    with pytest.raises(ValidationError):
+        AnthropicTool.model_validate({"name": "a", "input_schema": {}, "defer_loading": value})
