@@ -52,17 +52,18 @@ class Served:
 
 
 def serve_first_tokens(name: str) -> tuple[list[Build], int, tuple[int, int]]:
-    """Builds and launches for a prompt and a first decode step of a case, and how many of their launches Triton binds,
-    and passes on, when both are computed again."""
+    """Builds and launches for a prompt and a first decode step of a case after the self-test of its products, and how
+    many of their launches Triton binds, and passes on, when both are computed again."""
     from triton.backends.nvidia.driver import CudaLauncher
     from triton.runtime.jit import JITFunction
 
     case = CASES[name]
     with gpu_without_hardware() as gpu:
         runner = _runner(case, RuntimeConfig(**OPTIONS, **case.options))
+        tested, launches = len(gpu.builds), gpu.launches
         runner.execute(prompts(runner, [128]))
         runner.execute(decodes(runner, [129]))
-        builds, launches = list(gpu.builds), gpu.launches
+        builds, launches = gpu.builds[tested:], gpu.launches - launches
         with _counted(JITFunction, "run") as bind, _counted(CudaLauncher, "__call__") as launch:
             runner.execute(prompts(runner, [128]))
             runner.execute(decodes(runner, [129]))
