@@ -354,30 +354,36 @@ def unpack_bits(words: Tensor, bits: int, count: int, dim: int) -> Tensor:
     if words.shape[1] != num_words(count, bits):
         raise SchemeError(f"{count} codes of {bits} bits need {num_words(count, bits)} words, not {words.shape[1]}")
     unpack = _unpack_nibbles if bits in (4, 8) else _unpack_rows
-    return torch.cat([unpack(panel, bits, count) for panel in _panels(words)])
+    return torch.cat([unpack(_octets(panel), bits, count) for panel in _panels(words)])
 
 
-def _unpack_nibbles(words: Tensor, bits: int, count: int) -> Tensor:
+def _octets(words: Tensor) -> Tensor:
+    """Returns words `[R, C]` as bytes; one word per row may have any stride, with which torch cannot view it."""
+    import torch
+
+    return words.contiguous().flatten().view(torch.uint8).view(words.shape[0], -1)
+
+
+def _unpack_nibbles(octets: Tensor, bits: int, count: int) -> Tensor:
     """Unpacks 4 and 8 bits in fewer passes than `_unpack_rows`, which halves the time to load."""
     import torch
 
-    octets = words.contiguous().view(torch.uint8)
     if bits == 4:
         wide = octets.to(torch.int16)
         octets = (wide << 4).bitwise_or_(wide).bitwise_and_(0x0F0F).view(torch.uint8)
     return octets[:, :count]
 
 
-def _unpack_rows(words: Tensor, bits: int, count: int) -> Tensor:
+def _unpack_rows(stored: Tensor, bits: int, count: int) -> Tensor:
     import torch
 
-    rows = words.shape[0]
+    rows = stored.shape[0]
     octets = -(-count // 8)
-    packed = _resize_columns(words.contiguous().view(torch.uint8), octets * bits).view(rows, octets, bits)
-    stream = torch.zeros(rows, octets, 8, dtype=torch.uint8, device=words.device)
+    packed = _resize_columns(stored, octets * bits).view(rows, octets, bits)
+    stream = torch.zeros(rows, octets, 8, dtype=torch.uint8, device=stored.device)
     stream[:, :, :bits] = packed
     wide = stream.view(torch.int64).view(rows, octets)
-    codes = torch.empty(rows, octets, 8, dtype=torch.uint8, device=words.device)
+    codes = torch.empty(rows, octets, 8, dtype=torch.uint8, device=stored.device)
     for lane in range(8):
         codes[:, :, lane] = (wide >> (lane * bits)) & ((1 << bits) - 1)
     return codes.view(rows, octets * 8)[:, :count].contiguous()
