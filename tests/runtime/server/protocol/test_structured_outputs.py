@@ -187,4 +187,4 @@ def test_an_ambiguous_grammar_delays_no_other_request_of_its_client(api: httpx.C
     assert max(other.elapsed.total_seconds() for other in others) < 5
     assert (refused.result().status_code, refused.result().json()["error"]["code"]) == (400, "refused")
     assert f"{MAX_WORK.seconds:g} s" in refused.result().json()["error"]["message"]
-    assert refused.result().elapsed.total_seconds() < 15
+    assert refused.result().elapsed.total_seconds() < 45  # of a limit in processor time, on a machine with other work
