@@ -1,4 +1,4 @@
-"""Options, metrics and links that the documents name exist."""
+"""Options and metrics that the documents name exist."""
 
 import re
 from pathlib import Path
