@@ -135,18 +135,27 @@ RESEND_SECONDS = 0.01
 
 def interrupt(number: int, frame: FrameType | None) -> None:
     """Raises KeyboardInterrupt; within an import, leaves the process with status 130 instead: libraries lose its
-    exception while they try to import others, as torch does with NumPy in C."""
-    if any("importlib._bootstrap" in each.f_code.co_filename for each, _ in walk_stack(frame)):
+    exception while they try to import others, as torch does with NumPy in C. Comes again after `report_unraisable`,
+    where Python would lose the exception as well."""
+    running = [each.f_code for each, _ in walk_stack(frame)]
+    if any("importlib._bootstrap" in code.co_filename for code in running):
         os._exit(INTERRUPTED)
-    signal.default_int_handler(number, frame)
+    if report_unraisable.__code__ in running:
+        _send_again()
+    else:
+        signal.default_int_handler(number, frame)
 
 
 def report_unraisable(lost: sys.UnraisableHookArgs) -> None:
     """Sends Ctrl-C again if its exception was raised where Python ignores exceptions, such as in a destructor; prints
     any other exception."""
-    if not issubclass(lost.exc_type, KeyboardInterrupt):
+    if issubclass(lost.exc_type, KeyboardInterrupt):
+        _send_again()
+    else:
         sys.__unraisablehook__(lost)
-        return
+
+
+def _send_again() -> None:
     again = threading.Timer(RESEND_SECONDS, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
     again.daemon = True
     again.start()

@@ -7,10 +7,12 @@ import subprocess
 import sys
 import time
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import typer
 
+from compress.common import cli
 from compress.common.cli import let_threads_sleep, parse_size, run_cli
 from compress.common.errors import CheckpointError
 
@@ -93,6 +95,17 @@ def test_an_interrupt_within_a_destructor_is_not_lost():
     assert ended.returncode == 130
     assert time.monotonic() - begin < 10
     assert b"Traceback" not in ended.stderr
+
+
+def test_an_interrupt_within_the_report_of_a_lost_one_comes_again(monkeypatch):
+    frames = []
+    monkeypatch.setattr(cli, "_send_again", lambda: frames.append(sys._getframe(1)))
+    lost = SimpleNamespace(exc_type=KeyboardInterrupt)
+    cli.report_unraisable(lost)
+    cli.interrupt(signal.SIGINT, frames[0])
+    assert len(frames) == 2
+    with pytest.raises(KeyboardInterrupt):
+        cli.interrupt(signal.SIGINT, sys._getframe())
 
 
 @pytest.mark.full
