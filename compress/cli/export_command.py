@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from compress.checkpoint.gguf.mixes import ALIASES, MIXES, TYPES
-from compress.cli.compress_commands import carry_out
+from compress.cli.compress_commands import announce, execute, make_request
 from compress.cli.options import JobOptions, TextOptions
 from compress.common.cli import with_groups
 from compress.common.errors import RecipeError
@@ -88,7 +89,9 @@ def export(
         typer.echo(f"wrote {_export_folder(path, format, out)} ({format})")
         return
     exported = _export_gguf(path, in_home(out), gguf, text, job)
-    if exported is not None:
+    if exported is not None and job.as_json:
+        typer.echo(json.dumps(exported.to_dict(), indent=2))
+    elif exported is not None:
         typer.echo("\n".join([*exported.lines(), f"wrote {exported.path} ({format})"]))
 
 
@@ -123,7 +126,7 @@ def _export_gguf(path: Path, out: Path, gguf: GGUFOptions, text: TextOptions, jo
     from compress.common.files import check_out_folder
     from compress.gguf_recipe import stages_of
 
-    source = folder_of(path, code=job.trust_remote_code)
+    source = folder_of(path, values=not job.dry_run, code=job.trust_remote_code)
     if gguf.method == ROUNDING:
         return export_gguf(source, out, gguf.gguf_type, gguf.embedding_type)
     if gguf.gguf_type is None:
@@ -132,9 +135,11 @@ def _export_gguf(path: Path, out: Path, gguf: GGUFOptions, text: TextOptions, jo
     planner = Planner.open(source, gguf.gguf_type, gguf.embedding_type)
     stages = stages_of(planner.chosen_types(), gguf.method)
     codes = out.with_name(f"{out.name}.codes")
-    carry_out(path, Recipe(stages, text.options, text.seed, f"{gguf.gguf_type}-{gguf.method}"), codes, job)
-    if job.dry_run:
+    recipe = Recipe(stages, text.options, text.seed, f"{gguf.gguf_type}-{gguf.method}")
+    context = announce(replace(make_request(path, recipe, codes, job), measure=False), job)
+    if context is None:
         return None
+    execute(context, job.as_json)
     exported = export_gguf(codes, out, gguf.gguf_type, gguf.embedding_type)
     shutil.rmtree(codes)
     return exported

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,6 +48,11 @@ class GGUFExport:
         """Yields a line for every type of matrices."""
         for (name, how), count in sorted(self.types.items()):
             yield f"{count} x {name}: {how}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns plain values."""
+        matrices = [{"type": name, "values": how, "count": count} for (name, how), count in sorted(self.types.items())]
+        return {"path": str(self.path), "matrices": matrices}
 
 
 def export_gguf(path: str | Path, out: str | Path, mix: str | None = None, embedding: str | None = None) -> GGUFExport:
