@@ -57,7 +57,7 @@ def make_request(model: Path | None, recipe: Recipe, out: Path, job: JobOptions)
     from compress.pipeline.prepare import RunRequest
 
     if model is None:
-        _say(f"No model named: using the {DEMO_NAME} ({demo_model_path()})")
+        say(f"No model named: using the {DEMO_NAME} ({demo_model_path()})")
     if not job.dry_run:
         check_out_folder(out)  # before a download
     found = find_model(model or demo_model_path(), values=not job.dry_run, code=job.trust_remote_code)
@@ -91,6 +91,8 @@ def carry_out(model: Path | None, recipe: Recipe, out: Path, job: JobOptions) ->
     context = announce(make_request(model, recipe, out, job), job)
     if context is None:
         return
+    for note in context.notes:
+        say(f"note: {note}")
     result = execute(context, job.as_json)
     if job.as_json:
         typer.echo(json.dumps(result.report, indent=2))
@@ -113,8 +115,8 @@ def announce(request: RunRequest, job: JobOptions) -> RunContext | None:
         return None
     work = sorted({str(layer_plan) for layer_plan in context.plan.layer_plans.values()})
     layers = f"{len(context.plan.changed)} linear layers: {', '.join(work)}" if work else "only the KV cache"
-    for line in (f"Compressing {layers}", describe_run(context), *(f"note: {note}" for note in context.notes)):
-        _say(line)
+    say(f"Compressing {layers}")
+    say(describe_run(context))
     return context
 
 
@@ -128,14 +130,14 @@ def execute(context: RunContext, quiet: bool) -> RunResult:
     except KeyboardInterrupt:
         folder = partial_folder(context.request.out)
         if folder.exists():
-            _say(f"\nInterrupted. Finished blocks are in {folder}: run the same command again to continue, or add")
-            _say("--restart to start over.")
+            say(f"\nInterrupted. Finished blocks are in {folder}: run the same command again to continue, or add")
+            say("--restart to start over.")
         else:
-            _say("\nInterrupted before anything was written.")
+            say("\nInterrupted before anything was written.")
         raise
 
 
-def _say(line: str) -> None:
+def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
@@ -167,7 +169,7 @@ def with_method(rounding: QuantizeKeys, model: Path | None) -> QuantizeKeys:
     describe = find_family(config.get("model_type"))
     if describe is not None and smooths_norms(describe(config)):
         return rounding
-    _say(f"{default} cannot smooth model type {config.get('model_type')!r}: using gptq instead (--method overrides)")
+    say(f"{default} cannot smooth model type {config.get('model_type')!r}: using gptq instead (--method overrides)")
     return replace(rounding, method="gptq")
 
 

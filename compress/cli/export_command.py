@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from compress.checkpoint.gguf.mixes import ALIASES, MIXES, TYPES
-from compress.cli.compress_commands import announce, execute, make_request
+from compress.cli.compress_commands import announce, execute, make_request, say
 from compress.cli.options import JobOptions, TextOptions
 from compress.common.cli import with_groups
 from compress.common.errors import RecipeError
@@ -139,6 +139,8 @@ def _export_gguf(path: Path, out: Path, gguf: GGUFOptions, text: TextOptions, jo
     context = announce(replace(make_request(path, recipe, codes, job), measure=False), job)
     if context is None:
         return None
+    for warning in context.sequences.warnings if context.sequences else ():
+        say(f"note: {warning}")  # those of the plan are about engines that load the folder
     execute(context, job.as_json)
     exported = export_gguf(codes, out, gguf.gguf_type, gguf.embedding_type)
     shutil.rmtree(codes)
