@@ -73,8 +73,9 @@ def export(
 ) -> None:
     """Convert a packed checkpoint to another format without loss; fails with the reason if that is impossible.
 
-    GGUF files are also made from dense models: --format gguf --gguf-type q4_k_m --method gptq. The options of
-    calibration and runs are those of `compress quantize`, and apply with a calibrated --method.
+    In GGUF files the embedding and the head are rounded, see --embedding-type. They are also made from dense models:
+    --format gguf --gguf-type q4_k_m --method gptq. The options of calibration and runs are those of `compress
+    quantize`, and apply with a calibrated --method.
     """
     if list_formats:
         _list_formats(path)
