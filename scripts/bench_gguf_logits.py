@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from bench_gguf import LLAMA_FILE_TYPES, quantized_files
+from bench_gguf import quantized_files
 from benchmarking.llama import LlamaScorer, importance_matrix, quantize
 from benchmarking.machine import environment
 from benchmarking.tables import Row, describe, print_with_markdown
@@ -29,8 +29,8 @@ from torch import Tensor
 
 from calibration.sequences import load_tokenizer
 from calibration.sources import load_texts
-from compress.checkpoint.gguf.export import GGUF_TYPES
 from compress.checkpoint.gguf.folder import folder_of
+from compress.checkpoint.gguf.mixes import MIXES
 from compress.checkpoint.locate import find_model
 from compress.evaluate.perplexity import Windows, cut_windows, evaluate
 from compress.evaluate.scorers import RuntimeScorer
@@ -59,8 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--model", default="demo", help="dense model folder or bundled model")
-    parser.add_argument("--types", nargs="+", choices=GGUF_TYPES, default=["q4_0", "q4_k", "q3_k", "q5_k"])
-    parser.add_argument("--methods", nargs="*", default=METHODS, help="methods that choose codes inside of a type")
+    parser.add_argument("--types", nargs="+", choices=MIXES, default=["q4_0", "q4_k_m", "q3_k_m", "q5_k_m"])
+    parser.add_argument("--methods", nargs="*", default=METHODS, help="methods that choose codes inside of the types")
     parser.add_argument("--data", default="pydoc", help="text that is scored")
     parser.add_argument("--tokens", type=int, default=16384)
     return parser.parse_args(arguments)
@@ -79,7 +79,7 @@ def _files(folder: Path, model: Path, types: Sequence[str], methods: Sequence[st
         kind = name.partition(",")[0]
         if name == f"{kind}, llama.cpp":
             out = folder / f"importance-{kind}.gguf"
-            yield f"{name}, importance matrix", quantize(dense, out, LLAMA_FILE_TYPES[kind], importance)
+            yield f"{name}, importance matrix", quantize(dense, out, MIXES[kind].number, importance)
 
 
 def _figures(file: Path, windows: Windows, dense: RuntimeScorer) -> Row:

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+from typer import Typer
 from typer.testing import CliRunner
 
 from compress.cli import app as compress_app
@@ -15,8 +16,9 @@ DOCS = Path(__file__).parents[1] / "docs"
 PAGES = ("deployment.md", "migrating.md")
 
 
-def serve_options() -> set[str]:
-    found = CliRunner().invoke(app, ["serve", "--help"], env={"COLUMNS": "200", "NO_COLOR": "1"})
+def options_of(program: Typer, command: str) -> set[str]:
+    found = CliRunner().invoke(program, [command, "--help"], env={"COLUMNS": "200", "NO_COLOR": "1"})
+    assert found.exit_code == 0, command
     return set(re.findall(r"--[a-z][a-z-]+", found.output))
 
 
@@ -26,9 +28,7 @@ def test_options_of_commands_to_choose_exist() -> None:
     commands = re.findall(r"`compress (\w+)([^`]*)`", text)
     assert len(commands) > 8
     for command, rest in commands:
-        found = CliRunner().invoke(compress_app, [command, "--help"], env={"COLUMNS": "200", "NO_COLOR": "1"})
-        assert found.exit_code == 0, command
-        assert set(re.findall(r"--[a-z][a-z-]+", rest)) <= set(re.findall(r"--[a-z][a-z-]+", found.output)), rest
+        assert set(re.findall(r"--[a-z][a-z-]+", rest)) <= options_of(compress_app, command), rest
 
 
 def own_text(page: str) -> str:
@@ -42,7 +42,7 @@ def test_options_exist(page: str) -> None:
     commands = {"--create-home", "--no-install-recommends", "--read-only", "--tmpfs", "--from"}
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", own_text(page))) - commands
     assert len(named) > 10
-    assert named <= serve_options()
+    assert named <= options_of(app, "serve") | options_of(compress_app, "export")
 
 
 def test_metrics_exist() -> None:

@@ -62,7 +62,7 @@ def _check_gguf(packed: PackedCheckpoint) -> None:
     from compress.checkpoint.gguf.export import Planner
     from compress.checkpoint.gguf.model_metadata import architecture_of
 
-    deque(Planner(packed, architecture_of(packed.config), None).tensors(), maxlen=0)
+    deque(Planner(packed, architecture_of(packed.config)).tensors(), maxlen=0)
 
 
 CHECKS: dict[str, Callable[[PackedCheckpoint], None]] = {"gguf": _check_gguf}

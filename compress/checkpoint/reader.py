@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -80,7 +80,10 @@ class PackedCheckpoint:
         schemes: scheme of every quantized module, in name order; empty for a dense checkpoint.
         codec: the functions of its format.
         translation: those that read its tensors; None where they are those of the schemes themselves.
+        holds_weights: whether its files hold its weights as they are, so that tensors may be read without it.
     """
+
+    holds_weights: ClassVar[bool] = True
 
     path: Path
     config: ModelConfig
@@ -272,13 +275,16 @@ class PackedCheckpoint:
 
 
 def stores_other_head(files: TensorFiles) -> bool:
-    """Returns whether a dense head is stored that differs from every dense embedding of its shape."""
+    """Returns whether a dense head is stored that differs from every dense embedding of its shape; False for files
+    without values."""
     name = f"{HEAD}.weight"
     if name not in files:
         return False
     embeddings = [other for other in files.names() if is_embedding(other.removesuffix(".weight"))]
     same_shape = [other for other in embeddings if files.shape(other) == files.shape(name)]
     head = files.tensor(name)
+    if head.is_meta:
+        return False
     return not any(torch.equal(head, files.tensor(other).to(head.dtype)) for other in same_shape)
 
 
@@ -288,6 +294,8 @@ class RoundedCheckpoint(PackedCheckpoint):
 
     Everything else is as in the source. Nothing is written.
     """
+
+    holds_weights = False
 
     source: PackedCheckpoint
 

@@ -21,6 +21,7 @@ from compress.checkpoint.locate.file_names import (
     INDEX_FILE,
     PICKLE_SUFFIXES,
     SINGLE_FILE,
+    WITHOUT_VALUES,
     is_weight,
     only_pickles,
 )
@@ -134,7 +135,8 @@ class MappedFile:
         return self.path.stat().st_size
 
     def tensor(self, name: str) -> Tensor:
-        """Returns a view of the map, copied only if misaligned. Treat it as read-only.
+        """Returns a view of the map, copied only if misaligned, or a meta tensor if the file has no values. Treat it as
+        read-only.
 
         Raises:
             CheckpointError: no such tensor.
@@ -142,8 +144,9 @@ class MappedFile:
         if name not in self.entries:
             raise CheckpointError(f"{self.path} has no tensor {name!r} among its {len(self.entries)} tensors")
         entry = self.entries[name]
-        if entry.nbytes == 0:
-            return torch.empty(entry.shape, dtype=entry.dtype)
+        if entry.nbytes == 0 or WITHOUT_VALUES in self.metadata:
+            device = "meta" if WITHOUT_VALUES in self.metadata else "cpu"
+            return torch.empty(entry.shape, dtype=entry.dtype, device=device)
         start = self.data_start + entry.begin
         data = torch.frombuffer(self._map, dtype=torch.uint8, count=entry.nbytes, offset=start)
         if start % entry.dtype.itemsize:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import typer
 
-from compress.cli.check_commands import compare, evaluate, export, report, verify
+from compress.cli.check_commands import compare, evaluate, report, verify
 from compress.cli.compress_commands import factorize, prune, quantize
 from compress.cli.doctor_command import doctor
+from compress.cli.export_command import export
 from compress.cli.recipe_commands import run, search
 from compress.cli.serving_commands import fit
 from compress.common.cli import VersionOption, run_cli, with_groups

@@ -1,4 +1,4 @@
-"""Commands that read checkpoints: verify, eval, export, report, compare."""
+"""Commands that read checkpoints: verify, eval, report, compare."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from compress.cli.options import (
     StreamOptions,
 )
 from compress.common.cli import DEMO_NAME, demo_model_path, with_groups
-from compress.common.errors import RecipeError, ToolkitError
+from compress.common.errors import ToolkitError
 from compress.common.files import in_home
 
 if TYPE_CHECKING:
@@ -196,55 +196,6 @@ def _progress(console: Console, with_lines: bool) -> Iterator[Report]:
             last = what
 
         yield report
-
-
-def export(
-    path: Annotated[Path, typer.Argument(help="A packed checkpoint folder; for gguf also a dense one.")],
-    format: Annotated[
-        str | None,
-        typer.Option(help="compressed-tensors, compress-runtime, gptq, awq, fp8, dense, or gguf.", show_default=False),
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="Folder to write, or file for gguf; must not exist.", show_default=False)
-    ] = None,
-    gguf_type: Annotated[
-        str | None,
-        typer.Option(help="GGUF type for dense matrices and for codes that no GGUF type holds: q4_k, ..."),
-    ] = None,
-    list_formats: Annotated[
-        bool,
-        typer.Option("--list", help="List the formats that can hold it and the engines that load them; write nothing."),
-    ] = False,
-) -> None:
-    """Convert a packed checkpoint to another format without loss; fails with the reason if that is impossible."""
-    from compress.checkpoint.containers import containers
-    from compress.checkpoint.gguf.folder import folder_of
-    from compress.checkpoint.writer import export_checkpoint
-    from compress.common.files import REPORT_FILE
-    from compress.reporting.model_card import write_card
-    from compress.reporting.report_data import read_report
-
-    if list_formats:
-        for each in containers(folder_of(path)):
-            loaded = f"loaded by {', '.join(each.readers)}" if each.readers else f"cannot hold it: {each.refusal}"
-            typer.echo(f"{each.format}: {loaded}")
-        return
-    if format is None or out is None:
-        raise RecipeError("an export needs a format and a folder", "Add --format dense --out FOLDER, or --list")
-    if format == "gguf":
-        from compress.checkpoint.gguf.export import export_gguf
-
-        exported = export_gguf(folder_of(path), out, gguf_type)
-        typer.echo("\n".join([*exported.lines(), f"wrote {exported.path} ({format})"]))
-        return
-    if gguf_type is not None:
-        raise ToolkitError(f"--gguf-type {gguf_type} does not apply to {format}", "Add --format gguf")
-    source = folder_of(path)
-    if (source / REPORT_FILE).is_file():
-        read_report(source)  # its figures go into the card: a damaged report is refused before anything is written
-    written = export_checkpoint(source, format, out)
-    write_card(written, source)
-    typer.echo(f"wrote {written} ({format})")
 
 
 def report(

@@ -57,10 +57,10 @@ def make_request(model: Path | None, recipe: Recipe, out: Path, job: JobOptions)
     from compress.pipeline.prepare import RunRequest
 
     if model is None:
-        _say(f"No model named: using the {DEMO_NAME} ({demo_model_path()})")
+        say(f"No model named: using the {DEMO_NAME} ({demo_model_path()})")
     if not job.dry_run:
         check_out_folder(out)  # before a download
-    found = find_model(model or demo_model_path(), code=job.trust_remote_code)
+    found = find_model(model or demo_model_path(), values=not job.dry_run, code=job.trust_remote_code)
     folder = folder_of(found)
     return RunRequest(
         folder,
@@ -86,26 +86,42 @@ def carry_out(model: Path | None, recipe: Recipe, out: Path, job: JobOptions) ->
         ToolkitError: see `compress.pipeline.prepare.prepare` and `compress.pipeline.run`.
         KeyboardInterrupt: after a message about resuming.
     """
-    from compress.cli.tables import print_plan, print_result
-    from compress.pipeline.prepare import prepare
-    from compress.pipeline.quality import plan_quality
+    from compress.cli.tables import print_result
 
-    context = prepare(make_request(model, recipe, out, job), job.dry_run)
-    if job.dry_run:
-        if job.as_json:
-            typer.echo(json.dumps(context.to_dict() | {"quality_check": plan_quality(context).to_dict()}, indent=2))
-        else:
-            print_plan(context)
+    context = announce(make_request(model, recipe, out, job), job)
+    if context is None:
         return
-    _announce(context)
-    result = _run(context, job.as_json)
+    for note in context.notes:
+        say(f"note: {note}")
+    result = execute(context, job.as_json)
     if job.as_json:
         typer.echo(json.dumps(result.report, indent=2))
     else:
         print_result(context, result)
 
 
-def _run(context: RunContext, quiet: bool) -> RunResult:
+def announce(request: RunRequest, job: JobOptions) -> RunContext | None:
+    """Prepares a run and says what it will do; None for a dry run, whose plan is printed."""
+    from compress.cli.tables import describe_run, print_plan
+    from compress.pipeline.prepare import prepare
+    from compress.pipeline.quality import plan_quality
+
+    context = prepare(request, job.dry_run)
+    if job.dry_run and job.as_json:
+        typer.echo(json.dumps(context.to_dict() | {"quality_check": plan_quality(context).to_dict()}, indent=2))
+    elif job.dry_run:
+        print_plan(context)
+    if job.dry_run:
+        return None
+    work = sorted({str(layer_plan) for layer_plan in context.plan.layer_plans.values()})
+    layers = f"{len(context.plan.changed)} linear layers: {', '.join(work)}" if work else "only the KV cache"
+    say(f"Compressing {layers}")
+    say(describe_run(context))
+    return context
+
+
+def execute(context: RunContext, quiet: bool) -> RunResult:
+    """Executes a run. Raises the errors of `carry_out`."""
     from compress.common.files import partial_folder
     from compress.pipeline.run import run
 
@@ -114,25 +130,14 @@ def _run(context: RunContext, quiet: bool) -> RunResult:
     except KeyboardInterrupt:
         folder = partial_folder(context.request.out)
         if folder.exists():
-            _say(f"\nInterrupted. Finished blocks are in {folder}: run the same command again to continue, or add")
-            _say("--restart to start over.")
+            say(f"\nInterrupted. Finished blocks are in {folder}: run the same command again to continue, or add")
+            say("--restart to start over.")
         else:
-            _say("\nInterrupted before anything was written.")
+            say("\nInterrupted before anything was written.")
         raise
 
 
-def _announce(context: RunContext) -> None:
-    from compress.cli.tables import describe_run
-
-    work = sorted({str(layer_plan) for layer_plan in context.plan.layer_plans.values()})
-    layers = f"{len(context.plan.changed)} linear layers: {', '.join(work)}" if work else "only the KV cache"
-    _say(f"Compressing {layers}")
-    _say(describe_run(context))
-    for note in context.notes:
-        _say(f"note: {note}")
-
-
-def _say(line: str) -> None:
+def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
@@ -164,7 +169,7 @@ def with_method(rounding: QuantizeKeys, model: Path | None) -> QuantizeKeys:
     describe = find_family(config.get("model_type"))
     if describe is not None and smooths_norms(describe(config)):
         return rounding
-    _say(f"{default} cannot smooth model type {config.get('model_type')!r}: using gptq instead (--method overrides)")
+    say(f"{default} cannot smooth model type {config.get('model_type')!r}: using gptq instead (--method overrides)")
     return replace(rounding, method="gptq")
 
 

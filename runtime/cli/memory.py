@@ -40,7 +40,7 @@ def memory(
     Reads config.json and headers only. Sizes of weights and KV cache are exact, those of activations and the process
     are estimates.
     """
-    path, _ = resolve_model(model, compute.trust_remote_code)
+    path, _ = resolve_model(model, compute.trust_remote_code, values=False)
     from runtime.cli.serve import describe_scheme
     from runtime.memory.advice import inspect
 

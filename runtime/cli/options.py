@@ -39,11 +39,12 @@ ModelArgument = Annotated[
 SeedOption = Annotated[int | None, typer.Option("--seed", min=0, help="Seed of sampling, for reproducible output.")]
 
 
-def resolve_model(model: Path | None, code: bool = False) -> tuple[Path, str]:
+def resolve_model(model: Path | None, code: bool = False, values: bool = True) -> tuple[Path, str]:
     """Returns the folder to load and its description for the user; downloads a model of the hub.
 
     Args:
         code: whether Python files of the model may run.
+        values: whether the values of weights are needed.
 
     Raises:
         CheckpointError: as `compress.checkpoint.gguf.folder.folder_of`.
@@ -54,7 +55,7 @@ def resolve_model(model: Path | None, code: bool = False) -> tuple[Path, str]:
         return demo_model_path(), f"{DEMO_NAME} (no model was given and the folder '{PACKED}' does not exist)"
     from compress.checkpoint.gguf.folder import folder_of
 
-    return folder_of(model, code=code), f"{model} (bundled)" if bundled_model(model) else str(model)
+    return folder_of(model, values=values, code=code), f"{model} (bundled)" if bundled_model(model) else str(model)
 
 
 def check_targets(*files: Path | None) -> None:

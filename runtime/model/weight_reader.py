@@ -93,10 +93,8 @@ class WeightReader:
     def weight(self, module: str) -> Weight | Tensor:
         """Reads a weight as stored. Dense ones come to the device; plain integers are unpacked there."""
         module, reader = f"{self.prefix}{module}", self.device_reader
-        # A checkpoint that makes its weights itself (`RoundedCheckpoint`) reads more than one matrix for each.
-        is_read = type(self.checkpoint) is PackedCheckpoint
         scheme = self.checkpoint.scheme(module)
-        if reader is None or not is_read or not (scheme is None or unpacks_anywhere(scheme)):
+        if reader is None or not self.checkpoint.holds_weights or not (scheme is None or unpacks_anywhere(scheme)):
             return self.checkpoint.weight(module)
         if scheme is None:
             return reader.tensor(self.checkpoint.files, f"{module}.weight")

@@ -6,14 +6,13 @@ import re
 import pytest
 
 from calibration.parts import Part
-from compress.checkpoint.weights import Q4K, Q5K, Activations, Fp8, Int, NMSparsity
+from compress.checkpoint.weights import Activations, Fp8, Int, NMSparsity
 from compress.common.errors import RecipeError
 from compress.methods.signround import SignRoundOptions
 from compress.recipe import CalibrationOptions, FactorizeStage, PruneStage, QuantizeStage, Recipe
 from compress.recipe_file import bundled_recipes, load_recipe, parse_recipe
 
 BUNDLED = {
-    "gguf-q4_k": ("gptaq", Q4K(), Q5K()),
     "int2-gptq-outliers": ("gptq", Int(2, 64)),
     "int2-rotate-gptaq": ("gptaq", Int(2, 64)),
     "int2-signround": ("signround", Int(2, 64)),

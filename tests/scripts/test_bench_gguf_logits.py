@@ -41,18 +41,6 @@ def test_greedy_texts_are_compared_up_to_the_first_different_token() -> None:
 
 
 @pytest.mark.full
-def test_methods_get_the_types_of_the_small_mix() -> None:
-    from bench_gguf import stages_of
-
-    (plain,) = stages_of("q3_k", "gptq", 24)
-    assert (plain.scheme.word, plain.targets) == ("q3_k", ())
-    first, more = stages_of("q4_k", "gptq", 24)
-    assert (first.scheme.word, more.scheme.word, first.targets) == ("q4_k", "q5_k", ())
-    assert more.targets[:4] == tuple(f"model.layers.{layer}.self_attn.v_proj" for layer in range(4))
-    assert more.targets[4:] == tuple(f"model.layers.{layer}.mlp.down_proj" for layer in range(3))
-
-
-@pytest.mark.full
 def test_importance_is_the_mean_square_of_each_input() -> None:
     from benchmarking.llama import importance_matrix
     from transformers import AutoModelForCausalLM

@@ -229,9 +229,9 @@ def test_gguf_files_are_scored(
     import bench_gguf
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert bench_gguf.main(["--types", "q3_k", "q8_0", "--methods", "rtn", "--tokens", "1024"]) == 0
+    assert bench_gguf.main(["--types", "q3_k_m", "q8_0", "--methods", "rtn", "--tokens", "1024"]) == 0
     printed = capsys.readouterr().out
-    assert "q3_k, compress export" in printed
-    assert "q3_k, rtn" in printed
+    assert "q3_k_m, compress export" in printed
+    assert "q3_k_m, rtn" in printed
     assert "q8_0, compress export" in printed
     assert "q8_0, rtn" in printed

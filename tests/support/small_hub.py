@@ -133,13 +133,14 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _send(self, file: Path, commit: str, has_body: bool) -> None:
         hub, data = self.server.hub, file.read_bytes()
-        start = int(self.headers.get("Range", "bytes=0-").removeprefix("bytes=").partition("-")[0])
-        self.send_response(206 if start else 200)
+        first, _, last = self.headers.get("Range", "bytes=0-").removeprefix("bytes=").partition("-")
+        start, data = int(first), data[: int(last) + 1] if last else data
+        self.send_response(206 if start or last else 200)
         self.send_header("ETag", f'"{hashlib.sha256(data).hexdigest()}"')
         self.send_header("X-Repo-Commit", commit)
         self.send_header("Content-Length", str(len(data) - start))
-        if start:
-            self.send_header("Content-Range", f"bytes {start}-{len(data) - 1}/{len(data)}")
+        if start or last:
+            self.send_header("Content-Range", f"bytes {start}-{len(data) - 1}/{file.stat().st_size}")
         self.end_headers()
         if not has_body:
             return

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from compress.checkpoint.config import HEAD, is_embedding
+from compress.checkpoint.config import HEAD
 from compress.checkpoint.dequantized import UNUSED_SCALES
-from compress.checkpoint.gguf.architectures.base import Architecture, expert_of, interleaved, is_router
+from compress.checkpoint.gguf.architectures.base import Architecture, expert_of, interleaved, is_end, is_router
 from compress.checkpoint.gguf.exact import Exact, exact_blocks, exact_type
+from compress.checkpoint.gguf.mixes import TYPES, Mix, Place, find_mix, fitting, number_of
 from compress.checkpoint.gguf.model_metadata import architecture_of, model_metadata
-from compress.checkpoint.gguf.rounding import ROUNDERS, round_to
+from compress.checkpoint.gguf.rounding import round_to
 from compress.checkpoint.gguf.tokenizer_metadata import tokenizer_metadata
 from compress.checkpoint.gguf.types import BY_NAME
 from compress.checkpoint.gguf.types.plain import DTYPES
@@ -24,14 +26,11 @@ from compress.checkpoint.reader import PackedCheckpoint
 from compress.common.errors import CheckpointError, SchemeError
 from compress.common.files import check_out_folder
 
-GGUF_TYPES = tuple(ROUNDERS)
-FILE_TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q8_0": 7, "q5_0": 8, "q5_1": 9, "q2_k": 10, "q3_k": 12}
-FILE_TYPES |= {"q4_k": 15, "q5_k": 17, "q6_k": 18, "iq4_nl": 25, "bf16": 32}
-"""Numbers of `general.file_type`, which says the type of most tensors."""
 BY_BITS = {2: "q2_k", 3: "q3_k", 4: "q4_k", 5: "q5_k", 6: "q6_k"}
 NOT_STORED = (*UNUSED_SCALES, ".inv_freq")
 """Ends of names of tensors that follow from others or are measured anew."""
 QUANTIZATION_VERSION = 2
+KEPT = "codes as they are"
 
 
 @dataclass(frozen=True)
@@ -50,34 +49,47 @@ class GGUFExport:
         for (name, how), count in sorted(self.types.items()):
             yield f"{count} x {name}: {how}"
 
+    def to_dict(self) -> dict[str, Any]:
+        """Returns plain values."""
+        matrices = [{"type": name, "values": how, "count": count} for (name, how), count in sorted(self.types.items())]
+        return {"path": str(self.path), "matrices": matrices}
 
-def export_gguf(path: str | Path, out: str | Path, kind: str | None = None) -> GGUFExport:
+
+def export_gguf(path: str | Path, out: str | Path, mix: str | None = None, embedding: str | None = None) -> GGUFExport:
     """Writes the checkpoint at `path` to the new file `out`.
 
     Args:
-        kind: type of matrices whose codes no type holds, and of dense ones; None keeps these dense.
+        mix: decides the types of matrices whose codes no type holds, and of dense ones; None keeps these dense, except
+            for the embedding and the head of a packed checkpoint.
+        embedding: type of the embedding and the head; None for that of the mix, or of the mix of most codes.
 
     Raises:
         CheckpointError: `path` cannot be read, its model or tokenizer has no form in GGUF, or `out` exists.
-        SchemeError: codes that no type holds, without `kind`, or a `kind` that is not written.
+        SchemeError: codes that no type holds, without `mix`, or a mix or type that is not written.
     """
-    if kind is not None and kind not in GGUF_TYPES:
-        raise SchemeError(f"{kind!r} is no type that is written", f"Choose one of {', '.join(GGUF_TYPES)}")
-    target, packed = check_out_folder(out), PackedCheckpoint.open(path)
-    if packed.files.text_names is not None:
-        raise CheckpointError(f"{packed.path} is a multimodal model, of which GGUF has two files", "Export it as dense")
-    planner = Planner(packed, architecture_of(packed.config), kind)
+    planner = Planner.open(path, mix, embedding)
+    target, packed = check_out_folder(out), planner.packed
     planned = list(planner.tensors())
     tensors = [each for each, _ in planned]
     metadata, vectors = model_metadata(packed.config, {tensor.name for tensor in tensors})
     tensors += [_vector(name, values) for name, values in vectors.items()]
     types = Counter((tensor.type.name, how) for tensor, how in planned if len(tensor.shape) > 1)
-    file_type = FILE_TYPES[types.most_common(1)[0][0][0]]
-    general = {"general.name": packed.path.resolve().name, "general.file_type": file_type}
+    general = {"general.name": packed.path.resolve().name, "general.file_type": _file_type(types, planner.mix)}
     metadata |= {**general, "general.quantization_version": QUANTIZATION_VERSION}
     metadata |= tokenizer_metadata(packed.path, packed.config["vocab_size"])
     write_gguf(target, metadata, tensors)
     return GGUFExport(target, types)
+
+
+def _file_type(types: Counter[tuple[str, str]], mix: Mix | None) -> int:
+    """Returns the number of the mix, or of the type of most codes where these are of another."""
+    kept, every = Counter[str](), Counter[str]()
+    for (name, how), count in types.items():
+        every[name] += count
+        kept[name] += count * how.startswith(KEPT)
+    if mix is not None and (not kept.total() or kept[mix.base]):
+        return mix.number
+    return number_of((kept if kept.total() else every).most_common(1)[0][0])
 
 
 def _vector(name: str, values: list[float]) -> NewTensor:
@@ -90,20 +102,60 @@ class Planner:
 
     packed: PackedCheckpoint
     architecture: Architecture
-    kind: str | None
+    mix: Mix | None = None
+    embedding: str | None = None
+
+    @classmethod
+    def open(cls, path: str | Path, mix: str | None = None, embedding: str | None = None) -> Planner:
+        """Opens a checkpoint. Raises the errors of `export_gguf`."""
+        if embedding is not None and embedding not in TYPES:
+            raise SchemeError(f"{embedding!r} is no type that is written", f"Choose one of {', '.join(TYPES)}")
+        chosen, packed = None if mix is None else find_mix(mix), PackedCheckpoint.open(path)
+        if packed.files.text_names is not None:
+            problem = f"{packed.path} is a multimodal model, of which GGUF has two files"
+            raise CheckpointError(problem, "Export it as dense")
+        return cls(packed, architecture_of(packed.config), chosen, embedding)
 
     def tensors(self) -> Iterator[tuple[NewTensor, str]]:
         """Yields what is to be written, and what becomes of the values."""
-        packed = self.packed
+        names = self.names()
+        blocks = list(self._planned((name, own) for name, own in names.items() if not is_end(own)))
+        yield from blocks
+        kept = Counter(tensor.type.name for tensor, how in blocks if how.startswith(KEPT))
+        mix = self.mix or (find_mix(kept.most_common(1)[0][0]) if kept else None)
+        yield from replace(self, mix=mix)._planned((name, own) for name, own in names.items() if is_end(own))
+
+    def names(self) -> dict[str, str]:
+        """Returns the names in files of all tensors. Raises CheckpointError for one that has no place there."""
+        packed, found = self.packed, dict[str, str]()
         names = [*(f"{module}.weight" for module in packed.modules), *packed.dense_names()]
-        stacks: dict[str, dict[int, tuple[NewTensor, str]]] = {}
         for name in sorted(name for name in names if not name.endswith(NOT_STORED)):
-            if name == f"{HEAD}.weight" and packed.tied and HEAD not in packed.schemes:
+            if name == f"{HEAD}.weight" and self._is_tied():
                 continue
             own = self.architecture.file_name(name)
             if own is None:
                 problem = f"{name} has no place in GGUF files of {self.architecture.name!r}"
                 raise CheckpointError(problem, "Export it as dense")
+            found[name] = own
+        return found
+
+    def chosen_types(self) -> dict[str, str]:
+        """Returns the types that the mix gives the matrices of the layers, by module; those of routers are none."""
+        found = dict[str, str]()
+        for name, own in self.names().items():
+            module = name.removesuffix(".weight")
+            shape = self.packed.shape(module) if module in self.packed.schemes else self.packed.files.shape(name)
+            kind = self._type_of(own, shape)
+            if kind is not None and len(shape) == 2 and not is_end(own) and not is_router(own):
+                found[module] = kind
+        return found
+
+    def _is_tied(self) -> bool:
+        return self.packed.tied and HEAD not in self.packed.schemes
+
+    def _planned(self, names: Iterable[tuple[str, str]]) -> Iterator[tuple[NewTensor, str]]:
+        packed, stacks = self.packed, dict[str, dict[int, tuple[NewTensor, str]]]()
+        for name, own in names:
             is_packed, expert = name.removesuffix(".weight") in packed.schemes, expert_of(name)
             planned = self._packed(name, own) if is_packed else self._dense(name, own)
             if expert is None:
@@ -118,15 +170,16 @@ class Planner:
         module = name.removesuffix(".weight")
         shape, codes = self.packed.shape(module), self._codes(module)
         exact = None if codes is None else exact_type(codes)
-        if exact is not None:
-            how = "codes as they are" + ("" if codes is None or codes.is_symmetric else ", minima rounded to float16")
+        if exact is not None and (self.embedding in (None, exact) or not is_end(own)):
+            how = KEPT + ("" if codes is None or codes.is_symmetric else ", minima rounded to float16")
             return self._new(own, exact, shape, lambda: self._exact_blocks(module, exact)), how
-        if self.kind is None:
+        kind = self._type_of(own, shape)
+        if kind is None:
             scheme = self.packed.schemes[module]
             nearest = BY_BITS.get(scheme.bits, "q8_0")
             problem = f"{module}: no type of GGUF holds {scheme} with its scales"
             raise SchemeError(problem, f"Round its values again: --gguf-type {nearest}")
-        return self._rounded(name, own, shape, lambda: self.packed.values(module, torch.float32))
+        return self._rounded(own, kind, shape, lambda: self.packed.values(module, torch.float32))
 
     def _codes(self, module: str) -> Exact | None:
         if self.packed.column_order(module) is not None:
@@ -147,24 +200,36 @@ class Planner:
         if len(shape) == 1:
             offset = self.architecture.norm_offset if self.architecture.is_offset(own) else 0.0
             return self._new(own, "f32", shape, lambda: packed.tensor(name).to(torch.float32) + offset), ""
-        if self.kind is None:
-            found = {dtype: kind for kind, dtype in DTYPES.items()}.get(packed.files.dtype(name), "f32")
-            kind = "f32" if found == "f64" else found
-            return self._new(own, kind, shape, lambda: round_to(packed.tensor(name), kind)), "dense"
-        return self._rounded(name, own, shape, lambda: packed.tensor(name))
+        kind = self._type_of(own, shape)
+        if kind is not None:
+            return self._rounded(own, kind, shape, lambda: packed.tensor(name))
+        found = {dtype: name for name, dtype in DTYPES.items()}.get(packed.files.dtype(name), "f32")
+        stored = "f32" if found == "f64" else found
+        return self._new(own, stored, shape, lambda: round_to(packed.tensor(name), stored)), "dense"
 
     def _rounded(
-        self, name: str, own: str, shape: tuple[int, ...], values: Callable[[], Tensor]
+        self, own: str, kind: str, shape: tuple[int, ...], values: Callable[[], Tensor]
     ) -> tuple[NewTensor, str]:
-        kind = self._type_of(name, shape[-1])
         return self._new(own, kind, shape, lambda: round_to(values(), kind)), "rounded"
 
-    def _type_of(self, name: str, columns: int) -> str:
-        """Chooses the type of a matrix: output heads get more bits, rows that are no whole blocks a smaller block."""
-        wanted, module = self.kind or "f16", name.removesuffix(".weight")
-        is_head = module == HEAD or (is_embedding(module) and self.packed.tied)
-        candidates = [*(["q6_k"] if is_head and wanted != "q8_0" else []), wanted, "q8_0", "f16"]
-        return next(each for each in candidates if columns % BY_NAME[each].size == 0)
+    def _type_of(self, own: str, shape: tuple[int, ...]) -> str | None:
+        """Returns the type to round a matrix to, by its name in files; None for one that stays dense."""
+        if self.embedding is not None and is_end(own):
+            return fitting(self.embedding, shape[-1])
+        if self.mix is None:
+            return None
+        *block, kind, _ = own.split(".")
+        heads, config = self._heads(), self.packed.config
+        place = Place(
+            kind,
+            columns=shape[-1],
+            layer=int(block[1]) if block else 0,
+            layers=config["num_hidden_layers"],
+            groups=heads["num_attention_heads"] // heads["num_key_value_heads"],
+            experts=config.get("num_local_experts") or config.get("num_experts") or 0,
+            is_tied=self._is_tied(),
+        )
+        return self.mix.type_of(place)
 
     def _new(self, own: str, kind: str, shape: tuple[int, ...], blocks: Callable[[], Tensor]) -> NewTensor:
         heads = self.architecture.heads_of(own, self._heads())

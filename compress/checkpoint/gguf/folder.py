@@ -25,17 +25,17 @@ def is_gguf(path: str | Path) -> bool:
     return Path(path).suffix.lower() == GGUF_SUFFIX and in_home(path).is_file()
 
 
-def folder_of(model: str | Path, *, weights: bool = True, code: bool = False) -> Path:
+def folder_of(model: str | Path, *, weights: bool = True, values: bool = True, code: bool = False) -> Path:
     """Returns the folder of a model that is named in any way; that of a GGUF file is made once.
 
     Args:
-        weights: as for `find_model`, like `code`.
+        weights: as for `find_model`, like `values` and `code`.
 
     Raises:
         CheckpointError: as `find_model`; a GGUF file that cannot be read, of another architecture or kind of
             tokenizer, or no space.
     """
-    found = find_model(model, weights=weights, code=code)
+    found = find_model(model, weights=weights, values=values, code=code)
     if not is_gguf(found):
         return found
     file = found.absolute()  # its own name: the hub's cache links to files with other names

@@ -10,12 +10,14 @@ from compress.common.files import in_home
 from compress.common.model_folder import GGUF_SUFFIX, find_folder
 
 
-def find_model(named: str | Path, *, weights: bool = True, code: bool = False) -> Path:
+def find_model(named: str | Path, *, weights: bool = True, values: bool = True, code: bool = False) -> Path:
     """Returns the folder or GGUF file of a model; downloads what the cache lacks of a model of the hub. A path that
     exists comes first; any other name is returned as a path.
 
     Args:
         weights: whether weights are needed, or only config, tokenizer and card.
+        values: whether the values of weights are needed, or only names, dtypes and shapes: then weights of a dense
+            model may be headers alone.
         code: whether Python files may run, and so are needed too.
 
     Raises:
@@ -25,7 +27,7 @@ def find_model(named: str | Path, *, weights: bool = True, code: bool = False) -
         return bundled_path(name)
     path = in_home(named)
     if not path.exists() and (model := HubModel.parse(str(named))):
-        return model.download(weights=weights, code=code)
+        return model.download(weights=weights, values=values, code=code)
     return path if path.is_file() and path.suffix.lower() == GGUF_SUFFIX else find_folder(path)
 
 

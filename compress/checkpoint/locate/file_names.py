@@ -13,6 +13,8 @@ from compress.common.model_folder import GGUF_SUFFIX
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 SAFETENSORS_SUFFIX = ".safetensors"
+WITHOUT_VALUES = "without values"
+"""Key in the metadata of a safetensors file that has only a header, and no bytes of tensors."""
 PICKLE_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle"})
 WEIGHT_SUFFIXES = PICKLE_SUFFIXES | {
     SAFETENSORS_SUFFIX,

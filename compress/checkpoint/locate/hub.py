@@ -22,6 +22,7 @@ from compress.checkpoint.locate.file_names import (
     side_names,
     weight_names,
 )
+from compress.checkpoint.locate.headers import headers_folder
 from compress.common.errors import CheckpointError
 from compress.common.files import size
 
@@ -73,9 +74,12 @@ class HubModel:
         folder = Path(found).parent
         return folder if not weights or any(folder.glob(f"*{SAFETENSORS_SUFFIX}")) else None
 
-    def download(self, *, weights: bool, code: bool) -> Path:
+    def download(self, *, weights: bool, code: bool, values: bool = True) -> Path:
         """Returns the folder, or the GGUF file, with all files that are read. Announces a download on standard error.
         Where the hub cannot be reached, what is in the cache is used.
+
+        Args:
+            values: False for the headers of dense weights in place of the weights, which are not in the cache.
 
         Raises:
             CheckpointError: no such model, revision or file, no access, no network, only pickle weights, or a disk that
@@ -101,6 +105,8 @@ class HubModel:
             if weights and INDEX_FILE in sizes and not self.file:
                 index = Path(hf_hub_download(self.repo, INDEX_FILE, revision=info.sha)).read_text(encoding="utf-8")
             names = self._choose(sizes, index, weights, code)
+            if not values and not self.file and (found := headers_folder(self.repo, info.sha or "", names)):
+                return found
             self._announce({name: sizes[name] for name in names}, info.sha)
             if not sys.stderr.isatty():
                 disable_progress_bars()

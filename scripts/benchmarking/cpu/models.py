@@ -142,13 +142,12 @@ def prepare(work: Path, shape: str, names: Sequence[str]) -> dict[str, Path]:
 
 
 def prepare_gguf(work: Path, shape: str, kind: str) -> dict[str, Path]:
-    """Writes the GGUF file of a type, where it is not there, and opens it."""
-    from bench_gguf import LLAMA_FILE_TYPES
-
+    """Writes the GGUF file of a mix, where it is not there, and opens it."""
     from benchmarking.llama import quantize
     from benchmarking.models import SHAPES, write_model
     from compress.checkpoint.gguf.export import export_gguf
     from compress.checkpoint.gguf.folder import folder_of
+    from compress.checkpoint.gguf.mixes import find_mix
 
     dense, file = work / "dense", work / f"{kind}.gguf"
     work.mkdir(parents=True, exist_ok=True)
@@ -157,7 +156,7 @@ def prepare_gguf(work: Path, shape: str, kind: str) -> dict[str, Path]:
     if not (work / "dense.gguf").exists():
         export_gguf(dense, work / "dense.gguf")
     if not file.exists():
-        quantize(work / "dense.gguf", file, LLAMA_FILE_TYPES[kind])
+        quantize(work / "dense.gguf", file, find_mix(kind).number)
     return {"file": file, "folder": folder_of(file)}
 
 

@@ -128,6 +128,55 @@ def test_a_model_of_the_hub_is_quantized_uploaded_measured_and_served(hub: Small
         server.communicate()
 
 
+def headers_only(hub: SmallHub) -> bool:
+    """Whether a part of the weights was asked for, and never the whole file."""
+    ranges = [part for _, path, part in hub.requests if path.endswith(".safetensors") and "/resolve/" in path]
+    return bool(ranges) and all(re.fullmatch(r"bytes=\d+-\d+", part) for part in ranges)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "compress quantize NAME --method gptq --weights q4_k --dry-run --json",
+        pytest.param("compress search NAME --target-bpw 4 --dry-run --json", marks=pytest.mark.full),
+        pytest.param("compress run lowrank-int4 NAME --dry-run --json", marks=pytest.mark.full),
+        "runtime memory NAME --memory 4GiB --json",
+    ],
+)
+def test_plans_read_headers_in_place_of_weights(command: str, hub: SmallHub, tmp_path: Path) -> None:
+    arguments = command.split()
+    here, named = (
+        hub.run(tmp_path, *(each.replace("NAME", name) for each in arguments)) for name in ("demo", "org/demo")
+    )
+    assert named.returncode == here.returncode == 0, named.stderr
+    assert headers_only(hub)
+    plan, expected = json.loads(named.stdout), json.loads(here.stdout)
+    assert plan.keys() == expected.keys()
+    told = {"model", "source", "path", "remedies", "quality_check", "seconds"}  # names, and a measured speed
+    different = {key for key in plan if plan[key] != expected[key]} - told
+    assert not different, {key: (plan[key], expected[key]) for key in different}
+    (folder,) = (tmp_path / "cache/compress-runtime/headers").glob("*/snapshots/*")
+    stored = folder / "model.safetensors"
+    assert abs(stored.stat().st_size - (demo_model_path() / "model.safetensors").stat().st_size) < 4096
+    assert stored.stat().st_blocks * 512 < 2**20
+
+
+def test_values_are_downloaded_after_a_plan(hub: SmallHub, tmp_path: Path) -> None:
+    plan = hub.run(tmp_path, "compress", "quantize", "org/demo", "--method", "rtn", "--dry-run")
+    assert plan.returncode == 0, plan.stderr
+    assert headers_only(hub)
+    done = hub.run(tmp_path, "runtime", "generate", "org/demo", *FEW)
+    assert done.returncode == 0, done.stderr
+    assert not headers_only(hub)
+
+
+def test_a_quantized_model_is_downloaded_for_a_plan(hub: SmallHub, packed: Path, tmp_path: Path) -> None:
+    hub.models["org/packed"] = Repository({"main": packed})
+    planned = hub.run(tmp_path, "runtime", "memory", "org/packed", "--memory", "4GiB")
+    assert planned.returncode == 0, planned.stderr
+    assert not headers_only(hub)
+
+
 @pytest.mark.full
 def test_a_gguf_file_of_the_hub_runs(hub: SmallHub, packed: Path, tmp_path: Path) -> None:
     folder = tmp_path / "files"

@@ -211,6 +211,11 @@ def expert_of(name: str) -> int | None:
     return int(found[2]) if found else None
 
 
+def is_end(name: str) -> bool:
+    """Whether a matrix, by its name in files, is the embedding or the output head."""
+    return name in ("token_embd.weight", "output.weight")
+
+
 def is_router(name: str) -> bool:
     """Whether a tensor, by its name in files, scores experts."""
     return name.rpartition(".")[0].rpartition(".")[2] in ROUTERS

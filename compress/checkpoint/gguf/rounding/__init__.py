@@ -37,13 +37,19 @@ def round_to(values: Tensor, name: str) -> Tensor:
         NumericsError: NaN or infinity.
     """
     if dtype := DTYPES.get(name):
-        return values.to(dtype).contiguous().view(torch.uint8)
+        cast = values.to(dtype)
+        _check_finite(cast, name)
+        return cast.contiguous().view(torch.uint8)
     kind, flat = BY_NAME[name], values.reshape(-1, BY_NAME[name].size)
     blocks = torch.empty(len(flat), kind.nbytes, dtype=torch.uint8)
     step = VALUES_AT_ONCE // kind.size
     for out, part in zip(blocks.split(step), flat.split(step), strict=True):
         wide = part.to(torch.float32)
-        if not bool(wide.isfinite().all()):
-            raise NumericsError(f"a weight holds NaN or infinity, which {name} cannot store", "Check the checkpoint")
+        _check_finite(wide, name)
         out.copy_(ROUNDERS[name](wide))
     return blocks.view(len(values), -1)
+
+
+def _check_finite(values: Tensor, name: str) -> None:
+    if not bool(values.isfinite().all()):
+        raise NumericsError(f"a weight holds NaN or infinity, which {name} cannot store", "Check the checkpoint")

@@ -129,7 +129,13 @@ class TileList(NamedTuple):
 
 
 def tile_list(rows: RaggedRows, num_tokens: int, tiling: Tiling) -> TileList:
-    """Lists the tiles of the first `num_tokens` rows of a step, which are those of all sequences of `rows`."""
+    """Lists the tiles of the first `num_tokens` rows of a step, which are those of all sequences of `rows`.
+
+    Raises:
+        ValueError: the sequences have another number of rows, where their lengths are known.
+    """
+    if rows.lengths and (listed := sum(tokens for tokens, _ in rows.lengths)) != num_tokens:
+        raise ValueError(f"sequences with {listed} rows in a step of {num_tokens}")
     count, device = len(rows.tables), rows.positions.device
     num_items = tiling.most_tiles(count, num_tokens, rows.longest)
     most_splits = tiling.most_splits(rows.longest, rows.num_keys)

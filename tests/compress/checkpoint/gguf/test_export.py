@@ -10,9 +10,10 @@ from gguf_models import FAMILIES, VOCAB, quick_first, save_family, tokenizer_met
 from tiny_models import compute_in_float64, pack_model, reference_logits
 
 from compress.checkpoint.gguf import tokenizer_metadata as inverse
-from compress.checkpoint.gguf.export import GGUF_TYPES, export_gguf
+from compress.checkpoint.gguf.export import export_gguf
 from compress.checkpoint.gguf.file import GGUFFile
 from compress.checkpoint.gguf.folder import folder_of
+from compress.checkpoint.gguf.mixes import FLOATS, MIXES
 from compress.checkpoint.gguf.tokenizer import tokenizer_files
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.weights import Int
@@ -60,7 +61,7 @@ def test_codes_and_logits_survive(name, tmp_path):
     scheme = {True: Int(8, 32), False: Int(4, 64)}
     pack_model(dense, tmp_path / "packed", lambda module: scheme["down" in module])
     with_tokenizer(tmp_path / "packed")
-    exported = export_gguf(tmp_path / "packed", tmp_path / "m.gguf")
+    exported = export_gguf(tmp_path / "packed", tmp_path / "m.gguf", embedding="f32")
     assert {how for (kind, how) in exported.types if kind.startswith("q")} == {"codes as they are"}
     check_with_gguf(tmp_path / "m.gguf")
     source, found = PackedCheckpoint.open(tmp_path / "packed"), PackedCheckpoint.open(folder_of(tmp_path / "m.gguf"))
@@ -71,14 +72,15 @@ def test_codes_and_logits_survive(name, tmp_path):
     assert difference < 1e-5 if name.startswith("gemma") else difference < 1e-12  # 1 + weight is float32 in files
 
 
-@pytest.mark.parametrize("kind", quick_first(GGUF_TYPES, "q4_0", "q4_k"))
-def test_dense_matrices_are_rounded(kind, tmp_path):
-    dense = save(tmp_path / "dense")
-    export_gguf(dense, tmp_path / "m.gguf", kind)
+@pytest.mark.parametrize("mix", quick_first(MIXES, "q4_0", "q4_k_m"))
+def test_dense_matrices_are_rounded(mix, tmp_path):
+    dense, base = save(tmp_path / "dense"), MIXES[mix].base
+    export_gguf(dense, tmp_path / "m.gguf", mix)
     check_with_gguf(tmp_path / "m.gguf")
     file = GGUFFile.open(tmp_path / "m.gguf")
-    assert file.tensors["blk.0.ffn_up.weight"].type.name == kind
-    assert file.tensors["token_embd.weight"].type.name == ("q8_0" if kind == "q8_0" else "q6_k")
+    assert file.tensors["blk.0.ffn_up.weight"].type.name == base
+    assert file.tensors["token_embd.weight"].type.name == (base if base in ("q8_0", *FLOATS) else "q6_k")
+    assert file.metadata["general.file_type"] == gguf.LlamaFileType[file_type_name(mix)]
     values, source = PackedCheckpoint.open(folder_of(tmp_path / "m.gguf")), PackedCheckpoint.open(dense)
     module = "model.layers.1.self_attn.q_proj"
     found = values.values(module, torch.float32) if module in values.schemes else values.tensor(f"{module}.weight")
@@ -86,11 +88,90 @@ def test_dense_matrices_are_rounded(kind, tmp_path):
     assert (found - exact).norm() < 0.3 * exact.norm()
 
 
+def file_type_name(mix: str) -> str:
+    """Returns the name of a mix in the `gguf` package."""
+    return {"f32": "ALL_F32"}.get(mix, f"MOSTLY_{mix.upper()}")
+
+
+def test_the_embedding_gets_the_type_of_the_mix_or_the_wanted_one(tmp_path):
+    pack_model(with_tokenizer(save_family(tmp_path / "dense", "llama 3")), tmp_path / "packed", lambda _: Int(4, 32))
+    with_tokenizer(tmp_path / "packed")
+
+    def ends(name: str, **options) -> tuple[str, str, int]:
+        file = GGUFFile.open(export_gguf(tmp_path / "packed", tmp_path / name, **options).path)
+        kinds = (file.tensors[f"{end}.weight"].type.name for end in ("token_embd", "output"))
+        return *kinds, file.metadata["general.file_type"]
+
+    assert ends("usual.gguf") == ("q4_0", "q6_k", gguf.LlamaFileType.MOSTLY_Q4_0)
+    assert ends("wanted.gguf", embedding="bf16") == ("bf16", "bf16", gguf.LlamaFileType.MOSTLY_Q4_0)
+    assert ends("mix.gguf", mix="q5_k_m") == ("q5_k", "q6_k", gguf.LlamaFileType.MOSTLY_Q4_0)
+    with pytest.raises(ToolkitError, match="q6_k"):
+        export_gguf(tmp_path / "packed", tmp_path / "m.gguf", embedding="q6")
+
+
+def test_floats_that_overflow_are_refused(tmp_path):
+    dense = save(tmp_path / "dense")
+    change_tensor(dense, "model.norm.weight", 1e30)
+    export_gguf(dense, tmp_path / "norm.gguf", "f16")  # norms stay float32
+    change_tensor(dense, "model.layers.0.mlp.up_proj.weight", 1e30)
+    with pytest.raises(ToolkitError, match="f16"):
+        export_gguf(dense, tmp_path / "m.gguf", "f16")
+
+
+def change_tensor(folder: Path, name: str, value: float) -> None:
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(folder / "model.safetensors")
+    tensors[name].view(-1)[0] = value
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mix", ["q4_0", "q4_k_m"])
+def test_one_command_chooses_codes_by_a_method(mix, tmp_path):
+    from typer.testing import CliRunner
+
+    from compress.cli import app
+
+    out, rounded = tmp_path / "m.gguf", export_gguf(demo_model_path(), tmp_path / "rounded.gguf", mix).path
+    command = ["export", "demo", "--format", "gguf", "--gguf-type", mix, "--method", "gptq", "--out", str(out)]
+    result = CliRunner().invoke(app, [*command, "--num-calibration-samples", "4", "--max-seq-length", "64"])
+    assert result.exit_code == 0, result.output
+    found, expected = GGUFFile.open(out), GGUFFile.open(rounded)
+    assert {name: each.type.name for name, each in found.tensors.items()} == {
+        name: each.type.name for name, each in expected.tensors.items()
+    }
+    assert found.metadata["general.file_type"] == expected.metadata["general.file_type"] == MIXES[mix].number
+    assert not torch.equal(found.values("blk.0.attn_q.weight"), expected.values("blk.0.attn_q.weight"))
+    assert torch.equal(found.values("token_embd.weight"), expected.values("token_embd.weight"))
+    assert {path.name for path in tmp_path.iterdir()} - {"cache"} == {"m.gguf", "rounded.gguf"}
+
+
+MISUSED = {
+    "text without a method": (["--format", "gguf", "--seed", "1"], "--method gptq"),
+    "codes without a type": (["--format", "gguf", "--method", "gptq"], "--gguf-type"),
+    "codes of floats": (["--format", "gguf", "--method", "gptq", "--gguf-type", "bf16"], "--gguf-type"),
+    "another format": (["--format", "dense", "--embedding-type", "q6_k"], "--format gguf"),
+}
+
+
+@pytest.mark.parametrize("case", MISUSED)
+def test_options_without_effect_are_refused(case, tmp_path):
+    from typer.testing import CliRunner
+
+    from compress.cli import app
+
+    options, remedy = MISUSED[case]
+    result = CliRunner().invoke(app, ["export", "demo", *options, "--out", str(tmp_path / "m.gguf")])
+    assert remedy in result.exception.remedy
+    assert not list(tmp_path.glob("m*"))
+
+
 def test_rows_that_are_no_whole_blocks_get_a_smaller_block(tmp_path):
     dense = with_tokenizer(save_family_of_width(tmp_path / "dense", 96))
     export_gguf(dense, tmp_path / "m.gguf", "q4_k")
     types = {tensor.type.name for tensor in GGUFFile.open(tmp_path / "m.gguf").tensors.values()}
-    assert types == {"q8_0", "q4_k", "f32"}
+    assert types == {"q5_0", "q8_0", "q4_k", "q6_k", "f32"}  # of rows of 96 and 512, the more bits in layer 1
 
 
 def save_family_of_width(folder: Path, width: int) -> Path:
@@ -111,7 +192,7 @@ def test_transformers_loads_what_is_written(tmp_path):
 
     pack_model(save(tmp_path / "dense"), tmp_path / "packed", lambda module: Int(4, 32))
     with_tokenizer(tmp_path / "packed")
-    export_gguf(tmp_path / "packed", tmp_path / "m.gguf")
+    export_gguf(tmp_path / "packed", tmp_path / "m.gguf", embedding="f32")
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="m.gguf", dtype=torch.float32).eval()
     expected = reference_logits(compute_in_float64(theirs), TOKENS)
     assert (logits(tmp_path / "packed") - expected).abs().max() < 1e-8  # epsilon of its float32
@@ -198,7 +279,7 @@ REFUSED = {
         None,
         "token id 999, and the embedding has 264 rows",
     ),
-    "type": (lambda folder: None, "q9_9", "'q9_9' is no type that is written.*q4_k"),
+    "type": (lambda folder: None, "q9_9", "'q9_9' is no type that is written.*q4_k_m"),
 }
 
 
@@ -219,6 +300,6 @@ def test_codes_without_a_type_name_the_nearest(tmp_path):
     with pytest.raises(ToolkitError, match=r"w3a16 g16 sym.*--gguf-type q3_k"):
         export_gguf(tmp_path / "packed", tmp_path / "m.gguf")
     lines = list(export_gguf(tmp_path / "packed", tmp_path / "m.gguf", "q3_k").lines())
-    assert lines == ["14 x q3_k: rounded", "1 x q6_k: rounded"]
+    assert lines == ["8 x q3_k: rounded", "4 x q4_k: rounded", "2 x q5_k: rounded", "1 x q6_k: rounded"]
     with pytest.raises(ToolkitError, match="exists already"):
         export_gguf(tmp_path / "packed", tmp_path / "m.gguf", "q3_k")

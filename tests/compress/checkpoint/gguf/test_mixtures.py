@@ -96,7 +96,7 @@ def test_codes_of_experts_survive(name, tmp_path):
     pack_model(
         save(tmp_path / "dense", name), tmp_path / "packed", lambda module: Int(4 if is_expert(module) else 8, 32)
     )
-    exported = export_gguf(with_tokenizer(tmp_path / "packed"), tmp_path / "m.gguf")
+    exported = export_gguf(with_tokenizer(tmp_path / "packed"), tmp_path / "m.gguf", embedding="f32")
     assert exported.types["q4_0", "codes as they are"] == 6
     source, found = PackedCheckpoint.open(tmp_path / "packed"), PackedCheckpoint.open(folder_of(tmp_path / "m.gguf"))
     assert found.modules == source.modules

@@ -1,5 +1,6 @@
 """Downloads from a hub on loopback, by real processes: what is asked for, what is refused, what continues."""
 
+import json
 import shutil
 import signal
 import subprocess
@@ -11,12 +12,15 @@ import pytest
 from runtime_command import HEED_INTERRUPTS
 from small_hub import TOKEN, Repository, SmallHub, commit_of, serving_hub
 
+from compress.checkpoint.locate.hub import HubModel
+from compress.checkpoint.safetensors import TensorFiles
 from compress.common.cli import demo_model_path
 
 WEIGHTS = "model.safetensors"
 FIND = (
     "import sys\nfrom compress.common.errors import ToolkitError\nfrom compress.checkpoint.locate import find_model\n"
-    "try: print(find_model(sys.argv[1], weights='config' not in sys.argv, code='code' in sys.argv))\n"
+    "need = {'weights': 'config' not in sys.argv, 'values': 'headers' not in sys.argv, 'code': 'code' in sys.argv}\n"
+    "try: print(find_model(sys.argv[1], **need))\n"
     "except ToolkitError as error: sys.exit(f'{error.problem}|{error.remedy}')\n"
     "assert 'torch' not in sys.modules"
 )
@@ -220,3 +224,33 @@ def test_shards_are_those_of_the_index(hub: SmallHub, tmp_path: Path, other: Pat
     hub.models["org/shards"] = Repository({"main": folder})
     assert (found(hub, tmp_path, "org/shards") / "model-00001-of-00001.safetensors").is_file()
     assert "consolidated.safetensors" not in hub.files()
+
+
+def test_headers_of_shards_are_read_once(hub: SmallHub, tmp_path: Path, other: Path) -> None:
+    folder, shard = tmp_path / "shards", "model-00001-of-00001.safetensors"
+    shutil.copytree(other, folder)
+    (folder / WEIGHTS).rename(folder / shard)
+    whole = TensorFiles.open(demo_model_path())
+    index = {"weight_map": dict.fromkeys(whole.names(), shard)}
+    (folder / f"{WEIGHTS}.index.json").write_text(json.dumps(index))
+    hub.models["org/shards"] = Repository({"main": folder})
+    headers = found(hub, tmp_path, "org/shards", "headers")
+    files = TensorFiles.open(headers)
+    assert {name: files.shape(name) for name in files.names()} == {name: whole.shape(name) for name in whole.names()}
+    assert files.tensor("model.norm.weight").is_meta
+    assert HubModel.of_cached(headers) == HubModel("org/shards", commit_of("main"))
+    hub.requests.clear()
+    assert found(hub, tmp_path, "org/shards", "headers") == headers
+    assert shard not in hub.files()
+    weights = found(hub, tmp_path, "org/shards")
+    assert (weights / shard).read_bytes() == (folder / shard).read_bytes()
+    assert found(hub, tmp_path, "org/shards", "headers") == weights
+
+
+def test_a_damaged_header_is_refused(hub: SmallHub, tmp_path: Path, other: Path) -> None:
+    folder = tmp_path / "damaged"
+    shutil.copytree(other, folder)
+    (folder / WEIGHTS).write_bytes(b"\xff" * 200)
+    hub.models["org/damaged"] = Repository({"main": folder})
+    problem, _ = refusal(hub, tmp_path, "org/damaged", "headers")
+    assert WEIGHTS in problem

@@ -59,6 +59,15 @@ def test_every_row_of_every_split_once(gpu, name: str, captured: bool) -> None:
     assert max(places, default=0) < found.num_parts
 
 
+def test_sequences_with_other_rows_than_the_step_are_refused() -> None:
+    from runtime.backends.triton.kernels.tile_list import tile_list
+
+    rows = ragged_rows([torch.arange(60)] * 2, [torch.tensor([900])] * 2)
+    for num_tokens in (1, 3):
+        with pytest.raises(ValueError, match="2 rows"):
+            tile_list(rows, num_tokens, Tiling(16, 2, 1, 64))
+
+
 def test_padding_and_empty_sequences_have_no_splits(gpu) -> None:
     """A sequence of padding has rows, to store zeros; one without rows has no item."""
     from runtime.backends.triton.kernels.tile_list import tile_list

@@ -1,0 +1,148 @@
+"""The command `compress export`."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from compress.checkpoint.gguf.mixes import ALIASES, MIXES, TYPES
+from compress.cli.compress_commands import announce, execute, make_request, say
+from compress.cli.options import JobOptions, TextOptions
+from compress.common.cli import with_groups
+from compress.common.errors import RecipeError
+from compress.common.files import in_home
+from compress.recipe import Recipe
+
+if TYPE_CHECKING:
+    from compress.checkpoint.gguf.export import GGUFExport
+
+ROUNDING = "rtn"
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFOptions:
+    """Options for GGUF files."""
+
+    gguf_type: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MIX",
+            help="Mix of types, as llama.cpp's quantizer names it, for dense matrices and codes that no GGUF type "
+            f"holds: {', '.join((*MIXES, *ALIASES))}.",
+            show_default=False,
+        ),
+    ] = None
+    embedding_type: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TYPE",
+            help=f"GGUF type of the embedding and the head: {', '.join(TYPES)}. Default: as in llama.cpp's mix, "
+            "q6_k for the head and an embedding tied to it.",
+            show_default=False,
+        ),
+    ] = None
+    method: Annotated[
+        str,
+        typer.Option(help="What chooses the codes of --gguf-type: rtn, or a calibrated method such as gptq or gptaq."),
+    ] = ROUNDING
+
+
+@with_groups
+def export(
+    *,
+    path: Annotated[Path, typer.Argument(help="A packed checkpoint folder; for gguf also a dense one.")],
+    format: Annotated[
+        str | None,
+        typer.Option(help="compressed-tensors, compress-runtime, gptq, awq, fp8, dense, or gguf.", show_default=False),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder to write, or file for gguf; must not exist.", show_default=False)
+    ] = None,
+    list_formats: Annotated[
+        bool,
+        typer.Option("--list", help="List the formats that can hold it and the engines that load them; write nothing."),
+    ] = False,
+    gguf: GGUFOptions,
+    text: TextOptions,
+    job: JobOptions,
+) -> None:
+    """Convert a packed checkpoint to another format without loss; fails with the reason if that is impossible.
+
+    In GGUF files the embedding and the head are rounded, see --embedding-type. They are also made from dense models:
+    --format gguf --gguf-type q4_k_m --method gptq. The options of calibration and runs are those of `compress
+    quantize`, and apply with a calibrated --method.
+    """
+    if list_formats:
+        _list_formats(path)
+        return
+    if format is None or out is None:
+        raise RecipeError("an export needs a format and a folder", "Add --format dense --out FOLDER, or --list")
+    if gguf.method == ROUNDING and (text, job) != (TextOptions(), JobOptions()):
+        raise RecipeError("options of calibration and runs need a calibrated method", "Add --method gptq")
+    if format != "gguf":
+        if gguf != GGUFOptions():
+            raise RecipeError(f"options of GGUF files do not apply to {format}", "Add --format gguf")
+        typer.echo(f"wrote {_export_folder(path, format, out)} ({format})")
+        return
+    exported = _export_gguf(path, in_home(out), gguf, text, job)
+    if exported is not None and job.as_json:
+        typer.echo(json.dumps(exported.to_dict(), indent=2))
+    elif exported is not None:
+        typer.echo("\n".join([*exported.lines(), f"wrote {exported.path} ({format})"]))
+
+
+def _list_formats(path: Path) -> None:
+    from compress.checkpoint.containers import containers
+    from compress.checkpoint.gguf.folder import folder_of
+
+    for each in containers(folder_of(path)):
+        loaded = f"loaded by {', '.join(each.readers)}" if each.readers else f"cannot hold it: {each.refusal}"
+        typer.echo(f"{each.format}: {loaded}")
+
+
+def _export_folder(path: Path, format: str, out: Path) -> Path:
+    from compress.checkpoint.gguf.folder import folder_of
+    from compress.checkpoint.writer import export_checkpoint
+    from compress.common.files import REPORT_FILE
+    from compress.reporting.model_card import write_card
+    from compress.reporting.report_data import read_report
+
+    source = folder_of(path)
+    if (source / REPORT_FILE).is_file():
+        read_report(source)  # its figures go into the card: a damaged report is refused before anything is written
+    written = export_checkpoint(source, format, out)
+    write_card(written, source)
+    return written
+
+
+def _export_gguf(path: Path, out: Path, gguf: GGUFOptions, text: TextOptions, job: JobOptions) -> GGUFExport | None:
+    """Writes a file; None for the dry run of a calibrated method, whose codes are first written to a folder."""
+    from compress.checkpoint.gguf.export import Planner, export_gguf
+    from compress.checkpoint.gguf.folder import folder_of
+    from compress.common.files import check_out_folder
+    from compress.gguf_recipe import stages_of
+
+    source = folder_of(path, values=not job.dry_run, code=job.trust_remote_code)
+    if gguf.method == ROUNDING:
+        return export_gguf(source, out, gguf.gguf_type, gguf.embedding_type)
+    if gguf.gguf_type is None:
+        raise RecipeError(f"--method {gguf.method} needs the type of the codes", "Add --gguf-type q4_k_m")
+    check_out_folder(out)
+    planner = Planner.open(source, gguf.gguf_type, gguf.embedding_type)
+    stages = stages_of(planner.chosen_types(), gguf.method)
+    codes = out.with_name(f"{out.name}.codes")
+    recipe = Recipe(stages, text.options, text.seed, f"{gguf.gguf_type}-{gguf.method}")
+    context = announce(replace(make_request(path, recipe, codes, job), measure=False), job)
+    if context is None:
+        return None
+    for warning in context.sequences.warnings if context.sequences else ():
+        say(f"note: {warning}")  # those of the plan are about engines that load the folder
+    execute(context, job.as_json)
+    exported = export_gguf(codes, out, gguf.gguf_type, gguf.embedding_type)
+    shutil.rmtree(codes)
+    return exported
