@@ -18,12 +18,12 @@ from torch import Tensor
 
 from runtime.backends.triton.fused_linear import ActivationLayout, PartialSums, QuantizedInput, finished
 from runtime.backends.triton.kernels.common import load_tile, multiply, split_tile, store_sums, store_tile
-from runtime.backends.triton.kernels.fp8 import EXPANDED_ROWS, skinny_tile
+from runtime.backends.triton.kernels.fp8 import skinny_tile
 from runtime.backends.triton.kernels.int8_gemm import split_inputs, tile_tokens
 from runtime.backends.triton.kernels.norm_act import PackedLinear
 from runtime.backends.triton.kernels.split_product import SplitProduct
 from runtime.backends.triton.launcher import Launcher
-from runtime.backends.triton.panels import multiply_by_panels
+from runtime.backends.triton.panels import EXPANDED_ROWS, Expander, multiply_by_panels
 from runtime.backends.triton.product_times import NEVER
 from runtime.backends.triton.sizes import cdiv
 
@@ -162,12 +162,14 @@ class Fp4Linear(PackedLinear):
             self._products[size] = self._prepare(size)
         return PartialSums(self._products[size](x.rows), len(self.codes), self.bias)
 
-    def expand_rows(self, first: int, out: Tensor) -> None:
-        """Fills `out [R, K]` with the dequantized rows from `first` on."""
-        expand_fp4[self.codes.shape[1] // self.half, cdiv(len(out), EXPANDED_ROWS)](
-            self.codes, self.scales, self.row_scales, out, first, len(out), self.inputs, 2 * self.codes.shape[1],
-            **self._constants, BLOCK_N=EXPANDED_ROWS, num_warps=4,
+    @cached_property
+    def expand_rows(self) -> Expander:
+        """Prepared launches that dequantize rows."""
+        kernel = expand_fp4.bind(
+            codes_ptr=self.codes, scale_ptr=self.scales, row_scale_ptr=self.row_scales, K=self.inputs,
+            PADDED=2 * self.codes.shape[1], **self._constants, BLOCK_N=EXPANDED_ROWS, num_warps=4,
         )  # fmt: skip
+        return Expander(kernel, self.codes.shape[1] // self.half)
 
     @property
     def _constants(self) -> dict[str, Any]:

@@ -32,7 +32,7 @@ from runtime.backends.triton.kernels.norm_act import PackedLinear
 from runtime.backends.triton.kernels.split_product import SplitProduct
 from runtime.backends.triton.kernels.w4a16 import GROUP_M
 from runtime.backends.triton.launcher import Launcher
-from runtime.backends.triton.panels import multiply_by_panels
+from runtime.backends.triton.panels import EXPANDED_ROWS, Expander, multiply_by_panels
 from runtime.backends.triton.product_times import NEVER
 from runtime.backends.triton.sizes import cdiv, next_power_of_2
 
@@ -147,8 +147,6 @@ def skinny_tile(tokens: int) -> dict[str, Any]:
     return {"BLOCK_N": 64, "BLOCK_M": block_m, "BLOCK_K": MAX_BLOCK_K, "STAGES": 4, "num_warps": warps}
 
 
-EXPANDED_ROWS = 64
-"""Rows of a program that dequantizes."""
 WIDE_TILE = {"BLOCK_N": 128, "BLOCK_M": 128, "BLOCK_K": MAX_BLOCK_K, "GROUP_M": GROUP_M, "STAGES": 3, "num_warps": 8}
 """Tile of the GEMM of many tokens."""
 
@@ -214,13 +212,16 @@ class Fp8Linear(PackedLinear):
         sums = self._products[size](x.rows)
         return PartialSums(sums, rows, self.bias, None if x.beside is None else (x.beside, self.scales))
 
-    def expand_rows(self, first: int, out: Tensor) -> None:
-        """Fills `out [R, K]` with the dequantized rows from `first` on."""
-        expand_fp8[cdiv(out.shape[1], MAX_BLOCK_K), cdiv(len(out), EXPANDED_ROWS)](
-            self.qweight, self.group_scales, self.scales, out, first, *out.shape, GROUP=self.group,
-            MULTIPLIES_FP8=self.native, BLOCK_N=EXPANDED_ROWS, BLOCK_K=MAX_BLOCK_K, num_warps=4,
+    @cached_property
+    def expand_rows(self) -> Expander:
+        """Prepared launches that dequantize rows."""
+        inputs = self.qweight.shape[1]
+        kernel = expand_fp8.bind(
+            codes_ptr=self.qweight, group_scale_ptr=self.group_scales, row_scale_ptr=self.scales, K=inputs,
+            GROUP=self.group, MULTIPLIES_FP8=self.native, BLOCK_N=EXPANDED_ROWS, BLOCK_K=MAX_BLOCK_K, num_warps=4,
             INTERPRETED=triton.knobs.runtime.interpret,
         )  # fmt: skip
+        return Expander(kernel, cdiv(inputs, MAX_BLOCK_K))
 
     def _scaled(self, codes: Tensor) -> Tensor:
         """Products of numbers without scales `[1, M, N]`, whose sums are kept in float32."""

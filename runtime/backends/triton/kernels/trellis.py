@@ -4,6 +4,7 @@ decodes in registers took 2.6 ms for one token of 28672x4096 on an H200."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import triton
 import triton.language as tl
@@ -12,14 +13,14 @@ from torch.nn.functional import pad
 
 from runtime.backends.triton.kernels.common import store_tile
 from runtime.backends.triton.launcher import Launcher
-from runtime.backends.triton.panels import multiply_by_panels
+from runtime.backends.triton.panels import EXPANDED_ROWS, Expander, multiply_by_panels
 
 TURN = 128
 """Order of the Hadamard matrices, which divides both sides of the tiles."""
 SIDE = 16
 """Side of a tile."""
 BLOCK = 64
-"""Rows and inputs of a program."""
+"""Inputs of a program that decodes."""
 
 
 @triton.jit
@@ -106,13 +107,15 @@ class TrellisLinear:
         y = self._turned(sums)[:, : len(self.out_scales)] * self.out_scales
         return (y if self.bias is None else y + self.bias.float()).to(x.dtype)
 
-    def expand_rows(self, first: int, out: Tensor) -> None:
-        """Fills `out [R, K]` with the numbers of the rows from `first` on."""
-        rows, inputs = out.shape
-        expand_trellis[inputs // BLOCK, rows // BLOCK](
-            self.words, out, first, rows, inputs, self.words.shape[1] * SIDE, BITS=self.bits, CODEBOOK=self.codebook,
-            BLOCK_N=BLOCK, BLOCK_K=BLOCK, num_warps=4,
+    @cached_property
+    def expand_rows(self) -> Expander:
+        """Prepared launches that decode rows."""
+        inputs, outputs = (tiles * SIDE for tiles in self.words.shape[:2])
+        kernel = expand_trellis.bind(
+            words_ptr=self.words, K=inputs, N=outputs, BITS=self.bits, CODEBOOK=self.codebook, BLOCK_N=EXPANDED_ROWS,
+            BLOCK_K=BLOCK, num_warps=4,
         )  # fmt: skip
+        return Expander(kernel, inputs // BLOCK)
 
     def _turned(self, x: Tensor) -> Tensor:
         """Every 128 numbers times the Hadamard matrix."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from runtime.backends.triton.kernels.norm_act import PackedLinear
 from runtime.backends.triton.kernels.split_product import SplitProduct
 from runtime.backends.triton.kernels.weight_layout import InterleavedWeight, prepared, tile_inputs
 from runtime.backends.triton.launcher import Launcher
-from runtime.backends.triton.panels import multiply_by_panels
+from runtime.backends.triton.panels import EXPANDED_ROWS, Expander, multiply_by_panels
 from runtime.backends.triton.sizes import cdiv
 
 
@@ -215,6 +215,10 @@ class W4A16Linear(PackedLinear):
         """Prepared launches, by bucket and dtype of inputs."""
         return {}
 
+    @cached_property
+    def _expanders(self) -> dict[torch.dtype, Expander]:
+        return {}
+
     @property
     def nbytes(self) -> int:
         return self.weight.nbytes
@@ -238,8 +242,10 @@ class W4A16Linear(PackedLinear):
         product = self._products.get((bucket, dtype))
         if product is None:
             if self.plan[bucket].kernel == EXPAND:
-                rows_of = partial(expand_rows, self.weight)
-                return finished(multiply_by_panels(x.rows, self.weight.shape[0], self.bias, rows_of))
+                expand_rows = self._expanders.get(dtype)
+                if expand_rows is None:
+                    expand_rows = self._expanders[dtype] = expander_of(self.weight, dtype)
+                return finished(multiply_by_panels(x.rows, self.weight.shape[0], self.bias, expand_rows))
             product = self._products[bucket, dtype] = self._prepare(self.plan[bucket], dtype)
         sums = product(x.rows) if x.beside is None else product(x.rows, x.beside)
         return PartialSums(sums, self.weight.shape[0], self.bias if sums.dtype == torch.float32 else None)
@@ -265,12 +271,13 @@ class W4A16Linear(PackedLinear):
         return SplitProduct(kernel, rows, blocks_n, splits, config.block_m, out, is_grouped=True)
 
 
-def expand_rows(weight: InterleavedWeight, first: int, out: Tensor) -> None:
-    """Fills `out [R, K]` with the dequantized rows from `first`, a multiple of 64, on."""
-    expand[len(weight.words), cdiv(len(out), 64)](
-        weight.words, weight.scales, out, first, len(out), weight.words.shape[1], weight.shape[1],
-        **layout_constants(weight, out.dtype), BLOCK_N=64, num_warps=4,
+def expander_of(weight: InterleavedWeight, dtype: torch.dtype) -> Expander:
+    """Prepares launches that dequantize rows to a dtype."""
+    kernel = expand.bind(
+        words_ptr=weight.words, scale_ptr=weight.scales, N=weight.words.shape[1], K=weight.shape[1],
+        **layout_constants(weight, dtype), BLOCK_N=EXPANDED_ROWS, num_warps=4,
     )  # fmt: skip
+    return Expander(kernel, len(weight.words))
 
 
 def _tile(weight: InterleavedWeight, config: KernelConfig) -> dict[str, Any]:

@@ -106,6 +106,25 @@ def test_panels_are_written_where_they_belong(gpu, monkeypatch, with_bias: bool)
     assert relative_error(found, exact_product(x, weight, bias)) < BOUND[torch.float16]
 
 
+@pytest.mark.parametrize(
+    ("rows", "inputs", "expected"),
+    [(300, 64, [300]), (512, 64, [512]), (520, 64, [512, 8]), (300, 1024, [256, 44]), (300, 128, [256, 44])],
+)
+def test_a_weight_is_dense_as_a_whole_where_it_fits(monkeypatch, rows: int, inputs: int, expected: list[int]) -> None:
+    monkeypatch.setattr(panels, "PANEL_ELEMENTS", 512 * 64)
+    weight, x, sizes = torch.randn(rows, inputs), torch.randn(3, inputs), list[int]()
+
+    def expand(first: int, out: torch.Tensor) -> None:
+        assert out.is_contiguous()
+        sizes.append(len(out))
+        out.copy_(weight[first : first + len(out)])
+
+    for bias in (None, torch.randn(rows)):
+        found = panels.multiply_by_panels(x, rows, bias, expand)
+        torch.testing.assert_close(found, torch.nn.functional.linear(x, weight, bias))
+    assert sizes == 2 * expected
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("scale_dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("config", [CONFIGS[0], CONFIGS[3]], ids=str)
