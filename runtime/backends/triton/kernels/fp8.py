@@ -18,9 +18,11 @@ from runtime.backends.triton.kernels.common import (
     grouped_tile,
     load_tile,
     multiply,
+    prefetch_rows,
     split_tile,
     store_sums,
     store_tile,
+    wait_for_inputs,
 )
 from runtime.backends.triton.kernels.int8_gemm import (
     MAX_BLOCK_K,
@@ -53,7 +55,7 @@ def widened(codes, like: tl.constexpr, MULTIPLIES_FP8: tl.constexpr, INTERPRETED
 def fp8_skinny_gemm(
     x_ptr, codes_ptr, group_scale_ptr, row_scale_ptr, part_ptr, M, K, ROWS, blocks_per_split,
     GROUP: tl.constexpr, Q8_INPUT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr, MULTIPLIES_FP8: tl.constexpr, INTERPRETED: tl.constexpr,
+    STAGES: tl.constexpr, MULTIPLIES_FP8: tl.constexpr, INTERPRETED: tl.constexpr, WAITS: tl.constexpr = False,
 ):  # fmt: skip
     """Partial sums `part [splits, M, ROWS]` float32 of `x [M, K]` and e4m3 codes `[ROWS, K]`: 16-bit x by weights with
     their scale, or with Q8_INPUT e4m3 numbers by codes, both without scales. 8-bit floats are exact in 16 bits, so only
@@ -61,9 +63,12 @@ def fp8_skinny_gemm(
     none. Scales of whole blocks multiply float32 sums; those of smaller groups multiply numbers in 16 bits: powers of
     two do so exactly."""
     n, split, m = split_tile(BLOCK_N, BLOCK_M)
+    first = split * blocks_per_split
+    if WAITS:
+        prefetch_rows(codes_ptr, n, first * BLOCK_K, ROWS, K)
+    wait_for_inputs(WAITS)
     like = tl.float16 if Q8_INPUT else x_ptr.dtype.element_ty
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    first = split * blocks_per_split
     for block in tl.range(first, tl.minimum(first + blocks_per_split, tl.cdiv(K, BLOCK_K)), num_stages=STAGES):
         k = block * BLOCK_K + tl.arange(0, BLOCK_K)
         codes = load_tile(codes_ptr, n[:, None], k[None, :], ROWS, K)
@@ -93,12 +98,15 @@ def fp8_skinny_gemm(
 def fp8_gemm(
     q8_ptr, codes_ptr, token_scale_ptr, row_scale_ptr, bias_ptr, y_ptr, M, K, ROWS,
     HAS_BIAS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-    STAGES: tl.constexpr, INTERPRETED: tl.constexpr,
+    STAGES: tl.constexpr, INTERPRETED: tl.constexpr, WAITS: tl.constexpr = False,
 ):  # fmt: skip
     """`y [M, ROWS]` in its own dtype: the product of e4m3 `q8 [M, K]` and e4m3 codes `[ROWS, K]` by a GPU's own
     8-bit products, times both scales, and the bias. Those products keep about 14 bits of a sum: after each BLOCK_K of
     inputs they are added up in float32."""
     n, m = grouped_tile(M, ROWS, BLOCK_N, BLOCK_M, GROUP_M)
+    if WAITS:
+        prefetch_rows(codes_ptr, n, 0, ROWS, K)
+    wait_for_inputs(WAITS)
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for block in tl.range(tl.cdiv(K, BLOCK_K), num_stages=STAGES):
         k = block * BLOCK_K + tl.arange(0, BLOCK_K)

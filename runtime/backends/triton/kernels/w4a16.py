@@ -14,14 +14,17 @@ from torch import Tensor
 from runtime.backends.prepared_weight import PreparedWeight
 from runtime.backends.triton.fused_linear import SUMS, ActivationLayout, PartialSums, QuantizedInput, finished
 from runtime.backends.triton.kernels.common import (
+    PREFETCHED,
     code_offset,
     grouped_tile,
     multiply,
+    prefetch,
     split_tile,
     store_sums,
     store_tile,
     unpack,
     unpack_instructions,
+    wait_for_inputs,
 )
 from runtime.backends.triton.kernels.configs import EXPAND, SKINNY, KernelConfig, Plan, bucket_of
 from runtime.backends.triton.kernels.norm_act import PackedLinear
@@ -45,13 +48,20 @@ def zero_and_scale(words, like: tl.constexpr):
         return zero.to(tl.float32, bitcast=True), scale.to(tl.float32, bitcast=True)
 
 
+@triton.jit
+def prefetch_tiles(words_ptr, n, first, N, num_tiles):
+    """Prefetches rows n of tiles of words `[num_tiles, N, 32]` from a first one on."""
+    tile = tl.minimum(first + tl.arange(0, PREFETCHED), num_tiles - 1)
+    prefetch(words_ptr + (tile.to(tl.int64)[:, None] * N + n[None, :]) * 32)
+
+
 @Launcher
 @triton.jit(do_not_specialize=["M", "num_tiles", "tiles_per_split"])
 def w4a16_skinny_gemm(
     x_ptr, words_ptr, scale_ptr, sums_ptr, part_ptr, M, N, K, num_tiles, tiles_per_split,
     BITS: tl.constexpr, GROUP_SIZE: tl.constexpr, UNIT: tl.constexpr, SCALE_TYPE: tl.constexpr, EVEN_K: tl.constexpr,
     BFLOAT16: tl.constexpr, PTX: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, STAGES: tl.constexpr,
-    INTERPRETED: tl.constexpr,
+    INTERPRETED: tl.constexpr, WAITS: tl.constexpr = False,
 ):  # fmt: skip
     """Partial sums `part [splits, M, N]` float32 of `x [M, K]` and packed weights with N rows, a multiple of BLOCK_N.
 
@@ -61,10 +71,13 @@ def w4a16_skinny_gemm(
     TILE: tl.constexpr = 512 // BITS
     WHOLE_ROW: tl.constexpr = BITS == 8 and GROUP_SIZE == 0
     n, split, m = split_tile(BLOCK_N, BLOCK_M)
+    first = split * tiles_per_split
+    if WAITS:
+        prefetch_tiles(words_ptr, n, first, N, num_tiles)
+    wait_for_inputs(WAITS)
     lane = tl.arange(0, 32)
     has_token = m < M
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    first = split * tiles_per_split
     words_ptrs = words_ptr + (first.to(tl.int64) * N + n)[:, None] * 32 + lane[None, :]
     all_x = tl.zeros((BLOCK_M,), tl.float32)
     if GROUP_SIZE == 0:
@@ -156,13 +169,16 @@ def w4a16_gemm(
     x_ptr, words_ptr, scale_ptr, bias_ptr, y_ptr, M, N, K, ROWS, num_tiles, tiles_per_split,
     BITS: tl.constexpr, GROUP_SIZE: tl.constexpr, UNIT: tl.constexpr, SCALE_TYPE: tl.constexpr, HAS_BIAS: tl.constexpr,
     EVEN_K: tl.constexpr, BFLOAT16: tl.constexpr, PTX: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
-    GROUP_M: tl.constexpr, STAGES: tl.constexpr, INTERPRETED: tl.constexpr,
+    GROUP_M: tl.constexpr, STAGES: tl.constexpr, INTERPRETED: tl.constexpr, WAITS: tl.constexpr = False,
 ):  # fmt: skip
     """`y [splits, M, ROWS]` in its own dtype, for each split of K, of `x [M, K]` and packed weights with N rows, a
     multiple of BLOCK_N."""
     n, m = grouped_tile(M, N, BLOCK_N, BLOCK_M, GROUP_M)
     split = tl.program_id(1)
     first = split * tiles_per_split
+    if WAITS:
+        prefetch_tiles(words_ptr, n, first, N, num_tiles)
+    wait_for_inputs(WAITS)
     total = dequantized_product(
         x_ptr, words_ptr, scale_ptr, m.to(tl.int64), m < M, n, N, K, first,
         tl.minimum(first + tiles_per_split, num_tiles), BITS, GROUP_SIZE, UNIT, SCALE_TYPE, EVEN_K, BFLOAT16, PTX,
