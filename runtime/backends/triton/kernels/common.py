@@ -82,7 +82,7 @@ def prefetch_rows(pointer, row, first, ROWS, COLUMNS):
 @triton.jit
 def wait_for_inputs(WAITS: tl.constexpr):
     """Where kernels overlap: waits until all before this one have written, then lets the next one start. Stands before
-    everything else in a kernel but prefetches of weights, which nobody writes."""
+    everything else in a kernel but prefetches of weights, which stay the same."""
     if WAITS:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
