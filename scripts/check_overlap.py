@@ -34,7 +34,7 @@ from runtime.runner.runner import ModelRunner
 SIZES, CONTEXT = (1, 8, 64), 300
 """Sequences that are decoded together, and tokens of each: enough for its keys to be split."""
 MOST_DIFFERENCE = 0.05
-"""Of log-probabilities to those of kernels that do not overlap, which may be compiled to other roundings."""
+"""Largest distance of log-probabilities from those of kernels that do not overlap, whose roundings may differ."""
 Answers = list[SampledToken]
 
 
