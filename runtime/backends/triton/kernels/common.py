@@ -63,13 +63,14 @@ LINE = tl.constexpr(128)
 """Bytes that a GPU reads of its memory at once."""
 PREFETCHED = tl.constexpr(8)
 """Tiles or lines of a row that are read before a kernel waits: 32 KiB of 4-bit codes in a program of 64 rows."""
+PREFETCH = tl.constexpr("prefetch.global.L2 [$1]; mov.u32 $0, 0;")
+"""PTX that reads a line into the second-level cache; its result is not used."""
 
 
 @triton.jit
 def prefetch(pointers):
     """Reads lines at pointers into the second-level cache. Gives no numbers, so it cannot be too early."""
-    text: tl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
-    tl.inline_asm_elementwise(text, "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1)
+    tl.inline_asm_elementwise(PREFETCH, "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
