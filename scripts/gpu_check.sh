@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Answers questions about speed and correctness on an NVIDIA GPU, each within minutes of a rented card.
 #   scripts/gpu_check.sh                     quick: tests, a model, a profile, and the main tables, in under four minutes
-#   scripts/gpu_check.sh QUESTION...         models, forms, pages, serve, compress, mixtures, sanitize: one thing each
+#   scripts/gpu_check.sh QUESTION...         models, forms, pages, serve, compress, mixtures, sanitize, overlap: one each
 #   scripts/gpu_check.sh --dry-run [...]     prints the steps, their limits in seconds and their commands
 #   scripts/gpu_check.sh --rehearse [...]    runs the same steps on a CPU, at tiny sizes
 #   scripts/gpu_check.sh --cache FILE [...]  begins with compiled kernels; default: the newest kernels.tar.xz in gpu_check,

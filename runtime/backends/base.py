@@ -400,13 +400,15 @@ class LayersKernel:
     """One way to compute all layers of a decoder at once, with the attention of the same backend.
 
     Attributes:
+        prepare: given a model, its cache, the window of every layer, and whether kernels of a GPU shall overlap
+            (`ComputeOptions.programmatic_launch`).
         records: its steps of one token per sequence can be captured in CUDA graphs: they launch the same kernels
             whatever is in the batch, leave rows of padding alone, and wait for nothing.
     """
 
     summary: str
     unsupported_reason: Callable[[Model, MemoryPlan], str]
-    prepare: Callable[[Model, KVCache, tuple[int | None, ...]], LayersStep]
+    prepare: Callable[[Model, KVCache, tuple[int | None, ...], str], LayersStep]
     records: bool = False
 
 

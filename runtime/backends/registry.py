@@ -351,9 +351,15 @@ class StepKernels:
         return f"{self.attention_reason}; {way}"
 
 
-def choose_step_kernels(model: Model, memory: MemoryPlan, asked: str = AUTO) -> StepKernels:
+def choose_step_kernels(
+    model: Model, memory: MemoryPlan, asked: str = AUTO, programmatic_launch: str = AUTO
+) -> StepKernels:
     """The fastest attention that supports a model within a memory plan, and the fastest way through its layers; with
-    `asked`, that of a backend where it can."""
+    `asked`, that of a backend where it can.
+
+    Raises:
+        ToolkitError: overlapping kernels are asked for on a GPU that has none.
+    """
     backend, kernel, reason = choose_attention(model, memory, asked)
     windows = attention_windows(model, memory)
     cache = KVCache(model.config, memory, kernel.pages(model, memory), windows)
@@ -368,7 +374,7 @@ def choose_step_kernels(model: Model, memory: MemoryPlan, asked: str = AUTO) -> 
     if unsupported := layers.unsupported_reason(model, memory):
         records = layers.records and records_by_layer(model)
         return StepKernels(cache, windows, attention, described, None, unsupported, records)
-    prepared = layers.prepare(model, cache, windows)
+    prepared = layers.prepare(model, cache, windows, programmatic_launch)
     return StepKernels(cache, windows, attention, described, prepared, layers.summary, layers.records)
 
 

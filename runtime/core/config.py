@@ -53,6 +53,14 @@ class ComputeOptions:
         help="Attention on a GPU. auto: the built-in kernels, or others if a table measured on this GPU prefers them; "
         "flashinfer: the package flashinfer-python for prompts, if the KV cache has 16 bits.",
     )
+    programmatic_launch: str = option(
+        "--programmatic-launch",
+        default="auto",
+        choices=("auto", "on", "off"),
+        help="On a GPU of compute capability 9.0 or newer, start each kernel between the layers of a model before the "
+        "one ahead of it has ended. auto: if a record of a passed check on such a GPU lies in the package; none does "
+        "so far.",
+    )
     moe_expert_cache: int | None = option(
         "--moe-expert-cache",
         default=None,

@@ -10,6 +10,9 @@ from runtime.core.attention_window import FULL_ATTENTION, AttentionWindow
 
 MAX_COPIED_KEYS = 32768
 """Maximum keys of one sequence that a GPU step gathers from their pages, one layer at a time."""
+PANEL_ELEMENTS = 2**27
+"""Most numbers of a packed weight that a GPU step keeps dequantized at one time: 256 MiB in 16 bits hold each linear of
+an 8B model's layers."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from runtime.core.config import RuntimeConfig
 from runtime.core.memory_plan import (
     MAX_COPIED_KEYS,
     MOST_PROMPT_ROWS,
+    PANEL_ELEMENTS,
     SPARE_RESIDUAL_TOKENS,
     ExactTokens,
     KVBudget,
@@ -50,7 +51,7 @@ SPLIT_TOKENS, MOST_SPLITS = 64, 8
 MARK_BYTES = 7
 """Bytes that say whether a token is chosen: three comparisons, and how many of equal scores come before."""
 LIBRARY_BYTES = 256 * 2**20
-"""Bytes that libraries take of a GPU: loaded kernels, workspaces of matrix products, a panel of expanded weights."""
+"""Bytes that libraries take of a GPU: loaded kernels, workspaces of matrix products."""
 
 
 def step_bytes(model: DecoderConfig, config: RuntimeConfig, itemsize: int, seen_keys: int = 0) -> int:
@@ -96,6 +97,7 @@ def gpu_step_bytes(model: DecoderConfig, config: RuntimeConfig, itemsize: int, s
     captured_tokens = max(rows, min(config.step_tokens, MOST_PROMPT_ROWS))
     captured = _rows_bytes(model, captured_tokens, itemsize, 0, rows * model.vocab_size * CAPTURED_LOGIT_BYTES)
     kept = (rows * ADJUSTED_LOGIT_BYTES + (config.max_num_seqs + 1) * HISTORY_BYTES) * model.vocab_size
+    kept += min(PANEL_ELEMENTS, widest * model.hidden_size) * itemsize
     return step + captured + kept + 2 * parts + drawn * model.vocab_size * GPU_LOGIT_BYTES + LIBRARY_BYTES
 
 

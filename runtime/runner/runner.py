@@ -120,6 +120,7 @@ class ModelRunner:
     Args:
         memory: sizes of the pool and of the longest sequence, as `plan_memory` decides them.
         attention_backend: the backend whose attention comes first where it can serve the model.
+        programmatic_launch: whether kernels of a GPU overlap, see `ComputeOptions`.
 
     Attributes:
         sample: turns logits into tokens and verifies drafts; exactly unless replaced.
@@ -131,13 +132,19 @@ class ModelRunner:
         later: captures that the first answers do not need, for idle time.
     """
 
-    def __init__(self, decoder: ServedModel, memory: MemoryPlan, attention_backend: str = AUTO) -> None:
+    def __init__(
+        self,
+        decoder: ServedModel,
+        memory: MemoryPlan,
+        attention_backend: str = AUTO,
+        programmatic_launch: str = AUTO,
+    ) -> None:
         self.decoder = decoder
         self.memory = memory
         dtype = torch.float64 if decoder.dtype == torch.float64 else torch.float32
         self.sampler = choose_sampler(decoder.device, dtype)
         self.sample: RowSampler = partial(sample_and_match, sampler=self.sampler)
-        self.kernels = choose_step_kernels(decoder, memory, attention_backend)
+        self.kernels = choose_step_kernels(decoder, memory, attention_backend, programmatic_launch)
         self.expert_caches = [slots.cache for slots in decoder.expert_slots]
         self.states: StateMemory | None = None
         if memory.states.num_slots:
@@ -453,7 +460,7 @@ def build_runner(decoder: ServedModel, config: RuntimeConfig, report: Report = i
         decoder = decoder.for_length(length)
     if config.attention_window is not None:
         decoder = decoder.for_streams()
-    runner = ModelRunner(decoder, plan, config.attention_backend)
+    runner = ModelRunner(decoder, plan, config.attention_backend, config.programmatic_launch)
     if on_gpu:
         runner.later = warm_up(runner, config, report)
         for slots in decoder.expert_slots:

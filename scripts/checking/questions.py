@@ -31,6 +31,7 @@ class Sizes:
         mixtures: shapes with how many of their layers.
         shapes, tokens: of linears.
         contexts, batches, span: keys, sequences, and tokens of a chunk of a prompt, of attention.
+        replays: of captured steps whose kernels overlap.
         tests: files; none: all that use a GPU.
         patience: factor of the limits.
     """
@@ -47,6 +48,7 @@ class Sizes:
     contexts: tuple[str, ...]
     batches: tuple[str, ...]
     span: str
+    replays: str
     tests: tuple[str, ...] = ()
     patience: int = 1
 
@@ -64,6 +66,7 @@ CARD = Sizes(
     ("4096", "32768"),
     ("1", "16"),
     "2048",
+    "1000",
 )
 TINY = Sizes(
     "cpu",
@@ -78,6 +81,7 @@ TINY = Sizes(
     ("16",),
     ("1",),
     "8",
+    "3",
     ("tests/runtime/backends/triton/test_split_join.py",),
     patience=10,
 )
@@ -195,8 +199,19 @@ def sanitize(check: Check) -> tuple[Step, ...]:
     )
 
 
+def overlap(check: Check) -> tuple[Step, ...]:
+    """Returns steps that replay steps of kernels that overlap, and look for races in them."""
+    given = ("--shape", check.sizes.served, "--replays", check.sizes.replays)
+    tool, tiny = "compute-sanitizer", ("scripts/check_overlap.py", "--shape", "tiny", "--replays", "2")
+    racecheck = (tool, "--tool", "racecheck", "--error-exitcode", "1", check.python, *tiny)
+    return (
+        check.bench("replays", 200, "check_overlap", *given),
+        Step("racecheck", 150, (*racecheck, "--device", check.sizes.device), needs=tool),
+    )
+
+
 QUESTIONS: Mapping[str, Callable[[Check], tuple[Step, ...]]] = {
-    each.__name__: each for each in (quick, models, forms, pages, serve, compress, mixtures, sanitize)
+    each.__name__: each for each in (quick, models, forms, pages, serve, compress, mixtures, sanitize, overlap)
 }
 
 

@@ -13,6 +13,7 @@ SCRIPTS = Path(__file__).parents[2] / "scripts"
 REPOSITORY = SCRIPTS.parent
 SCRIPTS_RUN = (
     "sanitize_kernels",
+    "check_overlap",
     "tune_kernels",
     "bench_kernels",
     "bench_compress",

@@ -258,6 +258,7 @@ FOUND = {
     "serve": ("start", "2 clients, 8:16 + 4:8 tokens"),
     "compress": ("dense forward", "gptq", "awq", "signround"),
     "mixtures": ("tiny-mixture", "tiny-hybrid"),
+    "overlap": ("overlap",),
 }
 """Words of the rows of a question, at tiny sizes."""
 

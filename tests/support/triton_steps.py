@@ -2,7 +2,8 @@
 
 from dataclasses import replace
 
-from runtime.backends.triton import prepare_attention, prepare_layers
+from runtime.backends.triton import prepare_attention
+from runtime.backends.triton.layers import prepare_layers
 from runtime.runner.runner import ModelRunner
 
 

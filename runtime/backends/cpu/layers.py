@@ -10,6 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from compress.checkpoint.kv_cache import AUTO
 from compress.checkpoint.kv_quant import rotate_heads
 from compress.common.errors import ToolkitError
 from compress.cpu.binding import BEST, absence, function, library
@@ -347,7 +348,9 @@ def prepare_attention(
     return step
 
 
-def prepare_layers(model: Model, cache: KVCache, windows: tuple[int | None, ...]) -> CpuLayers:
+def prepare_layers(
+    model: Model, cache: KVCache, windows: tuple[int | None, ...], programmatic_launch: str = AUTO
+) -> CpuLayers:
     """All layers in one call."""
     if not isinstance(cache.pages, CpuPages):
         raise TypeError(f"{type(cache.pages).__name__} are not the pages of compiled layers")

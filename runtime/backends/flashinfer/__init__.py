@@ -3,7 +3,7 @@
 from runtime.backends.base import AttentionKernel, Backend, LayersKernel, register
 from runtime.backends.flashinfer.attention import prepare_attention, unsupported_reason, verdict
 from runtime.backends.kv_pages import make_pages
-from runtime.backends.triton.layers import TritonLayers, layers_unsupported_reason
+from runtime.backends.triton.layers import layers_unsupported_reason, prepare_layers
 
 register(
     Backend(
@@ -19,7 +19,7 @@ register(
         layers=LayersKernel(
             "fused kernels between products",
             layers_unsupported_reason,
-            lambda model, cache, windows: TritonLayers(model, cache),
+            prepare_layers,
             records=True,
         ),
     )

@@ -17,11 +17,11 @@ from runtime.backends.triton.attention import TritonAttention, attention_unsuppo
 from runtime.backends.triton.compilation import TritonCompiler
 from runtime.backends.triton.latent import TritonLatentAttention
 from runtime.backends.triton.layers import (
-    TritonLayers,
     TritonOps,
     TritonSampling,
     layers_unsupported_reason,
     ops_unsupported_reason,
+    prepare_layers,
 )
 from runtime.backends.triton.linear import KERNELS
 from runtime.backends.triton.mixture import mixture_unsupported_reason, prepare_mixture
@@ -43,11 +43,6 @@ def prepare_attention(
         return TritonAttention(keys, windows, scores, sinks, model.rotary if sinks else None)
 
     return step
-
-
-def prepare_layers(model: Model, cache: KVCache, windows: tuple[int | None, ...]) -> TritonLayers:
-    """A handful of launches per layer."""
-    return TritonLayers(model, cache)
 
 
 register(

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from compress.common.errors import ToolkitError
 from runtime.backends.measured import Speedups, Verdict, judge, measured_gpu, read_speedups, table_path
 
 FIRST_CAPABILITY = (8, 0)
@@ -17,7 +18,10 @@ NATIVE_CAPABILITY = (8, 9)
 """Compute capability since which GPUs multiply 8-bit floats: Ada and Hopper."""
 
 HOPPER = (9, 0)
-"""Products of warpgroups."""
+"""Products of warpgroups; kernels that start before those ahead of them have ended."""
+CHECKED = Path(__file__).parent / "checked"
+"""Records of the GPUs on which overlapping kernels passed `scripts/gpu_check.sh overlap`, one file each, named after
+it: `{"device": name, "capability": [major, minor], ...}`. None has been written yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +90,27 @@ def has_capability(device: torch.device, least: tuple[int, int]) -> bool:
 def multiplies_fp8(device: torch.device) -> bool:
     """Whether a GPU multiplies 8-bit floats itself; one that is not there, and only planned for, is taken to."""
     return is_gpu(device) and has_capability(device, NATIVE_CAPABILITY)
+
+
+def overlaps_kernels(device: torch.device, asked: str) -> bool:
+    """Whether kernels of a GPU start before those ahead of them have ended (programmatic dependent launch).
+
+    Args:
+        asked: "on", "off", or "auto": where that has passed its check on a GPU of this compute capability.
+
+    Raises:
+        ToolkitError: it is asked for on a device that cannot.
+    """
+    gpu = gpu_of(device)
+    can = gpu is not None and gpu.capability >= HOPPER
+    if asked == "on" and not can:
+        raise ToolkitError(
+            f"kernels cannot overlap on {device if gpu is None else gpu.name}: that takes compute capability 9.0",
+            "Leave out --programmatic-launch",
+        )
+    if gpu is None or not can or asked == "off":
+        return False
+    return asked == "on" or bool(measured_gpu(CHECKED, gpu.name, gpu.capability))
 
 
 def unsupported_reason(device: torch.device, dtype: torch.dtype) -> str:

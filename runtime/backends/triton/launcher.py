@@ -4,7 +4,9 @@ the arguments, specializes each and formats them as a key anew for every launch.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from copy import copy
 from functools import partial
 from typing import Any, NamedTuple
@@ -14,8 +16,23 @@ from triton import knobs
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+WAITS = "WAITS"
+"""Constant of kernels that can overlap: whether they wait for those before them, see `common.wait_for_inputs`."""
+_overlapping = ContextVar("overlapping", default=False)
+
 ONES = ((1, 1, 1), (1, 1), (1,), ())
 """Numbers of programs that a grid of this length leaves out."""
+
+
+@contextmanager
+def overlapping(enabled: bool) -> Iterator[None]:
+    """Launches the block's kernels that can so that each starts before the one ahead of it has ended, and waits itself
+    (programmatic dependent launch). All others are launched as ever, behind all that was launched before."""
+    token = _overlapping.set(enabled)
+    try:
+        yield
+    finally:
+        _overlapping.reset(token)
 
 
 class Launcher:
@@ -56,19 +73,29 @@ class BoundKernel:
     hooks look at launches, Triton launches it.
     """
 
-    __slots__ = ("_compiled", "_function", "_given", "_is_compiled", "_left_out", "_open", "_open_places", "_values")
+    __slots__ = (
+        *("_compiled", "_function", "_given", "_is_compiled", "_left_out", "_open", "_open_places", "_values"),
+        *("_can_overlap", "_waiting"),
+    )
 
     def __init__(self, function: Any, given: dict[str, Any]) -> None:
         self._function, self._given = function, given
         self._open = [name for name in run_time_names(function) if name not in given]
         self._compiled: dict[tuple[Any, ...], tuple[Any, ...]] = {}
         self._left_out: set[tuple[Any, ...]] = set()
+        self._can_overlap = WAITS in inspect.signature(function.fn).parameters and WAITS not in given
+        self._waiting: BoundKernel | None = None
         self._is_compiled = isinstance(function, JITFunction)
         if self._is_compiled:
             self._values = [_passed(given.get(param.name)) for param in function.params]
             self._open_places = [(p.num, not p.do_not_specialize) for p in function.params if p.name in self._open]
 
     def __call__(self, grid: Sequence[int], *arguments: Any) -> None:
+        if self._can_overlap and _overlapping.get():
+            if self._waiting is None:
+                self._waiting = BoundKernel(self._function, self._given | {WAITS: True, "launch_pdl": True})
+            self._waiting(grid, *arguments)
+            return
         if not self._is_compiled:
             self._launch_by_triton(grid, arguments)
             return

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from compress.checkpoint.kv_cache import AUTO
 from runtime.backends.base import (
     ComputeMixture,
     LayerWeights,
@@ -21,7 +23,7 @@ from runtime.backends.fused_layers import layers_unsupported
 from runtime.backends.kv_pages import KVCache
 from runtime.backends.torch.ops import TorchOps
 from runtime.backends.triton.attention import HeadPages, TritonAttention, layer_pages, token_pages
-from runtime.backends.triton.device import device_unsupported_reason, unsupported_reason
+from runtime.backends.triton.device import device_unsupported_reason, overlaps_kernels, unsupported_reason
 from runtime.backends.triton.fused_linear import ActivationLayout, FusedLinear, PartialSums, finished, fused
 from runtime.core.batch import SamplingTensors
 from runtime.core.memory_plan import MemoryPlan
@@ -56,12 +58,17 @@ class TritonLayers:
     launch. The work list of attention is made once a step for each window. A linear that is no `FusedLinear` is called
     as it is, with 16-bit rows, and launches what it likes. Each of these launches depends on shapes only, and nothing
     waits for the GPU, so the layers can be captured in a graph.
+
+    Args:
+        overlaps: kernels start before those ahead of them have ended, see `launcher.overlapping`.
     """
 
-    def __init__(self, decoder: Model, cache: KVCache) -> None:
+    def __init__(self, decoder: Model, cache: KVCache, overlaps: bool = False) -> None:
+        from runtime.backends.triton import launcher
         from runtime.backends.triton.kernels import norm_act, rope_kv_write
 
         self._norm_act, self._rope_kv_write = norm_act, rope_kv_write
+        self._overlapping = partial(launcher.overlapping, overlaps)
         self._eps, pages = decoder.config.norm_eps, token_pages(cache)
         self._layers = [
             FusedLayer.of(index, layer, layer_pages(pages, cache.scheme, index))
@@ -72,9 +79,10 @@ class TritonLayers:
         """Hidden states `[T, H]` after all layers, in the memory of `hidden`; cosine and sine as for `Ops.rotate`."""
         update: PartialSums | None = None
         room = self._norm_act.InputRoom(hidden, hidden.shape[0], hidden.dtype)
-        for layer in self._layers:
-            update = self._mlp(layer, hidden, self._attend(layer, hidden, update, cos, sin, attention, room), room)
-        return hidden if update is None else hidden.add_(self._norm_act.split_k_reduce(update, hidden.dtype))
+        with self._overlapping():
+            for layer in self._layers:
+                update = self._mlp(layer, hidden, self._attend(layer, hidden, update, cos, sin, attention, room), room)
+            return hidden if update is None else hidden.add_(self._norm_act.split_k_reduce(update, hidden.dtype))
 
     def _attend(
         self,
@@ -135,6 +143,13 @@ class FusedLayer:
         mlp = () if layer.experts is not None else tuple(map(fused, mlp_linears(layer)))
         norms = plain_weight(layer.attention_norm), plain_weight(layer.mlp_norm)
         return cls(index, norms[0], qkv, layer.head_norm, output, norms[1], mlp, mixture, pages)
+
+
+def prepare_layers(
+    model: Model, cache: KVCache, windows: tuple[int | None, ...], programmatic_launch: str = AUTO
+) -> TritonLayers:
+    """A handful of launches per layer."""
+    return TritonLayers(model, cache, overlaps_kernels(model.device, programmatic_launch))
 
 
 def layers_unsupported_reason(decoder: Model, memory: MemoryPlan) -> str:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from compress.checkpoint.kv_quant import hadamard_transform
 from compress.checkpoint.weights import Bnb4, Scheme
 from compress.checkpoint.weights.block_fp8 import BlockFp8, BlockFp8Weight
 from compress.checkpoint.weights.codebooks import NF4, TableFloatWeight
@@ -144,13 +143,12 @@ def prepare_exl3(weight: Exl3Weight, bias: Tensor | None, target: Target) -> Lin
     device, scheme = target.device, weight.scheme
     words = weight.trellis.contiguous().view(torch.int32).to(device)
     scales = weight.suh.float().to(device) / TURN, weight.svh.float().to(device)
-    turn = hadamard_transform(torch.eye(TURN)).to(device)
     codebook = CODEBOOKS.index(scheme.codebook)
-    return TrellisLinear(words, *scales, turn, bias, scheme.bits, codebook)
+    return TrellisLinear(words, *scales, bias, scheme.bits, codebook, num_processors(device))
 
 
 def _exl3_nbytes(scheme: Scheme, rows: int, columns: int, target: Target) -> int:
-    return padded(rows) * padded(columns) * scheme.bits // 8 + (rows + columns + TURN * TURN) * FLOAT_BYTES
+    return padded(rows) * padded(columns) * scheme.bits // 8 + (rows + columns) * FLOAT_BYTES
 
 
 def _fp4_nbytes(scheme: Scheme, rows: int, columns: int, target: Target) -> int:
@@ -356,7 +354,7 @@ LEVELS_KERNEL = _kernel(
 )
 EXL3_KERNEL = _kernel(
     "triton_exl3",
-    "trellis codes decoded into dense panels for every product",
+    "trellis codes decoded in registers, for many tokens into dense panels, float32 sums",
     "exl3",
     _target_reason,
     prepare_exl3,

@@ -28,16 +28,15 @@ def column_solver() -> None:
 
 def trellis_codes() -> None:
     """Launches products with trellis codes of several widths, which serve where their dense form does not fit."""
-    from compress.checkpoint.weights.exl3 import CODEBOOKS, TURN
+    from compress.checkpoint.weights.exl3 import CODEBOOKS
     from runtime.backends.triton.kernels.trellis import TrellisLinear
 
     inputs, outputs = 4096, 14336
     scales = _empty(inputs, dtype=torch.float32), _empty(outputs, dtype=torch.float32)
-    turn = _empty(TURN, TURN, dtype=torch.float32)
-    for bits in (2, 3, 4, 8):
+    for bits in range(1, 9):
         words = _empty(inputs // 16, outputs // 16, 8 * bits, dtype=torch.int32)
-        linear = TrellisLinear(words, *scales, turn, None, bits, bits % len(CODEBOOKS))
-        for tokens in (1, 512):
+        linear = TrellisLinear(words, *scales, None, bits, bits % len(CODEBOOKS), 132)
+        for tokens in (1, 16, 512):
             linear(_empty(tokens, inputs))
 
 

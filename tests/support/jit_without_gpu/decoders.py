@@ -112,7 +112,7 @@ def make_runner(decoder: Decoder, config: RuntimeConfig | None = None) -> ModelR
     """A runner whose steps of one token per sequence go the way of captured ones, and are computed each time."""
     config = config or RuntimeConfig(max_num_seqs=64, num_blocks=8192, max_num_batched_tokens=2048, prefill_chunk=2048)
     plan = plan_memory(decoder.config, decoder.nbytes, decoder.dtype.itemsize, config)
-    runner = ModelRunner(decoder, plan)
+    runner = ModelRunner(decoder, plan, programmatic_launch=config.programmatic_launch)
     if runner.kernels.records:
         runner.capture_steps(run_and_capture_nothing)
     return runner

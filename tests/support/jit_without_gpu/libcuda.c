@@ -8,6 +8,7 @@ enum { NUM_ATTRIBUTES = 256 };
 
 int device_attributes[NUM_ATTRIBUTES];
 long num_launches = 0;
+long num_overlapping = 0;
 
 static unsigned long handles = 0;
 
@@ -124,5 +125,8 @@ CUresult cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction function, voi
     if (!fits)
         return CUDA_ERROR_INVALID_VALUE;
     num_launches++;
+    for (unsigned i = 0; i < config->numAttrs; i++)
+        num_overlapping += config->attrs[i].id == CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION &&
+                           config->attrs[i].value.programmaticStreamSerializationAllowed;
     return CUDA_SUCCESS;
 }

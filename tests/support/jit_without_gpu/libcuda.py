@@ -28,12 +28,18 @@ class DriverLibrary:
         # Global, so that whatever opens it by its name gets this one.
         self._library = ctypes.CDLL(str(self.folder / SONAME), mode=ctypes.RTLD_GLOBAL)
         self._launches = ctypes.c_long.in_dll(self._library, "num_launches")
+        self._overlapping = ctypes.c_long.in_dll(self._library, "num_overlapping")
         self._attributes = (ctypes.c_int * 256).in_dll(self._library, "device_attributes")
 
     @property
     def launches(self) -> int:
         """Kernels that were launched since the library was loaded."""
         return self._launches.value
+
+    @property
+    def overlapping(self) -> int:
+        """Those of them that may start before the kernel ahead of them has ended."""
+        return self._overlapping.value
 
     def describe(self, attributes: Mapping[int, int]) -> None:
         """Sets attributes of the device, by their numbers in `CUdevice_attribute`."""

@@ -70,6 +70,34 @@ def serve_first_tokens(name: str) -> tuple[list[Build], int, tuple[int, int]]:
         return builds, launches, (bind.call_count, launch.call_count)
 
 
+@dataclass(frozen=True)
+class Overlapping:
+    """Decode and prompt steps of a case whose kernels overlap.
+
+    Attributes:
+        sources: PTX of every kernel that is launched so, by name.
+        launches: of kernels that can, and of them those with the attribute; each of a step's layers alone.
+    """
+
+    sources: list[tuple[str, str]]
+    launches: tuple[int, int]
+
+
+def serve_overlapping(name: str) -> Overlapping:
+    """Computes steps of one token of some sequences, and of a prompt, of a case with kernels that overlap."""
+    case = CASES[name]
+    with gpu_without_hardware() as gpu:
+        runner = _runner(case, RuntimeConfig(**OPTIONS, **case.options, programmatic_launch="on"))
+        for plan in (*(decodes(runner, [300] * count) for count in (1, 12, 48)), prompts(runner, [128])):
+            runner.execute(plan)
+        launches, overlapping = gpu.launches, gpu.library.overlapping
+        runner.execute(decodes(runner, [300]))
+        launches, overlapping = gpu.launches - launches, gpu.library.overlapping - overlapping
+        waiting = [build for build in gpu.builds if dict(build.constants).get("WAITS")]
+        sources = [(build.kernel, build.cubin.with_suffix(".ptx").read_text()) for build in waiting]
+        return Overlapping(sources, (launches, overlapping))
+
+
 def _counted(owner: type, name: str) -> Any:
     return patch.object(owner, name, autospec=True, side_effect=getattr(owner, name))
 

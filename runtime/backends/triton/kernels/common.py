@@ -59,6 +59,36 @@ def largest(x):
     return tl.max(tl.where(x == x, tl.abs(x), float("inf")), 0)
 
 
+LINE = tl.constexpr(128)
+"""Bytes that a GPU reads of its memory at once."""
+PREFETCHED = tl.constexpr(8)
+"""Tiles or lines of a row that are read before a kernel waits: 32 KiB of 4-bit codes in a program of 64 rows."""
+PREFETCH = tl.constexpr("prefetch.global.L2 [$1]; mov.u32 $0, 0;")
+"""PTX that reads a line into the second-level cache; its result is not used."""
+
+
+@triton.jit
+def prefetch(pointers):
+    """Reads lines at pointers into the second-level cache. Gives no numbers, so it cannot be too early."""
+    tl.inline_asm_elementwise(PREFETCH, "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def prefetch_rows(pointer, row, first, ROWS, COLUMNS):
+    """Prefetches lines of rows of a matrix `[ROWS, COLUMNS]` of bytes, from column `first` on."""
+    column = tl.minimum(first + tl.arange(0, PREFETCHED) * LINE, COLUMNS - 1)
+    prefetch(pointer + tl.minimum(row, ROWS - 1).to(tl.int64)[:, None] * COLUMNS + column[None, :])
+
+
+@triton.jit
+def wait_for_inputs(WAITS: tl.constexpr):
+    """Where kernels overlap: waits until all before this one have written, then lets the next one start. Stands before
+    everything else in a kernel but prefetches of weights, which stay the same."""
+    if WAITS:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
 @triton.jit
 def split_tile(BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr):
     """Rows `[BLOCK_N]` of a weight, split of its inputs, and tokens `[BLOCK_M]` of a program (rows, split, tokens)."""

@@ -160,25 +160,6 @@ def _default(task: Task) -> KernelConfig:
     return block.config(task.kernel, splits)
 
 
-PANEL_STEP, DENSE_TOKENS = 256, 128
-"""Rows and tokens of a tile of a large dense product on Hopper."""
-
-
-def panel_rows(rows: int, most: int, tokens: int, num_processors: int) -> int:
-    """Rows of a weight that are dense at one time, up to `most` or one step: the fewest waves of tiles over all panels,
-    of those the fewest panels."""
-
-    def waves(panel: int) -> tuple[int, int]:
-        panels, rest = divmod(rows, panel)
-        return panels * _waves(panel, tokens, num_processors) + _waves(rest, tokens, num_processors), -panel
-
-    return min(range(PANEL_STEP, max(most, PANEL_STEP) + 1, PANEL_STEP), key=waves)
-
-
-def _waves(rows: int, tokens: int, num_processors: int) -> int:
-    return -(-(-(-rows // PANEL_STEP) * -(-tokens // DENSE_TOKENS)) // num_processors)
-
-
 def bucket_of(num_tokens: int) -> int:
     """The first bucket that is not smaller than a number of tokens, or the largest."""
     return next_power_of_2(num_tokens) if num_tokens < BUCKETS[-1] else BUCKETS[-1]

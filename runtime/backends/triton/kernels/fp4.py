@@ -17,13 +17,21 @@ import triton.language as tl
 from torch import Tensor
 
 from runtime.backends.triton.fused_linear import ActivationLayout, PartialSums, QuantizedInput, finished
-from runtime.backends.triton.kernels.common import load_tile, multiply, split_tile, store_sums, store_tile
-from runtime.backends.triton.kernels.fp8 import EXPANDED_ROWS, skinny_tile
+from runtime.backends.triton.kernels.common import (
+    load_tile,
+    multiply,
+    prefetch_rows,
+    split_tile,
+    store_sums,
+    store_tile,
+    wait_for_inputs,
+)
+from runtime.backends.triton.kernels.fp8 import skinny_tile
 from runtime.backends.triton.kernels.int8_gemm import split_inputs, tile_tokens
 from runtime.backends.triton.kernels.norm_act import PackedLinear
 from runtime.backends.triton.kernels.split_product import SplitProduct
 from runtime.backends.triton.launcher import Launcher
-from runtime.backends.triton.panels import multiply_by_panels
+from runtime.backends.triton.panels import EXPANDED_ROWS, Expander, multiply_by_panels
 from runtime.backends.triton.product_times import NEVER
 from runtime.backends.triton.sizes import cdiv
 
@@ -58,16 +66,19 @@ def fp4_skinny_gemm(
     x_ptr, codes_ptr, scale_ptr, row_scale_ptr, part_ptr, M, K, PADDED, ROWS, blocks_per_split,
     VALUES: tl.constexpr, PTX: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
-    INTERPRETED: tl.constexpr,
+    INTERPRETED: tl.constexpr, WAITS: tl.constexpr = False,
 ):  # fmt: skip
     """Partial sums `part [splits, M, ROWS]` float32 of 16-bit `x [M, K]` and weights `[ROWS, K]`: bytes of two codes
     `[ROWS, PADDED / 2]`, as `Fp4Linear` has them, with scales `[ROWS, PADDED / GROUP]` and float32 scales of rows.
     VALUES are the numbers of codes as x's type holds them, PTX looks them up. Scales of groups of HALF multiply float32
     sums; those of smaller groups, of x's type, multiply numbers: e2m1 times scales has 6 bits, exact in 16."""
     n, split, m = split_tile(BLOCK_N, BLOCK_M)
+    first = split * blocks_per_split
+    if WAITS:
+        prefetch_rows(codes_ptr, n, first * (BLOCK_K // 2), ROWS, PADDED // 2)
+    wait_for_inputs(WAITS)
     like = x_ptr.dtype.element_ty
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    first = split * blocks_per_split
     for block in tl.range(first, tl.minimum(first + blocks_per_split, PADDED // BLOCK_K), num_stages=STAGES):
         lane, group = tl.arange(0, HALF), tl.arange(0, HALF // GROUP)
         for place in tl.static_range(0, BLOCK_K // 2, HALF):
@@ -162,12 +173,14 @@ class Fp4Linear(PackedLinear):
             self._products[size] = self._prepare(size)
         return PartialSums(self._products[size](x.rows), len(self.codes), self.bias)
 
-    def expand_rows(self, first: int, out: Tensor) -> None:
-        """Fills `out [R, K]` with the dequantized rows from `first` on."""
-        expand_fp4[self.codes.shape[1] // self.half, cdiv(len(out), EXPANDED_ROWS)](
-            self.codes, self.scales, self.row_scales, out, first, len(out), self.inputs, 2 * self.codes.shape[1],
-            **self._constants, BLOCK_N=EXPANDED_ROWS, num_warps=4,
+    @cached_property
+    def expand_rows(self) -> Expander:
+        """Prepared launches that dequantize rows."""
+        kernel = expand_fp4.bind(
+            codes_ptr=self.codes, scale_ptr=self.scales, row_scale_ptr=self.row_scales, K=self.inputs,
+            PADDED=2 * self.codes.shape[1], **self._constants, BLOCK_N=EXPANDED_ROWS, num_warps=4,
         )  # fmt: skip
+        return Expander(kernel, self.codes.shape[1] // self.half)
 
     @property
     def _constants(self) -> dict[str, Any]:

@@ -18,9 +18,11 @@ from runtime.backends.triton.kernels.common import (
     grouped_tile,
     load_tile,
     multiply,
+    prefetch_rows,
     split_tile,
     store_sums,
     store_tile,
+    wait_for_inputs,
 )
 from runtime.backends.triton.kernels.int8_gemm import (
     MAX_BLOCK_K,
@@ -32,7 +34,7 @@ from runtime.backends.triton.kernels.norm_act import PackedLinear
 from runtime.backends.triton.kernels.split_product import SplitProduct
 from runtime.backends.triton.kernels.w4a16 import GROUP_M
 from runtime.backends.triton.launcher import Launcher
-from runtime.backends.triton.panels import multiply_by_panels
+from runtime.backends.triton.panels import EXPANDED_ROWS, Expander, multiply_by_panels
 from runtime.backends.triton.product_times import NEVER
 from runtime.backends.triton.sizes import cdiv, next_power_of_2
 
@@ -53,7 +55,7 @@ def widened(codes, like: tl.constexpr, MULTIPLIES_FP8: tl.constexpr, INTERPRETED
 def fp8_skinny_gemm(
     x_ptr, codes_ptr, group_scale_ptr, row_scale_ptr, part_ptr, M, K, ROWS, blocks_per_split,
     GROUP: tl.constexpr, Q8_INPUT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr, MULTIPLIES_FP8: tl.constexpr, INTERPRETED: tl.constexpr,
+    STAGES: tl.constexpr, MULTIPLIES_FP8: tl.constexpr, INTERPRETED: tl.constexpr, WAITS: tl.constexpr = False,
 ):  # fmt: skip
     """Partial sums `part [splits, M, ROWS]` float32 of `x [M, K]` and e4m3 codes `[ROWS, K]`: 16-bit x by weights with
     their scale, or with Q8_INPUT e4m3 numbers by codes, both without scales. 8-bit floats are exact in 16 bits, so only
@@ -61,9 +63,12 @@ def fp8_skinny_gemm(
     none. Scales of whole blocks multiply float32 sums; those of smaller groups multiply numbers in 16 bits: powers of
     two do so exactly."""
     n, split, m = split_tile(BLOCK_N, BLOCK_M)
+    first = split * blocks_per_split
+    if WAITS:
+        prefetch_rows(codes_ptr, n, first * BLOCK_K, ROWS, K)
+    wait_for_inputs(WAITS)
     like = tl.float16 if Q8_INPUT else x_ptr.dtype.element_ty
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    first = split * blocks_per_split
     for block in tl.range(first, tl.minimum(first + blocks_per_split, tl.cdiv(K, BLOCK_K)), num_stages=STAGES):
         k = block * BLOCK_K + tl.arange(0, BLOCK_K)
         codes = load_tile(codes_ptr, n[:, None], k[None, :], ROWS, K)
@@ -93,12 +98,15 @@ def fp8_skinny_gemm(
 def fp8_gemm(
     q8_ptr, codes_ptr, token_scale_ptr, row_scale_ptr, bias_ptr, y_ptr, M, K, ROWS,
     HAS_BIAS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-    STAGES: tl.constexpr, INTERPRETED: tl.constexpr,
+    STAGES: tl.constexpr, INTERPRETED: tl.constexpr, WAITS: tl.constexpr = False,
 ):  # fmt: skip
     """`y [M, ROWS]` in its own dtype: the product of e4m3 `q8 [M, K]` and e4m3 codes `[ROWS, K]` by a GPU's own
     8-bit products, times both scales, and the bias. Those products keep about 14 bits of a sum: after each BLOCK_K of
     inputs they are added up in float32."""
     n, m = grouped_tile(M, ROWS, BLOCK_N, BLOCK_M, GROUP_M)
+    if WAITS:
+        prefetch_rows(codes_ptr, n, 0, ROWS, K)
+    wait_for_inputs(WAITS)
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for block in tl.range(tl.cdiv(K, BLOCK_K), num_stages=STAGES):
         k = block * BLOCK_K + tl.arange(0, BLOCK_K)
@@ -147,8 +155,6 @@ def skinny_tile(tokens: int) -> dict[str, Any]:
     return {"BLOCK_N": 64, "BLOCK_M": block_m, "BLOCK_K": MAX_BLOCK_K, "STAGES": 4, "num_warps": warps}
 
 
-EXPANDED_ROWS = 64
-"""Rows of a program that dequantizes."""
 WIDE_TILE = {"BLOCK_N": 128, "BLOCK_M": 128, "BLOCK_K": MAX_BLOCK_K, "GROUP_M": GROUP_M, "STAGES": 3, "num_warps": 8}
 """Tile of the GEMM of many tokens."""
 
@@ -214,13 +220,16 @@ class Fp8Linear(PackedLinear):
         sums = self._products[size](x.rows)
         return PartialSums(sums, rows, self.bias, None if x.beside is None else (x.beside, self.scales))
 
-    def expand_rows(self, first: int, out: Tensor) -> None:
-        """Fills `out [R, K]` with the dequantized rows from `first` on."""
-        expand_fp8[cdiv(out.shape[1], MAX_BLOCK_K), cdiv(len(out), EXPANDED_ROWS)](
-            self.qweight, self.group_scales, self.scales, out, first, *out.shape, GROUP=self.group,
-            MULTIPLIES_FP8=self.native, BLOCK_N=EXPANDED_ROWS, BLOCK_K=MAX_BLOCK_K, num_warps=4,
+    @cached_property
+    def expand_rows(self) -> Expander:
+        """Prepared launches that dequantize rows."""
+        inputs = self.qweight.shape[1]
+        kernel = expand_fp8.bind(
+            codes_ptr=self.qweight, group_scale_ptr=self.group_scales, row_scale_ptr=self.scales, K=inputs,
+            GROUP=self.group, MULTIPLIES_FP8=self.native, BLOCK_N=EXPANDED_ROWS, BLOCK_K=MAX_BLOCK_K, num_warps=4,
             INTERPRETED=triton.knobs.runtime.interpret,
         )  # fmt: skip
+        return Expander(kernel, cdiv(inputs, MAX_BLOCK_K))
 
     def _scaled(self, codes: Tensor) -> Tensor:
         """Products of numbers without scales `[1, M, N]`, whose sums are kept in float32."""

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from runtime.backends.triton.fused_linear import Q8_INT, ActivationLayout, PartialSums, QuantizedInput
-from runtime.backends.triton.kernels.common import grouped_tile, load_tile, store_sums
+from runtime.backends.triton.kernels.common import grouped_tile, load_tile, prefetch_rows, store_sums, wait_for_inputs
 from runtime.backends.triton.kernels.norm_act import PackedLinear
 from runtime.backends.triton.kernels.split_product import SplitProduct
 from runtime.backends.triton.kernels.w4a16 import GROUP_M
@@ -26,12 +26,16 @@ from runtime.backends.triton.sizes import cdiv, next_power_of_2
 def int8_gemm(
     q8_ptr, codes_ptr, part_ptr, M, K, ROWS, blocks_per_split,
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, STAGES: tl.constexpr,
+    WAITS: tl.constexpr = False,
 ):  # fmt: skip
     """Exact partial sums `part [splits, M, ROWS]` int32 of int8 `q8 [M, K]` and int8 codes `[ROWS, K]`."""
     n, m = grouped_tile(M, ROWS, BLOCK_N, BLOCK_M, GROUP_M)
     split = tl.program_id(1)
-    total = tl.zeros((BLOCK_M, BLOCK_N), tl.int32)
     first = split * blocks_per_split
+    if WAITS:
+        prefetch_rows(codes_ptr, n, first * BLOCK_K, ROWS, K)
+    wait_for_inputs(WAITS)
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.int32)
     for block in tl.range(first, tl.minimum(first + blocks_per_split, tl.cdiv(K, BLOCK_K)), num_stages=STAGES):
         k = block * BLOCK_K + tl.arange(0, BLOCK_K)
         q8 = load_tile(q8_ptr, m[:, None], k[None, :], M, K)

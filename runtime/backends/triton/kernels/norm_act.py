@@ -21,7 +21,7 @@ from runtime.backends.triton.fused_linear import (
     QuantizedInput,
     SumsForm,
 )
-from runtime.backends.triton.kernels.common import largest, nearest, rounded, to_fp8
+from runtime.backends.triton.kernels.common import largest, nearest, rounded, to_fp8, wait_for_inputs
 from runtime.backends.triton.launcher import BoundKernel, Launcher
 from runtime.backends.triton.sizes import cdiv, next_power_of_2
 
@@ -91,9 +91,11 @@ def store_row(
 @Launcher
 @triton.jit(do_not_specialize=["M"])
 def convert_input_kernel(
-    x_ptr, out_ptr, beside_ptr, M, K, num_sums, FORM: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr
-):
+    x_ptr, out_ptr, beside_ptr, M, K, num_sums, FORM: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr,
+    WAITS: tl.constexpr = False,
+):  # fmt: skip
     """`x [M, K]` in a form. Programs (token, block of inputs)."""
+    wait_for_inputs(WAITS)
     m, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK
     k = first + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + m * K + k, mask=k < K, other=0.0).to(tl.float32)
@@ -105,9 +107,10 @@ def convert_input_kernel(
 def split_k_reduce_kernel(
     part_ptr, bias_ptr, token_scale_ptr, row_scale_ptr, y_ptr, M, N, splits, ROWS_OUT,
     SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr,
-    INTERPRETED: tl.constexpr,
+    INTERPRETED: tl.constexpr, WAITS: tl.constexpr = False,
 ):  # fmt: skip
     """A product as rows `y [M, ROWS_OUT]` in their own dtype. Programs (token, block of outputs)."""
+    wait_for_inputs(WAITS)
     m, n = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     like = y_ptr.dtype.element_ty
     product = part_ptr, bias_ptr, token_scale_ptr, row_scale_ptr, M, N, splits
@@ -122,12 +125,14 @@ def add_rms_norm_kernel(
     eps, M, N, splits, K, num_sums,
     HAS_UPDATE: tl.constexpr, SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr, SCALED: tl.constexpr,
     FORM: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr, INTERPRETED: tl.constexpr,
+    WAITS: tl.constexpr = False,
 ):  # fmt: skip
     """Adds the product that the parts make to `hidden [M, K]` in place; its RMSNorm goes to the next product in a form.
 
     Rounds to 16 bits where `TorchOps` does: the product, the sum, the normalized row, and that times the weight. BLOCK
     is at least K.
     """
+    wait_for_inputs(WAITS)
     m, k = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     inside = k < K
     like = hidden_ptr.dtype.element_ty
@@ -161,13 +166,14 @@ def gated_at(
 def silu_and_mul_kernel(
     part_ptr, bias_ptr, token_scale_ptr, row_scale_ptr, out_ptr, beside_ptr, M, N, splits, K, num_sums,
     SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr, SCALED: tl.constexpr, FORM: tl.constexpr, UNIT: tl.constexpr,
-    BLOCK: tl.constexpr, like: tl.constexpr, INTERPRETED: tl.constexpr,
+    BLOCK: tl.constexpr, like: tl.constexpr, INTERPRETED: tl.constexpr, WAITS: tl.constexpr = False,
 ):  # fmt: skip
     """`silu(gate) * up` as K inputs of the next product in a form. Programs (token, block of inputs).
 
     Levels need the scale of the whole row: one program for each token, which computes its row twice. A whole row would
     not fit in registers.
     """
+    wait_for_inputs(WAITS)
     m, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK
     lane, product = tl.arange(0, BLOCK), (part_ptr, bias_ptr, token_scale_ptr, row_scale_ptr, M, N, splits)
     if FORM == FORM_LEVELS or FORM == FORM_FLOATS:

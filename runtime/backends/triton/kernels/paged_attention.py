@@ -34,7 +34,7 @@ from runtime.backends.triton.kernels.attention_tiles import (
     store_tile,
     tree_rows,
 )
-from runtime.backends.triton.kernels.common import float8_instructions, unpack_instructions
+from runtime.backends.triton.kernels.common import float8_instructions, unpack_instructions, wait_for_inputs
 from runtime.backends.triton.kernels.split_join import join
 from runtime.backends.triton.kernels.tile_list import TileList, tile_list
 from runtime.backends.triton.launcher import BoundKernel, Launcher
@@ -116,6 +116,7 @@ def paged_attention(
     KEY_FORM: tl.constexpr, VALUE_FORM: tl.constexpr, WINDOWED: tl.constexpr, CHUNK: tl.constexpr, CAP: tl.constexpr,
     STREAMING: tl.constexpr, EXACT: tl.constexpr, TREE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr,
     STAGES: tl.constexpr, KEY_PTX: tl.constexpr, PTX: tl.constexpr, INTERPRETED: tl.constexpr,
+    WAITS: tl.constexpr = False,
 ):  # fmt: skip
     """Attention of the rows of an item of the work list, see `list_tiles`, over one split of its keys.
 
@@ -134,6 +135,7 @@ def paged_attention(
 
     Writes what `store_tile` says.
     """
+    wait_for_inputs(WAITS)
     KEY_PLANES: tl.constexpr = 4 if KEY_FORM == INT4 else (1 if KEY_FORM == PLAIN else 2)
     PLANES: tl.constexpr = 4 if VALUE_FORM == INT4 else (1 if VALUE_FORM == PLAIN else 2)
     head = tl.program_id(1)

@@ -12,7 +12,7 @@ from torch import Tensor
 from runtime.backends.triton.attention import HeadPages
 from runtime.backends.triton.fused_linear import PartialSums, SumsForm
 from runtime.backends.triton.kernels.attention_tiles import FORMS, FP8, INT4, PLAIN
-from runtime.backends.triton.kernels.common import largest, nearest, rounded, to_float16, to_fp8
+from runtime.backends.triton.kernels.common import largest, nearest, rounded, to_float16, to_fp8, wait_for_inputs
 from runtime.backends.triton.kernels.norm_act import product_arguments, product_at, product_constants
 from runtime.backends.triton.launcher import BoundKernel, Launcher
 
@@ -68,6 +68,7 @@ def fused_qk_norm_rope_kv_write(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROOT: tl.constexpr,
     HEAD_NORM: tl.constexpr, HADAMARD: tl.constexpr, KEY_FORM: tl.constexpr, VALUE_FORM: tl.constexpr,
     SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr, SCALED: tl.constexpr, INTERPRETED: tl.constexpr,
+    WAITS: tl.constexpr = False,
 ):  # fmt: skip
     """One head of one token per program (token, head): queries to `query [M, HEADS, D]`, keys and values to `slots [M]`
     of pages as `paged_attention` reads them; of a slot below 0 nothing is stored.
@@ -75,6 +76,7 @@ def fused_qk_norm_rope_kv_write(
     Rounds to 16 bits where `TorchOps` and `rotate_heads` do, except that a GPU multiplies by cosines and adds in
     one instruction (`fma.rn.bf16x2`), which rounds once.
     """
+    wait_for_inputs(WAITS)
     m, head, d = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, HEAD_DIM)
     like = query_ptr.dtype.element_ty
     qkv = part_ptr, bias_ptr, token_scale_ptr, row_scale_ptr, M, N, splits

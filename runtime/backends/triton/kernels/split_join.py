@@ -10,7 +10,7 @@ from torch import Tensor
 
 from runtime.backends.triton.fused_linear import ROWS_LAYOUT, SUMS, ActivationLayout, QuantizedInput
 from runtime.backends.triton.kernels.attention_tiles import LOG2_E
-from runtime.backends.triton.kernels.common import rounded
+from runtime.backends.triton.kernels.common import rounded, wait_for_inputs
 from runtime.backends.triton.kernels.norm_act import form_constants, input_pointers, store_row
 from runtime.backends.triton.kernels.tile_list import TileList
 from runtime.backends.triton.launcher import BoundKernel, Launcher
@@ -25,7 +25,7 @@ SPLIT_CLASSES = (8, 64)
 def join_splits(
     part_ptr, weight_ptr, places_ptr, sink_ptr, out_ptr, beside_ptr, M, num_sums,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, SPLITS: tl.constexpr, FORM: tl.constexpr, UNIT: tl.constexpr,
-    BLOCK: tl.constexpr, INTERPRETED: tl.constexpr,
+    BLOCK: tl.constexpr, INTERPRETED: tl.constexpr, WAITS: tl.constexpr = False,
 ):  # fmt: skip
     """Stores parts `[n, HEADS, D]` by their weights `[n, HEADS]` as an input `[M, HEADS * D]` in a form; zeros for a
     row that saw nothing.
@@ -34,6 +34,7 @@ def join_splits(
     most, a power of two. One without parts is in `out` already. A head may have a logit at `sink_ptr` that counts in
     its sum of weights.
     """
+    wait_for_inputs(WAITS)
     token, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     head = block * (BLOCK // HEAD_DIM) + tl.arange(0, BLOCK // HEAD_DIM)
     split, d = tl.arange(0, SPLITS), tl.arange(0, HEAD_DIM)

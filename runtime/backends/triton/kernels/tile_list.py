@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from runtime.backends.triton.kernels.common import wait_for_inputs
 from runtime.backends.triton.launcher import BoundKernel, Launcher
 from runtime.backends.triton.sizes import cdiv
 from runtime.backends.triton.tiling import MAX_SPLITS, Tiling
@@ -45,6 +46,7 @@ def sequence_work(starts_ptr, positions_ptr, sequence, count, tile_rows, shared,
 def list_tiles(
     starts_ptr, tables_ptr, positions_ptr, items_ptr, parts_ptr, count, num_items,
     tile_rows, shared, kv_heads, programs, reach, least, MOST: tl.constexpr, BLOCK: tl.constexpr,
+    WAITS: tl.constexpr = False,
 ):  # fmt: skip
     """Lists the tiles of `count` sequences with their splits as items `[num_items, COLUMNS]`: without rows
     where fewer are needed.
@@ -52,6 +54,7 @@ def list_tiles(
     Also where the results of every token go, `parts [T, 2]`: the first part, and how many; none where one split stores
     the result itself. Programs (block of items).
     """
+    wait_for_inputs(WAITS)
     lane = tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.int64)
     for begin in range(0, count, BLOCK):

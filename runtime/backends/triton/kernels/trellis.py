@@ -1,25 +1,40 @@
-"""Products with trellis codes (EXL3), which are decoded into dense panels for any number of tokens: a product that
-decodes in registers took 2.6 ms for one token of 28672x4096 on an H200."""
+"""Products with trellis codes (EXL3): few tokens meet numbers that are decoded in registers, more of them the dense
+weight."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.nn.functional import pad
 
-from runtime.backends.triton.kernels.common import store_tile
-from runtime.backends.triton.launcher import Launcher
-from runtime.backends.triton.panels import multiply_by_panels
+from runtime.backends.triton.kernels.common import (
+    PREFETCHED,
+    multiply,
+    prefetch,
+    rounded,
+    split_tile,
+    store_sums,
+    store_tile,
+    wait_for_inputs,
+)
+from runtime.backends.triton.kernels.int8_gemm import split_inputs
+from runtime.backends.triton.kernels.rope_kv_write import hadamard
+from runtime.backends.triton.kernels.split_product import SplitProduct
+from runtime.backends.triton.launcher import BoundKernel, Launcher
+from runtime.backends.triton.panels import EXPANDED_ROWS, Expander, multiply_by_panels
 
 TURN = 128
 """Order of the Hadamard matrices, which divides both sides of the tiles."""
 SIDE = 16
 """Side of a tile."""
 BLOCK = 64
-"""Rows and inputs of a program."""
+"""Inputs of a program that decodes."""
+MOST_DECODED = 16
+"""Tokens up to which a product decodes in registers: each block of tokens would decode the weight again."""
 
 
 @triton.jit
@@ -31,44 +46,173 @@ def upper_half(hashed):
 
 
 @triton.jit
-def number_of(state, CODEBOOK: tl.constexpr):
-    """float32 numbers of states (uint32, below 2 ** 16), rounded to float16: codebooks in the order of `CODEBOOKS`."""
+def hash_of(state, CODEBOOK: tl.constexpr):
+    """Words of states (uint32, below 2 ** 16), of which numbers are made."""
     if CODEBOOK == 2:
-        hashed = state * 0x83DCD12D
+        return state * 0x83DCD12D
+    else:
+        return state * 0xCBAC1FED if CODEBOOK == 1 else state * 89226354 + 64248484
+
+
+@triton.jit
+def number_of(state, CODEBOOK: tl.constexpr):
+    """float32 numbers of states, rounded to float16: codebooks in the order of `CODEBOOKS`."""
+    hashed = hash_of(state, CODEBOOK)
+    if CODEBOOK == 2:
         total = (hashed & 255) + (hashed >> 8 & 255) + (hashed >> 16 & 255) + (hashed >> 24)
         exact = (total.to(tl.int32) + 1024).to(tl.float32) * 0.00676727294921875 - 10.3828125
     else:
-        hashed = state * 0xCBAC1FED if CODEBOOK == 1 else state * 89226354 + 64248484
         exact = upper_half(hashed) + upper_half(hashed << 16)
     return exact.to(tl.float16).to(tl.float32)
 
 
+HALVES_ADDED = (
+    "{ .reg .b32 t, u; lop3.b32 t, $1, 0x8fff8fff, 0x3b603b60, 0x6a; prmt.b32 u, t, t, 0x1032; add.rn.f16x2 $0, t, u; }"
+)
+"""PTX of `number_of` for the first two codebooks: a hash in, its number as float16 in both halves of a word out."""
+
+
 @triton.jit
-def states_of(words_ptr, n, k, N, BITS: tl.constexpr):
-    """The 16 bits that end with the code of outputs n and inputs k, uint32: tiles `[K / 16, N / 16, 8 * BITS]` of words
-    whose highest bit comes first."""
+def number_in(
+    window, place: tl.constexpr, CODEBOOK: tl.constexpr, PTX: tl.constexpr, like: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """Numbers, as type `like`, of the states that begin at a bit of words of 64 bits, the highest being 0."""
+    state = (window >> (48 - place)).to(tl.uint32) & 0xFFFF
+    if INTERPRETED:
+        return rounded(number_of(state, CODEBOOK), like, INTERPRETED)
+    elif CODEBOOK == 2:
+        return number_of(state, CODEBOOK).to(like)
+    else:
+        hashed = hash_of(state, CODEBOOK)
+        both = tl.inline_asm_elementwise(PTX, "=r,r", [hashed], dtype=tl.int32, is_pure=True, pack=1)
+        return both.to(tl.int16).to(tl.float16, bitcast=True).to(like)
+
+
+@triton.jit
+def decoded_tiles(
+    words_ptr, tile_k, tile_n, N, BITS: tl.constexpr, CODEBOOK: tl.constexpr, PTX: tl.constexpr, like: tl.constexpr,
+    TILES_K: tl.constexpr, TILES_N: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """Numbers `[16 * TILES_N, 16 * TILES_K]`, as type `like`, of tiles `[K / 16, N / 16, 8 * BITS]` of words whose
+    highest bit comes first.
+
+    A tile is a matrix as the threads of a warp hold it for a product: of thread t the codes `8 t ... 8 t + 7` are those
+    of outputs `t / 4` and 8 more, and of inputs `2 (t % 4)`, the next one, and 8 more than both. Their states lie in
+    one stretch of bits, so they take two or three words from memory.
+    """
     WORDS: tl.constexpr = 8 * BITS
-    thread = n % 8 * 4 + k % 8 // 2
-    code = thread * 8 + k % 2 + k // 8 % 2 * 2 + n // 8 % 2 * 4
-    first = (code * BITS + (BITS - 16 + 32 * WORDS)) % (32 * WORDS)
-    tile_ptr = words_ptr + (k // 16 * (N // 16) + n // 16).to(tl.int64) * WORDS
-    high = tl.load(tile_ptr + first // 32).to(tl.uint32, bitcast=True).to(tl.uint64)
-    low = tl.load(tile_ptr + (first // 32 + 1) % WORDS).to(tl.uint32, bitcast=True).to(tl.uint64)
-    return ((high << 32 | low) >> (48 - first % 32).to(tl.uint64)).to(tl.uint32) & 0xFFFF
+    LAST: tl.constexpr = 7 * BITS
+    first = (tl.arange(0, 32) * WORDS + (BITS - 16 + 32 * WORDS)) % (32 * WORDS)
+    tile_ptr = words_ptr + (tile_k.to(tl.int64)[:, None] * (N // 16) + tile_n[None, :])[:, :, None] * WORDS
+    place, shift = (first // 32)[None, None, :], (first % 32).to(tl.uint64)[None, None, :]
+    first_word = tl.load(tile_ptr + place).to(tl.uint32, bitcast=True).to(tl.uint64)
+    second_word = tl.load(tile_ptr + (place + 1) % WORDS).to(tl.uint32, bitcast=True).to(tl.uint64)
+    window = (first_word << 32 | second_word) << shift
+    rest = window
+    if BITS == 3 or BITS > 4:
+        third_word = tl.load(tile_ptr + (place + 2) % WORDS).to(tl.uint32, bitcast=True).to(tl.uint64)
+        window = window | third_word >> (32 - shift)
+        rest = (second_word << 32 | third_word) << shift
+    # The stretch of wide codes is longer than a window: the last ones are found in the one that begins 32 bits later.
+    FROM: tl.constexpr = 32 if LAST > 48 else 0
+    n0 = number_in(window, 0, CODEBOOK, PTX, like, INTERPRETED)
+    n1 = number_in(window, BITS, CODEBOOK, PTX, like, INTERPRETED)
+    n2 = number_in(window, 2 * BITS, CODEBOOK, PTX, like, INTERPRETED)
+    n3 = number_in(window, 3 * BITS, CODEBOOK, PTX, like, INTERPRETED)
+    n4 = number_in(window, 4 * BITS, CODEBOOK, PTX, like, INTERPRETED)
+    n5 = number_in(window, 5 * BITS, CODEBOOK, PTX, like, INTERPRETED)
+    n6 = number_in(window, 6 * BITS, CODEBOOK, PTX, like, INTERPRETED)
+    n7 = number_in(rest if LAST > 48 else window, LAST - FROM, CODEBOOK, PTX, like, INTERPRETED)
+    low = tl.join(tl.join(n0, n1), tl.join(n2, n3))
+    high = tl.join(tl.join(n4, n5), tl.join(n6, n7))
+    numbers = tl.reshape(tl.join(low, high), (TILES_K, TILES_N, 8, 4, 2, 2, 2))
+    return tl.reshape(tl.permute(numbers, (1, 6, 2, 0, 5, 3, 4)), (16 * TILES_N, 16 * TILES_K))
+
+
+@Launcher
+@triton.jit(do_not_specialize=["M", "blocks_per_split"])
+def trellis_gemm(
+    x_ptr, words_ptr, part_ptr, M, K, N, blocks_per_split,
+    BITS: tl.constexpr, CODEBOOK: tl.constexpr, PTX: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr, STAGES: tl.constexpr, INTERPRETED: tl.constexpr, WAITS: tl.constexpr = False,
+):  # fmt: skip
+    """Partial sums `part [splits, M, N]` float32 of turned inputs `x [M, K]` and the numbers of tiles; blocks divide K
+    and N."""
+    n, split, m = split_tile(BLOCK_N, BLOCK_M)
+    first = split * blocks_per_split
+    tile_n = tl.program_id(0) * (BLOCK_N // 16) + tl.arange(0, BLOCK_N // 16)
+    if WAITS:
+        tile_k = tl.minimum(first * (BLOCK_K // 16) + tl.arange(0, PREFETCHED), K // 16 - 1)
+        tile = tile_k.to(tl.int64)[:, None] * (N // 16) + tile_n[None, :]
+        prefetch(words_ptr + tile[:, :, None] * (8 * BITS) + tl.arange(0, 2) * 32 % (8 * BITS))
+    wait_for_inputs(WAITS)
+    total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    for block in tl.range(first, tl.minimum(first + blocks_per_split, K // BLOCK_K), num_stages=STAGES):
+        k = block * BLOCK_K + tl.arange(0, BLOCK_K)
+        tile_k = block * (BLOCK_K // 16) + tl.arange(0, BLOCK_K // 16)
+        numbers = decoded_tiles(
+            words_ptr, tile_k, tile_n, N, BITS, CODEBOOK, PTX, x_ptr.dtype.element_ty, BLOCK_K // 16, BLOCK_N // 16,
+            INTERPRETED,
+        )  # fmt: skip
+        x = tl.load(x_ptr + m[None, :] * K + k[:, None], mask=(m < M)[None, :], other=0.0)
+        total = multiply(numbers, x, total, INTERPRETED)
+    store_sums(part_ptr, total, split, m[None, :], n[:, None], M, N)
 
 
 @Launcher
 @triton.jit
 def expand_trellis(
     words_ptr, weight_ptr, first_row, ROWS, K, N,
-    BITS: tl.constexpr, CODEBOOK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BITS: tl.constexpr, CODEBOOK: tl.constexpr, PTX: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Decodes rows from `first_row` on into `weight [ROWS, K]`, of tiles of numbers that stand for `[N, K]`. Blocks
     divide ROWS and K. Programs (inputs, rows)."""
     row = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    tile_n = first_row // 16 + tl.program_id(1) * (BLOCK_N // 16) + tl.arange(0, BLOCK_N // 16)
     k = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
-    numbers = number_of(states_of(words_ptr, (first_row + row)[:, None], k[None, :], N, BITS), CODEBOOK)
+    tile_k = tl.program_id(0) * (BLOCK_K // 16) + tl.arange(0, BLOCK_K // 16)
+    numbers = decoded_tiles(
+        words_ptr, tile_k, tile_n, N, BITS, CODEBOOK, PTX, weight_ptr.dtype.element_ty, BLOCK_K // 16, BLOCK_N // 16,
+        INTERPRETED,
+    )  # fmt: skip
     store_tile(weight_ptr, numbers, row[:, None], k[None, :], ROWS, K)
+
+
+@Launcher
+@triton.jit(do_not_specialize=["M"])
+def turn_inputs(
+    x_ptr, scale_ptr, out_ptr, M, K, PADDED, TURN: tl.constexpr, INTERPRETED: tl.constexpr, WAITS: tl.constexpr = False
+):
+    """`x [M, K]` times scales `[K]`, every TURN numbers times the Hadamard matrix, to `out [M, PADDED]`. Programs
+    (token, turn)."""
+    wait_for_inputs(WAITS)
+    m, k = tl.program_id(0).to(tl.int64), tl.program_id(1) * TURN + tl.arange(0, TURN)
+    x = tl.load(x_ptr + m * K + k, mask=k < K, other=0.0).to(tl.float32)
+    turned = hadamard(x * tl.load(scale_ptr + k, mask=k < K, other=0.0), TURN, 1.0)
+    like = out_ptr.dtype.element_ty
+    tl.store(out_ptr + m * PADDED + k, rounded(turned, like, INTERPRETED).to(like))
+
+
+@Launcher
+@triton.jit(do_not_specialize=["M", "splits"])
+def turn_sums(
+    part_ptr, scale_ptr, bias_ptr, y_ptr, M, N, PADDED, splits, TURN: tl.constexpr, HAS_BIAS: tl.constexpr,
+    INTERPRETED: tl.constexpr, WAITS: tl.constexpr = False,
+):  # fmt: skip
+    """Adds parts `[splits, M, PADDED]` in order; every TURN sums times the Hadamard matrix, times scales `[N]`, plus
+    the bias, to `y [M, N]`. Programs (token, turn)."""
+    wait_for_inputs(WAITS)
+    m, n = tl.program_id(0).to(tl.int64), tl.program_id(1) * TURN + tl.arange(0, TURN)
+    total = tl.zeros((TURN,), tl.float32)
+    for split in range(0, splits):
+        total += tl.load(part_ptr + (split * M + m) * PADDED + n).to(tl.float32)
+    y = hadamard(total, TURN, 1.0) * tl.load(scale_ptr + n, mask=n < N, other=0.0)
+    if HAS_BIAS:
+        y += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)
+    like = y_ptr.dtype.element_ty
+    tl.store(y_ptr + m * N + n, rounded(y, like, INTERPRETED).to(like), mask=n < N)
 
 
 @dataclass(frozen=True)
@@ -79,41 +223,89 @@ class TrellisLinear:
         words: int32 `[K / 16, N / 16, 8 * bits]`, as stored, K and N rounded up to multiples of 128.
         in_scales: float32 `[K]`, a part of the turns' norm included.
         out_scales: float32 `[N]`.
-        turn: float32 `[128, 128]`, the Hadamard matrix of 1 and -1.
         bias: `[N]`, or None.
         bits: of a code.
         codebook: index in `CODEBOOKS`.
+        num_processors: of the GPU.
     """
 
     words: Tensor
     in_scales: Tensor
     out_scales: Tensor
-    turn: Tensor
     bias: Tensor | None
     bits: int
     codebook: int
+    num_processors: int
+
+    @cached_property
+    def _products(self) -> dict[int, SplitProduct]:
+        """Prepared launches, by most tokens."""
+        return {}
 
     @property
     def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in (self.words, self.in_scales, self.out_scales, self.turn))
+        return sum(tensor.nbytes for tensor in (self.words, self.in_scales, self.out_scales))
 
     def __call__(self, x: Tensor) -> Tensor:
         """`x [M, K] -> [M, N]` in the dtype of `x`, bfloat16 or float16, in which numbers and turned inputs meet."""
-        inputs, outputs = (tiles * SIDE for tiles in self.words.shape[:2])
-        scaled, padding = x.float() * self.in_scales, inputs - len(self.in_scales)
-        turned = self._turned(pad(scaled, (0, padding)) if padding else scaled).to(x.dtype)
-        sums = multiply_by_panels(turned, outputs, None, self.expand_rows).float()
-        y = self._turned(sums)[:, : len(self.out_scales)] * self.out_scales
-        return (y if self.bias is None else y + self.bias.float()).to(x.dtype)
+        turn, turn_back = self._turns
+        tokens, (inputs, outputs) = len(x), self._sizes
+        turned, y = x.new_empty(tokens, inputs), x.new_empty(tokens, len(self.out_scales))
+        turn((tokens, inputs // TURN), x.contiguous(), turned, tokens)
+        parts = self._decoded(turned) if tokens <= MOST_DECODED else self._by_panels(turned)
+        turn_back((tokens, outputs // TURN), parts, y, tokens, len(parts))
+        return y
 
-    def expand_rows(self, first: int, out: Tensor) -> None:
-        """Fills `out [R, K]` with the numbers of the rows from `first` on."""
-        rows, inputs = out.shape
-        expand_trellis[inputs // BLOCK, rows // BLOCK](
-            self.words, out, first, rows, inputs, self.words.shape[1] * SIDE, BITS=self.bits, CODEBOOK=self.codebook,
-            BLOCK_N=BLOCK, BLOCK_K=BLOCK, num_warps=4,
+    def _decoded(self, turned: Tensor) -> Tensor:
+        size = 8 if len(turned) <= 8 else MOST_DECODED
+        if size not in self._products:
+            self._products[size] = self._prepare(size)
+        return self._products[size](turned)
+
+    def _by_panels(self, turned: Tensor) -> Tensor:
+        return multiply_by_panels(turned, self._sizes[1], None, self.expand_rows).unsqueeze(0)
+
+    @property
+    def _sizes(self) -> tuple[int, int]:
+        """Inputs and outputs, filled up."""
+        return self.words.shape[0] * SIDE, self.words.shape[1] * SIDE
+
+    @cached_property
+    def _turns(self) -> tuple[BoundKernel, BoundKernel]:
+        (inputs, outputs), bias = self._sizes, self.bias
+        given = {"TURN": TURN, "INTERPRETED": triton.knobs.runtime.interpret, "num_warps": 1}
+        return (
+            turn_inputs.bind(scale_ptr=self.in_scales, K=len(self.in_scales), PADDED=inputs, **given),
+            turn_sums.bind(
+                scale_ptr=self.out_scales, bias_ptr=bias, N=len(self.out_scales), PADDED=outputs,
+                HAS_BIAS=bias is not None, **given,
+            ),
         )  # fmt: skip
 
-    def _turned(self, x: Tensor) -> Tensor:
-        """Every 128 numbers times the Hadamard matrix."""
-        return (x.unflatten(1, (-1, TURN)) @ self.turn).flatten(1)
+    @cached_property
+    def expand_rows(self) -> Expander:
+        """Prepared launches that decode rows."""
+        inputs, outputs = self._sizes
+        kernel = expand_trellis.bind(
+            words_ptr=self.words, K=inputs, N=outputs, **self._constants, BLOCK_N=EXPANDED_ROWS, BLOCK_K=BLOCK,
+            num_warps=4,
+        )  # fmt: skip
+        return Expander(kernel, inputs // BLOCK)
+
+    @property
+    def _constants(self) -> dict[str, Any]:
+        interpreted = triton.knobs.runtime.interpret
+        return {"BITS": self.bits, "CODEBOOK": self.codebook, "PTX": HALVES_ADDED, "INTERPRETED": interpreted}
+
+    def _prepare(self, tokens: int) -> SplitProduct:
+        inputs, outputs = self._sizes
+        tile = TILE | {"BLOCK_M": tokens}
+        splits, blocks_per_split = split_inputs(outputs, inputs, tokens, tile, self.num_processors)
+        kernel = trellis_gemm.bind(
+            words_ptr=self.words, K=inputs, N=outputs, blocks_per_split=blocks_per_split, **self._constants, **tile
+        )
+        return SplitProduct(kernel, outputs, outputs // tile["BLOCK_N"], splits, tokens)
+
+
+TILE = {"BLOCK_N": 64, "BLOCK_K": BLOCK, "STAGES": 3, "num_warps": 4}
+"""Tile of a product that decodes."""

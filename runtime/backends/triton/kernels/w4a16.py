@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -14,21 +14,24 @@ from torch import Tensor
 from runtime.backends.prepared_weight import PreparedWeight
 from runtime.backends.triton.fused_linear import SUMS, ActivationLayout, PartialSums, QuantizedInput, finished
 from runtime.backends.triton.kernels.common import (
+    PREFETCHED,
     code_offset,
     grouped_tile,
     multiply,
+    prefetch,
     split_tile,
     store_sums,
     store_tile,
     unpack,
     unpack_instructions,
+    wait_for_inputs,
 )
 from runtime.backends.triton.kernels.configs import EXPAND, SKINNY, KernelConfig, Plan, bucket_of
 from runtime.backends.triton.kernels.norm_act import PackedLinear
 from runtime.backends.triton.kernels.split_product import SplitProduct
 from runtime.backends.triton.kernels.weight_layout import InterleavedWeight, prepared, tile_inputs
 from runtime.backends.triton.launcher import Launcher
-from runtime.backends.triton.panels import multiply_by_panels
+from runtime.backends.triton.panels import EXPANDED_ROWS, Expander, multiply_by_panels
 from runtime.backends.triton.sizes import cdiv
 
 
@@ -45,13 +48,20 @@ def zero_and_scale(words, like: tl.constexpr):
         return zero.to(tl.float32, bitcast=True), scale.to(tl.float32, bitcast=True)
 
 
+@triton.jit
+def prefetch_tiles(words_ptr, n, first, N, num_tiles):
+    """Prefetches rows n of tiles of words `[num_tiles, N, 32]` from a first one on."""
+    tile = tl.minimum(first + tl.arange(0, PREFETCHED), num_tiles - 1)
+    prefetch(words_ptr + (tile.to(tl.int64)[:, None] * N + n[None, :]) * 32)
+
+
 @Launcher
 @triton.jit(do_not_specialize=["M", "num_tiles", "tiles_per_split"])
 def w4a16_skinny_gemm(
     x_ptr, words_ptr, scale_ptr, sums_ptr, part_ptr, M, N, K, num_tiles, tiles_per_split,
     BITS: tl.constexpr, GROUP_SIZE: tl.constexpr, UNIT: tl.constexpr, SCALE_TYPE: tl.constexpr, EVEN_K: tl.constexpr,
     BFLOAT16: tl.constexpr, PTX: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, STAGES: tl.constexpr,
-    INTERPRETED: tl.constexpr,
+    INTERPRETED: tl.constexpr, WAITS: tl.constexpr = False,
 ):  # fmt: skip
     """Partial sums `part [splits, M, N]` float32 of `x [M, K]` and packed weights with N rows, a multiple of BLOCK_N.
 
@@ -61,10 +71,13 @@ def w4a16_skinny_gemm(
     TILE: tl.constexpr = 512 // BITS
     WHOLE_ROW: tl.constexpr = BITS == 8 and GROUP_SIZE == 0
     n, split, m = split_tile(BLOCK_N, BLOCK_M)
+    first = split * tiles_per_split
+    if WAITS:
+        prefetch_tiles(words_ptr, n, first, N, num_tiles)
+    wait_for_inputs(WAITS)
     lane = tl.arange(0, 32)
     has_token = m < M
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    first = split * tiles_per_split
     words_ptrs = words_ptr + (first.to(tl.int64) * N + n)[:, None] * 32 + lane[None, :]
     all_x = tl.zeros((BLOCK_M,), tl.float32)
     if GROUP_SIZE == 0:
@@ -156,13 +169,16 @@ def w4a16_gemm(
     x_ptr, words_ptr, scale_ptr, bias_ptr, y_ptr, M, N, K, ROWS, num_tiles, tiles_per_split,
     BITS: tl.constexpr, GROUP_SIZE: tl.constexpr, UNIT: tl.constexpr, SCALE_TYPE: tl.constexpr, HAS_BIAS: tl.constexpr,
     EVEN_K: tl.constexpr, BFLOAT16: tl.constexpr, PTX: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
-    GROUP_M: tl.constexpr, STAGES: tl.constexpr, INTERPRETED: tl.constexpr,
+    GROUP_M: tl.constexpr, STAGES: tl.constexpr, INTERPRETED: tl.constexpr, WAITS: tl.constexpr = False,
 ):  # fmt: skip
     """`y [splits, M, ROWS]` in its own dtype, for each split of K, of `x [M, K]` and packed weights with N rows, a
     multiple of BLOCK_N."""
     n, m = grouped_tile(M, N, BLOCK_N, BLOCK_M, GROUP_M)
     split = tl.program_id(1)
     first = split * tiles_per_split
+    if WAITS:
+        prefetch_tiles(words_ptr, n, first, N, num_tiles)
+    wait_for_inputs(WAITS)
     total = dequantized_product(
         x_ptr, words_ptr, scale_ptr, m.to(tl.int64), m < M, n, N, K, first,
         tl.minimum(first + tiles_per_split, num_tiles), BITS, GROUP_SIZE, UNIT, SCALE_TYPE, EVEN_K, BFLOAT16, PTX,
@@ -215,6 +231,10 @@ class W4A16Linear(PackedLinear):
         """Prepared launches, by bucket and dtype of inputs."""
         return {}
 
+    @cached_property
+    def _expanders(self) -> dict[torch.dtype, Expander]:
+        return {}
+
     @property
     def nbytes(self) -> int:
         return self.weight.nbytes
@@ -238,8 +258,10 @@ class W4A16Linear(PackedLinear):
         product = self._products.get((bucket, dtype))
         if product is None:
             if self.plan[bucket].kernel == EXPAND:
-                rows_of = partial(expand_rows, self.weight)
-                return finished(multiply_by_panels(x.rows, self.weight.shape[0], self.bias, rows_of))
+                expand_rows = self._expanders.get(dtype)
+                if expand_rows is None:
+                    expand_rows = self._expanders[dtype] = expander_of(self.weight, dtype)
+                return finished(multiply_by_panels(x.rows, self.weight.shape[0], self.bias, expand_rows))
             product = self._products[bucket, dtype] = self._prepare(self.plan[bucket], dtype)
         sums = product(x.rows) if x.beside is None else product(x.rows, x.beside)
         return PartialSums(sums, self.weight.shape[0], self.bias if sums.dtype == torch.float32 else None)
@@ -265,12 +287,13 @@ class W4A16Linear(PackedLinear):
         return SplitProduct(kernel, rows, blocks_n, splits, config.block_m, out, is_grouped=True)
 
 
-def expand_rows(weight: InterleavedWeight, first: int, out: Tensor) -> None:
-    """Fills `out [R, K]` with the dequantized rows from `first`, a multiple of 64, on."""
-    expand[len(weight.words), cdiv(len(out), 64)](
-        weight.words, weight.scales, out, first, len(out), weight.words.shape[1], weight.shape[1],
-        **layout_constants(weight, out.dtype), BLOCK_N=64, num_warps=4,
+def expander_of(weight: InterleavedWeight, dtype: torch.dtype) -> Expander:
+    """Prepares launches that dequantize rows to a dtype."""
+    kernel = expand.bind(
+        words_ptr=weight.words, scale_ptr=weight.scales, N=weight.words.shape[1], K=weight.shape[1],
+        **layout_constants(weight, dtype), BLOCK_N=EXPANDED_ROWS, num_warps=4,
     )  # fmt: skip
+    return Expander(kernel, len(weight.words))
 
 
 def _tile(weight: InterleavedWeight, config: KernelConfig) -> dict[str, Any]:

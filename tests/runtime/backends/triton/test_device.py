@@ -1,5 +1,6 @@
 """Which devices, dtypes and schemes Triton kernels are for."""
 
+import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,8 +8,11 @@ import pytest
 import torch
 
 from compress.checkpoint.weights import Activations, BlockFp8, Bnb4, Fp8, Int, Iq4Nl, Mxfp8, Nf4, Scheme
+from compress.common.errors import ToolkitError
 from runtime.backends.base import Target
+from runtime.backends.measured import table_path
 from runtime.backends.registry import choose_linear
+from runtime.backends.triton import device as triton_device
 from runtime.backends.triton.attention import attention_unsupported_reason
 from runtime.backends.triton.device import Gpu, unsupported_reason
 from runtime.core.memory_plan import MemoryPlan
@@ -92,3 +96,33 @@ def test_fp4_of_bitsandbytes_is_dequantized(block: int) -> None:
     choice = choose_linear(Bnb4("fp4", block), 4096, Target(GPU, torch.bfloat16))
     assert choice.kernel.name == "dequantized"
     assert "dequantized once at load" in choice.reason
+
+
+@pytest.mark.parametrize(
+    ("asked", "capability", "checked", "overlaps"),
+    [
+        ("auto", (9, 0), None, False),
+        ("auto", (9, 0), (9, 0), True),
+        ("auto", (10, 0), (9, 0), False),
+        ("auto", (8, 9), (8, 9), False),
+        ("off", (9, 0), (9, 0), False),
+        ("on", (9, 0), None, True),
+    ],
+)
+def test_kernels_overlap_where_that_is_asked_for_or_was_checked(
+    tmp_path, monkeypatch, asked: str, capability: tuple[int, int], checked: tuple[int, int] | None, overlaps: bool
+) -> None:
+    monkeypatch.setattr(triton_device, "CHECKED", tmp_path)
+    monkeypatch.setattr(triton_device, "gpu_of", lambda _: Gpu("Some GPU", capability, 132))
+    if checked is not None:
+        record = {"device": "Another GPU", "capability": checked, "replays": 1000}
+        table_path(tmp_path, "Another GPU").write_text(json.dumps(record))
+    assert triton_device.overlaps_kernels(torch.device("cuda"), asked) == overlaps
+
+
+@pytest.mark.parametrize("gpu", [None, Gpu("Old GPU", (8, 9), 100)])
+def test_kernels_that_cannot_overlap_are_refused(monkeypatch, gpu: Gpu | None) -> None:
+    monkeypatch.setattr(triton_device, "gpu_of", lambda _: gpu)
+    with pytest.raises(ToolkitError) as refused:
+        triton_device.overlaps_kernels(torch.device("cpu"), "on")
+    assert "--programmatic-launch" in refused.value.remedy

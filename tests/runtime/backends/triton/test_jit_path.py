@@ -1,5 +1,6 @@
 """Launches of 8B decoders through Triton's real path, onto a driver without a GPU."""
 
+import re
 import shutil
 from pathlib import Path
 
@@ -13,7 +14,7 @@ if shutil.which("cc") is None:
 from jit_without_gpu.cases import FORMS
 from jit_without_gpu.numbers import reading_zeros
 from jit_without_gpu.own_process import compile_in_own_process
-from jit_without_gpu.served import launch_with_blocks, serve_first_tokens
+from jit_without_gpu.served import launch_with_blocks, serve_first_tokens, serve_overlapping
 
 MOST_BUILDS = 20
 """Until the second token: each is a wait of about a second."""
@@ -29,6 +30,31 @@ def test_few_builds_come_before_the_second_token_and_later_launches_pass_triton_
     layers = FORMS[form].read_config()["num_hidden_layers"]
     assert launches >= 2 * 5 * layers
     assert again == (0, 0)
+
+
+IN_LAYERS = {"add_rms_norm_kernel", "fused_qk_norm_rope_kv_write", "list_tiles", "paged_attention", "join_splits"}
+BEHIND_LAYERS = 6
+"""Launches of a step of Llama that do not overlap: final norm, head with its sums, and two that draw a token."""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "name", ["int4 of 32 with zeros", "2 bits with zeros", "int8 inputs", "fp8 in float16", "nvfp4"]
+)
+def test_kernels_that_overlap_touch_no_memory_before_they_wait(tmp_path: Path, name: str) -> None:
+    found = compile_in_own_process(tmp_path, serve_overlapping, name)
+    launches, overlapping = found.launches
+    assert 0 <= launches - overlapping <= BEHIND_LAYERS
+    assert {kernel for kernel, _ in found.sources} > IN_LAYERS
+    for kernel, source in found.sources:
+        before, waits, after = source[source.index(".entry") :].partition("griddepcontrol.wait")
+        assert waits, kernel
+        assert "griddepcontrol.launch_dependents" in after, kernel
+        touched = set(re.findall(r"\b(?:ld|st|cp|atom|red|prefetch|bra|ret)\.\w+(?:\.\w+)*", before))
+        assert touched <= {*PARAMETERS, "prefetch.global.L2"}, kernel
+
+
+PARAMETERS = [f"ld.param.{kind}" for kind in ("b32", "b64", "u32", "u64", "f32")]
 
 
 @pytest.mark.full

@@ -19,7 +19,6 @@ from runtime.backends.triton.kernels.configs import (
     config_for,
     default_plan,
     measured_plan,
-    panel_rows,
     to_json,
 )
 
@@ -62,21 +61,6 @@ def test_layers_with_few_outputs_are_split_to_fill_the_processors(tokens: int) -
 def test_tiles_are_no_larger_than_the_tokens() -> None:
     plan = default_plan(4, 4096, 32, 132)
     assert [plan[m].block_m for m in (1, 2, 4, 8, 16, 32, 64)] == [8, 8, 8, 8, 16, 32, 64]
-
-
-@pytest.mark.parametrize(("tokens", "most"), [(2048, 3072), (4096, 3072), (8192, 877)])
-def test_panels_fill_whole_waves(tokens: int, most: int) -> None:
-    for rows in (4096, 6144, 28672):
-        panel = panel_rows(rows, most, tokens, 132)
-        assert panel % 256 == 0
-        assert panel <= most
-        sizes = [*[panel] * (rows // panel), *([rows % panel] if rows % panel else [])]
-        tiles = [-(-size // 256) * -(-tokens // 128) for size in sizes]
-        assert sum(tiles) > 0.9 * 132 * sum(-(-each // 132) for each in tiles)
-
-
-def test_a_long_row_makes_panels_of_one_step() -> None:
-    assert panel_rows(4096, 100, 2048, 132) == 256
 
 
 def test_a_call_takes_the_next_bucket() -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from decoder_configs import decoder_config
 from engines import answer_all
+from overlapping_kernels import record_programs
 from poisoned_memory import poison, poisoned_allocations
 from ragged import rows_of
 from rounding import assert_same_bits
@@ -322,6 +323,23 @@ def test_attention_takes_one_launch_whatever_the_step_holds(gpu, monkeypatch) ->
         counts.append(counted.names)
     assert counts[1].count("paged_attention") == LAYERS
     assert counts[1] == counts[0]
+
+
+@pytest.mark.parametrize(("kind", "format"), [(INT4, "int4"), (W8A8, "16bit")], ids=str)
+def test_every_kernel_of_overlapping_layers_waits_before_it_reads(gpu, monkeypatch, kind, format: str) -> None:
+    if gpu.type == "cuda":
+        pytest.skip("programs are watched in the interpreter")
+    world = World(kind, gpu)
+    decoder, batch, hidden = world.decoder(fused=True), make_batch([(1, 20), (1, 9)], gpu), []
+    for overlaps in (False, True):
+        cache = world.cache(format, world.dtype)
+        attention = TritonAttention(StepKeys(cache, batch, ExactPlaces(None, None)), decoder.config.windows)
+        angles, programs = decoder.rotary.at(batch.positions), record_programs(monkeypatch)
+        run = TritonLayers(decoder, cache, overlaps)
+        hidden.append(run(decoder.embedding(batch.token_ids), *angles, attention))
+        assert (programs.waited > 0) == overlaps
+        assert (programs.early > 0) == (not overlaps)
+    assert torch.equal(*hidden)
 
 
 def test_what_is_not_in_triton_refuses(gpu) -> None:

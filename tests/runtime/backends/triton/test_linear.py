@@ -1,11 +1,13 @@
 """Packed linears in Triton against the exact product in float64: every kernel, width, group and ragged edge, with
 memory poisoned before it is written."""
 
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass, replace
 
 import pytest
 import torch
 from covering import covering
+from overlapping_kernels import record_programs
 from poisoned_memory import poisoned_allocations
 from products import BOUND, activations, exact_product, relative_error
 from tiny_models import random_weight
@@ -104,6 +106,25 @@ def test_panels_are_written_where_they_belong(gpu, monkeypatch, with_bias: bool)
     bias = activations(1, 600, torch.float16, gpu)[0] if with_bias else None
     found = linear_of(weight, bias, gpu, torch.float16, plan=only(KernelConfig(EXPAND)))(x)
     assert relative_error(found, exact_product(x, weight, bias)) < BOUND[torch.float16]
+
+
+@pytest.mark.parametrize(
+    ("rows", "inputs", "expected"),
+    [(300, 64, [300]), (512, 64, [512]), (520, 64, [512, 8]), (300, 1024, [256, 44]), (300, 128, [256, 44])],
+)
+def test_a_weight_is_dense_as_a_whole_where_it_fits(monkeypatch, rows: int, inputs: int, expected: list[int]) -> None:
+    monkeypatch.setattr(panels, "PANEL_ELEMENTS", 512 * 64)
+    weight, x, sizes = torch.randn(rows, inputs), torch.randn(3, inputs), list[int]()
+
+    def expand(first: int, out: torch.Tensor) -> None:
+        assert out.is_contiguous()
+        sizes.append(len(out))
+        out.copy_(weight[first : first + len(out)])
+
+    for bias in (None, torch.randn(rows)):
+        found = panels.multiply_by_panels(x, rows, bias, expand)
+        torch.testing.assert_close(found, torch.nn.functional.linear(x, weight, bias))
+    assert sizes == 2 * expected
 
 
 @pytest.mark.full
@@ -356,6 +377,40 @@ def test_8_bit_floats_by_torch(gpu, dtype: torch.dtype, with_bias: bool) -> None
     assert relative_error(found, exact_product(x, weight, bias)) < (BOUND[dtype] if gpu.type == "cpu" else 6e-3)
     assert relative_error(linear(x[:15]), exact_product(x[:15], weight, bias)) < BOUND[dtype]
     assert linear._products
+
+
+def tensors_of(linear: object) -> Iterator[torch.Tensor]:
+    """Tensors that a linear holds."""
+    for each in fields(linear):
+        value = getattr(linear, each.name)
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif is_dataclass(value):
+            yield from tensors_of(value)
+
+
+@pytest.mark.parametrize("tokens", [3, 70])
+@pytest.mark.parametrize("scheme", [Int(4, 128), Int(4, 32, False), Int(8, None), *BYTES, *GROUPED, *TABLES], ids=str)
+def test_products_wait_before_they_read_and_prefetch_their_weight_alone(gpu, monkeypatch, scheme: Scheme, tokens: int):
+    if gpu.type == "cuda":
+        pytest.skip("programs are watched in the interpreter")
+    from runtime.backends.triton.launcher import overlapping
+
+    weight, x = random_weight((100, 512), scheme), activations(tokens, 512, torch.bfloat16, gpu)
+    ours = {"scaled_from": NEVER} if scheme == FP8_W8A8 else {}
+    linear = linear_of(weight, None, gpu, torch.bfloat16, **ours)
+    expected = linear(x)
+    programs = record_programs(monkeypatch)
+    with overlapping(True):
+        found = linear(x)
+    assert torch.equal(found, expected)
+    assert programs.waited > 0 == programs.early
+    assert programs.prefetched
+    for addresses in programs.prefetched:
+        assert any(
+            (tensor.data_ptr() <= addresses).all() and (addresses < tensor.data_ptr() + tensor.nbytes).all()
+            for tensor in tensors_of(linear)
+        )
 
 
 def test_linears_of_the_table_choose_by_tokens(gpu) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from compress.checkpoint.weights.codebooks import NF4_VALUES
+from compress.checkpoint.weights.exl3 import CODEBOOKS, codebook_values
 from compress.checkpoint.weights.mxfp4 import VALUES
 from compress.checkpoint.weights.nonlinear import LEVEL_VALUES
 
@@ -97,6 +98,16 @@ def test_every_8_bit_float_comes_out_exactly(is_bfloat16: bool) -> None:
             expected = numbers[[byte, other]]
             assert torch.equal(found, expected)
             assert torch.equal(found.signbit(), expected.signbit())
+
+
+def test_every_state_of_a_trellis_comes_out_as_its_number() -> None:
+    from runtime.backends.triton.kernels.trellis import HALVES_ADDED
+
+    for codebook, (factor, added) in zip(CODEBOOKS, ((89226354, 64248484), (0xCBAC1FED, 0)), strict=False):
+        expected = codebook_values(codebook).double()
+        for state in range(0, 2**16, 13):
+            found = halves(run(HALVES_ADDED, {"$1": (state * factor + added) & 0xFFFFFFFF})["$0"], "f16x2")
+            assert found.tolist() == [expected[state]] * 2
 
 
 @pytest.mark.parametrize("kind", HALVES)
