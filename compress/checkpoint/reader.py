@@ -52,8 +52,12 @@ def open_stored(path: str | Path) -> tuple[TensorFiles, ModelConfig]:
     """
     files = TensorFiles.open(path)
     config = read_config(files.path)
-    if find_family(config.get("model_type")) is not None:
-        check_keys(config)
+    if find_family(config.get("model_type")) is None:
+        from compress.checkpoint.modeling.conversion import ConvertedNames
+
+        names = ConvertedNames.find(files.names(), config.get("model_type"))
+        return (files if names is None else files.renamed(names.own, names)), config
+    check_keys(config)
     files, published = files.of_text_model(layouts_of(config)), find_renaming(config.get("model_type"))
     return (files if published is None else files.renamed(published, files.text_names)), config
 

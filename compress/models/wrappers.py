@@ -4,6 +4,7 @@ models whose files have other names than transformers."""
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Container, Iterable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
@@ -60,13 +61,56 @@ def _parts(whole: Config) -> tuple[dict[str, Any], dict[str, Any]]:
     return dict(whole), block(whole, "text_config")
 
 
+class StoredNames(ABC):
+    """Names of tensors and modules in files that differ from those by which they are known here.
+
+    Attributes:
+        others: stored tensors of other parts; those that belong to no part of a model of text alone are none.
+    """
+
+    others: frozenset[str]
+
+    @abstractmethod
+    def own(self, stored: str) -> str:
+        """Name here of a stored tensor or module."""
+
+    @abstractmethod
+    def stored(self, own: str) -> str:
+        """Stored name of a tensor or module."""
+
+    @abstractmethod
+    def pattern(self, module: str, changed: Set[str] = frozenset()) -> str:
+        """A name of a module in config.json that fits those of files and of engines, where they differ.
+
+        Args:
+            changed: other parts that are not wholly dense.
+        """
+
+    def patterns(self, quantization: Mapping[str, Any], written: Container[str]) -> dict[str, Any]:
+        """Returns a `quantization_config` of compressed-tensors that names modules of the text model by patterns.
+
+        Args:
+            written: tensors of the checkpoint; a weight of another part that is not among them was packed.
+        """
+        found = dict(quantization)
+        changed = {_part(name) for name in self.others if name.endswith(".weight") and name not in written}
+        found["ignore"] = sorted({self.pattern(module, changed) for module in quantization.get("ignore", ())})
+        found["config_groups"] = {
+            name: {**group, "targets": [self._target(target, changed) for target in group["targets"]]}
+            for name, group in quantization.get("config_groups", {}).items()
+        }
+        return found
+
+    def _target(self, target: str, changed: Set[str]) -> str:
+        return self.pattern(target, changed) if "." in target or target == "lm_head" else target
+
+
 @dataclass(frozen=True, slots=True)
-class TextNames:
+class TextNames(StoredNames):
     """Names of the tensors of a text model among those of other parts, which keep theirs.
 
     Attributes:
         model, head: what the text model's `model` and `lm_head` are stored as.
-        others: stored tensors of other parts; those that belong to no part of a model of text alone are none.
     """
 
     model: str
@@ -100,11 +144,7 @@ class TextNames:
         return own
 
     def pattern(self, module: str, changed: Set[str] = frozenset()) -> str:
-        """A pattern for a module by the names of files and of engines, which differ; for another part, of all of it.
-
-        Args:
-            changed: other parts that are not wholly dense.
-        """
+        """A pattern for a module by the names of files and of engines, which differ; for another part, of all of it."""
         if f"{module}.weight" in self.others and (part := _part(module)) not in changed:
             return rf"re:.*{re.escape(part)}\..*"
         if module.startswith("model."):
@@ -112,24 +152,6 @@ class TextNames:
             place = r".*language_model\.(model\.)?" if is_part else rf"(model|{self.model})\."
             return rf"re:{place}{re.escape(module.removeprefix('model.'))}$"
         return rf"re:.*{re.escape(module)}$"
-
-    def patterns(self, quantization: Mapping[str, Any], written: Container[str]) -> dict[str, Any]:
-        """Returns a `quantization_config` of compressed-tensors that names modules of the text model by patterns.
-
-        Args:
-            written: tensors of the checkpoint; a weight of another part that is not among them was packed.
-        """
-        found = dict(quantization)
-        changed = {_part(name) for name in self.others if name.endswith(".weight") and name not in written}
-        found["ignore"] = sorted({self.pattern(module, changed) for module in quantization.get("ignore", ())})
-        found["config_groups"] = {
-            name: {**group, "targets": [self._target(target, changed) for target in group["targets"]]}
-            for name, group in quantization.get("config_groups", {}).items()
-        }
-        return found
-
-    def _target(self, target: str, changed: Set[str]) -> str:
-        return self.pattern(target, changed) if "." in target or target == "lm_head" else target
 
 
 LAYOUTS = (("language_model.model", "language_model.lm_head"), ("model.language_model", "lm_head"))

@@ -24,7 +24,7 @@ from compress.common.errors import CheckpointError, NumericsError
 from compress.methods.base import METHODS, Needs
 from compress.pipeline.block import LoadedBlock, fill, release
 from compress.pipeline.expert_inputs import TOKENS_PER_CHANNEL, ExpertCoverage, ExpertStatistics, MixtureInputs
-from compress.pipeline.experts import mixtures
+from compress.checkpoint.modeling.experts import mixtures
 from compress.pipeline.memory import is_out_of_memory
 from compress.pipeline.skeleton import Skeleton
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from compress.checkpoint.meta_model import build_on_meta, check_decoder, load_config
+from compress.checkpoint.modeling.fused import separate_experts
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.common.errors import CheckpointError
 from compress.models.generic import SINKS, CodeSpec, Heads, code_spec
@@ -148,6 +149,8 @@ def _describe(checkpoint: PackedCheckpoint, config: PretrainedConfig, trust_remo
     model = build_on_meta(checkpoint.path, config, trust_remote_code)
     _check_class(model)
     names, calls = _names(model), _probe(model)
+    if checkpoint.schemes:
+        separate_experts(model)
     linears = [_linear(name, module) for name, module in model.named_modules() if type(module) is nn.Linear]
     inside = tuple(linear for linear in linears if linear.name != names.head)
     embedding, head = (_matrix(model, name) for name in (names.embedding, names.head))
