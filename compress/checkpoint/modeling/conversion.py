@@ -47,11 +47,13 @@ class ConvertedNames(StoredNames):
 
     @classmethod
     def find(cls, stored: Iterable[str], model_type: object) -> ConvertedNames | None:
-        """Finds what renames any of `stored` tensors; None where they have transformers' own names."""
+        """Finds what renames `stored` tensors; None where they have transformers' own names."""
         found = [each for each in transforms_of(model_type) if isinstance(each, WeightRenaming)]
         found = [each for each in found if not isinstance(each, PrefixChange)]
         names = cls(tuple(found), tuple(each.reverse_transform() for each in found[::-1]))
-        return names if any(names.own(name) != name for name in stored) else None
+        read = list(stored)
+        are_published = any(names.own(name) != name for name in read)
+        return names if found and (are_published or all(names.stored(name) == name for name in read)) else None
 
     def own(self, stored: str) -> str:
         """Name in transformers of a stored tensor or module."""
