@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +105,7 @@ def split_stacks(files: TensorFiles, slices: Mapping[str, Slice]) -> TensorFiles
     Raises:
         CheckpointError: a stack that does not hold as many experts or rows as there are slices of it.
     """
-    places = {name: place for name, place in slices.items() if place.stack.name in files}
+    places = {name: _as_stored(place, files) for name, place in slices.items() if place.stack.name in files}
     for stack, count in {place.stack: place.expert + 1 for place in places.values()}.items():
         if files.shape(stack.name)[0] != (sum(stack.sizes) or count):
             means = f"{sum(stack.sizes)} rows" if stack.sizes else f"{count} experts"
@@ -115,6 +115,12 @@ def split_stacks(files: TensorFiles, slices: Mapping[str, Slice]) -> TensorFiles
             )
     known = files.slices if isinstance(files, ExpertFiles) else {}
     return ExpertFiles(**{**vars(files), "slices": {**known, **places}}) if places else files
+
+
+def _as_stored(place: Slice, files: TensorFiles) -> Slice:
+    if not place.stack.columns or files.shape(place.stack.name)[-1] != place.stack.columns:
+        return place
+    return replace(place, stack=replace(place.stack, transposed=False))
 
 
 def stacked_names(names: Iterable[str], config: Mapping[str, Any]) -> dict[str, list[str]]:

@@ -34,6 +34,9 @@ class Wrapper:
         defaults: what holds where the config of the text model says nothing.
         unread: keys of the text model's config that the multimodal model does not read.
         ties_head: whether the head is the embedding where config.json says nothing.
+        text_ties: whether it also is where the config of the text model says so.
+        is_flat: older files have the config of the text model beside that of other parts.
+        divides_heads: a head has its share of `hidden_size`, whatever the config says.
     """
 
     text_type: str
@@ -41,6 +44,9 @@ class Wrapper:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     unread: tuple[str, ...] = ()
     ties_head: bool = False
+    text_ties: bool = False
+    is_flat: bool = False
+    divides_heads: bool = False
 
 
 _WRAPPERS: dict[str, Wrapper] = {}
@@ -75,11 +81,16 @@ def register(
     return add
 
 
-def register_wrapper(model_type: str, wrapper: Wrapper) -> None:
-    """Registers a multimodal model. Raises ValueError for a `model_type` that is registered already."""
+def register_wrapper(model_type: str, wrapper: Wrapper, renamed: tuple[str, str] | None = None) -> None:
+    """Registers a multimodal model. Raises ValueError for a `model_type` that is registered already.
+
+    Args:
+        renamed: as of `register`, for names of the text model.
+    """
     if model_type in _WRAPPERS or model_type in _FAMILIES:
         raise ValueError(f"model_type {model_type} is registered already")
     _WRAPPERS[model_type] = wrapper
+    _RENAMED.update({model_type: renamed} if renamed else {})
 
 
 def find_wrapper(model_type: object) -> Wrapper | None:

@@ -16,6 +16,7 @@ class Stack:
         parts: names of the tensors in a slice, relative to the expert.
         transposed: a slice is stored `[in_features, out_features]`.
         interleaved: rows of the parts take turns; else a part follows the other.
+        columns: in_features of a slice that is never transposed where it has them last; 0 if files do not differ.
         sizes: rows of the parts in a tensor without experts; () for equal ones of each expert.
         splits_packed: transformers reads experts one by one where compressed-tensors packs any weight of the model.
     """
@@ -24,6 +25,7 @@ class Stack:
     parts: tuple[str, ...]
     transposed: bool = False
     interleaved: bool = False
+    columns: int = 0
     sizes: tuple[int, ...] = ()
     splits_packed: bool = False
 

@@ -9,7 +9,7 @@ from collections.abc import Container, Iterable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
-from compress.models.config import Config, block, flag
+from compress.models.config import Config, block, flag, positive
 from compress.models.registry import find_stored_name, find_wrapper
 
 OUTER = "wrapped_in"
@@ -19,6 +19,8 @@ ADDED = ("quantization_config", "compression_config")
 SHARED = ("dtype", "torch_dtype", "eos_token_id", *ADDED)
 """Keys of the whole that hold for the text model."""
 TIED = "tie_word_embeddings"
+NOT_OF_TEXT = ("vision_config", "architectures", "model_type", TIED)
+"""Keys of the whole that are not of the text model, where both are beside each other."""
 
 
 def text_part(config: Config) -> dict[str, Any]:
@@ -30,15 +32,30 @@ def text_part(config: Config) -> dict[str, Any]:
     if wrapper is None:
         return dict(config)
     inner = block(config, "text_config")
+    if wrapper.is_flat and not inner:
+        inner = {key: value for key, value in config.items() if key not in NOT_OF_TEXT}
     model_type = inner.get("model_type", wrapper.text_type)
     return {
         **wrapper.defaults,
-        **{key: value for key, value in inner.items() if key not in wrapper.unread},
+        **{key: _plain_rope(value) for key, value in inner.items() if key not in wrapper.unread},
+        **({"head_dim": _share_of_a_head(inner)} if wrapper.divides_heads else {}),
         **{key: config[key] for key in SHARED if config.get(key) is not None},
         "model_type": wrapper.families.get(model_type, model_type),
-        TIED: flag(config, TIED, wrapper.ties_head),
+        TIED: flag(config, TIED, wrapper.ties_head) or (wrapper.text_ties and flag(inner, TIED)),
         OUTER: dict(config),
     }
+
+
+def _plain_rope(value: Any) -> Any:
+    """Returns a rotary embedding whose sections all have the position of a token of text, as one without sections."""
+    kinds = ("type", "rope_type")
+    if not isinstance(value, Mapping) or "mrope" not in [value.get(kind) for kind in kinds]:
+        return value
+    return {**value, **{kind: "default" for kind in kinds if kind in value}}
+
+
+def _share_of_a_head(config: Config) -> int:
+    return positive(config, "hidden_size") // positive(config, "num_attention_heads")
 
 
 def whole_config(config: Config) -> dict[str, Any]:
@@ -150,12 +167,15 @@ class TextNames(StoredNames):
         if module.startswith("model."):
             is_part = (self.model, self.head) in LAYOUTS
             place = r".*language_model\.(model\.)?" if is_part else rf"(model|{self.model})\."
+            place = rf"({place}|model\.)" if (self.model, self.head) == UNMOVED else place
             return rf"re:{place}{re.escape(module.removeprefix('model.'))}$"
         return rf"re:.*{re.escape(module)}$"
 
 
-LAYOUTS = (("language_model.model", "language_model.lm_head"), ("model.language_model", "lm_head"))
-"""Stored names of a text model and its head: those of transformers before and since version 4.52."""
+UNMOVED = ("model", "lm_head")
+"""Stored names of a text model beside whose own names other parts stand, as in Qwen2.5-VL."""
+LAYOUTS = (("language_model.model", "language_model.lm_head"), ("model.language_model", "lm_head"), UNMOVED)
+"""Stored names of a text model and its head: those of transformers before and since version 4.52, and its own."""
 
 
 def layouts_of(config: Config) -> tuple[tuple[str, str], ...]:
