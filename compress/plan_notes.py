@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from compress.checkpoint.config import is_embedding
-from compress.checkpoint.expert_files import EXPERTS, slices_of
+from compress.checkpoint.expert_files import EXPERTS, ExpertFiles, slices_of
 from compress.checkpoint.safetensors import TensorFiles
 from compress.checkpoint.weights import Scheme
 from compress.models.architecture import SmoothingMapping
@@ -118,10 +118,11 @@ def class_notes(skeleton: Skeleton, layer_plans: Mapping[str, LayerPlan]) -> lis
     ]
 
 
-def stack_notes(skeleton: Skeleton, layer_plans: Mapping[str, LayerPlan]) -> list[str]:
+def stack_notes(skeleton: Skeleton, files: TensorFiles, layer_plans: Mapping[str, LayerPlan]) -> list[str]:
     """Returns a note on experts that transformers stores, and reads, as one tensor."""
     config = skeleton.model.config
     places = slices_of(config.to_dict()) if any(EXPERTS in module for module in layer_plans) else {}
+    places = {**places, **(files.slices if isinstance(files, ExpertFiles) else {})}
     packed = (places.get(f"{module}.weight") for module, each in layer_plans.items() if each.scheme)
     joined = {place.stack for place in packed if place}
     stacks = sorted(stack.name for stack in joined if not stack.splits_packed and not stack.sizes)

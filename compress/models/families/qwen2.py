@@ -18,6 +18,4 @@ def qwen2(config: Config) -> ModelSpec:
 # Positions of text are the same in all sections of a multimodal rotary embedding, which makes it a plain one.
 DEFAULTS = {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "max_window_layers": 80, "rope_theta": 1e6}
 for name in ("qwen2_vl", "qwen2_5_vl"):
-    register_wrapper(
-        name, Wrapper(f"{name}_text", {f"{name}_text": "qwen2"}, DEFAULTS, text_ties=True, is_flat=True)
-    )
+    register_wrapper(name, Wrapper(f"{name}_text", {f"{name}_text": "qwen2"}, DEFAULTS, text_ties=True, is_flat=True))

@@ -24,7 +24,7 @@ from runtime.model.scoring import score
 
 TOKENS = torch.randint(10, 8000, (2, 40), generator=torch.Generator().manual_seed(3))
 QUICK = {("hy_v3", "gptq"), ("granitemoeshared", "rtn"), ("sarvam_moe", "rtn")}
-"""Files that hold an expert's matrices under other names, all experts together, and queries, keys and values together."""
+"""Files with other names, with all experts in one tensor, and with queries, keys and values in one matrix."""
 CASES = [
     pytest.param(family, method, marks=() if (family, method) in QUICK else pytest.mark.full)
     for family in OTHER_MIXTURES
