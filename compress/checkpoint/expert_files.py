@@ -1,5 +1,5 @@
-"""Tensors of experts by names of their own, whether a file stores them so or all experts as one tensor; and queries, keys
-and values that a file stores as one."""
+"""Tensors of experts by names of their own, whether a file stores them so or all experts as one tensor; and queries,
+keys and values that a file stores as one."""
 
 from __future__ import annotations
 
