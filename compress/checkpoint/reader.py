@@ -34,7 +34,7 @@ from compress.checkpoint.weights.integer import IntegerWeight
 from compress.common.errors import CheckpointError, ToolkitError
 from compress.models.config import block
 from compress.models.known_keys import check_keys
-from compress.models.registry import find_family, find_renaming
+from compress.models.registry import find_family, find_renaming, is_converted
 from compress.models.wrappers import OUTER, layouts_of
 
 NONSENSE = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError)
@@ -56,7 +56,7 @@ def open_stored(path: str | Path) -> tuple[TensorFiles, ModelConfig]:
     model_type, whole_type = config.get("model_type"), block(config, OUTER).get("model_type")
     if find_family(model_type) is not None:
         check_keys(config)
-    elif whole_type is None:
+    if whole_type is None and is_converted(model_type):
         from compress.checkpoint.modeling.conversion import ConvertedNames
 
         names = ConvertedNames.find(files.names(), model_type)

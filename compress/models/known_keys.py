@@ -42,9 +42,9 @@ rope_type rotary_dim routed_scaling_factor router_jitter_noise scale_depth scale
 shared_intermediate_size sliding_window sliding_window_pattern ssm_in_multiplier ssm_multipliers ssm_out_multiplier
 ssm_state_size state_size swa_rope_theta swiglu_alpha swiglu_limit text_config tie_embedding tie_word_embeddings
 time_step_floor time_step_limit time_step_max time_step_min time_step_rank top_k_experts topk_group topk_method
-torch_dtype use_associative_scan use_bias use_bidirectional_attention use_cache use_conv_bias use_double_wide_mlp
-use_expert_bias use_mamba_kernels use_mambapy use_qk_norm use_sliding_window v_head_dim vocab_size
-vocab_size_per_layer_input wrapped_in
+torch_dtype use_associative_scan use_attention_gate use_bias use_bidirectional_attention use_cache use_conv_bias
+use_double_wide_mlp use_expert_bias use_mamba_kernels use_mambapy use_qk_norm use_sandwich_norm use_sliding_window
+v_head_dim vocab_size vocab_size_per_layer_input wrapped_in
 """
 READ = frozenset(_READ.split())
 """Keys that a family reads, and further fields of transformers' configuration classes."""

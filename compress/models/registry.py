@@ -21,6 +21,7 @@ Describe = Callable[[Config], ModelSpec]
 _FAMILIES: dict[str, Describe] = {}
 _OTHER_NAMES: dict[str, str] = {}
 _STORED: dict[str, str] = {}
+_CONVERTED: set[str] = set()
 _RENAMED: dict[str, tuple[str, str]] = {}
 
 
@@ -57,6 +58,7 @@ def register(
     other_names: tuple[str, ...] = (),
     stored_as: str = "",
     renamed: tuple[str, str] | None = None,
+    converted: bool = False,
 ) -> Callable[[Describe], Describe]:
     """Registers a family under the `model_type` values of its config.json.
 
@@ -64,6 +66,7 @@ def register(
         other_names: values of `model_type` that transformers does not know.
         stored_as: what published files call the module `model`; "" for the same.
         renamed: pattern of names that transformers writes in place of the published ones, and what those have there.
+        converted: the family has the names of transformers, and files those that its mapping for loading has.
 
     Raises:
         ValueError: another family has one of them.
@@ -76,6 +79,7 @@ def register(
         _OTHER_NAMES.update(dict.fromkeys(other_names, model_types[0]))
         _STORED.update(dict.fromkeys(model_types if stored_as else (), stored_as))
         _RENAMED.update(dict.fromkeys(model_types, renamed) if renamed else {})
+        _CONVERTED.update(model_types if converted else ())
         return describe
 
     return add
@@ -109,6 +113,12 @@ def find_family(model_type: object) -> Describe | None:
     """The family of a `model_type`, if there is one."""
     _import_families()
     return _FAMILIES.get(_OTHER_NAMES.get(model_type, model_type)) if isinstance(model_type, str) else None
+
+
+def is_converted(model_type: object) -> bool:
+    """Whether names in files are those of transformers' mapping for loading: of some families, and of all models that
+    no family describes."""
+    return find_family(model_type) is None or model_type in _CONVERTED
 
 
 def find_stored_name(model_type: object) -> str:
