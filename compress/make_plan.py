@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from compress.checkpoint.config import is_embedding
 from compress.checkpoint.dequantized import stored_scheme
 from compress.checkpoint.formats import compress_runtime
+from compress.checkpoint.modeling.conversion import is_made
 from compress.checkpoint.safetensors import TensorFiles
 from compress.checkpoint.scheme import GROUP_SIZES
 from compress.checkpoint.weights import NM, Int, LowRank
@@ -423,6 +424,13 @@ def _check_present(skeleton: Skeleton, files: TensorFiles) -> None:
             f"{len(missing)} tensors of the model are not in {files.path}, {missing[0]} first: config.json says "
             f"{skeleton.num_blocks} layers, the files hold {stored}",
             "Use the config.json that belongs to these weights, or download the missing files",
+        )
+    model_type = skeleton.model.config.model_type
+    if made := next((name for name in missing if is_made(name, model_type)), ""):
+        raise CheckpointError(
+            f"model type {model_type!r} is not compressed: its files hold {made} in another form, which transformers "
+            "converts when it loads a model and nothing here does",
+            "Serve it uncompressed, with transformers",
         )
     if missing:
         raise CheckpointError(

@@ -232,7 +232,7 @@ def _probe(model: PreTrainedModel) -> list[Heads]:
         raise refuse(f"cannot be followed: {type(error).__name__}: {' '.join(str(error).split())[:200]}") from error
     if not probe.calls:
         raise refuse("does not use transformers' attention interface")
-    kinds = {(call.softcap, call.has_sinks) for call in probe.calls}
-    if len(kinds) > 1 or any(softcap is not None and has_sinks for softcap, has_sinks in kinds):
-        raise refuse("caps scores or has sinks in some layers only, or both")
+    caps = {call.softcap for call in probe.calls}
+    if len(caps) > 1 or (caps != {None} and any(call.has_sinks for call in probe.calls)):
+        raise refuse("caps scores in some layers only, or has sinks beside caps")
     return probe.calls

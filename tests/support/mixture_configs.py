@@ -20,8 +20,25 @@ OTHER_MIXTURES: dict[str, dict[str, object]] = {
     "kolibri1": EXPERTS,
     "laguna": {**EXPERTS, "head_dim": 24},
     "mellum": {**EXPERTS, **MIXED, "head_dim": 24},
+    "mimo_v2_flash": {
+        **{**EXPERTS, **MIXED, "n_routed_experts": 8, "num_attention_heads": 8},
+        **{"head_dim": 24, "v_head_dim": 16},
+    },
     "sarvam_moe": {**EXPERTS, **GROUPS, "first_k_dense_replace": 1, "head_dim": 24},
     "solar_open": {**EXPERTS, **GROUPS, "head_dim": 24},
 }
+HYBRID = {
+    **{"linear_key_head_dim": 12, "linear_value_head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
+    **{"num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"]},
+}
+REFUSED: dict[str, dict[str, object]] = {
+    "bailing_hybrid": {**EXPERTS, **LATENT},
+    "longcat_flash": {
+        **{**EXPERTS, **LATENT, "n_routed_experts": 8, "zero_expert_num": 2, "moe_topk": 3, "num_layers": 2},
+        **{"expert_ffn_hidden_size": 32, "ffn_hidden_size": 96, "head_dim": 8},
+    },
+    "olmo_hybrid": HYBRID,
+}
+"""Models that are neither compressed nor served."""
 STACKED_MIXTURES = {"aria_text", "granitemoe_swa", "granitemoeshared"}
 """Those whose files hold one tensor for all experts."""

@@ -33,6 +33,12 @@ def joins(names: Iterable[str], model_type: object) -> bool:
     return any(each.rename_source_key(name)[1] for name in names for each in splits)
 
 
+def is_made(name: str, model_type: object) -> bool:
+    """Whether transformers makes a tensor of others, or of another form, when it loads a model."""
+    found = (each.reverse_transform() for each in transforms_of(model_type) if isinstance(each, WeightConverter))
+    return any(each.rename_source_key(name)[1] for each in found)
+
+
 @dataclass(frozen=True)
 class ConvertedNames(StoredNames):
     """Names of modules in transformers, and in the files that it loads them from.

@@ -75,7 +75,7 @@ class FusedExperts:
         mlp = MLP(inputs, down, gated=self.module.has_gate)
         router = Router(Linear("", count, inputs[0].in_features), min(num_chosen, count))
         gate = _Gate(self.module) if self.module.has_gate else None
-        return Experts(Mixture(router, (mlp,) * count), self.module.act_fn, gate)
+        return Experts(Mixture(router, (mlp,) * count), getattr(self.module, "act_fn", nn.Identity()), gate)
 
     def _linears(self, name: str, parts: tuple[str, ...]) -> tuple[Linear, ...]:
         rows, columns = getattr(self.module, name).shape[1:]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import runs
 import torch
-from mixture_configs import OTHER_MIXTURES, STACKED_MIXTURES
+from mixture_configs import OTHER_MIXTURES, REFUSED, STACKED_MIXTURES
 from runtime_command import runtime_here
 from tiny_models import auto_class, compute_in_float64, reference_logits, save_tiny_model
 
@@ -17,6 +17,7 @@ from compress.checkpoint.verify import verify_structure
 from compress.checkpoint.weights import Int
 from compress.checkpoint.writer import export_checkpoint
 from compress.common.cli import demo_model_path
+from compress.common.errors import CheckpointError
 from compress.evaluate.scorers import load_dequantized
 from compress.recipe import QuantizeStage
 from runtime.model.loader import load_model
@@ -91,3 +92,20 @@ def test_the_packed_model_generates(tmp_path: Path, family: str) -> None:
     answer = runtime_here("generate", "packed", "--prompt", "Once", "--max-tokens", "4", cwd=tmp_path)
     assert answer.returncode == 0, answer.stderr
     assert answer.stdout
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=() if name == "olmo_hybrid" else pytest.mark.full) for name in REFUSED]
+)
+def test_what_is_neither_compressed_nor_served_is_refused_before_the_work(tmp_path: Path, family: str) -> None:
+    """Files whose tensors transformers joins, experts that compute nothing, and states."""
+    source = save_tiny_model(tmp_path / "source", family, **REFUSED[family] | {"vocab_size": 8192})
+    for file in demo_model_path().glob("tokenizer*"):
+        shutil.copy(file, source)
+    for work in (
+        lambda: runs.prepared(source, tmp_path / "out", QuantizeStage("rtn", Int(4, 16))),
+        lambda: load_model(source, device="cpu"),
+    ):
+        with pytest.raises(CheckpointError) as refused:
+            work()
+        assert "\n" not in str(refused.value)
