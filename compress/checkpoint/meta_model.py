@@ -189,7 +189,8 @@ def find_architecture(model: PreTrainedModel) -> Architecture:
         embedding=names.get(model.get_input_embeddings(), ""),
         head=names.get(model.get_output_embeddings(), ""),
     )
-    return replace(found, **names_of_experts(modules[found.blocks]))
+    siblings, routers, experts = names_of_experts(modules[found.blocks].children())
+    return replace(found, siblings=siblings, routers=routers, experts=experts)
 
 
 @contextmanager

@@ -17,7 +17,7 @@ def transforms_of(model_type: object) -> list[WeightTransform]:
     """Returns what transformers does to the tensors of a causal model of a type when it loads them."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    found = get_checkpoint_conversion_mapping(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type))
+    found = get_checkpoint_conversion_mapping(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(str(model_type)))
     return found or get_checkpoint_conversion_mapping(model_type) or []
 
 
@@ -56,7 +56,8 @@ class ConvertedNames(StoredNames):
         """Finds what renames `stored` tensors; None where they have transformers' own names."""
         found = [each for each in transforms_of(model_type) if isinstance(each, WeightRenaming)]
         found = [each for each in found if not isinstance(each, PrefixChange)]
-        names = cls(tuple(found), tuple(each.reverse_transform() for each in found[::-1]))
+        backwards = [each.reverse_transform() for each in found[::-1]]
+        names = cls(tuple(found), tuple(each for each in backwards if isinstance(each, WeightRenaming)))
         read = list(stored)
         are_published = any(names.own(name) != name for name in read)
         return names if found and (are_published or all(names.stored(name) == name for name in read)) else None

@@ -161,9 +161,12 @@ def mixtures(block: nn.Module) -> Iterator[tuple[str, Experts]]:
             yield name, module
 
 
-def names_of_experts(blocks: Iterable[nn.Module]) -> dict[str, tuple[Any, ...]]:
-    """Names, relative to a block, of linears of experts, of those that share an input, and of routers; the fields of
-    `Architecture` of blocks that no family describes."""
+Names = tuple[str, ...]
+
+
+def names_of_experts(blocks: Iterable[nn.Module]) -> tuple[tuple[Names, ...], Names, tuple[Names, ...]]:
+    """Returns names, relative to a block, of linears of experts that share an input, of routers, and of all linears of
+    the experts of a mixture: `siblings`, `routers` and `experts` of an `Architecture`."""
     siblings: dict[tuple[str, ...], None] = {}
     routers: dict[str, None] = {}
     linears: dict[tuple[str, ...], None] = {}
@@ -174,7 +177,7 @@ def names_of_experts(blocks: Iterable[nn.Module]) -> dict[str, tuple[Any, ...]]:
             linears[tuple(chain.from_iterable(groups))] = None
             owner = _owner(name)
             routers |= {f"{owner}.{inside}": None for inside in _scorers(block.get_submodule(owner), experts)}
-    return {"siblings": tuple(siblings), "routers": tuple(routers), "experts": tuple(linears)}
+    return tuple(siblings), tuple(routers), tuple(linears)
 
 
 def _scorers(mixture: nn.Module, experts: Experts) -> Iterator[str]:

@@ -57,15 +57,16 @@ class FusedExperts:
         for name, parts in self.tensors.items():
             ends = {"": WEIGHT} | ({"_bias": ".bias"} if self.module.has_bias else {})
             for stacked, end in {} if name in self.converted else ends.items():
-                stack = Stack(f"{self.name}.{name}{stacked}", tuple(part + end for part in parts), **self._layout)
+                stack = Stack(f"{self.name}.{name}{stacked}", tuple(part + end for part in parts), *self._layout)
                 for expert in range(len(getattr(self.module, name))):
                     for place, part in enumerate(stack.parts):
                         found[f"{self.name}.{expert}.{part}"] = Slice(stack, expert, place)
         return found
 
     @property
-    def _layout(self) -> dict[str, bool]:
-        return {"transposed": self.module.is_transposed, "interleaved": not self.module.is_concatenated}
+    def _layout(self) -> tuple[bool, bool]:
+        """Whether slices are transposed, and whether rows of the parts take turns."""
+        return self.module.is_transposed, not self.module.is_concatenated
 
     def separated(self, num_chosen: int) -> Experts:
         """Makes the experts one by one, on the meta device."""

@@ -61,6 +61,7 @@ register_wrapper(
         {"rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0, "attention_bias": True},
         unread=("attention_bias", "head_dim"),
         text_ties=True,
+        is_flat=True,
         divides_heads=True,
     ),
 )

@@ -9,6 +9,7 @@ from dataclasses import replace
 from compress.models.config import (
     Config,
     attention,
+    block,
     decoder,
     flag,
     gated_mlp,
@@ -76,12 +77,19 @@ def lfm2_moe(config: Config) -> ModelSpec:
 
 @register("lfm3", converted=True)
 def lfm3(config: Config) -> ModelSpec:
-    """Describes a dense LFM3."""
+    """Describes a dense LFM3.
+
+    Raises:
+        CheckpointError: a rotary embedding of all layers, where each kind has its own.
+    """
+    if scaling := block(config, "rope_scaling"):
+        raise refusal("rope_scaling", scaling, "null, beside rope_parameters by kind of layer")
     config = {**LFM3, **config, "rms_norm_eps": number(config, "norm_eps", 1e-5)}
     after: dict[str, Norm] = {}
     if flag(config, "use_sandwich_norm", True):
         after = {"output_norm": norm(config, "post_operator_norm"), "mlp_output_norm": norm(config, "post_ffn_norm")}
-    mixers = {"conv": _conv(config), **{kind: _gated_attention(config, kind) for kind in ROPES}}
+    mixers: dict[str, Recurrent | Attention] = {kind: _gated_attention(config, kind) for kind in ROPES}
+    mixers["conv"] = _conv(config)
     return _composed(
         config, [mixers[kind] for kind in _kinds_of_lfm3(config)], gated_mlp(config, name=NAME, parts=PARTS), **after
     )
