@@ -100,7 +100,7 @@ def _kinds_of_lfm3(config: Config) -> list[str]:
     places, kinds = range(num_layers(config)), config.get("layer_types")
     if kinds is None:
         by_place = ["conv" if place == 0 else "sliding_attention" for place in places]
-        return [{2: FULL, 0: by_place[place]}.get(place % 4, "conv") for place in places]
+        kinds = [{2: FULL, 0: by_place[place]}.get(place % 4, "conv") for place in places]
     if not isinstance(kinds, list) or len(kinds) != len(places) or any(kind not in ("conv", *ROPES) for kind in kinds):
         raise refusal("layer_types", kinds, f"a list of {len(places)} times conv, {' or '.join(ROPES)}")
     if set(kinds) == {"conv"}:
