@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from compress.checkpoint.config import is_embedding
 from compress.checkpoint.dequantized import stored_scheme
 from compress.checkpoint.formats import compress_runtime
+from compress.checkpoint.modeling.conversion import is_made
 from compress.checkpoint.safetensors import TensorFiles
 from compress.checkpoint.scheme import GROUP_SIZES
 from compress.checkpoint.weights import NM, Int, LowRank
@@ -325,7 +326,7 @@ def _plan(skeleton: Skeleton, files: TensorFiles, recipe: Recipe, scale_dtype: s
     rows = _Rows(skeleton, files, linears, layer_plans, reasons, scale_dtype)
     smoothing_mappings, notes = usable_mappings(skeleton, layer_plans)
     notes += sibling_notes(skeleton, layer_plans) + class_notes(skeleton, layer_plans) + scheme_notes(layer_plans)
-    notes += stack_notes(skeleton, layer_plans) + conv_notes(skeleton, layer_plans)
+    notes += stack_notes(skeleton, files, layer_plans) + conv_notes(skeleton, layer_plans)
     notes += carried_notes(files, carried, skeleton.num_blocks)
     notes += kv_notes(recipe.kv_cache, getattr(skeleton.model.config, "max_position_embeddings", None))
     planned = tuple(map(rows.row, files.names()))
@@ -423,6 +424,13 @@ def _check_present(skeleton: Skeleton, files: TensorFiles) -> None:
             f"{len(missing)} tensors of the model are not in {files.path}, {missing[0]} first: config.json says "
             f"{skeleton.num_blocks} layers, the files hold {stored}",
             "Use the config.json that belongs to these weights, or download the missing files",
+        )
+    model_type = skeleton.model.config.model_type
+    if made := next((name for name in missing if is_made(name, model_type)), ""):
+        raise CheckpointError(
+            f"model type {model_type!r} is not compressed: its files hold {made} in another form, which transformers "
+            "converts when it loads a model and nothing here does",
+            "Serve it uncompressed, with transformers",
         )
     if missing:
         raise CheckpointError(

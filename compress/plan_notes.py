@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from compress.checkpoint.config import is_embedding
+from compress.checkpoint.expert_files import EXPERTS, ExpertFiles, slices_of
 from compress.checkpoint.safetensors import TensorFiles
 from compress.checkpoint.weights import Scheme
 from compress.models.architecture import SmoothingMapping
@@ -117,13 +118,14 @@ def class_notes(skeleton: Skeleton, layer_plans: Mapping[str, LayerPlan]) -> lis
     ]
 
 
-def stack_notes(skeleton: Skeleton, layer_plans: Mapping[str, LayerPlan]) -> list[str]:
-    """Returns a note on experts of a family that transformers stores, and reads, as one tensor."""
+def stack_notes(skeleton: Skeleton, files: TensorFiles, layer_plans: Mapping[str, LayerPlan]) -> list[str]:
+    """Returns a note on experts that transformers stores, and reads, as one tensor."""
     config = skeleton.model.config
-    describe = find_family(config.model_type)
-    places = describe(config.to_dict()).slices() if describe else {}
+    places = slices_of(config.to_dict()) if any(EXPERTS in module for module in layer_plans) else {}
+    places = {**places, **(files.slices if isinstance(files, ExpertFiles) else {})}
     packed = (places.get(f"{module}.weight") for module, each in layer_plans.items() if each.scheme)
-    stacks = sorted({place.stack.name for place in packed if place and not place.stack.splits_packed})
+    joined = {place.stack for place in packed if place}
+    stacks = sorted(stack.name for stack in joined if not stack.splits_packed and not stack.sizes)
     return [
         f"experts are written one by one, but transformers reads those of {config.model_type!r} together, as {stack}: "
         "serve this checkpoint here, and give transformers `compress export --format dense`"

@@ -1,10 +1,11 @@
-"""Tensors of experts by names of their own, whether a file stores them so or all experts as one tensor."""
+"""Tensors of experts by names of their own, whether a file stores them so or all experts as one tensor; and queries,
+keys and values that a file stores as one."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from compress.models.stacks import Slice, Stack
 
 @dataclass
 class ExpertFiles(TensorFiles):
-    """Tensor files that show a stack of experts as the tensors of each of them.
+    """Tensor files that show a stack as the tensors in it.
 
     Attributes:
         slices: place of each of these tensors by name; their stacks have no name of their own.
@@ -53,7 +54,8 @@ class ExpertFiles(TensorFiles):
         place, stored = self.slices.get(name), super().tensor(self._stored(name))
         if place is None:
             return stored
-        part = stored[place.expert].T if place.stack.transposed else stored[place.expert]
+        part = stored if place.stack.sizes else stored[place.expert]
+        part = part.T if place.stack.transposed else part
         return part[place.rows(len(part))].contiguous()
 
     def place(self, name: str) -> tuple[Path, int] | None:
@@ -63,39 +65,67 @@ class ExpertFiles(TensorFiles):
         return self.slices[name].stack.name if name in self.slices else name
 
 
+EXPERTS = ".experts."
+"""Part of the names that transformers has for what it holds of all experts."""
+
+
+def slices_of(config: Mapping[str, Any]) -> Mapping[str, Slice]:
+    """Returns the place of every tensor that files hold in a stack, by family, or else by transformers' own model.
+
+    Raises:
+        CheckpointError: config.json does not define a model.
+    """
+    describe = find_family(config.get("model_type"))
+    if describe is not None:
+        return describe(config).slices()
+    from compress.checkpoint.modeling.fused import fused_slices
+
+    return fused_slices(config)
+
+
 def split_experts(files: TensorFiles, config: Mapping[str, Any]) -> TensorFiles:
-    """Names the tensors of each expert where `files` hold stacks that the family in `config` describes.
+    """Names the tensors in stacks where `files` hold those of the model of `config`.
 
     Raises:
         CheckpointError: a stack that does not hold as many experts as config.json says.
     """
-    describe = find_family(config.get("model_type"))
-    if describe is None or not any(len(files.shape(name)) > 2 for name in files.names()):
-        return files
-    return split_stacks(files, describe(config).slices())
+    if find_family(config.get("model_type")) is not None:
+        is_stacked = any(len(files.shape(name)) > 2 for name in files.names())
+    else:
+        from compress.checkpoint.modeling.conversion import joins
+
+        stacked = (name for name in files.names() if EXPERTS in name and len(files.shape(name)) > 2)
+        is_stacked = any(stacked) or joins(files.names(), config.get("model_type"))
+    return split_stacks(files, slices_of(config)) if is_stacked else files
 
 
 def split_stacks(files: TensorFiles, slices: Mapping[str, Slice]) -> TensorFiles:
-    """Names the tensors of each expert where `files` hold the stacks of `slices`.
+    """Names the tensors in the stacks of `slices` where `files` hold those.
 
     Raises:
-        CheckpointError: a stack that does not hold as many experts as there are slices of it.
+        CheckpointError: a stack that does not hold as many experts or rows as there are slices of it.
     """
-    places = {name: place for name, place in slices.items() if place.stack.name in files}
-    for stack, count in {place.stack.name: place.expert + 1 for place in places.values()}.items():
-        if files.shape(stack)[0] != count:
+    places = {name: _as_stored(place, files) for name, place in slices.items() if place.stack.name in files}
+    for stack, count in {place.stack: place.expert + 1 for place in places.values()}.items():
+        if files.shape(stack.name)[0] != (sum(stack.sizes) or count):
+            means = f"{sum(stack.sizes)} rows" if stack.sizes else f"{count} experts"
             raise CheckpointError(
-                f"{stack} has shape {files.shape(stack)}, config.json says {count} experts",
+                f"{stack.name} has shape {files.shape(stack.name)}, config.json says {means}",
                 "Check that config.json and the weights belong to the same model",
             )
     known = files.slices if isinstance(files, ExpertFiles) else {}
     return ExpertFiles(**{**vars(files), "slices": {**known, **places}}) if places else files
 
 
+def _as_stored(place: Slice, files: TensorFiles) -> Slice:
+    if not place.stack.columns or files.shape(place.stack.name)[-1] != place.stack.columns:
+        return place
+    return replace(place, stack=replace(place.stack, transposed=False))
+
+
 def stacked_names(names: Iterable[str], config: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Returns those of `names` that the family in `config` stores together, by the name of their stack."""
-    describe = find_family(config.get("model_type"))
-    places = {} if describe is None else describe(config).slices()
+    """Returns those of `names` that a model of `config` stores together, by the name of their stack."""
+    places = slices_of(config)
     found: dict[str, list[str]] = {}
     for name in names:
         if name in places:
@@ -106,13 +136,12 @@ def stacked_names(names: Iterable[str], config: Mapping[str, Any]) -> dict[str, 
 def join_experts(
     tensors: Mapping[str, Tensor], config: Mapping[str, Any], is_packed: bool = False
 ) -> dict[str, Tensor]:
-    """Stacks the tensors of experts as the family in `config` stores them, the inverse of `split_experts`.
+    """Stacks the tensors of experts as a model of `config` stores them, the inverse of `split_experts`.
 
     Args:
         is_packed: whether the checkpoint has packed weights, see `Stack.splits_packed`.
     """
-    describe = find_family(config.get("model_type"))
-    places = {} if describe is None else describe(config).slices()
+    places = slices_of(config)
     places = {name: place for name, place in places.items() if not (is_packed and place.stack.splits_packed)}
     stacks: dict[Stack, dict[int, list[Tensor]]] = {}
     for name in sorted(places.keys() & tensors.keys(), key=lambda name: (places[name].expert, places[name].part)):
@@ -125,4 +154,6 @@ def _joined(stack: Stack, experts: Sequence[Sequence[Tensor]]) -> Tensor:
     rows = [
         torch.stack(list(parts), 1).flatten(0, 1) if stack.interleaved else torch.cat(list(parts)) for parts in experts
     ]
+    if stack.sizes:
+        return rows[0]
     return torch.stack([part.T.contiguous() if stack.transposed else part for part in rows])

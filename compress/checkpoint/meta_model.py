@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from compress.checkpoint.config import COMPRESSION_KEY, QUANTIZATION_KEY
+from compress.checkpoint.config import COMPRESSION_KEY, CONFIG_FILE, QUANTIZATION_KEY
 from compress.common.errors import CheckpointError
 from compress.common.files import without_marks
 from compress.models.architecture import Architecture, architecture_of
@@ -137,6 +138,20 @@ def build_on_meta(
         ) from error
 
 
+def build_described(config: Mapping[str, Any]) -> PreTrainedModel | None:
+    """Builds the model of a config.json by transformers' own code, as `build_on_meta`; None for a type that it does not
+    know. Raises CheckpointError for values that define no model."""
+    from transformers import AutoConfig
+
+    if not _is_known(str(config.get("model_type"))):
+        return None
+    try:
+        described = AutoConfig.for_model(**{key: value for key, value in config.items() if key != "auto_map"})
+    except Exception as error:  # Any of many types, as above.
+        raise CheckpointError(f"config.json cannot be used: {_reason(error)}", "Correct config.json") from error
+    return build_on_meta(Path(CONFIG_FILE), described, trust_remote_code=False)
+
+
 def auto_class(model_type: str) -> Any:
     """Returns the class of transformers that makes causal models of a type."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
@@ -160,18 +175,22 @@ def find_architecture(model: PreTrainedModel) -> Architecture:
     """
     from torch import nn
 
+    from compress.checkpoint.modeling.experts import names_of_experts
+
     describe = find_family(model.config.model_type)
     if describe is not None:
         return architecture_of(describe(model.config.to_dict()))
     modules = dict(model.named_modules())
     names = {module: name for name, module in modules.items()}
-    return architecture_by_structure(
+    found = architecture_by_structure(
         model.config.model_type,
         {name: len(module) for name, module in modules.items() if isinstance(module, nn.ModuleList)},
         {name for name, module in modules.items() if isinstance(module, nn.Linear)},
         embedding=names.get(model.get_input_embeddings(), ""),
         head=names.get(model.get_output_embeddings(), ""),
     )
+    siblings, routers, experts = names_of_experts(modules[found.blocks].children())
+    return replace(found, siblings=siblings, routers=routers, experts=experts)
 
 
 @contextmanager

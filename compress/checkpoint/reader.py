@@ -32,9 +32,10 @@ from compress.checkpoint.weights import Int, Scheme, Weight
 from compress.checkpoint.weights.base import Get, StoredTensors
 from compress.checkpoint.weights.integer import IntegerWeight
 from compress.common.errors import CheckpointError, ToolkitError
+from compress.models.config import block
 from compress.models.known_keys import check_keys
-from compress.models.registry import find_family, find_renaming
-from compress.models.wrappers import layouts_of
+from compress.models.registry import find_family, find_renaming, is_converted
+from compress.models.wrappers import OUTER, layouts_of
 
 NONSENSE = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError)
 """Errors of Python and torch where stored shapes, dtypes and entries of config.json are not what they should be."""
@@ -52,9 +53,15 @@ def open_stored(path: str | Path) -> tuple[TensorFiles, ModelConfig]:
     """
     files = TensorFiles.open(path)
     config = read_config(files.path)
-    if find_family(config.get("model_type")) is not None:
+    model_type, whole_type = config.get("model_type"), block(config, OUTER).get("model_type")
+    if find_family(model_type) is not None:
         check_keys(config)
-    files, published = files.of_text_model(layouts_of(config)), find_renaming(config.get("model_type"))
+    if whole_type is None and is_converted(model_type):
+        from compress.checkpoint.modeling.conversion import ConvertedNames
+
+        names = ConvertedNames.find(files.names(), model_type)
+        return (files if names is None else files.renamed(names.own, names)), config
+    files, published = files.of_text_model(layouts_of(config)), find_renaming(whole_type or model_type)
     return (files if published is None else files.renamed(published, files.text_names)), config
 
 

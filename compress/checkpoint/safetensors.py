@@ -28,7 +28,7 @@ from compress.checkpoint.locate.file_names import (
 from compress.common.errors import CheckpointError
 from compress.common.files import PARTIAL_SUFFIX, check_content, read_json
 from compress.common.model_folder import find_folder, no_file
-from compress.models.wrappers import TextNames
+from compress.models.wrappers import StoredNames, TextNames
 
 DTYPES = {
     "BOOL": torch.bool,
@@ -266,7 +266,7 @@ class TensorFiles:
     path: Path
     files: list[MappedFile]
     _owner: dict[str, MappedFile]
-    text_names: TextNames | None = field(default=None, kw_only=True)
+    text_names: StoredNames | None = field(default=None, kw_only=True)
 
     @classmethod
     def open(cls, path: str | Path) -> TensorFiles:
@@ -305,7 +305,7 @@ class TensorFiles:
             return self
         return self.renamed(layout.own, layout)
 
-    def renamed(self, name_of: Callable[[str], str], layout: TextNames | None = None) -> TensorFiles:
+    def renamed(self, name_of: Callable[[str], str], layout: StoredNames | None = None) -> TensorFiles:
         """Returns the same tensors by other names; `layout` as `text_names`."""
         return self._over([file.renamed(name_of) for file in self.files], layout)
 
@@ -313,7 +313,7 @@ class TensorFiles:
         """Returns the same tensors, vectors by `MappedFile.cut`."""
         return self._over([file.cut(sizes) for file in self.files], self.text_names)
 
-    def _over(self, files: list[MappedFile], layout: TextNames | None) -> TensorFiles:
+    def _over(self, files: list[MappedFile], layout: StoredNames | None) -> TensorFiles:
         return TensorFiles(self.path, files, {name: file for file in files for name in file.entries}, text_names=layout)
 
     @property

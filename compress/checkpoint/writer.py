@@ -65,7 +65,7 @@ from compress.common.files import (
     refuse_when_full,
     sync,
 )
-from compress.models.wrappers import TextNames
+from compress.models.wrappers import StoredNames
 
 MAX_SHARD_BYTES = 4 * 2**30
 REWRITTEN = frozenset({CONFIG_FILE, *LEGACY_QUANTIZATION_FILES})
@@ -188,7 +188,7 @@ def assemble(
     return out
 
 
-def _named_as_stored(config: Mapping[str, Any], layout: TextNames, pieces: Iterable[MappedFile]) -> Mapping[str, Any]:
+def _named_as_stored(config: Mapping[str, Any], layout: StoredNames, pieces: Iterable[MappedFile]) -> Mapping[str, Any]:
     quantization = quantization_block(config)
     if format_name(quantization) != compressed_tensors.NAME:
         return config

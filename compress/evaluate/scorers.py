@@ -14,6 +14,7 @@ from compress.checkpoint.meta_model import auto_class, read_transformers_config
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.state_dtype import STATE_FLOAT32
 from compress.common.errors import CheckpointError, DataError
+from compress.models.wrappers import OUTER
 
 if TYPE_CHECKING:
     from runtime.core.model_config import DecoderConfig
@@ -162,4 +163,5 @@ def _dense_state(checkpoint: PackedCheckpoint, dtype: torch.dtype) -> dict[str, 
     others = checkpoint.files.other_parts
     state = {f"{module}.weight": checkpoint.values(module, dtype) for module in checkpoint.modules}
     state |= {name: checkpoint.tensor(name) for name in checkpoint.dense_names() if name not in others}
-    return join_experts(state, checkpoint.config)
+    # Of a multimodal model, this is the text model alone.
+    return join_experts(state, {key: value for key, value in checkpoint.config.items() if key != OUTER})

@@ -160,6 +160,9 @@ def _attention_mappings(norm: Norm | None, mixer: Attention) -> tuple[SmoothingM
     """Derives those of attention; a norm of values, or values of another layer, let no scale through."""
     is_fused = len(mixer.qkv) == 1 and mixer.kv_layer is None
     found = () if is_fused else _mappings(norm, mixer.qkv, mixer.output, mixer.name)
+    if norm is not None and mixer.head_gate is not None:
+        gates = _names(mixer.routers)
+        found = tuple(replace(each, routers=gates) if each.smooth_layer == norm.name else each for each in found)
     if mixer.value_norm is None and mixer.kv_layer is None and mixer.latent is None:
         return found
     found = tuple(each for each in found if each.parent == mixer.name)
@@ -240,7 +243,7 @@ def residual_stream(block: Block) -> ResidualStream | None:
     mixer, mlp = block.mixer, block.mlp
     if not isinstance(mixer, Attention) or not isinstance(mlp, MLP) or block.second or not is_pre_norm(block):
         return None
-    if len(mixer.qkv) != 3 or len(mlp.inputs) != 2:
+    if len(mixer.qkv) != 3 or len(mlp.inputs) != 2 or mixer.head_gate is not None:
         return None
     return ResidualStream(
         readers=tuple(

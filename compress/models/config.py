@@ -199,6 +199,22 @@ def ropes_by_kind(config: Config, thetas: Mapping[str, float]) -> dict[str, Rope
     return {kind: rope({**config, "rope_theta": theta}, kind) for kind, theta in thetas.items()}
 
 
+def rope_of_kind(config: Config, defaults: Config, kind: str) -> Rope:
+    """Reads the rotary embedding of a kind of layer, of which type `proportional` alone reads a share of the channels.
+
+    Args:
+        defaults: `rope_parameters` of a config.json without them.
+
+    Raises:
+        CheckpointError: as `rope`.
+    """
+    found = rope({**config, "rope_parameters": block(config, "rope_parameters") or defaults}, kind, knows_partial=True)
+    if found.type != "proportional":
+        return replace(found, partial=1.0)
+    read = {key: value for key, value in found.options.items() if key == "factor"}
+    return replace(found, partial=1.0, options=read | {"share": found.partial})
+
+
 def windows(config: Config, first: int = 0) -> tuple[int | None, ...]:
     """Reads the attention window of every layer; None attends to all tokens.
 

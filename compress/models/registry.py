@@ -21,6 +21,7 @@ Describe = Callable[[Config], ModelSpec]
 _FAMILIES: dict[str, Describe] = {}
 _OTHER_NAMES: dict[str, str] = {}
 _STORED: dict[str, str] = {}
+_CONVERTED: set[str] = set()
 _RENAMED: dict[str, tuple[str, str]] = {}
 
 
@@ -34,6 +35,9 @@ class Wrapper:
         defaults: what holds where the config of the text model says nothing.
         unread: keys of the text model's config that the multimodal model does not read.
         ties_head: whether the head is the embedding where config.json says nothing.
+        text_ties: whether it also is where the config of the text model says so.
+        is_flat: older files have the config of the text model beside that of other parts.
+        divides_heads: a head has its share of `hidden_size`, whatever the config says.
     """
 
     text_type: str
@@ -41,6 +45,9 @@ class Wrapper:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     unread: tuple[str, ...] = ()
     ties_head: bool = False
+    text_ties: bool = False
+    is_flat: bool = False
+    divides_heads: bool = False
 
 
 _WRAPPERS: dict[str, Wrapper] = {}
@@ -51,6 +58,7 @@ def register(
     other_names: tuple[str, ...] = (),
     stored_as: str = "",
     renamed: tuple[str, str] | None = None,
+    converted: bool = False,
 ) -> Callable[[Describe], Describe]:
     """Registers a family under the `model_type` values of its config.json.
 
@@ -58,6 +66,7 @@ def register(
         other_names: values of `model_type` that transformers does not know.
         stored_as: what published files call the module `model`; "" for the same.
         renamed: pattern of names that transformers writes in place of the published ones, and what those have there.
+        converted: the family has the names of transformers, and files those that its mapping for loading has.
 
     Raises:
         ValueError: another family has one of them.
@@ -70,16 +79,22 @@ def register(
         _OTHER_NAMES.update(dict.fromkeys(other_names, model_types[0]))
         _STORED.update(dict.fromkeys(model_types if stored_as else (), stored_as))
         _RENAMED.update(dict.fromkeys(model_types, renamed) if renamed else {})
+        _CONVERTED.update(model_types if converted else ())
         return describe
 
     return add
 
 
-def register_wrapper(model_type: str, wrapper: Wrapper) -> None:
-    """Registers a multimodal model. Raises ValueError for a `model_type` that is registered already."""
+def register_wrapper(model_type: str, wrapper: Wrapper, renamed: tuple[str, str] | None = None) -> None:
+    """Registers a multimodal model. Raises ValueError for a `model_type` that is registered already.
+
+    Args:
+        renamed: as of `register`, for names of the text model.
+    """
     if model_type in _WRAPPERS or model_type in _FAMILIES:
         raise ValueError(f"model_type {model_type} is registered already")
     _WRAPPERS[model_type] = wrapper
+    _RENAMED.update({model_type: renamed} if renamed else {})
 
 
 def find_wrapper(model_type: object) -> Wrapper | None:
@@ -98,6 +113,12 @@ def find_family(model_type: object) -> Describe | None:
     """The family of a `model_type`, if there is one."""
     _import_families()
     return _FAMILIES.get(_OTHER_NAMES.get(model_type, model_type)) if isinstance(model_type, str) else None
+
+
+def is_converted(model_type: object) -> bool:
+    """Whether names in files are those of transformers' mapping for loading: of some families, and of all models that
+    no family describes."""
+    return find_family(model_type) is None or model_type in _CONVERTED
 
 
 def find_stored_name(model_type: object) -> str:

@@ -4,11 +4,12 @@ models whose files have other names than transformers."""
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Container, Iterable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
-from compress.models.config import Config, block, flag
+from compress.models.config import Config, block, flag, positive
 from compress.models.registry import find_stored_name, find_wrapper
 
 OUTER = "wrapped_in"
@@ -18,6 +19,8 @@ ADDED = ("quantization_config", "compression_config")
 SHARED = ("dtype", "torch_dtype", "eos_token_id", *ADDED)
 """Keys of the whole that hold for the text model."""
 TIED = "tie_word_embeddings"
+NOT_OF_TEXT = ("vision_config", "architectures", "model_type", TIED)
+"""Keys of the whole that are not of the text model, where both are beside each other."""
 
 
 def text_part(config: Config) -> dict[str, Any]:
@@ -29,15 +32,30 @@ def text_part(config: Config) -> dict[str, Any]:
     if wrapper is None:
         return dict(config)
     inner = block(config, "text_config")
+    if wrapper.is_flat and not inner:
+        inner = {key: value for key, value in config.items() if key not in NOT_OF_TEXT}
     model_type = inner.get("model_type", wrapper.text_type)
     return {
         **wrapper.defaults,
-        **{key: value for key, value in inner.items() if key not in wrapper.unread},
+        **{key: _plain_rope(value) for key, value in inner.items() if key not in wrapper.unread},
+        **({"head_dim": _share_of_a_head(inner)} if wrapper.divides_heads else {}),
         **{key: config[key] for key in SHARED if config.get(key) is not None},
         "model_type": wrapper.families.get(model_type, model_type),
-        TIED: flag(config, TIED, wrapper.ties_head),
+        TIED: flag(config, TIED, wrapper.ties_head) or (wrapper.text_ties and flag(inner, TIED)),
         OUTER: dict(config),
     }
+
+
+def _plain_rope(value: Any) -> Any:
+    """Returns a rotary embedding whose sections all have the position of a token of text, as one without sections."""
+    kinds = ("type", "rope_type")
+    if not isinstance(value, Mapping) or "mrope" not in [value.get(kind) for kind in kinds]:
+        return value
+    return {**value, **{kind: "default" for kind in kinds if kind in value}}
+
+
+def _share_of_a_head(config: Config) -> int:
+    return positive(config, "hidden_size") // positive(config, "num_attention_heads")
 
 
 def whole_config(config: Config) -> dict[str, Any]:
@@ -60,13 +78,56 @@ def _parts(whole: Config) -> tuple[dict[str, Any], dict[str, Any]]:
     return dict(whole), block(whole, "text_config")
 
 
+class StoredNames(ABC):
+    """Names of tensors and modules in files that differ from those by which they are known here.
+
+    Attributes:
+        others: stored tensors of other parts; those that belong to no part of a model of text alone are none.
+    """
+
+    others: frozenset[str]
+
+    @abstractmethod
+    def own(self, stored: str) -> str:
+        """Name here of a stored tensor or module."""
+
+    @abstractmethod
+    def stored(self, own: str) -> str:
+        """Stored name of a tensor or module."""
+
+    @abstractmethod
+    def pattern(self, module: str, changed: Set[str] = frozenset()) -> str:
+        """A name of a module in config.json that fits those of files and of engines, where they differ.
+
+        Args:
+            changed: other parts that are not wholly dense.
+        """
+
+    def patterns(self, quantization: Mapping[str, Any], written: Container[str]) -> dict[str, Any]:
+        """Returns a `quantization_config` of compressed-tensors that names modules of the text model by patterns.
+
+        Args:
+            written: tensors of the checkpoint; a weight of another part that is not among them was packed.
+        """
+        found = dict(quantization)
+        changed = {_part(name) for name in self.others if name.endswith(".weight") and name not in written}
+        found["ignore"] = sorted({self.pattern(module, changed) for module in quantization.get("ignore", ())})
+        found["config_groups"] = {
+            name: {**group, "targets": [self._target(target, changed) for target in group["targets"]]}
+            for name, group in quantization.get("config_groups", {}).items()
+        }
+        return found
+
+    def _target(self, target: str, changed: Set[str]) -> str:
+        return self.pattern(target, changed) if "." in target or target == "lm_head" else target
+
+
 @dataclass(frozen=True, slots=True)
-class TextNames:
+class TextNames(StoredNames):
     """Names of the tensors of a text model among those of other parts, which keep theirs.
 
     Attributes:
         model, head: what the text model's `model` and `lm_head` are stored as.
-        others: stored tensors of other parts; those that belong to no part of a model of text alone are none.
     """
 
     model: str
@@ -100,40 +161,21 @@ class TextNames:
         return own
 
     def pattern(self, module: str, changed: Set[str] = frozenset()) -> str:
-        """A pattern for a module by the names of files and of engines, which differ; for another part, of all of it.
-
-        Args:
-            changed: other parts that are not wholly dense.
-        """
+        """A pattern for a module by the names of files and of engines, which differ; for another part, of all of it."""
         if f"{module}.weight" in self.others and (part := _part(module)) not in changed:
             return rf"re:.*{re.escape(part)}\..*"
         if module.startswith("model."):
             is_part = (self.model, self.head) in LAYOUTS
             place = r".*language_model\.(model\.)?" if is_part else rf"(model|{self.model})\."
+            place = rf"({place}|model\.)" if (self.model, self.head) == UNMOVED else place
             return rf"re:{place}{re.escape(module.removeprefix('model.'))}$"
         return rf"re:.*{re.escape(module)}$"
 
-    def patterns(self, quantization: Mapping[str, Any], written: Container[str]) -> dict[str, Any]:
-        """Returns a `quantization_config` of compressed-tensors that names modules of the text model by patterns.
 
-        Args:
-            written: tensors of the checkpoint; a weight of another part that is not among them was packed.
-        """
-        found = dict(quantization)
-        changed = {_part(name) for name in self.others if name.endswith(".weight") and name not in written}
-        found["ignore"] = sorted({self.pattern(module, changed) for module in quantization.get("ignore", ())})
-        found["config_groups"] = {
-            name: {**group, "targets": [self._target(target, changed) for target in group["targets"]]}
-            for name, group in quantization.get("config_groups", {}).items()
-        }
-        return found
-
-    def _target(self, target: str, changed: Set[str]) -> str:
-        return self.pattern(target, changed) if "." in target or target == "lm_head" else target
-
-
-LAYOUTS = (("language_model.model", "language_model.lm_head"), ("model.language_model", "lm_head"))
-"""Stored names of a text model and its head: those of transformers before and since version 4.52."""
+UNMOVED = ("model", "lm_head")
+"""Stored names of a text model beside whose own names other parts stand, as in Qwen2.5-VL."""
+LAYOUTS = (("language_model.model", "language_model.lm_head"), ("model.language_model", "lm_head"), UNMOVED)
+"""Stored names of a text model and its head: those of transformers before and since version 4.52, and its own."""
 
 
 def layouts_of(config: Config) -> tuple[tuple[str, str], ...]:

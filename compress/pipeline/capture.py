@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from calibration.statistics import InputDifference, InputStatistics
+from compress.checkpoint.modeling.experts import mixtures
 from compress.checkpoint.reader import NONSENSE
 from compress.checkpoint.safetensors import TensorFiles
 from compress.common.errors import CheckpointError, NumericsError
 from compress.methods.base import METHODS, Needs
 from compress.pipeline.block import LoadedBlock, fill, release
 from compress.pipeline.expert_inputs import TOKENS_PER_CHANNEL, ExpertCoverage, ExpertStatistics, MixtureInputs
-from compress.pipeline.experts import mixtures
 from compress.pipeline.memory import is_out_of_memory
 from compress.pipeline.skeleton import Skeleton
 

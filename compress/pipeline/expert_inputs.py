@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from calibration.statistics import InputStatistics
-from compress.pipeline.experts import Experts, WeighedExperts
+from compress.checkpoint.modeling.experts import Experts, WeighedExperts
 
 TOKENS_PER_CHANNEL = 2
 """Twice the number for a full-rank Hessian of an expert. Fewer tokens are worse with short calibration texts, all

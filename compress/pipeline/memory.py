@@ -124,7 +124,7 @@ class _Block:
 
     @classmethod
     def of(cls, skeleton: Skeleton, block: nn.Module) -> _Block:
-        from compress.pipeline.experts import mixtures
+        from compress.checkpoint.modeling.experts import mixtures
 
         linears = skeleton.linears(block)
         found = dict(mixtures(block))

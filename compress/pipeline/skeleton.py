@@ -93,8 +93,9 @@ def open_skeleton(path: Path, config: dict[str, Any], trust_remote_code: bool = 
     Raises:
         CheckpointError: not a decoder-only text model, or an unknown model type.
     """
-    from compress.checkpoint.delta_parts import name_delta_parts
-    from compress.pipeline.experts import name_experts
+    from compress.checkpoint.modeling.delta_parts import name_delta_parts
+    from compress.checkpoint.modeling.experts import name_experts
+    from compress.checkpoint.modeling.fused import separate_experts
 
     check_decoder(path, config, trust_remote_code)
     model = build_on_meta(path, load_config(path, config, trust_remote_code), trust_remote_code)
@@ -102,6 +103,8 @@ def open_skeleton(path: Path, config: dict[str, Any], trust_remote_code: bool = 
     if describe := find_family(model.config.model_type):
         spec = describe(model.config.to_dict())
         renamed = name_experts(model, spec) + name_delta_parts(model, spec)
+    else:
+        separate_experts(model)
     _refuse_fused_experts(model)
     return Skeleton(model.eval(), find_architecture(model), renamed)
 

@@ -30,7 +30,7 @@ def layers_unsupported(spec: ModelSpec) -> str:
         return "computes plain norms before attention and MLP only, and adds what they give as it is"
     if rope is None or rope.partial != 1 or rope.interleaved or any(each.rope != rope for each in mixers):
         return "rotates all layers and channels alike"
-    if mixer.output_gate:
+    if mixer.output_gate or mixer.head_gate is not None:
         return "has no gate behind attention"
     if mixer.scale is not None or mixer.position_scale is not None:
         return "computes scores divided by the root of the head dimension"

@@ -83,7 +83,8 @@ def scores_of(model: Model) -> Scores:
     """Reads what a model does to its scores."""
     if not model.config.mixers:
         return PLAIN_SCORES
-    sinks = tuple(layer.sink_logits for layer in model.layers) if model.config.mixer.sink_logits else ()
+    has_sinks = any(mixer.sink_logits for mixer in model.config.mixers)
+    sinks = tuple(layer.sink_logits for layer in model.layers) if has_sinks else ()
     if not model.config.mixer.latent:
         return Scores(model.config.mixer.softcap, model.config.chunks, sinks)
     latents = tuple(layer.latent_heads for layer in model.layers)

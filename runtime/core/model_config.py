@@ -212,7 +212,7 @@ class DecoderConfig:
             return "its layers do not all have the same heads and keys of their own"
         if first.rope is None or any(mixer.rope != first.rope for mixer in self.mixers):
             return "its layers do not all have one rotary embedding"
-        if first.softcap is not None or first.sink_logits:
+        if first.softcap is not None or any(mixer.sink_logits for mixer in self.mixers):
             return "its scores are capped, or its softmax has sink logits"
         if any(mixer.chunk is not None for mixer in self.mixers):
             return "its tokens attend to their own chunk only"

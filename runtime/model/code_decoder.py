@@ -15,6 +15,7 @@ from transformers.modeling_outputs import ModelOutput
 
 from compress.checkpoint.config import quantization_block, read_config
 from compress.checkpoint.meta_model import build_on_meta, no_loading_bar
+from compress.checkpoint.modeling.fused import separate_experts
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.weights import Weight
 from runtime.backends.base import Attention, Linear, Ops, RunLayers, Target
@@ -285,6 +286,7 @@ class CodeSource:
         model = build_on_meta(checkpoint.path, config, self.trust_remote_code, dtype)
         if self.target.device.type != "cuda":
             model.set_experts_implementation("eager")
+        separate_experts(model)
         packed = {name for name, module in _linears(model) if name in checkpoint.schemes}
         names = {name for name in model.state_dict() if name.removesuffix(".weight") not in packed}
         state = {name: tensor for name in names if (tensor := self._tensor(name)) is not None}

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from compress.checkpoint.meta_model import build_on_meta, check_decoder, load_config
+from compress.checkpoint.modeling.fused import separate_experts
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.common.errors import CheckpointError
 from compress.models.generic import SINKS, CodeSpec, Heads, code_spec
@@ -148,6 +149,8 @@ def _describe(checkpoint: PackedCheckpoint, config: PretrainedConfig, trust_remo
     model = build_on_meta(checkpoint.path, config, trust_remote_code)
     _check_class(model)
     names, calls = _names(model), _probe(model)
+    if checkpoint.schemes:
+        separate_experts(model)
     linears = [_linear(name, module) for name, module in model.named_modules() if type(module) is nn.Linear]
     inside = tuple(linear for linear in linears if linear.name != names.head)
     embedding, head = (_matrix(model, name) for name in (names.embedding, names.head))
@@ -229,7 +232,7 @@ def _probe(model: PreTrainedModel) -> list[Heads]:
         raise refuse(f"cannot be followed: {type(error).__name__}: {' '.join(str(error).split())[:200]}") from error
     if not probe.calls:
         raise refuse("does not use transformers' attention interface")
-    kinds = {(call.softcap, call.has_sinks) for call in probe.calls}
-    if len(kinds) > 1 or any(softcap is not None and has_sinks for softcap, has_sinks in kinds):
-        raise refuse("caps scores or has sinks in some layers only, or both")
+    caps = {call.softcap for call in probe.calls}
+    if len(caps) > 1 or (caps != {None} and any(call.has_sinks for call in probe.calls)):
+        raise refuse("caps scores in some layers only, or has sinks beside caps")
     return probe.calls

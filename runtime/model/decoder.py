@@ -71,6 +71,7 @@ class Layer:
         beside: of a mixture beside the MLP.
         input: of what is added last.
         scalar: factor `[1]` on the residual stream.
+        head_gate: a number for each head of attention, whose sigmoid multiplies what the head gives.
         sink_logits: `[heads]`, see `runtime.backends.span_attention.add_sink_key`.
         recurrent: its mixer with a state; None for attention.
         latent: of latent attention, whose first projections `qkv` are.
@@ -94,6 +95,7 @@ class Layer:
     input: LayerInputWeights | None = None
     scalar: Tensor | None = None
     sink_logits: Tensor | None = None
+    head_gate: Linear | None = None
     recurrent: RecurrentLayer | None = None
     latent: LatentWeights | None = None
 
@@ -106,7 +108,7 @@ class Layer:
     def nbytes(self) -> int:
         """Memory of its linears and experts."""
         beside = None if self.beside is None else self.beside.experts
-        inner = self.latent, self.recurrent
+        inner = self.latent, self.recurrent, self.head_gate
         parts = self.qkv, *inner, self.output, self.gate_up, self.down, self.experts, beside, self.input
         return sum(part.nbytes for part in parts if part is not None)
 
@@ -359,7 +361,11 @@ class Decoder:
         heads = layer.qkv(normed)
         if layer.latent is not None:
             return layer.output(self._attend_latents(index, block.mixer, layer.latent, normed, heads, step).flatten(1))
-        return layer.output(self._attend(index, block.mixer, heads.view(len(heads), -1, block.mixer.head_dim), step))
+        attended = self._attend(index, block.mixer, heads.view(len(heads), -1, block.mixer.head_dim), step)
+        if layer.head_gate is not None:
+            gate = layer.head_gate(normed).sigmoid().unsqueeze(-1)
+            attended = (attended.view(len(heads), -1, block.mixer.head_dim) * gate).flatten(1)
+        return layer.output(attended)
 
     def _attend(self, index: int, mixer: AttentionSpec, heads: Tensor, step: _Step) -> Tensor:
         """Computes the output `[T, heads * D]` of attention from its projections `[T, all heads, D]`."""

@@ -263,6 +263,7 @@ class DecoderLoader:
             rope=None if mixer.rotation is None else self.config.spec.rotations.index(mixer.rotation),
             value_norm=reader.optional_norm(mixer.value_norm),
             sink_logits=reader.vector(mixer.sink_logits) if mixer.sink_logits else None,
+            head_gate=None if mixer.head_gate is None else reader.linear(mixer.head_gate),
             latent=None if mixer.latent is None else load_latent(mixer, mixer.latent, reader),
         )
 

@@ -18,7 +18,7 @@ from compress.models.config import (
     rope,
     windows,
 )
-from compress.models.registry import register
+from compress.models.registry import Wrapper, register, register_wrapper
 from compress.models.spec import ModelSpec
 
 
@@ -40,3 +40,6 @@ def cohere2(config: Config) -> ModelSpec:
         final_norm=replace(first, name=spec.final_norm.name),
         logit_scale=number(config, "logit_scale", 0.0625),
     )
+
+
+register_wrapper("aya_vision", Wrapper("cohere2", ties_head=True))

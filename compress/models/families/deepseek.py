@@ -80,4 +80,9 @@ def deepseek_v32(config: Config) -> ModelSpec:
 
 
 # The head is the embedding unless config.json says otherwise, as in the class of transformers.
-register_wrapper("kimi_k25", Wrapper("deepseek_v3", {"kimi_k2": "deepseek_v3"}, ties_head=True))
+# When transformers saves one, it renames the layers of the text model together with those of the vision tower.
+register_wrapper(
+    "kimi_k25",
+    Wrapper("deepseek_v3", {"kimi_k2": "deepseek_v3"}, ties_head=True),
+    renamed=(r"^model\.blocks\.", "model.layers."),
+)

@@ -87,6 +87,9 @@ register_wrapper(
     "gemma3", Wrapper("gemma3_text", defaults=DEFAULTS, unread=("final_logit_softcapping",), ties_head=True)
 )
 
+# Its prompts attend to later tokens, which is refused.
+register_wrapper("paligemma", Wrapper("gemma", defaults={"use_bidirectional_attention": True}, ties_head=True))
+
 AROUND = ("pre_feedforward_layernorm", "post_attention_layernorm", "post_feedforward_layernorm")
 
 

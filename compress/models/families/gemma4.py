@@ -21,7 +21,7 @@ from compress.models.config import (
     number,
     positive,
     refusal,
-    rope,
+    rope_of_kind,
     text,
     windows,
 )
@@ -30,7 +30,6 @@ from compress.models.mixers.attention import Attention
 from compress.models.mlp import Mixture
 from compress.models.norm import Norm
 from compress.models.registry import Wrapper, register, register_wrapper
-from compress.models.rope import Rope
 from compress.models.router import Router
 from compress.models.spec import ModelSpec
 from compress.models.stacks import Stack
@@ -99,7 +98,7 @@ def _kinds(config: Config) -> list[str]:
 
 def _mixers(config: Config) -> list[Attention]:
     kinds, sources = config["layer_types"], _sources(config)
-    ropes = {kind: _rope(config, kind) for kind in set(kinds)}
+    ropes = {kind: rope_of_kind(config, ROPES, kind) for kind in set(kinds)}
     mixers = [
         _mixer(_of_layer(config, layer), kind, source, window=window, rope=ropes[kind])
         for layer, (kind, source, window) in enumerate(zip(kinds, sources, windows(config), strict=True))
@@ -139,14 +138,6 @@ def _sources(config: Config) -> list[int | None]:
         raise refusal(key, shared, "a number that leaves one layer of each kind")
     last = {kind: layer for layer, kind in enumerate(own)}
     return [None] * len(own) + [last[kind] for kind in kinds[len(own) :]]
-
-
-def _rope(config: Config, kind: str) -> Rope:
-    found = rope({**config, "rope_parameters": block(config, "rope_parameters") or ROPES}, kind, knows_partial=True)
-    if found.type != "proportional":
-        return replace(found, partial=1.0)
-    read = {key: value for key, value in found.options.items() if key == "factor"}
-    return replace(found, partial=1.0, options=read | {"share": found.partial})
 
 
 def _mixer(config: Config, kind: str, source: int | None, **options: Any) -> Attention:

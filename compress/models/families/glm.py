@@ -25,7 +25,7 @@ from compress.models.mixers.indexer import lightning_indexer
 from compress.models.mixers.latent import latent_attention
 from compress.models.mtp import layer_behind
 from compress.models.norm import Norm
-from compress.models.registry import register
+from compress.models.registry import Wrapper, register, register_wrapper
 from compress.models.spec import ModelSpec
 
 LETTERS = {"F": "full", "S": "shared"}
@@ -53,6 +53,20 @@ def _dense(config: Config, **norms: Norm) -> ModelSpec:
     return decoder(config, [mixer] * num_layers(config), gated_mlp(config, fused=True), **norms)
 
 
+register_wrapper(
+    "glm4v",
+    Wrapper(
+        "glm4v_text",
+        {"glm4v_text": "glm4"},
+        {"rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0, "attention_bias": True},
+        unread=("attention_bias", "head_dim"),
+        text_ties=True,
+        is_flat=True,
+        divides_heads=True,
+    ),
+)
+
+
 @register("glm4_moe")
 def glm4_moe(config: Config) -> ModelSpec:
     """Describes a GLM-4.5; its first layers are dense."""
@@ -69,6 +83,18 @@ def glm4_moe(config: Config) -> ModelSpec:
     mixer = attention(config, qkv_bias=bias, qk_norm=flag(config, "use_qk_norm"), rope=rope(config, knows_partial=True))
     experts = grouped_mixture(config, **SIGMOID_ROUTER)
     return layer_behind(decoder(config, [mixer] * num_layers(config), dense_first(config, experts, 1)))
+
+
+register_wrapper(
+    "glm4v_moe",
+    Wrapper(
+        "glm4v_moe_text",
+        {"glm4v_moe_text": "glm4_moe"},
+        {"attention_bias": True, "partial_rotary_factor": 0.5, "use_qk_norm": False},
+        unread=("use_qk_norm",),
+        text_ties=True,
+    ),
+)
 
 
 @register("glm4_moe_lite")

@@ -1,14 +1,15 @@
-"""LFM2 (arXiv:2511.23404): attention in some layers, a gated convolution over few tokens in the others."""
+"""LFM2 (arXiv:2511.23404): attention in some layers, a gated convolution over few tokens in the others; and LFM3, with
+windows, gates on heads and norms on both sides."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from compress.models.config import (
     Config,
     attention,
+    block,
     decoder,
     flag,
     gated_mlp,
@@ -19,16 +20,27 @@ from compress.models.config import (
     positive,
     refusal,
     rope,
+    rope_of_kind,
 )
 from compress.models.linear import Linear
 from compress.models.mixers.attention import Attention
 from compress.models.mixers.recurrent import Recurrent
 from compress.models.mixers.short_conv import ShortConv
 from compress.models.mlp import MLP, Mixture
+from compress.models.norm import Norm
 from compress.models.registry import register
 from compress.models.spec import ModelSpec
 
 NAME, PARTS = "feed_forward", ("w1", "w3", "w2")
+FULL = "full_attention"
+ROPES = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    FULL: {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.5},
+}
+LFM3 = {
+    **{"num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 128, "intermediate_size": 7680},
+    **{"sliding_window": 256, "conv_L_cache": 7, "tie_word_embeddings": True, "hidden_act": "silu"},
+}
 
 
 @register("lfm2")
@@ -63,6 +75,53 @@ def lfm2_moe(config: Config) -> ModelSpec:
     return _lfm2(config, [mlp if layer < dense else experts for layer in range(num_layers(config))])
 
 
+@register("lfm3", converted=True)
+def lfm3(config: Config) -> ModelSpec:
+    """Describes a dense LFM3.
+
+    Raises:
+        CheckpointError: a rotary embedding of all layers, where each kind has its own.
+    """
+    if scaling := block(config, "rope_scaling"):
+        raise refusal("rope_scaling", scaling, "null, beside rope_parameters by kind of layer")
+    config = {**LFM3, **config, "rms_norm_eps": number(config, "norm_eps", 1e-5)}
+    after: dict[str, Norm] = {}
+    if flag(config, "use_sandwich_norm", True):
+        after = {"output_norm": norm(config, "post_operator_norm"), "mlp_output_norm": norm(config, "post_ffn_norm")}
+    mixers: dict[str, Recurrent | Attention] = {kind: _gated_attention(config, kind) for kind in ROPES}
+    mixers["conv"] = _conv(config)
+    return _composed(
+        config, [mixers[kind] for kind in _kinds_of_lfm3(config)], gated_mlp(config, name=NAME, parts=PARTS), **after
+    )
+
+
+def _kinds_of_lfm3(config: Config) -> list[str]:
+    """Reads the kind of every layer. Raises CheckpointError for other ones, and without attention."""
+    places, kinds = range(num_layers(config)), config.get("layer_types")
+    if kinds is None:
+        by_place = ["conv" if place == 0 else "sliding_attention" for place in places]
+        kinds = [{2: FULL, 0: by_place[place]}.get(place % 4, "conv") for place in places]
+    if not isinstance(kinds, list) or len(kinds) != len(places) or any(kind not in ("conv", *ROPES) for kind in kinds):
+        raise refusal("layer_types", kinds, f"a list of {len(places)} times conv, {' or '.join(ROPES)}")
+    if set(kinds) == {"conv"}:
+        raise refusal("layer_types", kinds, "one with attention")
+    return kinds
+
+
+def _gated_attention(config: Config, kind: str) -> Attention:
+    bias, heads = flag(config, "attention_bias"), positive(config, "num_attention_heads")
+    gate = Linear("self_attn.g_proj", heads, positive(config, "hidden_size"))
+    return attention(
+        config,
+        qkv_bias=bias,
+        output_bias=bias,
+        qk_norm=True,
+        rope=rope_of_kind(config, ROPES, kind),
+        window=None if kind == FULL else positive(config, "sliding_window"),
+        head_gate=gate if flag(config, "use_attention_gate", True) else None,
+    )
+
+
 def _inner_size(config: Config) -> int:
     size = positive(config, "intermediate_size")
     if not flag(config, "block_auto_adjust_ff_dim", True):
@@ -87,8 +146,17 @@ def _lfm2(config: Config, mlps: MLP | Mixture | Sequence[MLP | Mixture]) -> Mode
         "hidden_act": "silu",
     }
     mixers: dict[str, Recurrent | Attention] = {"conv": _conv(config), "full_attention": _attention(config)}
-    norms: dict[str, Any] = {"input_norm": norm(config, "operator_norm"), "mlp_norm": norm(config, "ffn_norm")}
-    spec = decoder(config, [mixers[kind] for kind in _kinds(config)], mlps, **norms)
+    return _composed(config, [mixers[kind] for kind in _kinds(config)], mlps)
+
+
+def _composed(
+    config: Config,
+    mixers: Sequence[Recurrent | Attention],
+    mlps: MLP | Mixture | Sequence[MLP | Mixture],
+    **after: Norm,
+) -> ModelSpec:
+    before = {"input_norm": norm(config, "operator_norm"), "mlp_norm": norm(config, "ffn_norm")}
+    spec = decoder(config, mixers, mlps, **before, **after)
     final = norm(config, "model.embedding_norm")
     return replace(spec, final_norm=final, names=replace(spec.names, final_norm=final.name))
 

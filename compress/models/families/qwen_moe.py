@@ -17,8 +17,10 @@ from compress.models.config import (
 )
 from compress.models.linear import Linear
 from compress.models.mlp import MLP, Mixture
-from compress.models.registry import register
+from compress.models.registry import Wrapper, register, register_wrapper
 from compress.models.spec import ModelSpec
+from compress.models.stacks import Stack
+from compress.models.wrappers import OUTER
 
 
 @register("qwen2_moe")
@@ -58,13 +60,43 @@ def qwen3_moe(config: Config) -> ModelSpec:
         "num_key_value_heads": 4,
         **config,
     }
-    experts = mixture(config, size=positive(config, "moe_intermediate_size"), normalizes=flag(config, "norm_topk_prob"))
+    experts = mixture(
+        config,
+        size=positive(config, "moe_intermediate_size"),
+        normalizes=flag(config, "norm_topk_prob"),
+        stacks=_stacks(config) if OUTER in config else (),
+    )
     bias = flag(config, "attention_bias")
     mixers = [
         attention(config, qkv_bias=bias, output_bias=bias, qk_norm=True, window=window)
         for window in switched_windows({**config, "max_window_layers": 0, "layer_types": None})
     ]
     return decoder(config, mixers, layers_of(config, experts, len(mixers)))
+
+
+def _stacks(config: Config) -> tuple[Stack, ...]:
+    """Returns those of a Qwen3-VL, published `[in_features, out_features]` and saved by transformers as it reads them,
+    which it tells by their shape."""
+    hidden, inner = positive(config, "hidden_size"), positive(config, "moe_intermediate_size")
+    gate_up, down = ("gate_proj.weight", "up_proj.weight"), ("down_proj.weight",)
+    return (
+        Stack("mlp.experts.gate_up_proj", gate_up, transposed=hidden != 2 * inner, columns=hidden),
+        Stack("mlp.experts.down_proj", down, transposed=hidden != inner, columns=inner),
+    )
+
+
+register_wrapper(
+    "qwen3_vl_moe",
+    Wrapper(
+        "qwen3_vl_moe_text",
+        {"qwen3_vl_moe_text": "qwen3_moe"},
+        {
+            **{"num_experts_per_tok": 4, "moe_intermediate_size": 1408, "num_key_value_heads": 16},
+            **{"norm_topk_prob": True, "rope_theta": 5e5, "use_sliding_window": False},
+        },
+        unread=("norm_topk_prob", "use_sliding_window", "sliding_window"),
+    ),
+)
 
 
 def layers_of(config: Config, experts: Mixture, count: int) -> list[MLP | Mixture]:

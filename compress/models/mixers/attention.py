@@ -35,6 +35,7 @@ class Attention:
         value_norm: norm over each value head.
         value_is_key: values are keys as projected, before their norm and rotation; `qkv` has no linear for them.
         output_gate: the first of `qkv` gives each query head and then its gate, whose sigmoid multiplies the output.
+        head_gate: a number for each head, whose sigmoid multiplies the output of the head; stays dense.
         latent: what keys and values of all heads are computed from; then `num_kv_heads` is 1, and `qkv` has a linear
             for queries, or for the latents of queries, and one for that of keys and values.
     """
@@ -57,6 +58,7 @@ class Attention:
     value_norm: Norm | None = None
     value_is_key: bool = False
     output_gate: bool = False
+    head_gate: Linear | None = None
     latent: Latent | None = None
     name: str = "self_attn"
 
@@ -104,4 +106,5 @@ class Attention:
 
     @property
     def routers(self) -> tuple[Linear, ...]:
-        return () if self.latent is None else self.latent.routers
+        gates = () if self.head_gate is None else (self.head_gate,)
+        return gates if self.latent is None else self.latent.routers

@@ -10,6 +10,7 @@ import runs
 import torch
 from engines import drain, small_engine, tokens_of
 from folders import change_config, change_tensors
+from mixture_configs import OTHER_MIXTURES
 from runtime_command import runtime_here
 from safetensors.torch import save_file
 from tiny_configs import SIZES
@@ -40,10 +41,6 @@ OTHERS = {
     "codegen": {"rotary_dim": 8},
     "cohere": {"logit_scale": 2.0, "use_qk_norm": True},
     "ctrl": {},
-    "dots1": {
-        **{"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3, "n_shared_experts": 1},
-        **{"first_k_dense_replace": 1, "moe_intermediate_size": 32},
-    },
     "granite_swa": {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"]},
     "gpt2": {},
     "gpt_bigcode": {},
@@ -61,7 +58,7 @@ OTHERS = {
 }
 LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
 LONGROPE |= {"original_max_position_embeddings": 64, "factor": 4.0, "short_mscale": 1.0, "long_mscale": 1.2}
-ALL = QUICK | OTHERS
+ALL = QUICK | OTHERS | OTHER_MIXTURES
 
 
 def models(quick):
@@ -101,13 +98,6 @@ def test_packed_linears_equal_their_dequantized_weights(kernels, tmp_path):
     assert len(engine_tokens(found, dense, [TOKENS[0].tolist()])[0]) == 12
     rounded = load_exact(tmp_path / "packed", as_dense=True)
     torch.testing.assert_close(score(rounded, TOKENS), expected, rtol=0, atol=0.05)
-
-
-def test_packed_experts_that_transformers_fuses_are_refused(tmp_path):
-    dense = save_tiny_model(tmp_path / "dense", "dots1", **OTHERS["dots1"])
-    pack_model(dense, tmp_path / "packed", lambda module: Int(4, 4) if ".experts." in module else None)
-    with pytest.raises(CheckpointError, match=r"'dots1'.*experts\.0\."):
-        load_model(tmp_path / "packed", device="cpu")
 
 
 def test_weights_that_are_missing_are_not_made_up(tmp_path):

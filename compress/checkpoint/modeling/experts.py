@@ -7,7 +7,7 @@ one matrix per expert.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from typing import Any, cast
 
@@ -24,14 +24,20 @@ class Expert(nn.Module):
     Args:
         mlp: description, with names relative to the block.
         activation: activation between input and output projections.
+        gate: what replaces activation and gating, from the outputs of gate and up; None for that of `mlp`.
     """
 
-    def __init__(self, mlp: MLP, activation: Callable[[Tensor], Tensor]) -> None:
+    def __init__(
+        self,
+        mlp: MLP,
+        activation: Callable[[Tensor], Tensor],
+        gate: Callable[[Tensor, Tensor], Tensor] | None = None,
+    ) -> None:
         super().__init__()
         for linear in mlp.linears:
             module = nn.Linear(linear.in_features, linear.out_features, linear.bias, device="meta")
             self.add_module(_leaf(linear.name), module)
-        self.activation, self.clamped = activation, mlp.clamped
+        self.activation, self.gate = activation, gate or mlp.clamped
         self.is_gated = mlp.gated
         self.inputs = tuple(_leaf(linear.name) for linear in mlp.inputs)
         self.output = _leaf(mlp.down.name)
@@ -42,9 +48,8 @@ class Expert(nn.Module):
         values = [self.get_submodule(name)(x) for name in self.inputs]
         if self.is_gated and len(values) == 1:
             values = list(values[0].chunk(2, dim=-1))
-        if self.clamped is not None:
-            clamped: Tensor = self.clamped(*values)
-            return clamped
+        if self.gate is not None:
+            return self.gate(values[0], values[1])
         activated = self.activation(values[0])
         return activated * values[1] if self.is_gated else activated
 
@@ -60,8 +65,13 @@ class Experts(nn.ModuleList):
         num_chosen: number of experts per token.
     """
 
-    def __init__(self, mixture: Mixture, activation: Callable[[Tensor], Tensor]) -> None:
-        super().__init__(Expert(mlp, activation) for mlp in mixture.experts)
+    def __init__(
+        self,
+        mixture: Mixture,
+        activation: Callable[[Tensor], Tensor],
+        gate: Callable[[Tensor, Tensor], Tensor] | None = None,
+    ) -> None:
+        super().__init__(Expert(mlp, activation, gate) for mlp in mixture.experts)
         self.num_chosen = mixture.router.num_chosen
 
     def expert(self, index: int) -> Expert:
@@ -71,6 +81,11 @@ class Experts(nn.ModuleList):
         """Returns the linears of an expert, grouped by shared input."""
         expert = self.expert(index)
         return expert.inputs, (expert.output,)
+
+    def groups(self) -> Iterator[tuple[int, tuple[str, ...]]]:
+        """Yields the index of each expert with its linears, grouped by shared input."""
+        for index in range(len(self)):
+            yield from ((index, group) for group in self.inputs_of(index))
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Computes the weighted sum `[T, H]` of the chosen experts.
@@ -144,6 +159,32 @@ def mixtures(block: nn.Module) -> Iterator[tuple[str, Experts]]:
     for name, module in block.named_modules():
         if isinstance(module, Experts):
             yield name, module
+
+
+Names = tuple[str, ...]
+
+
+def names_of_experts(blocks: Iterable[nn.Module]) -> tuple[tuple[Names, ...], Names, tuple[Names, ...]]:
+    """Returns names, relative to a block, of linears of experts that share an input, of routers, and of all linears of
+    the experts of a mixture: `siblings`, `routers` and `experts` of an `Architecture`."""
+    siblings: dict[tuple[str, ...], None] = {}
+    routers: dict[str, None] = {}
+    linears: dict[tuple[str, ...], None] = {}
+    for block in blocks:
+        for name, experts in mixtures(block):
+            groups = [[f"{name}.{index}.{leaf}" for leaf in group] for index, group in experts.groups()]
+            siblings |= {tuple(group): None for group in groups if len(group) > 1}
+            linears[tuple(chain.from_iterable(groups))] = None
+            owner = _owner(name)
+            routers |= {f"{owner}.{inside}": None for inside in _scorers(block.get_submodule(owner), experts)}
+    return tuple(siblings), tuple(routers), tuple(linears)
+
+
+def _scorers(mixture: nn.Module, experts: Experts) -> Iterator[str]:
+    """Yields the linears of a mixture with a score for each expert, or with one that weighs a shared expert."""
+    for name, module in mixture.named_modules():
+        if isinstance(module, nn.Linear) and module.out_features in (1, len(experts)):
+            yield name
 
 
 def _replace(layer: nn.Module, mixture: Mixture) -> None:
