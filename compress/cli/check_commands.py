@@ -218,6 +218,7 @@ def export(
 ) -> None:
     """Convert a packed checkpoint to another format without loss; fails with the reason if that is impossible."""
     from compress.checkpoint.containers import containers
+    from compress.checkpoint.formats.readers import described
     from compress.checkpoint.gguf.folder import folder_of
     from compress.checkpoint.writer import export_checkpoint
     from compress.common.files import REPORT_FILE
@@ -226,8 +227,8 @@ def export(
 
     if list_formats:
         for each in containers(folder_of(path)):
-            loaded = f"loaded by {', '.join(each.readers)}" if each.readers else f"cannot hold it: {each.refusal}"
-            typer.echo(f"{each.format}: {loaded}")
+            engines = "; ".join(f"{does} {named}" for does, named in described(each.readers).items())
+            typer.echo(f"{each.format}: {f'cannot hold it: {each.refusal}' if each.refusal else engines}")
         return
     if format is None or out is None:
         raise RecipeError("an export needs a format and a folder", "Add --format dense --out FOLDER, or --list")
