@@ -218,8 +218,9 @@ def export(
 ) -> None:
     """Convert a packed checkpoint to another format without loss; fails with the reason if that is impossible."""
     from compress.checkpoint.containers import containers
-    from compress.checkpoint.formats.readers import described
+    from compress.checkpoint.formats.readers import described, input_notes
     from compress.checkpoint.gguf.folder import folder_of
+    from compress.checkpoint.reader import PackedCheckpoint
     from compress.checkpoint.writer import export_checkpoint
     from compress.common.files import REPORT_FILE
     from compress.reporting.model_card import write_card
@@ -245,7 +246,8 @@ def export(
         read_report(source)  # its figures go into the card: a damaged report is refused before anything is written
     written = export_checkpoint(source, format, out)
     write_card(written, source)
-    typer.echo(f"wrote {written} ({format})")
+    notes = input_notes(PackedCheckpoint.open(written).schemes.values())
+    typer.echo("\n".join([*(f"note: {note}" for note in notes), f"wrote {written} ({format})"]))
 
 
 def report(

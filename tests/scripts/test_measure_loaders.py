@@ -5,30 +5,31 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from pathlib import Path
+from typing import TypeAlias
 
 import pytest
+from loadable_models import MODEL_TYPES
 
 from compress.checkpoint.formats.readers import TRANSFORMERS, VLLM, measured
-from compress.models.registry import known_families
 
+Wanted: TypeAlias = Callable[[str, str], bool]
+"""Whether a container and a form are measured."""
 SLICES = 11
 """A run measures one of so many parts of the table, chosen by the commit, in about a minute."""
 
 
-def in_slice(model_type: str, place: int) -> Callable[[str, str], bool]:
+def in_slice(model_type: str, place: int) -> Wanted:
     """Chooses the forms of a model type whose turn it is."""
     numbers: dict[tuple[str, str], int] = {}
 
     def wanted(container: str, form: str) -> bool:
         number = numbers.setdefault((container, form), len(numbers))
-        return (number + known_families().index(model_type)) % SLICES == place
+        return (number + MODEL_TYPES.index(model_type)) % SLICES == place
 
     return wanted
 
 
-def differences(
-    engine: str, ask: Callable[[Path], str | None], wanted: Mapping[str, Callable[[str, str], bool]]
-) -> list[str]:
+def differences(engine: str, ask: Callable[[Path], str | None], wanted: Mapping[str, Wanted]) -> list[str]:
     """Lists forms of which an engine says another thing than the table; what that does not say is no difference."""
     from measure_loaders import measure
 
@@ -37,21 +38,21 @@ def differences(
         f"{model_type} {container} {form}: {refusals[engine] or 'loads'}, in the table {expected or 'loads'}"
         for model_type, chosen in wanted.items()
         for container, form, refusals in measure(model_type, {engine: ask}, chosen)
-        if engine in refusals
+        if refusals.get(engine) is not None
         and (expected := table.refusal(container, form, model_type)) is not None
         and bool(expected) != bool(refusals[engine])
     ]
 
 
 @pytest.fixture
-def slices() -> dict[str, Callable[[str, str], bool]]:
+def slices() -> dict[str, Wanted]:
     from full_tier import current_commit, seed_of
 
-    return {each: in_slice(each, seed_of(current_commit()) % SLICES) for each in known_families()}
+    return {each: in_slice(each, seed_of(current_commit()) % SLICES) for each in MODEL_TYPES}
 
 
 @pytest.mark.full
-def test_transformers_loads_what_the_table_says(slices: dict[str, Callable[[str, str], bool]]) -> None:
+def test_transformers_loads_what_the_table_says(slices: dict[str, Wanted]) -> None:
     from measure_loaders import PACKAGES, refusal_in_transformers
 
     versions = measured()[TRANSFORMERS].versions
@@ -61,9 +62,7 @@ def test_transformers_loads_what_the_table_says(slices: dict[str, Callable[[str,
 
 
 @pytest.mark.full
-def test_vllm_loads_what_the_table_says(
-    slices: dict[str, Callable[[str, str], bool]], request: pytest.FixtureRequest
-) -> None:
+def test_vllm_loads_what_the_table_says(slices: dict[str, Wanted], request: pytest.FixtureRequest) -> None:
     from measure_loaders import vllm_loader
 
     python = request.config.getoption("--vllm")
@@ -73,18 +72,35 @@ def test_vllm_loads_what_the_table_says(
         assert not differences(VLLM, ask, slices)
 
 
+def test_the_documentation_has_the_table() -> None:
+    from measure_loaders import ROOT, summary_rows
+
+    text = (ROOT / "docs/families.md").read_text(encoding="utf-8")
+    assert all(row in text for row in summary_rows())
+
+
 def test_one_model_is_measured_and_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import measure_loaders
 
     table = tmp_path / "loaders.json"
-    table.write_text('{"vLLM": {"versions": {"vllm": "0"}, "found": {"dense": {"w4a16 sym": {"": "llama"}}}}}')
+    table.write_text('{"vLLM": {"versions": {"vllm": "0"}, "found": {"dense": {"dense": {"": "llama"}}}}}')
     monkeypatch.setattr(measure_loaders, "TABLE_FILE", table)
     monkeypatch.setattr(measure_loaders, "measured", lambda: measured(table))
-    given = ["--types", "gpt_oss", "--containers", "compressed-tensors", "dense", "--forms", "w4a16 sym", "--write"]
+    given = [
+        "--types",
+        "gpt_oss",
+        "--containers",
+        "compressed-tensors",
+        "dense",
+        "--forms",
+        "w4a16 sym",
+        "dense",
+        "--write",
+    ]
     assert measure_loaders.main(given) == 0
     found = measured(table)
-    assert found["vLLM"].refusal("dense", "w4a16 sym", "llama") == ""
-    assert found["transformers"].refusal("dense", "w4a16 sym", "gpt_oss") == ""
+    assert found["vLLM"].refusal("dense", "dense", "llama") == ""
+    assert found["transformers"].refusal("dense", "dense", "gpt_oss") == ""
     assert "missing keys" in str(found["transformers"].refusal("compressed-tensors", "w4a16 sym", "gpt_oss"))
     assert found["transformers"].versions["transformers"] == version("transformers")
 

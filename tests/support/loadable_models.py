@@ -6,12 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tiny_configs import VARIANTS
+from tiny_configs import GEMMA4_EXPERTS, VARIANTS
 from tiny_models import save_tiny_model
 from transformers import CONFIG_MAPPING
 
 from compress.checkpoint.config import read_config
+from compress.checkpoint.formats.readers import WITH_EXPERTS
 from compress.common.cli import demo_model_path
+from compress.models.registry import known_families
 
 VOCAB_SIZE = read_config(demo_model_path())["vocab_size"]
 SIZES: dict[str, Any] = {
@@ -71,6 +73,7 @@ LEFT_OUT = {
 PUBLISHED: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"topk_method": "noaux_tc"},
     "deepseek_v32": {"topk_method": "noaux_tc"},
+    "glm4_moe": {"head_dim": 64},
     "glm4_moe_lite": {"first_k_dense_replace": 1, "topk_method": "noaux_tc"},
     "glm_moe_dsa": {"topk_method": "noaux_tc"},
     "lfm2": {"block_dim": 256, "conv_dim": 256},
@@ -80,18 +83,26 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 """Fields of published config.json files that transformers' class does not have."""
 
 
+GEMMA4 = f"gemma4_text{WITH_EXPERTS}"
+MODEL_TYPES = *known_families(), GEMMA4
+"""Names in the table of what was measured."""
+
+
 def loadable_options(family: str) -> dict[str, Any]:
     """Fields of config.json of a family's tiny model."""
     config = CONFIG_MAPPING[family]()
     known = config.to_dict().keys() | config.attribute_map.keys()
     given = {name: value for name, value in VARIANTS[family].items() if name in known - LEFT_OUT}
     sizes = {name: value for name, value in SIZES.items() if name in known}
+    if "kv_lora_rank" in given:
+        del sizes["head_dim"]  # that of the rotated part, which a class derives
     return {"num_key_value_heads": 2, **given, **sizes, **PUBLISHED.get(family, {})}
 
 
-def save_loadable_model(folder: Path, family: str) -> Path:
-    """Writes the dense model, in bfloat16, with the tokenizer of the demo model."""
-    save_tiny_model(folder, family, torch.bfloat16, **loadable_options(family))
+def save_loadable_model(folder: Path, name: str) -> Path:
+    """Writes the dense model of one of `MODEL_TYPES`, in bfloat16, with the tokenizer of the demo model."""
+    family, more = ("gemma4_text", GEMMA4_EXPERTS | {"moe_intermediate_size": 128}) if name == GEMMA4 else (name, {})
+    save_tiny_model(folder, family, torch.bfloat16, **loadable_options(family) | more)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(demo_model_path() / name, folder / name)
     return folder

@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from compress.checkpoint.formats import compress_runtime
+from compress.checkpoint.formats import compress_runtime, dense, gguf
 from compress.checkpoint.scheme import Scheme
 from compress.models.wrappers import whole_config
 
@@ -104,14 +104,19 @@ def measured(file: Path = TABLE_FILE) -> dict[str, Measured]:
 
 _table = cache(measured)
 
+WITH_EXPERTS = "+experts"
 MIXED = "mixed"
 """Name in the table of two forms in one checkpoint."""
+ANY_FORM = dense.NAME, gguf.NAME
+"""Containers in which the stored types, not the forms, decide what loads them."""
 SHOWS_ALL_FORMS = "llama"
 """Model type with which widths and sizes of groups were measured that others do not show: a refusal holds for all."""
 
 
 def form_of(container: str, scheme: Scheme, with_groups: bool = False) -> str:
     """Names a form in the table: without ranks and numbers of columns, and without groups but for `with_groups`."""
+    if container in ANY_FORM:
+        return container
     if container == compress_runtime.NAME:
         return scheme.key  # one plugin expands all
     dropped = r"\d+" if with_groups else r"g\d+|channel|\d+"
@@ -120,17 +125,22 @@ def form_of(container: str, scheme: Scheme, with_groups: bool = False) -> str:
 
 def readers(container: str, config: Mapping[str, Any], schemes: Iterable[Scheme]) -> list[Reader]:
     """Says what each engine does with a container of this name that holds the model of `config` in these forms."""
-    forms, model_type = set(schemes), str(whole_config(config).get("model_type"))
     engines = {**READERS, **FOREIGN_READERS}.get(container, ())
-    return [_reader(engine, container, model_type, forms) for engine in engines]
+    return [_reader(engine, container, measured_type(config), set(schemes)) for engine in engines]
+
+
+def measured_type(config: Mapping[str, Any]) -> str:
+    """Names a model in the table: its `model_type`, and whether it has the experts that a type has by choice."""
+    model_type = str(whole_config(config).get("model_type"))
+    return f"{model_type}{WITH_EXPERTS}" if config.get("enable_moe_block") else model_type
 
 
 def _reader(engine: str, container: str, model_type: str, schemes: Collection[Scheme]) -> Reader:
     if engine == RUNTIME:
         return Reader(engine, True)
     table = _table().get(engine, Measured())
-    forms = [form_of(container, scheme) for scheme in schemes]
-    forms += [MIXED] if len(set(schemes)) > 1 else []
+    forms = {form_of(container, scheme) for scheme in schemes} or {container}
+    forms |= {MIXED} if len(schemes) > 1 and container not in ANY_FORM else set()
     found = [table.refusal(container, form, model_type) for form in forms]
     exact = [form_of(container, scheme, with_groups=True) for scheme in schemes]
     shown = [table.refusal(container, form, SHOWS_ALL_FORMS) for form in (*forms, *exact)]

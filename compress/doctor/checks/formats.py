@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import ClassVar
 
 from compress.checkpoint.config import compression_block
@@ -39,6 +40,10 @@ class Formats(Check):
         counts = Counter(str(scheme) for scheme in packed.schemes.values())
         forms = ", ".join(f"{count} x {form}" for form, count in sorted(counts.items())) or "none"
         engines = readers(packed.format, packed.config, packed.schemes.values())
+        if packed.reordered:  # nothing was measured with such files
+            engines = [
+                replace(each, loads=(each.loads and each.engine == RUNTIME) or None, refusal="") for each in engines
+            ]
         refused = bool(packed.reordered or self.view.model_refusal)
         known = [each for each in engines if not (refused if each.engine == RUNTIME else folded)]
         made = compression_block(packed.config).get("source")
