@@ -271,10 +271,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for container, form, refusals in measure(model_type, engines, wanted):
                 for engine, refusal in refusals.items():
                     found[engine, container, form, model_type] = refusal
-                    print(
-                        f"{engine}: {model_type} {container} {form}: {'unknown' if refusal is None else refusal or 'loads'}",
-                        flush=True,
-                    )
+                    outcome = "unknown" if refusal is None else refusal or "loads"
+                    print(f"{engine}: {model_type} {container} {form}: {outcome}", flush=True)
             if options.write:
                 write(found, interpreters)
     return 0

@@ -41,9 +41,7 @@ class Formats(Check):
         forms = ", ".join(f"{count} x {form}" for form, count in sorted(counts.items())) or "none"
         engines = readers(packed.format, packed.config, packed.schemes.values())
         if packed.reordered:  # nothing was measured with such files
-            engines = [
-                replace(each, loads=(each.loads and each.engine == RUNTIME) or None, refusal="") for each in engines
-            ]
+            engines = [replace(each, loads=None, refusal="") for each in engines]
         refused = bool(packed.reordered or self.view.model_refusal)
         known = [each for each in engines if not (refused if each.engine == RUNTIME else folded)]
         made = compression_block(packed.config).get("source")
