@@ -39,7 +39,7 @@ CAPABILITY = 9, 0
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What vLLM does with a checkpoint.
+    """Outcome of loading a checkpoint in vLLM.
 
     Attributes:
         refusal: the error by which it refuses it; empty if it loads.
@@ -115,7 +115,7 @@ def pretend_card() -> None:
             return super().get_attn_backend_cls(selected_backend, attn_selector_config, num_heads)
 
     class Card(Host):
-        """What modules see that choose kernels."""
+        """The platform of modules that choose kernels."""
 
         _enum = PlatformEnum.CUDA
 

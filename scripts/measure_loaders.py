@@ -56,8 +56,8 @@ from loadable_models import MODEL_TYPES, save_loadable_model  # noqa: E402
 
 TOKENS = torch.randint(1, 200, (1, 24), generator=torch.Generator().manual_seed(0))
 LEAST_CORRELATION = 0.92
-"""Of the logits of the best token, in bfloat16 with those of the runtime in float32. Most tokens of a random model with
-many layers or experts have less, as errors grow; of a model with other weights, none was above 0.86."""
+"""Least for the logits of the best token, in bfloat16, with those of the runtime in float32. Most tokens of a random
+model with many layers or experts have less, as errors grow; of a model with other weights, none was above 0.86."""
 PACKAGES = {
     TRANSFORMERS: ("transformers", "compressed-tensors", "torch"),
     VLLM: ("vllm", "transformers", "compressed-tensors"),
@@ -137,7 +137,7 @@ def refusal_in_transformers(folder: Path) -> str | None:
         )
         for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
             if names := sorted(each if isinstance(each, str) else each[0] for each in info[kind]):
-                return f"{len(names)} {kind.replace('_', ' ')}: {without_numbers(names[0])}"
+                return f"{kind.replace('_', ' ')} such as {without_numbers(names[0])}"
         found = model.eval()(TOKENS, use_cache=False).logits
     except ImportError:
         return None
@@ -156,7 +156,7 @@ def refusal_in_vllm(answer: dict[str, Any]) -> str | None:
     if answer["refusal"].startswith(("ImportError", "ModuleNotFoundError")):
         return None
     if answer["unfilled"]:
-        return f"{len(answer['unfilled'])} parameters are random: {without_numbers(answer['unfilled'][0])}"
+        return f"random parameters such as {without_numbers(answer['unfilled'][0])}"
     return summary(*answer["refusal"].split(": ", 1)) if answer["refusal"] else ""
 
 
@@ -226,14 +226,14 @@ def versions(python: str, packages: Iterable[str]) -> dict[str, str]:
 
 
 def summary_rows() -> Iterator[str]:
-    """Yields rows of docs/families.md: forms with the model types that engines refuse, and those not measured."""
+    """Yields rows of docs/families.md: forms with the model types that engines refuse, and those that are unknown."""
     table = measured()
     for form in ("w4a16 sym", "w8a8 sym", "w8a8 fp8"):
+        outcomes = [table[engine].found[compressed_tensors.NAME][form] for engine in (TRANSFORMERS, VLLM)]
         cells = []
-        for engine in (TRANSFORMERS, VLLM):
-            refusals = {each: table[engine].refusal(compressed_tensors.NAME, form, each) for each in MODEL_TYPES}
-            refused = [f"`{each}`" for each, refusal in refusals.items() if refusal]
-            unknown = [f"`{each}`" for each, refusal in refusals.items() if refusal is None]
+        for found in outcomes:
+            refused = sorted(f"`{each}`" for each, refusal in found.items() if refusal)
+            unknown = sorted(f"`{each}`" for each in set().union(*outcomes) - found.keys())
             cells.append(", ".join(refused) + (f"; unknown: {', '.join(unknown)}" if unknown else ""))
         yield f"| {form} | {' | '.join(cells)} |"
 

@@ -75,7 +75,11 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "deepseek_v32": {"topk_method": "noaux_tc"},
     "glm4_moe": {"head_dim": 64},
     "glm4_moe_lite": {"first_k_dense_replace": 1, "topk_method": "noaux_tc"},
-    "glm_moe_dsa": {"topk_method": "noaux_tc"},
+    "glm_moe_dsa": {
+        "first_k_dense_replace": 1,
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "topk_method": "noaux_tc",
+    },
     "lfm2": {"block_dim": 256, "conv_dim": 256},
     "mamba2": {"intermediate_size": 512},
     "minimax_m2": {"rotary_dim": 32, "scoring_func": "sigmoid", "use_routing_bias": True},

@@ -58,7 +58,7 @@ class Reader:
 
 @dataclass(slots=True)
 class Measured:
-    """What an engine did with tiny models.
+    """Outcomes of loading tiny models in an engine.
 
     Attributes:
         versions: of its packages.
@@ -114,7 +114,7 @@ SHOWS_ALL_FORMS = "llama"
 
 
 def form_of(container: str, scheme: Scheme, with_groups: bool = False) -> str:
-    """Names a form in the table: without ranks and numbers of columns, and without groups but for `with_groups`."""
+    """Names a form in the table: without ranks and numbers of columns, and without groups unless `with_groups`."""
     if container in ANY_FORM:
         return container
     if container == compress_runtime.NAME:

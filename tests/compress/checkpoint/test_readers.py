@@ -1,4 +1,4 @@
-"""What is said of other engines is what was measured, by model type and form; what was not is said as unknown."""
+"""Claims about other engines are those of the table, by model type and form; without a measurement they are unknown."""
 
 from collections.abc import Iterable
 
