@@ -28,11 +28,10 @@ from compress.plan_notes import (
     ROUTER,
     carried_notes,
     class_notes,
-    conv_notes,
     cost_notes,
+    loader_notes,
     scheme_notes,
     sibling_notes,
-    stack_notes,
     usable_mappings,
 )
 from compress.recipe import (
@@ -326,7 +325,7 @@ def _plan(skeleton: Skeleton, files: TensorFiles, recipe: Recipe, scale_dtype: s
     rows = _Rows(skeleton, files, linears, layer_plans, reasons, scale_dtype)
     smoothing_mappings, notes = usable_mappings(skeleton, layer_plans)
     notes += sibling_notes(skeleton, layer_plans) + class_notes(skeleton, layer_plans) + scheme_notes(layer_plans)
-    notes += stack_notes(skeleton, files, layer_plans) + conv_notes(skeleton, layer_plans)
+    notes += loader_notes(files, layer_plans)
     notes += carried_notes(files, carried, skeleton.num_blocks)
     notes += kv_notes(recipe.kv_cache, getattr(skeleton.model.config, "max_position_embeddings", None))
     planned = tuple(map(rows.row, files.names()))

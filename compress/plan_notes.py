@@ -7,13 +7,12 @@ import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from compress.checkpoint.config import is_embedding
-from compress.checkpoint.expert_files import EXPERTS, ExpertFiles, slices_of
+from compress.checkpoint.config import is_embedding, read_config
+from compress.checkpoint.formats import format_for
+from compress.checkpoint.formats.readers import described, input_notes, readers
 from compress.checkpoint.safetensors import TensorFiles
 from compress.checkpoint.weights import Scheme
 from compress.models.architecture import SmoothingMapping
-from compress.models.mixers.kimi_delta import KimiDelta
-from compress.models.registry import find_family
 from compress.pipeline.skeleton import Skeleton
 from compress.plan import LayerPlan, PlanRow
 from compress.recipe import Recipe
@@ -118,35 +117,14 @@ def class_notes(skeleton: Skeleton, layer_plans: Mapping[str, LayerPlan]) -> lis
     ]
 
 
-def stack_notes(skeleton: Skeleton, files: TensorFiles, layer_plans: Mapping[str, LayerPlan]) -> list[str]:
-    """Returns a note on experts that transformers stores, and reads, as one tensor."""
-    config = skeleton.model.config
-    places = slices_of(config.to_dict()) if any(EXPERTS in module for module in layer_plans) else {}
-    places = {**places, **(files.slices if isinstance(files, ExpertFiles) else {})}
-    packed = (places.get(f"{module}.weight") for module, each in layer_plans.items() if each.scheme)
-    joined = {place.stack for place in packed if place}
-    stacks = sorted(stack.name for stack in joined if not stack.splits_packed and not stack.sizes)
-    return [
-        f"experts are written one by one, but transformers reads those of {config.model_type!r} together, as {stack}: "
-        "serve this checkpoint here, and give transformers `compress export --format dense`"
-        for stack in stacks[:1]
-    ]
-
-
-def conv_notes(skeleton: Skeleton, layer_plans: Mapping[str, LayerPlan]) -> list[str]:
-    """Returns a note on dense convolutions that transformers joins at load, unless any weight is packed."""
-    config = skeleton.model.config
-    describe = find_family(config.model_type)
-    joined = describe is not None and any(
-        isinstance(mixer, KimiDelta) for block in describe(config.to_dict()).blocks for mixer in block.mixers
-    )
-    if not joined or not any(each.scheme for each in layer_plans.values()):
+def loader_notes(files: TensorFiles, layer_plans: Mapping[str, LayerPlan]) -> list[str]:
+    """Returns a note on the engines that load the checkpoint, as measured, and on those that round inputs unasked."""
+    schemes = {module: each.scheme for module, each in layer_plans.items() if each.scheme}
+    if not schemes:
         return []
-    return [
-        f"convolutions are stored one by one, but transformers reads those of {config.model_type!r} together, "
-        "which fails beside packed weights: serve this checkpoint here, and give transformers "
-        "`compress export --format dense`"
-    ]
+    container = format_for(schemes).NAME
+    found = described(readers(container, read_config(files.path), schemes.values()))
+    return ["; ".join(f"{does} {engines}" for does, engines in found.items()), *input_notes(schemes.values())]
 
 
 def sibling_notes(skeleton: Skeleton, layer_plans: Mapping[str, LayerPlan]) -> list[str]:

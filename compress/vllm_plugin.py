@@ -28,8 +28,9 @@ from compress.common.errors import CheckpointError, SchemeError
 
 DENSE = ".weight"
 EXPORT = "Use compress export --format dense"
-Part: TypeAlias = str | int | None
-"""A weight among those that vLLM holds side by side: q, k or v, a number, None where there is one."""
+Part: TypeAlias = str | int | tuple[int, ...] | None
+"""A weight among those that vLLM holds side by side: q, k or v, a number, several that are stored as one, None where
+there is one."""
 Collected: TypeAlias = dict[Part, dict[str, Tensor]]
 """Stored tensors by weight and suffix."""
 
@@ -111,8 +112,11 @@ class Expanded(QuantizeMethodBase):
         """Expands what was collected. Raises CheckpointError unless that are all weights."""
         if len(layer.collected) != len(self.schemes):
             raise CheckpointError(f"{len(layer.collected)} of {len(self.schemes)} weights are stored for {layer}")
-        for part, tensors in sorted(layer.collected.items(), key=lambda item: part_index(item[0])):
-            scheme, stored = self.schemes[part_index(part)], StoredTensors("", getter(tensors))
+        in_order = sorted(layer.collected.items(), key=lambda item: part_index(item[0]))
+        for place, (part, tensors) in enumerate(in_order):
+            # Values that are the keys are stored, and described, once.
+            scheme = self.schemes[place] or (None if DENSE in tensors else self.schemes[place - 1])
+            stored = StoredTensors("", getter(tensors))
             values = scheme.read(stored).dequantize(layer.weight.dtype) if scheme else stored[DENSE]
             layer.load_dense(layer.weight, values, *(() if part is None else (part,)))
         layer.collected.clear()
@@ -161,7 +165,9 @@ def collect(collected: Collected, suffix: str, parameter: Tensor, loaded: Tensor
 
 
 def part_index(part: Part) -> int:
-    """Index of a weight among those side by side, from the name that vLLM gives it: q, k, v or a number."""
+    """Index of a weight among those side by side, from the name that vLLM gives it: q, k, v, a number, or several."""
+    if isinstance(part, tuple):
+        return part[0]
     return "qkv".index(part) if isinstance(part, str) else part or 0
 
 

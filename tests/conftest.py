@@ -21,6 +21,7 @@ register_profiles()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--until", type=float, help="seconds since the epoch; cases that would begin later are skipped")
+    parser.addoption("--vllm", metavar="PYTHON", help="interpreter with vLLM, for the table of what it loads")
 
 
 def pytest_configure(config: pytest.Config) -> None:

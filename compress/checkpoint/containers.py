@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from compress.checkpoint.formats import FORMATS, Format
-from compress.checkpoint.formats.readers import READERS, readers
+from compress.checkpoint.formats.readers import READERS, Reader, readers
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.writer import described
 from compress.common.errors import CheckpointError, SchemeError
@@ -21,12 +21,12 @@ class Container:
 
     Attributes:
         refusal: reason why it cannot hold the checkpoint's forms, and the nearest possible form; empty if it can.
-        readers: engines that load the result.
+        readers: engines that read the container, with what they do with the result.
     """
 
     format: str
     refusal: str
-    readers: tuple[str, ...]
+    readers: tuple[Reader, ...]
 
 
 def containers(path: str | Path) -> list[Container]:
@@ -50,7 +50,7 @@ def _container(packed: PackedCheckpoint, name: str) -> Container:
         check(packed)
     except (CheckpointError, SchemeError) as error:
         return Container(name, str(error), ())
-    return Container(name, "", tuple(readers(name, packed.schemes.values())))
+    return Container(name, "", tuple(readers(name, packed.config, packed.schemes.values())))
 
 
 def _check(codec: Format, packed: PackedCheckpoint) -> None:

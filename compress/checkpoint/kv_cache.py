@@ -161,6 +161,16 @@ def stored_kv_cache(config: Mapping[str, Any]) -> KVCacheScheme | None:
     return None if block is None else KVCacheScheme.from_dict(block)
 
 
+FP8_CACHE = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": True}
+"""Keys and values in 8-bit floats as compressed-tensors describes them; no scales are stored."""
+
+
+def with_kv_cache(quantization: Mapping[str, Any], scheme: KVCacheScheme | None) -> dict[str, Any]:
+    """Adds the default form to a `quantization_config` with a place for it. Of all forms, other engines know fp8."""
+    is_known = scheme is not None and scheme.format == "fp8" and "kv_cache_scheme" in quantization
+    return {**quantization, "kv_cache_scheme": FP8_CACHE} if is_known else dict(quantization)
+
+
 def _bytes(format: str, head_dim: int, itemsize: int) -> int:
     if format == EXACT:
         return head_dim * itemsize

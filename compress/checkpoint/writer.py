@@ -44,6 +44,7 @@ from compress.checkpoint.formats import (
     find_format,
     stored_tensors,
 )
+from compress.checkpoint.kv_cache import stored_kv_cache, with_kv_cache
 from compress.checkpoint.locate.file_names import INDEX_FILE, SINGLE_FILE
 from compress.checkpoint.reader import REORDERED, PackedCheckpoint
 from compress.checkpoint.safetensors import (
@@ -314,7 +315,8 @@ def described(packed: PackedCheckpoint, codec: Format) -> tuple[dict[str, Scheme
         check_held(codec, scheme, packed.shape(module))
     unpacked = packed.schemes.keys() - schemes.keys()
     heads = {HEAD} if packed.tied and unpacked else set()
-    return schemes, codec.quantization_config(schemes, {*packed.dense_linears(), *heads})
+    description = codec.quantization_config(schemes, {*packed.dense_linears(), *heads})
+    return schemes, with_kv_cache(description, stored_kv_cache(packed.config))
 
 
 _NAMED_BY_PATTERNS = (compressed_tensors.NAME, compress_runtime.NAME, dense.NAME)

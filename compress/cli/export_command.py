@@ -87,7 +87,7 @@ def export(
     if format != "gguf":
         if gguf != GGUFOptions():
             raise RecipeError(f"options of GGUF files do not apply to {format}", "Add --format gguf")
-        typer.echo(f"wrote {_export_folder(path, format, out)} ({format})")
+        typer.echo("\n".join([*_export_folder(path, format, out), f"wrote {out} ({format})"]))
         return
     exported = _export_gguf(path, in_home(out), gguf, text, job)
     if exported is not None and job.as_json:
@@ -98,15 +98,19 @@ def export(
 
 def _list_formats(path: Path) -> None:
     from compress.checkpoint.containers import containers
+    from compress.checkpoint.formats.readers import described
     from compress.checkpoint.gguf.folder import folder_of
 
     for each in containers(folder_of(path)):
-        loaded = f"loaded by {', '.join(each.readers)}" if each.readers else f"cannot hold it: {each.refusal}"
-        typer.echo(f"{each.format}: {loaded}")
+        engines = "; ".join(f"{does} {named}" for does, named in described(each.readers).items())
+        typer.echo(f"{each.format}: {f'cannot hold it: {each.refusal}' if each.refusal else engines}")
 
 
-def _export_folder(path: Path, format: str, out: Path) -> Path:
+def _export_folder(path: Path, format: str, out: Path) -> list[str]:
+    """Writes a folder and returns notes on engines that compute it otherwise than its config.json says."""
+    from compress.checkpoint.formats.readers import input_notes
     from compress.checkpoint.gguf.folder import folder_of
+    from compress.checkpoint.reader import PackedCheckpoint
     from compress.checkpoint.writer import export_checkpoint
     from compress.common.files import REPORT_FILE
     from compress.reporting.model_card import write_card
@@ -117,7 +121,7 @@ def _export_folder(path: Path, format: str, out: Path) -> Path:
         read_report(source)  # its figures go into the card: a damaged report is refused before anything is written
     written = export_checkpoint(source, format, out)
     write_card(written, source)
-    return written
+    return [f"note: {note}" for note in input_notes(PackedCheckpoint.open(written).schemes.values())]
 
 
 def _export_gguf(path: Path, out: Path, gguf: GGUFOptions, text: TextOptions, job: JobOptions) -> GGUFExport | None:

@@ -7,12 +7,12 @@ from functools import partial
 from pathlib import Path
 
 import compress.doctor.checks  # noqa: F401 (registers the checks)
+from compress.checkpoint.formats.readers import LOADED_BY, REFUSED_BY, UNKNOWN
 from compress.checkpoint.gguf.folder import folder_of
 from compress.checkpoint.locate import shown_name
 from compress.checkpoint.reader import NONSENSE, PackedCheckpoint
 from compress.common.errors import ToolkitError
 from compress.doctor.base import AGAIN, CHECKS
-from compress.doctor.checks.formats import LOADED_BY
 from compress.doctor.findings import Diagnosis, Finding, Severity, in_order
 from compress.doctor.view import StoredTensor, View
 
@@ -41,7 +41,7 @@ def examine(path: Path, against: Path | None = None, on_progress: Progress | Non
     findings: list[Finding] = []
     facts = _collect(View(folder if folder.name else folder.absolute(), source), findings, on_progress)
     if any(each.severity is Severity.ERROR for each in findings):
-        facts.pop(LOADED_BY, None)
+        facts = {name: fact for name, fact in facts.items() if name not in (LOADED_BY, REFUSED_BY, UNKNOWN)}
     return Diagnosis(shown_name(path), facts, in_order(findings))
 
 

@@ -12,9 +12,24 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from compress.checkpoint.activations import ACTIVATIONS_MEASURED_KEY
-from compress.checkpoint.config import COMPRESSION_KEY, is_embedding, packed_config, read_config, write_config
+from compress.checkpoint.config import (
+    COMPRESSION_KEY,
+    QUANTIZATION_KEY,
+    is_embedding,
+    packed_config,
+    quantization_block,
+    read_config,
+    write_config,
+)
 from compress.checkpoint.formats import dense, format_for
-from compress.checkpoint.kv_cache import KV_CACHE_KEY, KV_MEASURED_KEY, KVCacheRecord, KVCacheScheme, MeasuredKVCache
+from compress.checkpoint.kv_cache import (
+    KV_CACHE_KEY,
+    KV_MEASURED_KEY,
+    KVCacheRecord,
+    KVCacheScheme,
+    MeasuredKVCache,
+    with_kv_cache,
+)
 from compress.checkpoint.scale_search import range_kernel
 from compress.checkpoint.verify import (
     StructureReport,
@@ -272,6 +287,8 @@ def choose_default(context: RunContext, folder: Path, quiet: bool) -> KVResult |
     result = KVResult(choose_kv_cache(stage, record), record)
     config = read_config(folder)
     config[COMPRESSION_KEY][KV_CACHE_KEY] = result.choice.scheme.to_dict()
+    if QUANTIZATION_KEY in config:
+        config[QUANTIZATION_KEY] = with_kv_cache(quantization_block(config), result.choice.scheme)
     if record is not None:
         config[COMPRESSION_KEY][KV_MEASURED_KEY] = record.to_dict()
     write_config(folder, config)

@@ -6,12 +6,12 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from compress.checkpoint.formats import FORMATS
-from compress.checkpoint.formats.readers import RUNTIME, TRANSFORMERS, VLLM, readers
+from compress.checkpoint.formats.readers import RUNTIME, TRANSFORMERS, VLLM, Reader, described, readers
 from compress.checkpoint.locate.hub import HubModel
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.common.cli import DISTRIBUTION
@@ -103,7 +103,7 @@ def write_card(folder: Path, made_from: Path | None = None) -> None:
 
 def _card(packed: PackedCheckpoint, source: Card, report: Report | None, exported: HubModel | None) -> Card:
     base = _base_model(packed, source, report, exported)
-    engines = readers(packed.format, packed.schemes.values())
+    engines = readers(packed.format, packed.config, packed.schemes.values())
     named = base or (Path(report["source"]).name if report else "another checkpoint")
     recipe = (report["recipe"].get("name") if report else None) or packed.format
     text = _BODY.format(
@@ -130,7 +130,9 @@ def _base_model(packed: PackedCheckpoint, source: Card, report: Report | None, e
     return given if isinstance(given, str) else None
 
 
-def _header(packed: PackedCheckpoint, given: Mapping[str, Any], base: str | None, engines: list[str]) -> dict[str, Any]:
+def _header(
+    packed: PackedCheckpoint, given: Mapping[str, Any], base: str | None, engines: list[Reader]
+) -> dict[str, Any]:
     """Returns the fields of the header, those of the source `given` among them."""
     header = {name: value for name, value in given.items() if name not in _RESULTS}
     if base is not None:
@@ -138,13 +140,13 @@ def _header(packed: PackedCheckpoint, given: Mapping[str, Any], base: str | None
     tags = header["tags"] if isinstance(header.get("tags"), list) else []
     tags = [tag for tag in tags if tag not in FORMATS]
     return header | {
-        "library_name": TRANSFORMERS if TRANSFORMERS in engines else DISTRIBUTION,
+        "library_name": TRANSFORMERS if Reader(TRANSFORMERS, True) in engines else DISTRIBUTION,
         "pipeline_tag": header.get("pipeline_tag") or "text-generation",
         "tags": list(dict.fromkeys([*tags, *([packed.format] if packed.schemes else []), DISTRIBUTION])),
     }
 
 
-def _facts(packed: PackedCheckpoint, report: Report | None, engines: list[str]) -> Iterator[tuple[str, str]]:
+def _facts(packed: PackedCheckpoint, report: Report | None, engines: list[Reader]) -> Iterator[tuple[str, str]]:
     after = packed.files.file_bytes
     yield "stored as", packed.describe()
     if report is None:
@@ -156,7 +158,8 @@ def _facts(packed: PackedCheckpoint, report: Report | None, engines: list[str]) 
     if report is not None:
         yield from _quality(report)
         yield "calibration", _calibration(report)
-    yield "loaded by", ", ".join(DISTRIBUTION if each == RUNTIME else each for each in engines)
+    named = [replace(each, engine=DISTRIBUTION) if each.engine == RUNTIME else each for each in engines]
+    yield from described(named).items()
 
 
 def _bits(packed: PackedCheckpoint) -> str:
@@ -186,9 +189,9 @@ def _calibration(report: Report) -> str:
     return f"{given['source']}: {given['sequences']} sequences of {given['length']} tokens; seed {report['seed']}"
 
 
-def _commands(engines: list[str]) -> Iterator[str]:
+def _commands(engines: list[Reader]) -> Iterator[str]:
     yield "runtime serve ."
-    if VLLM in engines:
+    if Reader(VLLM, True) in engines:
         yield "vllm serve ."
     yield "compress eval --ppl ."
 

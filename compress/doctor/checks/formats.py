@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import ClassVar
 
 from compress.checkpoint.config import compression_block
-from compress.checkpoint.formats.readers import RUNTIME, readers
+from compress.checkpoint.formats.readers import RUNTIME, described, readers
 from compress.checkpoint.reader import REORDERED
 from compress.checkpoint.transforms import TransformedFiles
 from compress.doctor.base import Check, register
 from compress.doctor.findings import Finding
 from compress.doctor.view import listed
-
-LOADED_BY = "loaded by"
-"""Label of the engines."""
 
 
 @register
@@ -41,10 +39,12 @@ class Formats(Check):
             packed, folded = files.packed, {"transforms": f"{', '.join(files.groups)}, folded into values in 16 bits"}
         counts = Counter(str(scheme) for scheme in packed.schemes.values())
         forms = ", ".join(f"{count} x {form}" for form, count in sorted(counts.items())) or "none"
-        engines = [RUNTIME] if folded else readers(packed.format, packed.schemes.values())
+        engines = readers(packed.format, packed.config, packed.schemes.values())
+        if packed.reordered:  # nothing was measured with such files
+            engines = [replace(each, loads=None, refusal="") for each in engines]
         refused = bool(packed.reordered or self.view.model_refusal)
-        loaded = [engine for engine in engines if engine != RUNTIME or not refused]
+        known = [each for each in engines if not (refused if each.engine == RUNTIME else folded)]
         made = compression_block(packed.config).get("source")
         origin = {"made from": str(made)} if made else {}
-        facts = {"container": packed.format, "weight forms": forms, **folded, LOADED_BY: ", ".join(loaded) or "none"}
+        facts = {"container": packed.format, "weight forms": forms, **folded, **described(known)}
         return facts | origin

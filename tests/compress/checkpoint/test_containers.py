@@ -6,7 +6,7 @@ from tiny_models import pack_model, save_tiny_model
 
 from compress.checkpoint.containers import containers
 from compress.checkpoint.formats import FORMATS, bitsandbytes, check_held, exl3, find_format, mxfp4, nearest_held
-from compress.checkpoint.formats.readers import FOREIGN_READERS, READERS, readers
+from compress.checkpoint.formats.readers import FOREIGN_READERS, READERS
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.scheme import targets
 from compress.checkpoint.weights import Q2K, Q4K, BlockFp8, Bnb4, Fp8, Int, Mxfp4, Nvfp4, Scheme
@@ -82,17 +82,6 @@ def test_targets_are_held_by_the_usual_containers(format: str) -> None:
     others = [form for form in targets().values() if not issubclass(form, BlockScheme | TableFloats)]
     for form in others if format == "compressed-tensors" else targets().values():
         check_held(find_format(format), form.target(), SHAPE)
-
-
-def test_readers_are_those_of_all_forms() -> None:
-    assert readers("compressed-tensors", [Int(4, 128), Int(8, None)]) == [
-        "this runtime",
-        "transformers",
-        "vLLM",
-        "SGLang",
-    ]
-    assert readers("compressed-tensors", [Int(4, 128), Int(3, 128)]) == ["this runtime", "transformers", "vLLM"]
-    assert readers("mxfp4", [Mxfp4()]) == ["this runtime", "transformers", "vLLM", "SGLang"]
 
 
 def test_what_is_listed_is_what_exports_do(tmp_path) -> None:

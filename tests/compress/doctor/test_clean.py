@@ -34,7 +34,8 @@ def test_a_packed_model_is_clean_and_says_what_it_is(packed_demo: Path) -> None:
     found = examine(packed_demo, against=demo_model_path())
     assert not found.findings
     assert found.facts["weight forms"] == "42 x w4a16 g32 sym"
-    assert found.facts["loaded by"] == "this runtime, transformers, vLLM, SGLang"
+    assert found.facts["loaded by"] == "this runtime, transformers, vLLM"
+    assert found.facts["not known of"] == "SGLang"
     assert "w4a16 g32 sym 0.0" in found.facts["median relative error"]
 
 

@@ -19,6 +19,7 @@ from compress.checkpoint.kv_cache import (
 )
 from compress.checkpoint.verify import verify_structure
 from compress.checkpoint.weights import Int
+from compress.checkpoint.writer import export_checkpoint
 from compress.common.cli import demo_model_path
 from compress.common.errors import CheckpointError, RecipeError
 from compress.evaluate.kv_cache import measure_kv_caches
@@ -114,6 +115,17 @@ def test_the_default_is_stored_measured_and_verified(tmp_path) -> None:
     assert any("keys and values" in note for note in report["plan"]["notes"])
     assert "int4 rotated: 864 bytes per token" in result.kv_cache.describe()
     assert verify_structure(tmp_path / "out").ok
+
+
+def test_a_default_of_8_bit_floats_is_said_to_other_engines(tmp_path) -> None:
+    stage = KVCacheStage("fp8", max_kl=9.0, tokens=128, max_seq_length=64)
+    packed = compress(demo_model_path(), tmp_path / "out", QuantizeStage("rtn", Int(4, 128)), stage).out
+    again = export_checkpoint(packed, "compressed-tensors", tmp_path / "again")
+    for folder in (packed, again):
+        said = read_config(folder)["quantization_config"]["kv_cache_scheme"]
+        assert (said["num_bits"], said["type"], said["dynamic"]) == (8, "float", True)
+    dense = export_checkpoint(packed, "dense", tmp_path / "dense")
+    assert "quantization_config" not in read_config(dense)
 
 
 def test_a_named_format_above_the_limit_is_not_the_default(tmp_path) -> None:
