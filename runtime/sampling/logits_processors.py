@@ -25,6 +25,7 @@ from runtime.core.batch import (
     upload_columns,
 )
 from runtime.core.logit_bias import LogitBias
+from runtime.core.request import NUM_LIKELY
 
 
 def adjust_logits(logits: Tensor, draws: Sequence[SamplingMetadata]) -> Tensor:
@@ -117,8 +118,6 @@ def _count_tokens(scores: Tensor, rows: list[int], draws: Sequence[SamplingMetad
     return seen, counts.to(scores.dtype)
 
 
-NUM_LIKELY = 128
-"""Tokens that are sorted first. Only when a row's threshold lies below them is the whole vocabulary sorted."""
 NEGLIGIBLE = 80.0
 """Below the highest score: a million such tokens add nothing to a sum, and their exponentials are no denormals."""
 
