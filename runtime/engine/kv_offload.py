@@ -1,9 +1,9 @@
 """Bookkeeping of KV blocks, or recurrent states, evicted to host memory, by hash. No torch.
 
 The pool saves a block here when it reallocates it, and continues prefix matches here. The runner moves the data when it
-executes the next plan. Until that plan is settled, blocks it loads must not be replaced. Blocks it saves are provisional
-until the plan after it is settled: a plan is settled before it is known whether it failed (`runtime.engine.overlap`).
-Slots of recurrent states (`runtime.engine.state_pool`) are blocks in this sense, too.
+executes the next plan. Until that plan is settled, blocks it loads must not be replaced. Until the plan after it is
+settled, blocks it saves are provisional: a plan is settled before it is known whether it failed
+(`runtime.engine.overlap`). Slots of recurrent states (`runtime.engine.state_pool`) are blocks in this sense, too.
 """
 
 from __future__ import annotations

@@ -11,8 +11,7 @@ If a sequence turns out to have ended (an end token, a stop string, an abort), i
 to a block or a recurrent state is harmless, because the next owner of the block or slot writes later: plans run in the
 order of submission. A token that was not decided is computed again, for which its sequence keeps the blocks inside the
 window of that token; with a recurrent state, which is overwritten, the sequence is preempted. If the step in flight
-fails, the sequences of the next one that remain are preempted: they may share blocks with those that
-failed.
+fails, the sequences of the next one that remain are preempted: they may share blocks with those that failed.
 """
 
 from __future__ import annotations
@@ -131,12 +130,8 @@ def _token_reason(sequence: Sequence, has_states: bool) -> str:
     sampling = sequence.request.sampling
     if sequence.constraint is not None:
         return "a grammar is followed"
-    if sampling.has_penalties:
-        return "penalties count tokens"
     if sampling.needs_tokens:
         return "tokens are filtered by the host"
-    if sampling.logprobs is not None:
-        return "log-probabilities are read"
     if sequence.needs_logits:
         return "a token was not decided"
     if has_states and sampling.may_need_all:

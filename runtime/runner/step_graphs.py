@@ -122,7 +122,7 @@ class StepGraphs:
         drawn = None
         if self._adjustments is not None and not any(e.sequence.request.sampling.needs_tokens for e in sampling):
             # The device computes logits meanwhile: masks are made now, not before.
-            draws = list(map(build_sampling_metadata, sampling))
+            draws = [build_sampling_metadata(entry, before and before.unread_by(entry)) for entry in sampling]
             self._draw_tokens(self._adjustments, sampling, draws, shape)
             drawn = Drawn(self.buffers.tokens[rows], draws)
         failure = "" if shape in self._captured else self.failure
