@@ -76,7 +76,8 @@ class KVOffload:
         it should have saved are removed."""
         if not done:
             self.forget(list(self._unsure))
-        self._unsure = {name: number for name, number in self._unsure.items() if number == self._num_settled}
+        for name in [name for name, number in self._unsure.items() if number < self._num_settled]:
+            del self._unsure[name]
         self._num_settled += 1
         self._pinned.clear()
 

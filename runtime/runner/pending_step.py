@@ -100,12 +100,6 @@ class DrawnTokens:
     tokens: Tensor
     rows: Sequence[int]
 
-    def unread_by(self, entry: ScheduledSequence) -> Tensor | None:
-        """Returns the token, int64 `[]`, that the penalties of an entry count before it is read; None without one."""
-        if entry.source_row == KNOWN or not entry.sequence.request.sampling.has_penalties:
-            return None
-        return self.tokens[self.rows[entry.source_row]]
-
     def put_into(self, token_ids: Tensor, rows: Sequence[int], entries: Sequence[ScheduledSequence]) -> None:
         """Writes the first tokens of some entries of the next step, those that have a source, to rows of its token
         ids."""
@@ -114,6 +108,13 @@ class DrawnTokens:
         if known:
             targets, sources = (_index(each, token_ids.device) for each in zip(*known, strict=True))
             token_ids[targets] = self.tokens[sources].clamp(min=0)
+
+
+def unread_token(before: DrawnTokens | None, entry: ScheduledSequence) -> Tensor | None:
+    """Returns the token, int64 `[]`, that the penalties of an entry count before it is read; None without one."""
+    if before is None or entry.source_row == KNOWN or not entry.sequence.request.sampling.has_penalties:
+        return None
+    return before.tokens[before.rows[entry.source_row]]
 
 
 def _index(rows: Sequence[int], device: torch.device) -> slice | Tensor:

@@ -33,7 +33,7 @@ from runtime.core.step import ComputedStep, SampledToken, ScheduledSequence, Ste
 from runtime.memory.plan import plan_memory
 from runtime.model.served import ServedModel
 from runtime.runner.capture import Capture, CudaCapture
-from runtime.runner.pending_step import DrawnTokens, PendingStep, TokenCopies
+from runtime.runner.pending_step import DrawnTokens, PendingStep, TokenCopies, unread_token
 from runtime.runner.step_buffers import StepBuffers
 from runtime.runner.step_graphs import Kind, StepGraphs
 from runtime.runner.warm_up import warm_up
@@ -343,9 +343,7 @@ class ModelRunner:
         if not batch.sampling:
             return hidden[:0], Drawn(batch.sample_rows, [])
         logits = self.decoder.logits(hidden.index_select(0, batch.sample_rows))
-        draws = [
-            build_sampling_metadata(entry, self._drawn and self._drawn.unread_by(entry)) for entry in batch.sampling
-        ]
+        draws = [build_sampling_metadata(entry, unread_token(self._drawn, entry)) for entry in batch.sampling]
         return logits, Drawn(self.sampler.choose(logits, [draw for group in draws for draw in group]), draws)
 
     def _show(
