@@ -62,7 +62,9 @@ class AttentionWindow:
         blocks = -(-num_tokens // block_size)
         if self.window is None:
             return blocks
-        # The window of the step's first token and the rest of the step, at the offset that touches the most blocks.
+        # The window of the step's first token and the rest of the step, at the offset that touches the most blocks. A
+        # decode keeps the window of the token before it.
+        step = max(step, 2)
         rolling = (self.window + step + block_size - 3) // block_size + 1
         start = -(-(self.sinks + self.window + step) // block_size)
         return min(blocks, max(start, -(-self.sinks // block_size) + rolling))

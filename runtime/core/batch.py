@@ -365,6 +365,8 @@ class SamplingMetadata:
         prompt_token_ids, output_token_ids: preceding tokens, as far as penalties need them.
         mask: one bit per token id, lowest bit of the first byte first; only tokens whose bit is set may be sampled.
             None allows all.
+        unread: int64 `[]`, the token after these, of which only the device knows so far, as far as penalties need it;
+            below 0 if none was sampled. None: all are known.
     """
 
     sampling: SamplingParams
@@ -373,6 +375,7 @@ class SamplingMetadata:
     prompt_token_ids: Sequence[int] = ()
     output_token_ids: Sequence[int] = ()
     mask: bytes | None = None
+    unread: Tensor | None = None
 
     @property
     def changes_logits(self) -> bool:
@@ -380,21 +383,26 @@ class SamplingMetadata:
         return self.mask is not None or self.sampling.reads_history
 
 
-def build_sampling_metadata(entry: ScheduledSequence) -> list[SamplingMetadata]:
+def build_sampling_metadata(entry: ScheduledSequence, unread: Tensor | None = None) -> list[SamplingMetadata]:
     """Builds the metadata of rows `num_tokens - 1` to `num_tokens - 1 + num_draft_tokens` of an entry that samples.
 
     Row `i` treats draft token `i - 1` and those before it (its ancestors in a tree) as accepted: they are in its
     history and in the state of its constraint. The constraint is restored; a sequence with a constraint has no tree.
+
+    Args:
+        unread: see `SamplingMetadata`; for an entry without draft tokens.
     """
     sequence = entry.sequence
     draft = sequence.draft_token_ids[: entry.num_draft_tokens]
     masks = _masks(sequence.constraint, draft)
     drafted = [[], *([draft[number] for number in path] for path in paths(entry.draft_parents))] if draft else [[]]
     position = entry.start + entry.num_tokens - entry.num_draft_tokens
-    return [_metadata(sequence, position, before, mask) for before, mask in zip(drafted, masks, strict=True)]
+    return [_metadata(sequence, position, before, mask, unread) for before, mask in zip(drafted, masks, strict=True)]
 
 
-def _metadata(sequence: LiveSequence, position: int, drafted: list[int], mask: bytes | None) -> SamplingMetadata:
+def _metadata(
+    sequence: LiveSequence, position: int, drafted: list[int], mask: bytes | None, unread: Tensor | None
+) -> SamplingMetadata:
     request, sampling = sequence.request, sequence.request.sampling
     if sampling.has_dry:
         histories = request.prompt_token_ids, sequence.output_token_ids + drafted
@@ -403,7 +411,7 @@ def _metadata(sequence: LiveSequence, position: int, drafted: list[int], mask: b
         sampling = replace(sampling, logit_bias=LogitBias.summed((*sampling.logit_bias, *added)))
     prompt = request.prompt_token_ids if sampling.repetition_penalty != 1 else ()
     output = sequence.output_token_ids + drafted if sampling.has_penalties else ()
-    return SamplingMetadata(sampling, request.seed, position + len(drafted), prompt, output, mask)
+    return SamplingMetadata(sampling, request.seed, position + len(drafted), prompt, output, mask, unread)
 
 
 def _masks(constraint: Constraint | None, draft: list[int]) -> list[bytes | None]:

@@ -17,6 +17,8 @@ from runtime.core.token_filters import FilterParams
 MAX_SEED = 2**63 - 1
 MAX_TOP_K = 2**31 - 1
 MAX_ANSWERS = 128
+NUM_LIKELY = 128
+"""Tokens that are sorted to sample from a truncated distribution; only where more may be sampled, all are."""
 
 
 class GrammarKind(StrEnum):
@@ -147,6 +149,11 @@ class SamplingParams(TruncationParams, PenaltyParams, DryParams, FilterParams):
     def is_truncated(self) -> bool:
         """Whether tokens are sampled from a truncated distribution."""
         return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+
+    @property
+    def may_need_all(self) -> bool:
+        """Whether tokens beyond the `NUM_LIKELY` most likely ones may be sampled from a truncated distribution."""
+        return self.is_truncated and not 0 < self.top_k < NUM_LIKELY
 
     def __post_init__(self) -> None:
         if self.logit_bias and not isinstance(self.logit_bias, LogitBias):

@@ -263,11 +263,13 @@ class KVCacheManager:
             self.states.release(sequence)
 
     def release_evictable(self, sequence: Sequence) -> None:
-        """Releases the blocks that no later token attends to."""
+        """Releases the blocks that no later token attends to, nor the last computed one of a decode: that may be
+        computed again."""
         if self.attention_window.window is None:
             return
-        table = sequence.block_ids
-        hidden = self.attention_window.evictable_blocks(sequence.num_computed_tokens, self.pool.block_size)
+        table, is_decode = sequence.block_ids, sequence.num_tokens - sequence.num_computed_tokens == 1
+        position = sequence.num_computed_tokens - is_decode
+        hidden = self.attention_window.evictable_blocks(position, self.pool.block_size)
         stop = start = hidden.stop
         while start > hidden.start and table[start - 1] != RELEASED:
             start -= 1

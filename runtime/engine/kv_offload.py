@@ -1,8 +1,9 @@
 """Bookkeeping of KV blocks, or recurrent states, evicted to host memory, by hash. No torch.
 
 The pool saves a block here when it reallocates it, and continues prefix matches here. The runner moves the data when it
-executes the next plan. Until that plan has completed, blocks it saves are provisional, and blocks it loads must not be
-replaced. Slots of recurrent states (`runtime.engine.state_pool`) are blocks in this sense, too.
+executes the next plan. Until that plan is settled, blocks it loads must not be replaced. Until the plan after it is
+settled, blocks it saves are provisional: a plan is settled before it is known whether it failed
+(`runtime.engine.overlap`). Slots of recurrent states (`runtime.engine.state_pool`) are blocks in this sense, too.
 """
 
 from __future__ import annotations
@@ -17,8 +18,7 @@ class KVOffload:
     """A bounded map from block hashes to slots of host memory, with least-recently-used replacement.
 
     A loaded entry stays: its content does not change, so evicting the block again costs nothing. The pool evicts ends
-        of
-    chains first, so these are also replaced first.
+    of chains first, so these are also replaced first.
 
     Args:
         num_slots: number of slots, with ids 0 to num_slots - 1; 0 disables offloading.
@@ -42,7 +42,7 @@ class KVOffload:
         elif (slot := self._take_slot()) is not None:
             self._slots[block_hash] = slot
             self._moves[slot] = block_id
-            self._unsure.add(block_hash)
+            self._unsure[block_hash] = self._num_settled
 
     def __contains__(self, block_hash: bytes) -> bool:
         return block_hash in self._slots
@@ -72,10 +72,13 @@ class KVOffload:
         return offloads
 
     def settle(self, *, done: bool) -> None:
-        """Records the completion of the plan in flight. If it failed, the entries it should have saved are removed."""
+        """Records the completion of the plan in flight. After a failure the entries that this plan and the one before
+        it should have saved are removed."""
         if not done:
-            self.forget(self._unsure.copy())
-        self._unsure.clear()
+            self.forget(list(self._unsure))
+        for name in [name for name, number in self._unsure.items() if number < self._num_settled]:
+            del self._unsure[name]
+        self._num_settled += 1
         self._pinned.clear()
 
     def forget(self, hashes: Iterable[bytes]) -> None:
@@ -85,7 +88,7 @@ class KVOffload:
             if slot is not None:
                 self._free.append(slot)
                 self._moves.pop(slot, None)
-                self._unsure.discard(block_hash)
+                self._unsure.pop(block_hash, None)
                 self._pinned.discard(block_hash)
 
     def clear(self) -> None:
@@ -93,7 +96,8 @@ class KVOffload:
         self._slots: OrderedDict[bytes, int] = OrderedDict()
         self._free = list(reversed(range(self.num_slots)))
         self._moves: dict[int, int] = {}  # slot -> block whose content the next plan saves there
-        self._unsure: set[bytes] = set()
+        self._num_settled = 0
+        self._unsure: dict[bytes, int] = {}  # entries of the last two plans -> number of plans settled before theirs
         self._pinned: set[bytes] = set()
 
     def check(self) -> None:
@@ -105,7 +109,7 @@ class KVOffload:
         used = list(self._slots.values())
         if sorted(used + self._free) != list(range(self.num_slots)):
             raise RuntimeError(f"{len(used)} used and {len(self._free)} free host slots are not {self.num_slots}")
-        if not self._moves.keys() <= set(used) or not self._unsure | self._pinned <= self._slots.keys():
+        if not self._moves.keys() <= set(used) or not self._unsure.keys() | self._pinned <= self._slots.keys():
             raise RuntimeError("a block moves to or from a host slot without an owner")
 
     def _take_slot(self) -> int | None:
@@ -114,7 +118,7 @@ class KVOffload:
         oldest = next((block_hash for block_hash in self._slots if block_hash not in self._pinned), None)
         if oldest is None:
             return None
-        self._unsure.discard(oldest)
+        self._unsure.pop(oldest, None)
         slot = self._slots.pop(oldest)
         self._moves.pop(slot, None)
         return slot

@@ -8,9 +8,10 @@ token or its logits decide what is computed next, or a sequence would be preempt
 reason is counted.
 
 If a sequence turns out to have ended (an end token, a stop string, an abort), its extra token is discarded. Its write
-to a block is harmless, because the next owner of the block writes later: plans run in the order of submission. If the
-step in flight fails, the sequences of the next one that remain are preempted: they may share blocks with those that
-failed.
+to a block or a recurrent state is harmless, because the next owner of the block or slot writes later: plans run in the
+order of submission. A token that was not decided is computed again, for which its sequence keeps the blocks inside the
+window of that token; with a recurrent state, which is overwritten, the sequence is preempted. If the step in flight
+fails, the sequences of the next one that remain are preempted: they may share blocks with those that failed.
 """
 
 from __future__ import annotations
@@ -118,28 +119,21 @@ def _ends(entry: ScheduledSequence) -> bool:
 
 def _unsupported_reason(step: StepInFlight, scheduler: Scheduler) -> str:
     """Returns a short reason why the step must be read before the next one is planned; empty if overlap is possible."""
-    if scheduler.states is not None:
-        return "recurrent states are saved"
-    if scheduler.pool.tier.num_slots:
-        return "blocks move to host memory"
-    if scheduler.blocks.attention_window.window is not None:
-        return "blocks outside the window are returned"  # an undecided token still attends to them
     # A sequence whose token comes from the step before was checked at that time.
     sampling = (entry.sequence for entry in step.plan.entries if entry.source_row == KNOWN and entry.samples)
-    return next(filter(None, map(_token_reason, sampling)), "")
+    has_states = scheduler.states is not None
+    return next(filter(None, (_token_reason(sequence, has_states) for sequence in sampling)), "")
 
 
-def _token_reason(sequence: Sequence) -> str:
+def _token_reason(sequence: Sequence, has_states: bool) -> str:
     """Returns the reason why the token of a sequence, or its logits, are needed before its next step."""
     sampling = sequence.request.sampling
     if sequence.constraint is not None:
         return "a grammar is followed"
-    if sampling.has_penalties:
-        return "penalties count tokens"
     if sampling.needs_tokens:
         return "tokens are filtered by the host"
-    if sampling.logprobs is not None:
-        return "log-probabilities are read"
     if sequence.needs_logits:
         return "a token was not decided"
+    if has_states and sampling.may_need_all:
+        return "a token may not be decided"  # and is drawn again only after its whole text is computed again
     return "other answers begin" if sampling.n > 1 and not sequence.num_output_tokens else ""

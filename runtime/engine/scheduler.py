@@ -211,8 +211,12 @@ class Scheduler:
         return num_missing > self.pool.num_free or bool(self._claims())
 
     def redraw(self, sequence: Sequence) -> None:
-        """Marks the last known token of a sequence, which a complete step has computed, for recomputation."""
+        """Marks the last known token of a sequence, which a complete step has computed, for recomputation. The
+        recurrent state before it is overwritten, so a sequence with one is preempted."""
         sequence.needs_logits = True
+        if self.states is not None:
+            self.preempt(sequence)
+            return
         sequence.num_computed_tokens = sequence.num_tokens - 1
         num_full_blocks = sequence.num_computed_tokens // self.pool.block_size
         sequence.num_registered_blocks = min(sequence.num_registered_blocks, num_full_blocks)
@@ -236,7 +240,7 @@ class Scheduler:
 
     def _is_decode(self, sequence: Sequence) -> bool:
         """Returns whether a running sequence generates: at most accepted draft tokens are computed again."""
-        most = 1 if self.states is None else 1 + self.config.num_speculative_tokens
+        most = 1 if self.states is None else min(1 + self.config.num_speculative_tokens, self.config.max_span_tokens)
         return sequence.num_tokens - sequence.num_computed_tokens <= most and sequence.num_output_tokens > 0
 
     def complete(self, plan: StepPlan, accepted: Mapping[str, TokenIds[int]] | None = None) -> None:
@@ -248,7 +252,7 @@ class Scheduler:
         Args:
             accepted: accepted draft tokens by sequence id.
         """
-        self._settle(done=True)
+        self._settle(plan, done=True)
         for entry in plan.entries:
             sequence = entry.sequence
             num_drafts = entry.num_draft_tokens
@@ -263,12 +267,12 @@ class Scheduler:
 
     def fail(self) -> None:
         """Records that the plan failed. Call `finish` for each of its sequences."""
-        self._settle(done=False)
+        self._settle(StepPlan(()), done=False)
 
-    def _settle(self, *, done: bool) -> None:
+    def _settle(self, completed: StepPlan, *, done: bool) -> None:
         self.pool.tier.settle(done=done)
         if self.states is not None:
-            self.states.settle(done=done)
+            self.states.settle(completed.entries, done=done)
 
     def preempt(self, sequence: Sequence) -> None:
         """Releases all blocks of a running sequence, which returns to its place in the queue and recomputes its

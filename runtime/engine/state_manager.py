@@ -111,6 +111,7 @@ class StateManager:
 
     def plan(self, entries: Iterable[ScheduledSequence]) -> None:
         """Assigns the last token of each entry, without drafts, a slot to write to."""
+        self._release_new_slots(self._planned)  # of a plan whose sequences have all ended meanwhile
         self._planned = list(entries)
         for entry in self._planned:
             entry.state_read = slot = entry.sequence.state_slot
@@ -157,13 +158,17 @@ class StateManager:
                 kept = sequence.state_slot = slot
                 self._save(sequence, slot, place)
 
-    def settle(self, *, done: bool) -> None:
-        """Records the completion of the plan in flight. If it failed, its written states are discarded."""
-        for entry in () if done else self._planned:
-            for slot in {slot for _, slot in entry.state_writes} - {entry.state_read}:
-                self.pool.release(slot)
+    def settle(self, completed: ListOf[ScheduledSequence], *, done: bool) -> None:
+        """Records the completion, or the failure, of the plan in flight. Discards the states written by its other
+        entries, whose sequences have ended or were preempted."""
+        kept = {entry.sequence for entry in completed}
+        self._release_new_slots(entry for entry in self._planned if entry.sequence not in kept)
         self._planned = []
         self.pool.tier.settle(done=done)
+
+    def _release_new_slots(self, entries: Iterable[ScheduledSequence]) -> None:
+        for slot in _new_slots(entries):
+            self.pool.release(slot)
 
     def forget(self, sequence: Sequence) -> None:
         """Removes all saved states of a sequence's prefixes."""
@@ -176,9 +181,9 @@ class StateManager:
         self.pool.rebuild(_held(sequences))
 
     def check(self, sequences: Iterable[Sequence]) -> None:
-        """Verifies the pool against the running sequences, between two steps. Raises RuntimeError."""
+        """Verifies the pool against the running sequences and the plan in flight. Raises RuntimeError."""
         sequences = list(sequences)
-        self.pool.check(_held(sequences))
+        self.pool.check([*_held(sequences), *_new_slots(self._planned)])
         if len(sequences) > self.max_running:
             raise RuntimeError(f"{len(sequences)} sequences run, and slots are for {self.max_running}")
 
@@ -221,6 +226,11 @@ class StateManager:
             self.pool.replace(sequence.block_hashes[last // self.block_size - 1], lasts=lasts)
         self.pool.save(slot, sequence.block_hashes[index - 1], wanted=place == sequence.state_marks[0])
         sequence.saved_tokens = place
+
+
+def _new_slots(entries: Iterable[ScheduledSequence]) -> list[int]:
+    """Returns the slots that entries write and do not read, which no sequence holds before they are complete."""
+    return [slot for entry in entries for slot in {slot for _, slot in entry.state_writes} - {entry.state_read}]
 
 
 def _held(sequences: Iterable[Sequence]) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import ClassVar
 
 import torch
@@ -11,8 +12,9 @@ from torch import Tensor
 
 from runtime.backends.sampling_kernel import UNDECIDED
 from runtime.core.batch import upload
+from runtime.core.request import TokenLogprobs
 from runtime.core.step import KNOWN, SampledToken, ScheduledSequence, StepOutput
-from runtime.sampling.sampler import ERRORS
+from runtime.sampling.sampler import ERRORS, RowLogprobs
 
 NUM_COPIES = 2
 """Steps that are not read yet: one that is computed, and the one before."""
@@ -64,6 +66,28 @@ class TokenCopies:
         return receive
 
 
+class LogprobCopies:
+    """Log-probabilities on their way to the memory of the host, pinned beside a GPU."""
+
+    def __init__(self, found: Sequence[RowLogprobs]) -> None:
+        self._copies = [RowLogprobs(each.rows, *map(_send, (each.chosen, each.top_ids, each.top))) for each in found]
+        self._arrival = DeviceEvent(found[0].chosen.device) if found else None
+        if self._arrival is not None:
+            self._arrival.record()
+
+    def receive(self) -> dict[int, TokenLogprobs]:
+        """Waits for them and returns them by row."""
+        if self._arrival is not None:
+            self._arrival.wait()
+        return dict(chain.from_iterable(self._copies))
+
+
+def _send(tensor: Tensor) -> Tensor:
+    """Starts a copy to the host."""
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
+    return host.copy_(tensor, non_blocking=True)
+
+
 @dataclass(frozen=True, slots=True)
 class DrawnTokens:
     """Tokens of a submitted step on its device, which the next step may begin with.
@@ -86,6 +110,13 @@ class DrawnTokens:
             token_ids[targets] = self.tokens[sources].clamp(min=0)
 
 
+def unread_token(before: DrawnTokens | None, entry: ScheduledSequence) -> Tensor | None:
+    """Returns the token, int64 `[]`, that the penalties of an entry count before it is read; None without one."""
+    if before is None or entry.source_row == KNOWN or not entry.sequence.request.sampling.has_penalties:
+        return None
+    return before.tokens[before.rows[entry.source_row]]
+
+
 def _index(rows: Sequence[int], device: torch.device) -> slice | Tensor:
     """Index of some rows; of the first ones without an upload."""
     return slice(0, len(rows)) if list(rows) == list(range(len(rows))) else upload(rows, device)
@@ -99,6 +130,7 @@ class PendingStep:
         entries: those that sample.
         receive: waits for int64 `[n]`, the tokens of the entries.
         sample: makes tokens by sequence id of these, and looks at the logits where they are not decided.
+        compute_logprobs: launches what computes the wanted log-probabilities of the tokens on the device.
         is_late: another step has replaced the logits, or began with the tokens as they are.
     """
 
@@ -106,8 +138,14 @@ class PendingStep:
     receive: Callable[[], Tensor]
     sample: Callable[[Tensor], dict[str, list[SampledToken]]]
     path: str
+    compute_logprobs: Callable[[], Sequence[RowLogprobs]]
     is_late: bool = False
+    _logprobs: LogprobCopies | None = None
     feeds_next: ClassVar[bool] = True
+
+    def leave(self) -> None:
+        """Takes what is wanted of the logits, which the next step replaces."""
+        self.is_late, self._logprobs = True, LogprobCopies(self.compute_logprobs())
 
     @torch.inference_mode()
     def result(self) -> StepOutput:
@@ -115,9 +153,10 @@ class PendingStep:
         return StepOutput(self._decided(chosen.tolist()) if self.is_late else self.sample(chosen), path=self.path)
 
     def _decided(self, chosen: list[int]) -> dict[str, list[SampledToken]]:
-        pairs = zip(self.entries, chosen, strict=True)
-        return {entry.sequence.id: [_sampled(token)] for entry, token in pairs if token != UNDECIDED}
+        logprobs = self._logprobs.receive() if self._logprobs else {}
+        rows = enumerate(zip(self.entries, chosen, strict=True))
+        return {e.sequence.id: [_sampled(token, logprobs.get(row))] for row, (e, token) in rows if token != UNDECIDED}
 
 
-def _sampled(token: int) -> SampledToken:
-    return SampledToken(token) if token >= 0 else SampledToken(-1, error=ERRORS[token])
+def _sampled(token: int, logprobs: TokenLogprobs | None) -> SampledToken:
+    return SampledToken(token, logprobs) if token >= 0 else SampledToken(-1, error=ERRORS[token])

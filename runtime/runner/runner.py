@@ -33,7 +33,7 @@ from runtime.core.step import ComputedStep, SampledToken, ScheduledSequence, Ste
 from runtime.memory.plan import plan_memory
 from runtime.model.served import ServedModel
 from runtime.runner.capture import Capture, CudaCapture
-from runtime.runner.pending_step import DrawnTokens, PendingStep, TokenCopies
+from runtime.runner.pending_step import DrawnTokens, PendingStep, TokenCopies, unread_token
 from runtime.runner.step_buffers import StepBuffers
 from runtime.runner.step_graphs import Kind, StepGraphs
 from runtime.runner.warm_up import warm_up
@@ -237,9 +237,9 @@ class ModelRunner:
         A step that a captured one can compute is replayed; others run in one eager forward pass. Where the device draws
         one token for each sequence that samples, and nothing else is wanted, they are read later.
         """
-        if self._pending is not None:
-            self._pending.is_late = True
         with on_device(self.decoder.device):
+            if self._pending is not None:
+                self._pending.leave()
             self._move(plan)
             step = self._compute(plan.entries) if plan.entries else ComputedStep(StepOutput({}))
         self._pending = step if isinstance(step, PendingStep) else None
@@ -284,14 +284,18 @@ class ModelRunner:
         rows = {entry.sequence.id: row for row, entry in enumerate(sampling)}
         self._drawn = DrawnTokens(drawn.tokens, [rows.get(entry.sequence.id, 0) for entry in entries])
         sample = partial(self._decide, sampling, logits, drawn)
-        return PendingStep(sampling, self._token_copies.send(drawn.tokens), sample, path)
+        draws = [draw for group in drawn.draws for draw in group]
+        logprobs = partial(self.sampler.drawn_logprobs, logits, drawn.tokens, draws)
+        return PendingStep(sampling, self._token_copies.send(drawn.tokens), sample, path, logprobs)
 
     def _decide(
         self, entries: abc.Sequence[ScheduledSequence], logits: Tensor, drawn: Drawn, tokens: Tensor
     ) -> dict[str, list[SampledToken]]:
-        """Makes tokens by sequence id of those that were drawn, and have come to the host."""
+        """Makes tokens by sequence id of those that were drawn, and have come to the host, as have those before."""
+        known = zip(entries, drawn.draws, strict=True)
+        draws = [group if group[0].unread is None else build_sampling_metadata(entry) for entry, group in known]
         with on_device(self.decoder.device):
-            return self.sample(entries, logits, drawn._replace(tokens=tokens))
+            return self.sample(entries, logits, Drawn(tokens, draws))
 
     def _move(self, plan: StepPlan) -> None:
         """Moves blocks and states. No entry of a plan reads a block, or a state, that another one writes: what a step
@@ -346,7 +350,7 @@ class ModelRunner:
         if not batch.sampling:
             return hidden[:0], Drawn(batch.sample_rows, [])
         logits = self.decoder.logits(hidden.index_select(0, batch.sample_rows))
-        draws = list(map(build_sampling_metadata, batch.sampling))
+        draws = [build_sampling_metadata(entry, unread_token(self._drawn, entry)) for entry in batch.sampling]
         return logits, Drawn(self.sampler.choose(logits, [draw for group in draws for draw in group]), draws)
 
     def _show(

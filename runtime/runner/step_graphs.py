@@ -16,7 +16,7 @@ from torch import Tensor
 from runtime.core.batch import Batch, SamplingMetadata, SamplingTensors, build_sampling_metadata, upload
 from runtime.core.step import ScheduledSequence
 from runtime.runner.capture import Capture, Computation
-from runtime.runner.pending_step import DrawnTokens
+from runtime.runner.pending_step import DrawnTokens, unread_token
 from runtime.runner.step_buffers import PromptShape, Shape, StepBuffers, StepShape
 from runtime.sampling.adjustment_buffers import AdjustmentBuffers
 from runtime.sampling.sampler import Drawn, SampleStep
@@ -122,7 +122,7 @@ class StepGraphs:
         drawn = None
         if self._adjustments is not None and not any(e.sequence.request.sampling.needs_tokens for e in sampling):
             # The device computes logits meanwhile: masks are made now, not before.
-            draws = list(map(build_sampling_metadata, sampling))
+            draws = [build_sampling_metadata(entry, unread_token(before, entry)) for entry in sampling]
             self._draw_tokens(self._adjustments, sampling, draws, shape)
             drawn = Drawn(self.buffers.tokens[rows], draws)
         failure = "" if shape in self._captured else self.failure

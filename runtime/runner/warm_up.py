@@ -16,9 +16,8 @@ from compress.common.errors import ToolkitError
 from runtime.backends.registry import compilers
 from runtime.core.config import RuntimeConfig
 from runtime.core.progress import Report, Stage, ignore
-from runtime.core.request import Request, SamplingParams, Sequence
+from runtime.core.request import NUM_LIKELY, Request, SamplingParams, Sequence
 from runtime.core.step import ScheduledSequence, StepPlan
-from runtime.sampling.logits_processors import NUM_LIKELY
 
 if TYPE_CHECKING:
     from runtime.runner.runner import ModelRunner

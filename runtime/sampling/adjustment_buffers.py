@@ -23,7 +23,8 @@ NUM_FACTORS = 3
 class AdjustmentBuffers:
     """Logits processing of captured steps, with the same results as `runtime.sampling.logits_processors`.
 
-    Histories and biases of sequences stay on the device, and only added tokens are transferred. A mask is transferred
+    Histories and biases of sequences stay on the device, and only added tokens are transferred; a token that the step
+    before has sampled is counted before it is read. A mask is transferred
     as bits whenever it is used.
 
     Args:
@@ -121,4 +122,15 @@ class AdjustmentBuffers:
         if changes.bias_places:
             places, biases = upload_columns((changes.bias_places,), (changes.biases,), device)
             self._biases.view(-1).index_copy_(0, places, biases.to(self._biases.dtype))
-        return dict(zip(heads, found, strict=True))
+        slots = dict(zip(heads, found, strict=True))
+        self._count_unread({slots[index]: head.unread for index, head in heads.items() if head.unread is not None})
+        return slots
+
+    def _count_unread(self, tokens: dict[int, Tensor]) -> None:
+        """Adds a token that only the device knows to each of some histories. When it is known, its number is written
+        again, whatever it is here."""
+        if not tokens:
+            return
+        last = torch.stack(list(tokens.values()))
+        places = upload(tokens, last.device) * self._history.shape[-1] + last.clamp(min=0)
+        self._history.view(-1).index_add_(0, places, (last >= 0).to(self._history.dtype) * SEEN_IN_OUTPUT)

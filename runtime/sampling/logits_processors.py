@@ -25,6 +25,7 @@ from runtime.core.batch import (
     upload_columns,
 )
 from runtime.core.logit_bias import LogitBias
+from runtime.core.request import NUM_LIKELY
 
 
 def adjust_logits(logits: Tensor, draws: Sequence[SamplingMetadata]) -> Tensor:
@@ -81,13 +82,11 @@ def packed_masks(masks: Sequence[bytes], num_bytes: int) -> bytearray:
 def _penalize(scores: Tensor, rows: list[int], draws: Sequence[SamplingMetadata]) -> None:
     """Penalizes the logits of tokens in the history; the rest of the vocabulary is unchanged."""
     seen, counts = _count_tokens(scores, rows, draws)
-    row_of = seen // scores.shape[-1]
-    factors = zip(*(penalty_factors(draw.sampling) for draw in draws), strict=True)
-    repetition, frequency, presence = (
-        column.to(scores.dtype).index_select(0, row_of) for column in upload_columns((), tuple(factors), scores.device)
-    )
-    values = penalize(scores.view(-1).index_select(0, seen), counts, repetition, frequency, presence)
-    scores.view(-1).index_copy_(0, seen, values)
+    factors = zip(*(penalty_factors(draws[row].sampling) for row in rows), strict=True)
+    columns = [column.to(scores.dtype).unsqueeze(-1) for column in upload_columns((), tuple(factors), scores.device)]
+    index = upload(rows, scores.device)
+    mine = scores.index_select(0, index)
+    scores.index_copy_(0, index, torch.where(seen, penalize(mine, counts, *columns), mine))
 
 
 def penalize(values: Tensor, counts: Tensor, repetition: Tensor, frequency: Tensor, presence: Tensor) -> Tensor:
@@ -103,22 +102,27 @@ def penalize(values: Tensor, counts: Tensor, repetition: Tensor, frequency: Tens
 
 
 def _count_tokens(scores: Tensor, rows: list[int], draws: Sequence[SamplingMetadata]) -> tuple[Tensor, Tensor]:
-    """Returns the distinct indices of history tokens in the flattened scores, and their counts in the output."""
-    vocab_size = scores.shape[-1]
-    histories = [history for row in rows for history in (draws[row].prompt_token_ids, draws[row].output_token_ids)]
+    """Returns whether tokens are in the histories of n rows, bool `[n, V]`, and their counts in the outputs. Does not
+    synchronize the device."""
+    mine, vocab_size = [draws[row] for row in rows], scores.shape[-1]
+    histories = [history for draw in mine for history in (draw.prompt_token_ids, draw.output_token_ids)]
     lengths = upload(map(len, histories), scores.device)
-    starts = upload((row * vocab_size for row in rows), scores.device).repeat_interleave(2)
+    starts = upload(range(0, len(rows) * vocab_size, vocab_size), scores.device)
     is_output = upload([0, 1] * len(rows), scores.device)
     places = upload(chain.from_iterable(histories), scores.device)
-    places += starts.repeat_interleave(lengths, output_size=len(places))
-    seen, inverse = places.unique(return_inverse=True)
-    counts = torch.zeros_like(seen)
-    counts.index_add_(0, inverse, is_output.repeat_interleave(lengths, output_size=len(places)))
+    places += starts.repeat_interleave(2).repeat_interleave(lengths, output_size=len(places))
+    added = is_output.repeat_interleave(lengths, output_size=len(places))
+    if unread := [(number, draw.unread) for number, draw in enumerate(mine) if draw.unread is not None]:
+        numbers, tokens = zip(*unread, strict=True)
+        last = torch.stack(tokens).clamp_(min=0) + starts.index_select(0, upload(numbers, scores.device))
+        places, added = torch.cat((places, last)), torch.cat((added, torch.ones_like(last)))
+    seen = torch.zeros(len(rows), vocab_size, dtype=torch.bool, device=scores.device)
+    counts = torch.zeros(len(rows), vocab_size, dtype=torch.int64, device=scores.device)
+    seen.view(-1).index_fill_(0, places, True)
+    counts.view(-1).index_add_(0, places, added)
     return seen, counts.to(scores.dtype)
 
 
-NUM_LIKELY = 128
-"""Tokens that are sorted first. Only when a row's threshold lies below them is the whole vocabulary sorted."""
 NEGLIGIBLE = 80.0
 """Below the highest score: a million such tokens add nothing to a sum, and their exponentials are no denormals."""
 

@@ -7,8 +7,9 @@ inputs are uploaded in one transfer, or one per kind of sampling.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -28,6 +29,26 @@ ERRORS = {
     INFINITE: "the model's logits are not finite (NaN or infinity)",
     FORBIDDEN: NOTHING_ALLOWED,
 }
+
+
+@dataclass(frozen=True, slots=True)
+class RowLogprobs:
+    """Log-probabilities of some rows, each with K alternatives; iterating yields pairs of a row and its numbers.
+
+    Attributes:
+        chosen: those of the rows' tokens, `[n]`.
+        top_ids, top: most likely tokens `[n, K]` and theirs.
+    """
+
+    rows: Sequence[int]
+    chosen: Tensor
+    top_ids: Tensor
+    top: Tensor
+
+    def __iter__(self) -> Iterator[tuple[int, TokenLogprobs]]:
+        columns = self.chosen.tolist(), self.top_ids.tolist(), self.top.tolist()
+        for row, value, ids, values in zip(self.rows, *columns, strict=True):
+            yield row, TokenLogprobs(value, tuple(zip(ids, values, strict=True)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +81,7 @@ class Sampler:
             drawn = self.choose(logits, draws)
         chosen = drawn.tolist()
         _decide(chosen, logits, draws)
-        wanted = {row: draws[row].sampling.logprobs for row, token_id in enumerate(chosen) if token_id >= 0}
-        logprobs = self._logprobs(logits, chosen, wanted)
+        logprobs = dict(chain.from_iterable(self.drawn_logprobs(logits, upload(chosen, logits.device), draws)))
         return [
             SampledToken(token_id, logprobs.get(row)) if token_id >= 0 else SampledToken(-1, error=ERRORS[token_id])
             for row, token_id in enumerate(chosen)
@@ -92,35 +112,36 @@ class Sampler:
 
         The chosen token has the same value in both results.
         """
-        chosen, ids, values = self._top_logprobs(logits, token_ids, num_top)
-        rows = zip(chosen.tolist(), ids.tolist(), values.tolist(), strict=True)
-        return [TokenLogprobs(value, tuple(zip(top_ids, top, strict=True))) for value, top_ids, top in rows]
+        found = self._top_logprobs(logits, upload(token_ids, logits.device), num_top)
+        return [logprobs for _, logprobs in RowLogprobs(range(len(token_ids)), *found)]
 
     def logprob_columns(self, logits: Tensor, token_ids: Sequence[int], num_top: int) -> LogprobColumns:
         """Computes `token_logprobs` for many rows."""
-        chosen, ids, values = self._top_logprobs(logits, token_ids, num_top)
+        chosen, ids, values = self._top_logprobs(logits, upload(token_ids, logits.device), num_top)
         columns = (array("q", ids.flatten().tolist()), array("d", values.flatten().tolist()))
         return LogprobColumns(ids.shape[-1], array("d", chosen.tolist()), *columns)
 
-    def _top_logprobs(self, logits: Tensor, token_ids: Sequence[int], num_top: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Implements `SamplingKernel.logprobs`."""
+    def _top_logprobs(self, logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Implements `SamplingKernel.logprobs` for tokens on the device of the logits, without synchronizing it."""
         if self.kernel is not None:
-            return self.kernel.logprobs(logits, token_ids, num_top)
+            return self.kernel.logprobs(logits, tokens.tolist(), num_top)
         logprobs = logits.log_softmax(-1)
-        chosen = logprobs.gather(-1, upload(token_ids, logits.device).unsqueeze(-1))
+        chosen = logprobs.gather(-1, tokens.unsqueeze(-1))
         values, ids = logprobs.topk(min(num_top, logprobs.shape[-1]))
         return chosen.squeeze(-1), ids, values
 
-    def _logprobs(
-        self, logits: Tensor, token_ids: list[int], num_top: dict[int, int | None]
-    ) -> dict[int, TokenLogprobs]:
-        """Returns log-probabilities by row. Rows with the same number of alternatives are computed together: other rows
-        must not change the order of ties."""
-        found: dict[int, TokenLogprobs] = {}
-        for number in sorted({number for number in num_top.values() if number is not None}):
-            rows = [row for row, wanted in num_top.items() if wanted == number]
-            mine, chosen = _rows(logits, upload(rows, logits.device)), [token_ids[row] for row in rows]
-            found |= zip(rows, self.token_logprobs(mine, chosen, number), strict=True)
+    def drawn_logprobs(self, logits: Tensor, tokens: Tensor, draws: Sequence[SamplingMetadata]) -> list[RowLogprobs]:
+        """Returns the wanted log-probabilities of sampled tokens, int64 `[R]`; anything for outcome codes. Does not
+        synchronize the device.
+
+        Rows with the same number of alternatives are computed together: other rows must not change the order of ties.
+        """
+        found, wanted = [], [draw.sampling.logprobs for draw in draws]
+        for number in sorted({number for number in wanted if number is not None}):
+            rows = [row for row, each in enumerate(wanted) if each == number]
+            index = upload(rows, logits.device)
+            chosen = tokens.index_select(0, index).clamp_(min=0)
+            found.append(RowLogprobs(rows, *self._top_logprobs(_rows(logits, index), chosen, number)))
         return found
 
 

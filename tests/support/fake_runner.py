@@ -214,7 +214,8 @@ class FakeRunner:
             others = {each.state_read for each in plan.entries if each is not entry}
             assert others.isdisjoint(slot for _, slot in entry.state_writes), "a slot is written that another reads"
             before = () if entry.state_read == NO_STATE else self._states[entry.state_read]
-            tokens = (*entry.sequence.token_ids, *entry.sequence.draft_token_ids)
+            unread = [] if entry.source_row == KNOWN else [self._token(entry, entry.start)]
+            tokens = (*entry.sequence.token_ids, *unread, *entry.sequence.draft_token_ids)
             assert before == tokens[: entry.start], "the state is that of other tokens"
             offsets = [offset for offset, _ in entry.state_writes]
             assert offsets == sorted(set(offsets))

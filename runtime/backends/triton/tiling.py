@@ -9,7 +9,8 @@ from runtime.backends.triton.sizes import cdiv
 
 MIN_SPLIT_TOKENS = 256
 MAX_SPLITS = 64
-PROGRAMS_PER_PROCESSOR = 2
+PROGRAMS_PER_PROCESSOR = 6
+"""Two waves: registers leave room for three programs of a decode on a processor (`attention_tile`)."""
 
 
 class Tiling(NamedTuple):

@@ -77,12 +77,14 @@ def test_a_slot_that_gets_a_second_owner_in_one_step_is_saved_to_once() -> None:
 
 
 def test_a_failed_step_leaves_only_what_was_certain() -> None:
-    tier = saved(KVOffload(3), b"a")
+    """Not what the plan before has saved: it may be the one that failed."""
+    tier = saved(saved(KVOffload(4), b"a"), b"before")
     tier.save(b"b", 1)
     tier.load([b"b"])
     tier.take_offloads()
     tier.settle(done=False)
     assert tier.find([b"a"])
+    assert not tier.find([b"before"])
     assert not tier.find([b"b"])
     assert tier.num_used == 1
     tier.check()

@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiers import examples
 
+from runtime.backends.sampling_kernel import UNDECIDED
 from runtime.core.batch import SamplingMetadata, build_sampling_metadata, upload_columns
 from runtime.core.request import Request, SamplingParams, Sequence
-from runtime.core.step import ScheduledSequence
+from runtime.core.step import KNOWN, ScheduledSequence
 from runtime.memory.estimate import ADJUSTED_LOGIT_BYTES, HISTORY_BYTES
 from runtime.sampling.adjustment_buffers import AdjustmentBuffers
 from runtime.sampling.logits_processors import adjust_logits
@@ -86,6 +87,37 @@ def test_scores_have_the_bits_of_adjusted_logits(dtype, seed) -> None:
             sequence.draft_token_ids = [chance.randrange(VOCAB) for _ in range(chance.randint(0, 2))]
         entries = [ScheduledSequence(s, s.num_tokens - 1, 1 + len(s.draft_token_ids)) for s in chosen]
         check(adjustments, entries, 3 * torch.randn(ROWS, VOCAB, generator=generator, dtype=dtype), 3)
+
+
+@examples(40)
+@given(seed=st.integers(0, 2**31))
+def test_a_token_that_is_not_read_yet_is_counted(seed) -> None:
+    """As if it were known, in captured and in eager steps; one that was not decided counts for nothing."""
+    chance, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    adjustments, sequences = buffers(torch.float32), [begin(chance, number) for number in range(5)]
+    for sequence in sequences:
+        sequence.constraint = None
+    for _ in range(10):
+        chosen = [s for s in chance.sample(sequences, SEQUENCES) if s.num_output_tokens or chance.random() < 0.9]
+        tokens = {s.id: chance.choice((3, 5, UNDECIDED)) if s.num_output_tokens else None for s in chosen}
+        entries = [ScheduledSequence(s, s.num_tokens - (tokens[s.id] is None), 1) for s in chosen]
+        draws = []
+        for entry in entries:
+            token = tokens[entry.sequence.id]
+            entry.source_row = KNOWN if token is None else 0
+            draws.append(build_sampling_metadata(entry, None if token is None else torch.tensor(token)))
+        logits = 3 * torch.randn(len(entries), VOCAB, generator=generator)
+        adjustments.fill(entries, draws, 1)
+        found, eager = adjustments.adjust(logits).clone(), adjust_logits(logits, [draw for (draw,) in draws])
+        for sequence in chosen:
+            sequence.token_ids += [token for token in [tokens[sequence.id]] if token is not None and token >= 0]
+        decided = [row for row, s in enumerate(chosen) if tokens[s.id] is None or tokens[s.id] >= 0]
+        known = [ScheduledSequence(s, s.num_tokens - 1, 1) for s in chosen]
+        expected = adjust_logits(logits, [draw for entry in known for draw in build_sampling_metadata(entry)])
+        assert torch.equal(found[decided], expected[decided])
+        assert torch.equal(eager[decided], expected[decided])
+        for sequence in chosen:
+            sequence.token_ids += [chance.randrange(VOCAB)] * (tokens[sequence.id] in (None, UNDECIDED))
 
 
 def test_a_tree_of_drafts_is_counted_branch_by_branch() -> None:

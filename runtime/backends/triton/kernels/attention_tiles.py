@@ -120,12 +120,14 @@ def numbers_in_plane(
 
 @triton.jit
 def load_scales(scales_ptr, place, inside, FORM: tl.constexpr):
-    """Scale and offset `[T]` in float32 of the heads at `place [T]`, read as one word; FP8 has no offset."""
+    """Scale and offset `[T]` in float32 of the heads at `place [T]`, read as one word: GPUs copy no less than 4 bytes
+    asynchronously. FP8 has no offset, and two scales in a word."""
+    words_ptr = scales_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
     if FORM == FP8:
-        scale = tl.load(scales_ptr + place, mask=inside, other=0.0).to(tl.float32)
+        word = tl.load(words_ptr + place // 2, mask=inside, other=0) >> (place % 2 * 16).to(tl.int32)
+        scale = word.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
         return scale, scale
     else:
-        words_ptr = scales_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
         word = tl.load(words_ptr + place, mask=inside, other=0)
         scale = word.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
         return scale, (word >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
@@ -183,12 +185,11 @@ def add_values(
     offsets = offsets * fade
     if FORM != PLAIN:
         scale, offset = load_scales(scales_ptr, place, inside, FORM)
-        if FORM != FP8:
-            offsets += tl.sum(share * offset[None, :], 1)
+        added = share * offset[None, :]
         share = share * scale[None, :]
     share = share if INTERPRETED else share.to(like)
-    if FORM == INT4 or FORM == INT8:
-        offsets -= code_offset(16 // PLANES, like == tl.bfloat16) * tl.sum(share.to(tl.float32), 1)
+    if FORM == INT4 or FORM == INT8:  # one sum over the keys, which all warps have to exchange
+        offsets += tl.sum(added - code_offset(16 // PLANES, like == tl.bfloat16) * share.to(tl.float32), 1)
     source = load_planes(values_ptr, place, inside, FORM, PLANES, HEAD_DIM)
     first = numbers_in_plane(source, inside, 0, like, FORM, PLANES, HEAD_DIM, PTX, INTERPRETED)
     if PLANES == 1:

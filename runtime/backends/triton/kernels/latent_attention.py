@@ -119,10 +119,16 @@ def latent_attention(
     store_tile(found, out, tile, part, token, head, has_row, HEADS, 1, RANK, INTERPRETED)
 
 
-def latent_tile(block_rows: int) -> dict[str, int]:
-    """Tokens of a tile, stages of the pipeline and warps of `latent_attention` for `block_rows` rows of a program."""
-    # What fits in registers beside sums of 512 channels, as `scripts/compile_kernels.py` found it.
-    return {"BLOCK_T": 32 if block_rows > 16 else 64, "STAGES": 2, "num_warps": 8}
+def latent_tile(block_rows: int, format: str) -> dict[str, int]:
+    """Tokens of a tile, stages of the pipeline and warps of `latent_attention` for `block_rows` rows of a program.
+
+    Args:
+        format: of latents.
+    """
+    # What fits in registers beside sums of 512 channels, as `scripts/compile_kernels.py` found it. With these stages a
+    # tile is read while the one before is computed: places follow from the block table, which is read before them.
+    is_plain = format == "16bit"
+    return {"BLOCK_T": 32 if block_rows > 16 or is_plain else 64, "STAGES": 5 if is_plain else 3, "num_warps": 8}
 
 
 def attend_latents(
@@ -152,7 +158,7 @@ def attend_latents(
         scale, tokens, rotated.stride(1), read.pages[0].shape[1], window or 0,
         HEADS=heads, RANK=rank, ROTATED=rotated.shape[-1], KEY_FORM=FORMS[read.formats[0]],
         FORM=FORMS[read.formats[1]], WINDOWED=window is not None, TREE=rows.ancestors is not None,
-        BLOCK_R=block_rows, **latent_tile(block_rows), INTERPRETED=triton.knobs.runtime.interpret,
+        BLOCK_R=block_rows, **latent_tile(block_rows, read.formats[1]), INTERPRETED=triton.knobs.runtime.interpret,
     )  # fmt: skip
     if tiles.most_splits > 1:
         join(*parts, tiles, None, QuantizedInput(out.flatten(1)))

@@ -88,14 +88,13 @@ def attend_pages(
 ):  # fmt: skip
     """Sums after adding the keys from `start` to `stop` in the blocks of a table; SKIPS: without those before
     `skipped`."""
-    blocks = load_blocks(table_ptr, start, stop, BLOCK_SIZE, BLOCK_T)
     for begin in tl.range(start, stop, BLOCK_T, num_stages=STAGES):
         key = begin + tl.arange(0, BLOCK_T)
         inside = key < stop
         if SKIPS:
             inside = inside & (key >= skipped)
+        blocks = load_blocks(table_ptr, begin, stop, BLOCK_SIZE, BLOCK_T)
         place = slots_in(blocks, begin, BLOCK_SIZE, BLOCK_T) * KV_HEADS + head
-        blocks = load_blocks(table_ptr, begin + BLOCK_T, stop, BLOCK_SIZE, BLOCK_T)
         seen = reaches(key, position, root, ancestors, window, TREE, WINDOWED, CHUNK)
         sums = attend_tile(
             query, sums, pages, place, inside, seen, scale, CAP, KEY_FORM, VALUE_FORM, KEY_PLANES, PLANES,
@@ -208,12 +207,14 @@ def attention_tile(
     narrow = planes > 1 and head_dim // planes <= block_rows < 64
     few_keys = block_rows == 64 or head_dim > 256 or beside or (has_exact and head_dim in (64, 128))
     few_keys = few_keys or (narrow and head_dim * planes == 512)
-    # With instructions of before Hopper larger tiles spill: 128 keys of 8 bits, or 32 beside exact ones.
-    fewest_keys = crowded and not is_hopper
-    many_keys = planes > (1 if is_hopper else 2) and head_dim == 128 and block_rows == 16
+    fewest_keys = crowded and not is_hopper  # larger tiles spill with the instructions of before Hopper
+    # Registers leave room for three programs a processor: 4 bits are few to wait for, 128 keys of 8 bits too many.
+    many_keys = planes > 2 and head_dim == 128 and block_rows == 16
+    # Pages follow from the block table, so two stages are one tile ahead: with five, a tile is read while the one
+    # before is computed; with three, only all of its reads are under way together.
     return {
         "BLOCK_T": 16 if fewest_keys else 32 if few_keys else 128 if many_keys else 64,
-        "STAGES": 1 if crowded or (beside and head_dim > 128) else 3 if head_dim <= 128 else 2,
+        "STAGES": 1 if crowded or (beside and head_dim > 128) else 5 if head_dim <= 128 else 3,
         "num_warps": 8 if heavy else 2 if narrow else 4,
     }
 
