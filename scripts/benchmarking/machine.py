@@ -117,6 +117,12 @@ def leave_with(main: Callable[[], int]) -> NoReturn:
         sys.exit(f"error: {error}")
 
 
+def process_seconds(pid: int) -> float:
+    """Processor time of a process so far, in ticks of the system."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 class Stopwatch:
     """Wall and processor time since it was made."""
 

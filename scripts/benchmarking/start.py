@@ -28,13 +28,12 @@ from typing import IO, cast
 import httpx
 from rich.console import Console
 
-from benchmarking.machine import environment
+from benchmarking.machine import environment, process_seconds
 from benchmarking.tables import Row, describe, print_with_markdown
 from compress.common.cli import demo_model_path
 
 PROMPT = "Once upon a time"
 RUNTIME = (sys.executable, "-m", "runtime.cli")
-TICKS = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True)
@@ -59,11 +58,11 @@ def measure(command: Sequence[str], environ: dict[str, str], wait: Callable[[IO[
             wait(cast(IO[str], process.stdout))
             seconds = time.perf_counter() - began
             status = Path(f"/proc/{process.pid}/status").read_text()
-            fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+            cpu_seconds = process_seconds(process.pid)
         finally:
             process.kill()
     peak = re.search(r"VmHWM:\s+(\d+)", status)
-    return Start(seconds, (int(fields[11]) + int(fields[12])) / TICKS, int(peak[1]) << 10 if peak else 0)
+    return Start(seconds, cpu_seconds, int(peak[1]) << 10 if peak else 0)
 
 
 def first_text(output: IO[str]) -> None:
