@@ -1,4 +1,8 @@
-"""The engine of a server, loaded in this process or in one of its own. Imports torch where it is loaded only."""
+"""The engine of a server, loaded in this process or in one of its own.
+
+Imports torch and what else takes time where it is used only: the process of the engine starts before the server imports
+anything.
+"""
 
 from __future__ import annotations
 
@@ -20,24 +24,17 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 from compress.common.errors import RequestError, ToolkitError
 from runtime.core.config import RuntimeConfig
 from runtime.core.progress import Report
-from runtime.engine.engine_client import EngineClient
-from runtime.engine.engine_process import (
-    EnginePort,
-    EngineProcess,
-    describe_end,
-    leave_signals_to_parent,
-    receive,
-    send,
-    start_process,
-)
+from runtime.engine.wire import describe_end, leave_signals_to_parent, receive, send, start_process
 from runtime.logs import writing_logs
 from runtime.server.native_memory import TRIM_SECONDS, Trimmer, share_arenas
-from runtime.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from runtime.engine.engine import Engine
+    from runtime.engine.engine_client import EngineClient
     from runtime.engine.engine_loop import EngineLoop
+    from runtime.engine.engine_process import EnginePort
     from runtime.runner.runner import ModelRunner
+    from runtime.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +169,8 @@ class LoadingApart(Loading):
         return self.next_report()
 
     def finish(self, report: Report) -> ServedEngine:
+        from runtime.engine.engine_process import EngineProcess
+
         tokenizer: Future[Tokenizer] = Future()
         threading.Thread(target=open_tokenizer, args=(self.source.path, tokenizer), daemon=True).start()
         while not isinstance(message := self.next_report(), EngineFacts):
@@ -195,6 +194,8 @@ class LoadingApart(Loading):
 
 def open_tokenizer(path: Path, opened: Future[Tokenizer]) -> None:
     """Opens the tokenizer of a folder."""
+    from runtime.text.tokenizer import Tokenizer
+
     try:
         opened.set_result(Tokenizer.open(path))
     except Exception as error:
@@ -209,6 +210,8 @@ def main(end: int) -> None:
     """
     leave_signals_to_parent()
     share_arenas()
+    from runtime.engine.engine_process import EnginePort
+
     port = EnginePort(end)
     source = port.receive()
     port.listen()

@@ -28,7 +28,7 @@ from starlette.requests import Request
 
 from compress.common.errors import ToolkitError, sentences
 from runtime.core.config import Limits
-from runtime.engine.engine_process import leave_signals_to_parent, start_process
+from runtime.engine.wire import leave_signals_to_parent, start_process
 from runtime.server.errors import NO_OBJECT, RETRY_LATER, ApiError, describe_invalid
 from runtime.server.native_memory import Trimmer, share_arenas
 from runtime.server.protocol.strict import Strict

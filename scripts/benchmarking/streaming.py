@@ -37,8 +37,9 @@ from runtime.core.step import ComputedStep, StepPlan
 from runtime.engine.engine import Engine
 from runtime.engine.engine_client import EngineClient
 from runtime.engine.engine_loop import EngineLoop
-from runtime.engine.engine_process import EnginePort, EngineProcess, receive, send, start_process
+from runtime.engine.engine_process import EnginePort, EngineProcess
 from runtime.engine.engine_thread import EngineThread
+from runtime.engine.wire import receive, send, start_process
 from runtime.text.tokenizer import Tokenizer
 
 PROMPT = "The quick brown fox jumps over the lazy dog"

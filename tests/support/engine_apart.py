@@ -14,7 +14,8 @@ from runtime.core.config import RuntimeConfig
 from runtime.core.step import StepOutput, StepPlan
 from runtime.engine.engine import Engine
 from runtime.engine.engine_loop import EngineLoop
-from runtime.engine.engine_process import EnginePort, EngineProcess, receive, start_process
+from runtime.engine.engine_process import EnginePort, EngineProcess
+from runtime.engine.wire import receive, start_process
 from runtime.text.tokenizer import Tokenizer
 
 FAILS, PANICS, EXITS, HANGS = 40, 41, 42, 43
