@@ -216,8 +216,7 @@ class EventStream(StreamingResponse):
             await self.deltas.aclose()
 
     async def write_events(self, write: Callable[[bytes], Awaitable[None]]) -> None:
-        await write(self.answer.begin(self.first[0]))
-        begun: set[int] = set()
+        begun, unsent = set[int](), self.answer.begin(self.first[0])
         deltas: list[Delta] | None = self.first
         try:
             while deltas is not None:
@@ -225,8 +224,11 @@ class EventStream(StreamingResponse):
                     if delta.index not in begun:
                         begun.add(delta.index)
                         async for piece in blocks(self.answer.prelude(delta), self.turns):
-                            await write(piece)
-                await write(b"".join(map(self.answer.write, deltas)))
+                            if piece:
+                                await write(unsent + piece)
+                                unsent = b""
+                await write(b"".join([unsent, *map(self.answer.write, deltas)]))
+                unsent = b""
                 deltas = await anext(self.deltas, None)
         except ApiError as error:
             await write(self.answer.end(error))
