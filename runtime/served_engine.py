@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class EngineSource:
-    """What an engine is loaded from.
+    """Source of an engine.
 
     Attributes:
         jit_cache: archive of kernels to import first.

@@ -85,7 +85,7 @@ SAMPLINGS = [
 
 
 def summary(deltas: list[Delta]) -> list[Any]:
-    """What answers say, however it was divided."""
+    """Contents of answers, however they were divided."""
     answers = {delta.index: Delta("", index=delta.index) for delta in deltas}
     for delta in deltas:
         answers[delta.index].append(delta)
