@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from compress.common.errors import RequestError, ToolkitError
+from runtime.core.collector import without_collections
 from runtime.core.config import RuntimeConfig
 from runtime.core.progress import Report
 from runtime.engine.wire import describe_end, leave_signals_to_parent, receive, send, start_process
@@ -225,6 +226,7 @@ def main(end: int) -> None:
     sys.exit(loop is None or bool(loop.status.failure))
 
 
+@without_collections()
 def load_loop(source: EngineSource, port: EnginePort) -> EngineLoop | None:
     """Loads an engine, and sends how far it is. Sends the error if there is one, and returns None."""
     from runtime.engine.engine_loop import EngineLoop
