@@ -1,4 +1,5 @@
 import asyncio
+import sys
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
@@ -181,6 +182,11 @@ def test_who_leaves_before_being_refused_ends_nobody_else(thread: EngineThread, 
             assert len(start.token_ids) + sum([len(delta.token_ids) async for delta in first]) == 900
 
     asyncio.run(main())
+
+
+def test_threads_hand_over_the_interpreter_lock_within_a_millisecond(thread: EngineThread) -> None:
+    asyncio.run(collect(thread, [1]))
+    assert sys.getswitchinterval() < 0.001
 
 
 def test_two_event_loops_may_share_an_engine(thread: EngineThread) -> None:
