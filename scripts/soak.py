@@ -23,7 +23,7 @@ from statistics import fmean
 from typing import Any
 
 import aiohttp
-from benchmarking.machine import environment, leave_with
+from benchmarking.machine import environment, leave_with, process_ids
 from benchmarking.tables import describe, print_table, write_json
 from rich.console import Console
 from soak_requests import KINDS, MEBIBYTE, REQUEST_SECONDS, Draw, send
@@ -67,15 +67,6 @@ def read_status(pid: int) -> list[int]:
     """Returns resident and anonymous memory in KiB, and the number of threads."""
     status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
     return [int(status.get(name, "0").split()[0]) for name in ("VmRSS", "RssAnon", "Threads")]
-
-
-def process_ids(parent: int) -> list[int]:
-    """Returns the processes that a process and its children started."""
-    children: list[int] = []
-    for file in Path(f"/proc/{parent}/task").glob("*/children"):
-        with suppress(OSError):  # the thread ended
-            children += map(int, file.read_text().split())
-    return [*children, *(each for child in children for each in process_ids(child))]
 
 
 @dataclass(slots=True)

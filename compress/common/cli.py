@@ -217,6 +217,7 @@ def with_groups(command: Callable[..., None], **classes: type) -> Callable[..., 
 
     @functools.wraps(command)
     def run(**values: Any) -> None:
+        values = {name: each.value if isinstance(each, _Choice) else each for name, each in values.items()}
         made = {name: group(**{f.name: values.pop(f.name) for f in fields(group)}) for name, group in groups.items()}
         command(**values, **made)
 
@@ -237,12 +238,16 @@ def _options(parameter: inspect.Parameter) -> Iterator[inspect.Parameter]:
         yield inspect.Parameter(each.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
 
 
+class _Choice(StrEnum):
+    """Base of the enumerations that Typer needs for options with choices. Commands get plain strings."""
+
+
 def _annotation(hint: Any, each: Field[Any]) -> Any:
     """Typer's annotation of a field that declares an option, or whose annotation holds the text of its help."""
     if "option" in each.metadata:
         choices = {name: name for name in each.metadata["choices"]}
-        # Typer needs an enumeration.
-        return Annotated[StrEnum("Choice", choices) if choices else hint, each.metadata["option"]]  # type: ignore[misc]
+        kind = _Choice("Choice", choices) if choices else hint  # type: ignore[call-arg]  # the functional form
+        return Annotated[kind, each.metadata["option"]]
     inner = get_args(hint)
     if get_origin(hint) is not Annotated or not isinstance(inner[1], str):
         return hint

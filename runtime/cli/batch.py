@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,7 +13,7 @@ import typer
 from compress.common.cli import with_groups
 from compress.common.errors import DataError, ToolkitError
 from runtime.cli.options import check_targets, resolve_model, runtime_config
-from runtime.cli.serve import load_served_model, name_of
+from runtime.cli.serve import name_of
 from runtime.core.config import (
     BatchOptions,
     ComputeOptions,
@@ -105,16 +104,20 @@ def result_files(out: Path, errors: Path | None) -> Iterator[list[ResultFile]]:
 def load(path: Path, name: str, config: RuntimeConfig) -> FastAPI:
     """Loads the application that `runtime serve` serves, without limits on queue and time."""
     from runtime.core.config import Limits
+    from runtime.core.progress import ignore
+    from runtime.served_engine import EngineSource, LoadingHere
+    from runtime.server.app import create_app
 
-    limits = partial(
-        Limits,
+    served = LoadingHere(EngineSource(path, config)).finish(ignore)
+    limits = Limits(
+        max_model_len=served.facts.max_model_len,
         max_requests=sys.maxsize,
         max_body_bytes=sys.maxsize,
         queue_seconds=PATIENCE,
         request_seconds=PATIENCE,
         client_seconds=PATIENCE,
     )
-    return load_served_model(path, name, config, limits).app
+    return create_app(served.client, served.tokenizer, name, limits)
 
 
 def run(app: FastAPI, plan: Batch, progress: Progress) -> None:

@@ -41,7 +41,7 @@ def memory(
     are estimates.
     """
     path, _ = resolve_model(model, compute.trust_remote_code, values=False)
-    from runtime.cli.serve import describe_scheme
+    from runtime.describe import describe_scheme
     from runtime.memory.advice import inspect
 
     config = runtime_config(compute, kv, context, kv_memory, states, batching)

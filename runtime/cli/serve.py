@@ -10,20 +10,17 @@ import shlex
 import signal
 import socket
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from contextlib import nullcontext
+from dataclasses import asdict, replace
 from functools import partial
-from logging.handlers import QueueHandler, QueueListener
 from pathlib import Path
-from queue import SimpleQueue
-from typing import TYPE_CHECKING, Annotated, Any, TextIO, cast
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from compress.checkpoint.locate.hub import HubModel
-from compress.common.cli import BUNDLED, bundled_path, interrupts_held, with_groups
-from compress.common.errors import RequestError, ToolkitError
+from compress.common.cli import BUNDLED, bundled_path, with_groups
+from compress.common.errors import ToolkitError
 from runtime.cli.options import (
     AddressOptions,
     ConfigOption,
@@ -35,7 +32,6 @@ from runtime.cli.options import (
     warn_of_readers,
 )
 from runtime.cli.start_display import showing
-from runtime.cli.warm_up import import_kernels
 from runtime.core.collector import without_collections
 from runtime.core.config import (
     BatchOptions,
@@ -51,22 +47,18 @@ from runtime.core.config import (
     SpeculativeOptions,
     StateOptions,
 )
-from runtime.core.progress import Report, StartProgress, ignore
+from runtime.core.progress import StartProgress
+from runtime.logs import writing_logs
+from runtime.served_engine import EngineSource, LoadingApart, LoadingHere
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-    from runtime.core.config import RuntimeConfig
-    from runtime.engine.engine import Engine
-    from runtime.runner.runner import ModelRunner
     from runtime.server.keys import ApiKeys
-    from runtime.text.tokenizer import Tokenizer
-
 
 logger = logging.getLogger("runtime.server")
 
 BACKLOG = 2048
-MOST_LINES = 2000
 PORTS = range(2**16)
 PORTS_TO_TRY = 50
 
@@ -123,63 +115,11 @@ def url_of(listener: socket.socket, scheme: str = "http") -> str:
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
-@dataclass(frozen=True, slots=True)
-class ServedModel:
-    """An engine, its tokenizer, and the HTTP application that serves it as `name`."""
-
-    name: str
-    engine: Engine
-    tokenizer: Tokenizer
-    app: FastAPI
-
-
 def name_of(path: Path) -> str:
     """Returns the default name of a folder's model in the API."""
     if model := HubModel.of_cached(path):
         return model.repo
     return next((name for name in BUNDLED if path == bundled_path(name)), path.resolve().name)
-
-
-def load_served_model(
-    path: Path,
-    name: str,
-    config: RuntimeConfig,
-    limits: Callable[[int], Limits],
-    *,
-    keys: ApiKeys | None = None,
-    allowed_hosts: Collection[str] = (),
-    report: Report = ignore,
-) -> ServedModel:
-    """Loads a checkpoint and wraps it. Imports torch; the engine's thread starts with the application.
-
-    Args:
-        limits: function from the context length of the loaded model to the limits of the server.
-        keys: API keys; None disables authentication.
-        allowed_hosts: host names by which clients may address the server; empty allows any.
-        report: progress callback.
-
-    Raises:
-        CheckpointError: the folder cannot be loaded.
-        ToolkitError: this machine or model does not support the configuration.
-    """
-    from runtime.engine.engine_thread import EngineThread
-    from runtime.llm import load_engine
-    from runtime.server.app import create_app
-
-    engine, tokenizer = load_engine(path, config, report)
-    if engine.grammars is not None:
-        with suppress(RequestError):  # without llguidance every grammar is rejected
-            engine.grammars.read_vocabulary()  # loaded before any request needs it
-    app = create_app(
-        EngineThread(engine, idle_work=cast("ModelRunner", engine.runner).later),
-        tokenizer,
-        name,
-        limits(engine.runner.max_model_len),
-        render_metrics=engine.render_metrics,
-        keys=keys,
-        allowed_hosts=allowed_hosts,
-    )
-    return ServedModel(name, engine, tokenizer, app)
 
 
 LOCAL_HOSTS = ("127.0.0.1", "::1", "localhost")
@@ -230,51 +170,53 @@ def serve(
             "folder first. Kernels are executable code: use files from trusted sources only.",
         ),
     ] = None,
+    api_process: Annotated[
+        bool,
+        typer.Option(
+            "--api-process/--no-api-process",
+            help="Run the HTTP server in a process of its own, apart from the engine, so that neither waits for the "
+            "other's Python; else in the engine's process, which needs less memory.",
+        ),
+    ] = True,
 ) -> None:
     """Serve a checkpoint over an OpenAI-compatible HTTP API.
 
     While the model loads, /health returns the progress with status 503. After Ctrl-C or SIGTERM, running requests
     finish before the server stops, and new ones get a 503; a second signal aborts running requests with an error.
     """
-    with without_collections():
-        from runtime.server.native_memory import share_arenas
-        from runtime.server.starting import answering
+    from runtime.server.native_memory import share_arenas
 
     share_arenas()  # before any thread starts
-    host, keys, encryption = address.host, load_keys(address), tls.checked()
+    host, encryption = address.host, tls.checked()
     path, where = resolve_model(model, compute.trust_remote_code)
     listener = listen(host, address.port)  # before the model loads, to detect a port in use early
     print(f"model     {where}", flush=True)
     settings = runtime_config(compute, kv, context, drafts, kv_memory, states, offload, batching, latency, seed)
     settings = replace(settings, warm_up=warm_up, captures_later=warm_up)
+    source = EngineSource(path, settings, jit_cache, logs.log_level.upper())
     hosts, progress = names_of_server(host, allowed_host or []), StartProgress()
-    level = logs.log_level.upper()
-    with (
-        writing_logs(level),
-        without_collections(),
-        answering(listener, progress, limits.client_seconds, hosts, **encryption),
-    ):
-        print(f"weights   {describe_scheme(path)}", flush=True)
-        if jit_cache is not None:
-            import_kernels(jit_cache, settings.device)
-        with showing(progress):
-            served = load_served_model(
-                path,
-                address.name or name_of(path),
-                settings,
-                partial(Limits, **asdict(limits)),
-                keys=keys,
-                allowed_hosts=hosts,
-                report=progress,
-            )
-    print(*describe_engine(served.engine), sep="\n")
-    print(f"ready     in {progress.summary()}")
-    url, has_chat = url_of(listener, "https" if encryption else "http"), served.tokenizer.chat_template is not None
-    announce(url, served.name, has_chat, needs_key=keys is not None)
-    warn_of_open_door(host, is_open=keys is None and tls.ssl_ca_certs is None)
-    gc.freeze()  # otherwise a full collection visits all objects of the libraries and stops all threads for 0.1 s
-    with writing_logs(level):
-        run(served.app, listener, limits.drain_seconds, limits.client_seconds, **encryption)
+    name, keys = address.name or name_of(path), load_keys(address)
+    with LoadingApart.begin(source) if api_process else nullcontext(LoadingHere(source)) as loading:
+        with writing_logs(source.log_level), without_collections():
+            from runtime.server.app import create_app
+            from runtime.server.starting import answering
+
+            with answering(listener, progress, limits.client_seconds, hosts, **encryption):
+                print(f"weights   {loading.describe_weights()}", flush=True)
+                with showing(progress):
+                    served = loading.finish(progress)
+                allowed = Limits(**asdict(limits), max_model_len=served.facts.max_model_len)
+                app = create_app(served.client, served.tokenizer, name, allowed, keys=keys, allowed_hosts=hosts)
+        print(*served.facts.lines, sep="\n")
+        print(f"ready     in {progress.summary()}")
+        url, has_chat = url_of(listener, "https" if encryption else "http"), served.tokenizer.chat_template is not None
+        announce(url, name, has_chat, needs_key=keys is not None)
+        warn_of_open_door(host, is_open=keys is None and tls.ssl_ca_certs is None)
+        gc.freeze()  # otherwise a full collection visits all objects of the libraries and stops all threads for 0.1 s
+        with writing_logs(source.log_level):
+            run(app, listener, limits.drain_seconds, limits.client_seconds, **encryption)
+        if (health := served.client.check()).has_ended:
+            raise ToolkitError(health.reason, "See the log above, and start the server again")
     print("stopped", file=sys.stderr)
 
 
@@ -309,30 +251,6 @@ def names_of_server(host: str, allowed: list[str]) -> list[str]:
     return [*LOCAL_HOSTS, *allowed] if host in LOCAL_HOSTS or allowed else []
 
 
-def describe_engine(engine: Engine) -> Iterator[str]:
-    """Describes capacity and kernels, one line each."""
-    config, runner = engine.config, cast("ModelRunner", engine.runner)
-    yield f"context   {runner.max_model_len} tokens"
-    yield f"KV cache  {describe_memory(engine)}"
-    yield f"KV form   {runner.memory.kv_choice.describe()}"
-    yield from (f"kernels   {line}" for line in join_equal(runner.decoder.description))
-    yield f"attention {runner.kernels.describe()}"
-    yield from describe_gpu(runner, engine.config)
-    if config.speculative_model:
-        drafter = HubModel.of_cached(Path(config.speculative_model)) or config.speculative_model
-        drafting = f"drafting  {drafter}, up to {config.num_speculative_tokens} tokens"
-        yield f"{drafting}, {config.spec_verify}"
-
-
-def join_equal(lines: Iterable[str]) -> list[str]:
-    """Joins the lines `names: form, kernel` that differ in their names only."""
-    names: dict[str, list[str]] = {}
-    for line in lines:
-        name, _, kernel = line.partition(": ")
-        names.setdefault(kernel or line, []).append(name)
-    return [kernel if kernel in found else f"{', '.join(found)}: {kernel}" for kernel, found in names.items()]
-
-
 def warn_of_open_door(host: str, is_open: bool) -> None:
     """Warns about a server that is reachable from other machines without a key."""
     if is_open and host not in LOCAL_HOSTS:
@@ -357,56 +275,6 @@ def announce(url: str, name: str, has_chat: bool, needs_key: bool) -> None:
     )
 
 
-class LogFormatter(logging.Formatter):
-    """Log formatter that escapes control characters: text from a request can neither start a line nor reach the
-    terminal.
-    """
-
-    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  # the library's name
-        return escape(super().formatMessage(record))
-
-    def formatException(self, ei: Any) -> str:  # noqa: N802
-        """Indents the lines of a traceback, which may contain text from a request."""
-        return "\n".join(f"  {escape(line)}" for line in super().formatException(ei).split("\n"))
-
-
-def escape(text: str) -> str:
-    """Returns a line of printable characters; line breaks become `\\n`."""
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
-
-
-class LogQueue(QueueHandler):
-    """Log handler with a writer thread, which keeps a full pipe from blocking the server.
-
-    Lines are dropped while `MOST_LINES` are unwritten.
-    """
-
-    queue: SimpleQueue[logging.LogRecord]  # reentrant, because signal handlers also log and may interrupt at any point
-
-    def enqueue(self, record: logging.LogRecord) -> None:
-        if self.queue.qsize() < MOST_LINES:
-            self.queue.put_nowait(record)
-
-
-@contextmanager
-def writing_logs(level: str, stream: TextIO | None = None) -> Iterator[None]:
-    """Writes logs to `stream`, by default standard error: those of this package from `level` on, those of libraries
-    from WARNING on unless `level` is DEBUG."""
-    lines: SimpleQueue[logging.LogRecord] = SimpleQueue()
-    handler, writer = LogQueue(lines), QueueListener(lines, logging.StreamHandler(stream))
-    handler.setFormatter(LogFormatter("%(asctime)s %(levelname)s %(message)s"))
-    root = logging.getLogger()
-    root.addHandler(handler)
-    root.setLevel("WARNING" if level == "INFO" else level)
-    logging.getLogger("runtime").setLevel(level)
-    writer.start()
-    try:
-        yield
-    finally:
-        root.removeHandler(handler)
-        writer.stop()
-
-
 def run(app: FastAPI, listener: socket.socket, drain_seconds: int, client_seconds: float, **encryption: Any) -> None:
     """Serves until SIGINT or SIGTERM, then waits for running requests, at most `drain_seconds` or until a second
     signal.
@@ -421,49 +289,3 @@ def run(app: FastAPI, listener: socket.socket, drain_seconds: int, client_second
     for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn's own handlers are removed before this command ends
         signal.signal(number, server.handle_exit)
     server.run(sockets=[listener])
-
-
-def describe_scheme(path: Path) -> str:
-    """Describes the storage of the weights, see `PackedCheckpoint.describe`."""
-    with interrupts_held():  # the first import of torch
-        from compress.checkpoint.reader import PackedCheckpoint
-
-    return PackedCheckpoint.open(path).describe()
-
-
-def describe_gpu(runner: ModelRunner, config: RuntimeConfig) -> list[str]:
-    """Describes GPU memory, sizes of steps and CUDA graphs; empty on a CPU."""
-    from runtime.memory.plan import explain
-
-    if runner.decoder.device.type != "cuda":
-        return []
-    sizes = f"of at most {config.step_tokens} tokens, {config.max_span_tokens} of one prompt"
-    limit = f"{sizes} ({config.step_sizes_reason})"
-    steps = f"launched kernel by kernel: {runner.graphs_reason}"
-    if runner.graphs is not None:
-        sizes = ", ".join(map(str, runner.graphs.sizes))
-        drafts = ", ".join(map(str, runner.graphs.draft_sizes[1:]))
-        verified = f", with {drafts} draft tokens or none," if drafts else ""
-        when = " while the server is idle, or at their first use" if runner.later else " at their first use"
-        when = "" if runner.graphs.is_complete else when
-        longest = max(runner.graphs.prompt_sizes, default=0)
-        prompts = f"; with prompts of up to {longest} tokens as well" if longest else ""
-        steps = f"of one token for each of {sizes} sequences{verified} are captured{when} (CUDA graphs){prompts}"
-    return [
-        *(f"memory    {line}" for line in explain(runner.memory)),
-        f"steps     {limit}",
-        f"steps     {steps}",
-    ]
-
-
-def describe_memory(engine: Engine) -> str:
-    """Describes the capacity of the KV cache: `16384 tokens in 1024 blocks, 8.0 requests of the whole context`."""
-    runner, config = engine.runner, engine.config
-    needed = runner.attention_window.blocks_for(runner.max_model_len, config.max_span_tokens, config.block_size)
-    num_tokens, requests = runner.num_blocks * config.block_size, runner.num_blocks / needed
-    room = f"{num_tokens} tokens in {runner.num_blocks} blocks, {requests:.1f} requests of the whole context"
-    if runner.num_host_blocks:
-        room += f", {runner.num_host_blocks * config.block_size} more tokens in host memory"
-    if runner.attention_window.window is None:
-        return room
-    return f"{room} ({needed} blocks each: tokens see {runner.attention_window})"

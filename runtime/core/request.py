@@ -224,6 +224,7 @@ class RequestOptions:
         cache_salt: requests share cached prefixes only with requests of the same salt.
         pooling: return the mean of the prompt's hidden states, or those of its last token, instead of tokens.
         client: name of the client; the engine is shared equally between clients.
+        detokenize: whether deltas have text. Without it, stop strings are not found.
 
     Raises:
         RequestError: a value outside of its range, by name.
@@ -234,6 +235,7 @@ class RequestOptions:
     cache_salt: str = ""
     pooling: Pooling = Pooling.NONE
     client: str = ""
+    detokenize: bool = True
 
     @property
     def embed(self) -> bool:

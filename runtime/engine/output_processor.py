@@ -19,6 +19,7 @@ from runtime.core.request import (
     LogprobColumns,
     Pooling,
     Request,
+    SamplingParams,
     Sequence,
     TokenLogprobs,
 )
@@ -97,6 +98,11 @@ class StopMatcher:
         return 0
 
 
+def end_tokens(sampling: SamplingParams, eos_token_ids: Set[int]) -> frozenset[int]:
+    """Returns the tokens that end an answer, and have no text unless `include_stop` is set."""
+    return frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else eos_token_ids)
+
+
 class RequestState:
     """Output state of one sequence: appends tokens and detects the end.
 
@@ -119,9 +125,11 @@ class RequestState:
         self.request_id = request_id
         self.index = index
         self._max_length = sequence.num_prompt_tokens + sampling.max_tokens
-        self.end_token_ids = frozenset(sampling.stop_token_ids) | (set() if sampling.ignore_eos else eos_token_ids)
+        self.end_token_ids = end_tokens(sampling, eos_token_ids)
         options = {} if sampling.skip_special_tokens else {"skip_special_tokens": False}
-        self._text = tokenizer.detokenizer(sequence.request.prompt_token_ids, **options) if tokenizer else None
+        self._text: IncrementalText | None = None
+        if tokenizer is not None and sequence.request.options.detokenize:
+            self._text = tokenizer.detokenizer(sequence.request.prompt_token_ids, **options)
         self._stop = StopMatcher(sampling.stop, include=sampling.include_stop)
         self._min_tokens, self._shows_end = sampling.min_tokens, sampling.include_stop
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import cached_property
 from json.encoder import encode_basestring_ascii
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from runtime.core.request import Delta, FinishReason
 from runtime.server.errors import ApiError, error_body
@@ -62,6 +62,44 @@ class UsageCounter:
             self.reasoning.add(delta.index, delta.token_ids)
 
 
+class TextPart(NamedTuple):
+    """A choice of which nothing but the text changes in a request.
+
+    Attributes:
+        key: the same for choices that differ in their text only.
+        choice: returns the choice with a text.
+    """
+
+    key: Hashable
+    text: str
+    choice: Callable[[str], dict[str, Any]]
+
+
+Part = dict[str, Any] | TextPart
+
+
+class Frames:
+    """Events that differ in one text only: what is around it is written once.
+
+    Args:
+        write: writes a whole event.
+    """
+
+    def __init__(self, write: Callable[[dict[str, Any]], bytes]) -> None:
+        self._write = write
+        self._found: dict[Hashable, tuple[bytes, bytes]] = {}
+
+    def fill(self, part: TextPart) -> bytes:
+        """Returns an event."""
+        before, after = self._found.get(part.key) or self._add(part)
+        return b"%b%b%b" % (before, encode_basestring_ascii(part.text).encode("ascii"), after)
+
+    def _add(self, part: TextPart) -> tuple[bytes, bytes]:
+        before, _, after = self._write(part.choice(HOLE)).rpartition(to_json(HOLE).encode("ascii"))
+        self._found[part.key] = before, after
+        return before, after
+
+
 class Shape(Protocol):
     """Writes the choices of one API. Used for one request."""
 
@@ -69,10 +107,6 @@ class Shape(Protocol):
     whole_object: str
     chunk_object: str
     reasoning: ReasoningCounter | None
-
-    @property
-    def is_text(self) -> bool:
-        """Whether parts differ in their text only."""
 
     def opening(self) -> list[dict[str, Any]]:
         """Returns choices to send before the first token."""
@@ -84,7 +118,7 @@ class Shape(Protocol):
     def beside(self, outputs: Sequence[Delta]) -> dict[str, Any]:
         """Returns what a whole answer has beside its choices."""
 
-    def parts(self, index: int, delta: Delta) -> list[dict[str, Any]]:
+    def parts(self, index: int, delta: Delta) -> list[Part]:
         """Returns the choices for a delta, each in a chunk of its own; none for an empty delta."""
 
     def finish(self, index: int, reason: FinishReason) -> dict[str, Any]:
@@ -135,7 +169,7 @@ class ChoicesAnswer(Answer):
 
     def __post_init__(self) -> None:
         self.usage = UsageCounter(self.num_answers, self.shape.reasoning)
-        self.text_frames: dict[int, tuple[bytes, bytes]] = {}
+        self.frames = Frames(self.chunk)
 
     async def whole(self, deltas: Deltas) -> dict[str, Any]:
         outputs = [Delta(self.envelope["id"]) for _ in range(self.num_choices)]
@@ -158,15 +192,12 @@ class ChoicesAnswer(Answer):
             yield EVENT_ENDS
 
     def write(self, delta: Delta) -> bytes:
-        if self.shape.is_text and delta.text and delta.finish_reason is None:
-            before, after = self.text_frames.get(delta.index) or self.add_text_frame(delta.index)
-            return b"%b%b%b" % (before, encode_basestring_ascii(delta.text).encode("ascii"), after)
         self.usage.note(delta)
-        choices = self.shape.parts(delta.index, delta)
+        parts = self.shape.parts(delta.index, delta)
         if delta.finish_reason is not None:
             self.usage.add(delta)
-            choices = [*choices, self.shape.finish(delta.index, delta.finish_reason)]
-        return b"".join(map(self.chunk, choices))
+            parts = [*parts, self.shape.finish(delta.index, delta.finish_reason)]
+        return b"".join([self.frames.fill(p) if isinstance(p, TextPart) else self.chunk(p) for p in parts])
 
     def end(self, error: ApiError | None) -> bytes:
         if error is not None:
@@ -181,13 +212,6 @@ class ChoicesAnswer(Answer):
     def frame(self) -> tuple[bytes, bytes]:
         """Beginning and end that all chunks have around their choice, written once."""
         before, _, after = event(self.payload([])).rpartition(b"[]")
-        return before, after
-
-    def add_text_frame(self, index: int) -> tuple[bytes, bytes]:
-        """Writes beginning and end that all chunks of a choice have around their text; returns them."""
-        (part,) = self.shape.parts(index, Delta(self.envelope["id"], HOLE))
-        before, _, after = self.chunk(part).rpartition(to_json(HOLE).encode("ascii"))
-        self.text_frames[index] = before, after
         return before, after
 
     def payload(self, choices: Iterable[dict[str, Any]], usage: UsageCounter | None = None) -> dict[str, Any]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import sys
-from collections.abc import AsyncIterator, Callable, Collection, Iterator
+from collections.abc import AsyncIterator, Collection, Iterator
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
@@ -45,24 +44,22 @@ def create_app(
     model_name: str,
     limits: Limits,
     *,
-    render_metrics: Callable[[], str],
     keys: ApiKeys | None = None,
     allowed_hosts: Collection[str] = (),
 ) -> FastAPI:
-    """Creates the application, which starts the engine's thread when it starts and stops it when it ends.
+    """Creates the application, which starts the engine when it starts and stops it when it ends.
 
     Args:
-        engine: the engine's thread, not started.
+        engine: the engine, not started.
         tokenizer: tokenizer of the served model.
         model_name: model name that requests must have.
         limits: context, queue, body size and times.
-        render_metrics: returns the engine's part of `/metrics`.
         keys: one is required on every path except `/health` and the files of the page; None requires none.
         allowed_hosts: host names by which clients may address the server, and whose pages may use it; empty allows any
             name, and only pages of the server itself.
     """
     metrics = ServerMetrics(model_name)
-    service = Service(engine, tokenizer, model_name, limits, lambda: render_metrics() + metrics.render())
+    service = Service(engine, tokenizer, model_name, limits, metrics.render)
     app = DescribedApi(
         model_name=model_name,
         limits=limits,
@@ -74,7 +71,7 @@ def create_app(
         docs_url=None,
         redoc_url=None,
     )
-    app.state.drain = Drain(engine.stop)
+    app.state.drain = Drain(engine.stop, lambda: engine.check().has_ended)
     add_error_handlers(app)
     for family in route_families():
         app.include_router(family.create_router(service))
@@ -103,15 +100,9 @@ def _add_guards(app: FastAPI, limits: Limits, keys: ApiKeys | None, allowed_host
     app.add_middleware(HeadAsGet)
 
 
-LOCK_SECONDS = 0.0005
-"""Time for which a thread keeps the interpreter lock while another one waits. With Python's default of 5 ms every write
-of the event loop could wait that long for a step that launches kernels, and a step up to 20 times for one of them."""
-
-
 @asynccontextmanager
 async def running(engine: Engine, intake: Intake, _: FastAPI) -> AsyncIterator[None]:
-    """Runs the engine's thread as long as the application."""
-    sys.setswitchinterval(LOCK_SECONDS)
+    """Runs the engine as long as the application."""
     engine.start()
     trimmer = asyncio.create_task(trim_at_times(lambda: engine.check().is_idle))
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 import time
 from collections.abc import Callable
 from functools import partial
@@ -28,11 +29,17 @@ class Drain:
 
     Args:
         stop_engine: ends the engine, and with it all of its requests; may block.
+        has_failed: returns whether the engine has ended by itself, after which the server ends, too.
         write_seconds: time to write the errors of requests that are ended, before they are given up.
     """
 
-    def __init__(self, stop_engine: Callable[[], object], write_seconds: float = WRITE_SECONDS) -> None:
-        self.stop_engine = stop_engine
+    def __init__(
+        self,
+        stop_engine: Callable[[], object],
+        has_failed: Callable[[], bool] = lambda: False,
+        write_seconds: float = WRITE_SECONDS,
+    ) -> None:
+        self.stop_engine, self.has_failed = stop_engine, has_failed
         self.write_seconds = write_seconds
         self.has_begun = False
         self.in_flight: dict[asyncio.Task[Any], bool] = {}
@@ -101,7 +108,7 @@ class DrainGuard:
 class DrainingServer(uvicorn.Server):
     """uvicorn's server with a drain before its shutdown, which closes the listening sockets first.
 
-    The first signal begins the drain; a second one ends it.
+    The first signal, or the end of a failed engine, begins the drain; a second one ends it.
 
     Args:
         drain: that of the application.
@@ -123,6 +130,8 @@ class DrainingServer(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """Returns whether to shut down; called ten times a second."""
+        if not self.should_exit and self.drain.has_failed():
+            self.handle_exit(signal.SIGTERM, None)
         if not await super().on_tick(counter):
             return False
         if not self.is_announced:

@@ -11,9 +11,8 @@ import asyncio
 import json
 import logging
 import os
-import signal
+import socket
 import subprocess
-import sys
 import traceback
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
@@ -21,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from email.message import Message
-from multiprocessing.connection import Connection, Pipe
+from multiprocessing.connection import Connection
 from typing import Any, Protocol, TypeVar
 
 from pydantic import ValidationError
@@ -29,6 +28,7 @@ from starlette.requests import Request
 
 from compress.common.errors import ToolkitError, sentences
 from runtime.core.config import Limits
+from runtime.engine.wire import leave_signals_to_parent, start_process
 from runtime.server.errors import NO_OBJECT, RETRY_LATER, ApiError, describe_invalid
 from runtime.server.native_memory import Trimmer, share_arenas
 from runtime.server.protocol.strict import Strict
@@ -225,8 +225,9 @@ class Intake:
     def _connect(self) -> Connection:
         """Returns the connection to the process, which is started if there is none."""
         if self._connection is None:
-            self._connection, theirs = Pipe()
-            self._process = start_worker(theirs)
+            mine, theirs = socket.socketpair()
+            self._process = start_process("runtime.server.intake:work", theirs)
+            self._connection = Connection(mine.detach())
             self._connection.send(self.served)
         return self._connection
 
@@ -239,26 +240,13 @@ class Intake:
             connection.close()
 
 
-def start_worker(connection: Connection) -> subprocess.Popen[bytes]:
-    """Starts the process, and hands its end of a connection over. It imports what this process can import.
-
-    Unlike a child of `multiprocessing` it does not import the main module again, which may be anyone's script.
-    """
-    end = connection.fileno()
-    command = [sys.executable, "-c", f"from runtime.server.intake import work; work({end})"]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    with connection:
-        options: dict[str, Any] = {"pass_fds": (end,), "stdin": subprocess.DEVNULL, "env": environment}
-        return subprocess.Popen(command, process_group=0, **options)  # Ctrl-C is for the server only
-
-
 def work(end: int) -> None:
     """Prepares bodies until the other end of the connection is closed. Runs in a process of its own.
 
     Args:
         end: file descriptor of this end.
     """
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # service managers send it to all processes of a server
+    leave_signals_to_parent()
     os.nice(NICENESS)
     share_arenas()
     with Connection(end) as connection, suppress(EOFError):

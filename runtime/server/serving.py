@@ -23,7 +23,7 @@ from compress.common.errors import sentences
 from runtime.core.config import Limits
 from runtime.core.request import Delta, FinishReason, RequestOptions, SamplingParams
 from runtime.core.token_rules import NOTHING_ALLOWED
-from runtime.engine.engine_thread import Health
+from runtime.engine.engine_client import Health
 from runtime.engine.output_processor import GRAMMAR_TOO_COMPLEX
 from runtime.server.answers import Answer, ChoicesAnswer, Deltas, Shape, blocks, chain
 from runtime.server.errors import RETRY_LATER, ApiError, JsonResponse, aborted
@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 
 class Engine(Protocol):
-    """The engine's thread as the server uses it. Closing the generator frees the request."""
+    """The engine as the server uses it. Closing the generator frees the request."""
 
     def generate(
         self,
@@ -55,6 +55,8 @@ class Engine(Protocol):
     def stop(self) -> object: ...
 
     def check(self) -> Health: ...
+
+    async def render_metrics(self) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,8 +216,7 @@ class EventStream(StreamingResponse):
             await self.deltas.aclose()
 
     async def write_events(self, write: Callable[[bytes], Awaitable[None]]) -> None:
-        await write(self.answer.begin(self.first[0]))
-        begun: set[int] = set()
+        begun, unsent = set[int](), self.answer.begin(self.first[0])
         deltas: list[Delta] | None = self.first
         try:
             while deltas is not None:
@@ -223,8 +224,11 @@ class EventStream(StreamingResponse):
                     if delta.index not in begun:
                         begun.add(delta.index)
                         async for piece in blocks(self.answer.prelude(delta), self.turns):
-                            await write(piece)
-                await write(b"".join(map(self.answer.write, deltas)))
+                            if piece:
+                                await write(unsent + piece)
+                                unsent = b""
+                await write(b"".join([unsent, *map(self.answer.write, deltas)]))
+                unsent = b""
                 deltas = await anext(self.deltas, None)
         except ApiError as error:
             await write(self.answer.end(error))
@@ -279,13 +283,13 @@ class Service:
         tokenizer: Tokenizer,
         model_name: str,
         limits: Limits,
-        render_metrics: Callable[[], str],
+        render_server_metrics: Callable[[], str],
     ) -> None:
         self.engine = engine
         self.tokenizer = tokenizer
         self.model_name = model_name
         self.limits = limits
-        self.render_metrics = render_metrics
+        self.render_server_metrics = render_server_metrics
         self.intake = Intake(ServedText(tokenizer, model_name, limits))
         self.places: Counter[str] = Counter()
         self.turns = asyncio.Lock()

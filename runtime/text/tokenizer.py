@@ -30,6 +30,22 @@ def byte_alphabet() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
+class TokenTexts(dict[int, str]):
+    """Cache of the texts of single tokens.
+
+    Args:
+        decode: converts token ids to text.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+        super().__init__()
+        self._decode = decode
+
+    def __missing__(self, token_id: int) -> str:
+        self[token_id] = text = self._decode([token_id])
+        return text
+
+
 SEPARATOR = b"\xff"
 
 
@@ -94,16 +110,27 @@ class Detokenizer:
         decode: converts token ids to text.
         prompt_token_ids: tokens before the new ones. Their text is not returned, except for a character whose last
             bytes are new.
+        alone: texts of single tokens, where the text of tokens is that of their joined bytes; None elsewhere.
     """
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], prompt_token_ids: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        decode: Callable[[Sequence[int]], str],
+        prompt_token_ids: Sequence[int] = (),
+        alone: Mapping[int, str] | None = None,
+    ) -> None:
         self._decode = decode
+        self._alone = alone
         self._window = list(prompt_token_ids[-CONTEXT_TOKENS:])
         self._read = self._settled_length()
         self._context = decode(self._window[: self._read])
 
     def push(self, token_id: int) -> str:
         """Adds a token and returns the text that it completes, possibly none."""
+        if self._alone is not None and self._read == len(self._window):
+            text = self._alone[token_id]
+            if REPLACEMENT not in text:
+                return text  # whole characters, to which the tokens before and after add nothing
         self._window.append(token_id)
         text = self._text_until(len(self._window))
         if not text:
@@ -190,6 +217,13 @@ class Tokenizer:
         opened._folder = folder.absolute()
         return opened
 
+    @cached_property
+    def _texts(self) -> Mapping[bool, TokenTexts | None]:
+        """Texts of single tokens without and with special tokens' texts skipped, for a byte-level vocabulary."""
+        if not isinstance(self._backend.decoder, tokenizers.decoders.ByteLevel):
+            return {False: None, True: None}
+        return {skips: TokenTexts(partial(self.decode, skip_special_tokens=skips)) for skips in (False, True)}
+
     @property
     def vocab_size(self) -> int:
         """Upper bound (exclusive) of token ids; the model's embedding may be larger."""
@@ -253,7 +287,8 @@ class Tokenizer:
 
     def detokenizer(self, prompt_token_ids: Sequence[int] = (), *, skip_special_tokens: bool = True) -> Detokenizer:
         """Returns an incremental detokenizer for the tokens after a prompt."""
-        return Detokenizer(partial(self.decode, skip_special_tokens=skip_special_tokens), prompt_token_ids)
+        decode, alone = partial(self.decode, skip_special_tokens=skip_special_tokens), self._texts[skip_special_tokens]
+        return Detokenizer(decode, prompt_token_ids, alone)
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
         """Renders messages with the chat template.

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -115,6 +116,21 @@ def leave_with(main: Callable[[], int]) -> NoReturn:
         sys.exit(main())
     except ToolkitError as error:
         sys.exit(f"error: {error}")
+
+
+def process_ids(parent: int) -> list[int]:
+    """Returns the processes that a process and its children started."""
+    children: list[int] = []
+    for file in Path(f"/proc/{parent}/task").glob("*/children"):
+        with suppress(OSError):  # the thread ended
+            children += map(int, file.read_text().split())
+    return [*children, *(each for child in children for each in process_ids(child))]
+
+
+def process_seconds(pid: int) -> float:
+    """Processor time of a process so far, in ticks of the system."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 class Stopwatch:

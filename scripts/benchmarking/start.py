@@ -28,18 +28,17 @@ from typing import IO, cast
 import httpx
 from rich.console import Console
 
-from benchmarking.machine import environment
+from benchmarking.machine import environment, process_ids, process_seconds
 from benchmarking.tables import Row, describe, print_with_markdown
 from compress.common.cli import demo_model_path
 
 PROMPT = "Once upon a time"
 RUNTIME = (sys.executable, "-m", "runtime.cli")
-TICKS = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True)
 class Start:
-    """One start, until the first token.
+    """One start, until the first token, with all of its processes.
 
     Attributes:
         peak_bytes: the most resident memory until then, mapped files among it.
@@ -58,12 +57,12 @@ def measure(command: Sequence[str], environ: dict[str, str], wait: Callable[[IO[
         try:
             wait(cast(IO[str], process.stdout))
             seconds = time.perf_counter() - began
-            status = Path(f"/proc/{process.pid}/status").read_text()
-            fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+            pids = [process.pid, *process_ids(process.pid)]
+            peaks = [re.search(r"VmHWM:\s+(\d+)", Path(f"/proc/{pid}/status").read_text()) for pid in pids]
+            cpu_seconds = sum(map(process_seconds, pids))
         finally:
             process.kill()
-    peak = re.search(r"VmHWM:\s+(\d+)", status)
-    return Start(seconds, (int(fields[11]) + int(fields[12])) / TICKS, int(peak[1]) << 10 if peak else 0)
+    return Start(seconds, cpu_seconds, sum(int(peak[1]) << 10 for peak in peaks if peak))
 
 
 def first_text(output: IO[str]) -> None:

@@ -1,10 +1,12 @@
 """Cost of streaming: tokens through HTTP from a runner that answers at once, and the first token of one client.
 
-The server and the client have a process each, and processor time of each is counted. The engine alone runs the same
-requests in a process of its own; what the server takes beyond that is the cost of HTTP. Steps of `--step` milliseconds
-wait, as for a GPU; those of `--launch` milliseconds run Python, as while kernels are launched.
+The server and the client have a process each, and processor time of each is counted; the engine runs in the server's
+process or in one of its own (`--api-process`), whose time is told apart. The engine alone runs the same requests in a
+process of its own; what the server takes beyond that is the cost of HTTP. Steps of `--step` milliseconds wait, as for a
+GPU; those of `--launch` milliseconds run Python, as while kernels are launched.
 
     python scripts/bench_serve.py streaming                        # 64 clients
+    python scripts/bench_serve.py streaming --api-process          # the engine alone in a process
     python scripts/bench_serve.py streaming --path /v1/chat/completions --clients 16
 """
 
@@ -14,8 +16,8 @@ import argparse
 import asyncio
 import json
 import multiprocessing
+import os
 import socket
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,7 +27,7 @@ from statistics import median
 
 from rich.console import Console
 
-from benchmarking.machine import Stopwatch, environment, in_own_process
+from benchmarking.machine import Stopwatch, environment, in_own_process, process_seconds
 from benchmarking.step_cost import InstantRunner
 from benchmarking.tables import Row, describe, print_with_markdown
 from compress.common.cli import demo_model_path
@@ -33,6 +35,11 @@ from runtime.core.config import Limits, RuntimeConfig
 from runtime.core.request import SamplingParams
 from runtime.core.step import ComputedStep, StepPlan
 from runtime.engine.engine import Engine
+from runtime.engine.engine_client import EngineClient
+from runtime.engine.engine_loop import EngineLoop
+from runtime.engine.engine_process import EnginePort, EngineProcess
+from runtime.engine.engine_thread import EngineThread
+from runtime.engine.wire import receive, send, start_process
 from runtime.text.tokenizer import Tokenizer
 
 PROMPT = "The quick brown fox jumps over the lazy dog"
@@ -49,6 +56,7 @@ class Work:
         tokens: tokens of each answer.
         step: milliseconds for which a step waits.
         launch: milliseconds for which it holds the interpreter lock.
+        apart: whether the engine has a process of its own.
     """
 
     path: str
@@ -57,6 +65,7 @@ class Work:
     tokens: int
     step: float = 0.0
     launch: float = 0.0
+    apart: bool = False
 
     def body(self) -> bytes:
         """Returns a request with its head."""
@@ -95,10 +104,12 @@ def new_engine(work: Work, tokenizer: Tokenizer) -> Engine:
 
 @dataclass
 class Timed:
-    """Figures of a measurement: wall and processor seconds, times of first tokens, events and reads of the client."""
+    """Figures of a measurement: wall and processor seconds, those of the engine's process among them, times of first
+    tokens, events and reads of the client."""
 
     seconds: float
     processor: float
+    engine: float = 0.0
     client: float = 0.0
     first: list[float] = field(default_factory=list)
     events: int = 0
@@ -126,38 +137,51 @@ def run_engine(work: Work) -> Timed:
     return Timed(*watch.read(), first=first)
 
 
+def run_apart(end: int) -> None:
+    """Runs the engine for the server at the other end of a socket."""
+    port = EnginePort(end)
+    engine = new_engine(port.receive(), Tokenizer.open(demo_model_path()))
+    port.loop.set_result(EngineLoop(engine, port.deliver))
+    port.listen()
+    port.send((engine.runner.max_model_len, engine.runner.eos_token_ids))
+    port.loop.result().run()
+
+
+def start_engine(work: Work, tokenizer: Tokenizer) -> tuple[EngineClient, int, int]:
+    """Returns the engine, its context and its process."""
+    if not work.apart:
+        engine = new_engine(work, tokenizer)
+        return EngineThread(engine), engine.runner.max_model_len, os.getpid()
+    mine, theirs = socket.socketpair()
+    process = start_process("benchmarking.streaming:run_apart", theirs)
+    send(mine, work)
+    max_model_len, ends = receive(mine)
+    return EngineProcess(process, mine, tokenizer, ends), max_model_len, process.pid
+
+
 def serve(work: Work, connection: Connection) -> None:
-    """Serves the engine; sends the port, and the processor time of this process for each message."""
-    from runtime.engine.engine_thread import EngineThread
+    """Serves the engine; sends the port, and the ids of the processes of the server and the engine."""
     from runtime.server.app import create_app
     from runtime.server.drain import create_server
 
     tokenizer = Tokenizer.open(demo_model_path())
-    engine = new_engine(work, tokenizer)
-    limits = Limits(engine.runner.max_model_len, max_requests=2 * work.clients)
-    app = create_app(EngineThread(engine), tokenizer, "stub", limits, render_metrics=engine.render_metrics)
+    client, max_model_len, engine = start_engine(work, tokenizer)
+    app = create_app(client, tokenizer, "stub", Limits(max_model_len=max_model_len, max_requests=2 * work.clients))
     listener = socket.create_server(("127.0.0.1", 0))
-    connection.send(listener.getsockname()[1])
-
-    def answer() -> None:
-        while True:
-            connection.recv()
-            connection.send(time.process_time())
-
-    threading.Thread(target=answer, daemon=True).start()
+    connection.send((listener.getsockname()[1], os.getpid(), engine))
     create_server(app, drain_seconds=5, client_seconds=60).run(sockets=[listener])
 
 
 @contextmanager
-def serving(work: Work) -> Iterator[tuple[int, Connection]]:
-    """Runs the server in a process of its own; yields its port, and a connection that tells its processor time."""
+def serving(work: Work) -> Iterator[tuple[int, int, int]]:
+    """Runs the server in a process of its own; yields its port, and the processes of the server and the engine."""
     context = multiprocessing.get_context("spawn")
     mine, theirs = context.Pipe()
     process = context.Process(target=serve, args=(work, theirs), daemon=True)
     process.start()
     theirs.close()
     try:
-        yield mine.recv(), mine
+        yield mine.recv()
     finally:
         process.kill()
         process.join()
@@ -209,14 +233,13 @@ async def load(work: Work, port: int) -> Timed:
 
 def run_http(work: Work) -> Timed:
     """Runs the requests through HTTP, after a few that warm the server up."""
-    with serving(work) as (port, connection):
+    with serving(work) as (port, server, engine):
         warm_up = Work(work.path, work.clients, work.clients, 8)
         asyncio.run(load(warm_up, port))
-        connection.send(None)
-        before = connection.recv()
+        before = [process_seconds(process) for process in (server, engine)]
         timed = asyncio.run(load(work, port))
-        connection.send(None)
-        timed.processor = connection.recv() - before
+        timed.processor, timed.engine = (process_seconds(p) - b for p, b in zip((server, engine), before, strict=True))
+        timed.processor += timed.engine if work.apart else 0
     return timed
 
 
@@ -226,6 +249,7 @@ def row(name: str, work: Work, timed: Timed, alone: Timed) -> Row:
         "run": name,
         "tokens/s": f"{tokens / timed.seconds:,.0f}",
         "processor time, us/token": f"{1e6 * timed.processor / tokens:.1f}",
+        "of the engine's process": f"{1e6 * (timed.engine or timed.processor) / tokens:.1f}",
         "of HTTP": f"{1e6 * (timed.processor - alone.processor) / tokens:.1f}" if timed.client else "",
         "of the client": f"{1e6 * timed.client / tokens:.1f}" if timed.client else "",
         "events/token": f"{timed.events / tokens:.2f}" if timed.events else "",
@@ -239,6 +263,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--requests", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=256, help="tokens of each answer")
+    parser.add_argument("--api-process", action="store_true", help="give the engine a process of its own")
     parser.add_argument("--step", type=float, default=5.0, help="milliseconds of a step that waits")
     parser.add_argument("--launch", type=float, default=5.0, help="milliseconds of a step that runs Python")
 
@@ -246,7 +271,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     console = Console(width=160, highlight=False)
     console.print(describe(environment()))
-    many, one = Work(options.path, options.clients, options.requests, options.tokens), Work(options.path, 1, 40, 16)
+    many = Work(options.path, options.clients, options.requests, options.tokens, apart=options.api_process)
+    one = replace(many, clients=1, requests=40, tokens=16)
     titles = {
         f"{many.clients} clients, steps without a model": many,
         f"{many.clients} clients, steps that wait {options.step:g} ms": replace(many, step=options.step),

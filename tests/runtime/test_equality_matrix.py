@@ -107,7 +107,7 @@ def build_engine(model: Model, **options: Any) -> Engine:
 
 async def serve(engine: Engine, requests: list[dict[str, Any]], together: bool) -> list[Answer]:
     limits = Limits(engine.runner.max_model_len, max_requests=256)
-    app = create_app(EngineThread(engine), engine.tokenizer, "demo", limits, render_metrics=engine.render_metrics)
+    app = create_app(EngineThread(engine), engine.tokenizer, "demo", limits)
     async with (
         app.router.lifespan_context(app),
         httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost", timeout=120) as client,

@@ -86,10 +86,12 @@ def test_a_stream_waits_about_as_long_as_a_step_may_take(capsys: pytest.CaptureF
 
 
 @pytest.mark.full
-def test_streaming_counts_the_cost_of_http(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("placement", [[], ["--api-process"]], ids=["thread", "process"])
+def test_streaming_counts_the_cost_of_http(capsys: pytest.CaptureFixture[str], placement: list[str]) -> None:
     import bench_serve
 
-    assert bench_serve.main(["streaming", "--clients", "2", "--requests", "4", "--tokens", "8", "--launch", "1"]) == 0
+    work = ["--clients", "2", "--requests", "4", "--tokens", "8", "--launch", "1"]
+    assert bench_serve.main(["streaming", *work, *placement]) == 0
     rows = [row for row in table(capsys.readouterr().out) if row[0] != "run"]
     assert [row[0] for row in rows] == ["engine alone", "/v1/completions"] * 4
-    assert all(float(row[5]) > 1 for row in rows[1::2])  # a chunk per token, the reason and the end
+    assert all(float(row[6]) > 1 for row in rows[1::2])  # a chunk per token, the reason and the end

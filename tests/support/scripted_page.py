@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from compress.common.errors import RequestError
 from runtime.core.request import Delta, FinishReason, SamplingParams, TokenLogprobs
-from runtime.engine.engine_thread import Health
+from runtime.engine.engine_client import Health
 
 MARKUP = '<img src=x onerror=alert(1)><script>alert(2)</script><b>bold</b> & "quoted" ü 🙂 日本\n  two  spaces'
 END = ord("\x03")

@@ -56,7 +56,7 @@ def url_of(server: uvicorn.Server) -> str:
 def serving_engine(engine: Engine, tokenizer: Any, max_requests: int = 32, **thread: float) -> Iterator[str]:
     """Serves an engine under the name `demo`."""
     limits = Limits(engine.runner.max_model_len, max_requests=max_requests)
-    app = create_app(EngineThread(engine, **thread), tokenizer, "demo", limits, render_metrics=engine.render_metrics)
+    app = create_app(EngineThread(engine, **thread), tokenizer, "demo", limits)
     with serving(app) as url:
         yield url
 

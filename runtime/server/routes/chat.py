@@ -12,6 +12,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from runtime.core.request import Delta, FinishReason, Grammar, SamplingParams, TokenLogprobs
+from runtime.server.answers import Part, TextPart
 from runtime.server.conversation import conversation_texts
 from runtime.server.errors import renaming
 from runtime.server.intake import ServedText, Tokenizer, described
@@ -66,10 +67,6 @@ class ChatShape:
     chunk_object: str = "chat.completion.chunk"
     reasoning: ReasoningCounter | None = None
 
-    @property
-    def is_text(self) -> bool:
-        return not self.with_logprobs
-
     def opening(self) -> list[dict[str, Any]]:
         return [self.chunk(index, {"role": "assistant", "content": ""}) for index in range(self.num_choices)]
 
@@ -81,9 +78,11 @@ class ChatShape:
             return {}
         return {"prompt_logprobs": write_prompt_logprobs(self.tokenizer, self.scored, outputs[0].prompt_logprobs)}
 
-    def parts(self, index: int, delta: Delta) -> list[dict[str, Any]]:
+    def parts(self, index: int, delta: Delta) -> list[Part]:
         if not (delta.text or delta.logprobs):
             return []
+        if not self.with_logprobs:
+            return [TextPart(index, delta.text, lambda text: self.chunk(index, {"content": text}))]
         return [self.chunk(index, {"content": delta.text}, self.write_logprobs(delta))]
 
     def finish(self, index: int, reason: FinishReason) -> dict[str, Any]:
@@ -201,21 +200,27 @@ class ParsedShape(ChatShape):
         if self.form.reasoning is not None:
             self.reasoning = ReasoningCounter(self.form, self.tokenizer.token_bytes)
 
-    @property
-    def is_text(self) -> bool:
-        return False
-
-    def parts(self, index: int, delta: Delta) -> list[dict[str, Any]]:
+    def parts(self, index: int, delta: Delta) -> list[Part]:
         parser = self.parsers.setdefault(index, self.form.parser())
         num_before = parser.num_calls
         pieces = parser.push(delta.text)
         if delta.finish_reason is not None:
             pieces = joined([*pieces, *parser.flush()])
-        contents = [self.describe(number, piece) for number, piece in numbered(self.form.shown(pieces), num_before)]
+        described = list(numbered(self.form.shown(pieces), num_before))
+        if not self.with_logprobs:
+            return [self.part(index, number, piece) for number, piece in described]
+        contents = [self.describe(number, piece) for number, piece in described]
         if not contents and delta.logprobs:
             contents = [{}]
         logprobs = [self.write_logprobs(delta), *[None] * len(contents)]
         return [self.chunk(index, content, found) for content, found in zip(contents, logprobs, strict=False)]
+
+    def part(self, index: int, number: int, piece: Piece) -> Part:
+        """Returns the choice of one piece without log-probabilities."""
+        if isinstance(piece, CallStart):
+            return self.chunk(index, self.describe(number, piece))
+        kind, text = type(piece), piece if isinstance(piece, str) else piece.text
+        return TextPart((index, number, kind), text, lambda text: self.chunk(index, self.describe(number, kind(text))))
 
     def finish(self, index: int, reason: FinishReason) -> dict[str, Any]:
         return self.chunk(index, {}, None, called(reason, self.parsers[index].num_calls))

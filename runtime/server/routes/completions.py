@@ -6,6 +6,7 @@ import codecs
 from array import array
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain, repeat
 from typing import Any, cast
 
@@ -13,6 +14,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from runtime.core.request import Delta, FinishReason, SamplingParams, TokenLogprobs
+from runtime.server.answers import Part, TextPart
 from runtime.server.intake import ServedText, Tokenizer, described
 from runtime.server.prompt_logprobs import write_prompt_logprobs
 from runtime.server.protocol.field_warnings import schema_warnings
@@ -176,10 +178,6 @@ class CompletionShape:
     chunk_object: str = "text_completion"
     reasoning: ReasoningCounter | None = None
 
-    @property
-    def is_text(self) -> bool:
-        return not self.with_logprobs
-
     def opening(self) -> list[dict[str, Any]]:
         return []
 
@@ -191,11 +189,12 @@ class CompletionShape:
     def beside(self, outputs: Sequence[Delta]) -> dict[str, Any]:
         return {}
 
-    def parts(self, index: int, delta: Delta) -> list[dict[str, Any]]:
+    def parts(self, index: int, delta: Delta) -> list[Part]:
         if not (delta.text or delta.logprobs):
             return []
-        logprobs = self.writer(index).write(delta.token_ids, delta.logprobs) if self.with_logprobs else None
-        return [self.choice(index, delta.text, logprobs)]
+        if not self.with_logprobs:
+            return [TextPart(index, delta.text, partial(self.choice, index))]
+        return [self.choice(index, delta.text, self.writer(index).write(delta.token_ids, delta.logprobs))]
 
     def finish(self, index: int, reason: FinishReason) -> dict[str, Any]:
         return self.choice(index, "", None, reason)

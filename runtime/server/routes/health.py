@@ -37,7 +37,8 @@ def health_router(service: Service) -> APIRouter:
     @router.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         """Metrics of the engine, of requests and of the process in Prometheus' text format."""
-        return PlainTextResponse(service.render_metrics(), media_type=CONTENT_TYPE_LATEST)
+        text = await service.engine.render_metrics() + service.render_server_metrics()
+        return PlainTextResponse(text, media_type=CONTENT_TYPE_LATEST)
 
     @router.get("/version", response_model=VersionResponse)
     async def get_version() -> Response:

@@ -11,7 +11,7 @@ from pydantic_core import from_json
 from starlette.responses import Response
 
 from runtime.core.request import Delta, FinishReason
-from runtime.server.answers import Answer, Deltas, each
+from runtime.server.answers import Answer, Deltas, Frames, TextPart, each
 from runtime.server.conversation import conversation_texts
 from runtime.server.errors import ApiError, JsonResponse, renaming
 from runtime.server.intake import ServedText, described
@@ -115,20 +115,27 @@ class BlockWriter:
     kind: type[Piece] | None = None
     num_calls: int = 0
 
+    def __post_init__(self) -> None:
+        self.frames = Frames(lambda delta: event("content_block_delta", index=self.number, delta=delta))
+
     def events(self, piece: Piece) -> Iterator[bytes]:
         if isinstance(piece, CallStart):
             yield from self.begin(piece, {**tool_use(self.form, self.num_calls, piece), "input": {}})
             self.num_calls += 1
         elif isinstance(piece, CallArguments):
-            yield delta_event(self.number, type="input_json_delta", partial_json=piece.text)
+            yield self.delta(piece.text, "input_json_delta", "partial_json")
         elif isinstance(piece, Reasoning):
             if self.kind is not Reasoning:
                 yield from self.begin(piece, EMPTY_THINKING)
-            yield delta_event(self.number, type="thinking_delta", thinking=piece.text)
+            yield self.delta(piece.text, "thinking_delta", "thinking")
         else:
             if self.kind is not str:
                 yield from self.begin(piece, {"type": "text", "text": ""})
-            yield delta_event(self.number, type="text_delta", text=piece)
+            yield self.delta(piece, "text_delta", "text")
+
+    def delta(self, text: str, kind: str, name: str) -> bytes:
+        """Returns the event of a text in the block that is open."""
+        return self.frames.fill(TextPart(self.number, text, lambda text: {"type": kind, name: text}))
 
     def begin(self, piece: Piece, block: dict[str, Any]) -> Iterator[bytes]:
         yield from self.end()
@@ -155,10 +162,6 @@ def input_of(arguments: str) -> dict[str, Any]:
 
 def event(name: str, **fields: Any) -> bytes:
     return f"event: {name}\ndata: {to_json({'type': name, **fields})}\n\n".encode("ascii")
-
-
-def delta_event(number: int, **delta: Any) -> bytes:
-    return event("content_block_delta", index=number, delta=delta)
 
 
 def prepare_message(served: ServedText, raw: bytes) -> PreparedChat:

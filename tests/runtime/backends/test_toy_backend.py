@@ -13,9 +13,9 @@ from compress.checkpoint.weights import Int, Scheme, Weight
 from compress.common.cli import demo_model_path
 from runtime.backends.base import BACKENDS, Backend, LinearKernel, Target, register, unregister
 from runtime.backends.registry import check_name
-from runtime.cli.serve import describe_engine
 from runtime.core.config import RuntimeConfig
 from runtime.core.request import SamplingParams
+from runtime.describe import describe_engine
 from runtime.engine.engine import Engine
 from runtime.model.loader import load_model
 from runtime.runner.runner import build_runner

@@ -15,8 +15,8 @@ from compress.common.cli import demo_model_path
 from runtime.backends.base import Target
 from runtime.backends.registry import choose_attention
 from runtime.backends.triton import device as triton_device
-from runtime.cli.serve import describe_engine, describe_gpu, join_equal
 from runtime.core.config import RuntimeConfig
+from runtime.describe import describe_engine, describe_gpu, join_equal
 from runtime.engine.engine import Engine
 from runtime.memory.plan import plan_memory
 from runtime.model.loader import load_model

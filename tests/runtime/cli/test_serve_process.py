@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import ssl
@@ -13,8 +14,11 @@ from pathlib import Path
 
 import httpx
 import pytest
-from runtime_command import serving
+import torch
+from runtime_command import serving, start
+from safetensors.torch import save_file
 
+DTYPE = ("--dtype", "float64")
 MARGIN = 15.0  # of a busy machine
 ENDLESS = {"model": "demo", "prompt": "The", "max_tokens": 300, "stream": True, "ignore_eos": True}
 
@@ -45,16 +49,122 @@ def test_sigkill_leaves_no_process_and_frees_the_port(tmp_path: Path) -> None:
                 list(lines)
             assert time.monotonic() - start < MARGIN  # the client learns of it at once
         process.wait(MARGIN)
-        end = time.monotonic() + MARGIN
-        while left := living_members(process.pid):
-            assert time.monotonic() < end, left
-            time.sleep(0.05)
+        until_gone(process.pid)
         with pytest.raises(httpx.ConnectError):
             httpx.get(f"{url}/health")
         port = httpx.URL(url).port
     with serving(cwd=tmp_path, port=port) as (_, again, _):
         assert again == url
         assert httpx.get(f"{again}/health").status_code == 200
+
+
+def engine_of(process: subprocess.Popen[str]) -> int:
+    """The engine's process of a server."""
+    (found,) = [int(path.name) for path in Path("/proc").glob("[0-9]*") if is_engine(path, process.pid)]
+    return found
+
+
+def is_engine(folder: Path, server: int) -> bool:
+    try:
+        parent = (folder / "stat").read_text().rpartition(")")[2].split()[1]
+        return int(parent) == server and b"served_engine" in (folder / "cmdline").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def maps_torch(pid: int) -> bool:
+    return "libtorch" in Path(f"/proc/{pid}/maps").read_text()
+
+
+def until_gone(session: int) -> None:
+    end = time.monotonic() + MARGIN
+    while left := living_members(session):
+        assert time.monotonic() < end, left
+        time.sleep(0.05)
+
+
+@pytest.mark.full
+def test_answers_do_not_depend_on_the_process_of_the_engine(tmp_path: Path) -> None:
+    """Token by token, whole and streamed, with every kind of event; and a client that leaves frees its request."""
+    common = {"model": "demo", "max_tokens": 24, "temperature": 0.8, "seed": 3}
+    talk = {"messages": [{"role": "user", "content": "Tell a story"}]}
+    requests = [
+        ("/v1/completions", {"prompt": "The river", "n": 2, "logprobs": 2}),
+        ("/v1/completions", {"prompt": "The river", "stop": [" a", "e "], "max_tokens": 200}),
+        ("/v1/completions", {"prompt": "The river", "guided_regex": "(ab|cd)+!"}),
+        ("/v1/completions", {"prompt": "The river", "echo": True, "prompt_logprobs": 1, "stream": False}),
+        ("/v1/chat/completions", talk | {"logprobs": True, "top_logprobs": 1}),
+        ("/v1/chat/completions", talk | {"response_format": {"type": "json_object"}}),
+    ]
+    found = []
+    for option in ("--api-process", "--no-api-process"):
+        with (
+            serving(option, "--dtype", "float64", cwd=tmp_path) as (process, url, _),
+            httpx.Client(base_url=url) as api,
+        ):
+            answers = []
+            for path, body in requests:
+                for stream in {False, body.get("stream", True)}:
+                    response = api.post(path, json=common | body | {"stream": stream}, timeout=60)
+                    assert response.status_code == 200, response.text
+                    answers.append(without_ids(response.text))
+            found.append(answers)
+            with api.stream("POST", "/v1/completions", json=ENDLESS | {"max_tokens": 1900}) as response:
+                next(response.iter_lines())
+                assert api.get("/health").json()["running"] == 1
+            end = time.monotonic() + MARGIN
+            while api.get("/health").json()["running"]:
+                assert time.monotonic() < end, "it goes on for a client that left"
+            metrics = api.get("/metrics").text
+            assert "runtime_kv_cache_usage_perc 0.0" in metrics
+            assert ("engine_process_resident_memory_bytes" in metrics) == (option == "--api-process")
+            assert maps_torch(process.pid) == (option == "--no-api-process")
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(MARGIN) == 0
+        until_gone(process.pid)
+    assert found[0] == found[1]
+
+
+def without_ids(text: str) -> str:
+    return re.sub(r'"(id|created)":("[^"]*"|\d+)', "", text)
+
+
+def test_the_end_of_the_engine_ends_the_server(tmp_path: Path) -> None:
+    """Requests get an error, whole and streamed, and the command fails."""
+    with serving("--drain-seconds", "60", cwd=tmp_path) as (process, url, _), ThreadPoolExecutor(1) as pool:
+        whole = pool.submit(httpx.post, f"{url}/v1/completions", json=ENDLESS | {"stream": False, "max_tokens": 2000})
+        with httpx.stream("POST", f"{url}/v1/completions", json=ENDLESS | {"max_tokens": 2000}, timeout=60) as response:
+            lines = response.iter_lines()
+            next(lines)
+            os.kill(engine_of(process), signal.SIGKILL)
+            *_, error, done = [line for line in lines if line]
+        assert json.loads(error.removeprefix("data: "))["error"]["code"] == "generation_failed"
+        assert done == "data: [DONE]"
+        assert whole.result().status_code == 500
+        assert process.wait(MARGIN) == 1
+        log = process.stderr.read()
+        assert log.splitlines()[-1].startswith("error: ")
+        assert "signal 9" in log.splitlines()[-1]
+        assert "Traceback" not in log
+    until_gone(process.pid)
+
+
+@pytest.mark.full
+def test_an_engine_that_ends_while_it_loads_ends_the_start(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    os.mkfifo(tmp_path / "model" / "config.json")  # so that its load never ends
+    save_file({"norm.weight": torch.ones(1)}, tmp_path / "model" / "model.safetensors")
+    process = start("serve", "model", "--port", "0", cwd=tmp_path)
+    try:
+        end = time.monotonic() + 60
+        while not [path for path in Path("/proc").glob("[0-9]*") if is_engine(path, process.pid)]:
+            assert time.monotonic() < end
+        os.kill(engine_of(process), signal.SIGKILL)
+        assert process.wait(60) == 1
+        assert "signal 9" in process.stderr.read()
+    finally:
+        process.kill()
+        process.communicate()
 
 
 def closed_after(address: tuple[str, int], *parts: bytes) -> float:

@@ -1,4 +1,5 @@
 import asyncio
+import sys
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
@@ -130,7 +131,7 @@ def test_a_thousand_clients_that_vanish_leave_every_block_free(thread: EngineThr
 def test_an_answer_that_was_complete_is_not_aborted(thread: EngineThread) -> None:
     asyncio.run(collect(thread, [1, 2]))
     assert thread.engine.metrics.request_success_total == {"length": 1}
-    assert thread._messages.empty()
+    assert thread._loop.messages.empty()
 
 
 def test_several_answers_come_out_of_one_generator(thread: EngineThread) -> None:
@@ -173,7 +174,7 @@ def test_who_leaves_before_being_refused_ends_nobody_else(thread: EngineThread, 
         runner.gate.clear()
         await until(runner.held.is_set)
         refused = asyncio.ensure_future(anext(thread.generate([1], SamplingParams(max_tokens=1), "same")))
-        await until(lambda: not thread._messages.empty())
+        await until(lambda: not thread._loop.messages.empty())
         refused.cancel()
         await asyncio.gather(refused, return_exceptions=True)
         runner.gate.set()
@@ -181,6 +182,11 @@ def test_who_leaves_before_being_refused_ends_nobody_else(thread: EngineThread, 
             assert len(start.token_ids) + sum([len(delta.token_ids) async for delta in first]) == 900
 
     asyncio.run(main())
+
+
+def test_threads_hand_over_the_interpreter_lock_within_a_millisecond(thread: EngineThread) -> None:
+    asyncio.run(collect(thread, [1]))
+    assert sys.getswitchinterval() < 0.001
 
 
 def test_two_event_loops_may_share_an_engine(thread: EngineThread) -> None:
@@ -273,7 +279,9 @@ def test_draining_gives_up_in_time(thread: EngineThread) -> None:
         running = asyncio.create_task(collect(thread, [1, 2], 900))
         await until(thread.engine.runner.held.is_set)
         drained = asyncio.create_task(asyncio.to_thread(thread.drain, 0.02))
-        await until(lambda: thread._messages.qsize() == 2)  # it asked for an end when idle, gave up, and for one now
+        await until(
+            lambda: thread._loop.messages.qsize() == 2
+        )  # it asked for an end when idle, gave up, and for one now
         thread.engine.runner.gate.set()
         assert not await drained
         assert (await running)[-1].finish_reason is FinishReason.ABORT
@@ -387,7 +395,7 @@ def test_work_for_idle_time_is_done_between_requests_and_its_failure_ends_only_i
 
     async def main() -> None:
         request = asyncio.ensure_future(collect(thread, [1]))
-        await until(lambda: not thread._messages.empty())
+        await until(lambda: not thread._loop.messages.empty())
         first_may_end.set()
         await asyncio.to_thread(runner.held.wait, 60)
         assert done == ["first"]

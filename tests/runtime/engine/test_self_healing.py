@@ -11,7 +11,8 @@ from runtime.core.config import RuntimeConfig
 from runtime.core.request import SamplingParams
 from runtime.engine.block_pool import BlockPool
 from runtime.engine.engine import Engine
-from runtime.engine.engine_thread import CHECK_SECONDS, EngineThread
+from runtime.engine.engine_loop import CHECK_SECONDS
+from runtime.engine.engine_thread import EngineThread
 
 
 def leak(pool: BlockPool) -> None:

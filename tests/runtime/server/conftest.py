@@ -14,7 +14,7 @@ from servers import serving, serving_demo
 
 from runtime.core.request import Delta, FinishReason, RequestOptions, SamplingParams, TokenLogprobs
 from runtime.engine.engine import Engine
-from runtime.engine.engine_thread import Health
+from runtime.engine.engine_client import Health
 from runtime.engine.metrics import Metrics
 from runtime.server.app import create_app
 from runtime.server.intake import ServedText
@@ -79,6 +79,9 @@ class AlphabetEngine:
 
     def stop(self) -> None:
         self.running = False
+
+    async def render_metrics(self) -> str:
+        return Metrics().render()
 
     def check(self) -> Health:
         return Health(not self.failure, self.failure, len(self.active), 0, 0.0)
@@ -184,7 +187,7 @@ def alphabet_app(
     if api_key is not None:
         options["keys"] = ApiKeys(lambda: load_accounts(api_key, None))
     tokenizer = tokenizer or ByteTokenizer()
-    return create_app(engine, tokenizer, "alphabet", limits, render_metrics=Metrics().render, **options)
+    return create_app(engine, tokenizer, "alphabet", limits, **options)
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from runtime.cli.serve import MOST_LINES, LogFormatter, writing_logs
+from runtime.logs import MOST_LINES, LogFormatter, writing_logs
 
 COMPLETION = {"model": "alphabet", "prompt": "Z", "max_tokens": 3}
 FORGED = "Ann\n2030-01-01 00:00:00 INFO request 0: root GET / 200\r\x1b[2J\u202e\x00\ud800\u2028"

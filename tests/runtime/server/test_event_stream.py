@@ -3,7 +3,6 @@
 import asyncio
 import re
 import socket
-import sys
 from collections.abc import AsyncGenerator, Iterator
 from typing import Any
 
@@ -137,7 +136,3 @@ def test_who_is_cancelled_at_the_same_time_is_cancelled() -> None:
 
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(cancel())
-
-
-def test_threads_hand_over_the_interpreter_lock_within_a_millisecond(alphabet_url: str) -> None:
-    assert sys.getswitchinterval() < 0.001

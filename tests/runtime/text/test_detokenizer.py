@@ -1,5 +1,6 @@
 """Text of tokens as they come: characters, stop strings, bytes."""
 
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -89,6 +90,19 @@ def test_special_tokens_have_no_text_and_cost_nothing(tokenizer: Tokenizer) -> N
     ids = [*tokenizer.encode("one"), *[1] * 500, *tokenizer.encode(" two")]
     assert stream(detokenizer, ids) == "one two"
     assert len(detokenizer._window) < 12
+
+
+@examples(200)
+@given(data=st.data(), skip=st.booleans())
+def test_the_table_of_single_tokens_changes_no_piece(tokenizer: Tokenizer, data: st.DataObject, skip: bool) -> None:
+    """Special tokens, whole characters and parts of them, after prompts that may end within one."""
+    ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1) | st.integers(0, 300), max_size=30))
+    cut = data.draw(st.integers(0, len(ids)))
+    fast = tokenizer.detokenizer(ids[:cut], skip_special_tokens=skip)
+    slow = Detokenizer(partial(tokenizer.decode, skip_special_tokens=skip), ids[:cut])
+    for token_id in ids[cut:]:
+        assert fast.push(token_id) == slow.push(token_id)
+    assert fast.flush() == slow.flush()
 
 
 @pytest.fixture(scope="module")

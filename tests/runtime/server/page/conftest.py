@@ -9,7 +9,6 @@ from playwright.sync_api import expect
 from scripted_page import ByteTokens, ScriptedEngine
 from servers import serving
 
-from runtime.engine.metrics import Metrics
 from runtime.server.app import create_app
 from runtime.server.keys import ApiKeys, load_accounts
 from runtime.server.serving import Limits
@@ -38,7 +37,7 @@ def serve(tokens: ByteTokens, engine: ScriptedEngine) -> Callable[..., Any]:
     def make(api_key: str | None = None) -> Any:
         limits = Limits(max_model_len=2000)
         keys = ApiKeys(lambda: load_accounts(api_key, None)) if api_key else None
-        return serving(create_app(engine, tokens, "scripted", limits, render_metrics=Metrics().render, keys=keys))
+        return serving(create_app(engine, tokens, "scripted", limits, keys=keys))
 
     return make
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from scripted_page import MARKUP, ByteTokens, ScriptedEngine, ask
 
-from runtime.engine.engine_thread import Health
+from runtime.engine.engine_client import Health
 
 SHOWN = MARKUP.replace("  ", " ").replace("\n ", "\n")  # Markdown keeps line ends, and one space of several
 API_KEY = "schlüssel 🔑"
