@@ -25,6 +25,7 @@ from compress.checkpoint.weights import Scheme
 
 UNUSED_SCALES = (
     ".input_scale",
+    ".input_global_scale",
     ".input_zero_point",
     ".activation_scale",
     ".output_scale",
@@ -139,7 +140,8 @@ def dequantized(packed: PackedCheckpoint) -> PackedCheckpoint:
     """Returns the dense view of a quantized checkpoint, with a config without quantization."""
     config = {key: value for key, value in packed.config.items() if key not in (QUANTIZATION_KEY, COMPRESSION_KEY)}
     files = DequantizedFiles.over(packed) if packed.schemes else packed.files
-    return replace(packed, config=config, files=files, schemes={}, codec=dense, translation=TRANSLATIONS[dense.NAME])
+    kind = {"codec": dense, "translation": TRANSLATIONS[dense.NAME]}
+    return replace(packed, config=config, files=files, schemes={}, inputs={}, **kind)
 
 
 def open_source(path: str | Path) -> tuple[TensorFiles, ModelConfig]:

@@ -88,7 +88,7 @@ DEQUANTIZED = LinearKernel(
     "dequantized once at load: dense speed, dense memory",
     "",
     lambda scheme, in_features, target: (
-        "keeps activations in 16 bits" if scheme.activations is Activations.INT8 else ""
+        "keeps activations in 16 bits" if scheme.activations == Activations.INT8 else ""
     ),
     _prepare_dequantized,
     _dequantized_nbytes,
