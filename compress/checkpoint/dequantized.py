@@ -77,6 +77,8 @@ class DequantizedFiles(TensorFiles):
     def notes(self) -> list[str]:
         """Returns lines on the source for a plan."""
         lines = [f"source: {self.description}", *super().notes()]
+        if inputs := self.packed.describe_inputs():
+            lines.append(f"inputs that the source rounds keep 16 bits: {inputs}")
         if self.unused_scales:
             lines.append(
                 f"{len(self.unused_scales)} measured scales of inputs, keys or values are left out, e.g. "

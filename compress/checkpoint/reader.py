@@ -152,6 +152,11 @@ class PackedCheckpoint:
         schemes = ", ".join(f"{scheme} ({count} linears)" for scheme, count in counts.most_common())
         return f"{self.format}, {schemes}" if schemes else f"dense {str(self.dtype).removeprefix('torch.')}"
 
+    def describe_inputs(self) -> str:
+        """Describes the rounding of inputs that schemes do not have: `fp8 static (42 linears)`."""
+        counts = Counter(map(str, self.inputs.values()))
+        return ", ".join(f"{kind} ({count} linears)" for kind, count in counts.most_common())
+
     def scheme(self, module: str) -> Scheme | None:
         """Returns the scheme of a module; None if it is dense."""
         return self.schemes.get(module)

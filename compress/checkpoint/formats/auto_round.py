@@ -145,9 +145,8 @@ def _parse_inputs(fields: Mapping[str, Any]) -> Activations | None:
         return Activations("float", bits, size, "e4m3", stored=".input_global_scale")
     if kind in SCALES:
         return Activations("float", bits, size, SCALES[kind])
-    numbers, symmetric = "int" if kind == "int" else "float", bool(fields.get("act_sym", True))
-    if kind not in ("int", "fp"):
-        return Activations(numbers, bits, size, "other")
+    if kind != "fp":
+        return Activations("int" if kind == "int" else "float", bits, size, "other")
     if not fields.get("act_dynamic", True):
-        return Activations(numbers, bits, None, symmetric=symmetric, stored=".input_scale")
-    return Activations(numbers, bits, size if size > 0 else None, symmetric=symmetric)
+        return Activations("float", bits, stored=".input_scale")
+    return Activations("float", bits, size if size > 0 else None)

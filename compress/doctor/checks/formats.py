@@ -6,9 +6,10 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import ClassVar
 
+from compress.checkpoint.activations import AS_STORED
 from compress.checkpoint.config import compression_block
 from compress.checkpoint.formats.readers import RUNTIME, readers
-from compress.checkpoint.reader import REORDERED
+from compress.checkpoint.reader import REORDERED, PackedCheckpoint
 from compress.checkpoint.transforms import TransformedFiles
 from compress.doctor.base import Check, register
 from compress.doctor.findings import Finding
@@ -46,5 +47,15 @@ class Formats(Check):
         loaded = [engine for engine in engines if engine != RUNTIME or not refused]
         made = compression_block(packed.config).get("source")
         origin = {"made from": str(made)} if made else {}
-        facts = {"container": packed.format, "weight forms": forms, **folded, LOADED_BY: ", ".join(loaded) or "none"}
+        facts = {"container": packed.format, "weight forms": forms, **_inputs(packed, bool(folded)), **folded}
+        facts[LOADED_BY] = ", ".join(loaded) or "none"
         return facts | origin
+
+
+def _inputs(packed: PackedCheckpoint, is_folded: bool) -> dict[str, str]:
+    """Returns the rounding of inputs that is stored, and what computes it; nothing where there is none."""
+    if not packed.inputs:
+        return {}
+    computed = f"compress eval and --activations {AS_STORED} round so; 16 bits when served"
+    folded = "16 bits, since transforms are folded into weights"
+    return {"inputs": f"{packed.describe_inputs()}; {folded if is_folded else computed}"}
