@@ -24,11 +24,17 @@ class Integers(Numbers):
     bits: int
 
     @property
+    def least(self) -> int:
+        """The least integer."""
+        return -(2 ** (self.bits - 1))
+
+    @property
     def largest(self) -> float:  # type: ignore[override]
-        return 2.0 ** (self.bits - 1) - 1
+        """Half of the range, which compressed-tensors scales the largest input to; the largest integer is less."""
+        return (2**self.bits - 1) / 2
 
     def nearest(self, x: Tensor) -> Tensor:
-        return x.round().clamp_(-self.largest - 1, self.largest)
+        return x.round().clamp_(self.least, -self.least - 1)
 
     def codes(self, numbers: Tensor) -> Tensor:
         return numbers.to(torch.int8).view(torch.uint8)
@@ -100,9 +106,9 @@ class InputRounding:
         if self.kind.symmetric:
             return self._scales(groups.abs().amax(-1, keepdim=True)), none
         least, most = groups.amin(-1, keepdim=True).clamp_max_(0), groups.amax(-1, keepdim=True).clamp_min_(0)
-        end = -self._numbers.largest - 1
-        scales = (most - least) / (2**self.kind.bits - 1)
-        return scales, (end - least / scales.clamp_min(torch.finfo(scales.dtype).tiny)).round_()
+        integers = Integers(self.kind.bits)
+        scales = (most - least) / (2 * integers.largest)
+        return scales, (integers.least - least / scales.clamp_min(torch.finfo(scales.dtype).tiny)).round_()
 
     def _scales(self, largest: Tensor) -> Tensor:
         """Returns scales of groups whose largest magnitudes are `largest [M, G, 1]`."""
