@@ -1,5 +1,5 @@
-"""The choice of activations: 16-bit or 8-bit ones for packed weights on CPUs, by a recorded or own measurement, or rounded
-as the checkpoint says.
+"""The choice of activations: rounded as the checkpoint says, or with packed weights on CPUs 16-bit or 8-bit ones, by a
+recorded or own measurement.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ class InputRounding:
         zero: float32 `[1]`, the stored zero point.
     """
 
-    kind: Activations = Activations.FP8
+    kind: Activations
     scale: Tensor | None = None
     zero: Tensor | None = None
 

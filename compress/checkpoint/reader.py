@@ -25,10 +25,19 @@ from compress.checkpoint.config import (
     read_config,
 )
 from compress.checkpoint.expert_files import split_experts
-from compress.checkpoint.formats import INPUTS, TRANSLATIONS, Format, Translation, compress_runtime, dense, exl3, find_format
+from compress.checkpoint.formats import (
+    INPUTS,
+    TRANSLATIONS,
+    Format,
+    Translation,
+    compress_runtime,
+    dense,
+    exl3,
+    find_format,
+)
 from compress.checkpoint.formats.known_keys import check_keys as check_quantization_keys
-from compress.checkpoint.safetensors import TensorFiles
 from compress.checkpoint.input_rounding import InputRounding
+from compress.checkpoint.safetensors import TensorFiles
 from compress.checkpoint.weights import Activations, Int, Scheme, Weight
 from compress.checkpoint.weights.base import Get, StoredTensors
 from compress.checkpoint.weights.integer import IntegerWeight

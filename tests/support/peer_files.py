@@ -18,12 +18,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 PEERS = Path(__file__).parents[1] / "data" / "peers"
-PACKAGES = "auto-round", "compressed-tensors", "llmcompressor", "torch", "transformers"
+PACKAGES = "auto-round", "compressed-tensors", "llmcompressor", "torch", "torchao", "transformers"
 VOCABULARY, TOKENS, SAMPLES = 32, 8, 4
-KEPT = "config.json", "model.safetensors"
+KEPT = "config.json", "model.safetensors", "expected.safetensors"
 MODULES = tuple(f"model.layers.0.{name}_proj" for name in ("mlp.down", "self_attn.k"))
 """Modules of which the weights are kept."""
 
+Compute = Callable[[Path], dict[str, Tensor]]
+"""From the files of a tool to logits or weights that it computes."""
 FP8_TOKEN = {"num_bits": 8, "type": "float", "strategy": "token", "symmetric": True, "dynamic": True}
 INT8_WEIGHTS = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
 INT4_WEIGHTS = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True}
@@ -68,6 +70,13 @@ AUTO_ROUND: dict[str, dict[str, Any]] = {
 }
 
 
+TORCHAO = {
+    "int8": "Int8WeightOnlyConfig",
+    "int8-dynamic": "Int8DynamicActivationInt8WeightConfig",
+    "fp8": "Float8WeightOnlyConfig",
+}
+
+
 def write_source(folder: Path) -> None:
     """Writes a dense Llama of one layer with a tokenizer of its words."""
     from tokenizers import Tokenizer, models
@@ -102,7 +111,11 @@ def write_llm_compressor(source: Path, out: Path, recipe: str | dict[str, Any]) 
     data = Dataset.from_list([{"input_ids": sample, "attention_mask": [1] * 32} for sample in samples()])
     chosen = {"scheme": recipe, "targets": ["Linear"]} if isinstance(recipe, str) else {"config_groups": recipe}
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
-    options = {"num_calibration_samples": SAMPLES, "max_seq_length": 32, "tokenizer": AutoTokenizer.from_pretrained(source)}
+    options = {
+        "num_calibration_samples": SAMPLES,
+        "max_seq_length": 32,
+        "tokenizer": AutoTokenizer.from_pretrained(source),
+    }
     oneshot(model=model, recipe=QuantizationModifier(ignore=["lm_head"], **chosen), dataset=data, **options)
     model.save_pretrained(out, save_compressed=True)
 
@@ -117,6 +130,18 @@ def write_auto_round(source: Path, out: Path, options: dict[str, Any]) -> None:
     name = given.pop("format", "auto_round")
     quantizer = AutoRound(model, tokenizer, dataset=data, device_map="cpu", **given)
     quantizer.quantize_and_save(str(out), format=name)
+
+
+def write_torchao(source: Path, out: Path, config: str) -> None:
+    """Writes the files of a case, with what torchao dequantizes."""
+    import torchao.quantization
+    from transformers import AutoModelForCausalLM, TorchAoConfig
+
+    options = TorchAoConfig(getattr(torchao.quantization, config)())
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, quantization_config=options)
+    model.save_pretrained(out)
+    weights = {module: model.get_submodule(module).weight.dequantize().contiguous() for module in MODULES}
+    save_file(weights, out / "expected.safetensors")
 
 
 def logits_of(folder: Path) -> dict[str, Tensor]:
@@ -173,18 +198,18 @@ def weights_of(folder: Path) -> dict[str, Tensor]:
     return {name: weight.contiguous() for name, weight in found.items()}
 
 
-def write_case(name: str, write: Callable[[Path], None], is_integer: bool) -> None:
-    """Writes the files of one case, and what the tool computes from them."""
+def write_case(name: str, write: Callable[[Path], None], compute: Compute | None) -> None:
+    """Writes the files of one case, and what the tool computes from them, unless `write` did."""
     with tempfile.TemporaryDirectory() as place:
         write(Path(place))
         made = next(Path(place).rglob("model.safetensors")).parent
-        computed = weights_of(made) if is_integer else logits_of(made)
+        if compute is not None:
+            save_file(compute(made), made / "expected.safetensors")
         folder = PEERS / name
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         for file in KEPT:
             shutil.copy(made / file, folder / file)
-        save_file(computed, folder / "expected.safetensors")
 
 
 def main() -> None:
@@ -192,9 +217,12 @@ def main() -> None:
         source = Path(place)
         write_source(source)
         for name, recipe in LLM_COMPRESSOR.items():
-            write_case(f"llm-compressor-{name}", lambda out, r=recipe: write_llm_compressor(source, out, r), False)
+            write_case(f"llm-compressor-{name}", lambda out, r=recipe: write_llm_compressor(source, out, r), logits_of)
         for name, options in AUTO_ROUND.items():
-            write_case(f"auto-round-{name}", lambda out, o=options: write_auto_round(source, out, o), "bits" in options)
+            compute = weights_of if "bits" in options else logits_of
+            write_case(f"auto-round-{name}", lambda out, o=options: write_auto_round(source, out, o), compute)
+        for name, config in TORCHAO.items():
+            write_case(f"torchao-{name}", lambda out, c=config: write_torchao(source, out, c), None)
     versions = {package: version(package) for package in PACKAGES}
     (PEERS / "versions.json").write_text(json.dumps(versions, indent=2) + "\n")
 

@@ -25,6 +25,7 @@ from compress.checkpoint.formats import (
     gguf,
     gptq,
     mxfp4,
+    torchao,
 )
 from compress.checkpoint.scheme import GROUP_SIZES, MAX_BITS, MIN_BITS, targets
 from compress.checkpoint.weights import Activations, Int, Scheme, Weight
@@ -60,6 +61,7 @@ TRANSLATIONS: dict[str, Translation] = {
     bitsandbytes.NAME: bitsandbytes,
     gguf.NAME: gguf,
     auto_round.NAME: auto_round,
+    torchao.NAME: torchao,
     dense.NAME: dense,
 }
 FORMATS: dict[str, Format] = {
@@ -75,6 +77,7 @@ INPUTS: Mapping[str, Callable[[Mapping[str, Any], Iterable[str]], dict[str, Acti
     compressed_tensors.NAME: compressed_tensors.inputs,
     fp8.NAME: fp8.inputs,
     auto_round.NAME: auto_round.inputs,
+    torchao.NAME: torchao.inputs,
 }
 """Rounding of inputs by module, of formats whose files may say more of it than schemes do."""
 

@@ -33,6 +33,7 @@ READ: Mapping[str, str] = {
     "bnb_4bit_use_double_quant llm_int8_enable_fp32_cpu_offload llm_int8_has_fp16_weight llm_int8_threshold "
     "load_in_4bit load_in_8bit",
     "mxfp4": "",
+    "torchao": "include_input_output_embeddings quant_type untie_embedding_weights",
     "auto-round": "act_bits act_data_type act_dynamic act_group_size act_sym activation_scheme backend bits "
     "block_name_to_quantize data_type extra_config fmt group_size packing_format regex_config sym weight_block_size",
     "exl3": "bits codebook head_bits out_scales tensor_storage",

@@ -36,6 +36,8 @@ READERS: Mapping[str, Mapping[str, Takes]] = {
 FOREIGN_READERS: Mapping[str, Mapping[str, Takes]] = {
     "mxfp4": {RUNTIME: _all, TRANSFORMERS: _all, VLLM: _all, SGLANG: _all},
     "exl3": {RUNTIME: _all, EXLLAMA: _all},
+    "auto-round": {RUNTIME: _all},
+    "torchao": {RUNTIME: _all},
     "bitsandbytes": {RUNTIME: _all, TRANSFORMERS: _all, VLLM: _all},
 }
 """The same of containers that are only read here."""

@@ -217,12 +217,15 @@ INT8_DYNAMIC = LinearKernel(
 )
 
 
+FP8_TOKENS = InputRounding(Activations.FP8)
+
+
 @dataclass(frozen=True, slots=True)
 class RoundedInputs:
     """A linear whose inputs are rounded, by default to 8-bit floats, token by token."""
 
     linear: Linear
-    rounding: InputRounding = InputRounding()
+    rounding: InputRounding = FP8_TOKENS
 
     @property
     def nbytes(self) -> int:

@@ -1,4 +1,4 @@
-"""Files of llm-compressor and AutoRound: weights and logits are those of these tools, with inputs rounded as they say."""
+"""Files of llm-compressor, AutoRound and torchao: weights and logits are those of the tools, with inputs rounded so."""
 
 from pathlib import Path
 
@@ -13,7 +13,9 @@ from runtime.model.loader import load_model
 from runtime.model.scoring import score
 
 PEERS = Path(__file__).parents[2] / "data" / "peers"
-EXPECTED = {folder.name: load_file(folder / "expected.safetensors") for folder in sorted(PEERS.iterdir()) if folder.is_dir()}
+EXPECTED = {
+    folder.name: load_file(folder / "expected.safetensors") for folder in sorted(PEERS.iterdir()) if folder.is_dir()
+}
 WITH_LOGITS = [name for name, expected in EXPECTED.items() if "logits" in expected]
 LIMIT = 1e-5
 """Largest error relative to the logits."""
@@ -34,8 +36,8 @@ def test_inputs_are_rounded_as_the_file_says(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in EXPECTED if name not in WITH_LOGITS])
-def test_integers_of_auto_round(name: str) -> None:
+def test_weights_are_those_of_the_tool(name: str) -> None:
     packed = PackedCheckpoint.open(PEERS / name)
     for module, weight in EXPECTED[name].items():
-        assert torch.equal(packed.values(module, torch.float16), weight)
+        assert torch.equal(packed.values(module, weight.dtype), weight)
     load_model(PEERS / name, device="cpu", dtype="float32")
