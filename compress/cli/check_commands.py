@@ -219,6 +219,7 @@ def export(
     """Convert a packed checkpoint to another format without loss; fails with the reason if that is impossible."""
     from compress.checkpoint.containers import containers
     from compress.checkpoint.gguf.folder import folder_of
+    from compress.checkpoint.reader import PackedCheckpoint
     from compress.checkpoint.writer import export_checkpoint
     from compress.common.files import REPORT_FILE
     from compress.reporting.model_card import write_card
@@ -244,6 +245,8 @@ def export(
         read_report(source)  # its figures go into the card: a damaged report is refused before anything is written
     written = export_checkpoint(source, format, out)
     write_card(written, source)
+    if inputs := PackedCheckpoint.open(source).describe_inputs():
+        typer.echo(f"inputs keep 16 bits in the copy, where {shown_name(source)} rounds them: {inputs}")
     typer.echo(f"wrote {written} ({format})")
 
 

@@ -84,7 +84,7 @@ def test_projections_with_scales_of_their_own_are_rounded_by_them(tmp_path: Path
     name = "model.layers.0.self_attn.k_proj.input_scale"
     tokens = load_file(tmp_path / "expected.safetensors")["tokens"]
     before = score(load_model(tmp_path, device="cpu", kernels=AS_STORED), tokens)
-    save_file(tensors | {name: tensors[name] * 64}, tmp_path / "model.safetensors")
+    save_file(tensors | {name: tensors[name] / 64}, tmp_path / "model.safetensors")
     found = [score(load_model(tmp_path, device="cpu", kernels=kernels), tokens) for kernels in (AS_STORED, REFERENCE)]
     assert torch.allclose(*found, atol=1e-5)
     assert not torch.allclose(found[0], before, atol=1e-2)
