@@ -142,8 +142,8 @@ def dequantized(packed: PackedCheckpoint) -> PackedCheckpoint:
     """Returns the dense view of a quantized checkpoint, with a config without quantization."""
     config = {key: value for key, value in packed.config.items() if key not in (QUANTIZATION_KEY, COMPRESSION_KEY)}
     files = DequantizedFiles.over(packed) if packed.schemes else packed.files
-    kind = {"codec": dense, "translation": TRANSLATIONS[dense.NAME]}
-    return replace(packed, config=config, files=files, schemes={}, inputs={}, **kind)
+    translation = TRANSLATIONS[dense.NAME]
+    return replace(packed, config=config, files=files, schemes={}, inputs={}, codec=dense, translation=translation)
 
 
 def open_source(path: str | Path) -> tuple[TensorFiles, ModelConfig]:

@@ -66,7 +66,7 @@ def inputs(config: Mapping[str, Any], names: Iterable[str]) -> dict[str, Activat
 
 def _form(config: Mapping[str, Any]) -> tuple[Scheme, Activations | None]:
     given = (config.get("quant_type") or {}).get("default") or {}
-    name, fields = given.get("_type"), given.get("_data") or {}
+    name, fields = str(given.get("_type")), given.get("_data") or {}
     usual = {"granularity": ("_type", "PerRow"), "act_mapping_type": ("_data", "SYMMETRIC")}
     is_usual = all((fields.get(key) or {}).get(part, value) == value for key, (part, value) in usual.items())
     if name not in FORMS or not is_usual or fields.get("group_size"):
