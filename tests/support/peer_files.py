@@ -47,7 +47,6 @@ LLM_COMPRESSOR: dict[str, str | dict[str, Any]] = {
     "int8-static-asym": scheme(INT8_WEIGHTS, {**STATIC, "symmetric": False}),
     "int8-token-asym": scheme(INT8_WEIGHTS, {**FP8_TOKEN, "type": "int", "symmetric": False}),
     "w4-fp8": scheme(INT4_WEIGHTS, FP8_TOKEN),
-    "w4-int4": scheme(INT4_WEIGHTS, {**FP8_TOKEN, "type": "int", "num_bits": 4}),
 }
 AUTO_ROUND: dict[str, dict[str, Any]] = {
     "nvfp4": {"scheme": "NVFP4"},
