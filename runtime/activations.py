@@ -1,4 +1,6 @@
-"""The choice between 16-bit and 8-bit activations for packed weights on CPUs, by a recorded or own measurement."""
+"""The choice of activations: rounded as the checkpoint says, or with packed weights on CPUs 16-bit or 8-bit ones, by a
+recorded or own measurement.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from compress.checkpoint.activations import ACTIVATIONS, EIGHT_BITS, SIXTEEN_BITS, MeasuredActivations
+from compress.checkpoint.activations import ACTIVATIONS, AS_STORED, EIGHT_BITS, SIXTEEN_BITS, MeasuredActivations
 from compress.checkpoint.kv_cache import AUTO
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.weights import Scheme
@@ -22,7 +24,7 @@ from compress.common.errors import CheckpointError, ToolkitError
 from compress.common.files import atomic_file, cache_folder, read_json
 from runtime.backends.base import Target
 from runtime.backends.prepared_weight import LAYOUT_VERSION
-from runtime.backends.registry import linear_kernels
+from runtime.backends.registry import REFERENCE, linear_kernels
 from runtime.core.model_config import DecoderConfig
 from runtime.core.progress import Report, Stage, ignore
 from runtime.model.loader import open_weights, packed_matrices
@@ -52,13 +54,17 @@ class ActivationChoice:
     Attributes:
         kernels: mode or kernel of `runtime.backends.registry`.
         reason: in one line; "" for a model without packed weights.
+        rounds_inputs: whether inputs are rounded as the checkpoint says.
     """
 
     kernels: str
     reason: str = ""
+    rounds_inputs: bool = False
 
     @property
     def activations(self) -> str:
+        if self.rounds_inputs:
+            return AS_STORED
         return EIGHT_BITS if self.kernels == EIGHT_BITS else SIXTEEN_BITS
 
     @property
@@ -104,8 +110,8 @@ def choose_activations(
     """Chooses the form of activations; measures a model without a record once, and keeps the result.
 
     Args:
-        asked: `auto`, `16bit` or `8bit`.
-        kernels: as asked for; anything but `auto` keeps 16 bits.
+        asked: `auto`, `16bit`, `8bit` or `stored`.
+        kernels: as asked for; anything but `auto` keeps 16 bits, except that `reference` computes what is stored.
         report: progress callback.
 
     Raises:
@@ -116,9 +122,22 @@ def choose_activations(
         raise ToolkitError(f"unknown form of activations {asked!r}", f"Use {', '.join(ACTIVATIONS)}")
     if kernels == EIGHT_BITS:
         raise ToolkitError(f"{kernels} is no kernel", f"Use --activations {EIGHT_BITS}")
+    if asked == AS_STORED and kernels not in (AUTO, REFERENCE):
+        raise ToolkitError(f"kernel {kernels} keeps activations in 16 bits", f"Use --linear-backend {REFERENCE}")
+    packed = PackedCheckpoint.open(path)
+    if kernels == REFERENCE and packed.inputs:
+        if asked not in (AUTO, AS_STORED):
+            raise ToolkitError(f"{REFERENCE} rounds inputs as stored: {packed.describe_inputs()}", "Use other kernels")
+        return ActivationChoice(REFERENCE, f"{REFERENCE} rounds them as stored: {packed.describe_inputs()}", True)
+    if asked == AS_STORED:
+        return ActivationChoice(AS_STORED, f"as asked: {packed.describe_inputs() or '16 bits'}", bool(packed.inputs))
     if asked == SIXTEEN_BITS:
         return ActivationChoice(kernels, "as asked")
-    if asked == AUTO and not PackedCheckpoint.open(path).modules:
+    if asked == AUTO and packed.inputs:
+        return ActivationChoice(
+            kernels, f"no kernel multiplies what is stored, {packed.describe_inputs()}: --activations {AS_STORED}"
+        )
+    if asked == AUTO and not packed.modules:
         return ActivationChoice(kernels)
     config, reader = open_weights(path, device, dtype, kernels, False, trust_remote_code)
     refusal = refusal_of_8_bits(config, reader)

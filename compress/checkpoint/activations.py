@@ -10,8 +10,9 @@ from compress.checkpoint.config import compression_block
 from compress.checkpoint.kv_cache import AUTO
 from compress.common.errors import CheckpointError
 
-SIXTEEN_BITS, EIGHT_BITS = "16bit", "8bit"
-ACTIVATIONS = (AUTO, SIXTEEN_BITS, EIGHT_BITS)
+SIXTEEN_BITS, EIGHT_BITS, AS_STORED = "16bit", "8bit", "stored"
+ACTIVATIONS = (AUTO, SIXTEEN_BITS, EIGHT_BITS, AS_STORED)
+"""Forms; `AS_STORED` is the one that `quantization_config` describes."""
 ACTIVATIONS_MEASURED_KEY = "activations_measured"
 MAX_SHARE = 0.1
 """Limit of the KL that 8-bit activations add to the quantization's own, as a share of it."""

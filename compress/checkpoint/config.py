@@ -14,8 +14,8 @@ from compress.models.config import block
 from compress.models.wrappers import text_part, whole_config
 
 CONFIG_FILE = "config.json"
-LEGACY_QUANTIZATION_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
-"""Files of older checkpoints, and the formats that they describe."""
+QUANTIZATION_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "quanto_qmap.json": "quanto"}
+"""Files of older checkpoints and of optimum-quanto, and the formats that they describe."""
 QUANTIZATION_KEY = "quantization_config"
 COMPRESSION_KEY = "compression_config"
 FORMAT_VERSION = 1
@@ -27,14 +27,14 @@ ModelConfig = dict[str, Any]
 
 def read_config(path: str | Path) -> ModelConfig:
     """Reads config.json of a model folder, or its text model's part, and merges the quantization file of older GPTQ and
-    AWQ checkpoints.
+    AWQ checkpoints, and of optimum-quanto's.
 
     Raises:
         CheckpointError: missing, not JSON, or of a newer `compression_config.format_version` than this code knows.
     """
     folder = Path(path)
     config = _read_json(folder / CONFIG_FILE)
-    for name, method in LEGACY_QUANTIZATION_FILES.items():
+    for name, method in QUANTIZATION_FILES.items():
         if QUANTIZATION_KEY not in config and (folder / name).is_file():
             config[QUANTIZATION_KEY] = {"quant_method": method, **_read_json(folder / name)}
     version = compression_block(config).get("format_version", FORMAT_VERSION)

@@ -25,6 +25,7 @@ from compress.checkpoint.weights import Scheme
 
 UNUSED_SCALES = (
     ".input_scale",
+    ".input_global_scale",
     ".input_zero_point",
     ".activation_scale",
     ".output_scale",
@@ -76,6 +77,8 @@ class DequantizedFiles(TensorFiles):
     def notes(self) -> list[str]:
         """Returns lines on the source for a plan."""
         lines = [f"source: {self.description}", *super().notes()]
+        if inputs := self.packed.describe_inputs():
+            lines.append(f"inputs that the source rounds keep 16 bits: {inputs}")
         if self.unused_scales:
             lines.append(
                 f"{len(self.unused_scales)} measured scales of inputs, keys or values are left out, e.g. "
@@ -139,7 +142,8 @@ def dequantized(packed: PackedCheckpoint) -> PackedCheckpoint:
     """Returns the dense view of a quantized checkpoint, with a config without quantization."""
     config = {key: value for key, value in packed.config.items() if key not in (QUANTIZATION_KEY, COMPRESSION_KEY)}
     files = DequantizedFiles.over(packed) if packed.schemes else packed.files
-    return replace(packed, config=config, files=files, schemes={}, codec=dense, translation=TRANSLATIONS[dense.NAME])
+    translation = TRANSLATIONS[dense.NAME]
+    return replace(packed, config=config, files=files, schemes={}, inputs={}, codec=dense, translation=translation)
 
 
 def open_source(path: str | Path) -> tuple[TensorFiles, ModelConfig]:

@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, cast
@@ -25,10 +25,20 @@ from compress.checkpoint.config import (
     read_config,
 )
 from compress.checkpoint.expert_files import split_experts
-from compress.checkpoint.formats import TRANSLATIONS, Format, Translation, compress_runtime, dense, exl3, find_format
+from compress.checkpoint.formats import (
+    INPUTS,
+    TRANSLATIONS,
+    Format,
+    Translation,
+    compress_runtime,
+    dense,
+    exl3,
+    find_format,
+)
 from compress.checkpoint.formats.known_keys import check_keys as check_quantization_keys
+from compress.checkpoint.input_rounding import InputRounding
 from compress.checkpoint.safetensors import TensorFiles
-from compress.checkpoint.weights import Int, Scheme, Weight
+from compress.checkpoint.weights import Activations, Int, Scheme, Weight
 from compress.checkpoint.weights.base import Get, StoredTensors
 from compress.checkpoint.weights.integer import IntegerWeight
 from compress.common.errors import CheckpointError, ToolkitError
@@ -76,6 +86,15 @@ def _schemes(kind: Format, block: Mapping[str, Any], files: TensorFiles) -> dict
     return {module: scheme.found(module, files) for module, scheme in named.items()}
 
 
+def _inputs(kind: Format, block: Mapping[str, Any], files: TensorFiles) -> dict[str, Activations]:
+    """Reads the rounding of inputs of every module, where it is no part of its scheme."""
+    read, layout = INPUTS.get(kind.NAME), files.text_names
+    if read is None or layout is None:
+        return {} if read is None else read(block, files.names())
+    found = read(block, sorted(map(layout.stored, files.names())))
+    return {layout.own(module): activations for module, activations in found.items()}
+
+
 @dataclass(frozen=True)
 class PackedCheckpoint:
     """A checkpoint as modules and tensors. Weights are decoded on request and not cached.
@@ -88,6 +107,7 @@ class PackedCheckpoint:
         codec: the functions of its format.
         translation: those that read its tensors; None where they are those of the schemes themselves.
         holds_weights: whether its files hold its weights as they are, so that tensors may be read without it.
+        inputs: rounding of the inputs of modules, where it is no part of their schemes.
     """
 
     holds_weights: ClassVar[bool] = True
@@ -98,6 +118,7 @@ class PackedCheckpoint:
     schemes: dict[str, Scheme]
     codec: Format
     translation: Translation | None
+    inputs: Mapping[str, Activations] = field(default_factory=dict, kw_only=True)
 
     @classmethod
     def open(cls, path: str | Path) -> PackedCheckpoint:
@@ -114,12 +135,12 @@ class PackedCheckpoint:
         check_quantization_keys(kind.NAME, block)
         files = split_experts(exl3.without_padding(stored, config) if kind is exl3 else stored, config)
         try:
-            schemes = _schemes(kind, block, files)
+            schemes, inputs = _schemes(kind, block, files), _inputs(kind, block, files)
         except CheckpointError:
             raise
         except (ToolkitError, *NONSENSE) as error:
             raise CheckpointError(f"quantization_config in {files.path} cannot be used: {error}") from error
-        packed = cls(files.path, config, files, schemes, kind, TRANSLATIONS.get(kind.NAME))
+        packed = cls(files.path, config, files, schemes, kind, TRANSLATIONS.get(kind.NAME), inputs=inputs)
         return without_transforms(packed) if block.get("transform_config") else packed
 
     @property
@@ -149,6 +170,11 @@ class PackedCheckpoint:
         counts = Counter(re.sub(r" rank \d+", " low rank", str(scheme)) for scheme in self.schemes.values())
         schemes = ", ".join(f"{scheme} ({count} linears)" for scheme, count in counts.most_common())
         return f"{self.format}, {schemes}" if schemes else f"dense {str(self.dtype).removeprefix('torch.')}"
+
+    def describe_inputs(self) -> str:
+        """Describes the rounding of inputs that schemes do not have: `fp8 static (42 linears)`."""
+        counts = Counter(map(str, self.inputs.values()))
+        return ", ".join(f"{kind} ({count} linears)" for kind, count in counts.most_common())
 
     def scheme(self, module: str) -> Scheme | None:
         """Returns the scheme of a module; None if it is dense."""
@@ -222,6 +248,15 @@ class PackedCheckpoint:
         if name.endswith(GROUP_INDEX):
             raise CheckpointError(f"{name} is left out", "Read it by its name")
         return self.tensor(name)
+
+    def input_rounding(self, module: str) -> InputRounding | None:
+        """Reads the rounding of a module's inputs that its scheme does not have; None where there is none.
+
+        Raises:
+            CheckpointError: stored numbers are missing, or rounding is not computed here.
+        """
+        kind = self.inputs.get(module)
+        return None if kind is None else InputRounding.read(kind, StoredTensors(module, self.tensor))
 
     def shape(self, module: str) -> tuple[int, int]:
         """Returns `(O, I)` of a linear module. Raises CheckpointError if it is missing or not a matrix."""

@@ -341,7 +341,7 @@ def quantize_tokens(x: Tensor, kind: Activations = Activations.INT8) -> tuple[Te
     row that is not finite keeps a scale that is not finite.
     """
     exact = x.double() if x.dtype == torch.float64 else x.float()
-    fp8 = kind is Activations.FP8
+    fp8 = kind == Activations.FP8
     scale = divide(exact.abs().amax(-1, keepdim=True), MAX_FP8 if fp8 else MAX_INT8)
     q8 = exact / scale.clamp_min(torch.finfo(exact.dtype).tiny)
     return (q8.to(FP8).to(exact.dtype) if fp8 else q8.round_()), scale

@@ -8,7 +8,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, TypeVar, cast
 
 from compress.common.errors import SchemeError
@@ -47,15 +46,29 @@ class Headers(Protocol):
     def tensor_nbytes(self, name: str) -> int: ...
 
 
-class Activations(StrEnum):
-    """Dynamic rounding of a layer's inputs to 8 bits, one scale per token."""
+@dataclass(frozen=True, slots=True)
+class Activations:
+    """Rounding of a layer's inputs before its product.
 
-    INT8 = "int8"
-    FP8 = "fp8"
+    Attributes:
+        numbers: `int`, or `float`: e4m3 of 8 bits, e2m1 of 4.
+        bits: width of a number.
+        group_size: inputs of a token that share a scale; None is all of them.
+        scales: `float`; `e4m3`, divided by a stored factor; a rule of `POWERS`; or `other`, which is not computed here.
+        symmetric: whether there are no zero points.
+        stored: suffix of the stored scale of all tokens, or of the factor of `e4m3`; empty where scales are found as
+            tokens come.
+    """
 
-    @property
-    def bits(self) -> int:
-        return 8
+    INT8: ClassVar[Activations]
+    FP8: ClassVar[Activations]
+
+    numbers: str = "int"
+    bits: int = 8
+    group_size: int | None = None
+    scales: str = "float"
+    symmetric: bool = True
+    stored: str = ""
 
     @classmethod
     def from_bits(cls, bits: int | None, kind: Activations) -> Activations | None:
@@ -63,6 +76,20 @@ class Activations(StrEnum):
         if bits not in (None, kind.bits):
             raise SchemeError(f"activation_bits={bits} is not supported", "Use 8 or leave it out")
         return kind if bits else None
+
+    def __str__(self) -> str:
+        kind = f"{'int' if self.numbers == 'int' else 'fp'}{self.bits}"
+        group = "" if self.group_size is None else f"g{self.group_size}"
+        scales = {"float": "", "other": "with other scales"}.get(self.scales, f"{self.scales} scales")
+        stored = "static" if self.stored and self.scales == "float" else ""
+        return " ".join(filter(None, (kind, group, scales, stored, "" if self.symmetric else "asym")))
+
+
+POWERS = "e8m0", "e8m0 floor", "e8m0 ceil"
+"""Rules of the power of two that scales the largest input of a group: it becomes at most 1.75 times the last power of
+two among the numbers (compressed-tensors), less than twice that (OCP microscaling 1.0), or the largest number."""
+Activations.INT8, Activations.FP8 = Activations(), Activations("float")
+"""Rounding to 8 bits with one scale per token, found as it comes, which kernels of such weights do themselves."""
 
 
 class Scheme(ABC):

@@ -144,10 +144,9 @@ class TransformedFiles(DequantizedFiles):
         return sorted({transform.group for found in self.transforms.values() for transform, _ in found})
 
     def notes(self) -> list[str]:
-        return [
-            *super().notes(),
-            f"transforms {', '.join(self.groups)} of transform_config are folded into the weights",
-        ]
+        folded = f"transforms {', '.join(self.groups)} of transform_config are folded into the weights"
+        kept = ", so inputs keep 16 bits, where the checkpoint rounds them" if self.packed.inputs else ""
+        return [*super().notes(), folded + kept]
 
     def names(self) -> list[str]:
         return [name for name in super().names() if name in self]

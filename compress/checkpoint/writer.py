@@ -24,7 +24,7 @@ from torch import Tensor
 from compress.checkpoint.config import (
     CONFIG_FILE,
     HEAD,
-    LEGACY_QUANTIZATION_FILES,
+    QUANTIZATION_FILES,
     QUANTIZATION_KEY,
     compression_block,
     format_name,
@@ -69,7 +69,7 @@ from compress.common.files import (
 from compress.models.wrappers import StoredNames
 
 MAX_SHARD_BYTES = 4 * 2**30
-REWRITTEN = frozenset({CONFIG_FILE, *LEGACY_QUANTIZATION_FILES})
+REWRITTEN = frozenset({CONFIG_FILE, *QUANTIZATION_FILES})
 """Side files of a source that a new checkpoint rewrites instead of copying."""
 
 

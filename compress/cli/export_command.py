@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from compress.checkpoint.gguf.mixes import ALIASES, MIXES, TYPES
+from compress.checkpoint.locate import shown_name
 from compress.cli.compress_commands import announce, execute, make_request, say
 from compress.cli.options import JobOptions, TextOptions
 from compress.common.cli import with_groups
@@ -107,7 +108,7 @@ def _list_formats(path: Path) -> None:
 
 
 def _export_folder(path: Path, format: str, out: Path) -> list[str]:
-    """Writes a folder and returns notes on engines that compute it otherwise than its config.json says."""
+    """Writes a folder and returns notes on inputs that are rounded otherwise than config.json says."""
     from compress.checkpoint.formats.readers import input_notes
     from compress.checkpoint.gguf.folder import folder_of
     from compress.checkpoint.reader import PackedCheckpoint
@@ -121,7 +122,10 @@ def _export_folder(path: Path, format: str, out: Path) -> list[str]:
         read_report(source)  # its figures go into the card: a damaged report is refused before anything is written
     written = export_checkpoint(source, format, out)
     write_card(written, source)
-    return [f"note: {note}" for note in input_notes(PackedCheckpoint.open(written).schemes.values())]
+    notes = input_notes(PackedCheckpoint.open(written).schemes.values())
+    if inputs := PackedCheckpoint.open(source).describe_inputs():
+        notes = [f"inputs keep 16 bits in the copy, where {shown_name(source)} rounds them: {inputs}", *notes]
+    return [f"note: {note}" for note in notes]
 
 
 def _export_gguf(path: Path, out: Path, gguf: GGUFOptions, text: TextOptions, job: JobOptions) -> GGUFExport | None:

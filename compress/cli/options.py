@@ -216,8 +216,9 @@ class ScoreOptions:
         str,
         typer.Option(
             metavar="FORM",
-            help="Activations that packed weights are multiplied by on a CPU: 16bit, 8bit, or auto: as served. Does "
-            "not affect the baseline.",
+            help="Activations that packed weights are multiplied by: 16bit, 8bit (on a CPU), stored: rounded as the "
+            "checkpoint says, or auto: stored where the checkpoint says something, else as served. Does not affect the "
+            "baseline.",
         ),
     ] = AUTO
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from compress.checkpoint.activations import ACTIVATIONS_MEASURED_KEY, EIGHT_BITS, MeasuredActivations
+from compress.checkpoint.activations import ACTIVATIONS_MEASURED_KEY, SIXTEEN_BITS, MeasuredActivations
 from compress.checkpoint.locate import shown_name
 from compress.checkpoint.state_dtype import STATE_FLOAT32
 from compress.checkpoint.weights import Int, Scheme
@@ -209,8 +209,8 @@ def print_evaluation(report: EvaluationReport) -> None:
         table.add_row("KL mean (nats)", f"{result.kl_mean:.5f}")
         table.add_row("KL 99.9 % (nats)", f"{result.kl_p999:.4f}")
         table.add_row("same first token", f"{100 * result.top1_agreement:.2f} %")
-    if report.request.activations == EIGHT_BITS:
-        table.add_row("activations", EIGHT_BITS)
+    if report.request.activations != SIXTEEN_BITS:
+        table.add_row("activations", report.request.activations)
     if not report.request.kv_cache.is_exact:
         table.add_row("KV cache", str(report.request.kv_cache))
     if report.request.state_dtype != STATE_FLOAT32:

@@ -15,6 +15,7 @@ from calibration.sources import load_texts
 from compress.checkpoint.activations import (
     ACTIVATIONS,
     ACTIVATIONS_MEASURED_KEY,
+    AS_STORED,
     EIGHT_BITS,
     SIXTEEN_BITS,
     MeasuredActivations,
@@ -25,6 +26,7 @@ from compress.checkpoint.gguf.folder import folder_of
 from compress.checkpoint.kv_cache import AUTO, UNCOMPRESSED, KVCacheScheme
 from compress.checkpoint.locate import find_source
 from compress.checkpoint.locate.hub import HubModel
+from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.state_dtype import STATE_DTYPES, STATE_FLOAT32, MeasuredStates, with_measured_states
 from compress.common.device import available_bytes, format_bytes, require_memory, resolve_device
 from compress.common.errors import DataError
@@ -63,7 +65,8 @@ class EvaluationRequest:
         max_tokens: limit on the tokens; None is all the text.
         kv_cache: form of keys and values of the model; the baseline has 16 bits.
         kernels: of the model, not of the baseline: a mode or a kernel of `runtime.backends.registry`.
-        activations: of the model, not of the baseline: see `runtime.activations.choose_activations`.
+        activations: of the model: see `runtime.activations.choose_activations`; `auto` is as stored. Those of the
+            baseline are as stored.
         trust_remote_code: whether Python files of the folders may run.
         state_dtype: dtype of kept recurrent states of the model; the baseline has float32.
         streaming: None keeps both models in memory.
@@ -154,7 +157,7 @@ def run_evaluations(
         scorer = reference or models[0]
         domain = None if sample is None else compare_domains(scorer, sample, windows, results[0], prepared.tokenizer)
     shared = shared_spans(seen, windows)
-    warnings = prepared.warnings + overlap_warning(shared, seen, windows)
+    warnings = prepared.warnings + overlap_warning(shared, seen, windows) + _kept_inputs(request, choices)
     if domain and seen:
         warnings += domain.warnings(seen.name, windows.source)
     return [
@@ -237,7 +240,17 @@ def _choose_activations(request: EvaluationRequest, asked: str) -> ActivationCho
 
     if request.backend != "runtime":
         return ActivationChoice(request.kernels)
+    if asked == AUTO and request.kernels == AUTO and PackedCheckpoint.open(request.model).inputs:
+        asked = AS_STORED
     return choose_activations(request.model, asked, kernels=request.kernels, **_options(request))
+
+
+def _kept_inputs(request: EvaluationRequest, choices: Sequence[ActivationChoice]) -> tuple[str, ...]:
+    """Returns a warning where inputs keep 16 bits that the checkpoint rounds."""
+    stored = PackedCheckpoint.open(request.model).describe_inputs()
+    if not stored or all(choice.rounds_inputs for choice in choices):
+        return ()
+    return (f"inputs keep 16 bits, where the checkpoint rounds them: {stored} (--activations {AS_STORED})",)
 
 
 @contextmanager
@@ -254,7 +267,8 @@ def _scorers(
     options: dict[str, Any] = _options(request)
     forms: dict[str, Any] = {"kv_cache": request.kv_cache, "state_dtype": request.state_dtype}
     models = [open_scorer(request.model, request.backend, kernels=each.kernels, **forms, **options) for each in choices]
-    yield models, open_scorer(baseline, request.backend, as_dense=prepared.as_dense, **options) if baseline else None
+    options |= {"kernels": AS_STORED, "as_dense": prepared.as_dense}
+    yield models, open_scorer(baseline, request.backend, **options) if baseline else None
 
 
 def _options(request: EvaluationRequest) -> dict[str, Any]:
@@ -285,7 +299,7 @@ def _streamed(
     ]
     if baseline is None:
         return scorers, None
-    reference = StreamedModel.open(baseline, as_dense=prepared.as_dense, **options)
+    reference = StreamedModel.open(baseline, kernels=AS_STORED, as_dense=prepared.as_dense, **options)
     return scorers, StreamedScorer.of(reference, folder / "baseline", texts)
 
 
@@ -334,7 +348,7 @@ def _check_choices(request: EvaluationRequest) -> None:
         )
     if request.backend != "runtime" and request.state_dtype != STATE_FLOAT32:
         raise DataError(f"{request.backend} keeps no states in {request.state_dtype}", "Use --backend runtime")
-    if request.backend != "runtime" and request.activations == EIGHT_BITS:
+    if request.backend != "runtime" and request.activations in (EIGHT_BITS, AS_STORED):
         raise DataError(f"{request.backend} does not round activations", "Use --backend runtime")
     if request.backend != "runtime" and request.kernels != "auto":
         raise DataError(f"{request.backend} has no kernels {request.kernels}", "Use --backend runtime")

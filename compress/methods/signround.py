@@ -65,7 +65,7 @@ class SignRound(QuantizationMethod):
         return Needs(inputs=True, hessian=True, learning_batch=options.batch)
 
     def unsupported(self, scheme: Scheme) -> str:
-        if scheme.activations is Activations.INT8:
+        if scheme.activations == Activations.INT8:
             return "it learns with 16-bit activations, so leave activation_bits out"
         if scheme.num_outliers:
             return "it learns no outlier columns"

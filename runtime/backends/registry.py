@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import runtime.backends
-from compress.checkpoint.activations import EIGHT_BITS
+from compress.checkpoint.activations import AS_STORED, EIGHT_BITS
 from compress.checkpoint.weights import Activations, Scheme, Weight
 from compress.common.errors import SchemeError
 from compress.models.mixers.recurrent import Recurrent
@@ -88,7 +88,7 @@ DEQUANTIZED = LinearKernel(
     "dequantized once at load: dense speed, dense memory",
     "",
     lambda scheme, in_features, target: (
-        "keeps activations in 16 bits" if scheme.activations is Activations.INT8 else ""
+        "keeps activations in 16 bits" if scheme.activations == Activations.INT8 else ""
     ),
     _prepare_dequantized,
     _dequantized_nbytes,
@@ -110,9 +110,10 @@ def dense_kernels() -> list[DenseKernel]:
 
 
 def modes() -> list[str]:
-    """Preferences: `auto` computes what the checkpoint says, others are names of modes of single kernels."""
+    """Preferences: `auto` and `stored` take the fastest kernel, the latter with inputs rounded as the checkpoint says;
+    others are names of modes of single kernels."""
     names = [kernel.mode for kernel in linear_kernels()] + [kernel.mode for kernel in dense_kernels()]
-    return list(dict.fromkeys([AUTO, *filter(None, names)]))
+    return list(dict.fromkeys([AUTO, AS_STORED, *filter(None, names)]))
 
 
 def check_name(kernels: str) -> None:
@@ -151,7 +152,7 @@ def choose_linear(
     if kernels not in modes():
         return _named(scheme, in_features, target, kernels, excluded or {})
     reasons = [EXPANDED.format(scheme.sparsity)] if scheme.sparsity and target.device.type == "cuda" else []
-    verdicts = _verdicts(scheme, in_features, target) if kernels == AUTO and not of_expert else []
+    verdicts = _verdicts(scheme, in_features, target) if kernels in (AUTO, AS_STORED) and not of_expert else []
     faster = [each for each in verdicts if each.verdict.is_faster]
     reasons += [str(each) for each in verdicts if not each.unsupported]
     missing = [str(each) for each in faster if each.unsupported]

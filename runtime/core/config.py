@@ -43,8 +43,8 @@ class ComputeOptions:
         default=AUTO,
         choices=ACTIVATIONS,
         help="Activations that packed weights are multiplied by on a CPU, in bfloat16 models. 8bit: rounded to 8 bits "
-        "by groups of columns, faster; 16bit: as they are; auto: 8bit if a measurement, recorded in the checkpoint or "
-        "made at the first start, allows it.",
+        "by groups of columns, faster; 16bit: as they are; stored: rounded as a checkpoint of another tool says; auto: "
+        "8bit if a measurement, recorded in the checkpoint or made at the first start, allows it.",
     )
     attention_backend: str = option(
         "--attention-backend",

@@ -347,7 +347,8 @@ def contradictions(checkpoint: PackedCheckpoint, config: DecoderConfig) -> Itera
     silent = [f"{linear.name}.bias" for linear in (*config.spec.linears(), config.spec.head) if not linear.bias]
     if ignored := [name for name in silent if name in checkpoint.files]:
         yield f"ignored: {len(ignored)} biases that config.json does not announce, e.g. {ignored[0]}"
-    if unused := [name for name in checkpoint.files.names() if name.endswith(UNUSED_SCALES)]:
+    scales = (name for name in checkpoint.files.names() if name.endswith(UNUSED_SCALES))
+    if unused := [name for name in scales if name.rpartition(".")[0] not in checkpoint.inputs]:
         yield f"ignored: {len(unused)} measured scales of inputs, keys or values, e.g. {unused[0]}"
     if config.spec.tied and not checkpoint.tied:
         yield (

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compress.checkpoint.activations import AS_STORED
+from compress.checkpoint.input_rounding import InputRounding
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.weights import Scheme, Weight
 from compress.checkpoint.weights.base import BesideColumns, Factors
@@ -20,8 +22,9 @@ from compress.models.linear import Linear as LinearSpec
 from compress.models.norm import Norm
 from runtime.backends.base import DenseKernel, Linear, LinearKernel, NormWeights, Target
 from runtime.backends.composed import LowRank, WithOutliers
-from runtime.backends.registry import Choice, choose_dense, choose_linear, dense_kernels
+from runtime.backends.registry import REFERENCE, Choice, choose_dense, choose_linear, dense_kernels
 from runtime.backends.self_test import prepare_tested
+from runtime.backends.torch.quantized_linear import RoundedInputs
 from runtime.model.device_files import DeviceReader, unpacked_on, unpacks_anywhere
 from runtime.model.embedding import Rows
 from runtime.model.prepared import NOTHING_PREPARED, NoPrepared
@@ -106,6 +109,23 @@ class WeightReader:
 
     def linear(self, *linears: LinearSpec) -> Linear:
         """Makes one linear of several over one input, fused when they can be."""
+        roundings = [self.rounding(f"{self.prefix}{linear.name}") for linear in linears]
+        first = roundings[0]
+        if any(each is not first and (each is None or not each.equals(first)) for each in roundings):
+            return SideBySide(tuple(self.linear(linear) for linear in linears))
+        made = self._fused(linears)
+        return made if first is None else RoundedInputs(made, first)
+
+    def rounding(self, module: str) -> InputRounding | None:
+        """Reads the rounding of a module's inputs, and counts it; None where they keep 16 bits, or where the kernel
+        rounds them."""
+        found = self.checkpoint.input_rounding(module) if self.kernels in (AS_STORED, REFERENCE) else None
+        if found is None:
+            return None
+        self.used[f"inputs of {module.rpartition('.')[2]}: rounded to {found.kind}"] += 1
+        return found.to(self.target.device)
+
+    def _fused(self, linears: Sequence[LinearSpec]) -> Linear:
         names, sizes = [linear.name.rpartition(".")[2] for linear in linears], [each.out_features for each in linears]
         biases = [self.vector(f"{linear.name}.bias") if linear.bias else None for linear in linears]
         label, bias = "+".join(names), fuse_biases(biases, sizes)
@@ -154,7 +174,9 @@ class WeightReader:
 
     def prepare_module(self, module: str, weight: Tensor | None, bias: Tensor | None) -> Linear:
         """Makes one linear from its dense weight, or from the packed one of its name."""
-        return self.prepare(self.weight(module) if weight is None else weight, module.rpartition(".")[2], bias)
+        made = self.prepare(self.weight(module) if weight is None else weight, module.rpartition(".")[2], bias)
+        rounding = self.rounding(f"{self.prefix}{module}")
+        return made if rounding is None else RoundedInputs(made, rounding)
 
     def prepare(
         self, weight: Weight | Tensor, name: str, bias: Tensor | None = None, modules: Sequence[str] = ()

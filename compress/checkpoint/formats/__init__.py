@@ -6,7 +6,7 @@ other tools that hold other tensors translate them, with the signatures of `Tran
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from compress.checkpoint.config import is_embedding
 from compress.checkpoint.formats import (
+    auto_round,
     awq,
     bitsandbytes,
     compress_runtime,
@@ -24,9 +25,10 @@ from compress.checkpoint.formats import (
     gguf,
     gptq,
     mxfp4,
+    torchao,
 )
 from compress.checkpoint.scheme import GROUP_SIZES, MAX_BITS, MIN_BITS, targets
-from compress.checkpoint.weights import Int, Scheme, Weight
+from compress.checkpoint.weights import Activations, Int, Scheme, Weight
 from compress.checkpoint.weights.base import Get, about
 from compress.checkpoint.weights.gguf_blocks import INTEGERS
 from compress.common.errors import CheckpointError, SchemeError
@@ -58,6 +60,8 @@ TRANSLATIONS: dict[str, Translation] = {
     fp8.NAME: fp8,
     bitsandbytes.NAME: bitsandbytes,
     gguf.NAME: gguf,
+    auto_round.NAME: auto_round,
+    torchao.NAME: torchao,
     dense.NAME: dense,
 }
 FORMATS: dict[str, Format] = {
@@ -67,10 +71,20 @@ FORMATS: dict[str, Format] = {
     mxfp4.NAME: mxfp4,
     exl3.NAME: exl3,
 }
+ALIASES = {"auto_round": auto_round.NAME, "intel/auto-round": auto_round.NAME}
+"""Other spellings of `quant_method`."""
+INPUTS: Mapping[str, Callable[[Mapping[str, Any], Iterable[str]], dict[str, Activations]]] = {
+    compressed_tensors.NAME: compressed_tensors.inputs,
+    fp8.NAME: fp8.inputs,
+    auto_round.NAME: auto_round.inputs,
+    torchao.NAME: torchao.inputs,
+}
+"""Rounding of inputs by module, of formats whose files may say more of it than schemes do."""
 
 
 def find_format(name: str) -> Format:
     """Returns the format of this name, as `--format` or `quant_method` spells it. Raises CheckpointError for others."""
+    name = ALIASES.get(name, name)
     if name not in FORMATS:
         raise CheckpointError(f"quantization format {name!r} is not supported", f"Supported: {', '.join(FORMATS)}")
     return FORMATS[name]

@@ -173,11 +173,17 @@ def schemes(config: Mapping[str, Any], modules: Iterable[str]) -> dict[str, Sche
     """Scheme of every module, from a `quantization_config` that any tool wrote.
 
     Raises:
-        CheckpointError: a module that no group targets, or a scheme outside of integers and 8-bit floats with 16-bit or
-            dynamic 8-bit activations of the same kind.
+        CheckpointError: a module that no group targets, or a form that is not read.
     """
     groups = list((config.get("config_groups") or {}).values())
     return {module: _parse_group(module, _find_group(module, groups)) for module in modules}
+
+
+def inputs(config: Mapping[str, Any], names: Iterable[str]) -> dict[str, Activations]:
+    """Rounding of the inputs of modules among tensor names, where it is no part of their schemes."""
+    groups = list((config.get("config_groups") or {}).values())
+    found = {module: _parse_inputs(_find_group(module, groups)) for module in modules(names)}
+    return {module: kind for module, kind in found.items() if kind is not None}
 
 
 def _find_group(module: str, groups: list[Mapping[str, Any]]) -> Mapping[str, Any]:
@@ -195,7 +201,7 @@ def _find_group(module: str, groups: list[Mapping[str, Any]]) -> Mapping[str, An
 
 
 def _parse_group(module: str, group: Mapping[str, Any]) -> Scheme:
-    weights, activations = group.get("weights") or {}, group.get("input_activations")
+    weights = group.get("weights") or {}
     kind, bits = weights.get("type", "int"), int(weights["num_bits"])
     strategy = weights.get("strategy") or ("group" if weights.get("group_size") else "channel")
     described = {**weights, "strategy": strategy}
@@ -208,18 +214,39 @@ def _parse_group(module: str, group: Mapping[str, Any]) -> Scheme:
             "It reads integer weights by group, channel or tensor, 8-bit floats by channel, tensor or block, NVFP4, "
             "MXFP4 and MXFP8",
         )
-    if activations and tuple(map(activations.get, ("num_bits", "type"))) != (8, kind):
-        raise CheckpointError(
-            f"{module} has activations other than 8-bit {kind}s, which this toolkit does not read",
-            f"Beside its weights it reads 16-bit activations and 8-bit {kind}s",
-        )
-    # Scales of inputs that were measured once are not used: those inputs keep 16 bits.
-    rounds = bool(activations and activations.get("dynamic"))
+    rounded = _parse_activations(group.get("input_activations"))
     if kind == "float":
-        return Fp8(Activations.FP8 if rounds else None)
+        return Fp8(rounded if rounded == Activations.FP8 else None)
     return Int(
         bits,
         int(weights["group_size"]) if strategy == "group" else None,
         bool(weights.get("symmetric", True)),
-        Activations.INT8 if rounds else None,
+        rounded if rounded == Activations.INT8 else None,
     )
+
+
+def _parse_inputs(group: Mapping[str, Any]) -> Activations | None:
+    """Rounding of inputs that the scheme of a group does not have."""
+    rounded = _parse_activations(group.get("input_activations"))
+    weights = group.get("weights") or {}
+    plain = weights.get("strategy") in (None, "channel", "tensor") or weights.get("type") == "int"
+    own = Activations.INT8 if weights.get("type", "int") == "int" else Activations.FP8
+    return None if plain and rounded == own else rounded
+
+
+def _parse_activations(given: Mapping[str, Any] | None) -> Activations | None:
+    """Rounding of inputs as `input_activations` describes it; None where they keep 16 bits."""
+    if not given:
+        return None
+    numbers, bits, size = given.get("type", "int"), int(given["num_bits"]), given.get("group_size")
+    strategy = given.get("strategy") or ("group" if size else "tensor")
+    dynamic, symmetric = given.get("dynamic"), bool(given.get("symmetric", True))
+    if strategy == "tensor_group" and dynamic == "local" and bits == 4:
+        return Activations(numbers, bits, size, "e4m3", stored=".input_global_scale")
+    if not dynamic and strategy == "tensor":
+        return Activations(numbers, bits, None, symmetric=symmetric, stored=".input_scale")
+    is_known = (numbers == "int" or bits in (4, 8)) and strategy in ("token", "group") and bool(dynamic)
+    if not is_known:
+        return Activations(numbers, bits, size, "other", symmetric)
+    scales = "e8m0" if given.get("scale_dtype") == "torch.uint8" and size == 32 else "float"
+    return Activations(numbers, bits, size if strategy == "group" else None, scales, symmetric)

@@ -1,6 +1,7 @@
 """8-bit floats as DeepSeek, Qwen and GLM publish them (`quant_method: fp8`): one scale per block, or per tensor.
 
-Inputs that such a checkpoint rounds to 8 bits, by stored scales (`activation_scale`) or dynamically, keep 16 bits.
+Inputs are rounded to 8 bits too: by stored scales, or in groups as wide as blocks, with powers of two as scales where
+`scale_fmt` says so.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.checkpoint.weights import BlockFp8, Fp8, Scheme
+from compress.checkpoint.weights import Activations, BlockFp8, Fp8, Scheme
 from compress.checkpoint.weights.base import Get, StoredTensors, about, row_scales
 from compress.checkpoint.weights.block_fp8 import BlockFp8Weight
 from compress.checkpoint.weights.fp8 import Fp8Weight, check_codes
 from compress.common.errors import SchemeError
 
 NAME = "fp8"
+INPUT_SCALES = ".input_scale", ".activation_scale"
 SCALES = (".weight_scale_inv", ".weight_scale")
 """Both are factors of the codes, whatever the first is called."""
 
@@ -86,3 +88,14 @@ def schemes(config: Mapping[str, Any], modules: Iterable[str]) -> dict[str, Sche
     block = config.get("weight_block_size")
     scheme: Scheme = BlockFp8((int(block[0]), int(block[1]))) if block else Fp8()
     return dict[str, Scheme].fromkeys(modules, scheme)
+
+
+def inputs(config: Mapping[str, Any], names: Iterable[str]) -> dict[str, Activations]:
+    """Rounding of the inputs of every module among tensor names."""
+    listed, block = frozenset(names), config.get("weight_block_size")
+    if config.get("activation_scheme") == "static":
+        stored = {module: [end for end in INPUT_SCALES if module + end in listed] for module in modules(listed)}
+        return {module: Activations("float", stored=ends[0]) for module, ends in stored.items() if ends}
+    scales = "e8m0 ceil" if config.get("scale_fmt") == "ue8m0" else "float"
+    kind = Activations("float", 8, int(block[1]) if block else None, scales)
+    return dict.fromkeys(modules(listed), kind)

@@ -75,12 +75,13 @@ def _zero_points(words: Tensor, out_features: int, scheme: Int, layout: str) -> 
     stored = unpack_bits(words, scheme.bits, out_features, 1)
     if layout == V2 or (scheme.symmetric and bool((stored == scheme.midpoint).all())):
         return stored
-    if WORD_BITS % scheme.bits:
+    if scheme.bits == 3:
         # GPTQModel before 7.0 subtracts 1 from fields at the places of other words, which symmetric codes show.
         ones = torch.tensor([_ones(scheme.bits, first) for first in (2, 1, 0)]).repeat(words.shape[1] // 3)
         zero = unpack_bits((words.to(torch.int64) + ones).to(torch.int32), scheme.bits, out_features, 1)
         if scheme.symmetric and bool((zero == scheme.midpoint).all()):
             return zero
+    if WORD_BITS % scheme.bits:
         return (stored.to(torch.int16) + 1).bitwise_and(scheme.max_code).to(torch.uint8)
     # v1 is v2 with 1 subtracted from each field of a word at once, so a field of 0 borrows from the next one.
     return unpack_bits((words.to(torch.int64) + _ones(scheme.bits)).to(torch.int32), scheme.bits, out_features, 1)

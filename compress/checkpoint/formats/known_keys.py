@@ -33,6 +33,9 @@ READ: Mapping[str, str] = {
     "bnb_4bit_use_double_quant llm_int8_enable_fp32_cpu_offload llm_int8_has_fp16_weight llm_int8_threshold "
     "load_in_4bit load_in_8bit",
     "mxfp4": "",
+    "torchao": "include_input_output_embeddings quant_type untie_embedding_weights",
+    "auto-round": "act_bits act_data_type act_dynamic act_group_size act_sym activation_scheme backend bits "
+    "block_name_to_quantize data_type extra_config fmt group_size packing_format regex_config sym weight_block_size",
     "exl3": "bits codebook head_bits out_scales tensor_storage",
     "gguf": "types",
     "compress-runtime": "format groups",
@@ -66,9 +69,9 @@ def check_keys(format: str, config: Mapping[str, Any]) -> None:
 
 def _parts(format: str, config: Mapping[str, Any], known: frozenset[str]) -> Iterator[tuple[str, Any, frozenset[str]]]:
     """Yields descriptions of some modules only, and the keys that each may have."""
-    for part in ("config_groups", "dynamic"):
+    for part in ("config_groups", "dynamic", "extra_config"):
         entries = config.get(part)
         for name, given in entries.items() if isinstance(entries, Mapping) else ():
-            yield f"{part}.{name}", given, known if part == "dynamic" else GROUP_KEYS
+            yield f"{part}.{name}", given, GROUP_KEYS if part == "config_groups" else known
             for numbers in ("weights", "input_activations") if isinstance(given, Mapping) else ():
                 yield f"{part}.{name}.{numbers}", given.get(numbers), NUMBER_KEYS | HARMLESS

@@ -37,6 +37,8 @@ table says."""
 FOREIGN_READERS: Mapping[str, tuple[str, ...]] = {
     "mxfp4": (RUNTIME, TRANSFORMERS, VLLM, SGLANG),
     "exl3": (RUNTIME, EXLLAMA),
+    "auto-round": (RUNTIME,),
+    "torchao": (RUNTIME,),
     "bitsandbytes": (RUNTIME, TRANSFORMERS, VLLM),
 }
 """The same of containers that are only read here."""

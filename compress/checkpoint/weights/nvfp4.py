@@ -1,6 +1,6 @@
 """4-bit floats (e2m1) with an 8-bit float (e4m3) per 16 columns and one float32 number for the matrix: NVFP4.
 
-As `compressed-tensors` and NVIDIA's ModelOpt store it; inputs that such a checkpoint rounds to 4 bits keep 16 here.
+As `compressed-tensors` and NVIDIA's ModelOpt store it.
 """
 
 from __future__ import annotations

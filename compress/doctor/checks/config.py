@@ -18,8 +18,6 @@ from compress.doctor.view import listed
 
 EXTRA_LAYERS = re.compile(r"nextn|mtp", re.IGNORECASE)
 """Keys of config.json with the number of layers beyond num_hidden_layers."""
-QUANTO_MAP = "quanto_qmap.json"
-"""File of optimum-quanto, which stores weights under its own names without an entry in config.json."""
 BOTH = "Take config.json and the weights from one revision of one model"
 
 
@@ -39,11 +37,7 @@ class Config(Check):
             yield self.warning("unsupported-model", "config.json", refusal.problem, refusal.remedy)
         elif refusal is not None:
             yield self._impossible(refusal.problem)
-        if (self.view.path / QUANTO_MAP).is_file():
-            problem = "the weights are those of optimum-quanto, whose format is not supported"
-            yield self.error("quanto", QUANTO_MAP, problem, "Quantize the dense model with compress quantize")
-        else:
-            yield from self._names(packed)
+        yield from self._names(packed)
         yield from self._layers(packed)
         yield from self._head(packed)
         yield from self._vocabulary(packed)

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import ClassVar
 
+from compress.checkpoint.activations import AS_STORED
 from compress.checkpoint.config import compression_block
 from compress.checkpoint.formats.readers import RUNTIME, described, readers
-from compress.checkpoint.reader import REORDERED
+from compress.checkpoint.reader import REORDERED, PackedCheckpoint
 from compress.checkpoint.transforms import TransformedFiles
 from compress.doctor.base import Check, register
 from compress.doctor.findings import Finding
@@ -46,5 +47,15 @@ class Formats(Check):
         known = [each for each in engines if not (refused if each.engine == RUNTIME else folded)]
         made = compression_block(packed.config).get("source")
         origin = {"made from": str(made)} if made else {}
-        facts = {"container": packed.format, "weight forms": forms, **folded, **described(known)}
+        facts = {"container": packed.format, "weight forms": forms, **_inputs(packed, bool(folded)), **folded}
+        facts |= described(known)
         return facts | origin
+
+
+def _inputs(packed: PackedCheckpoint, is_folded: bool) -> dict[str, str]:
+    """Returns the rounding of inputs that is stored, and what computes it; nothing where there is none."""
+    if not packed.inputs:
+        return {}
+    computed = f"compress eval and --activations {AS_STORED} round so; 16 bits when served"
+    folded = "16 bits, since transforms are folded into weights"
+    return {"inputs": f"{packed.describe_inputs()}; {folded if is_folded else computed}"}

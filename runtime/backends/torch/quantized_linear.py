@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from compress.checkpoint.scale_search import quantize_tokens, round_tokens
+from compress.checkpoint.input_rounding import InputRounding
+from compress.checkpoint.scale_search import quantize_tokens
 from compress.checkpoint.weights import Activations, Scheme, Weight
 from compress.checkpoint.weights.integer import Int, IntegerWeight
 from runtime.backends.base import Linear, LinearKernel, Target
@@ -216,18 +217,22 @@ INT8_DYNAMIC = LinearKernel(
 )
 
 
+FP8_TOKENS = InputRounding(Activations.FP8)
+
+
 @dataclass(frozen=True, slots=True)
 class RoundedInputs:
-    """A linear whose inputs are rounded to 8-bit floats, token by token."""
+    """A linear whose inputs are rounded, by default to 8-bit floats, token by token."""
 
     linear: Linear
+    rounding: InputRounding = FP8_TOKENS
 
     @property
     def nbytes(self) -> int:
         return self.linear.nbytes
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.linear(round_tokens(x, Activations.FP8))
+        return self.linear(self.rounding(x))
 
 
 PANEL_ELEMENTS = 2**22

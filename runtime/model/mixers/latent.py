@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from compress.checkpoint.input_rounding import InputRounding
 from compress.models.mixers.attention import Attention
 from compress.models.mixers.latent import Latent
 from runtime.backends.base import Linear, NormWeights, Ops
@@ -26,6 +27,7 @@ class LatentWeights:
         query_norm, query: norm of the latents of queries, and the linear that reads them; None where queries are
             projected at once.
         indexer: None where a token sees all tokens, or those that an earlier layer chose.
+        rounding: of latents, which the expansion reads; None keeps them.
     """
 
     heads: LatentProducts
@@ -34,6 +36,7 @@ class LatentWeights:
     query_norm: NormWeights | None = None
     query: Linear | None = None
     indexer: IndexerWeights | None = None
+    rounding: InputRounding | None = None
 
     @property
     def nbytes(self) -> int:
@@ -48,7 +51,8 @@ class LatentWeights:
         if self.query_norm is not None and self.query is not None:
             source = _normalize(query, self.query_norm, ops)
             query = self.query(source)
-        return query, _normalize(row, self.norm, ops), key, source
+        latents = _normalize(row, self.norm, ops)
+        return query, latents if self.rounding is None else self.rounding(latents), key, source
 
     def beside(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """Splits queries `[T, heads, K + R]`: own channels, and the others beside the key, `[T, heads + 1, R]`."""
@@ -69,6 +73,7 @@ def load_latent(mixer: Attention, latent: Latent, block: WeightReader) -> Latent
         block.optional_norm(latent.query_norm),
         None if latent.query is None else block.linear(latent.query),
         None if latent.indexer is None else load_indexer(latent.indexer, mixer, latent.rotated, block),
+        block.rounding(f"{block.prefix}{latent.expansion.name}"),
     )
 
 

@@ -5,7 +5,17 @@ from folders import change_tensors
 from tiny_models import pack_model, save_tiny_model
 
 from compress.checkpoint.containers import containers
-from compress.checkpoint.formats import FORMATS, bitsandbytes, check_held, exl3, find_format, mxfp4, nearest_held
+from compress.checkpoint.formats import (
+    FORMATS,
+    auto_round,
+    bitsandbytes,
+    check_held,
+    exl3,
+    find_format,
+    mxfp4,
+    nearest_held,
+    torchao,
+)
 from compress.checkpoint.formats.readers import FOREIGN_READERS, READERS
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.scheme import targets
@@ -17,7 +27,7 @@ from compress.common.errors import CheckpointError, SchemeError
 from compress.recipe import QuantizeKeys
 
 SHAPE = 128, 256
-READ_ONLY = {mxfp4.NAME, exl3.NAME, bitsandbytes.NAME}
+READ_ONLY = {mxfp4.NAME, exl3.NAME, bitsandbytes.NAME, auto_round.NAME, torchao.NAME}
 
 
 def test_every_format_that_is_written_names_its_readers() -> None:

@@ -89,8 +89,6 @@ def test_measured_scales_of_inputs_are_not_used(dense_folder, pack, tmp_path):
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        ({"input_activations": {"num_bits": 4, "type": "float", "dynamic": True}}, "8-bit"),
-        ({"input_activations": {"num_bits": 8, "type": "int", "dynamic": True}}, "8-bit"),
         ({"weights": {"num_bits": 8, "type": "float", "strategy": "block"}}, "8-bit"),
         ({"weights": {"num_bits": 4, "type": "float", "strategy": "channel"}}, "4-bit"),
     ],
@@ -103,6 +101,26 @@ def test_other_floats_are_refused_by_name(dense_folder, pack, tmp_path, change, 
     write_config(tmp_path / "packed", config)
     with pytest.raises(CheckpointError, match=complaint):
         PackedCheckpoint.open(tmp_path / "packed")
+
+
+@pytest.mark.parametrize(
+    ("given", "inputs"),
+    [
+        ({"num_bits": 8, "type": "int", "dynamic": True, "strategy": "token"}, Activations.INT8),
+        ({"num_bits": 8, "type": "float", "strategy": "tensor"}, Activations("float", stored=".input_scale")),
+        ({"num_bits": 8, "type": "float", "dynamic": True, "strategy": "tensor"}, Activations("float", scales="other")),
+        ({"num_bits": 8, "type": "float", "dynamic": True, "group_size": 32}, Activations("float", 8, 32)),
+    ],
+    ids=str,
+)
+def test_other_rounding_of_inputs_is_told_apart(dense_folder, pack, tmp_path, given, inputs):
+    pack(dense_folder, tmp_path / "packed", lambda module: W8A8)
+    config = read_config(tmp_path / "packed")
+    config["quantization_config"]["config_groups"]["group_0"]["input_activations"] = given
+    write_config(tmp_path / "packed", config)
+    packed = PackedCheckpoint.open(tmp_path / "packed")
+    assert set(packed.schemes.values()) == {W8A16}
+    assert packed.inputs == dict.fromkeys(packed.modules, inputs)
 
 
 def test_what_export_makes_of_it(dense_folder, pack, tmp_path):

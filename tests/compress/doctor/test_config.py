@@ -8,6 +8,9 @@ import torch
 from folders import change_config, change_tensors
 from torch import Tensor
 
+from compress.checkpoint.reader import PackedCheckpoint
+from compress.common.errors import CheckpointError
+
 Find = Callable[..., set[tuple[str, str]]]
 LAYER = "model.layers.5."
 
@@ -34,8 +37,10 @@ def test_weights_of_optimum_quanto(dense: Path, kinds: Find) -> None:
     change_tensors(dense, rename)
     (dense / "quanto_qmap.json").write_text("{}")
     found = kinds(dense)
-    assert ("error", "quanto") in found
+    assert ("error", "unreadable") in found
     assert not {("error", "missing-tensors"), ("warning", "unexpected-tensors")} & found
+    with pytest.raises(CheckpointError, match="'quanto'"):
+        PackedCheckpoint.open(dense)
 
 
 def test_missing_layers(dense: Path, kinds: Find) -> None:

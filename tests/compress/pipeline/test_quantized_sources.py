@@ -213,8 +213,8 @@ def test_the_source_writes_its_own_calibration_text(make_source, tmp_path):
 
 def test_forms_that_are_not_read_are_refused(make_source, tmp_path):
     source = make_source("fp8 blocks")
-    change_config(source, quantization_config={"quant_method": "torchao"})
-    with pytest.raises(CheckpointError, match="'torchao'"):
+    change_config(source, quantization_config={"quant_method": "hqq"})
+    with pytest.raises(CheckpointError, match="'hqq'"):
         runs.prepared(source, tmp_path / "out", RTN)
 
 
