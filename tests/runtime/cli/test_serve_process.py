@@ -110,7 +110,8 @@ def test_answers_do_not_depend_on_the_process_of_the_engine(tmp_path: Path) -> N
                     answers.append(without_ids(response.text))
             found.append(answers)
             with api.stream("POST", "/v1/completions", json=ENDLESS | {"max_tokens": 1900}) as response:
-                next(response.iter_lines())
+                lines = response.iter_lines()  # which closes the connection when it is collected
+                next(lines)
                 assert api.get("/health").json()["running"] == 1
             end = time.monotonic() + MARGIN
             while api.get("/health").json()["running"]:
