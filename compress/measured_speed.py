@@ -1,5 +1,5 @@
 """Shares of a GPU's memory bandwidth that decoding reached, by forms of weights, keys and values: the speed that
-`compress fit` predicts. Measured in one run on one H200: docs/benchmarks.md. Does not import torch."""
+`compress fit` predicts. Measured in one run on one H200: docs/measurements/gpu.md. Does not import torch."""
 
 from __future__ import annotations
 

@@ -42,10 +42,11 @@ FORMS: dict[str, Scheme | None] = {
 }
 PASSES = {"rtn": 0.35, "awq": 3.3, "gptq": 3.4, "gptaq": 6.3, "signround": 18.7}
 """Processor time of a method over that of a dense pass through the same blocks. RTN, AWQ and GPTQ were measured on the
-1.1B shape (docs/benchmarks.md), GPTAQ and SignRound beside GPTQ on the demo model (there, and
+1.1B shape (docs/measurements/compression.md), GPTAQ and SignRound beside GPTQ on the demo model (there, and
 docs/measurements/methods.md)."""
 DENSE_GFLOPS = 475.0
-"""Speed of the dense pass of the 1.1B shape on two cores of an AMD EPYC with bfloat16 products: docs/benchmarks.md."""
+"""Speed of the dense pass of the 1.1B shape on two cores of an AMD EPYC with bfloat16 products:
+docs/measurements/compression.md."""
 CONTEXT, BFLOAT16 = 8192, 2
 DEVICES = {"GPU": True, "CPU": False}
 

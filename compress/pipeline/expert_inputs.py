@@ -14,7 +14,7 @@ from compress.checkpoint.modeling.experts import Experts, WeighedExperts
 
 TOKENS_PER_CHANNEL = 2
 """Twice the number for a full-rank Hessian of an expert. Fewer tokens are worse with short calibration texts, all
-tokens for every expert are worse with long ones (docs/benchmarks.md, calibration of experts)."""
+tokens for every expert are worse with long ones (docs/measurements/quality.md)."""
 
 
 @dataclass(frozen=True, slots=True)
