@@ -267,7 +267,7 @@ class KVCacheManager:
         computed again."""
         if self.attention_window.window is None:
             return
-        table, is_decode = sequence.block_ids, sequence.num_tokens - sequence.num_computed_tokens == 1
+        table, is_decode = sequence.block_ids, sequence.num_tokens - sequence.num_computed_tokens <= 1
         position = sequence.num_computed_tokens - is_decode
         hidden = self.attention_window.evictable_blocks(position, self.pool.block_size)
         stop = start = hidden.stop

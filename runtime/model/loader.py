@@ -348,7 +348,8 @@ def contradictions(checkpoint: PackedCheckpoint, config: DecoderConfig) -> Itera
     if ignored := [name for name in silent if name in checkpoint.files]:
         yield f"ignored: {len(ignored)} biases that config.json does not announce, e.g. {ignored[0]}"
     scales = (name for name in checkpoint.files.names() if name.endswith(UNUSED_SCALES))
-    if unused := [name for name in scales if name.rpartition(".")[0] not in checkpoint.inputs]:
+    used = {module for module, inputs in checkpoint.inputs.items() if inputs.stored}
+    if unused := [name for name in scales if name.rpartition(".")[0] not in used]:
         yield f"ignored: {len(unused)} measured scales of inputs, keys or values, e.g. {unused[0]}"
     if config.spec.tied and not checkpoint.tied:
         yield (

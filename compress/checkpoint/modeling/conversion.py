@@ -17,7 +17,9 @@ def transforms_of(model_type: object) -> list[WeightTransform]:
     """Returns what transformers does to the tensors of a causal model of a type when it loads them."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    found = get_checkpoint_conversion_mapping(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(str(model_type)))
+    if not isinstance(model_type, str):
+        return []
+    found = get_checkpoint_conversion_mapping(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type))
     return found or get_checkpoint_conversion_mapping(model_type) or []
 
 

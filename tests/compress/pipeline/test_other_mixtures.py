@@ -59,9 +59,7 @@ def test_packed_weights_compute_what_dequantized_ones_do(tmp_path: Path, family:
     assert not any(".gate." in name or ".router." in name for name in packed.modules)
     expected = reference_logits(compute_in_float64(load_dequantized(out, dtype="float64")), TOKENS)
     torch.testing.assert_close(exact_logits(out), expected, rtol=0, atol=1e-9 * float(expected.std() + 1))
-    reads_them = not any("transformers reads those" in note for note in result.report["plan"]["notes"])
-    assert reads_them == (family not in STACKED_MIXTURES)
-    if reads_them:
+    if family not in STACKED_MIXTURES:
         loaded = auto_class(family).from_pretrained(out, dtype=torch.float32, experts_implementation="eager").eval()
         found = reference_logits(loaded, TOKENS).double()
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-3 * float(expected.std()))
