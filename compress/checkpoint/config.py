@@ -14,7 +14,12 @@ from compress.models.config import block
 from compress.models.wrappers import text_part, whole_config
 
 CONFIG_FILE = "config.json"
-QUANTIZATION_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "quanto_qmap.json": "quanto"}
+QUANTIZATION_FILES = {
+    "quantize_config.json": "gptq",
+    "quant_config.json": "awq",
+    "quanto_qmap.json": "quanto",
+    "hf_quant_config.json": "modelopt",
+}
 """Files of older checkpoints and of optimum-quanto, and the formats that they describe."""
 QUANTIZATION_KEY = "quantization_config"
 COMPRESSION_KEY = "compression_config"

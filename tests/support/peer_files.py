@@ -18,9 +18,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 PEERS = Path(__file__).parents[1] / "data" / "peers"
-PACKAGES = "auto-round", "compressed-tensors", "llmcompressor", "torch", "torchao", "transformers"
+PACKAGES = "auto-round", "compressed-tensors", "llmcompressor", "nvidia-modelopt", "torch", "torchao", "transformers"
 VOCABULARY, TOKENS, SAMPLES = 32, 8, 4
-KEPT = "config.json", "model.safetensors", "expected.safetensors"
+KEPT = "config.json", "hf_quant_config.json", "model.safetensors", "expected.safetensors"
 MODULES = tuple(f"model.layers.0.{name}_proj" for name in ("mlp.down", "self_attn.k"))
 """Modules of which the weights are kept."""
 
@@ -143,6 +143,52 @@ def write_torchao(source: Path, out: Path, config: str) -> None:
     save_file(weights, out / "expected.safetensors")
 
 
+def write_modelopt_fp8(source: Path, out: Path) -> None:
+    """Writes static 8-bit floats, with the logits of ModelOpt's quantizers in float32. The numbers are those of the
+    files, in which projections that engines fuse have one scale."""
+    import modelopt.torch.quantization as mtq
+    from modelopt.torch.export import export_hf_checkpoint
+    from transformers import AutoModelForCausalLM
+
+    def quantized() -> torch.nn.Module:
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+        return mtq.quantize(model, mtq.FP8_DEFAULT_CFG, lambda model: model(torch.tensor(samples())))
+
+    export_hf_checkpoint(quantized(), export_dir=out)
+    stored, model = load_file(out / "model.safetensors"), quantized()
+    for name, module in model.named_modules():
+        if f"{name}.input_scale" in stored:
+            module.weight_quantizer.disable()
+            module.weight.data = stored[f"{name}.weight"].float() * stored[f"{name}.weight_scale"]
+            module.input_quantizer.amax = stored[f"{name}.input_scale"] * torch.finfo(torch.float8_e4m3fn).max
+    generator = torch.Generator().manual_seed(7)
+    tokens = torch.randint(0, VOCABULARY, (1, TOKENS), generator=generator)
+    with torch.no_grad():
+        save_file({"tokens": tokens, "logits": model(tokens).logits.contiguous()}, out / "expected.safetensors")
+
+
+def write_modelopt_nvfp4(source: Path, out: Path) -> None:
+    """Writes NVFP4 as an older version names it, by ModelOpt's tensors: its calibration needs a GPU."""
+    from modelopt.torch.quantization.qtensor import NVFP4QTensor
+
+    shutil.copytree(source, out, dirs_exist_ok=True)
+    tensors, expected = load_file(source / "model.safetensors"), {}
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        packed, scales, factor = NVFP4QTensor.quantize(tensors[name].clone(), 16)
+        tensors |= {name: packed._quantized_data, f"{name}_scale": scales, f"{name}_scale_2": factor.reshape(1)}
+        tensors[name.replace("weight", "input_scale")] = torch.tensor([0.002])
+        if name.removesuffix(".weight") in MODULES:
+            values = packed.dequantize(scale=scales, double_scale=factor, block_sizes={-1: 16}, dtype=torch.bfloat16)
+            expected[name.removesuffix(".weight")] = values.to(torch.bfloat16).contiguous()
+    save_file(tensors, out / "model.safetensors")
+    about = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4", "exclude_modules": ["lm_head"]}}
+    (out / "hf_quant_config.json").write_text(json.dumps(about))
+    save_file(expected, out / "expected.safetensors")
+
+
+MODELOPT = {"fp8": write_modelopt_fp8, "nvfp4": write_modelopt_nvfp4}
+
+
 def logits_of(folder: Path) -> dict[str, Tensor]:
     """Computes logits by the tool's own forward pass in transformers, in float32."""
     import auto_round  # noqa: F401
@@ -208,7 +254,8 @@ def write_case(name: str, write: Callable[[Path], None], compute: Compute | None
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         for file in KEPT:
-            shutil.copy(made / file, folder / file)
+            if (made / file).is_file():
+                shutil.copy(made / file, folder / file)
 
 
 def main() -> None:
@@ -222,6 +269,8 @@ def main() -> None:
             write_case(f"auto-round-{name}", lambda out, o=options: write_auto_round(source, out, o), compute)
         for name, config in TORCHAO.items():
             write_case(f"torchao-{name}", lambda out, c=config: write_torchao(source, out, c), None)
+        for name, write in MODELOPT.items():
+            write_case(f"modelopt-{name}", lambda out, w=write: w(source, out), None)
     versions = {package: version(package) for package in PACKAGES}
     (PEERS / "versions.json").write_text(json.dumps(versions, indent=2) + "\n")
 

@@ -24,6 +24,7 @@ from compress.checkpoint.formats import (
     fp8,
     gguf,
     gptq,
+    modelopt,
     mxfp4,
     torchao,
 )
@@ -62,6 +63,7 @@ TRANSLATIONS: dict[str, Translation] = {
     gguf.NAME: gguf,
     auto_round.NAME: auto_round,
     torchao.NAME: torchao,
+    modelopt.NAME: modelopt,
     dense.NAME: dense,
 }
 FORMATS: dict[str, Format] = {
@@ -78,6 +80,7 @@ INPUTS: Mapping[str, Callable[[Mapping[str, Any], Iterable[str]], dict[str, Acti
     fp8.NAME: fp8.inputs,
     auto_round.NAME: auto_round.inputs,
     torchao.NAME: torchao.inputs,
+    modelopt.NAME: modelopt.inputs,
 }
 """Rounding of inputs by module, of formats whose files may say more of it than schemes do."""
 

@@ -36,6 +36,7 @@ READ: Mapping[str, str] = {
     "torchao": "include_input_output_embeddings quant_type untie_embedding_weights",
     "auto-round": "act_bits act_data_type act_dynamic act_group_size act_sym activation_scheme backend bits "
     "block_name_to_quantize data_type extra_config fmt group_size packing_format regex_config sym weight_block_size",
+    "modelopt": "config_groups kv_cache_scheme producer quant_algo quantization quantized_layers",
     "exl3": "bits codebook head_bits out_scales tensor_storage",
     "gguf": "types",
     "compress-runtime": "format groups",

@@ -39,6 +39,7 @@ FOREIGN_READERS: Mapping[str, tuple[str, ...]] = {
     "exl3": (RUNTIME, EXLLAMA),
     "auto-round": (RUNTIME,),
     "torchao": (RUNTIME,),
+    "modelopt": (RUNTIME, VLLM, SGLANG),
     "bitsandbytes": (RUNTIME, TRANSFORMERS, VLLM),
 }
 """The same of containers that are only read here."""

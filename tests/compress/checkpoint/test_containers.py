@@ -12,6 +12,7 @@ from compress.checkpoint.formats import (
     check_held,
     exl3,
     find_format,
+    modelopt,
     mxfp4,
     nearest_held,
     torchao,
@@ -27,7 +28,7 @@ from compress.common.errors import CheckpointError, SchemeError
 from compress.recipe import QuantizeKeys
 
 SHAPE = 128, 256
-READ_ONLY = {mxfp4.NAME, exl3.NAME, bitsandbytes.NAME, auto_round.NAME, torchao.NAME}
+READ_ONLY = {mxfp4.NAME, exl3.NAME, bitsandbytes.NAME, auto_round.NAME, torchao.NAME, modelopt.NAME}
 
 
 def test_every_format_that_is_written_names_its_readers() -> None:

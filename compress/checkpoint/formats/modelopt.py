@@ -1,0 +1,102 @@
+"""NVIDIA's ModelOpt (`quant_method: modelopt`, or `hf_quant_config.json`), read only: FP8, NVFP4 and MXFP8.
+
+A scale of a tensor is a factor of its codes, and so is `weight_scale_2` of NVFP4's scales.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from compress.checkpoint.weights import Activations, Fp8, Mxfp8, Nvfp4, Scheme
+from compress.checkpoint.weights.base import Get, StoredTensors, Weight, owners, row_scales
+from compress.checkpoint.weights.fp8 import Fp8Weight, check_codes
+from compress.checkpoint.weights.mxfp4 import unpack_pairs
+from compress.checkpoint.weights.nvfp4 import Nvfp4Weight
+from compress.common.errors import CheckpointError, SchemeError
+
+NAME = "modelopt"
+SCALE, FACTOR, INPUT_SCALE = ".weight_scale", ".weight_scale_2", ".input_scale"
+MIXED = "MIXED_PRECISION"
+REFUSED = "ModelOpt's checkpoints are read, not written", "Use --format compressed-tensors"
+ALGORITHMS: Mapping[str, tuple[Scheme, Activations | None]] = {
+    "FP8": (Fp8(), Activations("float", stored=INPUT_SCALE)),
+    "FP8_PER_CHANNEL_PER_TOKEN": (Fp8(Activations.FP8), None),
+    "NVFP4": (Nvfp4(), Activations("float", 4, 16, "e4m3", stored=INPUT_SCALE)),
+    "W4A16_NVFP4": (Nvfp4(), None),
+    "MXFP8": (Mxfp8(), Activations("float", 8, 32, "e8m0 ceil")),
+}
+"""Forms of weights, and rounding of inputs that they do not have, by `quant_algo`."""
+
+
+def suffixes(scheme: Scheme | None = None) -> tuple[str, ...]:
+    """Suffixes of a module's stored tensors."""
+    return ".weight", SCALE, FACTOR
+
+
+def check(scheme: Scheme, shape: tuple[int, int]) -> None:
+    """Raises SchemeError: this format is only read."""
+    raise SchemeError(*REFUSED)
+
+
+def encode(module: str, weight: Any, dtype: Any) -> dict[str, Tensor]:
+    """Raises SchemeError: this format is only read."""
+    raise SchemeError(*REFUSED)
+
+
+def quantization_config(schemes: Mapping[str, Scheme], ignored: Iterable[str]) -> dict[str, Any]:
+    """Raises SchemeError: this format is only read."""
+    raise SchemeError(*REFUSED)
+
+
+def modules(names: Iterable[str]) -> list[str]:
+    """Quantized modules among tensor names."""
+    return owners(names, SCALE)
+
+
+def schemes(config: Mapping[str, Any], modules: Iterable[str]) -> dict[str, Scheme]:
+    """Scheme of every module. Raises CheckpointError for an algorithm that is not read."""
+    return {module: _algorithm(config, module)[0] for module in modules}
+
+
+def inputs(config: Mapping[str, Any], names: Iterable[str]) -> dict[str, Activations]:
+    """Rounding of the inputs of every module among tensor names that has what it needs."""
+    listed = frozenset(names)
+    found = {module: _algorithm(config, module)[1] for module in modules(listed)}
+    return {
+        module: kind for module, kind in found.items() if kind and (not kind.stored or module + kind.stored in listed)
+    }
+
+
+def _algorithm(config: Mapping[str, Any], module: str) -> tuple[Scheme, Activations | None]:
+    about = {**config, **(config.get("quantization") or {})}
+    name = str(about.get("quant_algo"))
+    if name == MIXED:
+        name = str(((about.get("quantized_layers") or {}).get(module) or {}).get("quant_algo"))
+    if name not in ALGORITHMS:
+        raise CheckpointError(
+            f"{module} is stored by ModelOpt's algorithm {name}, which this toolkit does not read",
+            f"It reads {', '.join(ALGORITHMS)}",
+        )
+    return ALGORITHMS[name]
+
+
+def decode(module: str, get: Get, scheme: Scheme, config: Mapping[str, Any] | None = None) -> Weight:
+    """The weight of one stored layer. Raises CheckpointError or SchemeError for tensors of another form."""
+    stored = StoredTensors(module, get)
+    codes = stored[".weight"]
+    if isinstance(scheme, Nvfp4):
+        divisor = stored[FACTOR].float().reciprocal().reshape(1, 1)
+        return Nvfp4Weight(unpack_pairs(codes), stored[SCALE], divisor.repeat(len(codes), 1), scheme)
+    if isinstance(scheme, Fp8):
+        check_codes(module, codes)
+        return Fp8Weight(codes, row_scales(stored[SCALE].float(), len(codes), 1), scheme)
+    return scheme.read(stored)
+
+
+def shape(module: str, get: Get, scheme: Scheme) -> tuple[int, int]:
+    """`(O, I)` of a stored layer, without decoding it."""
+    rows, columns = get(f"{module}.weight").shape
+    return rows, columns * (2 if isinstance(scheme, Nvfp4) else 1)
