@@ -308,7 +308,7 @@ def described(packed: PackedCheckpoint, codec: Format) -> tuple[dict[str, Scheme
     if packed.reordered and codec.NAME != dense.NAME:
         raise CheckpointError(
             f"{len(packed.reordered)} modules of {packed.path} have {REORDERED}",
-            f"Use --format dense, or quantize anew: compress quantize {packed.path} --out OTHER",
+            f"Use --format dense, or quantize again: compress quantize {packed.path} --out OTHER",
         )
     schemes = _target_schemes(packed, codec.NAME)
     for module, scheme in schemes.items():

@@ -287,7 +287,7 @@ class LinearKernel(Generic[Stored]):
             that would take too much memory.
         verdict: whether measurements put it before the kernels that are preferred to it, asked where it supports a
             scheme; None for a kernel whose place does not depend on measurements.
-        layout: in which files keep its linears from one start to the next; None: they are made anew.
+        layout: in which files keep its linears from one start to the next; None: they are made again.
         detail: which instructions multiply a scheme on this machine, for people; "" where the summary says all.
         tested_tokens: numbers of tokens, one for each of its ways to multiply, whose products are compared with plain
             torch when the first weight of a form is prepared; none for kernels that are not tested then.

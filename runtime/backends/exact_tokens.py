@@ -197,6 +197,6 @@ class ResidualWindow:
             part[self._rings[sequence]] = 0
 
     def _reclaim(self, wanted: set[Sequence]) -> None:
-        """Takes the rings of sequences that ended or were preempted: those start anew."""
+        """Takes the rings of sequences that ended or were preempted: those start again."""
         over = [s for s in self._rings if s.status is not Status.RUNNING and s not in wanted]
         self._free += [self._rings.pop(sequence) for sequence in over]

@@ -130,7 +130,7 @@ def plan_states(model: DecoderConfig, config: RuntimeConfig, itemsize: int, budg
         itemsize: bytes of one activation.
 
     Raises:
-        ToolkitError: there is no memory for the state of one sequence, or a dtype whose cost was not measured.
+        ToolkitError: no memory is left for the state of one sequence, or a dtype whose cost was not measured.
     """
     slot_bytes = model.state_bytes(itemsize, config.state_dtype)
     if not slot_bytes:
@@ -156,7 +156,7 @@ def _without_unused(states: StateSlots, config: RuntimeConfig, num_blocks: int) 
 
 
 def _check_exact(config: RuntimeConfig, exact: ExactTokens, budget: KVBudget) -> None:
-    """Refuses exact tokens beside which there is no memory for blocks."""
+    """Refuses exact tokens that leave no memory for blocks."""
     if not exact.nbytes or config.num_blocks or exact.nbytes < budget.nbytes:
         return
     raise ToolkitError(

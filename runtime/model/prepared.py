@@ -258,4 +258,4 @@ def find_prepared(checkpoint: Path, device: str = CPU, device_reader: DeviceRead
             reasons.append(f"{path} is not used: {error.problem}")
         except OSError as error:
             reasons.append(f"{path} cannot be read: {error.strerror}")
-    return NoPrepared(note=f"prepared: weights are packed anew; {'; '.join(reasons)}") if reasons else NOTHING_PREPARED
+    return NoPrepared(note=f"prepared: weights are packed again; {'; '.join(reasons)}") if reasons else NOTHING_PREPARED

@@ -155,7 +155,7 @@ class WeightReader:
                 return None
             linear = layout.restore(weight, bias)
         except CheckpointError as error:
-            self.used[f"{name}: packed anew, {error.problem}"] += 1
+            self.used[f"{name}: packed again, {error.problem}"] += 1
             return None
         self._use_linear(name, scheme, choice)
         return linear

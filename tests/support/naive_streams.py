@@ -1,6 +1,6 @@
 """Attention sinks and a window, token by token and by definition: the oracle of the streaming attention.
 
-Each layer keeps a list of keys that are not rotated. In every step the tokens that stay are numbered anew from 0, keys
+Each layer keeps a list of keys that are not rotated. In every step the tokens that stay are numbered again from 0, keys
 and query are rotated by these numbers, and a plain softmax follows. Nothing is shared with the runtime.
 """
 

@@ -28,7 +28,7 @@ from compress.common.files import check_out_folder
 
 BY_BITS = {2: "q2_k", 3: "q3_k", 4: "q4_k", 5: "q5_k", 6: "q6_k"}
 NOT_STORED = (*UNUSED_SCALES, ".inv_freq")
-"""Ends of names of tensors that follow from others or are measured anew."""
+"""Ends of names of tensors that follow from others or are measured again."""
 QUANTIZATION_VERSION = 2
 KEPT = "codes as they are"
 

@@ -281,7 +281,7 @@ def check_activation_order(module: str, group_index: Tensor | None, in_features:
     if torch.equal(groups.sort().values, plain):
         raise CheckpointError(
             f"{module} is stored with an activation-order group index (desc_act), which no kernel multiplies",
-            "Quantize it anew: compress quantize takes it as its source",
+            "Quantize it again: compress quantize takes it as its source",
         )
     raise CheckpointError(
         f"{module} has an index of {len(groups.unique())} groups for {len(groups)} columns, but bits and group_size in "

@@ -61,7 +61,7 @@ class Bnb4(Scheme):
         if in_features % self.block:
             raise SchemeError(
                 f"blocks of {self.block} numbers cross the ends of rows of {in_features}",
-                "Quantize it anew from its dense checkpoint",
+                "Quantize it again from its dense checkpoint",
             )
         return in_features // self.block
 

@@ -89,7 +89,7 @@ def map_file(path: Path) -> mmap.mmap:
 
 
 def read_into_huge_pages(path: Path) -> None:
-    """Lets the system read a file anew that was written in parts: then its cache holds huge pages, not small ones."""
+    """Lets the system read a file again that was written in parts: then its cache holds huge pages, not small ones."""
     if ADVICE is None or not hasattr(os, "posix_fadvise"):
         return
     with path.open("rb") as stream:

@@ -285,7 +285,7 @@ class CpuLayers:
             attention=attention.call,
         )
         if self._run(self._layers, len(self._layers), ctypes.addressof(step), self._instruction_set):
-            reason = "this machine lacks the instruction set, or there is no memory"
+            reason = "this machine lacks the instruction set, or is out of memory"
             raise ToolkitError(f"the compiled layers failed: {reason}", "Use --linear-backend reference")
         return hidden.add_(update)
 

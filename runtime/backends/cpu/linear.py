@@ -32,7 +32,7 @@ from runtime.backends.cpu.weight_layout import (
 )
 from runtime.backends.prepared_weight import PreparedWeight
 
-ERRORS = {-1: "this machine lacks the instruction set", -2: "there is no memory"}
+ERRORS = {-1: "this machine lacks the instruction set", -2: "out of memory"}
 
 
 class Activations(IntEnum):

@@ -138,7 +138,7 @@ class CpuMixture:
 
     def _check(self, status: int) -> None:
         if status:
-            reason = "this machine lacks the instruction set, or there is no memory"
+            reason = "this machine lacks the instruction set, or is out of memory"
             raise ToolkitError(f"a compiled mixture failed: {reason}", "Use --linear-backend reference")
 
 

@@ -1,5 +1,5 @@
 """Launches of Triton kernels that cost the host a few microseconds. Triton's own way takes ten times as long: it binds
-the arguments, specializes each and formats them as a key anew for every launch."""
+the arguments, specializes each and formats them as a key again for every launch."""
 
 from __future__ import annotations
 

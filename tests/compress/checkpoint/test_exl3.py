@@ -1,4 +1,4 @@
-"""EXL3: tiles decoded bit by bit, weights turned by explicit matrices, models served and quantized anew."""
+"""EXL3: tiles decoded bit by bit, weights turned by explicit matrices, models served and quantized again."""
 
 import hashlib
 import json

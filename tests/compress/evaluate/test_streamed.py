@@ -192,8 +192,8 @@ def test_progress_of_something_else_is_refused_and_thrown_away_on_request(
     with pytest.raises(CheckpointError, match=r"another configuration: model\.texts") as caught:
         run_evaluation(other)
     assert "--restart" in caught.value.remedy
-    anew = run_evaluation(replace(other, streaming=replace(streaming, restart=True)))
-    assert figures(anew) == figures(run_evaluation(replace(other, streaming=None)))
+    again = run_evaluation(replace(other, streaming=replace(streaming, restart=True)))
+    assert figures(again) == figures(run_evaluation(replace(other, streaming=None)))
 
 
 def test_one_layer_is_in_memory_at_a_time(

@@ -1,4 +1,4 @@
-"""Damage before verification is refused, and the same command then makes that part anew."""
+"""Damage before verification is refused, and the same command then makes that part again."""
 
 from pathlib import Path
 

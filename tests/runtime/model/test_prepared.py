@@ -194,7 +194,7 @@ def test_damaged_files_are_not_used(model, packed):
     whole, expected = file.read_bytes(), score(load_model(packed), TOKENS)
     for content in (b"", whole[:100], whole[:-1], b"\xff" * len(whole)):
         file.write_bytes(content)
-        assert "packed anew" in note_of(model)
+        assert "packed again" in note_of(model)
         assert torch.equal(score(load_model(model), TOKENS), expected)
 
 
@@ -210,7 +210,7 @@ def test_tensors_that_contradict_the_shape_are_not_used(model, packed):
     for changed in (short, no_scales, wide_scales):
         rewrite(file, changed, metadata)
         found = load_model(model)
-        assert sum("packed anew" in line for line in found.description) > 0
+        assert sum("packed again" in line for line in found.description) > 0
         assert torch.equal(score(found, TOKENS), expected)
 
 
@@ -231,7 +231,7 @@ def test_every_bit_of_the_header_counts(model):
     places = [*range(8), *range(8, length, 61), length, length + 1]
     for index, place in enumerate(places):
         flip(file, place, index % 8)
-        assert "packed anew" in find_prepared(model).note, place
+        assert "packed again" in find_prepared(model).note, place
         file.write_bytes(whole)
     assert "are mapped from" in find_prepared(model).note
 

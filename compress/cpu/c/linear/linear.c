@@ -187,7 +187,7 @@ FOR_AVX512 static void finish_avx512(const LinearCall *call, int64_t row, int64_
 #endif
 static const FinishRow finish_by_set[NUM_INSTRUCTION_SETS] = BY_SET(finish);
 
-/* One run of a tile after the other for all rows of a chunk, in blocks of about the same size. Each place is written anew: a
+/* One run of a tile after the other for all rows of a chunk, in blocks of about the same size. Each place is written again: a
  * copy of one that has just changed would wait for its parts. */
 static void multiply_tile(const LinearCall *call, int64_t tile, int64_t row, int64_t num_rows) {
     const KernelKind *kernels = call->kernels;
@@ -323,7 +323,7 @@ static void cut_chunks(LinearCall *call) {
     call->chunks = parts(call->rows, call->rows_per_chunk) * parts(call->num_tiles, call->tiles_per_chunk);
 }
 
-/* Allocates what prepare_row fills, in one piece; it is the caller's to free. NULL when there is no memory. */
+/* Allocates what prepare_row fills, in one piece; it is the caller's to free. NULL when out of memory. */
 static void *make_room(LinearCall *call) {
     const LinearWeight *weight = call->weight;
     Prepared *prepared = &call->prepared;
@@ -368,7 +368,7 @@ static const KernelKind *choose_kernels(int set, const LinearCall *call) {
     return few ? kernel_sets[set].few_bfloat16 : kernel_sets[set].bfloat16;
 }
 
-/* Fills in a call that begins with operands; returns what is to be freed, or NULL when there is no memory. */
+/* Fills in a call that begins with operands; returns what is to be freed, or NULL when out of memory. */
 static void *begin(LinearCall *call, int set) {
     call->kernels = choose_kernels(set, call);
     call->prepare = prepare_by_set[set];

@@ -20,8 +20,8 @@ typedef struct {
     double repetition, frequency, presence;
 } Adjustment;
 
-/* In place of a token: the logits are not finite, nothing may be drawn, or it is left open, because rounding decides or there
- * is no memory. */
+/* In place of a token: the logits are not finite, nothing may be drawn, or it is left open, because rounding decides or memory
+ * ran out. */
 enum { NOT_FINITE = -1, FORBIDDEN = -2, UNDECIDED = -3 };
 
 /* Draws by the Gumbel-max rule, with the noise of runtime/backends/torch/ops.py: a hash of seed, position and token, and two

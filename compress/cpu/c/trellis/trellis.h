@@ -30,7 +30,7 @@ typedef struct {
     const float *bias;                   /* [O] or NULL */
 } TrellisWeight;
 
-/* Returns 0, -1 when this machine lacks the instruction set, or -2 when there is no memory. `type` is 0 for float32, 1 for bfloat16;
+/* Returns 0, -1 when this machine lacks the instruction set, or -2 when out of memory. `type` is 0 for float32, 1 for bfloat16;
  * strides are elements from row to row. */
 EXPORT int trellis_multiply(const TrellisWeight *weight, int type, int64_t rows, const void *x, int64_t x_stride, void *y,
                             int64_t y_stride, int instruction_set);

@@ -155,7 +155,7 @@ def test_odd_answers_are_shown_all_the_same(page: Any, engine: ScriptedEngine, a
 
 @pytest.mark.full
 def test_settled_blocks_stay_while_the_answer_grows(page: Any) -> None:
-    """Selections and scrolled code survive: only the last block is made anew."""
+    """Selections and scrolled code survive: only the last block is made again."""
     grow = """async () => {
         const { Markdown } = await import("./page/markdown.js");
         const root = document.createElement("div");
