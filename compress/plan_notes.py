@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from compress.checkpoint.config import is_embedding, read_config
-from compress.checkpoint.formats import format_for
+from compress.checkpoint.formats import dense, format_for
 from compress.checkpoint.formats.readers import described, input_notes, readers
 from compress.checkpoint.safetensors import TensorFiles
 from compress.checkpoint.weights import Scheme
@@ -122,9 +122,13 @@ def loader_notes(files: TensorFiles, layer_plans: Mapping[str, LayerPlan]) -> li
     schemes = {module: each.scheme for module, each in layer_plans.items() if each.scheme}
     if not schemes:
         return []
-    container = format_for(schemes).NAME
-    found = described(readers(container, read_config(files.path), schemes.values()))
-    return ["; ".join(f"{does} {engines}" for does, engines in found.items()), *input_notes(schemes.values())]
+    config = read_config(files.path)
+    found = readers(format_for(schemes).NAME, config, schemes.values())
+    notes = ["; ".join(f"{does} {engines}" for does, engines in described(found).items())]
+    dense_readers = {each.engine for each in readers(dense.NAME, config, ()) if each.loads}
+    if helped := sorted(dense_readers & {each.engine for each in found if each.loads is False}):
+        notes.append(f"give {' and '.join(helped)} what `compress export --format dense` writes")
+    return [*notes, *input_notes(schemes.values())]
 
 
 def sibling_notes(skeleton: Skeleton, layer_plans: Mapping[str, LayerPlan]) -> list[str]:
