@@ -13,7 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 from compress.checkpoint.weights import Int
 from compress.common.cli import demo_model_path
 from compress.models.config import Config
-from compress.models.registry import find_family, register
+from compress.models.families.llama import llama
+from compress.models.registry import register
 from compress.models.spec import ModelSpec
 from compress.pipeline.prepare import RunRequest, prepare
 from compress.pipeline.run import run
@@ -38,8 +39,6 @@ class ScaledForCausalLM(LlamaForCausalLM):
 @register("scaled_llama")
 def scaled_llama(config: Config) -> ModelSpec:
     """Describes a Llama with scaled logits."""
-    llama = find_family("llama")
-    assert llama is not None
     return replace(llama(config), logit_scale=float(config["logit_scale"]))
 
 

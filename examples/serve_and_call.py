@@ -15,8 +15,7 @@ def served(model: str) -> Iterator[str]:
     command = [sys.executable, "-m", "runtime.cli", "serve", model, "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         try:
-            assert server.stdout is not None
-            line = next(line for line in server.stdout if line.startswith("serving"))
+            line = next(line for line in server.stdout or () if line.startswith("serving"))
             yield next(word for word in line.split() if word.startswith("http"))
         finally:
             server.terminate()

@@ -76,11 +76,7 @@ FORMATS: dict[str, Format] = {
 ALIASES = {"auto_round": auto_round.NAME, "intel/auto-round": auto_round.NAME}
 """Other spellings of `quant_method`."""
 INPUTS: Mapping[str, Callable[[Mapping[str, Any], Iterable[str]], dict[str, Activations]]] = {
-    compressed_tensors.NAME: compressed_tensors.inputs,
-    fp8.NAME: fp8.inputs,
-    auto_round.NAME: auto_round.inputs,
-    torchao.NAME: torchao.inputs,
-    modelopt.NAME: modelopt.inputs,
+    name: container.inputs for name, container in FORMATS.items() if hasattr(container, "inputs")
 }
 """Rounding of inputs by module, of formats whose files may say more of it than schemes do."""
 

@@ -8,13 +8,13 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from compress.checkpoint.formats import awq, fp8, gptq
+from compress.checkpoint.formats.read_only import check as check
+from compress.checkpoint.formats.read_only import encode as encode
+from compress.checkpoint.formats.read_only import quantization_config as quantization_config
 from compress.checkpoint.weights import Activations, BlockFp8, Fp8, Int, Mxfp4, Mxfp8, Nvfp4, Scheme, Weight
 from compress.checkpoint.weights.base import Get, StoredTensors, owners
-from compress.common.errors import CheckpointError, SchemeError
+from compress.common.errors import CheckpointError
 
 NAME = "auto-round"
 PACKING = "packing_format"
@@ -23,7 +23,6 @@ MINUS_ONE = "auto_round:auto_gptq", "auto_round:gptq", "auto"
 """Values of `packing_format` for zero points minus one; the others store them as they are."""
 AS_THEY_ARE = "auto_round", "auto_round:gptqmodel", "auto_round:auto_awq", "auto_round:awq"
 MARKS = ".qweight", ".weight_scale", ".weight_scale_inv"
-REFUSED = "auto-round checkpoints are read, not written", "Use --format compressed-tensors"
 SCALES = {"mx_fp": "e8m0 floor", "mx_fp_rceil": "e8m0 ceil"}
 """Rules of powers of two by `act_data_type`."""
 
@@ -36,21 +35,6 @@ def suffixes(scheme: Scheme | None = None) -> tuple[str, ...]:
     if isinstance(scheme, Int):
         return gptq.suffixes()
     return fp8.suffixes() if isinstance(scheme, Fp8 | BlockFp8) else scheme.suffixes
-
-
-def check(scheme: Scheme, shape: tuple[int, int]) -> None:
-    """Raises SchemeError: this format is only read."""
-    raise SchemeError(*REFUSED)
-
-
-def encode(module: str, weight: Any, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Raises SchemeError: this format is only read."""
-    raise SchemeError(*REFUSED)
-
-
-def quantization_config(schemes: Mapping[str, Scheme], ignored: Iterable[str]) -> dict[str, Any]:
-    """Raises SchemeError: this format is only read."""
-    raise SchemeError(*REFUSED)
 
 
 def modules(names: Iterable[str]) -> list[str]:

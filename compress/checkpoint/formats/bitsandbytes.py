@@ -15,6 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compress.checkpoint.formats.read_only import check as check
+from compress.checkpoint.formats.read_only import encode as encode
+from compress.checkpoint.formats.read_only import quantization_config as quantization_config
 from compress.checkpoint.weights import Bnb4, Int, Scheme
 from compress.checkpoint.weights.base import Get, StoredTensors, owners
 from compress.checkpoint.weights.bnb4 import TABLES
@@ -31,27 +34,11 @@ SUFFIXES = ".weight", BLOCK_SCALES, ".weight.quant_map", *NESTED, *STATES.values
 ROWS = 0
 """Value of `weight_format` for rows that follow each other in memory."""
 LARGEST = 127
-REFUSED = "bitsandbytes checkpoints are read, not written", "Use --format compress-runtime, or dense"
 
 
 def suffixes(scheme: Scheme | None = None) -> tuple[str, ...]:
     """Suffixes of a module's stored tensors."""
     return SUFFIXES
-
-
-def check(scheme: Scheme, shape: tuple[int, int]) -> None:
-    """Raises SchemeError: this format is only read."""
-    raise SchemeError(*REFUSED)
-
-
-def encode(module: str, weight: Any, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Raises SchemeError: this format is only read."""
-    raise SchemeError(*REFUSED)
-
-
-def quantization_config(schemes: Mapping[str, Scheme], ignored: Iterable[str]) -> dict[str, Any]:
-    """Raises SchemeError: this format is only read."""
-    raise SchemeError(*REFUSED)
 
 
 def modules(names: Iterable[str]) -> list[str]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from compress.checkpoint.formats.read_only import check as check
+from compress.checkpoint.formats.read_only import quantization_config as quantization_config
 from compress.checkpoint.safetensors import TensorFiles
 from compress.checkpoint.weights import Exl3, Scheme
 from compress.checkpoint.weights.exl3 import WORD_BITS, padded
-from compress.common.errors import SchemeError
 from compress.models.registry import find_family
 
 NAME = "exl3"
@@ -19,19 +20,9 @@ def suffixes(scheme: Scheme | None = None) -> tuple[str, ...]:
     return Exl3.suffixes
 
 
-def check(scheme: Scheme, shape: tuple[int, int]) -> None:
-    """Raises SchemeError: this format is only read."""
-    raise SchemeError("exl3 checkpoints are read, not written", "Use --format compress-runtime, or dense")
-
-
 def modules(names: Iterable[str]) -> list[str]:
     """Quantized modules among tensor names."""
     return sorted(Exl3.modules(names))
-
-
-def quantization_config(schemes: Mapping[str, Scheme], ignored: Iterable[str]) -> dict[str, Any]:
-    """Raises SchemeError: this format is only read."""
-    raise SchemeError("exl3 checkpoints are read, not written", "Use --format compress-runtime, or dense")
 
 
 def schemes(config: Mapping[str, Any], modules: Iterable[str]) -> dict[str, Scheme]:

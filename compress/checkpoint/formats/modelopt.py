@@ -8,19 +8,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from torch import Tensor
-
+from compress.checkpoint.formats.read_only import check as check
+from compress.checkpoint.formats.read_only import encode as encode
+from compress.checkpoint.formats.read_only import quantization_config as quantization_config
 from compress.checkpoint.weights import Activations, Fp8, Mxfp8, Nvfp4, Scheme
 from compress.checkpoint.weights.base import Get, StoredTensors, Weight, owners, row_scales
 from compress.checkpoint.weights.fp8 import Fp8Weight, check_codes
 from compress.checkpoint.weights.mxfp4 import unpack_pairs
 from compress.checkpoint.weights.nvfp4 import Nvfp4Weight
-from compress.common.errors import CheckpointError, SchemeError
+from compress.common.errors import CheckpointError
 
 NAME = "modelopt"
 SCALE, FACTOR, INPUT_SCALE = ".weight_scale", ".weight_scale_2", ".input_scale"
 MIXED = "MIXED_PRECISION"
-REFUSED = "ModelOpt's checkpoints are read, not written", "Use --format compressed-tensors"
 ALGORITHMS: Mapping[str, tuple[Scheme, Activations | None]] = {
     "FP8": (Fp8(), Activations("float", stored=INPUT_SCALE)),
     "FP8_PER_CHANNEL_PER_TOKEN": (Fp8(Activations.FP8), None),
@@ -34,21 +34,6 @@ ALGORITHMS: Mapping[str, tuple[Scheme, Activations | None]] = {
 def suffixes(scheme: Scheme | None = None) -> tuple[str, ...]:
     """Suffixes of a module's stored tensors."""
     return ".weight", SCALE, FACTOR
-
-
-def check(scheme: Scheme, shape: tuple[int, int]) -> None:
-    """Raises SchemeError: this format is only read."""
-    raise SchemeError(*REFUSED)
-
-
-def encode(module: str, weight: Any, dtype: Any) -> dict[str, Tensor]:
-    """Raises SchemeError: this format is only read."""
-    raise SchemeError(*REFUSED)
-
-
-def quantization_config(schemes: Mapping[str, Scheme], ignored: Iterable[str]) -> dict[str, Any]:
-    """Raises SchemeError: this format is only read."""
-    raise SchemeError(*REFUSED)
 
 
 def modules(names: Iterable[str]) -> list[str]:

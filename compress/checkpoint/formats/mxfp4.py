@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from compress.checkpoint.formats.read_only import check as check
+from compress.checkpoint.formats.read_only import quantization_config as quantization_config
 from compress.checkpoint.weights import Mxfp4, Scheme
 from compress.checkpoint.weights.base import owners
-from compress.common.errors import SchemeError
 
 NAME = "mxfp4"
 
@@ -17,19 +18,9 @@ def suffixes(scheme: Scheme | None = None) -> tuple[str, ...]:
     return Mxfp4.suffixes
 
 
-def check(scheme: Scheme, shape: tuple[int, int]) -> None:
-    """Raises SchemeError: this format is only read."""
-    raise SchemeError("mxfp4 checkpoints are read, not written", "Use --format compressed-tensors")
-
-
 def modules(names: Iterable[str]) -> list[str]:
     """Quantized modules among tensor names."""
     return owners(names, ".weight_packed")
-
-
-def quantization_config(schemes: Mapping[str, Scheme], ignored: Iterable[str]) -> dict[str, Any]:
-    """Raises SchemeError: this format is only read."""
-    raise SchemeError("mxfp4 checkpoints are read, not written", "Use --format compressed-tensors")
 
 
 def schemes(config: Mapping[str, Any], modules: Iterable[str]) -> dict[str, Scheme]:

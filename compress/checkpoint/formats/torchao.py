@@ -9,8 +9,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from compress.checkpoint.formats.read_only import check as check
+from compress.checkpoint.formats.read_only import encode as encode
+from compress.checkpoint.formats.read_only import quantization_config as quantization_config
 from compress.checkpoint.weights import Activations, Fp8, Int, Scheme
 from compress.checkpoint.weights.base import Get, StoredTensors, owners, row_scales
 from compress.checkpoint.weights.fp8 import Fp8Weight, check_codes
@@ -19,7 +21,6 @@ from compress.common.errors import CheckpointError, SchemeError
 
 NAME = "torchao"
 CODES, SCALES, ZERO_POINTS = "._weight_qdata", "._weight_scale", "._weight_zero_point"
-REFUSED = "torchao checkpoints are read, not written", "Use --format compressed-tensors"
 FORMS: Mapping[str, tuple[Scheme, Activations | None]] = {
     "Int8WeightOnlyConfig": (Int(8, None, symmetric=False), None),
     "Int8DynamicActivationInt8WeightConfig": (Int(8, None, symmetric=False), Activations.INT8),
@@ -31,21 +32,6 @@ FORMS: Mapping[str, tuple[Scheme, Activations | None]] = {
 def suffixes(scheme: Scheme | None = None) -> tuple[str, ...]:
     """Suffixes of a module's stored tensors."""
     return CODES, SCALES, ZERO_POINTS
-
-
-def check(scheme: Scheme, shape: tuple[int, int]) -> None:
-    """Raises SchemeError: this format is only read."""
-    raise SchemeError(*REFUSED)
-
-
-def encode(module: str, weight: Any, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Raises SchemeError: this format is only read."""
-    raise SchemeError(*REFUSED)
-
-
-def quantization_config(schemes: Mapping[str, Scheme], ignored: Iterable[str]) -> dict[str, Any]:
-    """Raises SchemeError: this format is only read."""
-    raise SchemeError(*REFUSED)
 
 
 def modules(names: Iterable[str]) -> list[str]:
