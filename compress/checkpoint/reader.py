@@ -87,7 +87,7 @@ def _schemes(kind: Format, block: Mapping[str, Any], files: TensorFiles) -> dict
 
 
 def _inputs(kind: Format, block: Mapping[str, Any], files: TensorFiles) -> dict[str, Activations]:
-    """Reads the rounding of inputs of every module, where it is no part of its scheme."""
+    """Reads the rounding of inputs of every module, unless its scheme includes it."""
     read, layout = INPUTS.get(kind.NAME), files.text_names
     if read is None or layout is None:
         return {} if read is None else read(block, files.names())
@@ -107,7 +107,7 @@ class PackedCheckpoint:
         codec: the functions of its format.
         translation: those that read its tensors; None where they are those of the schemes themselves.
         holds_weights: whether its files hold its weights as they are, so that tensors may be read without it.
-        inputs: rounding of the inputs of modules, where it is no part of their schemes.
+        inputs: rounding of the inputs of modules whose schemes do not include it.
     """
 
     holds_weights: ClassVar[bool] = True

@@ -163,5 +163,5 @@ def _dense_state(checkpoint: PackedCheckpoint, dtype: torch.dtype) -> dict[str, 
     others = checkpoint.files.other_parts
     state = {f"{module}.weight": checkpoint.values(module, dtype) for module in checkpoint.modules}
     state |= {name: checkpoint.tensor(name) for name in checkpoint.dense_names() if name not in others}
-    # Of a multimodal model, this is the text model alone.
+    # Only the text model of a multimodal model.
     return join_experts(state, {key: value for key, value in checkpoint.config.items() if key != OUTER})

@@ -200,7 +200,7 @@ def ropes_by_kind(config: Config, thetas: Mapping[str, float]) -> dict[str, Rope
 
 
 def rope_of_kind(config: Config, defaults: Config, kind: str) -> Rope:
-    """Reads the rotary embedding of a kind of layer, of which type `proportional` alone reads a share of the channels.
+    """Reads the rotary embedding of a kind of layer, where only type `proportional` reads a share of the channels.
 
     Args:
         defaults: `rope_parameters` of a config.json without them.

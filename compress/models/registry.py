@@ -36,7 +36,7 @@ class Wrapper:
         unread: keys of the text model's config that the multimodal model does not read.
         ties_head: whether the head is the embedding where config.json says nothing.
         text_ties: whether it also is where the config of the text model says so.
-        is_flat: older files have the config of the text model beside that of other parts.
+        is_flat: older files keep the keys of the text model at the top level of the config.
         divides_heads: a head has its share of `hidden_size`, whatever the config says.
     """
 

@@ -20,7 +20,7 @@ SHARED = ("dtype", "torch_dtype", "eos_token_id", *ADDED)
 """Keys of the whole that hold for the text model."""
 TIED = "tie_word_embeddings"
 NOT_OF_TEXT = ("vision_config", "architectures", "model_type", TIED)
-"""Keys of the whole that are not of the text model, where both are beside each other."""
+"""Top-level keys that do not belong to the text model, in configs where both share a level."""
 
 
 def text_part(config: Config) -> dict[str, Any]:
@@ -82,7 +82,7 @@ class StoredNames(ABC):
     """Names of tensors and modules in files that differ from those by which they are known here.
 
     Attributes:
-        others: stored tensors of other parts; those that belong to no part of a model of text alone are none.
+        others: stored tensors of other parts; empty for a model with text only.
     """
 
     others: frozenset[str]
@@ -173,7 +173,7 @@ class TextNames(StoredNames):
 
 
 UNMOVED = ("model", "lm_head")
-"""Stored names of a text model beside whose own names other parts stand, as in Qwen2.5-VL."""
+"""Stored names of a text model that shares a level with other parts, as in Qwen2.5-VL."""
 LAYOUTS = (("language_model.model", "language_model.lm_head"), ("model.language_model", "lm_head"), UNMOVED)
 """Stored names of a text model and its head: those of transformers before and since version 4.52, and its own."""
 

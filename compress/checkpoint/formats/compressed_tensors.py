@@ -180,7 +180,7 @@ def schemes(config: Mapping[str, Any], modules: Iterable[str]) -> dict[str, Sche
 
 
 def inputs(config: Mapping[str, Any], names: Iterable[str]) -> dict[str, Activations]:
-    """Rounding of the inputs of modules among tensor names, where it is no part of their schemes."""
+    """Rounding of the inputs of modules among tensor names that their schemes do not include."""
     groups = list((config.get("config_groups") or {}).values())
     found = {module: _parse_inputs(_find_group(module, groups)) for module in modules(names)}
     return {module: kind for module, kind in found.items() if kind is not None}

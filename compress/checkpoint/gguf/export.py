@@ -109,10 +109,10 @@ class Planner:
     def open(cls, path: str | Path, mix: str | None = None, embedding: str | None = None) -> Planner:
         """Opens a checkpoint. Raises the errors of `export_gguf`."""
         if embedding is not None and embedding not in TYPES:
-            raise SchemeError(f"{embedding!r} is no type that is written", f"Choose one of {', '.join(TYPES)}")
+            raise SchemeError(f"type {embedding!r} is not supported", f"Choose one of {', '.join(TYPES)}")
         chosen, packed = None if mix is None else find_mix(mix), PackedCheckpoint.open(path)
         if packed.files.text_names is not None:
-            problem = f"{packed.path} is a multimodal model, of which GGUF has two files"
+            problem = f"{packed.path} is a multimodal model, which GGUF splits into two files"
             raise CheckpointError(problem, "Export it as dense")
         return cls(packed, architecture_of(packed.config), chosen, embedding)
 
@@ -140,7 +140,7 @@ class Planner:
         return found
 
     def chosen_types(self) -> dict[str, str]:
-        """Returns the types that the mix gives the matrices of the layers, by module; those of routers are none."""
+        """Returns the types that the mix gives the matrices of the layers, by module, without routers."""
         found = dict[str, str]()
         for name, own in self.names().items():
             module = name.removesuffix(".weight")

@@ -9,7 +9,7 @@ from compress.common.errors import SchemeError
 
 FLOATS = ("f32", "f16", "bf16")
 SMALLER_BLOCKS = {"q2_k": "q4_0", "q3_k": "q4_0", "q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0"}
-"""Types with blocks of 32 in place of those with blocks of 256, for rows that are no whole blocks."""
+"""Types with blocks of 32 in place of those with blocks of 256, for rows that do not fill whole blocks."""
 LARGE_LAYERS = 80
 """Layers of models of 70B, whose few values get 5 bits."""
 
@@ -24,7 +24,7 @@ class Place:
         layer, layers: number of its layer, and of all layers.
         groups: query heads per key-value head.
         experts: number of experts; 0 in dense models.
-        is_tied: whether the embedding is the output head, too.
+        is_tied: whether the embedding is also the output head.
     """
 
     name: str
@@ -160,7 +160,7 @@ def find_mix(name: str) -> Mix:
     found = MIXES.get(ALIASES.get(name, name))
     if found is None:
         known = ", ".join((*MIXES, *ALIASES))
-        raise SchemeError(f"{name!r} is no type that is written", f"Choose one of {known}")
+        raise SchemeError(f"type {name!r} is not supported", f"Choose one of {known}")
     return found
 
 

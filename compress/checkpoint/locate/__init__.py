@@ -17,7 +17,7 @@ def find_model(named: str | Path, *, weights: bool = True, values: bool = True, 
     Args:
         weights: whether weights are needed, or only config, tokenizer and card.
         values: whether the values of weights are needed, or only names, dtypes and shapes: then weights of a dense
-            model may be headers alone.
+            model may consist of headers only.
         code: whether Python files may run, and so are needed too.
 
     Raises:

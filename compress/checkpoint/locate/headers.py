@@ -26,7 +26,7 @@ def headers_folder(repo: str, commit: str, names: Sequence[str]) -> Path | None:
         None for quantized weights, some of whose shapes are values, and if all weights are in the cache.
 
     Raises:
-        CheckpointError: a file is no safetensors file.
+        CheckpointError: a file is not a safetensors file.
     """
     from huggingface_hub import hf_hub_download, try_to_load_from_cache
 

@@ -83,7 +83,7 @@ def lfm3(config: Config) -> ModelSpec:
         CheckpointError: a rotary embedding of all layers, where each kind has its own.
     """
     if scaling := block(config, "rope_scaling"):
-        raise refusal("rope_scaling", scaling, "null, beside rope_parameters by kind of layer")
+        raise refusal("rope_scaling", scaling, "null if rope_parameters are given by kind of layer")
     config = {**LFM3, **config, "rms_norm_eps": number(config, "norm_eps", 1e-5)}
     after: dict[str, Norm] = {}
     if flag(config, "use_sandwich_norm", True):

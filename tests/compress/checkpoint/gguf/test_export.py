@@ -279,7 +279,7 @@ REFUSED = {
         None,
         "token id 999, and the embedding has 264 rows",
     ),
-    "type": (lambda folder: None, "q9_9", "'q9_9' is no type that is written.*q4_k_m"),
+    "type": (lambda folder: None, "q9_9", "'q9_9' is not supported.*q4_k_m"),
 }
 
 
