@@ -26,7 +26,7 @@ from runtime.backends.triton.attention import (
     attention_unsupported_reason,
 )
 from runtime.backends.triton.prefill import span_unsupported_reason
-from runtime.backends.triton.tiling import MAX_SPLITS, MIN_SPLIT_TOKENS, PROGRAMS_PER_PROCESSOR, Tiling
+from runtime.backends.triton.tiling import Tiling
 from runtime.core.batch import AttentionGroup, RaggedRows
 from runtime.core.draft_tree import ancestor_bits, paths
 from runtime.model.rotary import Rotary
@@ -459,31 +459,6 @@ def test_which_spans_are_left_to_torch(change: dict, fact: str) -> None:
     reason = span_unsupported_reason(replace(group, **change.pop("group", {})), **options | change)
     assert fact in reason
     assert bool(reason) == bool(fact)
-
-
-def test_splits_fill_the_processors_and_are_never_tiny() -> None:
-    """Also where one sequence is much longer than the others, or decoded beside prompts."""
-    tiling = Tiling(16, 4, 8, 264)
-    assert tiling.splits([(1, 32768)]) == [33]
-    assert tiling.splits([(1, 32768)] * 64) == [1] * 64
-    assert tiling._replace(kv_heads=1).splits([(1, 1000)]) == [4]
-    assert tiling._replace(kv_heads=1).splits([(1, 10**6)]) == [MAX_SPLITS]
-    assert tiling.splits([(1, 200)] * 63 + [(1, 32768)]) == [1] * 63 + [24]
-    assert tiling._replace(rows=64).splits([(128, 128)] * 16 + [(1, 32768)]) == [1] * 16 + [22]
-    assert tiling._replace(reach=1024).splits([(1, 32768)]) == [4]
-
-
-@pytest.mark.parametrize("processors", [108, 132])
-@pytest.mark.parametrize("kv_heads", [1, 2, 8])
-@pytest.mark.parametrize("batch", [1, 3, 16, 64])
-@pytest.mark.parametrize("keys", [300, 4096, 32768])
-def test_decodes_make_two_waves_of_programs(batch: int, keys: int, kv_heads: int, processors: int) -> None:
-    """Where keys are enough: a split has no fewer than `MIN_SPLIT_TOKENS`, and a sequence no more than `MAX_SPLITS`."""
-    tiling = Tiling(16, 4, kv_heads, PROGRAMS_PER_PROCESSOR * processors)
-    (splits,) = set(tiling.splits([(1, keys)] * batch))
-    programs, most = batch * kv_heads * splits, min(MAX_SPLITS, -(-keys // MIN_SPLIT_TOKENS))
-    assert splits == most or programs >= 0.95 * 2 * 3 * processors
-    assert splits == 1 or programs <= 2 * 2 * 3 * processors
 
 
 @pytest.mark.parametrize(
