@@ -1,4 +1,4 @@
-"""Containers of packed checkpoints, by name: modules of stateless functions with the signatures of `Format`.
+"""Containers of packed checkpoints: the modules of this folder with a `NAME` and the functions of `Format`.
 
 Weights know their own tensors; a container says which forms it holds and describes them in config.json. Containers of
 other tools that hold other tensors translate them, with the signatures of `Translation`.
@@ -7,27 +7,15 @@ other tools that hold other tensors translate them, with the signatures of `Tran
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from importlib import import_module
+from pkgutil import iter_modules
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from compress.checkpoint.config import is_embedding
-from compress.checkpoint.formats import (
-    auto_round,
-    awq,
-    bitsandbytes,
-    compress_runtime,
-    compressed_tensors,
-    dense,
-    exl3,
-    fp8,
-    gguf,
-    gptq,
-    modelopt,
-    mxfp4,
-    torchao,
-)
+from compress.checkpoint.formats import auto_round, compress_runtime, compressed_tensors, dense
 from compress.checkpoint.scheme import GROUP_SIZES, MAX_BITS, MIN_BITS, targets
 from compress.checkpoint.weights import Activations, Int, Scheme, Weight
 from compress.checkpoint.weights.base import Get, about
@@ -55,24 +43,10 @@ class Translation(Format, Protocol):
     def shape(self, module: str, get: Get, scheme: Scheme) -> tuple[int, int]: ...
 
 
-TRANSLATIONS: dict[str, Translation] = {
-    gptq.NAME: gptq,
-    awq.NAME: awq,
-    fp8.NAME: fp8,
-    bitsandbytes.NAME: bitsandbytes,
-    gguf.NAME: gguf,
-    auto_round.NAME: auto_round,
-    torchao.NAME: torchao,
-    modelopt.NAME: modelopt,
-    dense.NAME: dense,
-}
-FORMATS: dict[str, Format] = {
-    compressed_tensors.NAME: compressed_tensors,
-    **TRANSLATIONS,
-    compress_runtime.NAME: compress_runtime,
-    mxfp4.NAME: mxfp4,
-    exl3.NAME: exl3,
-}
+_MODULES: list[Any] = [import_module(f"{__name__}.{each.name}") for each in iter_modules(__path__)]
+FORMATS: dict[str, Format] = {module.NAME: module for module in _MODULES if hasattr(module, "NAME")}
+"""Modules of this folder that have a name."""
+TRANSLATIONS: dict[str, Translation] = {module.NAME: module for module in _MODULES if hasattr(module, "decode")}
 ALIASES = {"auto_round": auto_round.NAME, "intel/auto-round": auto_round.NAME}
 """Other spellings of `quant_method`."""
 INPUTS: Mapping[str, Callable[[Mapping[str, Any], Iterable[str]], dict[str, Activations]]] = {
