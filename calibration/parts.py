@@ -17,15 +17,8 @@ _LARGEST = 1e9
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One text of a mixture.
-
-    Attributes:
-        source: `bundled`, `pydoc`, `self`, a path or a dataset name.
-        weight: its share of the tokens, relative to the weights of the other parts.
-
-    Raises:
-        DataError: a weight that is not a number from 1e-9 to 1e9.
-    """
+    """One text of a mixture. Raises DataError: a weight that is not a number from 1e-9 to 1e9. `weight`: its share of
+    the tokens, relative to the weights of the other parts."""
 
     source: str
     weight: float = 1.0
@@ -40,10 +33,8 @@ class Part:
 def parse_parts(spec: str) -> tuple[Part, ...]:
     """Parses `bundled:0.5,chats.jsonl:0.5`. Without a comma it is one source; all parts have weights, or none has.
 
-    An existing path is one source even if it has commas and colons.
-
-    Raises:
-        DataError: an empty part, a weight that is no positive number, weights on some parts only, a source twice.
+    An existing path is one source even if it has commas and colons. Raises DataError: an empty part, a weight that is
+    not a positive number, weights on some parts only, a source twice.
     """
     if "," not in spec or in_home(spec).exists():
         return (Part(spec),)
@@ -80,10 +71,7 @@ def _split(item: str) -> tuple[str, float | None]:
 
 def share_out(parts: Sequence[Part], samples: int) -> list[int]:
     """Returns the number of sequences of each part: in proportion to the weights, `samples` in all (largest remainder).
-
-    Raises:
-        DataError: too few samples to give every part one.
-    """
+    Raises DataError: too few samples to give every part one."""
     total = sum(part.weight for part in parts)
     exact = [samples * part.weight / total for part in parts]
     counts = [int(share) for share in exact]

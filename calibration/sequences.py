@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -31,13 +31,7 @@ MAX_UNKNOWN = 0.01
 
 @dataclass(frozen=True, slots=True)
 class PackedPart:
-    """One packed source of a mixture.
-
-    Attributes:
-        source, sha256: name and hash of the text source.
-        weight: requested share of the tokens.
-        sequences: number of sequences it gave.
-    """
+    """One packed source of a mixture."""
 
     source: str
     sha256: str
@@ -51,7 +45,6 @@ class SequenceSet:
 
     Attributes:
         tokens: int64 `[N, L]`, no padding anywhere.
-        source: name of the text source.
         sha256: hash of the text source; empty while the model has not written its own text yet.
         description: origin, order and special-token policy in words.
         warnings: one line each, for example on too little text.
@@ -76,14 +69,8 @@ class SequenceSet:
 
 
 def encode_documents(documents: Sequence[Document], tokenizer: Any) -> list[list[int]]:
-    """Encodes each document. Chats go through the tokenizer's template; plain text gets no special tokens.
-
-    Args:
-        tokenizer: a transformers tokenizer, or any callable from text to ids.
-
-    Raises:
-        DataError: a chat without a template, or one that the template refuses.
-    """
+    """Encodes each document. Chats go through the tokenizer's template; plain text gets no special tokens. Raises
+    DataError: a chat without a template, or one that the template refuses."""
     return [_encode(document_text(document, tokenizer), tokenizer) for document in documents]
 
 
@@ -121,25 +108,20 @@ def _encode(text: str, tokenizer: Any) -> list[int]:
         return list(tokenizer(text))
     # verbose=False: documents longer than the context are meant to be cut into windows, not warned about.
     with LibraryErrors(DataError, "the tokenizer cannot process the text", "Check the model's tokenizer.json"):
-        return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return cast(list[int], tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
 def separator_token(tokenizer: Any) -> int | None:
     """Returns the id between documents: beginning-of-sequence, else end-of-sequence, else None."""
-    for name in ("bos_token_id", "eos_token_id"):
-        if getattr(tokenizer, name, None) is not None:
-            return getattr(tokenizer, name)
-    return None
+    ids: Iterable[int | None] = (getattr(tokenizer, name, None) for name in ("bos_token_id", "eos_token_id"))
+    return next((each for each in ids if each is not None), None)
 
 
 def pack_sequences(source: TextSource, tokenizer: Any, *, samples: int, length: int, seed: int = 0) -> SequenceSet:
-    """Packs shuffled documents into `samples` sequences of `length` tokens, each document behind one separator token.
+    """Packs shuffled documents into `samples` sequences of `length` tokens, each document after one separator token.
 
     Documents are shuffled by `seed`, joined, and cut into windows; a random subset of the windows is kept when there
-    are more than needed, in an order that `seed` decides too.
-
-    Raises:
-        DataError: less than one window of text.
+    are more than needed, in an order that `seed` decides too. Raises DataError: less than one window of text.
     """
     separator = separator_token(tokenizer)
     prefix = [] if separator is None else [separator]
@@ -161,10 +143,7 @@ def _token_stream(
     source: TextSource, tokenizer: Any, prefix: list[int], seed: int, enough: int
 ) -> tuple[list[int], int]:
     """Encodes documents in shuffled order until there are `enough` tokens: large datasets are not encoded whole.
-
-    Returns:
-        Token ids, and the number of bytes of their text.
-    """
+    Returns token ids, and the number of bytes of their text."""
     stream: list[int] = []
     num_bytes = 0
     for index in np.random.default_rng(seed).permutation(len(source.documents)):
@@ -213,11 +192,8 @@ def _foreign(stream: list[int], num_bytes: int, tokenizer: Any, name: str) -> tu
 
 
 def overlap(first: Tensor, second: Tensor, window: int = OVERLAP_WINDOW) -> float:
-    """Returns the fraction of all `window`-token spans of `first`, at any offset, that also occur in `second`.
-
-    Args:
-        first, second: int64 token ids `[N, L]` or `[L]`.
-    """
+    """Returns the fraction of all `window`-token spans of `first`, at any offset, that also occur in `second`. `first`,
+    `second`: int64 token ids `[N, L]` or `[L]`."""
     seen = {span for row in second.reshape(-1, second.shape[-1]) for span in _spans(row, window)}
     spans = [span for row in first.reshape(-1, first.shape[-1]) for span in _spans(row, window)]
     return sum(span in seen for span in spans) / len(spans) if spans else 0.0
@@ -239,11 +215,8 @@ def check_token_ids(tokens: Tensor, config: Mapping[str, Any], path: Path) -> No
 
 
 def load_tokenizer(path: str | Path) -> Any:
-    """Loads the transformers tokenizer of a model folder; nothing is downloaded.
-
-    Raises:
-        DataError: no tokenizer there, or one that cannot be read.
-    """
+    """Loads the transformers tokenizer of a model folder; nothing is downloaded. Raises DataError: no tokenizer there,
+    or one that cannot be read."""
     from transformers import AutoTokenizer
 
     if (file := Path(path, TOKENIZER_FILE)).exists():
@@ -268,12 +241,8 @@ def pack_parts(
     """Packs one text or a mixture into token sequences. Equal arguments give equal sequences in equal order.
 
     Weights count tokens: each part is packed alone into its share of the sequences; all are shuffled by the seed.
-
-    Args:
-        sampler: writes the text of a `self` part; without one, zeros of the same shape stand in for it, for a plan.
-
-    Raises:
-        DataError: a text that cannot be used, or that does not fill one sequence.
+    Raises DataError: a text that cannot be used, or that does not fill one sequence. `sampler`: writes the text of a
+    `self` part; without one, zeros of the same shape stand in for it, for a plan.
     """
     counts = share_out(parts, samples)
     packed = [

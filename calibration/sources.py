@@ -19,6 +19,7 @@ from torch import Tensor
 
 from compress.common.errors import DataError, NumericsError
 from compress.common.files import in_home, json_lines, open_at_once, utf8_text
+from compress.common.registry import Registry
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -32,14 +33,12 @@ FIELDS = ("text", "messages")
 
 
 def document_of(record: object, place: str) -> Document:
-    """Returns the document in a record of a .jsonl file, a table or a dataset.
+    """Returns the document in a record of a .jsonl file, a table or a dataset. Raises DataError: neither is there;
+    names the fields that are.
 
     Args:
         record: a mapping with a `text` string or a `messages` list of `{role, content}`.
         place: file and line, or dataset and row, for the error.
-
-    Raises:
-        DataError: neither is there; names the fields that are.
     """
     if isinstance(record, Mapping):
         if isinstance(record.get("text"), str):
@@ -60,7 +59,7 @@ def _whole(document: Document, place: str) -> Document:
 
 
 def no_document(place: str, fields: list[str] | None) -> DataError:
-    """Builds the error for a record or table without a document; `fields` is None for a record that is no object."""
+    """Builds the error for a record or table without a document; `fields` is None for a record that is not one."""
     found = "it is not an object" if fields is None else f"its fields: {', '.join(map(str, fields)) or 'none'}"
     return DataError(
         f"{place} has neither a `text` string nor a `messages` list ({found})",
@@ -77,11 +76,8 @@ _MARKS = ("dataset_dict.json", "state.json")
 
 
 def read_named_dataset(spec: str) -> Iterator[Document]:
-    """Yields the documents of `name[:config[:split]]`, from the network or the library's cache.
-
-    Raises:
-        DataError: it cannot be loaded, or its rows hold no documents.
-    """
+    """Yields the documents of `name[:config[:split]]`, from the network or the library's cache. Raises DataError: it
+    cannot be loaded, or its rows hold no documents."""
     name, config, split = [*spec.split(":"), "", ""][:3]
     try:
         from datasets import DownloadConfig, load_dataset
@@ -97,11 +93,6 @@ def read_named_dataset(spec: str) -> Iterator[Document]:
     return _documents(rows, spec)
 
 
-def is_saved_dataset(path: Path) -> bool:
-    """Returns whether `save_to_disk` wrote this folder."""
-    return any((path / mark).is_file() for mark in _MARKS)
-
-
 def read_saved_dataset(path: Path) -> Iterator[Document]:
     """Yields the documents of a saved dataset, of its `train` split when it has several. Raises DataError."""
     from datasets import DatasetDict, load_from_disk
@@ -109,7 +100,9 @@ def read_saved_dataset(path: Path) -> Iterator[Document]:
     try:
         rows = load_from_disk(path)
     except Exception as error:  # Any of many types, as above.
-        raise DataError(f"{path} is no dataset that can be loaded ({_first_line(error)})", "Save it again") from error
+        raise DataError(
+            f"{path} is not a dataset that can be loaded ({_first_line(error)})", "Save it again"
+        ) from error
     if isinstance(rows, DatasetDict):
         if DEFAULT_SPLIT not in rows:
             choices = " or ".join(str(path / split) for split in rows)
@@ -149,10 +142,7 @@ _ENDINGS = f"{', '.join(TEXT_ENDINGS[:-1])} or {TABLE_ENDING}"
 
 def read_path(path: Path) -> Iterator[Document]:
     """Yields the documents of a file, of every readable file of a folder in order of name, or of a saved dataset.
-
-    Raises:
-        DataError: nothing to read, or a record without a document; names file and line.
-    """
+    Raises DataError: nothing to read, or a record without a document; names file and line."""
     try:
         yield from _read(path)
     except OSError as error:
@@ -161,7 +151,8 @@ def read_path(path: Path) -> Iterator[Document]:
 
 def _read(path: Path) -> Iterator[Document]:
     if path.is_dir():
-        yield from read_saved_dataset(path) if is_saved_dataset(path) else _read_folder(path)
+        is_saved = any((path / mark).is_file() for mark in _MARKS)
+        yield from read_saved_dataset(path) if is_saved else _read_folder(path)
     elif path.name.endswith(JSON_ENDINGS):
         yield from (document_of(record, place) for place, record in json_lines(path))
     elif path.name.endswith(TABLE_ENDING):
@@ -195,7 +186,8 @@ def _read_table(path: Path) -> Iterator[Document]:
 
 
 DOCUMENT_SEPARATOR = "<|document|>"
-NAMED_SOURCES = ("bundled", "pydoc")
+NAMED_SOURCES: Registry[Callable[[], tuple[Iterator[Document], str]]] = Registry("text")
+"""Functions that return the documents of a text and its description, by its name."""
 SELF = "self"
 """The source for text that the model itself writes: token sequences, not documents."""
 
@@ -226,16 +218,10 @@ class TextSource:
 
 
 def load_texts(spec: str) -> TextSource:
-    """Reads the documents that `spec` names.
-
-    Args:
-        spec: `bundled` (mixed text that ships with the package), `pydoc` (the Python manual inside every CPython), a
-            text file, a `.jsonl`, `.jsonl.xz` or `.parquet` file with `text` or `messages` fields, a folder of such
-            files or one that `datasets` saved, or a `datasets` name as `name[:config[:split]]`.
-
-    Raises:
-        DataError: nothing to read, or only white space.
-    """
+    """Reads the documents that `spec` names. Raises DataError: nothing to read, or only white space. `spec`: `bundled`
+    (mixed text that ships with the package), `pydoc` (the Python manual inside every CPython), a text file, a `.jsonl`,
+    `.jsonl.xz` or `.parquet` file with `text` or `messages` fields, a folder of such files or one that `datasets`
+    saved, or a `datasets` name as `name[:config[:split]]`."""
     documents, description = _open(spec)
     source = TextSource(spec, tuple(documents), description)
     if not any(document if isinstance(document, list) else document.strip() for document in source.documents):
@@ -245,14 +231,12 @@ def load_texts(spec: str) -> TextSource:
 
 def _open(spec: str) -> tuple[Iterator[Document], str]:
     path = in_home(spec)
-    if spec == "bundled":
-        return _bundled(), "mixed text that ships with the package"
-    if spec == "pydoc":
-        return _pydoc(), f"pydoc_data.topics of Python {platform.python_version()}"
+    if spec in NAMED_SOURCES:
+        return NAMED_SOURCES[spec]()
     if spec == SELF:
         raise DataError("text from the model itself can calibrate but not measure", "Use " + " or ".join(NAMED_SOURCES))
     if spec.partition(":")[0] in (*NAMED_SOURCES, SELF) and not path.exists():
-        raise DataError(f"{spec} is one text alone, which takes no weight", f"Write {spec.partition(':')[0]}")
+        raise DataError(f"{spec} is a single text, which takes no weight", f"Write {spec.partition(':')[0]}")
     if not spec:
         raise DataError("no text was named", "Give a file, or one of: " + ", ".join(NAMED_SOURCES))
     if path.is_char_device() or path.is_block_device():
@@ -260,24 +244,22 @@ def _open(spec: str) -> tuple[Iterator[Document], str]:
     if path.exists():
         return read_path(path), f"local text {spec}"
     if spec.endswith((*TEXT_ENDINGS, ".xz")) or spec.startswith((".", "/", "~")):
-        raise DataError(
-            f"text file {spec} does not exist", "Give an existing file, or one of: " + ", ".join(NAMED_SOURCES)
-        )
+        raise DataError.missing("text file", spec, "Give an existing file, or one of: " + ", ".join(NAMED_SOURCES))
     return read_named_dataset(spec), f"dataset {spec}"
 
 
-def _bundled() -> Iterator[str]:
-    folder = Path(str(files("calibration") / "data"))
-    for path in sorted(folder.glob("*.txt")):
-        for document in path.read_text(encoding="utf-8").split(f"{DOCUMENT_SEPARATOR}\n"):
-            if document.strip():
-                yield document.strip()
+@NAMED_SOURCES.register("bundled")
+def _bundled() -> tuple[Iterator[Document], str]:
+    paths = sorted(Path(str(files("calibration") / "data")).glob("*.txt"))
+    parts = (part for path in paths for part in path.read_text(encoding="utf-8").split(f"{DOCUMENT_SEPARATOR}\n"))
+    return (part.strip() for part in parts if part.strip()), "mixed text that ships with the package"
 
 
-def _pydoc() -> Iterator[str]:
+@NAMED_SOURCES.register("pydoc")
+def _pydoc() -> tuple[Iterator[Document], str]:
     from pydoc_data.topics import topics
 
-    return (topics[key] for key in sorted(topics))
+    return (topics[key] for key in sorted(topics)), f"pydoc_data.topics of Python {platform.python_version()}"
 
 
 @torch.inference_mode()
@@ -295,20 +277,15 @@ def sample_sequences(
     """Samples `count` sequences of exactly `length` tokens at temperature 1.
 
     Every sequence begins with `start`. Where the model ends a text, `start` stands instead of the end token, as between
-    the documents of packed text, and a new text begins.
+    the documents of packed text, and a new text begins. Raises NumericsError: the model gave NaN or infinite logits.
 
     Args:
-        model: a transformers causal language model.
         start: the token before each text; None draws the first token of each sequence from the whole vocabulary.
-        ends: tokens that end a text.
         batch: sequences at a time; the result depends on it as on the seed.
         on_progress: called with (tokens done, tokens in all).
 
     Returns:
         int64 `[count, length]` on the CPU.
-
-    Raises:
-        NumericsError: the model gave NaN or infinite logits.
     """
     pieces = []
     for first in range(0, count, batch):
@@ -331,7 +308,7 @@ def sample_sequences(
 
 
 def _cache_of(output: Any) -> dict[str, Any]:
-    """The argument that continues behind an output; transformers 5.24 renamed `past_key_values`."""
+    """The argument that continues an output; transformers 5.24 renamed `past_key_values`."""
     name = "cache" if hasattr(output, "cache") else "past_key_values"
     return {name: getattr(output, name)}
 

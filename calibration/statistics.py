@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -22,11 +23,8 @@ class InputStatistics:
     All sums are float32 and independent of the device's TF32 setting.
 
     Args:
-        in_features: `I`.
-        name: the module, for error messages.
         hessian: whether to accumulate `X^T X`, which takes `I * I` floats and most of the time.
         sample_rows: maximum number of rows kept for losses that need real inputs.
-        device: device of the sums.
     """
 
     def __init__(
@@ -48,11 +46,8 @@ class InputStatistics:
         self._rows = RowSample(sample_rows)
 
     def update(self, inputs: Tensor) -> None:
-        """Adds a batch `[..., I]` of any float dtype.
-
-        Raises:
-            NumericsError: NaN or infinity in the batch, which is then not counted.
-        """
+        """Adds a batch `[..., I]` of any float dtype. Raises NumericsError: NaN or infinity in the batch, which is then
+        not counted."""
         rows = inputs.detach().reshape(-1, self.in_features)
         rows32 = rows.float()
         absolute, largest, squares = _magnitudes(rows32)
@@ -66,6 +61,27 @@ class InputStatistics:
         self._rows.update(rows)
         self.count += len(rows)
 
+    def add(self, later: InputStatistics) -> None:
+        """Adds statistics of later batches, from any device."""
+        device = self._absolute_sum.device
+        if self._second_moment is not None and later._second_moment is not None:
+            self._second_moment += later._second_moment.to(device)
+        self._absolute_sum += later._absolute_sum.to(device)
+        self._square_sum += later._square_sum.to(device)
+        self._largest = torch.maximum(self._largest, later._largest.to(device))
+        self._rows.add(later._rows.to(device))
+        self.count += later.count
+
+    def to(self, device: torch.device) -> InputStatistics:
+        """Returns the same statistics on `device`."""
+        if self._absolute_sum.device == device:
+            return self
+        there = copy.copy(self)
+        there._second_moment = None if self._second_moment is None else self._second_moment.to(device)
+        there._absolute_sum, there._square_sum = self._absolute_sum.to(device), self._square_sum.to(device)
+        there._largest, there._rows = self._largest.to(device), self._rows.to(device)
+        return there
+
     @property
     def hessian(self) -> Tensor:
         """`[I, I]` float32: `2 X^T X / count`, symmetric."""
@@ -74,6 +90,10 @@ class InputStatistics:
         full = self._second_moment.triu()
         full += full.triu(1).T
         return full.mul_(2.0 / max(self.count, 1))
+
+    @property
+    def device(self) -> torch.device:
+        return self._absolute_sum.device
 
     @property
     def abs_mean(self) -> Tensor:
@@ -120,6 +140,25 @@ class RowSample:
         first = -self._seen % self._stride
         self._seen += len(rows)
         self._kept.append(rows[first :: self._stride].clone())
+        self._thin()
+
+    def add(self, later: RowSample) -> None:
+        """Adds the sample of a later stream; both keep every n-th row with the larger n."""
+        for sample, other in ((self, later), (later, self)):
+            if sample._kept and sample._stride < other._stride:
+                sample._kept = [torch.cat(sample._kept)[:: other._stride // sample._stride].clone()]
+                sample._stride = other._stride
+        self._seen += later._seen
+        self._kept += later._kept
+        self._thin()
+
+    def to(self, device: torch.device) -> RowSample:
+        """Returns the same sample on `device`."""
+        there = copy.copy(self)
+        there._kept = [rows.to(device) for rows in self._kept]
+        return there
+
+    def _thin(self) -> None:
         while sum(map(len, self._kept)) > 2 * self._capacity:
             self._stride *= 2
             self._kept = [torch.cat(self._kept)[::2].clone()]
@@ -168,23 +207,28 @@ def _add_upper_gram(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 class InputDifference:
-    """Accumulates `D^T X` over batches: `X` the inputs in the quantized model, `X + D` those in the dense one.
-
-    Args:
-        in_features: `I`.
-        device: where the sum lives.
-    """
+    """Accumulates `D^T X` over batches: `X` the inputs in the quantized model, `X + D` those in the dense one."""
 
     def __init__(self, in_features: int, device: torch.device | str = "cpu") -> None:
         self._moment = torch.zeros(in_features, in_features, device=device)
         self.count = 0
 
-    def update(self, inputs: Tensor, dense: Tensor) -> None:
-        """Adds a batch: `inputs [..., I]` and, at the same tokens, `dense [..., I]`.
+    def add(self, later: InputDifference) -> None:
+        """Adds the moments of later batches, from any device."""
+        self._moment += later._moment.to(self._moment.device)
+        self.count += later.count
 
-        Raises:
-            ValueError: the shapes differ, so the tokens do.
-        """
+    def to(self, device: torch.device) -> InputDifference:
+        """Returns the same moments on `device`."""
+        if self._moment.device == device:
+            return self
+        there = copy.copy(self)
+        there._moment = self._moment.to(device)
+        return there
+
+    def update(self, inputs: Tensor, dense: Tensor) -> None:
+        """Adds a batch: `inputs [..., I]` and, at the same tokens, `dense [..., I]`. Raises ValueError: the shapes
+        differ, so the tokens do."""
         if inputs.shape != dense.shape:
             raise ValueError(f"inputs {tuple(inputs.shape)} and {tuple(dense.shape)} are not of the same tokens")
         rows = inputs.detach().reshape(-1, self._moment.shape[0]).float()

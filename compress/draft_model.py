@@ -12,12 +12,7 @@ HALVINGS = 40  # width of the final interval of acceptance rates: below the prec
 
 @dataclass(frozen=True, slots=True)
 class DraftModel:
-    """Model that drafts tokens for a target model.
-
-    Attributes:
-        path: path as the user gave it.
-        weight_bytes: size of its weight files.
-    """
+    """Model that drafts tokens for a target model."""
 
     path: str
     config: DecoderConfig
@@ -25,7 +20,7 @@ class DraftModel:
 
     def check(self, model: DecoderConfig) -> None:
         """Raises ToolkitError if the vocabulary sizes differ."""
-        sizes = self.config.vocab_size, model.vocab_size
+        sizes = self.config.spec.vocab_size, model.spec.vocab_size
         if sizes[0] != sizes[1]:
             raise ToolkitError(
                 f"the draft model {self.path} has a vocabulary of {sizes[0]} tokens, and the model one of {sizes[1]}",
@@ -37,14 +32,8 @@ def break_even(draft_bytes: int, step_bytes: int, num_drafts: int) -> float | No
     """Returns the acceptance rate at which speculative decoding breaks even, assuming equal rates at all positions.
 
     A verification step of the target model reads as much as a step without drafts. It must therefore yield as many
-    tokens as the steps of both models together take times the duration of one target step.
-
-    Args:
-        draft_bytes: bytes that the draft model reads per decoding step.
-        step_bytes: bytes that the target model reads per decoding step.
-
-    Returns:
-        None if even accepting all draft tokens does not pay off.
+    tokens as the steps of both models together take times the duration of one target step. Returns None if even
+    accepting all draft tokens does not pay off.
     """
     wanted = 1 + num_drafts * draft_bytes / step_bytes
     if wanted > 1 + num_drafts:
@@ -52,10 +41,6 @@ def break_even(draft_bytes: int, step_bytes: int, num_drafts: int) -> float | No
     low, high = 0.0, 1.0
     for _ in range(HALVINGS):
         middle = (low + high) / 2
-        low, high = (low, middle) if _expected_tokens(middle, num_drafts) >= wanted else (middle, high)
+        expected = sum(middle**count for count in range(num_drafts + 1))  # Leviathan et al. 2023, equation 1
+        low, high = (low, middle) if expected >= wanted else (middle, high)
     return high
-
-
-def _expected_tokens(acceptance: float, num_drafts: int) -> float:
-    """Returns the expected tokens of one speculative step (Leviathan et al. 2023, equation 1)."""
-    return sum(acceptance**count for count in range(num_drafts + 1))

@@ -1,4 +1,4 @@
-"""Choice of weight and KV cache forms that fit a memory with the least predicted loss, from config.json alone."""
+"""Choice of weight form and format of the KV cache that fit a memory with the least predicted loss, by config.json."""
 
 from __future__ import annotations
 
@@ -30,8 +30,6 @@ class ServingTarget:
     Attributes:
         memory_bytes: memory for weights, KV cache, activations, the process and a draft model.
         context: tokens per user, prompt and output together.
-        is_gpu: whether it is the memory of a GPU.
-        draft: draft model for speculative decoding.
         bytes_per_second: memory bandwidth of the device, of a GPU by its data sheet; None if unknown.
         least_rate: minimum tokens per second per user, without speculation.
     """
@@ -56,9 +54,7 @@ class Fit:
     """Combination of forms with its predicted memory, loss and speed.
 
     Attributes:
-        kv_bytes: bytes of keys and values of all users at full context.
         needed_bytes: least sufficient memory, including the draft model.
-        draft_bytes: bytes of weights, keys and values of the draft model.
         dense_bytes: bytes of weights that are in 16 bits in any form.
     """
 
@@ -114,7 +110,7 @@ def weight_bytes(model: DecoderConfig, scheme: Scheme | None) -> int:
 
 
 def holds(model: DecoderConfig, target: ServingTarget, kv_cache: str, weights: int, memory_bytes: int) -> bool:
-    """Returns whether the runtime's memory plan holds all users at full context beside weights of this size."""
+    """Returns whether the runtime's memory plan holds all users at full context in addition to weights of this size."""
     config = target.config(kv_cache)
     if not target.is_gpu:
         return estimate(model, config, DTYPE, weights, memory_bytes).concurrency(target.context) >= target.users
@@ -138,11 +134,8 @@ def needed_bytes(model: DecoderConfig, target: ServingTarget, kv_cache: str, wei
 
 
 def candidates(model: DecoderConfig, target: ServingTarget) -> list[Fit]:
-    """Returns all combinations of forms in order of predicted loss.
-
-    Raises:
-        ToolkitError: the context is longer than that of the model.
-    """
+    """Returns all combinations of forms in order of predicted loss. Raises ToolkitError: the context is longer than
+    that of the model."""
     if target.context > model.context_length:
         raise ToolkitError(
             f"--context {target.context} is longer than the model's context of {model.context_length} tokens",
@@ -153,7 +146,7 @@ def candidates(model: DecoderConfig, target: ServingTarget) -> list[Fit]:
     found, dense = [], dense_bytes(model)
     for form in weight_forms({linear.in_features for linear in model.spec.linears()}):
         weights = weight_bytes(model, form.scheme)
-        for kv_cache in KEYS if model.mixers else ("16bit",):
+        for kv_cache in KEYS if model.spec.attentions else ("16bit",):
             kv_bytes = target.users * _kv_bytes(model, target, kv_cache)
             drafts = _draft_bytes(target, kv_cache)
             needed = needed_bytes(model, target, kv_cache, weights) + drafts
@@ -179,12 +172,9 @@ def _draft_bytes(target: ServingTarget, kv_cache: str) -> int:
 
 
 def choose(model: DecoderConfig, target: ServingTarget) -> Fit:
-    """Chooses the combination with the least predicted loss that fits and is fast enough.
-
-    Raises:
-        ToolkitError: none fits (names the least sufficient memory), none is fast enough (names the fastest), the
-            context is longer than that of the model, or the draft model has another vocabulary.
-    """
+    """Chooses the combination with the least predicted loss that fits and is fast enough. Raises ToolkitError: none
+    fits (names the least sufficient memory), none is fast enough (names the fastest), the context is longer than that
+    of the model, or the draft model has another vocabulary."""
     found = candidates(model, target)
     fitting = [each for each in found if each.needed_bytes <= target.memory_bytes]
     if not fitting:

@@ -9,24 +9,17 @@ from collections.abc import Mapping
 from compress.checkpoint.gguf.mixes import FLOATS
 from compress.checkpoint.weights import Int, Scheme
 from compress.common.errors import RecipeError
-from compress.methods.base import quantization
-from compress.recipe import QuantizeStage, form_of
+from compress.methods.base import QUANTIZATION
+from compress.stages.quantize import QuantizeStage, form_of
 
 INTEGERS: dict[str, Scheme] = {"q4_0": Int(4, 32), "q5_0": Int(5, 32), "q8_0": Int(8, 32)}
 """Forms whose codes a type holds; the other types are forms of their own."""
 
 
 def stages_of(types: Mapping[str, str], method: str) -> tuple[QuantizeStage, ...]:
-    """Returns a stage for each type: that of most matrices first, which takes all linears.
-
-    Args:
-        types: by module.
-        method: what chooses the codes.
-
-    Raises:
-        RecipeError: a method that needs no calibration or does not exist, or a mix without codes.
-    """
-    quantization(method)
+    """Returns a stage for each type: that of most matrices first, which takes all linears. Raises RecipeError: a method
+    that needs no calibration or does not exist, or a mix without codes."""
+    QUANTIZATION.find(method)
     left_out = tuple(module for module, name in types.items() if name in FLOATS)
     counts = Counter(name for name in types.values() if name not in FLOATS)
     if not counts:

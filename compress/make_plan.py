@@ -8,80 +8,36 @@ from dataclasses import dataclass, replace
 
 from compress.checkpoint.config import is_embedding
 from compress.checkpoint.dequantized import stored_scheme
-from compress.checkpoint.formats import compress_runtime
+from compress.checkpoint.formats.compress_runtime import COMPRESS_RUNTIME
 from compress.checkpoint.modeling.conversion import is_made
 from compress.checkpoint.safetensors import TensorFiles
 from compress.checkpoint.scheme import GROUP_SIZES
-from compress.checkpoint.weights import NM, Int, LowRank
+from compress.checkpoint.weights import Int, LowRank
 from compress.checkpoint.weights.base import about
 from compress.common.errors import CheckpointError, RecipeError, SchemeError
 from compress.methods import base
-from compress.methods.kv_cache import kv_notes
 from compress.methods.low_rank import rank_step, uniform_rank
-from compress.methods.owl import OutlierShares
-from compress.pipeline.rotated_source import RotatedFiles
 from compress.pipeline.skeleton import Skeleton
-from compress.plan import Factoring, LayerPlan, Plan, PlanRow, Pruning, shape_bytes
+from compress.plan import UNCHANGED, End, LayerPlan, Plan, PlanRow, shape_bytes
 from compress.plan_notes import (
     CARRIED,
     OTHER_PART,
     ROUTER,
     carried_notes,
     class_notes,
-    cost_notes,
+    larger_notes,
     loader_notes,
     scheme_notes,
     sibling_notes,
     usable_mappings,
 )
-from compress.recipe import (
-    STAGE_NAMES,
-    FactorizeStage,
-    PruneStage,
-    QuantizeStage,
-    Recipe,
-    Stage,
-    TensorStage,
-)
+from compress.recipe import Recipe
+from compress.stages.base import Stage, TensorStage
 from compress.targets import matches, select, without_indices
 
 
-@dataclass(frozen=True, slots=True)
-class End:
-    """The token embedding or the output head. Only a stage that names it changes it.
-
-    Attributes:
-        shape: `[V, H]`; None when it has no matrix of its own.
-        methods: of quantization that are of use here.
-    """
-
-    what: str
-    shape: tuple[int, int] | None
-    methods: tuple[str, ...]
-
-    def check(self, name: str, stage: Stage) -> None:
-        """Raises RecipeError when a stage that targets this matrix cannot change it."""
-        if self.shape is None:
-            remedy = "Quantize the embedding, which serves as both: --embedding-bits, or a stage that targets it"
-            raise RecipeError(f"targets include {name}, which {self.what}", remedy)
-        if not isinstance(stage, QuantizeStage):
-            problem = f"{STAGE_NAMES[type(stage)]} cannot change {name}, the {self.what}"
-            raise RecipeError(problem, "Target linear layers inside the blocks, or quantize it")
-        if stage.method not in self.methods:
-            raise RecipeError(
-                f"{stage.method} cannot change {name}, the {self.what}",
-                f"Give it a quantize stage of its own, with method {' or '.join(self.methods)}",
-            )
-        if stage.outlier_columns is not None:
-            raise RecipeError(f"{name}, the {self.what}, has no outlier columns", "Leave outlier_columns out of it")
-        if stage.scheme.numbers != "int":
-            raise RecipeError(f"{name}, the {self.what}, takes integers alone", "Give it a stage of 8-bit integers")
-        if stage.scheme.activation_bits:
-            raise RecipeError(f"{name}, the {self.what}, takes no 8-bit activations", "Leave activation_bits out of it")
-
-
 def _methods_for(matrix: str) -> tuple[str, ...]:
-    return tuple(name for name in base.names("quantize") if matrix in base.quantization(name).matrices)
+    return tuple(name for name, method in base.QUANTIZATION.items() if matrix in method.matrices)
 
 
 def find_embed_and_head(skeleton: Skeleton, files: TensorFiles) -> dict[str, End]:
@@ -111,15 +67,13 @@ Shapes = Mapping[str, tuple[int, int]]
 def assign(
     stages: Sequence[TensorStage], linears: Shapes, ends: Mapping[str, End], dense: Collection[str] = ()
 ) -> tuple[dict[str, LayerPlan], dict[str, str]]:
-    """Plan every linear, with the reasons of those that stay as they are. A later stage wins.
+    """Plan every linear, with the reasons of those that stay as they are. A later stage wins. Raises RecipeError: a
+    pattern that matches nothing, a target that the stage cannot change, or nothing left to quantize.
 
     Args:
         linears: those in the blocks, which a stage without targets takes.
         ends: embedding and head, which only stages that name them take.
         dense: modules that no stage takes, which `ignore` may name all the same.
-
-    Raises:
-        RecipeError: a pattern that matches nothing, a target that the stage cannot change, or nothing left to quantize.
     """
     layer_plans: dict[str, LayerPlan] = {}
     reasons: dict[str, str] = {}
@@ -127,64 +81,37 @@ def assign(
     for stage in stages:
         chosen = select(stage.targets, names, "targets") if stage.targets else set(linears)
         for name in sorted(chosen & ends.keys()):
-            ends[name].check(name, stage)
+            if ends[name].shape is None:
+                remedy = "Quantize the embedding, which serves as both: --embedding-bits, or a stage that targets it"
+                raise RecipeError(f"targets include {name}, which {ends[name].what}", remedy)
+            stage.check_outside(name, ends[name])
         ignored = select(stage.ignore, [*names, *dense], "--ignore") & chosen
         for name in ignored:
             pattern = next(each for each in stage.ignore if matches(each, name))
             reasons[name] = f"left out by --ignore {pattern}"
         for name in [name for name in names if name in chosen]:
             shape = linears[name] if name in linears else ends[name].shape or (0, 0)
-            changed = _apply(stage, layer_plans.get(name, UNCHANGED), name in ignored, shape[1])
+            changed = stage.apply(layer_plans.get(name, UNCHANGED), shape[1], name in ignored)
             layer_plans.pop(name, None)
             if changed != UNCHANGED:
                 layer_plans[name] = changed
-    _check_tuning(layer_plans)
-    _check_outliers(layer_plans)
+    _check_together(layer_plans)
     layer_plans = _with_ranks(layer_plans, linears, reasons)
     if stages and not layer_plans:
         raise RecipeError("no linear layer is left to quantize", "Loosen --ignore or the recipe's targets")
     return layer_plans, reasons
 
 
-UNCHANGED = LayerPlan(None, None)
-
-
-def _apply(stage: TensorStage, before: LayerPlan, ignored: bool, in_features: int) -> LayerPlan:
-    """Apply one more stage to the plan of a linear; a stage that ignores it takes its own part back."""
-    pruning, factoring = before.pruning, before.factoring
-    method, scheme, options = before.method, before.quantized, before.options
-    if isinstance(stage, FactorizeStage):
-        factoring = None if ignored else Factoring(base.factorization(stage.method), stage.keep, stage.allocation)
-    elif isinstance(stage, PruneStage):
-        pruning = None if ignored else _pruning(stage)
-    elif ignored:
-        method, scheme, options = None, None, None
-    else:
-        method, scheme, options = base.quantization(stage.method), stage.scheme_for(in_features), stage.options
-    if pruning and pruning.pattern:
-        scheme = NM.of(scheme, pruning.pattern)
-    return LayerPlan(method, scheme, options, pruning, factoring)
-
-
-def _pruning(stage: PruneStage) -> Pruning:
-    layerwise = OutlierShares(stage.outlier_factor, stage.spread) if stage.layerwise == "owl" else None
-    return Pruning(base.pruning(stage.method), stage.pattern, stage.share, layerwise)
-
-
-def _check_outliers(layer_plans: Mapping[str, LayerPlan]) -> None:
-    """Raises RecipeError when pruned weights are to have outlier columns."""
-    mixed = (name for name, each in layer_plans.items() if each.pruning and each.scheme and each.scheme.num_outliers)
-    if name := next(mixed, None):
-        raise RecipeError(f"{name} is pruned and has outlier columns", "Give the stages other targets")
-
-
-def _check_tuning(layer_plans: Mapping[str, LayerPlan]) -> None:
-    """Raise RecipeError when pruned weights would lose their zeros, or rounding is learned in several ways."""
+def _check_together(layer_plans: Mapping[str, LayerPlan]) -> None:
+    """Raises RecipeError when pruned weights would lose their zeros or have outlier columns, or rounding is learned in
+    several ways."""
     for name, each in layer_plans.items():
+        if each.pruning and each.scheme and each.scheme.num_outliers:
+            raise RecipeError(f"{name} is pruned and has outlier columns", "Give the stages other targets")
         if each.pruning and each.scheme and each.scheme.codes and not each.scheme.codes.holds_zeros:
             raise RecipeError(f"{each.scheme} has no exact zeros, and {name} is pruned", "Quantize it to integers")
         if each.pruning and each.method and not each.method.keeps_zeros:
-            able = " or ".join(n for n in base.names("quantize") if base.quantization(n).joins_pruning)
+            able = " or ".join(name for name, method in base.QUANTIZATION.items() if method.joins_pruning)
             raise RecipeError(f"{each.method.name} does not keep zeros, and {name} is pruned", f"Quantize it by {able}")
     tuned = {(each.method, each.options) for each in layer_plans.values() if each.is_tuned}
     if len(tuned) > 1:
@@ -194,12 +121,8 @@ def _check_tuning(layer_plans: Mapping[str, LayerPlan]) -> None:
 
 
 def _with_ranks(layer_plans: Mapping[str, LayerPlan], linears: Shapes, reasons: dict[str, str]) -> dict[str, LayerPlan]:
-    """Gives factorized linears the rank that keeps their share of weights; adds why some are not factorized.
-
-    Raises:
-        RecipeError: a factorized linear is also pruned, or smoothed.
-        SchemeError: groups too large for the rank.
-    """
+    """Gives factorized linears the rank that keeps their share of weights; adds why some are not factorized. Raises
+    RecipeError: a factorized linear is also pruned, or smoothed; SchemeError: groups too large for the rank."""
     ranked: dict[str, LayerPlan] = {}
     for name, layer_plan in layer_plans.items():
         changed = _with_rank(name, layer_plan, linears[name]) if layer_plan.factoring else layer_plan
@@ -219,7 +142,7 @@ def _with_rank(name: str, layer_plan: LayerPlan, shape: tuple[int, int]) -> Laye
         raise RecipeError(f"{name} is pruned and factorized", "Give the stages other targets: factors are not sparse")
     if layer_plan.method is not None and not layer_plan.method.rounds_factors:
         problem = f"{layer_plan.method.name} is not for factors, and {name} is factorized"
-        able = " or ".join(n for n in base.names("quantize") if base.quantization(n).rounds_factors)
+        able = " or ".join(name for name, method in base.QUANTIZATION.items() if method.rounds_factors)
         raise RecipeError(problem, f"Quantize factors by {able}")
     rank, free = (uniform_rank(*shape, factoring.keep_ratio, step) for step in (rank_step(scheme), rank_step(None)))
     if free and not 0 < rank <= free:
@@ -259,62 +182,28 @@ def _group_size(layer_plan: LayerPlan) -> int | None:
 
 
 def make_plan(skeleton: Skeleton, files: TensorFiles, recipe: Recipe, scale_dtype: str) -> Plan:
-    """Resolves the recipe against a model; reads headers only.
-
-    Args:
-        scale_dtype: dtype in which scales are stored, by name.
-
-    Raises:
-        RecipeError: a pattern that matches nothing, or nothing left to quantize.
-        SchemeError: a group size that does not divide, naming every such layer; or what no file can hold.
-        CheckpointError: weights the model needs are not in the checkpoint, or no floating point numbers of its shapes.
-    """
+    """Resolves the recipe against a model; reads headers only. Raises RecipeError: a pattern that matches nothing, or
+    nothing left to quantize; SchemeError: a group size that does not divide, naming every such layer; or what no file
+    can hold; CheckpointError: weights the model needs are not in the checkpoint, or no floating point numbers of its
+    shapes."""
     _check_present(skeleton, files)
-    sized = _with_target_size(recipe, lambda each: _plan(skeleton, files, each, scale_dtype).bytes_after)
-    return _plan(skeleton, files, sized, scale_dtype)
+    for stage in recipe.stages:
+        recipe = _fit(recipe, stage, lambda each: _plan(skeleton, files, each, scale_dtype).bytes_after)
+    return _plan(skeleton, files, recipe, scale_dtype)
 
 
-_LEAST, _MOST = 0.01, 0.99
-_HALVINGS = 20
+def _fit(recipe: Recipe, stage: Stage, planned_bytes: Callable[[Recipe], int]) -> Recipe:
+    """Returns the recipe with one of its stages fitted to the size of the model. Raises RecipeError."""
 
+    def among(other: Stage) -> Recipe:
+        return replace(recipe, stages=tuple(other if each is stage else each for each in recipe.stages))
 
-def _with_target_size(recipe: Recipe, planned_bytes: Callable[[Recipe], int]) -> Recipe:
-    """Return the recipe with the largest `keep` in the place of a target size; without a target size it stays as it is.
-
-    Args:
-        planned_bytes: of a recipe's checkpoint.
-
-    Raises:
-        RecipeError: two stages have a target size, or one is out of reach.
-    """
-    wanted = [stage for stage in recipe.stages if isinstance(stage, FactorizeStage) and stage.target_size is not None]
-    if not wanted:
-        return recipe
-    if len(wanted) > 1:
-        raise RecipeError("two stages decide the size of the checkpoint", "Give one of them `keep` instead")
-    stage = wanted[0]
-    target = stage.target_size or 0
-
-    def keeping(share: float) -> Recipe:
-        changed = replace(stage, keep=share, target_size=None)
-        return replace(recipe, stages=tuple(changed if each is stage else each for each in recipe.stages))
-
-    low, high = _LEAST, _MOST
-    for share in (low, high):
-        size = planned_bytes(keeping(share))
-        if (size > target) == (share == low):
-            raise RecipeError(
-                f"low rank cannot give {target:,} bytes: keeping {share:.0%} of the weights takes about {size:,}",
-                "Choose another size, or quantize the factors too" if share == low else "Choose a smaller size",
-            )
-    for _ in range(_HALVINGS):
-        middle = (low + high) / 2
-        low, high = (middle, high) if planned_bytes(keeping(middle)) <= target else (low, middle)
-    return keeping(low)
+    return among(stage.fitted(lambda other: planned_bytes(among(other))))
 
 
 def _plan(skeleton: Skeleton, files: TensorFiles, recipe: Recipe, scale_dtype: str) -> Plan:
-    linears, ends, routers = _linear_shapes(skeleton), find_embed_and_head(skeleton, files), skeleton.routers
+    linears = {name: (each.out_features, each.in_features) for name, each in skeleton.all_linears().items()}
+    ends, routers = find_embed_and_head(skeleton, files), skeleton.routers
     layer_plans, reasons = assign(recipe.tensor_stages, linears, ends, routers)
     matrices = linears | {name: end.shape for name, end in ends.items() if end.shape}
     check_groups(layer_plans, matrices)
@@ -327,10 +216,11 @@ def _plan(skeleton: Skeleton, files: TensorFiles, recipe: Recipe, scale_dtype: s
     notes += sibling_notes(skeleton, layer_plans) + class_notes(skeleton, layer_plans) + scheme_notes(layer_plans)
     notes += loader_notes(files, layer_plans)
     notes += carried_notes(files, carried, skeleton.num_blocks)
-    notes += kv_notes(recipe.kv_cache, getattr(skeleton.model.config, "max_position_embeddings", None))
     planned = tuple(map(rows.row, files.names()))
-    plan = Plan(planned, (*notes, *cost_notes(recipe, planned)), smoothing_mappings, scale_dtype)
-    return files.marked(plan) if isinstance(files, RotatedFiles) else plan
+    context_length = getattr(skeleton.model.config, "max_position_embeddings", None)
+    notes += [note for stage in recipe.stages for note in stage.notes(planned, context_length)]
+    notes = [*dict.fromkeys([*notes, *larger_notes(planned)])]
+    return Plan(planned, tuple(notes), smoothing_mappings, scale_dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -398,20 +288,12 @@ def packed_bytes(layer_plan: LayerPlan, shape: tuple[int, ...], scale_dtype: str
     return math.ceil(bits / 8) + shape_bytes(scheme)
 
 
-def _linear_shapes(skeleton: Skeleton) -> dict[str, tuple[int, int]]:
-    return {
-        f"{skeleton.block_name(index)}.{name}": (linear.out_features, linear.in_features)
-        for index, block in enumerate(skeleton.blocks)
-        for name, linear in skeleton.linears(block).items()
-    }
-
-
 def _check_stored(layer_plans: Mapping[str, LayerPlan], linears: Shapes) -> None:
     """Raises SchemeError for a scheme that could not be written in the end."""
     for name, layer_plan in layer_plans.items():
         if layer_plan.scheme is not None:
             with about(name):
-                compress_runtime.check(layer_plan.scheme, linears[name])
+                COMPRESS_RUNTIME.check(layer_plan.scheme, linears[name])
 
 
 def _check_present(skeleton: Skeleton, files: TensorFiles) -> None:
@@ -438,8 +320,12 @@ def _check_present(skeleton: Skeleton, files: TensorFiles) -> None:
             "Check config.json, or save the model again with save_pretrained of a recent transformers",
         )
     for name, parameter in skeleton.model.named_parameters():
-        if name in files:
-            _check_weight(files, name, tuple(parameter.shape))
+        if name not in files:
+            continue
+        check_shape(files, name, tuple(parameter.shape))
+        if not files.dtype(name).is_floating_point:
+            kind = str(files.dtype(name)).removeprefix("torch.")
+            raise CheckpointError(f"{name} of {files.path} holds {kind}, not weights", "Start from the dense model")
 
 
 def _stored_blocks(skeleton: Skeleton, files: TensorFiles) -> int:
@@ -449,13 +335,10 @@ def _stored_blocks(skeleton: Skeleton, files: TensorFiles) -> int:
     return sum(str(index) in found for index in range(skeleton.num_blocks))
 
 
-def _check_weight(files: TensorFiles, name: str, shape: tuple[int, ...]) -> None:
-    """Raises CheckpointError for a tensor that is of another shape than the model's, or of integers."""
+def check_shape(files: TensorFiles, name: str, shape: tuple[int, ...]) -> None:
+    """Raises CheckpointError for a tensor that is of another shape than the model's."""
     if files.shape(name) != shape:
         raise CheckpointError(
             f"{name} has shape {list(files.shape(name))} in {files.path}, but config.json asks for {list(shape)}",
             "Use the config.json that belongs to these weights",
         )
-    if not files.dtype(name).is_floating_point:
-        kind = str(files.dtype(name)).removeprefix("torch.")
-        raise CheckpointError(f"{name} of {files.path} holds {kind}, not weights", "Start from the dense model")

@@ -6,10 +6,10 @@ import functools
 import math
 import operator
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from compress.checkpoint.weights import NMSparsity, Scheme
+from compress.checkpoint.weights import NM, NMSparsity, Scheme
 from compress.methods.base import FactorizationMethod, Needs, PruningMethod, QuantizationMethod
 from compress.methods.owl import OutlierShares
 from compress.models.architecture import SmoothingMapping
@@ -35,12 +35,8 @@ class Pruning:
 
 @dataclass(frozen=True, slots=True)
 class Factoring:
-    """Factorization of one linear.
-
-    Attributes:
-        allocation: block and model share ranks out when more is known
-            (`compress.methods.low_rank.share_out`), so the planned rank may change; uniform keeps it.
-    """
+    """Factorization of one linear. `allocation`: block and model share ranks out when more is known
+    (`compress.methods.low_rank.share_out`), so the planned rank may change; uniform keeps it."""
 
     method: FactorizationMethod
     keep_ratio: float
@@ -59,9 +55,7 @@ class LayerPlan:
     """The work on one linear.
 
     Attributes:
-        method: of quantization; None keeps 16-bit values.
         scheme: stored form of the weight; None is dense, zeros and all.
-        options: the method's `Options`.
         pruning: applied before quantization.
         factoring: how the factors are made whose rank `scheme` has.
     """
@@ -86,19 +80,30 @@ class LayerPlan:
         return self.method is not None and self.method.tunes
 
     @property
+    def layerwise_pruning(self) -> Pruning | None:
+        """Its pruning if the sparsity depends on the block."""
+        return self.pruning if self.pruning and self.pruning.layerwise else None
+
+    @property
     def needs_first_pass(self) -> bool:
         """Whether the whole model has to be observed before this plan is final."""
-        return bool(self.pruning and self.pruning.layerwise) or self.shares_ranks
+        return self.layerwise_pruning is not None or self.shares_ranks
 
     @property
     def shares_ranks(self) -> bool:
-        """Whether its rank is decided beside those of the whole model."""
+        """Whether its rank is decided together with those of the whole model."""
         return self.factoring is not None and self.factoring.allocation == "model"
 
     @property
     def quantized(self) -> Scheme | None:
         """The integers the weight is rounded to; None when it is not."""
         return None if self.method is None else self.scheme
+
+    def changed(self, **parts: Any) -> LayerPlan:
+        """Returns the plan with other parts, in the scheme that follows from all of them."""
+        plan = replace(self, **{"scheme": self.quantized, **parts})
+        pattern = plan.pruning and plan.pruning.pattern
+        return replace(plan, scheme=NM.of(plan.scheme, pattern)) if pattern else plan
 
     def __str__(self) -> str:
         work = [str(self.pruning)] if self.pruning else []
@@ -108,8 +113,25 @@ class LayerPlan:
         return " + ".join([*work, f"{self.method.name} {stored}"] if self.method else work)
 
 
+UNCHANGED = LayerPlan(None, None)
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """The token embedding or the output head. Only a stage that names it changes it.
+
+    Attributes:
+        shape: `[V, H]`; None when it has no matrix of its own.
+        methods: of quantization that are of use here.
+    """
+
+    what: str
+    shape: tuple[int, int] | None
+    methods: tuple[str, ...]
+
+
 SHAPE_TENSOR_BYTES = 16
-"""Bytes of the `weight_shape` beside every packed weight; not counted as a weight."""
+"""Bytes of the `weight_shape` of every packed weight; not counted as a weight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,11 +139,8 @@ class PlanRow:
     """One stored tensor of the source.
 
     Attributes:
-        tensor: its name.
-        shape: its shape.
         layer_plan: the work on it; None when it stays as it is.
         reason: why it is stored dense; empty otherwise.
-        bytes_before, bytes_after: stored bytes.
         kept: scheme of codes that a quantized source stores, and the result as well; None for others.
     """
 
@@ -147,8 +166,6 @@ class Plan:
     """The whole of it; printing it is `--dry-run`.
 
     Attributes:
-        rows: every stored tensor of the source.
-        notes: what a careful user should know, one sentence each.
         smoothing_mappings: smoothing mappings in use, by block index.
         scale_dtype: dtype in which scales are stored: the model's.
     """
@@ -234,7 +251,7 @@ class Plan:
 
 
 def shape_bytes(scheme: Scheme) -> int:
-    """Return the bytes of the shapes beside a packed weight: one for each matrix of packed integers."""
+    """Return the bytes of the shapes stored with a packed weight: one for each matrix of packed integers."""
     return SHAPE_TENSOR_BYTES * scheme.num_shapes
 
 

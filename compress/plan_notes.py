@@ -8,14 +8,14 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from compress.checkpoint.config import is_embedding, read_config
-from compress.checkpoint.formats import dense, format_for
+from compress.checkpoint.formats import format_for
+from compress.checkpoint.formats.dense import DENSE
 from compress.checkpoint.formats.readers import described, input_notes, readers
 from compress.checkpoint.safetensors import TensorFiles
 from compress.checkpoint.weights import Scheme
 from compress.models.architecture import SmoothingMapping
 from compress.pipeline.skeleton import Skeleton
 from compress.plan import LayerPlan, PlanRow
-from compress.recipe import Recipe
 from compress.targets import without_indices
 
 
@@ -62,12 +62,9 @@ def _mapping_fits(
     targets = [layer_plans.get(f"{block}.{name}") for name in mapping.balance_layers]
     source = f"{block}.{mapping.smooth_layer}"
     is_linear = mapping.smooth_layer in linears
-    same = targets[0] is not None and _smooths(targets[0]) and len(set(targets)) == 1
+    method = targets[0].method if targets[0] else None
+    same = method is not None and method.smooths and len(set(targets)) == 1
     return same and (not is_linear or source in layer_plans)
-
-
-def _smooths(plan: LayerPlan) -> bool:
-    return plan.method is not None and plan.method.smooths
 
 
 CARRIED = "of no layer in config.json: carried along unchanged"
@@ -99,11 +96,7 @@ def _amount(files: TensorFiles, names: Sequence[str]) -> str:
 
 def class_notes(skeleton: Skeleton, layer_plans: Mapping[str, LayerPlan]) -> list[str]:
     """Returns a note on linears whose class, or whose owner, may read the weight that a packed linear has not."""
-    linears = {
-        f"{skeleton.block_name(index)}.{name}": linear
-        for index, block in enumerate(skeleton.blocks)
-        for name, linear in skeleton.linears(block).items()
-    }
+    linears = skeleton.all_linears()
     packed = [name for name, each in layer_plans.items() if each.scheme and name in linears]
     classes = {type(linears[name]).__name__ for name in packed} - {"Linear"}
     code = Path(str(sys.modules[type(skeleton.model).__module__].__file__)).read_text(encoding="utf-8")
@@ -123,9 +116,9 @@ def loader_notes(files: TensorFiles, layer_plans: Mapping[str, LayerPlan]) -> li
     if not schemes:
         return []
     config = read_config(files.path)
-    found = readers(format_for(schemes).NAME, config, schemes.values())
+    found = readers(format_for(schemes).name, config, schemes.values())
     notes = ["; ".join(f"{does} {engines}" for does, engines in described(found).items())]
-    dense_readers = {each.engine for each in readers(dense.NAME, config, ()) if each.loads}
+    dense_readers = {each.engine for each in readers(DENSE.name, config, ()) if each.loads}
     if helped := sorted(dense_readers & {each.engine for each in found if each.loads is False}):
         notes.append(f"give {' and '.join(helped)} what `compress export --format dense` writes")
     return [*notes, *input_notes(schemes.values())]
@@ -136,9 +129,9 @@ def sibling_notes(skeleton: Skeleton, layer_plans: Mapping[str, LayerPlan]) -> l
     notes = []
     kinds: dict[str, dict[str, None]] = {}
     for index, module in enumerate(skeleton.blocks):
-        block = skeleton.block_name(index)
-        for siblings in skeleton.architecture.siblings_of(skeleton.linears(module).keys()):
-            if len({_scheme_of(layer_plans, f"{block}.{name}") for name in siblings}) > 1:
+        block, linears = skeleton.block_name(index), skeleton.linears(module).keys()
+        for siblings in skeleton.architecture.siblings + skeleton.architecture.experts:
+            if linears >= {*siblings} and len({_scheme_of(layer_plans, f"{block}.{name}") for name in siblings}) > 1:
                 kinds.setdefault(", ".join(dict.fromkeys(map(without_indices, siblings))), {})[block] = None
     for kind, differing in kinds.items():
         notes.append(
@@ -157,51 +150,14 @@ def _scheme_of(layer_plans: Mapping[str, LayerPlan], module: str) -> Scheme | No
 
 
 def scheme_notes(layer_plans: Mapping[str, LayerPlan]) -> list[str]:
-    """Return notes on engines that do not load the result, and on decisions made during the run."""
-    return [*_own_format_notes(layer_plans), *_open_notes(layer_plans.values()), *_engine_notes(layer_plans.values())]
-
-
-def _own_format_notes(layer_plans: Mapping[str, LayerPlan]) -> list[str]:
-    """Return notes on forms that only this runtime reads."""
-    notes = sorted({scheme.note for scheme in _schemes(layer_plans.values())} - {""}, reverse=True)
+    """Return notes on forms that only this runtime reads, and on those that some engines do not load."""
+    schemes = {each.scheme for each in layer_plans.values() if each.scheme}
+    notes = sorted({scheme.note for scheme in schemes} - {""}, reverse=True)
     if any(is_embedding(module) for module in layer_plans):
         notes.append(
             "the packed embedding is looked up by this runtime only; others read `compress export --format "
             "compressed-tensors`, where it is 16 bits again"
         )
-    return notes
-
-
-def _open_notes(layer_plans: Collection[LayerPlan]) -> list[str]:
-    """Return notes on decisions made during the run."""
-    allocations = {each.factoring.allocation for each in layer_plans if each.factoring}
-    notes = []
-    if "model" in allocations:
-        notes.append(
-            "a first pass over all blocks finds what each rank keeps, and ranks are shared out over the whole model: "
-            "those of the plan are the uniform ones, and a layer whose factors would be no smaller than itself is kept "
-            "whole"
-        )
-    if "block" in allocations:
-        notes.append(
-            "ranks are shared out inside each block when it is reached: those of the plan are the uniform ones, and a "
-            "layer whose factors would be no smaller than itself is kept whole"
-        )
-    if layerwise := {each.pruning.layerwise for each in layer_plans if each.pruning} - {None}:
-        shares = ", ".join(sorted(map(str, layerwise)))
-        notes.append(
-            f"a first pass over all blocks counts outliers and sets how much of each is pruned ({shares}): the plan "
-            "shows the mean"
-        )
-    return notes
-
-
-def _engine_notes(layer_plans: Collection[LayerPlan]) -> list[str]:
-    """Return notes on changes that save no space, and on forms that some engines do not load."""
-    schemes = _schemes(layer_plans)
-    notes = []
-    if any(each.pruning and not each.pruning.pattern for each in layer_plans):
-        notes.append("pruning without a pattern makes no layer smaller: its zeros are stored like other values")
     if any(not scheme.symmetric for scheme in schemes):
         notes.append("asymmetric codes: transformers loads them only with CompressedTensorsConfig(dequantize=True)")
     if odd := sorted({scheme.bits for scheme in schemes if scheme.codes and not scheme.codes.structure} - {4, 8}):
@@ -209,55 +165,11 @@ def _engine_notes(layer_plans: Collection[LayerPlan]) -> list[str]:
     return notes
 
 
-def _schemes(layer_plans: Collection[LayerPlan]) -> set[Scheme]:
-    return {each.scheme for each in layer_plans if each.scheme}
+def larger_notes(rows: Iterable[PlanRow]) -> list[str]:
+    """Returns a note on tensors that get no smaller.
 
-
-READ_RATE = 4.2e12
-"""Bytes per second that a large GPU reads (measured on an H200); others read less, and then less must be saved."""
-LAUNCH_SECONDS = 4e-6
-"""Start and tail of one more product in a CUDA graph, measured on an H200: docs/gpu-kernels.md."""
-
-
-def slower_seconds(whole_bytes: int, factor_bytes: int) -> float:
-    """Predict the extra time of one token's product with factors; negative where they pay.
-
-    For few tokens a product takes as long as its weights are read. The second one costs a launch, for it waits for the
-    first.
+    Biases and norms are not weights: only rows with a scheme are expected to shrink.
     """
-    return (factor_bytes - whole_bytes) / READ_RATE + LAUNCH_SECONDS
-
-
-def factor_notes(rows: Iterable[PlanRow]) -> list[str]:
-    """Return one sentence about the layers of a plan for which factors are predicted not to pay."""
-    factorized = [row for row in rows if row.layer_plan and row.layer_plan.scheme and row.layer_plan.scheme.rank]
-    slower = [row for row in factorized if slower_seconds(_whole_bytes(row), row.bytes_after) > 0]
-    if not slower:
-        return []
-    worst = max(slower, key=lambda row: slower_seconds(_whole_bytes(row), row.bytes_after))
-    loss = slower_seconds(_whole_bytes(worst), worst.bytes_after) * 1e6
-    return [
-        f"{len(slower)} of {len(factorized)} factorized layers are predicted to decode slower on a large GPU than the "
-        f"same bits in one piece (e.g. {worst.tensor}: {_whole_bytes(worst):,} bytes whole, {worst.bytes_after:,} as "
-        f"factors, {loss:.1f} us more for one token): there factors save space, not time"
-    ]
-
-
-def _whole_bytes(row: PlanRow) -> int:
-    """Return the bytes of the same layer in one piece, in the scheme of its factors."""
-    scheme = row.layer_plan.scheme.codes if row.layer_plan and row.layer_plan.scheme else None
-    outputs, inputs = row.shape
-    return row.bytes_before if scheme is None else scheme.stored_bits(outputs, inputs) // 8
-
-
-def cost_notes(recipe: Recipe, rows: Iterable[PlanRow]) -> list[str]:
-    """Return notes on size and speed."""
-    rows = list(rows)
-    return [*_larger_notes(rows), *factor_notes(rows), *_rotation_notes(recipe, rows)]
-
-
-def _larger_notes(rows: Iterable[PlanRow]) -> list[str]:
-    """Biases and norms are not weights: only rows with a scheme are expected to shrink."""
     larger = [row for row in rows if row.layer_plan and row.layer_plan.scheme and row.bytes_after >= row.bytes_before]
     if not larger:
         return []
@@ -266,13 +178,4 @@ def _larger_notes(rows: Iterable[PlanRow]) -> list[str]:
         f"{len(larger)} tensors would get no smaller (e.g. {worst.tensor}: {worst.bytes_before:,} bytes before, "
         f"{worst.bytes_after:,} after as {worst.layer_plan}): use fewer bits, larger groups or fewer outlier columns, "
         "or leave them out"
-    ]
-
-
-def _rotation_notes(recipe: Recipe, rows: Iterable[PlanRow]) -> list[str]:
-    if recipe.rotate is None or not any(row.layer_plan and row.layer_plan.pruning for row in rows):
-        return []
-    return [
-        "a rotation spreads every weight over its whole row before it is pruned, so that few are small: compare with "
-        "the same recipe without `rotate`"
     ]

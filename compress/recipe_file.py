@@ -4,27 +4,21 @@ from __future__ import annotations
 
 import re
 import reprlib
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import MISSING, dataclass, field, fields
-from functools import cache
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import MISSING, dataclass, field
+from functools import cache, partial
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from calibration.parts import Part
-from compress.common.cli import nearest
-from compress.common.errors import DataError, RecipeError, SchemeError
+from compress.common.cli import Key, as_written, from_written, option
+from compress.common.errors import DataError, RecipeError, SchemeError, nearest
 from compress.common.files import read_text
-from compress.recipe import DEFAULT_LENGTH, DEFAULT_SAMPLES, CalibrationOptions, Recipe, Stage, parse_size
-from compress.search.space import (
-    DEFAULT_CANDIDATES,
-    DEFAULT_MEASURED,
-    DEFAULT_TRIES,
-    Goal,
-    SearchRequest,
-    parse_candidates,
-)
-from compress.stage_keys import PATTERN_STAGES, build_stage, stage_keys
+from compress.recipe import CalibrationOptions, Recipe
+from compress.reporting.gate import check_gate
+from compress.search.space import Goal, SearchRequest
+from compress.stages.base import STAGES, Stage
 
 if TYPE_CHECKING:
     import pydantic
@@ -36,55 +30,16 @@ MAX_VALUES = 100_000
 """Far above any recipe; a few aliases of aliases would grow without bound."""
 
 
-@dataclass(frozen=True)
-class RecipeKeys:
-    """Keys of a recipe."""
-
-    name: str = ""
-    seed: int = 0
-    calibration: dict[str, Any] = field(default_factory=dict)
-    stages: list[Any] | None = None
-    search: dict[str, Any] | None = None
-
-
-@dataclass(frozen=True)
-class CalibrationKeys:
-    """Keys of `calibration`."""
-
-    source: str | list[Any] = "bundled"
-    num_calibration_samples: int = DEFAULT_SAMPLES
-    max_seq_length: int = DEFAULT_LENGTH
-
-
-@dataclass(frozen=True)
-class PartKeys:
-    """Keys of a part of the calibration."""
-
-    source: str
-    weight: float = 1.0
-
-
-@dataclass(frozen=True)
-class SearchKeys:
-    """Keys of `search`; see `SearchRequest`."""
-
-    target_bpw: float | None = None
-    target_size: str | int | None = None
-    max_kl: float | None = None
-    candidates: list[str | int] = field(default_factory=lambda: list[str | int](DEFAULT_CANDIDATES.split(",")))
-    method: str = "gptq"
-    measured: int = DEFAULT_MEASURED
-    tries: int = DEFAULT_TRIES
-    ignore: list[str] = field(default_factory=list)
-    include_embeddings: bool = False
-
-
-@dataclass(frozen=True)
-class PatternKeys:
-    """Keys of stages that change layers."""
-
-    targets: list[str] = field(default_factory=list)
-    ignore: list[str] = field(default_factory=list)
+RECIPE: tuple[Key, ...] = (
+    ("name", str, option(default="")),
+    ("seed", int, option(default=0)),
+    ("calibration", dict[str, Any], option(default=None)),
+    ("stages", list[Any] | None, option(default=None)),
+    ("search", dict[str, Any] | None, option(default=None)),
+    ("gate", dict[str, float], option(default=None)),
+)
+PART: tuple[Key, ...] = (("source", str, option(default=MISSING)), ("weight", float, option(default=1.0)))
+"""Keys of a recipe, and of a part of its calibration text."""
 
 
 def bundled_recipes() -> dict[str, Path]:
@@ -99,11 +54,8 @@ def load_recipe(name: str) -> Recipe:
 
 
 def load_work(name: str) -> Recipe | SearchRequest:
-    """Read a recipe file, or a bundled recipe by name: stages, or a search for them.
-
-    Raises:
-        RecipeError: no such recipe, not YAML, or a key or value that is not allowed; with file, line and key.
-    """
+    """Read a recipe file, or a bundled recipe by name: stages, or a search for them. Raises RecipeError: no such
+    recipe, not YAML, or a key or value that is not allowed; with file, line and key."""
     return parse_work(*_read(name))
 
 
@@ -116,11 +68,8 @@ def _read(name: str) -> tuple[str, str]:
 
 
 def parse_recipe(text: str, origin: str) -> Recipe:
-    """Parse a recipe with stages; `origin` is the file name that errors show.
-
-    Raises:
-        RecipeError: as `load_work`, and for a search.
-    """
+    """Parse a recipe with stages; `origin` is the file name that errors show. Raises RecipeError: as `load_work`, and
+    for a search."""
     work = parse_work(text, origin)
     if isinstance(work, SearchRequest):
         raise RecipeError(f"{origin} searches for its stages", "Give it to compress run, or name a recipe with stages")
@@ -169,7 +118,6 @@ class Document:
     """One recipe file as plain data, with the line of everything in it.
 
     Attributes:
-        origin: the file name that errors show.
         data: mappings, lists and scalars.
         lines: line of each value by its path.
     """
@@ -179,11 +127,8 @@ class Document:
     lines: dict[Path_, int] = field(default_factory=dict)
 
     def plain(self, node: yaml.Node, path: Path_) -> Any:
-        """Return a node as plain data, aliases as copies of what they name.
-
-        Raises:
-            RecipeError: a key that is given twice, a bad scalar, or more than `MAX_VALUES` values.
-        """
+        """Return a node as plain data, aliases as copies of what they name. Raises RecipeError: a key that is given
+        twice, a bad scalar, or more than `MAX_VALUES` values."""
         self.lines.setdefault(path, node.start_mark.line + 1)
         if len(self.lines) > MAX_VALUES:
             problem = f"{self.origin} has more than {MAX_VALUES:,} values, aliases written out"
@@ -195,8 +140,10 @@ class Document:
         try:
             return _scalar(node)
         except (ValueError, LookupError, AttributeError) as error:
-            kind = node.tag.rpartition(":")[2]  # type: ignore[attr-defined]
-            raise self.refusal(path, f"{reprlib.repr(node.value)} is no {kind}", "Correct the value") from error
+            kind = node.tag.rpartition(":")[2]
+            raise self.refusal(
+                path, f"{reprlib.repr(node.value)} is not a valid {kind}", "Correct the value"
+            ) from error
 
     def _items(self, node: yaml.Node, path: Path_) -> Iterator[tuple[str, Any]]:
         seen: set[str] = set()
@@ -221,25 +168,17 @@ class Document:
         except (RecipeError, SchemeError, DataError) as error:
             raise self.refusal(path, error.problem, error.remedy) from error
 
-    def keys(self, kind: type[Built], data: Any, path: Path_, what: str) -> Built:
-        """Check a mapping against the fields of a data class, and build it.
-
-        Raises:
-            RecipeError: no mapping, an unknown key, a value of another type, or one that the class refuses.
-        """
-        known = tuple(each.name for each in fields(kind))  # type: ignore[arg-type]
-        if not isinstance(data, dict):
-            raise self.refusal(path, f"{what} must be a mapping", f"Keys: {', '.join(known)}")
-        values = self._validated(kind, data, path, what, known)
-        return self.at(path, lambda: kind(**values))
-
-    def _validated(
-        self, kind: type[Any], data: Mapping[str, Any], path: Path_, what: str, known: tuple[str, ...]
-    ) -> dict[str, Any]:
+    def values(self, keys: Iterable[Key], data: Any, path: Path_, what: str) -> dict[str, Any]:
+        """Return the values of a mapping that is checked against the types of its keys. Raises RecipeError: no mapping,
+        an unknown key, one without a default that is missing, or a value of another type."""
         from pydantic import ValidationError
 
+        kinds = tuple((name, kind, each.default is MISSING) for name, kind, each in keys)
+        known = tuple(name for name, *_ in kinds)
+        if not isinstance(data, dict):
+            raise self.refusal(path, f"{what} must be a mapping", f"Keys: {', '.join(known)}")
         try:
-            return _schema(kind).model_validate(data).model_dump(exclude_unset=True)  # type: ignore[arg-type]  # types are hashable
+            return _schema(kinds).model_validate(data).model_dump(exclude_unset=True)
         except ValidationError as error:
             # An unknown key explains a missing one.
             found = min(error.errors(), key=lambda each: each["type"] != "extra_forbidden")
@@ -254,74 +193,62 @@ class Document:
 
     def work(self) -> Recipe | SearchRequest:
         """Build the recipe or the search. Raises RecipeError."""
-        keys = self.keys(RecipeKeys, self.data, (), "recipe")
-        options: dict[str, Any] = {"name": keys.name or Path(self.origin).stem, "seed": keys.seed}
-        if "calibration" in self.data:
-            options["calibration"] = self._calibration(keys.calibration)
-        if keys.search is not None and keys.stages is not None:
+        values = self.values(RECIPE, self.data, (), "recipe")
+        options: dict[str, Any] = {"name": values.get("name") or Path(self.origin).stem, "seed": values.get("seed", 0)}
+        if "calibration" in values:
+            options["calibration"] = self._calibration(values["calibration"])
+        stages, search = values.get("stages"), values.get("search")
+        if search is not None and stages is not None:
             raise self.refusal(("search",), "a recipe has stages or searches for them", "Remove one of them")
-        if keys.search is not None:
-            return self._search(keys.search, options)
-        stages = tuple(self._stage(item, ("stages", index)) for index, item in enumerate(keys.stages or []))
-        return self.at((), lambda: Recipe(stages, **options))
+        gate = self.at(("gate",), lambda: check_gate(values.get("gate", {})))
+        if search is not None and gate:
+            raise self.refusal(("gate",), "a search has a goal, and no gate of its own", "Give --gate to compress run")
+        if search is not None:
+            return self._search(search, options)
+        built = tuple(self._stage(item, ("stages", index)) for index, item in enumerate(stages or []))
+        return self.at((), lambda: Recipe(built, gate=gate, **options))
 
     def _search(self, data: Any, options: dict[str, Any]) -> SearchRequest:
         path = ("search",)
-        keys = self.keys(SearchKeys, data, path, "search")
-        size = None if keys.target_size is None else self.at(path, lambda: parse_size(str(keys.target_size)))
-        goal = self.at(path, lambda: Goal(keys.target_bpw, size, keys.max_kl))
-        menu = self.at(path, lambda: parse_candidates(",".join(map(str, keys.candidates))))
-        options |= {"method": keys.method, "measured": keys.measured, "tries": keys.tries}
-        options |= {"ignore": tuple(keys.ignore), "ends": keys.include_embeddings}
-        return self.at(path, lambda: SearchRequest(goal, menu, **options))
+        values = self.values([*as_written(Goal), *as_written(SearchRequest)], data, path, "search")
+        goal = self.at(path, lambda: from_written(Goal, values))
+        return self.at(path, lambda: from_written(SearchRequest, values, goal=goal, **options))
 
     def _calibration(self, data: Any) -> CalibrationOptions:
         path = ("calibration",)
-        keys = self.keys(CalibrationKeys, data, path, "calibration")
-        source = keys.source if isinstance(keys.source, str) else self._parts(keys.source)
-        size = keys.num_calibration_samples, keys.max_seq_length
-        return self.at(path, lambda: CalibrationOptions(source, *size))
+        values = self.values(as_written(CalibrationOptions), data, path, "calibration")
+        if isinstance(values.get("source"), list):
+            values["source"] = self._parts(values["source"])
+        return self.at(path, lambda: from_written(CalibrationOptions, values))
 
     def _parts(self, data: list[Any]) -> tuple[Part, ...]:
         """Return a mixture of texts from a list of `{source, weight}`."""
         parts = []
         for index, item in enumerate(data):
             path = ("calibration", "source", index)
-            keys = self.keys(PartKeys, item, path, "part of the calibration")
-            parts.append(self.at(path, lambda keys=keys: Part(keys.source, keys.weight)))  # type: ignore[misc]
+            values = self.values(PART, item, path, "part of the calibration")
+            parts.append(self.at(path, partial(Part, **values)))
         return tuple(parts)
 
     def _stage(self, data: Any, path: Path_) -> Stage:
-        kinds = stage_keys()
         if not isinstance(data, dict) or len(data) != 1:
             raise self.refusal(path, "a stage names one kind of work", "Write `- quantize: {method: awq}`")
-        ((kind, body),) = data.items()
-        if kind not in kinds:
-            raise self.refusal((*path, kind), f"unknown key {kind!r} in stage", nearest(kind, tuple(kinds), "Keys"))
-        path = (*path, kind)
-        if not isinstance(body, dict):
-            raise self.refusal(path, f"{kind} must be a mapping", f"Write `- {kind}: {{}}`")
-        if isinstance(body.get("target_size"), int):
-            body = body | {"target_size": str(body["target_size"])}
-        names = {each.name for each in fields(PatternKeys)} if kind in PATTERN_STAGES else set()
-        patterns = self.keys(PatternKeys, {key: body[key] for key in body if key in names}, path, kind)
-        keys = self.keys(kinds[kind], {key: body[key] for key in body if key not in names}, path, kind)
-        return self.at(path, lambda: build_stage(kind, keys, tuple(patterns.targets), tuple(patterns.ignore)))
+        ((name, body),) = data.items()
+        path = (*path, name)
+        stage = self.at(path, lambda: STAGES.find(name))
+        values = self.values(stage.written_keys(), body, path, name)
+        return self.at(path, lambda: stage.build(values))
 
 
 def _scalar(node: yaml.Node) -> Any:
-    return _loader()("").construct_object(node, deep=True)  # type: ignore[no-untyped-call]
+    return _loader()("").construct_object(node, deep=True)
 
 
 @cache
-def _schema(kind: type[Any]) -> type[pydantic.BaseModel]:
-    """Return a strict schema with the fields of a data class."""
-    from pydantic import ConfigDict, Field, create_model
+def _schema(keys: tuple[tuple[str, Any, bool], ...]) -> type[pydantic.BaseModel]:
+    """Return a strict schema of keys, with their types and whether they are required."""
+    from pydantic import ConfigDict, create_model
 
-    strict = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, arbitrary_types_allowed=True)
-    hints = get_type_hints(kind)
-    wanted: dict[str, Any] = {}
-    for each in fields(kind):
-        default = Field(default_factory=each.default_factory) if each.default_factory is not MISSING else each.default
-        wanted[each.name] = (hints[each.name], ... if default is MISSING else default)
-    return create_model(kind.__name__, __config__=strict, **wanted)
+    strict = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+    wanted: dict[str, Any] = {name: (kind, ... if required else None) for name, kind, required in keys}
+    return create_model("Keys", __config__=strict, **wanted)

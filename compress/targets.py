@@ -11,6 +11,7 @@ from fnmatch import fnmatchcase
 from compress.common.errors import RecipeError
 
 REGEX_PREFIX = "re:"
+IGNORE_HELP = "Layer to leave unchanged: a name (down_proj), a glob, or re:PATTERN. Repeatable."
 _MAX_SUGGESTIONS = 4
 
 
@@ -19,9 +20,7 @@ def matches(pattern: str, module: str) -> bool:
 
     `re:...` is a regular expression matched from the start of the name, a pattern with `*`, `?` or `[` is a glob over
     the whole name, and anything else is a name: of the module, of its last parts (`down_proj`), or of one around it.
-
-    Raises:
-        RecipeError: a regular expression that does not compile.
+    Raises RecipeError: a regular expression that does not compile.
     """
     if pattern.startswith(REGEX_PREFIX):
         return _compiled(pattern).match(module) is not None
@@ -31,16 +30,8 @@ def matches(pattern: str, module: str) -> bool:
 
 
 def select(patterns: Sequence[str], modules: Sequence[str], what: str) -> set[str]:
-    """Return the modules that any of the patterns matches.
-
-    Args:
-        patterns: names, globs or `re:` expressions.
-        modules: the modules to match.
-        what: where the patterns came from (`--ignore`, `targets`), for the error.
-
-    Raises:
-        RecipeError: a pattern without a match; names the nearest ones.
-    """
+    """Return the modules that any of the patterns matches. Raises RecipeError: a pattern without a match; names the
+    nearest ones."""
     selected: set[str] = set()
     for pattern in patterns:
         found = {module for module in modules if matches(pattern, module)}

@@ -21,7 +21,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
 
 from compress.checkpoint.config import HEAD
-from compress.checkpoint.formats import compress_runtime
+from compress.checkpoint.formats.compress_runtime import COMPRESS_RUNTIME
 from compress.checkpoint.scheme import Scheme
 from compress.checkpoint.weights.base import Get, StoredTensors
 from compress.common.errors import CheckpointError, SchemeError
@@ -43,7 +43,7 @@ class CompressRuntimeConfig(QuantizationConfig):
         self.schemes = schemes
 
     def get_name(self) -> str:
-        return compress_runtime.NAME
+        return COMPRESS_RUNTIME.name
 
     def get_supported_act_dtypes(self) -> list[torch.dtype]:
         return [torch.bfloat16, torch.float16, torch.float32]
@@ -58,27 +58,21 @@ class CompressRuntimeConfig(QuantizationConfig):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> CompressRuntimeConfig:
-        return cls(compress_runtime.schemes(config, packed_modules(config)))
+        return cls(COMPRESS_RUNTIME.schemes(config, packed_modules(config)))
 
     @classmethod
     def override_quantization_method(cls, hf_quant_cfg: Any, user_quant: Any, hf_config: Any = None) -> str | None:
-        """Claims a config of this format, which has no `quant_method` so that transformers refuses it.
-
-        Raises:
-            SchemeError: a packed head beside tied embeddings, which vLLM would leave out.
-        """
-        if hf_quant_cfg.get("format") != compress_runtime.NAME:
+        """Claims a config of this format, which has no `quant_method` so that transformers refuses it. Raises
+        SchemeError: a packed head with tied embeddings, which vLLM would leave out."""
+        if hf_quant_cfg.get("format") != COMPRESS_RUNTIME.name:
             return None
         if getattr(hf_config, "tie_word_embeddings", False) and HEAD in packed_modules(hf_quant_cfg):
-            raise SchemeError("vLLM does not load a head of its own beside tied embeddings", EXPORT)
-        return compress_runtime.NAME
+            raise SchemeError("vLLM does not load a head of its own with tied embeddings", EXPORT)
+        return COMPRESS_RUNTIME.name
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        """The way to load a layer; None leaves it to vLLM.
-
-        Raises:
-            SchemeError: packed experts of a mixture, which vLLM loads by other ways.
-        """
+        """The way to load a layer; None leaves it to vLLM. Raises SchemeError: packed experts of a mixture, which vLLM
+        loads by other ways."""
         parent, _, name = prefix.rpartition(".")
         parts = self.packed_modules_mapping.get(name, [name])
         schemes = [self.schemes.get(f"{parent}.{part}" if parent else part) for part in parts]
@@ -93,10 +87,7 @@ class CompressRuntimeConfig(QuantizationConfig):
 
 class Expanded(QuantizeMethodBase):
     """A layer of one weight, or of several side by side, whose stored tensors are collected and then expanded.
-
-    Attributes:
-        schemes: of each weight in order; None where it is dense.
-    """
+    `schemes`: of each weight in order; None where it is dense."""
 
     schemes: list[Scheme | None]
 
@@ -176,7 +167,7 @@ def getter(tensors: Mapping[str, Tensor]) -> Get:
 
     def get(suffix: str) -> Tensor:
         if suffix not in tensors:
-            raise CheckpointError(f"{suffix} is not stored beside {', '.join(sorted(tensors))}")
+            raise CheckpointError(f"{suffix} is not stored with {', '.join(sorted(tensors))}")
         return tensors[suffix]
 
     return get
@@ -184,4 +175,4 @@ def getter(tensors: Mapping[str, Tensor]) -> Get:
 
 def register() -> None:
     """Adds the format to vLLM's; it may be called again."""
-    register_quantization_config(compress_runtime.NAME)(CompressRuntimeConfig)
+    register_quantization_config(COMPRESS_RUNTIME.name)(CompressRuntimeConfig)

@@ -8,7 +8,8 @@ from compress.common.cli import demo_model_path
 from compress.evaluate.session import EvaluationRequest, run_evaluation
 from compress.pipeline.prepare import RunRequest, prepare
 from compress.pipeline.run import run
-from compress.recipe import CalibrationOptions, QuantizeStage, Recipe
+from compress.recipe import CalibrationOptions, Recipe
+from compress.stages.quantize import QuantizeStage
 
 
 def main(out: Path) -> None:

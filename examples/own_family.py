@@ -18,7 +18,8 @@ from compress.models.registry import register
 from compress.models.spec import ModelSpec
 from compress.pipeline.prepare import RunRequest, prepare
 from compress.pipeline.run import run
-from compress.recipe import QuantizeStage, Recipe
+from compress.recipe import Recipe
+from compress.stages.quantize import QuantizeStage
 from runtime.core.request import SamplingParams
 from runtime.llm import LLM
 

@@ -4,15 +4,16 @@ The method appears in `--method`, `--help`, recipes and reports, and its options
 """
 
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
 from compress.cli import make_app
+from compress.common.cli import option
 from compress.methods.base import Layer, QuantizationMethod, register
 
 
 @dataclass(frozen=True)
 class Options:
-    noise_seed: Annotated[int, "Seed of the random numbers that decide between the two nearest codes."] = 0
+    noise_seed: int = option(default=0, help="Seed of the random numbers that decide between the two nearest codes.")
 
 
 @register

@@ -119,9 +119,9 @@ def choose_activations(
         ToolkitError: an unknown form, or 8 bits that no kernel supports here.
     """
     if asked not in ACTIVATIONS:
-        raise ToolkitError(f"unknown form of activations {asked!r}", f"Use {', '.join(ACTIVATIONS)}")
+        raise ToolkitError.unknown("form of activations", asked, ACTIVATIONS, "Use --activations")
     if kernels == EIGHT_BITS:
-        raise ToolkitError(f"{kernels} is no kernel", f"Use --activations {EIGHT_BITS}")
+        raise ToolkitError(f"{kernels} is not a kernel", f"Use --activations {EIGHT_BITS}")
     if asked == AS_STORED and kernels not in (AUTO, REFERENCE):
         raise ToolkitError(f"kernel {kernels} keeps activations in 16 bits", f"Use --linear-backend {REFERENCE}")
     packed = PackedCheckpoint.open(path)
@@ -219,7 +219,7 @@ def measure(config: DecoderConfig, reader: WeightReader, report: Report = ignore
     ]
     numbers = sum(size for _, size in eligible)
     bits = sum(bits * size for bits, size in eligible) / numbers
-    tokens = _windows(reader.checkpoint.path, config.vocab_size, numbers)
+    tokens = _windows(reader.checkpoint.path, config.spec.vocab_size, numbers)
     models = [StreamedModel.of(config, replace(reader, kernels=kernels)) for kernels in (reader.kernels, EIGHT_BITS)]
     # Log-probabilities of one form are kept, those of the other pass window by window.
     exact, rounded = (_log_probabilities(model, tokens, report) for model in models)

@@ -25,13 +25,21 @@ def describe_scheme(path: Path) -> str:
 
 def describe_engine(engine: Engine) -> Iterator[str]:
     """Describes capacity and kernels, one line each."""
+    from compress.common.device import format_bytes
+
     config, runner = engine.config, cast("ModelRunner", engine.runner)
     yield f"context   {runner.max_model_len} tokens"
     yield f"KV cache  {describe_memory(engine)}"
-    yield f"KV form   {runner.memory.kv_choice.describe()}"
+    if config.num_ranks > 1:
+        weights, pages = map(format_bytes, (runner.memory.weight_bytes, runner.memory.pool_bytes))
+        yield f"ranks     {config.num_ranks}, this one with {weights} of weights and {pages} of KV cache"
+    yield f"KV dtype  {runner.memory.kv_choice.describe()}"
     yield from (f"kernels   {line}" for line in join_equal(runner.decoder.description))
     yield f"attention {runner.kernels.describe()}"
     yield from describe_gpu(runner, engine.config)
+    if config.serves_adapters:
+        held = f"{config.max_loras} of rank {config.max_lora_rank} on the device, {config.max_cpu_loras} in host memory"
+        yield f"adapters  at most {held}; {len(config.lora_modules or ())} are loaded"
     if config.speculative_model:
         drafter = HubModel.of_cached(Path(config.speculative_model)) or config.speculative_model
         drafting = f"drafting  {drafter}, up to {config.num_speculative_tokens} tokens"

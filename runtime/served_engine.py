@@ -1,4 +1,4 @@
-"""The engine of a server, loaded in this process or in one of its own.
+"""The engine of a server, loaded in this process, or one or more in a process of their own each.
 
 Imports torch and what else takes time where it is used only: the process of the engine starts before the server imports
 anything.
@@ -7,6 +7,7 @@ anything.
 from __future__ import annotations
 
 import gc
+import os
 import pickle
 import socket
 import subprocess
@@ -14,17 +15,18 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
-from concurrent.futures import Future
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from compress.common.errors import RequestError, ToolkitError
+from compress.cpu.binding import available_threads
 from runtime.core.collector import without_collections
-from runtime.core.config import RuntimeConfig
+from runtime.core.config import DataParallelOptions, RuntimeConfig
 from runtime.core.progress import Report
+from runtime.deploy.kv_events import KVEventOptions, KVEventPublisher
 from runtime.engine.wire import describe_end, leave_signals_to_parent, receive, send, start_process
 from runtime.logs import writing_logs
 from runtime.server.native_memory import TRIM_SECONDS, Trimmer, share_arenas
@@ -45,12 +47,17 @@ class EngineSource:
     Attributes:
         jit_cache: archive of kernels to import first.
         log_level: level of the logs of its process.
+        kv_events: where to publish events of the KV cache; None publishes none.
+        index, count: number of this engine, and of all engines of the server.
     """
 
     path: Path
     config: RuntimeConfig
     jit_cache: Path | None = None
     log_level: str = "INFO"
+    kv_events: KVEventOptions | None = None
+    index: int = 0
+    count: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +65,12 @@ class EngineFacts:
     """Facts of a loaded engine.
 
     Attributes:
+        num_blocks: blocks of its KV cache, those in host memory included.
         lines: description of its capacity and kernels.
     """
 
     max_model_len: int
+    num_blocks: int
     eos_token_ids: frozenset[int]
     lines: tuple[str, ...]
 
@@ -98,10 +107,43 @@ def load(source: EngineSource, report: Report) -> tuple[Engine, Tokenizer]:
     from runtime.llm import load_engine
 
     engine, tokenizer = load_engine(source.path, source.config, report)
+    if source.kv_events is not None:
+        engine.scheduler.pool.watcher = KVEventPublisher(source.kv_events, source.config.block_size, source.index)
     if engine.grammars is not None:
         with suppress(RequestError):  # without llguidance every grammar is rejected
             engine.grammars.read_vocabulary()  # loaded before any request needs it
     return engine, tokenizer
+
+
+def device_type(source: EngineSource) -> str:
+    """Returns `cpu` or `cuda`, for comparison with other engines; without any, an empty string.
+
+    Raises:
+        ToolkitError: the device does not exist.
+    """
+    if source.count == 1:
+        return ""  # a GPU takes some tenths of a second to get ready, during which weights can be read
+    from compress.common.device import resolve_device
+
+    return resolve_device(source.config.device).type
+
+
+def import_kernels(archive: Path, device: str) -> None:
+    """Unpacks an archive of kernels into Triton's cache folder.
+
+    Args:
+        device: value of `--device`.
+
+    Raises:
+        ToolkitError: the file is not such an archive or is for other machines, or this machine has no GPU.
+    """
+    from compress.common.device import resolve_device
+    from runtime.backends.triton.kernel_cache import cache_folder, kernel_facts, unpack_kernels
+
+    if not archive.is_file():
+        raise ToolkitError(f"there is no file {archive}", "Create it with runtime warm-up MODEL --export FILE")
+    number = unpack_kernels(archive, cache_folder(), kernel_facts(resolve_device(device)))
+    print(f"kernels   {number} of {archive} are in {cache_folder()}")
 
 
 def describe_weights(source: EngineSource) -> str:
@@ -110,8 +152,6 @@ def describe_weights(source: EngineSource) -> str:
 
     description = describe_scheme(source.path)
     if source.jit_cache is not None:
-        from runtime.cli.warm_up import import_kernels
-
         import_kernels(source.jit_cache, source.config.device)
     return description
 
@@ -120,7 +160,8 @@ def facts_of(engine: Engine) -> EngineFacts:
     """Returns the facts of an engine."""
     from runtime.describe import describe_engine
 
-    return EngineFacts(engine.runner.max_model_len, engine.runner.eos_token_ids, tuple(describe_engine(engine)))
+    runner, lines = engine.runner, tuple(describe_engine(engine))
+    return EngineFacts(runner.max_model_len, runner.num_blocks + runner.num_host_blocks, runner.eos_token_ids, lines)
 
 
 class LoadingHere(Loading):
@@ -140,20 +181,16 @@ class LoadingHere(Loading):
         return ServedEngine(client, tokenizer, facts_of(engine))
 
 
-class LoadingApart(Loading):
-    """Loads an engine in a process of its own, which `begin` starts.
+@dataclass(frozen=True, slots=True)
+class LoadingProcess:
+    """A process that loads an engine, and this end of the socket to it."""
 
-    Args:
-        process: the engine's process.
-        connection: this end of the socket to it.
-    """
-
-    def __init__(self, source: EngineSource, process: subprocess.Popen[bytes], connection: socket.socket) -> None:
-        self.source, self.process, self.connection = source, process, connection
+    process: subprocess.Popen[bytes]
+    connection: socket.socket
 
     @classmethod
     @contextmanager
-    def begin(cls, source: EngineSource) -> Iterator[LoadingApart]:
+    def begin(cls, source: EngineSource) -> Iterator[LoadingProcess]:
         """Starts the process, which is killed at the end of the block if it has not ended."""
         mine, theirs = socket.socketpair()
         with mine:
@@ -161,25 +198,10 @@ class LoadingApart(Loading):
             try:
                 with suppress(ConnectionError):  # the first report says how it ended
                     send(mine, source)
-                yield cls(source, process, mine)
+                yield cls(process, mine)
             finally:
                 process.kill()
                 process.wait()
-
-    def describe_weights(self) -> str:
-        return self.next_report()
-
-    def finish(self, report: Report) -> ServedEngine:
-        from runtime.engine.engine_process import EngineProcess
-
-        tokenizer: Future[Tokenizer] = Future()
-        threading.Thread(target=open_tokenizer, args=(self.source.path, tokenizer), daemon=True).start()
-        while not isinstance(message := self.next_report(), EngineFacts):
-            report(*message)
-        opened = tokenizer.result()
-        return ServedEngine(
-            EngineProcess(self.process, self.connection, opened, message.eos_token_ids), opened, message
-        )
 
     def next_report(self) -> Any:
         """Returns what the process says next. Raises the error with which it ended."""
@@ -192,15 +214,79 @@ class LoadingApart(Loading):
             raise message
         return message
 
+    def finish(self, report: Report) -> EngineFacts:
+        """Waits for the engine. Raises the errors of `Loading.finish`."""
+        while not isinstance(message := self.next_report(), EngineFacts):
+            report(*message)
+        return message
 
-def open_tokenizer(path: Path, opened: Future[Tokenizer]) -> None:
-    """Opens the tokenizer of a folder."""
-    from runtime.text.tokenizer import Tokenizer
 
-    try:
-        opened.set_result(Tokenizer.open(path))
-    except Exception as error:
-        opened.set_exception(error)
+class LoadingApart(Loading):
+    """Loads engines in a process of their own each, which `begin` starts.
+
+    Args:
+        source: source of each of them.
+        processes: their processes.
+        prefix_routing: whether several engines are chosen by cached prefixes.
+    """
+
+    def __init__(self, source: EngineSource, processes: Sequence[LoadingProcess], prefix_routing: bool) -> None:
+        self.source, self.processes, self.prefix_routing = source, processes, prefix_routing
+
+    @classmethod
+    @contextmanager
+    def begin(cls, source: EngineSource, engines: DataParallelOptions) -> Iterator[LoadingApart]:
+        """Starts the processes, which are killed at the end of the block if they have not ended."""
+        count = engines.data_parallel_size
+        parts = [replace(source, index=index, count=count) for index in range(count)]
+        with ExitStack() as stack:
+            processes = [stack.enter_context(LoadingProcess.begin(part)) for part in parts]
+            yield cls(source, processes, engines.prefix_routing)
+
+    def describe_weights(self) -> str:
+        """Returns how the weights are stored.
+
+        Raises:
+            ToolkitError: an engine has no GPU and another one has.
+        """
+        first, *others = [each.next_report() for each in self.processes]
+        for index, (_, device) in enumerate(others, start=1):
+            if device != first[1]:
+                problem = f"engine {index} would run on the device {device}, engine 0 on {first[1]}"
+                raise ToolkitError(problem, f"Use --data-parallel-size {index}, or --device cpu")
+        return str(first[0])
+
+    def finish(self, report: Report) -> ServedEngine:
+        from runtime.engine.engine_process import EngineProcess
+        from runtime.routing.engine_group import EngineGroup
+        from runtime.text.tokenizer import Tokenizer
+
+        tokenizer = Tokenizer.open_in_thread(self.source.path)
+        found = [each.finish(report) for each in self.processes]
+        opened, facts = tokenizer.result(), found[0]
+        clients = [EngineProcess(each.process, each.connection, opened, facts.eos_token_ids) for each in self.processes]
+        if len(clients) == 1:
+            return ServedEngine(clients[0], opened, facts)
+        most_blocks = min(each.num_blocks for each in found) if self.prefix_routing else 0
+        group = EngineGroup(clients, self.source.config.block_size, most_blocks)
+        lines = (*facts.lines, f"engines   {len(clients)}, each as above")
+        facts = replace(facts, max_model_len=min(each.max_model_len for each in found), lines=lines)
+        return ServedEngine(group, opened, facts)
+
+
+def share_of_machine(source: EngineSource, environment: Mapping[str, str], num_threads: int) -> dict[str, str]:
+    """Returns the environment variables of one of several engines: its GPUs, and its share of the cores.
+
+    Args:
+        environment: variables of the server.
+        num_threads: threads for all engines together.
+    """
+    if source.count == 1:
+        return {}
+    size = source.config.num_ranks
+    first, given = source.index * size, environment.get("CUDA_VISIBLE_DEVICES")
+    gpus = [str(index) for index in range(first, first + size)] if given is None else given.split(",")[first:][:size]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(gpus), "OMP_NUM_THREADS": str(max(1, num_threads // source.count))}
 
 
 def main(end: int) -> None:
@@ -214,7 +300,9 @@ def main(end: int) -> None:
     from runtime.engine.engine_process import EnginePort
 
     port = EnginePort(end)
-    source = port.receive()
+    source: EngineSource = port.receive()
+    source = replace(source, config=replace(source.config, ends_with_ranks=True))
+    os.environ |= share_of_machine(source, os.environ, available_threads())  # before torch reads it
     port.listen()
     with writing_logs(source.log_level):
         loop = load_loop(source, port)
@@ -232,7 +320,7 @@ def load_loop(source: EngineSource, port: EnginePort) -> EngineLoop | None:
     from runtime.engine.engine_loop import EngineLoop
 
     try:
-        port.send(describe_weights(source))
+        port.send((describe_weights(source), device_type(source)))
         sys.stdout.flush()
         engine, _ = load(source, lambda *report: port.send(report))
     except Exception as error:
@@ -247,7 +335,7 @@ def sendable(error: Exception) -> Exception:
     if not isinstance(error, ToolkitError):
         error.add_note(traceback.format_exc())
     try:
-        return pickle.loads(pickle.dumps(error))
+        return cast(Exception, pickle.loads(pickle.dumps(error)))
     except Exception:
         return RuntimeError(traceback.format_exc())
 

@@ -1,4 +1,4 @@
-"""Time, memory and size of each method on a random-weight Llama of a real shape, beside one dense forward pass.
+"""Time, memory and size of each method on a random-weight Llama of a real shape, next to one dense forward pass.
 
 Every row is measured in a process of its own, so its peak memory is its own. A method's seconds are those of the whole
 pipeline: reading, calibrating, rounding, writing, verifying. The dense pass is what calibration cannot do without: the
@@ -36,8 +36,9 @@ from benchmarking.tables import Row, Rows, print_table
 from rich.console import Console
 
 from compress.checkpoint.weights import Int, Scheme
-from compress.methods.base import names
-from compress.recipe import CalibrationOptions, QuantizeStage, group_size_from
+from compress.methods.base import QUANTIZATION
+from compress.recipe import CalibrationOptions
+from compress.stages.quantize import QuantizeStage, group_size_from
 
 DENSE_PASS = "dense forward"
 
@@ -57,7 +58,7 @@ def measure_method(setup: Setup, method: str) -> Cost:
     """The whole pipeline, once."""
     out = setup.model.parent / f"packed-{method}"
     stage = QuantizeStage(method, setup.scheme)
-    cost = compress(setup.model, out, [stage], setup.calibration, device=setup.device, dtype=setup.dtype)
+    cost = compress(setup.model, out, [stage], setup.calibration, devices=setup.device, dtype=setup.dtype)
     shutil.rmtree(out)
     return cost
 
@@ -69,11 +70,11 @@ def measure_dense_pass(setup: Setup) -> Cost:
 
     from calibration.sequences import load_tokenizer, pack_sequences
     from calibration.sources import load_texts
-    from compress.common.device import resolve_device
+    from compress.common.device import resolve_devices
     from compress.pipeline.memory import first_micro_batch
     from compress.pipeline.prepare import pick_dtype
 
-    device = resolve_device(setup.device)
+    device = resolve_devices(setup.device)[0]
     dtype = pick_dtype(setup.dtype, "bfloat16", device)
     options = setup.calibration
     tokens = pack_sequences(
@@ -95,7 +96,7 @@ def measure_dense_pass(setup: Setup) -> Cost:
 
 
 def table_rows(costs: Mapping[str, Cost], parameters: int) -> list[Row]:
-    """As printed: each beside the dense pass."""
+    """As printed: each next to the dense pass."""
     dense = costs[DENSE_PASS]
     return [
         {
@@ -118,12 +119,12 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="tiny", choices=("tiny", "125m", "1.1b", "8b", "8b-8k"))
     parser.add_argument("--layers", type=int, help="fewer layers of that shape; time per layer is the same")
-    parser.add_argument("--methods", nargs="+", default=names("quantize"), choices=names("quantize"))
+    parser.add_argument("--methods", nargs="+", default=[*QUANTIZATION], choices=[*QUANTIZATION])
     parser.add_argument("--bits", type=int, default=4)
     parser.add_argument("--group-size", type=int, default=128, help="-1: one group per output channel")
     parser.add_argument("--num-calibration-samples", type=int, default=32, help="calibration sequences")
     parser.add_argument("--max-seq-length", type=int, default=512, help="tokens of a sequence")
-    parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, or several such as cpu,cpu")
     parser.add_argument("--dtype", default="auto", help="of the forward passes: auto, bfloat16, float32, ...")
     parser.add_argument("--work", type=Path, help="folder for the model; default: a temporary one")
     parser.add_argument("--rows", type=Path, help="append each figure here, as a line of JSON")
@@ -146,11 +147,11 @@ def write_inputs(
 
 
 def _run(options: argparse.Namespace, work: Path, console: Console) -> int:
-    from compress.common.device import resolve_device
+    from compress.common.device import resolve_devices
 
     layers = options.layers or SHAPES[options.shape].layers
     samples, length = options.num_calibration_samples, options.max_seq_length
-    device = in_own_process(resolve_device, options.device).type
+    device = in_own_process(resolve_devices, options.device)[0].type
     parameters, facts = in_own_process(write_inputs, work, options.shape, layers, samples, length, device)
     scheme = Int(options.bits, group_size_from(options.group_size))
     facts |= {

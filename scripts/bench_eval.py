@@ -23,7 +23,7 @@ from rich.console import Console
 
 from compress.checkpoint.weights import Int
 from compress.common.cli import demo_model_path
-from compress.evaluate.perplexity import Evaluation
+from compress.common.evaluation import Evaluation
 from compress.evaluate.session import EvaluationRequest, run_evaluation
 from compress.evaluate.streamed import Streaming
 

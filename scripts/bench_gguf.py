@@ -1,4 +1,4 @@
-"""Quality of GGUF files of one mix and size: those of `compress export` beside those of llama.cpp's quantizer.
+"""Quality of GGUF files of one mix and size: those of `compress export` next to those of llama.cpp's quantizer.
 
 All files are made of one dense file and scored by the runtime in float32 on their dequantized values: KL to the dense
 model. Methods choose the codes of the same mix, as `compress export --method` does. llama.cpp is used through
@@ -11,7 +11,6 @@ llama-cpp-python, and left out where that is not installed. Examples:
 from __future__ import annotations
 
 import argparse
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -31,11 +30,9 @@ from compress.evaluate.session import EvaluationRequest, run_evaluation
 from compress.gguf_recipe import stages_of
 from compress.recipe import CalibrationOptions
 
-METHODS = ("gptq", "awq")
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = _parse(arguments)
+    options = parse_options(arguments, __doc__, ("q4_0", "q4_k_m", "q3_k_m"), ("gptq", "awq"))
     model, rows = find_model(options.model), list[Row]()
     with tempfile.TemporaryDirectory() as folder:
         for name, file in quantized_files(Path(folder), model, options.types, options.methods):
@@ -52,11 +49,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+def parse_options(
+    arguments: Sequence[str] | None, documentation: str, types: Sequence[str], methods: Sequence[str]
+) -> argparse.Namespace:
+    """Parses the command line of a comparison of files, with its default types and methods."""
+    parser = argparse.ArgumentParser(description=documentation.split("\n", 1)[0])
     parser.add_argument("--model", default="demo", help="dense model folder or bundled model")
-    parser.add_argument("--types", nargs="+", choices=MIXES, default=["q4_0", "q4_k_m", "q3_k_m"])
-    parser.add_argument("--methods", nargs="*", default=METHODS, help="methods that choose codes inside of the types")
+    parser.add_argument("--types", nargs="+", choices=MIXES, default=types)
+    parser.add_argument("--methods", nargs="*", default=methods, help="methods that choose codes inside of the types")
     parser.add_argument("--data", default="pydoc", help="text that is scored")
     parser.add_argument("--tokens", type=int, default=16384)
     return parser.parse_args(arguments)
@@ -69,22 +69,13 @@ def quantized_files(
     dense = export_gguf(model, folder / "dense.gguf").path
     for kind in types:
         if find_spec("llama_cpp"):
-            yield f"{kind}, llama.cpp", _quantize_with_llama(dense, folder / f"llama-{kind}.gguf", kind)
+            from benchmarking.llama import quantize
+
+            yield f"{kind}, llama.cpp", quantize(dense, folder / f"llama-{kind}.gguf", MIXES[kind].number)
         yield f"{kind}, compress export", export_gguf(model, folder / f"{kind}.gguf", kind).path
         for method in methods:
             packed = _quantize(model, folder / f"{kind}-{method}", method, kind)
             yield f"{kind}, {method}", export_gguf(packed, folder / f"{kind}-{method}.gguf", kind).path
-
-
-def _quantize_with_llama(dense: Path, out: Path, kind: str) -> Path:
-    """Quantizes in a process of its own, which may write to the terminal. Raises CalledProcessError when it fails."""
-    code = (
-        "import sys, llama_cpp as l; p = l.llama_model_quantize_default_params(); p.ftype = int(sys.argv[3]); "
-        "sys.exit(l.llama_model_quantize(sys.argv[1].encode(), sys.argv[2].encode(), p))"
-    )
-    command = [sys.executable, "-c", code, str(dense), str(out), str(MIXES[kind].number)]
-    subprocess.run(command, check=True, capture_output=True)
-    return out
 
 
 def _quantize(model: Path, out: Path, method: str, kind: str) -> Path:

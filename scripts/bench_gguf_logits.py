@@ -1,4 +1,4 @@
-"""Quality of GGUF files by the logits that llama.cpp computes from them, beside those of llama.cpp's own quantizer.
+"""Quality of GGUF files by the logits that llama.cpp computes from them, next to those of llama.cpp's own quantizer.
 
 All files are made of one dense file. KL is to the logits of the dense model in float32; the last columns compare with
 the runtime on the dequantized values of the same file: positions where both rank the same token first, and texts whose
@@ -11,7 +11,6 @@ are calibrated. Needs llama-cpp-python. Examples:
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -20,7 +19,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from bench_gguf import quantized_files
+from bench_gguf import parse_options, quantized_files
 from benchmarking.llama import LlamaScorer, importance_matrix, quantize
 from benchmarking.machine import environment
 from benchmarking.tables import Row, describe, print_with_markdown
@@ -38,11 +37,10 @@ from compress.recipe import CalibrationOptions
 
 LENGTH, PROMPT, CONTINUED = 512, 16, 32
 """Tokens of a window, of a prompt, and of its greedy continuation."""
-METHODS = ("gptq", "gptaq")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = _parse(arguments)
+    options = parse_options(arguments, __doc__, ("q4_0", "q4_k_m", "q3_k_m", "q5_k_m"), ("gptq", "gptaq"))
     model, rows = find_model(options.model), list[Row]()
     windows = cut_windows(load_texts(options.data), load_tokenizer(model), length=LENGTH, max_tokens=options.tokens)
     dense = _open(model)
@@ -54,16 +52,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console.print(describe(environment()))
     print_with_markdown(f"GGUF files by llama.cpp's logits, {options.data}", rows, console)
     return 0
-
-
-def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--model", default="demo", help="dense model folder or bundled model")
-    parser.add_argument("--types", nargs="+", choices=MIXES, default=["q4_0", "q4_k_m", "q3_k_m", "q5_k_m"])
-    parser.add_argument("--methods", nargs="*", default=METHODS, help="methods that choose codes inside of the types")
-    parser.add_argument("--data", default="pydoc", help="text that is scored")
-    parser.add_argument("--tokens", type=int, default=16384)
-    return parser.parse_args(arguments)
 
 
 _open = partial(RuntimeScorer, device="cpu", dtype="float32")

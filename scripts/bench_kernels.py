@@ -1,4 +1,4 @@
-"""Kernels and whole models on one device: on CPUs beside PyTorch and llama.cpp, on a GPU beside PyTorch and gemlite.
+"""Kernels and whole models on one device: CPUs against PyTorch and llama.cpp, GPUs against PyTorch and gemlite.
 
 python scripts/bench_kernels.py cpu --shapes 4096x14336 --rows 1 8 --seconds 5
 python scripts/bench_kernels.py cpu --attention
@@ -19,15 +19,15 @@ from benchmarking.commands import run_command
 from benchmarking.machine import leave_with
 
 COMMANDS = {
-    "cpu": ("cpu.kernels", "linears, or paged attention, beside PyTorch"),
-    "cpu-models": ("cpu.models", "prefill and decode of a model on the CPU, beside llama.cpp and transformers"),
+    "cpu": ("cpu.kernels", "linears, or paged attention, compared with PyTorch"),
+    "cpu-models": ("cpu.models", "prefill and decode of a model on the CPU, compared with llama.cpp and transformers"),
     "cpu-scaling": (
         "cpu.scaling",
         "linears of a decode step on more cores: measured to what is there, modelled beyond",
     ),
-    "gpu": ("gpu.kernels", "linears and attention on a GPU, beside PyTorch and gemlite"),
+    "gpu": ("gpu.kernels", "linears and attention on a GPU, compared with PyTorch and gemlite"),
     "gpu-host": ("gpu.host", "time of the host for steps on a GPU, without one"),
-    "gpu-models": ("gpu.models", "a model dense, int8 and int4 on a GPU, beside transformers"),
+    "gpu-models": ("gpu.models", "a model dense, int8 and int4 on a GPU, compared with transformers"),
     "gpu-serve": ("gpu.serve", "a model over HTTP, by one client and by many"),
 }
 

@@ -45,19 +45,20 @@ from calibration.sequences import load_tokenizer, pack_parts
 from calibration.sources import load_texts
 from compress.checkpoint.locate import find_model
 from compress.evaluate.checks import SeenText, overlap_warning, shared_spans
-from compress.evaluate.perplexity import Evaluation, Windows, cut_windows, score_positions
+from compress.evaluate.perplexity import Windows, cut_windows, score_positions
+from compress.evaluate.positions import summarize
 from compress.evaluate.scorers import BACKENDS, Scorer, open_scorer
-from compress.recipe import DEFAULT_LENGTH, DEFAULT_SAMPLES, CalibrationOptions
+from compress.recipe import CalibrationOptions
 
 
-class RememberedScorer:
+class RememberedScorer(Scorer):
     """A scorer whose logits are kept on disk: the dense model runs once over each batch, not once for every trial."""
 
     def __init__(self, scorer: Scorer, folder: Path) -> None:
-        self._scorer = scorer
+        self._scorer, self.vocab_size = scorer, scorer.vocab_size
         self._folder = folder
 
-    def logits(self, tokens: Tensor) -> Tensor:
+    def states(self, tokens: Tensor) -> Tensor:
         key = hashlib.sha256(str(tokens.shape).encode() + tokens.numpy().tobytes()).hexdigest()
         file = self._folder / f"{key}.safetensors"
         if not file.exists():
@@ -107,7 +108,7 @@ def _try(
             method,
             seed,
             Path(windows.source).name,
-            Evaluation.of(positions, compared=True),
+            summarize(positions, compared=True),
             positions.losses.mean(-1).cpu(),
             cost,
         )
@@ -118,7 +119,7 @@ def _compress(options: argparse.Namespace, setting: str, method: str, seed: int,
     calibration = CalibrationOptions(options.calibration, options.num_calibration_samples, options.max_seq_length)
     stages = stages_of(setting, method)
     least = {"tokens_per_channel": TOKENS_PER_CHANNEL[method]} if setting == COVERAGE else {}
-    return compress(options.model, out, stages, calibration, seed, device=options.device, dtype="float32", **least)
+    return compress(options.model, out, stages, calibration, seed, devices=options.device, dtype="float32", **least)
 
 
 def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -128,10 +129,14 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--methods", nargs="+", default=(), help="only these; default: all of each setting")
     parser.add_argument("--seeds", type=int, default=3, help="calibration seeds of the calibrated methods")
     parser.add_argument("--calibration", default="bundled", help="calibration text")
-    parser.add_argument("--num-calibration-samples", type=int, default=DEFAULT_SAMPLES, help="calibration sequences")
-    parser.add_argument("--data", nargs="*", default=(), help="more evaluation texts beside pydoc")
+    parser.add_argument(
+        "--num-calibration-samples", type=int, default=CalibrationOptions().samples, help="calibration sequences"
+    )
+    parser.add_argument("--data", nargs="*", default=(), help="more evaluation texts in addition to pydoc")
     parser.add_argument("--tokens", type=int, default=32768, help="most tokens of each evaluation text")
-    parser.add_argument("--max-seq-length", type=int, default=DEFAULT_LENGTH, help="tokens of sequences and windows")
+    parser.add_argument(
+        "--max-seq-length", type=int, default=CalibrationOptions().length, help="tokens of sequences and windows"
+    )
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
     parser.add_argument("--backend", default="runtime", choices=BACKENDS, help="what scores; see compress eval")
     parser.add_argument("--json", type=Path, help="write every trial and verdict here")

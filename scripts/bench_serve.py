@@ -1,6 +1,6 @@
 """Serving: throughput, latency, starts, speculative decoding, verification of drafts, and the cost of a scheduler step.
 
-python scripts/bench_serve.py throughput                       # the demo model, 256 requests, beside transformers
+python scripts/bench_serve.py throughput                       # the demo model, 256 requests, also by transformers
 python scripts/bench_serve.py throughput --shape 1.1b --requests 24 --rounds 1
 python scripts/bench_serve.py latency --prefix 1024 --long 1536
 python scripts/bench_serve.py neighbours --seconds 20
@@ -19,14 +19,14 @@ from benchmarking.commands import run_command
 from benchmarking.machine import leave_with
 
 COMMANDS = {
-    "throughput": ("throughput", "requests of mixed lengths, beside three ways of transformers"),
+    "throughput": ("throughput", "requests of mixed lengths, compared with three ways of using transformers"),
     "latency": ("latency", "first token with and without prefix cache, next token while long prompts arrive"),
     "neighbours": ("neighbours", "waits between tokens of one client while another sends long prompts"),
     "streaming": ("streaming", "tokens through HTTP from a runner that answers at once"),
     "start": ("start", "first token from the start of a process, with and without prepared weights"),
     "speculation": ("speculation", "acceptance and tokens per second of every drafter"),
     "verification": ("verification", "processor time of a step that verifies drafted tokens, on the CPU"),
-    "scheduler": ("step_cost", "processor time of a step beside the model"),
+    "scheduler": ("step_cost", "processor time of a step without the model"),
 }
 
 

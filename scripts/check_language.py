@@ -1,5 +1,9 @@
 """Finds phrases that must not come back into code and docs; see `PHRASES` for each and its reason.
 
+In Markdown, and in comments, docstrings and messages of Python files, it also finds `ODD_USES` of ordinary words, and
+the words that docs/glossary.md replaces by others. Of the strings under tests/ only those in triple quotes are
+searched, as most others are data.
+
     python scripts/check_language.py              all tracked files
     python scripts/check_language.py docs runtime/cli/serve.py
     python scripts/check_language.py --count      findings by folder
@@ -10,9 +14,11 @@ Prints `file:line: phrase: reason` for each finding; exits with status 1 when th
 from __future__ import annotations
 
 import argparse
+import io
 import re
 import subprocess
 import sys
+import tokenize
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -66,6 +72,41 @@ PATTERNS = {
     re.compile(rf"\b{GAP.join(map(re.escape, phrase.split()))}\b", re.IGNORECASE): reason
     for phrase, reason in PHRASES.items()
 }
+ODD_USES = {
+    r"\bthere\s+(?:is|are|was|were)\s+no\b"
+    r"|(?P<odd>\b(?:is|are|was|were)\s+no)\b"
+    r"(?!\s+(?:longer|more|less|better|worse|\w+er\s+than)\b)": "write 'is not a'",
+    r"(?P<odd>\bbeside)\b": "write 'next to', 'in addition to', 'compared with' or 'while ... runs'",
+    r"\blags?\s+behind\b|\bbehind\s+(?:(?:a|an|one|the)\s+)?(?:reverse\s+)?(?:proxy|gateway|load\s+balancer)\b"
+    r"|(?P<odd>\bbehind)\b": "write 'after'",
+    r"\b(?:is|are|was|were|not)\s+met\b|\bmeets?(?:\s+\w+){0,3}\s+(?:aim|bound|condition|limit|requirement|target)s?\b"
+    r"|(?P<odd>\bmeets?|\bmet)\b": "write what happens, such as 'is multiplied by' or 'finds'",
+    r"(?P<odd>\b(?:those|them|these|text|weights|files|integers|bits?|signs|activations|b?float\d+)\s+alone)\b"
+    r"(?=\s*(?:[.,;:|)]|$))": "write 'only'",
+}
+"""Patterns of words in prose, whose group `odd` takes part where the use is odd, and what to write instead."""
+NOT_PROSE = re.compile(r"^ *```.*?^ *```|`[^`]*`|\]\([^)]*\)|\{[^{}]*\}|^ +[\w, ]+:(?= )", re.DOTALL | re.MULTILINE)
+"""Code blocks, code, targets of links, fields of strings and names of arguments."""
+GLOSSARY_TABLE = "| word | means | do not write |"
+
+
+def replaced_words(glossary: str) -> dict[re.Pattern[str], str]:
+    """Reads the words that the glossary replaces: those in backticks in the last column of its table of words."""
+    table = glossary.partition(GLOSSARY_TABLE)[2].partition("\n\n")[0]
+    rows = [line.strip("|").split("|") for line in table.splitlines() if line.startswith("| ")]
+    return {
+        re.compile(
+            rf"(?P<odd>\b{GAP.join(map(re.escape, word.split()))}s?)\b", re.IGNORECASE
+        ): f"write '{cells[0].strip()}'"
+        for cells in rows
+        for word in re.findall(r"`([^`]+)`", cells[-1])
+    }
+
+
+PROSE_PATTERNS = {
+    **{re.compile(pattern, re.IGNORECASE | re.MULTILINE): reason for pattern, reason in ODD_USES.items()},
+    **replaced_words((REPOSITORY / "docs" / "glossary.md").read_text(encoding="utf-8")),
+}
 
 
 @dataclass(frozen=True)
@@ -95,6 +136,41 @@ def find(file: Path, text: str) -> Iterator[Finding]:
     if file.suffix in (".py", ".c", ".h"):
         for match in OPENERS.finditer(text):
             yield Finding(file, _line(text, match.start()), f"{match['quote']}{match['phrase']}", OPENER_REASON)
+    if file.suffix == ".md":
+        yield from _find_in_prose(file, text)
+    if file.suffix == ".py":
+        quote = '"""' if file.parts[0] == "tests" else ""
+        yield from _find_in_prose(file, python_prose(text, quote))
+
+
+def python_prose(text: str, quote: str = "") -> str:
+    """Blanks all of a Python file but comments, and strings of several words that begin with `quote`."""
+    lines = text.splitlines(keepends=True)
+    kept = [blanked(line) for line in lines]
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        kind = tokenize.tok_name[token.type]
+        if kind == "COMMENT" or (
+            kind in ("STRING", "FSTRING_MIDDLE") and " " in token.string and token.string.startswith(quote)
+        ):
+            (first, begin), (last, end) = token.start, token.end
+            for row in range(first - 1, last):
+                start, stop = begin if row == first - 1 else 0, end if row == last - 1 else len(lines[row])
+                kept[row] = kept[row][:start] + lines[row][start:stop] + kept[row][stop:]
+    return "".join(kept)
+
+
+def blanked(text: str) -> str:
+    """Replaces all characters but line breaks."""
+    return re.sub(r"[^\n]", "_", text)
+
+
+def _find_in_prose(file: Path, text: str) -> Iterator[Finding]:
+    """Findings of text outside of code and links."""
+    prose = NOT_PROSE.sub(lambda match: blanked(match[0]), text)
+    for pattern, reason in PROSE_PATTERNS.items():
+        for match in pattern.finditer(prose):
+            if match["odd"]:
+                yield Finding(file, _line(prose, match.start()), " ".join(match["odd"].split()), reason)
 
 
 def _line(text: str, position: int) -> int:

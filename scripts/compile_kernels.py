@@ -4,7 +4,7 @@ machine code.
 Decoders of real sizes are served without numbers: each goes through its warm-up, prompts, decodes and sampling, and
 Triton compiles what it would on that GPU. For each architecture: nothing may spill, shared memory must fit, products
 must be on tensor cores, weights must be loaded in wide words, packed codes must not be converted one by one, and no
-step behind the warm-up may need another build. Each result is printed as it comes; Ctrl-C ends with the results so far.
+step after the warm-up may need another build. Each result is printed as it comes; Ctrl-C ends with the results so far.
 Exits with status 1 when something fails or is missing.
 
     python scripts/compile_kernels.py

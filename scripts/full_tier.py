@@ -3,7 +3,7 @@
 Begins at a test file that the commit's hash chooses, so that successive commits reach different files, and lists what
 it did not reach. The hash seeds the examples of property tests, too: a failure comes again with its commit. With
 `--instruction-set by-commit` it chooses the instruction set as well; with one that this machine exceeds, the cases of
-the quick tier run, too. Running out of time is no failure; a failing test is, unless it passes alone (unstable) or
+the quick tier run, too. Running out of time is not a failure; a failing test is, unless it passes alone (unstable) or
 fails at the commit before the change as well (known); those are listed. Further arguments are given to pytest.
 """
 
@@ -51,7 +51,7 @@ def current_commit() -> str:
 
 
 def repeatable(seed: int) -> list[str]:
-    """Options with which a property test meets the same examples again."""
+    """Options with which a property test draws the same examples again."""
     return ["--hypothesis-profile", "full", "--hypothesis-seed", str(seed), "--timeout", str(CASE_SECONDS)]
 
 

@@ -29,17 +29,14 @@ from typing import Any
 import torch
 
 from compress.checkpoint.config import read_config
-from compress.checkpoint.formats import awq, compress_runtime, compressed_tensors, dense, fp8, gptq
-from compress.checkpoint.formats.readers import (
-    MIXED,
-    READERS,
-    TABLE_FILE,
-    TRANSFORMERS,
-    VLLM,
-    Measured,
-    form_of,
-    measured,
-)
+from compress.checkpoint.formats.awq import AWQ
+from compress.checkpoint.formats.base import CONTAINERS, TRANSFORMERS, VLLM
+from compress.checkpoint.formats.compress_runtime import COMPRESS_RUNTIME
+from compress.checkpoint.formats.compressed_tensors import COMPRESSED_TENSORS
+from compress.checkpoint.formats.dense import DENSE
+from compress.checkpoint.formats.fp8 import FP8
+from compress.checkpoint.formats.gptq import GPTQ
+from compress.checkpoint.formats.readers import MIXED, TABLE_FILE, Measured, form_of, measured
 from compress.checkpoint.meta_model import auto_class
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.weights import Activations, BlockFp8, Fp8, Int, Mxfp4, Mxfp8, NMSparsity, Nvfp4
@@ -48,7 +45,11 @@ from compress.common.errors import ToolkitError
 from compress.evaluate.scorers import RuntimeScorer
 from compress.pipeline.prepare import RunRequest, prepare
 from compress.pipeline.run import run
-from compress.recipe import CalibrationOptions, FactorizeStage, PruneStage, QuantizeStage, Recipe, Stage
+from compress.recipe import CalibrationOptions, Recipe
+from compress.stages.base import Stage
+from compress.stages.factorize import FactorizeStage
+from compress.stages.prune import PruneStage
+from compress.stages.quantize import QuantizeStage
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "tests/support"))
@@ -78,22 +79,22 @@ def forms(model_type: str) -> Iterator[tuple[str, str, tuple[Stage, ...]]]:
     floats = [Fp8(), Fp8(Activations.FP8), BlockFp8(), Nvfp4(), Mxfp4(), Mxfp8()]
     rounded, asymmetric = Int(8, None, activations=Activations.INT8), Int(4, 128, symmetric=False)
     held = {
-        compressed_tensors.NAME: [*usual, asymmetric, rounded, *floats, *widths, *others, *grouped],
-        gptq.NAME: [*usual, *widths, *grouped],
-        awq.NAME: [Int(4, 128), asymmetric, *(each for each in grouped if each.bits == 4)],
-        fp8.NAME: [BlockFp8()],
-        dense.NAME: [Int(4, 128)],
+        COMPRESSED_TENSORS.name: [*usual, asymmetric, rounded, *floats, *widths, *others, *grouped],
+        GPTQ.name: [*usual, *widths, *grouped],
+        AWQ.name: [Int(4, 128), asymmetric, *(each for each in grouped if each.bits == 4)],
+        FP8.name: [BlockFp8()],
+        DENSE.name: [Int(4, 128)],
     }
     for container, schemes in held.items():
         for scheme in schemes:
             yield container, form_of(container, scheme, scheme in grouped), (QuantizeStage("rtn", scheme),)
     eight = QuantizeStage("rtn", Int(8, 128), targets=("*down_proj", "*out_proj"))
-    yield compressed_tensors.NAME, MIXED, (QuantizeStage("rtn", Int(4, 128)), eight)
+    yield COMPRESSED_TENSORS.name, MIXED, (QuantizeStage("rtn", Int(4, 128)), eight)
     four = QuantizeStage("rtn", Int(4, 32))
-    yield compress_runtime.NAME, "sparsity", (PruneStage("magnitude", pattern=NMSparsity(2, 4)), four)
-    yield compress_runtime.NAME, "rank", (FactorizeStage("svd", keep=0.5), four)
+    yield COMPRESS_RUNTIME.name, "sparsity", (PruneStage("magnitude", pattern=NMSparsity(2, 4)), four)
+    yield COMPRESS_RUNTIME.name, "rank", (FactorizeStage("svd", keep=0.5), four)
     if model_type in WIDE:  # the only form whose columns are chosen on a text
-        yield compress_runtime.NAME, "outliers", (QuantizeStage("rtn", Int(4, 32), outlier_columns=4),)
+        yield COMPRESS_RUNTIME.name, "outliers", (QuantizeStage("rtn", Int(4, 32), outlier_columns=4),)
 
 
 @dataclass
@@ -123,7 +124,7 @@ class Checkpoints:
     def _compress(self, stages: tuple[Stage, ...]) -> Path:
         source, out = self.folder / "dense", self.folder / str(len(self.packed))
         recipe = Recipe(stages, CalibrationOptions(samples=6, length=48), 0)
-        request = RunRequest(source, str(source), recipe, out, device="cpu", measure=False)
+        request = RunRequest(source, str(source), recipe, out, devices="cpu", measure=False)
         return run(prepare(request), quiet=True).out
 
 
@@ -214,7 +215,7 @@ def measure(
             yield (
                 container,
                 form,
-                {engine: ask(folder) for engine, ask in engines.items() if engine in READERS[container]},
+                {engine: ask(folder) for engine, ask in engines.items() if engine in CONTAINERS[container].engines},
             )
 
 
@@ -229,7 +230,7 @@ def summary_rows() -> Iterator[str]:
     """Yields rows of docs/families.md: forms with the model types that engines refuse, and those that are unknown."""
     table = measured()
     for form in ("w4a16 sym", "w8a8 sym", "w8a8 fp8"):
-        outcomes = [table[engine].found[compressed_tensors.NAME][form] for engine in (TRANSFORMERS, VLLM)]
+        outcomes = [table[engine].found[COMPRESSED_TENSORS.name][form] for engine in (TRANSFORMERS, VLLM)]
         cells = []
         for found in outcomes:
             refused = sorted(f"`{each}`" for each, refusal in found.items() if refusal)

@@ -26,7 +26,8 @@ from compress.common.errors import ToolkitError
 from compress.fit import ServingTarget, choose, needed_bytes, weight_bytes
 from compress.pipeline.memory import estimate_peak, first_micro_batch
 from compress.pipeline.prepare import RunContext, RunRequest, prepare
-from compress.recipe import CalibrationOptions, QuantizeStage, Recipe
+from compress.recipe import CalibrationOptions, Recipe
+from compress.stages.quantize import QuantizeStage
 from runtime.core.model_config import DecoderConfig, parse_config
 
 MODELS = {"1B": SHAPES["1.1b"], "8B": SHAPES["8b"], "70B": SHAPES["70b"]}
@@ -42,7 +43,7 @@ FORMS: dict[str, Scheme | None] = {
 }
 PASSES = {"rtn": 0.35, "awq": 3.3, "gptq": 3.4, "gptaq": 6.3, "signround": 18.7}
 """Processor time of a method over that of a dense pass through the same blocks. RTN, AWQ and GPTQ were measured on the
-1.1B shape (docs/measurements/compression.md), GPTAQ and SignRound beside GPTQ on the demo model (there, and
+1.1B shape (docs/measurements/compression.md), GPTAQ and SignRound next to GPTQ on the demo model (there, and
 docs/measurements/methods.md)."""
 DENSE_GFLOPS = 475.0
 """Speed of the dense pass of the 1.1B shape on two cores of an AMD EPYC with bfloat16 products:
@@ -124,7 +125,7 @@ def plan(model: Model, method: str) -> RunContext:
 
 
 def method_row(method: str, models: Sequence[Model], gflops: float) -> Row:
-    """Returns peak GiB on a CPU and with a GPU, and time on a CPU."""
+    """Returns peak GiB on a CPU and of a GPU alone, and time on a CPU."""
     row = {"method": method, "dense passes": f"{PASSES[method]:g}"}
     for model in models:
         found = plan(model, method)
@@ -134,10 +135,10 @@ def method_row(method: str, models: Sequence[Model], gflops: float) -> Row:
 
 
 def _gpu_peak(found: RunContext) -> int:
-    """Returns the memory with the batches of a GPU, host and device together."""
+    """Returns the memory of a GPU with its batches."""
     count, length = found.sequences.tokens.shape if found.sequences else (0, 1)
     batch = min(first_micro_batch(length, "cuda"), max(count, 1))
-    return estimate_peak(found.skeleton, found.plan, count, length, batch, BFLOAT16)
+    return estimate_peak(found.skeleton, found.plan, count, length, batch, BFLOAT16).device
 
 
 def _duration(found: RunContext, passes: float, gflops: float) -> str:

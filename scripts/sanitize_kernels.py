@@ -13,7 +13,9 @@ import torch
 from benchmarking.cpu.attention import Case, decoder_config
 from benchmarking.cpu.kernels import random_weight
 from benchmarking.gpu.ahead import compile_ahead
-from benchmarking.gpu.kernels import FORMS, INSTEAD_OF, KERNELS, last_tokens, linears, paged_calls, require_gpu
+from benchmarking.gpu.attention import FORMS, last_tokens, paged_calls
+from benchmarking.gpu.kernels import INSTEAD_OF, KERNELS, linears
+from benchmarking.gpu.timing import require_gpu
 from benchmarking.machine import leave_with
 from torch import Tensor
 
@@ -68,7 +70,7 @@ def attention_outputs(device: torch.device) -> Outputs:
 
 
 def page_outputs(device: torch.device) -> Outputs:
-    """Queries, behind head norm and rotary embedding, of three tokens; two of them have slots."""
+    """Queries of three tokens after head norm and rotary embedding; two of the tokens have slots."""
     from runtime.backends.triton.attention import layer_pages
     from runtime.backends.triton.fused_linear import finished
     from runtime.backends.triton.kernels.rope_kv_write import qk_norm_rope_kv_write
@@ -83,7 +85,7 @@ def page_outputs(device: torch.device) -> Outputs:
         qkv = finished(numbers(device, 3, heads * CASE.head_dim))
         rotation = angles.cos(), angles.sin()
         into = layer_pages(pages, scheme, 0)
-        found[f"queries beside {form} pages"] = qk_norm_rope_kv_write(qkv, weight, 1e-6, *rotation, slots, into)
+        found[f"queries while writing {form} pages"] = qk_norm_rope_kv_write(qkv, weight, 1e-6, *rotation, slots, into)
     return found
 
 
@@ -211,11 +213,7 @@ GROUPS: tuple[Callable[[torch.device], Outputs], ...] = (
 
 
 def run(device: torch.device) -> Outputs:
-    """Outputs by name.
-
-    Raises:
-        ToolkitError: an output is not finite.
-    """
+    """Outputs by name. Raises ToolkitError: an output is not finite."""
     found: Outputs = {}
     for outputs in GROUPS:
         found |= outputs(device)

@@ -19,7 +19,8 @@ from pathlib import Path
 import torch
 from benchmarking.cpu.kernels import random_weight
 from benchmarking.gpu.ahead import compile_ahead, triton_errors
-from benchmarking.gpu.kernels import candidates, num_copies, require_gpu, seconds_per_call
+from benchmarking.gpu.kernels import candidates
+from benchmarking.gpu.timing import num_copies, require_gpu, seconds_per_call
 from benchmarking.machine import leave_with
 from rich.console import Console
 from torch import Tensor
@@ -51,7 +52,7 @@ def tune(tokens: int, timer: Timer) -> tuple[KernelConfig | None, int]:
 
 @dataclass(frozen=True)
 class Copies:
-    """The same int4 weight several times, so that reading them in turn leaves the cache behind."""
+    """Copies of one int4 weight that together exceed the cache, so that reading them in turn misses it."""
 
     weights: Sequence[InterleavedWeight]
 

@@ -14,10 +14,24 @@ from runtime.server.middleware import ServerMetrics
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGES = ("deployment.md", "migrating.md")
+SERVING = (
+    "serving.md",
+    "serving-api.md",
+    "serving-operation.md",
+    "serving-cpu.md",
+    "serving-gpu.md",
+    "scheduling.md",
+    "kv-cache.md",
+    "speculation.md",
+    "parallelism.md",
+    "quick-starts.md",
+    "commands.md",
+)
+OTHER_PROGRAMS = r"`(?:python|pytest|lm-eval|scripts/|pip)[^`]*`|^(?:openssl|curl) .*|^  -keyout .*"
 
 
-def options_of(program: Typer, command: str) -> set[str]:
-    found = CliRunner().invoke(program, [command, "--help"], env={"COLUMNS": "200", "NO_COLOR": "1"})
+def options_of(program: Typer, *command: str) -> set[str]:
+    found = CliRunner().invoke(program, [*command, "--help"], env={"COLUMNS": "200", "NO_COLOR": "1"})
     assert found.exit_code == 0, command
     return set(re.findall(r"--[a-z][a-z-]+", found.output))
 
@@ -39,16 +53,28 @@ def own_text(page: str) -> str:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_options_exist(page: str) -> None:
-    commands = {"--create-home", "--no-install-recommends", "--read-only", "--tmpfs", "--from"}
+    commands = {"--read-only", "--tmpfs", "--from"}
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", own_text(page))) - commands
     assert len(named) > 10
-    assert named <= options_of(app, "serve") | options_of(compress_app, "export")
+    assert named <= options_of(app, "serve") | options_of(app, "deploy", "ray") | options_of(compress_app, "export")
 
 
-def test_metrics_exist() -> None:
+@pytest.mark.full
+def test_options_of_the_pages_about_serving_exist() -> None:
+    text = re.sub(OTHER_PROGRAMS, "", "\n".join((DOCS / page).read_text() for page in SERVING), flags=re.MULTILINE)
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", text))
+    served = "serve", "generate", "memory", "batch", "bench", "chat", "prepare", "warm-up"
+    known = [options_of(app, name) for name in served]
+    known += [options_of(compress_app, name) for name in ("eval", "quantize", "fit", "doctor")]
+    assert len(named) > 60
+    assert named <= set().union(*known)
+
+
+@pytest.mark.parametrize("page", ["deployment.md", "serving-operation.md"])
+def test_metrics_exist(page: str) -> None:
     rendered = Metrics().render() + ServerMetrics("demo").render()
     known = set(re.findall(r"^# TYPE (\w+)", rendered, re.MULTILINE))
-    text = (DOCS / "deployment.md").read_text()
-    named = {name.removesuffix("_bucket") for name in re.findall(r"runtime_[a-z_]+", text)}
+    text = (DOCS / page).read_text()
+    named = {name.removesuffix("_bucket") for name in re.findall(r"runtime_[a-z0-9_]+", text)}
     assert len(named) > 6
     assert named <= known

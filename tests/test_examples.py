@@ -30,7 +30,7 @@ def test_an_example_runs(command: str, tmp_path: Path) -> None:
     name, *arguments = command.replace("OUT", str(tmp_path / "out")).split()
     environment = os.environ | {"PYTHONPATH": str(EXAMPLES.parent), "COLUMNS": "200"}
     ran = subprocess.run(
-        [sys.executable, str(EXAMPLES / name), *arguments], env=environment, capture_output=True, text=True, timeout=300
+        [sys.executable, str(EXAMPLES / name), *arguments], env=environment, capture_output=True, text=True, timeout=500
     )
     assert ran.returncode == 0, ran.stderr
     assert re.search(COMMANDS[command], ran.stdout), ran.stdout

@@ -12,11 +12,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from runtime_command import run_here
 
 from compress.cli import main as compress
 from compress.common.cli import demo_model_path
 from compress.common.files import LFS_MARK, MAX_FILE_BYTES
+from runtime.backends.registry import is_fast
 from runtime.cli import main as runtime
 
 POINTER = (
@@ -252,6 +254,7 @@ def test_a_prompt_that_is_no_text() -> None:
     assert answer.stderr.startswith(b"error: standard input")
 
 
+@pytest.mark.skipif(not is_fast(torch.bfloat16), reason="this processor's kernels pack no 16-bit weights")
 def test_bundled_models_are_prepared_in_the_cache_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     answer = run_here(runtime, "prepare", "demo", cwd=tmp_path)

@@ -63,5 +63,5 @@ def measured_activations(config: Mapping[str, Any]) -> MeasuredActivations | Non
     except TypeError as error:
         raise CheckpointError(f"{ACTIVATIONS_MEASURED_KEY} cannot be read: {error}", remedy) from error
     if not all(isinstance(number, int | float) for number in (found.kl_16bit, found.kl_8bit)):
-        raise CheckpointError(f"{ACTIVATIONS_MEASURED_KEY} has a KL that is no number", remedy)
+        raise CheckpointError(f"{ACTIVATIONS_MEASURED_KEY} has a KL that is not a number", remedy)
     return found

@@ -71,9 +71,9 @@ def packed_config(
         config: the source's config.json.
         quantization: `quantization_config(...)` of the chosen format; empty for a dense checkpoint.
         modules: quantized modules; a quantized `lm_head` unties the embeddings explicitly.
-        provenance: fields of `compression_config` beside `format_version`: source, recipe, seed, tool version ...
+        provenance: fields of `compression_config` besides `format_version`: source, recipe, seed, tool version ...
     """
-    packed = {key: value for key, value in config.items() if key not in (QUANTIZATION_KEY, COMPRESSION_KEY)}
+    packed = dense_config(config)
     if HEAD in set(modules):
         packed["tie_word_embeddings"] = False
     if quantization:
@@ -81,6 +81,11 @@ def packed_config(
     if provenance is not None:
         packed[COMPRESSION_KEY] = {**provenance, "format_version": FORMAT_VERSION}
     return packed
+
+
+def dense_config(config: Mapping[str, Any]) -> ModelConfig:
+    """Returns a config without the entries of packed checkpoints."""
+    return {key: value for key, value in config.items() if key not in (QUANTIZATION_KEY, COMPRESSION_KEY)}
 
 
 def quantization_block(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
-from compress.checkpoint.formats import FORMATS, Format
-from compress.checkpoint.formats.readers import READERS, Reader, readers
+from compress.checkpoint.formats.base import CONTAINERS, Container
+from compress.checkpoint.formats.gguf import GGUF
+from compress.checkpoint.formats.readers import Reader, readers
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.writer import described
 from compress.common.errors import CheckpointError, SchemeError
 
 
 @dataclass(frozen=True, slots=True)
-class Container:
+class ExportChoice:
     """A format that a checkpoint may be exported to.
 
     Attributes:
@@ -29,8 +28,8 @@ class Container:
     readers: tuple[Reader, ...]
 
 
-def containers(path: str | Path) -> list[Container]:
-    """Returns every writable format, with its support for the checkpoint at `path`. Whether scales are exact
+def containers(path: str | Path) -> list[ExportChoice]:
+    """Returns every writable container, with its support for the checkpoint at `path`. Whether scales are exact
     in the dtype of another tool shows when they are written, except in GGUF.
 
     Raises:
@@ -39,22 +38,20 @@ def containers(path: str | Path) -> list[Container]:
     packed = PackedCheckpoint.open(path)
     if not packed.schemes:
         raise CheckpointError(f"{packed.path} holds no quantized weights", "Quantize it first: compress quantize MODEL")
-    for module in packed.modules:  # what is missing is no refusal of a format
+    for module in packed.modules:  # missing tensors are an error, not a refusal by a container
         packed.shape(module)
-    return [_container(packed, name) for name in READERS]
+    return [_choice(packed, container) for container in CONTAINERS.values() if container.is_written]
 
 
-def _container(packed: PackedCheckpoint, name: str) -> Container:
-    check = CHECKS.get(name) or partial(_check, FORMATS[name])
+def _choice(packed: PackedCheckpoint, container: Container) -> ExportChoice:
     try:
-        check(packed)
+        if container is GGUF:
+            _check_gguf(packed)
+        else:
+            described(packed, container)
     except (CheckpointError, SchemeError) as error:
-        return Container(name, str(error), ())
-    return Container(name, "", tuple(readers(name, packed.config, packed.schemes.values())))
-
-
-def _check(codec: Format, packed: PackedCheckpoint) -> None:
-    described(packed, codec)
+        return ExportChoice(container.name, str(error), ())
+    return ExportChoice(container.name, "", tuple(readers(container.name, packed.config, packed.schemes.values())))
 
 
 def _check_gguf(packed: PackedCheckpoint) -> None:
@@ -63,7 +60,3 @@ def _check_gguf(packed: PackedCheckpoint) -> None:
     from compress.checkpoint.gguf.model_metadata import architecture_of
 
     deque(Planner(packed, architecture_of(packed.config)).tensors(), maxlen=0)
-
-
-CHECKS: dict[str, Callable[[PackedCheckpoint], None]] = {"gguf": _check_gguf}
-"""Checks of containers other than folders of tensors, by name."""

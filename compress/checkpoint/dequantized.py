@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
-from compress.checkpoint.config import (
-    COMPRESSION_KEY,
-    QUANTIZATION_KEY,
-    ModelConfig,
-    dtype_name,
-    quantization_block,
-)
+from compress.checkpoint.config import ModelConfig, dense_config, quantization_block
 from compress.checkpoint.expert_files import split_experts
-from compress.checkpoint.formats import TRANSLATIONS, dense, gguf
+from compress.checkpoint.formats.dense import DENSE
+from compress.checkpoint.formats.gguf import GGUF
 from compress.checkpoint.reader import PackedCheckpoint, open_stored
-from compress.checkpoint.safetensors import TensorFiles
+from compress.checkpoint.safetensors import LazyTensor, TensorFiles
 from compress.checkpoint.weights import Scheme
 
 UNUSED_SCALES = (
@@ -36,114 +30,57 @@ UNUSED_SCALES = (
 """Suffixes of measured scales of inputs, keys and values; here they are found as tokens come."""
 
 
-@dataclass
-class DequantizedFiles(TensorFiles):
-    """The tensors of a quantized checkpoint by the names of a dense one.
+def value_dtype(packed: PackedCheckpoint) -> torch.dtype:
+    """Returns the model's dtype, that of the largest dense tensor where config.json names none."""
+    if packed.config.get("dtype") or packed.config.get("torch_dtype"):
+        return packed.dtype
+    names = (name for name in packed.dense_names() if not name.endswith(UNUSED_SCALES))
+    return packed.files.dtype(max(names, key=lambda name: math.prod(packed.files.shape(name))))
 
-    Attributes:
-        packed: the checkpoint as stored.
-    """
 
-    packed: PackedCheckpoint
+def describe_source(packed: PackedCheckpoint) -> str:
+    """Describes the stored form of a source and its conversion, in one line."""
+    stored = ", ".join(sorted({str(scheme) for scheme in packed.schemes.values()}))
+    dtype = str(value_dtype(packed)).removeprefix("torch.")
+    return f"{stored} ({packed.format}), dequantized to {dtype} block by block"
 
-    @classmethod
-    def over(cls, packed: PackedCheckpoint) -> DequantizedFiles:
-        files = packed.files
-        return cls(files.path, files.files, files._owner, packed, text_names=files.text_names)
 
-    @cached_property
-    def _shapes(self) -> dict[str, tuple[int, int]]:
-        """Shapes of quantized weights by name."""
-        return {f"{module}.weight": self.packed.shape(module) for module in self.packed.modules}
+def working_bytes(packed: PackedCheckpoint) -> int:
+    """Returns the memory of codes and values of the largest weight, while it is dequantized."""
+    largest = max((math.prod(packed.shape(module)) for module in packed.modules), default=0)
+    return largest * (1 + value_dtype(packed).itemsize)
 
-    @cached_property
-    def _dense(self) -> frozenset[str]:
-        """Names of all other tensors."""
-        return frozenset(self.packed.dense_names()) - set(self.unused_scales)
 
-    @cached_property
-    def unused_scales(self) -> tuple[str, ...]:
-        """Names of measured scales, which a dense checkpoint does not have."""
-        return tuple(name for name in self.packed.dense_names() if name.endswith(UNUSED_SCALES))
+def dequantized_files(packed: PackedCheckpoint) -> TensorFiles:
+    """Returns the tensors of a quantized checkpoint by the names of a dense one. Measured scales are left out."""
+    files, dtype = packed.files, value_dtype(packed)
+    names = packed.dense_names()
+    unused = [name for name in names if name.endswith(UNUSED_SCALES)]
+    dense = {name: files[name] for name in names if not name.endswith(UNUSED_SCALES)}
+    values = {f"{module}.weight": _dequantized(packed, module, dtype) for module in packed.modules}
+    notes = [f"source: {describe_source(packed)}", *files.notes]
+    if inputs := packed.describe_inputs():
+        notes.append(f"inputs that the source rounds keep 16 bits: {inputs}")
+    if unused:
+        notes.append(
+            f"{len(unused)} measured scales of inputs, keys or values are left out, e.g. {unused[0]}: they are found "
+            "as tokens come"
+        )
+    return replace(files, tensors={**dense, **values}, notes=tuple(notes), packed=packed)
 
-    @cached_property
-    def _value_dtype(self) -> torch.dtype:
-        """The model's dtype, that of the largest dense tensor where config.json names none."""
-        if self.packed.config.get("dtype") or self.packed.config.get("torch_dtype"):
-            return getattr(torch, dtype_name(self.packed.config))
-        files = self.packed.files
-        return files.dtype(max(self._dense, key=lambda name: math.prod(files.shape(name))))
 
-    def notes(self) -> list[str]:
-        """Returns lines on the source for a plan."""
-        lines = [f"source: {self.description}", *super().notes()]
-        if inputs := self.packed.describe_inputs():
-            lines.append(f"inputs that the source rounds keep 16 bits: {inputs}")
-        if self.unused_scales:
-            lines.append(
-                f"{len(self.unused_scales)} measured scales of inputs, keys or values are left out, e.g. "
-                f"{self.unused_scales[0]}: they are found as tokens come"
-            )
-        return lines
-
-    def scheme(self, name: str) -> Scheme | None:
-        """Returns the stored scheme of a tensor; None if it is dense, has a column order that is not preserved, or
-        comes from a GGUF file in a form that only this runtime loads from a folder."""
-        module = name.removesuffix(".weight")
-        is_kept = name in self._shapes and self.packed.column_order(module) is None
-        scheme = self.packed.scheme(module) if is_kept else None
-        return None if scheme is not None and scheme.structure and self.packed.format == gguf.NAME else scheme
-
-    def names(self) -> list[str]:
-        return sorted([*self._shapes, *self._dense])
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._shapes or name in self._dense
-
-    def __len__(self) -> int:
-        return len(self._shapes) + len(self._dense)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._shapes[name] if name in self._shapes else self.packed.files.shape(name)
-
-    def dtype(self, name: str) -> torch.dtype:
-        return self._value_dtype if name in self._shapes else self.packed.files.dtype(name)
-
-    def tensor_nbytes(self, name: str) -> int:
-        """Returns the stored bytes; those of codes and scales for a quantized weight."""
-        if name in self._shapes:
-            return self.packed.weight_bytes(name.removesuffix(".weight"))
-        return self.packed.files.tensor_nbytes(name)
-
-    def place(self, name: str) -> None:
-        """Returns None: no tensor is looked for in a file."""
-
-    def tensor(self, name: str) -> Tensor:
-        """Returns the dequantized weight, rounded once to the model's dtype, or the stored tensor."""
-        if name not in self._shapes:
-            return self.packed.files.tensor(name)
-        return self.packed.values(name.removesuffix(".weight"), self._value_dtype)
-
-    @property
-    def working_bytes(self) -> int:
-        """Memory of codes and values of the largest weight, while it is dequantized."""
-        largest = max(map(math.prod, self._shapes.values()), default=0)
-        return largest * (1 + self._value_dtype.itemsize)
-
-    @property
-    def description(self) -> str:
-        """Description of the stored form and its conversion, in one line."""
-        stored = ", ".join(sorted({str(scheme) for scheme in self.packed.schemes.values()}))
-        dtype = str(self._value_dtype).removeprefix("torch.")
-        return f"{stored} ({self.packed.format}), dequantized to {dtype} block by block"
+def _dequantized(packed: PackedCheckpoint, module: str, dtype: torch.dtype) -> LazyTensor:
+    """Returns a weight that is dequantized on each read, rounded once to `dtype`. A form that only this runtime loads
+    from a folder is not kept from a GGUF file."""
+    scheme, read = packed.schemes[module], partial(packed.values, module, dtype)
+    kept = None if scheme.structure and packed.codec is GGUF else scheme
+    return LazyTensor(dtype, packed.shape(module), packed.weight_bytes(module), read, scheme=kept)
 
 
 def dequantized(packed: PackedCheckpoint) -> PackedCheckpoint:
     """Returns the dense view of a quantized checkpoint, with a config without quantization."""
-    config = {key: value for key, value in packed.config.items() if key not in (QUANTIZATION_KEY, COMPRESSION_KEY)}
-    files = DequantizedFiles.over(packed) if packed.schemes else packed.files
-    translation = TRANSLATIONS[dense.NAME]
-    return replace(packed, config=config, files=files, schemes={}, inputs={}, codec=dense, translation=translation)
+    files = dequantized_files(packed) if packed.schemes else packed.files
+    return replace(packed, config=dense_config(packed.config), files=files, schemes={}, inputs={}, codec=DENSE)
 
 
 def open_source(path: str | Path) -> tuple[TensorFiles, ModelConfig]:
@@ -160,5 +97,9 @@ def open_source(path: str | Path) -> tuple[TensorFiles, ModelConfig]:
 
 
 def stored_scheme(files: TensorFiles, name: str) -> Scheme | None:
-    """Returns the scheme in which a source stores a tensor; None where it is dense, or changed on reading."""
-    return files.scheme(name) if isinstance(files, DequantizedFiles) else None
+    """Returns the scheme in which a source stores a tensor; None where it is dense, changed on reading, or has a column
+    order that is not preserved."""
+    scheme = files[name].scheme if name in files else None
+    if scheme is None or files.packed is None or files.packed.column_order(name.removesuffix(".weight")) is not None:
+        return None
+    return scheme

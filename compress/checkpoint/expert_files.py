@@ -5,65 +5,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from compress.checkpoint.safetensors import TensorFiles
+from compress.checkpoint.safetensors import LazyTensor, TensorFiles
 from compress.common.errors import CheckpointError
 from compress.models.registry import find_family
 from compress.models.stacks import Slice, Stack
-
-
-@dataclass
-class ExpertFiles(TensorFiles):
-    """Tensor files that show a stack as the tensors in it.
-
-    Attributes:
-        slices: place of each of these tensors by name; their stacks have no name of their own.
-    """
-
-    slices: Mapping[str, Slice] = field(default_factory=dict)
-
-    def names(self) -> list[str]:
-        """Tensor names, sorted."""
-        stacks = {each.stack.name for each in self.slices.values()}
-        return sorted({*super().names()} - stacks | self.slices.keys())
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.slices or super().__contains__(name)
-
-    def __len__(self) -> int:
-        return len(self.names())
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        place = self.slices.get(name)
-        return super().shape(name) if place is None else place.shape(super().shape(place.stack.name))
-
-    def dtype(self, name: str) -> Any:
-        return super().dtype(self._stored(name))
-
-    def tensor_nbytes(self, name: str) -> int:
-        return math.prod(self.shape(name)) * self.dtype(name).itemsize
-
-    def tensor(self, name: str) -> Tensor:
-        """The tensor as stored, or the slice of an expert as `[out_features, ...]`, copied where it is transposed."""
-        place, stored = self.slices.get(name), super().tensor(self._stored(name))
-        if place is None:
-            return stored
-        part = stored if place.stack.sizes else stored[place.expert]
-        part = part.T if place.stack.transposed else part
-        return part[place.rows(len(part))].contiguous()
-
-    def place(self, name: str) -> tuple[Path, int] | None:
-        return None if name in self.slices else super().place(name)
-
-    def _stored(self, name: str) -> str:
-        return self.slices[name].stack.name if name in self.slices else name
-
 
 EXPERTS = ".experts."
 """Part of the names that transformers has for what it holds of all experts."""
@@ -113,8 +64,23 @@ def split_stacks(files: TensorFiles, slices: Mapping[str, Slice]) -> TensorFiles
                 f"{stack.name} has shape {files.shape(stack.name)}, config.json says {means}",
                 "Check that config.json and the weights belong to the same model",
             )
-    known = files.slices if isinstance(files, ExpertFiles) else {}
-    return ExpertFiles(**{**vars(files), "slices": {**known, **places}}) if places else files
+    stacks = {place.stack.name for place in places.values()}
+    others = {name: tensor for name, tensor in files.tensors.items() if name not in stacks}
+    parts = {name: _sliced(files[place.stack.name], place) for name, place in places.items()}
+    return replace(files, tensors={**others, **parts})
+
+
+def _sliced(stacked: LazyTensor, place: Slice) -> LazyTensor:
+    """Returns the slice of an expert as `[out_features, ...]`, copied where it is transposed."""
+    shape = place.shape(stacked.shape)
+
+    def read() -> Tensor:
+        stored = stacked.read()
+        part = stored if place.stack.sizes else stored[place.expert]
+        part = part.T if place.stack.transposed else part
+        return part[place.rows(len(part))].contiguous()
+
+    return LazyTensor(stacked.dtype, shape, math.prod(shape) * stacked.dtype.itemsize, read)
 
 
 def _as_stored(place: Slice, files: TensorFiles) -> Slice:

@@ -1,4 +1,4 @@
-"""Tokens that calibration sent to each expert, as the report beside the weights records them."""
+"""Tokens that calibration sent to each expert, as recorded in the report next to the weights."""
 
 from __future__ import annotations
 

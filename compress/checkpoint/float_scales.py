@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -84,27 +85,39 @@ class Codebook(Numbers):
         return order.to(torch.uint8)[torch.searchsorted(known, numbers.contiguous())]
 
 
-def powers_of_two() -> Tensor:
-    """Float32 `[255]`: the scale of each e8m0 code but the last, which is NaN."""
-    return torch.ldexp(torch.ones(255), torch.arange(255, dtype=torch.int32) - 127)
-
-
 def positive_floats() -> Tensor:
     """Float32 `[127]`: e4m3 numbers by code, from 0 to 448."""
     return torch.arange(127, dtype=torch.uint8).view(FP8).float()
 
 
+@dataclass(frozen=True, slots=True)
 class ScaleSearch(ABC):
-    """The search for a scale of every row and group of columns.
+    """The search for a scale of every row and group of columns, around the one that spans the group.
 
     Attributes:
         numbers: what codes stand for.
+        tried: steps from the scale that spans a group.
+        dtype: of what is found.
+        whole: the step to that scale itself.
     """
 
-    __slots__ = ()
     numbers: Numbers
+    tried: Sequence[float]
+    dtype: torch.dtype
+    whole: ClassVar[float]
 
     @abstractmethod
+    def near(self, span: Tensor, step: float) -> Tensor:
+        """Returns what stands for the scales at a step from those that span groups."""
+
+    @abstractmethod
+    def steps_of(self, found: Tensor) -> Tensor:
+        """Returns the scales, float32, of what was found."""
+
+    def span(self, rows: Tensor) -> Tensor:
+        """Returns the scales `[R, G, 1]` under which nothing in `rows [R, G, g]` is clipped."""
+        return rows.abs().amax(-1, keepdim=True) / self.numbers.largest
+
     def best(
         self, weight: Tensor, group_size: int, importance: Tensor | None = None, inputs: Tensor | None = None
     ) -> Tensor:
@@ -113,105 +126,61 @@ class ScaleSearch(ABC):
         Raises:
             NumericsError: NaN or infinity.
         """
-
-    @abstractmethod
-    def in_range(self, weight: Tensor, group_size: int) -> Tensor:
-        """Finds, `[O, G]`, the scales that span each group."""
-
-    @abstractmethod
-    def steps_of(self, found: Tensor) -> Tensor:
-        """Returns the scales, float32 `[O, G]`, of what was found."""
-
-
-@dataclass(frozen=True, slots=True)
-class RangeSearch(ScaleSearch):
-    """The search for scales that are plain numbers.
-
-    Attributes:
-        dtype: of scales, which are what is found.
-        fractions: of the scale that spans a group, which are tried.
-    """
-
-    numbers: Numbers
-    dtype: torch.dtype
-    fractions: Sequence[float]
-
-    def best(
-        self, weight: Tensor, group_size: int, importance: Tensor | None = None, inputs: Tensor | None = None
-    ) -> Tensor:
         groups = weight.shape[1] // group_size
         measure = error_of_groups(weight, groups, importance, inputs)
         found = [self._best(rows, measure) for rows in row_chunks(weight, groups)]
         return torch.cat(found).squeeze(-1).to(self.dtype)
 
     def in_range(self, weight: Tensor, group_size: int) -> Tensor:
-        groups = weight.shape[1] // group_size
-        found = [storable(self._spanning(rows), self.dtype) for rows in row_chunks(weight, groups)]
-        return torch.cat(found).squeeze(-1).to(self.dtype)
+        """Finds, `[O, G]`, the scales that span each group."""
+        chunks = row_chunks(weight, weight.shape[1] // group_size)
+        return torch.cat([self.near(self.span(rows), self.whole) for rows in chunks]).squeeze(-1).to(self.dtype)
+
+    def _best(self, rows: Tensor, measure: Measure) -> Tensor:
+        span = self.span(rows)
+        best, least = self.near(span, self.whole), torch.full_like(span, torch.inf, dtype=torch.float32)
+        for step in self.tried:
+            found = self.near(span, step)
+            scale = self.steps_of(found)
+            error = measure(self.numbers.nearest(rows / scale).mul_(scale).sub_(rows))
+            best, least = torch.where(error < least, found, best), torch.minimum(error, least)
+        return best
+
+
+class RangeSearch(ScaleSearch):
+    """The search for scales that are plain numbers, which are what is found; steps are factors."""
+
+    __slots__ = ()
+    whole = 1.0
+
+    def near(self, span: Tensor, step: float) -> Tensor:
+        return storable(span * step, self.dtype)
 
     def steps_of(self, found: Tensor) -> Tensor:
         return found.float()
 
-    def _spanning(self, rows: Tensor) -> Tensor:
-        return rows.abs().amax(-1, keepdim=True) / self.numbers.largest
-
-    def _best(self, rows: Tensor, measure: Measure) -> Tensor:
-        largest = self._spanning(rows)
-        best, least = storable(largest, self.dtype), torch.full_like(largest, torch.inf)
-        for fraction in self.fractions:
-            scale = storable(largest * fraction, self.dtype)
-            error = measure(self.numbers.nearest(rows / scale).mul_(scale).sub_(rows))
-            best, least = torch.where(error < least, scale, best), torch.minimum(error, least)
-        return best
-
 
 @dataclass(frozen=True, slots=True)
 class GroupSearch(ScaleSearch):
-    """The search for scales that are few numbers.
+    """The search for scales that are few numbers; places among them are found, which steps count.
 
     Attributes:
         scales: float32 `[S]`, rising: what a group may be multiplied by.
-        steps: places among them that are tried, counted from the one that spans the group.
         first: the least place that is a scale.
     """
 
-    numbers: Numbers
     scales: Tensor
-    steps: Sequence[int]
     first: int = 0
+    whole = 0
 
-    def spanning(self, rows: Tensor) -> Tensor:
-        """Places `[R, G, 1]`, int64, of the least scales under which nothing in `rows [R, G, g]` is clipped."""
-        largest = rows.abs().amax(-1, keepdim=True) / self.numbers.largest
-        places = torch.searchsorted(self.scales.to(rows.device), largest)
-        return places.clamp_(self.first, len(self.scales) - 1)
+    def span(self, rows: Tensor) -> Tensor:
+        return self.near(torch.searchsorted(self.scales.to(rows.device), ScaleSearch.span(self, rows)), 0)
 
-    def best(
-        self, weight: Tensor, group_size: int, importance: Tensor | None = None, inputs: Tensor | None = None
-    ) -> Tensor:
-        """Places `[O, G]`, uint8, of the scales with the least error."""
-        groups = weight.shape[1] // group_size
-        measure = error_of_groups(weight, groups, importance, inputs)
-        found = [self._best(rows, measure) for rows in row_chunks(weight, groups)]
-        return torch.cat(found).squeeze(-1).to(torch.uint8)
-
-    def in_range(self, weight: Tensor, group_size: int) -> Tensor:
-        """Places `[O, G]`, uint8, of the scales that span each group."""
-        groups = weight.shape[1] // group_size
-        return torch.cat([self.spanning(rows) for rows in row_chunks(weight, groups)]).squeeze(-1).to(torch.uint8)
+    def near(self, span: Tensor, step: float) -> Tensor:
+        return (span + int(step)).clamp_(self.first, len(self.scales) - 1)
 
     def steps_of(self, found: Tensor) -> Tensor:
         return self.scales.to(found.device)[found.long()]
-
-    def _best(self, rows: Tensor, measure: Measure) -> Tensor:
-        scales, middle = self.scales.to(rows.device), self.spanning(rows)
-        best, least = middle, torch.full_like(middle, torch.inf, dtype=torch.float32)
-        for step in self.steps:
-            place = (middle + step).clamp_(self.first, len(scales) - 1)
-            scale = scales[place]
-            error = measure(self.numbers.nearest(rows / scale).mul_(scale).sub_(rows))
-            best, least = torch.where(error < least, place, best), torch.minimum(error, least)
-        return best
 
 
 def nearest_codes(weight: Tensor, steps: Tensor, group_size: int, numbers: Numbers) -> Tensor:

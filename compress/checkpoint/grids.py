@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from compress.checkpoint.float_scales import Numbers, nearest_codes
-from compress.checkpoint.gguf.rounding.search import divided
-from compress.checkpoint.scale_search import GroupScales, encode
+from compress.checkpoint.scale_search import GroupScales, divided, encode
 from compress.checkpoint.weights import Int, Weight
-from compress.checkpoint.weights.gguf_blocks import BlockIntegers
-from compress.checkpoint.weights.integer import IntegerWeight
+from compress.checkpoint.weights.coded import CodedWeight
 from compress.cpu.gptq import ColumnGrid
 
 Rounded = TypeVar("Rounded", bound=Weight, covariant=True)
@@ -56,17 +54,17 @@ class Grid(ABC, Generic[Rounded]):
 
 
 @dataclass(frozen=True, slots=True)
-class IntegerGrid(Grid[IntegerWeight]):
+class IntegerGrid(Grid[CodedWeight]):
     """Multiples of scales, from zero points on."""
 
     scales: GroupScales
     scheme: Int
 
-    def encode(self, weight: Tensor) -> IntegerWeight:
+    def encode(self, weight: Tensor) -> CodedWeight:
         return encode(weight, self.scales, self.scheme)
 
-    def weight(self, codes: Tensor) -> IntegerWeight:
-        return IntegerWeight(codes, self.scales.scales, self.scales.zero_points, self.scheme)
+    def weight(self, codes: Tensor) -> CodedWeight:
+        return self.scheme.weight(codes, self.scales.scales, self.scales.zero_points)
 
     def ordered(self, order: Tensor) -> OrderedGrid:
         size, scales = self.scheme.group_size, self.scales
@@ -99,37 +97,34 @@ SMALLEST_SCALE = 1e-30
 """Stands for scales of zero: under it every code has the same value, but none is the result of a division by zero."""
 
 
-BlockRounded = TypeVar("BlockRounded", bound=BlockIntegers)
-
-
 @dataclass(frozen=True, slots=True)
-class BlockGrid(Grid[BlockRounded], Generic[BlockRounded]):
+class BlockGrid(Grid[CodedWeight]):
     """Multiples of scales less minima, as block types of GGUF have them.
 
     Attributes:
         start: the scales and minima, with any codes.
     """
 
-    start: BlockRounded
+    start: CodedWeight
 
-    def encode(self, weight: Tensor) -> BlockRounded:
-        scales = self.start.scales
+    def encode(self, weight: Tensor) -> CodedWeight:
+        scales, minima = self.start.group_scales(), self.start.group_minima()
         grouped = weight.float().unflatten(1, (scales.shape[1], -1))
-        if self.start.minima is not None:
-            grouped = grouped + self.start.minima.unsqueeze(-1)
-        codes = divided(grouped, scales.unsqueeze(-1)).round_().add_(self.start.zero)
+        if minima is not None:
+            grouped = grouped + minima.unsqueeze(-1)
+        codes = divided(grouped, scales.unsqueeze(-1)).round_().add_(self.start.scheme.zero)
         return self.weight(codes.clamp_(0, self.start.scheme.max_code).to(torch.uint8).flatten(1))
 
-    def weight(self, codes: Tensor) -> BlockRounded:
-        return self.start.with_codes(codes)
+    def weight(self, codes: Tensor) -> CodedWeight:
+        return replace(self.start, qweight=codes)
 
     def ordered(self, order: Tensor) -> OrderedGrid:
-        scales = divisors(self.start.scales)
-        zeros, minima = torch.full_like(scales, self.start.zero), self.start.minima
-        group, top = order // self.start.scheme.group_size, self.start.scheme.max_code
+        scheme, minima = self.start.scheme, self.start.group_minima()
+        scales = divisors(self.start.group_scales())
+        zeros, group = torch.full_like(scales, scheme.zero), order // scheme.columns(self.start.shape[1])
         if minima is None:
-            return OrderedIntegers(scales, zeros, group, top)
-        return OrderedAboveMinima(scales, zeros, group, top, minima)
+            return OrderedIntegers(scales, zeros, group, scheme.max_code)
+        return OrderedAboveMinima(scales, zeros, group, scheme.max_code, minima)
 
 
 def divisors(scales: Tensor) -> Tensor:

@@ -26,12 +26,12 @@ class Integers(Numbers):
     @property
     def least(self) -> int:
         """The least integer."""
-        return -(2 ** (self.bits - 1))
+        return -(1 << self.bits - 1)
 
     @property
     def largest(self) -> float:  # type: ignore[override]
         """Half of the range, which compressed-tensors scales the largest input to; the largest integer is less."""
-        return (2**self.bits - 1) / 2
+        return ((1 << self.bits) - 1) / 2
 
     def nearest(self, x: Tensor) -> Tensor:
         return x.round().clamp_(self.least, -self.least - 1)

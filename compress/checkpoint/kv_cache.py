@@ -53,7 +53,7 @@ class KVCacheScheme:
             raise SchemeError(f"kv_cache.rotate={self.rotate!r} is neither true nor false", "Use true or false")
         for name, count in (("sinks", self.sinks), (STORED_NAMES["residual_length"], self.residual_length)):
             if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= MAX_SIZE:
-                raise SchemeError(f"kv_cache.{name}={count!r} is no number of tokens", f"Use 0 to {MAX_SIZE:,}")
+                raise SchemeError(f"kv_cache.{name}={count!r} is not a number of tokens", f"Use 0 to {MAX_SIZE:,}")
         if self.format == EXACT and (self.rotate or self.sinks or self.residual_length):
             raise SchemeError(
                 "a 16-bit KV cache is exact already: rotation, sinks and a recent window change nothing",
@@ -118,7 +118,7 @@ class KVCacheScheme:
         known = with_stored_names({field.name: field.name for field in fields(cls)})
         unknown = [name for name in block if name not in known]
         if unknown:
-            raise SchemeError(f"kv_cache has the unknown field {unknown[0]!r}", "Fields are " + ", ".join(known))
+            raise SchemeError.unknown("field of kv_cache", unknown[0], known, "Fields")
         return cls(**{known[name]: value for name, value in block.items()})
 
 
@@ -246,7 +246,7 @@ class KVCacheRecord:
                 f"{KV_MEASURED_KEY} cannot be read: {error!r}", "Write the checkpoint again"
             ) from error
         if not all(isinstance(number, int | float) for number in numbers):
-            raise CheckpointError(f"{KV_MEASURED_KEY} has a KL that is no number", "Write the checkpoint again")
+            raise CheckpointError(f"{KV_MEASURED_KEY} has a KL that is not a number", "Write the checkpoint again")
         return record
 
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
-from compress.checkpoint.config import COMPRESSION_KEY, CONFIG_FILE, QUANTIZATION_KEY
+from compress.checkpoint.config import CONFIG_FILE, dense_config
 from compress.common.errors import CheckpointError
 from compress.common.files import without_marks
 from compress.models.architecture import Architecture, architecture_of
@@ -92,9 +92,9 @@ def read_transformers_config(
 
     if OUTER not in config:
         with without_marks(path) as folder:
-            return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
-    left_out = (OUTER, QUANTIZATION_KEY, COMPRESSION_KEY)
-    return AutoConfig.for_model(**{key: value for key, value in config.items() if key not in left_out})
+            read = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+            return cast("PretrainedConfig", read)
+    return AutoConfig.for_model(**{key: value for key, value in dense_config(config).items() if key != OUTER})
 
 
 def _check_sizes(config: dict[str, Any]) -> None:
@@ -131,7 +131,8 @@ def build_on_meta(
         # Parameters go to the meta device one by one, so buffers keep the values that their modules compute.
         with init_empty_weights(include_buffers=False), no_init_weights():
             made = dtype or torch.float32
-            return auto_class(config.model_type).from_config(config, trust_remote_code=trust_remote_code, dtype=made)
+            model = auto_class(config.model_type).from_config(config, trust_remote_code=trust_remote_code, dtype=made)
+            return cast("PreTrainedModel", model)
     except Exception as error:  # Any of many types, as above.
         raise CheckpointError(
             f"the model of {path} cannot be built: {_reason(error)}", "Correct config.json"

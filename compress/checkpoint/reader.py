@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -25,27 +25,21 @@ from compress.checkpoint.config import (
     read_config,
 )
 from compress.checkpoint.expert_files import split_experts
-from compress.checkpoint.formats import (
-    INPUTS,
-    TRANSLATIONS,
-    Format,
-    Translation,
-    compress_runtime,
-    dense,
-    exl3,
-    find_format,
-)
+from compress.checkpoint.formats.base import CONTAINERS, Container
+from compress.checkpoint.formats.compress_runtime import COMPRESS_RUNTIME
+from compress.checkpoint.formats.dense import DENSE
+from compress.checkpoint.formats.exl3 import EXL3, without_padding
 from compress.checkpoint.formats.known_keys import check_keys as check_quantization_keys
 from compress.checkpoint.input_rounding import InputRounding
-from compress.checkpoint.safetensors import TensorFiles
+from compress.checkpoint.safetensors import TensorFiles, renamed
 from compress.checkpoint.weights import Activations, Int, Scheme, Weight
 from compress.checkpoint.weights.base import Get, StoredTensors
-from compress.checkpoint.weights.integer import IntegerWeight
+from compress.checkpoint.weights.coded import CodedWeight
 from compress.common.errors import CheckpointError, ToolkitError
 from compress.models.config import block
 from compress.models.known_keys import check_keys
 from compress.models.registry import find_family, find_renaming, is_converted
-from compress.models.wrappers import OUTER, layouts_of
+from compress.models.wrappers import OUTER, StoredNames, TextNames, layouts_of
 
 NONSENSE = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError)
 """Errors of Python and torch where stored shapes, dtypes and entries of config.json are not what they should be."""
@@ -66,19 +60,22 @@ def open_stored(path: str | Path) -> tuple[TensorFiles, ModelConfig]:
     model_type, whole_type = config.get("model_type"), block(config, OUTER).get("model_type")
     if find_family(model_type) is not None:
         check_keys(config)
+    names: StoredNames | None
+    published: Callable[[str], str] | None = None
     if whole_type is None and is_converted(model_type):
         from compress.checkpoint.modeling.conversion import ConvertedNames
 
         names = ConvertedNames.find(files.names(), model_type)
-        return (files if names is None else files.renamed(names.own, names)), config
-    files, published = files.of_text_model(layouts_of(config)), find_renaming(whole_type or model_type)
-    return (files if published is None else files.renamed(published, files.text_names)), config
+    else:
+        names, published = TextNames.find(files, layouts_of(config)), find_renaming(whole_type or model_type)
+    files = files if names is None else renamed(files, names.own, names)
+    return (files if published is None else renamed(files, published, names)), config
 
 
-def _schemes(kind: Format, block: Mapping[str, Any], files: TensorFiles) -> dict[str, Scheme]:
+def _schemes(kind: Container, block: Mapping[str, Any], files: TensorFiles) -> dict[str, Scheme]:
     """Reads the scheme of every quantized module; formats of other tools speak of stored names."""
     modules, layout = kind.modules(files.names()), files.text_names
-    if layout is None or kind.NAME == compress_runtime.NAME:
+    if layout is None or kind is COMPRESS_RUNTIME:
         named = kind.schemes(block, modules)
     else:
         stored = kind.schemes(block, sorted(map(layout.stored, modules)))
@@ -86,12 +83,12 @@ def _schemes(kind: Format, block: Mapping[str, Any], files: TensorFiles) -> dict
     return {module: scheme.found(module, files) for module, scheme in named.items()}
 
 
-def _inputs(kind: Format, block: Mapping[str, Any], files: TensorFiles) -> dict[str, Activations]:
+def _inputs(kind: Container, block: Mapping[str, Any], files: TensorFiles) -> dict[str, Activations]:
     """Reads the rounding of inputs of every module, unless its scheme includes it."""
-    read, layout = INPUTS.get(kind.NAME), files.text_names
-    if read is None or layout is None:
-        return {} if read is None else read(block, files.names())
-    found = read(block, sorted(map(layout.stored, files.names())))
+    layout = files.text_names
+    if layout is None:
+        return kind.inputs(block, files.names())
+    found = kind.inputs(block, sorted(map(layout.stored, files.names())))
     return {layout.own(module): activations for module, activations in found.items()}
 
 
@@ -104,8 +101,7 @@ class PackedCheckpoint:
         config: config.json.
         files: the tensors as stored, and those of experts that are stored together by names of their own.
         schemes: scheme of every quantized module, in name order; empty for a dense checkpoint.
-        codec: the functions of its format.
-        translation: those that read its tensors; None where they are those of the schemes themselves.
+        codec: its container.
         holds_weights: whether its files hold its weights as they are, so that tensors may be read without it.
         inputs: rounding of the inputs of modules whose schemes do not include it.
     """
@@ -116,8 +112,7 @@ class PackedCheckpoint:
     config: ModelConfig
     files: TensorFiles
     schemes: dict[str, Scheme]
-    codec: Format
-    translation: Translation | None
+    codec: Container
     inputs: Mapping[str, Activations] = field(default_factory=dict, kw_only=True)
 
     @classmethod
@@ -131,22 +126,22 @@ class PackedCheckpoint:
 
         stored, config = open_stored(path)
         block = quantization_block(config)
-        kind = find_format(format_name(block)) if block else dense
-        check_quantization_keys(kind.NAME, block)
-        files = split_experts(exl3.without_padding(stored, config) if kind is exl3 else stored, config)
+        kind = CONTAINERS.find(format_name(block)) if block else DENSE
+        check_quantization_keys(kind, block)
+        files = split_experts(without_padding(stored, config) if kind is EXL3 else stored, config)
         try:
             schemes, inputs = _schemes(kind, block, files), _inputs(kind, block, files)
         except CheckpointError:
             raise
         except (ToolkitError, *NONSENSE) as error:
             raise CheckpointError(f"quantization_config in {files.path} cannot be used: {error}") from error
-        packed = cls(files.path, config, files, schemes, kind, TRANSLATIONS.get(kind.NAME), inputs=inputs)
+        packed = cls(files.path, config, files, schemes, kind, inputs=inputs)
         return without_transforms(packed) if block.get("transform_config") else packed
 
     @property
     def format(self) -> str:
         """`compressed-tensors`, `gptq`, `awq`, `compress-runtime` or `dense`."""
-        return self.codec.NAME
+        return self.codec.name
 
     @property
     def modules(self) -> list[str]:
@@ -156,7 +151,7 @@ class PackedCheckpoint:
     @property
     def dtype(self) -> torch.dtype:
         """The dtype that config.json names, in which dense weights and activations live."""
-        return getattr(torch, dtype_name(self.config))
+        return cast(torch.dtype, getattr(torch, dtype_name(self.config)))
 
     @cached_property
     def tied(self) -> bool:
@@ -197,11 +192,8 @@ class PackedCheckpoint:
         return self._decoded(module, self.tensor)
 
     def _decoded(self, module: str, get: Get) -> Weight:
-        scheme, translation = self.schemes[module], self.translation
         with self._explained(module):
-            if translation is None:
-                return scheme.read(StoredTensors(module, get))
-            return translation.decode(module, get, scheme, quantization_block(self.config))
+            return self.codec.decode(module, get, self.schemes[module], quantization_block(self.config))
 
     def values(self, module: str, dtype: torch.dtype) -> Tensor:
         """Reads the values `[O, I]` of a packed module, rounded once to `dtype`, with `column_order` or without.
@@ -223,7 +215,7 @@ class PackedCheckpoint:
         if order is None:
             return self.packed_weight(module), None
         # Only integers are stored with an index of groups.
-        weight = cast(IntegerWeight, self._decoded(module, self._without_order))
+        weight = cast(CodedWeight, self._decoded(module, self._without_order))
         return replace(weight, qweight=weight.qweight[:, order]), order
 
     def column_order(self, module: str) -> Tensor | None:
@@ -262,10 +254,7 @@ class PackedCheckpoint:
         """Returns `(O, I)` of a linear module. Raises CheckpointError if it is missing or not a matrix."""
         scheme = self.schemes.get(module)
         with self._explained(module):
-            if scheme and self.translation is None:
-                return scheme.shape(StoredTensors(module, self.tensor))
-            translation = self.translation if scheme and self.translation else dense
-            return translation.shape(module, self.tensor, scheme or Int())
+            return (self.codec if scheme else DENSE).shape(module, self.tensor, scheme or Int())
 
     @contextmanager
     def _explained(self, module: str) -> Iterator[None]:
@@ -343,8 +332,7 @@ class RoundedCheckpoint(PackedCheckpoint):
 
     @classmethod
     def of(cls, source: PackedCheckpoint, schemes: Mapping[str, Scheme]) -> RoundedCheckpoint:
-        kind = source.codec, source.translation
-        return cls(source.path, source.config, source.files, dict(schemes), *kind, source)
+        return cls(source.path, source.config, source.files, dict(schemes), source.codec, source)
 
     def packed_weight(self, module: str) -> Weight:
         """Rounds the module's stored weight. Raises CheckpointError as the source does, NumericsError for NaN."""

@@ -8,16 +8,15 @@ import mmap
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
 from compress.checkpoint.config import CONFIG_FILE
 from compress.checkpoint.locate.file_names import (
-    GGUF_SUFFIX,
     INDEX_FILE,
     PICKLE_SUFFIXES,
     SINGLE_FILE,
@@ -27,8 +26,12 @@ from compress.checkpoint.locate.file_names import (
 )
 from compress.common.errors import CheckpointError
 from compress.common.files import PARTIAL_SUFFIX, check_content, read_json
-from compress.common.model_folder import find_folder, no_file
-from compress.models.wrappers import StoredNames, TextNames
+from compress.common.model_folder import GGUF_SUFFIX, find_folder, no_file
+from compress.models.wrappers import StoredNames
+
+if TYPE_CHECKING:
+    from compress.checkpoint.reader import PackedCheckpoint
+    from compress.checkpoint.scheme import Scheme
 
 DTYPES = {
     "BOOL": torch.bool,
@@ -55,41 +58,90 @@ PREFIX_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
-class TensorEntry:
-    """The position of one tensor: `[begin, end)` in bytes from the start of the tensor data."""
+class LazyTensor:
+    """A tensor that is read when it is asked for.
+
+    Attributes:
+        nbytes: of what is stored.
+        read: returns it; treat it as read-only, since it may be a view of a memory map.
+        place: its file, and its first byte there, where it is stored as it is handed out; None for others.
+        scheme: form of what is stored, where reading dequantizes it and changes nothing else.
+    """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    begin: int
-    end: int
+    nbytes: int
+    read: Callable[[], Tensor]
+    place: tuple[Path, int] | None = None
+    scheme: Scheme | None = None
+
+
+class Memory(Protocol):
+    """Source of the bytes of a file of weights."""
 
     @property
-    def nbytes(self) -> int:
-        return self.end - self.begin
+    def file_bytes(self) -> int:
+        """Bytes on disk."""
 
-    def cut(self, size: int | None) -> TensorEntry:
-        """Returns the first `size` elements of a vector; None are all."""
-        return self if size is None else replace(self, shape=(size,), end=self.begin + size * self.dtype.itemsize)
+    def release(self) -> None:
+        """Releases resident pages to the system. Tensors stay valid: their bytes are read again when used."""
 
 
 @dataclass
+class FileMap:
+    """The memory map of a file, which is opened with the first tensor."""
+
+    path: Path
+
+    @cached_property
+    def map(self) -> mmap.mmap:
+        with self.path.open("rb") as stream:
+            return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes on disk."""
+        return self.path.stat().st_size
+
+    def tensor(self, start: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+        """Returns a view of the map, copied only if misaligned."""
+        if not (nbytes := math.prod(shape) * dtype.itemsize):
+            return torch.empty(shape, dtype=dtype)
+        data = torch.frombuffer(self.map, dtype=torch.uint8, count=nbytes, offset=start)
+        if start % dtype.itemsize:
+            data = data.clone()
+        return data.view(dtype).view(shape)
+
+    def release(self) -> None:
+        """Releases resident pages to the system. Tensors stay valid: their bytes are read again when used."""
+        # The map is kept: those of tensors that are still in use are given back the next time.
+        if "map" in vars(self) and hasattr(mmap, "MADV_DONTNEED"):
+            self.map.madvise(mmap.MADV_DONTNEED)
+
+
+@dataclass(frozen=True)
 class MappedFile:
-    """A checked safetensors file; the map is opened with the first tensor.
+    """A checked file of weights.
 
     Attributes:
         entries: tensors by name, in file order.
+        memory: where they are read from.
         metadata: the free-form strings of the header.
-        data_start: bytes before the tensor data.
+        notes: a line for everything in which what is handed out differs from what is stored.
     """
 
     path: Path
-    entries: dict[str, TensorEntry]
-    metadata: dict[str, str]
-    data_start: int
+    entries: dict[str, LazyTensor]
+    memory: Memory
+    metadata: dict[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
     @classmethod
-    def open(cls, path: Path) -> MappedFile:
-        """Reads and checks the header.
+    def open(cls, path: Path, memory: FileMap | None = None) -> MappedFile:
+        """Reads and checks the header of a safetensors file.
+
+        Args:
+            memory: holds all bytes of the file; a memory map without it.
 
         Raises:
             CheckpointError: truncated, overlapping, of unknown dtype, or not safetensors at all.
@@ -105,68 +157,19 @@ class MappedFile:
                 raise _truncated(path, size, f"its header alone needs {8 + length}")
             header = _parse_json(path, stream.read(length))
         metadata = header.pop("__metadata__", {})
-        entries = {name: _parse_entry(path, name, fields) for name, fields in header.items()}
-        _check_layout(path, entries, size - 8 - length, size)
-        ordered = dict(sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)))
-        return cls(path, ordered, metadata if isinstance(metadata, dict) else {}, 8 + length)
-
-    def renamed(self, name_of: Callable[[str], str]) -> MappedFile:
-        """Returns the file with other names for its tensors."""
-        return replace(self, entries={name_of(name): entry for name, entry in self.entries.items()})
-
-    def cut(self, sizes: Mapping[str, int]) -> MappedFile:
-        """Returns the file with vectors that end after as many elements as `sizes` says."""
-        return replace(self, entries={name: entry.cut(sizes.get(name)) for name, entry in self.entries.items()})
-
-    def over(self, memory: mmap.mmap) -> MappedFile:
-        """Returns the file with its bytes taken from `memory`, which holds all of them."""
-        file = replace(self)
-        file.__dict__["_map"] = memory
-        return file
-
-    @cached_property
-    def _map(self) -> mmap.mmap:
-        with self.path.open("rb") as stream:
-            return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
-
-    @property
-    def file_bytes(self) -> int:
-        """Bytes on disk."""
-        return self.path.stat().st_size
+        metadata, memory = metadata if isinstance(metadata, dict) else {}, memory or FileMap(path)
+        found = {name: _parse_entry(path, name, fields) for name, fields in header.items()}
+        ordered = sorted(found, key=lambda name: (found[name].begin, found[name].end))
+        _check_layout(path, {name: found[name] for name in ordered}, size - 8 - length, size)
+        entries = {name: found[name].lazy(memory, 8 + length, WITHOUT_VALUES not in metadata) for name in ordered}
+        return cls(path, entries, memory, metadata)
 
     def tensor(self, name: str) -> Tensor:
-        """Returns a view of the map, copied only if misaligned, or a meta tensor if the file has no values. Treat it as
-        read-only.
-
-        Raises:
-            CheckpointError: no such tensor.
-        """
+        """Reads a tensor; those of a file without values are on the device `meta`. Raises CheckpointError if there is
+        none of this name."""
         if name not in self.entries:
             raise CheckpointError(f"{self.path} has no tensor {name!r} among its {len(self.entries)} tensors")
-        entry = self.entries[name]
-        if entry.nbytes == 0 or WITHOUT_VALUES in self.metadata:
-            device = "meta" if WITHOUT_VALUES in self.metadata else "cpu"
-            return torch.empty(entry.shape, dtype=entry.dtype, device=device)
-        start = self.data_start + entry.begin
-        data = torch.frombuffer(self._map, dtype=torch.uint8, count=entry.nbytes, offset=start)
-        if start % entry.dtype.itemsize:
-            data = data.clone()
-        return data.view(entry.dtype).view(entry.shape)
-
-    def place(self, name: str) -> tuple[Path, int] | None:
-        """Returns the file and the first byte of a tensor that is stored as it is handed out; None for others."""
-        return self.path, self.data_start + self.entries[name].begin
-
-    def notes(self) -> Iterator[str]:
-        """Yields a line for everything in which what is handed out differs from what is stored."""
-        yield from ()
-
-    def release(self) -> None:
-        """Releases resident pages to the system. Tensors stay valid: their bytes are read again when used."""
-        # The map is kept: those of tensors that are still in use are given back the next time.
-        mapped = self.__dict__.get("_map")
-        if mapped is not None and hasattr(mmap, "MADV_DONTNEED"):
-            mapped.madvise(mmap.MADV_DONTNEED)
+        return self.entries[name].read()
 
 
 def build_header(
@@ -212,7 +215,24 @@ def _parse_json(path: Path, text: bytes) -> dict[str, Any]:
     return header
 
 
-def _parse_entry(path: Path, name: str, fields: Any) -> TensorEntry:
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """The position of one tensor: `[begin, end)` in bytes from the start of the tensor data."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+    def lazy(self, memory: FileMap, data_start: int, has_values: bool) -> LazyTensor:
+        start = data_start + self.begin
+        read = partial(memory.tensor, start, self.dtype, self.shape)
+        if not has_values:
+            read = partial(torch.empty, self.shape, dtype=self.dtype, device="meta")
+        return LazyTensor(self.dtype, self.shape, self.end - self.begin, read, (memory.path, start))
+
+
+def _parse_entry(path: Path, name: str, fields: Any) -> _Entry:
     try:
         code, shape, (begin, end) = fields["dtype"], tuple(fields["shape"]), fields["data_offsets"]
     except (KeyError, TypeError, ValueError) as error:
@@ -228,13 +248,13 @@ def _parse_entry(path: Path, name: str, fields: Any) -> TensorEntry:
     needed = math.prod(shape) * DTYPES[code].itemsize
     if end - begin != needed:
         raise _broken(path, f"{name!r} occupies {end - begin} bytes, but {code} {list(shape)} needs {needed}")
-    return TensorEntry(DTYPES[code], shape, begin, end)
+    return _Entry(DTYPES[code], shape, begin, end)
 
 
-def _check_layout(path: Path, entries: dict[str, TensorEntry], available: int, size: int) -> None:
-    """Tensors must tile the data exactly: no overlap, no gap, nothing past the end."""
+def _check_layout(path: Path, entries: Mapping[str, _Entry], available: int, size: int) -> None:
+    """Refuses tensors that do not tile the data exactly, in the order of `entries`: overlaps, gaps, other lengths."""
     position = 0
-    for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
+    for name, entry in entries.items():
         if entry.begin != position:
             relation = "overlaps the tensor before it" if entry.begin < position else "leaves a gap before it"
             raise _broken(path, f"{name!r} at offset {entry.begin} {relation} (expected {position})")
@@ -253,20 +273,28 @@ def _broken(path: Path, reason: str) -> CheckpointError:
     return CheckpointError(f"{path} is not a valid safetensors file: {reason}", "Copy or download this file again")
 
 
-@dataclass
+@dataclass(frozen=True, eq=False)
 class TensorFiles:
-    """Every tensor of a folder (one file, or an index with shards), read only when asked for.
+    """The tensors of a folder (one file, or an index with shards) by name, read only when asked for.
+
+    Functions that show tensors by other names, in parts or with other values return one with other `tensors`.
 
     Attributes:
         path: the folder.
-        files: the safetensors files in name order.
+        files: the files of weights in name order.
         text_names: how the tensors of the text model are stored, where that is not by its own names.
+        notes: lines on what becomes of stored tensors when they are read.
+        packed: the checkpoint as stored, where reading dequantizes its weights.
+        folded: names of the transforms in config.json that are folded into weights when these are read.
     """
 
     path: Path
     files: list[MappedFile]
-    _owner: dict[str, MappedFile]
-    text_names: StoredNames | None = field(default=None, kw_only=True)
+    tensors: Mapping[str, LazyTensor]
+    text_names: StoredNames | None = None
+    notes: tuple[str, ...] = ()
+    packed: PackedCheckpoint | None = None
+    folded: tuple[str, ...] = ()
 
     @classmethod
     def open(cls, path: str | Path) -> TensorFiles:
@@ -296,80 +324,65 @@ class TensorFiles:
                     f"{folder / INDEX_FILE} places {name!r} in {file_name}, which does not hold it",
                     "Download the index and its shards again, from one revision",
                 )
-        return cls(folder, files, owner)
-
-    def of_text_model(self, layouts: Iterable[tuple[str, str]]) -> TensorFiles:
-        """Returns the same tensors, those of the text model by its own names where files have those of `layouts`."""
-        layout = TextNames.find(self._owner, layouts)
-        if layout is None:
-            return self
-        return self.renamed(layout.own, layout)
-
-    def renamed(self, name_of: Callable[[str], str], layout: StoredNames | None = None) -> TensorFiles:
-        """Returns the same tensors by other names; `layout` as `text_names`."""
-        return self._over([file.renamed(name_of) for file in self.files], layout)
-
-    def cut(self, sizes: Mapping[str, int]) -> TensorFiles:
-        """Returns the same tensors, vectors by `MappedFile.cut`."""
-        return self._over([file.cut(sizes) for file in self.files], self.text_names)
-
-    def _over(self, files: list[MappedFile], layout: StoredNames | None) -> TensorFiles:
-        return TensorFiles(self.path, files, {name: file for file in files for name in file.entries}, text_names=layout)
+        tensors = {name: file.entries[name] for name, file in owner.items()}
+        return cls(folder, files, tensors, notes=tuple(note for file in files for note in file.notes))
 
     @property
     def other_parts(self) -> frozenset[str]:
         """Names of the tensors of a multimodal model that are not of its text model."""
         return self.text_names.others if self.text_names else frozenset()
 
-    def notes(self) -> list[str]:
-        """Returns lines on what becomes of stored tensors when they are read."""
-        return [line for file in self.files for line in file.notes()]
-
     def names(self) -> list[str]:
         """Tensor names, sorted."""
-        return sorted(self._owner)
+        return sorted(self.tensors)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._owner
+        return name in self.tensors
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.names())
 
     def __len__(self) -> int:
-        return len(self._owner)
+        return len(self.tensors)
+
+    def __getitem__(self, name: str) -> LazyTensor:
+        """Finds a tensor. Raises CheckpointError if there is none of this name."""
+        if name not in self.tensors:
+            raise CheckpointError(
+                f"{self.path} has no tensor {name!r} among its {len(self)} tensors",
+                "Check that config.json and the weights belong to the same model",
+            )
+        return self.tensors[name]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._find(name).entries[name].shape
+        return self[name].shape
 
     def dtype(self, name: str) -> torch.dtype:
-        return self._find(name).entries[name].dtype
+        return self[name].dtype
 
     def tensor_nbytes(self, name: str) -> int:
-        return self._find(name).entries[name].nbytes
+        """Returns the stored bytes; those of codes and scales for a quantized weight."""
+        return self[name].nbytes
 
     def tensor(self, name: str) -> Tensor:
-        """Returns the tensor as a read-only view of the memory map; clone it before modifying it."""
-        return self._find(name).tensor(name)
-
-    def place(self, name: str) -> tuple[Path, int] | None:
-        """As `MappedFile.place`."""
-        return self._find(name).place(name)
+        """Reads a tensor; clone it before modifying it."""
+        return self[name].read()
 
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors, headers not counted."""
-        return sum(entry.nbytes for file in self.files for entry in file.entries.values())
+        return sum(tensor.nbytes for tensor in self.tensors.values())
 
     @property
     def file_bytes(self) -> int:
         """Bytes of the weight files on disk."""
-        return sum(file.file_bytes for file in self.files)
+        return sum(file.memory.file_bytes for file in self.files)
 
     def release(self) -> None:
         """Gives resident pages back to the system, so that streaming through a big model stays small. Tensors handed
         out before stay valid: their bytes are read again when used."""
         for file in self.files:
-            file.release()
+            file.memory.release()
 
     def side_files(self) -> list[Path]:
         """Everything that is not a weight, an index of weights or hidden: config, tokenizer, templates, code, notes.
@@ -377,21 +390,18 @@ class TensorFiles:
         """
         return sorted(_side_files(self.path))
 
-    def _find(self, name: str) -> MappedFile:
-        if name not in self._owner:
-            raise CheckpointError(
-                f"{self.path} has no tensor {name!r} among its {len(self._owner)} tensors",
-                "Check that config.json and the weights belong to the same model",
-            )
-        return self._owner[name]
+
+def renamed(files: TensorFiles, name_of: Callable[[str], str], layout: StoredNames | None) -> TensorFiles:
+    """Returns the same tensors by other names; `layout` as `text_names`."""
+    return replace(files, tensors={name_of(name): tensor for name, tensor in files.tensors.items()}, text_names=layout)
 
 
 def _open_file(path: Path) -> MappedFile:
     if path.suffix != GGUF_SUFFIX:
         return MappedFile.open(path)
-    from compress.checkpoint.gguf.tensors import GGUFTensors
+    from compress.checkpoint.gguf.tensors import open_gguf
 
-    return GGUFTensors.open(path)
+    return open_gguf(path)
 
 
 def _weight_files(folder: Path) -> tuple[list[str], dict[str, str]]:
@@ -417,7 +427,7 @@ def _weight_files(folder: Path) -> tuple[list[str], dict[str, str]]:
 def _read_index(folder: Path) -> dict[str, str]:
     path = folder / INDEX_FILE
     try:
-        weight_map = read_json(path)["weight_map"]
+        weight_map: dict[str, str] = read_json(path)["weight_map"]
         valid = all(isinstance(name, str) for name in weight_map.values())
     except (KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} is not a valid index: {error!r}", "Download this file again") from error

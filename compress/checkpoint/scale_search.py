@@ -20,11 +20,13 @@ import torch
 from torch import Tensor
 
 from compress.checkpoint.scheme import Activations
-from compress.checkpoint.weights.integer import Int, IntegerWeight
+from compress.checkpoint.weights.coded import CodedWeight
+from compress.checkpoint.weights.integer import Int
 from compress.common.device import divide, require_finite
 from compress.cpu.binding import BEST, library
 from compress.cpu.rounding import RangeTrials, encode_groups, round_groups, search_ranges
 
+_NO_SCALE = 1e-30  # of a group of zeros
 _TINY = torch.finfo(torch.float32).tiny
 # Fractions of the full range that are tried first; clipping to a quarter is already rare at 2 bits.
 _COARSE = tuple(1.0 - 0.04 * step for step in range(20))
@@ -56,7 +58,7 @@ class GroupRange:
     def shrunk(self, fraction: float) -> tuple[Tensor, Tensor]:
         """Symmetric: the element of largest magnitude, with its sign, lands on code 0, i.e. on -midpoint."""
         peak = torch.where(self.high > -self.low, self.high, self.low)
-        return peak * (-fraction / self.scheme.midpoint), torch.full_like(peak, self.scheme.midpoint)
+        return peak * (-fraction / self.scheme.zero), torch.full_like(peak, self.scheme.zero)
 
     def between(self, below: float, above: float) -> tuple[Tensor, Tensor]:
         """Asymmetric: codes span `below` of the negative side and `above` of the positive one."""
@@ -80,7 +82,7 @@ def range_trials(scheme: Int) -> RangeTrials:
     """Returns the parts of a range that are tried, and the neighbours of the best; symmetric: fractions with a sign."""
     near = [(factor, 0) for factor in _FINE]
     if scheme.symmetric:
-        half = scheme.midpoint
+        half = scheme.zero
         # The first fraction clips nothing on the short side either: the range of an unsigned scale.
         fractions = (half / (half - 1), *_fractions(scheme.bits))
         return RangeTrials([(sign * each,) * 2 for each in fractions for sign in (1, -1)], near, scheme.max_code, True)
@@ -105,7 +107,7 @@ def round_to_grid(rows: Tensor, scale: Tensor, zero: Tensor, scheme: Int, out: T
     """The nearest representable values of `rows [R, G, g]`, written to `out`."""
     codes = torch.mul(rows, scale.reciprocal(), out=out).round_()
     if scheme.symmetric:
-        codes.clamp_(-scheme.midpoint, scheme.midpoint - 1)
+        codes.clamp_(-scheme.zero, scheme.zero - 1)
     else:
         codes.add_(zero).clamp_(0, scheme.max_code).sub_(zero)
     return codes.mul_(scale)
@@ -213,7 +215,7 @@ def round_in_range(
     return rounded
 
 
-def encode(weight: Tensor, scales: GroupScales, scheme: Int, *, instruction_set: int | None = BEST) -> IntegerWeight:
+def encode(weight: Tensor, scales: GroupScales, scheme: Int, *, instruction_set: int | None = BEST) -> CodedWeight:
     """Rounds `weight [O, I]` to the nearest codes under given scales (half to even), `instruction_set` as above."""
     scale, zero = scales.scales.float(), scales.zero_points
     if instruction_set is not None and range_kernel(weight.device) == "C":
@@ -223,7 +225,13 @@ def encode(weight: Tensor, scales: GroupScales, scheme: Int, *, instruction_set:
         grouped = weight.float().unflatten(1, (scale.shape[1], -1))
         steps = (grouped / scale.unsqueeze(-1)).round_().add_(zero.unsqueeze(-1))
         codes = steps.clamp_(0, scheme.max_code).to(torch.uint8).flatten(1)
-    return IntegerWeight(codes, scales.scales, zero, scheme)
+    return scheme.weight(codes, scales.scales, zero)
+
+
+def divided(values: Tensor, scales: Tensor) -> Tensor:
+    """Returns `values / scales`, zero where the scale is zero."""
+    safe = torch.where(scales.abs() < _NO_SCALE, torch.ones_like(scales), scales)
+    return torch.where(scales.abs() < _NO_SCALE, torch.zeros_like(values), values / safe)
 
 
 def column_weights(weight: Tensor, importance: Tensor | None) -> Tensor:

@@ -35,7 +35,7 @@ FIELDS: Mapping[str, Any] = {
     "outliers": None,
     "fp8": False,
 }
-"""Entries that every stored description has, in this order; a form adds its own behind them."""
+"""Entries that every stored description has, in this order; a form appends its own."""
 
 
 class Headers(Protocol):
@@ -100,7 +100,7 @@ class Scheme(ABC):
 
     Attributes:
         key: entry of the stored description that says that it is of this form.
-        suffixes: of the stored tensors' names, behind the module's.
+        suffixes: of the stored tensors' names, after the module's name.
         mark: the one of them that every module of this form has.
         parts: names below the module of matrices that are stored as modules of their own.
         wraps: whether its values are stored in another form, which the same description says.
@@ -164,22 +164,22 @@ class Scheme(ABC):
 
     @property
     def num_outliers(self) -> int:
-        """Input columns that stay in 16 bits beside the codes."""
+        """Input columns that stay in 16 bits and have no codes."""
         return 0
 
     @property
     def numbers(self) -> str:
-        """Kind of the codes `[O, I]` that kernels and other tools' formats know: `int` or `float`, else empty."""
+        """Kind of the codes `[O, I]`, by which kernels are chosen; empty for codes that none knows."""
         return ""
 
     @property
     def code_values(self) -> tuple[float, ...]:
-        """The number of each code, for kernels that look it up; empty where codes are no places in a table."""
+        """The number of each code, for kernels that look it up; empty where codes are not indices into a table."""
         return ()
 
     @property
     def structure(self) -> str:
-        """Feature beside plain codes and scales that no format of other tools supports; else empty."""
+        """Feature, in addition to plain codes and scales, that no format of other tools supports; else empty."""
         return f"the {self.key} layout"
 
     @property
@@ -212,6 +212,11 @@ class Scheme(ABC):
         """Stored `weight_shape` tensors, which are not counted as weights."""
         return 0
 
+    @property
+    def column_multiple(self) -> int:
+        """Multiple of columns at which a weight can be cut between devices; 0 where it cannot be cut at all."""
+        return self.group_size or 1
+
     def num_groups(self, in_features: int) -> int:
         """Scales per row. Raises SchemeError when the group size does not divide `in_features`."""
         return 1
@@ -221,11 +226,12 @@ class Scheme(ABC):
         self.num_groups(shape[1])
 
     def check_plain(self, format: str, *numbers: str) -> None:
-        """Raises SchemeError when a format of other tools, which holds plain codes of `numbers`, cannot hold this."""
+        """Raises SchemeError when a format of other tools, which holds plain codes of some kinds, of all without any,
+        cannot hold this."""
         if self.structure:
             raise SchemeError(f"{format} cannot hold {self.structure} of {self}", "Use --format dense")
-        if self.numbers not in numbers:
-            raise SchemeError(f"{format} has no codes for the {self.numbers} values of {self}", "Use --format dense")
+        if numbers and self.numbers not in numbers:
+            raise SchemeError(f"{format} cannot hold the {self.numbers} codes of {self}", "Use --format dense")
 
     def matrices(self, out_features: int, in_features: int) -> list[tuple[Scheme | None, int, int]]:
         """Returns scheme and shape of each matrix that the layer multiplies by, in order; None is the model's dtype."""
@@ -338,26 +344,6 @@ class Scheme(ABC):
         if len(claimed) > 1 and not wrapping:
             raise SchemeError(f"one weight cannot be {' and '.join(form.key for form in claimed)}", "Keep one of them")
         return (*wrapping, *claimed, FORMS[BASE_FORM])[0].parse(fields)
-
-
-class FixedScheme(Scheme):
-    """A form whose name determines its bits and group size."""
-
-    __slots__ = ()
-    group_size: ClassVar[int]
-
-    def fields(self) -> dict[str, Any]:
-        return {"bits": self.bits, "group_size": self.group_size, self.key: True}
-
-    @classmethod
-    def parse(cls, fields: Mapping[str, Any]) -> Self:
-        scheme = cls()
-        known = {"bits": scheme.bits, "group_size": scheme.group_size, "symmetric": True, "activation_bits": None}
-        for name, value in known.items():
-            if fields.get(name, value) != value:
-                problem = f"{cls.word} has {scheme.bits} bits, groups of {scheme.group_size} and 16-bit activations"
-                raise SchemeError(f"{problem}, not {name}={fields[name]}", f"Leave {name} out beside it")
-        return scheme
 
 
 BASE_FORM = "bits"

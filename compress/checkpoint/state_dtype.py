@@ -63,7 +63,7 @@ def measured_states(config: Mapping[str, Any]) -> tuple[MeasuredStates, ...]:
     except TypeError as error:
         raise CheckpointError(f"{STATE_MEASURED_KEY} cannot be read: {error}", "Measure it again") from error
     if not all(isinstance(number, int | float) for number in numbers):
-        raise CheckpointError(f"{STATE_MEASURED_KEY} has a KL that is no number", "Measure it again")
+        raise CheckpointError(f"{STATE_MEASURED_KEY} has a KL that is not a number", "Measure it again")
     return found
 
 

@@ -10,13 +10,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from compress.checkpoint.config import is_embedding, quantization_block
-from compress.checkpoint.dequantized import DequantizedFiles, dequantized
+from compress.checkpoint.dequantized import dequantized, dequantized_files
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.common.errors import CheckpointError
 from compress.models.config import block
@@ -74,7 +75,7 @@ class Transform:
 
 def _by_blocks(rows: Tensor, block: Tensor) -> Tensor:
     """Multiplies `rows [N, K n]` by a matrix with `block [n, n]` K times along its diagonal."""
-    return (rows.unflatten(-1, (-1, len(block))) @ block).flatten(-2)
+    return (torch.unflatten(rows, -1, (-1, len(block))) @ block).flatten(-2)
 
 
 def _is_among(module: str, names: tuple[str, ...]) -> bool:
@@ -128,49 +129,6 @@ MATRIX = re.compile(r"_(input|output|q_attn|k_cache)\.(weight|perm)$")
 """End of the name of a tensor of a transform."""
 
 
-@dataclass
-class TransformedFiles(DequantizedFiles):
-    """The tensors of a checkpoint with transforms, by the names of a dense one that computes the same.
-
-    Attributes:
-        transforms: those of each module, with the names of their matrices.
-    """
-
-    transforms: Mapping[str, list[tuple[Transform, str]]]
-
-    @property
-    def groups(self) -> list[str]:
-        """Names of the transforms in config.json, sorted."""
-        return sorted({transform.group for found in self.transforms.values() for transform, _ in found})
-
-    def notes(self) -> list[str]:
-        folded = f"transforms {', '.join(self.groups)} of transform_config are folded into the weights"
-        kept = ", so inputs keep 16 bits, where the checkpoint rounds them" if self.packed.inputs else ""
-        return [*super().notes(), folded + kept]
-
-    def names(self) -> list[str]:
-        return [name for name in super().names() if name in self]
-
-    def __contains__(self, name: object) -> bool:
-        return super().__contains__(name) and MATRIX.search(str(name)) is None
-
-    def __len__(self) -> int:
-        return len(self.names())
-
-    def tensor(self, name: str) -> Tensor:
-        """Returns the weight or bias with its transforms, rounded once to the model's dtype, or the stored tensor."""
-        module, _, kind = name.rpartition(".")
-        found = [each for each in self.transforms.get(module, ()) if kind == "weight" or each[0].location == OUTPUT]
-        if not found or kind not in ("weight", "bias"):
-            return super().tensor(name)
-        packed = kind == "weight" and module in self.packed.schemes
-        stored = self.packed.values(module, torch.float64) if packed else self.packed.tensor(name)
-        values = stored.double().reshape(len(stored), -1)
-        for transform, matrix in found:
-            values = transform.fold(values, self.packed.tensor(matrix))
-        return values.reshape(stored.shape).to(self.dtype(name))
-
-
 def without_transforms(packed: PackedCheckpoint) -> PackedCheckpoint:
     """Returns the dense view of a checkpoint with transforms that its weights do not have, else the checkpoint itself.
 
@@ -181,8 +139,39 @@ def without_transforms(packed: PackedCheckpoint) -> PackedCheckpoint:
     if not transforms:
         return packed
     found = {module: matrices for module in _matrices(packed) if (matrices := _find(packed, transforms, module))}
-    files = TransformedFiles(**vars(DequantizedFiles.over(packed)), transforms=found)
+    files = dequantized_files(packed)
+    kept = {name: tensor for name, tensor in files.tensors.items() if MATRIX.search(name) is None}
+    changed = {
+        name: replace(tensor, read=partial(_transformed, packed, name, applied, tensor.dtype), place=None, scheme=None)
+        for name, tensor in kept.items()
+        if (applied := _applied(found, name))
+    }
+    groups = tuple(sorted({transform.group for each in found.values() for transform, _ in each}))
+    inputs = ", so inputs keep 16 bits, where the checkpoint rounds them" if packed.inputs else ""
+    note = f"transforms {', '.join(groups)} of transform_config are folded into the weights{inputs}"
+    files = replace(files, tensors={**kept, **changed}, notes=(*files.notes, note), folded=groups)
     return replace(dequantized(packed), files=files)
+
+
+def _applied(found: Mapping[str, list[tuple[Transform, str]]], name: str) -> list[tuple[Transform, str]]:
+    """Returns the transforms of a weight or bias, with the names of their matrices."""
+    module, _, kind = name.rpartition(".")
+    if kind not in ("weight", "bias"):
+        return []
+    return [each for each in found.get(module, ()) if kind == "weight" or each[0].location == OUTPUT]
+
+
+def _transformed(
+    packed: PackedCheckpoint, name: str, applied: list[tuple[Transform, str]], dtype: torch.dtype
+) -> Tensor:
+    """Reads a weight or bias with its transforms, rounded once."""
+    module, _, kind = name.rpartition(".")
+    is_packed = kind == "weight" and module in packed.schemes
+    stored = packed.values(module, torch.float64) if is_packed else packed.tensor(name)
+    values = stored.double().reshape(len(stored), -1)
+    for transform, matrix in applied:
+        values = transform.fold(values, packed.tensor(matrix))
+    return values.reshape(stored.shape).to(dtype)
 
 
 def _matrices(packed: PackedCheckpoint) -> list[str]:

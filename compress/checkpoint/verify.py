@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from compress.checkpoint.config import compression_block, quantization_block
-from compress.checkpoint.formats import compress_runtime, compressed_tensors
+from compress.checkpoint.formats.compress_runtime import COMPRESS_RUNTIME
+from compress.checkpoint.formats.compressed_tensors import COMPRESSED_TENSORS
 from compress.checkpoint.kv_cache import measured_kv_caches, stored_kv_cache
 from compress.checkpoint.reader import REORDERED, PackedCheckpoint
 from compress.checkpoint.safetensors import TensorFiles
@@ -242,7 +243,7 @@ def config_problems(packed: PackedCheckpoint) -> Iterator[str]:
     if block and not packed.modules:
         yield "config.json announces quantized weights, but none are stored"
     yield from _kv_cache_problems(packed)
-    if packed.format != compressed_tensors.NAME:
+    if packed.format != COMPRESSED_TENSORS.name:
         return
     if block.get("quantization_status") not in (None, "compressed", "frozen"):
         yield f"quantization_status is {block['quantization_status']!r}, not 'compressed'"
@@ -251,7 +252,7 @@ def config_problems(packed: PackedCheckpoint) -> Iterator[str]:
         yield "quantization_config.ignore is not a list of names"
         return
     patterns = any(entry.startswith("re:") for entry in ignored)
-    # A head that is the embedding is no linear of its own: other tools leave it out of the list.
+    # A head that shares the embedding is not a separate linear: other tools leave it out of the list.
     linears = {module for module in packed.dense_linears() if f"{module}.weight" in packed.files}
     unlisted = linears - set(ignored)
     if unlisted and not patterns:
@@ -273,7 +274,7 @@ def _kv_cache_problems(packed: PackedCheckpoint) -> Iterator[str]:
 
 def parts_of_weights(suffixes: Iterable[str] = ()) -> tuple[str, ...]:
     """Returns ends of names that only tensors of packed weights have: of all forms, and of a format's `suffixes`."""
-    known = (*suffixes, *compress_runtime.suffixes(), ".qweight")
+    known = (*suffixes, *COMPRESS_RUNTIME.suffixes(), ".qweight")
     return tuple(suffix for suffix in known if not suffix.endswith(".weight"))
 
 
@@ -293,7 +294,7 @@ def name_problems(packed: PackedCheckpoint, source: TensorFiles | None, implied:
 
 
 def is_only_copied(files: TensorFiles, name: str) -> bool:
-    """Returns whether nothing reads a tensor: a buffer of older releases, or a part beside the text model."""
+    """Returns whether nothing reads a tensor: a buffer of older releases, or a part outside of the text model."""
     return name in files.other_parts or name.endswith(BUFFERS)
 
 

@@ -14,10 +14,10 @@ import json
 import re
 import shutil
 from collections.abc import Iterable, Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -33,17 +33,13 @@ from compress.checkpoint.config import (
     quantization_block,
     write_config,
 )
-from compress.checkpoint.dequantized import DequantizedFiles
+from compress.checkpoint.dequantized import dequantized_files
 from compress.checkpoint.expert_files import join_experts, stacked_names
-from compress.checkpoint.formats import (
-    Format,
-    check_held,
-    compress_runtime,
-    compressed_tensors,
-    dense,
-    find_format,
-    stored_tensors,
-)
+from compress.checkpoint.formats import check_held
+from compress.checkpoint.formats.base import CONTAINERS, Container
+from compress.checkpoint.formats.compress_runtime import COMPRESS_RUNTIME
+from compress.checkpoint.formats.compressed_tensors import COMPRESSED_TENSORS
+from compress.checkpoint.formats.dense import DENSE
 from compress.checkpoint.kv_cache import stored_kv_cache, with_kv_cache
 from compress.checkpoint.locate.file_names import INDEX_FILE, SINGLE_FILE
 from compress.checkpoint.reader import REORDERED, PackedCheckpoint
@@ -124,7 +120,7 @@ class BlockStore:
         self._path(key).unlink(missing_ok=True)
 
     def read_metadata(self, key: str) -> dict[str, Any]:
-        return json.loads(self.open(key).metadata["piece"])
+        return cast(dict[str, Any], json.loads(self.open(key).metadata["piece"]))
 
     def discard(self) -> None:
         """Removes the folder with everything in it, and the `.partial` folder around it when nothing else is there."""
@@ -163,13 +159,16 @@ def assemble(
         `out`.
 
     Raises:
-        CheckpointError: `out` exists, a tensor appears in two pieces, or the disk is full; nothing is left behind.
+        CheckpointError: `out` exists, a tensor appears in two pieces, or the disk is full; no file remains.
     """
     check_out_folder(out)
     layout = None if source is None else source.text_names
     pieces = [store.open(key) for key in keys]
     if layout is not None:
-        pieces = [piece.renamed(layout.stored) for piece in pieces]
+        stored = layout.stored
+        pieces = [
+            replace(piece, entries={stored(name): entry for name, entry in piece.entries.items()}) for piece in pieces
+        ]
     building = partial_folder(out) / "assembled"
     shutil.rmtree(building, ignore_errors=True)
     building.mkdir(parents=True)
@@ -191,7 +190,7 @@ def assemble(
 
 def _named_as_stored(config: Mapping[str, Any], layout: StoredNames, pieces: Iterable[MappedFile]) -> Mapping[str, Any]:
     quantization = quantization_block(config)
-    if format_name(quantization) != compressed_tensors.NAME:
+    if format_name(quantization) != COMPRESSED_TENSORS.name:
         return config
     return {
         **config,
@@ -250,7 +249,7 @@ def _write_shard(shard: Shard, path: Path) -> None:
         stream.write(build_header(layout, {"format": "pt"}))
         for name in order:
             stream.write(tensor_bytes(shard[name].tensor(name)))
-            shard[name].release()
+            shard[name].memory.release()
 
 
 def _bytes_needed(pieces: list[MappedFile], source: TensorFiles | None) -> int:
@@ -275,7 +274,7 @@ def export_checkpoint(path: str | Path, format: str, out: str | Path, max_shard_
     """
     target = check_out_folder(out)
     packed = PackedCheckpoint.open(path)
-    codec = find_format(format)
+    codec = CONTAINERS.find(format)
     if not packed.schemes:
         raise CheckpointError(f"{packed.path} holds no quantized weights", "Quantize it first: compress quantize MODEL")
     schemes, description = described(packed, codec)
@@ -291,26 +290,26 @@ def export_checkpoint(path: str | Path, format: str, out: str | Path, max_shard_
     try:
         keys = _write_pieces(packed, format, schemes, store)
         # The report lists digests of codes, which what was dequantized no longer has.
-        leave_out = {REPORT_FILE} if format == dense.NAME or unpacked else frozenset[str]()
+        leave_out = {REPORT_FILE} if format == DENSE.name or unpacked else frozenset[str]()
         return assemble(store, keys, target, max_shard_bytes, config=config, source=packed.files, leave_out=leave_out)
     finally:
         store.discard()
 
 
-def described(packed: PackedCheckpoint, codec: Format) -> tuple[dict[str, Scheme], dict[str, Any]]:
+def described(packed: PackedCheckpoint, codec: Container) -> tuple[dict[str, Scheme], dict[str, Any]]:
     """Schemes of the modules that stay packed in a format, and its `quantization_config`. Raises as `export_checkpoint`
     where the format cannot hold them."""
-    if packed.files.text_names is not None and codec.NAME not in _NAMED_BY_PATTERNS:
+    if packed.files.text_names is not None and codec.name not in _NAMED_BY_PATTERNS:
         raise CheckpointError(
-            f"modules of {packed.path} have other names in files than in engines, which {codec.NAME} cannot say",
+            f"modules of {packed.path} have other names in files than in engines, which {codec.name} cannot say",
             f"Export it as {' or '.join(_NAMED_BY_PATTERNS)}",
         )
-    if packed.reordered and codec.NAME != dense.NAME:
+    if packed.reordered and codec is not DENSE:
         raise CheckpointError(
             f"{len(packed.reordered)} modules of {packed.path} have {REORDERED}",
             f"Use --format dense, or quantize again: compress quantize {packed.path} --out OTHER",
         )
-    schemes = _target_schemes(packed, codec.NAME)
+    schemes = _target_schemes(packed, codec.name)
     for module, scheme in schemes.items():
         check_held(codec, scheme, packed.shape(module))
     unpacked = packed.schemes.keys() - schemes.keys()
@@ -319,25 +318,25 @@ def described(packed: PackedCheckpoint, codec: Format) -> tuple[dict[str, Scheme
     return schemes, with_kv_cache(description, stored_kv_cache(packed.config))
 
 
-_NAMED_BY_PATTERNS = (compressed_tensors.NAME, compress_runtime.NAME, dense.NAME)
+_NAMED_BY_PATTERNS = (COMPRESSED_TENSORS.name, COMPRESS_RUNTIME.name, DENSE.name)
 
 
 def _write_pieces(packed: PackedCheckpoint, format: str, schemes: dict[str, Scheme], store: BlockStore) -> list[str]:
-    values = DequantizedFiles.over(packed)
+    values = dequantized_files(packed) if format == DENSE.name else packed.files
     # Dense experts are stored as transformers reads them.
-    stacks = stacked_names(values.names(), packed.config) if format == dense.NAME else {}
+    stacks = stacked_names(values.names(), packed.config) if format == DENSE.name else {}
     joined = set(chain.from_iterable(stacks.values()))
     for number, names in enumerate(stacks.values()):
         store.write(f"stack-{number:05d}", join_experts({name: values.tensor(name) for name in names}, packed.config))
         packed.files.release()
     modules = [module for module in packed.modules if f"{module}.weight" not in joined]
     for number, module in enumerate(modules):
-        codec, name = find_format(format) if module in schemes else dense, f"{module}.weight"
+        codec, name = CONTAINERS.find(format) if module in schemes else DENSE, f"{module}.weight"
         if module in packed.reordered:
             store.write(f"module-{number:05d}", {name: packed.values(module, packed.dtype)})
         else:
             weight = packed.packed_weight(module).stored_as(schemes.get(module, packed.schemes[module]))
-            store.write(f"module-{number:05d}", stored_tensors(codec, module, weight, packed.dtype))
+            store.write(f"module-{number:05d}", codec.encode(module, weight, packed.dtype))
         packed.files.release()
     store.write("dense", {name: packed.tensor(name) for name in packed.dense_names() if name not in joined})
     counts = {"stack": len(stacks), "module": len(modules)}
@@ -348,7 +347,7 @@ def _target_schemes(packed: PackedCheckpoint, format: str) -> dict[str, Scheme]:
     """Schemes as the target says them: formats of other tools store the zeros of sparse integers as codes, and AWQ
     stores zero points even when every one is the midpoint, where elsewhere such codes are symmetric. They have none
     for embeddings."""
-    if format in (dense.NAME, compress_runtime.NAME):
+    if format in (DENSE.name, COMPRESS_RUNTIME.name):
         return packed.schemes
     schemes = {module: scheme.expanded for module, scheme in packed.schemes.items() if not is_embedding(module)}
     asymmetric = [module for module, scheme in schemes.items() if not scheme.symmetric]

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import typer
 
-from compress.cli.check_commands import compare, evaluate, report, verify
+from compress.cli.check_commands import compare, compare_logits, evaluate, report, verify
 from compress.cli.compress_commands import factorize, prune, quantize
 from compress.cli.doctor_command import doctor
 from compress.cli.export_command import export
 from compress.cli.recipe_commands import run, search
 from compress.cli.serving_commands import fit
 from compress.common.cli import VersionOption, run_cli, with_groups
-from compress.stage_keys import factorize_keys, prune_keys, quantize_keys
+from compress.stages.base import STAGES
+from compress.stages.factorize import FactorizeStage
+from compress.stages.prune import PruneStage
+from compress.stages.quantize import QuantizeStage
 
 
 def make_app() -> typer.Typer:
@@ -24,12 +27,14 @@ def make_app() -> typer.Typer:
         pretty_exceptions_enable=False,
         rich_markup_mode=None,  # plain pages show every option name in full on 80 columns, and start faster
     )
-    app.command()(with_groups(quantize, rounding=quantize_keys()))
-    app.command()(with_groups(prune, pruning=prune_keys()))
-    app.command()(with_groups(factorize, factors=factorize_keys()))
+    added = [stage.added_by for stage in STAGES.values() if stage.added_by]
+    app.command()(with_groups(quantize, rounding=QuantizeStage.written_keys(), others=added[::-1]))
+    app.command()(with_groups(prune, pruning=PruneStage.written_keys(pattern="2:4")))
+    app.command()(with_groups(factorize, factors=FactorizeStage.written_keys()))
     for command in (search, run, verify, doctor, export, report, compare):
         app.command()(command)
     app.command("eval")(evaluate)
+    app.command("compare-logits")(compare_logits)
     app.command()(fit)
     app.callback()(options)
     return app

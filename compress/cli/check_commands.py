@@ -1,9 +1,10 @@
-"""Commands that read checkpoints: verify, eval, report, compare."""
+"""Commands that read checkpoints: verify, eval, compare-logits, report, compare."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -11,8 +12,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from compress.checkpoint.activations import SIXTEEN_BITS
+from compress.checkpoint.activations import AS_STORED, SIXTEEN_BITS
 from compress.checkpoint.config import read_config
+from compress.checkpoint.kv_cache import AUTO
 from compress.checkpoint.locate import find_model, shown_name
 from compress.cli.options import (
     DEFAULT_OUT,
@@ -23,14 +25,16 @@ from compress.cli.options import (
     StateOptions,
     StreamOptions,
 )
-from compress.common.cli import DEMO_NAME, demo_model_path, with_groups
-from compress.common.errors import ToolkitError
+from compress.common.cli import DEMO_NAME, demo_model_path, progress_bar, with_groups
+from compress.common.errors import CheckpointError, ToolkitError
 from compress.common.files import in_home
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from compress.checkpoint.verify import StructureReport
+    from compress.evaluate.layers import LayerError
+    from compress.evaluate.session import EvaluationReport, EvaluationRequest
     from compress.evaluate.streamed import Report
     from compress.reporting.comparison import Comparison
 
@@ -45,7 +49,6 @@ def verify(
     """
     from compress.checkpoint.gguf.folder import folder_of
     from compress.checkpoint.verify import verify_structure
-    from compress.common.errors import CheckpointError
     from compress.pipeline.finish import compare_with_report
 
     folder = folder_of(path)
@@ -64,9 +67,7 @@ def verify(
 
 def _kv_cache(path: Path) -> list[str]:
     """Returns a line about the recorded KV cache format, if there is one."""
-    from compress.checkpoint.config import read_config
     from compress.checkpoint.kv_cache import stored_kv_cache
-    from compress.common.errors import ToolkitError
 
     try:
         scheme = stored_kv_cache(read_config(path))
@@ -82,19 +83,10 @@ def _print(structure: StructureReport, kv_cache: list[str], compared: bool) -> N
 
     from compress.targets import without_indices
 
-    kinds: dict[tuple[str, str], int] = {}
-    for module, scheme in structure.quantized.items():
-        kinds[without_indices(module), scheme] = kinds.get((without_indices(module), scheme), 0) + 1
-    for tensor in structure.dense:
-        kind = (without_indices(tensor.name), f"dense: {tensor.reason}")
-        kinds[kind] = kinds.get(kind, 0) + 1
-    table = Table(
-        "tensor",
-        "stored as",
-        "count",
-        title=f"{structure.path} ({structure.format})",
-        title_justify="left",
-    )
+    kinds = Counter((without_indices(module), scheme) for module, scheme in structure.quantized.items())
+    kinds.update((without_indices(tensor.name), f"dense: {tensor.reason}") for tensor in structure.dense)
+    title = f"{structure.path} ({structure.format})"
+    table = Table("tensor", "stored as", "count", title=title, title_justify="left")
     for (name, stored), count in sorted(kinds.items()):
         table.add_row(name, stored, str(count))
     console = Console()
@@ -120,6 +112,10 @@ def evaluate(
         ),
     ] = None,
     ppl: Annotated[bool, typer.Option("--ppl", help="Measure perplexity, and KL to the baseline.")] = False,
+    baseline: Annotated[
+        Path | None,
+        typer.Option(help="Dense model to compare with. Default: the source recorded in the checkpoint."),
+    ] = None,
     score: ScoreOptions,
     kv: KVCacheOptions,
     states: StateOptions,
@@ -135,8 +131,7 @@ def evaluate(
     from rich.console import Console
 
     from compress.checkpoint.gguf.folder import folder_of
-    from compress.cli.tables import print_evaluation
-    from compress.evaluate.session import plan_evaluation, record_states, run_evaluation
+    from compress.evaluate.session import record_states
 
     states.check()
     if not ppl:
@@ -144,29 +139,107 @@ def evaluate(
     console = Console(stderr=True)
     path = folder_of(model, code=score.trust_remote_code) if model else _default_model(console)
     streaming = stream.streaming(path)
-    request = score.request(path, kv.scheme(read_config(path)), kernels, states.state_dtype, streaming)
+    dense = folder_of(baseline, code=score.trust_remote_code) if baseline else None
+    request = score.request(
+        path,
+        dense,
+        kv_cache=kv.scheme(read_config(path)),
+        kernels=kernels,
+        state_dtype=states.state_dtype,
+        streaming=streaming,
+    )
     request = replace(request, baseline=path, activations=SIXTEEN_BITS) if states.record else request
-    if stream.dry_run:
+    found = _run(request, console, stream.dry_run, as_json)
+    if found is None:
+        return
+    if states.record:
+        console.print(f"recorded: {record_states(found)}", highlight=False, soft_wrap=True)
+    _show(found, console, as_json)
+
+
+def _run(request: EvaluationRequest, console: Console, dry_run: bool, as_json: bool) -> EvaluationReport | None:
+    """Evaluates with a progress bar; None for a dry run, whose plan is printed."""
+    from compress.evaluate.session import plan_evaluation, run_evaluation
+
+    if dry_run:
         plan = plan_evaluation(request)
         typer.echo(json.dumps(plan.to_dict(), indent=2) if as_json else plan.describe())
-        return
+        return None
+    streaming = request.streaming
     try:
         with _progress(console, streaming is not None) as on_progress:
-            report = run_evaluation(request, on_progress)
+            return run_evaluation(request, on_progress)
     except KeyboardInterrupt:
         if streaming is not None and streaming.folder.exists():
             console.print(
                 f"\nInterrupted. Hidden states are in {streaming.folder}: run the same command again to continue."
             )
         raise
-    if states.record:
-        console.print(f"recorded: {record_states(report)}", highlight=False, soft_wrap=True)
-    for warning in report.warnings:
+
+
+def _show(found: EvaluationReport, console: Console, as_json: bool, layers: Sequence[LayerError] = ()) -> None:
+    """Prints warnings, and figures as tables or JSON."""
+    from compress.cli.tables import print_evaluation, print_layer_errors
+
+    for warning in found.warnings:
         console.print(f"warning: {warning}", style="yellow", highlight=False, soft_wrap=True)
     if as_json:
-        typer.echo(json.dumps(report.to_dict(), indent=2))
-    else:
-        print_evaluation(report)
+        added = {"layers": [asdict(each) for each in layers]} if layers else {}
+        typer.echo(json.dumps(found.to_dict() | added, indent=2))
+        return
+    print_evaluation(found)
+    if layers:
+        print_layer_errors(layers)
+
+
+_SIDE = "a folder, a GGUF file, a name of the hub, or the address of a running server (http://HOST:PORT)."
+
+
+@with_groups
+def compare_logits(
+    *,
+    reference: Annotated[str, typer.Argument(metavar="A", help=f"Reference: {_SIDE}")],
+    model: Annotated[str, typer.Argument(metavar="B", help=f"Model that is judged: {_SIDE}")],
+    score: ScoreOptions,
+    stream: StreamOptions,
+    by_layer: Annotated[
+        bool, typer.Option("--by-layer", help="Also compare the hidden states after each block, of two folders.")
+    ] = False,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="Folder with the tokenizer of two servers. Default: that of B, or of A.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compare the distributions of the next token of any two models.
+
+    KL(A || B), the acceptance of speculative sampling, and flips of the most likely token, with standard errors over
+    windows of text. Of a server the most likely tokens are known; KL is then a lower bound.
+    """
+    from rich.console import Console
+
+    from compress.checkpoint.gguf.folder import folder_of
+    from compress.evaluate.layers import layer_errors
+    from compress.evaluate.server import Server
+
+    first, second = (Server.parse(each) or folder_of(each, code=score.trust_remote_code) for each in (reference, model))
+    request = score.request(
+        second,
+        first,
+        activations=AS_STORED if score.activations == AUTO else score.activations,
+        streaming=stream.streaming(second if isinstance(second, Path) else Path("server")),
+        tokenizer=folder_of(tokenizer, weights=False) if tokenizer else None,
+    )
+    if by_layer and request.servers:
+        raise ToolkitError(f"{request.servers[0]} has no hidden states", "Leave --by-layer out, or name two folders")
+    console = Console(stderr=True)
+    found = _run(request, console, stream.dry_run, as_json)
+    if found is None:
+        return
+    layers: list[LayerError] = []
+    if by_layer:
+        judged, exact = request.folders[:2]
+        layers = layer_errors(exact, judged, found.windows.tokens, request.options | {"kernels": AS_STORED})
+    _show(found, console, as_json, layers)
 
 
 def _default_model(console: Console) -> Path:
@@ -182,15 +255,12 @@ def _default_model(console: Console) -> Path:
 @contextmanager
 def _progress(console: Console, with_lines: bool) -> Iterator[Report]:
     """Shows a progress bar on a terminal; elsewhere prints a line per layer, if requested."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task, last = progress.add_task("scoring", total=None), ""
+    with progress_bar(console, "scoring") as update:
+        last = ""
 
         def report(what: str, done: int, total: int) -> None:
             nonlocal last
-            progress.update(task, description=what, completed=done, total=total)
+            update(what, done, total)
             if with_lines and not console.is_terminal and what != last:
                 console.print(what, highlight=False)
             last = what

@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,35 +15,24 @@ from compress.checkpoint.locate import find_model, source_name
 from compress.checkpoint.weights import Int
 from compress.cli.options import (
     DEFAULT_OUT,
-    DEFAULT_TEXT,
     EndOptions,
+    Gate,
     Ignore,
     JobOptions,
-    KVDefault,
     Model,
-    MtpBits,
     Out,
-    Rotate,
-    TextOptions,
+    Seed,
     check_rounded,
 )
-from compress.common.cli import DEMO_NAME, demo_model_path
-from compress.common.errors import RecipeError
+from compress.common.cli import DEMO_NAME, demo_model_path, from_written
+from compress.common.errors import CheckpointError, RecipeError
 from compress.common.files import check_out_folder, in_home
-from compress.methods.kv_cache import KVCacheStage
-from compress.methods.mtp import MtpStage
-from compress.methods.rotation import RotateStage
-from compress.recipe import (
-    FactorizeKeys,
-    PruneKeys,
-    QuantizeKeys,
-    QuantizeStage,
-    Recipe,
-    Stage,
-    default_method,
-    end_stages,
-    group_size_from,
-)
+from compress.recipe import CalibrationOptions, Recipe
+from compress.reporting.gate import parse_gate, verdicts
+from compress.stages.base import STAGES, Stage
+from compress.stages.factorize import FactorizeStage
+from compress.stages.prune import PruneStage
+from compress.stages.quantize import QuantizeStage, SchemeKeys, default_method, group_size_from
 
 if TYPE_CHECKING:
     from compress.pipeline.prepare import RunContext, RunRequest
@@ -67,7 +55,7 @@ def make_request(model: Path | None, recipe: Recipe, out: Path, job: JobOptions)
         source_name(found),
         recipe,
         in_home(out),
-        device=job.device,
+        devices=job.devices,
         dtype=job.dtype,
         restart=not job.resume,
         trust_remote_code=job.trust_remote_code,
@@ -75,19 +63,18 @@ def make_request(model: Path | None, recipe: Recipe, out: Path, job: JobOptions)
     )
 
 
-def carry_out(model: Path | None, recipe: Recipe, out: Path, job: JobOptions) -> None:
+def carry_out(model: Path | None, recipe: Recipe, out: Path, job: JobOptions, gate: str) -> None:
     """Plans a run and, unless it is a dry run, executes it. Results go to standard output, progress to standard error.
+    Raises ToolkitError: see `compress.pipeline.prepare.prepare` and `compress.pipeline.run`; KeyboardInterrupt: after a
+    message about resuming.
 
     Args:
         model: folder of the dense model; None for the demo model.
-        out: folder to write.
-
-    Raises:
-        ToolkitError: see `compress.pipeline.prepare.prepare` and `compress.pipeline.run`.
-        KeyboardInterrupt: after a message about resuming.
+        gate: limits in addition to those of the recipe, which they replace.
     """
     from compress.cli.tables import print_result
 
+    limits = {**recipe.gate, **parse_gate(gate)}
     context = announce(make_request(model, recipe, out, job), job)
     if context is None:
         return
@@ -98,6 +85,19 @@ def carry_out(model: Path | None, recipe: Recipe, out: Path, job: JobOptions) ->
         typer.echo(json.dumps(result.report, indent=2))
     else:
         print_result(context, result)
+    keep_gate(limits, result)
+
+
+def keep_gate(limits: Mapping[str, float], result: RunResult) -> None:
+    """Says which limits the finished checkpoint keeps. Raises CheckpointError: it does not keep all of them."""
+    found = list(verdicts(limits, result.report))
+    for each in found:
+        say(f"gate: {each}: {'kept' if each.is_kept else 'NOT KEPT'}")
+    if broken := [str(each) for each in found if not each.is_kept]:
+        raise CheckpointError(
+            f"{result.out} does not keep its gate: {'; '.join(broken)}",
+            "It is written and verified: use it as it is, or compress less",
+        )
 
 
 def announce(request: RunRequest, job: JobOptions) -> RunContext | None:
@@ -141,49 +141,45 @@ def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def _recipe(stages: Sequence[Stage], text: TextOptions, name: str) -> Recipe:
+def _recipe(stages: Sequence[Stage], text: CalibrationOptions, seed: int, name: str) -> Recipe:
     """Returns a recipe of these stages. Raises RecipeError if it is invalid or ignores a given calibration text."""
-    recipe = Recipe(tuple(stages), text.options, text.seed, name)
-    if text.calibration != DEFAULT_TEXT and not recipe.needs_calibration:
-        problem = f"no stage of this run uses the calibration text {text.calibration}"
+    recipe = Recipe(tuple(stages), text, seed, name)
+    if text.source != CalibrationOptions().source and not recipe.needs_calibration:
+        problem = f"no stage of this run uses the calibration text {text.source}"
         raise RecipeError(problem, "Leave --calibration out, or choose another --method")
     return recipe
 
 
-def with_method(rounding: QuantizeKeys, model: Path | None) -> QuantizeKeys:
-    """Returns the keys with GPTQ if no method is given and the default one cannot fold scales into the norms of this
-    model.
-
-    Raises:
-        CheckpointError: config.json cannot be read or does not define a model.
-    """
+def with_method(written: Mapping[str, Any], model: Path | None) -> Mapping[str, Any]:
+    """Returns the keys of a quantize stage with GPTQ if no method is given and the default one cannot fold scales into
+    the norms of this model. Raises CheckpointError: config.json cannot be read or does not define a model."""
     from compress.checkpoint.config import read_config
     from compress.checkpoint.gguf.folder import folder_of
     from compress.models.architecture import smooths_norms
     from compress.models.registry import find_family
 
-    default = default_method(rounding.form)
-    if rounding.method or default != default_method() or model is None:
-        return rounding
+    default = default_method(from_written(SchemeKeys, written).form)
+    if written["method"] or default != default_method() or model is None:
+        return written
     config = read_config(folder_of(model, weights=False))
     describe = find_family(config.get("model_type"))
     if describe is not None and smooths_norms(describe(config)):
-        return rounding
+        return written
     say(f"{default} cannot smooth model type {config.get('model_type')!r}: using gptq instead (--method overrides)")
-    return replace(rounding, method="gptq")
+    return {**written, "method": "gptq"}
 
 
 def quantize(
     *,
     model: Model = None,
     out: Out = DEFAULT_OUT,
-    rounding: QuantizeKeys,
+    rounding: Mapping[str, Any],
     ends: EndOptions,
-    kv_cache: KVDefault = None,
-    mtp_bits: MtpBits = None,
-    rotate: Rotate = False,
+    others: Mapping[str, Any],
     ignore: Ignore = None,
-    text: TextOptions,
+    text: CalibrationOptions,
+    seed: Seed = 0,
+    gate: Gate = "",
     job: JobOptions,
 ) -> None:
     """Quantize a model's linear layers to integers of 2 to 8 bits, or to floats of 4 or 8.
@@ -191,24 +187,19 @@ def quantize(
     Processes one block at a time, with little memory. After an interruption the same command resumes and writes the
     same bytes. The result is verified and evaluated, and loads in vLLM, SGLang and transformers.
     """
-    stage = with_method(rounding, model).stage(ignore=tuple(ignore or ()))
-    stages: list[Stage] = [stage, *end_stages(stage, ends.head_bits, ends.embedding_bits)]
-    form = f"int{stage.scheme.bits}" if stage.scheme.numbers == "int" else stage.scheme.word
-    name = f"{form}-{stage.method}"
-    if rotate:
-        stages, name = [RotateStage(), *stages], f"{name}-rotated"
-    if mtp_bits is not None:
-        stages, name = [*stages, MtpStage(mtp_bits)], f"{name}-mtp{mtp_bits}"
-    if kv_cache is not None:
-        stages, name = [*stages, KVCacheStage(kv_cache)], f"{name}-kv-{kv_cache}"
-    carry_out(model, _recipe(stages, text, name), out, job)
+    stage = QuantizeStage.build(with_method(rounding, model), ignore=tuple(ignore or ()))
+    wanted = [(each, others[each.added_by[0]]) for each in STAGES.values() if each.added_by]
+    added = [each.build({next(each.written_keys())[0]: value}) for each, value in wanted if value is not None]
+    stages, order = [stage, *stage.outside(ends.head_bits, ends.embedding_bits), *added], [*STAGES]
+    stages.sort(key=lambda each: order.index(each.name))
+    carry_out(model, _recipe(stages, text, seed, "-".join(each.label for each in (stage, *added))), out, job, gate)
 
 
 def prune(
     *,
     model: Model = None,
     out: Out = DEFAULT_OUT,
-    pruning: PruneKeys,
+    pruning: Mapping[str, Any],
     bits: Annotated[
         int | None, typer.Option(help="Quantize the remaining weights to 2 to 8 bits, by GPTQ jointly with pruning.")
     ] = None,
@@ -217,7 +208,9 @@ def prune(
         typer.Option(help="Input columns that share a scale, with --bits. Default: 128.", show_default=False),
     ] = None,
     ignore: Ignore = None,
-    text: TextOptions,
+    text: CalibrationOptions,
+    seed: Seed = 0,
+    gate: Gate = "",
     job: JobOptions,
 ) -> None:
     """Prune the linear layers of a model; with --bits, also quantize the remaining weights.
@@ -226,21 +219,21 @@ def prune(
     """
     check_rounded(bits, group_size)
     left_out = tuple(ignore or ())
-    stages: list[Stage] = [pruning.stage(ignore=left_out)]
-    name = f"{pruning.method}-{pruning.pattern}"
-    name += "" if pruning.layerwise == "uniform" else f"-{pruning.layerwise}"
+    stage = PruneStage.build(pruning, ignore=left_out)
+    stages: list[Stage] = [stage]
+    name = stage.label
     if bits is not None:
         scheme = Int(bits) if group_size is None else Int(bits, group_size_from(group_size))
         stages.append(QuantizeStage("gptq", scheme, ignore=left_out))
         name += f"-int{bits}"
-    carry_out(model, _recipe(stages, text, name), out, job)
+    carry_out(model, _recipe(stages, text, seed, name), out, job, gate)
 
 
 def factorize(
     *,
     model: Model = None,
     out: Out = DEFAULT_OUT,
-    factors: FactorizeKeys,
+    factors: Mapping[str, Any],
     bits: Annotated[int | None, typer.Option(help="Quantize both factors to 2 to 8 bits.")] = None,
     group_size: Annotated[
         int | None,
@@ -250,7 +243,9 @@ def factorize(
         ),
     ] = None,
     ignore: Ignore = None,
-    text: TextOptions,
+    text: CalibrationOptions,
+    seed: Seed = 0,
+    gate: Gate = "",
     job: JobOptions,
 ) -> None:
     """Replace each linear layer by two low-rank factors; with --bits, also quantize them.
@@ -259,12 +254,12 @@ def factorize(
     """
     check_rounded(bits, group_size)
     left_out = tuple(ignore or ())
-    stage = factors.stage(ignore=left_out)
+    stage = FactorizeStage.build(factors, ignore=left_out)
     stages: list[Stage] = [stage]
-    name = f"{stage.method}-{factors.target_size or f'{stage.keep:g}'}"
+    name = f"{stage.method}-{factors['target_size'] or f'{stage.keep:g}'}"
     if bits is not None:
         rounding = "gptq" if stage.needs_calibration else "rtn"
         scheme = Int(bits, None if group_size is None else group_size_from(group_size))
         stages.append(QuantizeStage(rounding, scheme, ignore=left_out))
         name += f"-int{bits}"
-    carry_out(model, _recipe(stages, text, name), out, job)
+    carry_out(model, _recipe(stages, text, seed, name), out, job, gate)

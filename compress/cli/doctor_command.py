@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,7 +11,7 @@ import typer
 
 from compress.checkpoint.locate import find_model
 from compress.cli.options import AsJson
-from compress.common.cli import wide_console
+from compress.common.cli import progress_bar, wide_console
 from compress.common.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -42,10 +41,12 @@ def doctor(
     Checks files, config, shapes, weights, scales and codes, tokenizer and chat template; writes nothing. Exits with
     status 1 if there are errors; warnings do not change the status.
     """
+    from rich.console import Console
+
     from compress.doctor.examine import examine
 
     checkpoint, source = find_model(path), find_model(against) if against else None
-    with _progress() as on_progress:
+    with progress_bar(Console(stderr=True), "reading") as on_progress:
         found = examine(checkpoint, source, on_progress)
     if as_json:
         typer.echo(json.dumps(found.to_dict(), indent=2))
@@ -53,19 +54,6 @@ def doctor(
         _print(found)
     if not found.ok:
         raise CheckpointError(f"{path} has {found.num_errors} errors", "See the remedies above")
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[str, int, int], None]]:
-    """Shows a progress bar on a terminal."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("reading", total=None)
-        yield lambda name, done, total: progress.update(task, description=name, completed=done, total=total)
 
 
 def _print(found: Diagnosis) -> None:

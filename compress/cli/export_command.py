@@ -13,11 +13,11 @@ import typer
 from compress.checkpoint.gguf.mixes import ALIASES, MIXES, TYPES
 from compress.checkpoint.locate import shown_name
 from compress.cli.compress_commands import announce, execute, make_request, say
-from compress.cli.options import JobOptions, TextOptions
-from compress.common.cli import with_groups
+from compress.cli.options import JobOptions, Seed
+from compress.common.cli import option, with_groups
 from compress.common.errors import RecipeError
 from compress.common.files import in_home
-from compress.recipe import Recipe
+from compress.recipe import CalibrationOptions, Recipe
 
 if TYPE_CHECKING:
     from compress.checkpoint.gguf.export import GGUFExport
@@ -29,28 +29,22 @@ ROUNDING = "rtn"
 class GGUFOptions:
     """Options for GGUF files."""
 
-    gguf_type: Annotated[
-        str | None,
-        typer.Option(
-            metavar="MIX",
-            help="Mix of types, as llama.cpp's quantizer names it, for dense matrices and codes that no GGUF type "
-            f"holds: {', '.join((*MIXES, *ALIASES))}.",
-            show_default=False,
-        ),
-    ] = None
-    embedding_type: Annotated[
-        str | None,
-        typer.Option(
-            metavar="TYPE",
-            help=f"GGUF type of the embedding and the head: {', '.join(TYPES)}. Default: as in llama.cpp's mix, "
-            "q6_k for the head and an embedding tied to it.",
-            show_default=False,
-        ),
-    ] = None
-    method: Annotated[
-        str,
-        typer.Option(help="What chooses the codes of --gguf-type: rtn, or a calibrated method such as gptq or gptaq."),
-    ] = ROUNDING
+    gguf_type: str | None = option(
+        default=None,
+        metavar="MIX",
+        help="Mix of types, as llama.cpp's quantizer names it, for dense matrices and codes that no GGUF type "
+        f"holds: {', '.join((*MIXES, *ALIASES))}.",
+    )
+    embedding_type: str | None = option(
+        default=None,
+        metavar="TYPE",
+        help=f"GGUF type of the embedding and the head: {', '.join(TYPES)}. Default: as in llama.cpp's mix, "
+        "q6_k for the head and an embedding tied to it.",
+    )
+    method: str = option(
+        default=ROUNDING,
+        help="What chooses the codes of --gguf-type: rtn, or a calibrated method such as gptq or gptaq.",
+    )
 
 
 @with_groups
@@ -69,7 +63,8 @@ def export(
         typer.Option("--list", help="List the formats that can hold it and the engines that load them; write nothing."),
     ] = False,
     gguf: GGUFOptions,
-    text: TextOptions,
+    text: CalibrationOptions,
+    seed: Seed = 0,
     job: JobOptions,
 ) -> None:
     """Convert a packed checkpoint to another format without loss; fails with the reason if that is impossible.
@@ -83,14 +78,14 @@ def export(
         return
     if format is None or out is None:
         raise RecipeError("an export needs a format and a folder", "Add --format dense --out FOLDER, or --list")
-    if gguf.method == ROUNDING and (text, job) != (TextOptions(), JobOptions()):
+    if gguf.method == ROUNDING and (text, seed, job) != (CalibrationOptions(), 0, JobOptions()):
         raise RecipeError("options of calibration and runs need a calibrated method", "Add --method gptq")
     if format != "gguf":
         if gguf != GGUFOptions():
             raise RecipeError(f"options of GGUF files do not apply to {format}", "Add --format gguf")
         typer.echo("\n".join([*_export_folder(path, format, out), f"wrote {out} ({format})"]))
         return
-    exported = _export_gguf(path, in_home(out), gguf, text, job)
+    exported = _export_gguf(path, in_home(out), gguf, text, seed, job)
     if exported is not None and job.as_json:
         typer.echo(json.dumps(exported.to_dict(), indent=2))
     elif exported is not None:
@@ -128,7 +123,9 @@ def _export_folder(path: Path, format: str, out: Path) -> list[str]:
     return [f"note: {note}" for note in notes]
 
 
-def _export_gguf(path: Path, out: Path, gguf: GGUFOptions, text: TextOptions, job: JobOptions) -> GGUFExport | None:
+def _export_gguf(
+    path: Path, out: Path, gguf: GGUFOptions, text: CalibrationOptions, seed: int, job: JobOptions
+) -> GGUFExport | None:
     """Writes a file; None for the dry run of a calibrated method, whose codes are first written to a folder."""
     from compress.checkpoint.gguf.export import Planner, export_gguf
     from compress.checkpoint.gguf.folder import folder_of
@@ -144,7 +141,7 @@ def _export_gguf(path: Path, out: Path, gguf: GGUFOptions, text: TextOptions, jo
     planner = Planner.open(source, gguf.gguf_type, gguf.embedding_type)
     stages = stages_of(planner.chosen_types(), gguf.method)
     codes = out.with_name(f"{out.name}.codes")
-    recipe = Recipe(stages, text.options, text.seed, f"{gguf.gguf_type}-{gguf.method}")
+    recipe = Recipe(stages, text, seed, f"{gguf.gguf_type}-{gguf.method}")
     context = announce(replace(make_request(path, recipe, codes, job), measure=False), job)
     if context is None:
         return None

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from compress.cli.compress_commands import carry_out, make_request
-from compress.cli.options import DEFAULT_OUT, Ignore, JobOptions, Model, Out, SearchFiles, TargetOptions, TextOptions
-from compress.common.cli import with_groups
+from compress.cli.compress_commands import carry_out, keep_gate, make_request
+from compress.cli.options import DEFAULT_OUT, Gate, JobOptions, Model, Out, SearchFiles, Seed
+from compress.common.cli import as_written, from_written, with_groups
 from compress.common.files import in_home
-from compress.recipe import Recipe
-from compress.search.space import DEFAULT_CANDIDATES, DEFAULT_MEASURED, DEFAULT_TRIES, SearchRequest, parse_candidates
+from compress.recipe import CalibrationOptions, Recipe
+from compress.reporting.gate import parse_gate
+from compress.search.space import Goal, SearchRequest
 
 if TYPE_CHECKING:
     from compress.pipeline.prepare import RunRequest
@@ -23,27 +26,24 @@ if TYPE_CHECKING:
 
 
 def carry_out_search(
-    model: Path | None, search: SearchRequest, out: Path, wanted: SearchFiles, job: JobOptions
+    model: Path | None, search: SearchRequest, out: Path, wanted: SearchFiles, job: JobOptions, gate: str
 ) -> None:
-    """Plans a search and, unless it is a dry run, measures, chooses and compresses.
-
-    Raises:
-        ToolkitError: see `compress.search.survey.survey` and `compress.search.run`.
-        KeyboardInterrupt: after printing how to resume.
-    """
+    """Plans a search and, unless it is a dry run, measures, chooses and compresses. Raises ToolkitError: see
+    `compress.search.survey.survey` and `compress.search.run`; KeyboardInterrupt: after printing how to resume."""
     from compress.cli.tables import print_survey
     from compress.search.survey import survey
 
+    limits = parse_gate(gate)
     found = survey(search, make_request(model, search.probe(), out, job), job.dry_run)
     if not job.dry_run:
-        _search(found, wanted, job)
+        _search(found, wanted, job, limits)
     elif job.as_json:
         typer.echo(json.dumps(found.to_dict(), indent=2))
     else:
         print_survey(found)
 
 
-def _search(survey: Survey, wanted: SearchFiles, job: JobOptions) -> None:
+def _search(survey: Survey, wanted: SearchFiles, job: JobOptions, limits: Mapping[str, float]) -> None:
     from compress.cli.tables import describe_survey, print_choice, print_result
     from compress.search.run import carry_out, find
 
@@ -53,7 +53,8 @@ def _search(survey: Survey, wanted: SearchFiles, job: JobOptions) -> None:
     try:
         findings = find(survey, files, quiet=job.as_json)
         if wanted.recipe_only:
-            return _stop_at_recipe(findings, files, job.as_json)
+            _stop_at_recipe(findings, files, job.as_json)
+            return
         found = carry_out(findings, files, quiet=job.as_json)
     except KeyboardInterrupt:
         print(
@@ -63,9 +64,10 @@ def _search(survey: Survey, wanted: SearchFiles, job: JobOptions) -> None:
         raise
     if job.as_json:
         typer.echo(json.dumps(found.run.report, indent=2))
-        return None
-    print_choice(survey, found.choice, found.tries, files.recipe)
-    return print_result(survey.context, found.run, with_tip=False)
+    else:
+        print_choice(survey, found.choice, found.tries, files.recipe)
+        print_result(survey.context, found.run, with_tip=False)
+    keep_gate(limits, found.run)
 
 
 def _stop_at_recipe(findings: Findings, files: Files, as_json: bool) -> None:
@@ -95,6 +97,7 @@ def run(
     recipe: Annotated[str, typer.Argument(help="A YAML file, or a bundled recipe: int4-awq, int4-gptq, int8-rtn, ...")],
     model: Model = None,
     out: Out = DEFAULT_OUT,
+    gate: Gate = "",
     job: JobOptions,
 ) -> None:
     """Run a recipe on a model.
@@ -106,43 +109,22 @@ def run(
 
     work = load_work(recipe)
     if isinstance(work, Recipe):
-        carry_out(model, work, out, job)
+        carry_out(model, work, out, job, gate)
     else:
-        carry_out_search(model, work, out, SearchFiles(), job)
+        carry_out_search(model, work, out, SearchFiles(), job, gate)
 
 
-@with_groups
+@partial(with_groups, wanted=as_written(SearchRequest))
 def search(
     *,
     model: Model = None,
     out: Out = DEFAULT_OUT,
-    target: TargetOptions,
-    offered: Annotated[
-        str,
-        typer.Option(
-            "--candidates",
-            metavar="FORM,...",
-            help="Forms that layers may take: w4g64 (width, columns that share a scale), rank0.8 or asvd0.8 (share of "
-            "the weights in two factors), 2:4 (pruned), rank0.8w8, 2:4w4g128, dense.",
-        ),
-    ] = DEFAULT_CANDIDATES,
-    method: Annotated[str, typer.Option(help="gptq, or rtn (no calibration, lower quality).")] = "gptq",
-    measured: Annotated[
-        int, typer.Option(help="Number of calibration sequences for measurements; rounding does not use them.")
-    ] = DEFAULT_MEASURED,
-    tries: Annotated[
-        int, typer.Option(help="Maximum number of checkpoints written to approach --max-kl.")
-    ] = DEFAULT_TRIES,
-    ignore: Ignore = None,
-    ends: Annotated[
-        bool,
-        typer.Option(
-            "--include-embeddings",
-            help="Also choose the bits of token embedding and head; the result then loads in this runtime only.",
-        ),
-    ] = False,
+    goal: Goal,
+    wanted: Mapping[str, Any],
     files: SearchFiles,
-    text: TextOptions,
+    text: CalibrationOptions,
+    seed: Seed = 0,
+    gate: Gate = "",
     job: JobOptions,
 ) -> None:
     """Search for a form per layer that meets a target of size or quality, and compress with it.
@@ -151,17 +133,5 @@ def search(
     the forms with the least sum. Writes the choice as a recipe, runs it, and verifies and evaluates the result.
     Measurements are stored: an interrupted command resumes, and other targets reuse them.
     """
-    goal = target.goal()
-    request = SearchRequest(
-        goal,
-        parse_candidates(offered),
-        method,
-        measured,
-        tries,
-        tuple(ignore or ()),
-        ends,
-        text.options,
-        text.seed,
-        goal.name,
-    )
-    carry_out_search(model, request, out, files, job)
+    request = from_written(SearchRequest, wanted, goal=goal, calibration=text, seed=seed, name=goal.name)
+    carry_out_search(model, request, out, files, job, gate)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from compress.cli.options import AsJson
-from compress.common.cli import SIZE_OPTION
+from compress.common.cli import SIZE_OPTION, option, with_groups
 from compress.common.errors import RecipeError
 from compress.common.files import check_out_folder, in_home
 
@@ -30,39 +31,58 @@ def read_tokens(text: str) -> int:
     return int(found[1]) * (1024 if found[2] else 1)
 
 
+@dataclass(frozen=True, slots=True)
+class FitOptions:
+    """Memory, users and speed to serve a model with. Raises RecipeError: an unknown device, or a rate of a GPU without
+    its bandwidth."""
+
+    memory: int = option("--memory", default=MISSING, **SIZE_OPTION, help="Memory of the device, e.g. 24GiB.")
+    context: int = option(
+        default=MISSING,
+        parser=read_tokens,
+        metavar="TOKENS",
+        help="Tokens per user, prompt and output together, e.g. 32k.",
+    )
+    users: int = option(default=1, min=1, help="Number of concurrent requests.")
+    device: str = option(default="gpu", help="Device that has this memory: cpu or gpu.")
+    bandwidth: int | None = option(
+        "--bandwidth",
+        default=None,
+        **SIZE_OPTION,
+        help="Memory bandwidth in bytes per second, of a GPU by its data sheet, e.g. 900GB. Default on a CPU: "
+        "measured on this machine.",
+    )
+    rate: float = option(
+        "--tokens-per-second", default=0, min=0, help="Minimum tokens per second per user. Needs a bandwidth."
+    )
+    draft: Path | None = option(
+        "--draft", default=None, metavar="FOLDER", help="Draft model that must fit in the same memory."
+    )
+
+    def __post_init__(self) -> None:
+        if self.device not in ("cpu", "gpu"):
+            raise RecipeError(f"--device {self.device} is neither cpu nor gpu", "Use --device cpu or --device gpu")
+        if self.rate and self.bandwidth is None and self.device == "gpu":
+            problem = "--tokens-per-second needs the speed of the GPU"
+            raise RecipeError(problem, "Add --bandwidth, e.g. --bandwidth 900GB")
+
+    def target(self) -> ServingTarget:
+        """Reads the draft model, and measures the bandwidth of a CPU where none is given."""
+        from compress.fit import ServingTarget
+
+        drafting = None if self.draft is None else _draft_model(self.draft)
+        speed = _stream_speed() if self.bandwidth is None and self.device == "cpu" else self.bandwidth
+        return ServingTarget(self.memory, self.context, self.users, self.device == "gpu", drafting, speed, self.rate)
+
+
+@with_groups
 def fit(
+    *,
     model: Annotated[
         Path, typer.Argument(metavar="MODEL", help="Model whose config.json is read: a folder or ORG/NAME.")
     ],
-    memory: Annotated[int, typer.Option("--memory", **SIZE_OPTION, help="Memory of the device, e.g. 24GiB.")],
-    context: Annotated[
-        int,
-        typer.Option(
-            parser=read_tokens, metavar="TOKENS", help="Tokens per user, prompt and output together, e.g. 32k."
-        ),
-    ],
-    users: Annotated[int, typer.Option(min=1, help="Number of concurrent requests.")] = 1,
-    device: Annotated[str, typer.Option(help="Device that has this memory: cpu or gpu.")] = "gpu",
-    bandwidth: Annotated[
-        int | None,
-        typer.Option(
-            "--bandwidth",
-            **SIZE_OPTION,
-            help="Memory bandwidth in bytes per second, of a GPU by its data sheet, e.g. 900GB. Default on a CPU: "
-            "measured on this machine.",
-        ),
-    ] = None,
-    rate: Annotated[
-        float,
-        typer.Option("--tokens-per-second", min=0, help="Minimum tokens per second per user. Needs a bandwidth."),
-    ] = 0,
-    draft: Annotated[
-        Path | None, typer.Option("--draft", metavar="FOLDER", help="Draft model that must fit in the same memory.")
-    ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option("--out", help="Recipe to write for `compress run`."),
-    ] = None,
+    wanted: FitOptions,
+    out: Annotated[Path | None, typer.Option("--out", help="Recipe to write for `compress run`.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Choose the bits of weights, keys and values that fit a model and its users into memory.
@@ -72,22 +92,15 @@ def fit(
     """
     from compress.checkpoint.config import read_config
     from compress.checkpoint.gguf.folder import folder_of
-    from compress.fit import ServingTarget, choose
+    from compress.fit import choose
     from runtime.core.model_config import parse_config
 
-    if device not in ("cpu", "gpu"):
-        raise RecipeError(f"--device {device} is neither cpu nor gpu", "Use --device cpu or --device gpu")
     recipe = None if out is None else check_out_folder(in_home(out))
-    if rate and bandwidth is None and device == "gpu":
-        raise RecipeError("--tokens-per-second needs the speed of the GPU", "Add --bandwidth, e.g. --bandwidth 900GB")
-    described = parse_config(read_config(folder_of(model, weights=False)))
-    drafting = None if draft is None else _draft_model(draft)
-    speed = _stream_speed() if bandwidth is None and device == "cpu" else bandwidth
-    target = ServingTarget(memory, context, users, device == "gpu", drafting, speed, rate)
-    found = choose(described, target)
+    target = wanted.target()
+    found = choose(parse_config(read_config(folder_of(model, weights=False))), target)
     if recipe is not None and found.recipe()["stages"]:
         _write(recipe, found)
-    figures = _figures(found, target, measured=bandwidth is None)
+    figures = _figures(found, target, measured=wanted.bandwidth is None)
     if as_json:
         typer.echo(json.dumps(figures | {"recipe": found.recipe()}, indent=2))
     else:
@@ -155,11 +168,10 @@ def _acceptance(found: Fit) -> float | None:
 def _lines(found: Fit, target: ServingTarget, figures: dict[str, object], model: Path, out: Path | None) -> list[str]:
     from compress.common.device import format_bytes
 
-    speed = figures["predicted_tokens_per_second"]
-    basis = "with the shares of bandwidth that one H200 reached" if target.is_gpu else "modelled"
-    rate = (
-        "not predicted without --bandwidth" if speed is None else f"about {speed:,.0f} tokens/s for all users, {basis}"
-    )
+    speed, rate = figures["predicted_tokens_per_second"], "not predicted without --bandwidth"
+    if speed is not None:
+        basis = "with the shares of bandwidth that one H200 reached" if target.is_gpu else "modelled"
+        rate = f"about {speed:,.0f} tokens/s for all users, {basis}"
     drafter = target.draft.path if target.draft else "ngram" if target.users <= FEW_USERS else ""
     drafts = f" --speculative-model {drafter}" if drafter else ""
     serve = f"runtime serve {'packed/' if found.weights.scheme else model} --max-num-seqs {target.users} "

@@ -6,7 +6,7 @@ import shlex
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
@@ -16,18 +16,22 @@ from compress.checkpoint.locate import shown_name
 from compress.checkpoint.state_dtype import STATE_FLOAT32
 from compress.checkpoint.weights import Int, Scheme
 from compress.common.cli import wide_console
+from compress.common.evaluation import Evaluation
 from compress.common.files import REPORT_FILE, size
 from compress.plan import LayerPlan, Plan, by_kind
-from compress.recipe import EMBEDDING_TARGET
 from compress.reporting.page import times
+from compress.stages.quantize import EMBEDDING_TARGET
 from compress.targets import without_indices
 
 if TYPE_CHECKING:
     from compress.checkpoint.verify import StructureReport
+    from compress.evaluate.layers import LayerError
+    from compress.evaluate.server import Server
     from compress.evaluate.session import EvaluationReport
     from compress.pipeline.prepare import RunContext
     from compress.pipeline.run import RunResult
     from compress.search.allocate import Choice, Try
+    from compress.search.space import LayerGroup
     from compress.search.survey import Survey
 
 
@@ -37,11 +41,8 @@ _SCHEME = Int(8, None)
 
 
 def embedding_tip(plan: Plan, total_bytes: int) -> str:
-    """Returns a line about the savings of a quantized embedding; empty if they are small.
-
-    Args:
-        total_bytes: size of the weights as written.
-    """
+    """Returns a line about the savings of a quantized embedding; empty if they are small. `total_bytes`: size of the
+    weights as written."""
     saved = sum(
         row.bytes_before - _SCHEME.stored_bits(row.shape[0], row.shape[1]) // 8
         for row in plan.rows
@@ -76,8 +77,7 @@ def print_plan(context: RunContext) -> None:
     table.add_section()
     table.add_row("total", "", "", "", megabytes(plan.bytes_before), megabytes(plan.bytes_after))
     console.print(table)
-    for line in _facts(context):
-        console.print(line, highlight=False, markup=False)
+    console.print("\n".join(_facts(context)), highlight=False, markup=False)
 
 
 def _becomes(layer_plan: LayerPlan | None, reason: str, kept: Scheme | None) -> str:
@@ -94,7 +94,7 @@ def describe_run(context: RunContext) -> str:
     dtype = str(context.dtype).removeprefix("torch.")
     return (
         f"Calibration: {context.sequences.source}, {count} sequences of {length} tokens, "
-        f"{context.micro_batch} at a time, {dtype} on {context.device}"
+        f"{context.micro_batch} at a time, {dtype} on {context.workers}"
     )
 
 
@@ -147,16 +147,17 @@ def _facts(context: RunContext) -> list[str]:
     from compress.pipeline.quality import plan_quality
 
     plan = context.plan
+    of_it = f", {gigabytes(context.peak.device)} GB of it on each GPU" if context.device.type == "cuda" else ""
     lines = [
         f"bits per weight: {_bits(plan)}",
-        f"peak memory: about {gigabytes(context.peak_memory)} GB; "
-        f"disk while running: about {gigabytes(context.disk)} GB beside {context.request.out}",
+        f"peak memory: about {gigabytes(context.peak_memory)} GB{of_it}; "
+        f"disk while running: about {gigabytes(context.disk)} GB next to {context.request.out}",
         plan_quality(context).describe(),
     ]
     return [*lines, describe_run(context), *(f"note: {note}" for note in context.notes)]
 
 
-def _quality(quality: dict) -> list[tuple[str, str]]:
+def _quality(quality: dict[str, Any]) -> list[tuple[str, str]]:
     if "not_measured" in quality:
         return [("quality", f"not measured: {quality['not_measured']}")]
     return [
@@ -165,12 +166,12 @@ def _quality(quality: dict) -> list[tuple[str, str]]:
             f"{quality['baseline_perplexity']:.3f} dense -> {quality['perplexity']:.3f} packed "
             f"({quality['tokens']} tokens of {quality['data']}: a quick check)",
         ),
-        ("KL to dense", f"{quality['kl_mean']:.5f} mean, {quality['kl_p999']:.4f} at 99.9 %"),
+        *Evaluation.from_dict(quality).comparison(),
         *_activations(quality),
     ]
 
 
-def _activations(quality: dict) -> list[tuple[str, str]]:
+def _activations(quality: dict[str, Any]) -> list[tuple[str, str]]:
     """Returns the measured forms of activations, where there were two."""
     measured = quality[ACTIVATIONS_MEASURED_KEY]
     if measured is None:
@@ -198,17 +199,16 @@ def gigabytes(count: int) -> str:
 def print_evaluation(report: EvaluationReport) -> None:
     """Prints the result, its protocol, text and baseline."""
     result = report.result
-    table = Table(title=f"Evaluation of {shown_name(report.request.model)}")
+    table = Table(title=f"Evaluation of {_side(report.request.model)}")
     table.add_column("measure")
     table.add_column("value", justify="right")
     table.add_row("perplexity", f"{result.perplexity:.4f}")
-    if result.baseline_perplexity is not None and result.top1_agreement is not None:
+    if result.baseline_perplexity is not None:
         change = 100 * (result.perplexity / result.baseline_perplexity - 1)
         table.add_row("baseline perplexity", f"{result.baseline_perplexity:.4f}")
         table.add_row("change", f"{change:+.2f} %")
-        table.add_row("KL mean (nats)", f"{result.kl_mean:.5f}")
-        table.add_row("KL 99.9 % (nats)", f"{result.kl_p999:.4f}")
-        table.add_row("same first token", f"{100 * result.top1_agreement:.2f} %")
+    for name, text in result.comparison():
+        table.add_row(name, text)
     if report.request.activations != SIXTEEN_BITS:
         table.add_row("activations", report.request.activations)
     if not report.request.kv_cache.is_exact:
@@ -220,7 +220,20 @@ def print_evaluation(report: EvaluationReport) -> None:
     console.print(table)
     console.print(f"Protocol: {report.windows.protocol}; text sha256 {report.windows.sha256[:12]}", highlight=False)
     if report.baseline is not None:
-        console.print(f"Baseline: {shown_name(report.baseline)}", highlight=False)
+        console.print(f"Baseline: {_side(report.baseline)}", highlight=False)
+
+
+def _side(source: Path | Server) -> str:
+    return shown_name(source) if isinstance(source, Path) else str(source)
+
+
+def print_layer_errors(layers: Sequence[LayerError]) -> None:
+    """Prints the relative error of hidden states after each block."""
+    table = Table("after", "relative error", title="Hidden states", title_justify="left")
+    for each in layers:
+        error = "" if each.standard_error is None else f" ± {each.standard_error:.2g}"
+        table.add_row(each.block, f"{each.relative_error:.4g}{error}")
+    Console().print(table)
 
 
 def print_survey(survey: Survey) -> None:
@@ -229,7 +242,7 @@ def print_survey(survey: Survey) -> None:
     table.add_column("decided together", overflow="fold")
     table.add_column("count", justify="right")
     table.add_column("may become (MB each)", overflow="fold")
-    kinds: dict[tuple[str, ...], list] = {}
+    kinds: dict[tuple[str, ...], list[LayerGroup]] = {}
     for group in survey.candidates:
         kinds.setdefault(tuple(map(without_indices, group.modules)), []).append(group)
     for modules, groups in kinds.items():
@@ -239,8 +252,7 @@ def print_survey(survey: Survey) -> None:
         table.add_row("\n".join(modules), str(len(groups)), ", ".join(sizes))
     console = wide_console()
     console.print(table)
-    for line in describe_survey(survey):
-        console.print(line, highlight=False, markup=False)
+    console.print("\n".join(describe_survey(survey)), highlight=False, markup=False)
 
 
 def describe_survey(survey: Survey) -> list[str]:
@@ -278,5 +290,4 @@ def print_choice(survey: Survey, choice: Choice, tries: Sequence[Try], recipe: P
         f"try {number}: predicted {each.predicted:.4f}, measured {each.measured:.4f}, {megabytes(each.bytes)} MB"
         for number, each in enumerate(tries, 1)
     ]
-    for line in [*lines, f"recipe: {recipe}"]:
-        console.print(line, highlight=False, markup=False)
+    console.print("\n".join([*lines, f"recipe: {recipe}"]), highlight=False, markup=False)

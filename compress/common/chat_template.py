@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from jinja2 import TemplateError, nodes, pass_context
 from jinja2.exceptions import TemplateSyntaxError
@@ -37,14 +37,12 @@ MIN_SIZE, SIZE_PER_CHARACTER, SIZE_PER_VALUE = 2**24, 16, 1024
 MAX_WIDTH = 2**16
 """Limit of the width of formatted text, and of the bits of a number."""
 
+T = TypeVar("T")
+
 
 @dataclass(slots=True)
 class _Meter:
-    """Steps and size of one rendering.
-
-    Raises:
-        RequestError: a limit is exceeded.
-    """
+    """Steps and size of one rendering. Raises RequestError: a limit is exceeded."""
 
     max_steps: int
     max_size: int
@@ -74,7 +72,7 @@ class _Meter:
             self.check_width(*values)
         self.check(len(text) + self.weigh([*values]))
 
-    def passed(self, value: Any) -> Any:
+    def passed(self, value: T) -> T:
         """Counts a value that was made or read as a whole, and returns it."""
         if isinstance(value, str | bytes):
             self.check(len(value))
@@ -163,7 +161,7 @@ METER = " meter"
 
 
 def _meter_of(context: Context) -> _Meter:
-    return context.parent[METER]
+    return cast(_Meter, context.parent[METER])
 
 
 class _MeteredEnvironment(ImmutableSandboxedEnvironment):
@@ -330,17 +328,13 @@ OPTIONAL = {"tools", "add_generation_prompt"}
 
 
 class ChatTemplate:
-    """A compiled chat template.
+    """A compiled chat template. Raises CheckpointError: the template is not valid jinja.
 
     Args:
-        source: the jinja template.
         special_tokens: variables such as `bos_token` that the template may use.
 
     Attributes:
         variables: names of the variables that the template uses.
-
-    Raises:
-        CheckpointError: the template is not valid jinja.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
@@ -364,14 +358,12 @@ class ChatTemplate:
         self._template = environment.template_class.from_code(environment, code, environment.make_globals(None))
 
     def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
-        """Returns the text of a conversation up to the assistant's answer.
+        """Returns the text of a conversation up to the assistant's answer. Raises RequestError: the template refuses
+        these messages, has no such variable, or exceeds its budget.
 
         Args:
             messages: `{"role": ..., "content": ...}`, in order.
             variables: further variables of the template, for example `tools`; `add_generation_prompt` is on.
-
-        Raises:
-            RequestError: the template refuses these messages, has no such variable, or exceeds its budget.
         """
         if unknown := sorted(variables.keys() - self.variables - OPTIONAL):
             raise RequestError(f"the model's chat template has no variable {unknown[0]!r}", "leave it out")

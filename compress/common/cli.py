@@ -6,40 +6,134 @@ from __future__ import annotations
 import errno
 import functools
 import inspect
+import operator
 import os
 import re
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import MISSING, Field, field, fields, is_dataclass
-from difflib import get_close_matches
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from enum import StrEnum
 from importlib.resources import files
 from io import TextIOWrapper
 from pathlib import Path
 from traceback import walk_stack
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar, get_origin, get_type_hints
 
 import typer
 
-from compress.common.errors import ToolkitError
+from compress.common.errors import RecipeError, ToolkitError, is_out_of_memory
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 
-def option(*flags: str, default: Any, choices: tuple[str, ...] = (), **details: Any) -> Any:
-    """Declares a dataclass field that is also an option of the command line.
+Built = TypeVar("Built")
+UNSET: Any = object()
+LIMITS: Mapping[str, Callable[[Any, Any], bool]] = {
+    "above": operator.gt,
+    "at least": operator.ge,
+    "below": operator.lt,
+    "at most": operator.le,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """Declaration of an option: how users write it, and which values it takes.
+
+    Attributes:
+        default: of the field.
+        details: arguments of `typer.Option`; `help` may be a function, called when the command line is built.
+        name: key in recipes; empty for the name of the field.
+        choices: the only values on the command line, listed in its help; empty for any.
+        written, start: type and default of a key as it is written; by default those of the field.
+        typed: type on the command line; by default `written`. None keeps the option off the command line.
+        read: function from a key as it is written to the value of the field; None keeps the value.
+        words: the only values that `check_options` accepts; empty for any.
+        limits: limits that `check_options` checks, by the words of `LIMITS`.
+    """
+
+    flags: tuple[str, ...]
+    default: Any
+    details: Mapping[str, Any]
+    name: str = ""
+    choices: tuple[str, ...] = ()
+    written: Any = UNSET
+    start: Any = UNSET
+    typed: Any = UNSET
+    read: Callable[[Any], Any] | None = None
+    words: tuple[str, ...] = ()
+    limits: Mapping[str, float] = field(default_factory=dict)
+
+    def check(self, name: str, value: Any) -> None:
+        """Raises RecipeError for a value outside the words or limits."""
+        if self.words and value not in self.words:
+            raise RecipeError.unknown(name, value, self.words)
+        if not all(LIMITS[word](value, limit) for word, limit in self.limits.items()):
+            wanted = " and ".join(f"{word} {limit:g}" for word, limit in self.limits.items())
+            remedy = "Leave it out" if self.default is None else f"Use {[*self.flags, name][0]} {self.default}"
+            raise RecipeError(f"{name}={value} is not {wanted}", remedy)
+
+    def annotation(self, hint: Any) -> Any:
+        """Returns Typer's annotation of a field with this type."""
+        kind = hint if self.typed is UNSET else self.typed
+        if self.choices:
+            kind = _Choice("Choice", {name: name for name in self.choices})  # type: ignore[call-arg]  # functional form
+        text = self.details.get("help")
+        details = {**self.details, "help": text() if callable(text) else text}
+        return Annotated[kind, typer.Option(*self.flags, **details)]
+
+
+def option(*flags: str, default: Any, **declared: Any) -> Any:
+    """Declares a dataclass field that is also an option of the command line, or a key of recipes. `declared`:
+    attributes of `Option`, and its `details`."""
+    own = {each.name: declared.pop(each.name) for each in fields(Option) if each.name in declared}
+    return field(default=default, metadata={"option": Option(flags, default, declared, **own)})
+
+
+def check_options(values: Any) -> None:
+    """Checks a dataclass against the words and limits that its fields declare; None passes. Raises RecipeError."""
+    for each in fields(values):
+        declared, value = each.metadata.get("option"), getattr(values, each.name)
+        if declared and value is not None:
+            declared.check(declared.name or each.name, value)
+
+
+Key = tuple[str, Any, Field[Any]]
+"""Name, type and field of an option as users write it."""
+
+
+def as_written(kind: type[Any], **starts: Any) -> Iterator[Key]:
+    """Yields the options of a dataclass as users write them: fields declared with `option`, or annotated with an option
+    of Typer; `starts` replace their defaults."""
+    hints = get_type_hints(kind, include_extras=True)
+    for each in sorted(fields(kind), key=lambda each: bool(each.kw_only)):
+        declared, hint = each.metadata.get("option"), hints[each.name]
+        if declared:
+            start = declared.default if declared.start is UNSET else declared.start
+            start = field(default=starts.get(each.name, start), metadata=each.metadata)
+            yield declared.name or each.name, hint if declared.written is UNSET else declared.written, start
+        elif get_origin(hint) is Annotated:
+            yield each.name, hint, each
+
+
+def from_written(kind: type[Built], written: Mapping[str, Any], **changes: Any) -> Built:
+    """Builds a dataclass from its options as users write them; None stands for the default.
 
     Args:
-        flags: as they are typed, such as `--kv-memory`.
-        choices: the only values; empty for any.
-        details: arguments of `typer.Option`.
+        written: values by name, of names and types as in `as_written`.
+        changes: fields that replace those of the options.
     """
-    return field(default=default, metadata={"option": typer.Option(*flags, **details), "choices": choices})
+    values: dict[str, Any] = {}
+    for each in fields(kind):  # type: ignore[arg-type]
+        declared = each.metadata.get("option") or Option((), None, {})
+        if (value := written.get(declared.name or each.name)) is not None:
+            values[each.name] = declared.read(value) if declared.read else value
+    return kind(**values | changes)
 
 
 UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
@@ -53,6 +147,14 @@ def parse_size(text: str) -> int:
     if not match:
         raise ValueError(f"{text!r} is not a size; write for example 512MiB or 4GiB")
     return int(float(match[1]) * UNITS[match[2].lower()])
+
+
+def size_in_bytes(text: str | int) -> int:
+    """Parses `5GB`, `800 MB`, `1.5GiB` or a plain number into bytes. Raises RecipeError for anything else."""
+    try:
+        return parse_size(str(text))
+    except ValueError as error:
+        raise RecipeError(f"invalid size {text!r}", "Write a number and a unit: 5GB, 800MB, 1.5GiB") from error
 
 
 def read_size(text: str | int) -> int:
@@ -80,8 +182,8 @@ REMEDIES = {
     errno.EROFS: "Name a path on a writable disk",
 }
 """Remedies for system errors that any read or write may raise."""
-SHORTAGES = ("allocate memory", "out of memory", "failed to map segment", "can't start new thread")
-"""Parts of the messages of torch, the linker and Python for a lack of memory or threads."""
+NO_THREAD = "can't start new thread"
+"""Message of Python for a lack of threads."""
 
 
 def run_cli(app: typer.Typer) -> None:
@@ -111,7 +213,7 @@ def run_cli(app: typer.Typer) -> None:
         remedy = REMEDIES.get(error.errno or 0, "Name another path")
         _refuse(ToolkitError(f"{error.strerror}: {error.filename or 'in this command'}", remedy))
     except (MemoryError, RuntimeError, ImportError) as error:
-        if not isinstance(error, MemoryError) and not any(mark in str(error) for mark in SHORTAGES):
+        if not is_out_of_memory(error) and NO_THREAD not in str(error):
             raise
         said = str(error).partition("\n")[0] or "out of memory"
         _refuse(ToolkitError(said, "Free memory, or raise the limits of memory and processes (ulimit -v, ulimit -u)"))
@@ -169,7 +271,7 @@ def _refuse(error: ToolkitError) -> NoReturn:
 def let_threads_sleep() -> None:
     """Makes torch's worker threads sleep while they wait, unless the user's environment says otherwise.
 
-    By default they spin. Beside any other busy thread (a server's event loop, a second process) the spinning one keeps
+    By default they spin. Next to any other busy thread (a server's event loop, a second process) the spinning one keeps
     the core that the other needs: on two busy cores a matrix product of 8 us took 57 ms. OpenMP reads the variable when
     torch is loaded, so this comes before.
     """
@@ -196,62 +298,46 @@ def interrupts_held() -> Iterator[None]:
             signal.raise_signal(signal.SIGINT)
 
 
-def with_groups(command: Callable[..., None], **classes: type) -> Callable[..., None]:
-    """Return a command as Typer takes it: each parameter typed with a dataclass becomes one option per field, in its
-    place.
+def with_groups(command: Callable[..., None], **keys: Iterable[Key]) -> Callable[..., None]:
+    """Return a command as Typer takes it: each parameter typed with a dataclass becomes its options, in its place.
+    Raises ValueError: two options have the same name.
 
     Args:
-        command: its groups need no default; their fields are declared with `compress.common.cli.option`, or
-            annotated with an option of Typer or the text of its help, and bring their defaults.
-        classes: dataclasses to take in place of the annotations, by parameter.
-
-    Raises:
-        ValueError: two options have the same name.
+        command: its groups need no default: fields bring theirs.
+        keys: options in place of a parameter, which gets a mapping of what is typed, by parameter.
     """
     signature = inspect.signature(command, eval_str=True)
-    parameters = [
-        each.replace(annotation=classes.get(each.name, each.annotation)) for each in signature.parameters.values()
-    ]
-    groups: dict[str, Any] = {each.name: each.annotation for each in parameters if is_dataclass(each.annotation)}
-    spread = [option for each in parameters for option in _options(each)]
+    spread = {name: [*_options(each, keys.get(name))] for name, each in signature.parameters.items()}
+    annotations: dict[str, Any] = {name: each.annotation for name, each in signature.parameters.items()}
+    groups = [name for name, kind in annotations.items() if is_dataclass(kind)]
 
     @functools.wraps(command)
     def run(**values: Any) -> None:
         values = {name: each.value if isinstance(each, _Choice) else each for name, each in values.items()}
-        made = {name: group(**{f.name: values.pop(f.name) for f in fields(group)}) for name, group in groups.items()}
-        command(**values, **made)
+        typed = {name: {each.name: values.pop(each.name) for each in spread[name]} for name in (*groups, *keys)}
+        made = {name: from_written(annotations[name], typed[name]) for name in groups}
+        command(**values, **typed | made)
 
-    run.__signature__ = signature.replace(parameters=spread)  # type: ignore[attr-defined]  # what Typer reads
-    run.__annotations__ = {option.name: option.annotation for option in spread}
+    offered = [option for options in spread.values() for option in options]
+    run.__signature__ = signature.replace(parameters=offered)  # type: ignore[attr-defined]  # what Typer reads
+    run.__annotations__ = {each.name: each.annotation for each in offered}
     return run
 
 
-def _options(parameter: inspect.Parameter) -> Iterator[inspect.Parameter]:
-    group = parameter.annotation
-    if not is_dataclass(group):
+def _options(parameter: inspect.Parameter, keys: Iterable[Key] | None) -> Iterator[inspect.Parameter]:
+    if keys is None and not is_dataclass(parameter.annotation):
         yield parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
         return
-    hints = get_type_hints(group, include_extras=True)
-    for each in fields(group):
-        hint = _annotation(hints[each.name], each)
-        default = inspect.Parameter.empty if each.default is MISSING else each.default
-        yield inspect.Parameter(each.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
+    for name, hint, each in keys or as_written(parameter.annotation):
+        declared = each.metadata.get("option")
+        if declared is None or declared.typed is not None:
+            hint = declared.annotation(hint) if declared else hint
+            default = inspect.Parameter.empty if each.default is MISSING else each.default
+            yield inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
 
 
 class _Choice(StrEnum):
     """Base of the enumerations that Typer needs for options with choices. Commands get plain strings."""
-
-
-def _annotation(hint: Any, each: Field[Any]) -> Any:
-    """Typer's annotation of a field that declares an option, or whose annotation holds the text of its help."""
-    if "option" in each.metadata:
-        choices = {name: name for name in each.metadata["choices"]}
-        kind = _Choice("Choice", choices) if choices else hint  # type: ignore[call-arg]  # the functional form
-        return Annotated[kind, each.metadata["option"]]
-    inner = get_args(hint)
-    if get_origin(hint) is not Annotated or not isinstance(inner[1], str):
-        return hint
-    return Annotated[inner[0], typer.Option(help=inner[1], show_default=each.default is not None)]
 
 
 PLAIN_WIDTH = 120
@@ -263,6 +349,17 @@ def wide_console() -> Console:
 
     console = Console()
     return console if console.is_terminal else Console(width=PLAIN_WIDTH)
+
+
+@contextmanager
+def progress_bar(console: Console, what: str) -> Iterator[Callable[[str, int, int], None]]:
+    """Shows a progress bar on a terminal; yields what updates its description, steps done, and steps in all."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(what, total=None)
+        yield lambda name, done, total: progress.update(task, description=name, completed=done, total=total)
 
 
 DISTRIBUTION = "compress-runtime"
@@ -314,10 +411,3 @@ def demo_model_path() -> Path:
 def draft_model_path() -> Path:
     """Folder of the much smaller model with the same tokenizer."""
     return Path(str(files("compress") / "demo_model_draft"))
-
-
-def nearest(wanted: str, known: tuple[str, ...], what: str) -> str:
-    """A remedy: the nearest known word, if one is near, and all of them."""
-    near = get_close_matches(wanted, known, n=1, cutoff=0.5)
-    guess = f"Did you mean {near[0]!r}? " if near else ""
-    return f"{guess}{what}: {', '.join(known)}"

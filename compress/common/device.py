@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -10,21 +11,20 @@ from torch import Tensor
 
 from compress.common.errors import CheckpointError, NumericsError, ToolkitError
 
+DEVICES = "auto", "cpu", "cuda"
+
 
 def resolve_device(name: str) -> torch.device:
     """The device of that name; `auto` is the GPU when there is one. Kernels of this thread run there from now on.
-
-    Raises:
-        ToolkitError: the device does not exist.
-    """
+    Raises ToolkitError: the device does not exist."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise ToolkitError(f"unknown device {name!r}", "Use --device auto, cpu or cuda") from error
-    if device.type not in ("cpu", "cuda"):
-        raise ToolkitError(f"device {name!r} is not supported", "Use --device auto, cpu or cuda")
+        raise ToolkitError.unknown("device", name, DEVICES, "Use --device") from error
+    if device.type not in DEVICES:
+        raise ToolkitError.unknown("device", name, DEVICES, "Use --device")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ToolkitError(
             f"device {name} asked for, but torch sees {torch.cuda.device_count()} of them", "Use --device cpu"
@@ -32,6 +32,31 @@ def resolve_device(name: str) -> torch.device:
     if device.index:
         torch.cuda.set_device(device)
     return device
+
+
+def resolve_devices(names: str) -> tuple[torch.device, ...]:
+    """Returns the devices of a list separated by commas; `cpu` may be in it several times. Raises ToolkitError: a
+    device does not exist, a GPU is named twice, or the devices are of several kinds."""
+    found = tuple(resolve_device(name.strip()) for name in names.split(","))
+    if len(found) == 1:
+        return found
+    found = tuple(torch.device(each.type, each.index or 0) if each.type == "cuda" else each for each in found)
+    if len({each.type for each in found}) > 1:
+        problem = f"devices {names} are of several kinds, which round differently"
+        raise ToolkitError(problem, "Use --devices with GPUs only, or with cpu only")
+    if found[0].type == "cuda" and len(set(found)) < len(found):
+        raise ToolkitError(f"devices {names} name a GPU twice", "Use --devices with each GPU once")
+    if found[0].type == "cuda":
+        torch.cuda.set_device(found[0])
+    return found
+
+
+def open_in_thread(name: str) -> None:
+    """Lets a GPU get ready, which takes its driver some tenths of a second, while this thread does something else.
+    The first use of the device waits for that, and raises its error."""
+    thread = ThreadPoolExecutor(1, "device")
+    thread.submit(lambda: torch.empty(1, device=resolve_device(name)))
+    thread.shutdown(wait=False)
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:

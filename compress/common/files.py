@@ -39,11 +39,8 @@ def cache_folder(name: str) -> Path:
 
 
 def check_out_folder(out: str | Path) -> Path:
-    """The output folder, which must not exist yet: nothing is ever overwritten.
-
-    Raises:
-        CheckpointError: it exists, or its parent cannot hold it.
-    """
+    """The output folder, which must not exist yet: nothing is ever overwritten. Raises CheckpointError: it exists, or
+    its parent cannot hold it."""
     path = in_home(out)
     if path.exists() or path.is_symlink():
         raise CheckpointError(f"output {path} exists already", _make_room(path))
@@ -61,7 +58,7 @@ def _make_room(path: Path) -> str:
 
 
 def partial_folder(out: Path) -> Path:
-    """Where everything unfinished about `out` lives, beside it and so on the same disk."""
+    """Where everything unfinished about `out` lives, next to it and so on the same disk."""
     return out.with_name(out.name + PARTIAL_SUFFIX)
 
 
@@ -92,7 +89,7 @@ def refuse_when_full(target: Path) -> Iterator[None]:
 def check_file(path: Path) -> None:
     """Raises CheckpointError for a folder, device or pipe in the place of a file to read or write."""
     if path.exists() and not path.is_file():
-        raise CheckpointError(f"{path} is no regular file", "Name another file")
+        raise CheckpointError(f"{path} is not a regular file", "Name another file")
 
 
 def check_target(path: Path) -> None:
@@ -101,7 +98,7 @@ def check_target(path: Path) -> None:
         raise CheckpointError(f"{path} is a folder", "Name a file in it")
     folder = path.absolute().parent
     if not folder.is_dir():
-        raise CheckpointError(f"there is no folder {path.parent} for {path.name}", "Create it, or name another file")
+        raise CheckpointError.missing("folder", path.parent, f"Create it, or name another file than {path.name}")
     if not os.access(folder, os.W_OK):
         raise CheckpointError(f"{folder} cannot be written to", "Change its permissions, or name another file")
 
@@ -166,12 +163,9 @@ def check_content(path: Path) -> None:
 
 
 def read_file(path: Path) -> bytes:
-    """Reads a file that is small by its purpose: a config, tokenizer, template, schema or recipe.
-
-    Raises:
-        CheckpointError: it is a folder, device or pipe, larger than `MAX_FILE_BYTES`, or a pointer of git-lfs.
-        OSError: it does not exist, or cannot be read.
-    """
+    """Reads a file that is small by its purpose: a config, tokenizer, template, schema or recipe. Raises
+    CheckpointError: it is a folder, device or pipe, larger than `MAX_FILE_BYTES`, or a pointer of git-lfs; OSError: it
+    does not exist, or cannot be read."""
     check_file(path)
     size = path.stat().st_size
     if size > MAX_FILE_BYTES:
@@ -182,11 +176,8 @@ def read_file(path: Path) -> bytes:
 
 
 def read_text(path: Path, kind: type[ToolkitError] = CheckpointError) -> str:
-    """Reads a small file as text, without its byte order mark.
-
-    Args:
-        kind: of the error for a file that `read_file` refuses, or that is no UTF-8.
-    """
+    """Reads a small file as text, without its byte order mark. `kind`: of the error for a file that `read_file`
+    refuses, or that is not UTF-8."""
     try:
         with utf8_text(path):
             return read_file(path).decode("utf-8-sig")
@@ -206,11 +197,8 @@ def read_json(path: Path, remedy: str = "Download this file again") -> Any:
 @contextmanager
 def without_marks(folder: Path) -> Iterator[Path]:
     """Yields a folder whose JSON files begin with no byte order mark, which other libraries do not read: `folder`, or a
-    temporary one with links to its files and corrected copies.
-
-    Raises:
-        CheckpointError: a device or pipe in the place of one of its files, which other libraries would wait for.
-    """
+    temporary one with links to its files and corrected copies. Raises CheckpointError: a device or pipe in the place of
+    one of its files, which other libraries would wait for."""
     files = [*folder.glob("*.json"), *folder.glob("*.jinja")]
     for file in files:
         check_file(file)
@@ -242,7 +230,7 @@ def open_at_once(path: str, flags: int) -> int:
 
 @contextmanager
 def utf8_text(path: Path | str) -> Iterator[None]:
-    """Turns bytes that are no UTF-8 into a DataError that names the file."""
+    """Turns bytes that are not UTF-8 into a DataError that names the file."""
     try:
         yield
     except UnicodeDecodeError as error:
@@ -260,10 +248,7 @@ def _parse_line(line: str, place: str) -> Any:
 
 def json_lines(path: Path) -> Iterator[tuple[str, Any]]:
     """Yields the value of every line that is not blank, with its place `file:line`. Reads lazily, `.xz` files too.
-
-    Raises:
-        DataError: the file is not UTF-8 or no whole xz file, or a line is not JSON.
-    """
+    Raises DataError: the file is not UTF-8 or no whole xz file, or a line is not JSON."""
     with (
         utf8_text(path),
         lzma.open(path, "rt", encoding="utf-8-sig")
@@ -275,16 +260,12 @@ def json_lines(path: Path) -> Iterator[tuple[str, Any]]:
                 if line.strip():
                     yield f"{path}:{number}", _parse_line(line, f"{path}:{number}")
         except (lzma.LZMAError, EOFError) as error:
-            raise DataError(f"{path} is no whole xz file: {error}", "Compress it again with xz") from error
+            raise DataError(f"{path} is not a whole xz file: {error}", "Compress it again with xz") from error
 
 
 @dataclass(frozen=True, slots=True)
 class YamlPart:
-    """A text, list or mapping of a YAML file.
-
-    Attributes:
-        place: `file:line`.
-    """
+    """A text, list or mapping of a YAML file. `place`: `file:line`."""
 
     place: str
     value: str | list[YamlPart] | dict[str, YamlPart]
@@ -297,12 +278,10 @@ class YamlPart:
 
 
 def read_yaml(path: Path) -> YamlPart:
-    """Reads a YAML file. All scalars stay text: `0123` and `16e3` are no numbers. An empty file is an empty mapping.
+    """Reads a YAML file. All scalars stay text: `0123` and `16e3` are not numbers. An empty file is an empty mapping.
 
-    Errors quote no values, which may be secrets.
-
-    Raises:
-        DataError: the file cannot be read, is no UTF-8 text or no YAML, or gives a key twice.
+    Errors quote no values, which may be secrets. Raises DataError: the file cannot be read, is not UTF-8 text or not
+    YAML, or gives a key twice.
     """
     import yaml
 

@@ -21,11 +21,8 @@ HUB_FOLDER = "models--"
 
 def find_folder(path: str | Path) -> Path:
     """Returns the folder of a model at `path`: of a folder in the hub's cache its snapshot, else the folder itself.
-
-    Raises:
-        CheckpointError: there is no such folder, it is a file, the cache has no snapshot, or several without a
-            revision `main`, or the folder holds only an adapter.
-    """
+    Raises CheckpointError: the folder does not exist or is a file, the cache has no snapshot, or several without a
+    revision `main`, or the folder holds only an adapter."""
     folder = in_home(path)
     if not folder.is_dir():
         raise _no_folder(folder)
@@ -39,7 +36,7 @@ def find_folder(path: str | Path) -> Path:
 def no_file(path: Path, remedy: str) -> CheckpointError:
     """Builds the refusal of a model folder without the file `path`; a file of another case is named."""
     found = actual_case(path)
-    return CheckpointError(f"{path} does not exist", f"Rename {found.name} to {path.name}" if found else remedy)
+    return CheckpointError.missing("file", path, f"Rename {found.name} to {path.name}" if found else remedy)
 
 
 def actual_case(path: Path) -> Path | None:
@@ -68,7 +65,7 @@ def _no_folder(folder: Path) -> CheckpointError:
         remedy = "Create it with compress quantize, or name another folder"
     else:
         remedy = "Check the path"
-    return CheckpointError(f"model folder {folder} does not exist", remedy)
+    return CheckpointError.missing("model folder", folder, remedy)
 
 
 def _snapshot(cached: Path) -> Path:

@@ -91,7 +91,6 @@ def draw_svg(paint: Callable[[Canvas], None], width: float, height: float, label
     """Draws a figure of `width` x `height` pixels.
 
     Args:
-        paint: adds axes and artists.
         label: name of the drawing for screen readers.
 
     Returns:

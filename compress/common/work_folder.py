@@ -18,11 +18,8 @@ _LOCK, _RECORD = "lock", "progress.json"
 
 @contextmanager
 def held_by_one(folder: Path, busy: CheckpointError) -> Iterator[None]:
-    """Holds a folder for this process, and removes it at the end when nothing is left in it.
-
-    Raises:
-        CheckpointError: `busy`, when another process holds it.
-    """
+    """Holds a folder for this process, and removes it at the end when nothing is left in it. Raises CheckpointError:
+    `busy`, when another process holds it."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / _LOCK).open("w") as lock:
         try:

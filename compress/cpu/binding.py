@@ -95,11 +95,11 @@ def library() -> ctypes.CDLL | None:
 
 
 def function(name: str, *argtypes: Any) -> Callable[..., int]:
-    """Returns a function of the library that returns a status. Raises ValueError if there is no library."""
+    """Returns a function of the library that returns a status. Raises ValueError if the library is not built."""
     native = library()
     if native is None:
         raise ValueError("there is no compiled library")
-    found = getattr(native, name)
+    found: ctypes._NamedFuncPointer = getattr(native, name)
     found.argtypes, found.restype = argtypes, ctypes.c_int
     return found
 
@@ -127,10 +127,7 @@ def tiles_refusal() -> str:
 
 def set_threads(count: int) -> int:
     """Threads that share one call from now on, the calling one included; 0 asks for as many as this machine lends.
-
-    Raises:
-        ToolkitError: there is no library.
-    """
+    Raises ToolkitError: the library is not built."""
     native = library()
     if native is None:
         raise ToolkitError("there are no CPU kernels", absence())

@@ -45,19 +45,17 @@ def source_digest() -> str:
 
 
 def build(target: Path = LIBRARY, most: str | None = None) -> Path:
-    """Compiles `target`, which appears whole or not at all.
-
-    Args:
-        most: name of the fastest instruction set to use (`binding.INSTRUCTION_SETS`); None for all that the machine
-            has.
-
-    Raises:
-        ToolkitError: no compiler, or one that fails; a folder that cannot be written.
-    """
+    """Compiles `target`, which appears whole or not at all. Raises ToolkitError: no compiler, or one that fails; a
+    folder that cannot be written. `most`: name of the fastest instruction set to use (`binding.INSTRUCTION_SETS`); None
+    for all that the machine has."""
     defined = [f'-DNATIVE_DIGEST="{source_digest()}"', *([f"-DMOST_INSTRUCTION_SET={most.upper()}"] if most else [])]
     try:
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=".native-") as folder:
-            objects = {source: f"{folder}/{index}.o" for index, source in enumerate(_largest_first())}
+            # Those that take longest to compile first, so that nothing waits for them in the end.
+            sources = sorted(
+                SOURCES.rglob("*.c"), key=lambda each: (each.parent.name not in ("attention", "linear"), each)
+            )
+            objects = {source: f"{folder}/{index}.o" for index, source in enumerate(sources)}
             with ThreadPoolExecutor(os.cpu_count()) as pool:
                 list(pool.map(lambda pair: compile_c([*defined, "-c", str(pair[0]), "-o", pair[1]]), objects.items()))
             built = Path(folder) / target.name
@@ -71,17 +69,8 @@ def build(target: Path = LIBRARY, most: str | None = None) -> Path:
     return target
 
 
-def _largest_first() -> list[Path]:
-    """Sources, those that take longest to compile first, so that nothing waits for them in the end."""
-    return sorted(SOURCES.rglob("*.c"), key=lambda file: (file.parent.name not in ("attention", "linear"), file))
-
-
 def compile_c(arguments: list[str]) -> None:
-    """Runs the compiler with this project's flags.
-
-    Raises:
-        ToolkitError: no compiler, or one that fails.
-    """
+    """Runs the compiler with this project's flags. Raises ToolkitError: no compiler, or one that fails."""
     compiler = find_compiler()
     if compiler is None:
         raise ToolkitError(

@@ -58,16 +58,14 @@ class _Stretch(ctypes.Structure):
 
 
 class CpuColumns:
-    """Changes columns of one weight in place. All tensors are on the CPU, and contiguous except for `feedback`.
+    """Changes columns of one weight in place. All tensors are on the CPU, and contiguous except for `feedback`. Raises
+    ValueError: the library is not built.
 
     Args:
         targets, errors: float32 `[I, O]`.
         feedback: float32 `[I, I]`.
         codes: uint8 `[I, O]`, written where there is a `grid`.
         kept: bool `[I, O]`; written where a `pattern` chooses, else read.
-
-    Raises:
-        ValueError: there is no library.
     """
 
     def __init__(
@@ -105,11 +103,8 @@ class CpuColumns:
             self._stretch.pattern_kept, self._stretch.pattern_of = pattern.kept, pattern.of
 
     def change(self, start: int, stop: int) -> None:
-        """Changes columns `start` to `stop`, at most `LONGEST_STRETCH` of them.
-
-        Raises:
-            ValueError: too many columns, or an instruction set that this machine lacks.
-        """
+        """Changes columns `start` to `stop`, at most `LONGEST_STRETCH` of them. Raises ValueError: too many columns, or
+        an instruction set that this machine lacks."""
         self._stretch.first, self._stretch.count = start, stop - start
         if self._change(ctypes.byref(self._stretch), self._instruction_set):
             raise ValueError(f"columns {start} to {stop} cannot be changed with set {self._instruction_set}")

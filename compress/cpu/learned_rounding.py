@@ -35,14 +35,12 @@ class _Weight(ctypes.Structure):
 def learned_values(
     latent: Tensor, offset: Tensor, scales: Tensor, zeros: Tensor, max_code: int, instruction_set: int = BEST
 ) -> Tensor:
-    """Returns the values of codes that offsets move, float32 `[O, I]`.
+    """Returns the values of codes that offsets move, float32 `[O, I]`. Raises ValueError: the library is not built, or
+    this machine lacks the instruction set.
 
     Args:
         latent: float32 `[O, I]` on the CPU, contiguous, as `offset` is.
         scales: float32 `[O, G]`, as `zeros` are, which hold whole numbers.
-
-    Raises:
-        ValueError: there is no library, or an instruction set that this machine lacks.
     """
     values, scales, zeros = torch.empty_like(latent), scales.contiguous(), zeros.contiguous()
     weight = _weight(latent, offset, scales, zeros, max_code)
@@ -62,16 +60,14 @@ def learned_step(
     limit: float,
     instruction_set: int = BEST,
 ) -> tuple[Tensor, Tensor]:
-    """Moves offsets in place by `rate` against the sign of their gradient, to `limit` in magnitude at most.
+    """Moves offsets in place by `rate` against the sign of their gradient, to `limit` in magnitude at most. Raises
+    ValueError: the library is not built, or an instruction set that this machine lacks.
 
     Args:
         gradient: float32 `[O, I]`, of the loss with respect to the values. `learned_values` describes the others.
 
     Returns:
         The gradients with respect to scales and zero points `[O, G]`, before the move.
-
-    Raises:
-        ValueError: there is no library, or an instruction set that this machine lacks.
     """
     scales, zeros, gradient = scales.contiguous(), zeros.contiguous(), gradient.contiguous()
     stretched, shifted = torch.empty_like(scales), torch.empty_like(scales)

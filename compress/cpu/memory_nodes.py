@@ -15,10 +15,7 @@ MAX_NODES, MAX_PROCESSORS = 16, 1024
 
 def memory_nodes(folder: Path = NODES, allowed: Iterable[int] | None = None) -> list[list[int]]:
     """Returns the processors of each node on which this process may run, in the order of nodes; empty if unknown.
-
-    Args:
-        allowed: processors that may be used; None asks the system.
-    """
+    `allowed`: processors that may be used; None asks the system."""
     if allowed is None:
         allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()
     usable = {processor for processor in allowed if processor < MAX_PROCESSORS}

@@ -90,16 +90,14 @@ def search_ranges(
     instruction_set: int = BEST,
     kept: int = 1,
 ) -> tuple[Tensor, Tensor]:
-    """Returns the scales in `scale_dtype` and zero points, uint8, of least weighted error: both `[K, O, G]`.
+    """Returns the scales in `scale_dtype` and zero points, uint8, of least weighted error: both `[K, O, G]`. Raises
+    ValueError: the library is not built, an instruction set that this machine lacks, or too many trials.
 
     Args:
         weight: float32 `[O, I]` on the CPU, contiguous, finite.
         importance: float32 `[I]`, contiguous.
         groups: of each row.
         kept: `K`, ranges of each group, the best first; at most `MOST_KEPT`.
-
-    Raises:
-        ValueError: there is no library, an instruction set that this machine lacks, or too many trials.
     """
     rows, columns = weight.shape
     midpoint = (trials.max_code + 1) // 2
@@ -118,15 +116,13 @@ def search_ranges(
 
 
 def encode_groups(weight: Tensor, scales: Tensor, zeros: Tensor, max_code: int, instruction_set: int = BEST) -> Tensor:
-    """Returns the nearest codes of `weight`, uint8 `[O, I]`, half to even.
+    """Returns the nearest codes of `weight`, uint8 `[O, I]`, half to even. Raises ValueError: the library is not built,
+    or this machine lacks the instruction set.
 
     Args:
         weight: float32 `[O, I]` on the CPU, contiguous.
         scales: float32 `[O, G]`, contiguous.
         zeros: uint8 `[O, G]`, contiguous.
-
-    Raises:
-        ValueError: there is no library, or an instruction set that this machine lacks.
     """
     codes = torch.empty(weight.shape, dtype=torch.uint8)
     _encode(weight, scales, zeros, max_code, codes.data_ptr(), None, instruction_set)
@@ -158,11 +154,8 @@ def _encode(
 
 
 def _repeat_last(numbers: Sequence[float]) -> ctypes.Array[c_float]:
-    """Returns numbers of trials, behind them the last one: a trial that comes again is never better.
-
-    Raises:
-        ValueError: too many.
-    """
+    """Returns numbers of trials, then the last one: a trial that comes again is never better. Raises ValueError:
+    too many."""
     room = _MOST_TRIALS - len(numbers)
     if room < 0:
         raise ValueError(f"{len(numbers)} trials are more than {_MOST_TRIALS}")

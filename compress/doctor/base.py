@@ -1,15 +1,16 @@
 """The interface of a check, and the registry of checks.
 
-A check is one file in `compress/doctor/checks` with a class derived from `Check` and decorated with `register`. An
-examination creates one instance of each: `start` reads files and headers, `tensor` is called for every tensor, `finish`
-evaluates all tensors together. Every tensor is read once, whatever the number of checks.
+A check is one file in `compress/doctor/checks` with a class derived from `Check` and decorated with
+`CHECKS.register()`. An examination creates one instance of each: `start` reads files and headers, `tensor` is called
+for every tensor, `finish` evaluates all tensors together. Every tensor is read once, whatever the number of checks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import ClassVar, TypeVar
+from typing import ClassVar
 
+from compress.common.registry import Registry
 from compress.doctor.findings import Finding, Severity
 from compress.doctor.view import StoredTensor, View
 
@@ -18,12 +19,7 @@ AGAIN = "Download or write this checkpoint again"
 
 
 class Check:
-    """One examination of one checkpoint.
-
-    Attributes:
-        name: name of the check in findings.
-        view: parts of the checkpoint.
-    """
+    """One examination of one checkpoint."""
 
     name: ClassVar[str]
 
@@ -55,14 +51,4 @@ class Check:
         return Finding(self.name, kind, Severity.WARNING, where, problem, remedy)
 
 
-CHECKS: dict[str, type[Check]] = {}
-"""Registered checks by name. Importing `compress.doctor.checks` registers those of that package."""
-Kind = TypeVar("Kind", bound=type[Check])
-
-
-def register(check: Kind) -> Kind:
-    """Registers a check under its name. Raises ValueError if the name is registered already."""
-    if check.name in CHECKS:
-        raise ValueError(f"a check {check.name!r} is registered already")
-    CHECKS[check.name] = check
-    return check
+CHECKS: Registry[type[Check]] = Registry("check", "compress.doctor.checks")

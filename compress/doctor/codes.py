@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from compress.checkpoint.weights.base import Weight
-from compress.checkpoint.weights.gguf_blocks import BlockWeight
-from compress.checkpoint.weights.integer import IntegerWeight
+from compress.checkpoint.weights.coded import CodedWeight
+from compress.checkpoint.weights.layouts import Blocks
 
-SCALE_FIELDS = ("scales", "super_scales", "divisors", "suh", "svh")
+SCALE_FIELDS = ("scales", "minima", "divisors", "suh", "svh")
 """Attributes of weights that multiply or divide codes."""
 
 
@@ -34,7 +34,7 @@ def scales_of(weight: Weight) -> Iterator[tuple[str, Tensor]]:
             yield name, values
 
 
-def grouped_offsets(weight: IntegerWeight) -> Iterator[tuple[Tensor, Tensor]]:
+def grouped_offsets(weight: CodedWeight) -> Iterator[tuple[Tensor, Tensor]]:
     """Yields codes `[rows, G, group]` and their zero points `[rows, G, 1]` in chunks of rows."""
     groups = weight.scales.shape[1]
     rows = max(1, 2**20 // max(1, weight.qweight.shape[1]))
@@ -42,7 +42,7 @@ def grouped_offsets(weight: IntegerWeight) -> Iterator[tuple[Tensor, Tensor]]:
         yield codes.unflatten(1, (groups, -1)), zeros.unsqueeze(-1)
 
 
-def expected_saturation(weight: IntegerWeight) -> float:
+def expected_saturation(weight: CodedWeight) -> float:
     """Returns the largest share of codes at the ends of their range to expect from rounding.
 
     A group that spans its range has two such codes. At few bits, the uniform quantizer with the least squared error
@@ -56,7 +56,7 @@ def expected_saturation(weight: IntegerWeight) -> float:
     return min(1.0, max(normal, 2 / levels, 2 / max(1, group)))
 
 
-def saturated_share(weight: IntegerWeight) -> float:
+def saturated_share(weight: CodedWeight) -> float:
     """Returns the share of codes at either end of their range, without groups of a single code."""
     counted, saturated = 0, 0
     for codes, _ in grouped_offsets(weight):
@@ -67,7 +67,7 @@ def saturated_share(weight: IntegerWeight) -> float:
     return saturated / counted if counted else 0.0
 
 
-def constant_groups(weight: IntegerWeight) -> int:
+def constant_groups(weight: CodedWeight) -> int:
     """Counts groups of more than one column whose codes are all equal and not zero."""
     total = 0
     for codes, zeros in grouped_offsets(weight):
@@ -77,7 +77,7 @@ def constant_groups(weight: IntegerWeight) -> int:
     return total
 
 
-def erased_groups(weight: IntegerWeight) -> int:
+def erased_groups(weight: CodedWeight) -> int:
     """Counts groups with scale 0 and nonzero codes."""
     total, start = 0, 0
     for codes, zeros in grouped_offsets(weight):
@@ -88,14 +88,14 @@ def erased_groups(weight: IntegerWeight) -> int:
 
 
 def erased_runs(weight: Weight) -> int:
-    """Counts runs of columns whose scale is 0 though their codes differ, of codes that are no integers.
+    """Counts runs of columns whose scale is 0 though their codes differ, of codes other than integers.
 
-    Blocks of GGUF are left out: their scales of groups are integers, which may round to 0 beside a larger one.
+    Blocks of GGUF are left out: their scales of groups are integers, which may round to 0 next to a larger one.
     """
     codes: Any = getattr(weight, "qweight", None)
     scales: Any = getattr(weight, "scales", None)
     if (
-        isinstance(weight, BlockWeight)
+        isinstance(weight.scheme, Blocks)
         or codes is None
         or scales is None
         or codes.element_size() != 1

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 
-import compress.doctor.checks  # noqa: F401 (registers the checks)
 from compress.checkpoint.formats.readers import LOADED_BY, REFUSED_BY, UNKNOWN
 from compress.checkpoint.gguf.folder import folder_of
 from compress.checkpoint.locate import shown_name
@@ -23,14 +22,8 @@ Progress = Callable[[str, int, int], None]
 
 
 def examine(path: Path, against: Path | None = None, on_progress: Progress | None = None) -> Diagnosis:
-    """Examines a checkpoint folder or GGUF file.
-
-    Args:
-        against: source model to compare weights with.
-
-    Raises:
-        CheckpointError: the folder or file does not exist, or `against` cannot be opened.
-    """
+    """Examines a checkpoint folder or GGUF file. Raises CheckpointError: the folder or file does not exist, or
+    `against` cannot be opened."""
     source = folder_of(against) if against else None
     try:
         folder = folder_of(path)

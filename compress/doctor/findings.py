@@ -16,16 +16,7 @@ class Severity(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One defect of a checkpoint.
-
-    Attributes:
-        check: name of the check that found it.
-        kind: identifier that similar findings share, such as `dead-scales`.
-        severity: error or warning.
-        where: file, tensor or module.
-        problem: description of the defect, with numbers.
-        remedy: command or step that repairs it.
-    """
+    """One defect of a checkpoint. `kind`: identifier that similar findings share, such as `dead-scales`."""
 
     check: str
     kind: str
@@ -40,7 +31,6 @@ class Diagnosis:
     """Result of examining a checkpoint.
 
     Attributes:
-        path: folder or file as the user gave it.
         facts: descriptions by label: container, weight forms, engines that load it.
         findings: errors first, then by check.
     """

@@ -27,10 +27,7 @@ COLUMNS, ROWS = 0, 1
 @dataclass(frozen=True, slots=True)
 class Pair:
     """Two linears with one scale per channel: in the rows of one, and inverted in the columns of its reader.
-
-    Attributes:
-        head_dim: channels of a value head, which several heads of the reader share; 1 without heads.
-    """
+    `head_dim`: channels of a value head, which several heads of the reader share; 1 without heads."""
 
     rows: str
     columns: str
@@ -42,7 +39,6 @@ class Folding:
     """Scales that one linear may contain.
 
     Attributes:
-        norm: norm whose scale is in the columns; empty if none.
         offset: what this norm adds to its stored weight.
         pair: the pair that this linear is part of, whose scales are fitted.
         fitted: `ROWS` or `COLUMNS` of this linear, for its part of the pair.

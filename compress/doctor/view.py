@@ -31,8 +31,6 @@ class StoredTensor:
     """Weight of a quantized module, or any other tensor.
 
     Attributes:
-        name: name of the module or tensor.
-        content: stored weight, or the tensor.
         is_packed: whether it is a module.
         order: of the weight's columns, where they are not in the order of the inputs (`PackedCheckpoint.column_order`).
     """
@@ -69,7 +67,6 @@ class View:
     """A checkpoint under examination.
 
     Args:
-        path: folder of the checkpoint.
         source: folder of the dense model to compare weights with.
 
     Attributes:

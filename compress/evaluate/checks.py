@@ -12,11 +12,13 @@ import torch
 from torch import Tensor
 
 from calibration.parts import Part
-from calibration.sequences import SequenceSet, overlap, pack_parts
+from calibration.sequences import SequenceSet, load_tokenizer, overlap, pack_parts
 from calibration.sources import NAMED_SOURCES
 from compress.common.errors import DataError
+from compress.common.evaluation import Evaluation
 from compress.common.files import in_home
-from compress.evaluate.perplexity import Evaluation, Windows, evaluate
+from compress.common.tokenizer_file import TOKENIZER_FILE
+from compress.evaluate.perplexity import Windows, evaluate
 from compress.evaluate.scorers import Scorer
 
 # Larger texts, and datasets that would be downloaded, are not read again: the check stays near a second.
@@ -28,7 +30,6 @@ class SeenText:
     """The calibration text of a checkpoint.
 
     Attributes:
-        name: the text or mixture as the user wrote it.
         hashes: of the text, and of every part of a mixture.
         tokens: int64 `[N, L]`, the sequences whose text is available; None where none is.
     """
@@ -48,9 +49,7 @@ class SeenText:
         """Packs the text that a checkpoint records again; None when it records none.
 
         Text that the model wrote, datasets, and text that is missing or has changed are not packed again.
-
-        Args:
-            compression: `compression_config` of the checkpoint; its `calibration` block names text, samples and seed.
+        `compression`: `compression_config` of the checkpoint; its `calibration` block names text, samples and seed.
         """
         calibration = compression.get("calibration") or {}
         if not isinstance(calibration.get("source"), str):
@@ -132,7 +131,6 @@ def compare_domains(scorer: Scorer, sample: Windows, windows: Windows, result: E
 
     Args:
         scorer: the baseline, or the model where there is none.
-        sample: result of `domain_sample`.
         result: evaluation of the scorer on `windows`.
     """
     measured = result.baseline_perplexity or result.perplexity
@@ -148,6 +146,19 @@ def _bytes_per_token(tokens: Tensor, tokenizer: Any) -> float:
     return max(num_bytes, 1) / rows.numel()
 
 
+def check_same_tokens(windows: Windows, tokenizer: Any, other: Path) -> None:
+    """Raises DataError: tokens of the text mean others to the tokenizer in a folder, if it has one."""
+    if not Path(other, TOKENIZER_FILE).exists():
+        return
+    used = windows.tokens.unique().tolist()
+    pairs = zip(*(each.convert_ids_to_tokens(used) for each in (tokenizer, load_tokenizer(other))), strict=True)
+    if differing := sum(first != second for first, second in pairs):
+        raise DataError(
+            f"{differing} of the {len(used)} tokens of the text are others in the vocabulary of {other}",
+            "Compare models that have the same tokenizer",
+        )
+
+
 MAX_SHARE = 0.01
 
 
@@ -157,11 +168,7 @@ def shared_spans(seen: SeenText | None, windows: Windows) -> float | None:
 
 
 def overlap_warning(share: float | None, seen: SeenText | None, windows: Windows) -> tuple[str, ...]:
-    """Warns when both texts are the same, or more than `MAX_SHARE` of the evaluation text was calibrated on.
-
-    Args:
-        share: result of `shared_spans`.
-    """
+    """Warns when both texts are the same, or more than `MAX_SHARE` of the evaluation text was calibrated on."""
     if seen is None:
         return ()
     flatter = "the figures flatter this checkpoint"

@@ -5,30 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import torch
-from torch import Tensor
+from typing import Any
 
 from calibration.sequences import check_token_ids, load_tokenizer
 from calibration.sources import load_texts
 from compress.checkpoint.config import read_config
 from compress.checkpoint.kv_cache import UNCOMPRESSED, KVCacheScheme
 from compress.common.errors import ToolkitError
-from compress.evaluate.perplexity import (
-    BATCH_LOGITS,
-    Evaluation,
-    Positions,
-    Windows,
-    compare_positions,
-    cut_windows,
-    log_probabilities,
-)
-
-if TYPE_CHECKING:
-    from runtime.model.served import ServedModel
+from compress.common.evaluation import Evaluation
+from compress.evaluate.perplexity import Windows, cut_windows, score_positions
+from compress.evaluate.positions import summarize
+from compress.evaluate.scorers import RuntimeScorer
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,19 +35,12 @@ class KVCacheMeasurement:
 
 
 def check_measurable(config: dict[str, Any], nbytes: int, device: str) -> None:
-    """Checks before a run that the runtime serves this model and that it fits into memory.
-
-    Args:
-        config: the parsed config.json.
-        nbytes: size of the finished weights.
-
-    Raises:
-        CheckpointError: it does neither.
-    """
+    """Checks before a run that the runtime serves this model and that it fits into memory. Raises CheckpointError: it
+    does neither."""
     from compress.common.device import require_memory, resolve_device
     from runtime.core.model_config import parse_config
 
-    if not parse_config(config).mixers:
+    if not parse_config(config).spec.attentions:
         raise ToolkitError("no layer of this model keeps keys and values", "Leave the kv_cache stage out")
     remedy = "Leave the kv_cache stage out, or run on a machine with more memory"
     require_memory("KV caches are measured with the finished model in memory", nbytes, resolve_device(device), remedy)
@@ -82,54 +63,18 @@ def measure_kv_caches(
     device: str = "auto",
     on_progress: Callable[[int, int], None] = lambda _done, _all: None,
 ) -> KVCacheMeasurement:
-    """Scores windows of a text with each form of keys and values.
+    """Scores windows of a text with each form of keys and values. Raises ToolkitError: a path or text that cannot be
+    used; NumericsError: logits that are not finite.
 
     Args:
         tokens, length: tokens of the text and of a window; one window at least.
-        on_progress: called with (passes done, passes in all): one of each window with 16 bits and with each form.
-
-    Raises:
-        ToolkitError: a path or text that cannot be used.
-        NumericsError: logits that are not finite.
+        on_progress: called with (windows done, windows in all).
     """
     from runtime.memory.estimate import kv_token_bytes
-    from runtime.model.loader import load_model
 
     windows = measured_windows(path, data=data, tokens=tokens, length=length)
-    decoder = load_model(path, device=device)
-    found: list[list[Positions]] = [[] for _ in schemes]
-    passes = count(1)
-    total = len(windows.tokens) * (len(schemes) + 1)
-    for window in windows.tokens:
-        scored = _score(decoder, window.unsqueeze(0), schemes, lambda: on_progress(next(passes), total))
-        for positions, part in zip(found, scored, strict=True):
-            positions.append(part)
-    results = tuple(Evaluation.of(Positions(*map(torch.cat, zip(*parts, strict=True))), True) for parts in found)
-    size = partial(kv_token_bytes, decoder.config, itemsize=decoder.dtype.itemsize)
+    exact = RuntimeScorer(path, device=device)
+    scored = score_positions(list(map(exact.reading, schemes)), windows, exact, on_progress)
+    results = tuple(summarize(positions, True) for positions in scored)
+    size = partial(kv_token_bytes, exact.decoder.config, itemsize=exact.decoder.dtype.itemsize)
     return KVCacheMeasurement(windows, results, size(UNCOMPRESSED), tuple(map(size, schemes)))
-
-
-@torch.inference_mode()
-def _score(
-    decoder: ServedModel, tokens: Tensor, schemes: Sequence[KVCacheScheme], on_pass: Callable[[], None]
-) -> list[Positions]:
-    """Scores one window `[1, T]` with each form, a slice of logits at a time: long windows of large vocabularies would
-    not fit otherwise. Calls `on_pass` after each pass over the window."""
-    from runtime.model.scoring import hidden_states
-
-    exact = hidden_states(decoder, tokens)
-    on_pass()
-    size = max(1, BATCH_LOGITS // decoder.config.vocab_size)
-    parts: list[list[Positions]] = []
-    for scheme in schemes:
-        hidden = hidden_states(decoder, tokens, scheme)
-        parts.append([])
-        for begin in range(0, tokens.shape[1] - 1, size):
-            end = min(begin + size, tokens.shape[1] - 1)
-            logp, reference = (
-                log_probabilities(decoder.logits(states[0, begin:end]).unsqueeze(0), "the model")
-                for states in (hidden, exact)
-            )
-            parts[-1].append(compare_positions(logp, reference, tokens[:, begin : end + 1]))
-        on_pass()
-    return [Positions(*(torch.cat(each, -1) for each in zip(*slices, strict=True))) for slices in parts]

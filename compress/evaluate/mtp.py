@@ -17,11 +17,8 @@ if TYPE_CHECKING:
 
 def measure_acceptance(path: Path, windows: Windows, device: str = "auto") -> float:
     """Measures the share of places in a text at which the most likely token of the head is that of the model: of the
-    first draft token of each step, what greedy decoding of this text would accept.
-
-    Raises:
-        ToolkitError: a checkpoint that cannot be served, or has no head.
-    """
+    first draft token of each step, what greedy decoding of this text would accept. Raises ToolkitError: a checkpoint
+    that cannot be served, or has no head."""
     from runtime.model.loader import load_model
     from runtime.model.mtp import load_head
 
@@ -39,6 +36,6 @@ def _agreement(decoder: Decoder, head: MtpHead, tokens: Tensor) -> Tensor:
     tokens = tokens.to(decoder.device)
     hidden = hidden_states(decoder, tokens.unsqueeze(0))[0]
     states = head_states(head, tokens[1:], decoder.final_norm(hidden)[:-1])
-    size = max(1, BATCH_LOGITS // decoder.config.vocab_size)
+    size = max(1, BATCH_LOGITS // decoder.config.spec.vocab_size)
     pairs = zip(states.split(size), hidden[1:].split(size), strict=True)
     return torch.cat([head.decoder.logits(a).argmax(-1) == decoder.logits(b).argmax(-1) for a, b in pairs])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from copy import copy
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,7 +15,8 @@ from compress.checkpoint.kv_cache import UNCOMPRESSED, KVCacheScheme
 from compress.checkpoint.meta_model import auto_class, read_transformers_config
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.state_dtype import STATE_FLOAT32
-from compress.common.errors import CheckpointError, DataError
+from compress.common.errors import CheckpointError, DataError, NumericsError
+from compress.evaluate.positions import Distribution
 from compress.models.wrappers import OUTER
 
 if TYPE_CHECKING:
@@ -22,20 +25,44 @@ if TYPE_CHECKING:
 BACKENDS = ("runtime", "transformers")
 
 
-class Scorer(Protocol):
-    """Source of next-token logits."""
+class Scorer(ABC):
+    """Source of next-token distributions.
+
+    Attributes:
+        vocab_size: numbers that `predict` gives for each position.
+    """
+
+    vocab_size: int
+
+    @abstractmethod
+    def states(self, tokens: Tensor) -> Any:
+        """Returns what predictions are made from, `[B, T, ...]`, of int64 tokens `[B, T]`; slices of it are taken."""
+
+    def head(self, states: Tensor) -> Tensor:
+        """Returns causal logits `[B, T, V]` in float32 (float64 for a float64 model)."""
+        return states
+
+    def predict(self, states: Any, who: str) -> Distribution:
+        """Returns log-probabilities of a slice of states. Raises NumericsError: `who` gave NaN or infinite logits."""
+        logits = self.head(states)
+        if not torch.isfinite(logits).all():
+            raise NumericsError(f"{who} gave NaN or infinite logits", "Run compress verify on the checkpoint")
+        return torch.log_softmax(logits, dim=-1)
 
     def logits(self, tokens: Tensor) -> Tensor:
-        """Returns causal logits `[B, T, V]` in float32 (float64 for a float64 model) of int64 tokens `[B, T]`."""
-        ...
+        """Returns the logits of whole windows, which take B * T * V * 4 bytes."""
+        return self.head(self.states(tokens))
 
 
-class RuntimeScorer:
+class RuntimeScorer(Scorer):
     """The decoder of `runtime serve`, with its kernels.
 
     Attributes:
-        kv_cache: form in which keys and values are cached and read. May be set between calls.
+        kv_cache: form in which keys and values are cached and read.
         state_dtype: dtype in which recurrent states are kept.
+
+    Args:
+        as_dense: dequantizes packed weights at load, as transformers' model always does.
     """
 
     def __init__(
@@ -52,16 +79,27 @@ class RuntimeScorer:
     ) -> None:
         from runtime.model.loader import load_model
 
-        self._decoder = load_model(
+        self.decoder = load_model(
             path, device=device, dtype=dtype, kernels=kernels, as_dense=as_dense, trust_remote_code=trust_remote_code
         )
-        check_states(self._decoder.config, path, state_dtype)
+        check_states(self.decoder.config, path, state_dtype)
+        self.vocab_size = self.decoder.config.spec.vocab_size
         self.kv_cache, self.state_dtype = kv_cache, state_dtype
 
-    def logits(self, tokens: Tensor) -> Tensor:
-        from runtime.model.scoring import score
+    def states(self, tokens: Tensor) -> Tensor:
+        from runtime.model.scoring import hidden_states
 
-        return score(self._decoder, tokens, self.kv_cache, self.state_dtype)
+        return hidden_states(self.decoder, tokens, self.kv_cache, self.state_dtype)
+
+    def reading(self, kv_cache: KVCacheScheme) -> RuntimeScorer:
+        """Returns a scorer of the same decoder that reads keys and values in another form."""
+        other = copy(self)
+        other.kv_cache = kv_cache
+        return other
+
+    @torch.inference_mode()
+    def head(self, states: Tensor) -> Tensor:
+        return self.decoder.logits(states.flatten(0, 1)).view(*states.shape[:2], -1)
 
 
 def check_states(config: DecoderConfig, path: Path, state_dtype: str) -> None:
@@ -70,15 +108,16 @@ def check_states(config: DecoderConfig, path: Path, state_dtype: str) -> None:
         raise DataError(f"{path} has no recurrent layers", "Leave out --state-dtype")
 
 
-class TransformersScorer:
+class TransformersScorer(Scorer):
     """transformers' model class with dequantized weights."""
 
     def __init__(self, path: Path, *, device: str = "auto", dtype: str = "auto") -> None:
         self._model = load_dequantized(path, dtype=dtype).to("cpu" if device == "auto" else device)
+        self.vocab_size = self._model.config.get_text_config().vocab_size
 
     @torch.inference_mode()
-    def logits(self, tokens: Tensor) -> Tensor:
-        logits = self._model(tokens.to(self._model.device), use_cache=False).logits
+    def states(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self._model(tokens.to(self._model.device), use_cache=False).logits
         return logits if logits.dtype == torch.float64 else logits.float()
 
 
@@ -94,44 +133,17 @@ def default_backend(folder: Path) -> str:
 
 
 def open_scorer(
-    path: Path,
-    backend: str = "runtime",
-    *,
-    device: str = "auto",
-    dtype: str = "auto",
-    kv_cache: KVCacheScheme = UNCOMPRESSED,
-    kernels: str = "auto",
-    as_dense: bool = False,
-    trust_remote_code: bool = False,
-    state_dtype: str = STATE_FLOAT32,
+    path: Path, backend: str = "runtime", *, device: str = "auto", dtype: str = "auto", **options: Any
 ) -> Scorer:
-    """Opens a scorer for a dense or packed checkpoint.
-
-    Args:
-        backend: `runtime` or `transformers`.
-        dtype: `auto` is the checkpoint's.
-        kv_cache: form of keys and values; for `runtime` only.
-        kernels: backend of linears; for `runtime` only.
-        as_dense: dequantizes packed weights at load, as transformers' model always does.
-        trust_remote_code: whether Python files of the folder may run; for `runtime` only.
-        state_dtype: dtype of kept recurrent states; for `runtime` only.
-    """
+    """Opens a scorer for a dense or packed checkpoint; `options` of `RuntimeScorer` hold for backend `runtime` only."""
     if backend == "runtime":
-        forms: dict[str, Any] = {"kv_cache": kv_cache, "state_dtype": state_dtype, "as_dense": as_dense}
-        options: dict[str, Any] = {"device": device, "dtype": dtype, "trust_remote_code": trust_remote_code}
-        return RuntimeScorer(path, kernels=kernels, **forms, **options)
+        return RuntimeScorer(path, device=device, dtype=dtype, **options)
     return TransformersScorer(path, device=device, dtype=dtype)
 
 
 def load_dequantized(path: Path, *, dtype: str = "auto") -> Any:
     """Loads a transformers model with its packed linears dequantized, by the names and buffers that it converts itself.
-
-    Args:
-        dtype: dtype of the computation; `auto` is that of config.json.
-
-    Raises:
-        CheckpointError: the checkpoint lacks a weight, or one has another shape.
-    """
+    Raises CheckpointError: the checkpoint lacks a weight, or one has another shape."""
     from accelerate import init_empty_weights
 
     checkpoint = PackedCheckpoint.open(path)

@@ -30,16 +30,20 @@ from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.state_dtype import STATE_DTYPES, STATE_FLOAT32, MeasuredStates, with_measured_states
 from compress.common.device import available_bytes, format_bytes, require_memory, resolve_device
 from compress.common.errors import DataError
+from compress.common.evaluation import Evaluation
 from compress.evaluate.checks import (
     Domain,
     SeenText,
+    check_same_tokens,
     compare_domains,
     domain_sample,
     overlap_warning,
     shared_spans,
 )
-from compress.evaluate.perplexity import Evaluation, Windows, cut_windows, score_positions
+from compress.evaluate.perplexity import Windows, batches, cut_windows, score_positions
+from compress.evaluate.positions import summarize
 from compress.evaluate.scorers import BACKENDS, Scorer, check_states, default_backend, open_scorer
+from compress.evaluate.server import TOP_TOKENS, Server, ServerScorer
 from compress.evaluate.stream_plan import ModelCost, StreamPlan, stored_tensors
 from compress.evaluate.streamed import Report, StreamedScorer, Streaming
 from compress.models.config import context_length
@@ -58,22 +62,19 @@ class EvaluationRequest:
     """Request of an evaluation.
 
     Attributes:
-        model: folder of a dense or packed checkpoint.
-        baseline: folder of the dense model to compare with; None is the recorded source of a packed checkpoint.
+        model, baseline: a folder, or a running server, of which the most likely tokens are known only. The baseline is
+            what the model is compared with; None is the recorded source of a packed checkpoint.
         data: text source, see `calibration.sources.load_texts`.
-        length: tokens of a window.
-        max_tokens: limit on the tokens; None is all the text.
         kv_cache: form of keys and values of the model; the baseline has 16 bits.
-        kernels: of the model, not of the baseline: a mode or a kernel of `runtime.backends.registry`.
         activations: of the model: see `runtime.activations.choose_activations`; `auto` is as stored. Those of the
             baseline are as stored.
-        trust_remote_code: whether Python files of the folders may run.
         state_dtype: dtype of kept recurrent states of the model; the baseline has float32.
         streaming: None keeps both models in memory.
+        tokenizer: folder with the tokenizer of both; None for that of the model, or of the baseline of a server.
     """
 
-    model: Path
-    baseline: Path | None = None
+    model: Path | Server
+    baseline: Path | Server | None = None
     data: str = DEFAULT_DATA
     length: int = DEFAULT_LENGTH
     max_tokens: int | None = None
@@ -86,6 +87,26 @@ class EvaluationRequest:
     state_dtype: str = STATE_FLOAT32
     streaming: Streaming | None = None
     activations: str = AUTO
+    tokenizer: Path | None = None
+
+    @property
+    def folders(self) -> list[Path]:
+        """Folders of the model, of its baseline and of the tokenizer, of those that are named and no servers."""
+        return [each for each in (self.model, self.baseline, self.tokenizer) if isinstance(each, Path)]
+
+    @property
+    def servers(self) -> list[Server]:
+        return [each for each in (self.model, self.baseline) if isinstance(each, Server)]
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Options that a model and its baseline share."""
+        return {"device": self.device, "dtype": self.dtype, "trust_remote_code": self.trust_remote_code}
+
+    @property
+    def forms(self) -> dict[str, Any]:
+        """Forms of what the model keeps; its baseline keeps all as it is."""
+        return {"kv_cache": self.kv_cache, "state_dtype": self.state_dtype}
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +121,7 @@ class EvaluationReport:
     request: EvaluationRequest
     result: Evaluation
     windows: Windows
-    baseline: Path | None
+    baseline: Path | Server | None
     warnings: tuple[str, ...] = field(default=())
     overlap: float | None = None
     domain: Domain | None = None
@@ -118,6 +139,7 @@ class EvaluationReport:
             "kernels": self.request.kernels,
             "activations": self.request.activations,
             "state_dtype": self.request.state_dtype,
+            "top_tokens": TOP_TOKENS if self.request.servers else None,
             "calibration_overlap": self.overlap,
             "bits_per_byte": asdict(self.domain) if self.domain else None,
             "warnings": list(self.warnings),
@@ -129,14 +151,12 @@ def run_evaluation(
     on_progress: Report = lambda _what, _done, _all: None,
     calibration: SequenceSet | None = None,
 ) -> EvaluationReport:
-    """Loads models and text of a request and evaluates them.
+    """Loads models and text of a request and evaluates them. Raises ToolkitError: a path, text or option that cannot be
+    used, or logits that are not finite.
 
     Args:
         on_progress: is told what is done, how many steps of it are, and how many there are.
         calibration: calibration sequences of the checkpoint; None packs the recorded text again.
-
-    Raises:
-        ToolkitError: a path, text or option that cannot be used, or logits that are not finite.
     """
     return run_evaluations(request, (request.activations,), on_progress, calibration)[0]
 
@@ -153,11 +173,12 @@ def run_evaluations(
     choices = [_choose_activations(request, each) for each in activations]
     with _scorers(prepared, choices, on_progress) as (models, reference):
         scored = score_positions(models, windows, reference, partial(on_progress, "scoring"))
-        results = [Evaluation.of(positions, reference is not None) for positions in scored]
+        results = [summarize(positions, reference is not None) for positions in scored]
         scorer = reference or models[0]
         domain = None if sample is None else compare_domains(scorer, sample, windows, results[0], prepared.tokenizer)
+        padded = () if reference is None or request.servers else _padding(models[0].vocab_size, reference.vocab_size)
     shared = shared_spans(seen, windows)
-    warnings = prepared.warnings + overlap_warning(shared, seen, windows) + _kept_inputs(request, choices)
+    warnings = prepared.warnings + overlap_warning(shared, seen, windows) + _kept_inputs(request, choices) + padded
     if domain and seen:
         warnings += domain.warnings(seen.name, windows.source)
     return [
@@ -175,11 +196,7 @@ def run_evaluations(
 
 
 def plan_evaluation(request: EvaluationRequest) -> StreamPlan:
-    """Plans the evaluation of a request that streams; reads no weights.
-
-    Raises:
-        ToolkitError: see `run_evaluation`.
-    """
+    """Plans the evaluation of a request that streams; reads no weights. Raises ToolkitError: see `run_evaluation`."""
     models, reference = _streamed(_prepare(request, None), [_choose_activations(request, SIXTEEN_BITS)])
     scorers = models if reference is None else [*models, reference]
     parts = [part for scorer in scorers for part in scorer.parts]
@@ -198,15 +215,11 @@ def plan_evaluation(request: EvaluationRequest) -> StreamPlan:
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
-    """A request with its text.
-
-    Attributes:
-        sample: of the calibration text; None where it is not available.
-    """
+    """A request with its text."""
 
     request: EvaluationRequest
     config: dict[str, Any]
-    baseline: Path | None
+    baseline: Path | Server | None
     tokenizer: Any
     windows: Windows
     seen: SeenText | None
@@ -217,36 +230,55 @@ class _Prepared:
     def as_dense(self) -> bool:
         """Whether the baseline is compared with as the run read it, whatever kernels would make of it: a quantized
         source."""
-        return self.baseline is not None and _is_source(self.baseline, self.config)
+        source = recorded_source(self.config)
+        return source is not None and isinstance(self.baseline, Path) and source.resolve() == self.baseline.resolve()
 
 
 def _prepare(request: EvaluationRequest, calibration: SequenceSet | None) -> _Prepared:
     """Finds the baseline and cuts the text; see `run_evaluation`."""
     _check_choices(request)
-    config = read_config(request.model)
+    if not request.folders:
+        problem = "two servers say nothing of their tokenizer"
+        raise DataError(problem, "Name a folder that has it with --tokenizer")
+    folder = request.folders[0]
+    config = read_config(folder)
     baseline, warnings = _find_baseline(request, config)
-    tokenizer = load_tokenizer(request.model)
-    length = min(request.length, context_length(config) or request.length)
+    tokenizer = load_tokenizer(request.tokenizer or folder)
+    # Servers compute a token after the prompt.
+    longest = (context_length(config) or request.length + 1) - bool(request.servers)
+    length = min(request.length, longest)
     if length < request.length:
         warnings += (f"windows have {length} tokens, the model's context, not --max-seq-length {request.length}",)
     windows = cut_windows(load_texts(request.data), tokenizer, length=length, max_tokens=request.max_tokens)
-    check_token_ids(windows.tokens, config, request.model)
+    check_token_ids(windows.tokens, config, folder)
+    if isinstance(baseline, Path):
+        check_same_tokens(windows, tokenizer, baseline)
+    warnings += tuple(f"{server}: {_BOUND}" for server in request.servers)
     seen = SeenText.of(calibration) if calibration else SeenText.recorded(compression_block(config), tokenizer)
-    return _Prepared(request, config, baseline, tokenizer, windows, seen, domain_sample(seen), warnings)
+    sample = None if request.servers else domain_sample(seen)
+    return _Prepared(request, config, baseline, tokenizer, windows, seen, sample, warnings)
+
+
+_BOUND = (
+    f"its {TOP_TOKENS} most likely tokens are known, and all others are compared as one: KL is a lower bound, and the "
+    "acceptance an upper bound"
+)
 
 
 def _choose_activations(request: EvaluationRequest, asked: str) -> ActivationChoice:
     from runtime.activations import ActivationChoice, choose_activations
 
-    if request.backend != "runtime":
+    if request.backend != "runtime" or isinstance(request.model, Server):
         return ActivationChoice(request.kernels)
     if asked == AUTO and request.kernels == AUTO and PackedCheckpoint.open(request.model).inputs:
         asked = AS_STORED
-    return choose_activations(request.model, asked, kernels=request.kernels, **_options(request))
+    return choose_activations(request.model, asked, kernels=request.kernels, **request.options)
 
 
 def _kept_inputs(request: EvaluationRequest, choices: Sequence[ActivationChoice]) -> tuple[str, ...]:
     """Returns a warning where inputs keep 16 bits that the checkpoint rounds."""
+    if isinstance(request.model, Server):
+        return ()
     stored = PackedCheckpoint.open(request.model).describe_inputs()
     if not stored or all(choice.rounds_inputs for choice in choices):
         return ()
@@ -264,16 +296,16 @@ def _scorers(
         with request.streaming.scorers(*_streamed(prepared, choices), report) as scorers:
             yield scorers
         return
-    options: dict[str, Any] = _options(request)
-    forms: dict[str, Any] = {"kv_cache": request.kv_cache, "state_dtype": request.state_dtype}
-    models = [open_scorer(request.model, request.backend, kernels=each.kernels, **forms, **options) for each in choices]
-    options |= {"kernels": AS_STORED, "as_dense": prepared.as_dense}
-    yield models, open_scorer(baseline, request.backend, **options) if baseline else None
+    forms: dict[str, Any] = request.options | request.forms
+    models = [_open(prepared, request.model, forms | {"kernels": choice.kernels}) for choice in choices]
+    dense = request.options | {"kernels": AS_STORED, "as_dense": prepared.as_dense}
+    yield models, _open(prepared, baseline, dense) if baseline else None
 
 
-def _options(request: EvaluationRequest) -> dict[str, Any]:
-    """Returns options that a model and its baseline share."""
-    return {"device": request.device, "dtype": request.dtype, "trust_remote_code": request.trust_remote_code}
+def _open(prepared: _Prepared, source: Path | Server, options: dict[str, Any]) -> Scorer:
+    if isinstance(source, Server):
+        return ServerScorer(source, prepared.tokenizer)
+    return open_scorer(source, prepared.request.backend, **options)
 
 
 def _streamed(
@@ -283,33 +315,40 @@ def _streamed(
     that does not stream."""
     from runtime.model.streamed import StreamedModel
 
-    request, baseline, options = prepared.request, prepared.baseline, _options(prepared.request)
+    request, baseline, options = prepared.request, prepared.baseline, prepared.request.options
     if request.streaming is None:
         raise DataError("only streamed evaluations are planned", "Add --stream, or leave --dry-run out")
+    if isinstance(request.model, Server) or isinstance(baseline, Server):
+        raise DataError("the layers of a server cannot be streamed", "Leave --stream out")
     models = [StreamedModel.open(request.model, kernels=choice.kernels, **options) for choice in choices]
     check_states(models[0].config, request.model, request.state_dtype)
-    alone = [prepared.windows.tokens]
-    texts = alone if prepared.sample is None else [*alone, prepared.sample.tokens]
-    folder = request.streaming.folder
-    forms: dict[str, Any] = {"kv_cache": request.kv_cache, "state_dtype": request.state_dtype}
-    first = texts if baseline is None else alone
+    opened = (
+        models
+        if baseline is None
+        else [
+            *models,
+            StreamedModel.open(baseline, kernels=AS_STORED, as_dense=prepared.as_dense, **options),
+        ]
+    )
+    largest = max(model.config.spec.vocab_size for model in opened)
+    alone = batches(prepared.windows.tokens, largest)
+    # The baseline is compared with the calibration text, or the model where there is none.
+    sampled = opened[-1 if baseline else 0].config.spec.vocab_size
+    texts = alone if prepared.sample is None else (*alone, *batches(prepared.sample.tokens, sampled))
+    folder, first = request.streaming.folder, texts if baseline is None else alone
     scorers = [
-        StreamedScorer.of(model, folder / name, seen, **forms)
+        StreamedScorer.of(model, folder / name, seen, **request.forms)
         for model, name, seen in zip(models, ("model", f"model-{EIGHT_BITS}"), (first, alone), strict=False)
     ]
-    if baseline is None:
-        return scorers, None
-    reference = StreamedModel.open(baseline, kernels=AS_STORED, as_dense=prepared.as_dense, **options)
-    return scorers, StreamedScorer.of(reference, folder / "baseline", texts)
+    return scorers, None if baseline is None else StreamedScorer.of(opened[-1], folder / "baseline", texts)
 
 
 def record_states(report: EvaluationReport) -> MeasuredStates:
-    """Writes the cost of recurrent states into the config.json of a checkpoint that was its own baseline.
-
-    Raises:
-        DataError: the checkpoint is in the hub's cache, whose files must stay as they are.
-    """
+    """Writes the cost of recurrent states into the config.json of a checkpoint that was its own baseline. Raises
+    DataError: the checkpoint is in the hub's cache, whose files must stay as they are."""
     request = report.request
+    if isinstance(request.model, Server):
+        raise DataError(f"{request.model} has no config.json to write to", "Name the folder that is served")
     if model := HubModel.of_cached(request.model):
         problem = f"{model} is in the cache of the hub, whose files stay as they are"
         raise DataError(problem, f"Make a folder of your own: hf download {model.repo} --local-dir FOLDER")
@@ -326,11 +365,6 @@ def recorded_source(config: dict[str, Any]) -> Path | None:
     return folder_of(source) if source.exists() else source
 
 
-def _is_source(path: Path, config: dict[str, Any]) -> bool:
-    source = recorded_source(config)
-    return source is not None and source.resolve() == path.resolve()
-
-
 def _check_choices(request: EvaluationRequest) -> None:
     choices = {
         "backend": (request.backend, BACKENDS),
@@ -341,22 +375,29 @@ def _check_choices(request: EvaluationRequest) -> None:
     for option, (value, known) in choices.items():
         if value not in known:
             raise DataError(f"{option} {value!r} is unknown", f"Use --{option} " + " or ".join(known))
-    if request.backend != "runtime" and not request.kv_cache.is_exact:
-        raise DataError(
-            f"{request.backend} cannot read keys and values as {request.kv_cache}",
-            "Use --backend runtime, or --kv-cache 16bit",
-        )
-    if request.backend != "runtime" and request.state_dtype != STATE_FLOAT32:
-        raise DataError(f"{request.backend} keeps no states in {request.state_dtype}", "Use --backend runtime")
-    if request.backend != "runtime" and request.activations in (EIGHT_BITS, AS_STORED):
-        raise DataError(f"{request.backend} does not round activations", "Use --backend runtime")
-    if request.backend != "runtime" and request.kernels != "auto":
-        raise DataError(f"{request.backend} has no kernels {request.kernels}", "Use --backend runtime")
-    if request.backend != "runtime" and request.streaming is not None:
-        raise DataError(f"{request.backend} computes whole models only", "Use --backend runtime, or leave --stream out")
+    if request.backend == "runtime":
+        return
+    refusals = (
+        (not request.kv_cache.is_exact, f"cannot read keys and values as {request.kv_cache}", ", or --kv-cache 16bit"),
+        (request.state_dtype != STATE_FLOAT32, f"keeps no states in {request.state_dtype}", ""),
+        (request.activations in (EIGHT_BITS, AS_STORED), "does not round activations", ""),
+        (request.kernels != "auto", f"has no kernels {request.kernels}", ""),
+        (request.streaming is not None, "computes whole models only", ", or leave --stream out"),
+    )
+    for refused, problem, instead in refusals:
+        if refused:
+            raise DataError(f"{request.backend} {problem}", f"Use --backend runtime{instead}")
 
 
-def _find_baseline(request: EvaluationRequest, config: dict[str, Any]) -> tuple[Path | None, tuple[str, ...]]:
+def _padding(model: int, baseline: int) -> tuple[str, ...]:
+    """Returns a warning where vocabularies differ, which they do by padding only."""
+    if model == baseline:
+        return ()
+    first = min(model, baseline)
+    return (f"the model has {model} tokens and the baseline {baseline}: the first {first} of both are compared",)
+
+
+def _find_baseline(request: EvaluationRequest, config: dict[str, Any]) -> tuple[Path | Server | None, tuple[str, ...]]:
     """Returns the baseline, and a warning when the recorded one does not exist any more."""
     if request.baseline is not None:
         return request.baseline, ()
@@ -376,18 +417,11 @@ def quick_check(
     say: Callable[[str], None] = lambda _line: None,
 ) -> dict[str, Any]:
     """Measures perplexity and KL of a new checkpoint against its source on a fixed slice of the default text, as it
-    would be served on this machine. On a CPU that decides the form of activations.
+    would be served on this machine. On a CPU that decides the form of activations. Raises CheckpointError: the packed
+    checkpoint does not compute, or both models do not fit in memory and cannot be streamed. `streaming`: in use where
+    both models do not fit in memory; None refuses that."""
+    from runtime.activations import can_round_activations
 
-    Args:
-        calibration: its calibration sequences, to be compared with that text.
-        streaming: in use where both models do not fit in memory; None refuses that.
-        on_progress: see `run_evaluation`.
-        say: is told in one line that the models are streamed.
-
-    Raises:
-        CheckpointError: the packed checkpoint does not compute, or both models do not fit in memory and cannot be
-            streamed.
-    """
     length = min(DEFAULT_LENGTH, context_length(read_config(packed)) or DEFAULT_LENGTH)
     request = EvaluationRequest(packed, source, length=length, max_tokens=tokens, backend=default_backend(packed))
     device, needed = resolve_device("auto"), both_bytes(source)
@@ -398,15 +432,9 @@ def quick_check(
         taken = f"the dense and the packed model take about {format_bytes(needed)}, {format_bytes(free)} are free"
         say(f"quality check: {taken} on {device}: one layer at a time")
         request = replace(request, streaming=streaming)
-    return _gated(run_evaluations(request, _forms(request), on_progress, calibration))
-
-
-def _forms(request: EvaluationRequest) -> tuple[str, ...]:
-    """Returns the forms of activations in which a new checkpoint may be served."""
-    from runtime.activations import can_round_activations
-
-    can_round = request.backend == "runtime" and can_round_activations(request.model)
-    return (SIXTEEN_BITS, EIGHT_BITS) if can_round else (SIXTEEN_BITS,)
+    can_round = request.backend == "runtime" and can_round_activations(packed)
+    forms = (SIXTEEN_BITS, EIGHT_BITS) if can_round else (SIXTEEN_BITS,)
+    return _gated(run_evaluations(request, forms, on_progress, calibration))
 
 
 def _gated(reports: Sequence[EvaluationReport]) -> dict[str, Any]:

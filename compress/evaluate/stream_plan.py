@@ -69,13 +69,7 @@ def stored_tensors(checkpoint: PackedCheckpoint) -> Iterator[StoredTensor]:
 
 @dataclass(frozen=True, slots=True)
 class ModelCost:
-    """One model on its way through memory.
-
-    Attributes:
-        read_bytes: of its files.
-        layer: its largest layer.
-        head: its output head.
-    """
+    """One model on its way through memory."""
 
     read_bytes: int
     layer: PartBytes
@@ -105,8 +99,6 @@ class StreamPlan:
         models: the model, and the baseline where there is one.
         tokens: that pass through all models together.
         part_tokens: of one forward pass.
-        length: of a window.
-        target: device, and dtype of activations.
     """
 
     spec: ModelSpec
@@ -137,7 +129,7 @@ class StreamPlan:
         widest = max(sum(linear.out_features for linear in _computed(block)) for block in self.spec.blocks)
         activations = self.part_tokens * self.itemsize * (6 * self.spec.hidden_size + 2 * widest)
         layer = max(each.layer.prepared + max(each.layer.mapped, activations) for each in self.models)
-        logits = max(BATCH_LOGITS, self.length * self.spec.vocab_size) * max(self.itemsize, _LOGIT_BYTES)
+        logits = max(BATCH_LOGITS, self.spec.vocab_size) * max(self.itemsize, _LOGIT_BYTES)
         beside = max(_LOGIT_COPIES * logits, *(each.head.mapped for each in self.models))
         return _PROCESS_BYTES + max(layer, sum(each.head.prepared for each in self.models) + beside)
 

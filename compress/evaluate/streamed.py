@@ -6,12 +6,11 @@ seen. A pass that is interrupted continues with the pieces that have seen fewest
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +23,7 @@ from compress.checkpoint.writer import BlockStore
 from compress.common.cli import tool_version
 from compress.common.errors import CheckpointError, NumericsError
 from compress.common.work_folder import begin, check_same, differences, discard, has_progress, held_by_one
-from compress.evaluate.perplexity import batches
+from compress.evaluate.scorers import Scorer
 
 if TYPE_CHECKING:
     from runtime.model.decoder import Decoder
@@ -35,11 +34,10 @@ Report = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
-class StreamedScorer:
-    """A `Scorer` that knows the logits of some texts, once `compute` ran over all layers.
+class StreamedScorer(Scorer):
+    """A scorer that knows the hidden states of some texts, once `compute` ran over all layers.
 
     Attributes:
-        store: holds the hidden states.
         parts: int64 `[B, T]` each, the windows of one forward pass.
         places: parts of each batch of windows that is asked for, by its digest.
         kv_cache, state_dtype: see `RuntimeScorer`.
@@ -57,21 +55,17 @@ class StreamedScorer:
         cls,
         model: StreamedModel,
         folder: Path,
-        texts: Sequence[Tensor],
+        batches: Iterable[Tensor],
         kv_cache: KVCacheScheme = UNCOMPRESSED,
         state_dtype: str = STATE_FLOAT32,
     ) -> StreamedScorer:
-        """Prepares the pass over windows `[N, T]` of some texts, in the batches of the resident evaluation: products of
-        another number of rows may round differently.
-
-        Args:
-            folder: for hidden states.
-        """
+        """Prepares the pass over batches `[B, T]` of windows, those of the resident evaluation: products of another
+        number of rows may round differently."""
         from runtime.model.scoring import split_rows
 
         parts: list[Tensor] = []
         places: dict[bytes, range] = {}
-        for batch in chain.from_iterable(batches(tokens, model.config.vocab_size) for tokens in texts):
+        for batch in batches:
             rows = split_rows(batch)
             places[_digest(batch)] = range(len(parts), len(parts) + len(rows))
             parts += rows
@@ -102,11 +96,8 @@ class StreamedScorer:
         return self.store.folder.name
 
     def compute(self, report: Report) -> None:
-        """Passes all windows through all layers that they have not seen.
-
-        Args:
-            report: is called after each part with (`name` and the layer, steps done, `num_steps`).
-        """
+        """Passes all windows through all layers that they have not seen. `report`: is called after each part with
+        (`name` and the layer, steps done, `num_steps`)."""
         from runtime.model.streamed import advance
 
         seen = self._begin()
@@ -138,7 +129,7 @@ class StreamedScorer:
     def _num_seen(self, part: int) -> int | None:
         """Returns the layers that a part has seen; None for one that is absent or damaged."""
         try:
-            return self.store.read_metadata(_key(part))["layers"]
+            return int(self.store.read_metadata(_key(part))["layers"])
         except CheckpointError:
             return None
 
@@ -159,11 +150,18 @@ class StreamedScorer:
         self.model.release()
         return decoder
 
+    @property
+    def vocab_size(self) -> int:  # type: ignore[override]  # a fact of the model, not set
+        return self.model.config.spec.vocab_size
+
     @torch.inference_mode()
-    def logits(self, tokens: Tensor) -> Tensor:
+    def states(self, tokens: Tensor) -> Tensor:
         """See `Scorer`. Raises KeyError for windows that were not computed, or not in this batch."""
-        hidden = torch.cat(list(self._hidden(tokens)))
-        return self._decoder.logits(hidden).view(*tokens.shape, -1)
+        return torch.cat(list(self._hidden(tokens))).view(*tokens.shape, -1)
+
+    @torch.inference_mode()
+    def head(self, states: Tensor) -> Tensor:
+        return self._decoder.logits(states.flatten(0, 1)).view(*states.shape[:2], -1)
 
     def _hidden(self, tokens: Tensor) -> Iterator[Tensor]:
         for part in self.places[_digest(tokens)]:
@@ -192,10 +190,8 @@ class Streaming:
         self, scorers: Sequence[StreamedScorer], reference: StreamedScorer | None, report: Report
     ) -> Iterator[tuple[Sequence[StreamedScorer], StreamedScorer | None]]:
         """Streams texts through a model in one or several forms and its baseline, one after the other; see `open`.
-
-        Raises:
-            CheckpointError: another process uses the folder, it holds progress of something else, or the disk is full.
-        """
+        Raises CheckpointError: another process uses the folder, it holds progress of something else, or the disk is
+        full."""
         busy = CheckpointError(f"another process is evaluating in {self.folder}", "Wait for it, or name another folder")
         with held_by_one(self.folder, busy):
             self._continue(self._identity(scorers, reference))

@@ -7,16 +7,15 @@ Lin et al. 2023, https://arxiv.org/abs/2306.00978: section 3.2 (the scale search
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, ClassVar, overload
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from compress.checkpoint.weights import Int, Scheme, Weight
+from compress.checkpoint.weights import Scheme, Weight
 from compress.methods.base import Layer, Needs, QuantizationMethod, ScaleSearch, register
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from compress.checkpoint.weights.integer import IntegerWeight
     from compress.methods.shared.smoothing import Candidate, SmoothingResult
 
 NUM_RATIOS = 10
@@ -49,13 +48,8 @@ def search_smoothing(search: ScaleSearch, num_ratios: int = 20) -> SmoothingResu
     """Tries `s = x^r` and `s = x^r / w^(1-r)` over a grid of r, and keeps the identity unless one is better.
 
     x is the mean magnitude of each input, w the mean over rows of |W| relative to its group's largest. Every second r
-    of the grid is tried, then both neighbours of the best: losses change slowly with r.
-
-    Args:
-        num_ratios: grid points per form.
-
-    Raises:
-        NumericsError: NaN or infinity in a weight, the magnitudes or the unsmoothed loss.
+    of the grid is tried, then both neighbours of the best: losses change slowly with r. Raises NumericsError: NaN or
+    infinity in a weight, the magnitudes or the unsmoothed loss. `num_ratios`: grid points per form.
     """
     from compress.common.device import require_finite
     from compress.methods.shared.smoothing import Candidate, best_scale, share_across_heads
@@ -80,22 +74,6 @@ def search_smoothing(search: ScaleSearch, num_ratios: int = 20) -> SmoothingResu
     return best_scale(search, tried, refine=neighbours)
 
 
-@overload
-def quantize_awq(
-    weight: Tensor,
-    scheme: Int,
-    importance: Tensor | None = None,
-    inputs: Tensor | None = None,
-    scale_dtype: torch.dtype | None = None,
-) -> IntegerWeight: ...
-@overload
-def quantize_awq(
-    weight: Tensor,
-    scheme: Scheme,
-    importance: Tensor | None = None,
-    inputs: Tensor | None = None,
-    scale_dtype: torch.dtype | None = None,
-) -> Weight: ...
 def quantize_awq(
     weight: Tensor,
     scheme: Scheme,
@@ -106,17 +84,14 @@ def quantize_awq(
     """Quantizes an already smoothed `weight [O, I]`, its ranges clipped where that lowers the error of each group's
     share of the output on sample inputs.
 
-    The released code tries ten symmetric limits per group. Here every candidate of the scale search is judged by
-    that same error instead: both signs, finer steps, and zero points where there are any.
+    The released code tries ten symmetric limits per group. Here every candidate of the scale search is judged by that
+    same error instead: both signs, finer steps, and zero points where there are any. Raises SchemeError: the group size
+    does not divide `I`, or the form has no grid; NumericsError: NaN or infinity in weight, importance or inputs.
 
     Args:
         importance: `[I]`, mean square of the smoothed inputs, which decides where there are no samples.
         inputs: `[T, I]` sample rows, after smoothing; 512 are plenty.
         scale_dtype: dtype of stored scales; None is bfloat16.
-
-    Raises:
-        SchemeError: the group size does not divide `I`, or the form has no grid.
-        NumericsError: NaN or infinity in weight, importance or inputs.
     """
     return scheme.grid(weight, importance, scale_dtype, inputs).encode(weight)
 

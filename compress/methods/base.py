@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 from compress.checkpoint.weights import Int, NMSparsity, Scheme
 from compress.checkpoint.weights.integer import integers
-from compress.common.cli import nearest
+from compress.common.cli import check_options
 from compress.common.errors import RecipeError
+from compress.common.registry import Registry
 
 if TYPE_CHECKING:
     import torch
@@ -21,15 +22,13 @@ if TYPE_CHECKING:
 
     from calibration.statistics import InputStatistics
     from compress.checkpoint.weights import Weight
-    from compress.checkpoint.weights.gguf_blocks import BlockIntegers
-    from compress.checkpoint.weights.integer import IntegerWeight
+    from compress.checkpoint.weights.coded import CodedWeight
     from compress.checkpoint.weights.low_rank import LowRankWeight
     from compress.checkpoint.weights.outlier_columns import OutlierWeight
     from compress.methods.shared.decomposition import Whitening
     from compress.methods.shared.hessian import HessianCache
     from compress.methods.shared.smoothing import SmoothingResult
 
-    Learnable = IntegerWeight | BlockIntegers
     """Weight forms with learnable rounding."""
 
 EMBEDDING, HEAD = "embedding", "head"
@@ -43,8 +42,6 @@ class Needs:
 
     Attributes:
         inputs: input magnitudes on the calibration text.
-        hessian: second moments of the inputs.
-        sample_rows: sampled input rows.
         dense_inputs: differences of the inputs from those in the dense model.
         learning_batch: sequences per gradient step; 0 for methods without learning. Above 0 the block's output in the
             dense model is also stored.
@@ -70,10 +67,7 @@ class Layer:
     """Linear layer in the interface of methods.
 
     Attributes:
-        name: full module name.
         weight: float32 `[O, I]`, after smoothing and pruning.
-        scheme: target scheme.
-        options: `Options` of the method.
         dtype: dtype of stored scales and of unquantized values.
         inputs: statistics of the inputs, and their factorized Hessians.
         kept: bool `[O, I]`, False for pruned weights, which stay zero; None without pruning.
@@ -105,8 +99,6 @@ class ScaleSearch:
     """Search for a smoothing scale `[I]` of linears that share an input.
 
     Attributes:
-        weights: weights `[O_k, I]` of the linears.
-        statistics: statistics of their input.
         quantize: fake quantization of a weight, of the same shape.
         loss: error of the parent module's output with these weights and input scale.
         group_size: columns that share a scale of the weight.
@@ -147,7 +139,6 @@ class TuningRecord:
     """Record of learned rounding of a block.
 
     Attributes:
-        steps: number of steps taken.
         best_step: step with the least error; 0 keeps the starting weights.
         loss_before, loss_after: squared error of the block's output on the search sequences, relative to the output.
         changed: share of codes that differ from the starting ones.
@@ -164,7 +155,7 @@ class TuningRecord:
 class TunedBlock:
     """Learned weights by name inside the block, the record, and a note on a fallback."""
 
-    weights: Mapping[str, Learnable]
+    weights: Mapping[str, CodedWeight]
     record: TuningRecord
     recovery: str = ""
 
@@ -178,31 +169,31 @@ class Pruned:
 
 
 @dataclass(frozen=True, slots=True)
-class NoOptions:
-    """Options of a method without options."""
+class MethodOptions:
+    """Options of a method, none of its own. Raises RecipeError for a value outside declared words or limits."""
+
+    def __post_init__(self) -> None:
+        check_options(self)
 
 
 class Method:
     """Compression method.
 
     Attributes:
-        kind: kind of recipe stage.
-        name: name in recipes and `--method`.
-        help: short description for `--help`.
-        Options: dataclass of its options. Fields are annotated with their help and become options of the command line
-            and keys of recipes.
+        Options: dataclass of its options, whose fields are declared with `compress.common.cli.option`.
         data: calibration data that it needs with any options.
-        is_default: whether it is the default method of its kind.
         is_fallback: whether it replaces methods of its kind for layers without calibration tokens.
+        order: its place in `--help`.
     """
 
     kind: ClassVar[str]
     name: ClassVar[str]
     help: ClassVar[str]
-    Options: ClassVar[type] = NoOptions
+    Options: ClassVar[type] = MethodOptions
     data: ClassVar[Needs] = Needs()
     is_default: ClassVar[bool] = False
     is_fallback: ClassVar[bool] = False
+    order: ClassVar[int] = 0
 
     def needs(self, options: Any) -> Needs:
         """Returns the calibration data that the method needs with these options."""
@@ -241,16 +232,11 @@ class QuantizationMethod(Method):
         return f"it chooses {'codes on a grid' if self.takes_grids else 'integers'}, and {scheme} has none"
 
     def default_scheme(self) -> Scheme:
-        """Returns the default scheme."""
         return Int()
 
     def compress(self, layer: Layer) -> Weight:
-        """Quantizes one layer.
-
-        Raises:
-            SchemeError: the group size does not divide the inputs.
-            NumericsError: NaN or infinity in the weight or its statistics.
-        """
+        """Quantizes one layer. Raises SchemeError: the group size does not divide the inputs; NumericsError: NaN or
+        infinity in the weight or its statistics."""
         raise NotImplementedError
 
     def compress_beside(self, layer: Layer, columns: Tensor) -> OutlierWeight:
@@ -270,7 +256,7 @@ class QuantizationMethod(Method):
     def tune_block(
         self,
         objective: BlockObjective,
-        starts: Mapping[str, tuple[Tensor, Learnable]],
+        starts: Mapping[str, tuple[Tensor, CodedWeight]],
         options: Any,
         tick: Callable[[float], None],
     ) -> TunedBlock:
@@ -290,26 +276,21 @@ class PruningMethod(Method):
 
     def prune(
         self, layer: Layer, pattern: NMSparsity | None, sparsity: float, joint: Int | None
-    ) -> Pruned | IntegerWeight:
-        """Prunes one layer, and quantizes it jointly if a scheme is given and the method supports it.
+    ) -> Pruned | CodedWeight:
+        """Prunes one layer, and quantizes it jointly if a scheme is given and the method supports it. Raises
+        SchemeError: the group size does not divide the inputs; NumericsError: NaN or infinity in the weight or its
+        statistics.
 
         Args:
             pattern: N:M pattern; None is unstructured pruning by `sparsity`.
             joint: scheme to round to in the same loop, if the method supports it.
-
-        Raises:
-            SchemeError: the group size does not divide the inputs.
-            NumericsError: NaN or infinity in the weight or its statistics.
         """
         raise NotImplementedError
 
 
 class FactorizationMethod(Method):
     """Method that replaces a weight by two low-rank factors: a truncated SVD of the whitened weight.
-
-    Attributes:
-        energies_are_errors: whether squared singular values are squared output errors, comparable between layers.
-    """
+    `energies_are_errors`: whether squared singular values are squared output errors, comparable between layers."""
 
     kind: ClassVar[str] = "factorize"
     energies_are_errors: ClassVar[bool] = False
@@ -319,7 +300,10 @@ class FactorizationMethod(Method):
         raise NotImplementedError
 
 
-METHODS: dict[str, dict[str, Method]] = {"quantize": {}, "prune": {}, "factorize": {}}
+QUANTIZATION: Registry[QuantizationMethod] = Registry("quantize method", "compress.methods", RecipeError)
+PRUNING: Registry[PruningMethod] = Registry("prune method", "compress.methods", RecipeError)
+FACTORIZATION: Registry[FactorizationMethod] = Registry("factorize method", "compress.methods", RecipeError)
+METHODS: Mapping[str, Registry[Any]] = {"quantize": QUANTIZATION, "prune": PRUNING, "factorize": FACTORIZATION}
 """Registered methods by kind and name."""
 
 Registered = TypeVar("Registered", bound=type[Method])
@@ -327,23 +311,8 @@ Registered = TypeVar("Registered", bound=type[Method])
 
 def register(method: Registered) -> Registered:
     """Adds a method class to the registry. Raises ValueError for a duplicate name."""
-    known = METHODS[method.kind]
-    if method.name in known:
-        raise ValueError(f"{method.kind} method {method.name!r} is registered twice")
-    known[method.name] = method()
+    METHODS[method.kind].register(order=method.order)(method())
     return method
-
-
-def names(kind: str) -> tuple[str, ...]:
-    """Returns the names of all methods of a kind."""
-    return tuple(METHODS[kind])
-
-
-def find(kind: str, name: str) -> Method:
-    """Returns a method by kind and name. Raises RecipeError with the nearest name."""
-    if name not in METHODS[kind]:
-        raise RecipeError(f"{kind} method {name!r} does not exist", nearest(name, names(kind), "Methods"))
-    return METHODS[kind][name]
 
 
 def default(kind: str) -> str:
@@ -351,24 +320,9 @@ def default(kind: str) -> str:
     return next(name for name, method in METHODS[kind].items() if method.is_default)
 
 
-def fallback(kind: str) -> Method:
+def fallback(kind: str) -> Any:
     """Returns the fallback method for layers without input statistics."""
     return next(method for method in METHODS[kind].values() if method.is_fallback)
-
-
-def quantization(name: str) -> QuantizationMethod:
-    """Returns a quantization method. Raises RecipeError."""
-    return cast(QuantizationMethod, find("quantize", name))
-
-
-def pruning(name: str) -> PruningMethod:
-    """Returns a pruning method. Raises RecipeError."""
-    return cast(PruningMethod, find("prune", name))
-
-
-def factorization(name: str) -> FactorizationMethod:
-    """Returns a factorization method. Raises RecipeError."""
-    return cast(FactorizationMethod, find("factorize", name))
 
 
 def options_of(kind: str) -> dict[str, list[Method]]:

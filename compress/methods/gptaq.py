@@ -18,11 +18,11 @@ another target t':
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, ClassVar, cast
 
 from compress.checkpoint.weights import Scheme, Weight
-from compress.common.errors import RecipeError
-from compress.methods.base import Layer, Needs, QuantizationMethod, register
+from compress.common.cli import option
+from compress.methods.base import Layer, MethodOptions, Needs, QuantizationMethod, register
 from compress.methods.gptq import compress_gptq, quantize_gptq
 
 if TYPE_CHECKING:
@@ -35,16 +35,14 @@ DEFAULT_ALPHA = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class GPTAQOptions:
+class GPTAQOptions(MethodOptions):
     """Options of GPTAQ."""
 
-    alpha: Annotated[
-        float | None, "Share of the inputs' drift from the dense model to correct, 0 to 1. Default: 1."
-    ] = None
-
-    def __post_init__(self) -> None:
-        if self.alpha is not None and not 0 <= self.alpha <= 1:
-            raise RecipeError(f"alpha={self.alpha} with gptaq is outside 0 to 1", "Use alpha 1, or leave it out")
+    alpha: float | None = option(
+        default=None,
+        limits={"at least": 0, "at most": 1},
+        help="Share of the inputs' drift from the dense model to correct, 0 to 1. Default: 1.",
+    )
 
 
 @register
@@ -141,4 +139,4 @@ def _divided(left: Tensor, right: Tensor) -> Tensor:
     """Returns `left right^-1`, `right` upper triangular."""
     import torch
 
-    return torch.linalg.solve_triangular(right, left, upper=True, left=False)
+    return cast("Tensor", torch.linalg.solve_triangular(right, left, upper=True, left=False))

@@ -7,16 +7,16 @@ not affect the runtime: scales from the original weight (static groups), columns
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, overload
+from typing import TYPE_CHECKING, ClassVar, cast
 
-from compress.checkpoint.weights import Int, LowRank, OutlierColumns, Scheme, Weight
+from compress.checkpoint.weights import LowRank, OutlierColumns, Scheme, Weight
 from compress.methods.base import HEAD, Layer, Needs, QuantizationMethod, register
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from compress.checkpoint.weights.integer import IntegerWeight
+    from compress.checkpoint.weights.coded import CodedWeight
     from compress.checkpoint.weights.low_rank import LowRankWeight
     from compress.checkpoint.weights.outlier_columns import OutlierWeight
     from compress.methods.shared.hessian import HessianFactor
@@ -56,10 +56,10 @@ class GPTQ(QuantizationMethod):
 
         factor = layer.inputs.factor()
         layer.details["recovery"] = "; ".join(filter(None, (layer.details.get("recovery", ""), factor.recovery)))
-        first = quantize_gptq(right, factor, layer.integers, layer.dtype)
+        first = cast("CodedWeight", quantize_gptq(right, factor, layer.integers, layer.dtype))
         passed = first.dequantize()
         between = factorize(passed @ layer.inputs.hessian @ passed.T)
-        last = quantize_gptq(left, between, layer.integers, layer.dtype)
+        last = cast("CodedWeight", quantize_gptq(left, between, layer.integers, layer.dtype))
         return LowRankWeight(last, first, LowRank(layer.integers, len(right)))
 
 
@@ -70,22 +70,6 @@ def compress_gptq(layer: Layer) -> Weight:
     return quantize_gptq(layer.weight, factor, layer.scheme, layer.dtype, layer.kept)
 
 
-@overload
-def quantize_gptq(
-    weight: Tensor,
-    factor: HessianFactor,
-    scheme: Int,
-    scale_dtype: torch.dtype | None = None,
-    kept: Tensor | None = None,
-) -> IntegerWeight: ...
-@overload
-def quantize_gptq(
-    weight: Tensor,
-    factor: HessianFactor,
-    scheme: Scheme,
-    scale_dtype: torch.dtype | None = None,
-    kept: Tensor | None = None,
-) -> Weight: ...
 def quantize_gptq(
     weight: Tensor,
     factor: HessianFactor,
@@ -93,16 +77,13 @@ def quantize_gptq(
     scale_dtype: torch.dtype | None = None,
     kept: Tensor | None = None,
 ) -> Weight:
-    """Quantizes `weight [O, I]` with a factorized Hessian; returns codes in the original column order.
+    """Quantizes `weight [O, I]` with a factorized Hessian; returns codes in the original column order. Raises
+    SchemeError: the group size does not divide `I`, or the form has no grid; NumericsError: NaN or infinity in the
+    weight.
 
     Args:
-        scheme: integer scheme, or another form with a grid.
         scale_dtype: dtype of stored scales; None is bfloat16.
         kept: bool `[O, I]`; False sets a weight to exactly zero, which other columns also compensate.
-
-    Raises:
-        SchemeError: the group size does not divide `I`, or the form has no grid.
-        NumericsError: NaN or infinity in the weight.
     """
     from compress.methods.shared.column_solver import GPTQSolver
 

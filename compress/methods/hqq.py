@@ -1,4 +1,4 @@
-"""HQQ: scales and zero points from the weights alone, by half-quadratic splitting of an outlier-robust norm.
+"""HQQ: scales and zero points from nothing but the weights, by half-quadratic splitting of an outlier-robust norm.
 
 Badri & Shaji 2023, "Half-Quadratic Quantization of Large Machine Learning Models". The error `sum |w - q|^p` with p < 1
 is split into `|e|^p + beta/2 (w - q - e)^2`: e, the outlier part of the error, has a closed form (generalized soft
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from compress.checkpoint.weights.integer import IntegerWeight
+    from compress.checkpoint.weights.coded import CodedWeight
 
 
 @register
@@ -30,7 +30,7 @@ class HQQ(QuantizationMethod):
     name: ClassVar[str] = "hqq"
     help: ClassVar[str] = "half-quadratic quantization, without calibration"
 
-    def compress(self, layer: Layer) -> IntegerWeight:
+    def compress(self, layer: Layer) -> CodedWeight:
         return quantize_hqq(layer.weight, layer.integers, layer.dtype)
 
 
@@ -42,7 +42,6 @@ class Splitting:
         exponent: p of the norm, 0 < p <= 1.
         beta: initial weight of the quadratic part: errors above `beta ** (-1 / (2 - p))` steps count as outliers.
         growth: factor on beta in each iteration.
-        iterations: number of iterations.
     """
 
     exponent: float = 0.7
@@ -53,18 +52,12 @@ class Splitting:
 
 def quantize_hqq(
     weight: Tensor, scheme: Int, scale_dtype: torch.dtype | None = None, options: Splitting = Splitting()
-) -> IntegerWeight:
+) -> CodedWeight:
     """Quantizes `weight [O, I]` without calibration.
 
     Iterations start from the scales of round to nearest, and each group keeps its best state: in `norm_error` the
-    result is never worse than round to nearest.
-
-    Args:
-        scale_dtype: dtype of stored scales; None is bfloat16.
-
-    Raises:
-        SchemeError: the group size does not divide `I`.
-        NumericsError: NaN or infinity in the weight.
+    result is never worse than round to nearest. Raises SchemeError: the group size does not divide `I`; NumericsError:
+    NaN or infinity in the weight. `scale_dtype`: dtype of stored scales; None is bfloat16.
     """
     import torch
 

@@ -38,6 +38,7 @@ class ASVD(FactorizationMethod):
     """SVD of the weight, with inputs scaled by their mean magnitudes."""
 
     name: ClassVar[str] = "asvd"
+    order: ClassVar[int] = 1
     help: ClassVar[str] = "inputs scaled by their magnitudes"
     data: ClassVar[Needs] = Needs(inputs=True)
 
@@ -52,6 +53,7 @@ class SVDLLM(FactorizationMethod):
     """SVD of the weight whitened by the second moments of its inputs."""
 
     name: ClassVar[str] = "svd-llm"
+    order: ClassVar[int] = 2
     help: ClassVar[str] = "whitened by the inputs, for the least output error"
     is_default: ClassVar[bool] = True
     energies_are_errors: ClassVar[bool] = True
@@ -94,7 +96,6 @@ class RankedLinear:
     """Linear in a rank allocation.
 
     Attributes:
-        rows, columns: shape of its weight.
         step: divisor of its rank.
         energies: output energy of each rank, the squared singular values, descending.
     """

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from compress.checkpoint.weights.integer import IntegerWeight
+    from compress.checkpoint.weights.coded import CodedWeight
     from compress.checkpoint.weights.outlier_columns import OutlierWeight
     from compress.methods.shared.hessian import HessianFactor
 
@@ -39,17 +39,13 @@ def number_of_columns(wanted: float, in_features: int) -> int:
 def compress_rest(method: QuantizationMethod, layer: Layer, columns: Tensor) -> OutlierWeight:
     """Quantizes a layer with any method, except `columns [k]`, which stay in 16 bits. Raises as the method."""
     rest = replace(layer, weight=layer.weight.index_fill(1, columns, 0.0), scheme=layer.integers)
-    codes = cast("IntegerWeight", method.compress(rest))
+    codes = cast("CodedWeight", method.compress(rest))
     return beside_outliers(layer.weight, codes, columns, OutlierColumns(layer.integers, len(columns)))
 
 
 def sensitivity(weights: Sequence[Tensor], scheme: Int, importance: Tensor | None) -> Tensor:
     """Returns the output error `[I]` float32 of rounding each input column, over all `weights [O_k, I]` that share it.
-
-    Args:
-        scheme: scheme of the codes.
-        importance: `[I]`, mean square of each input; None weights all equally.
-    """
+    `importance`: `[I]`, mean square of each input; None weights all equally."""
     import torch
 
     from compress.checkpoint.scale_search import round_in_range
@@ -64,7 +60,7 @@ def highest(score: Tensor, count: int) -> Tensor:
     return score.argsort(descending=True, stable=True)[:count].sort().values
 
 
-def beside_outliers(weight: Tensor, codes: IntegerWeight, columns: Tensor, scheme: OutlierColumns) -> OutlierWeight:
+def beside_outliers(weight: Tensor, codes: CodedWeight, columns: Tensor, scheme: OutlierColumns) -> OutlierWeight:
     """Combines the codes of any method with the unquantized `columns [k]` of `weight [O, I]`."""
     from compress.checkpoint.weights.outlier_columns import OutlierWeight, without_columns
 
@@ -80,21 +76,12 @@ def quantize_gptq_beside(
     scale_dtype: torch.dtype | None = None,
 ) -> OutlierWeight:
     """Quantizes all columns except `columns [k]` by GPTQ; these come last and compensate the error of all others in 16
-    bits.
-
-    Args:
-        factor: factor of a Hessian whose order ends with `columns`, see `HessianOptions.last`.
-        scheme: scheme with these outlier columns.
-
-    Raises:
-        SchemeError: the group size does not divide `I`.
-        NumericsError: NaN or infinity in the weight.
-    """
+    bits. Raises SchemeError: the group size does not divide `I`; NumericsError: NaN or infinity in the weight.
+    `factor`: factor of a Hessian whose order ends with `columns`, see `HessianOptions.last`."""
     import torch
 
     from compress.checkpoint.grids import IntegerGrid
     from compress.checkpoint.scale_search import encode, search_scales
-    from compress.checkpoint.weights.integer import IntegerWeight
     from compress.methods.shared.column_solver import GPTQSolver
 
     base = scheme.inner
@@ -106,7 +93,8 @@ def quantize_gptq_beside(
     rounded = weight.shape[1] - len(columns)
     order, last = factor.order[:rounded], factor.order[rounded:]
     among = factor.feedback[:rounded, :rounded].contiguous()
-    loop = GPTQSolver(weight, order, among, IntegerGrid(scales, base))
+    grid = IntegerGrid(scales, base)
+    loop = GPTQSolver(weight, order, among, grid)
     loop.run()
     codes = torch.zeros(weight.shape, dtype=torch.uint8, device=weight.device)
     codes[:, order] = loop.codes.T
@@ -115,4 +103,4 @@ def quantize_gptq_beside(
     among = factor.feedback[rounded:, rounded:]
     moved = weight.float().clone()
     moved[:, last] += torch.linalg.solve_triangular(among, fed, upper=True, left=False, unitriangular=True)
-    return beside_outliers(moved, IntegerWeight(codes, scales.scales, scales.zero_points, base), columns, scheme)
+    return beside_outliers(moved, grid.weight(codes), columns, scheme)

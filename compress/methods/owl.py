@@ -1,7 +1,7 @@
 """OWL: sparsity per transformer block. Does not import torch.
 
 OWL (Yin et al. 2023, https://arxiv.org/abs/2310.05175, section 3): a block with more outliers among its scores `|w| *
-||x||` keeps more weights. Sparsities stay within `spread` (the paper's lambda) of the mean, which is preserved.
+||x||` keeps more weights. Sparsities stay within `owl_lambda` of the mean, which is preserved.
 """
 
 from __future__ import annotations
@@ -17,29 +17,24 @@ from compress.methods.pruning import wanda_score
 if TYPE_CHECKING:
     from torch import Tensor
 
+DEFAULT_LAMBDA, DEFAULT_M = 0.08, 5.0
+"""Lambda is the one that the paper uses throughout."""
+
 
 @dataclass(frozen=True, slots=True)
 class OutlierShares:
-    """Options of the allocation of sparsity to blocks.
+    """Options of the allocation of sparsity to blocks."""
 
-    Attributes:
-        factor: ratio to the block's mean score above which a score is an outlier (the paper's M).
-        spread: maximum difference of a block's sparsity from the mean (the paper's lambda).
-    """
-
-    factor: float
-    spread: float
+    owl_lambda: float
+    owl_m: float
 
     def block_ratio(self, layers: Iterable[tuple[Tensor, Tensor]]) -> float:
-        """Returns the share of outliers among Wanda's scores of a block's layers.
-
-        Args:
-            layers: weight `[O, I]` and mean square `[I]` of the inputs of each layer.
-        """
-        return outlier_ratio([wanda_score(weight, squares) for weight, squares in layers], self.factor)
+        """Returns the share of outliers among Wanda's scores of a block's layers. `layers`: weight `[O, I]` and mean
+        square `[I]` of the inputs of each layer."""
+        return outlier_ratio([wanda_score(weight, squares) for weight, squares in layers], self.owl_m)
 
     def __str__(self) -> str:
-        return f"owl M={self.factor:g} ±{self.spread:.1%}"
+        return f"owl M={self.owl_m:g} ±{self.owl_lambda:.1%}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,22 +51,22 @@ class BlockShare:
         return asdict(self) | {"pattern": str(self.pattern) if self.pattern else None}
 
 
-def block_shares(ratios: Sequence[float], weights: Sequence[int], share: float, spread: float) -> list[float]:
+def block_shares(ratios: Sequence[float], weights: Sequence[int], share: float, owl_lambda: float) -> list[float]:
     """Returns the sparsity of each block, which decreases with its outlier ratio.
 
     Args:
         ratios: outliers in each block, as a share of its weights.
         weights: number of weights in each block.
         share: mean sparsity over all weights, preserved exactly.
-        spread: maximum difference of a block from the mean, reached by the most extreme block.
+        owl_lambda: maximum difference of a block from the mean, reached by the most extreme block.
     """
     mean = sum(ratio * count for ratio, count in zip(ratios, weights, strict=True)) / sum(weights)
     above = [ratio - mean for ratio in ratios]
     most = max(map(abs, above))
-    # Ratios of equal blocks differ by rounding only, which must not be amplified to the spread.
+    # Ratios of equal blocks differ by rounding only, which must not be amplified to `owl_lambda`.
     if most <= 1e-9 * abs(mean):
         return [share] * len(ratios)
-    return [share - spread * each / most for each in above]
+    return [share - owl_lambda * each / most for each in above]
 
 
 def block_patterns(shares: Sequence[float], pattern: NMSparsity) -> list[NMSparsity]:
@@ -86,14 +81,10 @@ def block_patterns(shares: Sequence[float], pattern: NMSparsity) -> list[NMSpars
     return [NMSparsity(min(max(each, 1), pattern.m - 1), pattern.m) for each in kept]
 
 
-def outlier_ratio(scores: Sequence[Tensor], factor: float) -> float:
-    """Returns the share of scores above `factor` times their mean.
-
-    Args:
-        scores: nonnegative scores of the linears of one block, `[O, I]` each.
-    """
+def outlier_ratio(scores: Sequence[Tensor], owl_m: float) -> float:
+    """Returns the share of scores above `owl_m` times their mean."""
     count = sum(score.numel() for score in scores)
     if not count:
         return 0.0
     mean = sum(float(score.double().sum()) for score in scores) / count
-    return sum(int((score > factor * mean).sum()) for score in scores) / count
+    return sum(int((score > owl_m * mean).sum()) for score in scores) / count

@@ -21,30 +21,19 @@ if TYPE_CHECKING:
 
 
 class MaskingMethod(PruningMethod):
-    """Method that removes the weights with the lowest scores and keeps all others unchanged.
-
-    Attributes:
-        per_output: whether weights are compared within an output instead of within the layer.
-    """
+    """Method that removes the weights with the lowest scores and keeps all others unchanged."""
 
     per_output: ClassVar[bool] = False
 
     @abstractmethod
     def score(self, weight: Tensor, mean_square: Tensor | None) -> Tensor:
-        """Returns the score of each weight, float32 `[O, I]`; only their order matters.
-
-        Args:
-            weight: `[O, I]`.
-            mean_square: `[I]`, mean square of each input; None without calibration.
-
-        Raises:
-            NumericsError: weight or inputs contain NaN or infinity.
-            ValueError: inputs are required but missing.
-        """
+        """Returns the score of each weight, float32 `[O, I]`; only their order matters. Raises NumericsError: weight or
+        inputs contain NaN or infinity; ValueError: inputs are required but missing. `mean_square`: `[I]`, mean square
+        of each input; None without calibration."""
 
     def prune(self, layer: Layer, pattern: NMSparsity | None, sparsity: float, joint: Scheme | None) -> Pruned:
         score = self.score(layer.weight, layer.importance)
-        kept = keep_pattern(score, pattern) if pattern else keep_share(score, sparsity, per_output=self.per_output)
+        kept = keep(score, pattern, sparsity, per_output=self.per_output)
         return Pruned(layer.weight.masked_fill(~kept, 0.0), kept)
 
 
@@ -65,6 +54,7 @@ class Wanda(MaskingMethod):
     """Wanda."""
 
     name: ClassVar[str] = "wanda"
+    order: ClassVar[int] = 1
     help: ClassVar[str] = "smallest weights times input norms, within each output"
     per_output: ClassVar[bool] = True
     data: ClassVar[Needs] = Needs(inputs=True)
@@ -78,6 +68,7 @@ class RIA(MaskingMethod):
     """RIA."""
 
     name: ClassVar[str] = "ria"
+    order: ClassVar[int] = 2
     help: ClassVar[str] = "weights relative to their row and column, times input norms"
     data: ClassVar[Needs] = Needs(inputs=True)
 
@@ -113,6 +104,11 @@ def _norms(mean_square: Tensor | None, size: Tensor) -> Tensor:
     return mean_square.to(size.device).float().sqrt()
 
 
+def keep(score: Tensor, pattern: NMSparsity | None, share: float, *, per_output: bool) -> Tensor:
+    """Returns the mask of the weights that a pattern or, without one, a `share` to remove keeps, bool `[O, I]`."""
+    return keep_pattern(score, pattern) if pattern else keep_share(score, share, per_output=per_output)
+
+
 def keep_pattern(score: Tensor, sparsity: NMSparsity) -> Tensor:
     """Returns the mask of the `kept` highest scores of every `of` consecutive ones in a row, bool `[O, I]`; of equal
     scores the first."""
@@ -126,11 +122,7 @@ def keep_pattern(score: Tensor, sparsity: NMSparsity) -> Tensor:
 
 def keep_share(score: Tensor, share: float, *, per_output: bool) -> Tensor:
     """Returns the mask that removes a `share` of the weights (rounded to whole weights) with the lowest scores, bool
-    `[O, I]`.
-
-    Args:
-        per_output: whether to select within each row instead of over the whole matrix.
-    """
+    `[O, I]`."""
     import torch
 
     rows = score if per_output else score.reshape(1, -1)

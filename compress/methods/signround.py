@@ -9,42 +9,44 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from compress.checkpoint.weights import Activations, Scheme
-from compress.checkpoint.weights.gguf_blocks import INTEGERS
-from compress.common.errors import RecipeError
-from compress.methods.base import BlockObjective, Layer, Needs, QuantizationMethod, TunedBlock, TuningRecord, register
+from compress.checkpoint.weights.coded import INTEGERS
+from compress.common.cli import option
+from compress.methods.base import (
+    BlockObjective,
+    Layer,
+    MethodOptions,
+    Needs,
+    QuantizationMethod,
+    TunedBlock,
+    TuningRecord,
+    register,
+)
 from compress.methods.gptq import compress_gptq
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from compress.checkpoint.weights import Weight
-    from compress.methods.base import Learnable
+    from compress.checkpoint.weights.coded import CodedWeight
     from compress.methods.shared.learned_rounding import Learning
 
 KEPT_START = "gptq: learning did not lower the error of the block"
 
 
 @dataclass(frozen=True, slots=True)
-class SignRoundOptions:
+class SignRoundOptions(MethodOptions):
     """Options of SignRound. The step size falls linearly to zero."""
 
-    steps: Annotated[int, "Steps of gradient descent for each block."] = 200
-    lr: Annotated[
-        float | None,
-        "Size of the first step, in steps of the weight's grid. Default: 1 / steps, which just reaches the limit.",
-    ] = None
-    batch: Annotated[int, "Calibration sequences in a step."] = 2
-
-    def __post_init__(self) -> None:
-        if self.steps < 1:
-            raise RecipeError(f"steps={self.steps} learns nothing", "Use --steps 200, or method gptq, where it starts")
-        if self.lr is not None and not 0 < self.lr <= 0.5:
-            raise RecipeError(f"lr={self.lr} is outside 0 to 0.5", "Leave it out: 1 / steps")
-        if self.batch < 1:
-            raise RecipeError(f"batch={self.batch} has no sequences", "Use batch: 2")
+    steps: int = option(default=200, limits={"at least": 1}, help="Steps of gradient descent for each block.")
+    lr: float | None = option(
+        default=None,
+        limits={"above": 0, "at most": 0.5},
+        help="Size of the first step, in steps of the weight's grid. Default: 1 / steps, which just reaches the limit.",
+    )
+    batch: int = option(default=2, limits={"at least": 1}, help="Calibration sequences in a step.")
 
     @property
     def first_rate(self) -> float:
@@ -80,7 +82,7 @@ class SignRound(QuantizationMethod):
     def tune_block(
         self,
         objective: BlockObjective,
-        starts: Mapping[str, tuple[Tensor, Learnable]],
+        starts: Mapping[str, tuple[Tensor, CodedWeight]],
         options: Any,
         tick: Callable[[float], None],
     ) -> TunedBlock:
@@ -117,9 +119,9 @@ class SignRound(QuantizationMethod):
         return TunedBlock(after, record, "" if learned.step else KEPT_START)
 
 
-def _learning(weight: Tensor, start: Learnable) -> Learning:
-    from compress.checkpoint.weights.integer import IntegerWeight
+def _learning(weight: Tensor, start: CodedWeight) -> Learning:
+    from compress.checkpoint.weights.coded import INT
     from compress.methods.shared.learned_blocks import LearnedBlocks
     from compress.methods.shared.learned_rounding import LearnedRounding
 
-    return LearnedRounding(weight, start) if isinstance(start, IntegerWeight) else LearnedBlocks(weight, start)
+    return LearnedRounding(weight, start) if start.scheme.numbers == INT else LearnedBlocks(weight, start)

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from compress.checkpoint.weights import Activations, Int, Scheme
-from compress.common.errors import RecipeError
-from compress.methods.base import SMOOTHING_ROWS, Layer, Needs, QuantizationMethod, ScaleSearch, register
+from compress.common.cli import option
+from compress.methods.base import SMOOTHING_ROWS, Layer, MethodOptions, Needs, QuantizationMethod, ScaleSearch, register
 
 if TYPE_CHECKING:
     from compress.checkpoint.weights import Weight
@@ -24,16 +24,14 @@ _SMALLEST = 1e-5
 
 
 @dataclass(frozen=True, slots=True)
-class SmoothQuantOptions:
+class SmoothQuantOptions(MethodOptions):
     """Options of SmoothQuant."""
 
-    alpha: Annotated[float | None, "Exponent for all layers, 0 to 1. Default: searched for each layer."] = None
-
-    def __post_init__(self) -> None:
-        if self.alpha is not None and not 0 <= self.alpha <= 1:
-            raise RecipeError(
-                f"alpha={self.alpha} with smoothquant is outside 0 to 1", "Use alpha 0.5, or leave it out"
-            )
+    alpha: float | None = option(
+        default=None,
+        limits={"at least": 0, "at most": 1},
+        help="Exponent for all layers, 0 to 1. Default: searched for each layer.",
+    )
 
 
 @register
@@ -60,14 +58,9 @@ class SmoothQuant(QuantizationMethod):
 
 
 def search_alpha(search: ScaleSearch, alphas: Sequence[float] = ALPHAS, insist: bool = False) -> SmoothingResult:
-    """Tries every alpha, and keeps the identity unless one is better.
-
-    Args:
-        insist: whether to fold the best alpha even if the identity is better, for an alpha set by the user.
-
-    Raises:
-        NumericsError: a weight, the magnitudes or the loss without smoothing contain NaN or infinity.
-    """
+    """Tries every alpha, and keeps the identity unless one is better. Raises NumericsError: a weight, the magnitudes or
+    the loss without smoothing contain NaN or infinity. `insist`: whether to fold the best alpha even if the identity is
+    better, for an alpha set by the user."""
     import torch
 
     from compress.common.device import require_finite

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, ClassVar
 
 from compress.checkpoint.weights import Int, NMSparsity
 from compress.methods.base import Layer, Needs, Pruned, PruningMethod, register
-from compress.methods.pruning import keep_pattern, keep_share, wanda_score
+from compress.methods.pruning import keep, wanda_score
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from compress.checkpoint.weights.integer import IntegerWeight
+    from compress.checkpoint.weights.coded import CodedWeight
     from compress.methods.shared.hessian import HessianFactor
 
 
@@ -26,13 +26,14 @@ class SparseGPT(PruningMethod):
     """SparseGPT."""
 
     name: ClassVar[str] = "sparsegpt"
+    order: ClassVar[int] = 3
     help: ClassVar[str] = "column by column, errors compensated by second-order statistics"
     data: ClassVar[Needs] = Needs(inputs=True, hessian=True)
     is_default: ClassVar[bool] = True
 
     def prune(
         self, layer: Layer, pattern: NMSparsity | None, sparsity: float, joint: Int | None
-    ) -> Pruned | IntegerWeight:
+    ) -> Pruned | CodedWeight:
         from torch import Tensor
 
         from compress.methods.shared.hessian import HessianOptions
@@ -50,8 +51,9 @@ def prune_sparsegpt(
     share: float,
     scheme: Int | None = None,
     scale_dtype: torch.dtype | None = None,
-) -> IntegerWeight | Tensor:
+) -> CodedWeight | Tensor:
     """Prunes `weight [O, I]`, and quantizes the kept weights if a scheme is given; zeros are exact in both cases.
+    Raises SchemeError: the group size does not divide `I`; NumericsError: NaN or infinity in the weight.
 
     Args:
         factor: factor of the inputs' Hessian, without activation order.
@@ -59,18 +61,12 @@ def prune_sparsegpt(
 
     Returns:
         Integers under the scheme, or float32 `[O, I]`.
-
-    Raises:
-        SchemeError: the group size does not divide `I`.
-        NumericsError: NaN or infinity in the weight.
     """
-
     from compress.checkpoint.grids import IntegerGrid
     from compress.checkpoint.scale_search import encode, search_scales
-    from compress.checkpoint.weights.integer import IntegerWeight
     from compress.methods.shared.column_solver import Choice, GPTQSolver
 
-    likely_kept = _keep(wanda_score(weight, factor.importance), pattern, share)
+    likely_kept = keep(wanda_score(weight, factor.importance), pattern, share, per_output=True)
     likely = weight.float().masked_fill(~likely_kept, 0.0)
     grid = None
     if scheme is not None:
@@ -82,10 +78,4 @@ def prune_sparsegpt(
     columns.run()
     if grid is None:
         return columns.in_original_order(columns.values)
-    return IntegerWeight(
-        columns.in_original_order(columns.codes), grid.scales.scales, grid.scales.zero_points, grid.scheme
-    )
-
-
-def _keep(score: Tensor, pattern: NMSparsity | None, share: float) -> Tensor:
-    return keep_pattern(score, pattern) if pattern else keep_share(score, share, per_output=True)
+    return grid.weight(columns.in_original_order(columns.codes))

@@ -62,8 +62,6 @@ class Architecture:
     """Names that compression works with.
 
     Attributes:
-        blocks: module list of transformer blocks.
-        embedding: token embedding.
         final_norm: norm before the head; empty when it is unknown.
         head: output projection; empty when there is none.
         siblings: linears of a block that share one input and that engines fuse, so they must share one scheme.
@@ -87,10 +85,6 @@ class Architecture:
         """Returns the mappings of a block that has these linears, where blocks of several kinds have their own."""
         present = [each for each in self.mappings if linears >= set(each.balance_layers)]
         return [each for each in present if not any(_is_part(each, other) for other in present)]
-
-    def siblings_of(self, linears: Set[str]) -> list[tuple[str, ...]]:
-        """Returns the siblings of a block that has these linears, and all linears of experts."""
-        return [group for group in self.siblings + self.experts if linears >= set(group)]
 
 
 def _is_part(mapping: SmoothingMapping, other: SmoothingMapping) -> bool:
@@ -120,12 +114,12 @@ def architecture_of(spec: ModelSpec) -> Architecture:
         mappings=_distinct(mapping for block in spec.blocks for mapping in smoothing_mappings(block)),
         stream=streams[0] if len(streams) == 1 else None,
         routers=_distinct(linear.name for block in spec.blocks for linear in block.routers),
-        experts=_distinct(_routed(block.mlp) for block in spec.blocks if isinstance(block.mlp, Mixture)),
+        experts=_distinct(
+            tuple(linear.name for mlp in block.mlp.experts for linear in mlp.linears)
+            for block in spec.blocks
+            if isinstance(block.mlp, Mixture)
+        ),
     )
-
-
-def _routed(mixture: Mixture) -> tuple[str, ...]:
-    return tuple(linear.name for mlp in mixture.experts for linear in mlp.linears)
 
 
 def _distinct(items: Iterable[Any]) -> tuple[Any, ...]:
@@ -180,11 +174,8 @@ def _reader(norm: Norm | None, block: Block) -> tuple[SmoothingMapping, ...]:
 
 def _latent_mappings(before: tuple[SmoothingMapping, ...], latent: Latent, parent: str) -> tuple[SmoothingMapping, ...]:
     """Derives those of latent attention; rows of keys and values take turns in the expansion, so none ends in the
-    output.
-
-    Args:
-        before: from the norm before attention, which an indexer reads as well, as it does the latents of queries.
-    """
+    output. `before`: from the norm before attention, which an indexer reads as well, as it does the latents of
+    queries."""
     linears = (latent.expansion,) if latent.query is None else (latent.query, latent.expansion)
     pairs = list(zip(latent.norms, linears, strict=False))
     inside = [SmoothingMapping(norm.name, (linear.name,), linear.name) for norm, linear in pairs]

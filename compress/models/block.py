@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from compress.models.block_parts import Beside, LayerInput, Residual, SecondMixer
+from compress.models.cuts import Cuts
 from compress.models.linear import Linear
-from compress.models.mixers.attention import Attention
-from compress.models.mixers.recurrent import Recurrent
+from compress.models.mixers.mixer import Mixer
 from compress.models.mlp import MLP, Mixture
 from compress.models.norm import Norm
 
@@ -22,14 +22,14 @@ class Block:
             and `mlp` reads what `mixer` reads.
         output_norm, mlp_output_norm: norms of what mixer and MLP add.
         residual: factors on the residual stream and on what is added to it; None for none.
-        second: another mixer, beside attention.
+        second: another mixer, next to attention.
         beside: a mixture that reads the residual stream as the MLP does.
-        layer_input: what is added behind the MLP.
+        layer_input: what is added after the MLP.
         scalar: name of a number that the residual stream is multiplied by last; "" for none.
     """
 
     input_norm: Norm | None
-    mixer: Attention | Recurrent | None
+    mixer: Mixer | None
     mlp_norm: Norm | None
     mlp: MLP | Mixture | None
     output_norm: Norm | None = None
@@ -42,18 +42,18 @@ class Block:
     scalar: str = ""
 
     @property
-    def mixers(self) -> tuple[Attention | Recurrent, ...]:
+    def mixers(self) -> tuple[Mixer, ...]:
         both = self.mixer, None if self.second is None else self.second.mixer
         return tuple(mixer for mixer in both if mixer is not None)
 
     @property
     def mixture(self) -> Mixture | None:
-        """Its mixture, in the place of the MLP or beside it."""
+        """Its mixture, in the place of the MLP or next to it."""
         return next((part for part in self.parts if isinstance(part, Mixture)), None)
 
     @property
     def parts(self) -> tuple[MLP | Mixture, ...]:
-        """Its MLP, and the mixture beside it."""
+        """Its MLP, and the mixture next to it."""
         both = self.mlp, None if self.beside is None else self.beside.mixture
         return tuple(part for part in both if part is not None)
 
@@ -85,3 +85,14 @@ class Block:
         beside = () if self.beside is None else self.beside.norms
         inner = (norm for mixer in self.mixers for norm in mixer.norms)
         return *(norm for norm in around if norm is not None), *inner, *beside
+
+    def cut(self, cuts: Cuts) -> Block:
+        """Returns the part of a rank; what is added last is whole."""
+        second, beside = self.second, self.beside
+        return replace(
+            self,
+            mixer=None if self.mixer is None else self.mixer.cut(cuts),
+            mlp=None if self.mlp is None else self.mlp.cut(cuts),
+            second=None if second is None else replace(second, mixer=second.mixer.cut(cuts)),
+            beside=None if beside is None else replace(beside, mixture=beside.mixture.cut(cuts)),
+        )

@@ -5,31 +5,25 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from compress.models.linear import Linear
-from compress.models.mixers.recurrent import Recurrent
+from compress.models.mixers.mixer import Mixer
 from compress.models.mlp import Mixture
 from compress.models.norm import Norm
 
 
 @dataclass(frozen=True, slots=True)
 class SecondMixer:
-    """A mixer with a state beside attention: both read the same, and each adds `factor * mixer(input_factor * x)`.
+    """A mixer with a state next to attention: both read the same, and each adds `factor * mixer(input_factor * x)`.
+    `attention_factors`, `factors`: `input_factor` and `factor` of attention, and of the mixer."""
 
-    Attributes:
-        attention_factors, factors: `input_factor` and `factor` of attention, and of the mixer.
-    """
-
-    mixer: Recurrent
+    mixer: Mixer
     attention_factors: tuple[float, float] = (1.0, 1.0)
     factors: tuple[float, float] = (1.0, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """A mixture beside the MLP of a block, which gives `mlp_norm(mlp(...)) + output_norm(mixture(input_norm(x)))`.
-
-    Attributes:
-        router_norm: norm of what the router reads, the residual stream x.
-    """
+    """A mixture next to the MLP of a block, which gives `mlp_norm(mlp(...)) + output_norm(mixture(input_norm(x)))`.
+    `router_norm`: norm of what the router reads, the residual stream x."""
 
     mixture: Mixture
     mlp_norm: Norm

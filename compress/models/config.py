@@ -6,19 +6,19 @@ import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from compress.common.errors import CheckpointError
 from compress.models.block import Block
 from compress.models.clamped_gate import ClampedGate
 from compress.models.linear import Linear
 from compress.models.mixers.attention import Attention
-from compress.models.mixers.recurrent import Recurrent
+from compress.models.mixers.mixer import Mixer
 from compress.models.mlp import MLP, Mixture
 from compress.models.norm import Norm
 from compress.models.rope import Rope
 from compress.models.router import Router
-from compress.models.spec import ModelSpec
+from compress.models.spec import ModelSpec, TensorNames
 from compress.models.stacks import Stack
 
 Config = Mapping[str, Any]
@@ -131,16 +131,13 @@ def rope(
     """Reads the rotary embedding, from `rope_parameters` of transformers 5 or `rope_scaling` of transformers 4.
 
     As in transformers, `rope_scaling` wins where both are there, and so does an `original_max_position_embeddings`
-    outside of them.
+    outside of them. Raises CheckpointError: no object, or a parameter of it that is not a number.
 
     Args:
         kind: kind of layer, whose parameters are a block of their own.
         theta: base of a config.json without one.
         knows_partial, interleaved: see `Rope`.
         older_names: types by the names that older checkpoints have for them.
-
-    Raises:
-        CheckpointError: no object, or a parameter of it that is no number.
     """
     options = block(config, "rope_scaling") or block(config, "rope_parameters")
     if kind in options:
@@ -184,14 +181,8 @@ def _is_factor(value: object) -> bool:
 
 
 def ropes_by_kind(config: Config, thetas: Mapping[str, float]) -> dict[str, Rope]:
-    """Reads a rotary embedding for each kind of layer; `rope_scaling` is that of full attention only.
-
-    Args:
-        thetas: base of each kind where its parameters have none.
-
-    Raises:
-        CheckpointError: as `rope`.
-    """
+    """Reads a rotary embedding for each kind of layer; `rope_scaling` is that of full attention only. Raises
+    CheckpointError: as `rope`. `thetas`: base of each kind where its parameters have none."""
     options = block(config, "rope_parameters")
     options |= {kind: block(options, kind) for kind in thetas}
     options["full_attention"] |= block(config, "rope_scaling")
@@ -201,13 +192,7 @@ def ropes_by_kind(config: Config, thetas: Mapping[str, float]) -> dict[str, Rope
 
 def rope_of_kind(config: Config, defaults: Config, kind: str) -> Rope:
     """Reads the rotary embedding of a kind of layer, where only type `proportional` reads a share of the channels.
-
-    Args:
-        defaults: `rope_parameters` of a config.json without them.
-
-    Raises:
-        CheckpointError: as `rope`.
-    """
+    Raises CheckpointError: as `rope`. `defaults`: `rope_parameters` of a config.json without them."""
     found = rope({**config, "rope_parameters": block(config, "rope_parameters") or defaults}, kind, knows_partial=True)
     if found.type != "proportional":
         return replace(found, partial=1.0)
@@ -215,20 +200,15 @@ def rope_of_kind(config: Config, defaults: Config, kind: str) -> Rope:
     return replace(found, partial=1.0, options=read | {"share": found.partial})
 
 
-def windows(config: Config, first: int = 0) -> tuple[int | None, ...]:
-    """Reads the attention window of every layer; None attends to all tokens.
-
-    Args:
-        first: layer from which windows hold where `layer_types` does not say.
-
-    Raises:
-        CheckpointError: layers that are neither of full nor of sliding attention, or not one kind for each.
-    """
+def windows(config: Config, kinds: Any = None, first: int = 0) -> tuple[int | None, ...]:
+    """Reads the attention window of every layer; None attends to all tokens. Raises CheckpointError: layers that are
+    neither of full nor of sliding attention, or not one kind for each. `kinds`: those of the layers, None for
+    `layer_types`; `first`: layer from which windows hold without either."""
     count = num_layers(config)
     if config.get("sliding_window") is None:
         return (None,) * count
     window = positive(config, "sliding_window")
-    kinds = config.get("layer_types")
+    kinds = config.get("layer_types") if kinds is None else kinds
     if kinds is None:
         kinds = ["sliding_attention" if layer >= first else "full_attention" for layer in range(count)]
     if not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds):
@@ -245,11 +225,26 @@ def layer_types(config: Config, period: int) -> list[str]:
     return kinds or ["sliding_attention" if (layer + 1) % period else "full_attention" for layer in layers]
 
 
-def switched_windows(config: Config) -> tuple[int | None, ...]:
+T = TypeVar("T", bound=Mixer | None)
+
+
+def by_kind(config: Config, kinds: Any, mixers: Mapping[str, T]) -> list[T]:
+    """Lists the mixer of every layer by its kind. Raises CheckpointError unless there is one of these kinds for each
+    layer, and attention among them."""
+    count = num_layers(config)
+    if not isinstance(kinds, list) or len(kinds) != count or any(kind not in [*mixers] for kind in kinds):
+        raise refusal("layer_types", kinds, f"a list of {count} times {' or '.join(mixers)}")
+    found = [mixers[kind] for kind in kinds]
+    if not any(isinstance(mixer, Attention) for mixer in found):
+        raise refusal("layer_types", kinds, "one with attention")
+    return found
+
+
+def switched_windows(config: Config, kinds: Any = None) -> tuple[int | None, ...]:
     """Windows that hold only with `use_sliding_window`, from layer `max_window_layers` on."""
     if not flag(config, "use_sliding_window"):
         return (None,) * num_layers(config)
-    return windows({"sliding_window": 4096, **config}, int(number(config, "max_window_layers", 28)))
+    return windows({"sliding_window": 4096, **config}, kinds, int(number(config, "max_window_layers", 28)))
 
 
 def norm(config: Config, name: str, size: int | None = None, **options: Any) -> Norm:
@@ -261,24 +256,20 @@ def attention(
     config: Config,
     *,
     window: int | None = None,
-    qkv_bias: bool = False,
-    output_bias: bool = False,
-    qk_norm: bool | tuple[Norm, Norm] = False,
+    bias: bool | tuple[bool, bool] = False,
+    qk_norm: bool | Mapping[str, Any] | tuple[Norm, Norm] = False,
     fused: bool = False,
     output_gate: bool = False,
     name: str = "self_attn",
     **options: Any,
 ) -> Attention:
-    """Composes grouped-query attention named as in Llama.
+    """Composes grouped-query attention named as in Llama. Raises CheckpointError: query heads that do not divide among
+    the key-value heads.
 
     Args:
-        qk_norm: norms of queries and keys; True is an RMSNorm over each head.
+        bias: of queries, keys and values, and of the output where it differs.
+        qk_norm: norms of queries and keys; True is an RMSNorm over each head, and further fields of it do, too.
         fused: queries, keys and values are stored as one matrix.
-        output_gate, name: see `Attention`.
-        options: further fields of `Attention`.
-
-    Raises:
-        CheckpointError: query heads that do not divide among the key-value heads.
     """
     hidden, heads = positive(config, "hidden_size"), positive(config, "num_attention_heads")
     kv_heads = positive(config, "num_key_value_heads", heads)
@@ -287,7 +278,9 @@ def attention(
     head_dim = positive(config, "head_dim", hidden // heads)
     parts = {"q_proj": heads * (1 + output_gate), "k_proj": kv_heads, "v_proj": kv_heads}
     parts = {"qkv_proj": sum(parts.values())} if fused else parts
-    norms = norm(config, f"{name}.q_norm", head_dim), norm(config, f"{name}.k_norm", head_dim)
+    style = qk_norm if isinstance(qk_norm, Mapping) else {}
+    norms = tuple(norm(config, f"{name}.{part}_norm", head_dim, **style) for part in "qk") if qk_norm else None
+    qkv_bias, output_bias = bias if isinstance(bias, tuple) else (bias, bias)
     mixer = Attention(
         heads,
         kv_heads,
@@ -295,7 +288,7 @@ def attention(
         tuple(Linear(f"{name}.{part}", count * head_dim, hidden, qkv_bias) for part, count in parts.items()),
         Linear(f"{name}.o_proj", hidden, heads * head_dim, output_bias, split="rows"),
         options.pop("rope") if "rope" in options else rope(config),
-        (norms if qk_norm is True else qk_norm) or None,
+        qk_norm if isinstance(qk_norm, tuple) else norms,
         window=window,
         output_gate=output_gate,
         name=name,
@@ -356,7 +349,8 @@ def mixture(
     expert: Callable[..., MLP] | None = None,
     **options: Any,
 ) -> Mixture:
-    """Composes a mixture of gated experts `NAME.experts.N` with a router `NAME.SCORES`.
+    """Composes a mixture of gated experts `NAME.experts.N` with a router `NAME.SCORES`. Raises CheckpointError: more
+    experts for a token than there are, or than its groups have, or groups of different sizes.
 
     Args:
         size: number of inner channels of an expert; None takes `intermediate_size`.
@@ -364,10 +358,6 @@ def mixture(
         biased: router and experts have biases.
         clamped: activation of the experts.
         expert: composes one from its `name`; None for gated ones.
-        options: further fields of `Router`.
-
-    Raises:
-        CheckpointError: more experts for a token than there are, or than its groups have, or groups of different sizes.
     """
     count = next((positive(config, key) for key in EXPERT_COUNTS if config.get(key) is not None), None)
     if count is None:
@@ -384,11 +374,7 @@ def mixture(
 
 
 def grouped_mixture(config: Config, **options: Any) -> Mixture:
-    """Composes the mixture of DeepSeek (arXiv:2401.06066): experts in groups, and shared ones that are one MLP.
-
-    Args:
-        options: as of `mixture`.
-    """
+    """Composes the mixture of DeepSeek (arXiv:2401.06066): experts in groups, and shared ones that are one MLP."""
     size = positive(config, "moe_intermediate_size")
     defaults = {
         "normalizes": flag(config, "norm_topk_prob", True),
@@ -409,22 +395,15 @@ SIGMOID_ROUTER: Mapping[str, Any] = {
 
 
 def dense_first(config: Config, experts: Mixture, num_dense: int, **options: Any) -> list[MLP | Mixture]:
-    """Lists the MLP or mixture of each layer: the first `first_k_dense_replace` are dense.
-
-    Args:
-        num_dense: where config.json does not say.
-        options: as of `gated_mlp`.
-    """
+    """Lists the MLP or mixture of each layer: the first `first_k_dense_replace` are dense. `num_dense`: where
+    config.json does not say."""
     count, mlp = int(number(config, "first_k_dense_replace", num_dense)), gated_mlp(config, **options)
     return [experts if layer >= count else mlp for layer in range(num_layers(config))]
 
 
 def mlps_by_kind(config: Config, experts: Mixture, default: Sequence[MLP | Mixture]) -> list[MLP | Mixture]:
-    """Lists the MLP or mixture of each layer as `mlp_layer_types` says, or `default` without it.
-
-    Raises:
-        CheckpointError: not one kind for each layer.
-    """
+    """Lists the MLP or mixture of each layer as `mlp_layer_types` says, or `default` without it. Raises
+    CheckpointError: not one kind for each layer."""
     kinds, mlp = config.get("mlp_layer_types"), gated_mlp(config)
     if not kinds:
         return list(default)
@@ -459,27 +438,35 @@ def plain_mlp(
     )
 
 
+NORM_FIELDS = ("input_norm", "mlp_norm", "output_norm", "mlp_output_norm")
+
+
 def decoder(
     config: Config,
-    mixers: Sequence[Attention | Recurrent],
+    mixers: Sequence[Mixer],
     mlp: MLP | Mixture | Sequence[MLP | Mixture],
+    *,
+    norms: tuple[str | None, str | None] = ("input_layernorm", "post_attention_layernorm"),
+    after: tuple[str, ...] = (),
+    final: str = "model.norm",
+    style: Mapping[str, Any] = {},
     **options: Any,
 ) -> ModelSpec:
-    """Composes a pre-norm decoder named as Llama, with one block per mixer.
+    """Composes a decoder named as Llama, with one block per mixer; `options` are further fields of `Block`.
 
     Args:
-        mlp: that of all blocks, or one for each.
-        options: further fields of `Block`.
+        norms: names of the norms before mixer and MLP; None for none.
+        after: names of the norms of what mixer and MLP add.
+        style: further fields of all norms.
     """
     mlps = mlp if isinstance(mlp, Sequence) else [mlp] * len(mixers)
-    norms = {
-        "input_norm": norm(config, "input_layernorm"),
-        "mlp_norm": norm(config, "post_attention_layernorm"),
-    } | options
+    named = zip(NORM_FIELDS, (*norms, *after), strict=False)
+    around: dict[str, Any] = {field: None if name is None else norm(config, name, **style) for field, name in named}
     return ModelSpec(
         positive(config, "hidden_size"),
         positive(config, "vocab_size"),
-        tuple(Block(mixer=mixer, mlp=each, **norms) for mixer, each in zip(mixers, mlps, strict=True)),
-        norm(config, "model.norm"),
+        tuple(Block(mixer=mixer, mlp=each, **around, **options) for mixer, each in zip(mixers, mlps, strict=True)),
+        norm(config, final, **style),
         flag(config, "tie_word_embeddings"),
+        names=TensorNames(final_norm=final),
     )

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
-from compress.common.errors import CheckpointError
+from compress.common.errors import CheckpointError, ToolkitError
 from compress.models.architecture import Architecture
 from compress.models.block import Block
+from compress.models.cuts import REMEDY, Cuts
 from compress.models.linear import Linear
 from compress.models.mixers.attention import Attention
 from compress.models.mlp import MLP
@@ -21,7 +22,6 @@ class CodeSpec(ModelSpec):
 
     Attributes:
         blocks: one for each call of attention, in order, with its heads and its window.
-        modules: linears by absolute name.
         context_length: longest sequence the model was made for; None where it is not said.
         other_elements: elements of all parameters but linears, embedding and head.
     """
@@ -32,6 +32,9 @@ class CodeSpec(ModelSpec):
 
     def linears(self) -> Iterator[Linear]:
         yield from self.modules
+
+    def cut(self, cuts: Cuts) -> ModelSpec:
+        raise ToolkitError("ranks cannot share this model: its own modeling code computes it", REMEDY)
 
 
 SINKS = "s_aux"
@@ -87,15 +90,12 @@ def _mixer(hidden_size: int, heads: Heads) -> Attention:
 def architecture_by_structure(
     model_type: str, lists: Mapping[str, int], linears: Collection[str], embedding: str, head: str
 ) -> Architecture:
-    """Takes the longest outermost module list with linears for the transformer blocks. No siblings, no mappings.
+    """Takes the longest outermost module list with linears for the transformer blocks. No siblings, no mappings. Raises
+    CheckpointError: no module list that could be the transformer blocks.
 
     Args:
         lists: length of every module list by name, outer ones first.
-        linears: names of all linears.
         embedding, head: names of these modules; empty when there is none.
-
-    Raises:
-        CheckpointError: no module list that could be the transformer blocks.
     """
     outermost = _outermost(lists, linears)
     if not outermost:

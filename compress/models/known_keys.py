@@ -129,14 +129,11 @@ def _ropes(config: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]
 def refuse_unread(
     where: str, given: Mapping[str, Any], known: Collection[str], only: Mapping[str, tuple[Any, ...]] = {}
 ) -> None:
-    """Refuses keys that are not known, unless they are null, false or empty.
+    """Refuses keys that are not known, unless they are null, false or empty. Raises CheckpointError: the first one.
 
     Args:
         where: what has them, for the message.
         only: values that further keys may have.
-
-    Raises:
-        CheckpointError: the first one.
     """
     for key, value in sorted(given.items()):
         if key not in known and not _is_off(value) and value not in only.get(key, ()):

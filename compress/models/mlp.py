@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from compress.models.clamped_gate import ClampedGate
+from compress.models.cuts import Cuts, stacked
 from compress.models.linear import Linear
 from compress.models.router import Router
 from compress.models.stacks import Stack
@@ -16,7 +17,6 @@ class MLP:
 
     Attributes:
         inputs: gate and up in this order, a single linear where they are stored as one; without a gate, up.
-        activation: name as in config.json.
         clamped: replaces activation and gating; None for none.
         curve: module of the learned numbers of activation `xielu`; "" for one without.
         factors: on the gate before its activation, and on the output.
@@ -44,6 +44,16 @@ class MLP:
     def routers(self) -> tuple[Linear, ...]:
         return ()
 
+    def cut(self, cuts: Cuts) -> MLP:
+        """Returns the part of a rank: some inner channels."""
+        total = self.down.in_features
+        own = cuts.share(total, self.down)
+        rows: tuple[slice, ...] = (own,)
+        if self.gated and len(self.inputs) == 1:
+            rows = stacked((own, total), (own, total))
+        inputs = tuple(cuts.rows(linear, *rows) for linear in self.inputs)
+        return replace(self, inputs=inputs, down=cuts.columns(self.down, own))
+
 
 CURVE: dict[str, tuple[int, ...]] = {"alpha_p": (1,), "alpha_n": (1,), "beta": (), "eps": ()}
 """Shape of the numbers of xIELU (arXiv:2411.13010) by name."""
@@ -57,7 +67,7 @@ class Mixture:
         experts: all with the same sizes.
         shared: MLP for all tokens; None for none.
         shared_gate: one score for each token, whose sigmoid is the weight of `shared`; None is a weight of 1.
-        around: linears before and behind `experts`, which read and write fewer channels then; () for none.
+        around: linears before and after `experts`, which read and write fewer channels then; () for none.
         stacks: tensors that may hold the same part of all experts, in place of a tensor for each.
     """
 
@@ -90,3 +100,12 @@ class Mixture:
     def routers(self) -> tuple[Linear, ...]:
         """Linears that stay dense: a rounded one sends tokens to other experts."""
         return self.router.scores, *(() if self.shared_gate is None else (self.shared_gate,))
+
+    def cut(self, cuts: Cuts) -> Mixture:
+        """Returns the part of a rank: some inner channels of every expert."""
+        return replace(
+            self,
+            experts=tuple(expert.cut(cuts) for expert in self.experts),
+            shared=None if self.shared is None else self.shared.cut(cuts),
+            around=self.around[:1] + tuple(map(cuts.added_once, self.around[1:])),
+        )

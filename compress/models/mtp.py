@@ -25,8 +25,7 @@ class MultiTokenPrediction:
     Attributes:
         parent, number: the block is `PARENT.NUMBER`.
         projection: `[2 H] -> [H]`.
-        norm: before the output head.
-        feeds_normed: whether the hidden state for the prediction after its own is taken behind `norm`, not before it.
+        feeds_normed: whether the hidden state for the prediction after its own is taken after `norm`, not before it.
     """
 
     parent: str
@@ -49,11 +48,8 @@ class MultiTokenPrediction:
 
 
 def layer_behind(spec: ModelSpec, mixer: Attention | None = None) -> ModelSpec:
-    """Adds the head that DeepSeek and GLM store as one more layer, of the kind of the last one.
-
-    Args:
-        mixer: of its block, where it is another than that of the last layer.
-    """
+    """Adds the head that DeepSeek and GLM store as one more layer, of the kind of the last one. `mixer`: of its block,
+    where it is another than that of the last layer."""
     number, norm = len(spec.blocks), spec.final_norm
     name = f"{spec.names.blocks}.{number}"
     return replace(
@@ -72,7 +68,7 @@ def layer_behind(spec: ModelSpec, mixer: Attention | None = None) -> ModelSpec:
 
 
 def module_beside(spec: ModelSpec, block: Block, name: str = "mtp") -> ModelSpec:
-    """Adds the head that Qwen stores as a module beside the model."""
+    """Adds the head that Qwen stores as a module next to the model."""
     norm = spec.final_norm
     return replace(
         spec,

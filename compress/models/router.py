@@ -14,20 +14,16 @@ class Router:
 
     Attributes:
         scores: one score for each expert, perhaps with a bias; stays dense.
-        num_chosen: experts of a token.
         activation: from scores to weights; `sparsemixer` is `softmax` among the best (arXiv:2409.12136, appendix).
         normalizes: the weights of the chosen experts are divided by their sum plus `added_sum`, or by `least_sum` if
             that is more.
-        scale: factor on the weights.
         bias: name of a vector that is added where experts are chosen, not to their weights; "" for none
             (arXiv:2408.15664).
         bias_is_row: that vector is stored as a matrix of one row.
         num_groups, num_chosen_groups: experts are chosen among those of the best groups, whose rank is the sum of
             their `num_ranked` best experts (arXiv:2412.19437, section 2.1.2).
-        in_float32: scores are computed in float32.
         margin: with activation `sparsemixer`, how far below the best score the others count.
         weighs_inputs: weights multiply what an expert reads instead of what it gives.
-        score_scale: factor on scores.
         expert_scales: name of a vector of factors on the weights of each expert; "" for none.
     """
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from compress.models.block import Block
 from compress.models.block_parts import LayerInputs
+from compress.models.cuts import Cuts
 from compress.models.linear import Linear
 from compress.models.mixers.attention import Attention
 from compress.models.mtp import MultiTokenPrediction
@@ -32,12 +33,7 @@ class ModelSpec:
     """One decoder-only model, as its config.json defines it.
 
     Attributes:
-        blocks: one per layer, in order.
-        final_norm: norm before the head, with its absolute name.
-        tied: whether the head multiplies by the embedding.
-        head_bias: whether logits have a bias.
         embedding_scale: factor on the rows of the embedding.
-        logit_scale: factor on logits.
         logit_softcap: then logits x become `logit_softcap * tanh(x / logit_softcap)`; None leaves them.
         layer_inputs: what blocks with a `layer_input` read.
         mtp: head of multi-token prediction; None for a family without one.
@@ -151,15 +147,24 @@ class ModelSpec:
         shapes |= {f"{norm.name}.bias": (norm.size,) for norm in self.norms() if norm.bias}
         return shapes | {norm.tensor: (norm.size,) for norm in self.norms()}
 
+    def cut(self, cuts: Cuts) -> ModelSpec:
+        """Returns the part of a rank, whose vocabulary stays whole in the description.
+
+        Raises:
+            ToolkitError: a model that ranks cannot share, or fewer heads or inner channels than ranks.
+        """
+        for name, (num_tokens, _) in self.embeddings.items():
+            cuts.vector(name, cuts.rank.share(num_tokens))
+        cuts.rows(self.head, cuts.rank.share(self.vocab_size))
+        blocks = enumerate(self.blocks)
+        return replace(self, blocks=tuple(block.cut(cuts.inside(self.block_name(index))) for index, block in blocks))
+
     def weight_bytes(self, itemsize: int) -> int:
         """Bytes of all parameters, stored dense with `itemsize` bytes each; a tied head counts once."""
         tied = self.hidden_size * self.vocab_size if self.tied else 0
         return itemsize * (sum(math.prod(shape) for shape in self.parameters().values()) - tied)
 
     def kv_token_bytes(self, head_bytes: Callable[[int, int], int]) -> int:
-        """Bytes that the cache holds per token: keys and values of all layers.
-
-        Args:
-            head_bytes: bytes of one key head and one value head, by their dimensions.
-        """
+        """Bytes that the cache holds per token: keys and values of all layers. `head_bytes`: bytes of one key head and
+        one value head, by their dimensions."""
         return sum(mixer.own_kv_heads * head_bytes(*mixer.kv_dims) for mixer in self.attentions)

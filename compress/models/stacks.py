@@ -12,7 +12,6 @@ class Stack:
     tensor of such rows only.
 
     Attributes:
-        name: of the tensor.
         parts: names of the tensors in a slice, relative to the expert.
         transposed: a slice is stored `[in_features, out_features]`.
         interleaved: rows of the parts take turns; else a part follows the other.

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from compress.models.config import Config, block, flag, positive
-from compress.models.registry import find_stored_name, find_wrapper
+from compress.models.registry import FAMILIES, WRAPPERS
 
 OUTER = "wrapped_in"
 """Key under which the config of a text model keeps the whole config.json that it is from."""
@@ -28,7 +28,7 @@ def text_part(config: Config) -> dict[str, Any]:
 
     As in transformers, the whole says whether the head is the embedding.
     """
-    wrapper = find_wrapper(config.get("model_type"))
+    wrapper = WRAPPERS.get(str(config.get("model_type")))
     if wrapper is None:
         return dict(config)
     inner = block(config, "text_config")
@@ -79,11 +79,8 @@ def _parts(whole: Config) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 class StoredNames(ABC):
-    """Names of tensors and modules in files that differ from those by which they are known here.
-
-    Attributes:
-        others: stored tensors of other parts; empty for a model with text only.
-    """
+    """Names of tensors and modules in files that differ from those by which they are known here. `others`: stored
+    tensors of other parts; empty for a model with text only."""
 
     others: frozenset[str]
 
@@ -97,18 +94,12 @@ class StoredNames(ABC):
 
     @abstractmethod
     def pattern(self, module: str, changed: Set[str] = frozenset()) -> str:
-        """A name of a module in config.json that fits those of files and of engines, where they differ.
-
-        Args:
-            changed: other parts that are not wholly dense.
-        """
+        """A name of a module in config.json that fits those of files and of engines, where they differ. `changed`:
+        other parts that are not wholly dense."""
 
     def patterns(self, quantization: Mapping[str, Any], written: Container[str]) -> dict[str, Any]:
         """Returns a `quantization_config` of compressed-tensors that names modules of the text model by patterns.
-
-        Args:
-            written: tensors of the checkpoint; a weight of another part that is not among them was packed.
-        """
+        `written`: tensors of the checkpoint; a weight of another part that is not among them was packed."""
         found = dict(quantization)
         changed = {_part(name) for name in self.others if name.endswith(".weight") and name not in written}
         found["ignore"] = sorted({self.pattern(module, changed) for module in quantization.get("ignore", ())})
@@ -124,11 +115,8 @@ class StoredNames(ABC):
 
 @dataclass(frozen=True, slots=True)
 class TextNames(StoredNames):
-    """Names of the tensors of a text model among those of other parts, which keep theirs.
-
-    Attributes:
-        model, head: what the text model's `model` and `lm_head` are stored as.
-    """
+    """Names of the tensors of a text model among those of other parts, which keep theirs. `model`, `head`: what the
+    text model's `model` and `lm_head` are stored as."""
 
     model: str
     head: str
@@ -180,7 +168,8 @@ LAYOUTS = (("language_model.model", "language_model.lm_head"), ("model.language_
 
 def layouts_of(config: Config) -> tuple[tuple[str, str], ...]:
     """Stored names that the text model of a config and its head may have."""
-    stored = find_stored_name(config.get("model_type"))
+    family = FAMILIES.get(str(config.get("model_type")))
+    stored = family.stored_as if family else ""
     return LAYOUTS if OUTER in config else ((stored, "lm_head"),) if stored else ()
 
 

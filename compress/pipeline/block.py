@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -14,7 +14,9 @@ from compress.checkpoint.safetensors import TensorFiles
 from compress.checkpoint.weights import Scheme, Weight
 from compress.checkpoint.weights.base import about, digest
 from compress.common.device import count_nonfinite
-from compress.common.errors import CheckpointError, NumericsError
+from compress.common.errors import NumericsError
+from compress.common.workers import Workers, module_on
+from compress.make_plan import check_shape
 from compress.methods.base import TuningRecord
 from compress.models.architecture import SmoothingMapping
 from compress.pipeline.expert_inputs import ExpertCoverage
@@ -32,7 +34,6 @@ class LinearRecord:
     Attributes:
         input_outlier: ratio of the largest input to the median of the channels' maxima, before smoothing; None without
             observations.
-        rank: rank of its factors; None without factors.
         kept_whole: reason why a planned factorization was skipped; empty otherwise.
     """
 
@@ -99,11 +100,8 @@ class BlockOutcome:
         self.linears.append(record)
 
     def tensors(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Returns the stored tensors by full name. Raises SchemeError for a weight that cannot be stored.
-
-        Args:
-            dtype: dtype of the model, in which scales and unquantized values are stored.
-        """
+        """Returns the stored tensors by full name. Raises SchemeError for a weight that cannot be stored. `dtype`:
+        dtype of the model, in which scales and unquantized values are stored."""
         stored = self.dense | self.pruned
         for module, weight in self.weights.items():
             with about(module):
@@ -129,16 +127,7 @@ class BlockOutcome:
 
 @dataclass(frozen=True, slots=True)
 class BlockJob:
-    """Plan of one block.
-
-    Attributes:
-        index: index of the block.
-        layer_plans: plans of linears, by name inside the block.
-        smoothing_mappings: smoothing mappings in use.
-        scale_dtype: dtype in which scales are stored.
-        head_dim: channels per attention head.
-        seed: seed of the recipe.
-    """
+    """Plan of one block."""
 
     index: int
     layer_plans: Mapping[str, LayerPlan]
@@ -173,7 +162,6 @@ class LoadedBlock:
 
     Attributes:
         name: name in the model, e.g. `model.layers.3`.
-        module: module with weights in the dtype of computation.
         weights: float32 `[O, I]` masters of the linears to quantize, by name inside the block.
         dense: tensors that stay dense, in their stored dtype, by name inside the block; excludes tensors that keep the
             codes of a quantized source.
@@ -183,6 +171,10 @@ class LoadedBlock:
     module: nn.Module
     weights: dict[str, Tensor] = field(default_factory=dict)
     dense: dict[str, Tensor] = field(default_factory=dict)
+
+    def copies(self, workers: Workers) -> list[LoadedBlock]:
+        """Returns this block for the first worker and a copy of its module, on its device, for each other one."""
+        return [self, *(replace(self, module=module_on(self.module, each.device)) for each in workers.all[1:])]
 
     def linear(self, name: str) -> nn.Linear:
         return cast(nn.Linear, self.module.get_submodule(name))
@@ -202,17 +194,9 @@ class LoadedBlock:
 def load_block(
     skeleton: Skeleton, files: TensorFiles, index: int, quantized: set[str], device: torch.device, dtype: torch.dtype
 ) -> LoadedBlock:
-    """Reads block `index` from the checkpoint.
-
-    Args:
-        quantized: names inside the block of linears that get float32 masters.
-        device: device of computation.
-        dtype: dtype of computation.
-
-    Raises:
-        CheckpointError: a tensor is missing or its shape differs from the model's.
-        NumericsError: a tensor holds NaN or infinity.
-    """
+    """Reads block `index` from the checkpoint. Raises CheckpointError: a tensor is missing or its shape differs from
+    the model's; NumericsError: a tensor holds NaN or infinity. `quantized`: names inside the block of linears that get
+    float32 masters."""
     block = read_block(skeleton, files, index, quantized, device)
     fill(block.module, block.name, files, device, dtype)
     return block
@@ -227,12 +211,10 @@ def read_block(
     masters: torch.dtype | None = torch.float32,
 ) -> LoadedBlock:
     """Returns the tensors of block `index` without a module for computation, for methods without calibration.
-
-    Args:
-        masters: dtype of the weights of `quantized`; None leaves them as stored, on memory-mapped pages.
-    """
+    `masters`: dtype of the weights of `quantized`; None leaves them as stored, on memory-mapped pages."""
     block = LoadedBlock(skeleton.block_name(index), skeleton.blocks[index])
-    for name in _stored_names(files, block.name):
+    prefix = f"{block.name}."
+    for name in [name.removeprefix(prefix) for name in files.names() if name.startswith(prefix)]:
         linear, _, leaf = name.rpartition(".")
         if leaf == "weight" and linear in quantized:
             block.weights[linear] = files.tensor(f"{block.name}.{name}").to(device, masters)
@@ -265,11 +247,7 @@ def release(module: nn.Module) -> None:
 
 def read_tensor(files: TensorFiles, name: str, shape: tuple[int, ...]) -> Tensor:
     """Returns a finite floating point tensor of the expected shape. Raises CheckpointError or NumericsError."""
-    if files.shape(name) != shape:
-        raise CheckpointError(
-            f"{name} has shape {list(files.shape(name))} in {files.path}, but config.json implies {list(shape)}",
-            "Use the config.json that belongs to these weights",
-        )
+    check_shape(files, name, shape)
     tensor = files.tensor(name)
     check_finite(name, tensor)
     return tensor
@@ -282,7 +260,3 @@ def check_finite(name: str, tensor: Tensor) -> None:
             f"{name} holds {bad} NaN or infinite values among {tensor.numel()}",
             "Get an intact copy of the model; nothing was written",
         )
-
-
-def _stored_names(files: TensorFiles, prefix: str) -> list[str]:
-    return [name.removeprefix(f"{prefix}.") for name in files.names() if name.startswith(f"{prefix}.")]

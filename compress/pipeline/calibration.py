@@ -9,6 +9,7 @@ from typing import Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from compress.common.workers import Workers
 from compress.pipeline.block import BlockJob, LoadedBlock, load_block, release
 from compress.pipeline.capture import BlockInputs, Calibration, capture_inputs
 from compress.pipeline.memory import with_smaller_batches
@@ -28,7 +29,7 @@ class PassedOn(Protocol):
 
 
 Outcome = TypeVar("Outcome", bound=PassedOn)
-BlockWork = Callable[[LoadedBlock, BlockJob, Calibration, torch.device, Callable[[str, float], None]], Outcome]
+BlockWork = Callable[[LoadedBlock, BlockJob, Calibration, Workers, Callable[[str, float], None]], Outcome]
 
 
 class CalibratedRunner(Generic[Outcome]):
@@ -83,7 +84,7 @@ class CalibratedRunner(Generic[Outcome]):
             block = load_block(
                 context.skeleton, context.files, index, set(job.layer_plans), context.device, context.dtype
             )
-            outcome = self._work(block, job, self._calibration, context.device, self._display.step)
+            outcome = self._work(block, job, self._calibration, context.workers, self._display.step)
             if outcome.hidden is not None:
                 self._calibration.advance(outcome.hidden, outcome.reference)
                 self.passed_on = self._calibration.inputs.passed_on()

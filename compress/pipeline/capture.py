@@ -7,37 +7,34 @@ and other arguments of blocks therefore come from the family's own code, and no 
 from __future__ import annotations
 
 from collections import UserDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
-from itertools import chain
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
-from calibration.statistics import InputDifference, InputStatistics
-from compress.checkpoint.modeling.experts import mixtures
 from compress.checkpoint.reader import NONSENSE
 from compress.checkpoint.safetensors import TensorFiles
-from compress.common.errors import CheckpointError, NumericsError
-from compress.methods.base import METHODS, Needs
+from compress.common.errors import CheckpointError, NumericsError, is_out_of_memory
+from compress.common.workers import Worker, Workers, moved
+from compress.methods.base import fallback
 from compress.pipeline.block import LoadedBlock, fill, release
-from compress.pipeline.expert_inputs import TOKENS_PER_CHANNEL, ExpertCoverage, ExpertStatistics, MixtureInputs
-from compress.pipeline.memory import is_out_of_memory
+from compress.pipeline.expert_inputs import TOKENS_PER_CHANNEL
 from compress.pipeline.skeleton import Skeleton
 
 PASSED = "prev_topk_indices"
 """Argument that passes further outputs of one block to the next; replaced by a store."""
+NUM_PARTS = 8
+"""Parts of the calibration whose statistics are summed separately, and then in order. A constant, because sums must not
+depend on the number of devices. At most as many devices share the statistics of a block."""
 
 
 def cannot_calibrate(reason: str) -> CheckpointError:
     """Builds the error for modeling code whose blocks cannot be run one at a time."""
-    usable = next(name for name, method in METHODS["quantize"].items() if method.is_fallback)
     return CheckpointError(
         f"the blocks of this model cannot be run one at a time ({' '.join(reason.split())})",
-        f"Use a method without calibration: --method {usable}",
+        f"Use a method without calibration: --method {fallback('quantize').name}",
     )
 
 
@@ -48,12 +45,17 @@ class Call:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
-    def run(self, block: Callable[..., Any], hidden: Tensor) -> Tensor:
-        """Returns a block's output `[B, L, H]`; families that return a tuple put it first.
+    def on(self, device: torch.device) -> Call:
+        """Returns the same arguments on `device`; a store stays the object that other blocks read."""
+        there = Call(moved(self.args, device), moved(self.kwargs, device))
+        for name, value in self.kwargs.items():
+            if isinstance(value, UserDict):
+                value.data, there.kwargs[name] = there.kwargs[name].data, value
+        return there
 
-        Raises:
-            CheckpointError: modeling code that needs more than hidden states and the recorded arguments.
-        """
+    def run(self, block: Callable[..., Any], hidden: Tensor) -> Tensor:
+        """Returns a block's output `[B, L, H]`; families that return a tuple put it first. Raises CheckpointError:
+        modeling code that needs more than hidden states and the recorded arguments."""
         try:
             return self._output(block, hidden)
         except NONSENSE as error:
@@ -69,7 +71,7 @@ class Call:
         (before,) = store.get(PASSED, (None,))
         output, passed = block(hidden, *self.args, **self.kwargs | {PASSED: before})
         store[PASSED] = (passed,)
-        return output
+        return cast(Tensor, output)
 
 
 @dataclass
@@ -79,7 +81,6 @@ class BlockInputs:
     Attributes:
         hidden: `[N, L, H]` on the host, input of the next block, in the dtype of computation.
         calls: arguments of every block per micro-batch; equal ones are the same object.
-        micro_batch: sequences per forward pass.
         tokens_per_channel: minimum tokens per channel of the statistics of experts.
     """
 
@@ -88,10 +89,22 @@ class BlockInputs:
     micro_batch: int
     tokens_per_channel: int = TOKENS_PER_CHANNEL
 
-    def batches(self, index: int, device: torch.device) -> Iterator[tuple[Tensor, Call]]:
-        """Yields hidden states `[B, L, H]` on `device` and arguments of block `index` for each micro-batch."""
-        for hidden, calls in zip(self.hidden.split(self.micro_batch), self.calls, strict=True):
-            yield hidden.to(device), calls[index]
+    def batches(
+        self, index: int, device: torch.device, numbers: Iterable[int] | None = None
+    ) -> Iterator[tuple[Tensor, Call]]:
+        """Yields hidden states `[B, L, H]` and arguments of block `index` on `device`, for these micro-batches; None is
+        all."""
+        for number in range(len(self.calls)) if numbers is None else numbers:
+            yield self.hidden[self.rows(number)].to(device), self.calls[number][index].on(device)
+
+    def rows(self, number: int) -> slice:
+        """Returns the sequences of a micro-batch."""
+        return slice(number * self.micro_batch, (number + 1) * self.micro_batch)
+
+    def parts(self) -> list[range]:
+        """Returns the micro-batches of each part of the calibration."""
+        count, parts = len(self.calls), min(NUM_PARTS, len(self.calls))
+        return [range(count * part // parts, count * (part + 1) // parts) for part in range(parts)]
 
     def passed_on(self) -> dict[str, Tensor]:
         """Returns outputs other than hidden states that earlier blocks pass to later ones, `[N, ...]` on the host: keys
@@ -124,7 +137,6 @@ class Calibration:
     """Calibration data, and its subset for searches.
 
     Attributes:
-        inputs: inputs of all sequences.
         search: inputs of the search sequences; their hidden states are rows of `inputs.hidden`.
         search_rows: indices of these rows.
         tuning: inputs of all sequences in micro-batches of at most one learning step; None without learning.
@@ -153,37 +165,27 @@ class Calibration:
             self.tuning.pass_on(passed, device)
 
 
-def run_block(module: nn.Module, hidden: Tensor, call: Call) -> Tensor:
-    """Returns a block's output `[B, L, H]`; families that return a tuple put it first."""
-    return call.run(module, hidden)
-
-
 def run_all(
-    module: nn.Module,
-    name: str,
+    block: LoadedBlock,
     inputs: BlockInputs,
     index: int,
-    device: torch.device,
+    workers: Workers,
     tick: Callable[[float], None] = lambda _: None,
 ) -> Tensor:
-    """Returns the block's output `[N, L, H]` on the host for all calibration sequences.
+    """Returns the block's output `[N, L, H]` on the host for all calibration sequences. Raises NumericsError: the
+    output contains NaN or infinity."""
+    outputs, copies = torch.empty_like(inputs.hidden), block.copies(workers)
 
-    Args:
-        tick: callback with the completed share of the calibration.
+    def forward(worker: Worker, number: int) -> None:
+        for hidden, call in inputs.batches(index, worker.device, [number]):
+            outputs[inputs.rows(number)] = call.run(copies[worker.number].module, hidden)
 
-    Raises:
-        NumericsError: the output contains NaN or infinity.
-    """
-    outputs = torch.empty_like(inputs.hidden)
-    for begin, (hidden, call) in zip(
-        range(0, len(outputs), inputs.micro_batch), inputs.batches(index, device), strict=True
-    ):
-        tick(begin / len(outputs))
-        outputs[begin : begin + len(hidden)] = run_block(module, hidden, call)
+    for number, _ in enumerate(workers.map(forward, range(len(inputs.calls))), 1):
+        tick(number / len(inputs.calls))
     if not torch.isfinite(outputs.sum(dtype=torch.float64)):
         bad = int((~torch.isfinite(outputs)).sum())
         raise NumericsError(
-            f"the output of {name} holds {bad} NaN or infinite values among {outputs.numel()}",
+            f"the output of {block.name} holds {bad} NaN or infinite values among {outputs.numel()}",
             "Run with --dtype float32, or check the source model: it may overflow in 16 bits",
         )
     return outputs
@@ -198,19 +200,14 @@ def capture_inputs(
     dtype: torch.dtype,
     embedding: Tensor | None = None,
 ) -> BlockInputs:
-    """Runs the embedding over `tokens [N, L]` and records the arguments of every block.
-
-    Args:
-        embedding: `[V, H]`, replacement of the stored embedding.
-
-    Raises:
-        CheckpointError: an embedding tensor is missing or misshapen.
-        NumericsError: it holds NaN or infinity.
-    """
+    """Runs the embedding over `tokens [N, L]` and records the arguments of every block. Raises CheckpointError: an
+    embedding tensor is missing or misshapen; NumericsError: it holds NaN or infinity. `embedding`: `[V, H]`,
+    replacement of the stored embedding."""
     trunk = skeleton.model.get_submodule(skeleton.architecture.blocks.rpartition(".")[0])
     recorders = _stand_in(skeleton)
     try:
-        _fill_outside(skeleton, trunk, files, device, dtype)
+        for name, child in _outside(skeleton, trunk).items():
+            fill(child, name, files, device, dtype)
         if embedding is not None:
             looked_up = skeleton.model.get_submodule(skeleton.architecture.embedding).get_parameter("weight")
             looked_up.data = embedding.to(device, dtype)
@@ -302,13 +299,6 @@ def _outside(skeleton: Skeleton, trunk: nn.Module) -> dict[str, nn.Module]:
     return {f"{prefix}.{name}": child for name, child in trunk.named_children() if child is not skeleton.blocks}
 
 
-def _fill_outside(
-    skeleton: Skeleton, trunk: nn.Module, files: TensorFiles, device: torch.device, dtype: torch.dtype
-) -> None:
-    for name, child in _outside(skeleton, trunk).items():
-        fill(child, name, files, device, dtype)
-
-
 def _shared(call: Call, first: Call) -> Call:
     """Returns the first micro-batch's arguments in place of equal ones, which stores them once."""
     return first if _equal(call.args, first.args) and _equal(call.kwargs, first.kwargs) else call
@@ -323,165 +313,3 @@ def _equal(left: Any, right: Any) -> bool:
         return left.keys() == right.keys() and all(_equal(left[key], right[key]) for key in left)
     # Blocks pass outputs to later ones in a store per micro-batch, which is still empty here.
     return left is right if isinstance(left, UserDict) else left is right or left == right
-
-
-@dataclass(frozen=True, slots=True)
-class Observed:
-    """Statistics by linear.
-
-    Attributes:
-        groups: linears that share an input and one statistics object, without those of experts.
-        expert_groups: likewise for the linears of each expert.
-        coverage: coverage of every mixture's experts.
-    """
-
-    statistics: Mapping[str, InputStatistics]
-    groups: tuple[tuple[str, ...], ...]
-    expert_groups: tuple[tuple[str, ...], ...] = ()
-    coverage: tuple[ExpertCoverage, ...] = ()
-
-
-def observe(
-    block: LoadedBlock,
-    inputs: BlockInputs,
-    index: int,
-    needs: dict[str, Needs],
-    device: torch.device,
-    tick: Callable[[float], None] = lambda _: None,
-) -> Observed:
-    """Runs all calibration sequences through a block and collects statistics of its linears' inputs.
-
-    The first micro-batch shows which linears receive the same tensor; after that only one of them is observed. A linear
-    without input is in no group. Experts have statistics of the tokens that enter their mixture.
-
-    Args:
-        tick: callback with the completed share of the calibration.
-
-    Raises:
-        NumericsError: an input contains NaN or infinity; names the linear.
-    """
-    found = {name: MixtureInputs(name, experts, inputs.tokens_per_channel) for name, experts in mixtures(block.module)}
-    plain = [name for name in needs if not name.startswith(tuple(f"{mixture}." for mixture in found))]
-    batches = inputs.batches(index, device)
-    handles = [each.experts.register_forward_pre_hook(each.record) for each in found.values()]
-    try:
-        first, _ = linear_inputs(block, *next(batches), plain)
-        groups = _same_tensor(first)
-        leaders = {group[0]: _statistics(block, group, needs, device) for group in groups}
-        for leader, statistics in leaders.items():
-            statistics.update(first[leader])
-        first.clear()
-        handles += [_on_input(block.linear(leader), statistics.update) for leader, statistics in leaders.items()]
-        for number, (hidden, call) in enumerate(batches, 1):
-            tick(number / len(inputs.calls))
-            run_block(block.module, hidden, call)
-    finally:
-        for handle in handles:
-            handle.remove()
-    known = {name: leaders[group[0]] for group in groups for name in group}
-    if not found:
-        return Observed(known, groups)
-    experts = _expert_groups(found, needs)
-    lazy = ExpertStatistics(known, found, experts, lambda group: _statistics(block, group, needs, device), device)
-    coverage = tuple(each.coverage(block.name) for each in found.values())
-    return Observed(lazy, groups, tuple(chain.from_iterable(experts.values())), coverage)
-
-
-def _expert_groups(
-    found: Mapping[str, MixtureInputs], needs: Mapping[str, Needs]
-) -> dict[tuple[str, int], tuple[tuple[str, ...], ...]]:
-    """Returns the requested linears of each expert, grouped by shared input."""
-    return {
-        (mixture, index): tuple(
-            group
-            for names in each.experts.inputs_of(index)
-            if (group := tuple(name for leaf in names if (name := f"{mixture}.{index}.{leaf}") in needs))
-        )
-        for mixture, each in found.items()
-        for index in range(len(each.experts))
-    }
-
-
-def linear_inputs(
-    block: LoadedBlock, hidden: Tensor, call: Call, linears: Sequence[str]
-) -> tuple[dict[str, Tensor], Tensor]:
-    """Returns the input of each linear in one forward pass, in execution order, and the block's output."""
-    seen: dict[str, Tensor] = {}
-    handles = [_on_input(block.linear(name), partial(seen.setdefault, name)) for name in linears]
-    try:
-        output = run_block(block.module, hidden, call)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return seen, output
-
-
-def _same_tensor(inputs: dict[str, Tensor]) -> tuple[tuple[str, ...], ...]:
-    groups: dict[int, list[str]] = {}
-    for name, tensor in inputs.items():
-        groups.setdefault(id(tensor), []).append(name)
-    return tuple(map(tuple, groups.values()))
-
-
-def _statistics(
-    block: LoadedBlock, group: tuple[str, ...], needs: dict[str, Needs], device: torch.device
-) -> InputStatistics:
-    need = Needs()
-    for name in group:
-        need |= needs[name]
-    return InputStatistics(
-        block.linear(group[0]).in_features,
-        f"{block.name}.{group[0]}",
-        hessian=need.hessian,
-        sample_rows=need.sample_rows,
-        device=device,
-    )
-
-
-def _on_input(module: nn.Module, action: Callable[[Tensor], Any]) -> RemovableHandle:
-    def hook(_module: nn.Module, args: tuple[Any, ...]) -> None:
-        action(args[0])
-
-    return module.register_forward_pre_hook(hook)
-
-
-def follow_dense(
-    block: LoadedBlock,
-    inputs: BlockInputs,
-    reference: Tensor,
-    index: int,
-    linears: Sequence[str],
-    device: torch.device,
-    tick: Callable[[float], None] = lambda _: None,
-) -> tuple[dict[str, InputDifference], Tensor]:
-    """Runs the calibration inputs of both models through a block with unmodified weights.
-
-    Args:
-        inputs: inputs of the block in the quantized model.
-        reference: `[N, L, H]`, inputs of the block in the dense model.
-        linears: linears whose inputs are compared.
-        tick: callback with the completed share of the calibration.
-
-    Returns:
-        Input differences by linear, without experts that receive other tokens in the dense model; and the dense model's
-        next hidden states `[N, L, H]` on the host.
-    """
-    found = {name: InputDifference(block.linear(name).in_features, device) for name in linears}
-    outputs = torch.empty_like(reference)
-    begin = 0
-    for hidden, call in inputs.batches(index, device):
-        tick(begin / len(outputs))
-        rows = slice(begin, begin + len(hidden))
-        wanted, output = linear_inputs(block, reference[rows].to(device), call, linears)
-        outputs[rows] = output
-        seen, _ = linear_inputs(block, hidden, call, linears)
-        found = {name: each for name, each in found.items() if _add(each, seen.get(name), wanted.get(name))}
-        begin = rows.stop
-    return found, outputs
-
-
-def _add(difference: InputDifference, seen: Tensor | None, wanted: Tensor | None) -> bool:
-    if seen is None or wanted is None or seen.shape != wanted.shape:
-        return False
-    difference.update(seen, wanted)
-    return True

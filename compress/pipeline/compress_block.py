@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -15,21 +15,24 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from calibration.statistics import InputDifference
-from compress.checkpoint.weights.gguf_blocks import BlockIntegers
-from compress.checkpoint.weights.integer import IntegerWeight
+from compress.checkpoint.weights.coded import INT, INTEGERS, CodedWeight
+from compress.common.workers import Worker, Workers
 from compress.methods.base import Needs, QuantizationMethod, TunedBlock
 from compress.methods.shared.hessian import HessianCache
 from compress.methods.shared.smoothing import SmoothingResult
 from compress.models.architecture import SmoothingMapping
-from compress.pipeline.block import BlockJob, BlockOutcome, LoadedBlock, SmoothingRecord
-from compress.pipeline.capture import BlockInputs, Calibration, Call, Observed, follow_dense, observe, run_all
+from compress.pipeline.block import BlockJob, BlockOutcome, LinearRecord, LoadedBlock, SmoothingRecord
+from compress.pipeline.capture import BlockInputs, Calibration, Call, run_all
 from compress.pipeline.compress_layer import (
     LayerCompressor,
+    Ranked,
+    Stored,
     choose_columns,
     decompose_block,
     outlier_columns,
     values_of,
 )
+from compress.pipeline.observe import Group, Observed, follow_dense, observe
 from compress.pipeline.smoothing import (
     ModuleTrace,
     activations_quantized,
@@ -41,7 +44,6 @@ from compress.pipeline.smoothing import (
 )
 from compress.plan import LayerPlan
 
-Learnable = IntegerWeight | BlockIntegers
 Batch = tuple[Tensor, Call, Tensor]
 """Hidden states `[B, L, H]`, the other arguments of the block, and the target output `[B, L, H]`."""
 
@@ -52,10 +54,7 @@ class BlockError:
 
     Attributes:
         block: block in which everything except the learned weights has its final stored values.
-        index: index of the block.
-        calibration: inputs of the block.
         target: `[N, L, H]` on the host, the output of the dense block on the dense model's inputs.
-        seed: seed of the order of sequences.
     """
 
     block: LoadedBlock
@@ -68,12 +67,14 @@ class BlockError:
     def tune(
         self,
         method: QuantizationMethod,
-        starts: Mapping[str, tuple[Tensor, Learnable]],
+        starts: Mapping[str, tuple[Tensor, CodedWeight]],
         options: Any,
         tick: Callable[[float], None] = lambda _: None,
     ) -> TunedBlock:
         """Learns the weights of the block with a method; see `QuantizationMethod.tune_block`."""
-        with torch.enable_grad(), _repeatable(self.device):
+        # Fast GPU kernels accumulate the gradients of attention in any order.
+        repeatable = sdpa_kernel(SDPBackend.MATH) if self.device.type == "cuda" else nullcontext()
+        with torch.enable_grad(), repeatable:
             return method.tune_block(self, starts, options, tick)
 
     def batches(self) -> Iterator[Batch]:
@@ -109,11 +110,6 @@ class BlockError:
         return total / targets.numel()
 
 
-def _repeatable(device: torch.device) -> AbstractContextManager[None]:
-    """Makes attention gradients deterministic: the fast GPU kernels accumulate them in any order."""
-    return sdpa_kernel(SDPBackend.MATH) if device.type == "cuda" else nullcontext()
-
-
 Step = Callable[[str, float], None]
 # Start and end of each stage of a block, for the progress bar; actual times differ by method and device.
 _PARTS = {
@@ -138,28 +134,24 @@ def quantize_block(
     block: LoadedBlock,
     job: BlockJob,
     calibration: Calibration,
-    device: torch.device,
+    workers: Workers,
     step: Step = lambda _what, _share: None,
 ) -> BlockOutcome:
-    """Quantizes a block by its inputs; afterwards the block and its outputs are those of the served model.
-
-    Args:
-        step: callback with the current stage and the completed share of the block.
-
-    Raises:
-        NumericsError: inputs or outputs contain NaN or infinity.
-    """
+    """Quantizes a block by its inputs; afterwards the block and its outputs are those of the served model. Raises
+    NumericsError: inputs or outputs contain NaN or infinity. `step`: callback with the current stage and the completed
+    share of the block."""
+    device = workers.device
     part = partial(_part, step, _PARTS_WHEN_TUNED if job.tuned else _PARTS)
-    observed = observe(block, calibration.inputs, job.index, _needs(job), device, part("statistics"))
-    in_experts = set(chain.from_iterable(observed.expert_groups))
+    observed = observe(block, calibration.inputs, job.index, _needs(job), workers, part("statistics"))
+    in_experts = {name for groups in observed.experts for group in groups for name in group}
     parents = sorted({mapping.parent for mapping in job.smoothing_mappings} - in_experts)
     traces, expected = trace_modules(block, calibration.search, job.index, parents, device)
-    differences, reference = _follow_dense(block, job, calibration, observed, device, part("dense outputs"))
+    differences, reference = _follow_dense(block, job, calibration, observed, workers, part("dense outputs"))
     outcome = BlockOutcome(reference=reference, coverage=observed.coverage)
-    folded = _smooth(block, job, observed, traces, outcome, part("smoothing"))
+    folded = _smooth(block, job, observed, traces, outcome, workers, part("smoothing"))
     traces.clear()
     part("rounding")(0)
-    begun = _round(block, job, observed, differences, folded, outcome)
+    begun = _round(block, job, observed, differences, folded, outcome, workers)
     if begun and job.tuned and outcome.reference is not None:
         error = BlockError(block, job.index, calibration, outcome.reference, device, job.seed)
         _tune(job.tuned, error, begun, outcome, part("tuning"))
@@ -167,7 +159,7 @@ def quantize_block(
     with activations_quantized(block, job.with_quantized_inputs, outliers=kept):
         outcome.relative_error = _output_error(block, job, calibration.search, expected, device)
         tick = part("next inputs")
-        outcome.hidden = run_all(block.module, block.name, calibration.inputs, job.index, device, tick)
+        outcome.hidden = run_all(block, calibration.inputs, job.index, workers, tick)
     outcome.dense = {f"{block.name}.{name}": tensor.cpu() for name, tensor in block.dense.items()}
     return outcome
 
@@ -187,7 +179,7 @@ def _follow_dense(
     job: BlockJob,
     calibration: Calibration,
     observed: Observed,
-    device: torch.device,
+    workers: Workers,
     tick: Callable[[float], None],
 ) -> tuple[dict[str, InputDifference], Tensor | None]:
     """Returns the input differences to the dense model, by the first of the linears that share an input, and the output
@@ -197,9 +189,9 @@ def _follow_dense(
     asking = {name for name, each in job.layer_plans.items() if each.needs.dense_inputs}
     leaders = [group[0] for group in observed.groups if asking.intersection(group)]
     if leaders:
-        return follow_dense(block, calibration.inputs, calibration.reference, job.index, leaders, device, tick)
+        return follow_dense(block, calibration.inputs, calibration.reference, job.index, leaders, workers, tick)
     inputs = replace(calibration.inputs, hidden=calibration.reference)
-    return {}, run_all(block.module, block.name, inputs, job.index, device, tick)
+    return {}, run_all(block, inputs, job.index, workers, tick)
 
 
 def _smooth(
@@ -208,15 +200,27 @@ def _smooth(
     observed: Observed,
     traces: dict[str, ModuleTrace],
     outcome: BlockOutcome,
+    workers: Workers,
     tick: Callable[[float], None],
 ) -> dict[str, Tensor]:
     """Searches all smoothing mappings, then folds them. Returns the scale folded into each target's columns."""
-    layouts = {mapping: head_layout(block, mapping, job.head_dim) for mapping in job.smoothing_mappings}
+    mappings = job.smoothing_mappings
+    layouts = {mapping: head_layout(block, mapping, job.head_dim) for mapping in mappings}
+    copies = block.copies(workers) if mappings else []
+    known = observed.shared(copies, workers) if mappings else []
+
+    def search(worker: Worker, mapping: SmoothingMapping) -> SmoothingResult:
+        copied, statistics, parent = copies[worker.number], known[worker.number], mapping.parent
+        traced = traces.get(parent)
+        trace = traced.on(worker.device) if traced else trace_samples(copied, parent, statistics[parent])
+        seen = statistics[mapping.observed or mapping.balance_layers[0]]
+        result = search_scale(copied, mapping, trace, seen, job.layer_plans, layouts[mapping])
+        return replace(result, scale=result.scale.to(workers.device))
+
     found: dict[SmoothingMapping, SmoothingResult] = {}
-    for number, mapping in enumerate(job.smoothing_mappings):
-        tick(number / len(job.smoothing_mappings))
-        trace = traces.get(mapping.parent) or trace_samples(block, mapping.parent, observed)
-        found[mapping] = search_scale(block, mapping, trace, observed, job.layer_plans, layouts[mapping])
+    for mapping, result in zip(mappings, workers.map(search, mappings), strict=True):
+        found[mapping] = result
+        tick(len(found) / len(mappings))
     folded: dict[str, Tensor] = {}
     for mapping, result in found.items():
         targets = tuple(f"{block.name}.{name}" for name in mapping.balance_layers)
@@ -236,42 +240,69 @@ def _round(
     differences: Mapping[str, InputDifference],
     folded: dict[str, Tensor],
     outcome: BlockOutcome,
-) -> dict[str, tuple[LayerCompressor, Learnable]]:
+    workers: Workers,
+) -> dict[str, tuple[LayerCompressor, CodedWeight]]:
     """Compresses each linear, siblings together, and writes the results into the block.
 
     Returns the compressors of linears with learned rounding, and their starting weights.
     """
-    begun: dict[str, tuple[LayerCompressor, Learnable]] = {}
-    ranked = decompose_block(block.weights, job.layer_plans, observed.statistics)
-    unreached = tuple((name,) for name in job.layer_plans if name not in observed.statistics)
-    for group in observed.groups + observed.expert_groups + unreached:
-        statistics = observed.statistics.get(group[0])
-        scale = folded.get(group[0])  # smoothing divides an input once, for all linears that read it
-        inputs = HessianCache(statistics, scale, differences.get(group[0]))
-        outliers = choose_columns({name: block.weights[name] for name in group}, job.layer_plans, statistics, scale)
-        for name in group:
-            work = LayerCompressor.of(
-                f"{block.name}.{name}",
-                block.weights.pop(name),
-                job.layer_plans[name],
-                job.scale_dtype,
-                inputs,
-                ranked.pop(name, None),
-                outliers.get(name),
-            )
-            stored, record = work.apply()
-            block.set_weight(name, values_of(stored))
-            if work.is_learned and isinstance(stored, IntegerWeight | BlockIntegers):
-                begun[name] = work, stored
-            else:
-                outcome.keep(stored, record)
+    begun: dict[str, tuple[LayerCompressor, CodedWeight]] = {}
+    known = observed.shared(block.copies(workers), workers)
+    ranked = decompose_block(block.weights, job.layer_plans, observed.tasks, known, workers)
+    unreached: list[tuple[Group, ...]] = [((name,),) for name in job.layer_plans if name not in observed.statistics]
+
+    def compress(worker: Worker, groups: tuple[Group, ...]) -> list[Compressed]:
+        statistics, done = known[worker.number], list[Compressed]()
+        for group in groups:
+            # Smoothing divides an input once, for all linears that read it.
+            inputs = HessianCache(statistics.get(group[0]), folded.get(group[0]), differences.get(group[0]))
+            done += _compress_group(block, job, group, inputs.to(worker.device), ranked)
+        return done
+
+    def size(groups: tuple[Group, ...]) -> int:
+        return sum(block.weights[name].numel() * block.weights[name].shape[1] for group in groups for name in group)
+
+    for name, work, stored, record in chain.from_iterable(workers.map(compress, [*observed.tasks, *unreached], size)):
+        if work is not None and isinstance(stored, CodedWeight):
+            begun[name] = work.to(workers.device), stored.to(workers.device)
+        else:
+            outcome.keep(stored, record)
     return begun
+
+
+Compressed = tuple[str, LayerCompressor | None, Stored, LinearRecord]
+"""Name inside the block, compressor if rounding is learned next, stored form and record of a linear."""
+
+
+def _compress_group(
+    block: LoadedBlock, job: BlockJob, group: Group, inputs: HessianCache, ranked: dict[str, Ranked]
+) -> Iterator[Compressed]:
+    """Compresses linears that share an input, on the device of their statistics, and writes them into the block."""
+    device = block.linear(group[0]).weight.device if inputs.statistics is None else inputs.statistics.device
+    weights = {name: block.weights.pop(name).to(device) for name in group}
+    outliers = choose_columns(weights, job.layer_plans, inputs.statistics, inputs.scale)
+    for name in group:
+        plan, decomposed = job.layer_plans[name], ranked.pop(name, None)
+        work = LayerCompressor.of(
+            f"{block.name}.{name}",
+            weights.pop(name),
+            plan,
+            job.scale_dtype,
+            inputs,
+            decomposed and decomposed.to(device),
+            outliers.get(name),
+        )
+        stored, record = work.apply()
+        block.set_weight(name, values_of(stored))
+        is_coded = isinstance(stored, CodedWeight) and stored.scheme.numbers in (INT, INTEGERS)
+        is_learned = plan.is_tuned and inputs.statistics is not None and is_coded
+        yield (name, work, stored, record) if is_learned else (name, None, stored.to("cpu"), record)
 
 
 def _tune(
     tuned: LayerPlan,
     error: BlockError,
-    begun: Mapping[str, tuple[LayerCompressor, Learnable]],
+    begun: Mapping[str, tuple[LayerCompressor, CodedWeight]],
     outcome: BlockOutcome,
     tick: Callable[[float], None],
 ) -> None:

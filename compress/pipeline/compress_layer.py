@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from calibration.statistics import InputStatistics
 from compress.checkpoint.weights import Int, LowRank, Scheme, Weight
 from compress.checkpoint.weights.integer import integers
 from compress.checkpoint.weights.low_rank import LowRankWeight
+from compress.common.workers import Worker, Workers
 from compress.methods import base
 from compress.methods.base import FactorizationMethod, Layer, Pruned, QuantizationMethod
 from compress.methods.low_rank import RankedLinear, largest_rank, rank_step, share_out
@@ -21,6 +23,8 @@ from compress.methods.shared.hessian import HessianCache
 from compress.pipeline.block import BlockJob, BlockOutcome, LinearRecord, LoadedBlock
 from compress.pipeline.expert_inputs import ExpertStatistics
 from compress.plan import LayerPlan, Pruning
+
+Result = TypeVar("Result")
 
 UNREACHED = "no calibration token reached this layer"
 WHOLE = "kept whole: factors of this rank would not have fewer weights"
@@ -34,42 +38,80 @@ class Ranked:
     whitening: Whitening
     rank: int | None
 
+    def to(self, device: torch.device) -> Ranked:
+        """Returns the same decomposition on `device`."""
+        return replace(self, decomposition=self.decomposition.to(device), whitening=self.whitening.to(device))
+
+
+Tasks = Sequence[tuple[tuple[str, ...], ...]]
+"""Linears that one worker takes together, in groups that share an input."""
+
 
 def decompose_block(
     weights: Mapping[str, Tensor],
     layer_plans: Mapping[str, LayerPlan],
-    statistics: Mapping[str, InputStatistics],
+    tasks: Tasks,
+    statistics: Sequence[Mapping[str, InputStatistics]],
+    workers: Workers,
 ) -> dict[str, Ranked]:
-    """Returns the linears of a block to factorize, with their ranks.
+    """Returns the linears of a block to factorize, with their ranks. Raises NumericsError: the decomposition fails.
 
     Args:
         weights: float32 `[O, I]` by name inside the block, after smoothing.
-        statistics: input statistics by name; linears without calibration tokens have none.
-
-    Raises:
-        NumericsError: the decomposition fails.
+        statistics: input statistics by name, for each worker; linears without calibration tokens have none.
     """
     chosen = {name: each for name, each in layer_plans.items() if each.factoring}
-    parts: dict[str, tuple[Decomposition, Whitening]] = {}
-    known = _Whitenings(statistics)
-    for name, layer_plan in chosen.items():
-        whitening, most = known.of(name, layer_plan), largest_rank(*_shape(weights[name]), 1)
-        parts[name] = decompose(weights[name], whitening, most), whitening
-    costs = {name: _comparable(chosen[name], parts[name][0].energies) * known.activity(name) for name in chosen}
-    ranks = _ranks(chosen, weights, costs)
-    return {name: Ranked(*parts[name], ranks[name]) for name in parts}
+
+    def work(name: str, weight: Tensor, known: _Whitenings) -> tuple[Decomposition, Whitening, Tensor]:
+        whitening = known.of(name, chosen[name])
+        found = decompose(weight, whitening, largest_rank(*_shape(weight), 1))
+        cost = _comparable(chosen[name], found.energies) * known.activity(name)
+        return found.to(workers.device), whitening.to(workers.device), cost.to(workers.device)
+
+    parts = _each_linear(work, weights, chosen, tasks, statistics, workers)
+    ranks = _ranks(chosen, weights, {name: cost for name, (_, _, cost) in parts.items()})
+    return {name: Ranked(found, whitening, ranks[name]) for name, (found, whitening, _) in parts.items()}
+
+
+def _each_linear(
+    work: Callable[[str, Tensor, _Whitenings], Result],
+    weights: Mapping[str, Tensor],
+    chosen: Mapping[str, LayerPlan],
+    tasks: Tasks,
+    statistics: Sequence[Mapping[str, InputStatistics]],
+    workers: Workers,
+) -> dict[str, Result]:
+    """Returns the result for each linear of `chosen`, in that order, with its weight on the device of a worker."""
+    named = [[name for group in groups for name in group if name in chosen] for groups in tasks]
+    rest = chosen.keys() - {name for names in named for name in names}
+
+    def compute(worker: Worker, names: list[str]) -> dict[str, Result]:
+        known = _Whitenings(statistics[worker.number], worker.device)
+        return {name: work(name, weights[name].to(worker.device), known) for name in names}
+
+    def size(names: list[str]) -> int:
+        return sum(weights[name].numel() * min(weights[name].shape) for name in names)
+
+    together = [names for names in named if names] + [[name] for name in chosen if name in rest]
+    found = {name: each for part in workers.map(compute, together, size) for name, each in part.items()}
+    return {name: found[name] for name in chosen}
 
 
 def energies(
-    weights: Mapping[str, Tensor], layer_plans: Mapping[str, LayerPlan], statistics: Mapping[str, InputStatistics]
+    weights: Mapping[str, Tensor],
+    layer_plans: Mapping[str, LayerPlan],
+    tasks: Tasks,
+    statistics: Sequence[Mapping[str, InputStatistics]],
+    workers: Workers,
 ) -> dict[str, Tensor]:
     """Returns the energy of each rank of linears to factorize, float64 `[min(O, I)]`, descending; arguments as in
     `decompose_block`. Raises NumericsError if the decomposition fails."""
-    known = _Whitenings(statistics)
-    return {
-        name: _comparable(each, spectrum(weights[name], known.of(name, each))) * known.activity(name)
-        for name, each in layer_plans.items()
-    }
+
+    def work(name: str, weight: Tensor, known: _Whitenings) -> Tensor:
+        plan = layer_plans[name]
+        return (_comparable(plan, spectrum(weight, known.of(name, plan))) * known.activity(name)).cpu()
+
+    return _each_linear(work, weights, layer_plans, tasks, statistics, workers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +119,7 @@ class _Whitenings:
     """Cache of the last whitening: linears that share an input are consecutive and share its whitening."""
 
     statistics: Mapping[str, InputStatistics]
+    device: torch.device
     last: dict[FactorizationMethod, tuple[InputStatistics | None, Whitening]] = field(default_factory=dict)
 
     def of(self, name: str, layer_plan: LayerPlan) -> Whitening:
@@ -84,7 +127,7 @@ class _Whitenings:
             raise ValueError(f"{name} is not factorized")
         method, statistics = layer_plan.factoring.method, self.statistics.get(name)
         if method not in self.last or self.last[method][0] is not statistics:
-            self.last[method] = statistics, _whitening(method, statistics)
+            self.last[method] = statistics, _whitening(method, statistics and statistics.to(self.device))
         return self.last[method][1]
 
     def activity(self, name: str) -> float:
@@ -131,12 +174,7 @@ Stored = Weight | Tensor
 
 @dataclass(kw_only=True)
 class LayerCompressor(Layer):
-    """Layer with its plan, in the interface of methods.
-
-    Attributes:
-        ranked: decomposition, if the plan factorizes the layer.
-        outliers: columns `[k]` that stay in 16 bits, or None.
-    """
+    """Layer with its plan, in the interface of methods. `outliers`: columns `[k]` that stay in 16 bits, or None."""
 
     plan: LayerPlan
     ranked: Ranked | None = None
@@ -159,11 +197,8 @@ class LayerCompressor(Layer):
         return cls(*data, plan=plan, ranked=ranked, outliers=outliers)
 
     def apply(self) -> tuple[Stored, LinearRecord]:
-        """Prunes or factorizes, quantizes, and records the layer.
-
-        Raises:
-            SchemeError, NumericsError: raised by the methods.
-        """
+        """Prunes or factorizes, quantizes, and records the layer. Raises SchemeError, NumericsError: raised by the
+        methods."""
         if self.ranked is not None and self.ranked.rank is not None:
             return self.finish(self._factorize(self.ranked, self.ranked.rank))
         if self.ranked is not None:
@@ -174,10 +209,9 @@ class LayerCompressor(Layer):
         scheme = self.plan.scheme
         return self.finish(values if scheme is None or scheme is self.scheme else scheme.wrap(values))
 
-    @property
-    def is_learned(self) -> bool:
-        """Whether learning starts at the result of `apply`."""
-        return self.plan.is_tuned and self.inputs.statistics is not None
+    def to(self, device: torch.device) -> LayerCompressor:
+        """Returns the same layer on `device`."""
+        return replace(self, weight=self.weight.to(device), inputs=self.inputs.to(device))
 
     def note_recovery(self, text: str) -> None:
         """Adds a fallback to the record."""
@@ -210,12 +244,12 @@ class LayerCompressor(Layer):
             return method
         instead = base.fallback("quantize")
         self.details["recovery"] = f"{instead.name}: {UNREACHED}"
-        return base.quantization(instead.name)
+        return base.QUANTIZATION.find(instead.name)
 
     def _prune(self, pruning: Pruning) -> LayerCompressor | Weight:
         method = pruning.method
         if method.needs(None).inputs and self.inputs.statistics is None:
-            method = base.pruning(base.fallback("prune").name)
+            method = base.fallback("prune")
             self.details["recovery"] = f"pruned by {method.name}: {UNREACHED}"
         # Quantized in the same loop if both methods support it, which compensates the errors of both.
         joined = self.plan.method is not None and self.plan.method.joins_pruning
@@ -230,27 +264,28 @@ class LayerCompressor(Layer):
         if method is None:
             return LowRankWeight(left.to(self.dtype), right.to(self.dtype), LowRank(None, rank))
         if method.needs(self.plan.options).inputs and self.inputs.statistics is None:
-            method = base.quantization(base.fallback("quantize").name)
+            method = base.fallback("quantize")
         return method.round_factors(left, right, self)
 
 
 @torch.no_grad()
-def compress_layers(block: LoadedBlock, job: BlockJob) -> BlockOutcome:
-    """Compresses a block's layers one by one with methods that need no calibration, without a forward pass.
-
-    Args:
-        block: block with weights of any dtype; only one weight at a time is in float32, unless they are factorized.
-
-    Raises:
-        SchemeError, NumericsError: raised by the method; names the linear.
-    """
+def compress_layers(block: LoadedBlock, job: BlockJob, workers: Workers) -> BlockOutcome:
+    """Compresses a block's layers one by one with methods that need no calibration, without a forward pass. Raises
+    SchemeError, NumericsError: raised by the method; names the linear. `block`: block with weights of any dtype; each
+    worker has one weight at a time in float32, unless they are factorized."""
     outcome = BlockOutcome(dense={f"{block.name}.{name}": tensor for name, tensor in block.dense.items()})
     factorized = {name: block.weights[name].float() for name, each in job.layer_plans.items() if each.factoring}
-    ranked = decompose_block(factorized, job.layer_plans, {})
-    for name, layer_plan in job.layer_plans.items():
-        weight, decomposed = block.weights.pop(name).float(), ranked.pop(name, None)
-        module, inputs = f"{block.name}.{name}", HessianCache(None)
-        outcome.keep(*LayerCompressor.of(module, weight, layer_plan, job.scale_dtype, inputs, decomposed).apply())
+    ranked = decompose_block(factorized, job.layer_plans, (), [{}] * len(workers.all), workers)
+
+    def compress(worker: Worker, name: str) -> tuple[Stored, LinearRecord]:
+        weight, decomposed = block.weights.pop(name).to(worker.device).float(), ranked.pop(name, None)
+        module, plan, inputs = f"{block.name}.{name}", job.layer_plans[name], HessianCache(None)
+        there = decomposed and decomposed.to(worker.device)
+        stored, record = LayerCompressor.of(module, weight, plan, job.scale_dtype, inputs, there).apply()
+        return stored.to("cpu"), record
+
+    for stored, record in workers.map(compress, [*job.layer_plans], lambda name: block.weights[name].numel()):
+        outcome.keep(stored, record)
     return outcome
 
 

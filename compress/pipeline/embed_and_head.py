@@ -15,7 +15,8 @@ from torch import Tensor
 
 from calibration.statistics import InputStatistics
 from compress.checkpoint.weights.base import StoredTensors
-from compress.checkpoint.weights.integer import IntegerWeight
+from compress.checkpoint.weights.coded import CodedWeight
+from compress.common.workers import Worker, Workers
 from compress.methods import base
 from compress.methods.base import Layer
 from compress.methods.shared.hessian import HessianCache
@@ -26,16 +27,14 @@ from compress.pipeline.prepare import RunContext
 from compress.pipeline.resume import EMBEDDING, HEAD, Progress
 from compress.plan import LayerPlan
 
-Quantize = Callable[[Tensor], IntegerWeight]
+Rounded = tuple[CodedWeight, float, float]
+"""Integers of some rows on the host, their squared error and the squared weights, columns weighted by their inputs."""
 _NO_NORM = "the final norm of this family is unknown"
 
 
 def quantize_embedding(context: RunContext, progress: Progress) -> None:
-    """Quantizes and saves the embedding, if planned; keeps the result of an earlier run.
-
-    Raises:
-        NumericsError: NaN or infinity in the weight.
-    """
+    """Quantizes and saves the embedding, if planned; keeps the result of an earlier run. Raises NumericsError: NaN or
+    infinity in the weight."""
     module = context.skeleton.architecture.embedding
     layer_plan = context.plan.layer_plans.get(module)
     if layer_plan is not None and not progress.pieces.has(EMBEDDING):
@@ -43,11 +42,8 @@ def quantize_embedding(context: RunContext, progress: Progress) -> None:
 
 
 def quantize_head(context: RunContext, progress: Progress) -> None:
-    """Quantizes and saves an untied output head, if planned; keeps the result of an earlier run.
-
-    Raises:
-        NumericsError: the weight or the head's inputs contain NaN or infinity.
-    """
+    """Quantizes and saves an untied output head, if planned; keeps the result of an earlier run. Raises NumericsError:
+    the weight or the head's inputs contain NaN or infinity."""
     module = context.skeleton.architecture.head
     layer_plan = context.plan.layer_plans.get(module)
     if layer_plan is not None and not progress.pieces.has(HEAD):
@@ -89,49 +85,42 @@ def _save(
 
 def round_matrix(
     context: RunContext, module: str, layer_plan: LayerPlan, statistics: InputStatistics | None
-) -> tuple[IntegerWeight, LinearRecord]:
-    """Quantizes a matrix of the source in chunks of rows.
-
-    Raises:
-        ValueError: it has no scheme or no method.
-    """
+) -> tuple[CodedWeight, LinearRecord]:
+    """Quantizes a matrix of the source in chunks of rows. Raises ValueError: it has no scheme or no method."""
     if layer_plan.scheme is None or layer_plan.method is None:
         raise ValueError(f"{module} is not quantized")
     method, details = layer_plan.method, dict[str, Any]()
     if method.needs(layer_plan.options).inputs and statistics is None:
-        method = base.quantization(base.fallback("quantize").name)
+        method = base.fallback("quantize")
         details["recovery"] = f"{method.name}: {_NO_NORM}"
-    inputs = HessianCache(statistics)
+    inputs, workers = HessianCache(statistics), context.workers
+    known = [inputs.to(worker.device) for worker in workers.all]
     dtype, empty = context.scale_dtype, torch.empty(0)
     layer = Layer(module, empty, layer_plan.scheme, layer_plan.options, dtype, inputs, None, details)
 
-    def quantize(rows: Tensor) -> IntegerWeight:
-        return cast(IntegerWeight, method.compress(replace(layer, weight=rows)))
+    def quantize(worker: Worker, rows: Tensor) -> Rounded:
+        inputs, rows = known[worker.number], rows.to(worker.device, torch.float32)
+        found = cast(CodedWeight, method.compress(replace(layer, weight=rows, inputs=inputs)))
+        columns = 1.0 if inputs.mean_square is None else inputs.mean_square
+        error = float(((found.dequantize() - rows).square() * columns).sum(dtype=torch.float64))
+        return found.to("cpu"), error, float((rows.square() * columns).sum(dtype=torch.float64))
 
-    weight = context.files.tensor(f"{module}.weight")
-    found, error = _by_rows(weight, quantize, context.device, inputs.mean_square)
+    found, error = _by_rows(context.files.tensor(f"{module}.weight"), quantize, workers)
     recovery, damping = details.get("recovery", ""), details.get("damping")
     return found, LinearRecord(module, layer_plan.method.name, error, recovery, damping)
 
 
 @torch.no_grad()
 def _by_rows(
-    weight: Tensor, quantize: Quantize, device: torch.device, importance: Tensor | None
-) -> tuple[IntegerWeight, float]:
-    """Returns the integers of `weight [O, I]` on the host, and their squared error divided by the squared weights, each
-    column weighted by its importance."""
-    parts: list[IntegerWeight] = []
+    weight: Tensor, quantize: Callable[[Worker, Tensor], Rounded], workers: Workers
+) -> tuple[CodedWeight, float]:
+    """Returns the integers of `weight [O, I]` on the host, and their squared error divided by the squared weights."""
+    parts: list[CodedWeight] = []
     error = total = 0.0
-    for rows in weight.split(max(1, ELEMENTS_AT_ONCE // weight.shape[1])):
-        rows = rows.to(device, torch.float32)
-        found = quantize(rows)
-        columns = 1.0 if importance is None else importance
-        error += float(((found.dequantize() - rows).square() * columns).sum(dtype=torch.float64))
-        total += float((rows.square() * columns).sum(dtype=torch.float64))
-        parts.append(found.to("cpu"))
-    names = "qweight", "scales", "zero_points"
-    qweight, scales, zero_points = (torch.cat([getattr(part, name) for part in parts]) for name in names)
-    return IntegerWeight(qweight, scales, zero_points, parts[0].scheme), error / total if total else 0.0
+    for found, wrong, squares in workers.map(quantize, weight.split(max(1, ELEMENTS_AT_ONCE // weight.shape[1]))):
+        parts.append(found)
+        error, total = error + wrong, total + squares
+    return cast(CodedWeight, parts[0].fuse(parts[1:])), error / total if total else 0.0
 
 
 @torch.no_grad()

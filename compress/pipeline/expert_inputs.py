@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from calibration.statistics import InputStatistics
-from compress.checkpoint.modeling.experts import Experts, WeighedExperts
+from compress.checkpoint.modeling.experts import Experts, WeighedExperts, mixtures
 
 TOKENS_PER_CHANNEL = 2
 """Twice the number for a full-rank Hessian of an expert. Fewer tokens are worse with short calibration texts, all
@@ -22,7 +22,6 @@ class ExpertCoverage:
     """Numbers of calibration tokens of the experts of one mixture.
 
     Attributes:
-        module: full name.
         tokens: tokens that the router sent to each expert.
         added: additional tokens of the mixture in the statistics of each expert.
         least: minimum tokens of an expert's statistics, if the calibration has that many.
@@ -69,6 +68,12 @@ class MixtureInputs:
         if isinstance(self.experts, WeighedExperts):
             self.weights.append(args[2].cpu())
 
+    def add(self, later: MixtureInputs) -> None:
+        """Adds the tokens of later micro-batches."""
+        self.hidden += later.hidden
+        self.chosen += later.chosen
+        self.weights += later.weights
+
     @property
     def least(self) -> int:
         """Minimum tokens of an expert: `tokens_per_channel` per input channel of its first linears."""
@@ -79,7 +84,7 @@ class MixtureInputs:
         mask = (torch.cat(self.chosen) == index).any(-1)
         others = (~mask).nonzero().flatten()
         wanted = min(max(self.least - int(mask.sum()), 0), len(others))
-        mask[others[_evenly(wanted, len(others))]] = True
+        mask[others[torch.linspace(0, len(others) - 1, wanted).round().long()]] = True  # evenly spaced
         return mask
 
     def rows(self, index: int, device: torch.device) -> Iterator[Tensor]:
@@ -97,12 +102,7 @@ class MixtureInputs:
         return ExpertCoverage(f"{block}.{self.name}", tuple(counts), tuple(added), self.least)
 
 
-def _evenly(count: int, total: int) -> Tensor:
-    """Returns `count` evenly spaced indices in the range 0 to total - 1."""
-    return torch.linspace(0, total - 1, count).round().long()
-
-
-MakeStatistics = Callable[[tuple[str, ...]], InputStatistics]
+MakeStatistics = Callable[[tuple[str, ...], torch.device], InputStatistics]
 
 
 @dataclass(eq=False)
@@ -110,11 +110,9 @@ class ExpertStatistics(Mapping[str, InputStatistics]):
     """Input statistics of linears by name; those of experts are computed on request.
 
     Attributes:
-        plain: statistics of linears outside mixtures.
-        inputs: inputs of each mixture.
         groups: linears of an expert that share an input, by mixture and expert: input projections, then output
             projection.
-        make: function that creates empty statistics for such linears.
+        make: function that creates empty statistics for such linears on a device.
     """
 
     plain: dict[str, InputStatistics]
@@ -146,6 +144,12 @@ class ExpertStatistics(Mapping[str, InputStatistics]):
             self.last = {name: self._observe_all(name)} if name in self.inputs else self._observe(*self._owner[name])
         return self.last[name]
 
+    def on(self, block: nn.Module, device: torch.device) -> ExpertStatistics:
+        """Returns statistics that are computed with the experts of a copy of the block, on its device."""
+        experts = dict(mixtures(block))
+        there = {name: replace(each, experts=experts[name]) for name, each in self.inputs.items()}
+        return replace(self, inputs=there, device=device, last={})
+
     def activity(self, name: str) -> float:
         """Returns the share of all tokens that the router sends to a linear; 1 outside of experts."""
         if name not in self._owner:
@@ -154,7 +158,7 @@ class ExpertStatistics(Mapping[str, InputStatistics]):
         return float((torch.cat(self.inputs[mixture].chosen) == index).any(-1).float().mean())
 
     def _observe_all(self, mixture: str) -> InputStatistics:
-        found = self.make(self.groups[mixture, 0][0])
+        found = self.make(self.groups[mixture, 0][0], self.device)
         for rows in self.inputs[mixture].hidden:
             found.update(rows.to(self.device))
         return found
@@ -163,7 +167,7 @@ class ExpertStatistics(Mapping[str, InputStatistics]):
     def _observe(self, mixture: str, index: int) -> dict[str, InputStatistics]:
         inputs = self.inputs[mixture]
         expert = inputs.experts.expert(index)
-        found = {group: self.make(group) for group in self.groups[mixture, index]}
+        found = {group: self.make(group, self.device) for group in self.groups[mixture, index]}
         for rows in inputs.rows(index, self.device):
             for group, statistics in found.items():
                 is_output = group[0].endswith(f".{expert.output}")

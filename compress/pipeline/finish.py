@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,9 @@ from compress.checkpoint.config import (
     read_config,
     write_config,
 )
-from compress.checkpoint.formats import dense, format_for
+from compress.checkpoint.dequantized import describe_source
+from compress.checkpoint.formats import format_for
+from compress.checkpoint.formats.dense import DENSE
 from compress.checkpoint.kv_cache import (
     KV_CACHE_KEY,
     KV_MEASURED_KEY,
@@ -42,16 +44,16 @@ from compress.checkpoint.weights import Scheme, Weight
 from compress.common.cli import DISTRIBUTION, tool_version
 from compress.common.errors import CheckpointError
 from compress.common.files import REPORT_FILE, sync
-from compress.methods.kv_cache import KVCacheStage, KVChoice, choose_kv_cache
 from compress.methods.shared.column_solver import column_kernel
 from compress.models.config import context_length
 from compress.pipeline.block import BlockOutcome, check_finite
 from compress.pipeline.prepare import RunContext, describe_calibration
 from compress.pipeline.resume import MTP, REST, Progress, RunDisplay
 from compress.reporting.model_card import write_card
+from compress.stages.kv_cache import KVCacheStage, KVChoice, choose_kv_cache
 
 if TYPE_CHECKING:
-    from compress.evaluate.perplexity import Evaluation
+    from compress.common.evaluation import Evaluation
 
 
 def provenance(context: RunContext, progress: Progress) -> dict[str, Any]:
@@ -59,7 +61,7 @@ def provenance(context: RunContext, progress: Progress) -> dict[str, Any]:
     request, packed = context.request, _packed_mtp(progress)
     return {
         "source": request.source,
-        **({"source_form": context.quantized_source.description} if context.quantized_source else {}),
+        **({"source_form": describe_source(context.files.packed)} if context.files.packed else {}),
         "recipe": request.recipe.to_dict(),
         "seed": request.recipe.seed,
         "tool": f"{DISTRIBUTION} {tool_version()}",
@@ -94,10 +96,7 @@ def full_report(
     seconds: float,
 ) -> dict[str, Any]:
     """Returns `compression_report.json`: plan, losses and fallbacks of every block, verification and quality.
-
-    Args:
-        seconds: wall time of this process, without earlier interrupted ones.
-    """
+    `seconds`: wall time of this process, without earlier interrupted ones."""
     num_blocks = context.skeleton.num_blocks
     facts = progress.all_facts(num_blocks)
     recovered = [each for block in facts for each in block["linears"] if each["recovery"]]
@@ -119,12 +118,11 @@ def full_report(
 
 def environment(context: RunContext) -> dict[str, Any]:
     """Returns the versions and devices that may affect the last bits of a result."""
-
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name() if context.device.type == "cuda" else platform.machine(),
-        "threads": torch.get_num_threads(),
+        "threads": context.workers.num_threads,
         "columns": column_kernel(context.device),
         "ranges": range_kernel(context.device),
     }
@@ -148,25 +146,22 @@ def save_rest(context: RunContext, progress: Progress) -> None:
 
 def kept_weights(context: RunContext, modules: Iterable[str]) -> dict[str, Weight]:
     """Returns the weights of modules that keep the codes of a quantized source."""
-    stored = context.quantized_source
-    return {module: stored.packed.packed_weight(module) for module in modules} if stored else {}
+    stored = context.files.packed
+    return {module: stored.packed_weight(module) for module in modules} if stored else {}
 
 
 def checkpoint_config(context: RunContext, progress: Progress) -> dict[str, Any]:
     """Returns config.json of the checkpoint."""
     schemes = chosen_schemes(context, progress)
     # Pruned weights with stored zeros need no quantization format.
-    codec = format_for(schemes) if schemes else dense
+    codec = format_for(schemes) if schemes else DENSE
     quantization = codec.quantization_config(schemes, _dense_linears(context, schemes))
     return packed_config(context.config, quantization, schemes, provenance(context, progress))
 
 
 def check_checkpoint(context: RunContext, folder: Path, digests: dict[str, str]) -> StructureReport:
-    """Re-reads the written checkpoint and compares it with the digests taken when the codes were chosen.
-
-    Raises:
-        CheckpointError: verification finds a problem.
-    """
+    """Re-reads the written checkpoint and compares it with the digests taken when the codes were chosen. Raises
+    CheckpointError: verification finds a problem."""
     try:
         structure = verify_structure(folder, context.files)
         problems = [*structure.problems, *verify_against(folder, digests)]
@@ -177,9 +172,10 @@ def check_checkpoint(context: RunContext, folder: Path, digests: dict[str, str])
     return structure
 
 
-def _unverified(problems: Iterable[str]) -> CheckpointError:
+def _unverified(problems: Sequence[str]) -> CheckpointError:
+    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
     return CheckpointError(
-        f"the checkpoint just written does not verify: {_first(problems)}",
+        f"the checkpoint just written does not verify: {problems[0]}{more}",
         "Nothing was put in place. Run the same command again: it keeps intact pieces. If that fails too, report it",
     )
 
@@ -201,11 +197,6 @@ def chosen_schemes(context: RunContext, progress: Progress) -> dict[str, Scheme]
 def _dense_linears(context: RunContext, schemes: Mapping[str, Scheme]) -> list[str]:
     """Returns every linear that stays dense, by full name: loaders that target the class `Linear` need them."""
     skeleton = context.skeleton
-    inside = {
-        f"{skeleton.block_name(index)}.{name}"
-        for index, block in enumerate(skeleton.blocks)
-        for name in skeleton.linears(block)
-    }
     packed = {f"{name}.weight" for name in schemes}
     stored = {
         row.tensor.removesuffix(".weight")
@@ -216,21 +207,12 @@ def _dense_linears(context: RunContext, schemes: Mapping[str, Scheme]) -> list[s
     stored -= {skeleton.architecture.embedding} if is_embedding(skeleton.architecture.embedding) else set()
     looked_up = skeleton.ties_head and skeleton.architecture.embedding in schemes
     heads = {skeleton.architecture.head} if skeleton.architecture.head and not looked_up else set()
-    return sorted((inside | stored | heads | set(skeleton.renamed)) - schemes.keys())
-
-
-def _first(problems: Iterable[str]) -> str:
-    listed = list(problems)
-    more = f" (and {len(listed) - 1} more)" if len(listed) > 1 else ""
-    return f"{listed[0]}{more}"
+    return sorted((skeleton.all_linears().keys() | stored | heads | set(skeleton.renamed)) - schemes.keys())
 
 
 def compare_with_report(folder: Path) -> list[str] | None:
     """Returns problems found by comparing the stored codes with `compression_report.json`; None without a report.
-
-    Raises:
-        CheckpointError: the report cannot be read.
-    """
+    Raises CheckpointError: the report cannot be read."""
     digests = recorded_digests(folder)
     return None if digests is None else verify_against(folder, digests)
 
@@ -272,15 +254,9 @@ class KVResult:
 
 def choose_default(context: RunContext, folder: Path, quiet: bool) -> KVResult | None:
     """Measures the recipe's formats, chooses one, and records both in config.json of the finished checkpoint in
-    `folder`.
-
-    Returns:
-        Result, or None without such a stage.
-
-    Raises:
-        ToolkitError: the text is not usable, or the model fails.
-    """
-    stage = context.request.recipe.kv_cache
+    `folder`. Raises ToolkitError: the text is not usable, or the model fails. Returns result, or None without such a
+    stage."""
+    stage = context.request.recipe.find(KVCacheStage)
     if stage is None:
         return None
     record = _measure(context, stage, folder, quiet) if stage.candidates else None
@@ -317,7 +293,7 @@ def _measure(context: RunContext, stage: KVCacheStage, folder: Path, quiet: bool
             tokens=stage.tokens,
             length=length,
             device=str(context.device),
-            on_progress=lambda done, total: display.step(f"pass {done} of {total}", done / total),
+            on_progress=lambda done, total: display.step(f"window {done} of {total}", done / total),
         )
         display.finish(f"measured on {len(found.windows.tokens)} windows")
     measured = zip(stage.candidates, found.token_bytes, found.results, strict=True)

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from calibration.statistics import InputStatistics
 from compress.checkpoint.weights import NM, LowRank, Scheme
+from compress.common.workers import Workers
 from compress.make_plan import packed_bytes, scale_bits
 from compress.methods.base import Needs
 from compress.methods.low_rank import RankedLinear, rank_step, share_out_over_blocks
 from compress.methods.owl import BlockShare, block_patterns, block_shares
 from compress.pipeline.block import BlockJob, LoadedBlock, read_block
 from compress.pipeline.calibration import CalibratedRunner
-from compress.pipeline.capture import Calibration, observe, run_all
+from compress.pipeline.capture import Calibration, run_all
 from compress.pipeline.compress_layer import energies
 from compress.pipeline.memory import return_freed_memory
+from compress.pipeline.observe import Observed, observe
 from compress.pipeline.prepare import RunContext
 from compress.pipeline.resume import Progress, RunDisplay
 from compress.plan import Factoring, LayerPlan, Plan, PlanRow, Pruning
@@ -32,7 +34,6 @@ class BlockSurvey:
     Attributes:
         energies: energy of each rank of a linear, by full name, float64 `[min(O, I)]`; see `low_rank_work.energies`.
         outliers: share of outliers among the scores of linears, by the text of each kind of pruning.
-        hidden: `[N, L, H]`, input of the next block.
         reference: unused, because the blocks are dense.
     """
 
@@ -41,18 +42,10 @@ class BlockSurvey:
     hidden: Tensor | None = None
     reference: Tensor | None = None
 
-    def facts(self) -> dict[str, Any]:
-        """Returns plain values."""
-        return {"outliers": self.outliers}
-
 
 def survey(context: RunContext, progress: Progress, quiet: bool) -> None:
-    """Observes every block that no earlier run has observed. `progress` is that of the first pass.
-
-    Raises:
-        NumericsError: weights or inputs contain NaN or infinity.
-        ToolkitError: memory ran out with a single sequence.
-    """
+    """Observes every block that no earlier run has observed. `progress` is that of the first pass. Raises
+    NumericsError: weights or inputs contain NaN or infinity; ToolkitError: memory ran out with a single sequence."""
     total = context.skeleton.num_blocks
     done = progress.num_finished(total)
     if done == total:
@@ -61,7 +54,7 @@ def survey(context: RunContext, progress: Progress, quiet: bool) -> None:
         runner = CalibratedRunner(context, survey_block, progress, done, display) if context.sequences else None
         for index in range(done, total):
             found = runner.run(index) if runner else _survey_plainly(context, index)
-            facts = found.facts() | {"micro_batch": runner.micro_batch if runner else 0}
+            facts = {"outliers": found.outliers, "micro_batch": runner.micro_batch if runner else 0}
             hidden, passed_on = None if index + 1 == total else found.hidden, runner.passed_on if runner else {}
             progress.save_block(index, found.energies, facts, hidden, passed_on=passed_on)
             display.finish(_line(found))
@@ -73,7 +66,7 @@ def survey_block(
     block: LoadedBlock,
     job: BlockJob,
     calibration: Calibration,
-    device: torch.device,
+    workers: Workers,
     step: Callable[[str, float], None] = lambda _what, _share: None,
 ) -> BlockSurvey:
     """Observes the inputs of a dense block, and returns its outputs."""
@@ -82,17 +75,12 @@ def survey_block(
     if chosen:
         needs = {name: Needs(hessian=each.shares_ranks and each.needs.hessian) for name, each in chosen.items()}
         observed = observe(
-            block, calibration.inputs, job.index, needs, device, lambda share: step("statistics", share / 2)
+            block, calibration.inputs, job.index, needs, workers, lambda share: step("statistics", share / 2)
         )
         found.outliers = _outliers(block, chosen, observed.statistics)
-        found.energies = _energies(block, chosen, observed.statistics)
+        found.energies = _energies(block, chosen, observed, workers)
     found.hidden = run_all(
-        block.module,
-        block.name,
-        calibration.inputs,
-        job.index,
-        device,
-        lambda share: step("next inputs", 0.5 + share / 2),
+        block, calibration.inputs, job.index, workers, lambda share: step("next inputs", 0.5 + share / 2)
     )
     return found
 
@@ -103,14 +91,16 @@ def _survey_plainly(context: RunContext, index: int) -> BlockSurvey:
     job = BlockJob.of(context, index)
     chosen = {name: each for name, each in job.layer_plans.items() if each.needs_first_pass}
     block = read_block(context.skeleton, context.files, index, set(chosen), context.device)
-    return BlockSurvey(energies=_energies(block, chosen, {}))
+    return BlockSurvey(energies=_energies(block, chosen, Observed({}, ()), context.workers))
 
 
 def _energies(
-    block: LoadedBlock, chosen: Mapping[str, LayerPlan], statistics: Mapping[str, InputStatistics]
+    block: LoadedBlock, chosen: Mapping[str, LayerPlan], observed: Observed, workers: Workers
 ) -> dict[str, Tensor]:
     shared = {name: each for name, each in chosen.items() if each.shares_ranks}
-    return {f"{block.name}.{name}": each.cpu() for name, each in energies(block.weights, shared, statistics).items()}
+    known = observed.shared(block.copies(workers), workers)
+    found = energies(block.weights, shared, observed.tasks, known, workers)
+    return {f"{block.name}.{name}": each for name, each in found.items()}
 
 
 def _outliers(
@@ -119,8 +109,8 @@ def _outliers(
     """Returns the share of outliers for each kind of pruning, without linears that no token reaches."""
     members: dict[Pruning, list[str]] = {}
     for name, layer_plan in chosen.items():
-        if layer_plan.pruning and layer_plan.pruning.layerwise and name in statistics:
-            members.setdefault(layer_plan.pruning, []).append(name)
+        if layer_plan.layerwise_pruning and name in statistics:
+            members.setdefault(layer_plan.layerwise_pruning, []).append(name)
     return {
         str(pruning): pruning.layerwise.block_ratio([(block.weights[n], statistics[n].mean_square) for n in names])
         for pruning, names in members.items()
@@ -136,34 +126,35 @@ def _line(found: BlockSurvey) -> str:
 
 
 def finalize_plan(context: RunContext, progress: Progress, quiet: bool) -> tuple[Plan, list[BlockShare]]:
-    """Runs the first pass and finalizes the plan.
-
-    Returns:
-        Final plan, and the sparsity of each block if it differs between blocks.
-
-    Raises:
-        ToolkitError: the first pass fails.
-    """
+    """Runs the first pass and finalizes the plan. Raises ToolkitError: the first pass fails. Returns final plan, and
+    the sparsity of each block if it differs between blocks."""
     survey(context, progress.survey, quiet)
     facts = [progress.survey.facts(index) for index in range(context.skeleton.num_blocks)]
     changed: dict[str, LayerPlan] = {}
     shares: list[BlockShare] = []
-    for pruning, members in _layerwise(context.plan).items():
+    for pruning, members in _grouped(context.plan, lambda each: each.layerwise_pruning).items():
         found = _share_out(context, pruning, members, [each["outliers"].get(str(pruning), 0.0) for each in facts])
         shares += found
         changed |= _with_shares(members, found)
-    energies = _saved_energies(progress.survey, context.skeleton.num_blocks)
-    for factoring, members in _ranked(context.plan).items():
+    files = [progress.survey.piece(index) for index in range(context.skeleton.num_blocks)]
+    energies = [{name: file.tensor(name).tolist() for name in file.entries} for file in files]
+    for factoring, members in _grouped(
+        context.plan, lambda each: each.factoring if each.shares_ranks else None
+    ).items():
         changed |= _with_ranks(context.plan, energies, factoring, members)
-    return _replaced(context.plan, changed), shares
+    rows = tuple(_row(context.plan, row, changed) for row in context.plan.rows)
+    return replace(context.plan, rows=rows), shares
 
 
-def _layerwise(plan: Plan) -> dict[Pruning, dict[str, LayerPlan]]:
-    """Returns linears with a sparsity that depends on their block, grouped by stage."""
-    members: dict[Pruning, dict[str, LayerPlan]] = {}
+Part = TypeVar("Part")
+
+
+def _grouped(plan: Plan, part: Callable[[LayerPlan], Part | None]) -> dict[Part, dict[str, LayerPlan]]:
+    """Returns linears by a part of their plans, without those that have none."""
+    members: dict[Part, dict[str, LayerPlan]] = {}
     for name, layer_plan in plan.layer_plans.items():
-        if layer_plan.pruning and layer_plan.pruning.layerwise:
-            members.setdefault(layer_plan.pruning, {})[name] = layer_plan
+        if (found := part(layer_plan)) is not None:
+            members.setdefault(found, {})[name] = layer_plan
     return members
 
 
@@ -176,8 +167,8 @@ def _share_out(
     weights = [sum(rows[name] for name in members if name.startswith(f"{block}.")) for block in names]
     present = [index for index, count in enumerate(weights) if count]
     chosen = [ratios[index] for index in present]
-    spread = pruning.layerwise.spread if pruning.layerwise else 0.0
-    shares = block_shares(chosen, [weights[index] for index in present], pruning.sparsity, spread)
+    owl_lambda = pruning.layerwise.owl_lambda if pruning.layerwise else 0.0
+    shares = block_shares(chosen, [weights[index] for index in present], pruning.sparsity, owl_lambda)
     patterns = block_patterns(shares, pruning.pattern) if pruning.pattern else [None] * len(present)
     return [
         BlockShare(names[index], ratio, share, pattern)
@@ -195,21 +186,6 @@ def _with_shares(members: Mapping[str, LayerPlan], shares: Sequence[BlockShare])
             scheme = NM.of(codes, found.pattern) if layer_plan.scheme and found.pattern else codes
             changed[name] = replace(layer_plan, pruning=pruning, scheme=scheme)
     return changed
-
-
-def _ranked(plan: Plan) -> dict[Factoring, dict[str, LayerPlan]]:
-    """Returns linears with ranks allocated over the whole model, grouped by stage."""
-    members: dict[Factoring, dict[str, LayerPlan]] = {}
-    for name, layer_plan in plan.layer_plans.items():
-        if layer_plan.factoring and layer_plan.shares_ranks:
-            members.setdefault(layer_plan.factoring, {})[name] = layer_plan
-    return members
-
-
-def _saved_energies(survey: Progress, num_blocks: int) -> list[dict[str, list[float]]]:
-    """Returns the energies of each linear's ranks, by block and full name."""
-    files = (survey.piece(index) for index in range(num_blocks))
-    return [{name: file.tensor(name).tolist() for name in file.entries} for file in files]
 
 
 def _with_ranks(
@@ -239,18 +215,10 @@ def _ranked_scheme(layer_plan: LayerPlan, rank: int | None) -> Scheme | None:
     return codes if layer_plan.scheme is None or rank is None else LowRank.of(codes, rank)
 
 
-def _replaced(plan: Plan, changed: Mapping[str, LayerPlan]) -> Plan:
-    """Returns the plan with replaced layer plans."""
-    return replace(plan, rows=tuple(_row(plan, row, changed) for row in plan.rows))
-
-
 def _row(plan: Plan, row: PlanRow, changed: Mapping[str, LayerPlan]) -> PlanRow:
     layer_plan = changed.get(row.tensor.removesuffix(".weight"))
     if layer_plan is None or row.layer_plan is None:
         return row
-    after = packed_bytes(layer_plan, row.shape, plan.scale_dtype) if layer_plan.scheme else _dense_bytes(row, plan)
+    dense = row.parameters * scale_bits(plan.scale_dtype) // 8
+    after = packed_bytes(layer_plan, row.shape, plan.scale_dtype) if layer_plan.scheme else dense
     return replace(row, layer_plan=layer_plan, bytes_after=after)
-
-
-def _dense_bytes(row: PlanRow, plan: Plan) -> int:
-    return row.parameters * scale_bits(plan.scale_dtype) // 8

@@ -6,14 +6,14 @@ import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from compress.common.errors import ToolkitError
+from compress.common.errors import OutOfMemoryError, is_out_of_memory
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
+    from compress.common.workers import Workers
     from compress.pipeline.skeleton import Skeleton
     from compress.plan import Plan
 
@@ -31,24 +31,12 @@ def first_micro_batch(length: int, device: str) -> int:
     return max(1, (_TOKENS_GPU if device.startswith("cuda") else _TOKENS_CPU) // length)
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Returns whether an error is an out-of-memory error, on a GPU or on the host."""
-    import torch
-
-    if isinstance(error, torch.cuda.OutOfMemoryError | MemoryError):
-        return True
-    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
-
-
 def with_smaller_batches(
     work: Callable[[int], Result], micro_batch: int, on_retry: Callable[[int], None] = lambda _: None
 ) -> Result:
     """Runs `work(micro_batch)`, halving the micro-batch each time memory runs out.
 
-    `work` must have no side effects when it fails.
-
-    Raises:
-        ToolkitError: memory ran out with a single sequence.
+    `work` must have no side effects when it fails. Raises OutOfMemoryError: memory ran out with a single sequence.
     """
     while True:
         try:
@@ -58,8 +46,8 @@ def with_smaller_batches(
                 raise
             if micro_batch == 1:
                 reason = (str(error).splitlines() or ["out of memory"])[0]
-                raise ToolkitError(
-                    f"not enough memory even for one sequence at a time ({reason})",
+                raise OutOfMemoryError(
+                    f"not enough even for one sequence at a time ({reason})",
                     "Use a smaller --max-seq-length, or a machine with more memory; finished blocks are kept",
                 ) from error
         # Tensors of the failed attempt are freed only after its traceback.
@@ -68,19 +56,21 @@ def with_smaller_batches(
         on_retry(micro_batch)
 
 
-def forget_device_peak(device: torch.device) -> None:
-    """Resets the peak memory statistics of a GPU."""
+def forget_device_peak(workers: Workers) -> None:
+    """Resets the peak memory statistics of GPUs."""
     import torch
 
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
+    for worker in workers.all:
+        if worker.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(worker.device)
 
 
-def device_peak(device: torch.device) -> int | None:
-    """Returns the peak bytes of tensors on a GPU since `forget_device_peak`; None without a GPU."""
+def device_peak(workers: Workers) -> int | None:
+    """Returns the peak bytes of tensors on the fullest GPU since `forget_device_peak`; None without a GPU."""
     import torch
 
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+    peaks = (torch.cuda.max_memory_allocated(each.device) for each in workers.all if each.device.type == "cuda")
+    return max(peaks, default=None)
 
 
 def return_freed_memory() -> None:
@@ -118,11 +108,6 @@ class _Block:
     has_experts: bool = False
 
     @classmethod
-    def largest_of(cls, skeleton: Skeleton) -> _Block:
-        """Returns the block with the most parameters: the first layers of a mixture may be dense."""
-        return max((cls.of(skeleton, block) for block in skeleton.blocks), key=lambda each: each.parameters)
-
-    @classmethod
     def of(cls, skeleton: Skeleton, block: nn.Module) -> _Block:
         from compress.checkpoint.modeling.experts import mixtures
 
@@ -150,26 +135,39 @@ class _Block:
         return max(self.inputs) ** 2
 
 
-def estimate_peak(skeleton: Skeleton, plan: Plan, samples: int, length: int, micro_batch: int, item_bytes: int) -> int:
-    """Estimates the peak bytes of a calibrated run, host and device together; not an upper bound.
+class Peak(NamedTuple):
+    """Peak bytes in host memory, and on the first device; on a CPU both are in the same memory."""
+
+    host: int
+    device: int
+
+
+def estimate_peak(
+    skeleton: Skeleton, plan: Plan, samples: int, length: int, micro_batch: int, item_bytes: int, workers: int = 1
+) -> Peak:
+    """Estimates the peak bytes of a calibrated run; not an upper bound.
 
     Args:
         samples, length: size of the calibration; zero samples without calibration.
         item_bytes: bytes per element of the dtype of computation.
+        workers: workers that share the memory of the device.
     """
-    config, block = skeleton.model.config, _Block.largest_of(skeleton)
+    config = skeleton.model.config
+    # The first layers of a mixture may be dense.
+    block = max((_Block.of(skeleton, each) for each in skeleton.blocks), key=lambda each: each.parameters)
     factors, ends = _factor_bytes(block, plan), _end_bytes(skeleton, plan)
     if not samples:
-        return _PROCESS_BYTES + max(6 * _FLOAT32 * block.largest + factors, ends)
+        return Peak(_PROCESS_BYTES, max(6 * _FLOAT32 * block.largest * workers + factors, ends))
     hidden = getattr(config, "hidden_size", 0) * item_bytes
     # Inputs and outputs of the block, those of the dense model if needed, and inputs of experts.
     states = ((4 if plan.needs.dense_model else 2) + block.has_experts) * samples * length * hidden
     embedding = getattr(config, "vocab_size", 0) * hidden
-    weights = block.parameters * (item_bytes + _FLOAT32) + 5 * _FLOAT32 * block.largest
-    activations = _activation_bytes(block, plan, micro_batch * length * item_bytes)
-    smoothing = _smoothing_bytes(skeleton, plan, item_bytes)
-    working = weights + _hessian_bytes(block, plan) + activations + factors + smoothing
-    return _PROCESS_BYTES + states + max(embedding, working, ends)
+    weights = block.parameters * (item_bytes + _FLOAT32) + factors + _smoothing_bytes(skeleton, plan, item_bytes)
+    # Each worker has the statistics of a part of the calibration, next to their sum.
+    moments, activations = _moment_bytes(block, plan), _activation_bytes(block, plan, micro_batch * length * item_bytes)
+    rounding = _factorizing_bytes(block, plan) + 5 * _FLOAT32 * block.largest
+    working = weights + moments + workers * (activations + max(moments, rounding))
+    return Peak(_PROCESS_BYTES + states, max(embedding, working, ends))
 
 
 def _smoothing_bytes(skeleton: Skeleton, plan: Plan, item_bytes: int) -> int:
@@ -198,13 +196,16 @@ def _end_bytes(skeleton: Skeleton, plan: Plan) -> int:
     return 2 * max(sizes) + 8 * _FLOAT32 * min(ELEMENTS_AT_ONCE, max(sizes)) if sizes else 0
 
 
-def _hessian_bytes(block: _Block, plan: Plan) -> int:
+def _moment_bytes(block: _Block, plan: Plan) -> int:
+    """Returns the bytes of the second moments of all inputs, and of their differences from the dense model's."""
     squares = sum(width**2 for width in block.inputs)
-    hessians = _FLOAT32 * (squares + 4 * block.square) if plan.needs.hessian else 0
-    if not plan.needs.dense_inputs:
-        return hessians
-    # Differences of all inputs, and a few square matrices in float64.
-    return hessians + _FLOAT32 * (squares + 12 * block.square)
+    return _FLOAT32 * squares * (plan.needs.hessian + plan.needs.dense_inputs)
+
+
+def _factorizing_bytes(block: _Block, plan: Plan) -> int:
+    """Returns the bytes of square matrices of the widest input while its Hessian is factorized; methods that read
+    differences use float64."""
+    return _FLOAT32 * block.square * (2 * plan.needs.hessian + 12 * plan.needs.dense_inputs)
 
 
 def _activation_bytes(block: _Block, plan: Plan, token_bytes: int) -> int:

@@ -8,24 +8,18 @@ from pathlib import Path
 from typing import Any
 
 from compress.methods import base
-from compress.methods.mtp import MtpStage
 from compress.pipeline.block import BlockOutcome
 from compress.pipeline.embed_and_head import round_matrix
 from compress.pipeline.finish import environment
 from compress.pipeline.prepare import RunContext, head_of
 from compress.pipeline.resume import MTP, Progress, RunDisplay
 from compress.plan import LayerPlan
+from compress.stages.mtp import MtpStage
 
 
 @dataclass(frozen=True, slots=True)
 class HeadResult:
-    """Acceptance rates of the dense and the packed head, and the resulting decision.
-
-    Attributes:
-        modules: rounded linears.
-        data: description of the text.
-        num_tokens: number of tokens of the text.
-    """
+    """Acceptance rates of the dense and the packed head, and the resulting decision."""
 
     stage: MtpStage
     modules: tuple[str, ...]
@@ -58,17 +52,15 @@ def pack_head(
     context: RunContext, progress: Progress, folder: Path, assemble: Callable[[], Path], quiet: bool
 ) -> tuple[Path, HeadResult | None]:
     """Measures the head of the checkpoint in `folder`, rounds it, measures again, and keeps it if acceptance suffices.
+    Raises ToolkitError: the text is not usable, or the model fails.
 
     Args:
         assemble: function that rebuilds the checkpoint from all pieces.
 
     Returns:
         The checkpoint, and the measurements; None without such a stage.
-
-    Raises:
-        ToolkitError: the text is not usable, or the model fails.
     """
-    stage = context.request.recipe.mtp
+    stage = context.request.recipe.find(MtpStage)
     if stage is None:
         return folder, None
     from compress.evaluate.kv_cache import measured_windows
@@ -96,7 +88,7 @@ def pack_head(
 def _round(context: RunContext, stage: MtpStage) -> BlockOutcome:
     """Rounds the linears of the head's block to nearest; fused ones, and those with indivisible groups, stay dense."""
     layer = head_of(context.config, context.files)
-    method, outcome = base.quantization(base.fallback("quantize").name), BlockOutcome()
+    method, outcome = base.fallback("quantize"), BlockOutcome()
     layer_plan = LayerPlan(method, stage.scheme, method.Options())
     routers = {router.name for router in layer.routers()}
     for linear in layer.linears():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -13,26 +13,29 @@ from torch import Tensor
 from calibration.sequences import SequenceSet, check_token_ids, load_tokenizer, pack_parts, separator_token
 from calibration.sources import sample_sequences
 from compress.checkpoint.config import dtype_name, quantization_block, read_config
-from compress.checkpoint.dequantized import DequantizedFiles, open_source
+from compress.checkpoint.dequantized import open_source, working_bytes
 from compress.checkpoint.meta_model import auto_class, no_loading_bar
 from compress.checkpoint.reader import stores_other_head
 from compress.checkpoint.safetensors import TensorFiles
 from compress.checkpoint.verify import parts_of_weights
-from compress.common.device import resolve_device
+from compress.common.device import resolve_devices
 from compress.common.errors import CheckpointError, DataError, ToolkitError
 from compress.common.files import check_out_folder
+from compress.common.workers import Workers
 from compress.make_plan import make_plan
-from compress.methods.mtp import MtpStage
 from compress.models.config import context_length
 from compress.models.registry import find_family
 from compress.models.spec import ModelSpec
 from compress.pipeline.expert_inputs import TOKENS_PER_CHANNEL
-from compress.pipeline.memory import estimate_peak, first_micro_batch, return_freed_memory
+from compress.pipeline.memory import Peak, estimate_peak, first_micro_batch, return_freed_memory
 from compress.pipeline.resume import RunDisplay
-from compress.pipeline.rotated_source import RotatedFiles, RotatedSource
+from compress.pipeline.rotated_source import RotatedSource
 from compress.pipeline.skeleton import Skeleton, open_skeleton
 from compress.plan import Plan
 from compress.recipe import CalibrationOptions, Recipe
+from compress.stages.kv_cache import KVCacheStage
+from compress.stages.mtp import MtpStage
+from compress.stages.rotate import RotateStage
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +51,8 @@ class SourceModel:
 def calibration_sequences(
     options: CalibrationOptions, source: SourceModel, seed: int, dry_run: bool = False
 ) -> SequenceSet:
-    """Returns packed sequences of the text or mixture in `options`.
-
-    Args:
-        dry_run: use zeros instead of sampling text from the model.
-
-    Raises:
-        ToolkitError: the text is not usable, or memory is insufficient for sampling from the model.
-    """
+    """Returns packed sequences of the text or mixture in `options`. Raises ToolkitError: the text is not usable, or
+    memory is insufficient for sampling from the model. `dry_run`: use zeros instead of sampling text from the model."""
     tokenizer = load_tokenizer(source.path)
 
     def write(count: int, length: int, seed: int) -> Tensor:
@@ -136,18 +133,13 @@ DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 def pick_dtype(name: str, model_dtype: str, device: torch.device) -> torch.dtype:
     """Returns the dtype of the forward passes; `auto` is the model's own if the device supports it natively, else
-    float32.
-
-    Raises:
-        ToolkitError: the dtype is not supported.
-    """
+    float32. Raises ToolkitError: the dtype is not supported."""
     if name not in DTYPES:
-        raise ToolkitError(f"dtype {name!r} is not supported", f"Use --dtype {', '.join(DTYPES)}")
-    if name != "auto":
-        return getattr(torch, name)
-    if device.type == "cuda" or (model_dtype == "bfloat16" and _has_native_bfloat16()):
-        return getattr(torch, model_dtype)
-    return torch.float32
+        raise ToolkitError.unknown("dtype", name, DTYPES, "Use --dtype")
+    if name == "auto":
+        is_native = device.type == "cuda" or (model_dtype == "bfloat16" and _has_native_bfloat16())
+        name = model_dtype if is_native else "float32"
+    return cast(torch.dtype, getattr(torch, name))
 
 
 def _has_native_bfloat16() -> bool:
@@ -161,15 +153,10 @@ class RunRequest:
 
     Attributes:
         model: folder of the dense model.
+        devices: one device, or several separated by commas; see `resolve_devices`.
         source: recorded name of the source: `demo`, or the absolute path.
-        recipe: recipe to apply.
-        out: folder to write; must not exist.
-        device, dtype: device and dtype of calibration, or `auto`.
-        restart: whether to discard unfinished progress instead of resuming it.
-        trust_remote_code: whether Python files of the model folder may run.
         micro_batch: sequences per forward pass; 0 is automatic.
         measure: whether to measure perplexity and KL at the end, with the whole dense and packed models in memory.
-        tokens_per_channel: minimum tokens of an expert's statistics per input channel.
         command: command line of the run, for its report; empty without one.
     """
 
@@ -177,7 +164,7 @@ class RunRequest:
     source: str
     recipe: Recipe
     out: Path
-    device: str = "auto"
+    devices: str = "auto"
     dtype: str = "auto"
     restart: bool = False
     trust_remote_code: bool = False
@@ -193,9 +180,7 @@ class RunContext:
 
     Attributes:
         sequences: calibration tokens; None if the recipe needs none.
-        peak_memory: estimated peak bytes.
         disk: bytes needed on the disk of the output during the run.
-        has_tokenizer: whether the model folder has a readable tokenizer.
     """
 
     request: RunRequest
@@ -203,19 +188,23 @@ class RunContext:
     files: TensorFiles
     skeleton: Skeleton
     plan: Plan
-    device: torch.device
+    workers: Workers
     dtype: torch.dtype
     sequences: SequenceSet | None
     micro_batch: int
-    peak_memory: int
+    peak: Peak
     disk: int
     has_tokenizer: bool = True
 
     @property
-    def quantized_source(self) -> DequantizedFiles | None:
-        """Stored source, if it is quantized."""
-        files = self.files.source if isinstance(self.files, RotatedFiles) else self.files
-        return files if isinstance(files, DequantizedFiles) else None
+    def peak_memory(self) -> int:
+        """Estimated peak bytes of the run, host and first device together."""
+        return self.peak.host + self.peak.device
+
+    @property
+    def device(self) -> torch.device:
+        """Device of what is not shared out among the workers."""
+        return self.workers.device
 
     @property
     def tokens(self) -> Tensor:
@@ -227,7 +216,7 @@ class RunContext:
     @property
     def scale_dtype(self) -> torch.dtype:
         """Dtype of the model, in which scales and unquantized values are stored."""
-        return getattr(torch, self.plan.scale_dtype)
+        return cast(torch.dtype, getattr(torch, self.plan.scale_dtype))
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -242,7 +231,7 @@ class RunContext:
             "out": str(self.request.out),
             "recipe": self.request.recipe.to_dict(),
             "calibration": describe_calibration(self.request.recipe, self.sequences),
-            "device": str(self.device),
+            "devices": str(self.workers),
             "dtype": str(self.dtype).removeprefix("torch."),
             "micro_batch": self.micro_batch,
             "peak_memory_bytes": self.peak_memory,
@@ -253,45 +242,47 @@ class RunContext:
 
 def prepare(request: RunRequest, dry_run: bool = False) -> RunContext:
     """Opens and validates all inputs, including the calibration text; writes nothing, and reads no weights unless
-    calibration text is sampled from the source model.
-
-    Args:
-        dry_run: plan only: use zeros instead of text sampled from the model, and note an unusable output folder.
-
-    Raises:
-        ToolkitError: a problem that would make the run fail and can be detected in advance.
-    """
+    calibration text is sampled from the source model. Raises ToolkitError: a problem that would make the run fail and
+    can be detected in advance. `dry_run`: plan only: use zeros instead of text sampled from the model, and note an
+    unusable output folder."""
     obstacles = _obstacles(request.out, dry_run)
-    device = resolve_device(request.device)
+    workers = Workers(resolve_devices(request.devices))
+    device = workers.device
     files, config = open_source(request.model)
     _check_names(request.model, files)
-    source_notes, working = files.notes(), files.working_bytes if isinstance(files, DequantizedFiles) else 0
+    source_notes, working = [*files.notes], working_bytes(files.packed) if files.packed else 0
     if config.get("tie_word_embeddings") and stores_other_head(files):
         # transformers does not tie them either, and warns.
         config = config | {"tie_word_embeddings": False}
         source_notes += ["the stored output head differs from the embedding that config.json ties it to: both are kept"]
     skeleton = open_skeleton(request.model, config, request.trust_remote_code)
-    if stage := request.recipe.rotate:
+    rotated = None
+    if stage := request.recipe.find(RotateStage):
         rotated = RotatedSource.of(files, config, skeleton, stage, request.recipe.seed, request.trust_remote_code)
         files, config, skeleton = rotated.files, rotated.config, rotated.skeleton
-        working += rotated.files.working_bytes(skeleton.architecture.blocks)
+        working += rotated.working_bytes()
     model_dtype = _model_dtype(config, files)
     plan = make_plan(skeleton, files, request.recipe, model_dtype)
+    plan = rotated.marked(plan) if rotated else plan
     lacking = [] if request.recipe.needs_calibration else _no_tokenizer(request.model)
     plan = replace(plan, notes=(*obstacles, *source_notes, *plan.notes, *lacking))
     dtype = pick_dtype(request.dtype, model_dtype, device)
     sequences = _calibration(request, config, device, dtype, dry_run) if request.recipe.needs_calibration else None
     count, length = sequences.tokens.shape if sequences else (0, 1)
     micro_batch = request.micro_batch or min(first_micro_batch(length, device.type), max(count, 1))
-    peak = estimate_peak(skeleton, plan, count, length, micro_batch, dtype.itemsize) + working
-    if request.recipe.kv_cache and request.recipe.kv_cache.candidates:
-        _check_kv_measurable(request, config, plan, device)
-    if request.recipe.mtp:
-        _check_head_measurable(request.recipe.mtp, request.model, config, files, plan, device)
+    # Each GPU has its own memory.
+    in_memory = len(workers.all) if device.type == "cpu" else 1
+    peak = estimate_peak(skeleton, plan, count, length, micro_batch, dtype.itemsize, in_memory)
+    peak = peak._replace(host=peak.host + working)
+    if (cache := request.recipe.find(KVCacheStage)) and cache.candidates:
+        _check_measurable(request.model, config, plan, device, cache, cache.window_length(context_length(config)))
+    if head := request.recipe.find(MtpStage):
+        head_of(config, files)
+        _check_measurable(request.model, config, plan, device, head, head.max_seq_length)
     streams = 2 if plan.needs.dense_model else 1
     disk = _disk_bytes(files, plan, streams * count * length * skeleton.model.config.hidden_size * dtype.itemsize)
     return RunContext(
-        request, config, files, skeleton, plan, device, dtype, sequences, micro_batch, peak, disk, not lacking
+        request, config, files, skeleton, plan, workers, dtype, sequences, micro_batch, peak, disk, not lacking
     )
 
 
@@ -328,11 +319,11 @@ def _no_tokenizer(model: Path) -> list[str]:
 
 def source_identity(context: RunContext) -> dict[str, Any]:
     """Returns the identity of the source: its files, and their quantization, if any."""
-    files, stored = [file.path for file in context.files.files], context.quantized_source
+    files, stored = [file.path for file in context.files.files], context.files.packed
     return {
         "source": context.request.source,
         "weights": {file.name: [file.stat().st_size, file.stat().st_mtime_ns] for file in files},
-        **({"quantization": quantization_block(stored.packed.config)} if stored else {}),
+        **({"quantization": quantization_block(stored.config)} if stored else {}),
     }
 
 
@@ -368,33 +359,25 @@ def _calibration(
     return replace(found, warnings=(cut, *found.warnings))
 
 
-def _check_kv_measurable(request: RunRequest, config: dict[str, Any], plan: Plan, device: torch.device) -> None:
-    """Raises ToolkitError before the run, rather than after the last block, if the KV cache cannot be measured."""
-    from compress.evaluate.kv_cache import check_measurable, measured_windows
-
-    check_measurable(config, plan.bytes_after, str(device))
-    if stage := request.recipe.kv_cache:
-        length = stage.window_length(context_length(config))
-        measured_windows(request.model, data=stage.data, tokens=stage.tokens, length=length)
-
-
-def _check_head_measurable(
-    stage: MtpStage, model: Path, config: dict[str, Any], files: TensorFiles, plan: Plan, device: torch.device
+def _check_measurable(
+    model: Path,
+    config: dict[str, Any],
+    plan: Plan,
+    device: torch.device,
+    stage: KVCacheStage | MtpStage,
+    length: int,
 ) -> None:
-    """Raises ToolkitError before the run, rather than after the last block, if the head cannot be measured."""
+    """Raises ToolkitError before the run, rather than after the last block, if a stage cannot measure the result on its
+    text, in windows of `length` tokens."""
     from compress.evaluate.kv_cache import check_measurable, measured_windows
 
-    head_of(config, files)
     check_measurable(config, plan.bytes_after, str(device))
-    measured_windows(model, data=stage.data, tokens=stage.tokens, length=stage.max_seq_length)
+    measured_windows(model, data=stage.data, tokens=stage.tokens, length=length)
 
 
 def head_of(config: dict[str, Any], files: TensorFiles) -> ModelSpec:
-    """Describes the multi-token prediction head of a source as a model of one layer.
-
-    Raises:
-        CheckpointError: the source has none.
-    """
+    """Describes the multi-token prediction head of a source as a model of one layer. Raises CheckpointError: the source
+    has none."""
     describe = find_family(config.get("model_type"))
     spec = None if describe is None else describe(config)
     if spec is None or spec.mtp is None or f"{spec.mtp.projection.name}.weight" not in files:

@@ -36,7 +36,7 @@ def check_quality(
     from compress.evaluate.session import quick_check
     from compress.evaluate.streamed import Streaming
 
-    # The checkpoint is assembled again after an interruption, so its files are no identity.
+    # The checkpoint is assembled again after an interruption, so its files do not identify it.
     weights = sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()
     streaming = Streaming(progress.folder / "quality", weights=weights, is_private=True)
     with RunDisplay(1, quiet=quiet, unit="quality check") as display:
@@ -63,13 +63,7 @@ def check_quality(
 
 @dataclass(frozen=True, slots=True)
 class CheckPlan:
-    """Plan of `check_quality`.
-
-    Attributes:
-        plan: plan of streaming; None for a model without a registered family.
-        whole_bytes: bytes of both models in memory.
-        is_streamed: whether they exceed free memory.
-    """
+    """Plan of `check_quality`."""
 
     plan: StreamPlan | None
     whole_bytes: int

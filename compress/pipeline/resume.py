@@ -57,14 +57,8 @@ class Progress:
 
     @classmethod
     def open(cls, out: Path, identity: Mapping[str, Any], restart: bool = False) -> Progress:
-        """Starts or resumes the work on `out`; `only_one_run` must be held.
-
-        Args:
-            restart: whether to discard existing progress.
-
-        Raises:
-            CheckpointError: the progress belongs to another configuration; names the differences.
-        """
+        """Starts or resumes the work on `out`; `only_one_run` must be held. Raises CheckpointError: the progress
+        belongs to another configuration; names the differences."""
         progress = cls(partial_folder(out), dict(identity))
         if restart:
             progress.discard()
@@ -139,15 +133,8 @@ class Progress:
         (self._inputs.folder / f"{self._hidden_key(index)}.safetensors").unlink(missing_ok=True)
 
     def assemble(self, num_blocks: int, config: Mapping[str, Any], source: TensorFiles) -> Path:
-        """Assembles the checkpoint from all pieces in the folder `finished`.
-
-        Args:
-            config: config.json of the checkpoint.
-            source: model whose tokenizer, templates and other side files are copied.
-
-        Raises:
-            CheckpointError: the disk is full.
-        """
+        """Assembles the checkpoint from all pieces in the folder `finished`. Raises CheckpointError: the disk is full.
+        `source`: model whose tokenizer, templates and other side files are copied."""
         keys = [*map(self._key, range(num_blocks)), *self.ends(), REST]
         shutil.rmtree(self.finished, ignore_errors=True)
         return assemble(self.pieces, keys, self.finished, config=config, source=source)
@@ -169,12 +156,8 @@ class Progress:
         return file.tensor(_REFERENCE).clone() if _REFERENCE in file.entries else None
 
     def drop_damaged(self, calibrated: bool) -> None:
-        """Removes damaged pieces, which the next run recreates.
-
-        Args:
-            calibrated: whether blocks depend on the inputs from preceding blocks, which no longer exist; then all
-                blocks are removed.
-        """
+        """Removes damaged pieces, which the next run recreates. `calibrated`: whether blocks depend on the inputs from
+        preceding blocks, which no longer exist; then all blocks are removed."""
         shutil.rmtree(self.finished, ignore_errors=True)
         stores = self.pieces.folder, self._inputs.folder
         damaged = [path for folder in stores for path in folder.glob("*.safetensors") if not _is_intact(path)]
@@ -217,26 +200,16 @@ def _is_intact(path: Path) -> bool:
 
 @contextmanager
 def only_one_run(out: Path) -> Iterator[None]:
-    """Locks the partial folder of `out` for this process, and removes it at the end if it is empty.
-
-    Raises:
-        CheckpointError: another process holds it.
-    """
+    """Locks the partial folder of `out` for this process, and removes it at the end if it is empty. Raises
+    CheckpointError: another process holds it."""
     busy = CheckpointError(f"another process is writing {out}", "Wait for it, or choose another --out")
     with work_folder.held_by_one(partial_folder(out), busy):
         yield
 
 
 class RunDisplay:
-    """Progress display over blocks (or other units) on standard error.
-
-    Args:
-        total: number of blocks.
-        done: number of blocks finished by earlier runs.
-        quiet: whether to show nothing.
-        unit: name of the unit.
-        seconds: least time between the lines of two units; the last unit always has one.
-    """
+    """Progress display over blocks (or other units) on standard error. `seconds`: least time between the lines of two
+    units; the last unit always has one."""
 
     def __init__(
         self, total: int, done: int = 0, quiet: bool = False, unit: str = "block", seconds: float = 0.0

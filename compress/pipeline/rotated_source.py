@@ -9,8 +9,8 @@ SpinQuant. No online rotation at serving time.)
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -19,11 +19,11 @@ from torch import Tensor
 
 from compress.checkpoint.safetensors import TensorFiles
 from compress.common.errors import RecipeError
-from compress.methods.rotation import RotateStage
 from compress.methods.shared.hadamard import Rotation
 from compress.models.architecture import ResidualStream
 from compress.pipeline.skeleton import Skeleton, open_skeleton
 from compress.plan import Plan, PlanRow
+from compress.stages.rotate import RotateStage
 
 Read = Callable[[], Tensor]
 
@@ -31,66 +31,54 @@ Read = Callable[[], Tensor]
 _COPIES = 3
 
 
-@dataclass
-class RotatedFiles(TensorFiles):
-    """Hadamard-rotated tensors of a source under the same names.
+@dataclass(frozen=True, slots=True)
+class RotatedSource:
+    """Dense model with a rotated residual stream.
 
     Attributes:
-        source: tensors before the rotation.
-        rotated: functions that compute replaced tensors, in the stored dtype.
+        files: tensors by the names of the source, computed on each read where they are rotated.
         added: tensors missing in the source (a head that was tied to the embedding), and those whose form they have.
-        description: description of the rotation in one sentence.
     """
 
-    source: TensorFiles
-    rotated: dict[str, Read] = field(default_factory=dict)
-    added: dict[str, str] = field(default_factory=dict)
-    description: str = ""
+    files: TensorFiles
+    config: dict[str, Any]
+    skeleton: Skeleton
+    rotated: frozenset[str]
+    added: Mapping[str, str]
+    description: str
 
     @classmethod
-    def over(
-        cls, files: TensorFiles, rotated: dict[str, Read], added: dict[str, str], description: str
-    ) -> RotatedFiles:
-        return cls(
-            files.path, files.files, files._owner, files, rotated, added, description, text_names=files.text_names
-        )
+    def of(
+        cls,
+        files: TensorFiles,
+        config: dict[str, Any],
+        skeleton: Skeleton,
+        stage: RotateStage,
+        seed: int,
+        trust_remote_code: bool = False,
+    ) -> RotatedSource:
+        """Rotates the residual stream of a source. Raises RecipeError: the norms and linears around the residual stream
+        of the family are unknown, or the source has tensors that the model does not run, such as those of multi-token
+        prediction; CheckpointError: the final norm's weight is missing."""
+        turned, added, description = _Builder(files, skeleton, _stream(files, skeleton), stage, seed).build()
+        forms = {name: added.get(name, name) for name in turned}
+        read = {
+            name: replace(files[form], read=turned[name], place=None) for name, form in forms.items() if form in files
+        }
+        # Codes of the source are those of a model without the rotation.
+        tensors = {name: replace(tensor, scheme=None) for name, tensor in {**files.tensors, **read}.items()}
+        if skeleton.ties_head and f"{skeleton.architecture.head}.weight" in read:
+            config = config | {"tie_word_embeddings": False}
+            skeleton = open_skeleton(files.path, config, trust_remote_code)
+        return cls(replace(files, tensors=tensors), config, skeleton, frozenset(read), added, description)
 
-    def names(self) -> list[str]:
-        return sorted([*self.source.names(), *self.added])
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.added or name in self.source
-
-    def __len__(self) -> int:
-        return len(self.source) + len(self.added)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self.source.shape(self.added.get(name, name))
-
-    def dtype(self, name: str) -> torch.dtype:
-        return self.source.dtype(self.added.get(name, name))
-
-    def place(self, name: str) -> None:
-        """Returns None: no tensor is looked for in a file."""
-
-    def tensor_nbytes(self, name: str) -> int:
-        return self.source.tensor_nbytes(self.added.get(name, name))
-
-    def tensor(self, name: str) -> Tensor:
-        """Returns the rotated tensor, computed on each call, or the stored one."""
-        return self.rotated[name]() if name in self.rotated else self.source.tensor(name)
-
-    @property
-    def nbytes(self) -> int:
-        return self.source.nbytes + sum(map(self.tensor_nbytes, self.added))
-
-    def working_bytes(self, blocks: str) -> int:
-        """Returns the memory of the rotation: float64 copies of one matrix inside `blocks`, and all tensors outside
+    def working_bytes(self) -> int:
+        """Returns the memory of the rotation: float64 copies of one matrix inside the blocks, and all tensors outside
         them, which are rotated in small parts but kept until they are written."""
-        inside = [name for name in self.rotated if name.startswith(f"{blocks}.")]
-        outside = self.rotated.keys() - set(inside)
-        largest = max((math.prod(self.shape(name)) for name in inside), default=0)
-        return _COPIES * torch.float64.itemsize * largest + sum(map(self.tensor_nbytes, outside))
+        inside = {name for name in self.rotated if name.startswith(f"{self.skeleton.architecture.blocks}.")}
+        largest = max((math.prod(self.files.shape(name)) for name in inside), default=0)
+        outside = sum(self.files.tensor_nbytes(name) for name in self.rotated - inside)
+        return _COPIES * torch.float64.itemsize * largest + outside
 
     def marked(self, plan: Plan) -> Plan:
         """Returns the plan with notes on rotated and added tensors."""
@@ -104,43 +92,8 @@ class RotatedFiles(TensorFiles):
         return replace(row, reason="norm, set to ones: folded into the linears after it") if is_norm else row
 
 
-@dataclass(frozen=True, slots=True)
-class RotatedSource:
-    """Dense model with a rotated residual stream: files, config and structure."""
-
-    files: RotatedFiles
-    config: dict[str, Any]
-    skeleton: Skeleton
-
-    @classmethod
-    def of(
-        cls,
-        files: TensorFiles,
-        config: dict[str, Any],
-        skeleton: Skeleton,
-        stage: RotateStage,
-        seed: int,
-        trust_remote_code: bool = False,
-    ) -> RotatedSource:
-        """Rotates a source. Raises RecipeError, see `rotate_files`."""
-        rotated = rotate_files(files, skeleton, stage, seed)
-        if skeleton.ties_head and f"{skeleton.architecture.head}.weight" in rotated.rotated:
-            config = config | {"tie_word_embeddings": False}
-            skeleton = open_skeleton(files.path, config, trust_remote_code)
-        return cls(rotated, config, skeleton)
-
-
-def rotate_files(files: TensorFiles, skeleton: Skeleton, stage: RotateStage, seed: int) -> RotatedFiles:
-    """Rotates the residual stream of a source.
-
-    Args:
-        seed: seed of the random signs.
-
-    Raises:
-        RecipeError: the norms and linears around the residual stream of the family are unknown, or the source has
-            tensors that the model does not run, such as those of multi-token prediction.
-        CheckpointError: the final norm's weight is missing.
-    """
+def _stream(files: TensorFiles, skeleton: Skeleton) -> ResidualStream:
+    """Returns what reads and writes the residual stream. Raises RecipeError where that is unknown."""
     stream = skeleton.architecture.stream
     if stream is None:
         raise RecipeError(
@@ -154,7 +107,7 @@ def rotate_files(files: TensorFiles, skeleton: Skeleton, stage: RotateStage, see
             "changes",
             "Leave the rotate stage out, or take a checkpoint without such tensors",
         )
-    return _Builder(files, skeleton, stream, stage, seed).build()
+    return stream
 
 
 class _Builder:
@@ -169,14 +122,15 @@ class _Builder:
         self._turned: dict[str, Read] = {}
         self._added: dict[str, str] = {}
 
-    def build(self) -> RotatedFiles:
+    def build(self) -> tuple[dict[str, Read], dict[str, str], str]:
+        """Returns functions that compute rotated tensors, the added ones, and a description."""
         for index in range(self._skeleton.num_blocks):
             self._turn_block(f"{self._skeleton.block_name(index)}.")
         words = [f"the residual stream is rotated by a randomized {self._residual.kind}"]
         if self._heads is not None:
             words.append(f"value heads by a {self._heads.kind}")
         words += ["the norms' weights are folded into the linears after them", *self._rotate_embed_and_head()]
-        return RotatedFiles.over(self._files, self._turned, self._added, "; ".join(words))
+        return self._turned, self._added, "; ".join(words)
 
     def _rotate_embed_and_head(self) -> list[str]:
         """Rotates embedding, final norm and head. Returns notes on them."""

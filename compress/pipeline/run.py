@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from calibration.statistics import full_float32
@@ -57,13 +58,10 @@ class RunResult:
 
 
 def run(context: RunContext, quiet: bool = False) -> RunResult:
-    """Compresses a model, resuming an earlier run of the same configuration.
-
-    Raises:
-        ToolkitError: the run failed; finished blocks are kept, except after numerical errors.
-    """
+    """Compresses a model, resuming an earlier run of the same configuration. Raises ToolkitError: the run failed;
+    finished blocks are kept, except after numerical errors."""
     started = time.monotonic()
-    forget_device_peak(context.device)
+    forget_device_peak(context.workers)
     with only_one_run(context.request.out), full_float32():
         progress = Progress.open(context.request.out, _identity(context), context.request.restart)
         with _cleared_on_failure(progress, context):
@@ -73,7 +71,7 @@ def run(context: RunContext, quiet: bool = False) -> RunResult:
                 plan, shares = finalize_plan(context, progress, quiet)
                 final = replace(context, plan=plan)
             folder = _compress(final, progress, quiet)
-            peak = device_peak(context.device)  # of compression only: the measurements afterwards hold whole models
+            peak = device_peak(context.workers)  # of compression only: the measurements afterwards hold whole models
             folder, head = pack_head(final, progress, folder, partial(_assemble, final, progress), quiet)
             digests = _digests(context, progress)
             structure = check_checkpoint(context, folder, digests)
@@ -161,7 +159,10 @@ def _run_blocks(context: RunContext, progress: Progress, quiet: bool) -> None:
             _note_other_machine(context, progress.facts(done - 1)["environment"], display)
         if done == total:
             return
-        runner = _runner(context, progress, done, display) if context.sequences else None
+        embedding = partial(stored_embedding, context, progress)
+        runner = (
+            CalibratedRunner(context, quantize_block, progress, done, display, embedding) if context.sequences else None
+        )
         for index in range(done, total):
             outcome = runner.run(index) if runner else _run_plainly(context, index)
             _save(context, progress, index, outcome, runner)
@@ -178,16 +179,10 @@ def _note_other_machine(context: RunContext, before: dict[str, Any], display: Ru
         display.say(f"note: earlier blocks were computed with {'; '.join(differing)}: last bits may differ")
 
 
-def _runner(context: RunContext, progress: Progress, done: int, display: RunDisplay) -> CalibratedRunner[BlockOutcome]:
-    """Creates the runner, which calibrates on the quantized embedding."""
-    embedding = partial(stored_embedding, context, progress)
-    return CalibratedRunner(context, quantize_block, progress, done, display, embedding)
-
-
 def _run_plainly(context: RunContext, index: int) -> BlockOutcome:
     job = BlockJob.of(context, index)
-    block = read_block(context.skeleton, context.files, index, set(job.layer_plans), context.device, None)
-    return compress_layers(block, job)
+    block = read_block(context.skeleton, context.files, index, set(job.layer_plans), torch.device("cpu"), None)
+    return compress_layers(block, job, context.workers)
 
 
 def _save(

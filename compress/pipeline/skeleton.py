@@ -19,13 +19,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Skeleton:
-    """Model with parameters on the meta device and real buffers (rotary frequencies).
-
-    Attributes:
-        model: causal language model.
-        architecture: names of its parts.
-        renamed: names in transformers of dense linears that have other names in the files.
-    """
+    """Model with parameters on the meta device and real buffers (rotary frequencies). `renamed`: names in transformers
+    of dense linears that have other names in the files."""
 
     model: PreTrainedModel
     architecture: Architecture
@@ -46,7 +41,7 @@ class Skeleton:
 
     def head_dim(self, index: int = 0) -> int:
         """Returns the channels per attention head of a block; 1 if neither modules nor config define them."""
-        # A recurrent mixer beside attention has other heads.
+        # A recurrent mixer next to attention has other heads.
         for module in sorted(self.blocks[index].modules(), key=lambda each: not hasattr(each, "num_key_value_groups")):
             if isinstance(size := getattr(module, "head_dim", None), int):
                 return size
@@ -81,28 +76,27 @@ class Skeleton:
         dense = self.architecture.routers
         return {name: module for name, module in modules if isinstance(module, nn.Linear) and name not in dense}
 
+    def all_linears(self) -> dict[str, nn.Linear]:
+        """Returns the linears of all blocks by full name, without routers."""
+        blocks = enumerate(self.blocks)
+        return {
+            f"{self.block_name(i)}.{name}": each for i, block in blocks for name, each in self.linears(block).items()
+        }
+
 
 def open_skeleton(path: Path, config: dict[str, Any], trust_remote_code: bool = False) -> Skeleton:
-    """Builds the model that `config` describes, without allocating its weights.
-
-    Args:
-        path: model folder, which may contain modeling code.
-        config: parsed config.json, without quantization.
-        trust_remote_code: whether Python files of the folder may run.
-
-    Raises:
-        CheckpointError: not a decoder-only text model, or an unknown model type.
-    """
-    from compress.checkpoint.modeling.delta_parts import name_delta_parts
+    """Builds the model that `config` describes, without allocating its weights. Raises CheckpointError: not a
+    decoder-only text model, or an unknown model type. `config`: parsed config.json, without quantization."""
     from compress.checkpoint.modeling.experts import name_experts
     from compress.checkpoint.modeling.fused import separate_experts
+    from compress.checkpoint.modeling.mixer_parts import name_mixer_parts
 
     check_decoder(path, config, trust_remote_code)
     model = build_on_meta(path, load_config(path, config, trust_remote_code), trust_remote_code)
     renamed: tuple[str, ...] = ()
     if describe := find_family(model.config.model_type):
         spec = describe(model.config.to_dict())
-        renamed = name_experts(model, spec) + name_delta_parts(model, spec)
+        renamed = name_experts(model, spec) + name_mixer_parts(model, spec)
     else:
         separate_experts(model)
     _refuse_fused_experts(model)

@@ -13,8 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from calibration.statistics import InputStatistics
 from compress.checkpoint.scale_search import quantize_tokens
 from compress.checkpoint.weights import Activations, Scheme
+from compress.common.workers import moved
 from compress.methods.base import SMOOTHING_ROWS, ScaleSearch
 from compress.methods.shared.smoothing import (
     SmoothingResult,
@@ -25,7 +27,7 @@ from compress.methods.shared.smoothing import (
 )
 from compress.models.architecture import SmoothingMapping
 from compress.pipeline.block import LoadedBlock
-from compress.pipeline.capture import BlockInputs, Call, Observed, run_block
+from compress.pipeline.capture import BlockInputs, Call
 from compress.plan import LayerPlan
 
 
@@ -35,6 +37,11 @@ class ModuleTrace:
 
     calls: list[Call] = field(default_factory=list)
     outputs: list[Tensor] = field(default_factory=list)
+
+    def on(self, device: torch.device) -> ModuleTrace:
+        """Returns the same arguments and outputs on `device`."""
+        calls = [Call(moved(call.args, device), moved(call.kwargs, device)) for call in self.calls]
+        return ModuleTrace(calls, [output.to(device) for output in self.outputs])
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,17 +62,17 @@ def trace_modules(
         for name, trace in traces.items()
     ]
     try:
-        outputs = [run_block(block.module, hidden, call) for hidden, call in inputs.batches(index, device)]
+        outputs = [call.run(block.module, hidden) for hidden, call in inputs.batches(index, device)]
     finally:
         for handle in handles:
             handle.remove()
     return traces, outputs
 
 
-def trace_samples(block: LoadedBlock, name: str, observed: Observed) -> ModuleTrace:
+def trace_samples(block: LoadedBlock, name: str, statistics: InputStatistics) -> ModuleTrace:
     """Returns a trace of a linear on sample rows of its statistics, which exist even for rarely chosen experts."""
     linear = block.linear(name)
-    rows = observed.statistics[name].sample(SMOOTHING_ROWS).to(linear.weight.dtype)
+    rows = statistics.sample(SMOOTHING_ROWS).to(linear.weight)
     return ModuleTrace([Call((rows,), {})], [linear(rows)])
 
 
@@ -73,20 +80,21 @@ def search_scale(
     block: LoadedBlock,
     mapping: SmoothingMapping,
     trace: ModuleTrace,
-    observed: Observed,
+    statistics: InputStatistics,
     layer_plans: Mapping[str, LayerPlan],
     layout: HeadLayout,
 ) -> SmoothingResult:
-    """Returns the scale of one mapping with the least error of the parent's output with quantized targets."""
+    """Returns the scale of one mapping with the least error of the parent's output with quantized targets.
+
+    Args:
+        statistics: of the input that the targets share.
+    """
     layer_plan = layer_plans[mapping.balance_layers[0]]
     scheme = layer_plan.quantized
     if scheme is None or layer_plan.method is None:
         raise ValueError(f"{mapping.balance_layers[0]} is not quantized, so smoothing has no effect")
     rounded_inputs = dict.fromkeys(mapping.balance_layers, scheme) if scheme.activation_bits else {}
-    parent = block.module.get_submodule(mapping.parent)
-
-    def fake_quantize(weight: Tensor) -> Tensor:
-        return scheme.round_in_range(weight)
+    parent, device = block.module.get_submodule(mapping.parent), block.linear(mapping.balance_layers[0]).weight.device
 
     def loss(weights: list[Tensor], scale: Tensor) -> float:
         for name, weight in zip(mapping.balance_layers, weights, strict=True):
@@ -95,9 +103,9 @@ def search_scale(
             return _mean_square_error(parent, trace)
 
     search = ScaleSearch(
-        [block.weights[name] for name in mapping.balance_layers],
-        observed.statistics[mapping.observed or mapping.balance_layers[0]],
-        fake_quantize,
+        [block.weights[name].to(device) for name in mapping.balance_layers],
+        statistics.to(device),
+        scheme.round_in_range,
         loss,
         scheme.group_size,
         layout.heads_per_group,
@@ -117,13 +125,13 @@ def activations_quantized(
     """Quantizes the inputs of the named linears to 8 bits inside the context.
 
     Args:
-        schemes: schemes by linear.
         scale: `[I]`, divisor of inputs before rounding.
         outliers: columns `[k]` of inputs that stay unquantized, by linear.
     """
 
     def round_input(args: tuple[Any, ...], columns: Tensor | None, kind: Activations) -> tuple[Any, ...]:
         inputs = args[0] if scale is None else args[0].float() / scale
+        columns = None if columns is None else columns.to(inputs.device)
         levels, steps = quantize_tokens(inputs if columns is None else inputs.index_fill(-1, columns, 0.0), kind)
         rounded = levels * steps if scale is None else levels * steps * scale
         rounded = rounded.to(args[0].dtype)

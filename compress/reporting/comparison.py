@@ -24,7 +24,6 @@ class Candidate:
     Attributes:
         size_bytes: of its weight files.
         kl: mean divergence from the dense model, in nats; None without a baseline.
-        kv_cache: default form of keys and values.
         dominated_by: labels of those that are no worse in both figures and better in one; empty on the frontier.
     """
 
@@ -41,11 +40,8 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Candidates in the order of their cost, with what they share.
-
-    Attributes:
-        cost_name, loss_name: what the plot has on its axes.
-    """
+    """Candidates in the order of their cost, with what they share. `cost_name`, `loss_name`: what the plot has on its
+    axes."""
 
     source: str
     protocol: str
@@ -71,15 +67,12 @@ LOSSES: dict[str, Callable[[Candidate], float]] = {
 
 
 def compare(reports: Sequence[RunReport], cost: str = "size", loss: str = "kl") -> Comparison:
-    """Puts reports side by side and marks the dominated ones.
+    """Puts reports side by side and marks the dominated ones. Raises ToolkitError: fewer than two, an unknown axis, no
+    quality measured, or figures that cannot be compared because source, text, protocol or baseline differ.
 
     Args:
         cost: `size` (of the weight files) or `bits` (stored bits per parameter of the whole model).
         loss: `kl` or `ppl`.
-
-    Raises:
-        ToolkitError: fewer than two, an unknown axis, no quality measured, or figures that cannot be compared because
-            source, text, protocol or baseline differ.
     """
     _check_choices(reports, cost, loss)
     measured = [_measured(report, loss) for report in reports]
@@ -199,32 +192,35 @@ def compare_page(comparison: Comparison) -> Page:
     """Puts checkpoints on one page: the plots, the table, and how they were measured."""
     best = sum(not each.dominated_by for each in comparison.candidates)
     title = f"{len(comparison.candidates)} checkpoints of {comparison.source}"
+    known, dense = comparison.baseline_perplexity, size(comparison.dense_bytes)
+    dense += f", perplexity {known:.3f}" if known is not None else ""
+    gain = times(comparison.dense_bytes, min(each.size_bytes for each in comparison.candidates))
+    baseline = f"The dense source has {dense}; the smallest here is {gain}."
     sections = [
         Section.of("Frontier", figures(*_plots(comparison))),
         Section.of("Figures", Table(HEAD, table_rows(comparison), NUMERIC)),
-        Section.of("How this was measured", Paragraph(comparison.protocol), Paragraph(_baseline(comparison))),
+        Section.of("How this was measured", Paragraph(comparison.protocol), Paragraph(baseline)),
     ]
     return Page(f"{title}: comparison", title, f"{best} of them on the frontier of size and quality", sections)
 
 
 def table_rows(comparison: Comparison) -> list[tuple[str, ...]]:
     """Cells of the table, for the page and the terminal."""
-    return [_row(comparison, each) for each in comparison.candidates]
-
-
-def _row(comparison: Comparison, each: Candidate) -> tuple[str, ...]:
     before = comparison.baseline_perplexity
-    return (
-        each.label,
-        size(each.size_bytes),
-        f"{each.bits_per_weight:.3f}",
-        f"{each.bits_per_parameter:.3f}",
-        f"{each.perplexity:.3f}",
-        change(before, each.perplexity) if before else "-",
-        maybe(each.kl),
-        each.kv_cache,
-        f"dominated by {', '.join(each.dominated_by)}" if each.dominated_by else "frontier",
-    )
+    return [
+        (
+            each.label,
+            size(each.size_bytes),
+            f"{each.bits_per_weight:.3f}",
+            f"{each.bits_per_parameter:.3f}",
+            f"{each.perplexity:.3f}",
+            change(before, each.perplexity) if before else "-",
+            maybe(each.kl),
+            each.kv_cache,
+            f"dominated by {', '.join(each.dominated_by)}" if each.dominated_by else "frontier",
+        )
+        for each in comparison.candidates
+    ]
 
 
 def _plots(comparison: Comparison) -> list[Scatter]:
@@ -235,20 +231,11 @@ def _plots(comparison: Comparison) -> list[Scatter]:
 
 
 def _plot(comparison: Comparison) -> Scatter:
-    marks = [(_mark(comparison, each), each.label, bool(each.dominated_by)) for each in comparison.candidates]
+    marks = []
+    for each in comparison.candidates:
+        cost, loss = comparison.figures(each)
+        title = f"{each.label}: {size(each.size_bytes)}, perplexity {each.perplexity:.3f}, KL {maybe(each.kl)}"
+        mark = Mark(cost / (1e6 if comparison.cost_name == "size" else 1), loss, title)
+        marks.append((mark, each.label, bool(each.dominated_by)))
     subtitle = "lower left is better; gray marks are dominated by another"
     return Scatter(LOSS_LABELS[comparison.loss_name], subtitle, marks, COST_LABELS[comparison.cost_name])
-
-
-def _mark(comparison: Comparison, each: Candidate) -> Mark:
-    cost, loss = comparison.figures(each)
-    title = f"{each.label}: {size(each.size_bytes)}, perplexity {each.perplexity:.3f}, KL {maybe(each.kl)}"
-    return Mark(cost / (1e6 if comparison.cost_name == "size" else 1), loss, title)
-
-
-def _baseline(comparison: Comparison) -> str:
-    smallest = min(each.size_bytes for each in comparison.candidates)
-    known = comparison.baseline_perplexity
-    dense = f", perplexity {known:.3f}" if known is not None else ""
-    gain = times(comparison.dense_bytes, smallest)
-    return f"The dense source has {size(comparison.dense_bytes)}{dense}; the smallest here is {gain}."

@@ -53,11 +53,7 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A diagram under its title.
-
-    Attributes:
-        height: pixels of the drawing.
-    """
+    """A diagram under its title."""
 
     title: str
     subtitle: str
@@ -155,11 +151,8 @@ class OverDepth(Figure):
 
 @dataclass(frozen=True, slots=True)
 class Lines(OverDepth):
-    """Lines over depth; logarithmic where values differ by more than 20 times, if `may_log`.
-
-    Attributes:
-        limits: least and largest value, also of other diagrams on the same scale; None is those of `series`.
-    """
+    """Lines over depth; logarithmic where values differ by more than 20 times, if `may_log`. `limits`: least and
+    largest value, also of other diagrams on the same scale; None is those of `series`."""
 
     may_log: bool = True
     limits: tuple[float, float] | None = None
@@ -225,7 +218,9 @@ class Cells(OverDepth):
                 if has_room:
                     figures = f"{mark.y:.3f}".rstrip("0").rstrip(".")
                     axes.text(mark.x, row, figures, ha="center", va="center_baseline", fontsize=11)
-        axes.set_yticks(range(len(self.series)), [_ending(each.name) for each in self.series])
+        axes.set_yticks(
+            range(len(self.series)), [printable(each.name).rpartition(".")[2][-18:] for each in self.series]
+        )
         axes.set_ylim(len(self.series) - 0.5, -0.5)
         self.label_blocks(axes)
         axes.grid(visible=False)
@@ -270,8 +265,8 @@ class Scatter(Figure):
         self._write_names(axes)
 
     def _write_names(self, axes: Axes) -> None:
-        """Names beside marks: left of the frontier there are none, right of it only dominated ones. Names make room for
-        each other, away from the frontier."""
+        """Names next to marks: left of the frontier there are none, right of it only dominated ones. Names make room
+        for each other, away from the frontier."""
         taken: list[tuple[float, float, float]] = []
         extent = axes.get_window_extent()
         for mark, name, dominated in sorted(self.marks, key=lambda each: each[0].y):
@@ -306,11 +301,6 @@ def _is_log(values: Sequence[float]) -> bool:
 
 def _color(index: int) -> str:
     return COLORS["base"] if index == MUTED else color(index)
-
-
-def _ending(name: str) -> str:
-    """The last part of a dotted name, as far as there is room."""
-    return printable(name).rpartition(".")[2][-18:]
 
 
 def _fitted(name: str) -> str:

@@ -10,11 +10,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from compress.checkpoint.formats import FORMATS
-from compress.checkpoint.formats.readers import RUNTIME, TRANSFORMERS, VLLM, Reader, described, readers
+from compress.checkpoint.formats.base import CONTAINERS, RUNTIME, TRANSFORMERS, VLLM
+from compress.checkpoint.formats.readers import Reader, described, readers
 from compress.checkpoint.locate.hub import HubModel
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.common.cli import DISTRIBUTION
+from compress.common.evaluation import Evaluation
 from compress.common.files import REPORT_FILE, atomic_file, read_json, size
 from compress.reporting.page import times
 
@@ -69,7 +70,7 @@ class Card:
 
     @classmethod
     def read(cls, path: Path) -> Card:
-        """Reads a card; empty where there is none, without fields where its header is no YAML mapping."""
+        """Reads a card; empty where there is none, without fields where its header is not a YAML mapping."""
         import yaml
 
         whole = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
@@ -90,11 +91,7 @@ class Card:
 
 
 def write_card(folder: Path, made_from: Path | None = None) -> None:
-    """Writes the card of a checkpoint, in place of that of its source, whose header and text it takes over.
-
-    Args:
-        made_from: folder that was exported, with a checked report; None where `folder` has it.
-    """
+    """Writes the card of a checkpoint, in place of that of its source, whose header and text it takes over."""
     packed, before = PackedCheckpoint.open(folder), made_from or folder
     report = read_json(before / REPORT_FILE) if (before / REPORT_FILE).is_file() else None
     with atomic_file(folder / CARD_FILE) as stream:
@@ -106,9 +103,10 @@ def _card(packed: PackedCheckpoint, source: Card, report: Report | None, exporte
     engines = readers(packed.format, packed.config, packed.schemes.values())
     named = base or (Path(report["source"]).name if report else "another checkpoint")
     recipe = (report["recipe"].get("name") if report else None) or packed.format
+    linked = f"[{base}](https://huggingface.co/{base})" if base else named
     text = _BODY.format(
         title=f"{named.rpartition('/')[2]} {recipe}",
-        origin=f"{_linked(base) if base else named}, compressed by {report['tool'] if report else DISTRIBUTION}.",
+        origin=f"{linked}, compressed by {report['tool'] if report else DISTRIBUTION}.",
         facts="\n".join(f"| {name} | {_cell(fact)} |" for name, fact in _facts(packed, report, engines)),
         commands="\n".join(_commands(engines)),
     )
@@ -138,7 +136,7 @@ def _header(
     if base is not None:
         header |= {"base_model": base, "base_model_relation": "quantized"}
     tags = header["tags"] if isinstance(header.get("tags"), list) else []
-    tags = [tag for tag in tags if tag not in FORMATS]
+    tags = [tag for tag in tags if tag not in CONTAINERS]
     return header | {
         "library_name": TRANSFORMERS if Reader(TRANSFORMERS, True) in engines else DISTRIBUTION,
         "pipeline_tag": header.get("pipeline_tag") or "text-generation",
@@ -177,8 +175,7 @@ def _quality(report: Report) -> Iterator[tuple[str, str]]:
         return
     baseline = found.get("baseline_perplexity")
     yield "perplexity", f"{'' if baseline is None else f'{baseline:.3f} -> '}{found['perplexity']:.3f}"
-    if found.get("kl_mean") is not None and found.get("kl_p999") is not None:
-        yield "KL to the source", f"{found['kl_mean']:.5f} mean, {found['kl_p999']:.4f} at 99.9 % (nats)"
+    yield from Evaluation.from_dict(found).comparison()
     yield "measured on", f"{found['tokens']:,} tokens: {found['protocol']}; text sha256 {found['data_sha256'][:12]}"
 
 
@@ -194,10 +191,6 @@ def _commands(engines: list[Reader]) -> Iterator[str]:
     if Reader(VLLM, True) in engines:
         yield "vllm serve ."
     yield "compress eval --ppl ."
-
-
-def _linked(model: str) -> str:
-    return f"[{model}](https://huggingface.co/{model})"
 
 
 def _cell(text: str) -> str:

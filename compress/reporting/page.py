@@ -157,18 +157,15 @@ class Page:
         return _template().render(page=self, generator=GENERATOR, colors=COLORS, no_plots=no_plots).lstrip()
 
     def write(self, out: Path) -> None:
-        """Writes the page, replacing an older one.
-
-        Raises:
-            ToolkitError: `out` is a folder or a file that is no such page, or its folder does not exist.
-        """
+        """Writes the page, replacing an older one. Raises ToolkitError: `out` is a folder or a file that is not such
+        a page, or its folder does not exist."""
         if out.is_dir():
             raise ToolkitError(f"{out} is a folder", f"Name a file: --out {out / 'report.html'}")
         check_file(out)
         if out.exists() and GENERATOR.encode() not in out.read_bytes()[:_HEAD]:
-            raise ToolkitError(f"{out} exists and is no page of this command", "Name another file with --out")
+            raise ToolkitError(f"{out} exists and is not a page of this command", "Name another file with --out")
         if not out.parent.is_dir():
-            raise ToolkitError(f"the folder {out.parent} does not exist", "Make it, or name another file with --out")
+            raise ToolkitError.missing("folder", out.parent, "Create it, or name another file with --out")
         with atomic_file(out) as stream:
             stream.write(self.html().encode())
 

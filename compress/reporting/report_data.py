@@ -61,7 +61,6 @@ class SearchRecord(_Record):
     """A search.
 
     Attributes:
-        target: the goal as text: `KL at most 0.05`.
         measured_tokens: length of the text that sensitivities were measured on.
         predicted: sum of the sensitivities of what was chosen.
     """
@@ -92,7 +91,6 @@ class Linear(_Record):
 
     Attributes:
         relative_error: squared error of the weight over its square, each column weighted by its input.
-        zeros: share of its weights that are zero by pruning.
         recovery: fallback where the method could not be applied; empty otherwise.
         input_outlier: as in `compress.pipeline.block.LinearRecord`; None where it was not recorded.
     """
@@ -203,7 +201,7 @@ class Planned(_Record):
 
 
 class Quality(_Record):
-    """Perplexity and divergence from the dense model; fields as in `compress.evaluate.perplexity.Evaluation`."""
+    """Perplexity and divergence from the dense model; fields as in `compress.common.evaluation.Evaluation`."""
 
     perplexity: Number
     baseline_perplexity: Number | None = None
@@ -212,6 +210,10 @@ class Quality(_Record):
     kl_p999: Number | None = None
     kl_standard_error: Number | None = None
     top1_agreement: Number | None = None
+    kl_p999_standard_error: Number | None = None
+    acceptance: Number | None = None
+    acceptance_standard_error: Number | None = None
+    flips_standard_error: Number | None = None
     protocol: str
     data: str
     data_sha256: str
@@ -266,8 +268,6 @@ class RunReport(_Record):
     """A whole report.
 
     Attributes:
-        path: the file it was read from.
-        command: command line of the run; empty where none was recorded.
         calibration: empty for data-free methods.
         layerwise: pruned share of each block where a first pass chose it; in the order of the blocks.
         quality: None when it was not measured; `not_measured` says why.
@@ -323,18 +323,15 @@ class RunReport(_Record):
 
 
 def read_report(path: Path) -> RunReport:
-    """Reads the report of a checkpoint folder, or a report file by its own name.
-
-    Raises:
-        CheckpointError: there is none, it is damaged (the field is named), or another version wrote it.
-    """
+    """Reads the report of a checkpoint folder, or a report file by its own name. Raises CheckpointError: it is
+    missing or damaged (the field is named), or another version wrote it."""
     file = path / REPORT_FILE if path.is_dir() else path
     try:
         values = read_json(file)
         return RunReport.model_validate(values | {"path": file} if isinstance(values, dict) else values)
     except FileNotFoundError as error:
-        raise CheckpointError(
-            f"{file} does not exist", "Name a checkpoint folder that this toolkit wrote, with its report"
+        raise CheckpointError.missing(
+            "file", file, "Name a checkpoint folder that this toolkit wrote, with its report"
         ) from error
     except ValidationError as error:
         first = error.errors()[0]
@@ -355,7 +352,7 @@ def _place(parts: tuple[int | str, ...]) -> str:
 # Some configs say "no limit" by a number past every real size.
 _UNLIMITED = 2**31
 _BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
-# Biases, and the shapes that are written beside packed weights for loaders.
+# Biases, and the shapes that are written next to packed weights for loaders.
 _NO_WEIGHT = ("bias", "weight_shape")
 
 

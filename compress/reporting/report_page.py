@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from compress.checkpoint.kv_cache import EXACT, KVCacheRecord, MeasuredKVCache
+from compress.common.evaluation import Evaluation
 from compress.common.files import size
 from compress.reporting.experts_section import experts_section
 from compress.reporting.figures import MUTED, Bar, Bars, Cells, Figure, Lines, Mark, Series
@@ -88,7 +89,9 @@ def _tiles(report: RunReport) -> list[tuple[str, str]]:
 
 def _sizes(report: RunReport, headers: Headers) -> Section:
     memory = headers.key_values
-    drawn = figures(_size_bars(report), _memory_bars(report, memory) if memory else None)
+    before, after = report.plan.bytes_before, report.structure.total_bytes
+    weights = _two_bars("Weights on disk", "bytes of the weight files", before, after, size)
+    drawn = figures(weights, _memory_bars(report, memory) if memory else None)
     if memory is None:
         return Section.of("Size and memory", drawn, Paragraph(headers.no_memory))
     rows = [
@@ -96,11 +99,6 @@ def _sizes(report: RunReport, headers: Headers) -> Section:
         ("tokens in one GiB of them", f"{GIB // memory.token_bytes:,}"),
     ]
     return Section.of("Size and memory", drawn, Facts(rows))
-
-
-def _size_bars(report: RunReport) -> Bars:
-    before, after = report.plan.bytes_before, report.structure.total_bytes
-    return _two_bars("Weights on disk", "bytes of the weight files", before, after, size)
 
 
 def _two_bars(title: str, subtitle: str, before: float, after: float, shown: Callable[[float], str]) -> Bars:
@@ -131,18 +129,12 @@ def _quality(report: RunReport) -> Section:
         ("text", f"{quality.data}, sha256 {quality.data_sha256[:12]}"),
         ("computed by", f"{quality.backend}, dtype {quality.dtype}"),
     ]
-    if quality.top1_agreement is not None:
-        rows.insert(0, ("same first token", percent(quality.top1_agreement)))
+    rows = [*Evaluation.from_dict(quality.model_dump()).comparison(), *rows]
     alone = Paragraph(f"Perplexity {quality.perplexity:.3f}; nothing to compare it with.")
-    drawn = figures(_perplexity_bars(quality), _divergence_bars(quality))
+    before, subtitle = quality.baseline_perplexity, "lower is better; bars begin at 0"
+    both = None if before is None else _two_bars("Perplexity", subtitle, before, quality.perplexity, "{:.3f}".format)
+    drawn = figures(both, _divergence_bars(quality))
     return Section.of("Quality", drawn or alone, Facts(rows), bullets(f"warning: {line}" for line in quality.warnings))
-
-
-def _perplexity_bars(quality: Quality) -> Bars | None:
-    if quality.baseline_perplexity is None:
-        return None
-    perplexities = quality.baseline_perplexity, quality.perplexity
-    return _two_bars("Perplexity", "lower is better; bars begin at 0", *perplexities, "{:.3f}".format)
 
 
 def _divergence_bars(quality: Quality) -> Bars | None:
@@ -153,7 +145,7 @@ def _divergence_bars(quality: Quality) -> Bars | None:
         Bar("mean over positions", mean, ((quality.kl_mean, 0),)),
         Bar("99.9 % of positions are below", f"{quality.kl_p999:.4f}", ((quality.kl_p999, 0),)),
     ]
-    subtitle = "KL(dense || this), in nats, ± standard error over windows; 0 is no change"
+    subtitle = "KL(dense || this), in nats, ± standard error over windows; 0 means no change"
     return Bars("Divergence from the dense model", subtitle, rows)
 
 
@@ -369,7 +361,7 @@ def _smoothing(report: RunReport) -> Section:
         "Smoothing",
         figures(
             _lines(report, "Loss removed by smoothing", "share of the loss of plain rounding", gains, may_log=False),
-            _lines(report, "Exponent", "of the input magnitudes; 0 is no smoothing", exponents, may_log=False),
+            _lines(report, "Exponent", "of the input magnitudes; 0 means no smoothing", exponents, may_log=False),
         ),
         Paragraph(f"{used} of {len(edges)} smoothed{rest or '.'}"),
     )

@@ -45,18 +45,15 @@ class Allocation:
 
 
 class Frontier:
-    """Best allocations of all budgets.
-
-    Args:
-        menus: options of each group, at least one.
-        steps: largest number of budgets.
-    """
+    """Best allocations of all budgets."""
 
     def __init__(self, menus: Sequence[Menu], steps: int = STEPS) -> None:
         self._menus = menus
         self._floors = [min(option.cost for option in menu) for menu in menus]
         self._step = _step(menus, steps)
-        extras = [[self._extra(group, option) for option in menu] for group, menu in enumerate(menus)]
+        floors = zip(self._floors, menus, strict=True)
+        # Costs over the group's cheapest option, in steps, rounded up.
+        extras = [[-((least - each.cost) // self._step) for each in menu] for least, menu in floors]
         self._extras = extras
         self._size = 1 + sum(map(max, extras))
         self._choices: list[np.ndarray] = []
@@ -84,10 +81,6 @@ class Frontier:
     def within_loss(self, limit: float) -> Allocation:
         """Returns the cheapest allocation that loses at most `limit`, which must be `least_loss` or more."""
         return self._at(int(np.argmax(self._least <= limit)))
-
-    def _extra(self, group: int, option: Option) -> int:
-        """Returns the additional cost of an option over the group's cheapest, in steps, rounded up."""
-        return -((self._floors[group] - option.cost) // self._step)
 
     def _add(self, menu: Menu, extra: Sequence[int]) -> None:
         """Adds a group: for each budget, the option with the least total loss."""
@@ -155,13 +148,7 @@ class Choice:
 
 
 class Chooser:
-    """Best choices of a search.
-
-    Args:
-        candidates: candidates of each layer group.
-        cost: function from group and candidate to bytes.
-        loss: function from group and candidate to sensitivity.
-    """
+    """Best choices of a search."""
 
     def __init__(
         self,
@@ -251,7 +238,6 @@ class Sensitivities:
     Independent of other candidates and of the target, so another search of the same model reuses them.
 
     Attributes:
-        path: the file.
         identity: everything that they depend on.
         values: by name of the group, then by candidate.
     """
@@ -262,14 +248,8 @@ class Sensitivities:
 
     @classmethod
     def open(cls, path: Path, identity: Mapping[str, Any], restart: bool = False) -> Sensitivities:
-        """Opens the file of earlier searches, or creates one.
-
-        Args:
-            restart: whether to ignore stored values.
-
-        Raises:
-            CheckpointError: the file is damaged, or belongs to another model, text or method.
-        """
+        """Opens the file of earlier searches, or creates one. Raises CheckpointError: the file is damaged, or belongs
+        to another model, text or method."""
         now = dict(identity)
         if restart or not path.is_file():
             return cls(path, now)

@@ -14,15 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from calibration.statistics import InputStatistics
+from calibration.statistics import InputStatistics, full_float32
 from compress.checkpoint.safetensors import TensorFiles
 from compress.common.cli import tool_version
 from compress.common.errors import NumericsError
+from compress.common.workers import Workers
 from compress.methods.base import Needs
 from compress.methods.shared.hessian import HessianCache
 from compress.pipeline.block import LoadedBlock, fill, read_block, read_tensor
-from compress.pipeline.capture import BlockInputs, StandIn, capture_inputs, observe, run_all, run_block, store_of
+from compress.pipeline.capture import BlockInputs, StandIn, capture_inputs, run_all, store_of
 from compress.pipeline.compress_layer import LayerCompressor, Ranked, decompose_block, values_of
+from compress.pipeline.observe import observe
 from compress.pipeline.prepare import source_identity
 from compress.pipeline.resume import RunDisplay
 from compress.pipeline.skeleton import Skeleton
@@ -33,11 +35,8 @@ from compress.search.survey import Survey
 
 
 class _Given(StandIn):
-    """Replacement of the first block, which returns a given output and keeps its input, the embedding.
-
-    Attributes:
-        others: other elements of the block's output tuple; None if the output is no tuple.
-    """
+    """Replacement of the first block, which returns a given output and keeps its input, the embedding. `others`: other
+    elements of the block's output tuple; None if the output is not a tuple."""
 
     output: Tensor | None = None
     passed: Tensor
@@ -60,7 +59,6 @@ class LoadedModel:
         skeleton: skeleton that receives real weights; its blocks are replaced and run here.
         measured: inputs of the first block for the text that divergence is measured on.
         tokens: int64 `[N, T]`, the same text.
-        device, dtype: device and dtype of the computation.
     """
 
     def __init__(
@@ -73,7 +71,7 @@ class LoadedModel:
         dtype: torch.dtype,
     ) -> None:
         self.blocks = list(skeleton.blocks)
-        self._skeleton, self._device, self._dtype = skeleton, device, dtype
+        self._skeleton, self._workers, self._dtype = skeleton, Workers([device]), dtype
         self._inputs, self._tokens = measured, tokens.to(device)
         for index, block in enumerate(self.blocks):
             fill(block, skeleton.block_name(index), files, device, dtype)
@@ -87,10 +85,7 @@ class LoadedModel:
         """Returns the mean KL(dense || current) over all positions, in nats, with the current blocks from `block` on.
 
         Blocks before it must be unchanged since `advance` passed them. `EMBEDDING` is the position before the first
-        block, the number of blocks that after the last.
-
-        Raises:
-            NumericsError: the output is not finite.
+        block, the number of blocks that after the last. Raises NumericsError: the output is not finite.
         """
         batches = zip(self._logits(block), self._reference, strict=True)
         total = sum(reference.divergence(logits) for logits, reference in batches)
@@ -102,8 +97,8 @@ class LoadedModel:
     @torch.no_grad()
     def advance(self, block: int) -> None:
         """Advances the text past `block`, which does not run again."""
-        name = self._skeleton.block_name(block)
-        self._inputs.hidden = run_all(self.blocks[block], name, self._inputs, block, self._device)
+        loaded = LoadedBlock(self._skeleton.block_name(block), self.blocks[block])
+        self._inputs.hidden = run_all(loaded, self._inputs, block, self._workers)
 
     def weight(self, module: str) -> nn.Parameter:
         """Returns the weight of a module outside the blocks, in float32."""
@@ -116,7 +111,7 @@ class LoadedModel:
         handle = head.register_forward_pre_hook(lambda _module, args: see(args[0]))
         try:
             for batch in hidden:
-                self._after_blocks(batch.to(self._device), self._tokens[:1].expand(len(batch), -1))
+                self._after_blocks(batch.to(self._workers.device), self._tokens[:1].expand(len(batch), -1))
         finally:
             handle.remove()
 
@@ -127,12 +122,12 @@ class LoadedModel:
         batches = zip(states, self._inputs.calls, self._tokens.split(self._inputs.micro_batch), strict=True)
         begin = max(first, 0)
         for hidden, calls, tokens in batches:
-            hidden = self._embedded(tokens) if first == EMBEDDING else hidden.to(self._device)
+            hidden = self._embedded(tokens) if first == EMBEDDING else hidden.to(self._workers.device)
             # The next run starts at the same block, which may read outputs passed on by preceding blocks.
             store = store_of(calls)
             passed = {} if store is None else dict(store)
             for module, call in zip(self.blocks[begin:], calls[begin:], strict=True):
-                hidden = run_block(module, hidden, call)
+                hidden = call.run(module, hidden)
             if store is not None:
                 store.update(passed)
             yield self._after_blocks(hidden, tokens)
@@ -146,7 +141,8 @@ class LoadedModel:
     def _after_blocks(self, hidden: Tensor, tokens: Tensor) -> Tensor:
         """Returns logits `[B, T, V]` for outputs of the last block."""
         self._last.output = hidden.float()
-        return self._skeleton.model(input_ids=tokens, use_cache=False).logits.float()
+        logits: Tensor = self._skeleton.model(input_ids=tokens, use_cache=False).logits
+        return logits.float()
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,11 +208,8 @@ class CandidateLayer:
     _inputs: HessianCache = field(default_factory=lambda: HessianCache(None))
 
     def values(self, module: str, layer_plan: LayerPlan) -> Tensor:
-        """Returns the weight `[O, I]` with the values of the finished checkpoint, in float32.
-
-        Raises:
-            SchemeError, NumericsError: raised by the methods.
-        """
+        """Returns the weight `[O, I]` with the values of the finished checkpoint, in float32. Raises SchemeError,
+        NumericsError: raised by the methods."""
         if (statistics := self.observe(module)) is not self._inputs.statistics:
             self._inputs = HessianCache(statistics)
         weight, ranked = self.weights[module], self._rank(module, layer_plan)
@@ -229,7 +222,9 @@ class CandidateLayer:
         key = module, layer_plan.factoring.method.name
         if key not in self._ranked:
             seen = {} if self._inputs.statistics is None else {module: self._inputs.statistics}
-            self._ranked[key] = decompose_block(self.weights, {module: layer_plan}, seen)[module]
+            self._ranked[key] = decompose_block(
+                self.weights, {module: layer_plan}, (), [seen], Workers([self.weights[module].device])
+            )[module]
         return replace(self._ranked[key], rank=layer_plan.scheme.rank)
 
 
@@ -253,12 +248,9 @@ def identity(survey: Survey) -> dict[str, Any]:
 
 @torch.no_grad()
 def measure(survey: Survey, known: Sensitivities, display: RunDisplay) -> None:
-    """Measures missing sensitivities, group by group in the order of the model.
-
-    Raises:
-        CheckpointError: the model does not fit in memory, or a tensor is missing or has a wrong shape.
-        NumericsError: weights or activations contain NaN or infinity.
-    """
+    """Measures missing sensitivities, group by group in the order of the model. Raises CheckpointError: the model does
+    not fit in memory, or a tensor is missing or has a wrong shape; NumericsError: weights or activations contain NaN or
+    infinity."""
     wanted = {
         group: [each for each in offered if known.get(group, each) is None]
         for group, offered in survey.candidates.items()
@@ -288,12 +280,7 @@ def measure(survey: Survey, known: Sensitivities, display: RunDisplay) -> None:
 
 @dataclass
 class _Meter:
-    """Dense model with the current hidden states of both texts.
-
-    Attributes:
-        calibration: inputs of the current block for the calibration text.
-        model: model with the hidden states of the text that divergence is measured on.
-    """
+    """Dense model with the current hidden states of both texts."""
 
     survey: Survey
     calibration: BlockInputs
@@ -319,7 +306,7 @@ class _Meter:
         inside = {module.removeprefix(f"{name}.") for group in wanted for module in group.modules}
         block = read_block(context.skeleton, context.files, index, inside, context.device)
         block.module = self.model.blocks[index]
-        statistics = self._statistics(block, index) if self.survey.request.reads_inputs else {}
+        statistics = self._statistics(block, index) if reads_inputs(self.survey.request.method) else {}
 
         def inputs_of(module: str) -> InputStatistics | None:
             return statistics.get(module.removeprefix(f"{name}."))
@@ -327,7 +314,7 @@ class _Meter:
         for group, candidates in wanted.items():
             leaves = {module: module.removeprefix(f"{name}.") for module in group.modules}
             weights = {module: block.weights[leaf] for module, leaf in leaves.items()}
-            changed = CandidateLayer(weights, self._scale_dtype, inputs_of)
+            changed = CandidateLayer(weights, context.scale_dtype, inputs_of)
             for candidate in candidates:
                 for module, layer_plan in self.survey.layer_plans(group, candidate).items():
                     block.set_weight(leaves[module], changed.values(module, layer_plan))
@@ -345,24 +332,21 @@ class _Meter:
         if reads_inputs(self.survey.request.method_of(group)):
             seen = InputStatistics(weight.shape[1], module, device=context.device)
             self.model.observe_head(self.calibration.hidden.split(context.micro_batch), seen.update)
-        changed = CandidateLayer({module: weight}, self._scale_dtype, lambda _: seen)
+        changed = CandidateLayer({module: weight}, context.scale_dtype, lambda _: seen)
         for candidate in candidates:
             for layer_plan in self.survey.layer_plans(group, candidate).values():
                 parameter.data = changed.values(module, layer_plan)
             found(group, candidate, 0.0 if candidate.is_dense else self.model.divergence(group.block))
         parameter.data = weight
 
-    @property
-    def _scale_dtype(self) -> torch.dtype:
-        return getattr(torch, self.survey.context.plan.scale_dtype)
-
     def _statistics(self, block: LoadedBlock, index: int) -> Mapping[str, InputStatistics]:
         needs = {leaf: Needs(hessian=True) for leaf in block.weights}
-        return observe(block, self.calibration, index, needs, self.survey.context.device).statistics
+        with full_float32():
+            return observe(block, self.calibration, index, needs, self.survey.context.workers).statistics
 
     def advance(self, index: int) -> None:
         """Advances both texts past a block."""
-        name = self.survey.context.skeleton.block_name(index)
-        device = self.survey.context.device
-        self.calibration.hidden = run_all(self.model.blocks[index], name, self.calibration, index, device)
+        context = self.survey.context
+        block = LoadedBlock(context.skeleton.block_name(index), self.model.blocks[index])
+        self.calibration.hidden = run_all(block, self.calibration, index, context.workers)
         self.model.advance(index)

@@ -15,16 +15,7 @@ from compress.common.files import REPORT_FILE, atomic_file, check_file, check_ta
 from compress.pipeline.prepare import prepare
 from compress.pipeline.resume import RunDisplay
 from compress.pipeline.run import RunResult, run
-from compress.recipe import (
-    PER_CHANNEL,
-    STAGE_NAMES,
-    CalibrationOptions,
-    FactorizeStage,
-    PruneStage,
-    QuantizeStage,
-    Recipe,
-    Stage,
-)
+from compress.recipe import CalibrationOptions, Recipe
 from compress.search.allocate import Choice, Chooser, Sensitivities, Try, best, next_kl_target
 from compress.search.measure import identity, measure
 from compress.search.survey import Survey
@@ -63,11 +54,8 @@ def put_in_place(result: RunResult, out: Path, search: dict[str, Any]) -> RunRes
 
 def made_before(folder: Path, recipe: Recipe) -> RunResult | None:
     """Returns the checkpoint that an interrupted search created with this recipe. A checkpoint of another recipe is
-    removed: a folder with a report belongs to the search.
-
-    Raises:
-        CheckpointError: the folder has no report, or does not verify.
-    """
+    removed: a folder with a report belongs to the search. Raises CheckpointError: the folder has no report, or does not
+    verify."""
     if not folder.exists():
         return None
     try:
@@ -112,7 +100,7 @@ def recipe_text(recipe: Recipe, remarks: Sequence[str]) -> str:
         "name": recipe.name,
         "seed": recipe.seed,
         "calibration": _calibration(recipe.calibration),
-        "stages": list(map(_stage, recipe.stages)),
+        "stages": [{each.name: each.to_keys() | {"targets": list(each.targets)}} for each in recipe.tensor_stages],
     }
     lines = [HEADER, *(f"# {remark}" for remark in remarks)]
     return "\n".join(lines) + "\n" + yaml.safe_dump(document, sort_keys=False, allow_unicode=True, width=120)
@@ -123,30 +111,9 @@ def _calibration(options: CalibrationOptions) -> dict[str, Any]:
     return {"source": source, "num_calibration_samples": options.samples, "max_seq_length": options.length}
 
 
-def _stage(stage: Stage) -> dict[str, Any]:
-    fields: dict[str, Any]
-    match stage:
-        case QuantizeStage(scheme=scheme):
-            group = scheme.group_size or PER_CHANNEL
-            fields = {"bits": scheme.bits, "group_size": group, "symmetric": scheme.symmetric}
-        case PruneStage(pattern=pattern) if pattern:
-            fields = {"pattern": str(pattern)}
-        case FactorizeStage():
-            fields = {"keep": stage.keep, "allocation": stage.allocation}
-        case _:
-            raise TypeError(f"a search does not write {type(stage).__name__}")
-    return {STAGE_NAMES[type(stage)]: {"method": stage.method, **fields, "targets": list(stage.targets)}}
-
-
 @dataclass(frozen=True, slots=True)
 class Files:
-    """Files of a search other than the checkpoint.
-
-    Attributes:
-        sensitivities: measurements, each written on completion.
-        recipe: the recipe found.
-        command: the command line, for the recipe's remarks.
-    """
+    """Files of a search other than the checkpoint."""
 
     sensitivities: Path
     recipe: Path
@@ -162,11 +129,8 @@ class Findings:
     chooser: Chooser
 
     def first_choice(self) -> Choice:
-        """Returns the choice for a size target; for a KL target, the choice if predictions were exact.
-
-        Raises:
-            RecipeError: the size cannot be reached.
-        """
+        """Returns the choice for a size target; for a KL target, the choice if predictions were exact. Raises
+        RecipeError: the size cannot be reached."""
         goal = self.survey.request.goal
         if goal.kl is None:
             return self.chooser.within_budget(self.survey.budget(goal))
@@ -174,12 +138,9 @@ class Findings:
 
 
 def find(survey: Survey, files: Files, quiet: bool = False) -> Findings:
-    """Measures the sensitivities that are not on disk.
-
-    Raises:
-        ToolkitError: as `compress.search.measure.measure`; the file belongs to another model, text or method; or the
-            recipe file exists and is not of a search; or one of both cannot be written.
-    """
+    """Measures the sensitivities that are not on disk. Raises ToolkitError: as `compress.search.measure.measure`; the
+    file belongs to another model, text or method; or the recipe file exists and is not of a search; or one of both
+    cannot be written."""
     check_recipe_file(files.recipe)
     check_target(files.recipe)
     check_target(files.sensitivities)
@@ -196,11 +157,8 @@ def find(survey: Survey, files: Files, quiet: bool = False) -> Findings:
 
 
 def write_choice(findings: Findings, choice: Choice, files: Files, kl: float | None = None) -> Recipe:
-    """Writes the recipe of a choice. Raises CheckpointError if another file exists.
-
-    Args:
-        kl: measured KL of the finished checkpoint; None before it exists.
-    """
+    """Writes the recipe of a choice. Raises CheckpointError if another file exists. `kl`: measured KL of the finished
+    checkpoint; None before it exists."""
     survey = findings.survey
     recipe = survey.request.recipe(choice.candidates)
     remarks = [
@@ -224,11 +182,8 @@ class Outcome:
 
 
 def carry_out(findings: Findings, files: Files, quiet: bool = False) -> Outcome:
-    """Creates the verified and evaluated checkpoint, and its recipe.
-
-    Raises:
-        ToolkitError: as `compress.pipeline.run.run`; or no try meets the KL target.
-    """
+    """Creates the verified and evaluated checkpoint, and its recipe. Raises ToolkitError: as
+    `compress.pipeline.run.run`; or no trial reaches the KL target."""
     choice = findings.first_choice()
     write_choice(findings, choice, files)
     tries: list[Try] = []
@@ -280,7 +235,7 @@ def _measured(result: RunResult) -> float:
     if "kl_mean" not in result.quality:
         reason = result.quality.get("not_measured", "no reason was recorded")
         raise ToolkitError(f"{result.out} was not measured ({reason})", "Use --target-size or --target-bpw instead")
-    return result.quality["kl_mean"]
+    return float(result.quality["kl_mean"])
 
 
 def _say(tries: list[Try], limit: float) -> None:

@@ -10,18 +10,16 @@ from typing import Any
 
 from compress.checkpoint.scheme import FLOAT_BITS, targets
 from compress.checkpoint.weights import NM, Int, NMSparsity, Scheme
-from compress.common import cli
-from compress.common.errors import RecipeError
+from compress.common.cli import check_options, option, size_in_bytes
+from compress.common.errors import RecipeError, nearest
 from compress.methods import base
 from compress.models.architecture import Architecture
-from compress.recipe import (
-    CalibrationOptions,
-    FactorizeStage,
-    PruneStage,
-    QuantizeStage,
-    Recipe,
-    TensorStage,
-)
+from compress.recipe import CalibrationOptions, Recipe
+from compress.stages.base import TensorStage
+from compress.stages.factorize import FactorizeStage
+from compress.stages.prune import PruneStage
+from compress.stages.quantize import QuantizeStage
+from compress.targets import IGNORE_HELP
 
 DEFAULT_RANK_WORD = "rank"
 """Word for the default factorization method; other methods are given by name."""
@@ -29,7 +27,9 @@ DEFAULT_RANK_WORD = "rank"
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """Stored form of a layer: pruned, factorized or neither, and quantized or not; dense by default.
+    """Stored form of a layer: pruned, factorized or neither, and quantized or not; dense by default. Raises
+    RecipeError: both pruned and factorized, or a ratio outside 0 to 1; SchemeError: the pattern does not divide the
+    groups.
 
     Attributes:
         scheme: integer scheme of the weights, of both factors, or of the remaining weights after pruning, or float
@@ -37,10 +37,6 @@ class Candidate:
         pattern: N:M sparsity.
         factorizing: factorization method; None leaves one matrix.
         keep: ratio of the factors' weights to the original ones.
-
-    Raises:
-        RecipeError: both pruned and factorized, or a ratio outside 0 to 1.
-        SchemeError: the pattern does not divide the groups.
     """
 
     scheme: Scheme | None = None
@@ -73,19 +69,15 @@ class Candidate:
         return bits * self.keep
 
     def stages(self, method: str, targets: Sequence[str]) -> tuple[TensorStage, ...]:
-        """Returns the recipe stages that store these layers as this candidate.
-
-        Args:
-            method: quantization method.
-        """
+        """Returns the recipe stages that store these layers as this candidate."""
         named = tuple(targets)
         stages: list[TensorStage] = []
         if self.factorizing:
-            stages.append(FactorizeStage(self.factorizing, self.keep, "uniform", named))
+            stages.append(FactorizeStage(self.factorizing, self.keep, "uniform", targets=named))
         if self.pattern:
             stages.append(PruneStage(pattern=self.pattern, targets=named))
         if self.scheme:
-            stages.append(QuantizeStage(method, self.scheme, named))
+            stages.append(QuantizeStage(method, self.scheme, targets=named))
         return tuple(stages)
 
     def __str__(self) -> str:
@@ -110,24 +102,20 @@ _KEEP = r"(?P<keep>\d*\.\d+|\d+)"
 def rank_words() -> dict[str, str]:
     """Returns the registered factorization methods by their words in candidates; `rank` is the default one."""
     default = FactorizeStage().method
-    return {DEFAULT_RANK_WORD if name == default else name: name for name in base.names("factorize")}
+    return {DEFAULT_RANK_WORD if name == default else name: name for name in base.FACTORIZATION}
 
 
 def float_words() -> dict[str, Scheme]:
     """Returns weight forms other than integers that methods support, by their words."""
-    return {word: form.target() for word, form in targets().items() if form.has_grid and form.numbers != Int.numbers}
+    return {word: form.target() for word, form in targets().items() if form.has_grid and form is not Int}
 
 
 def parse_candidates(text: str) -> tuple[Candidate, ...]:
     """Parses candidates from `w2g64,2:4w4g128,rank0.8,nvfp4`, each once. A word consists of, in this order and all
     optional: an N:M pattern, or a factorization method with its keep ratio (`rank`: the default method); the bits, the
     group size (default: whole rows), and `asym` for stored zero points. Alternatively it is the word of another weight
-    form; `dense` keeps the layer unchanged.
-
-    Raises:
-        RecipeError: an unknown word, or fewer than two candidates.
-        SchemeError: an impossible width, group or pattern.
-    """
+    form; `dense` keeps the layer unchanged. Raises RecipeError: an unknown word, or fewer than two candidates;
+    SchemeError: an impossible width, group or pattern."""
     candidates = dict.fromkeys(_candidate(word.strip()) for word in text.split(","))
     if len(candidates) < 2:
         raise RecipeError(f"a list of {len(candidates)} leaves no choice", f"Use --candidates {DEFAULT_CANDIDATES}")
@@ -143,7 +131,7 @@ def _candidate(word: str) -> Candidate:
     named = "|".join(sorted(map(re.escape, words), key=len, reverse=True))
     found = re.fullmatch(f"{_PATTERN}(?:(?P<method>{named}){_KEEP})?{_WIDTH}", word)
     if not word or found is None:
-        raise RecipeError(f"{word!r} is no candidate", "Write w4g128, w8, 2:4w4g128, rank0.8, asvd0.8w8 or nvfp4")
+        raise RecipeError(f"{word!r} is not a candidate", "Write w4g128, w8, 2:4w4g128, rank0.8, asvd0.8w8 or nvfp4")
     bits, group = found["bits"], found["group"]
     return Candidate(
         Int(int(bits), int(group) if group else None, found["asym"] is None) if bits else None,
@@ -160,12 +148,7 @@ EMBEDDING = -1
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
     """Linears that share a candidate: a single one, or several that engines fuse, such as siblings or all experts.
-
-    Attributes:
-        block: index of its block; `EMBEDDING` for the token embedding, the number of blocks for the head.
-        modules: full names.
-        shapes: `(O, I)` of each.
-    """
+    `block`: index of its block; `EMBEDDING` for the token embedding, the number of blocks for the head."""
 
     block: int
     modules: tuple[str, ...]
@@ -183,12 +166,7 @@ class LayerGroup:
 def layer_groups(
     blocks: Sequence[str], linears: Mapping[str, tuple[int, int]], architecture: Architecture
 ) -> list[LayerGroup]:
-    """Groups linears, in the order of the model.
-
-    Args:
-        blocks: names of the blocks.
-        linears: shapes of the searched linears, by full name.
-    """
+    """Groups linears, in the order of the model."""
     groups = []
     for index, block in enumerate(blocks):
         inside = [name for name in linears if name.startswith(f"{block}.")]
@@ -206,20 +184,31 @@ def layer_groups(
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """Target of a search, one of three: best quality within a size, or least size within a loss of quality.
+    """Target of a search, one of three: best quality within a size, or least size within a loss of quality. Raises
+    RecipeError: none or several are given, or the value is not positive."""
 
-    Attributes:
-        bits_per_weight: limit for the searched layers, scales included.
-        size: limit of the weight files in bytes.
-        kl: limit of the finished checkpoint's mean divergence from the dense model, in nats.
-
-    Raises:
-        RecipeError: none or several are given, or the value is not positive.
-    """
-
-    bits_per_weight: float | None = None
-    size: int | None = None
-    kl: float | None = None
+    bits_per_weight: float | None = option(
+        "--target-bpw",
+        default=None,
+        name="target_bpw",
+        help="Best quality within this many bits per weight, scales included.",
+    )
+    size: int | None = option(
+        "--target-size",
+        default=None,
+        name="target_size",
+        written=str | int | None,
+        typed=str | None,
+        read=size_in_bytes,
+        metavar="SIZE",
+        help="Best quality within a size: 5GB, 800MB.",
+    )
+    kl: float | None = option(
+        "--max-kl",
+        default=None,
+        name="max_kl",
+        help="Least size whose measured KL to the dense model is at most this.",
+    )
 
     def __post_init__(self) -> None:
         given = [each for each in (self.bits_per_weight, self.size, self.kl) if each is not None]
@@ -246,18 +235,9 @@ class Goal:
         return f"at most {self.bits_per_weight:g} bits per weight"
 
 
-DEFAULT_MEASURED = 8
-DEFAULT_TRIES = 5
-
-
-def search_methods() -> tuple[str, ...]:
-    """Returns the quantization methods that round each layer independently, including factors."""
-    return tuple(name for name in base.names("quantize") if base.quantization(name).rounds_factors)
-
-
 def reads_inputs(method: str) -> bool:
     """Returns whether a quantization method reads the inputs of layers."""
-    found = base.quantization(method)
+    found = base.QUANTIZATION.find(method)
     return found.needs(found.Options()).inputs
 
 
@@ -266,43 +246,61 @@ class SearchRequest:
     """All inputs that determine the result of a search, except the model.
 
     Attributes:
-        goal: target of the search.
-        candidates: stored forms of a layer.
-        method: quantization method, for measurements and for the result.
         measured: number of calibration sequences for measurements, which rounding does not use.
         tries: maximum number of checkpoints to approach a KL target.
-        ignore: patterns of modules that stay dense.
         ends: whether to include the token embedding and the output head. They are only rounded, and only this runtime
             loads a rounded embedding.
     """
 
     goal: Goal
-    candidates: tuple[Candidate, ...] = field(default_factory=lambda: parse_candidates(DEFAULT_CANDIDATES))
-    method: str = "gptq"
-    measured: int = DEFAULT_MEASURED
-    tries: int = DEFAULT_TRIES
-    ignore: tuple[str, ...] = ()
-    ends: bool = False
+    candidates: tuple[Candidate, ...] = option(
+        "--candidates",
+        default=parse_candidates(DEFAULT_CANDIDATES),
+        written=list[str | int],
+        start=DEFAULT_CANDIDATES,
+        typed=str,
+        read=lambda words: parse_candidates(words if isinstance(words, str) else ",".join(map(str, words))),
+        metavar="FORM,...",
+        help="Forms that layers may take: w4g64 (width, columns that share a scale), rank0.8 or asvd0.8 (share of "
+        "the weights in two factors), 2:4 (pruned), rank0.8w8, 2:4w4g128, dense.",
+    )
+    method: str = option(default="gptq", help="gptq, or rtn (no calibration, lower quality).")
+    measured: int = option(
+        default=8,
+        limits={"at least": 1},
+        help="Number of calibration sequences for measurements; rounding does not use them.",
+    )
+    tries: int = option(
+        default=5, limits={"at least": 1}, help="Maximum number of checkpoints written to approach --max-kl."
+    )
+    ignore: tuple[str, ...] = option(
+        "--ignore", default=(), written=list[str], typed=list[str] | None, read=tuple, help=IGNORE_HELP
+    )
+    ends: bool = option(
+        "--include-embeddings",
+        default=False,
+        name="include_embeddings",
+        help="Also choose the bits of token embedding and head; the result then loads in this runtime only.",
+    )
     calibration: CalibrationOptions = field(default_factory=CalibrationOptions)
     seed: int = 0
     name: str = "search"
 
     def __post_init__(self) -> None:
-        able = search_methods()
+        check_options(self)
+        able = tuple(name for name, method in base.QUANTIZATION.items() if method.rounds_factors)
         if self.method not in able:
-            found = base.quantization(self.method)
+            found = base.QUANTIZATION.find(self.method)
             reason = "changes" if found.smooths or found.tunes else "does not round the factors of"
             problem = f"{self.method} {reason} layers together, so single layers have no sensitivity"
-            raise RecipeError(problem, cli.nearest(self.method, able, "Use"))
-        for name, value in (("measured", self.measured), ("tries", self.tries)):
-            if value < 1:
-                raise RecipeError(f"{name}={value} leaves no text to measure", f"Use {name} 4 or more")
+            raise RecipeError(problem, nearest(self.method, able, "Use"))
         for candidate in self.candidates:
             self._check(candidate)
 
     def _check(self, candidate: Candidate) -> None:
         """Raises RecipeError for a candidate that needs calibration inputs if the quantization method reads none."""
-        if not self.reads_inputs and any(stage.needs_calibration for stage in candidate.stages(self.method, ())):
+        stages = candidate.stages(self.method, ())
+        if not reads_inputs(self.method) and any(stage.needs_calibration for stage in stages):
             problem = f"{candidate} needs the inputs of layers, and {self.method} reads none"
             raise RecipeError(problem, "Search with gptq, or factorize with plain svd, e.g. svd0.8w8")
 
@@ -316,20 +314,12 @@ class SearchRequest:
     def method_of(self, group: LayerGroup) -> str:
         """Returns the method of a group. Rows of an embedding are looked up individually, so errors cannot be
         compensated."""
-        rounds_embeddings = base.EMBEDDING in base.quantization(self.method).matrices
+        rounds_embeddings = base.EMBEDDING in base.QUANTIZATION.find(self.method).matrices
         return self.method if group.block != EMBEDDING or rounds_embeddings else base.fallback("quantize").name
 
-    @property
-    def reads_inputs(self) -> bool:
-        """Whether the quantization method reads the inputs of layers."""
-        return reads_inputs(self.method)
-
     def recipe(self, chosen: Mapping[LayerGroup, Candidate]) -> Recipe:
-        """Returns the recipe of a choice, with stages in order of candidate size.
-
-        Raises:
-            RecipeError: all groups stay dense.
-        """
+        """Returns the recipe of a choice, with stages in order of candidate size. Raises RecipeError: all groups stay
+        dense."""
         targets: dict[tuple[str, Candidate], list[str]] = {}
         for group, candidate in chosen.items():
             targets.setdefault((self.method_of(group), candidate), []).extend(group.modules)

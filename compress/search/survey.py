@@ -6,30 +6,24 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor
 
-from compress.checkpoint.formats import compress_runtime
+from compress.checkpoint.formats.compress_runtime import COMPRESS_RUNTIME
 from compress.common.errors import DataError, RecipeError, SchemeError
 from compress.common.speed import product_speed
 from compress.make_plan import assign, find_embed_and_head, packed_bytes
 from compress.methods.low_rank import ALIGNMENT, largest_rank
 from compress.pipeline.prepare import RunContext, RunRequest, prepare
-from compress.plan import LayerPlan, Plan, shape_bytes
+from compress.plan import LayerPlan, shape_bytes
 from compress.search.space import EMBEDDING, Candidate, Goal, LayerGroup, SearchRequest, layer_groups
 
 
 def assignments_of(group: LayerGroup, candidate: Candidate, method: str) -> dict[str, LayerPlan]:
-    """Returns the layer plan of each linear of a group by full name; empty if it stays dense.
-
-    Args:
-        method: quantization method.
-
-    Raises:
-        SchemeError: the candidate does not fit: groups or pattern do not divide the columns, or factors would not be
-            smaller.
-    """
+    """Returns the layer plan of each linear of a group by full name; empty if it stays dense. Raises SchemeError: the
+    candidate does not fit: groups or pattern do not divide the columns, or factors would not be smaller."""
     if candidate.factorizing and not all(largest_rank(*shape, ALIGNMENT) for shape in group.shapes):
         raise SchemeError(f"factors of {group.name} would not be smaller", "Leave low rank out")
     if candidate.is_dense:
@@ -38,7 +32,7 @@ def assignments_of(group: LayerGroup, candidate: Candidate, method: str) -> dict
     layer_plans, _ = assign(candidate.stages(method, group.modules), shapes, {})
     for module, each in layer_plans.items():
         if each.scheme is not None:
-            compress_runtime.check(each.scheme, shapes[module])
+            COMPRESS_RUNTIME.check(each.scheme, shapes[module])
     return layer_plans
 
 
@@ -59,37 +53,6 @@ def candidates_for(group: LayerGroup, offered: Sequence[Candidate], method: str)
 _ENTRY_BYTES = 128
 
 
-def group_bytes(plan: Plan, group: LayerGroup, candidate: Candidate, method: str) -> int:
-    """Returns the bytes of a group's weights: values, indices, factors, scales and zero points.
-
-    Args:
-        plan: plan of the same model.
-        method: quantization method.
-    """
-    if candidate.is_dense:
-        dense = {f"{module}.weight" for module in group.modules}
-        return sum(row.bytes_before for row in plan.rows if row.tensor in dense)
-    layer_plans = assignments_of(group, candidate, method)
-    shapes = zip(group.modules, group.shapes, strict=True)
-    packed = sum(packed_bytes(layer_plans[module], shape, plan.scale_dtype) for module, shape in shapes)
-    return packed - _shape_bytes(layer_plans)
-
-
-def fixed_bytes(
-    plan: Plan, candidates: Mapping[LayerGroup, Sequence[Candidate]], method_of: Callable[[LayerGroup], str]
-) -> int:
-    """Returns an upper bound on the remaining bytes: other tensors, headers, and shape tensors of packed weights."""
-    searched = {f"{module}.weight" for group in candidates for module in group.modules}
-    others = sum(row.bytes_after for row in plan.rows if row.tensor not in searched)
-    header = sum(_ENTRY_BYTES + len(row.tensor) for row in plan.rows if row.bytes_after)
-    shapes = 0
-    for group, offered in candidates.items():
-        more = max(map(_entries, offered)) - 1
-        header += sum(more * (_ENTRY_BYTES + len(module)) for module in group.modules)
-        shapes += max(_shape_bytes(assignments_of(group, candidate, method_of(group))) for candidate in offered)
-    return others + header + shapes
-
-
 def _entries(candidate: Candidate) -> int:
     """Counts tensors: values, or codes, scales, shapes and zero points; indices; twice for factors."""
     tensors = 1 if candidate.scheme is None else 3 if candidate.scheme.symmetric else 4
@@ -104,17 +67,14 @@ def _shape_bytes(layer_plans: Mapping[str, LayerPlan]) -> int:
 _FLOAT32 = 4
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Survey:
     """Search with all inputs resolved.
 
     Attributes:
-        request: request of the search.
         run: model, output folder and device; its recipe is not used.
         context: run of the same layers and texts with a probing recipe.
-        candidates: candidates of each layer group.
         calibration, measured: int64 `[N, L]`, tokens for rounding and for measuring divergence.
-        fixed_bytes: upper bound on the bytes of the weight files outside the searched groups.
     """
 
     request: SearchRequest
@@ -123,7 +83,20 @@ class Survey:
     candidates: dict[LayerGroup, list[Candidate]]
     calibration: Tensor
     measured: Tensor
-    fixed_bytes: int
+
+    @cached_property
+    def fixed_bytes(self) -> int:
+        """Upper bound on the bytes of the weight files outside the searched groups: other tensors, headers, and shape
+        tensors of packed weights."""
+        rows = self.context.plan.rows
+        searched = {f"{module}.weight" for group in self.candidates for module in group.modules}
+        total = sum(row.bytes_after for row in rows if row.tensor not in searched)
+        total += sum(_ENTRY_BYTES + len(row.tensor) for row in rows if row.bytes_after)
+        for group, offered in self.candidates.items():
+            more = max(map(_entries, offered)) - 1
+            total += sum(more * (_ENTRY_BYTES + len(module)) for module in group.modules)
+            total += max(_shape_bytes(self.layer_plans(group, candidate)) for candidate in offered)
+        return total
 
     @property
     def measurements(self) -> int:
@@ -134,8 +107,14 @@ class Survey:
         return assignments_of(group, candidate, self.request.method_of(group))
 
     def cost(self, group: LayerGroup, candidate: Candidate) -> int:
-        """Returns the bytes of a group's weights in the file."""
-        return group_bytes(self.context.plan, group, candidate, self.request.method_of(group))
+        """Returns the bytes of a group's weights: values, indices, factors, scales and zero points."""
+        plan, layer_plans = self.context.plan, self.layer_plans(group, candidate)
+        if candidate.is_dense:
+            dense = {f"{module}.weight" for module in group.modules}
+            return sum(row.bytes_before for row in plan.rows if row.tensor in dense)
+        shapes = zip(group.modules, group.shapes, strict=True)
+        packed = sum(packed_bytes(layer_plans[module], shape, plan.scale_dtype) for module, shape in shapes)
+        return packed - _shape_bytes(layer_plans)
 
     @property
     def smallest(self) -> int:
@@ -175,7 +154,7 @@ class Survey:
         """Floating point operations of all measurements: blocks from the changed one, and the head."""
         blocks = [sum(each.numel() for each in block.parameters()) for block in self.context.skeleton.blocks]
         config = self.context.skeleton.model.config
-        head = config.vocab_size * config.hidden_size
+        head: int = config.vocab_size * config.hidden_size
         passes = sum(
             len(offered) * (sum(blocks[max(group.block, 0) :]) + head) for group, offered in self.candidates.items()
         )
@@ -192,7 +171,7 @@ class Survey:
         skeleton, item = self.context.skeleton, self.context.dtype.itemsize
         blocks = sum(each.numel() for block in skeleton.blocks for each in block.parameters())
         everything = sum(math.prod(row.shape) for row in self.context.plan.rows if row.bytes_after)
-        reference = 2 * _FLOAT32 * self.measured.numel() * skeleton.model.config.vocab_size
+        reference: int = 2 * _FLOAT32 * self.measured.numel() * skeleton.model.config.vocab_size
         return self.context.peak_memory + blocks * item + (everything - blocks) * _FLOAT32 + reference
 
     def require_memory(self) -> None:
@@ -228,33 +207,21 @@ class Survey:
 
 
 def survey(search: SearchRequest, run: RunRequest, dry_run: bool = False) -> Survey:
-    """Opens and validates all inputs; reads no weights.
-
-    Args:
-        run: see `Survey`. With dtype `auto`, sensitivities are measured in float32, because those of wide integers are
-            below the precision of 16-bit floats.
-
-    Raises:
-        ToolkitError: as `compress.pipeline.prepare.prepare`; an unreachable size; or insufficient text.
-    """
+    """Opens and validates all inputs; reads no weights. Raises ToolkitError: as `compress.pipeline.prepare.prepare`; an
+    unreachable size; or insufficient text. `run`: see `Survey`. With dtype `auto`, sensitivities are measured in
+    float32, because those of wide integers are below the precision of 16-bit floats."""
     dtype = "float32" if run.dtype == "auto" else run.dtype
     context = prepare(replace(run, recipe=search.probe(), dtype=dtype), dry_run)
     skeleton = context.skeleton
     blocks = [skeleton.block_name(index) for index in range(skeleton.num_blocks)]
     searched = context.plan.layer_plans
-    shapes = {
-        f"{name}.{leaf}": (linear.out_features, linear.in_features)
-        for name, block in zip(blocks, skeleton.blocks, strict=True)
-        for leaf, linear in skeleton.linears(block).items()
-        if f"{name}.{leaf}" in searched
-    }
+    linears = {name: linear for name, linear in skeleton.all_linears().items() if name in searched}
+    shapes = {name: (linear.out_features, linear.in_features) for name, linear in linears.items()}
     groups = [*layer_groups(blocks, shapes, skeleton.architecture), *(_ends(context) if search.ends else ())]
     candidates = {
         group: candidates_for(group, _offered(group, context, search), search.method_of(group)) for group in groups
     }
-    calibration, measured = _split(context, search)
-    fixed = fixed_bytes(context.plan, candidates, search.method_of)
-    found = Survey(search, run, context, candidates, calibration, measured, fixed)
+    found = Survey(search, run, context, candidates, *_split(context, search))
     if search.goal.kl is None:
         found.budget(search.goal)
     return found

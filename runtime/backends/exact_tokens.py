@@ -1,4 +1,4 @@
-"""The first tokens of every sequence in full precision, beside pages that quantize.
+"""The first tokens of every sequence in full precision, in addition to quantized pages.
 
 What a token's keys and values are depends on the tokens up to it and on nothing else. So those of the first tokens are
 kept under these tokens themselves, in a few slots, and computed by a pass of their own where they are not known. That
@@ -11,21 +11,16 @@ from __future__ import annotations
 from collections import OrderedDict, abc, defaultdict
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as ListOf
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from runtime.backends.span_attention import DenseAttention, scores_of
-from runtime.backends.state_memory import whole_states
+from runtime.backends.model import Model
+from runtime.backends.scores import DenseAttention
 from runtime.core.memory_plan import SPARE_RESIDUAL_TOKENS
 from runtime.core.model_config import DecoderConfig
 from runtime.core.request import Sequence, Status
 from runtime.core.step import ScheduledSequence
-
-if TYPE_CHECKING:
-    from runtime.backends.base import Model
-
 
 Prefix = tuple[int, ...]
 
@@ -54,8 +49,8 @@ class SinkStore:
         windows: sliding window of every layer; None is none.
 
     Attributes:
-        keys, values: of every layer `[slots, count, kv_heads, D]`; zeros behind the end of a sequence that is still
-            shorter.
+        keys, values: of every layer `[slots, count, kv_heads, D]`; zeros after the end of a shorter
+            sequence.
     """
 
     def __init__(
@@ -107,12 +102,12 @@ class SinkStore:
         length, (dtype, device) = len(prefixes[0]), (self.keys[0].dtype, self.keys[0].device)
         for part in filter(len, (*self.keys, *self.values)):
             part[slots] = 0
-        dense = DenseAttention(length, self.windows, dtype, device, scores_of(decoder))
+        dense = DenseAttention(length, self.windows, dtype, device, decoder.scores)
 
         attention = _Beginnings(self, slots, dense)
         tokens = torch.tensor(prefixes, dtype=torch.int64, device=device).flatten()
         positions = torch.arange(length, device=device).repeat(len(prefixes))
-        decoder.forward(tokens, positions, attention, None, whole_states(decoder, [length] * len(prefixes)))
+        decoder.forward(tokens, positions, attention, None, decoder.whole_states([length] * len(prefixes)))
 
 
 class _Beginnings:

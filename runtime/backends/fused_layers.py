@@ -12,11 +12,11 @@ from compress.models.spec import ModelSpec
 
 
 def layers_unsupported(spec: ModelSpec) -> str:
-    """Says why fused layers cannot compute the blocks of a model; empty when they can."""
-    block, mixers = spec.blocks[0], spec.attentions
-    if len(mixers) < len(spec.blocks) or block.second is not None:
+    """Says why fused layers cannot compute the blocks of a model, or of a stage; empty when they can."""
+    blocks, mixers = [block for block in spec.blocks if block.mixers or block.parts], spec.attentions
+    if len(mixers) < len(blocks) or blocks[0].second is not None:
         return "computes no recurrent layers"
-    mixer, rope = mixers[0], mixers[0].rope
+    block, mixer, rope = blocks[0], mixers[0], mixers[0].rope
     if mixer.latent is not None:
         return "computes no projections to latents"
     if any(replace(each, window=mixer.window, rope=rope) != mixer for each in mixers):
@@ -31,7 +31,7 @@ def layers_unsupported(spec: ModelSpec) -> str:
     if rope is None or rope.partial != 1 or rope.interleaved or any(each.rope != rope for each in mixers):
         return "rotates all layers and channels alike"
     if mixer.output_gate or mixer.head_gate is not None:
-        return "has no gate behind attention"
+        return "has no gate after attention"
     if mixer.scale is not None or mixer.position_scale is not None:
         return "computes scores divided by the root of the head dimension"
     if mixer.softcap is not None or mixer.chunk is not None or mixer.sink_logits:

@@ -52,13 +52,13 @@ class IndexedTokens:
 def index_scores(query: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
     """Weighted sum over heads of scores above zero: query `[B, n, heads, D]`, weights `[B, n, heads]` and keys
     `[B, D, L]` give `[B, n, L]`, in the dtype of weights."""
-    scores = (query.to(weights.dtype).flatten(1, 2) @ keys).relu_().unflatten(1, query.shape[1:3])
+    scores: Tensor = (query.to(weights.dtype).flatten(1, 2) @ keys).relu_().unflatten(1, query.shape[1:3])
     return (weights.unsqueeze(2) @ scores).squeeze(2)
 
 
 def not_highest(scores: Tensor, count: int) -> Tensor:
-    """Marks all but the `count` highest scores `[..., L]`, and of equal ones the first: so what comes behind the last
-    key that a token sees changes nothing."""
+    """Marks all but the `count` highest scores `[..., L]`, and of equal ones the first: so keys after the last one that
+    a token sees change nothing."""
     least = scores.topk(count, -1, sorted=False).values.amin(-1, keepdim=True)
     is_above, is_equal = scores > least, scores == least
     room = count - is_above.sum(-1, keepdim=True)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -14,13 +14,11 @@ from torch import Tensor
 from compress.checkpoint.kv_cache import CODE_BITS, EXACT, METADATA_BITS, KVCacheScheme
 from compress.checkpoint.kv_quant import QuantizedHeads, dequantize_heads, quantize_heads, rotate_heads
 from runtime.backends.exact_tokens import ResidualWindow, SinkStore
+from runtime.backends.model import Model
 from runtime.core.batch import upload
 from runtime.core.memory_plan import MemoryPlan
 from runtime.core.model_config import DecoderConfig
 from runtime.core.step import BlockCopy, BlockOffload, BlockRestore, ScheduledSequence
-
-if TYPE_CHECKING:
-    from runtime.backends.base import Model
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +51,7 @@ class BlockMemory:
 
     Attributes:
         tensors: by name, `[layers, num_blocks, *shape]`.
-        host: by name, `[num_host_blocks, layers, *shape]`, pinned beside a GPU.
+        host: by name, `[num_host_blocks, layers, *shape]`, in pinned memory where the device is a GPU.
     """
 
     def __init__(
@@ -88,7 +86,7 @@ class BlockMemory:
     def copy(self, copies: Sequence[BlockCopy]) -> None:
         """Copies whole blocks to others, all read before any is written.
 
-        What stands behind a copy's `num_tokens` was written or cleared for its source, so it is as good as zeros.
+        The entries after a copy's `num_tokens` were written or cleared for its source, so they are as good as zeros.
         """
         if not copies:
             return
@@ -172,7 +170,7 @@ class TokenPages:
     Each shape of heads has fields of its own, over the layers with that shape which write keys and values. Latent
     attention keeps its rotated keys as keys, and its latents as values.
     In 16 bits `keys` and `values` are `[block_size, kv_heads, D]` in the model's dtype. Quantized, codes are
-    `[block_size, kv_heads, bytes]` beside their scales `[block_size, kv_heads, 1 or 2]` (with an offset, if there is
+    `[block_size, kv_heads, bytes]` with scales `[block_size, kv_heads, 1 or 2]` (with an offset, if there is
     one), and what is gathered is dequantized. Codes of 4 bits lie two in a byte: dimension d in the low half of byte d,
     d + D / 2 in its high half.
     """

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from compress.checkpoint.weights import Scheme, Weight
+from runtime.backends.base import Target
 from runtime.backends.span_attention import attend_span, attend_tokens
-
-if TYPE_CHECKING:
-    from runtime.backends.base import Target
 
 EXPANDED_NUMBERS = 2**26
 """Largest number of elements of the keys that are expanded at a time."""
@@ -29,7 +27,7 @@ class LatentShape:
     """Sizes of the weights between latents and heads.
 
     Attributes:
-        own: channels of a key beside the rotated ones.
+        own: channels of a key without the rotated ones.
     """
 
     heads: int
@@ -76,7 +74,7 @@ class LatentHeads:
     """Weights that make keys and values of all heads from latents of `rank` channels.
 
     Attributes:
-        key: `[heads, K, rank]`, channels of keys beside the rotated ones.
+        key: `[heads, K, rank]`, channels of keys without the rotated ones.
         value: `[heads, V, rank]`.
         scale: factor on scores.
     """

@@ -49,7 +49,7 @@ def read_speedups(path: Path, device: str) -> Speedups:
     """The measured speed-ups of a device; none where there is no table of it.
 
     Raises:
-        DataError: the file is no such table.
+        DataError: the file is not such a table.
     """
     if not path.is_file():
         return {}
@@ -59,7 +59,7 @@ def read_speedups(path: Path, device: str) -> Speedups:
         judge(speedups, "", None)
         return speedups
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DataError(f"{path} is no table of speed-ups: {error}", "Write one with bench_kernels.py") from error
+        raise DataError(f"{path} is not a table of speed-ups: {error}", "Write one with bench_kernels.py") from error
 
 
 def judge(speedups: Speedups, scheme: str, in_features: int | None, default: bool = False, device: str = "") -> Verdict:

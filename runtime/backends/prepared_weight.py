@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from compress.common.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from runtime.backends.base import Linear
-
+from runtime.backends.base import Linear
 
 LAYOUT_VERSION = 1
 """Version of the bytes of all layouts. Whoever changes one raises it, so that files of the old one are not misread."""

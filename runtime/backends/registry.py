@@ -5,49 +5,39 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
-from pkgutil import iter_modules
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-import runtime.backends
 from compress.checkpoint.activations import AS_STORED, EIGHT_BITS
 from compress.checkpoint.weights import Activations, Scheme, Weight
 from compress.common.errors import SchemeError
-from compress.models.mixers.recurrent import Recurrent
-from compress.models.mlp import Mixture
-from runtime.backends.base import (
+from compress.models.mixers.mixer import Mixer
+from runtime.backends.backend import (
     BACKENDS,
+    NO_ATTENTION,
     AttentionKernel,
     AttentionStep,
     Backend,
     Compiler,
-    ComputeMixture,
     DenseKernel,
+    FusedSampling,
     LayersStep,
-    Linear,
     LinearKernel,
-    MixtureWeights,
-    Model,
-    Ops,
-    Target,
+    SamplingKernel,
 )
+from runtime.backends.base import Linear, Ops, Target
 from runtime.backends.kv_pages import KVCache
 from runtime.backends.latent import LatentHeadsKernel
 from runtime.backends.measured import Verdict
-from runtime.backends.no_attention import NO_ATTENTION
-from runtime.backends.sampling_kernel import FusedSampling, SamplingKernel
+from runtime.backends.mlp import ComputeMixture, Experts
+from runtime.backends.model import Model
 from runtime.backends.state_kernels import StateSteps
 from runtime.backends.torch.quantized_linear import REFERENCE as REFERENCE_KERNEL
 from runtime.backends.torch.quantized_linear import RoundedInputs
 from runtime.core.memory_plan import MemoryPlan
 from runtime.core.model_config import DecoderConfig
-
-for _module in iter_modules(runtime.backends.__path__):
-    if _module.ispkg:
-        import_module(f"{runtime.backends.__name__}.{_module.name}")
 
 logger = logging.getLogger("runtime.backends")
 
@@ -99,14 +89,14 @@ DEQUANTIZED = LinearKernel(
 
 def linear_kernels() -> list[LinearKernel[Any]]:
     """Kernels of quantized weights, in order of preference."""
-    kernels = [kernel for backend in BACKENDS for kernel in backend.linears]
+    kernels = [kernel for backend in BACKENDS.values() for kernel in backend.linears]
     saving = [kernel for kernel in kernels if kernel.saves_memory]
     return [*(kernel for kernel in kernels if not kernel.saves_memory), DEQUANTIZED, *saving, REFERENCE_KERNEL]
 
 
 def dense_kernels() -> list[DenseKernel]:
     """Kernels of weights that are not quantized, in order of preference; the last one supports everything."""
-    return [kernel for backend in BACKENDS for kernel in backend.dense]
+    return [kernel for backend in BACKENDS.values() for kernel in backend.dense]
 
 
 def modes() -> list[str]:
@@ -121,14 +111,14 @@ def check_name(kernels: str) -> None:
     names = list(dict.fromkeys([*modes(), *(kernel.name for kernel in linear_kernels() if not kernel.mode)]))
     names += [kernel.name for kernel in linear_kernels() if kernel.mode]
     if kernels == FORMER_NAME:
-        raise SchemeError(f"{kernels} is no kernel any more", f"Use --activations {EIGHT_BITS}")
+        raise SchemeError(f"{kernels} is no longer a kernel", f"Use --activations {EIGHT_BITS}")
     if kernels not in names:
-        raise SchemeError(f"unknown kernel {kernels!r}", f"Choose {', '.join(names)}")
+        raise SchemeError.unknown("kernel", kernels, names, "Use --linear-backend")
 
 
 def is_fast(dtype: torch.dtype) -> bool:
     """Whether CPUs like this one multiply matrices of a dtype in vectors; 16-bit ones are ten times slower without."""
-    return any(backend.is_fast(dtype) for backend in BACKENDS)
+    return any(backend.is_fast(dtype) for backend in BACKENDS.values())
 
 
 def choose_linear(
@@ -155,8 +145,8 @@ def choose_linear(
     verdicts = _verdicts(scheme, in_features, target) if kernels in (AUTO, AS_STORED) and not of_expert else []
     faster = [each for each in verdicts if each.verdict.is_faster]
     reasons += [str(each) for each in verdicts if not each.unsupported]
-    missing = [str(each) for each in faster if each.unsupported]
-    for kernel in [*(each.kernel for each in faster), *_preferred(kernels)]:
+    left_out = [str(each) for each in faster if each.unsupported or each.kernel.on_request]
+    for kernel in [*(each.kernel for each in faster if not each.kernel.on_request), *_preferred(kernels)]:
         reason: str | None = None
         if kernel.takes(scheme):
             reason = (excluded or {}).get(kernel.name) or kernel.unsupported_reason(scheme, in_features, target)
@@ -164,7 +154,7 @@ def choose_linear(
             reason = "multiplies by another form of numbers"
         if reason == "":
             own = [*(k.name for each in _own(target.device) for k in each.linears), *(excluded or {})]
-            return _choice(kernel, [*_summary(kernel, scheme), *missing], reasons, own)
+            return _choice(kernel, [*_summary(kernel, scheme), *left_out], reasons, own)
         if reason is not None:
             reasons.append(f"{kernel.name} {reason}")
     raise SchemeError(f"no kernel serves {scheme}: {'; '.join(reasons)}")
@@ -178,7 +168,8 @@ class _Measured(NamedTuple):
     unsupported: str
 
     def __str__(self) -> str:
-        return ": it ".join(filter(None, (f"{self.kernel.name} {self.verdict.reason}", self.unsupported)))
+        on_request = self.kernel.on_request if self.verdict.is_faster else ""
+        return ": it ".join(filter(None, (f"{self.kernel.name} {self.verdict.reason}", self.unsupported or on_request)))
 
 
 def _verdicts(scheme: Scheme, in_features: int, target: Target) -> list[_Measured]:
@@ -211,7 +202,7 @@ def _named(
 
 def _own(device: torch.device) -> list[Backend]:
     """Backends that were written for a kind of device, whose kernels are the fast ones there."""
-    return [backend for backend in BACKENDS if backend.device == device.type]
+    return [backend for backend in BACKENDS.values() if backend.device == device.type]
 
 
 def _choice(
@@ -270,7 +261,7 @@ def choose_ops(config: DecoderConfig, target: Target, kernels: str = AUTO) -> Ch
     return Choice(ops.prepare(), full, full if backend.is_fallback else ops.summary)
 
 
-def choose_state_steps(mixer: Recurrent, weights: Any, target: Target, kernels: str = AUTO) -> StateSteps:
+def choose_state_steps(mixer: Mixer, weights: Any, target: Target, kernels: str = AUTO) -> StateSteps:
     """The first kernels of a mixer with these weights: for decode, and for all other steps."""
     if kernels == REFERENCE:
         return StateSteps(reason=REFERENCE)
@@ -307,9 +298,7 @@ def choose_latent_heads(
     return _choice(None, ["dequantized at load", *reasons])
 
 
-def choose_mixture(
-    mixture: Mixture, weights: MixtureWeights, target: Target, kernels: str = AUTO
-) -> Choice[ComputeMixture | None]:
+def choose_mixture(weights: Experts, target: Target, kernels: str = AUTO) -> Choice[ComputeMixture | None]:
     """The first kernel that computes a mixture at once; None where the decoder goes from expert to expert."""
     if kernels == REFERENCE:
         return _choice(None, [f"{REFERENCE} goes from expert to expert"])
@@ -317,9 +306,9 @@ def choose_mixture(
     for backend in _suited(target.device):
         if backend.mixture is None:
             continue
-        reason = backend.mixture.unsupported_reason(mixture, weights, target)
+        reason = backend.mixture.unsupported_reason(weights, target)
         if not reason:
-            return _choice(backend.mixture.prepare(mixture, weights), [backend.mixture.summary], reasons)
+            return _choice(backend.mixture.prepare(weights), [backend.mixture.summary], reasons)
         reasons.append(f"{backend.name} {reason}")
     return _choice(None, ["expert by expert", *reasons])
 
@@ -372,6 +361,9 @@ def choose_step_kernels(
     layers = backend.layers
     if layers is None:
         return StepKernels(cache, windows, attention, described, None, f"{backend.name} computes no whole layers")
+    if any(any(layer.sums) for layer in model.layers):
+        reason = "ranks sum what layers compute"
+        return StepKernels(cache, windows, attention, described, None, reason)
     if unsupported := layers.unsupported_reason(model, memory):
         records = layers.records and records_by_layer(model)
         return StepKernels(cache, windows, attention, described, None, unsupported, records)
@@ -381,9 +373,11 @@ def choose_step_kernels(
 
 def records_by_layer(model: Model) -> bool:
     """Whether steps that go from layer to layer can be captured: those of models with recurrent layers whose mixtures
-    are computed at once. Where they go from expert to expert, the host asks which ones were chosen."""
+    are computed at once. Where they go from expert to expert, the host asks which ones were chosen, and stages wait
+    for each other."""
     mixtures = (layer.experts for layer in model.layers if layer.experts is not None)
-    return bool(model.config.state_fields) and all(mixture.kernel is not None for mixture in mixtures)
+    is_whole = model.config.whole is None
+    return is_whole and bool(model.config.state_fields) and all(mixture.kernel is not None for mixture in mixtures)
 
 
 def choose_attention(model: Model, memory: MemoryPlan, asked: str = AUTO) -> tuple[Backend, AttentionKernel, str]:
@@ -394,7 +388,7 @@ def choose_attention(model: Model, memory: MemoryPlan, asked: str = AUTO) -> tup
     """
     found = [(backend, backend.attention) for backend in _suited(model.device) if backend.attention is not None]
     always = [(backend, kernel) for backend, kernel in found if kernel.verdict is None]
-    if not model.config.mixers:
+    if not model.config.spec.attentions:
         return always[0][0], NO_ATTENTION, ""
     first = [(backend, kernel) for backend, kernel in found if backend.name == asked]
     notes: list[str] = []
@@ -415,8 +409,8 @@ def attention_windows(model: Model, memory: MemoryPlan) -> tuple[int | None, ...
 
 def choose_sampling(device: torch.device, dtype: torch.dtype) -> tuple[SamplingKernel | None, FusedSampling | None]:
     """Sampling of logits of a dtype in the host's memory, and in launches that a CUDA graph can capture, if any."""
-    kernels = [backend.sampling for backend in BACKENDS if backend.sampling is not None]
-    fused = [backend.fused_sampling for backend in BACKENDS if backend.fused_sampling is not None]
+    kernels = [backend.sampling for backend in BACKENDS.values() if backend.sampling is not None]
+    fused = [backend.fused_sampling for backend in BACKENDS.values() if backend.fused_sampling is not None]
     return (
         next((kernel for kernel in kernels if not kernel.unsupported_reason(device, dtype)), None),
         next((kernel for kernel in fused if not kernel.unsupported_reason(device, dtype)), None),
@@ -429,7 +423,7 @@ def compilers(device: torch.device) -> list[Compiler]:
 
 
 def _suited(device: torch.device) -> Iterable[Backend]:
-    return [backend for backend in BACKENDS if backend.device in ("", device.type)]
+    return [backend for backend in BACKENDS.values() if backend.device in ("", device.type)]
 
 
 def _first(

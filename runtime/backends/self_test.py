@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from compress.checkpoint.weights import Weight
-from runtime.backends.base import Linear, LinearKernel, Target
+from runtime.backends.backend import LinearKernel
+from runtime.backends.base import Linear, Target
 from runtime.backends.registry import Choice, compilers
 from runtime.backends.torch.quantized_linear import ReferenceLinear
 
@@ -29,6 +30,7 @@ def prepare_tested(
     choose: Callable[[], Choice[LinearKernel[Any]]],
     excluded: dict[str, str],
     passed: set[tuple[str, str]],
+    report: Callable[[int, int], None] = lambda done, total: None,
 ) -> tuple[Choice[LinearKernel[Any]], Linear]:
     """Prepares a linear by the first kernel that multiplies as plain torch does.
 
@@ -36,6 +38,7 @@ def prepare_tested(
         choose: the choice with the kernels in `excluded` left out.
         excluded: receives names of kernels that err, with the reason.
         passed: receives names of kernels and the forms that they multiply rightly, which are not tested again.
+        report: is told how many kernels are compiled, where some have to be.
     """
     while True:
         choice = choose()
@@ -43,9 +46,10 @@ def prepare_tested(
         tested = kernel.name, "" if isinstance(weight, Tensor) else str(weight.scheme)
         if isinstance(weight, Tensor) or not kernel.tested_tokens or tested in passed:
             return choice, kernel.prepare(weight, bias, target)
+        report(0, 0)
         try:
             linear = kernel.prepare(weight, bias, target)
-            refusal = find_error(kernel.tested_tokens, linear, weight, bias, target)
+            refusal = find_error(kernel.tested_tokens, linear, weight, bias, target, report)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # a compiler, a driver or a package of others may raise anything
@@ -58,7 +62,14 @@ def prepare_tested(
         excluded[kernel.name] = refusal
 
 
-def find_error(num_tokens: tuple[int, ...], linear: Linear, weight: Weight, bias: Tensor | None, target: Target) -> str:
+def find_error(
+    num_tokens: tuple[int, ...],
+    linear: Linear,
+    weight: Weight,
+    bias: Tensor | None,
+    target: Target,
+    report: Callable[[int, int], None] = lambda done, total: None,
+) -> str:
     """Compares products of a linear for each of these numbers of tokens, over the first and the last of its rows.
 
     Returns:
@@ -73,14 +84,14 @@ def find_error(num_tokens: tuple[int, ...], linear: Linear, weight: Weight, bias
             linear(x[:tokens])
 
     for compiler in compilers(target.device):  # several kernels at a time
-        compiler.compile(compiler.missing(multiply, target.device), target.device, lambda done, total: None)
+        compiler.compile(compiler.missing(multiply, target.device), target.device, report)
     for tokens in num_tokens:
         expected = exact(x[:tokens].float())
         expected = expected.T if weight.scheme.fuses else _ends(expected.T)
         expected = expected if bias is None else expected + _ends(bias)[:, None].float()
         distance = (_ends(linear(x[:tokens]).T).float() - expected).abs().max()
         error = (distance / expected.square().mean().sqrt().clamp_min(torch.finfo(torch.float32).tiny)).item()
-        if not error <= MOST_ERROR:  # also where it is no number
+        if not error <= MOST_ERROR:  # also where it is NaN
             return f"errs by {error:.2f} root mean squares for {tokens} tokens of {weight.scheme}"
     return ""
 

@@ -1,25 +1,16 @@
 """Attention of one span or of many short ones over gathered keys and values: plain torch, any dtype, any device.
 
-Query heads that share a key-value head are folded beside it instead of repeating keys and values: on CPUs the fused
+Query heads that share a key-value head are folded into its rows instead of repeating keys and values: on CPUs the fused
 kernel is many times slower with `enable_gqa` or with repeated heads.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from itertools import repeat
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn import functional
-
-from runtime.backends.indexer import ChosenTokens, IndexedTokens, choose_in_spans
-
-if TYPE_CHECKING:
-    from runtime.backends.base import Model
-    from runtime.backends.latent import LatentProducts
 
 
 def soft_cap(scores: Tensor, cap: float) -> Tensor:
@@ -27,76 +18,12 @@ def soft_cap(scores: Tensor, cap: float) -> Tensor:
     return (scores / cap).tanh().mul_(cap)
 
 
-@dataclass(frozen=True, slots=True)
-class LayerScores:
-    """Changes of the scores of one layer: see `Scores`."""
-
-    softcap: float | None = None
-    chunk: int | None = None
-    sink_logits: Tensor | None = None
-
-
-PLAIN_LAYER = LayerScores()
-
-
-@dataclass(frozen=True, slots=True)
-class Scores:
-    """Changes of a model's scores beside the windows of its layers.
-
-    Attributes:
-        softcap: see `attend`.
-        chunks: of every layer, tokens of a chunk, of which a token sees its own only; None is one chunk.
-        sink_logits: of every layer, see `add_sink_key`.
-        latents: of every layer, what makes keys and values of latents.
-        index_sources: of every layer, the one whose indexer chooses what it sees; -1 for none.
-    """
-
-    softcap: float | None = None
-    chunks: tuple[int | None, ...] = ()
-    sink_logits: tuple[Tensor | None, ...] = ()
-    latents: tuple[LatentProducts | None, ...] = ()
-    index_sources: tuple[int, ...] = ()
-
-    def seen(self, windows: tuple[int | None, ...]) -> list[tuple[int | None, int | None]]:
-        """Window and chunk of every layer."""
-        return list(zip(windows, self.chunks or (None,) * len(windows), strict=True))
-
-    def sinks(self, layer: int) -> Tensor | None:
-        """The sink logits of a layer."""
-        return self.sink_logits[layer] if self.sink_logits else None
-
-    def latent(self, layer: int) -> LatentProducts | None:
-        """Weights that make keys and values of the latents of a layer."""
-        return self.latents[layer] if self.latents else None
-
-    def of(self, layer: int) -> LayerScores:
-        """Those of one layer."""
-        if self.softcap is None and not self.chunks and not self.sink_logits:
-            return PLAIN_LAYER
-        return LayerScores(self.softcap, self.chunks[layer] if self.chunks else None, self.sinks(layer))
-
-
-PLAIN_SCORES = Scores()
-
-
-def scores_of(model: Model) -> Scores:
-    """Reads what a model does to its scores."""
-    if not model.config.mixers:
-        return PLAIN_SCORES
-    has_sinks = any(mixer.sink_logits for mixer in model.config.mixers)
-    sinks = tuple(layer.sink_logits for layer in model.layers) if has_sinks else ()
-    if not model.config.mixer.latent:
-        return Scores(model.config.mixer.softcap, model.config.chunks, sinks)
-    latents = tuple(layer.latent_heads for layer in model.layers)
-    return Scores(model.config.mixer.softcap, model.config.chunks, sinks, latents, model.config.index_sources)
-
-
 SINK_CHANNELS = 8
 """Channels that a sink key adds; fused kernels take heads of a multiple of 8."""
 
 
 def add_sink_key(query: Tensor, key: Tensor, value: Tensor, sink_logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Adds a key without a value behind the others, whose score is the sink logit `[heads]` of each head.
+    """Appends a key without a value, whose score is the sink logit `[heads]` of each head.
 
     Args:
         query: `[n, heads, D]`.
@@ -206,7 +133,7 @@ def attend_tokens(
         each = num_rows // batch
         mask = mask.view(batch, 1, each, 1, length).expand(-1, -1, -1, shared, -1).flatten(2, 3)
     attended = attend(folded, key.transpose(1, 2), value.transpose(1, 2), mask, False, softcap, scale)
-    return attended.unflatten(2, (-1, shared)).transpose(1, 2).reshape(num_rows, num_heads, head_dim)
+    return torch.unflatten(attended, 2, (-1, shared)).transpose(1, 2).reshape(num_rows, num_heads, head_dim)
 
 
 def visibility_mask(
@@ -223,8 +150,8 @@ def visibility_mask(
     It sees keys at its own position and before; with a window only the last `window` of them, and the first `sinks`.
 
     Args:
-        tree: int64 `[...]` each: a first key, and a bit for it and each one behind it that says whether the token sees
-            it; of the keys before, it sees all. No branch is longer than the window.
+        tree: int64 `[...]` each: a first key, and a bit for it and each key after it that says whether the token sees
+            that key; it sees all keys before the first. No branch is longer than the window.
         chunk: tokens of a chunk; it sees keys of its own only.
     """
     keys = torch.arange(num_keys, device=positions.device)
@@ -238,40 +165,3 @@ def visibility_mask(
     if chunk is not None:
         hidden = hidden | (keys < last // chunk * chunk)
     return torch.zeros(hidden.shape, dtype=dtype, device=positions.device).masked_fill_(hidden, float("-inf"))
-
-
-class DenseAttention:
-    """Causal attention inside each of B sequences of length T that lie one after the other on the token axis.
-
-    Args:
-        windows: sliding window of every layer; None is none.
-    """
-
-    def __init__(
-        self,
-        length: int,
-        windows: tuple[int | None, ...],
-        dtype: torch.dtype,
-        device: torch.device,
-        scores: Scores = PLAIN_SCORES,
-    ) -> None:
-        self.length, self.scores, self.dtype = length, scores, dtype
-        positions = torch.arange(length, device=device)
-        seen = scores.seen(windows)
-        masks = {
-            (window, chunk): visibility_mask(positions, length, window, dtype, chunk=chunk)
-            for window, chunk in set(seen)
-            if min(window or length, chunk or length) < length
-        }
-        self.masks, self.chosen = [masks.get(each) for each in seen], ChosenTokens[Tensor | None](scores.index_sources)
-
-    def choose(self, layer: int, tokens: IndexedTokens) -> None:
-        self.chosen.put(layer, choose_in_spans(tokens, self.length, self.masks[layer], self.dtype))
-
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        spans = zip(query.split(self.length), key.split(self.length), value.split(self.length), strict=True)
-        if (latent := self.scores.latent(layer)) is not None:
-            masks = self.chosen.of(layer) or repeat(self.masks[layer])
-            return torch.cat([latent.attend_span(*span, mask) for span, mask in zip(spans, masks, strict=False)])
-        options = self.masks[layer], self.scores.softcap, self.scores.sinks(layer)
-        return torch.cat([attend_span(q, k, v, *options) for q, k, v in spans])

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from torch import Tensor
 
+from runtime.backends.base import NormWeights, Target
 from runtime.core.state_rows import StateRows
-
-if TYPE_CHECKING:
-    from runtime.backends.base import NormWeights, Target
 
 
 class StateStep(Protocol):
@@ -34,7 +32,7 @@ class StateStep(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DeltaWeights:
-    """Vectors of a gated delta net beside its linears. All but the norm have the dtype of the state.
+    """Vectors of a gated delta net in addition to its linears. All but the norm have the dtype of the state.
 
     Attributes:
         conv: `[kernel, channels]`.
@@ -51,7 +49,7 @@ class DeltaWeights:
 
 @dataclass(frozen=True, slots=True)
 class Mamba2Weights:
-    """Vectors of a layer of Mamba-2 beside its linears. All but the norm have the dtype of the state.
+    """Vectors of a layer of Mamba-2 in addition to its linears. All but the norm have the dtype of the state.
 
     Attributes:
         conv: `[kernel, channels]`.

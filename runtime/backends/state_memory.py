@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from compress.checkpoint.state_dtype import STATE_FLOAT32
-from compress.models.state import StateField
-from runtime.core.state_rows import StateRows, whole_state_rows
+from compress.models.mixers.mixer import StateField
+from runtime.core.state_rows import StateRows, decode_state_rows
 from runtime.core.step import BlockOffload, BlockRestore
 
-if TYPE_CHECKING:
-    from runtime.backends.base import Model
-
 NUM_SPARE_SLOTS = 2
-"""Slots behind those of the pool: `num_slots` holds zeros, and `num_slots + 1` takes what rows of padding write."""
+"""Slots after those of the pool: `num_slots` holds zeros, and `num_slots + 1` takes what rows of padding write."""
 
 
 class StateMemory:
@@ -32,7 +28,7 @@ class StateMemory:
 
     Attributes:
         tensors: by layer and name, `[num_slots + 2, *shape]`.
-        host: by layer and name, `[num_host_slots, *shape]`, pinned beside a GPU.
+        host: by layer and name, `[num_host_slots, *shape]`, in pinned memory where the device is a GPU.
         wide: dtype in which each is computed, by layer and name.
     """
 
@@ -113,15 +109,68 @@ class StepStates:
         return compute(x, self)
 
     def write(self, layer: int, name: str, states: Tensor) -> None:
-        """Stores the state behind each segment, `[W, *shape]`; read all before that."""
+        """Stores the state after each segment, `[W, *shape]`; read all before that."""
         self.tensors[layer][name].index_copy_(0, self.rows.write_slots, states)
 
 
-def whole_states(model: Model, lengths: Sequence[int]) -> StepStates | None:
-    """States of sequences of these lengths that are computed at once, from their first to their last token; None for a
-    model without recurrent layers."""
-    fields = model.config.state_fields
-    if not fields:
-        return None
-    memory = StateMemory(fields, len(lengths), model.dtype, model.device)
-    return StepStates(whole_state_rows(lengths, model.device), memory.tensors)
+@dataclass(frozen=True, slots=True)
+class NarrowStates(StepStates):
+    """As `StepStates`. A layer computes on copies of the states that it reads, which are rounded when they are kept.
+
+    So every kernel serves any dtype. Within a step states are passed on as they were computed.
+
+    Attributes:
+        wide: by layer and name, the dtype in which a state is computed.
+    """
+
+    wide: Mapping[int, Mapping[str, torch.dtype]]
+
+    def mix(self, layer: int, x: Tensor, compute: Callable[[Tensor, StepStates], Tensor]) -> Tensor:
+        reads, writes = self.rows.read_slots, self.rows.write_slots
+        copies = {name: self._widened(layer, name, dtype) for name, dtype in self.wide[layer].items()}
+        slots = torch.arange(len(reads) + len(writes), device=reads.device)
+        rows = replace(self.rows, read_slots=slots[: len(reads)], write_slots=slots[len(reads) :])
+        mixed = compute(x, StepStates(rows, {layer: copies}))
+        for name, copy in copies.items():
+            self.write(layer, name, _rounded(copy[len(reads) :], self.tensors[layer][name].dtype))
+        return mixed
+
+    def _widened(self, layer: int, name: str, dtype: torch.dtype) -> Tensor:
+        """Returns states that are read, and room for those that are written."""
+        kept, count = self.tensors[layer][name], len(self.rows.read_slots)
+        copy = kept.new_empty((count + len(self.rows.write_slots), *kept.shape[1:]), dtype=dtype)
+        copy[:count] = self.read(layer, name)
+        return copy
+
+
+def _rounded(states: Tensor, dtype: torch.dtype) -> Tensor:
+    """Saturates where float16 ends."""
+    if dtype == torch.float16:
+        limit = torch.finfo(dtype).max
+        states = states.clamp(-limit, limit)
+    return states.to(dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenStates(NarrowStates):
+    """As `NarrowStates`, for sequences of one length that are computed one token at a time, as in decoding: each state
+    is rounded as often as it can be."""
+
+    def mix(self, layer: int, x: Tensor, compute: Callable[[Tensor, StepStates], Tensor]) -> Tensor:
+        read, write = self.rows.read_slots, self.rows.write_slots
+        mixed = []
+        for tokens in x.unflatten(0, (len(read), -1)).unbind(1):
+            step = NarrowStates(decode_state_rows(read, write), self.tensors, self.wide)
+            mixed.append(step.mix(layer, tokens, compute))
+            read = write
+        return torch.stack(mixed, 1).flatten(0, 1)
+
+
+def step_states(memory: StateMemory, rows: StateRows) -> StepStates:
+    """Returns the states of a step, as they are or widened while layers compute."""
+    is_narrow = any(
+        tensor.dtype != memory.wide[layer][name]
+        for layer, parts in memory.tensors.items()
+        for name, tensor in parts.items()
+    )
+    return NarrowStates(rows, memory.tensors, memory.wide) if is_narrow else StepStates(rows, memory.tensors)

@@ -63,7 +63,7 @@ LATENCIES: dict[str, Callable[[Record], Sequence[float]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """A bound that a request meets or misses: `ttft`, `e2e`, `tpot`, or `itl` (its longest gap)."""
+    """A limit that a request keeps or exceeds: `ttft`, `e2e`, `tpot`, or `itl` (its longest gap)."""
 
     metric: str
     seconds: float
@@ -88,7 +88,7 @@ def parse_objectives(text: str) -> tuple[Objective, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Goodput:
-    """Counts the requests that met every objective; failed requests meet none."""
+    """Counts the requests that achieve every objective; failed requests achieve none."""
 
     share: float
     requests_per_s: float

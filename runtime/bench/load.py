@@ -57,8 +57,8 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
-    """Requests of a run. Answers have exactly as many tokens as asked for, because end tokens are ignored."""
+class RequestLengths:
+    """Number and lengths of requests."""
 
     input: Lengths = option(
         "--input-len",
@@ -78,8 +78,14 @@ class Workload:
     shared_prefix: int = option(
         "--prefix-len", default=0, min=0, help="Tokens at the start of every prompt, the same for all."
     )
-    temperature: float = option("--temperature", default=0.0, min=0, help="Sampling temperature; 0 is greedy.")
-    seed: int = option("--seed", default=0, min=0, help="Seed of lengths, texts and arrivals.")
+    seed: int = option(default=0, min=0, help="Seed of lengths, texts and arrivals.")
+
+
+@dataclass(frozen=True, slots=True)
+class Workload(RequestLengths):
+    """Requests of a run. Answers have exactly as many tokens as asked for, because end tokens are ignored."""
+
+    temperature: float = option(default=0.0, min=0, help="Sampling temperature; 0 is greedy.")
 
     def from_text(self, token_ids: Sequence[int], count: int | None = None, seed_offset: int = 0) -> list[Job]:
         """Returns jobs whose prompts are random pieces of a tokenized text.

@@ -244,7 +244,7 @@ async def find_model(session: aiohttp.ClientSession, address: str) -> str:
     models = (await fetch_json(session, "GET", f"{address}/v1/models"))["data"]
     if not models:
         raise ToolkitError("the server lists no model", "Check --url")
-    return models[0]["id"]
+    return str(models[0]["id"])
 
 
 async def make_jobs(plan: Plan, client: Client) -> tuple[list[Job], list[Job]]:
@@ -264,7 +264,7 @@ async def make_jobs(plan: Plan, client: Client) -> tuple[list[Job], list[Job]]:
 async def _tokenize_there(client: Client, text: str) -> list[int]:
     body = {"model": client.model, "prompt": text, "add_special_tokens": False}
     try:
-        return (await fetch_json(client.session, "POST", f"{client.address}/tokenize", body))["tokens"]
+        return list((await fetch_json(client.session, "POST", f"{client.address}/tokenize", body))["tokens"])
     except ToolkitError as error:
         remedy = "Name the folder of the served model (runtime bench MODEL --url ...), or give --prompts FILE.jsonl"
         raise ToolkitError(f"the server does not tokenize the prompts ({error.problem})", remedy) from error
@@ -325,18 +325,13 @@ class OwnServer:
 
     Attributes:
         log: its standard error. Read it by position: the server writes where this file stands.
+        printed: lines about the model and the start, up to the one with the URL.
     """
 
     url: str
     pid: int
     log: IO[str]
-
-
-@contextmanager
-def own_server(model: Path, options: Sequence[str] = ()) -> Iterator[str]:
-    """Yields the URL of `run_server`."""
-    with run_server(model, options) as server:
-        yield server.url
+    printed: tuple[str, ...]
 
 
 @contextmanager
@@ -355,15 +350,18 @@ def run_server(model: Path, options: Sequence[str] = ()) -> Iterator[OwnServer]:
             command, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True, preexec_fn=_die_with_parent
         )
         try:
-            yield OwnServer(_wait_until_ready(server, log), server.pid, log)
+            url, printed = _wait_until_ready(server, log)
+            yield OwnServer(url, server.pid, log, printed)
         finally:
             _stop(server)
 
 
-def _wait_until_ready(server: subprocess.Popen[str], log: IO[str]) -> str:
+def _wait_until_ready(server: subprocess.Popen[str], log: IO[str]) -> tuple[str, tuple[str, ...]]:
+    printed = list[str]()
     for line in server.stdout or ():
+        printed.append(line.rstrip())
         if match := READY.match(line):
-            return match[1]
+            return match[1], tuple(printed)
     server.wait()
     log.seek(0)
     lines = log.read().splitlines() or ["no message"]

@@ -8,11 +8,14 @@ from compress.common.cli import VersionOption, run_cli
 from runtime.cli.batch import batch
 from runtime.cli.bench import bench
 from runtime.cli.chat import chat
+from runtime.cli.deploy import deploy
 from runtime.cli.generate import generate
 from runtime.cli.memory import memory
 from runtime.cli.prepare import prepare
 from runtime.cli.serve import serve
+from runtime.cli.simulate import simulate
 from runtime.cli.warm_up import warm_up
+from runtime.parallel.launch import find_launch
 
 app = typer.Typer(
     name="runtime",
@@ -28,8 +31,10 @@ app.command()(chat)
 app.command()(batch)
 app.command()(bench)
 app.command()(memory)
+app.command()(simulate)
 app.command()(prepare)
 app.command("warm-up")(warm_up)
+app.add_typer(deploy)
 
 
 @app.callback()
@@ -38,5 +43,11 @@ def options(version: VersionOption = False) -> None:
 
 
 def main() -> None:
-    """Entry point of the console script."""
-    run_cli(app)
+    """Entry point of the console script, and of each process that `torchrun` starts."""
+    launch = find_launch()
+    if launch is not None and not launch.is_first:
+        from runtime.ranks import join_launch
+
+        join_launch(launch)
+    else:
+        run_cli(app)

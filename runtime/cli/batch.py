@@ -14,16 +14,7 @@ from compress.common.cli import with_groups
 from compress.common.errors import DataError, ToolkitError
 from runtime.cli.options import check_targets, resolve_model, runtime_config
 from runtime.cli.serve import name_of
-from runtime.core.config import (
-    BatchOptions,
-    ComputeOptions,
-    ContextOptions,
-    KVCacheOptions,
-    KVMemoryOptions,
-    SeedOptions,
-    SpeculativeOptions,
-    StateOptions,
-)
+from runtime.core.config import SeedOptions, SizeOptions, SpeculativeOptions
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -57,12 +48,7 @@ def batch(
     errors: Annotated[
         Path | None, typer.Option("--errors", help="File for answers with a status other than 200. Default: OUT.")
     ] = None,
-    batching: BatchOptions,
-    compute: ComputeOptions,
-    kv: KVCacheOptions,
-    context: ContextOptions,
-    kv_memory: KVMemoryOptions,
-    states: StateOptions,
+    sizes: SizeOptions,
     drafts: SpeculativeOptions,
     seed: SeedOptions,
 ) -> None:
@@ -76,13 +62,13 @@ def batch(
     """
     from runtime.cli.batch_file import Batch, Progress
 
-    path, where = resolve_model(model, compute.trust_remote_code)
+    path, where = resolve_model(model, sizes.trust_remote_code)
     served_name = name or name_of(path)
     custom_ids = check(source, served_name)
     check_targets(out, errors)
-    config = runtime_config(compute, kv, context, kv_memory, states, batching, drafts, seed)
+    config = runtime_config(sizes, drafts, seed)
     with result_files(out, errors) as files:
-        plan = Batch(source, served_name, files[0], files[-1], num_at_once=batching.max_num_seqs + WAITING)
+        plan = Batch(source, served_name, files[0], files[-1], num_at_once=sizes.max_num_seqs + WAITING)
         num_pending = sum(not plan.is_done(custom_id) for custom_id in custom_ids)
         if num_pending:
             print(f"model: {where}", file=sys.stderr)

@@ -51,7 +51,7 @@ def bench(
     Prompts are pieces of the Python manual with exact token counts; answers ignore end tokens. Each request is a
     streamed HTTP request. ttft: from sending (with --request-rate: from the due time) to the first text. itl: each gap
     between two chunks of streamed text, one chunk per engine step. tpot: per request, (last text - first text) /
-    (output tokens - 1). e2e: to the end of the answer. Goodput: requests that meet all objectives of --slo, where itl
+    (output tokens - 1). e2e: to the end of the answer. Goodput: requests within all objectives of --slo, where itl
     bounds the longest gap.
     """
     from runtime.bench.figures import parse_objectives
@@ -96,7 +96,7 @@ def split_options(text: str) -> list[str]:
 @contextmanager
 def server(target: ServerOptions, path: Path | None) -> Iterator[str]:
     """Yields the given URL, or that of a server that runs for the duration of the block."""
-    from runtime.bench.run import own_server
+    from runtime.bench.run import run_server
 
     if target.url is not None or path is None:
         if target.serve_options:
@@ -105,8 +105,8 @@ def server(target: ServerOptions, path: Path | None) -> Iterator[str]:
         return
     options = split_options(target.serve_options)
     print("starting", shlex.join(["runtime", "serve", str(path), *options]), file=sys.stderr, flush=True)
-    with own_server(path, options) as own:
-        yield own
+    with run_server(path, options) as own:
+        yield own.url
 
 
 def write(result: Run, json_file: Path | None, plot: Path | None) -> None:

@@ -195,7 +195,7 @@ def run_command(conversation: Conversation, line: str) -> str:
     """
     name, _, argument = line.strip().partition(" ")
     if name not in COMMANDS:
-        raise RequestError(f"unknown command {name}", f"Commands: {', '.join(COMMANDS)}")
+        raise RequestError.unknown("command", name, COMMANDS, "Commands")
     return COMMANDS[name].run(conversation, argument.strip())
 
 

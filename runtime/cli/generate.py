@@ -85,7 +85,7 @@ def generate(
 
 
 def read_prompt() -> str:
-    """Reads standard input. Raises DataError if it is no text, RequestError if it does not end within
+    """Reads standard input. Raises DataError if it is not text, RequestError if it does not end within
     `MAX_FILE_BYTES`."""
     if sys.stdin.isatty():
         print("Type the prompt and end it with Ctrl-D:", file=sys.stderr)

@@ -9,14 +9,7 @@ import typer
 
 from compress.common.cli import SIZE_OPTION, with_groups
 from runtime.cli.options import ModelArgument, resolve_model, runtime_config
-from runtime.core.config import (
-    BatchOptions,
-    ComputeOptions,
-    ContextOptions,
-    KVCacheOptions,
-    KVMemoryOptions,
-    StateOptions,
-)
+from runtime.core.config import SizeOptions
 
 
 @with_groups
@@ -27,12 +20,7 @@ def memory(
         int | None,
         typer.Option("--memory", **SIZE_OPTION, help="Memory available. Default: free memory of this machine."),
     ] = None,
-    compute: ComputeOptions,
-    kv: KVCacheOptions,
-    context: ContextOptions,
-    kv_memory: KVMemoryOptions,
-    states: StateOptions,
-    batching: BatchOptions,
+    sizes: SizeOptions,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, with sizes in bytes.")] = False,
 ) -> None:
     """Estimate the memory for serving a checkpoint, its capacity, and options that increase it.
@@ -40,11 +28,11 @@ def memory(
     Reads config.json and headers only. Sizes of weights and KV cache are exact, those of activations and the process
     are estimates.
     """
-    path, _ = resolve_model(model, compute.trust_remote_code, values=False)
+    path, _ = resolve_model(model, sizes.trust_remote_code, values=False)
     from runtime.describe import describe_scheme
     from runtime.memory.advice import inspect
 
-    config = runtime_config(compute, kv, context, kv_memory, states, batching)
+    config = runtime_config(sizes)
     report = inspect(path, describe_scheme(path), config, memory)
     if as_json:
         print(json.dumps(report.as_json(), indent=2))

@@ -14,11 +14,12 @@ import typer
 
 from compress.checkpoint.locate import find_model
 from compress.checkpoint.locate.hub import HubModel
-from compress.common.cli import DEMO_NAME, bundled_model, demo_model_path, nearest, option
-from compress.common.errors import RequestError, ToolkitError
+from compress.common.cli import DEMO_NAME, bundled_model, demo_model_path, option
+from compress.common.errors import RequestError, ToolkitError, nearest
 from compress.common.files import YamlPart, check_target, read_text, read_yaml
 from compress.common.model_folder import PACKED
-from runtime.core.config import RuntimeConfig
+from runtime.core.adapter import parse_modules
+from runtime.core.config import LoraOptions, RuntimeConfig
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -112,7 +113,7 @@ def _defaults(context: typer.Context, file: Path) -> Iterator[tuple[str, Any]]:
     del params["config"]
     root, given = read_yaml(file), set()
     if not isinstance(root.value, dict):
-        raise ToolkitError(f"{file} is no mapping", "Write a line 'OPTION: VALUE' for each option, without dashes")
+        raise ToolkitError(f"{file} is not a mapping", "Write a line 'OPTION: VALUE' for each option, without dashes")
     for key, part in root.value.items():
         name = key.replace("_", "-")
         if name not in params:
@@ -156,55 +157,92 @@ ConfigOption = Annotated[
 class AddressOptions:
     """Address, API keys and model name of a server."""
 
-    host: Annotated[str, typer.Option("--host", help="Address to listen on; 0.0.0.0 is all addresses.")] = "127.0.0.1"
-    port: Annotated[int, typer.Option("--port", help="Port to listen on; 0 picks a free one.")] = 8000
+    host: str = option(default="127.0.0.1", help="Address to listen on; 0.0.0.0 is all addresses.")
+    port: int = option(default=8000, help="Port to listen on; 0 picks a free one.")
     api_key: Annotated[str | None, key_option("API key that clients must send.")] = field(
         default_factory=key_of_environment
     )
-    api_keys: Annotated[
-        Path | None,
-        typer.Option(
-            "--api-keys",
-            metavar="FILE",
-            help="YAML list of further API keys: name, key, and as limits max_requests, requests_per_minute, "
-            "tokens_per_minute. Read again on SIGHUP.",
-        ),
-    ] = None
-    name: Annotated[
-        str | None,
-        typer.Option(
-            "--served-model-name", help="Model name in the API. Default: the name of the folder, or that on the hub."
-        ),
-    ] = None
+    api_keys: Path | None = option(
+        default=None,
+        metavar="FILE",
+        help="YAML list of further API keys: name, key, and as limits max_requests, requests_per_minute, "
+        "tokens_per_minute. Read again on SIGHUP.",
+    )
+    name: str | None = option(
+        "--served-model-name",
+        default=None,
+        help="Model name in the API. Default: the name of the folder, or that on the hub.",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class StartOptions:
+    """Names, processes and kernels of a server."""
+
+    allowed_host: list[str] | None = option(
+        default=None,
+        metavar="NAME",
+        help="Host name that clients may use for the server, and whose web pages may access it; may be repeated. "
+        "Default: any; on 127.0.0.1 local names only.",
+    )
+    warm_up: bool = option(
+        default=True,
+        help="On a GPU, compile kernels before the first request and capture CUDA graphs of every size, most of them "
+        "while the server is idle; else at first use.",
+    )
+    jit_cache: Path | None = option(
+        default=None,
+        metavar="FILE",
+        help="Import compiled kernels from this file, written by runtime warm-up --export, into Triton's cache folder "
+        "first. Kernels are executable code: use files from trusted sources only.",
+    )
+    api_process: bool = option(
+        default=True,
+        help="Run the HTTP server in a process of its own, apart from the engine, so that neither waits for the "
+        "other's Python; else in the engine's process, which needs less memory.",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterOptions:
+    """Changes of the adapters of a server."""
+
+    allow_runtime_lora_updating: bool = option(
+        "--allow-runtime-lora-updating",
+        default=False,
+        help="Let clients load and unload adapters by /v1/load_lora_adapter and /v1/unload_lora_adapter, from any "
+        "folder that the server can read. Needs --enable-lora or --lora-modules.",
+    )
+
+    def checked(self, lora: LoraOptions, model_name: str) -> dict[str, Path]:
+        """Returns paths of adapters by name. Raises ToolkitError for names that are not distinct."""
+        adapters = parse_modules(lora.lora_modules or ())
+        if model_name in adapters:
+            remedy = "Give the adapter another name, or the model by --served-model-name"
+            raise ToolkitError(f"--lora-modules names an adapter {model_name!r}, as the model is named", remedy)
+        if self.allow_runtime_lora_updating and not lora.serves_adapters:
+            raise ToolkitError("--allow-runtime-lora-updating has no effect without adapters", "Add --enable-lora")
+        return adapters
 
 
 @dataclass(frozen=True, slots=True)
 class TlsOptions:
     """Encryption of a server's connections. The fields have the names of uvicorn's options."""
 
-    ssl_certfile: Annotated[
-        Path | None,
-        typer.Option(
-            "--ssl-certfile",
-            metavar="FILE",
-            help="Certificate chain of this server in PEM. Default: http without encryption.",
-        ),
-    ] = None
-    ssl_keyfile: Annotated[
-        Path | None,
-        typer.Option("--ssl-keyfile", metavar="FILE", help="Private key in PEM. Default: the one in --ssl-certfile."),
-    ] = None
-    ssl_keyfile_password: Annotated[
-        str | None, typer.Option(help="Password of the private key; preferably set in the file of --config.")
-    ] = None
-    ssl_ca_certs: Annotated[
-        Path | None,
-        typer.Option(
-            "--ssl-ca-certs",
-            metavar="FILE",
-            help="Accept only clients with a certificate signed by one of these. Default: clients need no certificate.",
-        ),
-    ] = None
+    ssl_certfile: Path | None = option(
+        default=None, metavar="FILE", help="Certificate chain of this server in PEM. Default: http without encryption."
+    )
+    ssl_keyfile: Path | None = option(
+        default=None, metavar="FILE", help="Private key in PEM. Default: the one in --ssl-certfile."
+    )
+    ssl_keyfile_password: str | None = option(
+        default=None, help="Password of the private key; preferably set in the file of --config."
+    )
+    ssl_ca_certs: Path | None = option(
+        default=None,
+        metavar="FILE",
+        help="Accept only clients with a certificate signed by one of these. Default: clients need no certificate.",
+    )
 
     def checked(self) -> dict[str, Any]:
         """Returns uvicorn's options; empty without a certificate.
@@ -246,7 +284,6 @@ class LogOptions:
     """Logs of a server."""
 
     log_level: str = option(
-        "--log-level",
         default="info",
         choices=("error", "warning", "info", "debug"),
         help="Minimum level of log lines on standard error. info: a line per request, except /health and /metrics. "
@@ -258,13 +295,10 @@ class LogOptions:
 class GrammarOptions:
     """Constraints on the generated text; at most one may be given."""
 
-    json_schema: Annotated[
-        Path | None,
-        typer.Option("--json-schema", metavar="FILE", help="Generate JSON that follows the JSON schema in FILE."),
-    ] = None
-    regex: Annotated[
-        str | None, typer.Option("--regex", help="Generate text that matches this regular expression completely.")
-    ] = None
+    json_schema: Path | None = option(
+        default=None, metavar="FILE", help="Generate JSON that follows the JSON schema in FILE."
+    )
+    regex: str | None = option(default=None, help="Generate text that matches this regular expression completely.")
 
     def grammar(self) -> Grammar | None:
         """Returns the grammar. Raises RequestError if both are given, or the file cannot be read."""
@@ -291,10 +325,8 @@ class GrammarOptions:
 class ServerOptions:
     """Server to measure: a running one, or one started for the benchmark."""
 
-    url: Annotated[
-        str | None, typer.Option("--url", help="URL of a running server. Default: start one for the benchmark.")
-    ] = None
+    url: str | None = option(default=None, help="URL of a running server. Default: start one for the benchmark.")
     api_key: Annotated[str | None, key_option("API key of the server.")] = field(default_factory=key_of_environment)
-    serve_options: Annotated[
-        str, typer.Option("--serve", metavar="OPTIONS", help="Options of the started server, e.g. '--max-num-seqs 16'.")
-    ] = ""
+    serve_options: str = option(
+        "--serve", default="", metavar="OPTIONS", help="Options of the started server, e.g. '--max-num-seqs 16'."
+    )

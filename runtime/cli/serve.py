@@ -14,18 +14,18 @@ from contextlib import nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from compress.checkpoint.locate.hub import HubModel
 from compress.common.cli import BUNDLED, bundled_path, with_groups
 from compress.common.errors import ToolkitError
 from runtime.cli.options import (
+    AdapterOptions,
     AddressOptions,
     ConfigOption,
     LogOptions,
     ModelArgument,
+    StartOptions,
     TlsOptions,
     resolve_model,
     runtime_config,
@@ -34,20 +34,18 @@ from runtime.cli.options import (
 from runtime.cli.start_display import showing
 from runtime.core.collector import without_collections
 from runtime.core.config import (
-    BatchOptions,
-    ComputeOptions,
-    ContextOptions,
-    KVCacheOptions,
-    KVMemoryOptions,
+    DataParallelOptions,
     LatencyOptions,
     LimitOptions,
     Limits,
+    LoraOptions,
     OffloadOptions,
     SeedOptions,
+    SizeOptions,
     SpeculativeOptions,
-    StateOptions,
 )
 from runtime.core.progress import StartProgress
+from runtime.deploy.kv_events import KVEventOptions
 from runtime.logs import writing_logs
 from runtime.served_engine import EngineSource, LoadingApart, LoadingHere
 
@@ -133,51 +131,17 @@ def serve(
     address: AddressOptions,
     tls: TlsOptions,
     logs: LogOptions,
-    compute: ComputeOptions,
+    sizes: SizeOptions,
     seed: SeedOptions,
-    kv: KVCacheOptions,
-    context: ContextOptions,
     drafts: SpeculativeOptions,
-    kv_memory: KVMemoryOptions,
-    states: StateOptions,
     offload: OffloadOptions,
-    batching: BatchOptions,
     latency: LatencyOptions,
     limits: LimitOptions,
-    allowed_host: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--allowed-host",
-            metavar="NAME",
-            help="Host name that clients may use for the server, and whose web pages may access it; may be repeated. "
-            "Default: any; on 127.0.0.1 local names only.",
-        ),
-    ] = None,
-    warm_up: Annotated[
-        bool,
-        typer.Option(
-            "--warm-up/--no-warm-up",
-            help="On a GPU, compile kernels before the first request and capture CUDA graphs of every size, most of "
-            "them while the server is idle; else at first use.",
-        ),
-    ] = True,
-    jit_cache: Annotated[
-        Path | None,
-        typer.Option(
-            "--jit-cache",
-            metavar="FILE",
-            help="Import compiled kernels from this file, written by runtime warm-up --export, into Triton's cache "
-            "folder first. Kernels are executable code: use files from trusted sources only.",
-        ),
-    ] = None,
-    api_process: Annotated[
-        bool,
-        typer.Option(
-            "--api-process/--no-api-process",
-            help="Run the HTTP server in a process of its own, apart from the engine, so that neither waits for the "
-            "other's Python; else in the engine's process, which needs less memory.",
-        ),
-    ] = True,
+    engines: DataParallelOptions,
+    events: KVEventOptions,
+    lora: LoraOptions,
+    adapters: AdapterOptions,
+    start: StartOptions,
 ) -> None:
     """Serve a checkpoint over an OpenAI-compatible HTTP API.
 
@@ -186,27 +150,37 @@ def serve(
     """
     from runtime.server.native_memory import share_arenas
 
+    if engines.data_parallel_size > 1 and not start.api_process:
+        problem = f"--no-api-process does not go with --data-parallel-size {engines.data_parallel_size}"
+        raise ToolkitError(problem, "Leave out --no-api-process: each engine needs a process")
     share_arenas()  # before any thread starts
     host, encryption = address.host, tls.checked()
-    path, where = resolve_model(model, compute.trust_remote_code)
+    path, where = resolve_model(model, sizes.trust_remote_code)
     listener = listen(host, address.port)  # before the model loads, to detect a port in use early
     print(f"model     {where}", flush=True)
-    settings = runtime_config(compute, kv, context, drafts, kv_memory, states, offload, batching, latency, seed)
-    settings = replace(settings, warm_up=warm_up, captures_later=warm_up)
-    source = EngineSource(path, settings, jit_cache, logs.log_level.upper())
-    hosts, progress = names_of_server(host, allowed_host or []), StartProgress()
+    settings = runtime_config(sizes, drafts, offload, latency, seed, lora)
+    settings = replace(settings, warm_up=start.warm_up, captures_later=start.warm_up)
     name, keys = address.name or name_of(path), load_keys(address)
-    with LoadingApart.begin(source) if api_process else nullcontext(LoadingHere(source)) as loading:
+    named_adapters = adapters.checked(lora, name)
+    named_events = events.named(listener.getsockname()[1], name)
+    source = EngineSource(path, settings, start.jit_cache, logs.log_level.upper(), named_events)
+    hosts, progress = names_of_server(host, start.allowed_host or []), StartProgress()
+    with LoadingApart.begin(source, engines) if start.api_process else nullcontext(LoadingHere(source)) as loading:
         with writing_logs(source.log_level), without_collections():
             from runtime.server.app import create_app
+            from runtime.server.routes.registry import ROUTES
             from runtime.server.starting import answering
 
-            with answering(listener, progress, limits.client_seconds, hosts, **encryption):
+            with answering(listener, progress, limits.client_seconds, hosts, **encryption) as starting:
+                ROUTES.load()  # while the engine is loaded
                 print(f"weights   {loading.describe_weights()}", flush=True)
                 with showing(progress):
                     served = loading.finish(progress)
+                starting.should_exit = True
                 allowed = Limits(**asdict(limits), max_model_len=served.facts.max_model_len)
-                app = create_app(served.client, served.tokenizer, name, allowed, keys=keys, allowed_hosts=hosts)
+                guards: dict[str, Any] = {"keys": keys, "allowed_hosts": hosts}
+                guards["changes_adapters"] = adapters.allow_runtime_lora_updating
+                app = create_app(served.client, served.tokenizer, name, allowed, adapters=named_adapters, **guards)
         print(*served.facts.lines, sep="\n")
         print(f"ready     in {progress.summary()}")
         url, has_chat = url_of(listener, "https" if encryption else "http"), served.tokenizer.chat_template is not None

@@ -9,19 +9,9 @@ from typing import Annotated
 import typer
 
 from compress.common.cli import with_groups
-from compress.common.errors import ToolkitError
 from runtime.cli.options import ConfigOption, ModelArgument, check_targets, resolve_model, runtime_config
 from runtime.cli.start_display import showing
-from runtime.core.config import (
-    BatchOptions,
-    ComputeOptions,
-    ContextOptions,
-    KVCacheOptions,
-    KVMemoryOptions,
-    OffloadOptions,
-    SpeculativeOptions,
-    StateOptions,
-)
+from runtime.core.config import OffloadOptions, SizeOptions, SpeculativeOptions
 from runtime.core.progress import StartProgress
 
 
@@ -34,14 +24,9 @@ def warm_up(
         Path | None,
         typer.Option("--export", metavar="FILE", help="Pack the compiled kernels into FILE, such as cache.tar.xz."),
     ] = None,
-    compute: ComputeOptions,
-    kv: KVCacheOptions,
-    context: ContextOptions,
+    sizes: SizeOptions,
     drafts: SpeculativeOptions,
-    kv_memory: KVMemoryOptions,
-    states: StateOptions,
     offload: OffloadOptions,
-    batching: BatchOptions,
 ) -> None:
     """Compile all GPU kernels for serving a checkpoint.
 
@@ -49,10 +34,10 @@ def warm_up(
     are also packed into a file for other machines with the same GPU, Triton and toolkit version; see runtime serve
     --jit-cache.
     """
-    path, where = resolve_model(model, compute.trust_remote_code)
+    path, where = resolve_model(model, sizes.trust_remote_code)
     check_targets(export)
     print(f"model     {where}", flush=True)
-    settings = runtime_config(compute, kv, context, drafts, kv_memory, states, offload, batching)
+    settings = runtime_config(sizes, drafts, offload)
     from compress.common.device import resolve_device
     from runtime.backends.triton.kernel_cache import cache_folder, kernel_facts, noting_entries, pack_kernels
     from runtime.llm import load_engine
@@ -66,21 +51,3 @@ def warm_up(
         return
     pack_kernels(cache_folder(), export, facts=facts, only=entries)
     print(f"packed    into {export}, {export.stat().st_size / 1e6:.1f} MB")
-
-
-def import_kernels(archive: Path, device: str) -> None:
-    """Unpacks an archive of kernels into Triton's cache folder.
-
-    Args:
-        device: value of `--device`.
-
-    Raises:
-        ToolkitError: the file is not such an archive or is for other machines, or this machine has no GPU.
-    """
-    from compress.common.device import resolve_device
-    from runtime.backends.triton.kernel_cache import cache_folder, kernel_facts, unpack_kernels
-
-    if not archive.is_file():
-        raise ToolkitError(f"there is no file {archive}", "Create it with runtime warm-up MODEL --export FILE")
-    number = unpack_kernels(archive, cache_folder(), kernel_facts(resolve_device(device)))
-    print(f"kernels   {number} of {archive} are in {cache_folder()}")

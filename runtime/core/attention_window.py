@@ -1,4 +1,4 @@
-"""Attention windows, and the KV blocks that follow from them: which can be evicted, how many are needed. No torch.
+"""Attention windows, and the pages that follow from them: which can be evicted, how many are needed. No torch.
 
 Keys and values that no later token attends to need no memory. This holds for two kinds of models:
 
@@ -89,6 +89,8 @@ class AttentionWindow:
 
 FULL_ATTENTION = AttentionWindow()
 """Window of full causal attention."""
+NO_KEYS = AttentionWindow(1)
+"""Block tables of models without keys and values cover no more."""
 
 
 def held_blocks(block_ids: Iterable[int]) -> list[int]:

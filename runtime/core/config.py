@@ -19,19 +19,16 @@ class ComputeOptions:
     """Device, dtype and kernels."""
 
     device: str = option(
-        "--device",
         default="auto",
         choices=("auto", "cpu", "cuda"),
         help="Device to run on; auto: the GPU if there is one.",
     )
     dtype: str = option(
-        "--dtype",
         default="auto",
         choices=("auto", "bfloat16", "float16", "float32", "float64"),
         help="Dtype of activations and of an unquantized KV cache; auto: the checkpoint's.",
     )
     linear_backend: str = option(
-        "--linear-backend",
         default="auto",
         metavar="NAME",
         help="Kernels for quantized weights. auto: the fastest that are exact enough; semi_structured: 2:4 sparse "
@@ -39,7 +36,6 @@ class ComputeOptions:
         "reference: plain PyTorch; or the name of one kernel.",
     )
     activations: str = option(
-        "--activations",
         default=AUTO,
         choices=ACTIVATIONS,
         help="Activations that packed weights are multiplied by on a CPU, in bfloat16 models. 8bit: rounded to 8 bits "
@@ -47,14 +43,12 @@ class ComputeOptions:
         "8bit if a measurement, recorded in the checkpoint or made at the first start, allows it.",
     )
     attention_backend: str = option(
-        "--attention-backend",
         default="auto",
         choices=("auto", "flashinfer"),
         help="Attention on a GPU. auto: the built-in kernels, or others if a table measured on this GPU prefers them; "
         "flashinfer: the package flashinfer-python for prompts, if the KV cache has 16 bits.",
     )
     programmatic_launch: str = option(
-        "--programmatic-launch",
         default="auto",
         choices=("auto", "on", "off"),
         help="On a GPU of compute capability 9.0 or newer, start each kernel between the layers of a model before the "
@@ -62,7 +56,6 @@ class ComputeOptions:
         "so far.",
     )
     moe_expert_cache: int | None = option(
-        "--moe-expert-cache",
         default=None,
         min=1,
         metavar="EXPERTS",
@@ -70,9 +63,30 @@ class ComputeOptions:
         "popular ones of calibration, then the most frequent ones of recent steps. Default: all experts on the "
         "GPU.",
     )
+    tensor_parallel_size: int = option(
+        "--tensor-parallel-size",
+        default=1,
+        min=1,
+        metavar="RANKS",
+        help="Number of processes that share the model. Each holds a part of every matrix and of the KV cache, on a "
+        "GPU of its own, or with its share of the cores of a CPU.",
+    )
+    pipeline_parallel_size: int = option(
+        "--pipeline-parallel-size",
+        default=1,
+        min=1,
+        metavar="STAGES",
+        help="Number of stages among which the layers of the model are divided. Each has some consecutive layers with "
+        "their part of the KV cache, and --tensor-parallel-size processes.",
+    )
     trust_remote_code: bool = option(
         "--trust-remote-code", default=False, help="Execute Python files of the model folder. Read them first."
     )
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of processes that compute the model."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,26 +94,22 @@ class KVCacheOptions:
     """Format of the KV cache; see `compress.checkpoint.kv_cache`."""
 
     kv_cache: str = option(
-        "--kv-cache",
         default=AUTO,
         choices=(AUTO, "16bit", "fp8", "int8", "k8v4", "int4"),
         help="Format of the KV cache: 16bit (the dtype of activations), fp8, int8, k8v4 (int8 keys, int4 values) or "
         "int4; auto: the checkpoint's recommendation, else 16bit.",
     )
     kv_rotate: bool | None = option(
-        "--kv-rotate/--no-kv-rotate",
         default=None,
         help="Rotate keys by a Hadamard matrix before quantizing them, which spreads outliers. Default: for int4.",
     )
     kv_sinks: int | None = option(
-        "--kv-sinks",
         default=None,
         min=0,
         metavar="TOKENS",
         help="Keep keys and values of the first TOKENS tokens in 16 bits.",
     )
     kv_residual_length: int | None = option(
-        "--kv-residual-length",
         default=None,
         min=0,
         metavar="TOKENS",
@@ -113,19 +123,16 @@ class ContextOptions:
     """Context length and attention window."""
 
     max_model_len: int | None = option(
-        "--max-model-len",
         default=None,
         min=2,
         help="Longest prompt plus output in tokens. Default: the model's context length.",
     )
     attention_sinks: int = option(
-        "--attention-sinks",
         default=0,
         min=0,
         help="Number of first tokens that stay visible in addition to --attention-window; 4 are enough.",
     )
     attention_window: int | None = option(
-        "--attention-window",
         default=None,
         min=1,
         metavar="TOKENS",
@@ -139,7 +146,6 @@ class SpeculativeOptions:
     """Speculative decoding."""
 
     speculative_model: str = option(
-        "--speculative-model",
         default="",
         metavar="DRAFTER",
         help="Draft several tokens and verify them in one step. DRAFTER is ngram (prompt lookup), ngram-tree (several "
@@ -149,14 +155,12 @@ class SpeculativeOptions:
         "Turns itself off when measured throughput does not improve.",
     )
     num_speculative_tokens: int = option(
-        "--num-speculative-tokens",
         default=4,
         min=1,
         max=16,
         help="Maximum number of draft tokens per step and sequence.",
     )
     spec_verify: str = option(
-        "--spec-verify",
         default="exact",
         choices=("exact", "rejection"),
         help="exact: the same tokens as without speculation, up to rounding; rejection: rejection sampling, which "
@@ -189,7 +193,6 @@ class StateOptions:
         "with cached prefixes. Default: half.",
     )
     state_interval: int = option(
-        "--state-interval",
         default=512,
         min=1,
         metavar="TOKENS",
@@ -197,7 +200,6 @@ class StateOptions:
         "its messages and the ends of shared prefixes.",
     )
     state_dtype: str = option(
-        "--state-dtype",
         default=STATE_FLOAT32,
         choices=STATE_DTYPES,
         help="Storage dtype of recurrent states; they are computed in float32. 16 bits require a cost recorded by "
@@ -206,26 +208,29 @@ class StateOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BatchOptions:
-    """Size of a step, and overlap of consecutive steps."""
+class StepOptions:
+    """Size of a step."""
 
-    max_num_seqs: int = option("--max-num-seqs", default=64, min=1, help="Maximum number of sequences per step.")
+    max_num_seqs: int = option(default=64, min=1, help="Maximum number of sequences per step.")
     max_num_batched_tokens: int | None = option(
-        "--max-num-batched-tokens",
         default=None,
         min=1,
         metavar="TOKENS",
         help="Maximum number of tokens per step. Default: 512; on a GPU 1024 to 8192, by its memory.",
     )
     prefill_chunk: int | None = option(
-        "--prefill-chunk",
         default=None,
         min=1,
         metavar="TOKENS",
         help="Maximum prompt tokens of one sequence per step. Default: 256; on a GPU 256 to 2048, by its memory.",
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchOptions(StepOptions):
+    """Size of a step, and overlap of consecutive steps."""
+
     overlap: bool = option(
-        "--overlap/--no-overlap",
         default=True,
         help="Submit the next step to a GPU before reading the tokens of the previous one.",
     )
@@ -260,37 +265,88 @@ class OffloadOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SeedOptions:
-    """Reproducibility."""
+class RoutingOptions:
+    """Choice of one of several engines for a request."""
 
-    seed: int = option("--seed", default=0, min=0, help="Base seed of requests that have no seed.")
+    prefix_routing: bool = option(
+        "--prefix-routing/--no-prefix-routing",
+        default=True,
+        help="Of several engines or replicas, send a prompt to the one that has its start in its KV cache, unless "
+        "another one has far fewer requests.",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
-class RuntimeConfig(
-    ComputeOptions,
-    KVCacheOptions,
-    ContextOptions,
-    SpeculativeOptions,
-    KVMemoryOptions,
-    StateOptions,
-    BatchOptions,
-    OffloadOptions,
-    SeedOptions,
-):
+class DataParallelOptions(RoutingOptions):
+    """Several engines of one server."""
+
+    data_parallel_size: int = option(
+        "--data-parallel-size",
+        default=1,
+        min=1,
+        metavar="ENGINES",
+        help="Number of engines, which share the requests. Each has a process, the whole model and a KV cache of "
+        "--kv-memory; GPUs of its own, or its share of the cores of a CPU.",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeedOptions:
+    """Reproducibility."""
+
+    seed: int = option(default=0, min=0, help="Base seed of requests that have no seed.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraOptions:
+    """LoRA adapters over the linears of a model."""
+
+    lora_modules: list[str] | None = option(
+        default=None,
+        metavar="NAME=PATH",
+        help="Serve the LoRA adapter of a folder that PEFT wrote; requests name it as their model. May be repeated.",
+    )
+    enable_lora: bool = option(
+        "--enable-lora", default=False, help="Reserve memory for adapters, though --lora-modules names none."
+    )
+    max_loras: int = option(
+        default=4, min=1, metavar="ADAPTERS", help="Maximum number of different adapters per step, and on the device."
+    )
+    max_lora_rank: int = option(default=16, min=1, metavar="RANK", help="Highest rank of an adapter.")
+    max_cpu_loras: int = option(
+        default=32,
+        min=1,
+        metavar="ADAPTERS",
+        help="Adapters that stay in host memory, the last used; others are read again when a request names them.",
+    )
+
+    @property
+    def serves_adapters(self) -> bool:
+        """Whether requests may name adapters."""
+        return self.enable_lora or bool(self.lora_modules)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SizeOptions(BatchOptions, StateOptions, KVMemoryOptions, ContextOptions, KVCacheOptions, ComputeOptions):
+    """Options that decide the memory of an engine."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RuntimeConfig(SizeOptions, SpeculativeOptions, OffloadOptions, SeedOptions, LoraOptions):
     """The configuration of an engine.
 
     Attributes:
-        block_size: tokens per KV block.
+        block_size: tokens per page of the KV cache.
         num_blocks: blocks of the KV cache; None derives the number from `kv_memory_bytes`.
         num_state_slots: slots for recurrent states; None derives the number from `state_memory_bytes`.
         max_itl_ms: aim in milliseconds for the time of a step with decodes; 0 is none, which makes the sizes of steps
             reproducible; None is the default of `LatencyOptions`.
-        prefix_caching: whether to reuse KV blocks of equal prefixes.
+        prefix_caching: whether to reuse pages of equal prefixes.
         warm_up: whether to compile kernels and capture CUDA graphs on a GPU before the first request.
         step_sizes_reason: explanation of the maximum tokens per step and prompt.
         captures_later: whether to leave graphs that the first answers do not need to the idle time of the engine's
             thread (`runtime.engine.engine_thread`).
+        ends_with_ranks: whether the process ends when another one that shares the model has ended.
     """
 
     block_size: int = 16
@@ -301,6 +357,7 @@ class RuntimeConfig(
     warm_up: bool = False
     step_sizes_reason: str = "as asked for"
     captures_later: bool = False
+    ends_with_ranks: bool = False
 
     @property
     def step_tokens(self) -> int:
@@ -329,7 +386,6 @@ class LimitOptions:
     """Limits of a server that do not depend on the model. Times are in seconds."""
 
     max_requests: int = option(
-        "--max-requests",
         default=256,
         min=1,
         help="Maximum sequences of one client, running and waiting; twice that for all clients together. Further "
@@ -367,7 +423,6 @@ class LimitOptions:
         "disconnected).",
     )
     drain_seconds: int = option(
-        "--drain-seconds",
         default=30,
         min=0,
         help="Seconds for running requests to finish when the server is stopped.",

@@ -12,18 +12,14 @@ class DryParams:
     """Penalties for tokens that would continue a repetition."""
 
     dry_multiplier: float = option(
-        "--dry-multiplier",
         default=0.0,
         help="Penalizes tokens that would continue a repetition by M * BASE^(length - allowed length); 0 is off.",
     )
-    dry_base: float = option(
-        "--dry-base", default=1.75, help="Base of the DRY penalty: its growth with each repeated token."
-    )
+    dry_base: float = option(default=1.75, help="Base of the DRY penalty: its growth with each repeated token.")
     dry_allowed_length: int = option(
-        "--dry-allowed-length", default=2, min=1, help="Length of a repetition from which the DRY penalty applies."
+        default=2, min=1, help="Length of a repetition from which the DRY penalty applies."
     )
     dry_penalty_last_n: int = option(
-        "--dry-penalty-last-n",
         default=-1,
         min=-1,
         help="Number of last tokens searched for repetitions; -1 is the whole context.",

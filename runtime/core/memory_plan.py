@@ -9,7 +9,7 @@ from compress.checkpoint.state_dtype import STATE_FLOAT32, MeasuredStates
 from runtime.core.attention_window import FULL_ATTENTION, AttentionWindow
 
 MAX_COPIED_KEYS = 32768
-"""Maximum keys of one sequence that a GPU step gathers from their pages, one layer at a time."""
+"""Maximum quantized keys of one sequence that a GPU step copies in 16 bits, one layer at a time."""
 PANEL_ELEMENTS = 2**27
 """Most numbers of a packed weight that a GPU step keeps dequantized at one time: 256 MiB in 16 bits hold each linear of
 an 8B model's layers."""
@@ -140,7 +140,7 @@ class MemoryPlan:
     Attributes:
         weight_bytes: bytes of prepared weights on the device, embedding included.
         token_bytes: bytes of keys and values of one token in all layers.
-        num_blocks: KV blocks of `block_size` tokens.
+        num_blocks: pages of `block_size` tokens.
         max_model_len: longest prompt + output.
         reason: explanation of `num_blocks` and `max_model_len`.
         num_host_blocks: blocks of the same size in host memory.
@@ -152,6 +152,8 @@ class MemoryPlan:
         num_draft_tokens: maximum number of draft tokens per sequence and step.
         drafts_trees: whether drafts may be trees.
         prompt_rows: maximum tokens of a captured step with prompts; 0 captures none.
+        reach: tokens covered by the block tables of a step; 1 for models without keys and values. All stages of a model
+            have the same, because the order of rows follows from the tables.
         budget: memory limit of the pool, and memory kept free.
         expert_bytes: bytes of experts in host memory.
         states: slots for recurrent states, in the same memory.
@@ -175,6 +177,7 @@ class MemoryPlan:
     num_draft_tokens: int = 0
     drafts_trees: bool = False
     prompt_rows: int = 0
+    reach: AttentionWindow = FULL_ATTENTION
 
     @property
     def captured_rows(self) -> int:
@@ -184,11 +187,6 @@ class MemoryPlan:
     @property
     def kv_cache(self) -> KVCacheScheme:
         return self.kv_choice.scheme
-
-    @property
-    def reach(self) -> AttentionWindow:
-        """Tokens covered by the block tables of a step; 1 for models without keys and values."""
-        return self.attention_window if self.token_bytes else AttentionWindow(1)
 
     @property
     def tokens(self) -> int:

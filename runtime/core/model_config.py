@@ -20,11 +20,10 @@ from compress.models.config import LENGTH, context_length, refusal
 from compress.models.generic import CodeSpec
 from compress.models.mixers.attention import Attention
 from compress.models.mixers.latent import Latent
-from compress.models.mlp import MLP
-from compress.models.registry import find_family, known_families
+from compress.models.mixers.mixer import StateField
+from compress.models.registry import FAMILIES, find_family
 from compress.models.rope import Rope
 from compress.models.spec import ModelSpec
-from compress.models.state import StateField
 
 ROPE_TYPES = ("default", "dynamic", "linear", "llama3", "longrope", "proportional", "yarn")
 ROPE_NUMBERS = {
@@ -37,6 +36,8 @@ ROPE_NUMBERS = {
 }
 ACTIVATIONS = ("silu", "swish", "gelu", "gelu_pytorch_tanh", "relu", "relu2")
 GENERATION_FILE = "generation_config.json"
+NO_BLOCK = Block(None, None, None, None)
+"""Stands in the place of a block that another process computes."""
 STREAM_LENGTH = 2**20
 """Default context length of models whose memory does not grow with it."""
 
@@ -56,6 +57,7 @@ class DecoderConfig:
         kv_measured: recorded losses of KV cache formats.
         states_measured: recorded losses of recurrent states in fewer bits.
         activations_measured: recorded losses with 16-bit and 8-bit activations.
+        whole: the model of which this is a stage; None for a whole model.
     """
 
     model_type: str
@@ -67,27 +69,17 @@ class DecoderConfig:
     kv_measured: KVCacheRecord | None = None
     states_measured: tuple[MeasuredStates, ...] = ()
     activations_measured: MeasuredActivations | None = None
+    whole: DecoderConfig | None = None
 
     @property
     def mixer(self) -> Attention:
-        """Attention of the first attention layer, if there is one; if `has_like_heads`, the others differ only in
-        window and rotary embedding."""
-        return self.mixers[0]
-
-    @property
-    def mixers(self) -> tuple[Attention, ...]:
-        """Attention of all attention layers."""
-        return self.spec.attentions
+        """Attention of the first layer that has it."""
+        return self.spec.attentions[0]
 
     @property
     def layer_mixers(self) -> tuple[Attention | None, ...]:
         """Attention of every layer; None for recurrent layers."""
         return tuple(each.mixer if isinstance(each.mixer, Attention) else None for each in self.spec.blocks)
-
-    @property
-    def mlps(self) -> tuple[MLP, ...]:
-        """MLPs of all blocks, experts included."""
-        return tuple(mlp for block in self.spec.blocks for mlp in block.mlps)
 
     @property
     def default_length(self) -> int:
@@ -97,33 +89,28 @@ class DecoderConfig:
         return min([self.context_length, *short])
 
     @property
-    def hidden_size(self) -> int:
-        return self.spec.hidden_size
+    def intermediate_size(self) -> int:
+        return max((mlp.down.in_features for block in self.spec.blocks for mlp in block.mlps), default=0)
 
     @property
-    def intermediate_size(self) -> int:
-        return max((mlp.down.in_features for mlp in self.mlps), default=0)
+    def has_embedding(self) -> bool:
+        """Whether tokens are embedded here, and not in another stage."""
+        return self.whole is None or self.spec.blocks[0] != NO_BLOCK
+
+    @property
+    def has_head(self) -> bool:
+        """Whether logits are computed here, and not in another stage."""
+        return self.whole is None or self.spec.blocks[-1] != NO_BLOCK
 
     @property
     def num_layers(self) -> int:
         return len(self.spec.blocks)
 
     @property
-    def num_kv_heads(self) -> int:
-        """Those of the first layer, see `has_like_heads`."""
-        return self.mixer.num_kv_heads
-
-    @property
-    def head_dim(self) -> int:
-        """Those of the first layer, see `has_like_heads`."""
-        return self.mixer.head_dim
-
-    @property
     def head_dims(self) -> tuple[int, ...]:
         """Distinct dimensions of rotated heads in ascending order."""
-        return tuple(
-            sorted({mixer.head_dim if mixer.latent is None else mixer.latent.rotated for mixer in self.mixers})
-        )
+        sizes = {each.head_dim if each.latent is None else each.latent.rotated for each in self.spec.attentions}
+        return tuple(sorted(sizes))
 
     @property
     def kv_shapes(self) -> tuple[tuple[int, int, int], ...]:
@@ -139,7 +126,8 @@ class DecoderConfig:
     @property
     def kv_sources(self) -> tuple[int, ...]:
         """Layer whose keys and values each layer reads: its own index, an earlier one, or -1 for none."""
-        return tuple(-1 if each is None else _source(layer, each) for layer, each in enumerate(self.layer_mixers))
+        sources = (-1 if each is None else each.kv_layer for each in self.layer_mixers)
+        return tuple(layer if source is None else source for layer, source in enumerate(sources))
 
     @property
     def index_dims(self) -> tuple[int, ...]:
@@ -174,23 +162,6 @@ class DecoderConfig:
         return sum(field.nbytes(itemsize, STATE_ITEMSIZE[dtype]) for field in fields)
 
     @property
-    def has_like_heads(self) -> bool:
-        """Whether all layers have the same heads and their own keys and values."""
-        if self.state_fields:
-            return False
-        first = self.mixer
-        alike = {(mixer.num_heads, mixer.num_kv_heads, mixer.head_dim, mixer.kv_layer) for mixer in self.mixers}
-        return alike == {(first.num_heads, first.num_kv_heads, first.head_dim, None)}
-
-    @property
-    def vocab_size(self) -> int:
-        return self.spec.vocab_size
-
-    @property
-    def norm_eps(self) -> float:
-        return self.spec.final_norm.eps
-
-    @property
     def windows(self) -> tuple[int | None, ...]:
         """Sliding window per layer, including the token itself; None is full attention."""
         return tuple(None if mixer is None else mixer.window for mixer in self.layer_mixers)
@@ -203,18 +174,20 @@ class DecoderConfig:
     @property
     def sinks_unsupported_reason(self) -> str:
         """Reason why attention sinks are not supported; empty if they are."""
-        if not self.mixers:
+        mixers = self.spec.attentions
+        if not mixers:
             return "none of its layers has attention"
-        first = self.mixer
+        first = mixers[0]
         if first.latent is not None:
             return "its keys are made of latents"
-        if not self.has_like_heads:
+        heads = {(each.num_heads, each.num_kv_heads, each.head_dim, each.kv_layer) for each in mixers}
+        if self.state_fields or len(heads) > 1:
             return "its layers do not all have the same heads and keys of their own"
-        if first.rope is None or any(mixer.rope != first.rope for mixer in self.mixers):
+        if first.rope is None or any(mixer.rope != first.rope for mixer in mixers):
             return "its layers do not all have one rotary embedding"
-        if first.softcap is not None or any(mixer.sink_logits for mixer in self.mixers):
+        if first.softcap is not None or any(mixer.sink_logits for mixer in mixers):
             return "its scores are capped, or its softmax has sink logits"
-        if any(mixer.chunk is not None for mixer in self.mixers):
+        if any(mixer.chunk is not None for mixer in mixers):
             return "its tokens attend to their own chunk only"
         return "its queries change after their rotation" if first.norms_rotated or first.position_scale else ""
 
@@ -223,6 +196,12 @@ class DecoderConfig:
         return replace(
             self, spec=replace(self.spec, blocks=tuple(_for_length(each, length) for each in self.spec.blocks))
         )
+
+    def keep_stage(self, layers: range) -> DecoderConfig:
+        """Returns the part of the model that computes some consecutive layers; empty blocks replace all others."""
+        blocks = tuple(block if index in layers else NO_BLOCK for index, block in enumerate(self.spec.blocks))
+        scale = self.spec.embedding_scale if 0 in layers else 1.0
+        return replace(self, spec=replace(self.spec, blocks=blocks, embedding_scale=scale), whole=self)
 
     def keep_layers(self, kept: Iterable[int]) -> DecoderConfig:
         """Returns the model with a subset of its layers. Raises ToolkitError if layers depend on their index."""
@@ -234,10 +213,6 @@ class DecoderConfig:
                 "Use --speculative-model ngram",
             )
         return replace(self, spec=replace(self.spec, blocks=tuple(self.spec.blocks[index] for index in kept)))
-
-
-def _source(layer: int, mixer: Attention) -> int:
-    return layer if mixer.kv_layer is None else mixer.kv_layer
 
 
 def _for_length(block: Block, length: int) -> Block:
@@ -286,7 +261,7 @@ def _describe(config: Mapping[str, Any]) -> ModelSpec:
     describe = find_family(model_type)
     if describe is None:
         raise UnsupportedModelError(
-            f"model_type {model_type!r} is not supported; supported families are {', '.join(known_families())}",
+            f"model_type {model_type!r} is not supported; supported families are {', '.join(FAMILIES)}",
             "Serve it with transformers or vLLM: compressed-tensors checkpoints load there unchanged",
         )
     spec = describe(config)
@@ -309,7 +284,7 @@ def unsupported_reason(spec: ModelSpec) -> str:
     if len({(mixer.softcap, mixer.norms_rotated) for mixer in mixers}) > 1:
         return "scores with different caps are not supported"
     if any(mixer.softcap is not None for mixer in mixers) and any(mixer.sink_logits for mixer in mixers):
-        return "sink logits beside capped scores are not supported"
+        return "sink logits with capped scores are not supported"
     latents = {_without_indexer(mixer.latent) for mixer in mixers}
     if len(latents) > 1:
         return "latent attention that differs from layer to layer is not supported"
@@ -320,7 +295,7 @@ def unsupported_reason(spec: ModelSpec) -> str:
     if any(norm.eps != spec.final_norm.eps for norm in norms if norm not in inner):
         return "norms with different eps are not supported"
     activations = {mlp.activation for block in spec.blocks for mlp in block.mlps if not mlp.curve}
-    activations |= {getattr(mixer, "activation", "silu") for block in spec.blocks for mixer in block.mixers}
+    activations |= {mixer.activation for block in spec.blocks for mixer in block.mixers if mixer.activation}
     if unknown := sorted(activations - set(ACTIVATIONS)):
         return f"activation {unknown[0]!r} is not supported, only {', '.join(ACTIVATIONS)}"
     return next(filter(None, (_unsupported_rope(*rotation) for rotation in spec.rotations)), "")

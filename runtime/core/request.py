@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from compress.common.cli import option
 from compress.common.errors import RequestError
+from runtime.core.adapter import Adapter
 from runtime.core.dry import DryParams
 from runtime.core.logit_bias import LogitBias
 from runtime.core.token_filters import FilterParams
@@ -51,13 +52,11 @@ class Grammar:
 class TruncationParams:
     """Truncation of the distribution before sampling."""
 
-    top_k: int = option("--top-k", default=0, min=0, help="Sample from the K most likely tokens; 0 is off.")
+    top_k: int = option(default=0, min=0, help="Sample from the K most likely tokens; 0 is off.")
     top_p: float = option(
-        "--top-p", default=1.0, help="Sample from the most likely tokens whose probabilities add up to P; 1 is off."
+        default=1.0, help="Sample from the most likely tokens whose probabilities add up to P; 1 is off."
     )
-    min_p: float = option(
-        "--min-p", default=0.0, help="Exclude tokens less likely than P times the most likely one; 0 is off."
-    )
+    min_p: float = option(default=0.0, help="Exclude tokens less likely than P times the most likely one; 0 is off.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,15 +64,13 @@ class PenaltyParams:
     """Penalties for tokens that occurred before."""
 
     repetition_penalty: float = option(
-        "--repetition-penalty",
         default=1.0,
         help="Divides positive and multiplies negative logits of tokens in the prompt or the output; 1 is off.",
     )
     presence_penalty: float = option(
-        "--presence-penalty", default=0.0, help="Is subtracted from the logit of each token in the output; 0 is off."
+        default=0.0, help="Is subtracted from the logit of each token in the output; 0 is off."
     )
     frequency_penalty: float = option(
-        "--frequency-penalty",
         default=0.0,
         help="Is subtracted from a token's logit once per occurrence in the output; 0 is off.",
     )
@@ -220,11 +217,12 @@ class RequestOptions:
     Attributes:
         priority: lower values are served earlier; each unit shifts a request by a fixed number of places in the
             client's queue.
-        time_limit: seconds, waiting included, after which the request ends with its output so far; None is no limit.
+        time_limit: seconds, waiting included, after which the request ends with its output so far; None means no limit.
         cache_salt: requests share cached prefixes only with requests of the same salt.
         pooling: return the mean of the prompt's hidden states, or those of its last token, instead of tokens.
         client: name of the client; the engine is shared equally between clients.
         detokenize: whether deltas have text. Without it, stop strings are not found.
+        adapter: name of a LoRA adapter; "" for the model itself.
 
     Raises:
         RequestError: a value outside of its range, by name.
@@ -236,6 +234,7 @@ class RequestOptions:
     pooling: Pooling = Pooling.NONE
     client: str = ""
     detokenize: bool = True
+    adapter: str = ""
 
     @property
     def embed(self) -> bool:
@@ -299,6 +298,7 @@ class Request:
     Attributes:
         seed: always set; the engine chooses one if the caller does not.
         arrival_time: seconds of the engine's clock.
+        adapter: the adapter of the options; None for the model itself.
     """
 
     id: str
@@ -307,6 +307,7 @@ class Request:
     seed: int
     arrival_time: float = 0.0
     options: RequestOptions = RequestOptions()
+    adapter: Adapter | None = None
 
     @property
     def deadline(self) -> float | None:
@@ -325,34 +326,27 @@ class Constraint(Protocol):
 
     def mask(self) -> bytes:
         """Returns one bit per token id, lowest bit of the first byte first: set if the token is allowed next."""
-        ...
 
     def accept(self, token_ids: list[int]) -> int:
         """Advances by tokens as long as they are allowed; returns their number."""
-        ...
 
     def prepare(self, token_id: int) -> None:
         """Precomputes the next `accept` of this token and the mask after it, without the interpreter lock."""
-        ...
 
     def rollback(self, num_tokens: int) -> None:
         """Undoes the last `num_tokens` tokens."""
-        ...
 
     @property
     def is_complete(self) -> bool:
         """Whether only an end token is allowed."""
-        ...
 
     @property
     def is_stuck(self) -> bool:
         """Whether the grammar is too complex to follow: it is incomplete, but allows no token."""
-        ...
 
     @property
     def is_slow(self) -> bool:
         """Whether following the grammar would hold up a step."""
-        ...
 
 
 @dataclass(eq=False, slots=True)

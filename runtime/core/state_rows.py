@@ -57,7 +57,7 @@ class StateRows:
 
     def chunks(self, size: int) -> Tensor:
         """Cuts segments into chunks of `size` rows or fewer: int32 `[chunks, 4]` of the sequence, the first row, the
-        row behind the last one, and the segment that ends with it or -1. Made once for all layers of a step."""
+        row after the last one, and the segment that ends with it or -1. Made once for all layers of a step."""
         if size not in self._chunks:
             self._chunks[size] = torch.tensor(self._cut(size), dtype=torch.int32).to(self.read_slots.device)
         return self._chunks[size]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
+from compress.common.errors import ToolkitError
 from runtime.core.attention_window import AttentionWindow
 from runtime.core.draft_states import StateCosts
 from runtime.core.draft_tree import chain
@@ -109,6 +110,10 @@ class StepPlan:
         return sum(entry.num_tokens for entry in self.entries)
 
 
+class RunnerLostError(ToolkitError):
+    """A runner that can compute no further step, as another process that it needs has ended."""
+
+
 @dataclass(frozen=True, slots=True)
 class SampledToken:
     """A token sampled for one sequence. If the row was not finite, `error` is set and the token id is -1."""
@@ -145,7 +150,6 @@ class SubmittedStep(Protocol):
     def feeds_next(self) -> bool:
         """Whether the next plan may refer to this step by `source_row` before `result` is called, for sequences that
         need only its tokens."""
-        ...
 
     def result(self) -> StepOutput:
         """Waits for the output. If the next plan is already submitted, tokens that need a second pass over the logits
@@ -154,7 +158,6 @@ class SubmittedStep(Protocol):
         Raises:
             Exception: the step failed.
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,55 +176,44 @@ class Runner(Protocol):
 
     @property
     def num_blocks(self) -> int:
-        """Number of KV blocks; plans use ids 0 to num_blocks - 1."""
-        ...
+        """Number of pages of the KV cache; plans use ids 0 to num_blocks - 1."""
 
     @property
     def num_host_blocks(self) -> int:
         """Number of host memory slots for evicted blocks; plans use ids 0 to num_host_blocks - 1."""
-        ...
 
     @property
     def num_state_slots(self) -> int:
         """Number of slots for recurrent states; plans use ids 0 to num_state_slots - 1. 0 without such states."""
-        ...
 
     @property
     def num_host_states(self) -> int:
         """Number of host memory slots for evicted recurrent states; plans use ids 0 to num_host_states - 1."""
-        ...
 
     @property
     def state_costs(self) -> StateCosts:
         """Costs of recurrent states of draft tokens."""
-        ...
 
     @property
     def max_model_len(self) -> int:
         """Longest prompt plus output in tokens."""
-        ...
 
     @property
     def attention_window(self) -> AttentionWindow:
         """Tokens that a token attends to; keys and values outside of it are not needed."""
-        ...
 
     @property
     def shares_blocks(self) -> bool:
         """Whether a block holds the whole state of its tokens, so that sequences may share blocks."""
-        ...
 
     @property
     def vocab_size(self) -> int:
         """Upper bound (exclusive) of token ids."""
-        ...
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
         """Token ids that end a sequence unless it ignores them."""
-        ...
 
     def submit(self, plan: StepPlan) -> SubmittedStep:
         """Starts one forward pass over the plan's spans, and samples if a span reaches the end of its sequence. Plans
         run in the order of submission."""
-        ...

@@ -13,23 +13,18 @@ class FilterParams:
     """Token filters in addition to truncation."""
 
     typical_p: float = option(
-        "--typical-p",
         default=1.0,
         help="Sample from the tokens closest to the expected surprise whose probabilities add up to P; 1 is off.",
     )
     top_n_sigma: float = option(
-        "--top-n-sigma",
         default=0.0,
         help="Exclude tokens whose logit is more than N standard deviations below the highest; 0 is off.",
     )
     xtc_probability: float = option(
-        "--xtc-probability",
         default=0.0,
         help="Chance of excluding the most likely tokens, all above --xtc-threshold but the last; 0 is off.",
     )
-    xtc_threshold: float = option(
-        "--xtc-threshold", default=0.1, help="Least probability of the tokens that --xtc-probability excludes."
-    )
+    xtc_threshold: float = option(default=0.1, help="Least probability of the tokens that --xtc-probability excludes.")
 
     @property
     def is_filtered(self) -> bool:

@@ -1,10 +1,10 @@
-"""The pool of KV blocks: reference counts, prefix reuse by chained hashes, least-recently-used eviction. No torch.
+"""The pool of pages of the KV cache: reference counts, prefix reuse by chained hashes, LRU eviction. No torch.
 
-A block is in exactly one of three states:
+A page, here called a block, is in exactly one of three states:
 
     in use   ref_count > 0; in ref_count block tables
     cached   ref_count = 0, has a hash; in the free list, and findable until it is allocated again
-    empty    ref_count = 0, no hash; in the free list, allocated before any cached block
+    empty    ref_count = 0, no hash; in the free list, allocated before any block in state `cached`
 
 Only full blocks have hashes, a hash covers all tokens before its block, and a block with a hash is never written again.
 Blocks with hashes form a forest: the parent of a block is the one before it in its chain. A block is findable only as
@@ -19,6 +19,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from typing import Protocol
 
 from runtime.engine.kv_offload import KVOffload
 
@@ -55,8 +56,23 @@ def extend_hashes(hashes: list[bytes], token_ids: Sequence[int], block_size: int
         hashes.append(previous)
 
 
+class BlockWatcher(Protocol):
+    """Is told which blocks can be found by their hash, on the engine's thread."""
+
+    def stored(
+        self, block_hash: bytes, parent: bytes | None, token_ids: Sequence[int], cache_salt: str, adapter: str
+    ) -> None:
+        """A block can be found; `parent` is the hash of the one before it in its chain."""
+
+    def removed(self, block_hash: bytes) -> None:
+        """A block can be found no longer."""
+
+    def cleared(self) -> None:
+        """No block can be found."""
+
+
 class BlockPool:
-    """Owns all KV blocks. Callers hold ids; each id counts as one reference until it is released.
+    """Owns all pages of the KV cache. Callers hold ids; each id counts as one reference until it is released.
 
     Args:
         num_blocks: blocks with ids 0 to num_blocks - 1.
@@ -64,6 +80,9 @@ class BlockPool:
         prefix_caching: whether to register full blocks for reuse by later sequences.
         num_host_blocks: slots of host memory for evicted blocks.
         chained: whether blocks are findable only as long as their parents are.
+
+    Attributes:
+        watcher: is told of changes of the prefix cache on the device, if there is one.
     """
 
     def __init__(
@@ -81,6 +100,7 @@ class BlockPool:
         self.chained = chained
         self.tier = KVOffload(num_host_blocks)
         self.num_evictions = 0
+        self.watcher: BlockWatcher | None = None
         self.rebuild([])
 
     def rebuild(self, tables: Iterable[Sequence[int]]) -> None:
@@ -92,6 +112,8 @@ class BlockPool:
         # Least recently used first. A dict, because a prefix hit takes blocks out of the middle.
         self._free = OrderedDict.fromkeys(block_id for block_id in range(self.num_blocks) if not counts[block_id])
         self.tier.clear()
+        if self.watcher:
+            self.watcher.cleared()
 
     @property
     def num_free(self) -> int:
@@ -112,7 +134,7 @@ class BlockPool:
         return self._by_hash.get(block_hash)
 
     def match(self, hashes: Sequence[bytes]) -> list[int]:
-        """Returns the cached blocks of a chain's longest prefix. Takes no reference; call `acquire` on blocks to
+        """Returns the pages of a chain's longest cached prefix. Takes no reference; call `acquire` on blocks to
         keep."""
         found: list[int] = []
         for block_hash in hashes:
@@ -150,7 +172,7 @@ class BlockPool:
         return taken
 
     def evict(self, count: int) -> None:
-        """Evicts up to `count` cached blocks, in the order of `allocate`."""
+        """Evicts up to `count` blocks in state `cached`, in the order of `allocate`."""
         for _ in range(count):
             cached = next((block_id for block_id in self._free if self._blocks[block_id].hash is not None), None)
             if cached is None:
@@ -170,12 +192,13 @@ class BlockPool:
                     self._free.move_to_end(block_id, last=False)
 
     def touch(self, block_id: int) -> None:
-        """Makes a cached block the most recently used one."""
+        """Makes a block in state `cached` the most recently used one."""
         if block_id in self._free:
             self._free.move_to_end(block_id)
 
-    def register(self, table: list[int], index: int, hashes: Sequence[bytes]) -> None:
-        """Registers a full, computed block of a table in the prefix cache, if its parent is registered.
+    def register(self, table: list[int], index: int, hashes: Sequence[bytes]) -> bool:
+        """Registers a full, computed block of a table in the prefix cache, if its parent is registered. Returns whether
+        it can be found since this call.
 
         If an equal block is cached already, the table gets that block instead: equal prefixes that were computed
         concurrently are stored once, and evicted together with their successors.
@@ -198,6 +221,8 @@ class BlockPool:
             self._blocks[block_id].hash, self._blocks[block_id].parent = hashes[index], parent
             if parent is not None:
                 self._children.setdefault(parent, set()).add(block_id)
+            return True
+        return False
 
     def forget(self, block_ids: Iterable[int]) -> None:
         """Removes blocks and their descendants from the prefix cache, because their content is invalid or about to
@@ -275,6 +300,8 @@ class BlockPool:
                 self._children[block.parent].discard(block_id)
             if block.hash is not None:
                 del self._by_hash[block.hash]
+                if self.watcher:
+                    self.watcher.removed(block.hash)
             block.hash = block.parent = None
             if block_id in self._free:
                 self._free.move_to_end(block_id, last=False)

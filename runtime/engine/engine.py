@@ -12,20 +12,22 @@ from dataclasses import replace
 from itertools import chain
 from typing import Protocol
 
-from compress.common.errors import RequestError
+from compress.common.errors import CheckpointError, RequestError
+from runtime.core.adapter import Adapter, AdapterStore
 from runtime.core.config import RuntimeConfig
 from runtime.core.logit_bias import LogitBias
 from runtime.core.request import Delta, FinishReason, Request, RequestOptions, SamplingParams, Sequence, Status
-from runtime.core.step import Runner, SampledToken, StepOutput, StepPlan
+from runtime.core.step import Runner, RunnerLostError, SampledToken, StepOutput, StepPlan
 from runtime.engine.block_pool import BlockPool
 from runtime.engine.metrics import Metrics
-from runtime.engine.output_processor import OutputProcessor, TextLayer, derive_seed
+from runtime.engine.output_processor import OutputProcessor, derive_seed
 from runtime.engine.overlap import FailedStep, StepInFlight, plan_ahead
 from runtime.engine.scheduler import Scheduler
 from runtime.engine.state_manager import StateManager
 from runtime.engine.state_pool import StatePool
 from runtime.engine.step_costs import step_work
 from runtime.text.grammar import CompiledGrammar, GrammarCompiler
+from runtime.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("runtime.engine.engine")
 
@@ -64,6 +66,7 @@ class Engine:
         tokenizer: detokenizer; without it deltas contain token ids only and stop strings are rejected.
         config: budgets and limits.
         speculator: drafts tokens of running sequences; None disables speculative decoding.
+        adapters: LoRA adapters that requests may name; None for none.
         before_step: hook at the start of each step; returns deltas to return with those of the step.
         clock: clock in seconds, for metrics and time limits.
     """
@@ -71,15 +74,17 @@ class Engine:
     def __init__(
         self,
         runner: Runner,
-        tokenizer: TextLayer | None,
+        tokenizer: Tokenizer | None,
         config: RuntimeConfig,
         *,
         speculator: Speculator | None = None,
+        adapters: AdapterStore | None = None,
         before_step: Callable[[Engine], list[Delta]] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.runner = runner
         self.speculator = speculator
+        self.adapters = adapters
         self.tokenizer = tokenizer
         self.config = config
         pool = BlockPool(
@@ -150,6 +155,21 @@ class Engine:
             raise RequestError("grammars need a tokenizer", "Leave the grammar out")
         return self.grammars.compile(sampling.grammar)
 
+    def open_adapter(self, name: str) -> Adapter | None:
+        """Returns an adapter by name, None for "". Any thread may call it; reading files takes a while.
+
+        Raises:
+            RequestError: there is no such adapter, or its files can no longer be read.
+        """
+        if not name:
+            return None
+        if self.adapters is None:
+            raise RequestError(f"adapter {name!r} is asked for, and none are served", "Start with --enable-lora")
+        try:
+            return self.adapters.open(name)
+        except CheckpointError as error:
+            raise RequestError(error.problem, error.remedy) from error
+
     def add_request(
         self,
         prompt_token_ids: TokenIds[int],
@@ -166,10 +186,11 @@ class Engine:
             RequestError: the request is invalid, or the id is in use.
         """
         self.check_request(prompt_token_ids, sampling)
+        adapter = self.open_adapter(options.adapter)
         self._num_requests += 1
         request_id = f"request-{self._num_requests}" if request_id is None else request_id
         now, seed = self._clock(), self._seed(sampling)
-        first = Request(request_id, tuple(prompt_token_ids), sampling, seed, now, options)
+        first = Request(request_id, tuple(prompt_token_ids), sampling, seed, now, options, adapter)
         self.output_processor.add(first)
         return request_id
 
@@ -205,10 +226,10 @@ class Engine:
         self.scheduler.costs.observe(work, self._clock() - began)
         return deltas
 
-    def render_metrics(self) -> str:
-        """Renders all metrics in Prometheus' text format. Any thread may call it."""
+    def render_metrics(self, model_name: str = "", engine: str = "") -> str:
+        """Renders all metrics in Prometheus' text format, labelled by the model's name. Any thread may call it."""
         self.metrics.read_scheduler(self.scheduler)
-        return self.metrics.render()
+        return self.metrics.render(model_name, engine)
 
     def check(self) -> None:
         """Verifies the bookkeeping. If it is inconsistent, logs an error and rebuilds it with an empty prefix cache."""
@@ -216,7 +237,7 @@ class Engine:
             self.scheduler.check()
         except (RuntimeError, LookupError):
             logger.critical(
-                "the bookkeeping of KV blocks is inconsistent; rebuilding it with an empty prefix cache", exc_info=True
+                "the bookkeeping of KV pages is inconsistent; rebuilding it with an empty prefix cache", exc_info=True
             )
             self.scheduler.heal()
             self.metrics.broken_invariants_total += 1
@@ -239,6 +260,8 @@ class Engine:
         rows = tuple(range(len(plan.entries)))
         try:
             return StepInFlight(plan, rows, self.runner.submit(plan))
+        except RunnerLostError:
+            raise
         except Exception as error:  # a kernel may raise any exception; the requests fail when the step is read
             return StepInFlight(plan, rows, FailedStep(error))
 

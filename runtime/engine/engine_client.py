@@ -9,13 +9,15 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Sequence, Set
 from dataclasses import dataclass, field, replace
 from itertools import count
+from pathlib import Path
 from uuid import uuid4
 
 from compress.common.errors import RequestError
 from runtime.core.request import Delta, FinishReason, RequestOptions, SamplingParams
 from runtime.engine.engine import NO_OPTIONS, UNHEALTHY_AFTER
 from runtime.engine.engine_loop import Abort, Add, Message, Status, Stop
-from runtime.engine.output_processor import IncrementalText, TextLayer, end_tokens
+from runtime.engine.output_processor import end_tokens
+from runtime.text.tokenizer import Detokenizer, Tokenizer
 
 WATCH_SLACK_SECONDS = 0.01  # maximum delay of stall detection in seconds
 
@@ -39,12 +41,12 @@ class AnswerTexts:
     """
 
     def __init__(
-        self, tokenizer: TextLayer, prompt: Sequence[int], sampling: SamplingParams, end_token_ids: Set[int]
+        self, tokenizer: Tokenizer, prompt: Sequence[int], sampling: SamplingParams, end_token_ids: Set[int]
     ) -> None:
         self._tokenizer, self._prompt = tokenizer, prompt
         self._options = {} if sampling.skip_special_tokens else {"skip_special_tokens": False}
         self._silent = frozenset() if sampling.include_stop else end_token_ids
-        self._answers: dict[int, IncrementalText] = {}
+        self._answers: dict[int, Detokenizer] = {}
 
     def write(self, delta: Delta) -> None:
         """Sets the text of a delta."""
@@ -126,69 +128,31 @@ class Health:
 
 
 class EngineClient(ABC):
-    """Serves an engine to any number of asyncio tasks. Subclasses say where the engine runs.
-
-    Args:
-        tokenizer: tokenizer; None leaves texts to the engine.
-        eos_token_ids: end tokens of the model.
-        stall_seconds: maximum duration of a step; after that `check` reports a stall and waiting requests fail.
-    """
-
-    def __init__(self, tokenizer: TextLayer | None, eos_token_ids: Set[int], stall_seconds: float = 120.0) -> None:
-        self.stall_seconds = stall_seconds
-        self._tokenizer, self._eos_token_ids = tokenizer, eos_token_ids
-        self._status = Status()
-        self._numbers = count()
-        self._streams: dict[int, RequestStream] = {}
-        self._lock = threading.Lock()
-        self._accepting = False
+    """Serves an engine, or several, to any number of asyncio tasks."""
 
     @abstractmethod
     def start(self) -> None:
         """Starts to serve."""
 
     @abstractmethod
-    async def render_metrics(self) -> str:
-        """Renders the engine's metrics in Prometheus' text format."""
-
-    @abstractmethod
-    def _put(self, message: Message) -> None:
-        """Sends a message to the engine's loop. Any thread may call it."""
-
-    @abstractmethod
-    def _is_running(self) -> bool:
-        """Returns whether the engine's loop runs."""
-
-    @abstractmethod
-    def _join(self, timeout: float) -> bool:
-        """Waits at most `timeout` seconds for the end of the loop, and returns whether it has ended."""
-
     def stop(self, timeout: float = 30.0) -> bool:
         """Stops the engine after the current step; requests in flight get a last delta with reason `abort` immediately.
 
         Returns:
             Whether it has ended within `timeout` seconds.
         """
-        self._dismiss_all()
-        return self._end(Stop(when_idle=False), timeout)
 
-    def drain(self, timeout: float) -> bool:
-        """Stops accepting requests, waits at most `timeout` seconds for those in flight, then stops the engine.
-
-        Returns:
-            Whether all of them were completed.
-        """
-        return self._end(Stop(when_idle=True), timeout) or (self.stop() and False)
-
+    @abstractmethod
     def check(self) -> Health:
         """Returns the health of the engine. Any thread may call it."""
-        status, reason = self._status, self._fault()
-        if not reason and status.num_failed_steps >= UNHEALTHY_AFTER:
-            reason = f"the last {status.num_failed_steps} steps failed"
-        counts = status.num_running, status.num_waiting
-        return Health(not reason, reason, *counts, self._step_seconds(), has_ended=bool(status.failure))
 
-    async def generate(
+    @abstractmethod
+    async def render_metrics(self, model_name: str = "", engine: str = "") -> str:
+        """Renders the engine's metrics in Prometheus' text format, labelled by the model's name, and by the name of
+        this engine if there is one."""
+
+    @abstractmethod
+    def generate(
         self,
         prompt_token_ids: Sequence[int],
         sampling: SamplingParams,
@@ -203,6 +167,74 @@ class EngineClient(ABC):
         Raises:
             RequestError: the engine rejects the request.
         """
+
+    @abstractmethod
+    async def change_adapters(self, name: str, path: Path | None) -> None:
+        """Loads the LoRA adapter of a folder, or unloads one without a folder. Raises ToolkitError if that fails;
+        nothing has changed then."""
+
+
+class SingleEngineClient(EngineClient):
+    """Serves one engine. Subclasses say where it runs.
+
+    Args:
+        tokenizer: tokenizer; None leaves texts to the engine.
+        eos_token_ids: end tokens of the model.
+        stall_seconds: maximum duration of a step; after that `check` reports a stall and waiting requests fail.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, eos_token_ids: Set[int], stall_seconds: float = 120.0) -> None:
+        self.stall_seconds = stall_seconds
+        self._tokenizer, self._eos_token_ids = tokenizer, eos_token_ids
+        self._status = Status()
+        self._numbers = count()
+        self._streams: dict[int, RequestStream] = {}
+        self._lock = threading.Lock()
+        self._accepting = False
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that have not ended."""
+        return len(self._streams)
+
+    @abstractmethod
+    def _put(self, message: Message) -> None:
+        """Sends a message to the engine's loop. Any thread may call it."""
+
+    @abstractmethod
+    def _is_running(self) -> bool:
+        """Returns whether the engine's loop runs."""
+
+    @abstractmethod
+    def _join(self, timeout: float) -> bool:
+        """Waits at most `timeout` seconds for the end of the loop, and returns whether it has ended."""
+
+    def stop(self, timeout: float = 30.0) -> bool:
+        self._dismiss_all()
+        return self._end(Stop(when_idle=False), timeout)
+
+    def drain(self, timeout: float) -> bool:
+        """Stops accepting requests, waits at most `timeout` seconds for those in flight, then stops the engine.
+
+        Returns:
+            Whether all of them were completed.
+        """
+        return self._end(Stop(when_idle=True), timeout) or (self.stop() and False)
+
+    def check(self) -> Health:
+        status, reason = self._status, self._fault()
+        if not reason and status.num_failed_steps >= UNHEALTHY_AFTER:
+            reason = f"the last {status.num_failed_steps} steps failed"
+        counts = status.num_running, status.num_waiting
+        return Health(not reason, reason, *counts, self._step_seconds(), has_ended=bool(status.failure))
+
+    async def generate(
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        request_id: str | None = None,
+        options: RequestOptions = NO_OPTIONS,
+    ) -> AsyncGenerator[list[Delta], None]:
         number, stream = next(self._numbers), RequestStream(asyncio.get_running_loop(), request_id or uuid4().hex)
         if self._tokenizer is not None and not sampling.stop:
             ends = end_tokens(sampling, self._eos_token_ids)

@@ -11,11 +11,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from pathlib import Path
 from queue import Empty, SimpleQueue
 
-from compress.common.errors import RequestError
+from compress.common.errors import RequestError, ToolkitError
+from runtime.core.adapter import Adapter
 from runtime.core.request import Delta, FinishReason, RequestOptions, SamplingParams
 from runtime.engine.engine import Engine
 from runtime.text.grammar import NUM_LANES, CompiledGrammar, lane_of
@@ -24,6 +26,13 @@ logger = logging.getLogger("runtime.engine.engine")
 
 CHECK_SECONDS = 1.0
 """Minimum interval between two checks of an idle engine's bookkeeping."""
+
+QUIET_SECONDS = 0.2
+"""Time without a step before work for idle time: the next request of a client that sends one after the other does not
+wait for it."""
+
+NUM_READERS = 2
+"""Threads that read adapters which are not in host memory."""
 
 LOCK_SECONDS = 0.0005
 """Time for which a thread keeps the interpreter lock while another one waits. With Python's default of 5 ms everything
@@ -37,6 +46,7 @@ class Add:
     Attributes:
         stream: number that a client gives to each request once, while an id may be given again.
         compiled: the compiled grammar, set by the loop; a grammar stays compiled as long as it is referenced.
+        adapter: the adapter of the options, which stays in host memory for as long.
     """
 
     stream: int
@@ -45,6 +55,7 @@ class Add:
     sampling: SamplingParams
     options: RequestOptions
     compiled: CompiledGrammar | None = None
+    adapter: Adapter | None = None
 
     def failed(self, error: str) -> list[Delta]:
         """Returns the last delta of each answer if the request fails before it starts."""
@@ -109,7 +120,8 @@ class EngineLoop:
     Args:
         engine: engine that this loop uses exclusively.
         deliver: receives events and status.
-        idle_work: called one after the other while there is no request; a request waits for one of them at most.
+        idle_work: called one after the other before the first request, and while there was no step for `QUIET_SECONDS`;
+            a request waits for one of them at most.
 
     Attributes:
         messages: messages that `run` has not read yet.
@@ -124,21 +136,31 @@ class EngineLoop:
         self._idle_work = deque(idle_work)
         self._requests: dict[str, _OpenRequest] = {}
         self._compilers = [ThreadPoolExecutor(1, thread_name_prefix="grammar compiler") for _ in range(NUM_LANES)]
+        self._readers = ThreadPoolExecutor(NUM_READERS, thread_name_prefix="adapter reader")
         self._checking: set[int] = set()
-        self._lock = threading.Lock()
+        self._lock, self._arriving = threading.Lock(), threading.RLock()  # who is delivered to may send
         self._stop: Stop | None = None
         self._check_due = 0.0
         self._num_checked_steps = 0
+        self._last_step = -QUIET_SECONDS
 
-    def put(self, message: Message) -> None:
-        """Sends a message. Any thread may call it.
+    def put(self, *messages: Message) -> None:
+        """Sends messages; an idle engine starts on all of them together. Any thread may call it.
 
-        A request is validated first; a new grammar is compiled in a thread, which delays neither the caller nor steps.
+        A request is validated first; a new grammar is compiled, and an adapter read, in a thread, which delays neither
+        the caller nor steps.
         """
+        with self._arriving:
+            for message in messages:
+                self._put(message)
+
+    def _put(self, message: Message) -> None:
         if isinstance(message, Add):
             grammar, grammars = message.sampling.grammar, self.engine.grammars
             self._checking.add(message.stream)
-            if grammar is None or grammars is None or grammars.find(grammar):
+            if self._must_read(message.options.adapter):
+                self._readers.submit(self._admit, message)
+            elif grammar is None or grammars is None or grammars.find(grammar):
                 self._admit(message)
             else:
                 self._compilers[lane_of(grammar)].submit(self._admit, message)
@@ -146,6 +168,29 @@ class EngineLoop:
         with self._lock:
             if not (isinstance(message, Abort) and self._end_check(message.stream)):
                 self.messages.put(message)
+
+    def change_adapters(self, name: str, path: Path | None) -> Future[ToolkitError | None]:
+        """Loads the adapter of a folder in a thread, or unloads one without a folder; returns the error, if there is
+        one."""
+        return self._readers.submit(self._change_adapters, name, path)
+
+    def _change_adapters(self, name: str, path: Path | None) -> ToolkitError | None:
+        adapters = self.engine.adapters
+        try:
+            if adapters is None:
+                raise RequestError("this engine serves no adapters", "Start it with --enable-lora")
+            adapters.unload(name) if path is None else adapters.load(name, path)
+        except ToolkitError as error:
+            return error
+        except Exception as error:  # a damaged file may raise anything; the engine does not depend on it
+            logger.exception("adapter %s could not be changed", name)
+            return ToolkitError(f"adapter {name!r}: {type(error).__name__}: {error}")
+        return None
+
+    def _must_read(self, adapter: str) -> bool:
+        """Returns whether an adapter is not in host memory."""
+        adapters = self.engine.adapters
+        return bool(adapter) and adapters is not None and adapters.find(adapter) is None
 
     def run(self) -> None:
         """Steps until a message or a failure ends the loop; `status` has the reason of a failure."""
@@ -159,6 +204,7 @@ class EngineLoop:
                     if is_idle:
                         self._publish()
                     self._publish(self._addressed(self.engine.step()))
+                    self._last_step = time.monotonic()
             self.engine.abort_all()
             self._publish()
         except BaseException as error:  # a bug, or a panic of a library; every request and /health report it
@@ -169,8 +215,10 @@ class EngineLoop:
     def _admit(self, request: Add) -> None:
         """Validates a request, and sends it to `run` or rejects it, unless it was aborted meanwhile."""
         compiled: CompiledGrammar | None = None
+        adapter: Adapter | None = None
         events: Events = ()
         try:
+            adapter = self.engine.open_adapter(request.options.adapter)
             compiled = self.engine.check_request(request.prompt_token_ids, request.sampling)
         except RequestError as error:
             events = [(request.stream, error)]
@@ -181,7 +229,8 @@ class EngineLoop:
             if not self._end_check(request.stream):
                 return
             if not events:
-                self.messages.put(replace(request, compiled=compiled) if compiled else request)
+                found = compiled is not None or adapter is not None
+                self.messages.put(replace(request, compiled=compiled, adapter=adapter) if found else request)
         if events:
             self._deliver(events, self.status)
 
@@ -201,6 +250,8 @@ class EngineLoop:
         """
         if not self._idle_work or not self.messages.empty():
             return self._check_idle()
+        if (remaining := self._last_step + QUIET_SECONDS - time.monotonic()) > 0:
+            return remaining
         try:
             self._idle_work.popleft()()
         except Exception:  # a kernel may raise any exception; no request depends on this work
@@ -233,6 +284,9 @@ class EngineLoop:
         """Handles all queued messages; with `wait`, sleeps at most `timeout` seconds until there is one."""
         try:
             message = self.messages.get(wait, timeout)
+            if wait:
+                with self._arriving:  # what was sent with the message follows
+                    pass
             while True:
                 self._handle(message)
                 message = self.messages.get_nowait()

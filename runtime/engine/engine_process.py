@@ -17,15 +17,19 @@ from collections.abc import Set
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
-from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client import ProcessCollector
 
+from compress.common.errors import ToolkitError
 from runtime.core.request import Delta
-from runtime.engine.engine_client import EngineClient
+from runtime.engine.engine_client import SingleEngineClient
 from runtime.engine.engine_loop import EngineLoop, Events, Message, Status
-from runtime.engine.output_processor import TextLayer
+from runtime.engine.metrics import Labelled, engine_label, render
 from runtime.engine.wire import LENGTH, READ_BYTES, describe_end, frame, receive
+from runtime.text.tokenizer import Tokenizer
 
 METRICS_SECONDS = 5.0
 """Maximum wait for the engine's metrics; `/metrics` lacks them after that."""
@@ -33,7 +37,31 @@ METRICS_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True)
 class RenderMetrics:
-    """Message that asks for the engine's metrics; the answer is a string."""
+    """Message that asks for the engine's metrics; the answer is a string. Its fields are those of `Metrics.render`."""
+
+    model_name: str
+    engine: str
+
+
+@dataclass(frozen=True, slots=True)
+class ChangeAdapters:
+    """Message that loads an adapter, or unloads one without a path; the answer is `AdaptersChanged`."""
+
+    number: int
+    name: str
+    path: Path | None
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptersChanged:
+    """Answer to the message of a number."""
+
+    number: int
+    error: ToolkitError | None
+
+
+Sent = Message | RenderMetrics | ChangeAdapters
+"""Messages to the engine's process."""
 
 
 def packed(events: Events, status: Status) -> tuple[Status, list[int], Events]:
@@ -69,8 +97,7 @@ class EnginePort:
         self.loop: Future[EngineLoop] = Future()
         self._socket = socket.socket(fileno=end)
         self._lock = threading.Lock()
-        self._registry = CollectorRegistry()
-        ProcessCollector(namespace="engine", registry=self._registry)
+        self._process_metrics = ProcessCollector(namespace="engine", registry=None)
 
     def receive(self) -> Any:
         """Returns the next message. Raises EOFError if the other end is closed."""
@@ -96,29 +123,36 @@ class EnginePort:
     def _listen(self) -> None:
         with suppress(EOFError):
             while True:
-                message = self.receive()
-                if isinstance(message, RenderMetrics):
-                    process = generate_latest(self._registry).decode()
-                    self.send(self.loop.result().engine.render_metrics() + process)
-                else:
-                    self.loop.result().put(message)
+                messages = self.receive()
+                loop = self.loop.result()
+                loop.put(*(each for each in messages if not isinstance(each, RenderMetrics | ChangeAdapters)))
+                for each in messages:
+                    if isinstance(each, RenderMetrics):
+                        process = render(Labelled(self._process_metrics, engine_label(each.engine)))
+                        self.send(loop.engine.render_metrics(each.model_name, each.engine) + process)
+                    elif isinstance(each, ChangeAdapters):
+                        changing = loop.change_adapters(each.name, each.path)
+                        changing.add_done_callback(partial(self._tell_change, each.number))
         os._exit(1)
 
+    def _tell_change(self, number: int, changing: Future[ToolkitError | None]) -> None:
+        self.send(AdaptersChanged(number, changing.result()))
 
-class EngineProcess(EngineClient):
+
+class EngineProcess(SingleEngineClient):
     """Engine at the other end of a socket, where `EnginePort` is. Serves one event loop, that of `start`.
 
     Args:
         process: the engine's process.
         connection: this end of the socket.
-        tokenizer, eos_token_ids, stall_seconds: as for `EngineClient`.
+        tokenizer, eos_token_ids, stall_seconds: as for `SingleEngineClient`.
     """
 
     def __init__(
         self,
         process: subprocess.Popen[bytes],
         connection: socket.socket,
-        tokenizer: TextLayer | None,
+        tokenizer: Tokenizer | None,
         eos_token_ids: Set[int],
         stall_seconds: float = 120.0,
     ) -> None:
@@ -126,8 +160,10 @@ class EngineProcess(EngineClient):
         self.process = process
         self._socket = connection
         self._is_connected = False
+        self._messages: list[Sent] = []
         self._unread, self._unsent = bytearray(), bytearray()
         self._renderings: deque[asyncio.Future[str]] = deque()
+        self._changes: dict[int, asyncio.Future[ToolkitError | None]] = {}
 
     def start(self) -> None:
         self._event_loop, self._thread_id = asyncio.get_running_loop(), threading.get_ident()
@@ -142,15 +178,23 @@ class EngineProcess(EngineClient):
             self.process.wait()
         return has_ended
 
-    async def render_metrics(self) -> str:
+    async def render_metrics(self, model_name: str = "", engine: str = "") -> str:
         if not self._is_connected:
             return ""
         self._renderings.append(rendering := self._event_loop.create_future())
-        self._put(RenderMetrics())
+        self._put(RenderMetrics(model_name, engine))
         try:
             return await asyncio.wait_for(rendering, METRICS_SECONDS)
         except TimeoutError:
             return ""
+
+    async def change_adapters(self, name: str, path: Path | None) -> None:
+        if not self._is_connected:
+            raise ToolkitError("the engine is not running", "Start the server again")
+        self._changes[number := next(self._numbers)] = change = self._event_loop.create_future()
+        self._put(ChangeAdapters(number, name, path))
+        if error := await change:
+            raise error
 
     def _is_running(self) -> bool:
         return self._is_connected
@@ -162,24 +206,36 @@ class EngineProcess(EngineClient):
             return False
         return True
 
-    def _put(self, message: Message | RenderMetrics) -> None:
+    def _put(self, message: Sent) -> None:
         if threading.get_ident() == self._thread_id:
-            self._write(frame(message))
+            self._queue(message)
         else:
             with suppress(RuntimeError):  # the event loop is closed
-                self._event_loop.call_soon_threadsafe(self._write, frame(message))
+                self._event_loop.call_soon_threadsafe(self._queue, message)
 
-    def _write(self, content: bytes) -> None:
-        """Sends bytes, without waiting for room in the socket."""
-        if not self._is_connected:
+    def _queue(self, message: Sent) -> None:
+        """Sends a message with others of this turn of the event loop."""
+        if not self._messages:
+            self._event_loop.call_soon(self._flush)
+        self._messages.append(message)
+
+    def _flush(self) -> None:
+        """Sends the messages, without waiting for room in the socket."""
+        content, self._messages = frame(self._messages) if self._messages else b"", []
+        if not (content and self._is_connected):
             return
         self._unsent += content
         if len(self._unsent) == len(content):  # else the event loop waits for room already
-            self._send_rest()
+            self._send()
             if self._unsent:
                 self._event_loop.add_writer(self._socket, self._send_rest)
 
     def _send_rest(self) -> None:
+        self._send()
+        if not self._unsent:
+            self._event_loop.remove_writer(self._socket)
+
+    def _send(self) -> None:
         try:
             sent = self._socket.send(self._unsent)
         except BlockingIOError:
@@ -187,8 +243,6 @@ class EngineProcess(EngineClient):
         except OSError:  # `_read` finds out
             sent = len(self._unsent)
         del self._unsent[:sent]
-        if not self._unsent:
-            self._event_loop.remove_writer(self._socket)
 
     def _read(self) -> None:
         try:
@@ -209,7 +263,12 @@ class EngineProcess(EngineClient):
             del self._unread[:end]
             self._handle(message)
 
-    def _handle(self, message: str | tuple[Status, list[int], Events]) -> None:
+    def _handle(self, message: str | AdaptersChanged | tuple[Status, list[int], Events]) -> None:
+        if isinstance(message, AdaptersChanged):
+            change = self._changes.pop(message.number)
+            if not change.done():
+                change.set_result(message.error)
+            return
         if isinstance(message, str):
             rendering = self._renderings.popleft()
             if not rendering.done():
@@ -235,6 +294,9 @@ class EngineProcess(EngineClient):
             self._status = Status(failure=f"the engine's process {describe_end(self.process)}")
         self._status = replace(self._status, busy_since=None, num_running=0, num_waiting=0)
         self._dismiss_all()
+        for change in self._changes.values():
+            if not change.done():
+                change.set_result(ToolkitError("the engine has ended", "Start the server again"))
         for rendering in self._renderings:
             if not rendering.done():
                 rendering.set_result("")

@@ -6,18 +6,19 @@ import asyncio
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 from runtime.engine.engine import Engine
-from runtime.engine.engine_client import EngineClient, Item, RequestStream, post
+from runtime.engine.engine_client import Item, RequestStream, SingleEngineClient, post
 from runtime.engine.engine_loop import Abort, EngineLoop, Events, Message, Status
 
 
-class EngineThread(EngineClient):
+class EngineThread(SingleEngineClient):
     """Thread that runs an engine and serves any number of asyncio tasks, of several event loops as well.
 
     Args:
         engine: engine that the thread uses exclusively.
-        stall_seconds: as for `EngineClient`.
+        stall_seconds: as for `SingleEngineClient`.
         idle_work: as for `EngineLoop`.
     """
 
@@ -33,8 +34,12 @@ class EngineThread(EngineClient):
         self._accepting = True
         self._thread.start()
 
-    async def render_metrics(self) -> str:
-        return self.engine.render_metrics()
+    async def render_metrics(self, model_name: str = "", engine: str = "") -> str:
+        return self.engine.render_metrics(model_name, engine)
+
+    async def change_adapters(self, name: str, path: Path | None) -> None:
+        if error := await asyncio.wrap_future(self._loop.change_adapters(name, path)):
+            raise error
 
     def _put(self, message: Message) -> None:
         self._loop.put(message)

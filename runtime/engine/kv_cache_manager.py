@@ -10,7 +10,7 @@ from runtime.core.attention_window import RELEASED, AttentionWindow, held_blocks
 from runtime.core.config import RuntimeConfig
 from runtime.core.request import Sequence
 from runtime.core.step import BlockCopy, BlockRestore
-from runtime.engine.block_pool import BlockPool, extend_hashes, root_hash
+from runtime.engine.block_pool import BlockPool, BlockWatcher, extend_hashes, root_hash
 from runtime.engine.state_manager import StateManager
 
 
@@ -19,10 +19,10 @@ class TablePlan:
     """Planned block table, before allocation.
 
     Attributes:
-        table: ids of cached blocks; elsewhere `RELEASED`.
+        table: ids of pages in the prefix cache; elsewhere `RELEASED`.
         missing: indices of entries that need a new block, ascending.
         saved: hashes of blocks in host memory that fill the first of the missing entries.
-        source: cached block to copy into the last new block, except its last token, which must be computed.
+        source: page in the prefix cache to copy into the last new block, except its last token, which must be computed.
         num_computed_tokens: number of tokens with known keys and values afterwards.
     """
 
@@ -36,7 +36,7 @@ class TablePlan:
 def plan_table(
     pool: BlockPool, attention_window: AttentionWindow, hashes: abc.Sequence[bytes], num_tokens: int, span: int
 ) -> TablePlan:
-    """Plans the table of a sequence of `num_tokens` tokens from cached blocks.
+    """Plans the table of a sequence of `num_tokens` tokens from pages in the prefix cache.
 
     The last token is always computed, because its logits are needed. If even its block is cached, the tokens before it
     are copied from that block.
@@ -99,7 +99,7 @@ class KVCacheManager:
     """Manages the block tables of sequences for the scheduler. Single-threaded.
 
     Args:
-        pool: KV blocks.
+        pool: pages of the KV cache.
         config: configuration with the KV cache dtype and the maximum prompt tokens per step.
         attention_window: tokens that a token attends to; blocks outside of it are returned while a sequence runs.
         states: recurrent states of the same sequences, if the model has any: cached prefixes are used up to a saved
@@ -242,8 +242,19 @@ class KVCacheManager:
         self._extend_hashes(sequence, accepted)
         for index in range(first, last):
             if sequence.block_ids[index] != RELEASED:
-                self.pool.register(sequence.block_ids, index, sequence.block_hashes)
+                is_new = self.pool.register(sequence.block_ids, index, sequence.block_hashes)
+                if is_new and self.pool.watcher:
+                    self._tell(self.pool.watcher, sequence, index, accepted)
         sequence.num_registered_blocks = last
+
+    def _tell(self, watcher: BlockWatcher, sequence: Sequence, index: int, accepted: TokenIds[int]) -> None:
+        """Tells a watcher of a new block."""
+        hashes, options = sequence.block_hashes, sequence.request.options
+        start, stop = index * self.pool.block_size, (index + 1) * self.pool.block_size
+        num_known = len(sequence.token_ids)
+        token_ids = [*sequence.token_ids[start:stop], *accepted[max(0, start - num_known) : max(0, stop - num_known)]]
+        parent = hashes[index - 1] if index else None
+        watcher.stored(hashes[index], parent, token_ids, options.cache_salt, options.adapter)
 
     def forget(self, sequence: Sequence) -> None:
         """Removes the blocks of a sequence from the prefix cache."""
@@ -298,8 +309,10 @@ class KVCacheManager:
         return sequence.block_hashes
 
     def _extend_hashes(self, sequence: Sequence, accepted: TokenIds[int] = ()) -> None:
-        # Keys and values of a token depend on the tokens it attended to.
-        root = root_hash(f"{self.config.dtype}, sees {self.attention_window}", sequence.request.options.cache_salt)
+        # Keys and values of a token depend on the tokens it attended to, and on the weights.
+        adapter = sequence.request.adapter
+        weights = self.config.dtype if adapter is None else f"{self.config.dtype} with {adapter.digest}"
+        root = root_hash(f"{weights}, sees {self.attention_window}", sequence.request.options.cache_salt)
         token_ids = [*sequence.token_ids, *accepted] if accepted else sequence.token_ids
         extend_hashes(sequence.block_hashes, token_ids, self.pool.block_size, root)
 

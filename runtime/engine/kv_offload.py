@@ -1,4 +1,4 @@
-"""Bookkeeping of KV blocks, or recurrent states, evicted to host memory, by hash. No torch.
+"""Bookkeeping of pages, or recurrent states, evicted to host memory, by hash. No torch.
 
 The pool saves a block here when it reallocates it, and continues prefix matches here. The runner moves the data when it
 executes the next plan. Until that plan is settled, blocks it loads must not be replaced. Until the plan after it is

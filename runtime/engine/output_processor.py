@@ -4,12 +4,10 @@ torch."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Set
-from collections.abc import Sequence as TokenIds
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from math import isfinite, isnan
-from typing import Protocol
 
 from compress.common.errors import RequestError
 from runtime.core.request import (
@@ -28,28 +26,12 @@ from runtime.core.token_rules import with_rules
 from runtime.engine.metrics import Metrics, RequestTimes
 from runtime.engine.scheduler import Scheduler
 from runtime.text.grammar import MAX_ITEMS, MAX_WORK, GrammarCompiler, Work
-from runtime.text.token_table import Vocabulary
+from runtime.text.tokenizer import Detokenizer, Tokenizer
 
 GRAMMAR_TOO_COMPLEX = (
     f"the grammar is too complex to continue from here, mostly because it is ambiguous: it would take more than "
     f"{MAX_WORK.seconds:g} s of processor time or {MAX_ITEMS} items of a parser"
 )
-
-
-class IncrementalText(Protocol):
-    """Interface of an incremental detokenizer; implemented by `runtime.text.tokenizer.Detokenizer`."""
-
-    def push(self, token_id: int) -> str: ...
-
-    def flush(self) -> str: ...
-
-
-class TextLayer(Vocabulary, Protocol):
-    """Interface of a tokenizer for the engine; implemented by `runtime.text.tokenizer.Tokenizer`."""
-
-    def detokenizer(
-        self, prompt_token_ids: TokenIds[int] = (), *, skip_special_tokens: bool = True
-    ) -> IncrementalText: ...
 
 
 class StopMatcher:
@@ -118,7 +100,7 @@ class RequestState:
     """
 
     def __init__(
-        self, sequence: Sequence, tokenizer: TextLayer | None, eos_token_ids: Set[int], request_id: str, index: int
+        self, sequence: Sequence, tokenizer: Tokenizer | None, eos_token_ids: Set[int], request_id: str, index: int
     ) -> None:
         sampling = sequence.request.sampling
         self.sequence = sequence
@@ -127,7 +109,7 @@ class RequestState:
         self._max_length = sequence.num_prompt_tokens + sampling.max_tokens
         self.end_token_ids = end_tokens(sampling, eos_token_ids)
         options = {} if sampling.skip_special_tokens else {"skip_special_tokens": False}
-        self._text: IncrementalText | None = None
+        self._text: Detokenizer | None = None
         if tokenizer is not None and sequence.request.options.detokenize:
             self._text = tokenizer.detokenizer(sequence.request.prompt_token_ids, **options)
         self._stop = StopMatcher(sampling.stop, include=sampling.include_stop)
@@ -295,7 +277,7 @@ class OutputProcessor:
     def __init__(
         self,
         scheduler: Scheduler,
-        tokenizer: TextLayer | None,
+        tokenizer: Tokenizer | None,
         eos_token_ids: frozenset[int],
         grammars: GrammarCompiler | None,
         vocab_size: int,
@@ -443,7 +425,7 @@ class OutputProcessor:
         if delta.token_ids:
             self._metrics.note_tokens(self._times[sequence.id], len(delta.token_ids), now)
         if delta.finish_reason is not None:
-            self._metrics.note_end(self._times.pop(sequence.id), delta.finish_reason, now)
+            self._metrics.note_end(self._times.pop(sequence.id), sequence, delta.finish_reason, now)
             # A request with the same prefix must not reuse keys and values that led to a failure.
             self._scheduler.finish(sequence, trusted=delta.finish_reason is not FinishReason.ERROR)
             del parent.answers[sequence.id], self._by_sequence[sequence.id]

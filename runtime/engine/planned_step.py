@@ -1,8 +1,8 @@
-"""A step plan under construction: its entries, and the remaining tokens. No torch."""
+"""A step plan under construction: its entries, the remaining tokens, and adapters that fit. No torch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from runtime.core.request import Sequence
@@ -32,7 +32,7 @@ class PlannedStep:
         taken: block moves of sequences admitted in this step, by sequence id.
         copies: other copies of blocks.
         prompts: entries with prompt tokens, by sequence id.
-        shares: remaining cost of prompts of each client; None is no limit.
+        shares: remaining cost of prompts of each client; None means no limit.
     """
 
     budget: int
@@ -75,3 +75,27 @@ class PlannedStep:
         self.prompt_budget -= cost
         if self.shares is not None:
             self.shares[sequence.client] -= cost
+
+
+def has_place(sequence: Sequence, running: Iterable[Sequence], max_adapters: int) -> bool:
+    """Returns whether the adapter of a sequence is among those of the running ones, or fits next to them."""
+    adapter = sequence.request.adapter
+    if adapter is None:
+        return True
+    active = {each.request.adapter.digest for each in running if each.request.adapter is not None}
+    return len(active | {adapter.digest}) <= max_adapters
+
+
+def with_places(waiting: Iterable[Sequence], running: Iterable[Sequence], max_adapters: int) -> Iterator[Sequence]:
+    """Yields the waiting sequences that are not held and whose adapters have places; after one without, those without
+    an adapter only: the places must become free for it."""
+    is_free = True
+    for sequence in waiting:
+        if sequence.is_held:
+            continue
+        if sequence.request.adapter is None:
+            yield sequence
+        elif is_free:
+            is_free = has_place(sequence, running, max_adapters)
+            if is_free:
+                yield sequence

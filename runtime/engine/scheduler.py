@@ -1,7 +1,7 @@
 """Scheduler: plans the tokens and sequences of each step, without separate prefill and decode phases. No torch.
 
 Each sequence closes the gap between its computed and its known tokens. The token budget of a step is spent in this
-order: sequences one token behind (decodes), sequences in the middle of their prompt, waiting sequences, then draft
+order: sequences with one token left (decodes), sequences in the middle of their prompt, waiting sequences, then draft
 tokens. With decodes, prompts get the time that these leave (`runtime.engine.step_costs`), but never nothing. These
 rules make scheduling fair and free of deadlocks:
 
@@ -17,9 +17,11 @@ rules make scheduling fair and free of deadlocks:
   where other sequences hold those too, room is made as for decodes.
 * Draft tokens (`Sequence.draft_token_ids`) get only tokens and blocks that nothing else needs in this step, and those
   blocks are returned after it. So speculation neither preempts nor delays a sequence.
+* A step computes at most `max_loras` adapters. A sequence whose adapter has no place among those of the running ones
+  waits, and so do those with an adapter after it; others pass it.
 * With recurrent states (`runtime.engine.state_manager`), admission needs a slot for one more sequence, too. A sequence
-  that runs never waits for a slot. It may compute accepted draft tokens again (`runtime.core.draft_states`), and is
-  never behind what it had computed before them.
+  that runs never waits for a slot. It may compute accepted draft tokens again (`runtime.core.draft_states`), but
+  none of the tokens before them.
 
 Hence the first running sequence, and the first one of every other client, computes at least one token in every step.
 With one client and without priorities and forks all running sequences precede all waiting ones, and a sequence ends
@@ -48,7 +50,7 @@ from runtime.core.step import ScheduledSequence, StepPlan
 from runtime.engine.block_pool import BlockPool
 from runtime.engine.fairness import Clients, count_places, divide_cost, first_of_each, in_prompt, in_turns
 from runtime.engine.kv_cache_manager import KVCacheManager
-from runtime.engine.planned_step import PlannedStep
+from runtime.engine.planned_step import PlannedStep, has_place, with_places
 from runtime.engine.state_manager import StateManager
 from runtime.engine.step_costs import StepCosts, prompt_seconds
 
@@ -75,7 +77,7 @@ class Scheduler:
     """Scheduler of steps. `blocks` manages the block tables of its sequences. Single-threaded.
 
     Args:
-        pool: KV blocks.
+        pool: pages of the KV cache.
         config: token budget, sequences per step, chunk size.
         max_model_len: longest prompt plus output in tokens.
         attention_window: tokens that a token attends to; blocks outside of it are returned while a sequence runs.
@@ -136,7 +138,7 @@ class Scheduler:
         needed = self.blocks.most_held(num_prompt_tokens + max_tokens)
         if needed > self.pool.num_blocks:
             raise RequestError(
-                f"{both} need {needed} KV blocks of {self.pool.block_size} and the pool has {self.pool.num_blocks}",
+                f"{both} need {needed} KV pages of {self.pool.block_size} and the pool has {self.pool.num_blocks}",
                 "Lower max_tokens, shorten the prompt, or start the engine with more KV memory",
             )
 
@@ -165,7 +167,8 @@ class Scheduler:
         child.num_cached_tokens = parent.num_cached_tokens
         self.clients.join(child.client)
         no_room = len(self.running) >= self._max_running or self.pool.num_free <= len(self.running)
-        if no_room or not self.shares_blocks or self._overtakes(child):
+        has_adapter = has_place(child, self.running, self.config.max_loras)
+        if no_room or not self.shares_blocks or not has_adapter or self._overtakes(child):
             insort(self.waiting, child, key=_order)
             return child
         self.blocks.share(parent, child)
@@ -342,7 +345,7 @@ class Scheduler:
 
     def _head(self, step: PlannedStep) -> Sequence | None:
         """Returns the next waiting sequence that is not held, of a client with remaining tokens."""
-        ready = (sequence for sequence in self.waiting if not sequence.is_held)
+        ready = with_places(self.waiting, self.running, self.config.max_loras)
         first = first_of_each(ready) if self.clients.are_several else islice(ready, 1)
         heads = [sequence for sequence in first if step.room(sequence)]
         return min(heads, key=self._key(count_places(self.running)), default=None)
@@ -358,12 +361,12 @@ class Scheduler:
             return []
         places, busy = count_places(self.running), in_prompt(self.running)
         least = max(places.values(), default=0) - 2
-        ready = (sequence for sequence in self.waiting if not sequence.is_held)
+        ready = with_places(self.waiting, self.running, self.config.max_loras)
         claims = [s for s in first_of_each(ready) if s.client not in busy and places[s.client] <= least]
         return sorted(claims, key=self._key(places))
 
     def _claim_place(self, sequence: Sequence, step: PlannedStep) -> None:
-        while self.running:
+        while self.running and has_place(sequence, self.running, self.config.max_loras):
             places, last = count_places(self.running), in_turns(self.running)[-1]
             if places[last.client] < places[sequence.client] + 2:
                 return

@@ -65,10 +65,6 @@ class StatePool:
         """Returns the slot with this hash, or None. Takes no hold."""
         return self._by_hash.get(block_hash)
 
-    def num_holds(self, slot: int) -> int:
-        """Returns the number of holds of a slot."""
-        return self._counts[slot]
-
     def is_writable(self, slot: int) -> bool:
         """Returns whether the holder of a slot may overwrite it: no other sequence holds it, and it is not saved."""
         return self._counts[slot] == 1 and slot not in self._hashes

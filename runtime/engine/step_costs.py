@@ -8,7 +8,7 @@ proportion to their part in the prediction (normalized least mean squares):
 * Steps without prompts correct the parts of decodes, others the parts of prompts. So an error in the time of prompts
   never makes decodes seem slower, which would allow longer steps.
 * Until a step without prompts was measured, decodes cost what they do relative to prompt tokens in `INITIAL_RATIOS`:
-  the first step of a process is slow, and beside prompts that never end nothing would correct what it says of decodes.
+  the first step of a process is slow, and while all steps have prompts, nothing would correct its cost of decodes.
 * Upwards at once, to at most twice the prediction, so that one outlier (a compilation, a page fault) does not last.
 * Downwards by half of the difference, so that the model tends to overestimate.
 

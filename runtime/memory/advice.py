@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.weights import Int
 from compress.common.device import available_bytes, format_bytes, resolve_device, total_bytes
 from compress.common.errors import ToolkitError
+from compress.models.cuts import Rank
 from runtime.backends.base import Target
 from runtime.backends.registry import is_fast
 from runtime.core.config import RuntimeConfig
@@ -21,9 +23,12 @@ from runtime.core.model_config import DecoderConfig
 from runtime.memory.capacity import ITEM_SIZES, Capacity, estimate
 from runtime.memory.estimate import Weights, kv_token_bytes
 from runtime.memory.losses import KEYS, grade, weight_forms
-from runtime.memory.plan import explain, find_budget, plan_memory
+from runtime.memory.plan import explain, find_budget, plan_memory, pool_bytes
+from runtime.model.expected_tensors import expected_linears
 from runtime.model.expert_offload import check_expert_cache
-from runtime.model.loader import read_model, resolve_dtype
+from runtime.model.loader import cut_model, read_model, resolve_dtype
+from runtime.parallel.costs import LINKS, step_traffic
+from runtime.parallel.stages import plan_stages
 
 SHORTEST_CONTEXT = 512
 MOST_SEQUENCES = 256
@@ -167,6 +172,7 @@ class Report:
         stored_bytes: of the weights in the files.
         plan: what `runtime serve` would allocate, or why it refuses.
         expert_bytes: experts in host memory, which is not the memory of the capacity.
+        messages: among ranks, one line for each kind of step.
     """
 
     name: str
@@ -178,6 +184,7 @@ class Report:
     plan: MemoryPlan | str
     remedies: list[Remedy]
     expert_bytes: int = 0
+    messages: Sequence[str] = ()
 
     def as_json(self) -> dict[str, Any]:
         """Sizes in bytes."""
@@ -228,6 +235,9 @@ class Report:
         yield "\n`runtime serve` with these options:"
         yield from (f"  {line}" for line in self._explained_plan())
         yield from self._ways()
+        if self.messages:
+            yield "\nMessages among ranks, and their time on a link, by arithmetic, not measured:"
+            yield from self.messages
 
     def _needs(self) -> Iterator[str]:
         capacity = self.capacity
@@ -317,7 +327,10 @@ def inspect(path: Path, scheme: str, config: RuntimeConfig, memory_bytes: int | 
     device = resolve_device(config.device)
     config = config.with_step_sizes(total_bytes(device))
     target = Target(device, resolve_dtype(config.dtype, model.dtype, device))
+    ranks, whole = config.num_ranks, model
     memory = available_bytes(device) if memory_bytes is None else memory_bytes
+    if ranks > 1:
+        model, memory = largest_part(model, checkpoint, config), memory // ranks if device.type == "cpu" else memory
     if config.moe_expert_cache is not None:
         check_expert_cache(config.moe_expert_cache, model.spec, device)
     weights = Weights(checkpoint, model, target, config.linear_backend, memory, config.moe_expert_cache)
@@ -325,15 +338,45 @@ def inspect(path: Path, scheme: str, config: RuntimeConfig, memory_bytes: int | 
     capacity = estimate(model, config, dtype, weight_bytes, memory)
     return Report(
         Path(shown_name(path.resolve())).name,
-        "as asked for" if memory_bytes is not None else f"free on this {device.type.upper()} now",
+        ("as asked for" if memory_bytes is not None else f"free on this {device.type.upper()} now")
+        + (f", for each of {ranks} ranks" if ranks > 1 else ""),
         scheme,
         model,
         weights.stored_bytes,
         capacity,
         _plan(weights, weight_bytes, dtype, config, memory),
-        find_remedies(Path(shown_name(path)), weights, config, capacity),
+        find_remedies(Path(shown_name(path)), weights, config, capacity) if ranks == 1 else [],
         weights.expert_bytes,
+        tuple(describe_messages(whole, config, target.dtype.itemsize)) if ranks > 1 else (),
     )
+
+
+def describe_messages(model: DecoderConfig, config: RuntimeConfig, itemsize: int) -> Iterator[str]:
+    """Describes the messages of three steps: a token of one sequence, of all of them, and a part of a prompt."""
+    sizes, rows = (config.tensor_parallel_size, config.pipeline_parallel_size), config.max_num_seqs
+    yield f"  {'tokens':>7}  {'logits':>6}  {'bytes':>10}" + "".join(f"  {link.name:>12}" for link in LINKS)
+    for num_tokens, num_rows in ((1, 1), (rows, rows), (config.max_span_tokens, 1)):
+        parts = step_traffic(model.spec, *sizes, num_tokens, num_rows, itemsize)
+        times = "".join(f"  {sum(part.microseconds(link) for part in parts):9.0f} us" for link in LINKS)
+        yield f"  {num_tokens:7}  {num_rows:6}  {format_bytes(round(sum(part.nbytes for part in parts))):>10}{times}"
+
+
+def largest_part(model: DecoderConfig, checkpoint: PackedCheckpoint, config: RuntimeConfig) -> DecoderConfig:
+    """Describes the part of a model that is the largest of those that some ranks hold, with its tokens of the
+    vocabulary.
+
+    Raises:
+        ToolkitError: a model that ranks cannot share.
+    """
+    ranks, stages = config.tensor_parallel_size, config.pipeline_parallel_size
+    parts = [cut_model(model, checkpoint, Rank(index, ranks))[0] for index in range(ranks)] if ranks > 1 else [model]
+    if stages > 1:
+        layers = [stage.layers for stage in plan_stages(model, checkpoint, stages, pool_bytes(config))]
+        parts = [part.keep_stage(each) for each in layers for part in parts]
+    largest = max(parts, key=lambda part: sum(math.prod(linear.shape) for linear in expected_linears(part, checkpoint)))
+    vocab_size, inputs = -(-model.spec.vocab_size // ranks), model.spec.layer_inputs
+    inputs = None if inputs is None else replace(inputs, vocab_size=-(-inputs.vocab_size // ranks))
+    return replace(largest, spec=replace(largest.spec, vocab_size=vocab_size, layer_inputs=inputs))
 
 
 def _plan(

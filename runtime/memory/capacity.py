@@ -1,4 +1,4 @@
-"""Capacity beside weights of a known size: tokens, requests and recurrent states, before anything is allocated."""
+"""Capacity for tokens, requests and recurrent states next to weights of a known size, before anything is allocated."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Capacity:
         num_layers: of the size of the largest; attention reads a copy of its keys and values in `dtype`.
         step: tokens of one prompt that are computed together at most.
         kv_cache: form of keys and values.
-        exact: keys and values that are kept in `dtype` beside the blocks.
+        exact: keys and values that are kept in `dtype` in addition to the blocks.
         state_bytes: recurrent state of one sequence.
         state_dtype: of matrices in it that are computed in float32.
     """
@@ -103,7 +103,7 @@ class Capacity:
 
     def changed(self, model: DecoderConfig, dtype: str = "", format: str = "", weight_bytes: int = 0) -> Capacity:
         """The same in another dtype, with weights of that, or with keys and values in another format. Unless that is
-        the same, there are no exact tokens beside them."""
+        the same, no exact tokens are kept."""
         dtype, is_same = dtype or self.dtype, format in ("", self.kv_cache.format)
         scheme = self.kv_cache if is_same else KVCacheScheme.named(format)
         return replace(
@@ -119,15 +119,15 @@ class Capacity:
 
 
 def activation_bytes(model: DecoderConfig, config: RuntimeConfig, itemsize: int) -> int:
-    """Estimate of what the largest step holds beside weights and the pool."""
+    """Estimate of what the largest step holds in addition to weights and the pool."""
     longest, _ = longest_wanted(model, config)
     # Keys that a span of a prompt looks at, at most.
     blocks = find_model_window(model, config).blocks_for(longest, config.max_span_tokens, config.block_size)
-    return step_bytes(model, config, itemsize, min(longest, blocks * config.block_size) if model.mixers else 0)
+    return step_bytes(model, config, itemsize, min(longest, blocks * config.block_size) if model.spec.attentions else 0)
 
 
 def estimate(model: DecoderConfig, config: RuntimeConfig, dtype: str, weight_bytes: int, memory_bytes: int) -> Capacity:
-    """Estimates what fits beside weights of a known size.
+    """Estimates what fits in addition to weights of a known size.
 
     Args:
         dtype: of activations, keys and values, by name.

@@ -12,8 +12,8 @@ from compress.checkpoint.kv_cache import UNCOMPRESSED, KVCacheScheme
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.scheme import MAX_BITS
 from compress.checkpoint.weights import Scheme
-from compress.checkpoint.weights.gguf_blocks import BlockScheme
-from compress.checkpoint.weights.integer import num_words
+from compress.checkpoint.weights.layouts import Blocks
+from compress.checkpoint.weights.packing import num_words
 from compress.models.architecture import siblings
 from compress.models.generic import CodeSpec
 from runtime.backends.base import Target
@@ -64,7 +64,7 @@ def step_bytes(model: DecoderConfig, config: RuntimeConfig, itemsize: int, seen_
         itemsize: bytes of one activation.
         seen_keys: that a span of a prompt looks at through a mask.
     """
-    logits = config.max_num_seqs * model.vocab_size * max(itemsize, FLOAT32) * LOGITS_COPIES
+    logits = config.max_num_seqs * model.spec.vocab_size * max(itemsize, FLOAT32) * LOGITS_COPIES
     mask = config.max_span_tokens * seen_keys * itemsize + index_bytes(model, config.max_span_tokens, seen_keys)
     return _rows_bytes(model, config.step_tokens, itemsize, mask, logits)
 
@@ -72,7 +72,7 @@ def step_bytes(model: DecoderConfig, config: RuntimeConfig, itemsize: int, seen_
 def index_bytes(model: DecoderConfig, rows: int, keys: int) -> int:
     """Bytes that the widest indexer holds while it ranks `keys` for each of `rows`: scores of single heads, a part at a
     time, their sums, and marks of the chosen ones."""
-    indexers = (mixer.latent.indexer for mixer in model.mixers if mixer.latent is not None)
+    indexers = (mixer.latent.indexer for mixer in model.spec.attentions if mixer.latent is not None)
     heads = max((each.num_heads for each in indexers if each is not None and keys > each.num_chosen), default=0)
     if not heads:
         return 0
@@ -80,25 +80,29 @@ def index_bytes(model: DecoderConfig, rows: int, keys: int) -> int:
     return scores * FLOAT32 + rows * keys * (FLOAT32 + MARK_BYTES)
 
 
-def gpu_step_bytes(model: DecoderConfig, config: RuntimeConfig, itemsize: int, seen_keys: int = 0) -> int:
-    """Bytes that the largest step holds on a GPU, with what captured steps keep for themselves; on the large side.
+def gpu_step_bytes(
+    model: DecoderConfig, config: RuntimeConfig, itemsize: int, seen_keys: int, scheme: KVCacheScheme, is_packed: bool
+) -> int:
+    """Estimates the bytes that the largest step holds on a GPU, with what captured steps keep; on the large side.
 
     Args:
         seen_keys: of the longest sequence.
+        is_packed: whether a step dequantizes weights.
     """
     rows, drawn = captured_rows(config.max_num_seqs, num_draft_tokens(config)), _drawn_rows(config)
-    heads = max((mixer.num_heads * mixer.head_dim for mixer in model.mixers), default=0)
-    widest = max(2 * model.intermediate_size, _qkv_size(model), model.vocab_size)
+    heads = max((mixer.num_heads * mixer.head_dim for mixer in model.spec.attentions), default=0)
+    widest = max(2 * model.intermediate_size, _qkv_size(model), model.spec.vocab_size)
     parts = SPLIT_TOKENS * MOST_SPLITS * widest * FLOAT32
     attended = config.step_tokens * heads * FLOAT32 + index_bytes(model, config.max_span_tokens, seen_keys)
-    widest_keys = max((heads * (key + value) for heads, key, value in model.kv_shapes), default=0)
-    attended += min(seen_keys, MAX_COPIED_KEYS) * widest_keys * itemsize
-    step = _rows_bytes(model, config.step_tokens, itemsize, attended, drawn * model.vocab_size * itemsize)
+    if not scheme.is_exact:
+        widest_keys = max((heads * (key + value) for heads, key, value in model.kv_shapes), default=0)
+        attended += min(seen_keys, MAX_COPIED_KEYS) * widest_keys * (itemsize + FLOAT32)
+    step = _rows_bytes(model, config.step_tokens, itemsize, attended, drawn * model.spec.vocab_size * itemsize)
     captured_tokens = max(rows, min(config.step_tokens, MOST_PROMPT_ROWS))
-    captured = _rows_bytes(model, captured_tokens, itemsize, 0, rows * model.vocab_size * CAPTURED_LOGIT_BYTES)
-    kept = (rows * ADJUSTED_LOGIT_BYTES + (config.max_num_seqs + 1) * HISTORY_BYTES) * model.vocab_size
-    kept += min(PANEL_ELEMENTS, widest * model.hidden_size) * itemsize
-    return step + captured + kept + 2 * parts + drawn * model.vocab_size * GPU_LOGIT_BYTES + LIBRARY_BYTES
+    captured = _rows_bytes(model, captured_tokens, itemsize, 0, rows * model.spec.vocab_size * CAPTURED_LOGIT_BYTES)
+    kept = (rows * ADJUSTED_LOGIT_BYTES + (config.max_num_seqs + 1) * HISTORY_BYTES) * model.spec.vocab_size
+    kept += min(PANEL_ELEMENTS, widest * model.spec.hidden_size) * itemsize if is_packed else 0
+    return step + captured + kept + 2 * parts + drawn * model.spec.vocab_size * GPU_LOGIT_BYTES + LIBRARY_BYTES
 
 
 def _drawn_rows(config: RuntimeConfig) -> int:
@@ -115,9 +119,9 @@ def num_draft_tokens(config: RuntimeConfig) -> int:
 
 
 def _rows_bytes(model: DecoderConfig, rows: int, itemsize: int, attention: int, logits: int) -> int:
-    """Bytes of a step over a number of rows, with what attention holds beside its heads, and with logits."""
+    """Bytes of a step over a number of rows, with what attention holds in addition to its heads, and with logits."""
     moments = rows * 2 * _qkv_size(model) * itemsize + attention, rows * 3 * model.intermediate_size * itemsize, logits
-    return rows * 2 * model.hidden_size * itemsize + max(moments)
+    return rows * 2 * model.spec.hidden_size * itemsize + max(moments)
 
 
 def _qkv_size(model: DecoderConfig) -> int:
@@ -125,11 +129,11 @@ def _qkv_size(model: DecoderConfig) -> int:
     are as wide as those."""
     attention = (
         (mixer.num_heads * (1 + mixer.output_gate) + 2 * mixer.num_kv_heads) * mixer.widest_head
-        for mixer in model.mixers
+        for mixer in model.spec.attentions
     )
     mixers = (mixer for block in model.spec.blocks for mixer in block.mixers)
     projected = (linear.out_features for mixer in mixers for linear in mixer.qkv)
-    return max((*attention, *projected))
+    return max((*attention, *projected), default=0)
 
 
 def exact_tokens(model: DecoderConfig, scheme: KVCacheScheme, itemsize: int, num_sequences: int) -> ExactTokens:
@@ -250,7 +254,7 @@ class Weights:
     def _layer_inputs(self) -> int:
         """Rows that are looked up for each layer."""
         inputs = self.config.spec.layer_inputs
-        if inputs is None:
+        if inputs is None or not self.config.has_embedding:
             return 0
         return embedding_bytes(self.checkpoint.scheme(inputs.embedding), *inputs.shape, self.target)
 
@@ -288,9 +292,9 @@ class Weights:
         """The embedding, and the head where that is the embedding: one matrix, or two where products need another
         layout than looking up."""
         embedding_name = self.config.spec.names.embedding
-        scheme, rows, columns = self.checkpoint.scheme(embedding_name), self.config.vocab_size, self.config.hidden_size
-        embedding = embedding_bytes(scheme, rows, columns, self.target)
-        if not head_is_embedding(self.checkpoint, self.config):
+        scheme, (rows, columns) = self.checkpoint.scheme(embedding_name), self.config.spec.embeddings[embedding_name]
+        embedding = embedding_bytes(scheme, rows, columns, self.target) if self.config.has_embedding else 0
+        if not self.config.has_head or not head_is_embedding(self.checkpoint, self.config):
             return embedding
         head = self._fused(scheme, rows, columns, excluded)
         if scheme is None:
@@ -298,7 +302,7 @@ class Weights:
         else:
             kernel = choose_linear(scheme, columns, self.target, self.kernels, excluded).kernel
             shared = kernel.reads_rows(columns, self.target)
-        return head if shared else embedding + head
+        return head if shared and self.config.has_embedding else embedding + head
 
 
 def _place(module: str, leaders: Mapping[str, str]) -> str:
@@ -311,7 +315,7 @@ def embedding_bytes(scheme: Scheme | None, rows: int, columns: int, target: Targ
     """Bytes of an embedding `[rows, columns]` that is only looked up; dense without a scheme."""
     if scheme is None:
         return rows * columns * target.dtype.itemsize
-    if isinstance(scheme, BlockScheme):
+    if isinstance(scheme, Blocks):
         return scheme.stored_bits(rows, columns) // 8
     words = columns if scheme.bits == MAX_BITS else 4 * num_words(columns, scheme.bits)
     return rows * (words + scheme.num_groups(columns) * (SCALE_BYTES + (0 if scheme.symmetric else ZERO_BYTES)))

@@ -47,7 +47,7 @@ WEIGHTS = (
 )
 """Measured on the demo model with GPTQ, text `pydoc`: docs/choosing.md."""
 KEYS = {"16bit": 0.0, "int8": 0.0006, "int4": 0.0262}
-"""KL divergence of KV cache forms to 16 bits, measured on the demo model in windows of 2,048 tokens:
+"""KL divergence of formats of the KV cache to 16 bits, measured on the demo model in windows of 2,048 tokens:
 docs/measurements/forms.md."""
 GRADES = {0.001: "negligible", 0.03: "small", 0.1: "considerable", math.inf: "large"}
 """Words for a loss, by the largest KL divergence that they mean: int8 keys, 4 bits, 3 bits, 2 bits."""

@@ -1,15 +1,18 @@
-"""Number of KV blocks, longest sequence, form of keys and values."""
+"""Number of pages of the KV cache, longest sequence, form of keys and values."""
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
+
+import torch
 
 from compress.checkpoint.kv_cache import UNCOMPRESSED, KVCacheRecord, KVCacheScheme, kv_cache_warning, wished_kv_cache
 from compress.checkpoint.state_dtype import require_measured
-from compress.common.device import format_bytes
+from compress.common.device import available_bytes, format_bytes
 from compress.common.errors import ToolkitError
 from compress.models.generic import CodeSpec
-from runtime.core.attention_window import AttentionWindow, resolve_attention_window
+from runtime.core.attention_window import NO_KEYS, AttentionWindow, resolve_attention_window
 from runtime.core.config import RuntimeConfig
 from runtime.core.memory_plan import (
     MOST_PROMPT_ROWS,
@@ -38,27 +41,30 @@ FORMAL_BLOCKS = 2**16
 def plan_memory(
     model: DecoderConfig, weight_bytes: int, itemsize: int, config: RuntimeConfig, free_gpu_bytes: int | None = None
 ) -> MemoryPlan:
-    """Decides the number of KV blocks and the longest sequence.
+    """Decides the number of pages of the KV cache and the longest sequence.
 
     Blocks that no schedule could fill are not allocated. Without a wish for `max_model_len`, a context that the pool
     cannot hold is shortened to what it can. Where tokens look back only so far, a sequence of any length needs blocks
-    for that and for one span of a prompt.
+    for that and for one span of a prompt. A stage has the pages and slots that the whole model has, of its own layers.
 
     Args:
         weight_bytes: of the prepared weights.
         itemsize: bytes of one element of keys and values.
-        free_gpu_bytes: of the GPU that serves, beside the weights; None on a CPU.
+        free_gpu_bytes: of the GPU that serves, after loading the weights; None on a CPU.
 
     Raises:
         ToolkitError: a length beyond the model's context, a pool that cannot hold one sequence of that length, an
             attention window that does not fit in the context, or a GPU that has nothing left for keys and values.
     """
+    part, model = model, model.whole or model
+    share = 1.0 if part is model else _largest_share(part, model, itemsize)
     attention_window = find_model_window(model, config)
     choice = choose_model_kv_cache(model, config, attention_window)
     token_bytes = kv_token_bytes(model, choice.scheme, itemsize)
     exact = exact_tokens(model, choice.scheme, itemsize, config.max_num_seqs)
-    step = gpu_step_bytes(model, config, itemsize, longest_wanted(model, config)[0])
-    budget = find_budget(config, step, free_gpu_bytes)
+    is_packed = isinstance(model.spec, CodeSpec) or weight_bytes < model.spec.weight_bytes(itemsize)
+    step = gpu_step_bytes(model, config, itemsize, longest_wanted(model, config)[0], choice.scheme, is_packed)
+    budget = find_budget(config, step, free_gpu_bytes, share)
     if config.speculative_model == MTP and budget.spare_bytes:
         budget = beside_head(budget, model, choice.scheme, itemsize)
     _check_exact(config, exact, budget)
@@ -72,7 +78,7 @@ def plan_memory(
     states = _without_unused(states, config, num_blocks)
     return MemoryPlan(
         weight_bytes,
-        token_bytes,
+        kv_token_bytes(part, choice.scheme, itemsize),
         config.block_size,
         num_blocks,
         max_model_len,
@@ -83,13 +89,28 @@ def plan_memory(
         choice,
         exact,
         config.max_num_seqs,
-        budget,
-        states=replace(states, num_host_slots=min(host_states, num_blocks + host_blocks)),
+        replace(budget, nbytes=int(budget.nbytes * share)),
+        states=replace(
+            states,
+            slot_bytes=part.state_bytes(itemsize, config.state_dtype),
+            num_host_slots=min(host_states, num_blocks + host_blocks),
+        ),
         num_draft_tokens=num_draft_tokens(config),
         drafts_trees=config.speculative_model == TREES,
         # States of prompts advance by scans whose launches depend on lengths.
         prompt_rows=0 if states.slot_bytes else min(config.step_tokens, MOST_PROMPT_ROWS),
+        reach=attention_window if token_bytes else NO_KEYS,
     )
+
+
+def _largest_share(part: DecoderConfig, whole: DecoderConfig, itemsize: int) -> float:
+    """Returns the share of a stage in the pages of a model, or in its states, whichever is larger; for a stage without
+    either, that of one layer."""
+    sizes = (
+        (kv_token_bytes(part), kv_token_bytes(whole)),
+        (part.state_bytes(itemsize), whole.state_bytes(itemsize)),
+    )
+    return max((own / total for own, total in sizes if own), default=1 / whole.num_layers)
 
 
 def _fill(
@@ -112,7 +133,7 @@ def _fill(
     affordable = config.num_blocks or fitting
     if affordable < 1 or (config.max_model_len is not None and affordable < needed):
         raise ToolkitError(
-            f"a sequence of {length} tokens needs {needed} KV blocks "
+            f"a sequence of {length} tokens needs {needed} KV pages "
             f"({format_bytes(needed * config.block_size * token_bytes)}), and the pool has {affordable}",
             "Allow more KV memory or a shorter --max-model-len",
         )
@@ -135,8 +156,8 @@ def plan_states(model: DecoderConfig, config: RuntimeConfig, itemsize: int, budg
     slot_bytes = model.state_bytes(itemsize, config.state_dtype)
     if not slot_bytes:
         return NO_STATES
-    share = (budget.nbytes or CPU_BYTES) // (STATE_SHARE if model.mixers else 1)
-    given = share if config.state_memory_bytes is None else config.state_memory_bytes
+    share = (budget.nbytes or CPU_BYTES) // (STATE_SHARE if model.spec.attentions else 1)
+    given = share if config.state_memory_bytes is None else config.state_memory_bytes // config.tensor_parallel_size
     num_slots = config.num_state_slots or given // slot_bytes
     if num_slots < 1:
         raise ToolkitError(
@@ -149,8 +170,8 @@ def plan_states(model: DecoderConfig, config: RuntimeConfig, itemsize: int, budg
 
 
 def _without_unused(states: StateSlots, config: RuntimeConfig, num_blocks: int) -> StateSlots:
-    """Leaves out slots that no schedule could fill: more than those of the sequences and their drafts, and one behind
-    each block."""
+    """Leaves out slots that no schedule could fill: more than those of the sequences and their drafts, and one for the
+    state after each block."""
     useful = config.max_num_seqs * (1 + num_draft_tokens(config)) + num_blocks
     return states if config.num_state_slots else replace(states, num_slots=min(states.num_slots, useful))
 
@@ -197,19 +218,19 @@ def _host_slots(
         return 0, 0
     if choice.scheme.residual_length:
         raise ToolkitError(
-            f"{format_bytes(wanted)} of host memory for KV blocks are of no use beside "
+            f"{format_bytes(wanted)} of host memory for KV pages are of no use with "
             f"{choice.scheme.residual_length} exact recent tokens: no sequence can begin with blocks of another",
             "Leave out the host memory or the recent tokens (--kv-residual-length 0)",
         )
     if not config.prefix_caching:
         raise ToolkitError(
-            f"{format_bytes(wanted)} of host memory for KV blocks are of no use without prefix caching",
+            f"{format_bytes(wanted)} of host memory for KV pages are of no use without prefix caching",
             "Turn prefix caching on, or leave the host memory out",
         )
     least = block_bytes or state_bytes
     if wanted < least:
         raise ToolkitError(
-            f"{format_bytes(wanted)} of host memory hold no KV block or recurrent state of {format_bytes(least)}",
+            f"{format_bytes(wanted)} of host memory hold no KV page or recurrent state of {format_bytes(least)}",
             "Allow more host memory, or none",
         )
     if not block_bytes:
@@ -219,7 +240,7 @@ def _host_slots(
 
 
 def explain(plan: MemoryPlan) -> list[str]:
-    """One line per item, with the numbers behind it."""
+    """One line per item, with the numbers it follows from."""
     host_tokens = plan.num_host_blocks * plan.block_size
     host = f"{plan.num_host_blocks} blocks = {host_tokens} tokens" if plan.num_host_blocks else "off"
     if plan.states.num_host_slots:
@@ -240,9 +261,9 @@ def explain(plan: MemoryPlan) -> list[str]:
 def _keys_and_values(plan: MemoryPlan) -> list[str]:
     blocks = f"{plan.num_blocks} blocks of {plan.block_size} tokens"
     if not plan.token_bytes:
-        return [f"KV pool  none, as no layer keeps keys and values; {blocks} only name what states are behind"]
+        return [f"KV pool  none, as no layer keeps keys and values; {blocks} only identify tokens before states"]
     return [
-        f"KV form  {plan.kv_choice.describe()}",
+        f"KV dtype {plan.kv_choice.describe()}",
         *(f"         {note}" for note in plan.kv_choice.notes),
         f"KV pool  {format_bytes(plan.kv_bytes)}: {blocks} = "
         f"{plan.tokens} tokens at {format_bytes(plan.token_bytes)} each",
@@ -258,7 +279,7 @@ def _states(plan: MemoryPlan) -> list[str]:
     if not states.num_slots:
         return []
     each = f"{states.num_slots} recurrent states of {format_bytes(states.slot_bytes)} each{states.form}"
-    use = f"of at most {states.max_running} running sequences and behind cached prefixes"
+    use = f"of at most {states.max_running} running sequences and after cached prefixes"
     return [f"states   {format_bytes(states.nbytes)}: {each}, {use}"]
 
 
@@ -274,7 +295,7 @@ def _budget(plan: MemoryPlan) -> list[str]:
 def _exact(plan: MemoryPlan) -> list[str]:
     if not plan.exact.nbytes:
         return []
-    return [f"exact    {format_bytes(plan.exact.nbytes)} of it: {plan.exact} in 16 bits beside the blocks"]
+    return [f"exact    {format_bytes(plan.exact.nbytes)} of it: {plan.exact} in 16 bits next to the blocks"]
 
 
 def _reach(plan: MemoryPlan) -> list[str]:
@@ -289,7 +310,7 @@ def choose_model_kv_cache(
 ) -> KVCacheChoice:
     """Chooses the form of a model's keys and values, see `choose_kv_cache`. Raises ToolkitError for one that is asked
     for where no layer keeps any."""
-    if model.mixers:
+    if model.spec.attentions:
         return choose_kv_cache(model.kv_cache, config, attention_window, model.kv_measured)
     choice = choose_kv_cache(None, config, attention_window)
     if choice.scheme != UNCOMPRESSED:
@@ -352,12 +373,13 @@ SPARE_SHARE, LEAST_SPARE_BYTES = 50, 512 * 2**20
 """1 / SPARE_SHARE of a GPU's memory, and LEAST_SPARE_BYTES at least, stay free: allocators round up."""
 
 
-def find_budget(config: RuntimeConfig, step_bytes: int, free: int | None) -> KVBudget:
-    """Memory for keys and values.
+def find_budget(config: RuntimeConfig, step_bytes: int, free: int | None, share: float = 1.0) -> KVBudget:
+    """Memory for keys and values of all layers.
 
     Args:
         step_bytes: that the largest step takes on a GPU.
-        free: of a GPU, beside the weights; None on a CPU.
+        free: of a GPU, after loading the weights; None on a CPU.
+        share: of the keys and values that the GPU holds.
 
     Raises:
         ToolkitError: nothing is left for them.
@@ -365,21 +387,28 @@ def find_budget(config: RuntimeConfig, step_bytes: int, free: int | None) -> KVB
     beside = 0 if free is None else step_bytes
     if config.num_blocks:
         return replace(NO_BUDGET, step_bytes=beside)
+    ranks = config.tensor_parallel_size
+    each = f", of {ranks} ranks" if ranks > 1 else ""
     if config.kv_memory_bytes is not None:
-        return KVBudget(config.kv_memory_bytes, "as asked for", beside)
+        return KVBudget(config.kv_memory_bytes // ranks, f"as asked for{each}", beside)
     if free is None:
-        return KVBudget(CPU_BYTES, "the default on a CPU")
+        return KVBudget(CPU_BYTES // ranks, f"the default on a CPU{each}")
     spare = max(LEAST_SPARE_BYTES, free // SPARE_SHARE)
-    left = free - step_bytes - spare
+    left = int((free - step_bytes - spare) / share)
     if left <= 0:
         raise ToolkitError(
-            f"{format_bytes(free)} of the GPU are free beside the weights, and steps take {format_bytes(step_bytes)}",
+            f"{format_bytes(free)} of the GPU are free after the weights, and steps take {format_bytes(step_bytes)}",
             "Allow fewer --max-num-seqs, use a smaller checkpoint, or say --kv-memory to try how little does",
         )
-    reason = f"what {format_bytes(free)} beside the weights leave"
+    reason = f"what steps leave of {format_bytes(free)} after the weights"
     if drafts_with_model(config):
         return KVBudget(left // 2, f"half of {reason}; the other half is the draft model's", step_bytes, spare)
     return KVBudget(left, reason, step_bytes, spare)
+
+
+def pool_bytes(config: RuntimeConfig) -> int:
+    """Returns the bytes of pages and states of the whole model by which stages are compared: those of a CPU's pool."""
+    return config.kv_memory_bytes or CPU_BYTES
 
 
 def drafts_with_model(config: RuntimeConfig) -> bool:
@@ -394,7 +423,7 @@ def find_model_window(model: DecoderConfig, config: RuntimeConfig) -> AttentionW
             "an attention window does not fit this model: its own modeling code knows positions up to its context only",
             "Leave out --attention-window",
         )
-    if config.attention_window is not None and not model.mixers:
+    if config.attention_window is not None and not model.spec.attentions:
         raise ToolkitError("no layer of this model has attention", "Leave out --attention-window")
     if config.attention_sinks and (reason := model.sinks_unsupported_reason):
         raise ToolkitError(f"attention sinks do not fit this model: {reason}", "Leave out --attention-sinks")
@@ -407,3 +436,22 @@ def find_model_window(model: DecoderConfig, config: RuntimeConfig) -> AttentionW
     return resolve_attention_window(
         model.windows, model.context_length, config.attention_window, config.attention_sinks
     )
+
+
+def check_fits(plan: MemoryPlan, device: torch.device) -> None:
+    """Refuses pools that do not fit in the free memory of the device and the host.
+
+    Raises:
+        ToolkitError: with the numbers.
+    """
+    host, steps = torch.device("cpu"), plan.budget.step_bytes
+    wanted = Counter({device: plan.pool_bytes}) + Counter({host: plan.host_bytes})
+    for where, size in wanted.items():
+        free, beside = available_bytes(where), steps if where == device else 0
+        if size + beside > free:
+            others = f", of which steps take up to {format_bytes(beside)}" if beside else ""
+            room = f"{format_bytes(free)} of free {where.type} memory{others}"
+            raise ToolkitError(
+                f"KV pages of {format_bytes(size)} do not fit in {room}",
+                "Allow less KV memory or fewer blocks",
+            )

@@ -18,8 +18,9 @@ from compress.checkpoint.meta_model import build_on_meta, no_loading_bar
 from compress.checkpoint.modeling.fused import separate_experts
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.weights import Weight
-from runtime.backends.base import Attention, Linear, Ops, RunLayers, Target
-from runtime.backends.expert_slots import ExpertSlots
+from runtime.backends.base import Attention, Linear, Rotary, RunLayers, Target
+from runtime.backends.model import Model
+from runtime.backends.scores import Scores
 from runtime.backends.span_attention import attend_span
 from runtime.backends.state_memory import StepStates
 from runtime.backends.torch.linear import DenseLinear
@@ -57,7 +58,7 @@ class StepCalls:
         """Attention output `[T, heads, D]` of heads `[T, heads, D]`; those of values may have another size."""
         if self.attention is None:
             raise RuntimeError("no step is under way")
-        mixer, sizes = self.config.mixers[self.num_calls], (query.shape[-1], value.shape[-1])
+        mixer, sizes = self.config.spec.attentions[self.num_calls], (query.shape[-1], value.shape[-1])
         factor = (sizes[0] ** -0.5 if scale is None else scale) * mixer.head_dim**0.5
         if abs(factor - 1) > 1e-12:
             query = query * factor
@@ -129,43 +130,28 @@ class PreparedLinear(nn.Module):
         return self.linear(x.reshape(-1, self.in_features)).view(*x.shape[:-1], self.out_features)
 
 
-@dataclass(frozen=True, slots=True)
-class CodeLayer:
-    """The sink logits `[heads]` of one call of attention."""
-
-    sink_logits: Tensor | None
-
-
 @dataclass(slots=True)
-class CodeDecoder:
-    """A decoder that modeling code of transformers computes; as `runtime.model.decoder.Decoder` for a runner.
+class CodeDecoder(Model):
+    """A decoder that modeling code of transformers computes.
 
     Attributes:
         body: from token ids to the last hidden states.
         language_model: from those, given as `inputs_embeds`, to logits.
         calls: what answers the attention of `body`.
-        layers: one for each call of attention, with nothing in it that kernels could compute.
     """
 
-    config: DecoderConfig
-    dtype: torch.dtype
-    device: torch.device
     body: nn.Module
     language_model: nn.Module
     calls: StepCalls
-    description: tuple[str, ...] = ()
-    linears: Mapping[tuple[str, str, str], int] = field(default_factory=dict)
 
     @property
-    def layers(self) -> tuple[Any, ...]:
-        return tuple(CodeLayer(self.calls.sinks.get(call)) for call in range(self.config.num_layers))
+    def scores(self) -> Scores:
+        mixers, sinks = self.config.spec.attentions, self.calls.sinks
+        logits = tuple(map(sinks.get, range(len(mixers)))) if any(mixer.sink_logits for mixer in mixers) else ()
+        return Scores(self.config.mixer.softcap, self.config.chunks, logits)
 
     @property
-    def ops(self) -> Ops:
-        return TorchOps()
-
-    @property
-    def rotary(self) -> Any:
+    def rotary(self) -> Rotary:
         raise ValueError("the modeling code rotates queries and keys itself")
 
     @property
@@ -174,11 +160,6 @@ class CodeDecoder:
         tensors = {tensor for module in modules for tensor in (*module.parameters(False), *module.buffers(False))}
         prepared = {module for module in modules if isinstance(module, PreparedLinear)}
         return sum(tensor.nbytes for tensor in tensors) + sum(module.linear.nbytes for module in prepared)
-
-    @property
-    def expert_slots(self) -> tuple[ExpertSlots, ...]:
-        """Returns none: its modeling code holds its experts."""
-        return ()
 
     def for_length(self, length: int) -> CodeDecoder:
         """Returns the model itself: its modeling code knows its rotary embedding."""
@@ -196,7 +177,7 @@ class CodeDecoder:
         run_layers: RunLayers | None = None,
         states: StepStates | None = None,
     ) -> Tensor:
-        """Computes hidden states `[T, H]` behind the final norm; see `runtime.model.decoder.Decoder.forward`."""
+        """Computes hidden states `[T, H]` after the final norm; see `Model.forward`."""
         self.calls.attention, self.calls.num_calls = attention, 0
         try:
             output = self.body(input_ids=token_ids[None], position_ids=positions[None], use_cache=False)
@@ -213,11 +194,6 @@ class CodeDecoder:
         """Applies what follows the decoder, `[T, H] -> [T, V]`."""
         logits: Tensor = self.language_model(inputs_embeds=hidden[None], use_cache=False).logits[0]
         return logits
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """As `head_logits`, in float32, or float64 for a float64 model."""
-        logits = self.head_logits(hidden)
-        return logits if logits.dtype == torch.float64 else logits.float()
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,7 +230,7 @@ class CodeSource:
         # From here on the model begins with hidden states.
         setattr(model, model.base_model_prefix, _PassOn())
         logger.warning("%s is served by its own modeling code, which is slower", self.config.model_type)
-        decoder = CodeDecoder(self.config, self.target.dtype, self.target.device, body, model, calls)
+        decoder = CodeDecoder(self.config, self.target.dtype, self.target.device, TorchOps(), (), body, model, calls)
         check_tokens(decoder)
         return decoder
 
@@ -352,7 +328,7 @@ ORDER = (4, 2, 0, 5, 3, 1)
 
 @torch.inference_mode()
 def check_tokens(decoder: CodeDecoder) -> None:
-    """Checks that a token meets others in attention only, and that its place is its position, whatever its row.
+    """Checks that a token depends on others in attention only, and that its place is its position, whatever its row.
 
     Raises:
         CheckpointError: another order of the tokens of a step gives other numbers, or the modeling code fails.
@@ -374,4 +350,4 @@ def check_tokens(decoder: CodeDecoder) -> None:
     precision = max(torch.finfo(dtype).eps for dtype in (decoder.dtype, torch.float32))
     limit = precision**0.5 * first.abs().max()
     if not bool(((second[places] - first).abs() <= limit).all()):
-        raise refuse("lets tokens meet outside of attention, or counts positions by rows")
+        raise refuse("mixes tokens outside of attention, or counts positions by rows")

@@ -56,7 +56,7 @@ def named(model_type: object) -> Iterator[None]:
     try:
         yield
     except _RefusalError as error:
-        problem = f"model_type {model_type!r} is no family of this runtime, and its modeling code {error.problem}"
+        problem = f"model_type {model_type!r} is not a family of this runtime, and its modeling code {error.problem}"
         raise CheckpointError(problem, error.remedy) from error
 
 
@@ -234,5 +234,5 @@ def _probe(model: PreTrainedModel) -> list[Heads]:
         raise refuse("does not use transformers' attention interface")
     caps = {call.softcap for call in probe.calls}
     if len(caps) > 1 or (caps != {None} and any(call.has_sinks for call in probe.calls)):
-        raise refuse("caps scores in some layers only, or has sinks beside caps")
+        raise refuse("caps scores in some layers only, or has sinks with caps")
     return probe.calls

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from functools import partial
 from io import FileIO
 from pathlib import Path
 from queue import SimpleQueue
@@ -12,10 +13,9 @@ from queue import SimpleQueue
 import torch
 from torch import Tensor
 
-from compress.checkpoint.expert_files import ExpertFiles
 from compress.checkpoint.reader import PackedCheckpoint
-from compress.checkpoint.safetensors import TensorFiles
-from compress.checkpoint.weights import Scheme
+from compress.checkpoint.safetensors import LazyTensor
+from compress.checkpoint.weights import Scheme, Weight
 from compress.common.errors import CheckpointError
 
 NUM_READERS = 4
@@ -36,17 +36,11 @@ class DeviceReader:
         self._threads = ThreadPoolExecutor(NUM_READERS, thread_name_prefix="weights")
         self._buffers: SimpleQueue[_Buffer] = SimpleQueue()
 
-    def tensor(self, files: TensorFiles, name: str) -> Tensor:
-        """Returns a stored tensor on the device.
-
-        Raises:
-            CheckpointError: there is no such tensor, or its file ends before it.
-        """
-        place = files.place(name)
-        if place is None or files.tensor_nbytes(name) < PIECE_BYTES:
-            return files.tensor(name).to(self.device)
-        content = self.read(*place, files.tensor_nbytes(name))
-        return content.view(files.dtype(name)).view(files.shape(name))
+    def tensor(self, stored: LazyTensor) -> Tensor:
+        """Returns a stored tensor on the device. Raises CheckpointError if its file ends before it."""
+        if stored.place is None or stored.nbytes < PIECE_BYTES:
+            return stored.read().to(self.device)
+        return self.read(*stored.place, stored.nbytes).view(stored.dtype).view(stored.shape)
 
     def read(self, path: Path, start: int, size: int) -> Tensor:
         """Returns bytes of a file as uint8 `[size]` on the device."""
@@ -107,29 +101,16 @@ class _Buffer:
         self._stream.synchronize()
 
 
-@dataclass
-class DeviceFiles(ExpertFiles):
-    """Tensor files that place matrices of integers (codes and zero points) on a device, and nothing else."""
-
-    reader: DeviceReader = field(kw_only=True)
-
-    def tensor(self, name: str) -> Tensor:
-        if len(self.shape(name)) != 2 or self.dtype(name).is_floating_point:
-            return super().tensor(name)
-        return self.reader.tensor(self.on_host, name)
-
-    @property
-    def on_host(self) -> ExpertFiles:
-        """The same files, in host memory."""
-        return ExpertFiles(**{name: value for name, value in vars(self).items() if name != "reader"})
-
-
-def unpacked_on(checkpoint: PackedCheckpoint, reader: DeviceReader) -> PackedCheckpoint:
-    """Returns the checkpoint with integers unpacked on the device of `reader` and scales in host memory.
-
-    For modules that `unpacks_anywhere`.
-    """
-    return replace(checkpoint, files=DeviceFiles(**vars(checkpoint.files), reader=reader))
+def unpacked_on(checkpoint: PackedCheckpoint, module: str, reader: DeviceReader) -> Weight | Tensor:
+    """Reads a packed weight that `unpacks_anywhere`: matrices of integers (codes and zero points) are unpacked on the
+    device of `reader`, and scales are in host memory."""
+    stored = {name: checkpoint.files[name] for name in checkpoint.packed_names(module)}
+    placed = {
+        name: replace(tensor, read=partial(reader.tensor, tensor))
+        for name, tensor in stored.items()
+        if len(tensor.shape) == 2 and not tensor.dtype.is_floating_point
+    }
+    return replace(checkpoint, files=replace(checkpoint.files, tensors={**stored, **placed})).weight(module)
 
 
 def unpacks_anywhere(scheme: Scheme | None) -> bool:

@@ -8,8 +8,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from compress.checkpoint.weights.gguf_blocks import BlockWeight
-from compress.checkpoint.weights.integer import IntegerWeight, pack_bits, unpack_bits
+from compress.checkpoint.weights.coded import CodedWeight
+from compress.checkpoint.weights.layouts import Blocks
+from compress.checkpoint.weights.packing import pack_bits, unpack_bits
 from runtime.backends.base import Linear, NormWeights, Ops, RowSource, Target
 
 
@@ -43,32 +44,29 @@ class DenseEmbedding:
 class PackedEmbedding:
     """A matrix of codes, packed as stored; looked-up rows are dequantized."""
 
-    def __init__(self, weight: IntegerWeight, target: Target) -> None:
+    def __init__(self, weight: CodedWeight, target: Target) -> None:
         self.scheme, self.dtype = weight.scheme, target.dtype
         self.hidden_size = weight.shape[1]
         # One byte per code needs no packing and is faster to read.
         codes = weight.qweight if self.scheme.bits == 8 else pack_bits(weight.qweight, self.scheme.bits, 1)
         self.codes, self.scale = codes.to(target.device), weight.scales.to(target.device)
-        self.zero = None if self.scheme.symmetric else weight.zero_points.to(target.device)
+        self.zero = None if weight.zeros is None else weight.zeros.to(target.device)
         self.nbytes = self.codes.nbytes + self.scale.nbytes + (0 if self.zero is None else self.zero.nbytes)
 
     def __call__(self, token_ids: Tensor) -> Tensor:
         codes, scale = self.codes.index_select(0, token_ids), self.scale.index_select(0, token_ids)
         if self.scheme.bits != 8:
             codes = unpack_bits(codes, self.scheme.bits, self.hidden_size, 1)
-        if self.zero is None:
-            zero = torch.full(scale.shape, self.scheme.midpoint, dtype=torch.uint8, device=scale.device)
-        else:
-            zero = self.zero.index_select(0, token_ids)
-        return IntegerWeight(codes, scale, zero, self.scheme).dequantize(self.dtype)
+        zero = None if self.zero is None else self.zero.index_select(0, token_ids)
+        return CodedWeight(codes, scale, self.scheme, zeros=zero).dequantize(self.dtype)
 
 
 class BlockEmbedding:
     """A matrix of blocks as GGUF files have them; looked-up rows are dequantized."""
 
-    def __init__(self, weight: BlockWeight, target: Target) -> None:
-        self.scheme, self.dtype = weight.scheme, target.dtype
-        self.blocks = weight.blocks().to(target.device)
+    def __init__(self, weight: CodedWeight, scheme: Blocks, target: Target) -> None:
+        self.scheme, self.dtype = scheme, target.dtype
+        self.blocks = scheme.blocks(weight).to(target.device)
         self.nbytes = self.blocks.nbytes
 
     def __call__(self, token_ids: Tensor) -> Tensor:
@@ -90,7 +88,7 @@ class SharedEmbedding:
         return self.head.rows(token_ids, self.dtype)
 
 
-Rows = IntegerWeight | BlockWeight | Tensor
+Rows = CodedWeight | Tensor
 """Weight whose rows can be looked up."""
 
 
@@ -98,7 +96,9 @@ def make_embedding(weight: Rows, target: Target) -> Embedding:
     """Makes the embedding of a weight `[V, H]`."""
     if isinstance(weight, Tensor):
         return DenseEmbedding(weight.to(target.device, target.dtype))
-    return BlockEmbedding(weight, target) if isinstance(weight, BlockWeight) else PackedEmbedding(weight, target)
+    if isinstance(weight.scheme, Blocks):
+        return BlockEmbedding(weight, weight.scheme, target)
+    return PackedEmbedding(weight, target)
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,8 +57,9 @@ def _check_numbers(checkpoint: PackedCheckpoint, module: str) -> None:
 def expected_linears(config: DecoderConfig, checkpoint: PackedCheckpoint) -> Iterator[LinearSpec]:
     """Yields every linear that is loaded, the head last where it is a matrix of its own."""
     yield from config.spec.linears()
-    yield from config.spec.projections
-    if not head_is_embedding(checkpoint, config):
+    if config.has_embedding:
+        yield from config.spec.projections
+    if config.has_head and not head_is_embedding(checkpoint, config):
         yield config.spec.head
 
 

@@ -13,8 +13,8 @@ from compress.common.errors import ToolkitError
 from compress.models.generic import CodeSpec
 from compress.models.spec import ModelSpec
 from runtime.backends.expert_slots import ExpertSlots, HostMemory, form_of, tensors_of, with_tensors
+from runtime.backends.mlp import Expert
 from runtime.core.expert_cache import ExpertCache
-from runtime.model.mixture import Expert
 
 LEAVE_OUT = "Leave out --moe-expert-cache"
 

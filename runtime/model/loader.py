@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,17 +15,16 @@ from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.weights import Scheme
 from compress.common.device import available_bytes, format_bytes, resolve_device
 from compress.common.errors import ToolkitError
-from compress.models.block_parts import Beside, LayerInput
+from compress.models.block import Block
+from compress.models.block_parts import LayerInput
+from compress.models.cuts import REMEDY, Cut, Cuts, Rank
 from compress.models.generic import CodeSpec
-from compress.models.mixers.attention import Attention
-from compress.models.mlp import CURVE, MLP, Mixture
 from compress.models.registry import find_family
 from runtime.backends.base import Linear, RowSource, Target
-from runtime.backends.fused_layers import fuses_head_norms
+from runtime.backends.model import Layer, LayerInputWeights, Model, ResidualRule
 from runtime.backends.registry import (
     check_name,
     choose_linear,
-    choose_mixture,
     choose_ops,
     is_fast,
     linear_kernels,
@@ -33,20 +32,20 @@ from runtime.backends.registry import (
 )
 from runtime.core.model_config import DecoderConfig, parse_config, read_generation_config
 from runtime.core.progress import Report, Stage, ignore
-from runtime.model.decoder import BesideWeights, Decoder, Layer, LayerInputWeights
+from runtime.model.decoder import Decoder
 from runtime.model.device_files import reader_for
 from runtime.model.embedding import Embedding, LayerInputsWeights, SharedEmbedding, make_embedding
 from runtime.model.expected_tensors import check_tensors, head_is_embedding
 from runtime.model.expert_offload import NO_OFFLOAD, ExpertOffload
-from runtime.model.mixers.latent import load_latent
-from runtime.model.mixers.registry import load_recurrent
-from runtime.model.mixture import Expert, Experts
+from runtime.model.mixers.registry import load_mixer
+from runtime.model.mlp import load_mlp
 from runtime.model.prepared import NOTHING_PREPARED, NoPrepared, find_prepared
 from runtime.model.prepared_key import CPU, CUDA
-from runtime.model.rotary import Rotary, channel_order
-from runtime.model.served import ServedModel
+from runtime.model.rotary import Rotary
 from runtime.model.weight_reader import WeightReader
-from runtime.model.xielu import Xielu
+from runtime.parallel.group import Group
+from runtime.parallel.passing import NoRows, Passage, PassedInputs
+from runtime.parallel.vocabulary import SharedHead, SharedRows
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
@@ -61,16 +60,13 @@ class Unloaded:
 
 
 UNLOADED = Unloaded()
-UNLOADED_LAYER = Layer(
-    attention_norm=None, qkv=None, head_norm=None, output=None, mlp_norm=None, gate_up=None, down=None
-)
 
 
 def resolve_dtype(name: str, checkpoint_dtype: str, device: torch.device) -> torch.dtype:
     """Chooses the activation dtype. Raises ToolkitError for an unknown one, or one without a fast path on this CPU."""
     if name != "auto" and name not in DTYPES:
-        raise ToolkitError(f"unknown dtype {name!r}", f"Choose auto, {', '.join(DTYPES)}")
-    wanted = getattr(torch, checkpoint_dtype if name == "auto" else name)
+        raise ToolkitError.unknown("dtype", name, ["auto", *DTYPES], "Use --dtype")
+    wanted: torch.dtype = getattr(torch, checkpoint_dtype if name == "auto" else name)
     if device.type != "cpu" or is_fast(wanted):
         return wanted
     if name != "auto":
@@ -89,8 +85,9 @@ def load_model(
     moe_expert_cache: int | None = None,
     prepared: NoPrepared | None = None,
     notes: tuple[str, ...] = (),
+    group: Group | None = None,
     report: Report = ignore,
-) -> ServedModel:
+) -> Model:
     """Opens a checkpoint and prepares every weight for its kernel.
 
     Args:
@@ -103,6 +100,7 @@ def load_model(
         moe_expert_cache: experts of each mixture on the device, with all of them in host memory.
         prepared: weights that need not be packed; None looks for those of `runtime prepare`.
         notes: lines for the description, about the choice of `kernels`.
+        group: of the ranks that share the model; its part of this rank is loaded. None loads the whole model.
         report: is told how many layers are read.
 
     Raises:
@@ -113,17 +111,41 @@ def load_model(
     report(Stage.WEIGHTS, 0, 0)
     config, reader = open_weights(path, device, dtype, kernels, as_dense, trust_remote_code)
     checkpoint, target = reader.checkpoint, reader.target
-    if prepared is None and target.device.type in (CPU, CUDA) and not as_dense:
+    if prepared is None and target.device.type in (CPU, CUDA) and not as_dense and group is None:
         prepared = find_prepared(checkpoint.path, target.device.type, reader.device_reader)
-    reader = replace(reader, prepared=prepared or NOTHING_PREPARED, notes=notes)
+    reader = replace(reader, prepared=prepared or NOTHING_PREPARED, notes=notes, report=report)
+    if group is not None and group.rank.count > 1:
+        config, cuts = cut_model(config, checkpoint, group.rank)
+        reader = replace(reader, cuts=cuts, sum=group.sum)
+    if group is not None and group.stage is not None:
+        config = config.keep_stage(group.stage.layers)
     offload = ExpertOffload.of(checkpoint.path, config.spec, moe_expert_cache, target.device)
     if not isinstance(config.spec, CodeSpec):
-        return load_decoder(config, reader, offload, report)
+        return DecoderLoader(config, reader, offload, report, group).load()
     from runtime.model.code_decoder import CodeSource
 
     decoder = CodeSource(checkpoint, config, target, reader.prepare_module, trust_remote_code).load()
     decoder.description, decoder.linears = tuple(reader.description()), reader.linears
     return decoder
+
+
+def cut_model(
+    config: DecoderConfig, checkpoint: PackedCheckpoint, rank: Rank
+) -> tuple[DecoderConfig, Mapping[str, Cut]]:
+    """Returns the description of the part of a model that a rank holds, and the parts of its weights by name.
+
+    Raises:
+        ToolkitError: a model that ranks cannot share.
+    """
+
+    def multiple(module: str) -> int:
+        scheme = checkpoint.scheme(module)
+        if scheme is not None and not scheme.column_multiple:
+            raise ToolkitError(f"{module} is stored as {scheme}, which ranks cannot share", REMEDY)
+        return 1 if scheme is None else scheme.column_multiple
+
+    cuts = Cuts(rank, multiple)
+    return replace(config, spec=config.spec.cut(cuts)), cuts.found
 
 
 def open_weights(
@@ -138,13 +160,6 @@ def open_weights(
     target = Target(chosen_device, resolve_dtype(dtype, config.dtype, chosen_device))
     excluded = exclude_kernels(checkpoint, config, target, kernels, available_bytes(chosen_device))
     return config, WeightReader(checkpoint, target, kernels, excluded, device_reader=reader_for(chosen_device))
-
-
-def load_decoder(
-    config: DecoderConfig, reader: WeightReader, offload: ExpertOffload = NO_OFFLOAD, report: Report = ignore
-) -> Decoder:
-    """Prepares every weight of a model of a registered family."""
-    return DecoderLoader(config, reader, offload, report).load()
 
 
 def read_model(checkpoint: PackedCheckpoint, trust_remote_code: bool = False) -> DecoderConfig:
@@ -174,26 +189,28 @@ def load_layers(checkpoint: PackedCheckpoint, model: Decoder, kernels: str = "au
 
 @dataclass(frozen=True)
 class DecoderLoader:
-    """Builds a decoder, whole or in parts."""
+    """Builds the decoder of a registered family, whole or in parts."""
 
     config: DecoderConfig
     reader: WeightReader
     offload: ExpertOffload = NO_OFFLOAD
     report: Report = ignore
+    group: Group | None = None
 
     def load(self) -> Decoder:
         layers = self.layers()
         embedding, head = self._ends()
         frame, layer_inputs = self.frame(), self.layer_inputs()
         checkpoint = self.reader.checkpoint
-        notes = (*checkpoint.files.notes(), *contradictions(checkpoint, self.config))
+        notes = (*checkpoint.files.notes, *contradictions(checkpoint, self.config))
         description = (*self.reader.description(), *frame.description, *notes)
         parts: dict[str, Any] = {"embedding": embedding, "layers": layers, "head": head, "layer_inputs": layer_inputs}
-        return replace(frame, **parts, description=description, linears=self.reader.linears)
+        parts |= {"end": self.passage(), "linears": self.reader.linears, "modules": self.reader.modules}
+        return replace(frame, **parts, description=description)
 
     def frame(self) -> Decoder:
-        """Returns what is small: norm and rotary embeddings, with `UNLOADED` in the place of embedding, layers and
-        head."""
+        """Returns what is small: norm and rotary embeddings, with empty layers, and `UNLOADED` in the place of
+        embedding and head."""
         config, reader, target = self.config, self.reader, self.reader.target
         ops = choose_ops(config, target, reader.kernels)
         return Decoder(
@@ -201,7 +218,7 @@ class DecoderLoader:
             dtype=target.dtype,
             device=target.device,
             embedding=UNLOADED,
-            layers=[UNLOADED_LAYER] * len(config.spec.blocks),
+            layers=[Layer()] * len(config.spec.blocks),
             norm=reader.norm(config.spec.final_norm),
             head=UNLOADED,
             rotaries=tuple(Rotary(*rotation, target.dtype, target.device) for rotation in config.spec.rotations),
@@ -220,86 +237,53 @@ class DecoderLoader:
     def layer(self, index: int) -> Layer:
         """Prepares the weights of one layer."""
         name, block = self.config.spec.block_name(index), self.config.spec.blocks[index]
-        reader = self.reader.inside(name)
-        layer = Layer(
-            attention_norm=reader.optional_norm(block.input_norm),
-            qkv=None,
-            head_norm=None,
-            output=None,
+        reader = replace(self.reader.inside(name), rotations=self.config.spec.rotations)
+        return Layer(
+            norm=reader.optional_norm(block.input_norm),
+            mixer=load_mixer(block, reader),
             mlp_norm=reader.optional_norm(block.mlp_norm),
-            gate_up=None,
-            down=None,
-            output_norm=reader.optional_norm(block.output_norm),
-            mlp_output_norm=reader.optional_norm(block.mlp_output_norm),
-            rope=None,
-        )
-        for mixer in block.mixers:
-            if isinstance(mixer, Attention):
-                layer = self._with_attention(layer, mixer, reader)
-            else:
-                layer = replace(layer, recurrent=load_recurrent(mixer, reader))
-        layer = layer if block.mlp is None else self._with_mlp(layer, name, block.mlp, reader)
-        return replace(
-            layer,
-            beside=None if block.beside is None else self._beside(name, block.beside, reader),
-            input=None if block.layer_input is None else _layer_input(block.layer_input, reader),
-            scalar=reader.vector(block.scalar) if block.scalar else None,
+            mlp=load_mlp(name, block, reader, self.offload),
+            residual=_residual_rule(block, reader),
+            sums=(reader.sum, None if block.beside is not None else reader.sum),
         )
 
-    def _with_mlp(self, layer: Layer, name: str, mlp: MLP | Mixture, reader: WeightReader) -> Layer:
-        if isinstance(mlp, Mixture):
-            return replace(layer, experts=self._experts(name, mlp, reader))
-        expert, curve = _expert(mlp, reader), _curve(mlp.curve, reader) if mlp.curve else None
-        return replace(layer, gate_up=expert.gate_up, down=expert.down, curve=curve)
+    def passage(self) -> Passage | None:
+        """Returns what passes hidden states between stages; None for a model that is not divided."""
+        if self.group is None or self.group.stage is None:
+            return None
+        return Passage(self.group.stage, self.group, self.config.spec.hidden_size, self.reader.target.dtype)
 
-    def _with_attention(self, layer: Layer, mixer: Attention, reader: WeightReader) -> Layer:
-        fused = fuses_head_norms(mixer) and mixer.rope is not None
-        return replace(
-            layer,
-            qkv=reader.linear(*mixer.qkv),
-            output=reader.linear(mixer.output),
-            head_norm=_head_norm(mixer, reader) if fused else None,
-            qk_norm=None if fused or mixer.qk_norm is None else tuple(reader.norm(norm) for norm in mixer.qk_norm),
-            rope=None if mixer.rotation is None else self.config.spec.rotations.index(mixer.rotation),
-            value_norm=reader.optional_norm(mixer.value_norm),
-            sink_logits=reader.vector(mixer.sink_logits) if mixer.sink_logits else None,
-            head_gate=None if mixer.head_gate is None else reader.linear(mixer.head_gate),
-            latent=None if mixer.latent is None else load_latent(mixer, mixer.latent, reader),
-        )
-
-    def _beside(self, name: str, part: Beside, reader: WeightReader) -> BesideWeights:
-        return BesideWeights(self._experts(name, part.mixture, reader), *(reader.norm(norm) for norm in part.norms))
-
-    def layer_inputs(self) -> LayerInputsWeights | None:
+    def layer_inputs(self) -> LayerInputsWeights | PassedInputs | None:
         """Prepares what layers with an input of their own read; None for a model without such layers."""
-        inputs, reader = self.config.spec.layer_inputs, self.reader
+        inputs, reader, end = self.config.spec.layer_inputs, self.reader, self.passage()
         if inputs is None:
             return None
-        embedding = make_embedding(reader.rows(inputs.embedding), reader.target)
+        if end is not None and not end.stage.is_first:
+            return PassedInputs(end, (inputs.projection.out_features // inputs.size, inputs.size))
+        embedding: Embedding = make_embedding(reader.rows(inputs.embedding), reader.target)
+        if self.group is not None and self.group.rank.count > 1:
+            embedding = SharedRows(embedding, self.group.rank.share(inputs.vocab_size), self.group)
         return LayerInputsWeights(embedding, reader.linear(inputs.projection), reader.norm(inputs.norm))
-
-    def _experts(self, name: str, mixture: Mixture, reader: WeightReader) -> Experts:
-        router, gate, of_expert = mixture.router, mixture.shared_gate, replace(reader, of_expert=True)
-        scores = reader.vector(f"{router.scores.name}.weight", reader.wide if router.in_float32 else None)
-        experts = Experts(
-            router,
-            scores,
-            tuple(self.offload.expert(_expert(mlp, of_expert), len(mixture.experts)) for mlp in mixture.experts),
-            reader.vector(router.bias, reader.wide).flatten() if router.bias else None,
-            None if mixture.shared is None else _expert(mixture.shared, reader),
-            None if gate is None else reader.vector(f"{gate.name}.weight"),
-            reader.vector(router.expert_scales) if router.expert_scales else None,
-            scores_bias=reader.vector(f"{router.scores.name}.bias", scores.dtype) if router.scores.bias else None,
-            around=tuple(reader.linear(linear) for linear in mixture.around),
-        )
-        experts = replace(experts, slots=self.offload.slots(name, experts.experts))
-        choice = choose_mixture(mixture, experts, reader.target, reader.kernels)
-        where = self.offload.describe(name, len(mixture.experts))
-        reader.use(f"mixture, {router.num_chosen} of {len(mixture.experts)} experts", choice, where)
-        return replace(experts, kernel=choice.kernel)
 
     def _ends(self) -> tuple[Embedding, Linear]:
         """Prepares embedding and head, with one matrix for both where possible."""
+        group, end = self.group, self.passage()
+        if group is None:
+            return self._own_ends()
+        size, count = self.config.spec.vocab_size, group.rank.count
+        shares = tuple(Rank(index, count).share(size) for index in range(count))
+        own = shares[group.rank.index]
+        if end is None:
+            embedding, head = self._own_ends()
+            return SharedRows(embedding, own, group), SharedHead(head, shares, group)
+        first: Embedding = end
+        if end.stage.is_first:
+            first = self.embedding() if count == 1 else SharedRows(self.embedding(), own, group)
+        if not end.stage.is_last and not group.is_first:
+            return first, UNLOADED
+        return first, SharedHead(self.head() if end.stage.is_last else NoRows(), (slice(0, 0), *shares), group)
+
+    def _own_ends(self) -> tuple[Embedding, Linear]:
         head = self.head()
         if head_is_embedding(self.reader.checkpoint, self.config) and isinstance(head, RowSource) and head.reads_rows:
             return SharedEmbedding(head, self.reader.target.dtype), head
@@ -320,26 +304,20 @@ class DecoderLoader:
         return reader.prepare(reader.rows(name), label, bias, (name,)) if ready is None else ready
 
 
+def _residual_rule(block: Block, reader: WeightReader) -> ResidualRule:
+    return ResidualRule(
+        norms=(reader.optional_norm(block.output_norm), reader.optional_norm(block.mlp_output_norm)),
+        factors=block.residual,
+        is_parallel=block.is_parallel,
+        input=None if block.layer_input is None else _layer_input(block.layer_input, reader),
+        scalar=reader.vector(block.scalar) if block.scalar else None,
+    )
+
+
 def _layer_input(part: LayerInput, reader: WeightReader) -> LayerInputWeights:
-    return LayerInputWeights(reader.linear(part.gate), reader.linear(part.output), reader.norm(part.norm))
-
-
-def _expert(mlp: MLP, reader: WeightReader) -> Expert:
-    return Expert(reader.linear(*mlp.inputs), reader.linear(mlp.down))
-
-
-def _curve(name: str, reader: WeightReader) -> Xielu:
-    return Xielu(**{part: reader.vector(f"{name}.{part}") for part in CURVE})
-
-
-def _head_norm(mixer: Attention, reader: WeightReader) -> Tensor | None:
-    if mixer.qk_norm is None:
-        return None
-    weights = (reader.vector(f"{norm.name}.weight") for norm in mixer.qk_norm)
-    heads = (mixer.num_heads, mixer.own_kv_heads)
-    weight = torch.cat([weight.expand(count, -1) for weight, count in zip(weights, heads, strict=False)])
-    order = None if mixer.rope is None else channel_order(mixer.rope, mixer.head_dim)
-    return weight if order is None else weight[:, order.to(weight.device)]
+    return LayerInputWeights(
+        reader.linear(part.gate), reader.linear(part.output), reader.norm(part.norm), part.activation
+    )
 
 
 def contradictions(checkpoint: PackedCheckpoint, config: DecoderConfig) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Heads of multi-token prediction as they are served: beside the model whose embedding and output head they use."""
+"""Heads of multi-token prediction as they are served: with the model whose embedding and output head they use."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ class MtpHead:
         attention: Attention,
         run_layers: RunLayers | None = None,
     ) -> Tensor:
-        """Computes states `[T, H]`, of which `decoder.logits` predicts the tokens behind `token_ids`.
+        """Computes states `[T, H]`, of which `decoder.logits` predicts the tokens after `token_ids`.
 
         Args:
-            token_ids: int64 `[T]`, the tokens behind those at int64 `positions [T]`.
+            token_ids: int64 `[T]`, the tokens after those at int64 `positions [T]`.
             hidden: `[T, H]` at the positions: final hidden states of the target, or what `feedback` returns.
             attention, run_layers: as of `Decoder.forward`.
         """

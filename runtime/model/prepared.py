@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from compress.checkpoint.reader import PackedCheckpoint
-from compress.checkpoint.safetensors import MappedFile, TensorFiles, build_header, tensor_bytes
+from compress.checkpoint.safetensors import FileMap, MappedFile, build_header, tensor_bytes
 from compress.common.errors import CheckpointError, ToolkitError
 from compress.common.files import atomic_file
 from compress.cpu.binding import library
@@ -101,7 +101,8 @@ class PreparedFile(NoPrepared):
             CheckpointError: it is none, is truncated, has a header that was changed, or belongs to another checkpoint,
                 machine or version.
         """
-        file = MappedFile.open(path)
+        memory = FileMap(path)
+        file = MappedFile.open(path, memory)
         if file.metadata.get(HEADER_DIGEST) != header_digest(_dtypes_and_shapes(file), file.metadata):
             raise CheckpointError("its header is not what was written", "Run runtime prepare again")
         key = PreparedKey.read(_parsed(file, KEY))
@@ -109,7 +110,8 @@ class PreparedFile(NoPrepared):
             raise CheckpointError(mismatch, "Run runtime prepare again")
         linears = _linears(file)
         note = f"prepared: {len(linears)} weights are {'mapped' if device_reader is None else 'read'} from {path}"
-        file = file.over(map_file(path)) if device_reader is None else file
+        if device_reader is None:
+            memory.map = map_file(path)
         return cls(file, linears, key, device_reader, note=note)
 
     def check(self, checkpoint: Path) -> None:
@@ -134,8 +136,7 @@ class PreparedFile(NoPrepared):
     def _tensor(self, name: str) -> Tensor:
         if self.device_reader is None:
             return self.file.tensor(name)
-        files = TensorFiles(self.file.path.parent, [self.file], {name: self.file})
-        return self.device_reader.tensor(files, name)
+        return self.device_reader.tensor(self.file.entries[name])
 
 
 def _data_digest(tensors: Iterable[Tensor]) -> str:
@@ -158,7 +159,7 @@ def _dtypes_and_shapes(file: MappedFile) -> dict[str, tuple[torch.dtype, tuple[i
 
 
 def _parsed(file: MappedFile, name: str) -> Any:
-    """Returns a part of the metadata. Raises CheckpointError where it is no JSON."""
+    """Returns a part of the metadata. Raises CheckpointError where it is not JSON."""
     try:
         return json.loads(file.metadata[name])
     except (KeyError, TypeError, ValueError) as error:
@@ -180,7 +181,7 @@ class PreparedWriter(NoPrepared):
     Attributes:
         stream: of the new file.
         room: bytes for the header.
-        digest: of what is written behind the header.
+        digest: of what is written after the header.
     """
 
     stream: BinaryIO

@@ -13,7 +13,7 @@ from compress.common.files import cache_folder as user_cache
 from compress.cpu.binding import INSTRUCTION_SETS, best_instruction_set
 
 FOLDER = "prepared"
-"""Inside of a checkpoint: a folder, since other engines read all safetensors files beside config.json."""
+"""Inside of a checkpoint: a folder, since other engines read all safetensors files next to config.json."""
 READ_BYTES = 1 << 20
 
 

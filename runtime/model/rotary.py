@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from copy import copy
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from compress.models.rope import Rope
+from runtime.backends.model import LayerStep
 
 
 class Rotary:
@@ -17,11 +19,6 @@ class Rotary:
 
     Angles are computed in float32 for every dtype, as the models were trained and as transformers does; cosine and
     sine are then rounded to the activation dtype.
-
-    Attributes:
-        order: int64 `[D]`, channels of a head in the order in which they are rotated: then channels i and i + D / 2 are
-            a pair, and pairs that do not rotate have frequency 0. Scores do not depend on an order that queries and
-            keys share. None keeps them.
     """
 
     def __init__(self, rope: Rope, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -35,8 +32,6 @@ class Rotary:
             half = torch.cat((torch.full_like(frequencies, scale), torch.ones_like(still)))
             self.scale = half.repeat(2).to(device)
         self.dtype = dtype
-        order = channel_order(rope, head_dim)
-        self.order = None if order is None else order.to(device)
 
     def exact(self) -> Rotary:
         """Returns the same rotary embedding with angles in float64.
@@ -65,8 +60,30 @@ class Rotary:
         return angles.cos(), angles.sin()
 
 
+@dataclass(frozen=True, slots=True)
+class HeadRotation:
+    """Rotary embedding of the heads of one layer.
+
+    Attributes:
+        index: of its angles among those of a step.
+        order: int64 `[D]`, see `channel_order`; None keeps it.
+    """
+
+    index: int = 0
+    order: Tensor | None = None
+
+    def __call__(self, heads: Tensor, step: LayerStep, weight: Tensor | None = None, eps: float = 0.0) -> Tensor:
+        """Rotates `[T, heads, D]`, perhaps in place, after a norm with `weight [heads, D]` if there is one."""
+        heads = heads if self.order is None else heads.index_select(-1, self.order)
+        return step.ops.rotate(heads, weight, eps, *step.angles[self.index])
+
+
 def channel_order(rope: Rope, head_dim: int) -> Tensor | None:
-    """Returns `Rotary.order`: of every pair the first channel, then the second ones."""
+    """Returns the channels of a head in the order in which they are rotated, int64 `[D]`; None keeps them.
+
+    Channels i and i + D / 2 are a pair then, and pairs that do not rotate have frequency 0. Scores do not depend on an
+    order that queries and keys share.
+    """
     rotated = int(head_dim * rope.partial)
     if rotated == head_dim and not rope.interleaved:
         return None

@@ -11,11 +11,11 @@ from compress.checkpoint.kv_cache import UNCOMPRESSED, KVCacheScheme
 from compress.checkpoint.kv_quant import read_back, rotate_heads
 from compress.checkpoint.state_dtype import STATE_FLOAT32
 from runtime.backends.indexer import ChosenTokens, IndexedTokens, choose_in_spans
-from runtime.backends.narrow_states import token_states
-from runtime.backends.span_attention import DenseAttention, Scores, attend_span, scores_of, visibility_mask
-from runtime.backends.state_memory import StepStates, whole_states
+from runtime.backends.model import Model
+from runtime.backends.scores import DenseAttention, Scores
+from runtime.backends.span_attention import attend_span, visibility_mask
+from runtime.backends.state_memory import StepStates
 from runtime.model.mtp import MtpHead
-from runtime.model.served import ServedModel
 
 
 class CachedAttention:
@@ -87,7 +87,7 @@ TOKENS_AT_ONCE = 4096
 
 @torch.inference_mode()
 def hidden_states(
-    decoder: ServedModel, tokens: Tensor, kv_cache: KVCacheScheme = UNCOMPRESSED, state_dtype: str = STATE_FLOAT32
+    decoder: Model, tokens: Tensor, kv_cache: KVCacheScheme = UNCOMPRESSED, state_dtype: str = STATE_FLOAT32
 ) -> Tensor:
     """Computes hidden states `[B, T, H]` before the final norm, of int64 tokens `[B, T]`; rows start at position 0.
 
@@ -107,21 +107,19 @@ def hidden_states(
 
 def split_rows(tokens: Tensor) -> tuple[Tensor, ...]:
     """Splits `[B, T]` into parts that are computed in one forward pass each."""
-    return tokens.split(max(1, TOKENS_AT_ONCE // tokens.shape[1]))
+    return torch.split(tokens, max(1, TOKENS_AT_ONCE // tokens.shape[1]))
 
 
-def whole_rows(decoder: ServedModel, tokens: Tensor, state_dtype: str) -> tuple[Tensor, StepStates | None]:
+def whole_rows(decoder: Model, tokens: Tensor, state_dtype: str) -> tuple[Tensor, StepStates | None]:
     """Returns positions `[B * T]` and recurrent states of whole sequences `[B, T]`."""
     batch, length = tokens.shape
-    positions, lengths = torch.arange(length, device=decoder.device).repeat(batch), [length] * batch
-    if state_dtype == STATE_FLOAT32:
-        return positions, whole_states(decoder, lengths)
-    return positions, token_states(decoder, lengths, state_dtype)
+    positions = torch.arange(length, device=decoder.device).repeat(batch)
+    return positions, decoder.whole_states([length] * batch, state_dtype)
 
 
 @torch.inference_mode()
 def score(
-    decoder: ServedModel, tokens: Tensor, kv_cache: KVCacheScheme = UNCOMPRESSED, state_dtype: str = STATE_FLOAT32
+    decoder: Model, tokens: Tensor, kv_cache: KVCacheScheme = UNCOMPRESSED, state_dtype: str = STATE_FLOAT32
 ) -> Tensor:
     """Computes causal next-token logits `[B, T, V]` in float32 (float64 for a float64 model) of int64 tokens `[B, T]`.
 
@@ -136,7 +134,7 @@ def head_states(head: MtpHead, following: Tensor, hidden: Tensor) -> Tensor:
     """Computes states `[T, H]` of a head of multi-token prediction over one text from its begin.
 
     Args:
-        following: int64 `[T]`, the tokens behind the positions.
+        following: int64 `[T]`, the tokens after the positions.
         hidden: final hidden states `[T, H]` of the model there.
     """
     length, decoder = len(following), head.decoder
@@ -145,8 +143,8 @@ def head_states(head: MtpHead, following: Tensor, hidden: Tensor) -> Tensor:
 
 
 def whole_attention(
-    decoder: ServedModel, length: int, kv_cache: KVCacheScheme = UNCOMPRESSED
+    decoder: Model, length: int, kv_cache: KVCacheScheme = UNCOMPRESSED
 ) -> DenseAttention | CachedAttention:
     """Returns the attention of sequences of `length` tokens that are computed at once."""
-    options = (length, decoder.config.windows, decoder.dtype, decoder.device, scores_of(decoder))
+    options = (length, decoder.config.windows, decoder.dtype, decoder.device, decoder.scores)
     return DenseAttention(*options) if kv_cache.is_exact else CachedAttention(*options, kv_cache)

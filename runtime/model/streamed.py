@@ -14,9 +14,10 @@ from compress.checkpoint.kv_cache import UNCOMPRESSED, KVCacheScheme
 from compress.checkpoint.state_dtype import STATE_FLOAT32
 from compress.common.errors import CheckpointError
 from compress.models.generic import CodeSpec
+from runtime.backends.model import Layer
 from runtime.core.model_config import DecoderConfig
 from runtime.model.decoder import Activations, Decoder
-from runtime.model.loader import UNLOADED_LAYER, DecoderLoader, open_weights
+from runtime.model.loader import DecoderLoader, open_weights
 from runtime.model.scoring import whole_attention, whole_rows
 from runtime.model.weight_reader import WeightReader
 
@@ -45,7 +46,7 @@ class PartialPass:
         return {name: tensor for name, tensor in named.items() if tensor is not None and tensor.numel()}
 
     def numbers(self) -> dict[str, Any]:
-        """Returns plain values that `of` needs beside the tensors."""
+        """Returns plain values that `of` needs in addition to the tensors."""
         layer, masks = self.chosen
         return {"layers": self.num_layers, "chosen": [layer, len(masks)], "shared": list(self.passing.shared)}
 
@@ -129,7 +130,7 @@ class StreamedModel:
 
     def with_layer(self, index: int) -> Decoder:
         """Returns the decoder with one layer."""
-        layers = [UNLOADED_LAYER] * self.num_layers
+        layers = [Layer()] * self.num_layers
         layers[index] = self.loader.layer(index)
         return replace(self.frame, layers=layers)
 

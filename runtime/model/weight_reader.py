@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -18,17 +18,22 @@ from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.weights import Scheme, Weight
 from compress.checkpoint.weights.base import BesideColumns, Factors
 from compress.common.errors import CheckpointError
+from compress.models.cuts import Cut
 from compress.models.linear import Linear as LinearSpec
 from compress.models.norm import Norm
-from runtime.backends.base import DenseKernel, Linear, LinearKernel, NormWeights, Target
-from runtime.backends.composed import LowRank, WithOutliers
+from compress.models.rope import Rope
+from runtime.backends.backend import DenseKernel, LinearKernel
+from runtime.backends.base import Linear, NormWeights, Sum, Target
 from runtime.backends.registry import REFERENCE, Choice, choose_dense, choose_linear, dense_kernels
 from runtime.backends.self_test import prepare_tested
 from runtime.backends.torch.quantized_linear import RoundedInputs
+from runtime.core.progress import Report, Stage, ignore
+from runtime.model.composed import LowRank, SideBySide, WithOutliers, fuse_biases, fuse_weights
 from runtime.model.device_files import DeviceReader, unpacked_on, unpacks_anywhere
 from runtime.model.embedding import Rows
 from runtime.model.prepared import NOTHING_PREPARED, NoPrepared
-from runtime.model.side_by_side import SideBySide, fuse_biases, fuse_weights
+from runtime.model.rotary import HeadRotation, channel_order
+from runtime.parallel.parts import PaddedInputs, SharedSquares, SummedProducts, cut_vector, cut_weight
 
 logger = logging.getLogger("runtime.model")
 
@@ -45,7 +50,12 @@ class WeightReader:
         device_reader: reads into the memory of a device other than the CPU.
         tested: names of kernels and the forms that they multiplied as plain torch does.
         of_expert: what is read is an expert of a mixture.
+        rotations: rotary embeddings of the model, with the sizes of the heads that they rotate.
+        report: is told what is compiled.
         linears: how many linears each kernel multiplies, by their names, form and the kernel's name.
+        cuts: parts of matrices and vectors to read, by full name; others are read whole.
+        sum: sums up what ranks compute; None for one that has the whole model.
+        modules: what `linear` made, see `Model.modules`.
     """
 
     checkpoint: PackedCheckpoint
@@ -59,7 +69,12 @@ class WeightReader:
     device_reader: DeviceReader | None = None
     tested: set[tuple[str, str]] = field(default_factory=set)
     of_expert: bool = False
+    rotations: Sequence[tuple[Rope, int]] = ()
+    report: Report = ignore
     linears: Counter[tuple[str, str, str]] = field(default_factory=Counter)
+    cuts: Mapping[str, Cut] = field(default_factory=dict)
+    sum: Sum | None = None
+    modules: list[tuple[tuple[tuple[str, int], ...], Linear]] = field(default_factory=list)
 
     def inside(self, module: str) -> WeightReader:
         """Returns the reader of what is inside of a module."""
@@ -78,13 +93,20 @@ class WeightReader:
             self.vector(norm.tensor, dtype) if norm.has_weight else torch.ones(norm.size, dtype=dtype, device=device)
         )
         bias = self.vector(f"{norm.name}.bias", dtype) if norm.bias else None
-        return NormWeights(
-            weight + norm.offset if norm.offset else weight, norm.eps, bias, norm.centered, norm.is_plain
-        )
+        squares = None if norm.share is None or self.sum is None else SharedSquares(norm.share, self.sum)
+        weight = weight + norm.offset if norm.offset else weight
+        return NormWeights(weight, norm.eps, bias, norm.centered, norm.is_plain, squares)
 
     def optional_norm(self, norm: Norm | None) -> NormWeights | None:
         """Reads a norm, if there is one."""
         return None if norm is None else self.norm(norm)
+
+    def rotation(self, rotation: tuple[Rope, int] | None) -> HeadRotation | None:
+        """Finds one of the model's rotary embeddings, if it is one."""
+        if rotation is None:
+            return None
+        order = channel_order(*rotation)
+        return HeadRotation(self.rotations.index(rotation), None if order is None else order.to(self.target.device))
 
     def rows(self, embedding: str) -> Rows:
         """Reads a weight whose rows are looked up. Raises CheckpointError for a form that has none."""
@@ -94,27 +116,45 @@ class WeightReader:
         return weight
 
     def weight(self, module: str) -> Weight | Tensor:
-        """Reads a weight as stored. Dense ones come to the device; plain integers are unpacked there."""
-        module, reader = f"{self.prefix}{module}", self.device_reader
+        """Reads a weight as stored, or its part. Dense ones come to the device; plain integers are unpacked there."""
+        found, cut = self._whole(f"{self.prefix}{module}"), self.cuts.get(f"{self.prefix}{module}")
+        return found if cut is None else cut_weight(found, cut)
+
+    def _whole(self, module: str) -> Weight | Tensor:
+        reader = self.device_reader
         scheme = self.checkpoint.scheme(module)
         if reader is None or not self.checkpoint.holds_weights or not (scheme is None or unpacks_anywhere(scheme)):
             return self.checkpoint.weight(module)
         if scheme is None:
-            return reader.tensor(self.checkpoint.files, f"{module}.weight")
-        return unpacked_on(self.checkpoint, reader).weight(module).to(reader.device)
+            return reader.tensor(self.checkpoint.files[f"{module}.weight"])
+        return unpacked_on(self.checkpoint, module, reader).to(reader.device)
 
     def vector(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        """Reads a dense tensor in a dtype, or in that of activations."""
-        return self.checkpoint.tensor(f"{self.prefix}{name}").to(self.target.device, dtype or self.target.dtype)
+        """Reads a dense tensor, or its part, in a dtype, or in that of activations."""
+        found, cut = self.checkpoint.tensor(f"{self.prefix}{name}"), self.cuts.get(f"{self.prefix}{name}")
+        found = found if cut is None else cut_vector(found, cut)
+        return found.to(self.target.device, dtype or self.target.dtype)
 
     def linear(self, *linears: LinearSpec) -> Linear:
         """Makes one linear of several over one input, fused when they can be."""
+        made = self._side_by_side(linears)
+        self.modules.append((tuple((f"{self.prefix}{each.name}", each.out_features) for each in linears), made))
+        return made
+
+    def _side_by_side(self, linears: Sequence[LinearSpec]) -> Linear:
         roundings = [self.rounding(f"{self.prefix}{linear.name}") for linear in linears]
         first = roundings[0]
         if any(each is not first and (each is None or not each.equals(first)) for each in roundings):
             return SideBySide(tuple(self.linear(linear) for linear in linears))
         made = self._fused(linears)
-        return made if first is None else RoundedInputs(made, first)
+        made = made if first is None else RoundedInputs(made, first)
+        cut = self.cuts.get(f"{self.prefix}{linears[0].name}")
+        return made if cut is None or not any(cut.padding) else PaddedInputs(made, cut.padding)
+
+    def summed(self, linear: LinearSpec) -> Linear:
+        """Makes a linear of whose inputs a rank has a part, and that gives all of them the sum of their products."""
+        made = self.linear(linear)
+        return made if self.sum is None else SummedProducts(made, self.sum)
 
     def rounding(self, module: str) -> InputRounding | None:
         """Reads the rounding of a module's inputs, and counts it; None where they keep 16 bits, or where the kernel
@@ -196,10 +236,11 @@ class WeightReader:
         if isinstance(product, BesideColumns):
             columns = product.columns.to(self.target.device, torch.int64)
             values = product.values.to(self.target.device, self.target.dtype).T.contiguous()
-            beside = f"{name} beside {len(columns)} columns in 16 bits"
+            beside = f"{name} next to {len(columns)} columns in 16 bits"
             return WithOutliers(self.prepare(product.base, beside, bias), columns, values)
         choose = partial(self._choose, weight.scheme, weight.shape[1])
-        choice, linear = prepare_tested(weight.expanded(), bias, self.target, choose, self.excluded, self.tested)
+        tests = self.excluded, self.tested, partial(self.report, Stage.COMPILATION)
+        choice, linear = prepare_tested(weight.expanded(), bias, self.target, choose, *tests)
         self._use_linear(name, weight.scheme, choice)
         return self.prepared.keep(modules, choice.kernel.layout, linear, bias)
 

@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from runtime.backends.sampling_kernel import UNDECIDED
+from runtime.backends.backend import UNDECIDED
 from runtime.core.batch import upload
 from runtime.core.request import TokenLogprobs
 from runtime.core.step import KNOWN, SampledToken, ScheduledSequence, StepOutput
@@ -21,7 +21,7 @@ NUM_COPIES = 2
 
 
 class DeviceEvent:
-    """Marks a place in the work of a device; on a CPU, which is never behind, nothing."""
+    """Marks a place in the work of a device; on a CPU, which works synchronously, nothing."""
 
     def __init__(self, device: torch.device) -> None:
         self._event = torch.cuda.Event() if device.type == "cuda" else None
@@ -44,7 +44,7 @@ class _Copy:
 
 
 class TokenCopies:
-    """Room in the memory of the host for the tokens of the last `NUM_COPIES` steps, pinned beside a GPU."""
+    """Room in host memory for the tokens of the last `NUM_COPIES` steps, pinned where the device is a GPU."""
 
     def __init__(self, num_rows: int, device: torch.device) -> None:
         is_pinned = device.type == "cuda"
@@ -67,7 +67,7 @@ class TokenCopies:
 
 
 class LogprobCopies:
-    """Log-probabilities on their way to the memory of the host, pinned beside a GPU."""
+    """Log-probabilities on their way to the memory of the host, pinned where the device is a GPU."""
 
     def __init__(self, found: Sequence[RowLogprobs]) -> None:
         self._copies = [RowLogprobs(each.rows, *map(_send, (each.chosen, each.top_ids, each.top))) for each in found]

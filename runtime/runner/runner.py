@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections import Counter, abc
+from collections import abc
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -14,12 +14,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from compress.common.device import available_bytes, format_bytes, on_device
-from compress.common.errors import ToolkitError
+from compress.common.device import available_bytes, on_device
+from runtime.adapters.store import DeviceAdapters, slot_bytes
 from runtime.backends.kv_pages import BlockMemory, KVCache, KVPages
-from runtime.backends.narrow_states import step_states
+from runtime.backends.model import Model
 from runtime.backends.registry import AUTO, choose_step_kernels
-from runtime.backends.state_memory import StateMemory
+from runtime.backends.state_memory import StateMemory, step_states
 from runtime.core.attention_window import AttentionWindow
 from runtime.core.batch import Batch, build_batch, build_sampling_metadata, fresh_blocks, slots_of
 from runtime.core.config import RuntimeConfig
@@ -27,74 +27,26 @@ from runtime.core.draft_states import StateCosts
 from runtime.core.draft_tree import follow
 from runtime.core.memory_plan import MemoryPlan
 from runtime.core.progress import Report, ignore
-from runtime.core.request import LogprobColumns, Pooling
 from runtime.core.state_rows import build_state_rows
 from runtime.core.step import ComputedStep, SampledToken, ScheduledSequence, StepOutput, StepPlan, SubmittedStep
-from runtime.memory.plan import plan_memory
-from runtime.model.served import ServedModel
+from runtime.memory.plan import check_fits, plan_memory
+from runtime.parallel.group import Group
+from runtime.parallel.steps import share_plan, tell_plan
 from runtime.runner.capture import Capture, CudaCapture
+from runtime.runner.micro_batches import LEAST_TOKENS, Piece, split_step
 from runtime.runner.pending_step import DrawnTokens, PendingStep, TokenCopies, unread_token
+from runtime.runner.prompts import pooled_states, prompt_logprobs
 from runtime.runner.step_buffers import StepBuffers
 from runtime.runner.step_graphs import Kind, StepGraphs
 from runtime.runner.warm_up import warm_up
-from runtime.sampling.sampler import Drawn, Sampler, choose_sampler, sample_step, sample_tokens
+from runtime.sampling.sampler import Drawn, choose_sampler, sample_step, sample_tokens
 from runtime.speculative.verify import verify_by_match
 
 logger = logging.getLogger("runtime.runner.runner")
 
 TOKENS_PER_READ = {"cpu": 5, "cuda": 100}
 """Tokens whose computation takes about as long as reading the weights: kernels of 4 and 8 bits on a CPU take 4 to 7
-(docs/serving.md, between M=1 and M=8), tensor cores in 16 bits 75 to 300 by their data sheets."""
-
-LOGITS_AT_ONCE = 2**23
-"""Logits that exist at a time at most, one row at least: those of a whole long prompt would fill the memory."""
-
-
-def prompt_logprobs(decoder: ServedModel, sampler: Sampler, hidden: Tensor, batch: Batch) -> dict[str, LogprobColumns]:
-    """By sequence id, of the tokens that follow those of the span inside the prompt.
-
-    Args:
-        hidden: `[T, H]` before the final norm.
-    """
-    return {
-        entry.sequence.id: _span_logprobs(decoder, sampler, hidden[rows], entry, number)
-        for entry, rows in batch.prompt_rows
-        if (number := entry.sequence.request.sampling.prompt_logprobs) is not None
-    }
-
-
-def pooled_states(decoder: ServedModel, hidden: Tensor, batch: Batch) -> dict[str, list[float]]:
-    """By sequence id, sums `[H]` of the spans' final hidden states in float64, or the last of them.
-
-    Args:
-        hidden: `[T, H]` before the final norm.
-    """
-    return {
-        entry.sequence.id: pool(decoder.final_norm(hidden[rows]).double(), pooling).tolist()
-        for entry, rows in batch.prompt_rows
-        if (pooling := entry.sequence.request.options.pooling)
-    }
-
-
-def pool(states: Tensor, pooling: Pooling) -> Tensor:
-    """The sum `[H]` of states `[T, H]`, or the last of them."""
-    return states[-1] if pooling is Pooling.LAST else states.sum(0)
-
-
-def _span_logprobs(
-    decoder: ServedModel, sampler: Sampler, hidden: Tensor, entry: ScheduledSequence, num_top: int
-) -> LogprobColumns:
-    """Log-probabilities of the tokens after those of `hidden [T, H]`; the prompt's last token has none after it."""
-    start = entry.start + 1
-    following = entry.sequence.request.prompt_token_ids[start : start + len(hidden)]
-    step = max(1, LOGITS_AT_ONCE // decoder.config.vocab_size)
-    found = LogprobColumns()
-    for first in range(0, len(following), step):
-        chosen = following[first : first + step]
-        logits = decoder.logits(hidden[first : first + len(chosen)])
-        found.extend(sampler.logprob_columns(logits, chosen, num_top))
-    return found
-
+(docs/serving-cpu.md, between M=1 and M=8), tensor cores in 16 bits 75 to 300 by their data sheets."""
 
 RowSampler = Callable[[abc.Sequence[ScheduledSequence], Tensor, Drawn | None], dict[str, list[SampledToken]]]
 """From the entries that sample, and `1 + num_draft_tokens` rows of logits each, to tokens by sequence id. Of captured
@@ -121,6 +73,7 @@ class ModelRunner:
         memory: sizes of the pool and of the longest sequence, as `plan_memory` decides them.
         attention_backend: the backend whose attention comes first where it can serve the model.
         programmatic_launch: whether kernels of a GPU overlap, see `ComputeOptions`.
+        tell: is told every plan before it is computed, for ranks that compute it too.
 
     Attributes:
         sample: turns logits into tokens and verifies drafts; exactly unless replaced.
@@ -129,17 +82,19 @@ class ModelRunner:
         graphs: runs steps of one token per sequence, and drafts, from CUDA graphs; None where nothing is captured.
         graphs_reason: why nothing is; empty where it is.
         observer: reads every step; None for none.
+        adapters: LoRA adapters on the device; None for a model without them.
         later: captures that the first answers do not need, for idle time.
     """
 
     def __init__(
         self,
-        decoder: ServedModel,
+        decoder: Model,
         memory: MemoryPlan,
         attention_backend: str = AUTO,
         programmatic_launch: str = AUTO,
+        tell: Callable[[StepPlan], object] = lambda plan: None,
     ) -> None:
-        self.decoder = decoder
+        self.decoder, self._tell = decoder, tell
         self.memory = memory
         dtype = torch.float64 if decoder.dtype == torch.float64 else torch.float32
         self.sampler = choose_sampler(decoder.device, dtype)
@@ -147,10 +102,11 @@ class ModelRunner:
         self.kernels = choose_step_kernels(decoder, memory, attention_backend, programmatic_launch)
         self.expert_caches = [slots.cache for slots in decoder.expert_slots]
         self.states: StateMemory | None = None
-        if memory.states.num_slots:
+        if decoder.config.state_fields:
             sizes = self.num_state_slots, decoder.dtype, decoder.device, self.num_host_states
             self.states = StateMemory(decoder.config.state_fields, *sizes, kept=memory.states.dtype)
         self.observer: StepObserver | None = None
+        self.adapters: DeviceAdapters | None = None
         self.later: abc.Sequence[Callable[[], object]] = ()
         self.graphs: StepGraphs | None = None
         self._token_copies = TokenCopies(memory.num_sequences, decoder.device)
@@ -220,7 +176,7 @@ class ModelRunner:
 
     @property
     def vocab_size(self) -> int:
-        return self.decoder.config.vocab_size
+        return self.decoder.config.spec.vocab_size
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
@@ -237,6 +193,7 @@ class ModelRunner:
         A step that a captured one can compute is replayed; others run in one eager forward pass. Where the device draws
         one token for each sequence that samples, and nothing else is wanted, they are read later.
         """
+        self._tell(plan)
         with on_device(self.decoder.device):
             if self._pending is not None:
                 self._pending.leave()
@@ -256,7 +213,7 @@ class ModelRunner:
     def launch_head(self, num_rows: int) -> None:
         """Launches what computes logits of some tokens."""
         with on_device(self.decoder.device):
-            shape = num_rows, self.decoder.config.hidden_size
+            shape = num_rows, self.decoder.config.spec.hidden_size
             self.decoder.logits(torch.zeros(shape, dtype=self.decoder.dtype, device=self.decoder.device))
 
     @torch.inference_mode()
@@ -389,13 +346,33 @@ class ModelRunner:
         return "the first tokens are kept exactly, and computed when a sequence begins" if self.cache.sinks else ""
 
     def _forward(self, batch: Batch) -> Tensor:
-        attention, layers = self.kernels.attention(batch), self.kernels.layers
+        """Hidden states `[T, H]`. Stages compute parts of a step at the same time."""
+        end, least = self.decoder.end, LEAST_TOKENS[self.decoder.device.type]
+        if end is None:
+            return self._forward_part(batch)
+        parts = split_step(batch.entries, end.num_stages, least, self.block_size)
+        return end.collect(self._forward_part(batch) if len(parts) == 1 else self._forward_parts(parts))
+
+    def _forward_parts(self, parts: abc.Sequence[abc.Sequence[Piece]]) -> Tensor:
+        found: dict[int, Tensor] = {}
+        for pieces in parts:
+            rows = {id(piece.entry): piece.row for piece in pieces}
+            entries = [piece.entry for piece in pieces]
+            batch = build_batch(entries, self.block_size, self.decoder.device, self.memory.reach)
+            hidden = self._forward_part(batch).split([entry.num_tokens for entry in batch.entries])
+            found |= {rows[id(entry)]: states for entry, states in zip(batch.entries, hidden, strict=True)}
+        return torch.cat([found[row] for row in sorted(found)])
+
+    def _forward_part(self, batch: Batch) -> Tensor:
+        attention, layers, decoder = self.kernels.attention(batch), self.kernels.layers, self.decoder
+        if self.adapters is not None and self.adapters.begin(batch.entries):
+            layers, decoder = None, self.adapters.model
         run_layers = None if layers is None else partial(layers, attention=attention)
         if self.states is None:
-            return self.decoder.forward(batch.token_ids, batch.positions, attention, run_layers)
+            return decoder.forward(batch.token_ids, batch.positions, attention, run_layers)
         rows = batch.state_rows or build_state_rows(batch.entries, self.num_state_slots, self.decoder.device)
         states = step_states(self.states, rows)
-        return self.decoder.forward(batch.token_ids, batch.positions, attention, run_layers, states)
+        return decoder.forward(batch.token_ids, batch.positions, attention, run_layers, states)
 
     def _logits(self, batch: Batch) -> Tensor:
         """Logits of the rows of a captured step, in the dtype of the head."""
@@ -436,12 +413,15 @@ def sample_and_match(
     return {entry.sequence.id: [token] for entry, token in zip(entries, tokens, strict=True)}
 
 
-def build_runner(decoder: ServedModel, config: RuntimeConfig, report: Report = ignore) -> ModelRunner:
+def build_runner(
+    decoder: Model, config: RuntimeConfig, report: Report = ignore, group: Group | None = None
+) -> ModelRunner:
     """A runner whose pool fits the budget of `config`. On a GPU it has computed the largest steps, so that what serves
     later finds its memory.
 
     Args:
         report: is told how far it is.
+        group: of the ranks that share the model; the first one's runner tells others what to compute.
 
     Raises:
         ToolkitError: a sequence of `max_model_len` tokens does not fit in the pool, or pool and steps not in memory.
@@ -450,8 +430,10 @@ def build_runner(decoder: ServedModel, config: RuntimeConfig, report: Report = i
     if on_gpu:
         gc.collect()  # an unused runner may still hold its pool
         torch.cuda.empty_cache()
-    free = available_bytes(decoder.device) if on_gpu else None
-    plan = plan_memory(decoder.config, decoder.nbytes, decoder.dtype.itemsize, config, free)
+    adapter_bytes = slot_bytes(decoder, config) if config.serves_adapters else 0
+    free = available_bytes(decoder.device) - adapter_bytes if on_gpu else None
+    sizes = decoder.nbytes + adapter_bytes, decoder.dtype.itemsize
+    plan = share_plan(plan_memory(decoder.config, *sizes, config, free), group)
     plan = replace(plan, expert_bytes=sum(slots.host_nbytes for slots in decoder.expert_slots))
     check_fits(plan, decoder.device)
     for note in plan.kv_choice.notes:
@@ -464,28 +446,12 @@ def build_runner(decoder: ServedModel, config: RuntimeConfig, report: Report = i
         decoder = decoder.for_length(length)
     if config.attention_window is not None:
         decoder = decoder.for_streams()
-    runner = ModelRunner(decoder, plan, config.attention_backend, config.programmatic_launch)
+    tell = partial(tell_plan, group)
+    runner = ModelRunner(decoder, plan, config.attention_backend, config.programmatic_launch, tell)
+    if config.serves_adapters:
+        runner.adapters = DeviceAdapters(decoder, config.max_loras)
     if on_gpu:
         runner.later = warm_up(runner, config, report)
         for slots in decoder.expert_slots:
             slots.fill()  # the largest steps chose others
     return runner
-
-
-def check_fits(plan: MemoryPlan, device: torch.device) -> None:
-    """Refuses pools that do not fit in the free memory of the device and the host.
-
-    Raises:
-        ToolkitError: with the numbers.
-    """
-    host, steps = torch.device("cpu"), plan.budget.step_bytes
-    wanted = Counter({device: plan.pool_bytes}) + Counter({host: plan.host_bytes})
-    for where, size in wanted.items():
-        free, beside = available_bytes(where), steps if where == device else 0
-        if size + beside > free:
-            others = f", of which steps take up to {format_bytes(beside)}" if beside else ""
-            room = f"{format_bytes(free)} of free {where.type} memory{others}"
-            raise ToolkitError(
-                f"KV blocks of {format_bytes(size)} do not fit in {room}",
-                "Allow less KV memory or fewer blocks",
-            )

@@ -9,6 +9,7 @@ from typing import ClassVar
 
 import torch
 
+from runtime.backends.model import Model
 from runtime.core.attention_window import AttentionWindow
 from runtime.core.batch import (
     AttentionGroup,
@@ -28,7 +29,6 @@ from runtime.core.draft_tree import ancestor_bits
 from runtime.core.memory_plan import MemoryPlan
 from runtime.core.state_rows import decode_state_rows
 from runtime.core.step import NO_STATE, ScheduledSequence
-from runtime.model.served import ServedModel
 from runtime.runner.pending_step import DeviceEvent
 
 PADDING = -1
@@ -84,13 +84,13 @@ class StepBuffers:
     """Room for steps of up to `num_sequences` sequences: with a token each and their drafts, `num_logits` tokens in
     all, or with prompts, `num_prompt_rows` tokens in all.
 
-    Rows of a sequence follow each other, those of its drafts behind the one of its last known token. A sequence with
-    fewer drafts than others has rows of padding behind them; a step with prompts has all padding at its end, and first
+    Rows of a sequence follow each other, those of its drafts after the one of its last known token. A sequence with
+    fewer drafts than others has rows of padding after them; a step with prompts has all padding at its end, and first
     the sequences that sample.
 
     The columns `[15, num_rows]`, first rows of sequences `[num_sequences + 2]` and block tables
-    `[num_sequences, blocks_each]` lie one behind the other, and once more in the memory of the host, pinned beside a
-    GPU: one copy brings a step there.
+    `[num_sequences, blocks_each]` lie one after the other, and once more in the memory of the host, pinned where the
+    device is a GPU: one copy brings a step there.
 
     Args:
         memory: says how many sequences and drafts there are, how long block tables are, and what tokens look at.
@@ -99,7 +99,7 @@ class StepBuffers:
         logits, tokens: `[num_logits, V]` and int64 `[num_logits]`, where captured steps leave their results.
     """
 
-    def __init__(self, decoder: ServedModel, memory: MemoryPlan) -> None:
+    def __init__(self, decoder: Model, memory: MemoryPlan) -> None:
         device = decoder.device
         self.num_sequences, self.num_drafts = memory.num_sequences, memory.num_draft_tokens
         self.num_logits, self.has_trees = memory.captured_rows, memory.drafts_trees
@@ -125,7 +125,7 @@ class StepBuffers:
         self._padding = (0, PADDING, PADDING, PADDING, self.num_state_slots + 1, 0, 0, 0, 0)
         self._filled: list[list[int]] = [[] for _ in range(self.num_sequences)]
         dtype = torch.float64 if decoder.dtype == torch.float64 else torch.float32
-        self.logits = torch.zeros(self.num_logits, decoder.config.vocab_size, dtype=dtype, device=device)
+        self.logits = torch.zeros(self.num_logits, decoder.config.spec.vocab_size, dtype=dtype, device=device)
         self.tokens = torch.zeros(self.num_logits, dtype=torch.int64, device=device)
         # Kernels of a GPU attend by sequence; others attend group by group, and there each token is one.
         num_group_rows = 0 if device.type == "cuda" else self.num_prompt_rows

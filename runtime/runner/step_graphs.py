@@ -98,6 +98,8 @@ class StepGraphs:
         """Why no captured step computes these entries, in few words; empty when one can."""
         if any(entry.sequence.wants_whole_prompt for entry in entries):
             return "prompts are looked at"
+        if any(entry.sequence.request.adapter is not None for entry in entries):
+            return "adapters"
         if len(entries) > self.buffers.num_sequences:
             return "too many sequences"
         has_prompts = any(map(_is_prompt, entries))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from compress.common.device import format_bytes
-from compress.common.errors import ToolkitError
+from compress.common.errors import OutOfMemoryError
 from runtime.backends.registry import compilers
 from runtime.core.config import RuntimeConfig
 from runtime.core.progress import Report, Stage, ignore
@@ -51,7 +51,7 @@ def warm_up(runner: ModelRunner, config: RuntimeConfig, report: Report = ignore)
         rows. They write to no block of the pool.
 
     Raises:
-        ToolkitError: the GPU has no memory for them.
+        OutOfMemoryError: the GPU has no memory for them.
     """
     largest = largest_steps(config, runner.num_blocks, runner.max_model_len)
     work: list[Work] = [partial(runner.execute, with_states(plan, runner.num_state_slots)) for plan in largest]
@@ -68,8 +68,8 @@ def warm_up(runner: ModelRunner, config: RuntimeConfig, report: Report = ignore)
             run()
     except torch.OutOfMemoryError as error:
         taken = format_bytes(runner.memory.pool_bytes)
-        raise ToolkitError(
-            f"the largest step does not fit in the GPU beside {taken} of keys, values and states",
+        raise OutOfMemoryError(
+            f"the largest step does not fit in the GPU next to {taken} of keys, values and states",
             "Allow less --kv-memory or fewer --max-num-seqs",
         ) from error
     if runner.decoder.device.type == "cuda":
@@ -142,8 +142,8 @@ def covering_steps(config: RuntimeConfig, num_blocks: int, max_model_len: int) -
 
 
 def covering_spans(most: int, longest: int) -> list[Span]:
-    """Spans of sequences of up to `longest` tokens: single tokens behind all numbers of keys, and all numbers of tokens
-    behind few and many."""
+    """Spans of sequences of up to `longest` tokens: single tokens after all numbers of keys, and all numbers of tokens
+    after few and many."""
     starts = [start for start in powers_of_two(longest - 1) if start >= LEAST_CONTEXT]
     lengths = powers_of_two(min(most, MOST_ROWS))
     spans = [(start, 1) for start in starts] + [(start, n) for n in lengths for start in (0, longest - n)]

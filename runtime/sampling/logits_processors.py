@@ -14,7 +14,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from runtime.backends.sampling_kernel import UNDECIDED
+from runtime.backends.backend import UNDECIDED
 from runtime.backends.torch.ops import gumbel_argmax
 from runtime.core.batch import (
     SamplingMetadata,
@@ -124,7 +124,7 @@ def _count_tokens(scores: Tensor, rows: list[int], draws: Sequence[SamplingMetad
 
 
 NEGLIGIBLE = 80.0
-"""Below the highest score: a million such tokens add nothing to a sum, and their exponentials are no denormals."""
+"""Below the highest score: a million such tokens add nothing to a sum, and their exponentials are not denormal."""
 
 
 def draw_likely(logits: Tensor, tensors: SamplingTensors) -> Tensor:
@@ -135,8 +135,8 @@ def draw_likely(logits: Tensor, tensors: SamplingTensors) -> Tensor:
 
 
 def candidates(scores: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the candidate tokens of every row, best first: scores `[R, K]`, minus infinity for excluded tokens, and
-    ids `[R, K]`.
+    """Returns the tokens of every row that may be sampled, best first: scores `[R, K]`, minus infinity for excluded
+    tokens, and ids `[R, K]`.
 
     Args:
         scores: logits over temperature `[R, V]`.
@@ -152,7 +152,7 @@ def candidates(scores: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> t
 
 
 def likely_candidates(scores: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """As `candidates`, among the most likely tokens only; and for which rows `[R]` there are others beside them."""
+    """As `candidates`, among the most likely tokens only; and which rows `[R]` may have candidates other than these."""
     likely, ids = scores.topk(min(NUM_LIKELY, scores.shape[-1]))
     threshold = _threshold(likely, scores, top_k, top_p, min_p)
     # A k-th score beyond the likely tokens is unknown here, and with it the mass that top-p is a share of. But when a

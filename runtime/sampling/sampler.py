@@ -15,8 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from runtime.backends.backend import FORBIDDEN, INFINITE, UNDECIDED, FusedSampling, SamplingKernel
 from runtime.backends.registry import choose_sampling
-from runtime.backends.sampling_kernel import FORBIDDEN, INFINITE, UNDECIDED, FusedSampling, SamplingKernel
 from runtime.backends.torch.ops import argmax, gumbel_argmax
 from runtime.core.batch import SamplingMetadata, SamplingTensors, upload, upload_sampling_tensors
 from runtime.core.request import LogprobColumns, TokenLogprobs

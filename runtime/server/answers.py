@@ -20,7 +20,8 @@ T = TypeVar("T")
 Deltas = AsyncGenerator[list[Delta], None]
 """Deltas of all choices of an HTTP request, as they arrive; `index` is that of the choice."""
 DONE = b"data: [DONE]\n\n"
-HOLE = "\0"
+HOLE = "\0value"
+"""Stands for a value in what is written once; no token is this text."""
 
 
 @dataclass
@@ -62,42 +63,48 @@ class UsageCounter:
             self.reasoning.add(delta.index, delta.token_ids)
 
 
-class TextPart(NamedTuple):
-    """A choice of which nothing but the text changes in a request.
+class FramedPart(NamedTuple):
+    """A choice of which nothing but a few values changes in a request.
 
     Attributes:
-        key: the same for choices that differ in their text only.
-        choice: returns the choice with a text.
+        key: the same for choices that differ in their values only.
+        values: their JSON, in the order in which they are written.
+        choice: returns the choice with values.
     """
 
     key: Hashable
-    text: str
-    choice: Callable[[str], dict[str, Any]]
+    values: tuple[str, ...]
+    choice: Callable[..., Any]
 
 
-Part = dict[str, Any] | TextPart
+Part = dict[str, Any] | FramedPart
+text_json: Callable[[str], str] = encode_basestring_ascii
+
+
+def template_of(written: str) -> str:
+    """Returns JSON as a template with `%s` in place of each `HOLE`."""
+    return written.replace("%", "%%").replace(to_json(HOLE), "%s")
 
 
 class Frames:
-    """Events that differ in one text only: what is around it is written once.
+    """Events that differ in a few values only: what is around these is written once.
 
     Args:
         write: writes a whole event.
     """
 
-    def __init__(self, write: Callable[[dict[str, Any]], bytes]) -> None:
+    def __init__(self, write: Callable[[Any], bytes]) -> None:
         self._write = write
-        self._found: dict[Hashable, tuple[bytes, bytes]] = {}
+        self._found: dict[Hashable, str] = {}
 
-    def fill(self, part: TextPart) -> bytes:
+    def fill(self, part: FramedPart) -> bytes:
         """Returns an event."""
-        before, after = self._found.get(part.key) or self._add(part)
-        return b"%b%b%b" % (before, encode_basestring_ascii(part.text).encode("ascii"), after)
+        return ((self._found.get(part.key) or self._add(part)) % part.values).encode("ascii")
 
-    def _add(self, part: TextPart) -> tuple[bytes, bytes]:
-        before, _, after = self._write(part.choice(HOLE)).rpartition(to_json(HOLE).encode("ascii"))
-        self._found[part.key] = before, after
-        return before, after
+    def _add(self, part: FramedPart) -> str:
+        written = self._write(part.choice(*[HOLE] * len(part.values)))
+        self._found[part.key] = template = template_of(written.decode("ascii"))
+        return template
 
 
 class Shape(Protocol):
@@ -116,7 +123,7 @@ class Shape(Protocol):
         iterators."""
 
     def beside(self, outputs: Sequence[Delta]) -> dict[str, Any]:
-        """Returns what a whole answer has beside its choices."""
+        """Returns what a whole answer has in addition to its choices."""
 
     def parts(self, index: int, delta: Delta) -> list[Part]:
         """Returns the choices for a delta, each in a chunk of its own; none for an empty delta."""
@@ -130,7 +137,13 @@ class Shape(Protocol):
 
 
 class Answer(Protocol):
-    """Writes the answer to one request: whole, or as server-sent events, of which a method returns none or several."""
+    """Writes the answer to one request: whole, or as server-sent events, of which a method returns none or several.
+
+    Attributes:
+        num_choices: number of sequences.
+    """
+
+    num_choices: int = 1
 
     async def whole(self, deltas: Deltas) -> dict[str, Any]:
         """Collects all deltas and returns one JSON object, whose long lists are iterators."""
@@ -156,15 +169,14 @@ class ChoicesAnswer(Answer):
 
     Attributes:
         envelope: `id`, `created` and `model`, the same in every chunk.
-        num_choices: number of sequences.
         num_answers: choices of each prompt.
         include_usage: end a stream with a chunk of token counts.
     """
 
     envelope: dict[str, Any]
     shape: Shape
-    num_choices: int
-    num_answers: int
+    num_choices: int = 1
+    num_answers: int = 1
     include_usage: bool = False
 
     def __post_init__(self) -> None:
@@ -197,7 +209,7 @@ class ChoicesAnswer(Answer):
         if delta.finish_reason is not None:
             self.usage.add(delta)
             parts = [*parts, self.shape.finish(delta.index, delta.finish_reason)]
-        return b"".join([self.frames.fill(p) if isinstance(p, TextPart) else self.chunk(p) for p in parts])
+        return b"".join([self.frames.fill(p) if isinstance(p, FramedPart) else self.chunk(p) for p in parts])
 
     def end(self, error: ApiError | None) -> bytes:
         if error is not None:
@@ -240,6 +252,11 @@ EVENT_BEGINS, EVENT_ENDS = "data: ", "\n\n"
 
 def event(payload: dict[str, Any]) -> bytes:
     return f"{EVENT_BEGINS}{to_json(payload)}{EVENT_ENDS}".encode("ascii")
+
+
+def named_event(name: str, /, **fields: Any) -> bytes:
+    """Returns an event whose name is also its type."""
+    return f"event: {name}\n".encode("ascii") + event({"type": name, **fields})
 
 
 SLICE_SECONDS = 0.002

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Collection, Iterator
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
+from pydantic import TypeAdapter
 from pydantic.json_schema import models_json_schema
 
 from compress.common.cli import tool_version
+from runtime.core.config import Limits
+from runtime.engine.engine_client import EngineClient
 from runtime.server.drain import SERVED_WHILE_DRAINING, Drain, DrainGuard
 from runtime.server.errors import add_error_handlers
-from runtime.server.intake import Intake, Tokenizer
+from runtime.server.intake import Intake
 from runtime.server.keys import ApiKeys
 from runtime.server.middleware import (
     OPEN_PATHS,
@@ -32,20 +37,23 @@ from runtime.server.middleware import (
 from runtime.server.native_memory import trim_at_times
 from runtime.server.protocol.field_warnings import WARNING_HEADER
 from runtime.server.protocol.generation import MAX_INPUTS
-from runtime.server.response_models import ANY_ERRORS, DRAIN_ERRORS, KEY_ERRORS, Responses
-from runtime.server.routes.registry import route_families
-from runtime.server.serving import Engine, Limits, Service
+from runtime.server.response_models import ANY_ERRORS, DRAIN_ERRORS, KEY_ERRORS, SCHEMAS, ErrorResponse
+from runtime.server.routes.registry import ROUTES
+from runtime.server.serving import Service
 from runtime.text.grammar import MAX_CHARACTERS, MAX_SCHEMA_CHARACTERS, MAX_WORK
+from runtime.text.tokenizer import Tokenizer
 
 
 def create_app(
-    engine: Engine,
+    engine: EngineClient,
     tokenizer: Tokenizer,
     model_name: str,
     limits: Limits,
     *,
     keys: ApiKeys | None = None,
     allowed_hosts: Collection[str] = (),
+    adapters: Mapping[str, Path] = MappingProxyType({}),
+    changes_adapters: bool = False,
 ) -> FastAPI:
     """Creates the application, which starts the engine when it starts and stops it when it ends.
 
@@ -57,11 +65,15 @@ def create_app(
         keys: one is required on every path except `/health` and the files of the page; None requires none.
         allowed_hosts: host names by which clients may address the server, and whose pages may use it; empty allows any
             name, and only pages of the server itself.
+        adapters: paths of LoRA adapters by the names that requests may use, too.
+        changes_adapters: whether clients may load and unload adapters.
     """
     metrics = ServerMetrics(model_name)
-    service = Service(engine, tokenizer, model_name, limits, metrics.render)
+    service = Service(
+        engine, tokenizer, model_name, limits, metrics.render, adapters, changes_adapters=changes_adapters
+    )
     app = DescribedApi(
-        model_name=model_name,
+        names=[] if changes_adapters else [model_name, *adapters],
         limits=limits,
         needs_key=keys is not None,
         version=tool_version(),
@@ -73,7 +85,7 @@ def create_app(
     )
     app.state.drain = Drain(engine.stop, lambda: engine.check().has_ended)
     add_error_handlers(app)
-    for family in route_families():
+    for family in ROUTES.values():
         app.include_router(family.create_router(service))
     _add_guards(app, limits, keys, allowed_hosts)
     app.add_middleware(AccessLog, metrics=metrics)
@@ -101,7 +113,7 @@ def _add_guards(app: FastAPI, limits: Limits, keys: ApiKeys | None, allowed_host
 
 
 @asynccontextmanager
-async def running(engine: Engine, intake: Intake, _: FastAPI) -> AsyncIterator[None]:
+async def running(engine: EngineClient, intake: Intake, _: FastAPI) -> AsyncIterator[None]:
     """Runs the engine as long as the application."""
     engine.start()
     trimmer = asyncio.create_task(trim_at_times(lambda: engine.check().is_idle))
@@ -121,14 +133,14 @@ class DescribedApi(FastAPI):
     """A FastAPI application whose description holds for the served model and the limits of this server.
 
     Args:
-        model_name: the one model that requests may name.
+        names: all that requests may name as their model; none where these change.
         limits: context, queue, body size and times.
         needs_key: whether requests must carry an API key.
     """
 
-    def __init__(self, *, model_name: str, limits: Limits, needs_key: bool, **options: Any) -> None:
+    def __init__(self, *, names: list[str], limits: Limits, needs_key: bool, **options: Any) -> None:
         super().__init__(**options)
-        self.model_name, self.limits, self.needs_key = model_name, limits, needs_key
+        self.names, self.limits, self.needs_key = names, limits, needs_key
 
     def openapi(self) -> dict[str, Any]:
         """Generates the description once."""
@@ -141,11 +153,12 @@ class DescribedApi(FastAPI):
         schemas = components.setdefault("schemas", {})
         for name in UNUSED:
             schemas.pop(name, None)
-        template = "#/components/schemas/{model}"
-        bodies: Any = [(body, "validation") for family in route_families() for body in family.bodies]
-        schemas |= models_json_schema(bodies, ref_template=template)[1]["$defs"]
+        bodies: Any = [(body, "validation") for family in ROUTES.values() for body in family.bodies]
+        schemas |= models_json_schema(bodies, ref_template=SCHEMAS)[1]["$defs"]
+        error = TypeAdapter(ErrorResponse).json_schema(ref_template=SCHEMAS)
+        schemas |= error.pop("$defs") | {ErrorResponse.__name__: error}
         for schema in schemas.values():
-            name_model(schema, self.model_name)
+            name_models(schema, self.names)
             write_limits(schema, self.limits)
             write_whole_bounds(schema)
         if self.needs_key:
@@ -162,20 +175,12 @@ class DescribedApi(FastAPI):
         responses.pop("422", None)
         errors = ANY_ERRORS | (KEY_ERRORS if self.needs_key and path not in OPEN_PATHS else {})
         errors |= {} if path in SERVED_WHILE_DRAINING else DRAIN_ERRORS
-        for status, response in _described(errors).items():
-            responses.setdefault(status, response)
+        for status, response in errors.items():
+            responses.setdefault(str(status), {**response})
         for status, response in responses.items():
             response["description"] = response["description"].format_map(vars(self.limits))
             if status in ("429", "503") and path not in SERVED_WHILE_DRAINING:
                 response["headers"] = {"Retry-After": {"description": "seconds", "schema": {"type": "integer"}}}
-
-
-def _described(errors: Responses) -> dict[str, Any]:
-    schema = {"$ref": "#/components/schemas/ErrorResponse"}
-    return {
-        str(status): {"description": each["description"], "content": {"application/json": {"schema": schema}}}
-        for status, each in errors.items()
-    }
 
 
 def _choices(schema: dict[str, Any], name: str, kind: str) -> Iterator[dict[str, Any]]:
@@ -184,10 +189,10 @@ def _choices(schema: dict[str, Any], name: str, kind: str) -> Iterator[dict[str,
     return (choice for choice in (field, *field.get("anyOf", ())) if choice.get("type") == kind)
 
 
-def name_model(schema: dict[str, Any], model_name: str) -> None:
-    """Restricts the field `model` of a request to the served model."""
-    for choice in _choices(schema, "model", "string"):
-        choice["enum"] = [model_name]
+def name_models(schema: dict[str, Any], names: list[str]) -> None:
+    """Restricts the field `model` of a request to what is served, unless that changes."""
+    for choice in _choices(schema, "model", "string") if names else ():
+        choice["enum"] = names
 
 
 GRAMMARS = ("guided_json", "guided_regex", "guided_grammar", "json", "regex", "grammar")

@@ -10,8 +10,8 @@ from itertools import chain, islice, takewhile
 from typing import Any
 
 from compress.common.errors import RequestError
-from runtime.server.intake import Tokenizer
 from runtime.server.protocol.chat import REASONING, ChatRequest
+from runtime.text.tokenizer import Tokenizer
 from runtime.text.tools import concatenates_arguments, describe_tools, mentions_tools, takes_one_call
 
 Json = Any
@@ -21,7 +21,7 @@ PRIVATE_CHARACTERS = range(0xE000, 0xF900)
 def conversation_texts(tokenizer: Tokenizer, body: ChatRequest) -> list[str]:
     """Returns the prompt up to the answer in pieces; tokens do not reach from one to the next.
 
-    A special token in a message or tool is text: it is cut behind its first character. Most prompts are one piece.
+    A special token in a message or tool is text: it is cut after its first character. Most prompts are one piece.
 
     Raises:
         RequestError: the template refuses the conversation, or has no such variable, or has changed a message that the
@@ -123,7 +123,7 @@ def find_mark(special_tokens: Iterable[str], value: Json) -> str:
 
 
 def cut_apart(special_tokens: Iterable[str], mark: str, value: Json) -> Json:
-    """Returns a JSON value whose texts have a mark behind the first character of each special token."""
+    """Returns a JSON value whose texts have a mark after the first character of each special token."""
     wanted = pattern_of(special_tokens)
     if isinstance(value, dict):
         pairs = ([*map(partial(cut_apart, special_tokens, mark), pair)] for pair in value.items())

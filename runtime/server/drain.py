@@ -132,6 +132,7 @@ class DrainingServer(uvicorn.Server):
         """Returns whether to shut down; called ten times a second."""
         if not self.should_exit and self.drain.has_failed():
             self.handle_exit(signal.SIGTERM, None)
+            self.deadline = min(self.deadline, time.monotonic() + self.drain.write_seconds)  # of other engines, too
         if not await super().on_tick(counter):
             return False
         if not self.is_announced:

@@ -15,13 +15,15 @@ import socket
 import subprocess
 import traceback
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from email.message import Message
+from functools import lru_cache
 from multiprocessing.connection import Connection
-from typing import Any, Protocol, TypeVar
+from pathlib import Path
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 from starlette.requests import Request
@@ -32,9 +34,15 @@ from runtime.engine.wire import leave_signals_to_parent, start_process
 from runtime.server.errors import NO_OBJECT, RETRY_LATER, ApiError, describe_invalid
 from runtime.server.native_memory import Trimmer, share_arenas
 from runtime.server.protocol.strict import Strict
+from runtime.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("runtime.server")
 
+SHORT_BYTES = 2**11
+"""Bodies below this length are prepared at once, most of them in less than a millisecond: a thread, which takes turns
+with the event loop, would delay them more than that."""
+SLOW_FIELDS = b'"dry_'
+"""Beginning of the fields that search the whole vocabulary for texts."""
 LONG_BYTES = 2**16
 """Bodies from this length on are prepared in the other process; shorter ones hold the interpreter lock briefly."""
 LONGEST_WAIT = 86400.0
@@ -44,43 +52,18 @@ Body = TypeVar("Body", bound=Strict)
 T = TypeVar("T")
 
 
-class Tokenizer(Protocol):
-    """The tokenizer as the server uses it."""
-
-    special_tokens: Mapping[str, str]
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    def encode(self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]: ...
-
-    @property
-    def chat_template(self) -> str | None: ...
-
-    @property
-    def template_variables(self) -> Set[str]: ...
-
-    @property
-    def special_ids(self) -> Mapping[str, int]: ...
-
-    def render_chat(self, messages: list[dict[str, Any]], **variables: Any) -> str: ...
-
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
-
-    def token_bytes(self, token_id: int) -> bytes:
-        """Returns the bytes that a token adds to the text, which may be part of a character."""
-
-    def tokens_with(self, text: str) -> list[int]:
-        """Returns the ids of the tokens that contain a text."""
-
-
 @dataclass(frozen=True, slots=True)
 class ServedText:
-    """Properties of the served model that bodies are checked against."""
+    """Properties of the served model that bodies are checked against.
+
+    Attributes:
+        adapters: paths of LoRA adapters by the names that requests may use instead of the model's.
+    """
 
     tokenizer: Tokenizer
     model_name: str
     limits: Limits
+    adapters: dict[str, Path] = field(default_factory=dict)
 
     def parse(self, raw: bytes, kind: type[Body]) -> Body:
         """Returns a validated body. Raises ApiError with status 400 for an invalid one."""
@@ -89,7 +72,7 @@ class ServedText:
         except json.JSONDecodeError as error:
             message = f"The body is not valid JSON: {error.msg} at character {error.pos}." if raw else NO_OBJECT
             raise ApiError(400, message) from None
-        except ValueError as error:  # bytes that are no text, or an integer of thousands of digits
+        except ValueError as error:  # bytes that are not text, or an integer of thousands of digits
             raise ApiError(400, sentences(f"The body cannot be read: {error}")) from None
         return self.validate(found, kind)
 
@@ -102,8 +85,8 @@ class ServedText:
             raise ApiError(400, *describe_invalid(found_errors, found)) from None
 
     def check_model(self, name: str) -> None:
-        """Raises ApiError with status 404 unless `name` is the served model."""
-        if name != self.model_name:
+        """Raises ApiError with status 404 unless `name` is the served model, or one of its adapters."""
+        if name != self.model_name and name not in self.adapters:
             raise ApiError(
                 404, f"The model '{name}' is not served here. Use '{self.model_name}'.", "model", "model_not_found"
             )
@@ -138,6 +121,7 @@ class ServedText:
         ]
 
 
+@lru_cache(maxsize=64)
 def is_json(content_type: str) -> bool:
     """Returns whether a header announces JSON."""
     header = Message()
@@ -157,7 +141,7 @@ Prepare = Callable[[ServedText, bytes], T]
 
 
 class Intake:
-    """Prepares bodies: short ones in a thread, long ones one after the other in another process."""
+    """Prepares bodies: short ones at once, others in a thread, long ones one after the other in another process."""
 
     def __init__(self, served: ServedText) -> None:
         self.served = served
@@ -176,6 +160,8 @@ class Intake:
         raw = await request.body()
         if not is_json(request.headers.get("content-type", "text/plain")):
             raise ApiError(400, NO_OBJECT)
+        if len(raw) < SHORT_BYTES and SLOW_FIELDS not in raw:
+            return attempt(prepare, self.served, raw)
         if len(raw) < LONG_BYTES:
             return await asyncio.to_thread(attempt, prepare, self.served, raw)
         with self._place():
@@ -205,13 +191,13 @@ class Intake:
         seconds = min(self.served.limits.queue_seconds, LONGEST_WAIT)
         try:
             connection = self._connect()
-            connection.send((prepare, raw))
+            connection.send((prepare, raw, self.served.adapters))
             if not connection.poll(seconds):
                 self._end_process()
                 raise ApiError(
                     503, f"The body was not read after {seconds:g} s.", code="queue_timeout", headers=RETRY_LATER
                 )
-            outcome = connection.recv()
+            outcome: T | Exception = connection.recv()
         except (EOFError, OSError) as error:
             self._end_process()
             logger.error("the process that reads long bodies ended: %r", error)
@@ -258,8 +244,8 @@ def work(end: int) -> None:
 
 def answer_one(connection: Connection, served: ServedText) -> None:
     """Prepares the next body. Raises EOFError if there is none."""
-    prepare, raw = connection.recv()
-    connection.send(outcome_of(prepare, served, raw))
+    prepare, raw, adapters = connection.recv()
+    connection.send(outcome_of(prepare, replace(served, adapters=adapters), raw))
 
 
 NICENESS = 10

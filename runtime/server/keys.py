@@ -10,8 +10,7 @@ from dataclasses import dataclass, field, fields
 from hashlib import sha256
 from pathlib import Path
 
-from compress.common.cli import nearest
-from compress.common.errors import ToolkitError
+from compress.common.errors import ToolkitError, nearest
 from compress.common.files import YamlPart, read_yaml
 from runtime.server.errors import ApiError
 
@@ -46,7 +45,7 @@ class TokenBucket:
 
 @dataclass(frozen=True, slots=True)
 class KeyLimits:
-    """Limits of one key; None is no limit.
+    """Limits of one key; None means no limit.
 
     Attributes:
         max_requests: sequences running and waiting at once.
@@ -190,7 +189,7 @@ def read_accounts(file: Path) -> Iterator[tuple[str, str, Account]]:
 
 def _read_account(entry: YamlPart) -> tuple[str, Account]:
     if not isinstance(entry.value, dict):
-        raise ToolkitError(f"{entry.place} is no mapping", "Write '- {name: NAME, key: KEY}'")
+        raise ToolkitError(f"{entry.place} is not a mapping", "Write '- {name: NAME, key: KEY}'")
     for name in entry.value.keys() - set(NAMES):
         raise ToolkitError(f"{entry.value[name].place}: unknown field", nearest(name, NAMES, "Fields"))
     texts = {name: part.text(name).strip() for name, part in entry.value.items()}

@@ -445,7 +445,7 @@ class ReadTimeoutProtocol(HalfClosedProtocol):
         super().resume_writing()
 
     def send_400_response(self, msg: str) -> None:
-        """Answers bytes that are no HTTP in JSON; only ends the connection if it already has an answer."""
+        """Answers bytes that are not HTTP in JSON; only ends the connection if it already has an answer."""
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
             self.transport.abort()
             return

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from runtime.core.request import TokenLogprobs
-from runtime.server.intake import Tokenizer
 from runtime.server.response_models import json_number, token_text
+from runtime.text.tokenizer import Tokenizer
 
 
 def write_prompt_logprobs(

@@ -246,13 +246,15 @@ class ScoreResponse(TypedDict):
 
 @closed
 class Model(TypedDict):
-    """The served model."""
+    """The served model, or one of its adapters."""
 
     id: str
     object: Literal["model"]
     created: int
     owned_by: str
     max_model_len: int
+    root: str
+    parent: str | None
 
 
 @closed
@@ -386,12 +388,16 @@ class ErrorResponse(TypedDict):
 
 
 Responses = dict[int | str, dict[str, Any]]
+SCHEMAS = "#/components/schemas/{model}"
+"""Reference to the schema of a type in the description."""
 
 
 def _errors(**descriptions: str) -> Responses:
-    """Error answers by status, given as `status_404="..."`."""
+    """Error answers by status, given as `status_404="..."`. They name their schema, since FastAPI would build one for
+    each of them at the start."""
+    content = {"application/json": {"schema": {"$ref": SCHEMAS.format(model=ErrorResponse.__name__)}}}
     return {
-        int(name.removeprefix("status_")): {"model": ErrorResponse, "description": text}
+        int(name.removeprefix("status_")): {"description": text, "content": content}
         for name, text in descriptions.items()
     }
 

@@ -9,11 +9,13 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, TypeVar, cast
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
@@ -23,40 +25,21 @@ from compress.common.errors import sentences
 from runtime.core.config import Limits
 from runtime.core.request import Delta, FinishReason, RequestOptions, SamplingParams
 from runtime.core.token_rules import NOTHING_ALLOWED
-from runtime.engine.engine_client import Health
+from runtime.engine.engine_client import EngineClient
 from runtime.engine.output_processor import GRAMMAR_TOO_COMPLEX
 from runtime.server.answers import Answer, ChoicesAnswer, Deltas, Shape, blocks, chain
 from runtime.server.errors import RETRY_LATER, ApiError, JsonResponse, aborted
-from runtime.server.intake import Intake, ServedText, Tokenizer
+from runtime.server.intake import Intake, ServedText
 from runtime.server.keys import Account
 from runtime.server.middleware import WRITE_PIECE
 from runtime.server.protocol.field_warnings import warning_headers
 from runtime.server.protocol.generation import Delivery, too_many_answers
 from runtime.server.response_models import json_pieces
+from runtime.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("runtime.server")
 
 T = TypeVar("T")
-
-
-class Engine(Protocol):
-    """The engine as the server uses it. Closing the generator frees the request."""
-
-    def generate(
-        self,
-        prompt_token_ids: Sequence[int],
-        sampling: SamplingParams,
-        request_id: str | None,
-        options: RequestOptions,
-    ) -> AsyncGenerator[list[Delta], None]: ...
-
-    def start(self) -> None: ...
-
-    def stop(self) -> object: ...
-
-    def check(self) -> Health: ...
-
-    async def render_metrics(self) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +159,7 @@ async def merge(streams: Sequence[Deltas], num_answers: int) -> Deltas:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _pump(stream: Deltas, arrivals: asyncio.Queue, first_index: int) -> None:
+async def _pump(stream: Deltas, arrivals: asyncio.Queue[list[Delta] | Exception | None], first_index: int) -> None:
     try:
         async with aclosing(stream):
             async for deltas in stream:
@@ -191,8 +174,8 @@ async def _pump(stream: Deltas, arrivals: asyncio.Queue, first_index: int) -> No
 class EventStream(StreamingResponse):
     """A response of server-sent events, which are written together for all deltas that arrived meanwhile.
 
-    Closes its deltas, however it ends. Once it has begun, its events pass no layer of the application: the connection
-    writes them.
+    It begins with the first deltas, so that an error before them is an answer of its own. Closes its deltas, however it
+    ends. Once it has begun, its events pass no layer of the application: the connection writes them.
 
     Args:
         turns: lock of all long answers; see `blocks`.
@@ -200,24 +183,25 @@ class EventStream(StreamingResponse):
 
     media_type = "text/event-stream"
 
-    def __init__(self, answer: Answer, first: list[Delta], deltas: Deltas, turns: asyncio.Lock) -> None:
+    def __init__(self, answer: Answer, deltas: Deltas, turns: asyncio.Lock) -> None:
         super().__init__((), headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
-        self.answer, self.first, self.deltas, self.turns = answer, first, deltas, turns
+        self.answer, self.deltas, self.turns = answer, deltas, turns
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         write = scope.get("extensions", {}).get(WRITE_PIECE) or partial(send_piece, send)
         try:
-            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            await unless_disconnected(receive, self.write_events(write))
+            await unless_disconnected(receive, self.write_events(send, write))
             await send({"type": "http.response.body"})
         except ClientDisconnect:
             return
         finally:
             await self.deltas.aclose()
 
-    async def write_events(self, write: Callable[[bytes], Awaitable[None]]) -> None:
-        begun, unsent = set[int](), self.answer.begin(self.first[0])
-        deltas: list[Delta] | None = self.first
+    async def write_events(self, send: Send, write: Callable[[bytes], Awaitable[None]]) -> None:
+        first = await anext(self.deltas)
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        begun, unsent, num_open = set[int](), self.answer.begin(first[0]), self.answer.num_choices
+        deltas: list[Delta] | None = first
         try:
             while deltas is not None:
                 for delta in deltas:
@@ -227,13 +211,16 @@ class EventStream(StreamingResponse):
                             if piece:
                                 await write(unsent + piece)
                                 unsent = b""
-                await write(b"".join([unsent, *map(self.answer.write, deltas)]))
-                unsent = b""
+                unsent = b"".join([unsent, *map(self.answer.write, deltas)])
+                num_open -= sum(delta.finish_reason is not None for delta in deltas)
+                if num_open:  # the last deltas are written with the end
+                    await write(unsent)
+                    unsent = b""
                 deltas = await anext(self.deltas, None)
         except ApiError as error:
-            await write(self.answer.end(error))
+            await write(unsent + self.answer.end(error))
         else:
-            await write(self.answer.end(None))
+            await write(unsent + self.answer.end(None))
 
 
 async def send_piece(send: Send, piece: bytes) -> None:
@@ -246,17 +233,25 @@ async def unless_disconnected(receive: Receive, work: Awaitable[T]) -> T:
     Raises:
         ClientDisconnect: the client disconnected first.
     """
-    task = asyncio.ensure_future(work)
+    task = cast("asyncio.Task[object]", asyncio.current_task())
     watcher = asyncio.create_task(until_disconnected(receive))
+    has_cancelled = False
+
+    def cancel(watcher: asyncio.Task[None]) -> None:
+        nonlocal has_cancelled
+        if not watcher.cancelled():  # as the end of all tasks cancels it too
+            has_cancelled = task.cancel()
+
+    watcher.add_done_callback(cancel)
     try:
-        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientDisconnect
-        return task.result()
+        return await work
+    except asyncio.CancelledError:
+        if has_cancelled and not task.uncancel():
+            raise ClientDisconnect from None
+        raise
     finally:
-        task.cancel()
+        watcher.remove_done_callback(cancel)
         watcher.cancel()
-        await asyncio.gather(task, watcher, return_exceptions=True)
 
 
 async def until_disconnected(receive: Receive) -> None:
@@ -275,24 +270,33 @@ class Service:
     Attributes:
         places: places in the queue by client.
         turns: lock of long answers, of which one is written at a time.
+        changes_adapters: whether clients may load and unload adapters.
     """
 
     def __init__(
         self,
-        engine: Engine,
+        engine: EngineClient,
         tokenizer: Tokenizer,
         model_name: str,
         limits: Limits,
         render_server_metrics: Callable[[], str],
+        adapters: Mapping[str, Path] = MappingProxyType({}),
+        *,
+        changes_adapters: bool = False,
     ) -> None:
         self.engine = engine
         self.tokenizer = tokenizer
         self.model_name = model_name
         self.limits = limits
         self.render_server_metrics = render_server_metrics
-        self.intake = Intake(ServedText(tokenizer, model_name, limits))
+        self.changes_adapters = changes_adapters
+        self.intake = Intake(ServedText(tokenizer, model_name, limits, dict(adapters)))
         self.places: Counter[str] = Counter()
         self.turns = asyncio.Lock()
+
+    def options_for(self, model: str, **options: Any) -> RequestOptions:
+        """Returns the options of a request that names the model or an adapter."""
+        return RequestOptions(**options, adapter="" if model == self.model_name else model)
 
     async def respond(
         self,
@@ -304,7 +308,7 @@ class Service:
     ) -> Response:
         """Generates `n` choices per prompt and answers in the form of OpenAI's API; see `deliver`."""
         request_id = f"{shape.id_prefix}-{request.state.request_id}"
-        envelope = {"id": request_id, "created": int(time.time()), "model": self.model_name}
+        envelope = {"id": request_id, "created": int(time.time()), "model": body.model}
         num_choices = len(prompts) * body.num_answers
         answer = ChoicesAnswer(envelope, shape, num_choices, body.num_answers, body.include_usage)
         return await self.deliver(request, request_id, body, answer, prompts, samplings)
@@ -318,18 +322,14 @@ class Service:
         prompts: Sequence[Sequence[int]],
         samplings: Sequence[SamplingParams],
     ) -> Response:
-        """Generates `n` choices per prompt and answers, as one body or as a stream.
-
-        If the engine refuses the request, raises before the first byte of a stream.
-        """
-        options = RequestOptions(priority=body.priority, cache_salt=body.cache_salt)
+        """Generates `n` choices per prompt and answers, as one body or as a stream."""
+        options = self.options_for(body.model, priority=body.priority, cache_salt=body.cache_salt)
         jobs = [Job(f"{request_id}-{i}", *job, options) for i, job in enumerate(zip(prompts, samplings, strict=True))]
         logger.debug("request %s: prompts of %s tokens", request_id, [len(p) for p in prompts])
         request.state.user = body.user
         deltas = self.run(jobs, request)
         if body.stream:
-            first = await unless_disconnected(request.receive, anext(deltas))
-            response: Response = EventStream(answer, first, deltas, self.turns)
+            response: Response = EventStream(answer, deltas, self.turns)
         else:
             response = await self.respond_at_once(request, answer.whole(deltas))
         for text in (warned := warning_headers(body.warnings)).values():

@@ -73,8 +73,9 @@ def answering(
     client_seconds: float,
     allowed_hosts: Collection[str] = (),
     **encryption: Any,
-) -> Iterator[None]:
-    """Answers in a thread until the block ends. Clients that connect later wait for who accepts next.
+) -> Iterator[uvicorn.Server]:
+    """Answers in a thread until the block ends, or before, within a tenth of a second of `should_exit`. Clients that
+    connect later wait for who accepts next.
 
     Args:
         client_seconds: time for a client to send the head of a request, and to read on.
@@ -98,7 +99,7 @@ def answering(
     thread = Thread(target=server.run, args=([listener.dup()],), name="starting server", daemon=True)
     thread.start()
     try:
-        yield
+        yield server
     finally:
         server.should_exit = True
         thread.join()

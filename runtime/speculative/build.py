@@ -9,14 +9,16 @@ from pathlib import Path
 from compress.checkpoint.gguf.folder import folder_of
 from compress.common.cli import draft_model_path
 from compress.common.errors import CheckpointError, ToolkitError
+from runtime.backends.model import Model
+from runtime.core.attention_window import FULL_ATTENTION, NO_KEYS
 from runtime.core.config import RuntimeConfig
 from runtime.core.memory_plan import NO_STATES, MemoryPlan, StateSlots
 from runtime.memory.estimate import kv_token_bytes
+from runtime.memory.plan import check_fits
 from runtime.model.decoder import Decoder
 from runtime.model.loader import load_model
 from runtime.model.mtp import load_head
-from runtime.model.served import ServedModel
-from runtime.runner.runner import ModelRunner, check_fits
+from runtime.runner.runner import ModelRunner
 from runtime.runner.warm_up import warm_up
 from runtime.speculative.draft_model import OTHER_NOISE, ModelDrafter, round_layers, skip_layers
 from runtime.speculative.mtp import HeadRunner, MtpDrafter, draft_blocks
@@ -31,10 +33,8 @@ SELF_ROUNDED = re.compile(r"self:([23])bit")
 SELF_SKIPPING = re.compile(r"self:skip(?:=(\d+))?")
 
 
-def build_speculator(
-    path: str | Path, target: ServedModel, runner: ModelRunner, config: RuntimeConfig
-) -> Speculator | None:
-    """Builds the speculator for the engine of `runner`; None without a drafter in the configuration.
+def build_speculator(path: str | Path, target: Model, runner: ModelRunner, config: RuntimeConfig) -> Speculator | None:
+    """Builds the `Speculator` for the engine of `runner`; None without a drafter in the configuration.
 
     With `spec_verify="rejection"` the runner's sampler is replaced by one that verifies by rejection.
 
@@ -75,7 +75,7 @@ def _check_trees(config: RuntimeConfig, runner: ModelRunner) -> None:
         raise ToolkitError("trees of draft tokens are verified exactly", f"Use --spec-verify exact, or {remedy[4:]}")
     if runner.cache.sinks or runner.cache.residual_window:
         raise ToolkitError("trees of draft tokens cannot be combined with exact sinks and recent tokens", remedy)
-    if any(mixer.chunk is not None for mixer in runner.decoder.config.mixers):
+    if any(mixer.chunk is not None for mixer in runner.decoder.config.spec.attentions):
         raise ToolkitError("trees of draft tokens cannot be combined with chunks of tokens", remedy)
     if runner.decoder.config.state_fields:
         raise ToolkitError("trees of draft tokens cannot be combined with recurrent layers", remedy)
@@ -87,7 +87,7 @@ def _check_trees(config: RuntimeConfig, runner: ModelRunner) -> None:
 
 
 def _build_drafter(
-    path: str | Path, target: ServedModel, runner: ModelRunner, config: RuntimeConfig, proposals: Proposals | None
+    path: str | Path, target: Model, runner: ModelRunner, config: RuntimeConfig, proposals: Proposals | None
 ) -> Drafter:
     if config.speculative_model == CHAINS:
         return NgramDrafter()
@@ -107,7 +107,7 @@ def _build_drafter(
 
 
 def _build_head(
-    path: str | Path, target: ServedModel, runner: ModelRunner, config: RuntimeConfig, proposals: Proposals | None
+    path: str | Path, target: Model, runner: ModelRunner, config: RuntimeConfig, proposals: Proposals | None
 ) -> MtpDrafter:
     """Builds the drafter of the checkpoint's own head, which reads every step of `runner` from now on."""
     if not isinstance(target, Decoder):
@@ -131,7 +131,7 @@ def _build_head(
     return drafter
 
 
-def _draft_decoder(path: str | Path, target: ServedModel, config: RuntimeConfig) -> ServedModel:
+def _draft_decoder(path: str | Path, target: Model, config: RuntimeConfig) -> Model:
     if config.speculative_model.startswith("self:") and not isinstance(target, Decoder):
         raise ToolkitError(
             f"{config.speculative_model} needs the layers of the model, and its own modeling code computes them",
@@ -144,21 +144,21 @@ def _draft_decoder(path: str | Path, target: ServedModel, config: RuntimeConfig)
     try:
         folder = draft_model_path() if config.speculative_model == "demo" else folder_of(config.speculative_model)
     except CheckpointError as error:
-        problem = f"--speculative-model {config.speculative_model} is no known drafter, and {error.problem}"
+        problem = f"--speculative-model {config.speculative_model} is not a known drafter, and {error.problem}"
         raise ToolkitError(problem, f"{error.remedy}, or use {CHOICES}") from error
     decoder = load_model(folder, device=str(target.device), dtype=_dtype_name(target), kernels=config.linear_backend)
     _check_vocabulary(Path(path), target, folder, decoder)
     return decoder
 
 
-def _dtype_name(target: ServedModel) -> str:
+def _dtype_name(target: Model) -> str:
     return str(target.dtype).removeprefix("torch.")
 
 
-def _check_vocabulary(path: Path, target: ServedModel, folder: Path, draft: ServedModel) -> None:
+def _check_vocabulary(path: Path, target: Model, folder: Path, draft: Model) -> None:
     """Raises ToolkitError unless token ids mean the same to both models."""
     remedy = "Draft with a model of the same family, or with --speculative-model ngram or self:2bit"
-    sizes = target.config.vocab_size, draft.config.vocab_size
+    sizes = target.config.spec.vocab_size, draft.config.spec.vocab_size
     if sizes[0] != sizes[1]:
         raise ToolkitError(f"{folder} has a vocabulary of {sizes[1]} tokens, and {path} one of {sizes[0]}", remedy)
     different = Tokenizer.open(path).count_differences(Tokenizer.open(folder))
@@ -168,7 +168,7 @@ def _check_vocabulary(path: Path, target: ServedModel, folder: Path, draft: Serv
         )
 
 
-def _draft_states(decoder: ServedModel, memory: MemoryPlan) -> StateSlots:
+def _draft_states(decoder: Model, memory: MemoryPlan) -> StateSlots:
     """Plans two slots for each sequence that runs at the same time."""
     slot_bytes = decoder.config.state_bytes(decoder.dtype.itemsize)
     num_running = memory.num_sequences
@@ -177,8 +177,8 @@ def _draft_states(decoder: ServedModel, memory: MemoryPlan) -> StateSlots:
     return StateSlots(2 * num_running, slot_bytes) if slot_bytes else NO_STATES
 
 
-def _draft_memory(decoder: ServedModel, target: ServedModel, memory: MemoryPlan) -> MemoryPlan:
-    """Plans as many KV blocks as the target has, in the target's format, without exact sinks and recent tokens."""
+def _draft_memory(decoder: Model, target: Model, memory: MemoryPlan) -> MemoryPlan:
+    """Plans as many pages as the target has, in the target's format, without exact sinks and recent tokens."""
     model, choice = decoder.config, memory.kv_choice
     choice = replace(choice, scheme=replace(choice.scheme, sinks=0, residual_length=0), notes=())
     token_bytes = kv_token_bytes(model, choice.scheme, decoder.dtype.itemsize)
@@ -196,6 +196,7 @@ def _draft_memory(decoder: ServedModel, target: ServedModel, memory: MemoryPlan)
         kv_choice=choice,
         num_sequences=memory.num_sequences,
         states=_draft_states(decoder, memory),
+        reach=FULL_ATTENTION if token_bytes else NO_KEYS,
     )
     check_fits(plan, decoder.device)
     return plan

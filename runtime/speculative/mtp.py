@@ -161,7 +161,7 @@ class MtpDrafter:
 
 
 def _following(entry: ScheduledSequence, tokens: Mapping[str, list[SampledToken]]) -> list[int]:
-    """Returns the token behind each of a span; 0 where it is not known, behind drafts that were rejected."""
+    """Returns the token after each of a span; 0 where it is not known, after drafts that were rejected."""
     known = entry.sequence.token_ids[entry.start + 1 : entry.start + entry.num_tokens + 1]
     known += [max(token.token_id, 0) for token in tokens.get(entry.sequence.id, ())]
     return (known + [0] * entry.num_tokens)[: entry.num_tokens]

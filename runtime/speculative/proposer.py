@@ -142,7 +142,6 @@ class Drafter(Protocol):
 
         State that the drafter keeps for a sequence may be dropped once the sequence is no longer requested.
         """
-        ...
 
 
 class Speculator:

@@ -8,7 +8,7 @@ from runtime.core.request import Sequence
 from runtime.core.step import SampledToken, ScheduledSequence
 
 StateSlots = tuple[int, int]
-"""Slots for recurrent states of a drafter: behind all known tokens but the last, and behind the last computed token.
+"""Slots for recurrent states of a drafter: after all known tokens but the last, and after the last computed token.
 The last known token is computed in every round, so no draft token has to be taken back."""
 
 

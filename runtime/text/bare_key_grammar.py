@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from typing import cast
 
 from runtime.text.json_rules import value_rule
 from runtime.text.parameter_schemas import (
@@ -78,7 +79,7 @@ class BareKeyGrammar:
         for key in ("anyOf", "oneOf"):
             if key in schema:
                 self._check(schema, {key} | MARKS)
-                return schema[key]
+                return cast(Sequence[Schema], schema[key])
         types = schema.get("type")
         return [{**schema, "type": each} for each in types] if isinstance(types, list) else []
 

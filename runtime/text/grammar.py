@@ -18,7 +18,8 @@ from weakref import WeakValueDictionary
 from compress.common.errors import RequestError
 from runtime.core.request import Constraint, Grammar, GrammarKind
 from runtime.text.json_rules import value_rule, with_whitespace
-from runtime.text.token_table import TokenTable, Vocabulary
+from runtime.text.token_table import TokenTable
+from runtime.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
@@ -365,7 +366,7 @@ def _answer_lark(grammar: Grammar) -> str:
         case GrammarKind.REGEX:
             from llguidance import LLMatcher
 
-            return json.loads(LLMatcher.grammar_from_regex(grammar.text))["grammars"][0]["lark_grammar"]
+            return str(json.loads(LLMatcher.grammar_from_regex(grammar.text))["grammars"][0]["lark_grammar"])
         case GrammarKind.LARK | GrammarKind.CALLS:
             return grammar.text
         case GrammarKind.JSON_OBJECT:
@@ -413,7 +414,7 @@ class GrammarCompiler:
 
     def __init__(
         self,
-        tokenizer: Vocabulary,
+        tokenizer: Tokenizer,
         vocab_size: int,
         *,
         compile_seconds: float = COMPILE_SECONDS,

@@ -45,7 +45,7 @@ class JsonToolFormat(ToolFormat):
 
     def schema_of_call(self, tool: Tool) -> dict[str, Any]:
         if self.key is None:
-            raise ValueError("calls of this format are no JSON objects")
+            raise ValueError("calls of this format are not JSON objects")
         arguments = relocated(object_schema(tool.get("parameters")), f"#/properties/{self.key}")
         properties = {"name": {"const": tool["name"]}, self.key: arguments}
         return {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}

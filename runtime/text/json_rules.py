@@ -51,7 +51,7 @@ def with_whitespace(rules: str, *, compact: bool) -> str:
 
 
 def unenforced(schema: Mapping[str, Any] | str) -> list[str]:
-    """Returns the keywords of a schema, or of its text, that are not enforced; none of a text that is no schema."""
+    """Returns the keywords of a schema, or of its text, that are not enforced; none of a text that is not a schema."""
     try:
         read = json.loads(schema) if isinstance(schema, str) else schema
     except (ValueError, RecursionError):

@@ -2,25 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Protocol
+from runtime.text.tokenizer import Tokenizer
 
 SPECIAL_MARK = b"\xff"
 """First byte of special tokens, which keeps them from matching text. Not a valid byte of UTF-8."""
-
-
-class Vocabulary(Protocol):
-    """Interface of a tokenizer for grammars; implemented by `runtime.text.tokenizer.Tokenizer`."""
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def special_ids(self) -> Mapping[str, int]: ...
-
-    def token_bytes(self, token_id: int) -> bytes: ...
-
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
 
 
 class TokenTable:
@@ -28,7 +13,7 @@ class TokenTable:
 
     bos_token_id = None
 
-    def __init__(self, tokenizer: Vocabulary, vocab_size: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         special = set(tokenizer.special_ids.values())
         known = min(vocab_size, tokenizer.vocab_size)
         spelled = [(SPECIAL_MARK if i in special else b"") + tokenizer.token_bytes(i) for i in range(known)]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from functools import cache, cached_property, partial
 from itertools import accumulate
 from pathlib import Path
@@ -217,6 +219,21 @@ class Tokenizer:
         opened._folder = folder.absolute()
         return opened
 
+    @classmethod
+    def open_in_thread(cls, path: str | Path) -> Future[Tokenizer]:
+        """Opens the tokenizer of a folder while this thread does something else: most of that is done by the library,
+        without the lock of the interpreter. The result raises the errors of `open`."""
+        opened: Future[Tokenizer] = Future()
+
+        def run() -> None:
+            try:
+                opened.set_result(cls.open(path))
+            except Exception as error:
+                opened.set_exception(error)
+
+        threading.Thread(target=run, name="tokenizer", daemon=True).start()
+        return opened
+
     @cached_property
     def _texts(self) -> Mapping[bool, TokenTexts | None]:
         """Texts of single tokens without and with special tokens' texts skipped, for a byte-level vocabulary."""
@@ -354,7 +371,7 @@ def _convert_with_transformers(folder: Path) -> tokenizers.Tokenizer:
     from transformers import AutoTokenizer
 
     try:
-        backend = getattr(AutoTokenizer.from_pretrained(folder), "backend_tokenizer", None)
+        backend: tokenizers.Tokenizer | None = getattr(AutoTokenizer.from_pretrained(folder), "backend_tokenizer", None)
     except (OSError, ValueError, ImportError) as error:
         raise CheckpointError(f"the tokenizer files of {folder} cannot be converted: {error}", remedy) from error
     if backend is None:

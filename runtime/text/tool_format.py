@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any, Protocol
 from uuid import uuid4
 
+from compress.common.registry import Registry
 from runtime.text.pieces import CallPiece
 
 Tool = Mapping[str, Any]
@@ -92,24 +93,4 @@ class ToolFormat(ABC):
         return all(re.search(mark, template) for mark in self.marks)
 
 
-@dataclass
-class FormatRegistry:
-    """Formats by name, in the order of registration."""
-
-    formats: dict[str, ToolFormat] = field(default_factory=dict)
-
-    def register(self, tool_format: ToolFormat) -> ToolFormat:
-        """Adds a format and returns it. Raises ValueError if the name is taken."""
-        if tool_format.name in self.formats:
-            raise ValueError(f"the tool format {tool_format.name} is registered already")
-        self.formats[tool_format.name] = tool_format
-        return tool_format
-
-    def find(self, template: str) -> ToolFormat | None:
-        """Returns the format whose marks all occur in a template; of several, the one with the most marks."""
-        found = [each for each in self.formats.values() if each.is_used_by(template)]
-        return max(found, key=lambda each: len(each.marks), default=None)
-
-
-REGISTRY = FormatRegistry()
-register = REGISTRY.register
+TOOL_FORMATS: Registry[ToolFormat] = Registry("tool format", "runtime.text.tool_formats")

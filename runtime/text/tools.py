@@ -5,17 +5,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from importlib import import_module
-from pkgutil import iter_modules
 from typing import Any
 
-import runtime.text.tool_formats
 from compress.common.errors import RequestError
-from runtime.text.tool_format import REGISTRY, ToolFormat
+from runtime.text.tool_format import TOOL_FORMATS, ToolFormat
 from runtime.text.tool_formats.hermes import HERMES
-
-for _module in iter_modules(runtime.text.tool_formats.__path__):
-    import_module(f"runtime.text.tool_formats.{_module.name}")
 
 
 def mentions_tools(template: str) -> bool:
@@ -24,18 +18,19 @@ def mentions_tools(template: str) -> bool:
 
 
 def find_format(template: str) -> ToolFormat:
-    """Returns the format that a chat template describes; Hermes if it does not support tools.
+    """Returns the format that a chat template describes: of those whose marks all occur, the one with the most; Hermes
+    if the template does not support tools.
 
     Raises:
         RequestError: the template supports tools in an unsupported format.
     """
     if not mentions_tools(template):
         return HERMES
-    if found := REGISTRY.find(template):
-        return found
+    if found := [each for each in TOOL_FORMATS.values() if each.is_used_by(template)]:
+        return max(found, key=lambda each: len(each.marks))
     raise RequestError(
         "the model's chat template has an unknown format of tool calls",
-        f"leave tools out, or serve the model with a template of a known format ({', '.join(REGISTRY.formats)})",
+        f"leave tools out, or serve the model with a template of a known format ({', '.join(TOOL_FORMATS)})",
     )
 
 

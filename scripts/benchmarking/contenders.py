@@ -57,8 +57,8 @@ class Settings:
     Attributes:
         batch: sequences computed together where there is a choice.
         engine: more options of the engine's RuntimeConfig.
-        static_cache: tokens of a static cache behind the prompt, for transformers' own compiled `generate`; 0: a cache
-            that grows.
+        static_cache: tokens that a static cache holds after the prompt, for transformers' own compiled `generate`; 0:
+            a cache that grows.
         threads: for llama.cpp.
     """
 
@@ -195,7 +195,7 @@ def llama_cpp(model: Path, settings: Settings) -> Iterator[Answer]:
     vocabulary = api.llama_vocab_n_tokens(api.llama_model_get_vocab(loaded))
 
     def run(tokens: Sequence[tuple[int, int, int]], num_wanted: int) -> list[int]:
-        """The likeliest tokens behind the last `num_wanted` of `tokens`: token, position, sequence."""
+        """The likeliest tokens after each of the last `num_wanted` of `tokens`: token, position, sequence."""
         batch.n_tokens, first = len(tokens), len(tokens) - num_wanted
         for index, (token, position, sequence) in enumerate(tokens):
             batch.token[index], batch.pos[index] = token, position

@@ -41,7 +41,7 @@ def first_token_seconds(engine: Engine, prompt: Sequence[int]) -> float:
 
 
 def prefix_rows(model: Path, system: Sequence[int], questions: Sequence[Job]) -> list[Row]:
-    """Time to first token of questions behind one long system prompt."""
+    """Time to first token of questions that follow one long system prompt."""
     cached, _ = load_engine(model, RuntimeConfig())
     plain, _ = load_engine(model, RuntimeConfig(prefix_caching=False))
     for engine in (cached, plain):
@@ -129,7 +129,7 @@ def run(options: argparse.Namespace) -> int:
     console.print(describe(environment()))
     system = mixed_jobs(options.model, 1, options.prefix, options.prefix)[0].prompt
     questions = sorted(mixed_jobs(options.model, options.questions, 16, 64, seed=1), key=lambda job: len(job.prompt))
-    tables = {"Time to first token behind a shared prefix": prefix_rows(options.model, system, questions)}
+    tables = {"Time to first token after a shared prefix": prefix_rows(options.model, system, questions)}
     prompts = [job.prompt for job in mixed_jobs(options.model, DECODING, 32, 64, seed=2)]
     long_prompt = mixed_jobs(options.model, 1, options.long, options.long, seed=3)[0].prompt
     title = f"Wait between tokens of {DECODING} sequences while prompts of {options.long} tokens arrive"

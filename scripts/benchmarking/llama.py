@@ -14,6 +14,7 @@ from torch import Tensor
 from calibration.sequences import load_tokenizer, pack_sequences
 from calibration.sources import load_texts
 from compress.checkpoint.gguf.model_metadata import architecture_of
+from compress.evaluate.scorers import Scorer
 from compress.recipe import CalibrationOptions
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 THREADS = 1
 
 
-class LlamaScorer:
+class LlamaScorer(Scorer):
     """Logits that llama.cpp computes of windows of `length` tokens, from a file whose weights stay packed."""
 
     def __init__(self, path: Path, length: int) -> None:
@@ -30,8 +31,9 @@ class LlamaScorer:
 
         sizes = {"n_ctx": length, "n_batch": length, "n_ubatch": length}
         self._model = Llama(str(path), logits_all=True, verbose=False, n_threads=THREADS, **sizes)
+        self.vocab_size = self._model.n_vocab()
 
-    def logits(self, tokens: Tensor) -> Tensor:
+    def states(self, tokens: Tensor) -> Tensor:
         """Returns causal logits float32 `[B, T, V]` of int64 tokens `[B, T]`."""
         return torch.stack([self._window(row) for row in tokens.tolist()])
 
@@ -41,7 +43,7 @@ class LlamaScorer:
         return torch.from_numpy(self._model.scores[: len(tokens)].copy())
 
     def continue_greedily(self, prompt: Sequence[int], count: int) -> list[int]:
-        """Returns a prompt with the `count` most likely tokens behind it, each computed behind the others."""
+        """Returns a prompt followed by `count` tokens, each the most likely one after those before it."""
         tokens = list(prompt)
         self._model.reset()
         self._model.eval(tokens)

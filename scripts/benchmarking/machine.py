@@ -73,7 +73,7 @@ def in_own_process(work: Callable[..., Result], *arguments: object) -> Result:
 
 
 def within(seconds: int, work: Callable[..., Result], *arguments: object) -> Result:
-    """Returns `work(*arguments)`; kills the process if that takes longer. 0 is no limit."""
+    """Returns `work(*arguments)`; kills the process if that takes longer. 0: no limit."""
     signal.alarm(seconds)  # whatever waits for a device does not hear of an exception
     result = work(*arguments)
     signal.alarm(0)
@@ -82,7 +82,7 @@ def within(seconds: int, work: Callable[..., Result], *arguments: object) -> Res
 
 def attempt(seconds: int, rows: Rows, work: Callable[..., Result], *arguments: object) -> Result | None:
     """Returns `work(*arguments)` of a fresh interpreter, or None for work that fails or takes longer, whose row says
-    why. 0 is no limit."""
+    why. 0: no limit."""
     try:
         return in_own_process(within, seconds, work, *arguments)
     except BrokenProcessPool:

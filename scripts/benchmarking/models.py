@@ -27,7 +27,8 @@ from calibration.sources import load_texts
 from compress.checkpoint.config import HEAD
 from compress.checkpoint.weights import Scheme
 from compress.common.cli import demo_model_path
-from compress.recipe import CalibrationOptions, Recipe, Stage
+from compress.recipe import CalibrationOptions, Recipe
+from compress.stages.base import Stage
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -196,14 +197,14 @@ def _random_tensors(
     size: tuple[int, ...], scheme: Scheme | None, packed: Mapping[str, Scheme], device: str
 ) -> dict[str, Tensor]:
     """Stored tensors of one parameter in the memory of the host, by suffix."""
-    from compress.checkpoint.formats import format_for, stored_tensors
+    from compress.checkpoint.formats import format_for
 
     if scheme is None:
         numbers = torch.ones(size) if len(size) == 1 else torch.randn(size, device=device) * 0.02
         return {".weight": numbers.bfloat16().cpu()}
     weight = random_weight(*size, scheme, torch.device(device))
     weight.scales.mul_(16 / 2**scheme.bits)
-    found = stored_tensors(format_for(packed), "", weight, torch.bfloat16)
+    found = format_for(packed).encode("", weight, torch.bfloat16)
     return {suffix: tensor.cpu().contiguous() for suffix, tensor in found.items()}
 
 
@@ -335,9 +336,9 @@ def _gguf_delta_facts(shape: Shape) -> dict[str, object]:
 
 
 def _gguf_linears(shape: Shape) -> Iterator[tuple[str | int, ...]]:
-    """Names with rows and columns, behind the number of experts where all of a layer are one tensor."""
+    """Names, the number of experts where all of a layer are one tensor, and rows and columns."""
     hidden, kv, inner = shape.hidden, shape.head_dim * shape.kv_heads, shape.intermediate
-    gated = 2 if shape.delta_heads else 1  # an output gate beside each query
+    gated = 2 if shape.delta_heads else 1  # each query has an output gate
     attention = {"attn_q": (gated * hidden, hidden), "attn_k": (kv, hidden), "attn_v": (kv, hidden)}
     attention["attn_output"] = hidden, hidden
     feed_forward = {"ffn_gate": (inner, hidden), "ffn_up": (inner, hidden), "ffn_down": (hidden, inner)}
@@ -423,13 +424,13 @@ def compress(
     """Runs the pipeline that `compress quantize` runs, without its closing measurement of quality.
 
     Args:
-        options: of the request, such as `device` and `dtype` of the calibration.
+        options: of the request, such as `devices` and `dtype` of the calibration.
     """
     from compress.pipeline.prepare import RunRequest, prepare
     from compress.pipeline.run import run
 
     request = RunRequest(model, str(model), Recipe(tuple(stages), calibration, seed), out, measure=False, **options)
-    prepare(request)  # imports what the model needs, which is no part of the work
+    prepare(request)  # imports what the model needs, which is not part of the measured work
     started = Stopwatch()
     prepared = prepare(request)
     structure = run(prepared, quiet=True).structure

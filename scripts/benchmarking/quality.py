@@ -16,10 +16,14 @@ from benchmarking.tables import Row
 from compress.checkpoint.scheme import targets
 from compress.checkpoint.weights import Activations, Int, NMSparsity
 from compress.common.errors import RecipeError
-from compress.evaluate.perplexity import Evaluation
-from compress.methods.base import names, quantization
-from compress.recipe import MAX_TOKENS, FactorizeStage, PruneStage, QuantizeStage, Recipe, Stage
+from compress.common.evaluation import Evaluation
+from compress.methods.base import FACTORIZATION, PRUNING, QUANTIZATION
+from compress.recipe import MAX_TOKENS, Recipe
 from compress.recipe_file import bundled_recipes, load_recipe, load_work
+from compress.stages.base import Stage
+from compress.stages.factorize import FactorizeStage
+from compress.stages.prune import PruneStage
+from compress.stages.quantize import QuantizeStage
 
 RECIPES, COVERAGE = "recipes", "coverage"
 SETTINGS = ("w4g64", "w4g128", "w3g64", "w2g64", "w8a8", "2:4", "50%", "2:4+w4g64", "rank0.8", RECIPES)
@@ -49,14 +53,14 @@ def methods_of(setting: str) -> tuple[str, ...]:
         return tuple(TOKENS_PER_CHANNEL)
     if setting == "w8a8":
         return ("rtn", "smoothquant")
-    without_calibration_first = sorted(names("quantize"), key=lambda method: method not in NO_CALIBRATION)
+    without_calibration_first = sorted(QUANTIZATION, key=lambda method: method not in NO_CALIBRATION)
     if setting in targets():
         return tuple(each for each in without_calibration_first if not _refusal(setting, each))
     if setting.startswith("w"):
         return tuple(method for method in without_calibration_first if method != "smoothquant")
     if setting.startswith("rank"):
-        return names("factorize")
-    return (AFTERWARDS, JOINT) if "+" in setting else names("prune")
+        return tuple(FACTORIZATION)
+    return (AFTERWARDS, JOINT) if "+" in setting else tuple(PRUNING)
 
 
 def orders_of(setting: str) -> tuple[Order, ...]:
@@ -102,7 +106,7 @@ def stages_of(setting: str, method: str) -> tuple[Stage, ...]:
 
 def _refusal(form: str, method: str) -> str:
     """Why a method makes no weights of a form; empty where it does."""
-    return quantization(method).unsupported(targets()[form].target())
+    return QUANTIZATION.find(method).unsupported(targets()[form].target())
 
 
 def _stage(setting: str, method: str) -> Stage:

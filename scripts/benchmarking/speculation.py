@@ -1,4 +1,4 @@
-"""Speculative decoding: acceptance and tokens per second of every drafter, beside the same engine without drafts.
+"""Speculative decoding: acceptance and tokens per second of every drafter, compared with the engine without drafts.
 
 Every drafter is measured twice: always drafting, and as it ships, with the gate that switches drafting off when it does
 not raise throughput. Prompts are cut from the Python manual. All contenders answer the same prompts in turn, for
@@ -63,7 +63,7 @@ class Contender:
         self.rates.append(len(prompts) * sampling.max_tokens / (time.perf_counter() - start))
 
     def figures(self, plain: Contender) -> dict[str, str]:
-        """Acceptance, mean accepted guesses per verified draft, and speed beside `plain`, round by round."""
+        """Acceptance, mean accepted draft tokens per verified draft, and speed relative to `plain`, by round."""
         metrics, speculator = self.engine.metrics, self.engine.speculator
         drafted = metrics.spec_decode_num_draft_tokens_total
         accepted = metrics.spec_decode_num_accepted_tokens_total

@@ -1,5 +1,5 @@
 """First token from the start of a process: that of `runtime generate`, and the first answer of `runtime serve`, with
-and without prepared weights, beside `import torch` alone.
+and without prepared weights, compared with only `import torch`.
 
 Starts take turns. Seconds of the clock suffer from other work on the machine; processor seconds do so less. Bytecode is
 cached, as that of an installed package. The first start of each kind is not counted: it reads files into the cache.

@@ -1,4 +1,4 @@
-"""Cost of an engine step beside the model: scheduler, blocks, outputs, text and metrics, with an instant runner.
+"""Cost of an engine step without the model: scheduler, blocks, outputs, text and metrics, with an instant runner.
 
 Times are processor time of the one thread, so other work on the machine hardly counts.
 
@@ -90,11 +90,11 @@ def measure(tokenizer: Tokenizer | None, sequences: int, host_blocks: int, clien
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sequences", type=int, default=64, help="sequences that decode together")
     parser.add_argument("--clients", type=int, default=1, help="clients that the sequences belong to")
-    parser.add_argument("--host-blocks", type=int, default=0, help="slots of host memory for KV blocks")
+    parser.add_argument("--host-blocks", type=int, default=0, help="pages that host memory holds")
 
 
 def run(options: argparse.Namespace) -> int:
     tokenizer = Tokenizer.open(demo_model_path())
     rows = [measure(each, options.sequences, options.host_blocks, options.clients) for each in (None, tokenizer)]
-    print_table("Milliseconds per step beside the model", rows, Console())
+    print_table("Milliseconds per step without the model", rows, Console())
     return 0

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
 import multiprocessing
 import os
@@ -168,6 +169,7 @@ def serve(work: Work, connection: Connection) -> None:
     client, max_model_len, engine = start_engine(work, tokenizer)
     app = create_app(client, tokenizer, "stub", Limits(max_model_len=max_model_len, max_requests=2 * work.clients))
     listener = socket.create_server(("127.0.0.1", 0))
+    gc.freeze()  # as `runtime serve` does
     connection.send((listener.getsockname()[1], os.getpid(), engine))
     create_server(app, drain_seconds=5, client_seconds=60).run(sockets=[listener])
 

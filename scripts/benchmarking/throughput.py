@@ -1,4 +1,4 @@
-"""Throughput of the engine beside transformers: the same prompts, the same numbers of tokens, greedy.
+"""Throughput of the engine compared with transformers: the same prompts, the same numbers of tokens, greedy.
 
 Every contender runs in a process of its own, one after the other, and the round is repeated; where other work shares
 the processor, compare the ratios of one round. The packed model is rounded from the dense one on the way.
@@ -37,7 +37,8 @@ def prepare(work: Path, shape: str) -> tuple[Path, Path]:
     from benchmarking.models import SHAPES, compress, write_model
     from compress.checkpoint.weights import Int
     from compress.common.cli import demo_model_path
-    from compress.recipe import CalibrationOptions, QuantizeStage
+    from compress.recipe import CalibrationOptions
+    from compress.stages.quantize import QuantizeStage
 
     dense = demo_model_path()
     if shape != "demo":

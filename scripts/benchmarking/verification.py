@@ -1,4 +1,4 @@
-"""A whole step of one sequence that verifies drafted tokens beside one that does not, on the CPU.
+"""A whole step of one sequence with draft tokens to verify, compared with one without, on the CPU.
 
 Times are processor time of the process, in turns: what the scheduler and the text cost is left out.
 
@@ -40,7 +40,7 @@ def load_runner(folder: Path, context: int) -> ModelRunner:
 
 
 def step_plan(runner: ModelRunner, start: int, stop: int, drafted: int) -> StepPlan:
-    """A step of tokens `start` to `stop` of a sequence, and of as many drafted ones behind them."""
+    """A step of tokens `start` to `stop` of a sequence, followed by `drafted` draft tokens."""
     known = torch.randint(1, 1000, (stop + drafted,), generator=torch.Generator().manual_seed(0)).tolist()
     blocks = list(range(-(-(stop + drafted) // runner.block_size)))
     request = Request("sequence", tuple(known[:stop]), SamplingParams(64, temperature=0), 0)

@@ -169,7 +169,7 @@ def pages(check: Check) -> tuple[Step, ...]:
 def serve(check: Check) -> tuple[Step, ...]:
     given = ("gpu-serve", "--shape", check.sizes.served, *check.sizes.loads)
     stub = (check.python, "scripts/bench_serve.py", "streaming", *check.sizes.stub)
-    return check.bench("http", 120, "bench_kernels", *given, packages=WEB), Step("stub", 100, stub, packages=WEB)
+    return check.bench("http", 120, "bench_kernels", *given, packages=WEB), Step("stub", 70, stub, packages=WEB)
 
 
 def compress(check: Check) -> tuple[Step, ...]:
@@ -205,8 +205,8 @@ def overlap(check: Check) -> tuple[Step, ...]:
     tool, tiny = "compute-sanitizer", ("scripts/check_overlap.py", "--shape", "tiny", "--replays", "2")
     racecheck = (tool, "--tool", "racecheck", "--error-exitcode", "1", check.python, *tiny)
     return (
-        check.bench("replays", 200, "check_overlap", *given),
-        Step("racecheck", 150, (*racecheck, "--device", check.sizes.device), needs=tool),
+        check.bench("replays", 130, "check_overlap", *given),
+        Step("racecheck", 60, (*racecheck, "--device", check.sizes.device), needs=tool),
     )
 
 
@@ -215,16 +215,23 @@ QUESTIONS: Mapping[str, Callable[[Check], tuple[Step, ...]]] = {
 }
 
 
-def steps_of(question: str, check: Check, kernels: str, archive: Path | None) -> tuple[Step, ...]:
+def steps_of(question: str, check: Check, kernels: str, archive: Path | None, only: str = "") -> tuple[Step, ...]:
     """Returns the steps of a question, between those that read and write compiled kernels.
 
     Args:
         kernels: Triton's cache folder.
         archive: compiled kernels that were brought along; it need not exist.
+        only: part of the names of the steps to keep.
+
+    Raises:
+        ValueError: no step has such a name.
     """
+    asked = [step for step in QUESTIONS[question](check) if only in step.name]
+    if not asked:
+        raise ValueError(f"{question} has no step with {only!r} in its name")
     facts = Step("facts", 15, (check.python, "scripts/checking/facts.py", check.sizes.device), is_required=True)
     begin = (check.cache("unpack", kernels, archive),) if archive is not None and archive.is_file() else ()
-    steps = facts, *begin, *QUESTIONS[question](check), check.cache("pack", kernels, check.out / ARCHIVE)
+    steps = facts, *begin, *asked, check.cache("pack", kernels, check.out / ARCHIVE)
     return tuple(replace(step, seconds=step.seconds * check.sizes.patience) for step in steps)
 
 

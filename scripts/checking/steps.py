@@ -36,7 +36,7 @@ class Step:
 
     Attributes:
         needs, packages: a program and Python packages without which the step is skipped.
-        is_required: whether the steps behind it make no sense when it fails. One that runs out of time shows nothing.
+        is_required: whether later steps are pointless when it fails. One that runs out of time shows nothing.
         environment: variables that are added.
     """
 
@@ -144,7 +144,7 @@ def _run(step: Step, result: Result, folder: Path) -> None:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ends what is left of a step. One that waits for a driver cannot be killed: it is left behind."""
+    """Ends what is left of a step. A process that waits for a driver cannot be killed and keeps running."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(process.pid, number)

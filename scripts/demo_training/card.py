@@ -1,4 +1,4 @@
-"""The model card that is written beside the weights. It only states what this run measured or was told."""
+"""The model card that is written next to the weights. It only states what this run measured or was told."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
 
 
 def export(model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, out: Path, card: str) -> None:
-    """Write the checkpoint beside `out`, then rename it into place."""
+    """Write the checkpoint next to `out`, then rename it into place."""
     partial = out.with_name(out.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     write_tokenizer(partial, tokenizer.backend_tokenizer)

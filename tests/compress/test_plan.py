@@ -15,12 +15,15 @@ from compress.checkpoint.scheme import FLOAT_BITS
 from compress.checkpoint.weights import Int, LowRank, NMSparsity, Scheme
 from compress.common.errors import CheckpointError, DataError, RecipeError, SchemeError, ToolkitError
 from compress.methods import base
-from compress.methods.kv_cache import KVCacheStage
-from compress.methods.rotation import RotateStage
 from compress.pipeline.prepare import RunContext
 from compress.plan import LayerPlan, Plan, PlanRow
-from compress.plan_notes import LAUNCH_SECONDS, READ_RATE, factor_notes, slower_seconds
-from compress.recipe import CalibrationOptions, PruneStage, QuantizeStage, Stage
+from compress.recipe import CalibrationOptions
+from compress.stages.base import Stage
+from compress.stages.factorize import LAUNCH_SECONDS, READ_RATE, factor_notes, slower_seconds
+from compress.stages.kv_cache import KVCacheStage
+from compress.stages.prune import PruneStage
+from compress.stages.quantize import QuantizeStage
+from compress.stages.rotate import RotateStage
 
 SMALL = CalibrationOptions(samples=2, length=32)
 
@@ -186,7 +189,7 @@ def test_models_that_cannot_be_built_are_refused(tiny_model, tmp_path, change: d
         plan_for(path, QuantizeStage("rtn"))
 
 
-@pytest.mark.parametrize(("option", "value"), [("device", "tpu"), ("device", "meta"), ("dtype", "int8")])
+@pytest.mark.parametrize(("option", "value"), [("devices", "tpu"), ("devices", "meta"), ("dtype", "int8")])
 def test_impossible_devices_and_dtypes_are_refused(tiny_model, option: str, value: str) -> None:
     with pytest.raises(ToolkitError, match=value):
         prepared(tiny_model(), QuantizeStage("rtn"), **{option: value})
@@ -201,7 +204,7 @@ def test_nothing_is_written_by_planning(tiny_model, tmp_path, monkeypatch) -> No
 def row(outputs: int, inputs: int, scheme: Scheme | None) -> PlanRow:
     before = 2 * outputs * inputs
     after = before if scheme is None else scheme.stored_bits(outputs, inputs) // 8
-    assignment = LayerPlan(base.quantization("rtn"), scheme) if scheme else None
+    assignment = LayerPlan(base.QUANTIZATION.find("rtn"), scheme) if scheme else None
     return PlanRow(f"layer.{outputs}x{inputs}.weight", (outputs, inputs), assignment, "", before, after)
 
 

@@ -9,8 +9,13 @@ from calibration.parts import Part
 from compress.checkpoint.weights import Activations, Fp8, Int, NMSparsity
 from compress.common.errors import RecipeError
 from compress.methods.signround import SignRoundOptions
-from compress.recipe import CalibrationOptions, FactorizeStage, PruneStage, QuantizeStage, Recipe
+from compress.recipe import CalibrationOptions, Recipe
 from compress.recipe_file import bundled_recipes, load_recipe, parse_recipe
+from compress.stages.factorize import FactorizeStage
+from compress.stages.kv_cache import KVCacheStage
+from compress.stages.prune import PruneStage
+from compress.stages.quantize import QuantizeStage
+from compress.stages.rotate import RotateStage
 
 BUNDLED = {
     "int2-gptq-outliers": ("gptq", Int(2, 64)),
@@ -40,12 +45,12 @@ def test_bundled_recipes_say_what_their_names_say(name: str) -> None:
     recipe = load_recipe(name)
     method, *schemes = BUNDLED[name]
     assert recipe.tensor_stages[0].method == method
-    assert (recipe.rotate is not None) == ("rotate" in name)
+    assert (recipe.find(RotateStage) is not None) == ("rotate" in name)
     assert [stage.scheme for stage in recipe.stages if isinstance(stage, QuantizeStage)] == schemes
     assert [str(stage.pattern) for stage in recipe.stages if isinstance(stage, PruneStage)] == (
         ["2:4"] if "sparse24" in name else []
     )
-    assert (recipe.kv_cache is not None) == name.endswith("kv4")
+    assert (recipe.find(KVCacheStage) is not None) == name.endswith("kv4")
     assert recipe.name == name
     assert recipe.needs_calibration == (BUNDLED[name][0] != "rtn")
 
@@ -58,7 +63,7 @@ def test_learned_rounding_in_a_recipe() -> None:
 
 def test_low_rank_in_a_recipe() -> None:
     text = "stages:\n  - factorize: {method: asvd, keep: 0.6, allocation: uniform, targets: ['*.mlp.*']}\n"
-    assert parse_recipe(text, "r.yaml").stages == (FactorizeStage("asvd", 0.6, "uniform", ("*.mlp.*",)),)
+    assert parse_recipe(text, "r.yaml").stages == (FactorizeStage("asvd", 0.6, "uniform", targets=("*.mlp.*",)),)
 
 
 def test_every_bundled_recipe_is_tested() -> None:
@@ -98,9 +103,9 @@ def test_a_whole_recipe(tmp_path) -> None:
         ("stages:\n  - quantize: {bits: 4,\n      bits: 3}\n", r"r\.yaml:3.*'bits'"),
         ("stages:\n  - quantize: {method: gtpq}\n", "'gtpq'"),
         ("stages:\n  - prune: {pattern: 2-4}\n", r"r\.yaml:2.*'2-4'"),
-        ("stages:\n  - factorize: {keep: 1.5}\n", r"r\.yaml:2.*keep=1\.5.*between 0.*1"),
+        ("stages:\n  - factorize: {keep: 1.5}\n", r"r\.yaml:2.*keep=1\.5.*above 0.*1"),
         ("stages:\n  - factorize: {rank: 8}\n", r"r\.yaml:2.*'rank'"),
-        ("stages:\n  - prune: {sparsity: 2.0}\n", r"r\.yaml:2.*sparsity=2\.0.*between 0.*1"),
+        ("stages:\n  - prune: {sparsity: 2.0}\n", r"r\.yaml:2.*sparsity=2\.0.*above 0.*1"),
         ("stages:\n  - factorize: {keep: '0.5'}\n", r"r\.yaml:2.*'0\.5'"),
         ("stages:\n  - factorize: {allocation: model, target_size: [3]}\n", r"r\.yaml:2.*target_size"),
         (

@@ -8,11 +8,13 @@ from runs import prepared
 
 from compress.checkpoint.weights import Activations, Fp8, Int, NMSparsity
 from compress.common.errors import RecipeError, SchemeError
-from compress.methods.rotation import RotateStage
 from compress.methods.signround import SignRoundOptions
 from compress.methods.smoothquant import SmoothQuantOptions
-from compress.recipe import FactorizeStage, PruneStage, QuantizeStage, Stage
-from compress.stage_keys import QuantizeKeys
+from compress.stages.base import Stage
+from compress.stages.factorize import FactorizeStage
+from compress.stages.prune import PruneStage
+from compress.stages.quantize import QuantizeStage
+from compress.stages.rotate import RotateStage
 
 W8A8, W8A16, INT8 = Fp8(Activations.FP8), Fp8(), Int(8, None, activations=Activations.INT8)
 
@@ -41,7 +43,7 @@ def test_methods_that_choose_integers_make_no_floats(method: str) -> None:
         (lambda: SignRoundOptions(lr=0.0), r"lr=0\.0"),
         (lambda: SignRoundOptions(lr=0.7), r"lr=0\.7"),
         (lambda: SignRoundOptions(batch=0), "batch=0"),
-        (lambda: QuantizeKeys(bits=4, fp8=True).stage(), "8 bits.*fp8"),
+        (lambda: QuantizeStage.build({"bits": 4, "fp8": True}), "fp8.*bits=4"),
         (lambda: QuantizeStage("rtn", W8A8, outlier_columns=4), "fp8.*outlier"),
     ],
 )

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
 import pytest
 from typer.testing import CliRunner
@@ -15,20 +15,16 @@ import compress.pipeline
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.safetensors import TensorFiles
 from compress.cli import make_app
-from compress.common.cli import demo_model_path
+from compress.common.cli import demo_model_path, option
 from compress.common.errors import RecipeError
 from compress.methods import base
-from compress.methods.base import Layer, QuantizationMethod, make_options, quantization, register
+from compress.methods.base import QUANTIZATION, Layer, MethodOptions, QuantizationMethod, make_options, register
 from compress.recipe_file import parse_recipe
 
 
 @dataclass(frozen=True)
-class ToyOptions:
-    shift: Annotated[int, "Steps of the grid that every weight is moved by."] = 0
-
-    def __post_init__(self) -> None:
-        if self.shift < 0:
-            raise RecipeError(f"shift={self.shift} is negative", "Use 0")
+class ToyOptions(MethodOptions):
+    shift: int = option(default=0, limits={"at least": 0}, help="Steps of the grid that every weight is moved by.")
 
 
 class Toy(QuantizationMethod):
@@ -39,7 +35,7 @@ class Toy(QuantizationMethod):
     Options: ClassVar[type] = ToyOptions
 
     def compress(self, layer: Layer) -> Any:
-        rounded = quantization("rtn").compress(layer)
+        rounded = QUANTIZATION.find("rtn").compress(layer)
         layer.details["recovery"] = f"toy: moved by {layer.options.shift}"
         return rounded.changed(lambda each: each if each.is_floating_point() else shifted(each, layer.options.shift))
 
@@ -53,7 +49,7 @@ def shifted(codes: Any, shift: int) -> Any:
 def toy() -> Iterator[None]:
     register(Toy)
     yield
-    del base.METHODS["quantize"]["toy"]
+    base.QUANTIZATION.remove("toy")
 
 
 def run(*arguments: object) -> Any:
@@ -104,13 +100,13 @@ def test_a_name_is_taken_once(toy) -> None:
 
 def test_an_option_of_another_method_names_the_methods_that_take_it() -> None:
     with pytest.raises(RecipeError) as caught:
-        make_options(quantization("awq"), {"alpha": 0.5})
+        make_options(QUANTIZATION.find("awq"), {"alpha": 0.5})
     assert "gptaq" in caught.value.remedy
     assert "smoothquant" in caught.value.remedy
 
 
 def literals(path: Path) -> Iterator[str]:
-    """Yield the strings of a module that are no docstrings."""
+    """Yields the strings of a module except docstrings."""
     tree = ast.parse(path.read_text())
     docs = {id(each.value) for each in ast.walk(tree) if isinstance(each, ast.Expr)}
     for node in ast.walk(tree):
@@ -119,7 +115,7 @@ def literals(path: Path) -> Iterator[str]:
 
 
 def test_the_pipeline_names_no_method() -> None:
-    names = {name for kind in base.METHODS for name in base.names(kind)}
+    names = {name for kind in base.METHODS for name in base.METHODS[kind]}
     assert {"awq", "gptq", "wanda", "svd-llm"} <= names
     folder = Path(compress.pipeline.__path__[0])
     found = {

@@ -1,6 +1,6 @@
 """vLLM loads checkpoints in our own format by the plugin: its parameters are the dequantized weights, bit for bit.
 
-It is no requirement of the tests, being larger than all of them: `pip install vllm` beside this package runs them.
+vLLM is not a requirement of the tests, as it is larger than all of those: to run them, `pip install vllm` as well.
 """
 
 import os
@@ -20,7 +20,9 @@ from torch import Tensor
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.weights import Int, NMSparsity
 from compress.common.cli import demo_model_path
-from compress.recipe import FactorizeStage, PruneStage, QuantizeStage
+from compress.stages.factorize import FactorizeStage
+from compress.stages.prune import PruneStage
+from compress.stages.quantize import QuantizeStage
 
 LOADING = Path(__file__).parents[1] / "support" / "vllm_loading.py"
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}

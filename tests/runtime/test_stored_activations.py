@@ -17,7 +17,7 @@ from compress.common.cli import demo_model_path
 from compress.common.errors import CheckpointError, ToolkitError
 from compress.doctor.examine import examine
 from compress.evaluate.session import EvaluationRequest, run_evaluation
-from compress.recipe import QuantizeStage
+from compress.stages.quantize import QuantizeStage
 from runtime.activations import choose_activations
 from runtime.backends.registry import REFERENCE
 from runtime.core.config import RuntimeConfig
@@ -120,4 +120,4 @@ def test_doctor_shows_what_the_file_says_and_what_is_computed(w4a4: Path) -> Non
 
 def test_a_source_of_compression_says_that_inputs_keep_16_bits(w4a4: Path) -> None:
     files, _ = open_source(w4a4)
-    assert sum("inputs" in line for line in files.notes()) == 1
+    assert sum("inputs" in line for line in files.notes) == 1

@@ -55,7 +55,8 @@ def test_mixtures_and_hybrids_have_random_codes_where_compression_would_pack(tmp
 
     from compress.checkpoint.reader import PackedCheckpoint
     from compress.checkpoint.weights import Int
-    from compress.recipe import CalibrationOptions, QuantizeStage
+    from compress.recipe import CalibrationOptions
+    from compress.stages.quantize import QuantizeStage
 
     write_model(tmp_path / "dense", SHAPES[shape])
     compress(tmp_path / "dense", tmp_path / "packed", [QuantizeStage("rtn", Int(4, 128))], CalibrationOptions())

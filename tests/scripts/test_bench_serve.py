@@ -74,7 +74,7 @@ def test_starts_with_and_without_prepared_weights(capsys: pytest.CaptureFixture[
 
 @pytest.mark.full
 def test_a_stream_waits_about_as_long_as_a_step_may_take(capsys: pytest.CaptureFixture[str]) -> None:
-    """Beside 64 prompts of another client, by a real server: the median wait is not that of whole steps."""
+    """With 64 prompts of another client, by a real server: the median wait is not that of whole steps."""
     import bench_serve
 
     rows = ["--rows", "alone", "64 prompts at once", "prompt_logprobs"]

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from compress.common.evaluation import Evaluation
 from compress.cpu.binding import library
-from compress.evaluate.perplexity import Evaluation
 
 
 @pytest.mark.full

@@ -1,4 +1,4 @@
-"""Compression beside processes that never sleep."""
+"""Compression while other processes never sleep."""
 
 import multiprocessing
 import time

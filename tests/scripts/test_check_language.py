@@ -32,6 +32,49 @@ def test_every_phrase_is_found(tmp_path: Path) -> None:
         assert (2, phrase, reason) in [(each.line, each.phrase, each.reason) for each in found]
 
 
+@pytest.mark.parametrize(
+    ("text", "phrases"),
+    [
+        ("It is no form, and they are\nno numbers.", ["is no", "are no"]),
+        ("There is no form. It is no longer slow, is no faster than C, and there\nare no others.", []),
+        ("A file beside it. Besides, `beside` and [it](page.md#beside) are code.", ["beside"]),
+        ("One behind the other, behind it.", ["behind", "behind"]),
+        ("Behind a reverse proxy; behind the gateway; a piece that lags behind.", []),
+        ("Weights meet activations, and it meets others as they met.", ["meet", "meets", "met"]),
+        ("It meets a target, meets all of the limits; the aim is met, another not met.", []),
+        ("For those alone; `runtime` serves text alone.", ["those alone", "text alone"]),
+        ("The weights alone take 5 GB, and a request runs alone.", []),
+        ("```\nwhat is beside it\n```\nThe end.\n", []),
+    ],
+)
+def test_odd_uses_are_found_in_prose_and_ordinary_ones_are_not(text: str, phrases: list[str]) -> None:
+    import check_language
+
+    assert [each.phrase for each in check_language.find(Path("page.md"), text)] == phrases
+
+
+def test_odd_uses_are_found_in_comments_docstrings_and_messages() -> None:
+    import check_language
+
+    docstring = '"""A file\n    beside it.\n\n    beside: a field.\n"""\n'
+    text = docstring + 'beside = "beside"  # behind\nsay(f"{beside} is no form")\n'
+    found = check_language.find(Path("compress/page.py"), text)
+    assert [(each.line, each.phrase) for each in found] == [(7, "is no"), (2, "beside"), (6, "behind")]
+    in_tests = check_language.find(Path("tests/test_page.py"), text)
+    assert [(each.line, each.phrase) for each in in_tests] == [(2, "beside"), (6, "behind")]
+
+
+def test_words_that_the_glossary_replaces_are_found() -> None:
+    import check_language
+
+    rows = "|---|---|---|\n| page | keys | `cache block`, room |\n\n| other | means | `text` |\n"
+    ((pattern, reason),) = check_language.replaced_words(f"{check_language.GLOSSARY_TABLE}\n{rows}").items()
+    assert pattern.findall("A cache block, Cache blocks, a room and text.") == ["cache block", "Cache blocks"]
+    assert "page" in reason
+    found = list(check_language.find(Path("page.md"), "The KV blocks of a\ndecoder\nlayer and a cached page.\n"))
+    assert [(each.line, each.phrase) for each in found] == [(2, "decoder layer"), (1, "KV blocks")]
+
+
 def test_the_status_tells_whether_there_is_a_finding(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys) -> None:
     import check_language
 

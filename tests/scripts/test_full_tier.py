@@ -104,7 +104,7 @@ def test_a_change_may_have_many_commits(project: Path, tmp_path: Path) -> None:
     for hour in range(3):
         new = commit(project, f"# {hour}\n", f"2026-01-03T0{hour}:00:00Z")
     assert commit_before(project) == old
-    # A remote that is behind says what landed; one that has everything says nothing.
+    # A remote that lacks commits shows what the change adds; one that has them all shows nothing.
     git(tmp_path, "clone", "-q", str(project), "clone")
     assert commit_before(tmp_path / "clone") == old
     commit(tmp_path / "clone", "# more\n", "2026-01-03T03:00:00Z")

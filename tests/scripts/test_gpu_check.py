@@ -250,15 +250,28 @@ def test_options_of_all_steps_are_known() -> None:
     assert {each.device for each in parsed if "device" in each} == {"cuda"}
 
 
+@pytest.mark.parametrize(("question", "only"), [("quick", ""), ("overlap", ""), ("serve", ""), ("models", "int4")])
+def test_what_is_asked_first_takes_four_minutes(question: str, only: str, tmp_path: Path) -> None:
+    from checking.questions import Check, steps_of
+
+    archive = tmp_path / "kernels.tar.xz"
+    archive.touch()
+    steps = steps_of(question, Check(sys.executable, tmp_path), "cache", archive, only)
+    assert sum(step.seconds for step in steps) <= 240
+    assert all(only in step.name for step in steps if step.name not in ("facts", "unpack", "pack"))
+    with pytest.raises(ValueError, match="colour"):
+        steps_of(question, Check(sys.executable, tmp_path), "cache", archive, "colour")
+
+
 FOUND = {
-    "quick": ("decode 4", "1 prompts of 16 beside 3 decodes", "kernel", "int4 g128", "pages int4"),
+    "quick": ("decode 4", "1 prompts of 16 with 3 decodes", "kernel", "int4 g128", "pages int4"),
     "models": ("engine bf16", "engine int4, int4 KV", "mixed"),
     "forms": ("fp8 w8a8", "nvfp4", "exl3"),
     "pages": ("pages int8", "pages fp8", "SDPA bf16, contiguous"),
     "serve": ("start", "2 clients, 8:16 + 4:8 tokens"),
     "compress": ("dense forward", "gptq", "awq", "signround"),
     "mixtures": ("tiny-mixture", "tiny-hybrid"),
-    "overlap": ("overlap",),
+    "overlap": ("one after the other", "overlap"),
 }
 """Words of the rows of a question, at tiny sizes."""
 

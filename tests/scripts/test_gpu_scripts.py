@@ -81,7 +81,7 @@ def test_without_a_configuration_that_runs_there_is_none() -> None:
 
 def test_bytes_and_copies() -> None:
     from benchmarking.gpu import kernels as gpu_kernels
-    from benchmarking.gpu.kernels import CACHE_BYTES, num_copies
+    from benchmarking.gpu.timing import CACHE_BYTES, num_copies
 
     assert gpu_kernels.weight_bytes("int4 g128", 8192, 8192) == 8192 * 8192 // 2 + 8192 * 64 * 2
     assert gpu_kernels.weight_bytes("cuBLAS bf16", 8192, 8192) == 2 * 8192 * 8192
@@ -99,7 +99,8 @@ def test_bytes_and_copies() -> None:
 
 
 def test_optional_kernels_are_compared_with_those_that_they_may_replace() -> None:
-    from benchmarking.gpu.kernels import FLASHINFER, Measured, speedups
+    from benchmarking.gpu.attention import FLASHINFER
+    from benchmarking.gpu.kernels import Measured, speedups
 
     figures = [
         ("int4 g128", 1, 3e-6),
@@ -158,12 +159,12 @@ def test_a_peer_that_cannot_is_left_out_and_named_but_our_kernels_must() -> None
 @pytest.mark.parametrize("form", ["16bit", "fp8", "int8", "int4"])
 def test_attention_is_timed_over_copies_that_are_all_read(gpu: torch.device, form: str) -> None:
     from benchmarking.cpu.attention import Case
-    from benchmarking.gpu import kernels as gpu_kernels
+    from benchmarking.gpu.attention import copies_of, paged_calls
 
     case = Case(2, 64, heads=4, kv_heads=2, head_dim=32)
-    found = gpu_kernels.paged_calls(case, form, 1, gpu)
+    found = paged_calls(case, form, 1, gpu)
     elements = 2 * case.batch * case.context * case.kv_heads * case.head_dim
-    assert len(found.calls) == gpu_kernels.copies_of(case) >= 2
+    assert len(found.calls) == copies_of(case) >= 2
     assert elements / 2 <= found.nbytes <= 2 * elements
     first, other = (call() for call in found.calls[:2])
     assert first.shape == (2, 4 * 32)

@@ -10,7 +10,8 @@ from typing import TypeAlias
 import pytest
 from loadable_models import MODEL_TYPES
 
-from compress.checkpoint.formats.readers import TRANSFORMERS, VLLM, measured
+from compress.checkpoint.formats.base import TRANSFORMERS, VLLM
+from compress.checkpoint.formats.readers import measured
 
 Wanted: TypeAlias = Callable[[str, str], bool]
 """Whether a container and a form are measured."""
@@ -30,7 +31,7 @@ def in_slice(model_type: str, place: int) -> Wanted:
 
 
 def differences(engine: str, ask: Callable[[Path], str | None], wanted: Mapping[str, Wanted]) -> list[str]:
-    """Lists forms of which an engine says another thing than the table; what that does not say is no difference."""
+    """Lists forms for which an engine's answer differs from the table's, except where the table has no entry."""
     from measure_loaders import measure
 
     table = measured()[engine]

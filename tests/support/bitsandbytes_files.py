@@ -8,7 +8,7 @@ import torch
 from folders import change_config, change_tensors, private_copy
 from torch import Tensor
 
-from compress.checkpoint.weights.bnb4 import TABLES
+from compress.checkpoint.weights.forms import BNB_TABLES
 
 Pack = Callable[[Tensor], dict[str, Tensor]]
 """Gives the tensors of a weight, by suffix of the module's name."""
@@ -17,7 +17,7 @@ NESTED_BLOCK = 256
 
 def pack_4bit(weight: Tensor, kind: str = "nf4", block: int = 64, is_nested: bool = False) -> dict[str, Tensor]:
     """The nearest codes under the largest magnitude of each block, with double quantization or without."""
-    table = torch.tensor(TABLES[kind][1])
+    table = torch.tensor(BNB_TABLES[kind])
     blocks = weight.float().flatten().view(-1, block)
     largest = blocks.abs().amax(1)
     codes = ((blocks / largest.unsqueeze(1)).unsqueeze(-1) - table).abs().argmin(-1).to(torch.uint8).flatten()

@@ -19,7 +19,7 @@ class Family:
 
     Attributes:
         name: of the format of its calls.
-        end: text behind the assistant's turn.
+        end: text after the assistant's turn.
         plain: variables of the template with which answers have no reasoning.
     """
 

@@ -13,8 +13,8 @@ Change = dict[str, Any]
 """Fields of a config.json and their other values."""
 
 COSMETIC = ("output_", "use_cache", "initializer_range", "rescale_prenorm_residual")
-"""Beginnings of names of fields that no logits depend on, beside those that every configuration has: with the last one,
-transformers scales weights of Mamba-2 at load that are meant to be scaled when a training begins."""
+"""Prefixes of names of fields that logits do not depend on, in addition to those that every configuration has: with the
+last one, transformers scales weights of Mamba-2 at load that are meant to be scaled when a training begins."""
 COSMETIC_ENDS = ("_token_id", "_dropout", "dropout", "_pdrop", "_coef", "_range")
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "gelu_new", "quick_gelu", "relu", "relu2", "tanh", "sigmoid")
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
@@ -61,7 +61,7 @@ def field_names(family: str) -> list[str]:
 
 
 def changes(family: str, options: Change) -> Iterator[Change]:
-    """Yields changes of one field each of the configuration that `options` make; many are no model at all."""
+    """Yields changes of one field each of the configuration that `options` make; many make no model."""
     config = AutoConfig.for_model(family, **options).to_dict()
     for name in field_names(family):
         if name == "rope_parameters":
@@ -99,7 +99,7 @@ def missing_fields(family: str, config: Change) -> Iterator[Change]:
 
 
 def legacy_changes(family: str) -> Iterator[Change]:
-    """Yields values of keys that are no fields any more, but that a class still reads."""
+    """Yields values of keys that are no longer fields, but that a class still reads."""
     for name in re.findall(r'kwargs\.(?:get|pop)\(\s*"(\w+)"', inspect.getsource(_config_class(family))):
         yield from ({name: value} for value in _other_values(None))
     for rope in ROPES:

@@ -238,7 +238,7 @@ class FakeRunner:
         return drawn
 
     def _sample(self, entry: ScheduledSequence, path: list[int]) -> SampledToken:
-        """The token behind the known ones and a branch of guesses."""
+        """The token after the known ones and a branch of draft tokens."""
         sequence, known, num_guesses = entry.sequence, self._num_known(entry), len(path)
         if sequence.id in self.broken_ids:
             return SampledToken(-1, error="logits are not finite")

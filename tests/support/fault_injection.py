@@ -16,7 +16,7 @@ class FaultInjection:
     Args:
         seed: of all its decisions.
         preempt: probability per step that a running sequence other than the first is preempted.
-        evict: probability per step that cached blocks which are not in use are evicted.
+        evict: probability per step that pages which are cached but not in use are evicted.
         abort: probability per step that a request is aborted.
     """
 

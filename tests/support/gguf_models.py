@@ -85,7 +85,7 @@ def write_gguf(
 
     Args:
         kind_of: from names in files to names of types.
-        tensors_per_part: splits the model, whose parts have numbers behind the stem of `out`; 0 writes one file.
+        tensors_per_part: splits the model into files numbered after the stem of `out`; 0 writes one file.
         changes: metadata that replace those of the model, by key; None leaves one out.
 
     Returns:

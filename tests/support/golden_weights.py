@@ -19,11 +19,14 @@ from safetensors.torch import load_file, save_file
 from tiny_models import random_weight
 from torch import Tensor
 
-from compress.checkpoint.formats import FORMATS, Format, check_held, dense, exl3, stored_tensors
+from compress.checkpoint.formats import check_held
+from compress.checkpoint.formats.base import CONTAINERS, Container
+from compress.checkpoint.formats.dense import DENSE
+from compress.checkpoint.formats.exl3 import EXL3
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.scheme import GROUP_SIZES, MAX_BITS, MIN_BITS, targets
 from compress.checkpoint.weights import NM, Activations, Exl3, Fp8, Int, LowRank, NMSparsity, OutlierColumns, Scheme
-from compress.checkpoint.weights.base import Weight
+from compress.checkpoint.weights.base import Weight, dequantized
 from compress.checkpoint.weights.low_rank import LowRankWeight
 from compress.checkpoint.weights.outlier_columns import OutlierWeight, without_columns
 from compress.checkpoint.weights.sparse_nm import SparseWeight
@@ -47,12 +50,19 @@ Cases = dict[str, tuple[dict[str, object], dict[str, Tensor]]]
 
 
 def digests_of(checkpoint: PackedCheckpoint) -> dict[str, str]:
-    """Returns the SHA-256 of the dequantized values by dtype."""
-    found = {name: checkpoint.values(MODULE, getattr(torch, name)) for name in ("float32", "bfloat16")}
+    """Returns the SHA-256 of the dequantized values by dtype; those of factors, as products vary with processors."""
+    found = {name: _values(checkpoint, getattr(torch, name)) for name in ("float32", "bfloat16")}
     return {
         name: hashlib.sha256(values.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
         for name, values in found.items()
     }
+
+
+def _values(checkpoint: PackedCheckpoint, dtype: torch.dtype) -> Tensor:
+    weight = checkpoint.packed_weight(MODULE)
+    if not isinstance(weight, LowRankWeight):
+        return checkpoint.values(MODULE, dtype)
+    return torch.cat([dequantized(factor, dtype).flatten() for factor in weight.parts])
 
 
 def _integers() -> Iterator[Int]:
@@ -94,7 +104,7 @@ def _wrapped() -> Iterator[Weight]:
     yield LowRankWeight(inner.round(left.float()), inner.round(right[:16].float()), LowRank(inner, 16))
 
 
-def _held(container: Format, scheme: Scheme) -> bool:
+def _held(container: Container, scheme: Scheme) -> bool:
     try:
         check_held(container, scheme, SHAPE)
     except (SchemeError, NotImplementedError):
@@ -116,12 +126,12 @@ def made_cases() -> Cases:
     """Makes a weight of every form in every container that is written."""
     cases = _bitsandbytes()
     for weight in (*_plain(), *_wrapped()):
-        for container in FORMATS.values():
-            if container in (exl3, dense) or not _held(container, weight.scheme):
+        for container in CONTAINERS.values():
+            if container in (EXL3, DENSE) or not _held(container, weight.scheme):
                 continue
-            name = f"{container.NAME} {weight.scheme}"
+            name = f"{container.name} {weight.scheme}"
             config = container.quantization_config({MODULE: weight.scheme}, [])
-            cases[name] = config, stored_tensors(container, MODULE, weight, torch.bfloat16)
+            cases[name] = config, container.encode(MODULE, weight, torch.bfloat16)
         if isinstance(weight.scheme, Exl3):
             config = {"quant_method": "exl3", "bits": weight.scheme.bits, "codebook": weight.scheme.codebook}
             tensors = {MODULE + suffix: tensor for suffix, tensor in weight.tensors(torch.float16).items()}

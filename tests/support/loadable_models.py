@@ -1,5 +1,5 @@
 """Tiny models as other engines take them: sizes that fill their kernels' tiles, and the fields that published files of
-a family have beside those of its configuration class."""
+a family have in addition to those of its configuration class."""
 
 import shutil
 from pathlib import Path
@@ -13,7 +13,7 @@ from transformers import CONFIG_MAPPING
 from compress.checkpoint.config import read_config
 from compress.checkpoint.formats.readers import WITH_EXPERTS
 from compress.common.cli import demo_model_path
-from compress.models.registry import known_families
+from compress.models.registry import FAMILIES
 
 VOCAB_SIZE = read_config(demo_model_path())["vocab_size"]
 SIZES: dict[str, Any] = {
@@ -88,7 +88,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 
 
 GEMMA4 = f"gemma4_text{WITH_EXPERTS}"
-MODEL_TYPES = *known_families(), GEMMA4
+MODEL_TYPES = *FAMILIES, GEMMA4
 """Names in the table of what was measured."""
 
 

@@ -12,7 +12,7 @@ def ragged_rows(tables: Sequence[Tensor], positions: Sequence[Tensor], ancestors
     """Rows of sequences with these block tables and positions among their keys.
 
     Args:
-        ancestors: of all rows; None is no tree.
+        ancestors: of all rows; None where no sequence has a tree.
     """
     device = positions[0].device
     lengths = tuple((len(each), int(each.amax()) + 1) for each in positions)

@@ -11,12 +11,14 @@ from calibration.sources import load_texts
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.writer import export_checkpoint
 from compress.common.cli import demo_model_path
+from compress.common.evaluation import Evaluation
 from compress.cpu.binding import library
-from compress.evaluate.perplexity import Evaluation, cut_windows, evaluate
+from compress.evaluate.perplexity import cut_windows, evaluate
 from compress.evaluate.scorers import RuntimeScorer
 from compress.pipeline.prepare import RunContext, RunRequest, prepare
 from compress.pipeline.run import RunResult, run
-from compress.recipe import CalibrationOptions, Recipe, Stage
+from compress.recipe import CalibrationOptions, Recipe
+from compress.stages.base import Stage
 from runtime.backends.base import Target
 from runtime.backends.registry import is_fast
 from runtime.core.model_config import parse_config
@@ -42,7 +44,7 @@ def compress(model: Path, out: Path, *stages: Stage, **options: Any) -> RunResul
 
 
 def num_forms() -> int:
-    """Forms of activations in which the check behind compression measures packed integers here."""
+    """Number of formats of activations in which the check after compression measures packed integers here."""
     return 2 if library() is not None and is_fast(torch.bfloat16) and not torch.cuda.is_available() else 1
 
 
@@ -70,14 +72,14 @@ def foreseen_bytes(packed: Path, dtype: torch.dtype = torch.bfloat16, kernels: s
 
 
 def compared_with(dense: Path, packed: Path, tokens: int, length: int = 256) -> Evaluation:
-    """A checkpoint beside the dense model, on other text than that of the calibration."""
+    """Evaluates a checkpoint against the dense model, on other text than that of the calibration."""
     windows = cut_windows(load_texts("pydoc"), load_tokenizer(demo_model_path()), length=length, max_tokens=tokens)
     packed_scorer, dense_scorer = (RuntimeScorer(path, dtype="float32") for path in (packed, dense))
     return evaluate(packed_scorer, windows, dense_scorer)
 
 
 def with_outliers(source: Path, folder: Path, channels: list[int], factor: float) -> Path:
-    """The same function with outlier channels behind the norms of each block, as large models have them: the weights
+    """The same function with outlier channels after the norms of each block, as large models have them: the weights
     that read them are smaller. Powers of two keep it exactly the same."""
     folder.mkdir()
     for file in source.iterdir():

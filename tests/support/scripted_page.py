@@ -42,6 +42,7 @@ class ScriptedEngine:
         self.answer = MARKUP
         self.error = ""
         self.health = Health(True, "", 0, 0, 0.0)
+        self.metrics = ""
 
     def start(self) -> None: ...
 
@@ -49,6 +50,9 @@ class ScriptedEngine:
 
     def check(self) -> Health:
         return self.health
+
+    async def render_metrics(self, model_name: str = "") -> str:
+        return self.metrics
 
     async def generate(
         self, prompt: Sequence[int], sampling: SamplingParams, request_id: str = "", **options: Any

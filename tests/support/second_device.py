@@ -3,6 +3,7 @@ be combined with tensors of the host, as a GPU's do."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -10,6 +11,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
+
+from compress.common.workers import Workers
 
 SECOND = torch.device("meta")
 _COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
@@ -113,3 +116,12 @@ def _wrapped(numbers: Tensor, same: dict[int, OnSecond]) -> Tensor:
     if id(numbers) in same:
         return same[id(numbers)]
     return OnSecond(numbers) if numbers.device.type == "cpu" else numbers
+
+
+class SameThread(Workers):
+    """Workers that take turns in the calling thread, where what is made on the second device holds numbers."""
+
+    def map(self, work: Any, tasks: Any, size: Any = None) -> Iterator[Any]:
+        yield from (self._run(work, task) for task in tasks)
+
+    in_turn = map

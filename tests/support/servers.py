@@ -41,6 +41,12 @@ def running(server: uvicorn.Server) -> Iterator[uvicorn.Server]:
         assert not thread.is_alive(), "the server did not stop"
 
 
+def free_port() -> int:
+    """A port on which nothing listens."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
+
+
 @contextmanager
 def serving(app: FastAPI) -> Iterator[str]:
     """Runs the application as `runtime serve` does; yields its URL."""

@@ -23,7 +23,7 @@ from runtime.model.mixers.mamba2 import Mamba2Layer
 CPU, NUM_SLOTS = torch.device("cpu"), 9
 DECODE = [(1, 4, ((0, 2),)), (1, 1, ((0, 1),)), (1, NO_STATE, ((0, 3),))]
 SPANS = [(21, 4, ((2, 7), (3, 0), (20, 2))), (1, 1, ((0, 1),)), (8, NO_STATE, ((7, 3),)), (5, 5, ((0, 5), (4, 6)))]
-"""Sequences of a step: rows, slot that is read, and slots that are written behind rows."""
+"""Sequences of a step: rows, slot that is read, and slots that are written after rows."""
 
 
 def linear(name: str, out: int, size: int) -> Linear:

@@ -2,7 +2,7 @@
 
 from family_features import all_features
 
-from compress.models.registry import known_families
+from compress.models.registry import FAMILIES
 
 SIZES = {
     "hidden_size": 64,
@@ -374,7 +374,7 @@ VARIANTS: dict[str, dict[str, object]] = {
     "qwen3_5_moe_text": {**DELTA_NET, **EXPERTS, "shared_expert_intermediate_size": 48},
     "qwen3_next": {**DELTA_NET, **EXPERTS, "shared_expert_intermediate_size": 48, "mlp_only_layers": [1]},
 }
-VARIANTS |= {family: all_features(family) for family in known_families() if family not in VARIANTS}
+VARIANTS |= {family: all_features(family) for family in FAMILIES if family not in VARIANTS}
 """One model of every family with all of its features."""
 STACKED = {"gpt_oss", "granitemoe", "granitemoehybrid", "llama4_text", "mistral4"}
 """Mixtures whose experts are stored as one tensor."""
@@ -395,5 +395,5 @@ GEMMA4_EXPERTS = {
     "top_k_experts": 3,
     "moe_intermediate_size": 32,
 }
-"""Options of a Gemma 4 with a mixture beside each MLP."""
+"""Options of a Gemma 4 with a mixture next to each MLP."""
 MIXTURES = {family for family, options in VARIANTS.items() if EXPERTS.items() <= options.items()}

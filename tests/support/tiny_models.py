@@ -12,19 +12,13 @@ from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, PreTrainedModel
 
 from compress.checkpoint.config import packed_config, read_config, write_config
-from compress.checkpoint.formats import find_format, stored_tensors
+from compress.checkpoint.formats.base import CONTAINERS
 from compress.checkpoint.meta_model import auto_class
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.scale_search import FP8
-from compress.checkpoint.weights import BlockFp8, Bnb4, Exl3, Mxfp8, Nvfp4, Scheme, Weight
-from compress.checkpoint.weights.block_fp8 import BlockFp8Weight
-from compress.checkpoint.weights.codebooks import TableFloats, TableFloatWeight
+from compress.checkpoint.weights import Exl3, Scheme, Weight
+from compress.checkpoint.weights.coded import EXPONENTS, FLOAT8, INT, TABLE, Coded, CodedWeight
 from compress.checkpoint.weights.exl3 import Exl3Weight, padded
-from compress.checkpoint.weights.fp8 import Fp8Weight
-from compress.checkpoint.weights.integer import IntegerWeight
-from compress.checkpoint.weights.mxfp4 import Mxfp4Weight
-from compress.checkpoint.weights.mxfp8 import Mxfp8Weight
-from compress.checkpoint.weights.nvfp4 import Nvfp4Weight
 
 
 def save_tiny_model(folder: Path, family: str = "llama", dtype: torch.dtype = torch.float32, **options: object) -> Path:
@@ -114,16 +108,16 @@ def random_weight(shape: tuple[int, int], scheme: Scheme, seed: int = 0, dtype=t
     generator = torch.Generator().manual_seed(seed)
     if isinstance(scheme, Exl3):
         return _random_trellis(shape, scheme, generator)
-    if "float" in scheme.numbers:
+    if scheme.numbers != INT:
         return _random_floats(shape, scheme, generator, dtype)
     groups = (shape[0], scheme.num_groups(shape[1]))
     codes = torch.randint(0, scheme.max_code + 1, shape, generator=generator).to(torch.uint8)
-    zero = torch.full(groups, scheme.midpoint, dtype=torch.uint8)
+    zero = torch.full(groups, scheme.zero, dtype=torch.uint8)
     if not scheme.symmetric:
         zero = torch.randint(0, scheme.max_code + 1, groups, generator=generator).to(torch.uint8)
     sign = torch.randint(0, 2, groups, generator=generator) * 2 - 1
     scale = (torch.rand(groups, generator=generator) + 0.2) * sign * 0.5 / scheme.max_code
-    return IntegerWeight(codes, scale.to(dtype), zero, scheme)
+    return scheme.weight(codes, scale.to(dtype), zero)
 
 
 def _random_trellis(shape: tuple[int, int], scheme: Exl3, generator: torch.Generator) -> Exl3Weight:
@@ -135,27 +129,23 @@ def _random_trellis(shape: tuple[int, int], scheme: Exl3, generator: torch.Gener
     return Exl3Weight(trellis.to(torch.int16), suh, svh, scheme)
 
 
-def _random_floats(shape: tuple[int, int], scheme: Scheme, generator: torch.Generator, dtype) -> Weight:
+def _random_floats(shape: tuple[int, int], scheme: Coded, generator: torch.Generator, dtype) -> Weight:
     """All 254 numbers (16 of 4 bits), both zeros and the smallest among them."""
-    groups = shape[0], scheme.num_groups(shape[1])
-    if scheme.bits == 4:
-        codes = torch.randint(0, 16, shape, dtype=torch.uint8, generator=generator)
-        if isinstance(scheme, (TableFloats, Bnb4)):
-            scales = torch.rand(groups, generator=generator) / 10
-            return TableFloatWeight(codes, scales if isinstance(scheme, Bnb4) else scales.to(dtype), scheme)
-        if isinstance(scheme, Nvfp4):
-            scales = torch.randint(1, 127, groups, dtype=torch.uint8, generator=generator).view(FP8)
-            return Nvfp4Weight(codes, scales, torch.full((shape[0], 1), 3e3), scheme)
-        return Mxfp4Weight(codes, torch.randint(120, 126, groups, dtype=torch.uint8, generator=generator), scheme)
-    numbers = torch.tensor([code for code in range(256) if code & 0x7F != 0x7F], dtype=torch.uint8)
-    codes = numbers[torch.randint(0, len(numbers), shape, generator=generator)].view(FP8)
-    if isinstance(scheme, Mxfp8):
-        return Mxfp8Weight(codes, torch.randint(112, 118, groups, dtype=torch.uint8, generator=generator), scheme)
-    if isinstance(scheme, BlockFp8):
-        blocks = scheme.num_scales(*shape)
-        return BlockFp8Weight.of(codes, (torch.rand(blocks, generator=generator) + 0.2) * 1e-3, scheme)
-    scale = (torch.rand(shape[0], 1, generator=generator) + 0.2) * 1e-3
-    return Fp8Weight(codes, scale.to(dtype), scheme)
+    groups = -(-shape[0] // scheme.block_rows), scheme.num_groups(shape[1])
+    if scheme.numbers == TABLE:
+        codes = torch.randint(0, len(scheme.code_values), shape, dtype=torch.uint8, generator=generator)
+        first, last, factor = 120, 126, 0.1
+    else:
+        numbers = torch.tensor([code for code in range(256) if code & 0x7F != 0x7F], dtype=torch.uint8)
+        codes = numbers[torch.randint(0, len(numbers), shape, generator=generator)].view(FP8)
+        first, last, factor = 112, 118, 1e-3
+    if scheme.scales.dtype == EXPONENTS:
+        return CodedWeight(codes, torch.randint(first, last, groups, dtype=torch.uint8, generator=generator), scheme)
+    if scheme.scales.divisor_bits:
+        scales = torch.randint(1, 127, groups, dtype=torch.uint8, generator=generator).view(FP8)
+        return CodedWeight(codes, scales, scheme, divisors=torch.full((shape[0], 1), 3e3))
+    scales = (torch.rand(groups, generator=generator) + (0.2 if scheme.numbers == FLOAT8 else 0)) * factor
+    return CodedWeight(codes, scheme.repeated(scales if scheme.scales.dtype else scales.to(dtype), shape), scheme)
 
 
 def pack_model(
@@ -166,7 +156,7 @@ def pack_model(
     scale_dtype: torch.dtype = torch.bfloat16,
 ) -> dict[str, Weight]:
     """Copies `dense` with random codes in place of the chosen linears; gives the packed weights."""
-    codec = find_format(format)
+    codec = CONTAINERS.find(format)
     files = PackedCheckpoint.open(dense).files
     tensors = {name: files.tensor(name) for name in files}
     weights = {}
@@ -175,7 +165,7 @@ def pack_model(
         chosen = scheme(module)
         if chosen is not None:
             weights[module] = random_weight(tuple(tensors.pop(name).shape), chosen, len(weights), scale_dtype)
-            tensors |= stored_tensors(codec, module, weights[module], scale_dtype)
+            tensors |= codec.encode(module, weights[module], scale_dtype)
     ignored = sorted({"lm_head", *(n.removesuffix(".weight") for n in tensors if _is_packed(n))})
     block = codec.quantization_config({module: weight.scheme for module, weight in weights.items()}, ignored)
     out.mkdir()

@@ -99,7 +99,7 @@ class PlainHead:
 
     @torch.no_grad()
     def states(self, tokens: Tensor, hidden: Tensor) -> Tensor:
-        """States before the last norm, of the tokens behind the positions and hidden states there."""
+        """States before the last norm, of the tokens after the positions of these hidden states."""
         embedded = self._norm(self.names[2], self.tensors["model.embed_tokens.weight"][tokens])
         both = torch.cat((embedded, self._norm(self.names[3], hidden)), -1)
         inputs = both @ self.tensors[f"{self.names[1]}.weight"].T

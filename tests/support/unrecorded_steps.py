@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from runtime.backends.sampling_kernel import FORBIDDEN, INFINITE, UNDECIDED
+from runtime.backends.backend import FORBIDDEN, INFINITE, UNDECIDED
 from runtime.backends.torch.ops import argmax, gumbel_argmax
 from runtime.core.batch import SamplingTensors
 from runtime.core.config import RuntimeConfig
@@ -35,7 +35,7 @@ class SkippingPages:
 
 
 class PlainSampling:
-    """A `runtime.backends.sampling_kernel.FusedSampling` in plain torch."""
+    """A `runtime.backends.backend.FusedSampling` in plain torch."""
 
     def unsupported_reason(self, device: Any, dtype: Any) -> str:
         return ""

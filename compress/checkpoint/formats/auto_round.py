@@ -8,15 +8,14 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from compress.checkpoint.formats import awq, fp8, gptq
-from compress.checkpoint.formats.read_only import check as check
-from compress.checkpoint.formats.read_only import encode as encode
-from compress.checkpoint.formats.read_only import quantization_config as quantization_config
+from compress.checkpoint.formats.awq import AWQ
+from compress.checkpoint.formats.base import CONTAINERS, ReadOnly
+from compress.checkpoint.formats.fp8 import FP8
+from compress.checkpoint.formats.gptq import GPTQ, V1, V2
 from compress.checkpoint.weights import Activations, BlockFp8, Fp8, Int, Mxfp4, Mxfp8, Nvfp4, Scheme, Weight
 from compress.checkpoint.weights.base import Get, StoredTensors, owners
 from compress.common.errors import CheckpointError
 
-NAME = "auto-round"
 PACKING = "packing_format"
 FAKE = "auto_round:fake"
 MINUS_ONE = "auto_round:auto_gptq", "auto_round:gptq", "auto"
@@ -25,57 +24,6 @@ AS_THEY_ARE = "auto_round", "auto_round:gptqmodel", "auto_round:auto_awq", "auto
 MARKS = ".qweight", ".weight_scale", ".weight_scale_inv"
 SCALES = {"mx_fp": "e8m0 floor", "mx_fp_rceil": "e8m0 ceil"}
 """Rules of powers of two by `act_data_type`."""
-
-
-def suffixes(scheme: Scheme | None = None) -> tuple[str, ...]:
-    """Suffixes of a module's stored tensors."""
-    if scheme is None:
-        forms = Int(), Fp8(), Nvfp4(), Mxfp4(), Mxfp8()
-        return tuple(dict.fromkeys(suffix for form in forms for suffix in suffixes(form)))
-    if isinstance(scheme, Int):
-        return gptq.suffixes()
-    return fp8.suffixes() if isinstance(scheme, Fp8 | BlockFp8) else scheme.suffixes
-
-
-def modules(names: Iterable[str]) -> list[str]:
-    """Quantized modules among tensor names."""
-    listed = frozenset(names)
-    return sorted({module for mark in MARKS for module in owners(listed, mark)})
-
-
-def schemes(config: Mapping[str, Any], modules: Iterable[str]) -> dict[str, Scheme]:
-    """Scheme of every module: the config's, with `extra_config` applied.
-
-    Raises:
-        CheckpointError: numbers or a packing that are not read.
-    """
-    return {module: _parse(module, _fields(config, module)) for module in modules}
-
-
-def inputs(config: Mapping[str, Any], names: Iterable[str]) -> dict[str, Activations]:
-    """Rounding of the inputs of every module among tensor names."""
-    listed = frozenset(names)
-    found = {module: _parse_inputs(_fields(config, module)) for module in _rounding(config, listed)}
-    return {module: kind for module, kind in found.items() if kind is not None}
-
-
-def decode(module: str, get: Get, scheme: Scheme, config: Mapping[str, Any] | None = None) -> Weight:
-    """The weight of one stored layer; `config` says whether zero points are stored minus one."""
-    if isinstance(scheme, Int) and _is_awq(module, get):
-        return awq.decode(module, get, scheme)
-    if isinstance(scheme, Int):
-        is_minus_one = (config or {}).get(PACKING, MINUS_ONE[0]) in MINUS_ONE
-        return gptq.decode(module, get, scheme, {"checkpoint_format": gptq.NAME if is_minus_one else gptq.V2})
-    if isinstance(scheme, Fp8 | BlockFp8):
-        return fp8.decode(module, get, scheme)
-    return scheme.read(StoredTensors(module, get))
-
-
-def shape(module: str, get: Get, scheme: Scheme) -> tuple[int, int]:
-    """`(O, I)` of a stored layer, without decoding it."""
-    if isinstance(scheme, Int):
-        return (awq if _is_awq(module, get) else gptq).shape(module, get, scheme)
-    return scheme.shape(StoredTensors(module, get))
 
 
 def _is_awq(module: str, get: Get) -> bool:
@@ -114,7 +62,7 @@ def _parse(module: str, fields: Mapping[str, Any]) -> Scheme:
 def _rounding(config: Mapping[str, Any], names: frozenset[str]) -> list[str]:
     """Modules whose inputs may be rounded: quantized ones, or dense ones that hold rounded values."""
     if config.get(PACKING) != FAKE:
-        return modules(names)
+        return AUTO_ROUND.modules(names)
     blocks = config.get("block_name_to_quantize") or ()
     inside = tuple(f"{block}." for block in (blocks.split(",") if isinstance(blocks, str) else blocks))
     return [module for module in owners(names, ".weight") if module.startswith(inside) and "norm" not in module]
@@ -134,3 +82,57 @@ def _parse_inputs(fields: Mapping[str, Any]) -> Activations | None:
     if not fields.get("act_dynamic", True):
         return Activations("float", bits, stored=".input_scale")
     return Activations("float", bits, size if size > 0 else None)
+
+
+class AutoRound(ReadOnly):
+    """AutoRound's own."""
+
+    name = "auto-round"
+    keys = (
+        "act_bits act_data_type act_dynamic act_group_size act_sym activation_scheme backend bits "
+        "block_name_to_quantize data_type extra_config fmt group_size packing_format regex_config sym weight_block_size"
+    )
+
+    def suffixes(self, scheme: Scheme | None = None) -> tuple[str, ...]:
+        if scheme is None:
+            forms = Int(), Fp8(), Nvfp4(), Mxfp4(), Mxfp8()
+            return tuple(dict.fromkeys(suffix for form in forms for suffix in self.suffixes(form)))
+        if isinstance(scheme, Int):
+            return GPTQ.suffixes()
+        return FP8.suffixes() if isinstance(scheme, Fp8 | BlockFp8) else scheme.suffixes
+
+    def modules(self, names: Iterable[str]) -> list[str]:
+        listed = frozenset(names)
+        return sorted({module for mark in MARKS for module in owners(listed, mark)})
+
+    def schemes(self, config: Mapping[str, Any], modules: Iterable[str]) -> dict[str, Scheme]:
+        """Scheme of every module: the config's, with `extra_config` applied.
+
+        Raises:
+            CheckpointError: numbers or a packing that are not read.
+        """
+        return {module: _parse(module, _fields(config, module)) for module in modules}
+
+    def inputs(self, config: Mapping[str, Any], names: Iterable[str]) -> dict[str, Activations]:
+        listed = frozenset(names)
+        found = {module: _parse_inputs(_fields(config, module)) for module in _rounding(config, listed)}
+        return {module: kind for module, kind in found.items() if kind is not None}
+
+    def decode(self, module: str, get: Get, scheme: Scheme, config: Mapping[str, Any] | None = None) -> Weight:
+        """The weight of one stored layer; `config` says whether zero points are stored minus one."""
+        if isinstance(scheme, Int) and _is_awq(module, get):
+            return AWQ.decode(module, get, scheme)
+        if isinstance(scheme, Int):
+            is_minus_one = (config or {}).get(PACKING, MINUS_ONE[0]) in MINUS_ONE
+            return GPTQ.decode(module, get, scheme, {"checkpoint_format": V1 if is_minus_one else V2})
+        if isinstance(scheme, Fp8 | BlockFp8):
+            return FP8.decode(module, get, scheme)
+        return scheme.read(StoredTensors(module, get))
+
+    def shape(self, module: str, get: Get, scheme: Scheme) -> tuple[int, int]:
+        if isinstance(scheme, Int):
+            return (AWQ if _is_awq(module, get) else GPTQ).shape(module, get, scheme)
+        return scheme.shape(StoredTensors(module, get))
+
+
+AUTO_ROUND = CONTAINERS.register(order=10, aliases=["auto_round", "intel/auto-round"])(AutoRound())

@@ -15,43 +15,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.checkpoint.formats.read_only import check as check
-from compress.checkpoint.formats.read_only import encode as encode
-from compress.checkpoint.formats.read_only import quantization_config as quantization_config
+from compress.checkpoint.formats.base import CONTAINERS, RUNTIME, TRANSFORMERS, VLLM, ReadOnly
 from compress.checkpoint.weights import Bnb4, Int, Scheme
 from compress.checkpoint.weights.base import Get, StoredTensors, owners
-from compress.checkpoint.weights.bnb4 import TABLES
-from compress.checkpoint.weights.codebooks import TableFloatWeight
-from compress.checkpoint.weights.integer import IntegerWeight
+from compress.checkpoint.weights.coded import CodedWeight
+from compress.checkpoint.weights.forms import BNB_TABLES
 from compress.common.errors import CheckpointError, SchemeError
 
-NAME = "bitsandbytes"
 BLOCK_SCALES, ROW_SCALES, LAYOUT = ".weight.absmax", ".SCB", ".weight_format"
-STATES = {kind: f".weight.quant_state.bitsandbytes__{kind}" for kind in TABLES}
+STATES = {kind: f".weight.quant_state.bitsandbytes__{kind}" for kind in BNB_TABLES}
 """Suffixes of bytes of JSON, by kind of codes."""
 NESTED = ".weight.nested_absmax", ".weight.nested_quant_map"
 SUFFIXES = ".weight", BLOCK_SCALES, ".weight.quant_map", *NESTED, *STATES.values(), ROW_SCALES, LAYOUT
 ROWS = 0
 """Value of `weight_format` for rows that follow each other in memory."""
 LARGEST = 127
-
-
-def suffixes(scheme: Scheme | None = None) -> tuple[str, ...]:
-    """Suffixes of a module's stored tensors."""
-    return SUFFIXES
-
-
-def modules(names: Iterable[str]) -> list[str]:
-    """Quantized modules among tensor names."""
-    listed = frozenset(names)
-    return sorted({*owners(listed, BLOCK_SCALES), *owners(listed, ROW_SCALES)})
-
-
-def schemes(config: Mapping[str, Any], modules: Iterable[str]) -> dict[str, Scheme]:
-    """Scheme of every module, of which only its tensors tell the size of blocks. Raises SchemeError for other codes."""
-    if config.get("load_in_8bit"):
-        return dict[str, Scheme].fromkeys(modules, Int(8, None))
-    return dict[str, Scheme].fromkeys(modules, Bnb4(str(config.get("bnb_4bit_quant_type", "fp4"))))
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,21 +56,6 @@ class QuantState:
         rows, columns = map(int, fields["shape"])
         nested, offset = int(fields.get("nested_blocksize", 0)), float(fields.get("nested_offset", 0))
         return cls((rows, columns), int(fields["blocksize"]), nested, offset)
-
-
-def decode(
-    module: str, get: Get, scheme: Scheme, config: Mapping[str, Any] | None = None
-) -> TableFloatWeight | IntegerWeight:
-    """The weight of one stored layer. Raises CheckpointError or SchemeError when its tensors contradict each other."""
-    stored = StoredTensors(module, get)
-    if isinstance(scheme, Int):
-        return _integers(stored, scheme)
-    if not isinstance(scheme, Bnb4):
-        raise SchemeError(f"bitsandbytes stores 4-bit codes, not {scheme}")
-    state = QuantState.read(stored, scheme.kind)
-    rows, columns = state.shape
-    groups = rows * scheme.num_groups(columns)
-    return TableFloatWeight(_codes(stored, state, scheme), _scales(stored, state, groups).view(rows, -1), scheme)
 
 
 def _codes(stored: StoredTensors, state: QuantState, scheme: Bnb4) -> Tensor:
@@ -124,7 +87,7 @@ def _scales(stored: StoredTensors, state: QuantState, groups: int) -> Tensor:
     return table[scales.int()] * repeated + torch.tensor(state.offset)
 
 
-def _integers(stored: StoredTensors, scheme: Int) -> IntegerWeight:
+def _integers(stored: StoredTensors, scheme: Int) -> CodedWeight:
     """8-bit integers between -127 and 127 of the largest magnitude of a row."""
     codes, largest, layout = stored[".weight"], stored[ROW_SCALES], stored.optional(LAYOUT)
     if layout is not None and layout.flatten().tolist() != [ROWS]:
@@ -132,14 +95,50 @@ def _integers(stored: StoredTensors, scheme: Int) -> IntegerWeight:
     if codes.dtype != torch.int8 or codes.dim() != 2 or largest.numel() != len(codes):
         raise CheckpointError(f"{stored.module} should hold int8 codes and a scale per row, not {codes.dtype}")
     scales = (largest.float() / LARGEST).view(-1, 1)
-    unsigned = codes.contiguous().view(torch.uint8) ^ scheme.midpoint
-    return IntegerWeight(unsigned, scales, torch.full(scales.shape, scheme.midpoint, dtype=torch.uint8), scheme)
+    unsigned = codes.contiguous().view(torch.uint8) ^ scheme.zero
+    return scheme.weight(unsigned, scales)
 
 
-def shape(module: str, get: Get, scheme: Scheme) -> tuple[int, int]:
-    """`(O, I)` of a stored layer, without decoding it."""
-    stored = StoredTensors(module, get)
-    if isinstance(scheme, Bnb4):
-        return QuantState.read(stored, scheme.kind).shape
-    rows, columns = stored[".weight"].shape
-    return rows, columns
+class BitsAndBytes(ReadOnly):
+    """bitsandbytes."""
+
+    name = "bitsandbytes"
+    engines = RUNTIME, TRANSFORMERS, VLLM
+    keys = (
+        "_load_in_4bit _load_in_8bit bnb_4bit_compute_dtype bnb_4bit_quant_storage bnb_4bit_quant_type "
+        "bnb_4bit_use_double_quant llm_int8_enable_fp32_cpu_offload llm_int8_has_fp16_weight llm_int8_threshold "
+        "load_in_4bit load_in_8bit"
+    )
+    stored = SUFFIXES
+
+    def modules(self, names: Iterable[str]) -> list[str]:
+        listed = frozenset(names)
+        return sorted({*owners(listed, BLOCK_SCALES), *owners(listed, ROW_SCALES)})
+
+    def schemes(self, config: Mapping[str, Any], modules: Iterable[str]) -> dict[str, Scheme]:
+        """Scheme of every module; only its tensors tell the size of blocks. Raises SchemeError for other codes."""
+        if config.get("load_in_8bit"):
+            return dict[str, Scheme].fromkeys(modules, Int(8, None))
+        return dict[str, Scheme].fromkeys(modules, Bnb4(str(config.get("bnb_4bit_quant_type", "fp4"))))
+
+    def decode(self, module: str, get: Get, scheme: Scheme, config: Mapping[str, Any] | None = None) -> CodedWeight:
+        """The weight of one stored layer. Raises CheckpointError or SchemeError for tensors that contradict."""
+        stored = StoredTensors(module, get)
+        if isinstance(scheme, Int):
+            return _integers(stored, scheme)
+        if not isinstance(scheme, Bnb4):
+            raise SchemeError(f"bitsandbytes stores 4-bit codes, not {scheme}")
+        state = QuantState.read(stored, scheme.kind)
+        rows, columns = state.shape
+        groups = rows * scheme.num_groups(columns)
+        return CodedWeight(_codes(stored, state, scheme), _scales(stored, state, groups).view(rows, -1), scheme)
+
+    def shape(self, module: str, get: Get, scheme: Scheme) -> tuple[int, int]:
+        stored = StoredTensors(module, get)
+        if isinstance(scheme, Bnb4):
+            return QuantState.read(stored, scheme.kind).shape
+        rows, columns = stored[".weight"].shape
+        return rows, columns
+
+
+BITSANDBYTES = CONTAINERS.register(order=10)(BitsAndBytes())

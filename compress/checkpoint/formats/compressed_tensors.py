@@ -11,10 +11,17 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from compress.checkpoint.formats.base import (
+    CONTAINERS,
+    RUNTIME,
+    SGLANG,
+    TRANSFORMERS,
+    VLLM,
+    Container,
+    modules_by_scheme,
+)
 from compress.checkpoint.weights import Activations, BlockFp8, Fp8, Int, Mxfp4, Mxfp8, Nvfp4, Scheme
 from compress.common.errors import CheckpointError
-
-NAME = "compressed-tensors"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +76,7 @@ LAYOUTS = {
         "float",
         "tensor_group",
         _scales("torch.float8_e4m3fn"),
-        lambda weights: Nvfp4() if _is(weights, 4, "tensor_group", Nvfp4.group_size) else None,
+        lambda weights: Nvfp4() if _is(weights, 4, "tensor_group", Nvfp4().group_size) else None,
     ),
     Mxfp4.key: Layout(
         "mxfp4-pack-quantized",
@@ -77,7 +84,7 @@ LAYOUTS = {
         "float",
         "group",
         _scales("torch.uint8"),
-        lambda weights: Mxfp4() if _is(weights, 4, "group", Mxfp4.group_size) else None,
+        lambda weights: Mxfp4() if _is(weights, 4, "group", Mxfp4().group_size) else None,
     ),
     Mxfp8.key: Layout(
         "mxfp8-quantized",
@@ -85,7 +92,7 @@ LAYOUTS = {
         "float",
         "group",
         _scales("torch.uint8"),
-        lambda weights: Mxfp8() if _is(weights, 8, "group", Mxfp8.group_size) else None,
+        lambda weights: Mxfp8() if _is(weights, 8, "group", Mxfp8().group_size) else None,
     ),
 }
 """Layouts by the keys of forms."""
@@ -94,51 +101,6 @@ HELD = Int, Fp8, BlockFp8, Nvfp4, Mxfp4, Mxfp8
 ALL_SUFFIXES = tuple(dict.fromkeys(suffix for form in HELD for suffix in form.suffixes))
 WRITER_VERSION = "0.17.0"
 """Layout generation named in the config: since then every width is packed as one dense bit stream."""
-
-
-def suffixes(scheme: Scheme | None = None) -> tuple[str, ...]:
-    """Suffixes of a module's stored tensors."""
-    return scheme.suffixes if scheme else ALL_SUFFIXES
-
-
-def check(scheme: Scheme, shape: tuple[int, int]) -> None:
-    """Raises SchemeError when this format cannot hold a weight `[O, I]` of this scheme."""
-    scheme.check_plain(NAME, *(form.numbers for form in HELD))
-    scheme.check(shape)
-
-
-def modules(names: Iterable[str]) -> list[str]:
-    """Quantized modules among tensor names."""
-    return sorted(Int.modules(names))
-
-
-def quantization_config(schemes: Mapping[str, Scheme], ignored: Iterable[str]) -> dict[str, Any]:
-    """`quantization_config` of config.json, with the keys that every reader accepts and no others.
-
-    Args:
-        schemes: scheme of every quantized module. One scheme targets the class `Linear`; several name their modules.
-        ignored: every linear module that stays dense, by full name.
-    """
-    grouped: dict[Scheme, list[str]] = {}
-    for module in sorted(schemes):
-        grouped.setdefault(schemes[module], []).append(module)
-    groups = {
-        f"group_{number}": _config_group(scheme, ["Linear"] if len(grouped) == 1 else members)
-        for number, (scheme, members) in enumerate(grouped.items())
-    }
-    formats = {group["format"] for group in groups.values()}
-    return {
-        "quant_method": NAME,
-        "version": WRITER_VERSION,
-        "format": formats.pop() if len(formats) == 1 else "mixed-precision",
-        "quantization_status": "compressed",
-        "global_compression_ratio": None,
-        "ignore": sorted(ignored),
-        "kv_cache_scheme": None,
-        "sparsity_config": {},
-        "transform_config": {},
-        "config_groups": groups,
-    }
 
 
 def _config_group(scheme: Scheme, targets: list[str]) -> dict[str, Any]:
@@ -169,26 +131,9 @@ def _config_group(scheme: Scheme, targets: list[str]) -> dict[str, Any]:
     }
 
 
-def schemes(config: Mapping[str, Any], modules: Iterable[str]) -> dict[str, Scheme]:
-    """Scheme of every module, from a `quantization_config` that any tool wrote.
-
-    Raises:
-        CheckpointError: a module that no group targets, or a form that is not read.
-    """
-    groups = list((config.get("config_groups") or {}).values())
-    return {module: _parse_group(module, _find_group(module, groups)) for module in modules}
-
-
-def inputs(config: Mapping[str, Any], names: Iterable[str]) -> dict[str, Activations]:
-    """Rounding of the inputs of modules among tensor names that their schemes do not include."""
-    groups = list((config.get("config_groups") or {}).values())
-    found = {module: _parse_inputs(_find_group(module, groups)) for module in modules(names)}
-    return {module: kind for module, kind in found.items() if kind is not None}
-
-
 def _find_group(module: str, groups: list[Mapping[str, Any]]) -> Mapping[str, Any]:
     """The group of a module: its own name wins over a pattern, a pattern over the class."""
-    matches = (
+    matches: tuple[Callable[[str], bool], ...] = (
         lambda target: target == module,
         lambda target: target.startswith("re:") and re.match(target[3:], module) is not None,
         lambda target: target in ("Linear", "Embedding"),
@@ -250,3 +195,65 @@ def _parse_activations(given: Mapping[str, Any] | None) -> Activations | None:
         return Activations(numbers, bits, size, "other", symmetric)
     scales = "e8m0" if given.get("scale_dtype") == "torch.uint8" and size == 32 else "float"
     return Activations(numbers, bits, size if strategy == "group" else None, scales, symmetric)
+
+
+class CompressedTensors(Container):
+    """compressed-tensors."""
+
+    name = "compressed-tensors"
+    engines = RUNTIME, TRANSFORMERS, VLLM, SGLANG
+    keys = "config_groups format global_compression_ratio kv_cache_scheme quantization_status transform_config"
+
+    def suffixes(self, scheme: Scheme | None = None) -> tuple[str, ...]:
+        return scheme.suffixes if scheme else ALL_SUFFIXES
+
+    def check(self, scheme: Scheme, shape: tuple[int, int]) -> None:
+        scheme.check_plain(self.name)
+        scheme.check(shape)
+
+    def modules(self, names: Iterable[str]) -> list[str]:
+        return sorted(Int.modules(names))
+
+    def quantization_config(self, schemes: Mapping[str, Scheme], ignored: Iterable[str]) -> dict[str, Any]:
+        """`quantization_config` of config.json, with the keys that every reader accepts and no others.
+
+        Args:
+            schemes: by module. One scheme targets the class `Linear`; several name their modules.
+            ignored: every linear module that stays dense, by full name.
+        """
+        grouped = modules_by_scheme(schemes)
+        groups = {
+            f"group_{number}": _config_group(scheme, ["Linear"] if len(grouped) == 1 else members)
+            for number, (scheme, members) in enumerate(grouped.items())
+        }
+        formats = {group["format"] for group in groups.values()}
+        return {
+            "quant_method": self.name,
+            "version": WRITER_VERSION,
+            "format": formats.pop() if len(formats) == 1 else "mixed-precision",
+            "quantization_status": "compressed",
+            "global_compression_ratio": None,
+            "ignore": sorted(ignored),
+            "kv_cache_scheme": None,
+            "sparsity_config": {},
+            "transform_config": {},
+            "config_groups": groups,
+        }
+
+    def schemes(self, config: Mapping[str, Any], modules: Iterable[str]) -> dict[str, Scheme]:
+        """Scheme of every module, from a `quantization_config` that any tool wrote.
+
+        Raises:
+            CheckpointError: a module that no group targets, or a form that is not read.
+        """
+        groups = list((config.get("config_groups") or {}).values())
+        return {module: _parse_group(module, _find_group(module, groups)) for module in modules}
+
+    def inputs(self, config: Mapping[str, Any], names: Iterable[str]) -> dict[str, Activations]:
+        """Rounding of the inputs of modules among tensor names that their schemes do not include."""
+        groups = list((config.get("config_groups") or {}).values())
+        found = {module: _parse_inputs(_find_group(module, groups)) for module in self.modules(names)}
+        return {module: kind for module, kind in found.items() if kind is not None}
+
+
+COMPRESSED_TENSORS = CONTAINERS.register(order=1)(CompressedTensors())

@@ -3,31 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
-from compress.checkpoint.formats.read_only import check as check
-from compress.checkpoint.formats.read_only import quantization_config as quantization_config
-from compress.checkpoint.safetensors import TensorFiles
+from compress.checkpoint.formats.base import CONTAINERS, EXLLAMA, RUNTIME, ReadOnly
+from compress.checkpoint.safetensors import LazyTensor, TensorFiles
 from compress.checkpoint.weights import Exl3, Scheme
 from compress.checkpoint.weights.exl3 import WORD_BITS, padded
 from compress.models.registry import find_family
-
-NAME = "exl3"
-
-
-def suffixes(scheme: Scheme | None = None) -> tuple[str, ...]:
-    """Suffixes of a module's stored tensors."""
-    return Exl3.suffixes
-
-
-def modules(names: Iterable[str]) -> list[str]:
-    """Quantized modules among tensor names."""
-    return sorted(Exl3.modules(names))
-
-
-def schemes(config: Mapping[str, Any], modules: Iterable[str]) -> dict[str, Scheme]:
-    """Scheme of every module, of which only its tensors tell the width and the codebook."""
-    return dict[str, Scheme].fromkeys(modules, Exl3())
 
 
 def without_padding(files: TensorFiles, config: Mapping[str, Any]) -> TensorFiles:
@@ -39,7 +22,15 @@ def without_padding(files: TensorFiles, config: Mapping[str, Any]) -> TensorFile
     implied = describe(config).parameters() if describe else {}
     sides = ((name.removesuffix(".weight"), shape) for name, shape in implied.items())
     cuts = (cut for module, shape in sides if f"{module}.trellis" in files for cut in _cuts(module, *shape))
-    return files.cut({name: size for name, stored, size in cuts if name in files and files.shape(name) == (stored,)})
+    shorter = {
+        name: _cut(files[name], size) for name, stored, size in cuts if name in files and files.shape(name) == (stored,)
+    }
+    return replace(files, tensors={**files.tensors, **shorter})
+
+
+def _cut(vector: LazyTensor, size: int) -> LazyTensor:
+    """Returns the first elements of a vector."""
+    return replace(vector, shape=(size,), nbytes=size * vector.dtype.itemsize, read=lambda: vector.read()[:size])
 
 
 def _cuts(module: str, rows: int, columns: int) -> Iterator[tuple[str, int, int]]:
@@ -48,3 +39,22 @@ def _cuts(module: str, rows: int, columns: int) -> Iterator[tuple[str, int, int]
         yield module + suffix, padded(side), side
     for suffix, side in ((".su", columns), (".sv", rows)):
         yield module + suffix, padded(side) // WORD_BITS, -(-side // WORD_BITS)
+
+
+class Exl3Container(ReadOnly):
+    """EXL3."""
+
+    name = "exl3"
+    engines = RUNTIME, EXLLAMA
+    keys = "bits codebook head_bits out_scales tensor_storage"
+    stored = Exl3.suffixes
+
+    def modules(self, names: Iterable[str]) -> list[str]:
+        return sorted(Exl3.modules(names))
+
+    def schemes(self, config: Mapping[str, Any], modules: Iterable[str]) -> dict[str, Scheme]:
+        """Scheme of every module, of which only its tensors tell the width and the codebook."""
+        return dict[str, Scheme].fromkeys(modules, Exl3())
+
+
+EXL3 = CONTAINERS.register(order=10)(Exl3Container())

@@ -8,17 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from compress.checkpoint.formats.read_only import check as check
-from compress.checkpoint.formats.read_only import encode as encode
-from compress.checkpoint.formats.read_only import quantization_config as quantization_config
+from compress.checkpoint.formats.base import CONTAINERS, RUNTIME, SGLANG, VLLM, ReadOnly
 from compress.checkpoint.weights import Activations, Fp8, Mxfp8, Nvfp4, Scheme
-from compress.checkpoint.weights.base import Get, StoredTensors, Weight, owners, row_scales
-from compress.checkpoint.weights.fp8 import Fp8Weight, check_codes
-from compress.checkpoint.weights.mxfp4 import unpack_pairs
-from compress.checkpoint.weights.nvfp4 import Nvfp4Weight
+from compress.checkpoint.weights.base import Get, StoredTensors, Weight, row_scales
+from compress.checkpoint.weights.coded import CodedWeight
+from compress.checkpoint.weights.layouts import check_float_codes
+from compress.checkpoint.weights.packing import unpack_bytes
 from compress.common.errors import CheckpointError
 
-NAME = "modelopt"
 SCALE, FACTOR, INPUT_SCALE = ".weight_scale", ".weight_scale_2", ".input_scale"
 MIXED = "MIXED_PRECISION"
 ALGORITHMS: Mapping[str, tuple[Scheme, Activations | None]] = {
@@ -29,30 +26,6 @@ ALGORITHMS: Mapping[str, tuple[Scheme, Activations | None]] = {
     "MXFP8": (Mxfp8(), Activations("float", 8, 32, "e8m0 ceil")),
 }
 """Forms of weights, and rounding of inputs that they do not have, by `quant_algo`."""
-
-
-def suffixes(scheme: Scheme | None = None) -> tuple[str, ...]:
-    """Suffixes of a module's stored tensors."""
-    return ".weight", SCALE, FACTOR
-
-
-def modules(names: Iterable[str]) -> list[str]:
-    """Quantized modules among tensor names."""
-    return owners(names, SCALE)
-
-
-def schemes(config: Mapping[str, Any], modules: Iterable[str]) -> dict[str, Scheme]:
-    """Scheme of every module. Raises CheckpointError for an algorithm that is not read."""
-    return {module: _algorithm(config, module)[0] for module in modules}
-
-
-def inputs(config: Mapping[str, Any], names: Iterable[str]) -> dict[str, Activations]:
-    """Rounding of the inputs of every module among tensor names that has what it needs."""
-    listed = frozenset(names)
-    found = {module: _algorithm(config, module)[1] for module in modules(listed)}
-    return {
-        module: kind for module, kind in found.items() if kind and (not kind.stored or module + kind.stored in listed)
-    }
 
 
 def _algorithm(config: Mapping[str, Any], module: str) -> tuple[Scheme, Activations | None]:
@@ -68,20 +41,40 @@ def _algorithm(config: Mapping[str, Any], module: str) -> tuple[Scheme, Activati
     return ALGORITHMS[name]
 
 
-def decode(module: str, get: Get, scheme: Scheme, config: Mapping[str, Any] | None = None) -> Weight:
-    """The weight of one stored layer. Raises CheckpointError or SchemeError for tensors of another form."""
-    stored = StoredTensors(module, get)
-    codes = stored[".weight"]
-    if isinstance(scheme, Nvfp4):
-        divisor = stored[FACTOR].float().reciprocal().reshape(1, 1)
-        return Nvfp4Weight(unpack_pairs(codes), stored[SCALE], divisor.repeat(len(codes), 1), scheme)
-    if isinstance(scheme, Fp8):
-        check_codes(module, codes)
-        return Fp8Weight(codes, row_scales(stored[SCALE].float(), len(codes), 1), scheme)
-    return scheme.read(stored)
+class ModelOpt(ReadOnly):
+    """ModelOpt."""
+
+    name = "modelopt"
+    engines = RUNTIME, VLLM, SGLANG
+    keys = "config_groups kv_cache_scheme producer quant_algo quantization quantized_layers"
+    stored = ".weight", SCALE, FACTOR
+    mark = SCALE
+
+    def schemes(self, config: Mapping[str, Any], modules: Iterable[str]) -> dict[str, Scheme]:
+        """Scheme of every module. Raises CheckpointError for an algorithm that is not read."""
+        return {module: _algorithm(config, module)[0] for module in modules}
+
+    def inputs(self, config: Mapping[str, Any], names: Iterable[str]) -> dict[str, Activations]:
+        """Rounding of the inputs of every module among tensor names that has what it needs."""
+        listed = frozenset(names)
+        found = {module: _algorithm(config, module)[1] for module in self.modules(listed)}
+        return {
+            module: kind
+            for module, kind in found.items()
+            if kind and (not kind.stored or module + kind.stored in listed)
+        }
+
+    def decode(self, module: str, get: Get, scheme: Scheme, config: Mapping[str, Any] | None = None) -> Weight:
+        stored = StoredTensors(module, get)
+        codes = stored[".weight"]
+        if isinstance(scheme, Nvfp4):
+            divisor = stored[FACTOR].float().reciprocal().reshape(1, 1)
+            divisors = divisor.repeat(len(codes), 1)
+            return CodedWeight(unpack_bytes(codes, scheme.bits), stored[SCALE], scheme, divisors=divisors)
+        if isinstance(scheme, Fp8):
+            check_float_codes(module, codes)
+            return CodedWeight(codes, row_scales(stored[SCALE].float(), len(codes), 1), scheme)
+        return scheme.read(stored)
 
 
-def shape(module: str, get: Get, scheme: Scheme) -> tuple[int, int]:
-    """`(O, I)` of a stored layer, without decoding it."""
-    rows, columns = get(f"{module}.weight").shape
-    return rows, columns * (2 if isinstance(scheme, Nvfp4) else 1)
+MODELOPT = CONTAINERS.register(order=10)(ModelOpt())

@@ -13,36 +13,16 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from compress.checkpoint.formats import compress_runtime, dense, gguf
+from compress.checkpoint.formats.base import CONTAINERS, RUNTIME, VLLM
+from compress.checkpoint.formats.compress_runtime import COMPRESS_RUNTIME
+from compress.checkpoint.formats.dense import DENSE
+from compress.checkpoint.formats.gguf import GGUF
 from compress.checkpoint.scheme import Scheme
 from compress.models.wrappers import whole_config
 
-RUNTIME, TRANSFORMERS, VLLM, SGLANG, LLAMA_CPP = "this runtime", "transformers", "vLLM", "SGLang", "llama.cpp"
-EXLLAMA = "exllamav3"
 LOADED_BY, REFUSED_BY, UNKNOWN = "loaded by", "not loaded by", "not known of"
 """Labels of engines by what they do."""
 TABLE_FILE = Path(__file__).with_name("loaders.json")
-
-READERS: Mapping[str, tuple[str, ...]] = {
-    "compressed-tensors": (RUNTIME, TRANSFORMERS, VLLM, SGLANG),
-    "gptq": (RUNTIME, TRANSFORMERS, VLLM, SGLANG),
-    "awq": (RUNTIME, TRANSFORMERS, VLLM, SGLANG),
-    "fp8": (RUNTIME, TRANSFORMERS, VLLM, SGLANG),
-    "gguf": (RUNTIME, LLAMA_CPP),
-    "dense": (RUNTIME, TRANSFORMERS, VLLM, SGLANG),
-    "compress-runtime": (RUNTIME, VLLM),
-}
-"""Engines that read a container that is written here, or a plugin of theirs does; which models and forms of it, the
-table says."""
-FOREIGN_READERS: Mapping[str, tuple[str, ...]] = {
-    "mxfp4": (RUNTIME, TRANSFORMERS, VLLM, SGLANG),
-    "exl3": (RUNTIME, EXLLAMA),
-    "auto-round": (RUNTIME,),
-    "torchao": (RUNTIME,),
-    "modelopt": (RUNTIME, VLLM, SGLANG),
-    "bitsandbytes": (RUNTIME, TRANSFORMERS, VLLM),
-}
-"""The same of containers that are only read here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +90,7 @@ _table = cache(measured)
 WITH_EXPERTS = "+experts"
 MIXED = "mixed"
 """Name in the table of two forms in one checkpoint."""
-ANY_FORM = dense.NAME, gguf.NAME
+ANY_FORM = DENSE.name, GGUF.name
 """Containers in which the stored types, not the forms, decide what loads them."""
 SHOWS_ALL_FORMS = "llama"
 """Model type with which widths and sizes of groups were measured that others do not show: a refusal holds for all."""
@@ -120,7 +100,7 @@ def form_of(container: str, scheme: Scheme, with_groups: bool = False) -> str:
     """Names a form in the table: without ranks and numbers of columns, and without groups unless `with_groups`."""
     if container in ANY_FORM:
         return container
-    if container == compress_runtime.NAME:
+    if container == COMPRESS_RUNTIME.name:
         return scheme.key  # one plugin expands all
     dropped = r"\d+" if with_groups else r"g\d+|channel|\d+"
     return " ".join(word for word in str(scheme).split() if not re.fullmatch(dropped, word))
@@ -128,8 +108,8 @@ def form_of(container: str, scheme: Scheme, with_groups: bool = False) -> str:
 
 def readers(container: str, config: Mapping[str, Any], schemes: Iterable[Scheme]) -> list[Reader]:
     """Says what each engine does with a container of this name that holds the model of `config` in these forms."""
-    engines = {**READERS, **FOREIGN_READERS}.get(container, ())
-    return [_reader(engine, container, measured_type(config), set(schemes)) for engine in engines]
+    engines, model_type, forms = CONTAINERS.find(container).engines, measured_type(config), set(schemes)
+    return [_reader(engine, container, model_type, forms) for engine in engines]
 
 
 def measured_type(config: Mapping[str, Any]) -> str:

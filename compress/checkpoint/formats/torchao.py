@@ -6,20 +6,17 @@ Tensors of a weight are named `_weight_qdata`, `_weight_scale` and `_weight_zero
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 
-from compress.checkpoint.formats.read_only import check as check
-from compress.checkpoint.formats.read_only import encode as encode
-from compress.checkpoint.formats.read_only import quantization_config as quantization_config
+from compress.checkpoint.formats.base import CONTAINERS, ReadOnly
 from compress.checkpoint.weights import Activations, Fp8, Int, Scheme
-from compress.checkpoint.weights.base import Get, StoredTensors, owners, row_scales
-from compress.checkpoint.weights.fp8 import Fp8Weight, check_codes
-from compress.checkpoint.weights.integer import IntegerWeight
-from compress.common.errors import CheckpointError, SchemeError
+from compress.checkpoint.weights.base import Get, StoredTensors, row_scales
+from compress.checkpoint.weights.coded import CodedWeight
+from compress.checkpoint.weights.layouts import check_float_codes
+from compress.common.errors import CheckpointError
 
-NAME = "torchao"
 CODES, SCALES, ZERO_POINTS = "._weight_qdata", "._weight_scale", "._weight_zero_point"
 FORMS: Mapping[str, tuple[Scheme, Activations | None]] = {
     "Int8WeightOnlyConfig": (Int(8, None, symmetric=False), None),
@@ -27,27 +24,6 @@ FORMS: Mapping[str, tuple[Scheme, Activations | None]] = {
     "Float8WeightOnlyConfig": (Fp8(), None),
 }
 """Forms of weights and rounding of their inputs by configurations of torchao."""
-
-
-def suffixes(scheme: Scheme | None = None) -> tuple[str, ...]:
-    """Suffixes of a module's stored tensors."""
-    return CODES, SCALES, ZERO_POINTS
-
-
-def modules(names: Iterable[str]) -> list[str]:
-    """Quantized modules among tensor names."""
-    return owners(names, CODES)
-
-
-def schemes(config: Mapping[str, Any], modules: Iterable[str]) -> dict[str, Scheme]:
-    """Scheme of every module: the same for all. Raises CheckpointError for a configuration that is not read."""
-    return dict.fromkeys(modules, _form(config)[0])
-
-
-def inputs(config: Mapping[str, Any], names: Iterable[str]) -> dict[str, Activations]:
-    """Rounding of the inputs of every module among tensor names."""
-    kind = _form(config)[1]
-    return {} if kind is None else dict.fromkeys(modules(names), kind)
 
 
 def _form(config: Mapping[str, Any]) -> tuple[Scheme, Activations | None]:
@@ -63,23 +39,38 @@ def _form(config: Mapping[str, Any]) -> tuple[Scheme, Activations | None]:
     return FORMS[name]
 
 
-def decode(module: str, get: Get, scheme: Scheme, config: Mapping[str, Any] | None = None) -> IntegerWeight | Fp8Weight:
-    """The weight of one stored layer. Raises CheckpointError or SchemeError for tensors of another form."""
-    stored = StoredTensors(module, get)
-    codes, scales = stored[CODES], stored[SCALES].float()
-    scales = row_scales(scales, len(codes), 1)
-    if isinstance(scheme, Fp8):
-        check_codes(module, codes)
-        return Fp8Weight(codes, scales, scheme)
-    if not isinstance(scheme, Int) or codes.dtype != torch.int8:
-        raise SchemeError(f"{module} should hold int8 codes, not {codes.dtype}")
-    zero = stored.optional(ZERO_POINTS)
-    zero = torch.zeros(scales.shape, dtype=torch.int8) if zero is None else zero.reshape(scales.shape)
-    codes, zero = ((part.to(torch.int16) + scheme.midpoint).to(torch.uint8) for part in (codes, zero))
-    return IntegerWeight(codes, scales, zero, scheme)
+class Torchao(ReadOnly):
+    """torchao."""
+
+    name = "torchao"
+    keys = "include_input_output_embeddings quant_type untie_embedding_weights"
+    stored = CODES, SCALES, ZERO_POINTS
+    mark = CODES
+
+    def schemes(self, config: Mapping[str, Any], modules: Iterable[str]) -> dict[str, Scheme]:
+        """Scheme of every module: the same for all. Raises CheckpointError for a configuration that is not read."""
+        return dict.fromkeys(modules, _form(config)[0])
+
+    def inputs(self, config: Mapping[str, Any], names: Iterable[str]) -> dict[str, Activations]:
+        kind = _form(config)[1]
+        return {} if kind is None else dict.fromkeys(self.modules(names), kind)
+
+    def decode(self, module: str, get: Get, scheme: Scheme, config: Mapping[str, Any] | None = None) -> CodedWeight:
+        stored = StoredTensors(module, get)
+        codes, scales = stored[CODES], stored[SCALES].float()
+        scales = row_scales(scales, len(codes), 1)
+        if isinstance(scheme, Fp8):
+            check_float_codes(module, codes)
+            return CodedWeight(codes, scales, scheme)
+        integers = cast(Int, scheme)
+        zeros = torch.full(scales.shape, integers.zero, dtype=torch.uint8)
+        if stored.optional(ZERO_POINTS) is not None:
+            zeros = integers.unsigned(stored, ZERO_POINTS).reshape(scales.shape)
+        return integers.weight(integers.unsigned(stored, CODES), scales, zeros)
+
+    def shape(self, module: str, get: Get, scheme: Scheme) -> tuple[int, int]:
+        rows, columns = get(module + CODES).shape
+        return rows, columns
 
 
-def shape(module: str, get: Get, scheme: Scheme) -> tuple[int, int]:
-    """`(O, I)` of a stored layer, without decoding it."""
-    rows, columns = get(module + CODES).shape
-    return rows, columns
+TORCHAO = CONTAINERS.register(order=10)(Torchao())

@@ -14,15 +14,16 @@ from torch import Tensor
 from compress.checkpoint.config import HEAD
 from compress.checkpoint.dequantized import UNUSED_SCALES
 from compress.checkpoint.gguf.architectures.base import Architecture, expert_of, interleaved, is_end, is_router
-from compress.checkpoint.gguf.exact import Exact, exact_blocks, exact_type
+from compress.checkpoint.gguf.exact import exact_blocks, exact_type
 from compress.checkpoint.gguf.mixes import TYPES, Mix, Place, find_mix, fitting, number_of
 from compress.checkpoint.gguf.model_metadata import architecture_of, model_metadata
 from compress.checkpoint.gguf.rounding import round_to
 from compress.checkpoint.gguf.tokenizer_metadata import tokenizer_metadata
-from compress.checkpoint.gguf.types import BY_NAME
+from compress.checkpoint.gguf.types.base import BLOCK_TYPES
 from compress.checkpoint.gguf.types.plain import DTYPES
 from compress.checkpoint.gguf.writer import NewTensor, write_gguf
 from compress.checkpoint.reader import PackedCheckpoint
+from compress.checkpoint.weights.coded import CodedWeight
 from compress.common.errors import CheckpointError, SchemeError
 from compress.common.files import check_out_folder
 
@@ -93,7 +94,7 @@ def _file_type(types: Counter[tuple[str, str]], mix: Mix | None) -> int:
 
 
 def _vector(name: str, values: list[float]) -> NewTensor:
-    return NewTensor(name, BY_NAME["f32"], (len(values),), lambda: torch.tensor(values, dtype=torch.float32))
+    return NewTensor(name, BLOCK_TYPES["f32"], (len(values),), lambda: torch.tensor(values, dtype=torch.float32))
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,7 @@ class Planner:
     def open(cls, path: str | Path, mix: str | None = None, embedding: str | None = None) -> Planner:
         """Opens a checkpoint. Raises the errors of `export_gguf`."""
         if embedding is not None and embedding not in TYPES:
-            raise SchemeError(f"type {embedding!r} is not supported", f"Choose one of {', '.join(TYPES)}")
+            raise SchemeError.unknown("GGUF type", embedding, TYPES, "Use --embedding-type")
         chosen, packed = None if mix is None else find_mix(mix), PackedCheckpoint.open(path)
         if packed.files.text_names is not None:
             problem = f"{packed.path} is a multimodal model, which GGUF splits into two files"
@@ -181,11 +182,11 @@ class Planner:
             raise SchemeError(problem, f"Round its values again: --gguf-type {nearest}")
         return self._rounded(own, kind, shape, lambda: self.packed.values(module, torch.float32))
 
-    def _codes(self, module: str) -> Exact | None:
+    def _codes(self, module: str) -> CodedWeight | None:
         if self.packed.column_order(module) is not None:
             return None
         weight = self.packed.weight(module)
-        return weight if isinstance(weight, Exact) else None
+        return weight if isinstance(weight, CodedWeight) else None
 
     def _exact_blocks(self, module: str, exact: str) -> Tensor:
         codes = self._codes(module)
@@ -234,8 +235,8 @@ class Planner:
     def _new(self, own: str, kind: str, shape: tuple[int, ...], blocks: Callable[[], Tensor]) -> NewTensor:
         heads = self.architecture.heads_of(own, self._heads())
         if heads is None:
-            return NewTensor(own, BY_NAME[kind], tuple(shape), blocks)
-        return NewTensor(own, BY_NAME[kind], tuple(shape), lambda: interleaved(blocks(), heads))
+            return NewTensor(own, BLOCK_TYPES[kind], tuple(shape), blocks)
+        return NewTensor(own, BLOCK_TYPES[kind], tuple(shape), lambda: interleaved(blocks(), heads))
 
     def _heads(self) -> dict[str, int]:
         heads = self.packed.config["num_attention_heads"]

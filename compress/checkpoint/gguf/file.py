@@ -6,7 +6,6 @@ import math
 import mmap
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch import Tensor
 from compress.checkpoint.gguf.metadata import Cursor, DamagedError, read_metadata
 from compress.checkpoint.gguf.types import dequantize, find_type
 from compress.checkpoint.gguf.types.base import BlockType
+from compress.checkpoint.safetensors import FileMap
 from compress.common.errors import CheckpointError
 from compress.common.files import check_content, in_home
 
@@ -52,7 +52,7 @@ class StoredTensor:
 
 
 @dataclass
-class GGUFFile:
+class GGUFFile(FileMap):
     """A checked file.
 
     Attributes:
@@ -60,7 +60,6 @@ class GGUFFile:
         tensors: by the names in the file, in its order.
     """
 
-    path: Path
     metadata: Mapping[str, Any]
     tensors: dict[str, StoredTensor]
 
@@ -89,32 +88,15 @@ class GGUFFile:
             raise CheckpointError(f"{file}: {error.problem}", error.remedy) from error
         return cls(file, metadata, tensors)
 
-    @cached_property
-    def _map(self) -> mmap.mmap:
-        with self.path.open("rb") as stream:
-            return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
-
     def blocks(self, name: str) -> Tensor:
         """Returns the stored bytes of a tensor, uint8 `[..., bytes of a row]`, a view of the map."""
         stored = self.tensors[name]
-        data = torch.frombuffer(self._map, dtype=torch.uint8, count=stored.nbytes, offset=stored.begin)
-        return data.view(*stored.shape[:-1], stored.row_bytes)
+        return self.tensor(stored.begin, torch.uint8, (*stored.shape[:-1], stored.row_bytes))
 
     def values(self, name: str) -> Tensor:
         """Returns the dequantized values of a tensor, float32."""
         stored = self.tensors[name]
         return dequantize(self.blocks(name).view(-1, stored.row_bytes), stored.type).view(stored.shape)
-
-    @property
-    def file_bytes(self) -> int:
-        """Bytes on disk."""
-        return self.path.stat().st_size
-
-    def release(self) -> None:
-        """Gives resident pages back to the system; tensors stay valid."""
-        mapped = self.__dict__.get("_map")
-        if mapped is not None and hasattr(mmap, "MADV_DONTNEED"):
-            mapped.madvise(mmap.MADV_DONTNEED)
 
 
 def _read_header(cursor: Cursor) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
@@ -145,7 +127,7 @@ def _read_header(cursor: Cursor) -> tuple[dict[str, Any], dict[str, StoredTensor
 def _read_entry(cursor: Cursor) -> tuple[str, BlockType, tuple[int, ...], int]:
     name = cursor.text()
     if not name.isprintable() or not name:
-        raise DamagedError(f"{name!r} is no name that can be printed")
+        raise DamagedError(f"{name!r} is not a name that can be printed")
     count = cursor.number("I")
     if not 1 <= count <= MAX_DIMENSIONS:
         raise DamagedError(f"{name!r} has {count} dimensions, not 1 to {MAX_DIMENSIONS}")

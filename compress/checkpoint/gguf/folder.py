@@ -11,6 +11,7 @@ from pathlib import Path
 
 from compress.checkpoint.config import CONFIG_FILE
 from compress.checkpoint.locate import find_model
+from compress.checkpoint.locate.file_names import part_paths
 from compress.common.errors import CheckpointError
 from compress.common.files import cache_folder, in_home, refuse_when_full
 from compress.common.model_folder import GGUF_SUFFIX
@@ -46,8 +47,6 @@ def folder_of(model: str | Path, *, weights: bool = True, values: bool = True, c
 
 
 def _key(file: Path) -> str:
-    from compress.checkpoint.gguf.parts import part_paths  # imports torch
-
     states = [part.stat() for part in part_paths(file)]
     parts = " ".join(f"{state.st_size} {state.st_mtime_ns}" for state in states)
     return hashlib.sha256(f"{VERSION} {file} {parts}".encode()).hexdigest()[:16]
@@ -55,12 +54,12 @@ def _key(file: Path) -> str:
 
 def _make(file: Path, folder: Path) -> None:
     from compress.checkpoint.gguf.parts import open_parts
-    from compress.checkpoint.gguf.tensors import GGUFTensors, model_config
+    from compress.checkpoint.gguf.tensors import model_config, open_gguf
     from compress.checkpoint.gguf.tokenizer import tokenizer_files
 
     opened = open_parts(file)
     config = model_config(opened)
-    GGUFTensors.open(file)
+    open_gguf(file)
     try:
         files = tokenizer_files(opened.metadata, config["vocab_size"])
     except CheckpointError as error:

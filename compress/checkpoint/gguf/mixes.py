@@ -159,8 +159,7 @@ def find_mix(name: str) -> Mix:
     """Returns a mix by its name, `q4_k` for `q4_k_m`. Raises SchemeError for one that does not exist."""
     found = MIXES.get(ALIASES.get(name, name))
     if found is None:
-        known = ", ".join((*MIXES, *ALIASES))
-        raise SchemeError(f"type {name!r} is not supported", f"Choose one of {known}")
+        raise SchemeError.unknown("GGUF type", name, (*MIXES, *ALIASES), "Use --gguf-type")
     return found
 
 

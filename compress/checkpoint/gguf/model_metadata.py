@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Mapping
 from typing import Any
 
-from compress.checkpoint.gguf.architectures import BY_MODEL_TYPE
-from compress.checkpoint.gguf.architectures.base import KEYS, Architecture, Source
+from compress.checkpoint.gguf.architectures.base import ARCHITECTURES, KEYS, Architecture, Source
 from compress.checkpoint.gguf.architectures.llama3_rope import frequency_factors
 from compress.common.errors import CheckpointError, ToolkitError
 from compress.models.registry import find_family
@@ -29,11 +28,10 @@ OPTIONAL = {
 
 def architecture_of(config: Config) -> Architecture:
     """Returns the architecture of a model. Raises CheckpointError for a model type that has none here."""
-    model_type = config.get("model_type")
-    if model_type not in BY_MODEL_TYPE:
-        known = ", ".join(BY_MODEL_TYPE)
-        raise CheckpointError(f"models of type {model_type!r} are not written as GGUF, only {known}", REMEDY)
-    return BY_MODEL_TYPE[str(model_type)]
+    known = {model_type: each for each in ARCHITECTURES.values() for model_type in each.model_types}
+    if (model_type := str(config.get("model_type"))) not in known:
+        raise CheckpointError(f"models of type {model_type!r} are not written as GGUF, only {', '.join(known)}", REMEDY)
+    return known[model_type]
 
 
 def model_metadata(config: Config, names: Container[str]) -> tuple[dict[str, Any], dict[str, list[float]]]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from torch import Tensor
 
 from compress.checkpoint.gguf.file import AGAIN, GGUFFile
-from compress.checkpoint.locate.file_names import part_names
+from compress.checkpoint.locate.file_names import part_names, part_paths
 from compress.common.errors import CheckpointError
 from compress.common.files import in_home
 
@@ -39,24 +39,6 @@ class SplitFile(GGUFFile):
     def release(self) -> None:
         for part in self.parts:
             part.release()
-
-
-def part_paths(path: Path) -> list[Path]:
-    """Returns the parts of a model, by the names that the first one implies; the file alone where it is no part.
-
-    Raises:
-        CheckpointError: another part than the first, or parts that are missing.
-    """
-    names = part_names(path.name)
-    if names is None:
-        return [path]
-    paths = [path.with_name(name) for name in names]
-    if path != paths[0]:
-        raise CheckpointError(f"{path} is not the first of {len(paths)} parts", f"Name the first one, {paths[0]}")
-    if missing := [part.name for part in paths if not part.is_file()]:
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise CheckpointError(f"{path.parent} has no {missing[0]}{more}", "Download all parts into one folder")
-    return paths
 
 
 def _followed(path: Path) -> Path:

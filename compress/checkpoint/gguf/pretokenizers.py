@@ -1,10 +1,11 @@
-"""Rules by which byte-level BPE cuts text into words: the names in GGUF files beside the entries of tokenizer.json."""
+"""Rules by which byte-level BPE cuts text into words: names in GGUF files, and their entries of tokenizer.json."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from compress.common.errors import CheckpointError
+from compress.common.registry import Registry
 
 _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _LINES_AND_SPACES = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -24,48 +25,25 @@ def _cased_words(digits: str, contractions: str) -> str:
     return rf"{words}|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*{_LINES_AND_SPACES}"
 
 
-PATTERNS = {
-    "llama-bpe": _words(r"\p{N}{1,3}"),
-    "qwen2": _words(r"\p{N}"),
-    "tekken": _cased_words(r"\p{N}", ""),
-    "gpt-4o": _cased_words(r"\p{N}{1,3}", f"{_CONTRACTIONS}?"),
-}
-"""Regular expressions by name."""
-SAME = {"llama3": "llama-bpe", "llama-v3": "llama-bpe", "starcoder": "smollm", "refact": "smollm", "gpt2": "gpt-2"}
-"""Names of the same rules."""
-
-
 def byte_level(use_regex: bool) -> dict[str, Any]:
     """Returns the step that spells bytes as characters, and cuts as GPT-2 does where asked to."""
     return {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": use_regex}
 
 
-def _sequence(*steps: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "Sequence", "pretokenizers": list(steps)}
+def _cut(pattern: str) -> dict[str, Any]:
+    """Returns the steps that cut text by a regular expression and spell its bytes."""
+    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    return {"type": "Sequence", "pretokenizers": [split, byte_level(False)]}
 
 
-def _split(pattern: str) -> dict[str, Any]:
-    return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
-
-
-PRE_TOKENIZERS = {
-    "gpt-2": byte_level(True),
-    "smollm": _sequence({"type": "Digits", "individual_digits": True}, byte_level(True)),
-    **{name: _sequence(_split(pattern), byte_level(False)) for name, pattern in PATTERNS.items()},
-}
-"""Entries of tokenizer.json by name."""
-
-
-def find_pre_tokenizer(name: Any) -> tuple[str, dict[str, Any]]:
-    """Returns the name of the rules, of several the first, and their entry.
-
-    Raises:
-        CheckpointError: rules that are not known.
-    """
-    known = SAME.get(name, name) if isinstance(name, str) else None
-    if known not in PRE_TOKENIZERS:
-        raise CheckpointError(
-            f"tokenizer.ggml.pre is {name!r}; known are {', '.join(PRE_TOKENIZERS)}",
-            "Name the model's safetensors folder",
-        )
-    return known, PRE_TOKENIZERS[known]
+DIGITS = {"type": "Digits", "individual_digits": True}
+PRE_TOKENIZERS: Registry[dict[str, Any]] = Registry("tokenizer.ggml.pre", error=CheckpointError)
+"""Entries of tokenizer.json; names of the same rules are aliases."""
+PRE_TOKENIZERS.register("gpt-2", aliases=["gpt2"])(byte_level(True))
+PRE_TOKENIZERS.register("smollm", aliases=["starcoder", "refact"])(
+    {"type": "Sequence", "pretokenizers": [DIGITS, byte_level(True)]}
+)
+PRE_TOKENIZERS.register("llama-bpe", aliases=["llama3", "llama-v3"])(_cut(_words(r"\p{N}{1,3}")))
+PRE_TOKENIZERS.register("qwen2")(_cut(_words(r"\p{N}")))
+PRE_TOKENIZERS.register("tekken")(_cut(_cased_words(r"\p{N}", "")))
+PRE_TOKENIZERS.register("gpt-4o")(_cut(_cased_words(r"\p{N}{1,3}", f"{_CONTRACTIONS}?")))

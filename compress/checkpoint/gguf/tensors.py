@@ -5,127 +5,82 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from compress.checkpoint.formats import gguf
-from compress.checkpoint.gguf.architectures import find_architecture
-from compress.checkpoint.gguf.architectures.base import Architecture, Config, Source, is_router, separated
+from compress.checkpoint.formats.gguf import GGUF, SUFFIX
+from compress.checkpoint.gguf.architectures.base import (
+    ARCHITECTURES,
+    FOLDER,
+    Architecture,
+    Config,
+    Source,
+    is_router,
+    separated,
+)
 from compress.checkpoint.gguf.file import GGUFFile, StoredTensor
 from compress.checkpoint.gguf.parts import open_parts
 from compress.checkpoint.gguf.types import dequantize, plain
 from compress.checkpoint.gguf.types.base import BlockType
-from compress.checkpoint.safetensors import MappedFile, TensorEntry
+from compress.checkpoint.safetensors import LazyTensor, MappedFile
+from compress.checkpoint.weights.layouts import Blocks
 from compress.common.errors import CheckpointError
 from compress.models.config import EXPERT_COUNTS
 
 READ_BY_CONFIG = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 """Tensors that become numbers of config.json."""
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
-FOLDER = "Name the model's safetensors folder"
 
 
-@dataclass(frozen=True, slots=True)
-class GGUFEntry(TensorEntry):
-    """One tensor as it is handed out.
-
-    Attributes:
-        stored: its name in the file.
-        heads: whose rows are to be separated into halves; None leaves the order.
-        offset: subtracted from the values.
-        part: index among the equal parts of the stored tensor.
-        parts: number of these: the matrices of a stack of experts, 1 for other tensors.
-    """
-
-    stored: str
-    heads: int | None
-    offset: float
-    part: int
-    parts: int
-
-
-@dataclass
-class GGUFTensors(MappedFile):
-    """A GGUF file in the place of a safetensors file.
+def open_gguf(path: Path) -> MappedFile:
+    """Reads and checks what is in front of the tensor data of a GGUF file.
 
     Types whose codes a weight form holds are handed out as blocks, uint8 `[O, bytes of a row]`, with rows in the order
     of Hugging Face; the format `gguf` reads them. All others have the values that the file says, 16 or 32 bits wide.
+
+    Raises:
+        CheckpointError: see `open_parts`; an architecture or a tensor that is not known.
     """
+    file = open_parts(path)
+    config, architecture = model_config(file), ARCHITECTURES.find(file.metadata.get("general.architecture"), FOLDER)
+    entries: dict[str, LazyTensor] = {}
+    owners: dict[str, str] = {}
+    for name, stored in file.tensors.items():
+        if name not in READ_BY_CONFIG:
+            _check_experts(file, name, config)
+            published = architecture.published_names(name, stored.shape[0])
+            if not published:
+                problem = f"{file.path}: tensor {name!r} has no place in the architecture {architecture.name!r}"
+                raise CheckpointError(problem, FOLDER)
+            for part, each in enumerate(published):
+                if (owner := owners.setdefault(each, name)) != name:
+                    raise CheckpointError(f"{file.path}: {owner!r} and {name!r} both hold {each!r}", FOLDER)
+                entry = _entry(file, name, architecture, config, part, len(published))
+                entries[_handed_out(each, entry)] = entry
+    return MappedFile(file.path, entries, file, notes=tuple(_notes(file)))
 
-    file: GGUFFile
 
-    @classmethod
-    def open(cls, path: Path) -> GGUFTensors:
-        """Reads and checks what is in front of the tensor data.
-
-        Raises:
-            CheckpointError: see `open_parts`; an architecture or a tensor that is not known.
-        """
-        file = open_parts(path)
-        config, architecture = model_config(file), find_architecture(file.metadata)
-        entries: dict[str, TensorEntry] = {}
-        owners: dict[str, str] = {}
-        for name, stored in file.tensors.items():
-            if name not in READ_BY_CONFIG:
-                _check_experts(file, name, config)
-                published = architecture.published_names(name, stored.shape[0])
-                if not published:
-                    problem = f"{file.path}: tensor {name!r} has no place in the architecture {architecture.name!r}"
-                    raise CheckpointError(problem, FOLDER)
-                for part, each in enumerate(published):
-                    if (owner := owners.setdefault(each, name)) != name:
-                        raise CheckpointError(f"{file.path}: {owner!r} and {name!r} both hold {each!r}", FOLDER)
-                    entry = _entry(file, name, architecture, config, part, len(published))
-                    entries[_handed_out(each, entry)] = entry
-        return cls(file.path, entries, {}, 0, file)
-
-    def place(self, name: str) -> None:
-        """Returns None: blocks are handed out in another order, or as other numbers."""
-
-    def tensor(self, name: str) -> Tensor:
-        entry = self.entries.get(name)
-        if not isinstance(entry, GGUFEntry):
-            raise CheckpointError(f"{self.path} has no tensor {name!r} among its {len(self.entries)} tensors")
-        values = self._values(entry)
-        values = values if entry.heads is None else separated(values, entry.heads)
-        return values - entry.offset if entry.offset else values
-
-    def _values(self, entry: GGUFEntry) -> Tensor:
-        stored = self.file.tensors[entry.stored]
-        blocks = self.file.blocks(entry.stored).view(entry.parts, -1, stored.row_bytes)[entry.part]
-        if stored.type.name not in plain.DTYPES and entry.dtype != torch.uint8:
-            return dequantize(blocks, stored.type).view(entry.shape)
-        return blocks.view(entry.dtype).view(entry.shape)
-
-    @property
-    def file_bytes(self) -> int:
-        return self.file.file_bytes
-
-    def release(self) -> None:
-        self.file.release()
-
-    def notes(self) -> Iterator[str]:
-        """Yields a line on what becomes of the types in the file."""
-        counts = Counter(stored.type for stored in self.file.tensors.values() if stored.type.size > 1)
-        for kind, count in sorted(counts.items(), key=lambda item: item[0].code):
-            yield f"gguf: {count} tensors of type {kind.name} {_fate(kind)}"
+def _notes(file: GGUFFile) -> Iterator[str]:
+    """Yields a line on what becomes of the types in the file."""
+    counts = Counter(stored.type for stored in file.tensors.values() if stored.type.size > 1)
+    for kind, count in sorted(counts.items(), key=lambda item: item[0].code):
+        yield f"gguf: {count} tensors of type {kind.name} {_fate(kind)}"
 
 
 def _fate(kind: BlockType) -> str:
-    if kind.form:
+    if isinstance(kind.scheme, Blocks):
         return "are read as they are"
-    return "are read as integer codes" if kind.integers else "are dequantized: their minima or levels fit no codes"
+    return "are read as integer codes" if kind.scheme else "are dequantized: their minima or levels fit no codes"
 
 
 def _check_whole(file: GGUFFile) -> Architecture:
     for name in (EMBEDDING, "output_norm.weight"):
         if name not in file.tensors:
             raise CheckpointError(f"{file.path} has no tensor {name!r}", FOLDER)
-    architecture = find_architecture(file.metadata)
+    architecture = ARCHITECTURES.find(file.metadata.get("general.architecture"), FOLDER)
     layers = {name.split(".")[1] for name in file.tensors if name.startswith("blk.")}
     if (count := file.metadata.get(f"{architecture.name}.block_count")) != len(layers):
         raise CheckpointError(f"{file.path} has tensors of {len(layers)} layers, and block_count is {count!r}", FOLDER)
@@ -139,7 +94,8 @@ def _check_experts(file: GGUFFile, name: str, config: Config) -> None:
         raise CheckpointError(f"{file.path}: {name!r} has the shape {list(shape)}, and metadata say {experts}", FOLDER)
 
 
-def _entry(file: GGUFFile, name: str, architecture: Architecture, config: Config, part: int, parts: int) -> GGUFEntry:
+def _entry(file: GGUFFile, name: str, architecture: Architecture, config: Config, part: int, parts: int) -> LazyTensor:
+    """Describes one of the equal parts of a stored tensor: the matrices of a stack of experts."""
     stored, heads = file.tensors[name], architecture.heads_of(name, config)
     if heads is not None and stored.shape[0] % (2 * heads):
         raise CheckpointError(f"{file.path}: {name!r} has {stored.shape[0]} rows for {heads} heads", FOLDER)
@@ -147,9 +103,15 @@ def _entry(file: GGUFFile, name: str, architecture: Architecture, config: Config
     is_packed, shape = _is_packed(name, stored), _part_shape(file, name, parts)
     dtype = torch.uint8 if is_packed else plain.DTYPES.get(stored.type.name, torch.float32)
     shape = (shape[0], stored.row_bytes) if is_packed else shape if shape[1:] or not is_router(name) else (1, *shape)
-    size = stored.nbytes // parts
-    begin = stored.begin + part * size
-    return GGUFEntry(dtype, shape, begin, begin + size, name, heads, offset, part, parts)
+
+    def read() -> Tensor:
+        blocks = file.blocks(name).view(parts, -1, stored.row_bytes)[part]
+        is_dequantized = stored.type.name not in plain.DTYPES and not is_packed
+        values = (dequantize(blocks, stored.type) if is_dequantized else blocks.view(dtype)).view(shape)
+        values = values if heads is None else separated(values, heads)
+        return values - offset if offset else values
+
+    return LazyTensor(dtype, shape, stored.nbytes // parts, read)
 
 
 def _part_shape(file: GGUFFile, name: str, parts: int) -> tuple[int, ...]:
@@ -162,11 +124,11 @@ def _part_shape(file: GGUFFile, name: str, parts: int) -> tuple[int, ...]:
 
 def _is_packed(name: str, stored: StoredTensor) -> bool:
     """Whether a tensor is handed out as blocks of codes; routers are not."""
-    return stored.type.is_packed and len(stored.shape) > 1 and not is_router(name)
+    return stored.type.scheme is not None and len(stored.shape) > 1 and not is_router(name)
 
 
-def _handed_out(published: str, entry: GGUFEntry) -> str:
-    return published.removesuffix(".weight") + gguf.SUFFIX if entry.dtype == torch.uint8 else published
+def _handed_out(published: str, entry: LazyTensor) -> str:
+    return published.removesuffix(".weight") + SUFFIX if entry.dtype == torch.uint8 else published
 
 
 def model_config(file: GGUFFile) -> dict[str, Any]:
@@ -190,7 +152,7 @@ def model_config(file: GGUFFile) -> dict[str, Any]:
         "dtype": _dtype(file),
     }
     types = _packed_types(file, architecture)
-    return config | ({"quantization_config": {"quant_method": gguf.NAME, "types": types}} if types else {})
+    return config | ({"quantization_config": {"quant_method": GGUF.name, "types": types}} if types else {})
 
 
 def _packed_types(file: GGUFFile, architecture: Architecture) -> dict[str, str]:

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from compress.checkpoint.gguf.architectures.base import damaged
-from compress.checkpoint.gguf.pretokenizers import byte_level, find_pre_tokenizer
+from compress.checkpoint.gguf.architectures.base import FOLDER, damaged
+from compress.checkpoint.gguf.pretokenizers import PRE_TOKENIZERS, byte_level
 from compress.common.errors import CheckpointError
 
 PREFIX = "tokenizer.ggml."
@@ -101,7 +101,7 @@ def tokenizer_files(metadata: Mapping[str, Any], num_rows: int) -> dict[str, str
     if kind not in ("gpt2", "llama"):
         raise CheckpointError(
             f"tokenizers of kind {kind!r} are not read, only gpt2 (byte-level BPE) and llama (SentencePiece's BPE)",
-            "Name the model's safetensors folder",
+            FOLDER,
         )
     parts = _byte_level(vocabulary) if kind == "gpt2" else _sentencepiece(vocabulary)
     names = {f"{name}_token": vocabulary.tokens[token] for name, token in vocabulary.named_ids.items()}
@@ -116,13 +116,13 @@ def tokenizer_files(metadata: Mapping[str, Any], num_rows: int) -> dict[str, str
 
 
 def _byte_level(vocabulary: Vocabulary) -> dict[str, Any]:
-    name, pre_tokenizer = find_pre_tokenizer(vocabulary.get("pre"))
+    pre_tokenizer = PRE_TOKENIZERS.find(vocabulary.get("pre"), FOLDER)
     merges = [merge.split(" ") for merge in _list(vocabulary.metadata, "merges", str)]
     ids = {text: token for token, text in enumerate(vocabulary.tokens)}
     for merge in merges:
         if len(merge) != 2 or not {*merge, "".join(merge)} <= ids.keys():
             raise damaged(f"{PREFIX}merges has {' '.join(merge)!r}, which are not two tokens that join to a third")
-    is_llama = name == "llama-bpe"
+    is_llama = pre_tokenizer is PRE_TOKENIZERS["llama-bpe"]
     return {
         **_frame(vocabulary, adds_bos=is_llama),
         "normalizer": None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterable
-from pathlib import PurePath
+from pathlib import Path, PurePath
 
 from compress.common.errors import CheckpointError
 from compress.common.model_folder import GGUF_SUFFIX
@@ -76,6 +76,24 @@ def part_names(name: str) -> list[str] | None:
     if found is None or int(found[3]) < 2:
         return None
     return [f"{found[1]}-{part:05}-of-{found[3]}{found[4]}" for part in range(1, int(found[3]) + 1)]
+
+
+def part_paths(path: Path) -> list[Path]:
+    """Returns the parts of a model, by the names that the first one implies; only the file itself if it is not a part.
+
+    Raises:
+        CheckpointError: another part than the first, or parts that are missing.
+    """
+    names = part_names(path.name)
+    if names is None:
+        return [path]
+    paths = [path.with_name(name) for name in names]
+    if path != paths[0]:
+        raise CheckpointError(f"{path} is not the first of {len(paths)} parts", f"Name the first one, {paths[0]}")
+    if missing := [part.name for part in paths if not part.is_file()]:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise CheckpointError(f"{path.parent} has no {missing[0]}{more}", "Download all parts into one folder")
+    return paths
 
 
 def only_pickles(source: str, name: str, target: str) -> CheckpointError:

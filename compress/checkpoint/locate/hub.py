@@ -13,7 +13,6 @@ from pathlib import Path, PurePosixPath
 
 from compress.checkpoint.config import CONFIG_FILE
 from compress.checkpoint.locate.file_names import (
-    GGUF_SUFFIX,
     INDEX_FILE,
     PICKLE_SUFFIXES,
     SAFETENSORS_SUFFIX,
@@ -25,6 +24,7 @@ from compress.checkpoint.locate.file_names import (
 from compress.checkpoint.locate.headers import headers_folder
 from compress.common.errors import CheckpointError
 from compress.common.files import size
+from compress.common.model_folder import GGUF_SUFFIX
 
 _NAME = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@([\w./-]+))?(?::([^:]+\.gguf))?", re.ASCII | re.IGNORECASE)
 _SNAPSHOT = re.compile(r"/models--([^/]+?)--([^/]+)/snapshots/([0-9a-f]{40})(?:/([^/].*))?")
@@ -179,16 +179,16 @@ def _refusals(model: HubModel) -> Iterator[None]:
         remedy = f"Accept its terms at {constants.ENDPOINT}/{model.repo}, then log in: hf auth login"
         raise CheckpointError(f"access to {model.repo} needs the consent of its owner", remedy) from error
     except errors.RepositoryNotFoundError as error:
-        problem = f"there is no folder {model} here, and no public model {model.repo} at {constants.ENDPOINT}"
-        raise CheckpointError(problem, "Check the name. For a private model, log in: hf auth login") from error
+        remedy = f"{constants.ENDPOINT} has no public model of this name. For a private one, log in: hf auth login"
+        raise CheckpointError.missing("model folder", model, remedy) from error
     except errors.RevisionNotFoundError as error:
         remedy = f"Name a branch, tag or commit that {constants.ENDPOINT}/{model.repo} lists"
         raise CheckpointError(f"{model.repo} has no revision {model.revision}", remedy) from error
     except errors.HFValidationError as error:
-        raise CheckpointError(f"there is no folder {model}, and it is no name of the hub", "Check the name") from error
+        raise CheckpointError.missing("model folder", model, "Check the path or the name on the hub") from error
     except errors.OfflineModeIsEnabled as error:
-        problem = f"there is no folder {model}, it is not in the cache of the hub either, and HF_HUB_OFFLINE is set"
-        raise CheckpointError(problem, "Unset HF_HUB_OFFLINE for a download, or name a folder") from error
+        remedy = "Unset HF_HUB_OFFLINE to download it, since the cache of the hub lacks it, or name a folder"
+        raise CheckpointError.missing("model folder", model, remedy) from error
     except (errors.HTTPError, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise  # of this machine: a full disk, no permission

@@ -6,11 +6,13 @@ from collections.abc import Iterable, Set
 from dataclasses import dataclass
 
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
-from transformers.core_model_loading import PrefixChange, Split, WeightConverter, WeightRenaming, WeightTransform
+from transformers.core_model_loading import WeightConverter, WeightRenaming, WeightTransform
 
 from compress.models.wrappers import StoredNames
 
 WEIGHT = ".weight"
+SPLIT, PREFIX_CHANGE = "Split", "PrefixChange"
+"""Names of classes that transformers 5.20 and 5.10 added."""
 
 
 def transforms_of(model_type: object) -> list[WeightTransform]:
@@ -26,7 +28,7 @@ def transforms_of(model_type: object) -> list[WeightTransform]:
 def splits_of(model_type: object) -> list[WeightConverter]:
     """Returns those of `transforms_of` that take one tensor of files apart into the rows of several."""
     found = (each for each in transforms_of(model_type) if isinstance(each, WeightConverter))
-    return [each for each in found if [type(operation) for operation in each.operations] == [Split]]
+    return [each for each in found if [type(operation).__name__ for operation in each.operations] == [SPLIT]]
 
 
 def joins(names: Iterable[str], model_type: object) -> bool:
@@ -57,7 +59,7 @@ class ConvertedNames(StoredNames):
     def find(cls, stored: Iterable[str], model_type: object) -> ConvertedNames | None:
         """Finds what renames `stored` tensors; None where they have transformers' own names."""
         found = [each for each in transforms_of(model_type) if isinstance(each, WeightRenaming)]
-        found = [each for each in found if not isinstance(each, PrefixChange)]
+        found = [each for each in found if type(each).__name__ != PREFIX_CHANGE]
         backwards = [each.reverse_transform() for each in found[::-1]]
         names = cls(tuple(found), tuple(each for each in backwards if isinstance(each, WeightRenaming)))
         read = list(stored)

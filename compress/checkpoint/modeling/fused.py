@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compress.checkpoint.config import COMPRESSION_KEY, QUANTIZATION_KEY
+from compress.checkpoint.config import dense_config
 from compress.checkpoint.meta_model import build_described
 from compress.checkpoint.modeling.conversion import WEIGHT, splits_of, transforms_of
 from compress.checkpoint.modeling.experts import Experts
@@ -136,9 +136,7 @@ def fused_slices(config: Mapping[str, Any]) -> Mapping[str, Slice]:
     Raises:
         CheckpointError: config.json does not define a model.
     """
-    left_out = (QUANTIZATION_KEY, COMPRESSION_KEY)
-    read = {key: value for key, value in config.items() if key not in left_out}
-    return _slices_of(json.dumps(read, sort_keys=True, default=str))
+    return _slices_of(json.dumps(dense_config(config), sort_keys=True, default=str))
 
 
 @lru_cache(maxsize=1)

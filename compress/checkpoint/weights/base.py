@@ -6,8 +6,9 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Self, TypeAlias, cast
+from dataclasses import Field, dataclass, fields, replace
+from itertools import repeat
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias
 
 from compress.checkpoint.scheme import Scheme
 from compress.common.errors import CheckpointError, SchemeError
@@ -24,7 +25,7 @@ PANEL_ELEMENTS = 2**18
 
 
 class Weight(ABC):
-    """A weight `[O, I]` as stored: a frozen data class of tensors and of weights that it wraps, with the scheme last.
+    """A weight `[O, I]` as stored: a frozen data class of its scheme, and of tensors and weights that it wraps.
 
     The first of these parts has the weight's shape unless a form says otherwise. Every part of a form that fuses has a
     row per output.
@@ -34,12 +35,18 @@ class Weight(ABC):
     """
 
     __slots__ = ()
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
     scheme: Scheme
+
+    def named_parts(self) -> dict[str, Weight | Tensor]:
+        """Its fields by name, without the scheme and those that are None."""
+        found = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "scheme"}
+        return {name: part for name, part in found.items() if part is not None}
 
     @property
     def parts(self) -> tuple[Weight | Tensor, ...]:
-        """Its fields without the scheme."""
-        return tuple(getattr(self, each.name) for each in fields(cast(Any, self)) if each.name != "scheme")
+        """Its fields without the scheme and those that are None."""
+        return tuple(self.named_parts().values())
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -74,8 +81,24 @@ class Weight(ABC):
 
     def changed(self, change: Callable[[Tensor], Tensor]) -> Self:
         """The same with each tensor changed: moved, or some of its rows."""
-        parts = (part.changed(change) if isinstance(part, Weight) else change(part) for part in self.parts)
-        return cast(Any, type(self))(*parts, self.scheme)
+        parts = self.named_parts().items()
+        changed = {name: part.changed(change) if isinstance(part, Weight) else change(part) for name, part in parts}
+        return replace(self, **changed)
+
+    def some_rows(self, rows: Sequence[slice]) -> Self:
+        """Concatenates some ranges of its outputs."""
+        return self.changed(lambda part: cut_rows(part, rows))
+
+    def some_columns(self, columns: slice) -> Weight:
+        """A part of its inputs, which begins and ends at multiples of `scheme.column_multiple`."""
+        width, multiple = self.shape[1], self.scheme.column_multiple
+
+        def cut(part: Tensor) -> Tensor:
+            count = part.shape[1]
+            each = multiple if count == -(-width // multiple) else width // count  # columns that share a number
+            return part if count == 1 else part[:, columns.start // each : -(-columns.stop // each)]
+
+        return self.changed(cut)
 
     def to(self, device: torch.device | str) -> Self:
         """The same on a device."""
@@ -110,7 +133,8 @@ class Weight(ABC):
         if not self.scheme.fuses or any(each.scheme != self.scheme for each in others):
             return None
         parts = [fuse_parts(alike) for alike in zip(self.parts, *(each.parts for each in others), strict=True)]
-        return None if any(part is None for part in parts) else cast(Any, type(self))(*parts, self.scheme)
+        fused = dict(zip(self.named_parts(), parts, strict=True))
+        return None if any(part is None for part in parts) else replace(self, **fused)
 
     def problems(self, module: str) -> Iterator[str]:
         """Contradictions in the values as read back, a line each."""
@@ -169,13 +193,23 @@ def part_problems(name: str, part: Weight | Tensor) -> Iterator[str]:
     return part.problems(name) if isinstance(part, Weight) else nonfinite_problems(name, part)
 
 
-def dequantize_by_rows(dtype: torch.dtype | None, dequantize: Callable[..., Tensor], *parts: Tensor) -> Tensor:
-    """Applies `dequantize` to some rows of all `parts` at a time, and rounds to `dtype`; None is float32."""
+def cut_rows(part: Tensor, rows: Sequence[slice]) -> Tensor:
+    """Concatenates some ranges of the rows of a tensor; a view if there is only one range."""
     import torch
 
-    values = torch.empty(parts[0].shape, dtype=dtype or torch.float32, device=parts[0].device)
+    return part[rows[0]] if len(rows) == 1 else torch.cat([part[each] for each in rows])
+
+
+def dequantize_by_rows(
+    dtype: torch.dtype | None, dequantize: Callable[..., Tensor], codes: Tensor, *parts: Tensor | None
+) -> Tensor:
+    """Applies `dequantize` to some rows of codes and `parts` at a time, and rounds to `dtype`; None is float32."""
+    import torch
+
+    values = torch.empty(codes.shape, dtype=dtype or torch.float32, device=codes.device)
     rows = max(1, PANEL_ELEMENTS // max(1, values.shape[1]))
-    for out, *panel in zip(*(each.split(rows) for each in (values, *parts)), strict=True):
+    panels = (repeat(None) if each is None else each.split(rows) for each in (values, codes, *parts))
+    for out, *panel in zip(*panels, strict=False):
         out.copy_(dequantize(*panel))
     return values
 
@@ -259,13 +293,6 @@ def row_scales(scale: Tensor, rows: int, groups: int) -> Tensor:
     if scale.numel() != rows * groups:
         raise SchemeError(f"scales {tuple(scale.shape)} must be {(rows, groups)}")
     return scale.reshape(rows, groups).contiguous()
-
-
-def exact_dtype(dtype: torch.dtype, scale: Tensor) -> torch.dtype:
-    """The dtype in which codes times scales are exact before they are rounded to `dtype`."""
-    import torch
-
-    return torch.float64 if torch.float64 == dtype or scale.dtype == torch.float32 else torch.float32
 
 
 def check_activation_order(module: str, group_index: Tensor | None, in_features: int, group_size: int | None) -> None:

@@ -2,7 +2,7 @@
 
 A tile of 16 x 16 values is one cyclic stream of 256 codes of `bits` bits. Each value follows from the 16 bits that end
 with its code, by arithmetic that stands in for a codebook (section 3.1), and the tiles are turned by Hadamard matrices
-of order 128 between scales of inputs and outputs: `W^T = diag(suh) H tiles H diag(svh) / 128`. Sides that are no
+of order 128 between scales of inputs and outputs: `W^T = diag(suh) H tiles H diag(svh) / 128`. Sides that are not
 multiples of 128 are padded to the next one: then codes stand for more rows and columns than the weight has.
 """
 
@@ -72,6 +72,10 @@ class Exl3(Scheme):
     @property
     def numbers(self) -> str:
         return self.key
+
+    @property
+    def column_multiple(self) -> int:
+        return 0
 
     def __str__(self) -> str:
         return f"w{self.bits}a16 exl3 {self.codebook}"
@@ -175,8 +179,8 @@ def padded(size: int) -> int:
 def decode_tiles(trellis: Tensor, scheme: Exl3) -> Tensor:
     """The values `[I, O]` of packed tiles, float16, before they are turned."""
     rows, columns, _ = trellis.shape
-    values = codebook_values(scheme.codebook).to(trellis.device)[states(trellis, scheme.bits)]
-    return values[..., tile_order()].unflatten(-1, (TILE, TILE)).transpose(1, 2).reshape(rows * TILE, columns * TILE)
+    values = codebook_values(scheme.codebook).to(trellis.device)[states(trellis, scheme.bits)][..., tile_order()]
+    return values.view(rows, columns, TILE, TILE).transpose(1, 2).reshape(rows * TILE, columns * TILE)
 
 
 def states(trellis: Tensor, bits: int) -> Tensor:
@@ -184,7 +188,7 @@ def states(trellis: Tensor, bits: int) -> Tensor:
     import torch
 
     words = trellis.to(torch.int32) & 0xFFFF
-    words = words.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)  # the higher half of each 32-bit word comes first
+    words = torch.unflatten(words, -1, (-1, 2)).flip(-1).flatten(-2)  # the higher half of each 32-bit word comes first
     first = (torch.arange(1, CODES + 1) * bits - STATE_BITS) % (CODES * bits)
     word, shift = (first // WORD_BITS).to(trellis.device), (WORD_BITS - first % WORD_BITS).to(trellis.device).int()
     pairs = words << WORD_BITS | words.roll(-1, -1)
@@ -211,7 +215,7 @@ def codebook_values(codebook: str) -> Tensor:
     if codebook == "mul1":
         hashed = numbers * MULTIPLIERS[codebook]
         total = sum(hashed >> 8 * byte & 0xFF for byte in range(4))
-        scale, offset = torch.tensor([0x1EEE, 0xC931 - (1 << 16)], dtype=torch.int16).view(torch.float16).float()
+        scale, offset = torch.tensor([0x1EEE, 0xC931 - 2**16], dtype=torch.int16).view(torch.float16).float().unbind()
         return ((1024 + total) * scale + offset).half()  # exact in float32, so rounded once
     hashed = numbers * MULTIPLIERS[codebook] if codebook in MULTIPLIERS else numbers * 89226354 + 64248484
     mixed = (hashed & 0x8FFF8FFF) ^ 0x3B603B60

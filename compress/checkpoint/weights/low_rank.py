@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Self, TypeAlias, cast
 
 from compress.checkpoint.scheme import Scheme, WrappingScheme, register
-from compress.checkpoint.weights.base import Factors, StoredTensors, Weight, dequantized, joint_digest, part_problems
-from compress.checkpoint.weights.integer import Int, IntegerWeight
+from compress.checkpoint.weights.base import (
+    Factors,
+    StoredTensors,
+    Weight,
+    cut_rows,
+    dequantized,
+    joint_digest,
+    part_problems,
+)
+from compress.checkpoint.weights.coded import CodedWeight
+from compress.checkpoint.weights.integer import Int
 from compress.common.errors import SchemeError
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-Factor: TypeAlias = "IntegerWeight | Tensor"
+Factor: TypeAlias = "CodedWeight | Tensor"
 SIDES = ("left", "right")
 
 
@@ -158,6 +167,14 @@ class LowRankWeight(Weight):
 
     def product(self) -> Factors:
         return Factors(self.left, self.right)
+
+    def some_rows(self, rows: Sequence[slice]) -> Self:
+        left = self.left.some_rows(rows) if isinstance(self.left, Weight) else cut_rows(self.left, rows)
+        return replace(self, left=left)
+
+    def some_columns(self, columns: slice) -> Weight:
+        right = self.right.some_columns(columns) if isinstance(self.right, Weight) else self.right[:, columns]
+        return replace(self, right=cast(Factor, right))
 
     def tensors(self, dtype: torch.dtype) -> dict[str, Tensor]:
         stored: dict[str, Tensor] = {}

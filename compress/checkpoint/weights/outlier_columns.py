@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Self, cast
 
 from compress.checkpoint.scheme import Scheme, WrappingScheme, register
-from compress.checkpoint.weights.base import BesideColumns, StoredTensors, Weight, joint_digest, nonfinite_problems
-from compress.checkpoint.weights.integer import Int, IntegerWeight
+from compress.checkpoint.weights.base import (
+    BesideColumns,
+    StoredTensors,
+    Weight,
+    cut_rows,
+    joint_digest,
+    nonfinite_problems,
+)
+from compress.checkpoint.weights.coded import CodedWeight
+from compress.checkpoint.weights.integer import Int
 from compress.common.errors import SchemeError
 
 if TYPE_CHECKING:
@@ -22,7 +30,7 @@ COLUMN_BITS = 32
 @register("outliers")
 @dataclass(frozen=True, slots=True)
 class OutlierColumns(WrappingScheme):
-    """Integers beside some columns in the model's dtype.
+    """Integers, with some input columns in the model's dtype.
 
     Attributes:
         inner: of the codes, which are zero in outlier columns.
@@ -38,7 +46,7 @@ class OutlierColumns(WrappingScheme):
     holds_floats = False
     structure = "the 16-bit columns"
     note = (
-        "16-bit columns beside the codes are read by this runtime only; others read `compress export --format dense`, "
+        "16-bit columns next to the codes are read by this runtime only; others read `compress export --format dense`, "
         "which is as large as the source"
     )
     is_exact_size = True
@@ -90,14 +98,14 @@ class OutlierWeight(Weight):
         SchemeError: parts that contradict the scheme or each other.
     """
 
-    base: IntegerWeight
+    base: CodedWeight
     columns: Tensor
     values: Tensor
     scheme: OutlierColumns
 
     def __post_init__(self) -> None:
         if not isinstance(self.scheme, OutlierColumns) or self.base.scheme != self.scheme.inner:
-            raise SchemeError(f"{self.base.scheme} is not what {self.scheme} has beside its outlier columns")
+            raise SchemeError(f"{self.base.scheme} is not what {self.scheme} has in addition to its outlier columns")
         count, (rows, width) = self.scheme.num_outliers, self.base.shape
         if tuple(self.columns.shape) != (count,) or tuple(self.values.shape) != (rows, count):
             shapes = f"{tuple(self.columns.shape)} outlier columns with values {tuple(self.values.shape)}"
@@ -120,6 +128,17 @@ class OutlierWeight(Weight):
 
     def product(self) -> BesideColumns:
         return BesideColumns(self.base, self.columns, self.values)
+
+    def some_rows(self, rows: Sequence[slice]) -> Self:
+        return replace(self, base=self.base.some_rows(rows), values=cut_rows(self.values, rows))
+
+    def some_columns(self, columns: slice) -> Weight:
+        own = (self.columns >= columns.start) & (self.columns < columns.stop)
+        base, count = cast(CodedWeight, self.base.some_columns(columns)), int(own.sum())
+        if not count:
+            return base
+        scheme = replace(self.scheme, num_outliers=count)
+        return OutlierWeight(base, self.columns[own] - columns.start, self.values[:, own], scheme)
 
     def tensors(self, dtype: torch.dtype) -> dict[str, Tensor]:
         import torch
@@ -146,10 +165,10 @@ class OutlierWeight(Weight):
         return joint_digest(*self.parts)
 
 
-def without_columns(weight: IntegerWeight, columns: Tensor) -> IntegerWeight:
+def without_columns(weight: CodedWeight, columns: Tensor) -> CodedWeight:
     """The same integers with the zero point in every code of `columns [k]`."""
     indices = columns.long()
     groups = indices // (weight.shape[1] // weight.zero_points.shape[1])
     codes = weight.qweight.clone()
     codes[:, indices] = weight.zero_points[:, groups]
-    return IntegerWeight(codes, weight.scales, weight.zero_points, weight.scheme)
+    return replace(weight, qweight=codes)

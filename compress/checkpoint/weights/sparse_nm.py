@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, cast
 
 from compress.checkpoint.scheme import Scheme, WrappingScheme, register
 from compress.checkpoint.weights.base import (
     StoredTensors,
     Weight,
-    cast_exactly,
     dequantized,
     digest,
     part_problems,
     row_scales,
 )
-from compress.checkpoint.weights.integer import Int, IntegerWeight, num_words, pack_bits, unpack_bits
+from compress.checkpoint.weights.coded import CodedWeight
+from compress.checkpoint.weights.integer import Int
+from compress.checkpoint.weights.packing import num_words, pack_bits, unpack_bits
 from compress.common.errors import CheckpointError, SchemeError
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ class NMSparsity:
         """`2:4` and the like. Raises SchemeError for anything else."""
         n, colon, m = text.partition(":")
         if not (colon and n.isdigit() and m.isdigit()):
-            raise SchemeError(f"{text!r} is no sparsity pattern", "Use 2:4 or 4:8")
+            raise SchemeError(f"{text!r} is not a sparsity pattern", "Use 2:4 or 4:8")
         return cls(int(n), int(m))
 
     @property
@@ -95,6 +96,10 @@ class NM(WrappingScheme):
     @property
     def sparsity(self) -> NMSparsity:
         return self.pattern
+
+    @property
+    def column_multiple(self) -> int:
+        return self.group_size or self.pattern.m
 
     @property
     def numbers(self) -> str:
@@ -154,16 +159,18 @@ class NM(WrappingScheme):
             kept = stored[".weight_values"]
             return SparseWeight(torch.zeros(rows, columns, dtype=kept.dtype).scatter_(1, indices, kept), self)
         groups = self.num_groups(columns)
-        zero = self.inner.read_zero(stored, rows, groups)
+        zeros = self.inner.read_zeros(stored, rows, groups)
         kept = unpack_bits(stored[".weight_packed"], self.bits, indices.shape[1], 1)
-        codes = zero.repeat_interleave(columns // groups, 1).scatter_(1, indices, kept)
-        scale = row_scales(stored[".weight_scale"], rows, groups)
-        return SparseWeight(IntegerWeight(codes, scale, zero, self.inner), self)
+        empty = self.inner.weight(
+            kept.new_zeros(rows, columns), row_scales(stored[".weight_scale"], rows, groups), zeros
+        )
+        codes = empty.zero_points.repeat_interleave(columns // groups, 1).scatter_(1, indices, kept)
+        return SparseWeight(replace(empty, qweight=codes), self)
 
     def wrap(self, values: Weight | Tensor) -> SparseWeight:
-        if isinstance(values, Weight) and not isinstance(values, IntegerWeight):
+        if isinstance(values, Weight) and not isinstance(values.scheme, Int):
             raise SchemeError(f"{values.scheme} does not go with N:M sparsity", "Use integers there")
-        return SparseWeight(values, self)
+        return SparseWeight(cast("CodedWeight | Tensor", values), self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +184,7 @@ class SparseWeight(Weight):
         SchemeError: values of another kind than the scheme's.
     """
 
-    values: IntegerWeight | Tensor
+    values: CodedWeight | Tensor
     scheme: NM
 
     def __post_init__(self) -> None:
@@ -199,13 +206,8 @@ class SparseWeight(Weight):
         if not isinstance(self.values, Weight):
             kept = self.values.to(dtype).gather(1, indices).contiguous()
             return {".weight_values": kept, ".weight_indices": packed}
-        return {
-            ".weight_packed": pack_bits(self.values.qweight.gather(1, indices), self.scheme.bits, 1),
-            ".weight_indices": packed,
-            ".weight_scale": cast_exactly(self.values.scales, dtype),
-            ".weight_shape": torch.tensor(self.shape, dtype=torch.int64),
-            **self.values.zero_tensors(),
-        }
+        codes = self.values.qweight.gather(1, indices)
+        return cast(Int, self.scheme.inner).packed(self.values, codes, dtype) | {".weight_indices": packed}
 
     def is_kept(self) -> Tensor:
         """Bool `[O, I]`: values that are not zero."""
@@ -214,7 +216,7 @@ class SparseWeight(Weight):
         zero = self.values.zero_points
         return self.values.qweight != zero.repeat_interleave(self.shape[1] // zero.shape[1], 1)
 
-    def expanded(self) -> IntegerWeight | Tensor:
+    def expanded(self) -> CodedWeight | Tensor:
         return self.values
 
     def stored_as(self, scheme: Scheme) -> Weight:

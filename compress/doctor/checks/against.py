@@ -14,7 +14,7 @@ from torch import Tensor
 from compress.checkpoint.config import HEAD, is_embedding
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.weights.base import Weight
-from compress.doctor.base import Check, register
+from compress.doctor.base import CHECKS, Check
 from compress.doctor.findings import Finding
 from compress.doctor.folded_scales import Folding, Pair, Products, foldings, norm_scale, pair_error
 from compress.doctor.view import StoredTensor, View, listed
@@ -28,20 +28,15 @@ QUANTIZE = "Quantize these layers again, or leave them dense with --ignore"
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """Comparison of one matrix, or of two with common scales, with the source.
-
-    Attributes:
-        names: modules.
-        error: relative error.
-        similarity: cosine of the matrix and its source; 1 for two, each of which has its own.
-    """
+    """Comparison of one matrix, or of two with common scales, with the source. `similarity`: cosine of the matrix and
+    its source; 1 for two, each of which has its own."""
 
     names: tuple[str, ...]
     error: float
     similarity: float = 1.0
 
 
-@register
+@CHECKS.register()
 class Against(Check):
     """Compares every matrix with that of the source model, if one is given."""
 

@@ -12,7 +12,7 @@ from compress.checkpoint.dequantized import UNUSED_SCALES
 from compress.checkpoint.reader import PackedCheckpoint, stores_other_head
 from compress.checkpoint.verify import BUFFERS, config_problems, name_problems
 from compress.common.errors import UnsupportedModelError
-from compress.doctor.base import AGAIN, Check, register
+from compress.doctor.base import AGAIN, CHECKS, Check
 from compress.doctor.findings import Finding
 from compress.doctor.view import listed
 
@@ -21,7 +21,7 @@ EXTRA_LAYERS = re.compile(r"nextn|mtp", re.IGNORECASE)
 BOTH = "Take config.json and the weights from one revision of one model"
 
 
-@register
+@CHECKS.register()
 class Config(Check):
     """Compares config.json with the names, shapes and dtypes in headers."""
 

@@ -16,7 +16,7 @@ from compress.checkpoint.safetensors import MappedFile
 from compress.common.errors import CheckpointError
 from compress.common.files import PARTIAL_SUFFIX, is_lfs_pointer, read_json
 from compress.common.model_folder import GGUF_SUFFIX
-from compress.doctor.base import Check, register
+from compress.doctor.base import CHECKS, Check
 from compress.doctor.findings import Finding, Severity
 from compress.doctor.view import listed
 
@@ -29,7 +29,7 @@ KNOWN_NAMES = frozenset({"license", "licence", "notice", "copying", "readme", "u
 UNFINISHED = (".incomplete", ".part", ".tmp", ".aria2", ".crdownload", ".lock", PARTIAL_SUFFIX)
 
 
-@register
+@CHECKS.register()
 class Files(Check):
     """Checks names, sizes and headers; reads no weights and never opens a pickle."""
 
@@ -126,6 +126,6 @@ class Files(Check):
             unread = f"{remedy}; the safetensors files are read" if has_weights else "Convert it to safetensors"
             yield self.warning("pickle", path.name, problem, unread)
         elif suffix in WEIGHT_SUFFIXES - {".safetensors"}:
-            yield self.warning("unread-weights", path.name, f"{suffix} files beside the weights are not read", remedy)
+            yield self.warning("unread-weights", path.name, f"{suffix} files next to the weights are not read", remedy)
         elif suffix not in KNOWN_SUFFIXES and path.stem.lower() not in KNOWN_NAMES:
             yield self.warning("unknown-file", path.name, "no file of a checkpoint has this kind of name", remedy)

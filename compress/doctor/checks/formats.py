@@ -9,15 +9,15 @@ from typing import ClassVar
 
 from compress.checkpoint.activations import AS_STORED
 from compress.checkpoint.config import compression_block
-from compress.checkpoint.formats.readers import RUNTIME, described, readers
+from compress.checkpoint.formats.base import RUNTIME
+from compress.checkpoint.formats.readers import described, readers
 from compress.checkpoint.reader import REORDERED, PackedCheckpoint
-from compress.checkpoint.transforms import TransformedFiles
-from compress.doctor.base import Check, register
+from compress.doctor.base import CHECKS, Check
 from compress.doctor.findings import Finding
 from compress.doctor.view import listed
 
 
-@register
+@CHECKS.register()
 class Formats(Check):
     """Describes container and weight forms, and finds layouts without a kernel."""
 
@@ -36,8 +36,8 @@ class Formats(Check):
         if packed is None:
             return {}
         files, folded = packed.files, dict[str, str]()
-        if isinstance(files, TransformedFiles):
-            packed, folded = files.packed, {"transforms": f"{', '.join(files.groups)}, folded into values in 16 bits"}
+        if files.folded and files.packed:
+            packed, folded = files.packed, {"transforms": f"{', '.join(files.folded)}, folded into values in 16 bits"}
         counts = Counter(str(scheme) for scheme in packed.schemes.values())
         forms = ", ".join(f"{count} x {form}" for form, count in sorted(counts.items())) or "none"
         engines = readers(packed.format, packed.config, packed.schemes.values())

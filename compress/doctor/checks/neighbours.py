@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from statistics import median
 from typing import ClassVar
 
-from compress.doctor.base import Check, register
+from compress.doctor.base import CHECKS, Check
 from compress.doctor.findings import Finding
 from compress.doctor.view import StoredTensor, View
 
@@ -22,7 +22,7 @@ TO_DEVIATION = 1.4826
 """Ratio of a normal distribution's standard deviation to its median absolute deviation."""
 
 
-@register
+@CHECKS.register()
 class Neighbours(Check):
     """Compares every matrix with the same matrix of the neighbouring layers."""
 
@@ -47,10 +47,7 @@ class Neighbours(Check):
 
 def standing_out(found: list[tuple[str, float]]) -> list[tuple[tuple[str, float], float]]:
     """Returns matrices whose root mean square deviates from the median of neighbouring layers, each with that median.
-
-    Args:
-        found: name and root mean square of one matrix in every layer, in order.
-    """
+    `found`: name and root mean square of one matrix in every layer, in order."""
     usable = [(name, size) for name, size in found if size > 0 and math.isfinite(size)]
     if len(usable) <= AROUND:
         return []

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from compress.checkpoint.weights.base import Weight
-from compress.checkpoint.weights.integer import IntegerWeight
-from compress.doctor.base import AGAIN, Check, register
+from compress.checkpoint.weights.coded import INT, CodedWeight
+from compress.doctor.base import AGAIN, CHECKS, Check
 from compress.doctor.codes import (
     constant_groups,
     erased_groups,
@@ -36,7 +36,7 @@ QUANTIZE = "Quantize the source again: compress quantize SOURCE --out OTHER"
 COMPARE = "Compare with the source: --against DENSE"
 
 
-@register
+@CHECKS.register()
 class Quantization(Check):
     """Checks the codes and scales of every quantized weight."""
 
@@ -52,11 +52,11 @@ class Quantization(Check):
         for leaf in leaves(stored.content):
             for field, scales in scales_of(leaf):
                 yield from self._scales(stored.name, field, scales)
-            if isinstance(leaf, IntegerWeight):
+            if isinstance(leaf, CodedWeight) and leaf.scheme.numbers == INT:
                 yield from self._codes(stored.name, leaf)
             elif dead := erased_runs(leaf):
                 yield self.error("dead-scales", stored.name, f"{dead} scales are 0, which erases their codes", AGAIN)
-        if isinstance(stored.content, IntegerWeight) and not stored.content.is_symmetric:
+        if isinstance(stored.content, CodedWeight) and not stored.content.is_symmetric:
             self._shifts.append(_shift(stored))
 
     def finish(self) -> Iterator[Finding]:
@@ -84,7 +84,7 @@ class Quantization(Check):
             problem = f"the largest of {sizes.numel()} {field} is {float(used.max()):.3g}, the median {median:.3g}"
             yield self.warning("far-scales", where, problem, COMPARE)
 
-    def _codes(self, where: str, weight: IntegerWeight) -> Iterator[Finding]:
+    def _codes(self, where: str, weight: CodedWeight) -> Iterator[Finding]:
         groups = weight.scales.numel()
         if dead := erased_groups(weight):
             problem = f"{dead} of {groups} groups have the scale 0, which erases their codes"

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import ClassVar
 
 from compress.common.errors import RequestError, ToolkitError
-from compress.doctor.base import Check, register
+from compress.doctor.base import CHECKS, Check
 from compress.doctor.findings import Finding
 from compress.doctor.view import brief, eos_ids, listed
 from runtime.text.tokenizer import Tokenizer
@@ -22,7 +22,7 @@ WHERE = "chat template"
 COPY = "Copy chat_template.jinja and tokenizer_config.json of the source model into the folder"
 
 
-@register
+@CHECKS.register()
 class Template(Check):
     """Renders conversations, and looks up the tokens in the output of the template."""
 

@@ -9,12 +9,12 @@ from torch import Tensor
 
 from compress.checkpoint.verify import dense_problems, recorded_digests, weight_problems
 from compress.checkpoint.weights.base import Weight, digest
-from compress.doctor.base import AGAIN, Check, register
+from compress.doctor.base import AGAIN, CHECKS, Check
 from compress.doctor.findings import Finding
 from compress.doctor.view import StoredTensor, View
 
 
-@register
+@CHECKS.register()
 class Tensors(Check):
     """Finds NaN, infinity, shapes that contradict config.json, all-zero matrices, and digests that differ."""
 

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from compress.common.errors import ToolkitError
 from compress.common.tokenizer_file import TOKENIZER_FILE
-from compress.doctor.base import Check, register
+from compress.doctor.base import CHECKS, Check
 from compress.doctor.findings import Finding
 from compress.doctor.view import GENERATION_FILE, brief, eos_ids
 from runtime.text.tokenizer import Tokenizer
@@ -23,7 +23,7 @@ COPY = "Copy tokenizer.json and tokenizer_config.json of the source model into t
 ID_KEYS = ("bos_token_id", "pad_token_id")
 
 
-@register
+@CHECKS.register()
 class TokenizerCheck(Check):
     """Encodes and decodes text, and compares ids with the embedding, config.json and generation_config.json."""
 

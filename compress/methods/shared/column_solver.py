@@ -27,11 +27,9 @@ class Choice:
     """Pruning inside the loop: N:M by `pattern`, or a `share` of all weights.
 
     A share is applied to ranges of columns. The paper prunes the same share of each range; here a range loses as many
-    weights as in a comparison of all weights before the loop, which keeps more of important columns.
-
-    Attributes:
-        spread: `[I]`, in the order of the loop: a weight's score is its square times that of its column's spread, the
-            least error of removing it (SparseGPT, section 3.1).
+    weights as in a comparison of all weights before the loop, which keeps more of important columns. `spread`: `[I]`,
+    in the order of the loop: a weight's score is its square times that of its column's spread, the least error of
+    removing it (SparseGPT, section 3.1).
     """
 
     spread: Tensor
@@ -87,7 +85,7 @@ class Chooser:
         """
         original = self._errors[start:stop]
         among = self._feedback[start:stop, start:stop].T
-        change = torch.linalg.solve_triangular(among, targets - original, upper=False, unitriangular=True)
+        change: Tensor = torch.linalg.solve_triangular(among, targets - original, upper=False, unitriangular=True)
         return ((original + change) * self._choice.spread[start:stop, None]).square()
 
 
@@ -116,7 +114,6 @@ class GPTQSolver:
     Attributes:
         targets: column plus all feedback so far; without a grid, finally its new value.
         errors: original column, minus its new value once that is known.
-        codes: uint8, filled column by column if there is a grid.
         kept: bool, False for pruned weights; None without pruning.
     """
 

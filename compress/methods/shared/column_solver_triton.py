@@ -66,14 +66,7 @@ def change_columns(
 @dataclass(frozen=True, slots=True)
 class GpuColumns:
     """Column kernel for one weight on a GPU, in place, like `CpuColumns`; kept weights of a pattern must be selected
-    before.
-
-    Attributes:
-        targets, errors: float32 `[I, O]`, contiguous.
-        feedback: float32 `[I, I]`.
-        codes: uint8 `[I, O]`, written if there is a `grid`.
-        kept: bool `[I, O]`, contiguous; None keeps all.
-    """
+    before."""
 
     targets: Tensor
     errors: Tensor

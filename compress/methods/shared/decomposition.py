@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -40,6 +41,10 @@ class Whitening:
     damping: float | None = None
     recovery: str = ""
 
+    def to(self, device: torch.device) -> Whitening:
+        """Returns the same whitening on `device`."""
+        return self if self.root is None else replace(self, root=self.root.to(device))
+
     def apply(self, weight: Tensor) -> Tensor:
         """Returns `W S`, float64 `[O, I]`."""
         if self.root is None:
@@ -52,7 +57,7 @@ class Whitening:
             return right
         if self.root.dim() == 1:
             return right / self.root
-        return torch.linalg.solve_triangular(self.root, right, upper=False, left=False)
+        return cast(Tensor, torch.linalg.solve_triangular(self.root, right, upper=False, left=False))
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,21 +74,18 @@ class Decomposition:
     right: Tensor
     energies: Tensor
 
+    def to(self, device: torch.device) -> Decomposition:
+        """Returns the same factors on `device`."""
+        return Decomposition(self.left.to(device), self.right.to(device), self.energies.to(device))
+
     def truncated(self, rank: int) -> tuple[Tensor, Tensor]:
         """Returns the factors `[O, rank]` and `[rank, I]` of least error."""
         return self.left[:, :rank].contiguous(), self.right[:rank].contiguous()
 
-    def lost(self, rank: int) -> float:
-        """Returns the energy of ranks beyond this one."""
-        return float(self.energies[rank:].sum())
-
 
 def scale_inputs(abs_mean: Tensor, alpha: float = ALPHA) -> Whitening:
-    """Returns ASVD's diagonal from `abs_mean [I]`, the mean magnitude of each input.
-
-    Raises:
-        NumericsError: `abs_mean` contains NaN or infinity.
-    """
+    """Returns ASVD's diagonal from `abs_mean [I]`, the mean magnitude of each input. Raises NumericsError: `abs_mean`
+    contains NaN or infinity."""
     require_finite(abs_mean, "the mean input magnitude")
     mean = abs_mean.double().mean()
     if float(mean) == 0:
@@ -94,11 +96,7 @@ def scale_inputs(abs_mean: Tensor, alpha: float = ALPHA) -> Whitening:
 def whiten(second_moment: Tensor, damping: tuple[float, ...] = DAMPING) -> Whitening:
     """Returns SVD-LLM's factor L of `second_moment [I, I] = L L^T`, the mean of x x^T. If it is not positive definite,
     increasing damping is added to its diagonal, and finally its eigenvalues are raised to a floor; the result records
-    which.
-
-    Raises:
-        NumericsError: `second_moment` contains NaN or infinity.
-    """
+    which. Raises NumericsError: `second_moment` contains NaN or infinity."""
     require_finite(second_moment, "the inputs' second moments")
     moment = second_moment.double()
     mean = float(moment.diagonal().mean())
@@ -117,13 +115,10 @@ def whiten(second_moment: Tensor, damping: tuple[float, ...] = DAMPING) -> White
 
 
 def spectrum(weight: Tensor, whitening: Whitening) -> Tensor:
-    """Returns the energies of `decompose` without the factors, float64 `[min(O, I)]`, in a fraction of the time.
-
-    Raises:
-        NumericsError: as `decompose`.
-    """
+    """Returns the energies of `decompose` without the factors, float64 `[min(O, I)]`, in a fraction of the time. Raises
+    NumericsError: as `decompose`."""
     with _searching(weight):
-        return torch.linalg.svdvals(whitening.apply(weight.double())).square()
+        return torch.square(torch.linalg.svdvals(whitening.apply(weight.double())))
 
 
 @contextmanager
@@ -139,14 +134,8 @@ def _searching(weight: Tensor) -> Iterator[None]:
 
 
 def decompose(weight: Tensor, whitening: Whitening, most: int) -> Decomposition:
-    """Computes the exact singular value decomposition of the whitened `weight [O, I]` in float64.
-
-    Args:
-        most: maximum number of ranks in the factors.
-
-    Raises:
-        NumericsError: the weight contains NaN or infinity, or the decomposition failed.
-    """
+    """Computes the exact singular value decomposition of the whitened `weight [O, I]` in float64. Raises NumericsError:
+    the weight contains NaN or infinity, or the decomposition failed. `most`: maximum number of ranks in the factors."""
     with _searching(weight):
         left, sigma, right = torch.linalg.svd(whitening.apply(weight.double()), full_matrices=False)
     roots = sigma[:most].sqrt()

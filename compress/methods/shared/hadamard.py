@@ -10,6 +10,7 @@ Paley's constructions (12, 20, 28, ...). If there is none, a random orthogonal m
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -57,11 +58,8 @@ class Rotation:
         return len(self.signs)
 
     def turn(self, rows: Tensor, scale: Tensor | None = None) -> Tensor:
-        """Returns `rows [..., n] @ Q`, computed in float64 and rounded once, to the dtype of `rows`.
-
-        Args:
-            scale: `[n]` float64, factors of the columns before they are rotated.
-        """
+        """Returns `rows [..., n] @ Q`, computed in float64 and rounded once, to the dtype of `rows`. `scale`: `[n]`
+        float64, factors of the columns before they are rotated."""
         factors = self.signs if scale is None else self.signs * scale
         rotated = torch.empty_like(rows, memory_format=torch.contiguous_format)
         for source, target in zip(self._chunks(rows), self._chunks(rotated), strict=True):
@@ -73,22 +71,19 @@ class Rotation:
         return self.turn(rows.unflatten(-1, (-1, self.order))).flatten(-2)
 
     def _chunks(self, tensor: Tensor) -> tuple[Tensor, ...]:
-        return tensor.reshape(-1, self.order).split(max(1, _CHUNK_ELEMENTS // self.order))
+        return torch.split(tensor.reshape(-1, self.order), max(1, _CHUNK_ELEMENTS // self.order))
 
     def _mix(self, rows: Tensor) -> Tensor:
         small = len(self.factor)
-        parts = rows.unflatten(-1, (small, -1))
+        parts: Tensor = rows.unflatten(-1, (small, -1))
         if small > 1:
             parts = torch.einsum("rip,ij->rjp", parts, self.factor)
-        return (hadamard_transform(parts) / parts.shape[-1] ** 0.5).flatten(1)
+        return (hadamard_transform(parts) / math.pow(parts.shape[-1], 0.5)).flatten(1)
 
 
 def paley_matrix(order: int) -> Tensor:
-    """Returns a Hadamard matrix `[order, order]` of 1 and -1, float64, by Paley's first or second construction.
-
-    Raises:
-        ValueError: neither construction reaches this order from a prime.
-    """
+    """Returns a Hadamard matrix `[order, order]` of 1 and -1, float64, by Paley's first or second construction. Raises
+    ValueError: neither construction reaches this order from a prime."""
     if _is_prime(order - 1) and order % 4 == 0:
         skew = _conference(order - 1, -1)
         return skew + torch.eye(order, dtype=torch.float64)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from threading import Lock
 from typing import Any, TypeVar, cast
 
 import torch
@@ -75,11 +76,8 @@ class HessianFactor:
 
 def factorize(hessian: Tensor, options: HessianOptions = HessianOptions()) -> HessianFactor:
     """Factorizes `hessian [I, I]` (symmetric, float32). If it is not positive definite, tries each damping, then a
-    floor for its eigenvalues, then falls back to round to nearest. The result records the fallback.
-
-    Raises:
-        NumericsError: NaN or infinity in the Hessian.
-    """
+    floor for its eigenvalues, then falls back to round to nearest. The result records the fallback. Raises
+    NumericsError: NaN or infinity in the Hessian."""
     require_finite(hessian, "the Hessian")
     importance = hessian.diagonal().float().clamp(min=0)
     dead = importance == 0
@@ -88,12 +86,19 @@ def factorize(hessian: Tensor, options: HessianOptions = HessianOptions()) -> He
     if mean == 0:
         recovery = "rtn: every calibration input was zero"
         return HessianFactor(None, None, order, importance, None, recovery, len(importance))
+    # Reversing rows and columns converts the lower Cholesky factor to an upper one. These matrices dominate the memory
+    # of a wide layer, so each is freed before the next is made.
+    behind = order.flip(0)
+    matrix = hessian[behind.unsqueeze(1), behind].float()
+    del hessian
     # A mean diagonal of 1 makes the result independent of the inputs' unit, and dampings absolute.
-    ordered = hessian.float()[order][:, order].div_(mean)
-    ordered.diagonal().add_(dead[order].float())
-    upper, damping, recovery = _climb(ordered, options.damping)
-    if upper is None:
+    matrix.div_(mean).diagonal().add_(dead[behind].float())
+    lower, damping, recovery = _climb(matrix, options.damping)
+    del matrix
+    if lower is None:
         return HessianFactor(None, None, order, importance, None, recovery, int(dead.sum()))
+    upper = lower.flip(0, 1)
+    del lower
     spread = upper.diagonal().clone()
     upper /= spread
     return HessianFactor(upper, spread, order, importance, damping, recovery, int(dead.sum()))
@@ -107,28 +112,27 @@ def _column_order(importance: Tensor, options: HessianOptions) -> Tensor:
     return torch.cat((order[~behind], order[behind]))
 
 
-def _climb(hessian: Tensor, dampings: tuple[float, ...]) -> tuple[Tensor | None, float | None, str]:
+def _climb(matrix: Tensor, dampings: tuple[float, ...]) -> tuple[Tensor | None, float | None, str]:
+    """Returns the lower triangular factor of `matrix`, whose diagonal it changes, with the damping and the fallback."""
+    diagonal = matrix.diagonal().clone()
     for damping in dampings:
-        upper = _upper_factor(hessian, damping)
-        if upper is not None:
-            return upper, damping, "" if damping == dampings[0] else f"damping raised to {damping:g}"
-    upper = _factor_with_floor(hessian, dampings[0])
-    if upper is not None:
-        return upper, None, f"eigenvalues raised to at least {dampings[0]:g} of the mean diagonal"
+        matrix.diagonal().copy_(diagonal + damping)
+        lower = _lower_factor(matrix)
+        if lower is not None:
+            return lower, damping, "" if damping == dampings[0] else f"damping raised to {damping:g}"
+    matrix.diagonal().copy_(diagonal)
+    lower = _factor_with_floor(matrix, dampings[0])
+    if lower is not None:
+        return lower, None, f"eigenvalues raised to at least {dampings[0]:g} of the mean diagonal"
     return None, None, "rtn: the Hessian could not be factorized"
 
 
-def _upper_factor(matrix: Tensor, damping: float = 0.0) -> Tensor | None:
-    """Returns the upper triangular R of `matrix + damping = R R^T`, float32; None if it is not positive definite."""
-    # Reversing rows and columns converts the lower Cholesky factor to an upper one.
-    flipped = matrix.flip(0, 1)
-    flipped.diagonal().add_(damping)
-    factor, info = torch.linalg.cholesky_ex(flipped)
-    del flipped  # these matrices dominate the memory of a wide layer
+def _lower_factor(matrix: Tensor) -> Tensor | None:
+    """Returns the lower triangular L of `matrix = L L^T`, float32; None if it is not positive definite."""
+    factor, info = torch.linalg.cholesky_ex(matrix)
     if int(info) != 0:
         return None
-    factor = factor.flip(0, 1).float()
-    return factor if bool(torch.isfinite(factor.sum())) else None
+    return factor.float() if bool(torch.isfinite(factor.sum())) else None
 
 
 def _factor_with_floor(matrix: Tensor, floor: float) -> Tensor | None:
@@ -136,23 +140,18 @@ def _factor_with_floor(matrix: Tensor, floor: float) -> Tensor | None:
         values, vectors = torch.linalg.eigh(matrix.double())
     except torch.linalg.LinAlgError:
         return None
-    return _upper_factor((vectors * values.clamp(min=floor)) @ vectors.T)
+    return _lower_factor((vectors * values.clamp(min=floor)) @ vectors.T)
 
 
 @dataclass
 class HessianCache:
-    """Statistics of one (smoothed) input, and cached factorizations of its Hessian.
-
-    Attributes:
-        statistics: statistics of the input before smoothing, or None.
-        scale: `[I]`, divisor of the input from smoothing; None without smoothing.
-        drift: drift of the input from the dense model, or None.
-    """
+    """Statistics of one input before smoothing, divided by `scale [I]`, and cached factorizations of its Hessian."""
 
     statistics: InputStatistics | None
     scale: Tensor | None = None
     drift: InputDifference | None = None
     made: dict[Hashable, Any] = field(default_factory=dict)
+    lock: Lock = field(default_factory=Lock)
 
     @property
     def mean_square(self) -> Tensor | None:
@@ -187,9 +186,17 @@ class HessianCache:
 
     def shared(self, key: Hashable, make: Callable[[], Made]) -> Made:
         """Returns the result of `make`, cached for all linears that share the input."""
-        if key not in self.made:
-            self.made[key] = make()
-        return cast(Made, self.made[key])
+        with self.lock:
+            if key not in self.made:
+                self.made[key] = make()
+            return cast(Made, self.made[key])
+
+    def to(self, device: torch.device) -> HessianCache:
+        """Returns the same statistics on `device`, without factorizations if they were elsewhere."""
+        statistics, drift = self.statistics and self.statistics.to(device), self.drift and self.drift.to(device)
+        scale = None if self.scale is None else self.scale.to(device)
+        is_there = statistics is self.statistics and scale is self.scale and drift is self.drift
+        return self if is_there else HessianCache(statistics, scale, drift)
 
     def _smoothed(self, moment: Tensor) -> Tensor:
         return moment if self.scale is None else moment / self.scale / self.scale.unsqueeze(-1)

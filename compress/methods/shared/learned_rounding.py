@@ -12,16 +12,16 @@ code is chosen.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from compress.checkpoint.scale_search import range_kernel, storable
-from compress.checkpoint.weights.gguf_blocks import BlockIntegers
-from compress.checkpoint.weights.integer import IntegerWeight
+from compress.checkpoint.weights.coded import CodedWeight
 from compress.cpu.binding import BEST
 from compress.cpu.learned_rounding import learned_step, learned_values
 
@@ -34,48 +34,53 @@ NUM_CHECKS = 10
 INSIDE = 0.49
 
 
-class Learning(Protocol):
-    """A weight while its rounding is learned."""
+class Learning(ABC):
+    """A weight `[O, I]` while its rounding is learned. `offset`: `[O, I]` float32, added before rounding, in steps of
+    the grid."""
 
-    def codes(self) -> IntegerWeight | BlockIntegers:
+    offset: Tensor
+
+    @property
+    @abstractmethod
+    def parameters(self) -> tuple[Tensor, ...]:
+        """Tensors that are learned."""
+
+    @abstractmethod
+    def codes(self) -> CodedWeight:
         """Return the rounded weight; its values are `values()`."""
-        ...
 
+    @abstractmethod
     def values(self) -> Tensor:
         """Return the dequantized weight `[O, I]` in float32, detached."""
-        ...
 
+    @abstractmethod
     def descend(self, gradient: Tensor, rate: float) -> None:
-        """Step each learned parameter against the sign of its gradient: offsets by `rate`.
+        """Step each parameter against the sign of its gradient, offsets by `rate`; `gradient [O, I]`, float32, is that
+        of the loss with respect to `values()`."""
 
-        Args:
-            gradient: float32 `[O, I]`, of the loss with respect to `values()`.
-        """
-        ...
+    def state(self) -> tuple[Tensor, ...]:
+        """Return a copy of the parameters."""
+        return tuple(each.detach().clone() for each in self.parameters)
 
-    def state(self) -> Any:
-        """Return a copy of what is learned."""
-        ...
-
-    def restore(self, state: Any) -> None:
+    @torch.no_grad()
+    def restore(self, state: tuple[Tensor, ...]) -> None:
         """Goes back to a state."""
-        ...
+        for tensor, saved in zip(self.parameters, state, strict=True):
+            tensor.copy_(saved)
 
 
-class LearnedRounding:
-    """One weight `[O, I]` while its rounding is learned.
+class LearnedRounding(Learning):
+    """Integers while their rounding is learned.
 
     Args:
-        weight: `[O, I]`, the target.
         start: where to begin; with no step taken, `codes()` is equal to it.
         instruction_set: of the compiled code, which works on CPUs; None keeps to torch.
 
     Attributes:
-        offset: `[O, I]` float32, added before rounding, in steps of the grid.
         stretch: `[E, O, G]` float32, factors of the range's ends: one for both when symmetric, else (lower, upper).
     """
 
-    def __init__(self, weight: Tensor, start: IntegerWeight, instruction_set: int | None = BEST) -> None:
+    def __init__(self, weight: Tensor, start: CodedWeight, instruction_set: int | None = BEST) -> None:
         start = start.to(weight.device)
         self._start = start
         self._instruction_set = instruction_set if range_kernel(weight.device) == "C" else None
@@ -86,7 +91,6 @@ class LearnedRounding:
 
     @torch.no_grad()
     def values(self) -> Tensor:
-        """Return the dequantized weight `[O, I]` in float32, detached."""
         scale, zero = self._scales()
         if self._instruction_set is not None:
             max_code = self._start.scheme.max_code
@@ -94,19 +98,13 @@ class LearnedRounding:
         return (self._round(scale, zero)[-1] * scale.unsqueeze(-1)).flatten(1)
 
     @torch.no_grad()
-    def codes(self) -> IntegerWeight:
-        """Return the rounded weight; its values are `values()`."""
+    def codes(self) -> CodedWeight:
         scale, zero = self._scales()
         codes = self._round(scale, zero)[-1] + zero.unsqueeze(-1)
         stored = scale.to(self._start.scales.dtype), zero.to(torch.uint8)
-        return IntegerWeight(codes.to(torch.uint8).flatten(1), *stored, self._start.scheme)
+        return self._start.scheme.weight(codes.to(torch.uint8).flatten(1), *stored)
 
     def descend(self, gradient: Tensor, rate: float) -> None:
-        """Step each learned parameter against the sign of its gradient: offsets by `rate`.
-
-        Args:
-            gradient: float32 `[O, I]`, of the loss with respect to `values()`.
-        """
         with torch.enable_grad():
             scale, zero = self._scales()
         stretched, shifted = self._step(gradient, scale.detach(), zero.detach(), rate)
@@ -116,15 +114,9 @@ class LearnedRounding:
             scale.backward(stretched)
         move(self.stretch, rate * RANGE_SHARE)
 
-    def state(self) -> tuple[Tensor, Tensor]:
-        """Return a copy of the learned parameters."""
-        return self.offset.detach().clone(), self.stretch.detach().clone()
-
-    @torch.no_grad()
-    def restore(self, state: tuple[Tensor, Tensor]) -> None:
-        """Goes back to a state."""
-        self.offset.copy_(state[0])
-        self.stretch.copy_(state[1])
+    @property
+    def parameters(self) -> tuple[Tensor, ...]:
+        return self.offset, self.stretch
 
     def _round(self, scale: Tensor, zero: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return `latent / scale`, where codes are not clamped, and codes less zero points: all `[O, G, g]`."""
@@ -190,12 +182,10 @@ def learn(
     """Takes `steps` steps and leaves the weights in the best state seen, which may be the start.
 
     Args:
-        weights: the weights that are learned together.
         gradients: takes the number of a step; returns the gradient of its loss with respect to the `values()` of each
             weight, None for a weight that the step did not use.
         judge: the error that decides which state is best.
         rate: of the first step; it falls linearly to zero.
-        tick: told the number of steps taken.
     """
     before = best = judge()
     best_step, best_states = 0, [weight.state() for weight in weights]
@@ -214,7 +204,7 @@ def learn(
 
 def straight_through(exact: Tensor, rounding: Callable[[Tensor], Tensor]) -> Tensor:
     """Return `rounding(exact)` exactly, with the gradient of `exact`."""
-    return _Replaced.apply(exact, rounding(exact.detach()))
+    return _Replaced.apply(exact, rounding(exact.detach()))  # type: ignore[no-any-return, no-untyped-call]
 
 
 @torch.no_grad()
@@ -237,7 +227,7 @@ class _Replaced(torch.autograd.Function):
         return gradients[0], None
 
 
-def _within_codes(weight: Tensor, start: IntegerWeight) -> Tensor:
+def _within_codes(weight: Tensor, start: CodedWeight) -> Tensor:
     """Return the values nearest to `weight [O, I]` that round to the start's codes, float32."""
     scale, zero = start.scales.float().unsqueeze(-1), start.zero_points.float().unsqueeze(-1)
     codes = start.qweight.float().unflatten(1, (start.scales.shape[1], -1))

@@ -24,8 +24,6 @@ class SmoothingResult:
         scale: `[I]` float32, ones if the identity is best.
         ratio: exponent of the input magnitudes; 0 for the identity.
         duo: whether the magnitudes of the weights are included.
-        loss_before: loss of plain quantization.
-        loss_after: loss under `scale`.
     """
 
     scale: Tensor
@@ -56,14 +54,12 @@ def best_scale(
     insist: bool = False,
     refine: Callable[[SmoothingResult], Iterable[Candidate]] = lambda _best: (),
 ) -> SmoothingResult:
-    """Evaluates every candidate and the identity by the loss of quantized weights.
+    """Evaluates every candidate and the identity by the loss of quantized weights. Raises NumericsError: the loss
+    without smoothing is NaN or infinite.
 
     Args:
         insist: whether to take the best candidate even if the identity is better.
         refine: function from the best candidate so far to further ones.
-
-    Raises:
-        NumericsError: the loss without smoothing is NaN or infinite.
     """
     weights, quantize, loss = search.weights, search.quantize, search.loss
     identity = torch.ones(weights[0].shape[1], device=weights[0].device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from compress.models.config import Config, attention, decoder, flag, norm, num_layers, plain_mlp, rope
+from compress.models.config import Config, attention, decoder, flag, num_layers, plain_mlp, rope
 from compress.models.registry import register
 from compress.models.spec import ModelSpec
 
@@ -22,13 +22,10 @@ ROPE = {
 
 @register("apertus")
 def apertus(config: Config) -> ModelSpec:
-    """Describes an Apertus."""
     config = {"rms_norm_eps": 1e-5, "max_position_embeddings": 65536, **config}
     if not config.get("rope_scaling"):
         config = {**config, "rope_parameters": config.get("rope_parameters") or ROPE}
-    bias = flag(config, "attention_bias")
-    mixer = attention(config, qkv_bias=bias, output_bias=bias, qk_norm=True, rope=rope(config, theta=12_000_000.0))
+    mixer = attention(config, bias=flag(config, "attention_bias"), qk_norm=True, rope=rope(config, theta=12_000_000.0))
     mlp = plain_mlp(config, "up_proj", "down_proj", "xielu")
     mlp = replace(mlp, curve="mlp.act_fn" if mlp.activation == "xielu" else "")
-    first, second = (norm(config, f"{part}_layernorm") for part in ("attention", "feedforward"))
-    return decoder(config, [mixer] * num_layers(config), mlp, input_norm=first, mlp_norm=second)
+    return decoder(config, [mixer] * num_layers(config), mlp, norms=("attention_layernorm", "feedforward_layernorm"))

@@ -9,8 +9,6 @@ from compress.models.spec import ModelSpec
 
 @register("arcee")
 def arcee(config: Config) -> ModelSpec:
-    """Describes an Arcee."""
-    bias = flag(config, "attention_bias")
-    mixer = attention(config, qkv_bias=bias, output_bias=bias)
+    mixer = attention(config, bias=flag(config, "attention_bias"))
     mlp = plain_mlp(config, "up_proj", "down_proj", "relu2", bias=flag(config, "mlp_bias"))
     return decoder({"rms_norm_eps": 1e-5, **config}, [mixer] * num_layers(config), mlp)

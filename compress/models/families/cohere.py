@@ -12,13 +12,12 @@ from compress.models.config import (
     flag,
     gated_mlp,
     layer_types,
-    norm,
     number,
     positive,
     rope,
     windows,
 )
-from compress.models.registry import Wrapper, register, register_wrapper
+from compress.models.registry import WRAPPERS, Wrapper, register
 from compress.models.spec import ModelSpec
 
 
@@ -30,16 +29,12 @@ def cohere2(config: Config) -> ModelSpec:
     bias, rotary = flag(config, "attention_bias"), rope(config, interleaved=True)
     period = positive(config, "sliding_window_pattern", 4)
     mixers = [
-        attention(config, qkv_bias=bias, output_bias=bias, window=window, rope=None if window is None else rotary)
-        for window in windows({**config, "layer_types": layer_types(config, period)})
+        attention(config, bias=bias, window=window, rope=None if window is None else rotary)
+        for window in windows(config, layer_types(config, period))
     ]
-    first = norm(config, "input_layernorm", centered=True)
-    spec = decoder(config, mixers, gated_mlp(config), input_norm=first, mlp_norm=None, is_parallel=True)
-    return replace(
-        spec,
-        final_norm=replace(first, name=spec.final_norm.name),
-        logit_scale=number(config, "logit_scale", 0.0625),
-    )
+    style = {"centered": True}
+    spec = decoder(config, mixers, gated_mlp(config), norms=("input_layernorm", None), style=style, is_parallel=True)
+    return replace(spec, logit_scale=number(config, "logit_scale", 0.0625))
 
 
-register_wrapper("aya_vision", Wrapper("cohere2", ties_head=True))
+WRAPPERS.register("aya_vision")(Wrapper("cohere2", ties_head=True))

@@ -20,7 +20,7 @@ from compress.models.config import (
 from compress.models.mixers.indexer import lightning_indexer
 from compress.models.mixers.latent import latent_attention
 from compress.models.mtp import layer_behind
-from compress.models.registry import Wrapper, register, register_wrapper
+from compress.models.registry import WRAPPERS, Wrapper, register
 from compress.models.spec import ModelSpec
 
 HEADS = {"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
@@ -59,9 +59,8 @@ def deepseek_v2(config: Config) -> ModelSpec:
     return decoder(config, [mixer] * num_layers(config), dense_first(config, experts, 0, bias=bias))
 
 
-@register("deepseek_v3", other_names=("kimi_k2",))
+@register("deepseek_v3", aliases=("kimi_k2",))
 def deepseek_v3(config: Config) -> ModelSpec:
-    """Describes a DeepSeek-V3."""
     config = {**V3, **config}
     config = config if "num_local_experts" in config else {"n_routed_experts": 256, **config}
     mixer = latent_attention(config, rope(config, interleaved=flag(config, "rope_interleave", True)))
@@ -81,8 +80,6 @@ def deepseek_v32(config: Config) -> ModelSpec:
 
 # The head is the embedding unless config.json says otherwise, as in the class of transformers.
 # When transformers saves one, it renames the layers of the text model together with those of the vision tower.
-register_wrapper(
-    "kimi_k25",
-    Wrapper("deepseek_v3", {"kimi_k2": "deepseek_v3"}, ties_head=True),
-    renamed=(r"^model\.blocks\.", "model.layers."),
+WRAPPERS.register("kimi_k25")(
+    Wrapper("deepseek_v3", {"kimi_k2": "deepseek_v3"}, ties_head=True, renamed=(r"^model\.blocks\.", "model.layers."))
 )

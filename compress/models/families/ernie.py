@@ -24,7 +24,6 @@ from compress.models.spec import ModelSpec
 
 @register("ernie4_5")
 def ernie4_5(config: Config) -> ModelSpec:
-    """Describes a dense ERNIE 4.5."""
     config = {
         "rms_norm_eps": 1e-5,
         "head_dim": 128,
@@ -33,7 +32,7 @@ def ernie4_5(config: Config) -> ModelSpec:
         **config,
     }
     bias = flag(config, "use_bias")
-    mixer = attention(config, qkv_bias=bias, output_bias=bias, rope=rope(config, theta=500_000.0, interleaved=True))
+    mixer = attention(config, bias=bias, rope=rope(config, theta=500_000.0, interleaved=True))
     return decoder(config, [mixer] * num_layers(config), gated_mlp(config, bias=bias))
 
 
@@ -48,7 +47,7 @@ def ernie4_5_moe(config: Config) -> ModelSpec:
         **config,
     }
     bias, rotary = flag(config, "use_bias"), rope(config, theta=500_000.0, interleaved=True)
-    mixers = [attention(config, qkv_bias=bias, output_bias=bias, rope=rotary)] * num_layers(config)
+    mixers = [attention(config, bias=bias, rope=rotary)] * num_layers(config)
     mlp, experts = gated_mlp(config, bias=bias), _experts(config)
     mlps = [experts if layer in _sparse_layers(config) else mlp for layer in range(len(mixers))]
     return replace(decoder(config, mixers, mlps), head_bias=bias)

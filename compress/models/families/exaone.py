@@ -1,8 +1,8 @@
-"""EXAONE 4 (arXiv:2507.11407): norms behind attention and MLP, and layers without a window have no positions."""
+"""EXAONE 4 (arXiv:2507.11407): norms after attention and MLP, and layers without a window have no positions."""
 
 from __future__ import annotations
 
-from compress.models.config import Config, attention, decoder, gated_mlp, layer_types, norm, positive, rope, windows
+from compress.models.config import Config, attention, decoder, gated_mlp, layer_types, positive, rope, windows
 from compress.models.registry import register
 from compress.models.spec import ModelSpec
 
@@ -15,17 +15,10 @@ def exaone4(config: Config) -> ModelSpec:
     kinds = layer_types(config, _period(config)) if has_windows else None
     mixers = [
         attention(config, qk_norm=True, window=window, rope=None if has_windows and window is None else rotary)
-        for window in windows({**config, "layer_types": kinds})
+        for window in windows(config, kinds)
     ]
-    return decoder(
-        config,
-        mixers,
-        gated_mlp(config),
-        input_norm=None,
-        mlp_norm=None,
-        output_norm=norm(config, "post_attention_layernorm"),
-        mlp_output_norm=norm(config, "post_feedforward_layernorm"),
-    )
+    after = ("post_attention_layernorm", "post_feedforward_layernorm")
+    return decoder(config, mixers, gated_mlp(config), norms=(None, None), after=after)
 
 
 def _period(config: Config) -> int:

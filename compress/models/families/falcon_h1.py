@@ -11,7 +11,6 @@ from compress.models.config import (
     decoder,
     flag,
     gated_mlp,
-    norm,
     num_layers,
     number,
     positive,
@@ -27,21 +26,16 @@ from compress.models.spec import ModelSpec
 
 @register("falcon_h1")
 def falcon_h1(config: Config) -> ModelSpec:
-    """Describes a Falcon-H1."""
     config = {"num_attention_heads": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, **config}
     second = SecondMixer(
         _mamba2(config),
         (number(config, "attention_in_multiplier", 1.0), number(config, "attention_out_multiplier", 1.0)),
         (number(config, "ssm_in_multiplier", 1.0), number(config, "ssm_out_multiplier", 1.0)),
     )
-    norms = {"mlp_norm": norm(config, "pre_ff_layernorm")}
-    spec = decoder(config, [_attention(config)] * num_layers(config), _mlp(config), **norms)
-    final = norm(config, "model.final_layernorm")
+    mixers, norms = [_attention(config)] * num_layers(config), ("input_layernorm", "pre_ff_layernorm")
+    spec = decoder(config, mixers, _mlp(config), norms=norms, final="model.final_layernorm", second=second)
     return replace(
         spec,
-        blocks=tuple(replace(block, second=second) for block in spec.blocks),
-        final_norm=final,
-        names=replace(spec.names, final_norm=final.name),
         embedding_scale=number(config, "embedding_multiplier", 1.0),
         logit_scale=number(config, "lm_head_multiplier", 1.0),
     )
@@ -50,7 +44,7 @@ def falcon_h1(config: Config) -> ModelSpec:
 def _attention(config: Config) -> Attention:
     """Composes attention; the factor on keys is one on scores."""
     bias, factor = flag(config, "attention_bias"), number(config, "key_multiplier", 1.0)
-    mixer = attention(config, qkv_bias=bias, output_bias=bias)
+    mixer = attention(config, bias=bias)
     return mixer if factor == 1.0 else replace(mixer, scale=factor * mixer.head_dim**-0.5)
 
 

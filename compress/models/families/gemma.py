@@ -15,7 +15,6 @@ from compress.models.config import (
     flag,
     gated_mlp,
     layer_types,
-    norm,
     num_layers,
     number,
     positive,
@@ -24,54 +23,40 @@ from compress.models.config import (
     windows,
 )
 from compress.models.mixers.attention import Attention
-from compress.models.norm import Norm
-from compress.models.registry import Wrapper, register, register_wrapper
+from compress.models.registry import WRAPPERS, Wrapper, register
 from compress.models.spec import ModelSpec
 
 COMMON = {"head_dim": 256, "tie_word_embeddings": True, "hidden_act": "gelu_pytorch_tanh"}
-
-
-def offset_norm(config: Config, name: str, size: int | None = None) -> Norm:
-    """Composes a norm whose stored weight counts from 1."""
-    return norm(config, name, size, offset=1.0)
+FROM_ONE = {"offset": 1.0}
+"""Norms whose stored weights count from 1."""
 
 
 @register("gemma")
 def gemma(config: Config) -> ModelSpec:
-    """Describes a Gemma 1.
-
-    Raises:
-        CheckpointError: attention to later tokens.
-    """
+    """Describes a Gemma 1. Raises CheckpointError: attention to later tokens."""
     _refuse_later_tokens(config)
     config = {**COMMON, "num_key_value_heads": 16, **config}
     if config["hidden_act"] == "gelu":  # Gemma was released with this name for the approximation, which it computes
         config = {**config, "hidden_act": COMMON["hidden_act"]}
-    bias = flag(config, "attention_bias")
-    mixer = attention(config, qkv_bias=bias, output_bias=bias)
-    return _decoder(config, [mixer] * num_layers(config), ("post_attention_layernorm",))
+    mixer = attention(config, bias=flag(config, "attention_bias"))
+    return _decoder(config, [mixer] * num_layers(config))
 
 
 @register("gemma3_text")
 def gemma3_text(config: Config) -> ModelSpec:
-    """Describes the text part of a Gemma 3: five layers with a window, then one without and with another theta.
-
-    Raises:
-        CheckpointError: attention to later tokens.
-    """
+    """Describes the text part of a Gemma 3: five layers with a window, then one without and with another theta. Raises
+    CheckpointError: attention to later tokens."""
     config = _read({"num_key_value_heads": 4, "sliding_window": 4096, **config})
     thetas = {
         "full_attention": number(config, "rope_theta", 1e6),
         "sliding_attention": number(config, "rope_local_base_freq", 1e4),
     }
     kinds, ropes = layer_types(config, positive(config, "sliding_window_pattern", 6)), ropes_by_kind(config, thetas)
-    head_dim = positive(config, "head_dim")
-    norms = offset_norm(config, "self_attn.q_norm", head_dim), offset_norm(config, "self_attn.k_norm", head_dim)
     mixers = [
-        _mixer(config, qk_norm=norms, window=window, rope=ropes[kind])
-        for window, kind in zip(windows({**config, "layer_types": kinds}), kinds, strict=True)
+        _mixer(config, qk_norm=FROM_ONE, window=window, rope=ropes[kind])
+        for window, kind in zip(windows(config, kinds), kinds, strict=True)
     ]
-    return _decoder(config, mixers, AROUND)
+    return _decoder(config, mixers, norms=BEFORE, after=AFTER)
 
 
 DEFAULTS = {
@@ -83,28 +68,26 @@ DEFAULTS = {
     "max_position_embeddings": 131_072,
 }
 """Sizes that published checkpoints leave out where they are those of transformers."""
-register_wrapper(
-    "gemma3", Wrapper("gemma3_text", defaults=DEFAULTS, unread=("final_logit_softcapping",), ties_head=True)
+WRAPPERS.register("gemma3")(
+    Wrapper("gemma3_text", defaults=DEFAULTS, unread=("final_logit_softcapping",), ties_head=True)
 )
 
 # Its prompts attend to later tokens, which is refused.
-register_wrapper("paligemma", Wrapper("gemma", defaults={"use_bidirectional_attention": True}, ties_head=True))
+WRAPPERS.register("paligemma")(Wrapper("gemma", defaults={"use_bidirectional_attention": True}, ties_head=True))
 
-AROUND = ("pre_feedforward_layernorm", "post_attention_layernorm", "post_feedforward_layernorm")
+BEFORE = "input_layernorm", "pre_feedforward_layernorm"
+AFTER = "post_attention_layernorm", "post_feedforward_layernorm"
 
 
 @register("gemma2")
 def gemma2(config: Config) -> ModelSpec:
-    """Describes a Gemma 2: every second layer has a window, scores and logits are capped.
-
-    Raises:
-        CheckpointError: attention to later tokens.
-    """
+    """Describes a Gemma 2: every second layer has a window, scores and logits are capped. Raises CheckpointError:
+    attention to later tokens."""
     caps = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
     config = _read({"num_key_value_heads": 4, "sliding_window": 4096, **caps, **config})
-    seen = windows({**config, "layer_types": layer_types(config, 2)})
+    seen = windows(config, layer_types(config, 2))
     cap = _cap(config, "attn_logit_softcapping")
-    return _decoder(config, [_mixer(config, window=window, softcap=cap) for window in seen], AROUND)
+    return _decoder(config, [_mixer(config, window=window, softcap=cap) for window in seen], norms=BEFORE, after=AFTER)
 
 
 def _refuse_later_tokens(config: Config) -> None:
@@ -122,23 +105,14 @@ def _mixer(config: Config, **options: Any) -> Attention:
     bias, divisor = flag(config, "attention_bias"), number(config, "query_pre_attn_scalar", 256)
     if divisor == 0:
         raise refusal("query_pre_attn_scalar", divisor, "above 0")
-    return attention(config, qkv_bias=bias, output_bias=bias, scale=divisor**-0.5, **options)
+    return attention(config, bias=bias, scale=divisor**-0.5, **options)
 
 
 def _cap(config: Config, key: str) -> float | None:
     return None if config.get(key) is None else number(config, key)
 
 
-def _decoder(config: Config, mixers: Sequence[Attention], names: tuple[str, ...]) -> ModelSpec:
-    """Composes the decoder.
-
-    Args:
-        names: of the norm before the MLP, and of those behind attention and MLP where there are any.
-    """
-    fields = ("mlp_norm", "output_norm", "mlp_output_norm")
-    norms = {field: offset_norm(config, name) for field, name in zip(fields, names, strict=False)}
-    first = offset_norm(config, "input_layernorm")
-    spec = decoder(config, mixers, gated_mlp(config), input_norm=first, **norms)
-    final = offset_norm(config, spec.final_norm.name)
+def _decoder(config: Config, mixers: Sequence[Attention], **norms: Any) -> ModelSpec:
+    spec = decoder(config, mixers, gated_mlp(config), style=FROM_ONE, **norms)
     cap = _cap(config, "final_logit_softcapping")
-    return replace(spec, final_norm=final, embedding_scale=spec.hidden_size**0.5, logit_softcap=cap)
+    return replace(spec, embedding_scale=spec.hidden_size**0.5, logit_softcap=cap)

@@ -25,11 +25,12 @@ from compress.models.config import (
     text,
     windows,
 )
+from compress.models.families.gemma import AFTER, BEFORE
 from compress.models.linear import Linear
 from compress.models.mixers.attention import Attention
 from compress.models.mlp import Mixture
 from compress.models.norm import Norm
-from compress.models.registry import Wrapper, register, register_wrapper
+from compress.models.registry import WRAPPERS, Wrapper, register
 from compress.models.router import Router
 from compress.models.spec import ModelSpec
 from compress.models.stacks import Stack
@@ -48,16 +49,14 @@ ROPES = {
     "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
 }
 FULL = "full_attention"
-register_wrapper("gemma4", Wrapper("gemma4_text", ties_head=True))
+STYLE: dict[str, Any] = {"in_float32": True}
+WRAPPERS.register("gemma4")(Wrapper("gemma4_text", ties_head=True))
 
 
 @register("gemma4_text")
 def gemma4_text(config: Config) -> ModelSpec:
-    """Describes the text part of a Gemma 4.
-
-    Raises:
-        CheckpointError: attention to later tokens, or layers that share keys and values that no layer computes.
-    """
+    """Describes the text part of a Gemma 4. Raises CheckpointError: attention to later tokens, or layers that share
+    keys and values that no layer computes."""
     config = {**COMMON, **config}
     if config.get("use_bidirectional_attention") == "all":
         raise CheckpointError("attention to later tokens (use_bidirectional_attention) is not supported", "Use Gemma 3")
@@ -67,10 +66,9 @@ def gemma4_text(config: Config) -> ModelSpec:
         config,
         mixers,
         [gated_mlp(config, size=_inner_size(config, mixer.kv_layer is not None)) for mixer in mixers],
-        input_norm=_norm(config, "input_layernorm"),
-        mlp_norm=_norm(config, "pre_feedforward_layernorm"),
-        output_norm=_norm(config, "post_attention_layernorm"),
-        mlp_output_norm=_norm(config, "post_feedforward_layernorm"),
+        norms=BEFORE,
+        after=AFTER,
+        style=STYLE,
         layer_input=_layer_input(config),
         beside=_beside(config) if flag(config, "enable_moe_block") else None,
         scalar="layer_scalar",
@@ -78,7 +76,6 @@ def gemma4_text(config: Config) -> ModelSpec:
     cap = None if config.get("final_logit_softcapping") is None else number(config, "final_logit_softcapping")
     return replace(
         spec,
-        final_norm=_norm(config, spec.final_norm.name),
         embedding_scale=spec.hidden_size**0.5,
         logit_softcap=cap,
         layer_inputs=_layer_inputs(config),
@@ -86,13 +83,13 @@ def gemma4_text(config: Config) -> ModelSpec:
 
 
 def _norm(config: Config, name: str, size: int | None = None, **options: Any) -> Norm:
-    return norm(config, name, size, in_float32=True, **options)
+    return norm(config, name, size, **STYLE, **options)
 
 
 def _kinds(config: Config) -> list[str]:
     """Reads the kind of every layer; the last one always sees all tokens. Raises CheckpointError as `windows`."""
     kinds = layer_types(config, 6)
-    windows({**config, "sliding_window": positive(config, "sliding_window"), "layer_types": kinds})
+    windows({**config, "sliding_window": positive(config, "sliding_window")}, kinds)
     return [*kinds[:-1], FULL]
 
 
@@ -127,10 +124,7 @@ def _of_layer(config: Config, layer: int) -> Config:
 
 def _sources(config: Config) -> list[int | None]:
     """Reads the layer whose keys and values each layer reads: the last of its kind that computes some; None is itself.
-
-    Raises:
-        CheckpointError: no layer of a kind computes keys and values, or more share them than there are.
-    """
+    Raises CheckpointError: no layer of a kind computes keys and values, or more share them than there are."""
     kinds, key = config["layer_types"], "num_kv_shared_layers"
     shared = positive(config, key, most=len(kinds) - 1) if config.get(key) else 0
     own = kinds[: len(kinds) - shared]
@@ -141,17 +135,12 @@ def _sources(config: Config) -> list[int | None]:
 
 
 def _mixer(config: Config, kind: str, source: int | None, **options: Any) -> Attention:
-    """Composes the attention of a layer.
-
-    Args:
-        source: earlier layer whose keys and values it reads.
-    """
+    """Composes the attention of a layer. `source`: earlier layer whose keys and values it reads."""
     bias, head_dim = flag(config, "attention_bias"), positive(config, "head_dim")
-    query, key = (_norm(config, f"self_attn.{name}_norm", head_dim) for name in "qk")
     value = _norm(config, "self_attn.v_norm", head_dim, has_weight=False)
-    mixer = attention(config, qkv_bias=bias, output_bias=bias, qk_norm=(query, key), scale=1.0, **options)
+    mixer = attention(config, bias=bias, qk_norm=STYLE, scale=1.0, **options)
     if source is not None:
-        return replace(mixer, qkv=mixer.qkv[:1], qk_norm=(query,), kv_layer=source)
+        return replace(mixer, qkv=mixer.qkv[:1], qk_norm=(mixer.qk_norm or ())[:1], kv_layer=source)
     if kind == FULL and flag(config, "attention_k_eq_v"):
         return replace(mixer, qkv=mixer.qkv[:2], value_norm=value, value_is_key=True)
     return replace(mixer, value_norm=value)
@@ -163,7 +152,7 @@ def _inner_size(config: Config, shares: bool) -> int:
 
 
 def _beside(config: Config) -> Beside:
-    """Composes the mixture beside the MLP, whose experts are stored together."""
+    """Composes the mixture next to the MLP, whose experts are stored together."""
     count, size = positive(config, "num_experts"), positive(config, "moe_intermediate_size")
     hidden, name = positive(config, "hidden_size"), "experts"
     router = Router(

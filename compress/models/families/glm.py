@@ -4,6 +4,8 @@ GLM-5, whose latent attention is sparse."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from compress.models.config import (
     SIGMOID_ROUTER,
     Config,
@@ -15,7 +17,6 @@ from compress.models.config import (
     grouped_mixture,
     integer,
     mlps_by_kind,
-    norm,
     num_layers,
     positive,
     refusal,
@@ -24,8 +25,7 @@ from compress.models.config import (
 from compress.models.mixers.indexer import lightning_indexer
 from compress.models.mixers.latent import latent_attention
 from compress.models.mtp import layer_behind
-from compress.models.norm import Norm
-from compress.models.registry import Wrapper, register, register_wrapper
+from compress.models.registry import WRAPPERS, Wrapper, register
 from compress.models.spec import ModelSpec
 
 LETTERS = {"F": "full", "S": "shared"}
@@ -34,27 +34,23 @@ DEFAULTS = {"rms_norm_eps": 1.5625e-7, "head_dim": 128, "num_key_value_heads": 2
 
 @register("glm")
 def glm(config: Config) -> ModelSpec:
-    """Describes the first GLM-4."""
     return _dense({**DEFAULTS, **config})
 
 
 @register("glm4")
 def glm4(config: Config) -> ModelSpec:
     """Describes a GLM-4 of 2025, which normalizes what attention and MLP add as well."""
-    config = {**DEFAULTS, **config}
-    after = norm(config, "post_self_attn_layernorm"), norm(config, "post_mlp_layernorm")
-    return _dense(config, output_norm=after[0], mlp_output_norm=after[1])
+    return _dense({**DEFAULTS, **config}, after=("post_self_attn_layernorm", "post_mlp_layernorm"))
 
 
-def _dense(config: Config, **norms: Norm) -> ModelSpec:
+def _dense(config: Config, **norms: Any) -> ModelSpec:
     """Describes a dense model; biases of queries, keys and values are the default."""
     bias, rotary = flag(config, "attention_bias", True), rope(config, knows_partial=True, interleaved=True)
-    mixer = attention(config, qkv_bias=bias, rope=rotary)
+    mixer = attention(config, bias=(bias, False), rope=rotary)
     return decoder(config, [mixer] * num_layers(config), gated_mlp(config, fused=True), **norms)
 
 
-register_wrapper(
-    "glm4v",
+WRAPPERS.register("glm4v")(
     Wrapper(
         "glm4v_text",
         {"glm4v_text": "glm4"},
@@ -63,7 +59,7 @@ register_wrapper(
         text_ties=True,
         is_flat=True,
         divides_heads=True,
-    ),
+    )
 )
 
 
@@ -80,20 +76,21 @@ def glm4_moe(config: Config) -> ModelSpec:
         **config,
     }
     bias = flag(config, "attention_bias")
-    mixer = attention(config, qkv_bias=bias, qk_norm=flag(config, "use_qk_norm"), rope=rope(config, knows_partial=True))
+    mixer = attention(
+        config, bias=(bias, False), qk_norm=flag(config, "use_qk_norm"), rope=rope(config, knows_partial=True)
+    )
     experts = grouped_mixture(config, **SIGMOID_ROUTER)
     return layer_behind(decoder(config, [mixer] * num_layers(config), dense_first(config, experts, 1)))
 
 
-register_wrapper(
-    "glm4v_moe",
+WRAPPERS.register("glm4v_moe")(
     Wrapper(
         "glm4v_moe_text",
         {"glm4v_moe_text": "glm4_moe"},
         {"attention_bias": True, "partial_rotary_factor": 0.5, "use_qk_norm": False},
         unread=("use_qk_norm",),
         text_ties=True,
-    ),
+    )
 )
 
 
@@ -152,11 +149,8 @@ def glm_moe_dsa(config: Config) -> ModelSpec:
 
 
 def _index_sources(config: Config) -> list[int]:
-    """Reads for each layer the one whose indexer it uses: of `indexer_types`, of a pattern, or of a schedule.
-
-    Raises:
-        CheckpointError: not one kind for each layer, an unknown kind, or a first layer that has none.
-    """
+    """Reads for each layer the one whose indexer it uses: of `indexer_types`, of a pattern, or of a schedule. Raises
+    CheckpointError: not one kind for each layer, an unknown kind, or a first layer that has none."""
     count, kinds = num_layers(config), config.get("indexer_types")
     key = "index_topk_pattern" if kinds is None else "indexer_types"
     kinds = config.get("index_topk_pattern") if kinds is None else kinds

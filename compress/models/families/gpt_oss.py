@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from compress.models.clamped_gate import ClampedGate
 from compress.models.config import (
     Config,
@@ -12,7 +10,6 @@ from compress.models.config import (
     flag,
     layer_types,
     mixture,
-    norm,
     number,
     rope,
     windows,
@@ -36,7 +33,6 @@ YARN = {
     "truncate": False,
     "original_max_position_embeddings": 4096,
 }
-NORMS = "input_layernorm", "post_attention_layernorm", "model.norm"
 EXPERTS = "mlp.experts"
 STACKS = (
     Stack(f"{EXPERTS}.gate_up_proj", ("gate_proj.weight", "up_proj.weight"), transposed=True, interleaved=True),
@@ -53,16 +49,14 @@ STACKS = (
 
 @register("gpt_oss")
 def gpt_oss(config: Config) -> ModelSpec:
-    """Describes a gpt-oss."""
     config = {**DEFAULTS, "num_local_experts": config.get("num_experts", 128), **config}
     if not config.get("rope_scaling") and not config.get("rope_parameters"):
         config = {**config, "rope_parameters": YARN}
     clamped = ClampedGate(number(config, "swiglu_alpha", 1.702), number(config, "swiglu_limit", 7.0))
     bias, rotary = flag(config, "attention_bias", True), rope(config, theta=150000.0)
     mixers = [
-        attention(config, qkv_bias=bias, output_bias=bias, rope=rotary, window=window, sink_logits="self_attn.sinks")
-        for window in windows({**config, "layer_types": layer_types(config, 2)})
+        attention(config, bias=bias, rope=rotary, window=window, sink_logits="self_attn.sinks")
+        for window in windows(config, layer_types(config, 2))
     ]
     experts = mixture(config, scores="router", stacks=STACKS, biased=True, clamped=clamped)
-    first, second, final = (norm(config, name, in_float32=True) for name in NORMS)
-    return replace(decoder(config, mixers, experts, input_norm=first, mlp_norm=second), final_norm=final)
+    return decoder(config, mixers, experts, style={"in_float32": True})

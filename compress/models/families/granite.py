@@ -11,6 +11,7 @@ from compress.models.block_parts import Residual
 from compress.models.config import (
     Config,
     attention,
+    by_kind,
     decoder,
     flag,
     gated_mlp,
@@ -23,8 +24,8 @@ from compress.models.config import (
 )
 from compress.models.linear import Linear
 from compress.models.mixers.attention import Attention
-from compress.models.mixers.mamba_config import mamba2, mixer_kinds
-from compress.models.mixers.recurrent import Recurrent
+from compress.models.mixers.mamba_config import mamba2
+from compress.models.mixers.mixer import Mixer
 from compress.models.mlp import MLP, Mixture
 from compress.models.registry import register
 from compress.models.spec import ModelSpec
@@ -33,7 +34,6 @@ from compress.models.stacks import Stack
 
 @register("granite")
 def granite(config: Config) -> ModelSpec:
-    """Describes a dense Granite."""
     return _granite(config, gated_mlp(config, bias=flag(config, "mlp_bias")))
 
 
@@ -45,7 +45,7 @@ def granitemoe(config: Config) -> ModelSpec:
 
 @register("granitemoehybrid")
 def granitemoehybrid(config: Config) -> ModelSpec:
-    """Describes a Granite 4: a shared MLP in every layer, and beside it experts unless there are none of them."""
+    """Describes a Granite 4: a shared MLP in every layer, and experts next to it unless there are none of them."""
     hidden, size = positive(config, "hidden_size"), positive(config, "shared_intermediate_size", 1024)
     shared = MLP(
         (Linear("shared_mlp.input_linear", 2 * size, hidden),),
@@ -55,11 +55,10 @@ def granitemoehybrid(config: Config) -> ModelSpec:
     )
     mlp = shared if config.get("num_local_experts") == 0 else _mixture(config, shared)
     rotated = config.get("position_embedding_type") == "rope"
-    mixers: dict[str, Attention | Recurrent] = {
-        "linear_attention": mamba2(config),
-        "full_attention": _attention(config, rope=rope(config) if rotated else None),
-    }
-    return _granite(config, mlp, [mixers[kind] for kind in mixer_kinds(config)])
+    mamba, softmax = mamba2(config), _attention(config, rope=rope(config) if rotated else None)
+    mixers = {"linear_attention": mamba, "mamba": mamba, "full_attention": softmax, "attention": softmax}
+    kinds = config.get("layer_types", config.get("layers_block_type"))
+    return _granite(config, mlp, by_kind(config, kinds, mixers))
 
 
 def _mixture(config: Config, shared: MLP | None = None) -> Mixture:
@@ -72,13 +71,12 @@ def _mixture(config: Config, shared: MLP | None = None) -> Mixture:
 
 
 def _attention(config: Config, **options: Any) -> Attention:
-    bias = flag(config, "attention_bias")
     # transformers takes null as the usual scale, and what is missing as 1.
     scale = number(config, "attention_multiplier", 1.0) if config.get("attention_multiplier", 1.0) is not None else None
-    return attention(config, qkv_bias=bias, output_bias=bias, scale=scale, **options)
+    return attention(config, bias=flag(config, "attention_bias"), scale=scale, **options)
 
 
-def _granite(config: Config, mlp: MLP | Mixture, mixers: Sequence[Attention | Recurrent] | None = None) -> ModelSpec:
+def _granite(config: Config, mlp: MLP | Mixture, mixers: Sequence[Mixer] | None = None) -> ModelSpec:
     """Composes the decoder; without `mixers` all layers have the same attention."""
     mixers = [_attention(config)] * num_layers(config) if mixers is None else mixers
     spec = decoder(config, mixers, mlp, residual=Residual.scaled(number(config, "residual_multiplier", 1.0)))

@@ -1,4 +1,4 @@
-"""Hunyuan dense: Llama with norms of query and key heads behind the rotary embedding."""
+"""Hunyuan dense: Llama with norms of query and key heads after the rotary embedding."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ from compress.models.spec import ModelSpec
 
 @register("hunyuan_v1_dense")
 def hunyuan_v1_dense(config: Config) -> ModelSpec:
-    """Describes a dense Hunyuan."""
     config = {"rms_norm_eps": 1e-5, **config}
-    bias = flag(config, "attention_bias")
-    mixer = attention(config, qkv_bias=bias, output_bias=bias, norms_rotated=True)
+    mixer = attention(config, bias=flag(config, "attention_bias"), norms_rotated=True)
     names = "self_attn.query_layernorm", "self_attn.key_layernorm"
     query, key = (norm(config, name, mixer.head_dim) for name in names)
     mixer = replace(mixer, qk_norm=(query, key))

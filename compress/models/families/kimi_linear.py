@@ -3,13 +3,14 @@ and mixtures whose first layers are dense."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
 
 from compress.models.config import (
     SIGMOID_ROUTER,
     Config,
     block,
+    by_kind,
     decoder,
     gated_mlp,
     grouped_mixture,
@@ -21,14 +22,94 @@ from compress.models.config import (
     refusal,
     text,
 )
+from compress.models.cuts import Cuts, scaled, size
 from compress.models.linear import Linear
 from compress.models.mixers.attention import Attention
-from compress.models.mixers.kimi_delta import KimiDelta
 from compress.models.mixers.latent import latent_attention
-from compress.models.mixers.mamba_config import mixer_kinds
+from compress.models.mixers.mixer import Mixer, StateField
 from compress.models.mlp import MLP, Mixture
+from compress.models.norm import Norm
 from compress.models.registry import register
 from compress.models.spec import ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class KimiDelta(Mixer):
+    """Linear attention by the delta rule with a decay for each channel of a key (arXiv:2510.26692, section 3).
+
+    Attributes:
+        qkv: projections of queries, keys and values, in this order, each followed by a short causal convolution.
+        gates: projections to the inner channels of the decay and of the output gate, and of the strength of each
+            update (beta), in this order; stay dense.
+        decay, gate: read these inner channels; stay dense.
+        norm: over each head, before its gate, whose sigmoid multiplies it.
+    """
+
+    num_heads: int
+    head_dim: int
+    qkv: tuple[Linear, ...]
+    gates: tuple[Linear, ...]
+    decay: Linear
+    gate: Linear
+    output: Linear
+    norm: Norm
+    kernel: int
+    activation: str = "silu"
+    name: str = "self_attn"
+    inlined: ClassVar[str] = "forget_gate"
+
+    @property
+    def size(self) -> int:
+        """Channels of all heads."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def decays(self) -> str:
+        """Name of the logarithms of the decay of each head."""
+        return f"{self.name}.A_log"
+
+    @property
+    def joined_convs(self) -> tuple[str, ...]:
+        """Names of the weights of the convolutions, in the order of `qkv`."""
+        return tuple(f"{self.name}.{part}_conv1d.weight" for part in "qkv")
+
+    @property
+    def vectors(self) -> dict[str, tuple[int, ...]]:
+        """Shape of its convolutions, decay and offset of the decay by tensor name."""
+        found: dict[str, tuple[int, ...]] = dict.fromkeys(self.joined_convs, (self.size, 1, self.kernel))
+        return found | {self.decays: (1, 1, self.num_heads, 1), f"{self.name}.dt_bias": (self.size,)}
+
+    @property
+    def norms(self) -> tuple[Norm, ...]:
+        return (self.norm,)
+
+    @property
+    def routers(self) -> tuple[Linear, ...]:
+        """Linears that stay dense."""
+        return *self.gates, self.decay, self.gate
+
+    @property
+    def state_fields(self) -> dict[str, StateField]:
+        """The last inputs of the convolutions, and a matrix for each head."""
+        matrix = self.num_heads, self.head_dim, self.head_dim
+        return {"window": StateField((self.kernel - 1, 3 * self.size)), "matrix": StateField(matrix, is_exact=True)}
+
+    def cut(self, cuts: Cuts) -> Self:
+        """Cuts all by head; every rank has the projections to the inner channels of the gates whole."""
+        heads = cuts.share(self.num_heads, self.output, self.head_dim)
+        own, (*inner, beta) = scaled(heads, self.head_dim), self.gates
+        for name in self.vectors:
+            cuts.vector(name, heads if name == self.decays else own)
+        return replace(
+            self,
+            num_heads=size(heads),
+            qkv=tuple(cuts.rows(linear, own) for linear in self.qkv),
+            gates=(*inner, cuts.rows(beta, heads)),
+            decay=cuts.rows(self.decay, own),
+            gate=cuts.rows(self.gate, own),
+            output=cuts.columns(self.output, own),
+        )
+
 
 PUBLISHED = {
     "model_max_length": "max_position_embeddings",
@@ -62,8 +143,7 @@ def kimi_linear(config: Config) -> ModelSpec:
         "linear_attention": _delta(config),
         "full_attention": latent_attention(config, None),
     }
-    kinds = mixer_kinds({**config, "layer_types": _kinds(config)})
-    return replace(decoder(config, [mixers[kind] for kind in kinds], _mlps(config)), tied=False)
+    return replace(decoder(config, by_kind(config, _kinds(config), mixers), _mlps(config)), tied=False)
 
 
 def _kinds(config: Config) -> object:

@@ -4,12 +4,14 @@ windows, gates on heads and norms on both sides."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import ClassVar, Self
 
 from compress.models.config import (
     Config,
     attention,
     block,
+    by_kind,
     decoder,
     flag,
     gated_mlp,
@@ -22,16 +24,44 @@ from compress.models.config import (
     rope,
     rope_of_kind,
 )
+from compress.models.cuts import Cuts, stacked
 from compress.models.linear import Linear
 from compress.models.mixers.attention import Attention
-from compress.models.mixers.recurrent import Recurrent
-from compress.models.mixers.short_conv import ShortConv
+from compress.models.mixers.mixer import ConvolvedMixer, Mixer
 from compress.models.mlp import MLP, Mixture
-from compress.models.norm import Norm
 from compress.models.registry import register
 from compress.models.spec import ModelSpec
 
+
+@dataclass(frozen=True, slots=True)
+class ShortConv(ConvolvedMixer):
+    """A causal convolution over few tokens between two gates: `output(c * conv(b * x))` (arXiv:2511.23404). `qkv`: one
+    projection, of b, c and x in this order."""
+
+    qkv: tuple[Linear, ...]
+    output: Linear
+    kernel: int
+    name: str = "conv"
+    conv_part: ClassVar[str] = "conv"
+
+    @property
+    def conv_size(self) -> int:
+        return self.qkv[0].out_features // 3
+
+    @property
+    def has_conv_bias(self) -> bool:
+        return self.qkv[0].bias
+
+    def cut(self, cuts: Cuts) -> Self:
+        """Cuts all by channel."""
+        own = cuts.share(self.conv_size, self.output)
+        self.cut_conv(cuts, own)
+        qkv = (cuts.rows(self.qkv[0], *stacked(*3 * ((own, self.conv_size),))),)
+        return replace(self, qkv=qkv, output=cuts.columns(self.output, own))
+
+
 NAME, PARTS = "feed_forward", ("w1", "w3", "w2")
+NORMS, FINAL = ("operator_norm", "ffn_norm"), "model.embedding_norm"
 FULL = "full_attention"
 ROPES = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
@@ -77,35 +107,19 @@ def lfm2_moe(config: Config) -> ModelSpec:
 
 @register("lfm3", converted=True)
 def lfm3(config: Config) -> ModelSpec:
-    """Describes a dense LFM3.
-
-    Raises:
-        CheckpointError: a rotary embedding of all layers, where each kind has its own.
-    """
+    """Describes a dense LFM3. Raises CheckpointError: a rotary embedding of all layers, where each kind has its own."""
     if scaling := block(config, "rope_scaling"):
         raise refusal("rope_scaling", scaling, "null if rope_parameters are given by kind of layer")
     config = {**LFM3, **config, "rms_norm_eps": number(config, "norm_eps", 1e-5)}
-    after: dict[str, Norm] = {}
-    if flag(config, "use_sandwich_norm", True):
-        after = {"output_norm": norm(config, "post_operator_norm"), "mlp_output_norm": norm(config, "post_ffn_norm")}
-    mixers: dict[str, Recurrent | Attention] = {kind: _gated_attention(config, kind) for kind in ROPES}
+    after = ("post_operator_norm", "post_ffn_norm") if flag(config, "use_sandwich_norm", True) else ()
+    mixers: dict[str, Mixer] = {kind: _gated_attention(config, kind) for kind in ROPES}
     mixers["conv"] = _conv(config)
-    return _composed(
-        config, [mixers[kind] for kind in _kinds_of_lfm3(config)], gated_mlp(config, name=NAME, parts=PARTS), **after
-    )
-
-
-def _kinds_of_lfm3(config: Config) -> list[str]:
-    """Reads the kind of every layer. Raises CheckpointError for other ones, and without attention."""
-    places, kinds = range(num_layers(config)), config.get("layer_types")
+    kinds = config.get("layer_types")
     if kinds is None:
-        by_place = ["conv" if place == 0 else "sliding_attention" for place in places]
-        kinds = [{2: FULL, 0: by_place[place]}.get(place % 4, "conv") for place in places]
-    if not isinstance(kinds, list) or len(kinds) != len(places) or any(kind not in ("conv", *ROPES) for kind in kinds):
-        raise refusal("layer_types", kinds, f"a list of {len(places)} times conv, {' or '.join(ROPES)}")
-    if set(kinds) == {"conv"}:
-        raise refusal("layer_types", kinds, "one with attention")
-    return kinds
+        places = range(num_layers(config))
+        kinds = [FULL if i % 4 == 2 else "conv" if i % 4 or i == 0 else "sliding_attention" for i in places]
+    mlp = gated_mlp(config, name=NAME, parts=PARTS)
+    return decoder(config, by_kind(config, kinds, mixers), mlp, norms=NORMS, after=after, final=FINAL)
 
 
 def _gated_attention(config: Config, kind: str) -> Attention:
@@ -113,8 +127,7 @@ def _gated_attention(config: Config, kind: str) -> Attention:
     gate = Linear("self_attn.g_proj", heads, positive(config, "hidden_size"))
     return attention(
         config,
-        qkv_bias=bias,
-        output_bias=bias,
+        bias=bias,
         qk_norm=True,
         rope=rope_of_kind(config, ROPES, kind),
         window=None if kind == FULL else positive(config, "sliding_window"),
@@ -145,36 +158,13 @@ def _lfm2(config: Config, mlps: MLP | Mixture | Sequence[MLP | Mixture]) -> Mode
         "tie_word_embeddings": config.get("tie_embedding", config.get("tie_word_embeddings", True)),
         "hidden_act": "silu",
     }
-    mixers: dict[str, Recurrent | Attention] = {"conv": _conv(config), "full_attention": _attention(config)}
-    return _composed(config, [mixers[kind] for kind in _kinds(config)], mlps)
-
-
-def _composed(
-    config: Config,
-    mixers: Sequence[Recurrent | Attention],
-    mlps: MLP | Mixture | Sequence[MLP | Mixture],
-    **after: Norm,
-) -> ModelSpec:
-    before = {"input_norm": norm(config, "operator_norm"), "mlp_norm": norm(config, "ffn_norm")}
-    spec = decoder(config, mixers, mlps, **before, **after)
-    final = norm(config, "model.embedding_norm")
-    return replace(spec, final_norm=final, names=replace(spec.names, final_norm=final.name))
-
-
-def _kinds(config: Config) -> list[str]:
-    """Reads the kind of every layer. Raises CheckpointError unless they are of attention and of convolutions."""
-    layers, kinds = range(num_layers(config)), config.get("layer_types")
+    mixers: dict[str, Mixer] = {"conv": _conv(config), FULL: _attention(config)}
+    kinds, chosen = config.get("layer_types"), config.get("full_attn_idxs")
+    if not isinstance(chosen, list | None):
+        raise refusal("full_attn_idxs", chosen, "a list of layers")
     if kinds is None:
-        chosen = config.get("full_attn_idxs")
-        if not isinstance(chosen, list | None):
-            raise refusal("full_attn_idxs", chosen, "a list of layers")
-        kinds = ["full_attention" if chosen is None or layer in chosen else "conv" for layer in layers]
-    known = ("conv", "full_attention")
-    if not isinstance(kinds, list) or len(kinds) != len(layers) or any(kind not in known for kind in kinds):
-        raise refusal("layer_types", kinds, f"a list of {len(layers)} times {' or '.join(known)}")
-    if "full_attention" not in kinds:
-        raise refusal("layer_types", kinds, "one with full_attention")
-    return kinds
+        kinds = [FULL if chosen is None or layer in chosen else "conv" for layer in range(num_layers(config))]
+    return decoder(config, by_kind(config, kinds, mixers), mlps, norms=NORMS, final=FINAL)
 
 
 def _attention(config: Config) -> Attention:

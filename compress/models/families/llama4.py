@@ -22,7 +22,7 @@ from compress.models.config import (
 )
 from compress.models.mixers.attention import Attention
 from compress.models.mlp import MLP, Mixture
-from compress.models.registry import Wrapper, register, register_wrapper
+from compress.models.registry import WRAPPERS, Wrapper, register
 from compress.models.spec import ModelSpec
 from compress.models.stacks import Stack
 
@@ -43,11 +43,8 @@ STACKS = (
 
 @register("llama4_text")
 def llama4_text(config: Config) -> ModelSpec:
-    """Describes the text part of a Llama 4.
-
-    Raises:
-        CheckpointError: kinds of layers, or lists of them, that do not fit the number of layers.
-    """
+    """Describes the text part of a Llama 4. Raises CheckpointError: kinds of layers, or lists of them, that do not fit
+    the number of layers."""
     config = {**DEFAULTS, **config}
     return decoder(config, _mixers(config), _mlps(config))
 
@@ -85,8 +82,7 @@ def _mixer(config: Config, has_rope: bool, is_chunked: bool) -> Attention:
     grows = bool(config.get("attn_temperature_tuning", True)) and not has_rope
     return attention(
         config,
-        qkv_bias=bias,
-        output_bias=bias,
+        bias=bias,
         rope=rope(config, theta=500000.0, interleaved=True) if has_rope else None,
         qk_norm=(normed, normed) if has_rope and flag(config, "use_qk_norm", True) else False,
         norms_rotated=True,
@@ -113,4 +109,4 @@ def _mlps(config: Config) -> list[MLP | Mixture]:
     return [experts if layer in mixtures else dense for layer in range(count)]
 
 
-register_wrapper("llama4", Wrapper("llama4_text"))
+WRAPPERS.register("llama4")(Wrapper("llama4_text"))

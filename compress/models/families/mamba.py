@@ -25,7 +25,6 @@ KEYS = {
 
 @register("mamba2")
 def mamba2_model(config: Config) -> ModelSpec:
-    """Describes a Mamba-2."""
     config = {**DEFAULTS, "head_dim": 64, **config, "rms_norm_eps": number(config, "layer_norm_epsilon", 1e-5)}
     block = Block(norm(config, "norm"), mamba2(config, name="mixer", keys=KEYS), None, None)
     return ModelSpec(

@@ -14,7 +14,6 @@ from compress.models.spec import ModelSpec
 
 @register("minicpm3")
 def minicpm3(config: Config) -> ModelSpec:
-    """Describes a MiniCPM3."""
     config = {
         "kv_lora_rank": 256,
         "q_lora_rank": 768,

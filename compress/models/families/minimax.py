@@ -3,13 +3,15 @@ over all query heads and all key heads at once."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Self
 
 from compress.models.block import Block
 from compress.models.block_parts import Residual
 from compress.models.config import (
     Config,
     attention,
+    by_kind,
     decoder,
     mixture,
     norm,
@@ -20,12 +22,57 @@ from compress.models.config import (
     text,
     wide_norms,
 )
+from compress.models.cuts import Cuts, scaled, size
 from compress.models.linear import Linear
 from compress.models.mixers.attention import Attention
-from compress.models.mixers.lightning import LightningAttention
-from compress.models.mixers.mamba_config import mixer_kinds
+from compress.models.mixers.mixer import Mixer, StateField
+from compress.models.norm import Norm, NormShare
 from compress.models.registry import register
 from compress.models.spec import ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class LightningAttention(Mixer):
+    """Linear attention with a fixed decay for each head (arXiv:2401.04658), as in MiniMax-01 (arXiv:2501.08313).
+
+    Attributes:
+        qkv: one projection, of query, key and value of each head in turn, and one of the output gate.
+        norm: over all heads, before their gate, whose sigmoid multiplies them.
+        decays: logarithm of the factor on the state before each token, one for each head; tables that files hold of
+            them follow from the number of the layer, and are not read.
+    """
+
+    num_heads: int
+    head_dim: int
+    qkv: tuple[Linear, Linear]
+    output: Linear
+    norm: Norm
+    decays: tuple[float, ...]
+    activation: str = "silu"
+    name: str = "self_attn"
+
+    @property
+    def norms(self) -> tuple[Norm, ...]:
+        return (self.norm,)
+
+    @property
+    def state_fields(self) -> dict[str, StateField]:
+        """A matrix for each head."""
+        return {"matrix": StateField((self.num_heads, self.head_dim, self.head_dim), is_exact=True)}
+
+    def cut(self, cuts: Cuts) -> Self:
+        """Cuts all by head."""
+        heads, (inputs, gate) = cuts.share(self.num_heads, self.output, self.head_dim), self.qkv
+        own = scaled(heads, self.head_dim)
+        return replace(
+            self,
+            num_heads=size(heads),
+            qkv=(cuts.rows(inputs, scaled(own, 3)), cuts.rows(gate, own)),
+            output=cuts.columns(self.output, own),
+            norm=cuts.norm(self.norm, own, NormShare(self.norm.size)),
+            decays=self.decays[heads],
+        )
+
 
 NAME, PARTS = "block_sparse_moe", ("w1", "w3", "w2")
 LIGHTNING_EPS = 1e-6
@@ -46,10 +93,10 @@ def minimax(config: Config) -> ModelSpec:
     layers, kinds = num_layers(config), config.get("layer_types")
     if kinds is None:
         kinds = ["linear_attention" if layer % 2 else "full_attention" for layer in range(layers)]
-    kinds = mixer_kinds({**config, "layer_types": kinds})
     window = None if config.get("sliding_window") is None else positive(config, "sliding_window")
     softmax = attention(config, window=window, rope=rope(config, theta=1_000_000.0))
-    mixers = [softmax if kind == "full_attention" else _lightning(config, layer) for layer, kind in enumerate(kinds)]
+    found = by_kind(config, kinds, {"linear_attention": None, "full_attention": softmax})
+    mixers = [mixer or _lightning(config, layer) for layer, mixer in enumerate(found)]
     spec = decoder(config, mixers, mixture(config, name=NAME, parts=PARTS))
     return replace(spec, blocks=tuple(_with_residual(config, block) for block in spec.blocks))
 

@@ -23,7 +23,7 @@ from compress.models.config import (
     windows,
 )
 from compress.models.mixers.latent import latent_attention
-from compress.models.registry import Wrapper, register, register_wrapper
+from compress.models.registry import WRAPPERS, Wrapper, register
 from compress.models.rope import Rope
 from compress.models.spec import ModelSpec
 from compress.models.stacks import Stack
@@ -48,7 +48,6 @@ MINISTRAL_ROPE = {
 
 @register("mistral")
 def mistral(config: Config) -> ModelSpec:
-    """Describes a Mistral."""
     config = {"sliding_window": DEFAULT_WINDOW, "num_key_value_heads": 8, **config}
     return decoder(config, [attention(config, window=window) for window in windows(config)], gated_mlp(config))
 
@@ -71,7 +70,6 @@ def _growth(rotary: Rope) -> PositionScale:
 
 @register("mixtral")
 def mixtral(config: Config) -> ModelSpec:
-    """Describes a Mixtral."""
     config = {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "num_experts_per_tok": 2, **config}
     config = config if "num_experts" in config else {"num_local_experts": 8, **config}
     rotary = rope(config, theta=1e6)
@@ -102,11 +100,7 @@ STACKS = (
 
 @register("mistral4")
 def mistral4(config: Config) -> ModelSpec:
-    """Describes a Mistral 4.
-
-    Raises:
-        CheckpointError: a share of rotated channels that is not that of the heads.
-    """
+    """Describes a Mistral 4. Raises CheckpointError: a share of rotated channels that is not that of the heads."""
     config = {**MISTRAL4, **config}
     config = config if "num_local_experts" in config else {"n_routed_experts": 128, **config}
     rotated, own = positive(config, "qk_rope_head_dim"), positive(config, "qk_nope_head_dim")
@@ -120,4 +114,4 @@ def mistral4(config: Config) -> ModelSpec:
     return decoder(config, [mixer] * num_layers(config), dense_first(config, experts, 0))
 
 
-register_wrapper("mistral3", Wrapper("mistral", ties_head=True))
+WRAPPERS.register("mistral3")(Wrapper("mistral", ties_head=True))

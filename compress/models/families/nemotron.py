@@ -26,7 +26,7 @@ from compress.models.config import (
 from compress.models.linear import Linear
 from compress.models.mixers.attention import Attention
 from compress.models.mixers.mamba2 import Mamba2
-from compress.models.mixers.mamba_config import OLDER_KINDS, mamba2
+from compress.models.mixers.mamba_config import mamba2
 from compress.models.mlp import MLP, Mixture
 from compress.models.registry import register
 from compress.models.spec import ModelSpec, TensorNames
@@ -34,6 +34,8 @@ from compress.models.spec import ModelSpec, TensorNames
 NAME = "mixer"
 SYMBOLS = {"M": "linear_attention", "E": "moe", "*": "full_attention", "-": "mlp"}
 """Kinds of layers by their symbols in `hybrid_override_pattern`."""
+KINDS = SYMBOLS | {"mamba": "linear_attention", "attention": "full_attention"}
+"""Older checkpoints have these names."""
 DEFAULTS = {
     "hidden_size": 4096,
     "vocab_size": 131072,
@@ -64,7 +66,6 @@ MAMBA_KEYS = {
 
 @register("nemotron_h", stored_as="backbone")
 def nemotron_h(config: Config) -> ModelSpec:
-    """Describes a Nemotron-H or a Nemotron 3."""
     config = {**DEFAULTS, **config, "rms_norm_eps": number(config, "layer_norm_epsilon", 1e-5)}
     kinds, names = _kinds(config), TensorNames(embedding="model.embeddings", final_norm="model.norm_f")
     blocks = {kind: _block(config, kind) for kind in set(kinds)}
@@ -85,7 +86,7 @@ def _kinds(config: Config) -> list[str]:
     kinds = list(SYMBOLS.values()) if kinds is None else kinds
     if not isinstance(kinds, list | str) or not 0 < len(kinds) <= MAX_LAYERS:
         raise refusal(key, kinds, "a list of kinds of layers")
-    found = [str((SYMBOLS | OLDER_KINDS).get(str(kind), kind)) for kind in kinds]
+    found = [str(KINDS.get(str(kind), kind)) for kind in kinds]
     if not set(found) <= PARTS.keys():
         raise refusal(key, kinds, f"a list of {', '.join(PARTS)}")
     return found

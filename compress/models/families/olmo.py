@@ -1,9 +1,8 @@
-"""OLMo 2 and 3 (arXiv:2501.00656, arXiv:2512.13961), with norms behind attention and MLP, and OLMoE (arXiv:2409.02060):
+"""OLMo 2 and 3 (arXiv:2501.00656, arXiv:2512.13961), with norms after attention and MLP, and OLMoE (arXiv:2409.02060):
 all have norms over all query heads and all key heads at once."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from compress.common.errors import UnsupportedModelError
@@ -13,8 +12,8 @@ from compress.models.config import (
     decoder,
     flag,
     gated_mlp,
+    layer_types,
     mixture,
-    norm,
     num_layers,
     number,
     ropes_by_kind,
@@ -32,7 +31,6 @@ DEFAULT_THETA = 500_000.0
 
 @register("olmo2")
 def olmo2(config: Config) -> ModelSpec:
-    """Describes an OLMo 2."""
     config = {**DEFAULTS, **config}
     return post_norm_decoder(config, [_mixer(config)] * num_layers(config))
 
@@ -41,11 +39,8 @@ def olmo2(config: Config) -> ModelSpec:
 def olmo3(config: Config) -> ModelSpec:
     """Describes an OLMo 3: three layers with a window, then one without."""
     config = {**DEFAULTS, "sliding_window": 4096, **config}
-    layers = range(num_layers(config))
-    kinds = config.get("layer_types") or [
-        "full_attention" if layer % 4 == 3 else "sliding_attention" for layer in layers
-    ]
-    seen = windows({**config, "layer_types": kinds})
+    kinds = layer_types(config, 4)
+    seen = windows(config, kinds)
     # As in transformers, a theta outside of the parameters of both kinds is that of full attention.
     thetas = {"full_attention": number(config, "rope_theta", DEFAULT_THETA), "sliding_attention": DEFAULT_THETA}
     ropes = ropes_by_kind(config, thetas)
@@ -55,36 +50,23 @@ def olmo3(config: Config) -> ModelSpec:
 
 @register("olmoe")
 def olmoe(config: Config) -> ModelSpec:
-    """Describes an OLMoE.
-
-    Raises:
-        UnsupportedModelError: queries, keys and values are clipped.
-    """
+    """Describes an OLMoE. Raises UnsupportedModelError: queries, keys and values are clipped."""
     if config.get("clip_qkv") is not None:
         raise UnsupportedModelError(
             "clipped queries, keys and values (clip_qkv) are not supported", "Serve it with transformers"
         )
     config = {**DEFAULTS, "num_experts": 64, "num_experts_per_tok": 8, **config}
-    bias = flag(config, "attention_bias")
-    mixer = wide_norms(config, attention(config, qkv_bias=bias, output_bias=bias))
+    mixer = wide_norms(config, attention(config, bias=flag(config, "attention_bias")))
     experts = mixture(config, normalizes=flag(config, "norm_topk_prob"))
     return decoder(config, [mixer] * num_layers(config), experts)
 
 
 def _mixer(config: Config, **options: Any) -> Attention:
-    bias = flag(config, "attention_bias")
-    return wide_norms(config, attention(config, qkv_bias=bias, output_bias=bias, **options), in_float32=True)
+    return wide_norms(config, attention(config, bias=flag(config, "attention_bias"), **options), in_float32=True)
 
 
 def post_norm_decoder(config: Config, mixers: list[Attention]) -> ModelSpec:
     """Composes a decoder whose mixers and MLPs read the residual stream as it is, and whose updates are normalized."""
-    spec = decoder(
-        config,
-        mixers,
-        gated_mlp(config),
-        input_norm=None,
-        mlp_norm=None,
-        output_norm=norm(config, "post_attention_layernorm", in_float32=True),
-        mlp_output_norm=norm(config, "post_feedforward_layernorm", in_float32=True),
-    )
-    return replace(spec, final_norm=replace(spec.final_norm, in_float32=True))
+    after = ("post_attention_layernorm", "post_feedforward_layernorm")
+    style = {"in_float32": True}
+    return decoder(config, mixers, gated_mlp(config), norms=(None, None), after=after, style=style)

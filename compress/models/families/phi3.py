@@ -14,7 +14,6 @@ from compress.models.config import (
     flag,
     gated_mlp,
     mixture,
-    norm,
     number,
     refusal,
     rope,
@@ -27,7 +26,6 @@ from compress.models.spec import ModelSpec
 
 @register("phi3")
 def phi3(config: Config) -> ModelSpec:
-    """Describes a Phi-3."""
     config = {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "original_max_position_embeddings": 4096, **config}
     rotary = rope(config, knows_partial=True, older_names={"su": "longrope", "yarn": "longrope"})
     mixers = [attention(config, fused=True, window=window, rope=rotary) for window in windows(config)]
@@ -48,9 +46,7 @@ def phimoe(config: Config) -> ModelSpec:
     inner = (block(config, "rope_scaling") or block(config, "rope_parameters")).get(LENGTH)
     config = config if inner is None else {**config, LENGTH: inner}
     bias, rotary = flag(config, "attention_bias"), _scaled(rope(config, theta=1e6))
-    mixers = [
-        attention(config, qkv_bias=bias, output_bias=bias, window=window, rope=rotary) for window in windows(config)
-    ]
+    mixers = [attention(config, bias=bias, window=window, rope=rotary) for window in windows(config)]
     experts = mixture(
         config,
         name="block_sparse_moe",
@@ -58,19 +54,13 @@ def phimoe(config: Config) -> ModelSpec:
         activation="sparsemixer",
         margin=2 * number(config, "router_jitter_noise", 0.01),
     )
-    first, second = (
-        norm(config, name, centered=True, bias=True) for name in ("input_layernorm", "post_attention_layernorm")
-    )
-    spec = decoder(config, mixers, experts, input_norm=first, mlp_norm=second)
-    return replace(spec, final_norm=replace(first, name=spec.final_norm.name), head_bias=flag(config, "lm_head_bias"))
+    spec = decoder(config, mixers, experts, style={"centered": True, "bias": True})
+    return replace(spec, head_bias=flag(config, "lm_head_bias"))
 
 
 def _scaled(rotary: Rope) -> Rope:
-    """Takes the scales of LongRoPE from numbers of their own.
-
-    Raises:
-        CheckpointError: another scaled kind, to which transformers applies these numbers too.
-    """
+    """Takes the scales of LongRoPE from numbers of their own. Raises CheckpointError: another scaled kind, to which
+    transformers applies these numbers too."""
     if rotary.type == "default":
         return rotary
     if rotary.type != "longrope":

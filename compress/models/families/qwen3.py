@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from compress.models.config import Config, attention, decoder, flag, gated_mlp, switched_windows
-from compress.models.registry import Wrapper, register, register_wrapper
+from compress.models.registry import WRAPPERS, Wrapper, register
 from compress.models.spec import ModelSpec
 
 
 @register("qwen3")
 def qwen3(config: Config) -> ModelSpec:
-    """Describes a dense Qwen3."""
     config = {"num_key_value_heads": 32, "head_dim": 128, **config}
-    bias = flag(config, "attention_bias")
     mixers = [
-        attention(config, qkv_bias=bias, output_bias=bias, qk_norm=True, window=window)
+        attention(config, bias=flag(config, "attention_bias"), qk_norm=True, window=window)
         for window in switched_windows(config)
     ]
     return decoder(config, mixers, gated_mlp(config))
 
 
 # Positions of text are the same in all sections of a multimodal rotary embedding, which makes it a plain one.
-register_wrapper("qwen3_vl", Wrapper("qwen3_vl_text", {"qwen3_vl_text": "qwen3"}, {"head_dim": 128, "rope_theta": 5e5}))
+WRAPPERS.register("qwen3_vl")(
+    Wrapper("qwen3_vl_text", {"qwen3_vl_text": "qwen3"}, {"head_dim": 128, "rope_theta": 5e5})
+)

@@ -10,6 +10,7 @@ from typing import Any
 from compress.models.config import (
     Config,
     attention,
+    by_kind,
     decoder,
     flag,
     gated_mlp,
@@ -27,7 +28,7 @@ from compress.models.mixers.attention import Attention
 from compress.models.mixers.gated_delta_net import GatedDeltaNet
 from compress.models.mlp import MLP, Mixture
 from compress.models.mtp import module_beside
-from compress.models.registry import Wrapper, register, register_wrapper
+from compress.models.registry import WRAPPERS, Wrapper, register
 from compress.models.spec import ModelSpec
 from compress.models.stacks import Stack
 
@@ -39,6 +40,8 @@ COMMON = {
     "moe_intermediate_size": 512,
     "shared_expert_intermediate_size": 512,
 }
+FROM_ONE = {"offset": 1.0}
+"""Norms whose stored weights count from 1."""
 
 
 @register("qwen3_next")
@@ -51,7 +54,6 @@ def qwen3_next(config: Config) -> ModelSpec:
 
 @register("qwen3_5_text")
 def qwen3_5_text(config: Config) -> ModelSpec:
-    """Describes the text part of a dense Qwen3.5."""
     config = {**COMMON, "num_key_value_heads": 4, **config}
     return _hybrid(config, gated_mlp(config))
 
@@ -68,8 +70,8 @@ def qwen3_5_moe_text(config: Config) -> ModelSpec:
 
 
 # Positions of text are the same in all sections of a multimodal rotary embedding, which makes it a plain one.
-register_wrapper("qwen3_5", Wrapper("qwen3_5_text"))
-register_wrapper("qwen3_5_moe", Wrapper("qwen3_5_moe_text"))
+WRAPPERS.register("qwen3_5")(Wrapper("qwen3_5_text"))
+WRAPPERS.register("qwen3_5_moe")(Wrapper("qwen3_5_moe_text"))
 
 
 def _mixture(config: Config, **options: Any) -> Mixture:
@@ -89,42 +91,22 @@ def _hybrid(config: Config, mlps: MLP | Mixture | Sequence[MLP | Mixture], *, gr
         "linear_attention": _delta_net(config, grouped),
         "full_attention": _attention(config),
     }
-    norms = {
-        field: norm(config, name, offset=1.0)
-        for field, name in (("input_norm", "input_layernorm"), ("mlp_norm", "post_attention_layernorm"))
-    }
-    spec = decoder(config, [mixers[kind] for kind in _kinds(config)], mlps, **norms)
-    spec = replace(spec, final_norm=norm(config, spec.final_norm.name, offset=1.0))
+    period, kinds = positive(config, "full_attention_interval", 4), config.get("layer_types")
+    if kinds is None:
+        layers = range(1, num_layers(config) + 1)
+        kinds = ["linear_attention" if layer % period else "full_attention" for layer in layers]
+    spec = decoder(config, by_kind(config, kinds, mixers), mlps, style=FROM_ONE)
     return module_beside(spec, replace(spec.blocks[-1], mixer=mixers["full_attention"]))
 
 
-def _kinds(config: Config) -> list[str]:
-    """Reads the kind of every layer. Raises CheckpointError unless they are of attention and the gated delta rule."""
-    period, layers = positive(config, "full_attention_interval", 4), range(num_layers(config))
-    kinds = config.get("layer_types")
-    if kinds is None:
-        kinds = ["linear_attention" if (layer + 1) % period else "full_attention" for layer in layers]
-    known = ("linear_attention", "full_attention")
-    if not isinstance(kinds, list) or len(kinds) != len(layers) or any(kind not in known for kind in kinds):
-        raise refusal("layer_types", kinds, f"a list of {len(layers)} times {' or '.join(known)}")
-    if "full_attention" not in kinds:
-        raise refusal("layer_types", kinds, "one with full_attention")
-    return kinds
-
-
 def _attention(config: Config) -> Attention:
-    bias, head_dim = flag(config, "attention_bias"), positive(config, "head_dim")
-    query, key = (norm(config, f"self_attn.{name}_norm", head_dim, offset=1.0) for name in "qk")
-    rotary = rope(config, knows_partial=True)
-    return attention(config, qkv_bias=bias, output_bias=bias, qk_norm=(query, key), output_gate=True, rope=rotary)
+    bias, rotary = flag(config, "attention_bias"), rope(config, knows_partial=True)
+    return attention(config, bias=bias, qk_norm=FROM_ONE, output_gate=True, rope=rotary)
 
 
 def _delta_net(config: Config, grouped: bool) -> GatedDeltaNet:
-    """Composes a layer of the gated delta rule.
-
-    Raises:
-        CheckpointError: value heads that do not divide among the key heads.
-    """
+    """Composes a layer of the gated delta rule. Raises CheckpointError: value heads that do not divide among the key
+    heads."""
     name, hidden = "linear_attn", positive(config, "hidden_size")
     key_heads, heads = positive(config, "linear_num_key_heads", 16), positive(config, "linear_num_value_heads", 32)
     key_dim, value_dim = positive(config, "linear_key_head_dim", 128), positive(config, "linear_value_head_dim", 128)

@@ -17,7 +17,7 @@ from compress.models.config import (
 )
 from compress.models.linear import Linear
 from compress.models.mlp import MLP, Mixture
-from compress.models.registry import Wrapper, register, register_wrapper
+from compress.models.registry import WRAPPERS, Wrapper, register
 from compress.models.spec import ModelSpec
 from compress.models.stacks import Stack
 from compress.models.wrappers import OUTER
@@ -45,14 +45,13 @@ def qwen2_moe(config: Config) -> ModelSpec:
     bias, layers = flag(config, "qkv_bias", True), range(num_layers(config))
     last = int(number(config, "max_window_layers", 28))
     kinds = ["full_attention" if layer % 2 or layer >= last else "sliding_attention" for layer in layers]
-    seen = switched_windows({**config, "layer_types": config.get("layer_types") or kinds})
-    mixers = [attention(config, qkv_bias=bias, window=window) for window in seen]
+    seen = switched_windows(config, config.get("layer_types") or kinds)
+    mixers = [attention(config, bias=(bias, False), window=window) for window in seen]
     return decoder(config, mixers, layers_of(config, experts, len(mixers)))
 
 
 @register("qwen3_moe")
 def qwen3_moe(config: Config) -> ModelSpec:
-    """Describes a mixture of Qwen3."""
     config = {
         "num_experts": 128,
         "num_experts_per_tok": 8,
@@ -66,10 +65,9 @@ def qwen3_moe(config: Config) -> ModelSpec:
         normalizes=flag(config, "norm_topk_prob"),
         stacks=_stacks(config) if OUTER in config else (),
     )
-    bias = flag(config, "attention_bias")
     mixers = [
-        attention(config, qkv_bias=bias, output_bias=bias, qk_norm=True, window=window)
-        for window in switched_windows({**config, "max_window_layers": 0, "layer_types": None})
+        attention(config, bias=flag(config, "attention_bias"), qk_norm=True, window=window)
+        for window in switched_windows(config, ["sliding_attention"] * num_layers(config))
     ]
     return decoder(config, mixers, layers_of(config, experts, len(mixers)))
 
@@ -85,8 +83,7 @@ def _stacks(config: Config) -> tuple[Stack, ...]:
     )
 
 
-register_wrapper(
-    "qwen3_vl_moe",
+WRAPPERS.register("qwen3_vl_moe")(
     Wrapper(
         "qwen3_vl_moe_text",
         {"qwen3_vl_moe_text": "qwen3_moe"},
@@ -95,16 +92,13 @@ register_wrapper(
             **{"norm_topk_prob": True, "rope_theta": 5e5, "use_sliding_window": False},
         },
         unread=("norm_topk_prob", "use_sliding_window", "sliding_window"),
-    ),
+    )
 )
 
 
 def layers_of(config: Config, experts: Mixture, count: int) -> list[MLP | Mixture]:
-    """Reads which layers are mixtures; the others have an MLP.
-
-    Raises:
-        CheckpointError: `mlp_only_layers` that is no list of layers.
-    """
+    """Reads which layers are mixtures; the others have an MLP. Raises CheckpointError: `mlp_only_layers` that is not
+    a list of layers."""
     step, dense = positive(config, "decoder_sparse_step", 1), config.get("mlp_only_layers") or []
     if not isinstance(dense, list) or not set(dense) <= set(range(count)):
         raise CheckpointError(f"mlp_only_layers is {dense!r}, not a list of layers", "Check config.json")

@@ -11,8 +11,6 @@ from compress.models.spec import ModelSpec
 def seed_oss(config: Config) -> ModelSpec:
     """Describes a Seed-OSS; biases of queries, keys and values are the default."""
     config = {"head_dim": 128, "num_key_value_heads": 8, **config}
-    mixer = attention(
-        config, qkv_bias=flag(config, "attention_bias", True), output_bias=flag(config, "attention_out_bias")
-    )
+    mixer = attention(config, bias=(flag(config, "attention_bias", True), flag(config, "attention_out_bias")))
     mlp = gated_mlp(config, bias=flag(config, "mlp_bias"))
     return decoder(config, [mixer] * num_layers(config), mlp)

@@ -13,26 +13,22 @@ TIED = True
 
 @register("smollm3")
 def smollm3(config: Config) -> ModelSpec:
-    """Describes a SmolLM3."""
     config = {"tie_word_embeddings": TIED, "num_key_value_heads": 4, **config}
     bias, rotary = flag(config, "attention_bias"), rope(config, theta=2_000_000.0)
     rotated = rotated_layers(config)
     switched = flag(config, "use_sliding_window")
     kinds = ["sliding_attention" if switched and not rotates else "full_attention" for rotates in rotated]
-    seen = windows({**config, "layer_types": config.get("layer_types") or kinds})
+    seen = windows(config, config.get("layer_types") or kinds)
     mixers = [
-        attention(config, qkv_bias=bias, output_bias=bias, window=window, rope=rotary if rotates else None)
+        attention(config, bias=bias, window=window, rope=rotary if rotates else None)
         for window, rotates in zip(seen, rotated, strict=True)
     ]
     return decoder(config, mixers, gated_mlp(config, bias=flag(config, "mlp_bias")))
 
 
 def rotated_layers(config: Config) -> list[bool]:
-    """Reads which layers have positions.
-
-    Raises:
-        CheckpointError: `no_rope_layers` that is not one number for each layer.
-    """
+    """Reads which layers have positions. Raises CheckpointError: `no_rope_layers` that is not one number for each
+    layer."""
     count = num_layers(config)
     interval = positive(config, "no_rope_layer_interval", 4)
     listed = config.get("no_rope_layers")

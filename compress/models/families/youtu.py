@@ -10,7 +10,6 @@ from compress.models.spec import ModelSpec
 
 @register("youtu")
 def youtu(config: Config) -> ModelSpec:
-    """Describes a Youtu-LLM."""
     config = {
         "kv_lora_rank": 512,
         "q_lora_rank": 1536,

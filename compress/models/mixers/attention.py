@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Self
 
+from compress.models.cuts import Cuts, scaled, size, stacked
 from compress.models.linear import Linear
-from compress.models.norm import Norm
+from compress.models.mixers.mixer import Mixer
+from compress.models.norm import Norm, NormShare
 from compress.models.rope import Rope
-from compress.models.state import StateField
 
 if TYPE_CHECKING:
     from compress.models.block_parts import PositionScale
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Attention:
+class Attention(Mixer):
     """Causal grouped-query attention.
 
     Attributes:
@@ -95,11 +96,6 @@ class Attention:
         return {self.sink_logits: (self.num_heads,)} if self.sink_logits else {}
 
     @property
-    def state_fields(self) -> dict[str, StateField]:
-        """Nothing beside keys and values."""
-        return {}
-
-    @property
     def own_kv_heads(self) -> int:
         """Key-value heads that it computes itself."""
         return self.num_kv_heads if self.kv_layer is None else 0
@@ -108,3 +104,62 @@ class Attention:
     def routers(self) -> tuple[Linear, ...]:
         gates = () if self.head_gate is None else (self.head_gate,)
         return gates if self.latent is None else self.latent.routers
+
+    def cut(self, cuts: Cuts) -> Self:
+        """Cuts queries, keys, values and gates by head; a key-value head goes with the query heads that read it."""
+        if self.latent is not None:
+            return self._cut_latent(cuts, self.latent)
+        queries, keys = cuts.groups(self.num_kv_heads, self._shared, self.output, self.head_dim)
+        if self.sink_logits:
+            cuts.vector(self.sink_logits, queries)
+        return replace(
+            self,
+            num_heads=size(queries),
+            num_kv_heads=size(keys),
+            qkv=self._cut_qkv(cuts, queries, keys),
+            output=cuts.columns(self.output, scaled(queries, self.head_dim)),
+            qk_norm=self._cut_norms(cuts, queries, keys),
+            head_gate=None if self.head_gate is None else cuts.rows(self.head_gate, queries),
+        )
+
+    @property
+    def _shared(self) -> int:
+        """Query heads that read a key-value head."""
+        return self.num_heads // self.num_kv_heads
+
+    def _cut_qkv(self, cuts: Cuts, queries: slice, keys: slice) -> tuple[Linear, ...]:
+        width = self.head_dim * (1 + self.output_gate)
+        parts = [(scaled(queries, width), self.num_heads * width)]
+        if self.kv_layer is None:
+            key = scaled(keys, self.head_dim), self.num_kv_heads * self.head_dim
+            parts += [key] if self.value_is_key else [key, key]
+        if len(self.qkv) == 1:
+            return (cuts.rows(self.qkv[0], *stacked(*parts)),)
+        return tuple(cuts.rows(linear, part) for linear, (part, _) in zip(self.qkv, parts, strict=True))
+
+    def _cut_norms(self, cuts: Cuts, queries: slice, keys: slice) -> tuple[Norm, ...] | None:
+        """Cuts norms over all heads at once. Where several ranks have a key head, one adds its squares."""
+        if self.qk_norm is None or all(norm.size == self.head_dim for norm in self.qk_norm):
+            return self.qk_norm
+        first = queries.start == keys.start * self._shared
+        return tuple(
+            cuts.norm(norm, scaled(part, self.head_dim), NormShare(norm.size, is_added=is_added))
+            for norm, part, is_added in zip(self.qk_norm, (queries, keys), (True, first), strict=False)
+        )
+
+    def _cut_latent(self, cuts: Cuts, latent: Latent) -> Self:
+        """Cuts what makes queries, keys and values of latents by head; every rank has latents and indexer whole."""
+        heads = cuts.share(self.num_heads, self.output, latent.value_dim)
+        queries = scaled(heads, self.head_dim)
+        first, *others = self.qkv
+        return replace(
+            self,
+            num_heads=size(heads),
+            qkv=(cuts.rows(first, queries) if latent.query is None else first, *others),
+            output=cuts.columns(self.output, scaled(heads, latent.value_dim)),
+            latent=replace(
+                latent,
+                query=None if latent.query is None else cuts.rows(latent.query, queries),
+                expansion=cuts.rows(latent.expansion, scaled(heads, latent.expansion.out_features // self.num_heads)),
+            ),
+        )

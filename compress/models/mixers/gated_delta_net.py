@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
+from compress.models.cuts import Cuts, moved, scaled, size, stacked
 from compress.models.linear import Linear
+from compress.models.mixers.mixer import ConvolvedMixer
 from compress.models.norm import Norm
-from compress.models.state import StateField
 
 
 @dataclass(frozen=True, slots=True)
-class GatedDeltaNet:
-    """Linear attention by the gated delta rule (arXiv:2412.06464) behind a short causal convolution.
+class GatedDeltaNet(ConvolvedMixer):
+    """Linear attention by the gated delta rule (arXiv:2412.06464) after a short causal convolution.
 
     Attributes:
         num_heads, num_key_heads: value heads, and heads of queries and keys, each of which serves as many value heads.
-        key_dim, value_dim: channels of one head.
         qkv: projections of queries, keys, values and output gates, in this order.
         gates: projections of the strength of each update (beta) and of the decay, in this order; stay dense.
-        output: reads the value heads.
         norm: over each value head, before its gate.
-        kernel: tokens that the convolution over queries, keys and values sees.
         grouped: rows of a projection are sorted by key head, not by what they project.
-        activation: behind the convolution.
     """
 
     num_heads: int
@@ -44,24 +42,9 @@ class GatedDeltaNet:
         return 2 * self.num_key_heads * self.key_dim + self.num_heads * self.value_dim
 
     @property
-    def vectors(self) -> dict[str, tuple[int, ...]]:
-        """Shape of its convolution, decay and offset of the decay by tensor name."""
-        heads = (self.num_heads,)
-        return {
-            self.conv: (self.conv_size, 1, self.kernel),
-            f"{self.name}.A_log": heads,
-            f"{self.name}.dt_bias": heads,
-        }
-
-    @property
-    def conv(self) -> str:
-        """Name of the weight of the convolution."""
-        return f"{self.name}.conv1d.weight"
-
-    @property
-    def linears(self) -> tuple[Linear, ...]:
-        """In the order in which they are computed, but those that stay dense."""
-        return *self.qkv, self.output
+    def own_vectors(self) -> dict[str, tuple[int, ...]]:
+        """Shape of its decay and offset of the decay by tensor name."""
+        return {f"{self.name}.A_log": (self.num_heads,), f"{self.name}.dt_bias": (self.num_heads,)}
 
     @property
     def norms(self) -> tuple[Norm, ...]:
@@ -73,7 +56,40 @@ class GatedDeltaNet:
         return self.gates
 
     @property
-    def state_fields(self) -> dict[str, StateField]:
-        """The last inputs of the convolution, and a matrix for each head."""
-        matrix = self.num_heads, self.key_dim, self.value_dim
-        return {"window": StateField((self.kernel - 1, self.conv_size)), "matrix": StateField(matrix, is_exact=True)}
+    def matrix(self) -> tuple[int, ...]:
+        return self.num_heads, self.key_dim, self.value_dim
+
+    def cut(self, cuts: Cuts) -> Self:
+        """Cuts all by value head, which a head of queries and keys goes with."""
+        heads, keys = cuts.groups(self.num_key_heads, self._shared, self.output, self.value_dim)
+        key = scaled(keys, self.key_dim), self.num_key_heads * self.key_dim
+        value = scaled(heads, self.value_dim), self.num_heads * self.value_dim
+        channels = stacked(key, key, value)
+        self.cut_conv(cuts, *channels)
+        for name in self.own_vectors:
+            cuts.vector(name, heads)
+        qkv: tuple[Linear, ...]
+        if self.grouped:
+            qkv, gates = self._cut_grouped(cuts, heads, keys)
+        else:
+            qkv = cuts.rows(self.qkv[0], *channels), cuts.rows(self.qkv[1], value[0])
+            gates = tuple(cuts.rows(linear, heads) for linear in self.gates)
+        output = cuts.columns(self.output, value[0])
+        return replace(self, num_heads=size(heads), num_key_heads=size(keys), qkv=qkv, gates=gates, output=output)
+
+    @property
+    def _shared(self) -> int:
+        """Value heads of a key head."""
+        return self.num_heads // self.num_key_heads
+
+    def _cut_grouped(self, cuts: Cuts, heads: slice, keys: slice) -> tuple[tuple[Linear, ...], tuple[Linear, ...]]:
+        """Cuts projections that are sorted by key head: all of several key heads, or a part of one."""
+        shared, first = self._shared, heads.start - keys.start * self._shared
+        own = slice(first, min(first + size(heads), shared))
+        key, value = (slice(0, self.key_dim), self.key_dim), (scaled(own, self.value_dim), shared * self.value_dim)
+
+        def rows(linear: Linear, *parts: tuple[slice, int]) -> Linear:
+            width, each = linear.out_features // self.num_key_heads, range(keys.start, keys.stop)
+            return cuts.rows(linear, *(moved(part, head * width) for head in each for part in stacked(*parts)))
+
+        return (rows(self.qkv[0], key, key, value, value),), (rows(self.gates[0], (own, shared), (own, shared)),)

@@ -24,7 +24,6 @@ class Indexer:
         key: gives the index key, which is kept of every token; reads what attention reads.
         weights: gives the weight of every head, reads what attention reads, and stays dense: a rounded one chooses
             other tokens.
-        norm: of the index key.
         interleaved: channels 2i and 2i + 1 rotate as a pair, see `Rope`.
     """
 

@@ -28,8 +28,6 @@ class Latent:
         rank: channels of the latent, from which `expansion` makes K key channels and then `value_dim` value channels
             of every head.
         rotated: channels R of the shared rotated key.
-        value_dim: channels of a value head.
-        norm: of the latent.
         expansion: reads the normalized latent.
         query_norm, query: norm of the latent of queries, and the linear that makes queries from it; None where
             queries are projected at once.
@@ -71,16 +69,8 @@ class Latent:
 def latent_attention(
     config: Config, rope: Rope | None, *, indexer: Indexer | None = None, index_layer: int | None = None, **options: Any
 ) -> Attention:
-    """Composes latent attention named as in DeepSeek-V2.
-
-    Args:
-        rope: None for no positions; then rotated channels stay as they are.
-        indexer, index_layer: see `Latent`.
-        options: further fields of `Attention`.
-
-    Raises:
-        CheckpointError: fewer key-value heads than query heads.
-    """
+    """Composes latent attention named as in DeepSeek-V2. Raises CheckpointError: fewer key-value heads than query
+    heads."""
     hidden, heads = positive(config, "hidden_size"), positive(config, "num_attention_heads")
     if (kv_heads := positive(config, "num_key_value_heads", heads)) != heads:
         raise CheckpointError(f"latent attention has {kv_heads} key-value heads for {heads} heads", "Set both alike")
@@ -120,4 +110,4 @@ def _scale(rope: Rope | None, head_dim: int) -> float | None:
     if rope is None or rope.type == "default" or not (weight := number(rope.options, "mscale_all_dim", 0.0)):
         return None
     factor = number(rope.options, "factor", 1.0)
-    return head_dim**-0.5 * (0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0) ** 2
+    return math.pow(head_dim, -0.5) * (0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0) ** 2

@@ -7,25 +7,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from compress.models.config import Config, flag, norm, num_layers, positive, refusal, text
+from compress.models.config import Config, flag, norm, positive, refusal, text
 from compress.models.linear import Linear
 from compress.models.mixers.mamba2 import Mamba2
-
-OLDER_KINDS = {"mamba": "linear_attention", "attention": "full_attention"}
-"""Kinds of layers by the names that older checkpoints have for them."""
-
-
-def mixer_kinds(config: Config) -> list[str]:
-    """Reads the kind of every layer. Raises CheckpointError unless they are of attention and of Mamba-2."""
-    layers, known = num_layers(config), tuple(OLDER_KINDS.values())
-    kinds = config.get("layer_types", config.get("layers_block_type"))
-    if not isinstance(kinds, list) or len(kinds) != layers or not all(isinstance(kind, str) for kind in kinds):
-        raise refusal("layer_types", kinds, f"a list of {layers} times {' or '.join(known)}")
-    found = [str(OLDER_KINDS.get(kind, kind)) for kind in kinds]
-    if not {"full_attention"} <= set(found) <= set(known):
-        raise refusal("layer_types", kinds, f"one of {' and '.join(known)}")
-    return found
-
 
 KEYS = {
     "heads": "mamba_n_heads",
@@ -44,17 +28,8 @@ KEYS = {
 def mamba2(
     config: Config, inner: int | None = None, name: str = "mamba", keys: Mapping[str, str] = KEYS, **options: Any
 ) -> Mamba2:
-    """Composes a layer of Mamba-2.
-
-    Args:
-        inner: channels of all heads; None for a multiple of the residual stream.
-        name: prefix of its tensors.
-        keys: fields of config.json, as `KEYS`.
-        options: further fields of `Mamba2`.
-
-    Raises:
-        CheckpointError: heads that do not take up all channels, or do not divide among the groups.
-    """
+    """Composes a layer of Mamba-2. Raises CheckpointError: heads that do not take up all channels, or do not divide
+    among the groups. `inner`: channels of all heads; None for a multiple of the residual stream."""
     hidden, heads = positive(config, "hidden_size"), positive(config, keys["heads"], 128)
     inner = hidden * positive(config, keys["expand"], 2) if inner is None else inner
     groups = positive(config, keys["groups"], 1)

@@ -2,14 +2,7 @@
 
 from compress.models.mixers.gated_delta_net import GatedDeltaNet
 from compress.models.mixers.mamba2 import Mamba2
-from runtime.backends.base import (
-    AttentionKernel,
-    Backend,
-    LayersKernel,
-    MixtureKernel,
-    OpsKernel,
-    register,
-)
+from runtime.backends.backend import BACKENDS, AttentionKernel, Backend, LayersKernel, MixtureKernel, OpsKernel
 from runtime.backends.cpu.latent import make_pages
 from runtime.backends.cpu.latent_heads import heads_nbytes, heads_unsupported_reason, prepare_heads
 from runtime.backends.cpu.layers import (
@@ -22,19 +15,16 @@ from runtime.backends.cpu.layers import (
 )
 from runtime.backends.cpu.linear_kernels import (
     BLOCKS,
-    BNB_FP4,
     DENSE,
-    FLOATS4,
     FLOATS8,
     INT8,
-    NONLINEAR,
-    NORMAL_FLOATS,
     PACKED,
     SPARSE,
+    TABLES,
     W4A8,
     is_fast,
 )
-from runtime.backends.cpu.mixture import mixture_unsupported_reason, prepare_mixture
+from runtime.backends.cpu.mixture import CpuMixture, mixture_unsupported_reason
 from runtime.backends.cpu.sampling import CpuSampling
 from runtime.backends.cpu.state_step import (
     delta_unsupported_reason,
@@ -48,11 +38,11 @@ from runtime.backends.state_kernels import StateKernel
 
 STATE_SUMMARY = "compiled, one pass over states"
 
-register(
+BACKENDS.register(order=40)(
     Backend(
         "cpu",
         "cpu",
-        linears=(INT8, SPARSE, PACKED, BLOCKS, FLOATS4, NORMAL_FLOATS, NONLINEAR, BNB_FP4, *FLOATS8, W4A8, TRELLIS),
+        linears=(INT8, SPARSE, PACKED, BLOCKS, TABLES, FLOATS8, W4A8, TRELLIS),
         dense=(DENSE,),
         is_fast=is_fast,
         ops=OpsKernel("compiled, one pass over each row", ops_unsupported_reason, CpuOps),
@@ -61,7 +51,7 @@ register(
         ),
         latent_heads=LatentHeadsKernel(heads_unsupported_reason, prepare_heads, heads_nbytes),
         layers=LayersKernel("all layers in one call", layers_unsupported_reason, prepare_layers),
-        mixture=MixtureKernel("rows by expert, all experts in one call", mixture_unsupported_reason, prepare_mixture),
+        mixture=MixtureKernel("rows by expert, all experts in one call", mixture_unsupported_reason, CpuMixture),
         states=(
             StateKernel(GatedDeltaNet, STATE_SUMMARY, delta_unsupported_reason, prepare_delta),
             StateKernel(Mamba2, STATE_SUMMARY, mamba2_unsupported_reason, prepare_mamba2),

@@ -12,9 +12,9 @@ from torch import Tensor
 from compress.checkpoint.kv_cache import KVCacheScheme
 from compress.checkpoint.kv_quant import QuantizedHeads, dequantize_heads
 from compress.cpu.binding import BEST, absence, library
-from runtime.backends.base import Model
 from runtime.backends.cpu.huge_pages import TouchedAhead, empty
 from runtime.backends.kv_pages import BlockField, BlockMemory, layers_by_shape, page_sizes
+from runtime.backends.model import Model
 from runtime.core.memory_plan import MemoryPlan
 from runtime.core.model_config import DecoderConfig
 
@@ -39,11 +39,11 @@ def move_token(content: Tensor, name: str, bits: int, block_size: int, source: i
 def _at(block: Tensor, name: str, bits: int, block_size: int, token: int) -> Tensor:
     """A token's words, members or scales."""
     if name == "keys":
-        return block.view(torch.int32).unflatten(-1, (-1, block_size))[..., token]
+        return torch.unflatten(block.view(torch.int32), -1, (-1, block_size))[..., token]
     if name == "values" and bits == 32:
-        return block.view(torch.int32).unflatten(-1, (block_size, -1))[..., token, :]
+        return torch.unflatten(block.view(torch.int32), -1, (block_size, -1))[..., token, :]
     if name == "values":
-        return block.view(torch.int16).unflatten(-1, (block_size // 2, -1, 2))[..., token // 2, :, token % 2]
+        return torch.unflatten(block.view(torch.int16), -1, (block_size // 2, -1, 2))[..., token // 2, :, token % 2]
     return block[..., token]
 
 
@@ -158,7 +158,7 @@ class CpuPages:
         device: torch.device,
         num_host_blocks: int = 0,
     ) -> None:
-        self.dtype, self.block_size, self.head_dim = dtype, block_size, config.head_dim
+        self.dtype, self.block_size, self.head_dim = dtype, block_size, config.mixer.head_dim
         self.sources = config.kv_sources
         exact = 8 * dtype.itemsize
         self.bits = {"keys": _BITS.get(scheme.key_format, exact), "values": _BITS.get(scheme.value_format, exact)}

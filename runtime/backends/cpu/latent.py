@@ -12,12 +12,12 @@ from torch import Tensor
 from compress.checkpoint.kv_cache import EXACT
 from compress.cpu.binding import BEST, absence, function, library
 from runtime.backends import kv_pages
-from runtime.backends.base import Model
 from runtime.backends.cpu.attention_call import PagedAttentionCall, ancestors_of, spans_of
 from runtime.backends.cpu.kv_pages import make_pages as make_head_pages
 from runtime.backends.kv_pages import KVPages, TokenPages
 from runtime.backends.latent import LatentProducts, LatentShape
-from runtime.backends.span_attention import Scores, scores_of
+from runtime.backends.model import Model
+from runtime.backends.scores import Scores
 from runtime.backends.torch.attention import StepKeys
 from runtime.core.batch import AttentionGroup, Batch
 from runtime.core.memory_plan import MemoryPlan
@@ -188,9 +188,9 @@ def latents_unsupported_reason(model: Model, memory: MemoryPlan) -> str:
     widest = max(mixer.latent.width for mixer in model.config.spec.attentions if mixer.latent is not None)
     if widest > LONGEST:
         return f"takes latents and rotated keys of {LONGEST} channels at most, not {widest}"
-    return "reads no exact tokens beside latents" if scheme.sinks or scheme.residual_length else ""
+    return "reads no exact tokens next to latents" if scheme.sinks or scheme.residual_length else ""
 
 
 def make_pages(model: Model, memory: MemoryPlan) -> KVPages:
     """Pages of the compiled attention of a model."""
-    return kv_pages.make_pages(model, memory) if scores_of(model).latents else make_head_pages(model, memory)
+    return kv_pages.make_pages(model, memory) if model.scores.latents else make_head_pages(model, memory)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from compress.checkpoint.weights import Int, Scheme, Weight
-from compress.checkpoint.weights.integer import IntegerWeight
+from compress.checkpoint.weights.coded import INT, CodedWeight
 from compress.cpu.binding import BEST, absence, function, library
 from runtime.backends.base import Target
 from runtime.backends.latent import LatentHeads, LatentShape, attend_absorbed, expands
@@ -49,7 +49,7 @@ class CpuLatentHeads:
         ValueError: an instruction set that this machine lacks, when it is called.
     """
 
-    def __init__(self, weight: IntegerWeight, shape: LatentShape, scale: float, instruction_set: int = BEST) -> None:
+    def __init__(self, weight: CodedWeight, shape: LatentShape, scale: float, instruction_set: int = BEST) -> None:
         self.shape, self.scale, self._instruction_set = shape, scale, instruction_set
         bits = _bits(weight.scheme)
         self._kept = (
@@ -115,7 +115,7 @@ def _arranged(codes: Tensor, bits: int) -> Tensor:
     """Arranges codes `[O, rank]` as bytes `[O, rank * bits / 8]`."""
     if bits == 8:
         return codes.contiguous()
-    low, high = codes.unflatten(1, (-1, 2, LANES)).unbind(2)
+    low, high = torch.unflatten(codes, 1, (-1, 2, LANES)).unbind(2)
     return (low | high << 4).flatten(1)
 
 
@@ -138,8 +138,8 @@ def heads_unsupported_reason(scheme: Scheme, rank: int, target: Target) -> str:
 
 def prepare_heads(weight: Weight, shape: LatentShape, scale: float) -> CpuLatentHeads:
     """Makes heads of a weight that is supported."""
-    if not isinstance(weight, IntegerWeight):
-        raise TypeError(f"{type(weight).__name__} are no plain integers")
+    if not isinstance(weight, CodedWeight) or weight.scheme.numbers != INT:
+        raise TypeError(f"{type(weight).__name__} are not plain integers")
     return CpuLatentHeads(weight, shape, scale)
 
 

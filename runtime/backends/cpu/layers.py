@@ -15,17 +15,8 @@ from compress.checkpoint.kv_quant import rotate_heads
 from compress.common.errors import ToolkitError
 from compress.cpu.binding import BEST, absence, function, library
 from compress.models.clamped_gate import ClampedGate
-from runtime.backends.base import (
-    AttentionStep,
-    LayerWeights,
-    Linear,
-    Model,
-    NormWeights,
-    Target,
-    attention_linears,
-    mlp_linears,
-    plain_weight,
-)
+from runtime.backends.backend import AttentionStep
+from runtime.backends.base import NormWeights, Target, plain_weight
 from runtime.backends.cpu.attention_call import PagedAttentionCall, ancestors_of, spans_of
 from runtime.backends.cpu.kv_pages import CpuPages, heads_unsupported_reason, pages_unsupported_reason, token_stride
 from runtime.backends.cpu.latent import CpuLatentAttention, latents_unsupported_reason
@@ -41,7 +32,8 @@ from runtime.backends.cpu.mixture import (
 )
 from runtime.backends.fused_layers import indexers_unsupported, latents_unsupported, layers_unsupported
 from runtime.backends.kv_pages import ExactPlaces, KVCache
-from runtime.backends.span_attention import PLAIN_SCORES, Scores, scores_of
+from runtime.backends.model import Layer, Model
+from runtime.backends.scores import PLAIN_SCORES, Scores
 from runtime.backends.torch.attention import StepKeys
 from runtime.backends.torch.ops import TorchOps
 from runtime.core.batch import Batch
@@ -156,8 +148,8 @@ def ops_unsupported_reason(config: DecoderConfig, target: Target) -> str:
         return f"takes bfloat16 on CPUs, not {str(dtype).removeprefix('torch.')} on {device.type}"
     if library() is None:
         return absence()
-    if config.hidden_size % LANES or config.intermediate_size % LANES:
-        return f"takes sizes that 16 divides, not {config.hidden_size} and {config.intermediate_size}"
+    if config.spec.hidden_size % LANES or config.intermediate_size % LANES:
+        return f"takes sizes that 16 divides, not {config.spec.hidden_size} and {config.intermediate_size}"
     return heads_unsupported_reason(config)
 
 
@@ -165,7 +157,7 @@ class CpuOps(TorchOps):
     """See `Ops`. All tensors are bfloat16 on the CPU.
 
     Raises:
-        ValueError: there is no library; by every method, an instruction set that this machine lacks.
+        ValueError: the library is not built; by every method, an instruction set that this machine lacks.
     """
 
     def __init__(self, instruction_set: int = BEST) -> None:
@@ -184,7 +176,7 @@ class CpuOps(TorchOps):
 
     def normalize(self, hidden: Tensor, norm: NormWeights) -> Tensor:
         size, weight = hidden.shape[-1], norm.weight
-        is_wide_rms = weight.dtype == torch.float32 and not norm.centered and norm.bias is None
+        is_wide_rms = weight.dtype == torch.float32 and not norm.centered and norm.bias is None and not norm.squares
         if size % LANES or not is_wide_rms or hidden.dtype != torch.bfloat16:
             return super().normalize(hidden, norm)
         rows = hidden.contiguous()
@@ -261,9 +253,11 @@ class CpuLayers:
         self._run = function("decoder_layers", c_void_p, c_int64, c_void_p, c_int)
         self._instruction_set = instruction_set
         self._kept = decoder.layers, pages  # their memory is what the structures point at
-        self._eps = decoder.config.norm_eps
+        self._eps = decoder.config.spec.final_norm.eps
         layers = zip(decoder.layers, pages.addresses, windows, strict=True)
-        filled = [_layer(layer, ctypes.addressof(address), window) for layer, address, window in layers]
+        # A stage has no weights of other layers.
+        own = (each for each in layers if each[0].mixer is not None)
+        filled = [_layer(layer, ctypes.addressof(address), window) for layer, address, window in own]
         self._layers = (_DecoderLayer * len(filled))(*filled)
 
     def __call__(self, hidden: Tensor, cos: Tensor, sin: Tensor, attention: CpuAttention) -> Tensor:
@@ -298,18 +292,15 @@ def layers_unsupported_reason(decoder: Model, memory: MemoryPlan) -> str:
         return "ops between linears are not compiled"
     if any(layer.experts is not None and not isinstance(layer.experts.kernel, CpuMixture) for layer in decoder.layers):
         return "computes no mixtures expert by expert"
-    others = {type(linear).__name__ for layer in decoder.layers for linear in _linears(layer)} - {CpuLinear.__name__}
+    others = {type(linear).__name__ for layer in decoder.layers for linear in layer.linears} - {CpuLinear.__name__}
     return f"takes linears in C only, not {', '.join(sorted(others))}" if others else ""
 
 
-def _linears(layer: LayerWeights) -> tuple[Linear, ...]:
-    return *attention_linears(layer), *(() if layer.experts is not None else mlp_linears(layer))
-
-
-def _layer(layer: LayerWeights, pages: int, window: int | None) -> _DecoderLayer:
-    norms = plain_weight(layer.attention_norm), plain_weight(layer.mlp_norm), layer.head_norm
+def _layer(layer: Layer, pages: int, window: int | None) -> _DecoderLayer:
+    head_norm = None if layer.attention is None else layer.attention.head_norm
+    norms = plain_weight(layer.norm), plain_weight(layer.mlp_norm), head_norm
     pointers = [None if norm is None else norm.data_ptr() for norm in norms]
-    qkv, output, *mlp = (product(linear) for linear in _linears(layer))
+    qkv, output, *mlp = map(product, layer.linears)
     kernel = None if layer.experts is None else layer.experts.kernel
     mixture = kernel.address if isinstance(kernel, CpuMixture) else None
     return _DecoderLayer(*pointers, qkv, output, ExpertAddresses(*mlp), mixture, pages, window or 0)
@@ -333,7 +324,7 @@ def prepare_attention(
     model: Model, cache: KVCache, windows: tuple[int | None, ...], memory: MemoryPlan
 ) -> AttentionStep:
     """Compiled attention over pages in place."""
-    pages, rotate, scores = cache.pages, cache.scheme.rotate, scores_of(model)
+    pages, rotate, scores = cache.pages, cache.scheme.rotate, model.scores
     if scores.latents:
         nowhere = ExactPlaces(None, None)
         return lambda batch: CpuLatentAttention(StepKeys(cache, batch, nowhere), windows, scores)

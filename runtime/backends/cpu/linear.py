@@ -6,14 +6,14 @@ import ctypes
 from ctypes import c_float, c_int, c_int32, c_int64, c_void_p
 from enum import IntEnum
 from functools import cache
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from compress.checkpoint.weights.integer import IntegerWeight
+from compress.checkpoint.weights.coded import FLOAT8, INT, INTEGERS, TABLE, CodedWeight, powers_of_two
 from compress.common.errors import SchemeError, ToolkitError
 from compress.cpu.binding import BEST, absence, library
-from runtime.backends.cpu.block_scales import BlockScaledCodes, of_groups
 from runtime.backends.cpu.choice import DENSE_FORM, fewest_tile_rows
 from runtime.backends.cpu.kept_codes import ZERO_CODE, check_kept, expand_words
 from runtime.backends.cpu.weight_layout import (
@@ -23,8 +23,10 @@ from runtime.backends.cpu.weight_layout import (
     SPARSE_BITS,
     TILE,
     TYPES,
+    VALUES,
     check_inputs,
     check_prepared,
+    compiled_group,
     packed_words,
     shared_by_tiles,
     stored_bits,
@@ -32,6 +34,8 @@ from runtime.backends.cpu.weight_layout import (
 )
 from runtime.backends.prepared_weight import PreparedWeight
 
+SCALES = "scales", "minima", "steps", "minimum_steps"
+"""Parts of a weight that scale its codes."""
 ERRORS = {-1: "this machine lacks the instruction set", -2: "out of memory"}
 
 
@@ -56,6 +60,7 @@ class _Weight(ctypes.Structure):
         ("block", c_int64),
         ("bias", c_void_p),
         ("table", c_float * 16),
+        ("values", c_void_p),
     )
 
 
@@ -66,13 +71,11 @@ class CpuLinear:
     multiple of 64.
 
     Args:
-        weight: integers, codes with scales of blocks, bfloat16 numbers `[O, I]`, or what `prepared` returned, which is
-            not copied. Blocks meet float activations alone.
+        weight: integers, codes under scales, bfloat16 numbers `[O, I]`, or what `prepared` returned, which is not
+            copied. Activations of codes under scales are floats.
         bias: `[O]`, any float dtype.
-        codebook: what the codes stand for, before scales, instead of `code - 2^(bits - 1)`: as many float numbers as
-            there are codes of 2 or 4 bits. The weight's zero points are then not looked at.
-        is_e4m3: codes with scales of blocks are 8-bit floats (e4m3) instead, none of them NaN.
-        sparse: keep two of every four codes; for symmetric weights of 2:4 sparsity and up to 4 bits that meet float
+        is_e4m3: codes of a prepared weight are 8-bit floats (e4m3).
+        sparse: keep two of every four codes; for symmetric weights of 2:4 sparsity and up to 4 bits with float
             activations.
         fewest_tile_rows: that matrix tiles multiply, where there are some, 0 for none; None chooses by measurements.
 
@@ -82,8 +85,8 @@ class CpuLinear:
         is_prepared: its memory is that of a `PreparedWeight`.
 
     Raises:
-        ToolkitError: there is no library.
-        SchemeError: inputs that are no multiple of 32, or groups, except of 16 where activations are floats.
+        ToolkitError: the library is not built.
+        SchemeError: inputs that are not a multiple of 32, or groups, except of 16 where activations are floats.
         CheckpointError: a prepared weight whose tensors do not have the sizes of its shape.
     """
 
@@ -91,11 +94,10 @@ class CpuLinear:
 
     def __init__(
         self,
-        weight: IntegerWeight | BlockScaledCodes | PreparedWeight | Tensor,
+        weight: CodedWeight | PreparedWeight | Tensor,
         bias: Tensor | None = None,
         *,
         activations: Activations = Activations.FLOAT,
-        codebook: Tensor | None = None,
         is_e4m3: bool = False,
         sparse: bool = False,
         fewest_tile_rows: int | None = None,
@@ -108,11 +110,9 @@ class CpuLinear:
         self._tensors: dict[str, Tensor] = {}
         self.is_prepared = isinstance(weight, PreparedWeight)
         if isinstance(weight, PreparedWeight):
-            self._take(weight, codebook)
-        elif isinstance(weight, IntegerWeight):
-            self._pack_integers(weight, codebook, sparse)
-        elif isinstance(weight, BlockScaledCodes):
-            self._pack_blocks(weight, codebook)
+            self._take(weight)
+        elif isinstance(weight, CodedWeight):
+            self._pack_coded(weight, sparse)
         else:
             self._pack_numbers(weight)
         rows = self._fewest_tile_rows() if fewest_tile_rows is None else fewest_tile_rows
@@ -126,11 +126,11 @@ class CpuLinear:
 
     @property
     def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self._tensors.values())
+        return sum(tensor.nbytes for name, tensor in self._tensors.items() if name != VALUES)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """`x [M, I] -> [M, O]` in bfloat16 or float32, whichever `x` is. A row of the result depends on its row of x
-        alone, whatever is beside it and however many threads compute it."""
+        """`x [M, I] -> [M, O]` in bfloat16 or float32, whichever `x` is. A row of the result depends only on its row
+        of `x`, whatever the other rows and the number of threads are."""
         if x.stride(1) != 1:
             x = x.contiguous()
         rows = x.shape[0]
@@ -190,49 +190,59 @@ class CpuLinear:
 
     def _dequantize(self, codes: Tensor, indices: Tensor, dtype: torch.dtype) -> Tensor:
         exact = torch.float64 if dtype == torch.float64 else torch.float32
-        bits, grouped = self._weight.bits, codes.unflatten(1, (-1, self._weight.group))
-        table = torch.tensor(list(self._weight.table), dtype=exact)
+        bits, grouped = self._weight.bits, torch.unflatten(codes, 1, (-1, self._weight.group))
         if self._weight.is_e4m3:
             values = grouped.to(torch.uint8).view(torch.float8_e4m3fn).to(exact)
+        elif VALUES in self._tensors or bits <= 4:
+            table = self._tensors.get(VALUES, torch.tensor(list(self._weight.table)))
+            values = table.to(exact)[grouped]
         else:
-            values = table[grouped] if bits <= 4 else (grouped - 128).to(exact)
-        beside = {name: tensor for name, tensor in self._tensors.items() if name != "words"}
+            values = (grouped - 128).to(exact)
+        beside = {name: tensor for name, tensor in self._tensors.items() if name not in ("words", VALUES)}
         own = {name: tensor[indices // TILE, :, indices % tensor.shape[2]] for name, tensor in beside.items()}
         if "zeros" in own:
             values = values - (own["zeros"].to(exact) - (1 << (bits - 1))).unsqueeze(-1)
-        values = values * of_groups(own["scales"], own.get("steps"), exact, grouped.shape[1])
+        values = values * _of_groups(own["scales"], own.get("steps"), exact, grouped.shape[1])
         if "minima" in own:
-            values = values - of_groups(own["minima"], own.get("minimum_steps"), exact, grouped.shape[1])
+            values = values - _of_groups(own["minima"], own.get("minimum_steps"), exact, grouped.shape[1])
         return values.flatten(1).to(dtype)
 
-    def _pack_integers(self, weight: IntegerWeight, codebook: Tensor | None, sparse: bool) -> None:
-        code_bits = 4 if sparse else stored_bits(weight.scheme.bits)
-        bits = SPARSE_BITS if sparse else code_bits
-        shift = 0 if codebook is not None else (1 << (code_bits - 1)) - weight.scheme.midpoint
-        codes = weight.qweight + shift
+    def _pack_coded(self, weight: CodedWeight, sparse: bool) -> None:
+        form, bits = weight.scheme, 4 if sparse else stored_bits(weight.scheme.bits)
+        if self.activations != Activations.FLOAT and form.numbers != INT:
+            raise SchemeError("scales of blocks need activations in 16 bits", "Use --linear-backend reference")
+        self._weight.is_e4m3 = form.numbers == FLOAT8
+        # Bytes stand for code - 128, if not for floats; narrower codes above minima have a table of their own.
+        is_centred = form.numbers in (INT, INTEGERS) and (bits == 8 or weight.minima is None)
+        shift = (1 << (bits - 1)) - form.zero if is_centred else 0
+        codes = weight.qweight.view(torch.uint8) + shift
         if sparse:
             check_kept(codes)
-        self._pack_codes(codes, bits, self.in_features // weight.scales.shape[1])
-        self._tensors["scales"] = tiled(weight.scales)
-        if codebook is None and not weight.scheme.symmetric:
-            self._tensors["zeros"] = tiled(weight.zero_points + shift)
-        self._describe(codebook)
+        self._pack_codes(codes, SPARSE_BITS if sparse else bits, compiled_group(form, self.in_features))
+        if form.numbers == TABLE:
+            values = torch.zeros(1 << bits)
+            values[: len(form.code_values)] = torch.tensor(form.code_values)
+            self._tensors[VALUES] = values
+        self._scale(weight)
+        if weight.zeros is not None:
+            self._tensors["zeros"] = tiled(weight.zeros + shift)
+        self._describe()
 
-    def _pack_blocks(self, weight: BlockScaledCodes, codebook: Tensor | None) -> None:
-        if self.activations != Activations.FLOAT:
-            raise SchemeError("scales of blocks meet 16-bit activations alone", "Use --linear-backend reference")
-        bits = stored_bits(weight.bits)
-        # Bytes stand for code - 128, if not for floats; narrower codes of numbers have a table of their own.
-        has_values = codebook is not None or self._weight.is_e4m3 or (bits < 8 and weight.minima is not None)
-        shift = 0 if has_values else (1 << (bits - 1)) - weight.offset
-        self._pack_codes(weight.codes + shift, bits, weight.group)
-        for name in ("scales", "minima", "steps", "minimum_steps"):
-            if (tensor := getattr(weight, name)) is not None:
-                self._tensors[name] = tiled(tensor)
-        if self._weight.is_e4m3 and weight.scales.is_floating_point():
-            shared = shared_by_tiles(weight.scales)
+    def _scale(self, weight: CodedWeight) -> None:
+        """Scales of all groups that C knows, of which several may make one of the form."""
+        parts = {name: cast(Tensor, part) for name, part in weight.named_parts().items() if name in SCALES}
+        if weight.scheme.numbers == TABLE and weight.scales.dtype not in (torch.float16, torch.bfloat16):
+            scales = weight.group_scales()
+            short = scales.bfloat16()
+            parts["scales"] = short if torch.equal(short.float(), scales) else scales
+        group, columns = self._weight.group, weight.scheme.columns(self.in_features)
+        for name in ("steps", "minimum_steps") if "steps" in parts else ("scales", "minima"):
+            if name in parts and columns != group:
+                parts[name] = parts[name].repeat_interleave(columns // group, 1)[:, : self.in_features // group]
+        self._tensors |= {name: tiled(part) for name, part in parts.items()}
+        if self._weight.is_e4m3 and parts["scales"].is_floating_point():
+            shared = shared_by_tiles(parts["scales"])
             self._tensors["scales"] = self._tensors["scales"] if shared is None else shared
-        self._describe(codebook)
 
     def _pack_codes(self, codes: Tensor, bits: int, group: int) -> None:
         check_inputs(self.in_features, group, self._takes_small(bits))
@@ -244,23 +254,24 @@ class CpuLinear:
     def _takes_small(self, bits: int) -> bool:
         return self.activations == Activations.FLOAT and bits != SPARSE_BITS
 
-    def _take(self, weight: PreparedWeight, codebook: Tensor | None) -> None:
+    def _take(self, weight: PreparedWeight) -> None:
         check_prepared(weight, self.activations == Activations.FLOAT)
         if self._weight.is_e4m3 and weight.bits != 8:
             raise weight.refusal(f"floats of {weight.bits} bits")
         self._tensors = dict(weight.tensors)
         self._weight.bits, self._weight.group = weight.bits, weight.group
         if weight.bits != NUMBER_BITS:
-            self._describe(codebook)
+            self._describe()
 
-    def _describe(self, codebook: Tensor | None) -> None:
+    def _describe(self) -> None:
         scales, bits = self._tensors["scales"], self._weight.bits
         self._weight.scale_type, self._weight.shares_scales = SCALE_TYPES[scales.dtype], scales.shape[2] == 1
         self._weight.block = self.in_features // scales.shape[1]
         if bits <= 4:
             middle = 2 if bits == 2 else ZERO_CODE
             first = 0 if "minima" in self._tensors else -middle
-            values = list(range(first, first + 2 * middle)) if codebook is None else codebook.tolist()
+            known = self._tensors.get(VALUES)
+            values = list(range(first, first + 2 * middle)) if known is None else known.tolist()
             self._weight.table[: len(values)] = values
 
     def _pack_numbers(self, weight: Tensor) -> None:
@@ -269,6 +280,13 @@ class CpuLinear:
         self._tensors["words"] = words = packed_words(self.out_features, self.in_features, NUMBER_BITS)
         _functions().linear_pack_bfloat16(weight.data_ptr(), self.out_features, self.in_features, words.data_ptr())
         self._weight.bits, self._weight.group = NUMBER_BITS, self.in_features
+
+
+def _of_groups(scales: Tensor, steps: Tensor | None, dtype: torch.dtype, groups: int) -> Tensor:
+    """Returns scales or minima `[O, groups, 1]` of groups from those of blocks `[O, B]`."""
+    numbers = powers_of_two(scales) if scales.dtype == torch.uint8 else scales
+    repeated = numbers.to(dtype).repeat_interleave(groups // scales.shape[1], 1)
+    return (repeated if steps is None else repeated * steps.to(dtype)).unsqueeze(-1)
 
 
 def form_of(bits: int, activations: Activations) -> str:

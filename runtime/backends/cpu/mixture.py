@@ -12,11 +12,12 @@ from torch import Tensor
 from compress.common.errors import ToolkitError
 from compress.cpu.binding import BEST, absence, function
 from compress.models.clamped_gate import ClampedGate
-from compress.models.mlp import MLP, Mixture
-from runtime.backends.base import ExpertWeights, Linear, MixtureWeights, Target
+from compress.models.mlp import MLP
+from runtime.backends.base import Linear, Target
 from runtime.backends.cpu.huge_pages import empty_words
 from runtime.backends.cpu.linear import CpuLinear
 from runtime.backends.cpu.weight_layout import TYPES
+from runtime.backends.mlp import Expert, Experts
 
 MOST_EXPERTS = 1024
 
@@ -64,22 +65,17 @@ class _Mixture(ctypes.Structure):
 class CpuMixture:
     """A mixture whose linears are `CpuLinear`, with the bits that they give expert by expert.
 
-    Args:
-        activation: of all experts.
-
     Attributes:
         address: of the C structure, for compiled code that computes whole layers.
 
     Raises:
-        ValueError: there is no library; by a call, linears of another kind.
+        ValueError: the library is not built; by a call, linears of another kind.
     """
 
-    def __init__(
-        self, weights: MixtureWeights, instruction_set: int = BEST, activation: Activation | None = None
-    ) -> None:
+    def __init__(self, weights: Experts, instruction_set: int = BEST) -> None:
         self._run = function("mixture", c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_int)
         self._route = function("mixture_route", c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_int)
-        self._instruction_set, router = instruction_set, weights.router
+        self._instruction_set, router, mlp = instruction_set, weights.spec.router, weights.spec.experts[0]
         numbers = weights.bias, weights.scores_bias, weights.expert_scales
         tensors = [None if t is None else t.float().contiguous() for t in numbers]
         tensors += [None if t is None else t.contiguous() for t in (weights.scores, weights.shared_gate)]
@@ -108,7 +104,7 @@ class CpuMixture:
             experts=ctypes.addressof(experts),
             shared=None if shared is None else ctypes.addressof(shared),
             shared_gate=gate,
-            activation=activation or Activation(),
+            activation=Activation(ACTIVATIONS[mlp.activation]) if mlp.clamped is None else clamped(mlp.clamped),
             weighs_inputs=router.weighs_inputs,
         )
         self.address = ctypes.addressof(self._mixture)
@@ -142,7 +138,7 @@ class CpuMixture:
             raise ToolkitError(f"a compiled mixture failed: {reason}", "Use --linear-backend reference")
 
 
-def _move_together(experts: Sequence[ExpertWeights]) -> None:
+def _move_together(experts: Sequence[Expert]) -> None:
     """Moves the words of all experts, each too small for huge pages, into one piece of memory; prepared ones stay in
     their file."""
     both = (linear for each in experts for linear in (each.gate_up, each.down))
@@ -152,36 +148,29 @@ def _move_together(experts: Sequence[ExpertWeights]) -> None:
         linear.move_words(memory)
 
 
-def _expert(weights: ExpertWeights) -> ExpertAddresses:
+def _expert(weights: Expert) -> ExpertAddresses:
     return ExpertAddresses(product(weights.gate_up), product(weights.down))
 
 
 def product(linear: Linear) -> Product:
     """Returns the address of a linear in C. Raises ValueError for another one."""
     if not isinstance(linear, CpuLinear):
-        raise ValueError(f"{type(linear).__name__} is no linear in C")
+        raise ValueError(f"{type(linear).__name__} is not a linear in C")
     return Product(linear.address, linear.activations)
-
-
-def prepare_mixture(mixture: Mixture, weights: MixtureWeights) -> CpuMixture:
-    """A mixture that `mixture_unsupported_reason` finds nothing against."""
-    mlp = mixture.mlps[0]
-    activation = Activation(ACTIVATIONS[mlp.activation]) if mlp.clamped is None else clamped(mlp.clamped)
-    return CpuMixture(weights, activation=activation)
 
 
 def _is_compiled(mlp: MLP) -> bool:
     return mlp.gated and not mlp.curve and (mlp.clamped is not None or mlp.activation in ACTIVATIONS)
 
 
-def mixture_unsupported_reason(mixture: Mixture, weights: MixtureWeights, target: Target) -> str:
+def mixture_unsupported_reason(weights: Experts, target: Target) -> str:
     """Why a mixture cannot be computed in C on a target; "" when it can."""
     if target.device.type != "cpu" or target.dtype != torch.bfloat16:
         return "takes bfloat16 on CPUs"
     if absence():
         return f"is not there: {absence()}"
-    kinds = {(mlp.activation, mlp.clamped) for mlp in mixture.mlps}
-    if len(kinds) > 1 or not all(map(_is_compiled, mixture.mlps)):
+    kinds = {(mlp.activation, mlp.clamped) for mlp in weights.spec.mlps}
+    if len(kinds) > 1 or not all(map(_is_compiled, weights.spec.mlps)):
         return f"computes experts that are all gated by one of {', '.join(ACTIVATIONS)}, or by a clamped gate"
     if len(weights.experts) > MOST_EXPERTS:
         return f"takes at most {MOST_EXPERTS} experts"

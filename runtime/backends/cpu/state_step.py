@@ -183,4 +183,4 @@ def _unsupported_reason(mixer: GatedDeltaNet | Mamba2, keys: int, values: int, t
         return f"takes heads, and channels of the convolution, of a multiple of {LANES} channels"
     if keys > MOST_KEYS or mixer.kernel > MOST_TAPS:
         return f"takes keys of {MOST_KEYS} channels and convolutions of {MOST_TAPS} tokens at most"
-    return "" if mixer.activation in ("silu", "swish") else f"has no {mixer.activation} behind the convolution"
+    return "" if mixer.activation in ("silu", "swish") else f"has no {mixer.activation} after the convolution"

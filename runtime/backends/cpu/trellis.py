@@ -14,7 +14,8 @@ from compress.checkpoint.scheme import Scheme
 from compress.checkpoint.weights.exl3 import CODEBOOKS, MAX_BITS, TILE, TURN, Exl3Weight, padded
 from compress.common.errors import ToolkitError
 from compress.cpu.binding import BEST, absence, library
-from runtime.backends.base import LinearKernel, Target
+from runtime.backends.backend import LinearKernel
+from runtime.backends.base import Target
 from runtime.backends.cpu.linear import ERRORS
 from runtime.backends.cpu.weight_layout import TYPES
 from runtime.backends.prepared_weight import Layout, PreparedWeight
@@ -43,7 +44,7 @@ class CpuTrellisLinear:
         is_prepared: its memory is that of a `PreparedWeight`.
 
     Raises:
-        ToolkitError: there is no library.
+        ToolkitError: the library is not built.
         CheckpointError: a prepared weight whose tensors do not have the sizes of its shape.
     """
 

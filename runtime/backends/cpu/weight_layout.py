@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from math import gcd
+
 import torch
 from torch import Tensor
 
+from compress.checkpoint.weights.coded import Coded
 from compress.common.errors import SchemeError
 from runtime.backends.cpu.huge_pages import empty_words
 from runtime.backends.prepared_weight import PreparedWeight
@@ -14,13 +18,15 @@ TILE = 64
 INPUT_MULTIPLE = 32
 """Number of inputs that divides every group, and all inputs."""
 SMALL_GROUP = 16
-"""Group that codes may have beside float activations, those of 2:4 sparsity excepted."""
+"""Group size that codes, except those of 2:4 sparsity, may also have with float activations."""
 SPARSE_BITS = 3
 """Per weight: two codes of 4 bits and two places of 2 bits for four of them."""
 NUMBER_BITS = 16
 """Bits of a weight that is bfloat16 numbers."""
 BESIDE_CODES: tuple[set[str], ...] = (set(), {"zeros"}, {"steps"}, {"minima"}, {"steps", "minima", "minimum_steps"})
-"""Tensors that codes may have beside scales: with 8-bit activations those of the first two, bfloat16 numbers none."""
+"""Sets of tensors next to codes and scales: the first two with 8-bit activations, the first with bfloat16 numbers."""
+VALUES = "values"
+"""Name of the float32 numbers of a table, one for each code that the width has."""
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Numbers of dtypes in C."""
 SCALE_TYPES = TYPES | {torch.uint8: 3}
@@ -32,6 +38,12 @@ def stored_bits(bits: int) -> int:
     return next(width for width in (2, 4, 8) if bits <= width)
 
 
+def compiled_group(form: Coded, in_features: int) -> int:
+    """Columns that share a scale in C: those of a form, or as many as divide them, so that rows are whole groups."""
+    group = gcd(in_features, form.columns(in_features))
+    return group if group % INPUT_MULTIPLE == 0 else gcd(group, SMALL_GROUP)
+
+
 def padded_features(out_features: int) -> int:
     """Output features with those that fill the last tile."""
     return out_features + -out_features % TILE
@@ -41,7 +53,7 @@ def check_inputs(in_features: int, group: int, takes_small: bool = False) -> Non
     """Raises SchemeError for inputs or groups that the C kernels do not take."""
     if in_features % INPUT_MULTIPLE or (group % INPUT_MULTIPLE and not (takes_small and group == SMALL_GROUP)):
         raise SchemeError(
-            f"groups of {group} of {in_features} inputs are no multiple of {INPUT_MULTIPLE}",
+            f"groups of {group} of {in_features} inputs are not a multiple of {INPUT_MULTIPLE}",
             "Use --linear-backend reference",
         )
 
@@ -80,9 +92,12 @@ def check_prepared(weight: PreparedWeight, is_float: bool) -> None:
     if not known or not fits or (is_number and group != columns):
         raise weight.refusal(f"{bits} bits in groups of {group}")
     weight.check("words", (padded_features(rows) * columns * bits // 32,), (torch.int32,))
+    if VALUES in weight.tensors and is_float and bits in (2, 4, 8):
+        weight.check(VALUES, (1 << bits,), (torch.float32,))
+        weight = replace(weight, tensors={name: each for name, each in weight.tensors.items() if name != VALUES})
     beside = weight.tensors.keys() - ({"words"} if is_number else {"words", "scales"})
     if beside not in BESIDE_CODES[: 1 if is_number else len(BESIDE_CODES) if is_float else 2]:
-        raise weight.refusal(f"{', '.join(sorted(beside))} beside its codes")
+        raise weight.refusal(f"{', '.join(sorted(beside))} next to its codes")
     if not is_number:
         _check_scales(weight, padded_features(rows) // TILE, columns // group)
 

@@ -1,11 +1,11 @@
 """Attention of the package flashinfer-python (extra `flashinfer`) over 16-bit pages, in steps that are not captured."""
 
-from runtime.backends.base import AttentionKernel, Backend, LayersKernel, register
+from runtime.backends.backend import BACKENDS, AttentionKernel, Backend, LayersKernel
 from runtime.backends.flashinfer.attention import prepare_attention, unsupported_reason, verdict
 from runtime.backends.kv_pages import make_pages
 from runtime.backends.triton.layers import layers_unsupported_reason, prepare_layers
 
-register(
+BACKENDS.register(order=20)(
     Backend(
         "flashinfer",
         "cuda",

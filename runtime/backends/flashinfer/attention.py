@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from runtime.backends.base import AttentionStep, Model
+from runtime.backends.backend import AttentionStep
 from runtime.backends.kv_pages import KVCache
 from runtime.backends.measured import Verdict
-from runtime.backends.span_attention import Scores, scores_of
+from runtime.backends.model import Model
+from runtime.backends.scores import Scores
 from runtime.backends.torch.attention import StepKeys
 from runtime.backends.triton.attention import TritonAttention, attention_unsupported_reason, layer_pages
 from runtime.backends.triton.device import judge_on_gpu
@@ -150,7 +151,7 @@ def prepare_attention(
     model: Model, cache: KVCache, windows: tuple[int | None, ...], memory: MemoryPlan
 ) -> AttentionStep:
     """Attention over pages in the layouts of plain torch, which both packages read in place."""
-    wrappers, scores = {window: new_wrapper(model.device) for window in set(windows)}, scores_of(model)
+    wrappers, scores = {window: new_wrapper(model.device) for window in set(windows)}, model.scores
 
     def step(batch: Batch) -> FlashInferAttention:
         keys = StepKeys(cache, batch, cache.place(model, batch.entries))
@@ -168,7 +169,7 @@ def unsupported_reason(model: Model, memory: MemoryPlan) -> str:
     config, scheme = model.config, memory.kv_cache
     if {scheme.key_format, scheme.value_format} != {"16bit"}:
         return "takes 16-bit pages"
-    if len(set(config.head_dims)) > 1 or config.head_dim not in HEAD_DIMS:
+    if len(set(config.head_dims)) > 1 or config.mixer.head_dim not in HEAD_DIMS:
         return f"takes heads of {', '.join(map(str, HEAD_DIMS))} dimensions, the same in all layers"
     if memory.attention_window.window is not None:
         return "takes whole sequences"
@@ -185,4 +186,4 @@ def is_installed() -> bool:
 
 def verdict(model: Model, memory: MemoryPlan) -> Verdict:
     """Whether it is taken unasked: where the table of this GPU, or of one like it, says that it is faster."""
-    return judge_on_gpu(TABLES, model.device, MEASURED, model.config.head_dim)
+    return judge_on_gpu(TABLES, model.device, MEASURED, model.config.mixer.head_dim)

@@ -6,14 +6,15 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from compress.checkpoint.weights import Scheme
-from compress.checkpoint.weights.integer import IntegerWeight
-from runtime.backends.base import Linear, LinearKernel, Target
+from compress.checkpoint.weights.coded import CodedWeight
+from runtime.backends.backend import LinearKernel
+from runtime.backends.base import Linear, Target
 from runtime.backends.measured import Verdict
 from runtime.backends.triton.device import judge_on_gpu
 from runtime.backends.triton.linear import TESTED_TOKENS
@@ -41,16 +42,15 @@ class HummingLinear:
         return sum(tensor.nbytes for tensor in (*self.layer.parameters(), *self.layer.buffers()))
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.layer(x.contiguous())
+        return cast(Tensor, self.layer(x.contiguous()))
 
 
-def prepare(weight: IntegerWeight, bias: Tensor | None, target: Target) -> Linear:
+def prepare(weight: CodedWeight, bias: Tensor | None, target: Target) -> Linear:
     """Hands codes, scales and zero points over in the public format, without changing one."""
     from humming.layer import HummingLayer
 
-    codes, scales, zeros = (part.to(target.device) for part in (weight.qweight, weight.scales, weight.zero_points))
-    there = IntegerWeight(codes, scales, zeros, weight.scheme)
-    tensors = {name.removeprefix("."): tensor for name, tensor in there.tensors(target.dtype).items()}
+    there = weight.to(target.device).tensors(target.dtype)
+    tensors = {name.removeprefix("."): tensor for name, tensor in there.items()}
     with torch.device(target.device):
         layer = HummingLayer(
             *weight.shape,
@@ -100,7 +100,7 @@ def is_installed() -> bool:
 
 
 def verdict(scheme: Scheme, in_features: int, target: Target) -> Verdict:
-    """Whether it is taken unasked: where the table of this GPU, or of one like it, says that it is faster."""
+    """Whether it is faster, by the table of this GPU or of one like it."""
     return judge_on_gpu(TABLES, target.device, str(scheme), in_features)
 
 
@@ -122,6 +122,8 @@ KERNEL = LinearKernel(
     prepare,
     nbytes,
     mode="humming",
+    # Its programs add partial sums in 16 bits, in the order in which they end.
+    on_request="may give other sums in each run: --linear-backend humming takes it",
     verdict=verdict,
     tested_tokens=TESTED_TOKENS,
 )

@@ -1,8 +1,8 @@
 """Plain torch: computes everything on every device, with PyTorch's own packed products where they are faster."""
 
-from runtime.backends.base import AttentionKernel, AttentionStep, Backend, Model, OpsKernel, register
+from runtime.backends.backend import BACKENDS, AttentionKernel, AttentionStep, Backend, OpsKernel
 from runtime.backends.kv_pages import KVCache, make_pages
-from runtime.backends.span_attention import scores_of
+from runtime.backends.model import Model
 from runtime.backends.torch.attention import PagedAttention, StepKeys, StreamingAttention
 from runtime.backends.torch.linear import ONEDNN, PLAIN, SPARSE, is_fast
 from runtime.backends.torch.ops import TorchOps
@@ -21,12 +21,12 @@ def prepare_attention(
         keys = StepKeys(cache, batch, cache.place(model, batch.entries))
         if attention_window.window is not None and attention_window.sinks:
             return StreamingAttention(keys, attention_window.sinks, attention_window.window, model.rotary)
-        return PagedAttention(keys, windows, scores_of(model))
+        return PagedAttention(keys, windows, model.scores)
 
     return step
 
 
-register(
+BACKENDS.register(order=50)(
     Backend(
         "torch",
         linears=(INT8_DYNAMIC, INT4PACK),

@@ -12,7 +12,8 @@ from runtime.backends.base import Rotary
 from runtime.backends.exact_tokens import ResidualWindow
 from runtime.backends.indexer import ChosenSlots, ChosenTokens, IndexedTokens
 from runtime.backends.kv_pages import ExactPlaces, KVCache, TokenPages
-from runtime.backends.span_attention import PLAIN_SCORES, Scores, attend_span, attend_tokens, visibility_mask
+from runtime.backends.scores import PLAIN_SCORES, Scores
+from runtime.backends.span_attention import attend_span, attend_tokens, visibility_mask
 from runtime.backends.torch.ops import rotate
 from runtime.core.batch import AttentionGroup, Batch
 
@@ -288,10 +289,10 @@ def attend_with_sinks(query: Tensor, moved: Tensor, key: Tensor, value: Tensor, 
     scores = _fold(query, shape, mask.dtype) @ keys
     scores[..., :sinks] = _fold(moved, shape, mask.dtype) @ keys[..., :sinks]
     weights = (scores * head_dim**-0.5 + mask).softmax(-1)
-    attended = weights @ value.to(mask.dtype).transpose(1, 2).unsqueeze(2)
+    attended: Tensor = weights @ value.to(mask.dtype).transpose(1, 2).unsqueeze(2)
     return attended.permute(0, 3, 1, 2, 4).reshape(query.shape).to(query.dtype)
 
 
 def _fold(query: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Query heads beside the key-value head they share: `[B, kv_heads, shared, n, D]`."""
+    """Groups query heads by the key-value head they share: `[B, kv_heads, shared, n, D]`."""
     return query.to(dtype).view(shape).permute(0, 2, 3, 1, 4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
@@ -9,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from runtime.backends.base import DenseKernel, Target
+from runtime.backends.backend import DenseKernel
+from runtime.backends.base import Target
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,7 +43,7 @@ class PrepackedLinear:
         self.nbytes = weight.nbytes
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
         self._bias = bias
-        self._linear = torch.ops.mkldnn._linear_pointwise.default
+        self._linear: Callable[..., Tensor] = torch.ops.mkldnn._linear_pointwise.default
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._linear(x, self._packed, self._bias, "none", [], "")

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -51,7 +52,10 @@ class TorchOps:
 
     def normalize(self, hidden: Tensor, norm: NormWeights) -> Tensor:
         wide = hidden.to(norm.weight.dtype)
-        if norm.centered:
+        if norm.squares is not None:
+            found = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
+            found = (found * (norm.squares(found) + norm.eps).rsqrt()).to(wide.dtype)
+        elif norm.centered:
             found = functional.layer_norm(wide, wide.shape[-1:], None, None, norm.eps)
         else:
             found = functional.rms_norm(wide, wide.shape[-1:], None, norm.eps)

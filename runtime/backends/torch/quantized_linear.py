@@ -10,6 +10,7 @@ For many rows the nibbles are dequantized a panel of columns at a time and given
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
@@ -20,8 +21,10 @@ from torch.nn import functional
 from compress.checkpoint.input_rounding import InputRounding
 from compress.checkpoint.scale_search import quantize_tokens
 from compress.checkpoint.weights import Activations, Scheme, Weight
-from compress.checkpoint.weights.integer import Int, IntegerWeight
-from runtime.backends.base import Linear, LinearKernel, Target
+from compress.checkpoint.weights.coded import CodedWeight
+from compress.checkpoint.weights.integer import Int
+from runtime.backends.backend import LinearKernel
+from runtime.backends.base import Linear, Target
 from runtime.backends.torch.linear import has_vector_nibbles
 
 GROUP_SIZES = (256, 128, 64, 32)
@@ -37,12 +40,12 @@ LOW_NIBBLES = 0x0F0F0F0F0F0F0F0F
 class Int4PackLinear:
     """Prepares nibbles in the layout of this CPU; it is never stored."""
 
-    def __init__(self, weight: IntegerWeight, bias: Tensor | None, target: Target) -> None:
+    def __init__(self, weight: CodedWeight, bias: Tensor | None, target: Target) -> None:
         self.out_features, self.in_features = weight.shape
         self.group_size = kernel_group_size(weight.scheme, self.in_features)
         codes, scale, zero = _padded(weight, self.in_features // self.group_size)
-        nibbles = codes + (MIDDLE - weight.scheme.midpoint)
-        zero_nibbles = zero.int() + (MIDDLE - weight.scheme.midpoint)
+        nibbles = codes + (MIDDLE - weight.scheme.zero)
+        zero_nibbles = zero.int() + (MIDDLE - weight.scheme.zero)
         offset = (MIDDLE - zero_nibbles) * scale.float()
         self._packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(nibbles.int(), 1)
         self._scales = torch.stack((scale.bfloat16(), offset.bfloat16()), -1).transpose(0, 1).contiguous()
@@ -99,7 +102,7 @@ def kernel_group_size(scheme: Scheme, in_features: int) -> int:
     return next((size for size in GROUP_SIZES if group_size % size == 0), 0)
 
 
-def _padded(weight: IntegerWeight, num_groups: int) -> tuple[Tensor, Tensor, Tensor]:
+def _padded(weight: CodedWeight, num_groups: int) -> tuple[Tensor, Tensor, Tensor]:
     """Codes, scale and zero with scales repeated to `num_groups` and rows of zeros up to the kernel's multiple."""
     repeats = num_groups // weight.scales.shape[1]
     rows = -weight.shape[0] % ROW_MULTIPLE
@@ -158,14 +161,14 @@ SHIFT = 128
 class Int8DynamicLinear:
     """Weights in oneDNN's own blocked layout."""
 
-    def __init__(self, weight: IntegerWeight, bias: Tensor | None, target: Target) -> None:
-        offsets = (weight.qweight.to(torch.int16) - weight.scheme.midpoint).to(torch.int8)
+    def __init__(self, weight: CodedWeight, bias: Tensor | None, target: Target) -> None:
+        offsets = (weight.qweight.to(torch.int16) - weight.scheme.zero).to(torch.int8)
         self.nbytes = offsets.nbytes + weight.scales.nbytes
         self._packed = torch.ops.onednn.qlinear_prepack(offsets, None)
         self._scale = weight.scales[:, 0].float().contiguous()
         self._bias = bias
         self._zero = torch.zeros(weight.shape[0], dtype=torch.int32)
-        self._multiply = torch.ops.onednn.qlinear_pointwise.default
+        self._multiply: Callable[..., Tensor] = torch.ops.onednn.qlinear_pointwise.default
 
     def __call__(self, x: Tensor) -> Tensor:
         q8, scale = quantize_tokens(x)
@@ -183,12 +186,7 @@ def has_exact_byte_products() -> bool:
     may have been told to use fewer instructions than the processor has."""
     if not (torch.backends.mkldnn.is_available() and torch.cpu._is_vnni_supported()):
         return False
-    weight = IntegerWeight(
-        torch.full((1, 4), 255, dtype=torch.uint8),
-        torch.ones(1, 1),
-        torch.full((1, 1), SHIFT, dtype=torch.uint8),
-        Int(8, None, True, Activations.INT8),
-    )
+    weight = Int(8, None, True, Activations.INT8).weight(torch.full((1, 4), 255, dtype=torch.uint8), torch.ones(1, 1))
     return bool(
         Int8DynamicLinear(weight, None, Target(torch.device("cpu"), torch.float32))(torch.full((1, 4), 127.0))
         == 4 * 127 * 127

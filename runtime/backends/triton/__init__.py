@@ -1,17 +1,16 @@
 """Triton kernels for NVIDIA GPUs. Triton is imported when the first kernel is prepared."""
 
-from runtime.backends.base import (
+from runtime.backends.backend import (
+    BACKENDS,
     AttentionKernel,
     AttentionStep,
     Backend,
     LayersKernel,
     MixtureKernel,
-    Model,
     OpsKernel,
-    register,
 )
 from runtime.backends.kv_pages import KVCache, make_pages
-from runtime.backends.span_attention import scores_of
+from runtime.backends.model import Model
 from runtime.backends.torch.attention import StepKeys
 from runtime.backends.triton.attention import TritonAttention, attention_unsupported_reason
 from runtime.backends.triton.compilation import TritonCompiler
@@ -24,7 +23,7 @@ from runtime.backends.triton.layers import (
     prepare_layers,
 )
 from runtime.backends.triton.linear import KERNELS
-from runtime.backends.triton.mixture import mixture_unsupported_reason, prepare_mixture
+from runtime.backends.triton.mixture import TritonMixture, mixture_unsupported_reason
 from runtime.backends.triton.states import STATE_KERNELS
 from runtime.core.batch import Batch
 from runtime.core.memory_plan import MemoryPlan
@@ -34,7 +33,7 @@ def prepare_attention(
     model: Model, cache: KVCache, windows: tuple[int | None, ...], memory: MemoryPlan
 ) -> AttentionStep:
     """Attention over pages in the layouts of plain torch, read in place."""
-    sinks, scores = memory.attention_window.sinks, scores_of(model)
+    sinks, scores = memory.attention_window.sinks, model.scores
 
     def step(batch: Batch) -> TritonAttention | TritonLatentAttention:
         keys = StepKeys(cache, batch, cache.place(model, batch.entries))
@@ -45,13 +44,13 @@ def prepare_attention(
     return step
 
 
-register(
+BACKENDS.register(order=30)(
     Backend(
         "triton",
         "cuda",
         linears=KERNELS,
         ops=OpsKernel("one launch for each step over rows", ops_unsupported_reason, TritonOps),
-        mixture=MixtureKernel("grouped products over all experts", mixture_unsupported_reason, prepare_mixture),
+        mixture=MixtureKernel("grouped products over all experts", mixture_unsupported_reason, TritonMixture),
         attention=AttentionKernel(
             "reads pages as they are", attention_unsupported_reason, make_pages, prepare_attention
         ),

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from compress.checkpoint.kv_cache import KVCacheScheme
 from compress.models.mixers.latent import Latent
-from runtime.backends.base import Model, Rotary
+from runtime.backends.base import Rotary
 from runtime.backends.fused_layers import indexers_unsupported
 from runtime.backends.kv_pages import KVCache, TokenPages
-from runtime.backends.span_attention import PLAIN_SCORES, LayerScores, Scores
+from runtime.backends.model import Model
+from runtime.backends.scores import PLAIN_SCORES, LayerScores, Scores
 from runtime.backends.torch.attention import SinkQueries, StepKeys
 from runtime.backends.triton.device import num_processors, unsupported_reason
 from runtime.backends.triton.fused_linear import ROWS_LAYOUT, ActivationLayout, QuantizedInput
@@ -98,11 +99,11 @@ class TritonAttention:
         keys: what is read; without a recent window.
         windows: sliding window of every layer; None is none.
         scores: of the model; plain ones where there are `sinks`.
-        sinks: first tokens that stay visible beside the window; needs one, the same in all layers.
+        sinks: first tokens that stay visible outside of the window; needs one, the same in all layers.
         rotary: of the model, with exact angles; for sinks.
 
     Attributes:
-        takes_spans: a step that is one long span is left to torch where that computes the same.
+        takes_spans: a step that is one long span over quantized pages is left to torch where that computes the same.
     """
 
     def __init__(
@@ -158,7 +159,8 @@ class TritonAttention:
         return out if stored == form else self._norm_act.convert_input(out.rows, form)
 
     def _is_span(self, layer: int, head_dim: int) -> bool:
-        """Whether the step is one span that torch attends to; the lengths of captured steps are not known."""
+        """Whether the step is one span over quantized pages that torch attends to; lengths of captured steps are not
+        known."""
         if not self.takes_spans or self.sinks is not None or len(self.tiles.rows.lengths) != 1:
             return False
         scheme, window, (group,) = self.keys.cache.scheme, self.windows[layer], self.keys.batch.groups
@@ -249,4 +251,4 @@ def latents_unsupported_reason(latent: Latent, scheme: KVCacheScheme) -> str:
         return "takes latents of {} channels and rotated keys of {}".format(*sizes)
     if not {scheme.key_format, scheme.value_format} <= set(LATENT_FORMATS):
         return f"reads latents as {', '.join(LATENT_FORMATS)}"
-    return "reads no exact tokens beside latents" if scheme.sinks or scheme.residual_length else ""
+    return "reads no exact tokens next to latents" if scheme.sinks or scheme.residual_length else ""

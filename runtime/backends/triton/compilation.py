@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from compress.common.device import on_device
-from runtime.backends.base import Build
+from runtime.backends.backend import Build
 from runtime.backends.triton.device import device_unsupported_reason
 
 

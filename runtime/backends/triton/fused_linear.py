@@ -17,7 +17,7 @@ class ActivationLayout(NamedTuple):
     """Layout in which a linear takes its input `[M, K]`.
 
     Attributes:
-        kind: `rows` (as they are, in 16 bits), `sums` (float32 sums of every `unit` inputs beside them), `q8_int`
+        kind: `rows` (as they are, in 16 bits), `sums` (and float32 sums of every `unit` inputs), `q8_int`
             (int8, with a scale for each token, see `compress.checkpoint.weights.fp8`), or `q8_float`
             (bytes of e4m3).
         unit: inputs of one sum, a power of two.

@@ -30,7 +30,7 @@ FACTS = "facts.json"
 
 
 def kernel_facts(device: torch.device) -> dict[str, str]:
-    """Names and values of what compiled kernels of a GPU depend on beside their sources and Triton's.
+    """Names and values of what compiled kernels of a GPU depend on in addition to their sources and Triton's.
 
     Raises:
         ToolkitError: this machine has no such GPU, or no Triton.
@@ -137,7 +137,7 @@ def unpack_kernels(archive: Path, folder: Path, facts: Mapping[str, str] | None 
         facts: of this machine; None unpacks whatever the archive is made for.
 
     Raises:
-        ToolkitError: this is no archive of kernels, or one for other machines.
+        ToolkitError: this is not a kernel archive, or is one for other machines.
     """
     folder.mkdir(parents=True, exist_ok=True)
     found = set()
@@ -153,7 +153,7 @@ def unpack_kernels(archive: Path, folder: Path, facts: Mapping[str, str] | None 
                     (folder / member.name).parent.mkdir(exist_ok=True)
                     (folder / member.name).write_bytes(content.read())
     except (OSError, ValueError, tarfile.TarError, EOFError) as error:
-        raise ToolkitError(f"{archive} is no archive of kernels: {error}", "Make it by `runtime warm-up`") from error
+        raise ToolkitError(f"{archive} is not a kernel archive: {error}", "Make it by `runtime warm-up`") from error
     for group in (group for entry in found for group in (folder / entry).glob(f"{GROUP}*.json")):
         children = {name: str(group.parent / name) for name in _children(group)}
         group.write_text(json.dumps({CHILDREN: children}), encoding="utf-8")
@@ -175,7 +175,7 @@ def _checked(archive: Path, member: tarfile.TarInfo) -> str:
     entry, *names = Path(member.name).parts
     if not (member.isfile() and len(names) == 1 and entry.isalnum() and names[0].endswith(KNOWN)):
         raise ToolkitError(
-            f"{archive} is no archive of kernels: it has {member.name!r:.80}", "Make it by `runtime warm-up`"
+            f"{archive} is not a kernel archive: it has {member.name!r:.80}", "Make it by `runtime warm-up`"
         )
     return entry
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from runtime.backends.latent import LatentProducts
-from runtime.backends.span_attention import Scores
+from runtime.backends.scores import Scores
 from runtime.backends.torch.attention import StepKeys
 from runtime.backends.triton.attention import StepTiles, layer_pages, ragged_rows, token_pages
 from runtime.backends.triton.tiling import Tiling

@@ -4,7 +4,7 @@ the arguments, specializes each and formats them as a key again for every launch
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from copy import copy
@@ -19,6 +19,7 @@ from triton.runtime.jit import JITFunction
 WAITS = "WAITS"
 """Constant of kernels that can overlap: whether they wait for those before them, see `common.wait_for_inputs`."""
 _overlapping = ContextVar("overlapping", default=False)
+_one_after_the_other: ContextVar[Collection[str]] = ContextVar("one_after_the_other", default=())
 
 ONES = ((1, 1, 1), (1, 1), (1,), ())
 """Numbers of programs that a grid of this length leaves out."""
@@ -27,12 +28,23 @@ ONES = ((1, 1, 1), (1, 1), (1,), ())
 @contextmanager
 def overlapping(enabled: bool) -> Iterator[None]:
     """Launches the block's kernels that can so that each starts before the one ahead of it has ended, and waits itself
-    (programmatic dependent launch). All others are launched as ever, behind all that was launched before."""
+    (programmatic dependent launch). All others are launched as usual, after all that was launched before."""
     token = _overlapping.set(enabled)
     try:
         yield
     finally:
         _overlapping.reset(token)
+
+
+@contextmanager
+def left_out(names: Collection[str]) -> Iterator[None]:
+    """Keeps kernels of some names from overlapping in the block, neither with those ahead of them nor with those after
+    them, to find the one that must not."""
+    token = _one_after_the_other.set(names)
+    try:
+        yield
+    finally:
+        _one_after_the_other.reset(token)
 
 
 class Launcher:
@@ -75,15 +87,15 @@ class BoundKernel:
 
     __slots__ = (
         *("_compiled", "_function", "_given", "_is_compiled", "_left_out", "_open", "_open_places", "_values"),
-        *("_can_overlap", "_waiting"),
+        *("_can_overlap", "_waiting", "name"),
     )
 
     def __init__(self, function: Any, given: dict[str, Any]) -> None:
-        self._function, self._given = function, given
+        self._function, self._given, self.name = function, given, function.fn.__name__
         self._open = [name for name in run_time_names(function) if name not in given]
         self._compiled: dict[tuple[Any, ...], tuple[Any, ...]] = {}
         self._left_out: set[tuple[Any, ...]] = set()
-        self._can_overlap = WAITS in inspect.signature(function.fn).parameters and WAITS not in given
+        self._can_overlap = can_overlap(function) and WAITS not in given
         self._waiting: BoundKernel | None = None
         self._is_compiled = isinstance(function, JITFunction)
         if self._is_compiled:
@@ -91,7 +103,7 @@ class BoundKernel:
             self._open_places = [(p.num, not p.do_not_specialize) for p in function.params if p.name in self._open]
 
     def __call__(self, grid: Sequence[int], *arguments: Any) -> None:
-        if self._can_overlap and _overlapping.get():
+        if self._can_overlap and _overlapping.get() and self.name not in _one_after_the_other.get():
             if self._waiting is None:
                 self._waiting = BoundKernel(self._function, self._given | {WAITS: True, "launch_pdl": True})
             self._waiting(grid, *arguments)
@@ -191,12 +203,17 @@ def launch_key(places: Sequence[tuple[int, bool]], arguments: Sequence[Any], val
             pointer = values[place] = argument.data_ptr()
             key += argument.dtype, pointer & 15
         else:
-            raise TypeError(f"{kind.__name__} is no argument of a kernel: give tensors, numbers or None")
+            raise TypeError(f"{kind.__name__} is not an argument of a kernel: give tensors, numbers or None")
     return key
 
 
+def can_overlap(function: Any) -> bool:
+    """Whether a kernel has a way to wait for those ahead of it."""
+    return WAITS in inspect.signature(function.fn).parameters
+
+
 def run_time_names(function: Any) -> list[str]:
-    """Names of a kernel's arguments that are no compile-time constants."""
+    """Names of a kernel's arguments that are not compile-time constants."""
     parameters = inspect.signature(function.fn).parameters.values()
     return [each.name for each in parameters if "constexpr" not in str(each.annotation)]
 

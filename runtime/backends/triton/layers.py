@@ -10,17 +10,11 @@ import torch
 from torch import Tensor
 
 from compress.checkpoint.kv_cache import AUTO
-from runtime.backends.base import (
-    ComputeMixture,
-    LayerWeights,
-    Model,
-    Target,
-    attention_linears,
-    mlp_linears,
-    plain_weight,
-)
+from runtime.backends.base import Target, plain_weight
 from runtime.backends.fused_layers import layers_unsupported
 from runtime.backends.kv_pages import KVCache
+from runtime.backends.mlp import ComputeMixture
+from runtime.backends.model import Layer, Model
 from runtime.backends.torch.ops import TorchOps
 from runtime.backends.triton.attention import HeadPages, TritonAttention, layer_pages, token_pages
 from runtime.backends.triton.device import device_unsupported_reason, overlaps_kernels, unsupported_reason
@@ -55,9 +49,9 @@ class TritonLayers:
     Launches of a layer, whatever the step holds: norm; qkv; heads rotated, keys and values written; attention and, if
     keys of some sequence are split, their join; output; norm; gate and up; gate; down. That is 10, or 9. The join puts
     its rows into rows with sums, if the output product takes those; other forms, and sums without a join, are one more
-    launch. The work list of attention is made once a step for each window. A linear that is no `FusedLinear` is called
-    as it is, with 16-bit rows, and launches what it likes. Each of these launches depends on shapes only, and nothing
-    waits for the GPU, so the layers can be captured in a graph.
+    launch. The work list of attention is made once a step for each window. A linear that is not a `FusedLinear` is
+    called as it is, with 16-bit rows, and launches what it likes. Each of these launches depends on shapes only, and
+    nothing waits for the GPU, so the layers can be captured in a graph.
 
     Args:
         overlaps: kernels start before those ahead of them have ended, see `launcher.overlapping`.
@@ -69,7 +63,7 @@ class TritonLayers:
 
         self._norm_act, self._rope_kv_write = norm_act, rope_kv_write
         self._overlapping = partial(launcher.overlapping, overlaps)
-        self._eps, pages = decoder.config.norm_eps, token_pages(cache)
+        self._eps, pages = decoder.config.spec.final_norm.eps, token_pages(cache)
         self._layers = [
             FusedLayer.of(index, layer, layer_pages(pages, cache.scheme, index))
             for index, layer in enumerate(decoder.layers)
@@ -121,7 +115,7 @@ class FusedLayer:
         index: of the layer.
         attention_norm, mlp_norm: weights `[H]`.
         head_norm: weights `[heads + kv_heads, D]`, or None.
-        mlp: linears for gate and up, and down; none beside a mixture.
+        mlp: linears for gate and up, and down; empty in layers with a mixture.
         pages: of keys and values.
     """
 
@@ -136,13 +130,13 @@ class FusedLayer:
     pages: HeadPages
 
     @classmethod
-    def of(cls, index: int, layer: LayerWeights, pages: HeadPages) -> FusedLayer:
+    def of(cls, index: int, layer: Layer, pages: HeadPages) -> FusedLayer:
         """Collects it from the weights of a layer that `layers_unsupported_reason` finds nothing against."""
-        qkv, output = map(fused, attention_linears(layer))
+        qkv, output, *mlp = map(fused, layer.linears)
+        head_norm = None if layer.attention is None else layer.attention.head_norm
         mixture = None if layer.experts is None else layer.experts.kernel
-        mlp = () if layer.experts is not None else tuple(map(fused, mlp_linears(layer)))
-        norms = plain_weight(layer.attention_norm), plain_weight(layer.mlp_norm)
-        return cls(index, norms[0], qkv, layer.head_norm, output, norms[1], mlp, mixture, pages)
+        norms = plain_weight(layer.norm), plain_weight(layer.mlp_norm)
+        return cls(index, norms[0], qkv, head_norm, output, norms[1], tuple(mlp), mixture, pages)
 
 
 def prepare_layers(
@@ -156,6 +150,8 @@ def layers_unsupported_reason(decoder: Model, memory: MemoryPlan) -> str:
     """Why a decoder's layers cannot run in fused kernels; "" when they can."""
     if reason := layers_unsupported(decoder.config.spec):
         return reason
+    if decoder.config.whole is not None:
+        return "computes no stages"
     if any(layer.experts is not None and layer.experts.kernel is None for layer in decoder.layers):
         return "computes no mixtures that go from expert to expert"
     if not isinstance(decoder.ops, TritonOps):

@@ -9,18 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from compress.checkpoint.weights import Bnb4, Scheme
-from compress.checkpoint.weights.block_fp8 import BlockFp8, BlockFp8Weight
-from compress.checkpoint.weights.codebooks import NF4, TableFloatWeight
+from compress.checkpoint.weights import Scheme
+from compress.checkpoint.weights.coded import EXPONENT_BIAS, EXPONENTS, FLOAT8, INTEGERS, TABLE, Coded, CodedWeight
 from compress.checkpoint.weights.exl3 import CODEBOOKS, TURN, Exl3Weight, padded
-from compress.checkpoint.weights.fp8 import Fp8Weight
-from compress.checkpoint.weights.gguf_blocks import INTEGERS, BlockIntegers
-from compress.checkpoint.weights.integer import IntegerWeight
-from compress.checkpoint.weights.mxfp4 import EXPONENT_BIAS, FP4, Mxfp4Weight
-from compress.checkpoint.weights.mxfp8 import Mxfp8, Mxfp8Weight
-from compress.checkpoint.weights.nonlinear import LEVELS, Iq4Nl, NonlinearWeight
-from compress.checkpoint.weights.nvfp4 import Nvfp4Weight
-from runtime.backends.base import Linear, LinearKernel, Target
+from compress.checkpoint.weights.forms import E2M1_VALUES
+from runtime.backends.backend import LinearKernel
+from runtime.backends.base import Linear, Target
 from runtime.backends.measured import table_path
 from runtime.backends.prepared_weight import Layout, PreparedWeight
 from runtime.backends.triton.device import gpu_name, multiplies_fp8, num_processors, unsupported_reason
@@ -39,7 +33,7 @@ UNIT = 32
 """Group sizes are a multiple of this, or the whole row."""
 
 
-def prepare_codes(weight: IntegerWeight, bias: Tensor | None, target: Target) -> Linear:
+def prepare_codes(weight: CodedWeight, bias: Tensor | None, target: Target) -> Linear:
     """2- to 8-bit codes in planes; which kernel runs is looked up by the number of tokens."""
     return _planes_linear(interleave(weight, target.device), bias)
 
@@ -57,82 +51,77 @@ def _planes_linear(planes: InterleavedWeight, bias: Tensor | None) -> Linear:
     return W4A16Linear(planes, bias, _plan(planes.words.device, planes.bits, rows, tiles, planes.shape, scaled))
 
 
-def prepare_block_integers(weight: BlockIntegers, bias: Tensor | None, target: Target) -> Linear:
+def prepare_block_integers(weight: CodedWeight, bias: Tensor | None, target: Target) -> Linear:
     """Codes in planes, with scales and minima of groups in float32."""
     from runtime.backends.triton.kernels.block_integers import linear_of
 
-    # Panels were not measured beside them: as for the other 4-bit codes with float32 scales of groups.
+    # Panels were not measured for them: as for the other 4-bit codes with float32 scales of groups.
     return linear_of(weight, bias, target.device, num_processors(target.device), measured_panel_from("nf4"))
 
 
-def prepare_w8a8(weight: IntegerWeight, bias: Tensor | None, target: Target) -> Linear:
+def prepare_w8a8(weight: CodedWeight, bias: Tensor | None, target: Target) -> Linear:
     """Codes of 5 to 8 bits as signed bytes; those of fewer bits keep their distance to the zero point."""
     from runtime.backends.triton.kernels.int8_gemm import W8A8Linear
 
     device = target.device
-    codes = (weight.qweight.to(torch.int16) - weight.scheme.midpoint).to(torch.int8).to(device)
+    codes = (weight.qweight.to(torch.int16) - weight.scheme.zero).to(torch.int8).to(device)
     return W8A8Linear(codes, weight.scales.T.contiguous().to(device), bias, num_processors(device))
 
 
 def prepare_fp8(
-    weight: Fp8Weight, bias: Tensor | None, target: Target, scaled_from: int = NEVER, row_multiple: int = 1
+    weight: CodedWeight, bias: Tensor | None, target: Target, scaled_from: int = NEVER, row_multiple: int = 1
 ) -> Linear:
-    """8-bit floats as they are stored, with rows of zeros up to a multiple; `scaled_from` as of `Fp8Linear`."""
+    """8-bit floats as they are stored, with scales of rows and perhaps of groups of inputs, and rows of zeros up to a
+    multiple; `scaled_from` as of `Fp8Linear`."""
     from runtime.backends.triton.kernels.fp8 import Fp8Linear
 
-    device, rounds_inputs = target.device, weight.scheme.activation_bits is not None
-    codes, scale = weight.qweight.view(torch.uint8).to(device), weight.scales[:, 0].contiguous().to(device)
-    codes, native = functional.pad(codes, (0, 0, 0, -len(codes) % row_multiple)), multiplies_fp8(device)
-    panel_from = NEVER if rounds_inputs else measured_panel_from("fp8")
+    device, scheme, inputs = target.device, weight.scheme, weight.shape[1]
+    group = scheme.columns(inputs) if _is_grouped(scheme) else 0
+    scales, row_scales = _factors(weight) if group else (None, weight.scales[:, 0])
+    rounds_inputs, native = scheme.activation_bits is not None, multiplies_fp8(device)
+    panel_from = NEVER if rounds_inputs else measured_panel_from("fp8 blocks" if group else "fp8")
+    codes = weight.qweight.view(torch.uint8).to(device)
+    codes = functional.pad(codes, (0, 0, 0, -len(codes) % row_multiple))
+    tensors = codes, row_scales.contiguous().to(device), None if scales is None else scales.to(device)
     processors = num_processors(device), target.dtype
-    return Fp8Linear(
-        codes, scale, None, bias, rounds_inputs, native, *processors, panel_from=panel_from, scaled_from=scaled_from
-    )
+    return Fp8Linear(*tensors, bias, rounds_inputs, native, *processors, group, panel_from, scaled_from)
 
 
-def prepare_grouped_fp8(weight: BlockFp8Weight | Mxfp8Weight, bias: Tensor | None, target: Target) -> Linear:
-    """8-bit floats as they are stored, with scales of groups of inputs: those of blocks, or powers of two beside the
-    largest one of their row."""
-    from runtime.backends.triton.kernels.fp8 import Fp8Linear
+def _is_grouped(scheme: Coded) -> bool:
+    """Whether scales are of groups or blocks of inputs, not of rows."""
+    return scheme.columns(0) > 0
 
-    device, codes = target.device, weight.qweight.view(torch.uint8)
-    if isinstance(weight, BlockFp8Weight):
-        group, scales, row_scales = weight.scheme.block[1], weight.scales, torch.ones_like(weight.scales[:, 0])
-    else:
-        group, exponents = weight.scheme.group_size, weight.exponents.int()
+
+def _factors(weight: CodedWeight) -> tuple[Tensor, Tensor]:
+    """Scales `[O, G]` that multiply numbers of codes, times one of each row `[O]` in float32.
+
+    Powers of two are divided by the largest of their row, so they are at most 1: in float16 those below 2^-24 vanish.
+    8-bit floats are as stored, with the reciprocal of their divisor. Others are as stored, with ones.
+    """
+    if weight.scheme.scales.dtype == EXPONENTS:
+        exponents = weight.scales.int()
         largest = exponents.amax(1, keepdim=True)
         ones = torch.ones_like(exponents, dtype=torch.float32)
-        scales, row_scales = torch.ldexp(ones, exponents - largest), torch.ldexp(ones, largest - EXPONENT_BIAS)[:, 0]
-    tensors = codes.to(device), row_scales.contiguous().to(device), scales.to(device)
-    native, panel_from = multiplies_fp8(device), measured_panel_from("fp8 blocks")
-    return Fp8Linear(*tensors, bias, False, native, num_processors(device), target.dtype, group, panel_from)
+        return torch.ldexp(ones, exponents - largest), torch.ldexp(ones, largest - EXPONENT_BIAS)[:, 0]
+    if weight.divisors is not None:
+        return weight.scales.float(), weight.divisors[:, 0].reciprocal()
+    return weight.scales, torch.ones(len(weight.scales), device=weight.scales.device)
 
 
-def prepare_fp4(
-    weight: Mxfp4Weight | Nvfp4Weight | TableFloatWeight, bias: Tensor | None, target: Target, measured_as: str
-) -> Linear:
+def prepare_table(weight: CodedWeight, bias: Tensor | None, target: Target) -> Linear:
     """Codes that are places in a table of 16 numbers, two in a byte, with scales of groups."""
-    from runtime.backends.triton.kernels.fp4 import Fp4Linear, packed_halves, padded_scales
-
-    device, inputs = target.device, weight.shape[1]
-    scales, row_scales = weight.factors()
-    # Scales of whole halves of a block multiply float32 sums: they keep their dtype.
-    dtype = weight.scales.dtype if isinstance(weight, TableFloatWeight) else target.dtype
-    codes, scales = packed_halves(weight.qweight), padded_scales(scales, inputs, dtype)
-    on_device = codes.to(device), scales.to(device), row_scales.contiguous().to(device)
-    values, processors, panel_from = weight.scheme.code_values, num_processors(device), measured_panel_from(measured_as)
-    return Fp4Linear(*on_device, bias, inputs, processors, values, target.dtype, panel_from=panel_from)
-
-
-def prepare_levels(weight: NonlinearWeight, bias: Tensor | None, target: Target) -> Linear:
-    """Codes that are places among 16 levels, two in a byte, with scales of groups in float32."""
-    from runtime.backends.triton.kernels.fp4 import Fp4Linear, packed_halves, padded_scales
+    from runtime.backends.triton.kernels.fp4 import HALF, Fp4Linear, packed_halves, padded_scales
 
     device, inputs, scheme = target.device, weight.shape[1], weight.scheme
-    half = scheme.group_size
-    codes, scales = packed_halves(weight.qweight, half), padded_scales(weight.scales, inputs, torch.float32)
-    on_device = codes.to(device), scales.to(device), torch.ones(len(codes), device=device)
-    processors, panel_from = num_processors(device), measured_panel_from("nf4")
+    scales, row_scales = _factors(weight)
+    # Scales of whole halves of a block multiply float32 sums: they keep their precision.
+    is_exact = scheme.code_values == E2M1_VALUES
+    half = HALF if is_exact else scheme.columns(inputs)
+    summed = torch.float32 if scheme.scales.dtype == "float16" else scales.dtype
+    dtype = target.dtype if is_exact else summed
+    codes, scales = packed_halves(weight.qweight, half), padded_scales(scales, inputs, dtype)
+    on_device = codes.to(device), scales.to(device), row_scales.contiguous().to(device)
+    processors, panel_from = num_processors(device), measured_panel_from("nvfp4" if is_exact else "nf4")
     return Fp4Linear(*on_device, bias, inputs, processors, scheme.code_values, target.dtype, half, panel_from)
 
 
@@ -144,23 +133,19 @@ def prepare_exl3(weight: Exl3Weight, bias: Tensor | None, target: Target) -> Lin
     words = weight.trellis.contiguous().view(torch.int32).to(device)
     scales = weight.suh.float().to(device) / TURN, weight.svh.float().to(device)
     codebook = CODEBOOKS.index(scheme.codebook)
-    return TrellisLinear(words, *scales, bias, scheme.bits, codebook, num_processors(device))
+    return TrellisLinear(words, *scales, bias, scheme.bits, codebook)
 
 
 def _exl3_nbytes(scheme: Scheme, rows: int, columns: int, target: Target) -> int:
     return padded(rows) * padded(columns) * scheme.bits // 8 + (rows + columns) * FLOAT_BYTES
 
 
-def _fp4_nbytes(scheme: Scheme, rows: int, columns: int, target: Target) -> int:
-    filled = cdiv(columns, FP4_BLOCK) * FP4_BLOCK
-    return rows * (filled // 2 + filled // (scheme.group_size or filled) * SCALE_BYTES + ROW_SCALE_BYTES)
-
-
 def _table_nbytes(scheme: Scheme, rows: int, columns: int, target: Target) -> int:
-    """Counts scales of bitsandbytes and GGUF as float32."""
-    filled, wider = cdiv(columns, FP4_BLOCK) * FP4_BLOCK, isinstance(scheme, (Bnb4, Iq4Nl))
-    more = scheme.num_groups(filled) * (FLOAT_BYTES - SCALE_BYTES) if wider else 0
-    return _fp4_nbytes(scheme, rows, columns, target) + rows * more
+    """Counts scales that are stored in float32 or float16 as float32."""
+    filled = cdiv(columns, FP4_BLOCK) * FP4_BLOCK
+    is_wide = isinstance(scheme, Coded) and scheme.scales.dtype in ("float32", "float16")
+    scales = filled // (scheme.group_size or filled) * (FLOAT_BYTES if is_wide else SCALE_BYTES)
+    return rows * (filled // 2 + scales + ROW_SCALE_BYTES)
 
 
 def _plan(device: torch.device, bits: int, rows: int, tiles: int, shape: tuple[int, int], scaled: int = 0) -> Plan:
@@ -182,10 +167,12 @@ def _linear_reason(scheme: Scheme, in_features: int, target: Target) -> str:
     return ""
 
 
-def _nf4_reason(scheme: Scheme, in_features: int, target: Target) -> str:
-    """Scales multiply the float32 sums of halves of blocks: times a scale, such numbers are not exact in 16 bits."""
-    if scheme.group_size != NF4_GROUP:
-        return f"takes groups of {NF4_GROUP}"
+def _table_reason(scheme: Scheme, in_features: int, target: Target) -> str:
+    """e2m1 times scales is exact in 16 bits. Scales of other numbers multiply the float32 sums of halves of blocks."""
+    if len(scheme.code_values) > TABLE_NUMBERS:
+        return f"takes tables of {TABLE_NUMBERS} numbers"
+    if scheme.code_values != E2M1_VALUES and scheme.group_size not in HALVES:
+        return f"takes groups of {' or '.join(map(str, HALVES))}"
     return unsupported_reason(target.device, target.dtype)
 
 
@@ -216,7 +203,8 @@ SCALE_BYTES = 2
 FLOAT_BYTES = 4
 FP4_BLOCK, ROW_SCALE_BYTES = 128, 4
 """Inputs that 4-bit floats are padded to a multiple of, and bytes of the scale of a row."""
-NF4_GROUP = FP4_BLOCK // 2
+TABLE_NUMBERS, HALVES = 16, (FP4_BLOCK // 4, FP4_BLOCK // 2)
+"""Numbers of a table, and sizes of groups whose scales multiply sums."""
 FP8_BLOCK = 128
 """Inputs of one pass over 8-bit floats."""
 SCALED_FROM, SCALED_MULTIPLE = 16, 16
@@ -252,13 +240,17 @@ def _target_reason(scheme: Scheme, in_features: int, target: Target) -> str:
     return unsupported_reason(target.device, target.dtype)
 
 
-def _fp8_block_reason(scheme: Scheme, in_features: int, target: Target) -> str:
-    if isinstance(scheme, BlockFp8) and scheme.block[1] % FP8_BLOCK:
+def _w8a16_float_reason(scheme: Scheme, in_features: int, target: Target) -> str:
+    """Scales of groups that are shorter than a block multiply numbers in 16 bits, which powers of two do exactly."""
+    is_exact = isinstance(scheme, Coded) and (scheme.scales.dtype == EXPONENTS or not _is_grouped(scheme))
+    if not is_exact and isinstance(scheme, Coded) and scheme.columns(in_features) % FP8_BLOCK:
         return f"takes blocks of a multiple of {FP8_BLOCK} columns"
     return unsupported_reason(target.device, target.dtype)
 
 
-def _grouped_fp8_nbytes(scheme: Scheme, rows: int, columns: int, target: Target) -> int:
+def _w8a16_float_nbytes(scheme: Scheme, rows: int, columns: int, target: Target) -> int:
+    if not isinstance(scheme, Coded) or not _is_grouped(scheme):
+        return _nbytes(scheme, rows, columns, target)
     return rows * (columns + scheme.num_groups(columns) * FLOAT_BYTES + ROW_SCALE_BYTES)
 
 
@@ -294,12 +286,12 @@ W8A8_KERNEL = _kernel(
     "triton_w8a8", "8-bit codes times 8-bit activations, exact int32 sums", "int", _w8a8_reason, prepare_w8a8, _nbytes
 )
 FP8_KERNEL = _kernel(
-    "triton_fp8", "8-bit floats times 8-bit floats, float32 sums", "float", _fp8_reason, prepare_fp8, _nbytes
+    "triton_fp8", "8-bit floats times 8-bit floats, float32 sums", FLOAT8, _fp8_reason, prepare_fp8, _nbytes
 )
 SCALED_FP8_KERNEL = _kernel(
     "torch_scaled_fp8",
     f"8-bit floats times 8-bit floats, by torch from {SCALED_FROM} tokens on, float32 sums",
-    "float",
+    FLOAT8,
     _scaled_fp8_reason,
     partial(prepare_fp8, scaled_from=SCALED_FROM, row_multiple=SCALED_MULTIPLE),
     _scaled_fp8_nbytes,
@@ -307,54 +299,22 @@ SCALED_FP8_KERNEL = _kernel(
 FP8_W8A16_KERNEL = _kernel(
     "triton_fp8_w8a16",
     "8-bit floats multiplied in 16 bits, float32 sums",
-    "float",
-    _linear_reason,
+    FLOAT8,
+    _w8a16_float_reason,
     prepare_fp8,
-    _nbytes,
+    _w8a16_float_nbytes,
 )
-FP8_BLOCK_KERNEL = _kernel(
-    "triton_fp8_block",
-    "8-bit floats multiplied in 16 bits, float32 sums and scales of blocks",
-    BlockFp8.numbers,
-    _fp8_block_reason,
-    prepare_grouped_fp8,
-    _grouped_fp8_nbytes,
-)
-MXFP8_KERNEL = _kernel(
-    "triton_mxfp8",
-    "8-bit floats times powers of two in 16 bits, float32 sums",
-    Mxfp8.numbers,
-    _target_reason,
-    prepare_grouped_fp8,
-    _grouped_fp8_nbytes,
-)
-FP4_KERNEL = _kernel(
-    "triton_fp4",
-    "4-bit floats multiplied in 16 bits, float32 sums",
-    FP4,
-    _target_reason,
-    partial(prepare_fp4, measured_as="nvfp4"),
-    _fp4_nbytes,
-)
-NF4_KERNEL = _kernel(
-    "triton_nf4",
-    "numbers of a table rounded to 16 bits and multiplied, float32 sums and scales",
-    NF4,
-    _nf4_reason,
-    partial(prepare_fp4, measured_as="nf4"),
-    _table_nbytes,
-)
-LEVELS_KERNEL = _kernel(
-    "triton_iq4_nl",
-    "levels of a table multiplied in 16 bits, float32 sums and scales",
-    LEVELS,
-    _target_reason,
-    prepare_levels,
+TABLE_KERNEL = _kernel(
+    "triton_table",
+    "numbers of a table multiplied in 16 bits, float32 sums",
+    TABLE,
+    _table_reason,
+    prepare_table,
     _table_nbytes,
 )
 EXL3_KERNEL = _kernel(
     "triton_exl3",
-    "trellis codes decoded in registers, for many tokens into dense panels, float32 sums",
+    "trellis codes decoded into dense panels, float32 sums",
     "exl3",
     _target_reason,
     prepare_exl3,
@@ -363,6 +323,5 @@ EXL3_KERNEL = _kernel(
 )
 KERNELS = (
     *(W8A8_KERNEL, W4A16_KERNEL, W8A16_KERNEL, BLOCK_INTEGERS_KERNEL),
-    *(SCALED_FP8_KERNEL, FP8_KERNEL, FP8_W8A16_KERNEL, FP8_BLOCK_KERNEL, MXFP8_KERNEL, FP4_KERNEL, NF4_KERNEL),
-    *(LEVELS_KERNEL, EXL3_KERNEL),
+    *(SCALED_FP8_KERNEL, FP8_KERNEL, FP8_W8A16_KERNEL, TABLE_KERNEL, EXL3_KERNEL),
 )

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from compress.models.mlp import Mixture
-from runtime.backends.base import ExpertWeights, Linear, MixtureWeights, Target
+from runtime.backends.base import Linear, Target
 from runtime.backends.expert_slots import ExpertSlots
 from runtime.backends.fused_layers import is_gated_silu, is_plain_mixture
+from runtime.backends.mlp import Expert, Experts
 from runtime.backends.triton.device import unsupported_reason
 from runtime.backends.triton.layers import TritonOps
 
@@ -27,7 +27,7 @@ class TritonMixture:
     An expert reads the rows that chose it; its result is added in float32.
     """
 
-    def __init__(self, weights: MixtureWeights) -> None:
+    def __init__(self, weights: Experts) -> None:
         from runtime.backends.triton.kernels import grouped_gemm
 
         self._weights, self._kernels, self._ops = weights, grouped_gemm, TritonOps()
@@ -51,7 +51,7 @@ class TritonMixture:
         return self._down.product(inner, blocks, 1).view(*chosen.shape, -1)
 
     def _in_rounds(self, x: Tensor, chosen: Tensor, slots: ExpertSlots) -> Tensor:
-        """Computes the same bits as `_products`: a row depends on its block's size, not on the rows beside it."""
+        """Computes the same bits as `_products`: a row depends on its block's size, not on its other rows."""
         block_m = self._kernels.rows_per_block(chosen.numel(), slots.num_experts)
         parts = x.new_empty(*chosen.shape, x.shape[1])
         on_host = chosen.cpu()  # the only wait for the GPU
@@ -64,7 +64,7 @@ class TritonMixture:
             parts[token, place] = self._down.product(inner, blocks, 1)
         return parts
 
-    def _shared(self, expert: ExpertWeights, x: Tensor) -> Tensor:
+    def _shared(self, expert: Expert, x: Tensor) -> Tensor:
         found, gate = expert.down(self._ops.silu_and_mul(expert.gate_up(x))), self._weights.shared_gate
         return found if gate is None else found * (x @ gate.T).sigmoid()
 
@@ -78,16 +78,11 @@ def packed(linears: Sequence[Linear]) -> list[InterleavedWeight]:
     return weights if len(weights) == len(linears) and len(kinds) == 1 else []
 
 
-def prepare_mixture(mixture: Mixture, weights: MixtureWeights) -> TritonMixture:
-    """A mixture that `mixture_unsupported_reason` finds nothing against."""
-    return TritonMixture(weights)
-
-
-def mixture_unsupported_reason(mixture: Mixture, weights: MixtureWeights, target: Target) -> str:
+def mixture_unsupported_reason(weights: Experts, target: Target) -> str:
     """Why a mixture cannot be computed by grouped products on a target; "" when it can."""
     if reason := unsupported_reason(target.device, target.dtype):
         return reason
-    if not is_plain_mixture(mixture) or not all(is_gated_silu(mlp) for mlp in mixture.mlps):
+    if not is_plain_mixture(weights.spec) or not all(is_gated_silu(mlp) for mlp in weights.spec.mlps):
         return "computes experts with gated silu, and plain routers"
     parts = [expert.gate_up for expert in weights.experts], [expert.down for expert in weights.experts]
     return "" if all(map(packed, parts)) else "takes experts of 2 to 8 bits that are packed alike, without biases"

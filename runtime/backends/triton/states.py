@@ -129,7 +129,7 @@ def _unsupported_reason(mixer: GatedDeltaNet | Mamba2, channels: tuple[int, int]
         return f"takes keys, states and values of {', '.join(map(str, CHANNELS))} channels, not {min(odd)}"
     if mixer.kernel > MOST_TAPS:
         return f"takes convolutions of {MOST_TAPS} tokens at most"
-    return "" if mixer.activation in ("silu", "swish") else f"has no {mixer.activation} behind the convolution"
+    return "" if mixer.activation in ("silu", "swish") else f"has no {mixer.activation} after the convolution"
 
 
 SUMMARY = "a few launches for all between the linears"

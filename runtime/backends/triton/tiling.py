@@ -21,7 +21,7 @@ class Tiling(NamedTuple):
         shared: query heads that share a kv head.
         kv_heads: programs of a tile and split.
         programs: that the step should have at least; keys are split until it does.
-        reach: most keys that a token attends to; 0 is no limit.
+        reach: most keys that a token attends to; 0 means no limit.
         least: fewest keys of a split, below which its fixed costs prevail.
     """
 

@@ -1,1 +1,1 @@
-"""Mixers that are no plain attention: what takes the place of queries, keys and values in a layer."""
+"""Mixers of tokens, one file each: what loads it, and what computes it in plain torch."""

@@ -8,11 +8,11 @@ from itertools import accumulate, groupby, islice
 import torch
 from torch import Tensor
 
-from compress.models.mixers.short_conv import ShortConv
+from compress.models.families.lfm2 import ShortConv
 from runtime.backends.base import Linear, Ops
 from runtime.backends.state_memory import StepStates
 from runtime.core.state_rows import StateRows
-from runtime.model.mixers.registry import loads
+from runtime.model.mixers.registry import RecurrentMixer, loads
 from runtime.model.weight_reader import WeightReader
 
 
@@ -33,7 +33,7 @@ class RowGroup:
         return tuple(accumulate(self.lengths))
 
     def windows(self, seen: Tensor) -> Tensor:
-        """Copies what a convolution still sees behind each segment, `[segments, kernel - 1, channels]`.
+        """Copies what a convolution still sees after each segment, `[segments, kernel - 1, channels]`.
 
         Args:
             seen: `[sequences, kernel - 1 + rows, channels]`, with the window before the first row in front.
@@ -64,7 +64,7 @@ def convolve(seen: Tensor, weight: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class ConvLayer:
+class ConvLayer(RecurrentMixer):
     """Weights of one layer of `ShortConv`.
 
     Attributes:
@@ -82,7 +82,7 @@ class ConvLayer:
     def nbytes(self) -> int:
         return self.inputs.nbytes + self.output.nbytes + self.conv.nbytes
 
-    def __call__(self, x: Tensor, layer: int, states: StepStates, _: Ops) -> Tensor:
+    def compute(self, x: Tensor, layer: int, states: StepStates, ops: Ops) -> Tensor:
         """Computes `[T, H]` of `x [T, H]`, and keeps states as `states` says."""
         before, after, inner = self.inputs(x).chunk(3, -1)
         groups = group_rows(states.rows)

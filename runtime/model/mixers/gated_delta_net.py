@@ -16,7 +16,7 @@ from runtime.backends.state_kernels import DeltaWeights, StateSteps
 from runtime.backends.state_memory import StepStates
 from runtime.model.mixers.causal_conv import RowGroup, convolve
 from runtime.model.mixers.group_scan import scan_groups, scan_segments
-from runtime.model.mixers.registry import loads
+from runtime.model.mixers.registry import RecurrentMixer, loads
 from runtime.model.weight_reader import WeightReader
 
 CHUNK = 64
@@ -72,7 +72,7 @@ def _chunk(x: DeltaInputs, state: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @dataclass(frozen=True, slots=True)
-class DeltaNet:
+class DeltaNet(RecurrentMixer):
     """Weights of one layer, and what computes it.
 
     Attributes:
@@ -92,7 +92,7 @@ class DeltaNet:
     def nbytes(self) -> int:
         return self.inputs.nbytes + self.gates.nbytes + self.output.nbytes + self.weights.conv.nbytes
 
-    def __call__(self, x: Tensor, layer: int, states: StepStates, ops: Ops) -> Tensor:
+    def compute(self, x: Tensor, layer: int, states: StepStates, ops: Ops) -> Tensor:
         """Computes `[T, H]` of `x [T, H]`, and keeps states as `states` says."""
         projected, step = (self.inputs(x), self.gates(x)), self.steps.of(states.rows)
         if step is not None:
@@ -111,7 +111,7 @@ class DeltaNet:
     def _scan(
         self, ops: Ops, group: RowGroup, mixed: Tensor, beta: Tensor, decay: Tensor, window: Tensor, matrix: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Computes heads `[rows, H, V]` of a group, and windows and matrices behind its segments."""
+        """Computes heads `[rows, H, V]` of a group, and windows and matrices after its segments."""
         mixed, beta, decay = (part.unflatten(0, (group.num_sequences, -1)) for part in (mixed, beta, decay))
         seen = torch.cat((window, mixed), 1)
         convolved = ops.activate(convolve(seen, self.weights.conv).to(seen.dtype), self.spec.activation)

@@ -1,4 +1,4 @@
-"""Scans over the sequences of a step: states are read before their rows and kept behind each segment."""
+"""Scans over the sequences of a step: states are read before their rows and kept after each segment."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def scan_groups(
 
     Args:
         scan: computes a group, its rows and the states before them, in the order of their names; gives its result and
-            these states behind each segment.
+            these states after each segment.
     """
     groups, names = group_rows(states.rows), tuple(states.tensors[layer])
     sequences, tokens = [each.num_sequences for each in groups], [each.num_rows for each in groups]
@@ -49,10 +49,10 @@ def scan_segments(
     compute: Callable[[Inputs, Tensor], tuple[Tensor, Tensor]],
     chunk: int,
 ) -> tuple[Tensor, Tensor]:
-    """Computes outputs `[B, H, n, V]`, and the state behind each segment from that before the first token.
+    """Computes outputs `[B, H, n, V]`, and the state after each segment from that before the first token.
 
     Args:
-        compute: gives the outputs of some tokens and the state behind them.
+        compute: gives the outputs of some tokens and the state after them.
         chunk: most tokens that are computed at once.
     """
     outputs, after = [], []

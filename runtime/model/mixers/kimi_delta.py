@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from compress.models.mixers.kimi_delta import KimiDelta
+from compress.models.families.kimi_linear import KimiDelta
 from runtime.backends.base import Linear, NormWeights, Ops
 from runtime.backends.state_memory import StepStates
 from runtime.model.mixers.causal_conv import RowGroup, convolve
 from runtime.model.mixers.gated_delta_net import DeltaInputs, normalized
 from runtime.model.mixers.group_scan import scan_groups, scan_segments
-from runtime.model.mixers.registry import loads
+from runtime.model.mixers.registry import RecurrentMixer, loads
 from runtime.model.weight_reader import WeightReader
 
 CHUNK = 16
@@ -23,7 +23,7 @@ CHUNK = 16
 
 
 def delta_chunk(x: DeltaInputs, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Computes outputs `[B, H, n, V]` of a few tokens, and the state `[B, H, K, V]` behind them.
+    """Computes outputs `[B, H, n, V]` of a few tokens, and the state `[B, H, K, V]` after them.
 
     No exponent is above 0, so that nothing overflows, however fast channels decay (arXiv:2510.26692, section 3.1).
 
@@ -43,7 +43,7 @@ def delta_chunk(x: DeltaInputs, state: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @dataclass(frozen=True, slots=True)
-class KimiDeltaLayer:
+class KimiDeltaLayer(RecurrentMixer):
     """Weights of one layer. All but the linears have the dtype of the state.
 
     Attributes:
@@ -71,7 +71,7 @@ class KimiDeltaLayer:
         linears = self.inputs, self.gates, self.decay, self.gate, self.output
         return sum(linear.nbytes for linear in linears) + self.conv.nbytes
 
-    def __call__(self, x: Tensor, layer: int, states: StepStates, ops: Ops) -> Tensor:
+    def compute(self, x: Tensor, layer: int, states: StepStates, ops: Ops) -> Tensor:
         """Computes `[T, H]` of `x [T, H]`, and keeps states as `states` says."""
         size = self.spec.head_dim
         inner, gate, beta = self.gates(x).split((size, size, self.spec.num_heads), -1)
@@ -89,7 +89,7 @@ class KimiDeltaLayer:
     def _scan(
         self, ops: Ops, group: RowGroup, mixed: Tensor, decay: Tensor, beta: Tensor, window: Tensor, matrix: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Computes heads `[rows, H, V]` of a group, and windows and matrices behind its segments."""
+        """Computes heads `[rows, H, V]` of a group, and windows and matrices after its segments."""
         mixed, decay, beta = (part.unflatten(0, (group.num_sequences, -1)) for part in (mixed, decay, beta))
         seen = torch.cat((window, mixed), 1)
         convolved = ops.activate(convolve(seen, self.conv).to(seen.dtype), self.spec.activation)
@@ -104,7 +104,7 @@ class KimiDeltaLayer:
 @loads(KimiDelta)
 def load_kimi_delta(mixer: KimiDelta, block: WeightReader) -> KimiDeltaLayer:
     """Loads one layer of Kimi delta attention."""
-    conv = torch.cat([block.vector(name, block.wide).squeeze(1) for name in mixer.convs])
+    conv = torch.cat([block.vector(name, block.wide).squeeze(1) for name in mixer.joined_convs])
     return KimiDeltaLayer(
         mixer,
         inputs=block.linear(*mixer.qkv),
@@ -113,7 +113,7 @@ def load_kimi_delta(mixer: KimiDelta, block: WeightReader) -> KimiDeltaLayer:
         gate=block.linear(mixer.gate),
         output=block.linear(mixer.output),
         conv=conv.T.contiguous(),
-        rate=-block.vector(f"{mixer.name}.A_log", block.wide).exp().view(-1, 1),
+        rate=-block.vector(mixer.decays, block.wide).exp().view(-1, 1),
         dt_bias=block.vector(f"{mixer.name}.dt_bias", block.wide).view(-1, mixer.head_dim),
         norm=block.norm(mixer.norm),
     )

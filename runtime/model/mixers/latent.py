@@ -1,4 +1,4 @@
-"""Queries, latents and rotated keys of latent attention (arXiv:2405.04434, section 2.1)."""
+"""Latent attention (arXiv:2405.04434, section 2.1): queries, latents and rotated keys, in plain torch."""
 
 from __future__ import annotations
 
@@ -12,17 +12,20 @@ from compress.models.mixers.attention import Attention
 from compress.models.mixers.latent import Latent
 from runtime.backends.base import Linear, NormWeights, Ops
 from runtime.backends.latent import LatentHeads, LatentProducts, LatentShape
+from runtime.backends.model import AttentionWeights, LayerStep
 from runtime.backends.registry import choose_latent_heads
 from runtime.model.mixers.indexer import IndexerWeights, load_indexer
+from runtime.model.rotary import HeadRotation
 from runtime.model.weight_reader import WeightReader
 
 
 @dataclass(frozen=True, slots=True)
-class LatentWeights:
-    """Weights of latent attention between its projections.
+class LatentLayer:
+    """Weights of latent attention, and what computes it.
 
     Attributes:
-        rotated: channels R of rotated keys.
+        heads: what makes keys and values of latents.
+        rotation: of the channels R of the key that all heads share.
         norm: of latents.
         query_norm, query: norm of the latents of queries, and the linear that reads them; None where queries are
             projected at once.
@@ -30,7 +33,11 @@ class LatentWeights:
         rounding: of latents, which the expansion reads; None keeps them.
     """
 
+    spec: Attention
+    qkv: Linear
+    output: Linear
     heads: LatentProducts
+    rotation: HeadRotation | None
     rotated: int
     norm: NormWeights
     query_norm: NormWeights | None = None
@@ -39,10 +46,27 @@ class LatentWeights:
     rounding: InputRounding | None = None
 
     @property
-    def nbytes(self) -> int:
-        return self.heads.nbytes + sum(part.nbytes for part in (self.query, self.indexer) if part is not None)
+    def attention(self) -> AttentionWeights:
+        return AttentionWeights(self.qkv, self.output, latent_heads=self.heads)
 
-    def read(self, projected: Tensor, ops: Ops) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    @property
+    def nbytes(self) -> int:
+        parts = self.qkv, self.output, self.heads, self.query, self.indexer
+        return sum(part.nbytes for part in parts if part is not None)
+
+    def __call__(self, x: Tensor, index: int, step: LayerStep) -> Tensor:
+        """Computes `[T, H]` of `x [T, H]`; rotated keys and latents go to the attention of the step."""
+        query, latent, key, source = self._read(self.qkv(x), step.ops)
+        if self.indexer is not None:
+            step.choose(index, self.indexer.read(x, source, step))
+        query, own = query.view(len(query), self.spec.num_heads, -1), self.heads.shape.own
+        others = torch.cat((query[..., own:], key.unsqueeze(1)), 1)
+        others = others if self.rotation is None else self.rotation(others, step)
+        query = grown(torch.cat((query[..., :own], others[:, :-1]), -1), self.spec, step.positions)
+        attended = step.attention(index, query, others[:, -1:], latent.unsqueeze(1))
+        return self.output(attended.flatten(1))
+
+    def _read(self, projected: Tensor, ops: Ops) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Splits what the first projections give, `[T, *]`: queries `[T, *]`, latents `[T, rank]` and keys `[T, R]`,
         not rotated, and what the queries were made from."""
         rank = len(self.norm.weight)
@@ -54,25 +78,33 @@ class LatentWeights:
         latents = _normalize(row, self.norm, ops)
         return query, latents if self.rounding is None else self.rounding(latents), key, source
 
-    def beside(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """Splits queries `[T, heads, K + R]`: own channels, and the others beside the key, `[T, heads + 1, R]`."""
-        own = self.heads.shape.own
-        return query[..., :own], torch.cat((query[..., own:], key.unsqueeze(1)), 1)
-
 
 def _normalize(x: Tensor, norm: NormWeights, ops: Ops) -> Tensor:
     return ops.add_rms_norm(x.contiguous(), None, norm.weight, norm.eps)
 
 
-def load_latent(mixer: Attention, latent: Latent, block: WeightReader) -> LatentWeights:
-    """Loads what is between the projections."""
-    return LatentWeights(
-        load_heads(mixer, latent, block),
+def grown(query: Tensor, spec: Attention, positions: Tensor) -> Tensor:
+    """Scales queries that grow with their position."""
+    if spec.position_scale is not None:
+        spans = (positions + spec.position_scale.first) // spec.position_scale.length
+        growth = 1 + spec.position_scale.beta * torch.log1p(spans.to(torch.float32))
+        query = query * growth.to(query.dtype).view(-1, 1, 1)
+    return query
+
+
+def load_latent(spec: Attention, latent: Latent, block: WeightReader) -> LatentLayer:
+    """Loads latent attention."""
+    return LatentLayer(
+        spec,
+        block.linear(*spec.qkv),
+        block.linear(spec.output),
+        load_heads(spec, latent, block),
+        block.rotation(spec.rotation),
         latent.rotated,
         block.norm(latent.norm),
         block.optional_norm(latent.query_norm),
         None if latent.query is None else block.linear(latent.query),
-        None if latent.indexer is None else load_indexer(latent.indexer, mixer, latent.rotated, block),
+        None if latent.indexer is None else load_indexer(latent.indexer, spec, latent.rotated, block),
         block.rounding(f"{block.prefix}{latent.expansion.name}"),
     )
 

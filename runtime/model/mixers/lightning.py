@@ -7,22 +7,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from compress.models.mixers.lightning import LightningAttention
+from compress.models.families.minimax import LightningAttention
 from runtime.backends.base import Linear, NormWeights, Ops
 from runtime.backends.state_memory import StepStates
 from runtime.model.mixers.causal_conv import RowGroup
 from runtime.model.mixers.group_scan import scan_groups, scan_segments
 from runtime.model.mixers.mamba2 import CHUNK, ScanInputs, scan
-from runtime.model.mixers.registry import loads
+from runtime.model.mixers.registry import RecurrentMixer, loads
 from runtime.model.weight_reader import WeightReader
 
 
 @dataclass(frozen=True, slots=True)
-class LightningLayer:
+class LightningLayer(RecurrentMixer):
     """Weights of one layer.
 
     Attributes:
-        inputs: query, key and value of each head in turn, and the output gate behind them.
+        inputs: query, key and value of each head in turn, followed by the output gate.
         decays: `[heads, 1]` in the dtype of the state.
     """
 
@@ -36,7 +36,7 @@ class LightningLayer:
     def nbytes(self) -> int:
         return self.inputs.nbytes + self.output.nbytes
 
-    def __call__(self, x: Tensor, layer: int, states: StepStates, ops: Ops) -> Tensor:
+    def compute(self, x: Tensor, layer: int, states: StepStates, ops: Ops) -> Tensor:
         """Computes `[T, H]` of `x [T, H]`, and keeps states as `states` says."""
         size = self.spec.num_heads * self.spec.head_dim
         mixed, gate = self.inputs(x).split((3 * size, size), -1)
@@ -45,7 +45,7 @@ class LightningLayer:
         return self.output(gate.sigmoid() * ops.normalize(heads, self.norm))
 
     def _scan(self, group: RowGroup, mixed: Tensor, matrix: Tensor) -> tuple[Tensor, Tensor]:
-        """Computes heads `[rows, H * D]` of a group, and matrices behind its segments."""
+        """Computes heads `[rows, H * D]` of a group, and matrices after its segments."""
         heads = mixed.to(matrix.dtype).view(group.num_sequences, -1, self.spec.num_heads, 3 * self.spec.head_dim)
         query, key, value = heads.transpose(1, 2).chunk(3, -1)
         inputs = ScanInputs(value, key, query, self.decays.expand(query.shape[:3]))

@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from compress.models.mixers.mamba1 import Mamba1
+from compress.models.families.jamba import Mamba1
 from runtime.backends.base import Linear, NormWeights, Ops
 from runtime.backends.state_memory import StepStates
 from runtime.model.mixers.causal_conv import RowGroup, convolve
 from runtime.model.mixers.group_scan import scan_groups, scan_segments
-from runtime.model.mixers.registry import loads
+from runtime.model.mixers.registry import RecurrentMixer, loads
 from runtime.model.weight_reader import WeightReader
 
 CHUNK = 16
-"""Tokens that are computed at once: the states behind all of them are in memory."""
+"""Tokens that are computed at once: the states after each of them are in memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class SelectiveInputs:
 
 
 def selective_chunk(rate: Tensor, x: SelectiveInputs, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Computes outputs `[B, n, C]` of a few tokens, and the state `[B, C, N]` behind them.
+    """Computes outputs `[B, n, C]` of a few tokens, and the state `[B, C, N]` after them.
 
     States are sums over 1, 2, 4 and more tokens in turn (Hillis and Steele, 1986, Data Parallel Algorithms).
 
@@ -60,7 +60,7 @@ def selective_chunk(rate: Tensor, x: SelectiveInputs, state: Tensor) -> tuple[Te
 
 
 @dataclass(frozen=True, slots=True)
-class Mamba1Layer:
+class Mamba1Layer(RecurrentMixer):
     """Weights of one layer. All but linears and norms have the dtype of the state.
 
     Attributes:
@@ -88,14 +88,14 @@ class Mamba1Layer:
         linears = self.inputs, self.select, self.step, self.output
         return sum(linear.nbytes for linear in linears) + self.conv.nbytes + self.rate.nbytes
 
-    def __call__(self, x: Tensor, layer: int, states: StepStates, ops: Ops) -> Tensor:
+    def compute(self, x: Tensor, layer: int, states: StepStates, ops: Ops) -> Tensor:
         """Computes `[T, H]` of `x [T, H]`, and keeps states as `states` says."""
         mixed, gate = self.inputs(x).chunk(2, -1)
         found = scan_groups(states, layer, (mixed,), partial(self._scan, ops))
         return self.output((found * functional.silu(gate.to(found.dtype))).to(x.dtype))
 
     def _scan(self, ops: Ops, group: RowGroup, mixed: Tensor, window: Tensor, matrix: Tensor) -> tuple[Tensor, ...]:
-        """Computes channels `[rows, C]` of a group, and windows and matrices behind its segments."""
+        """Computes channels `[rows, C]` of a group, and windows and matrices after its segments."""
         seen = torch.cat((window, mixed.unflatten(0, (group.num_sequences, -1))), 1)
         convolved = convolve(seen, self.conv)
         convolved = convolved if self.conv_bias is None else convolved + self.conv_bias
@@ -118,7 +118,7 @@ def load_mamba1(mixer: Mamba1, block: WeightReader) -> Mamba1Layer:
     return Mamba1Layer(
         mixer,
         inputs=block.linear(*mixer.qkv),
-        select=block.linear(mixer.select),
+        select=block.summed(mixer.select),
         step=block.linear(mixer.step),
         output=block.linear(mixer.output),
         conv=block.vector(mixer.conv, block.wide).squeeze(1).T.contiguous(),

@@ -16,7 +16,7 @@ from runtime.backends.state_kernels import Mamba2Weights, StateSteps
 from runtime.backends.state_memory import StepStates
 from runtime.model.mixers.causal_conv import RowGroup, convolve
 from runtime.model.mixers.group_scan import scan_groups, scan_segments
-from runtime.model.mixers.registry import loads
+from runtime.model.mixers.registry import RecurrentMixer, loads
 from runtime.model.weight_reader import WeightReader
 
 CHUNK = 64
@@ -65,7 +65,7 @@ def _chunk(x: ScanInputs, state: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @dataclass(frozen=True, slots=True)
-class Mamba2Layer:
+class Mamba2Layer(RecurrentMixer):
     """Weights of one layer, and what computes it.
 
     Attributes:
@@ -85,7 +85,7 @@ class Mamba2Layer:
     def nbytes(self) -> int:
         return self.inputs.nbytes + self.output.nbytes + self.weights.conv.nbytes
 
-    def __call__(self, x: Tensor, layer: int, states: StepStates, ops: Ops) -> Tensor:
+    def compute(self, x: Tensor, layer: int, states: StepStates, ops: Ops) -> Tensor:
         """Computes `[T, H]` of `x [T, H]`, and keeps states as `states` says."""
         projected, compute = self.inputs(x), self.steps.of(states.rows)
         projected = projected if self.factors is None else projected * self.factors
@@ -102,7 +102,7 @@ class Mamba2Layer:
     def _scan(
         self, ops: Ops, group: RowGroup, mixed: Tensor, step: Tensor, window: Tensor, matrix: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Computes heads `[rows, channels]` of a group, and windows and matrices behind its segments."""
+        """Computes heads `[rows, channels]` of a group, and windows and matrices after its segments."""
         mixed, step = (part.unflatten(0, (group.num_sequences, -1)) for part in (mixed, step))
         seen = torch.cat((window, mixed), 1)
         heads, inputs = self._scan_inputs(self._convolve(seen, ops), step)
@@ -144,7 +144,9 @@ class Mamba2Layer:
     def _normalized(self, heads: Tensor, norm: NormWeights) -> Tensor:
         """Applies the norm to each group of heads, `[T, channels]`."""
         heads = heads.unflatten(-1, (self.spec.num_groups, -1))
-        return functional.rms_norm(heads, heads.shape[-1:], None, norm.eps).flatten(1) * norm.weight
+        if norm.squares is None:
+            return functional.rms_norm(heads, heads.shape[-1:], None, norm.eps).flatten(1) * norm.weight
+        return (heads * (norm.squares(heads) + norm.eps).rsqrt()).flatten(1) * norm.weight
 
 
 @loads(Mamba2)
@@ -159,7 +161,10 @@ def load_mamba2(mixer: Mamba2, block: WeightReader) -> Mamba2Layer:
         skip=skip,
         norm=block.optional_norm(mixer.norm),
     )
-    steps = choose_state_steps(mixer, weights, block.target, block.kernels)
+    if mixer.norm is None or mixer.norm.share is None:
+        steps = choose_state_steps(mixer, weights, block.target, block.kernels)
+    else:
+        steps = StateSteps(reason="ranks share its norm, plain torch")
     block.used[f"Mamba-2: {steps.reason}"] += 1
     inputs, output = block.linear(*mixer.qkv), block.linear(mixer.output)
     return Mamba2Layer(mixer, inputs, output, weights, steps, _factors(mixer, block))

@@ -37,10 +37,14 @@ function ratio(part, total) {
   };
 }
 
-/** The plain numbers of Prometheus' text format, without the names' common beginning. */
+/** The plain numbers of Prometheus' text format, without the names' common beginning; of several engines, sums and mean shares. */
 function parse(text) {
-  const lines = text.matchAll(/^runtime_(\w+) (\S+)$/gm);
-  return Object.fromEntries(Array.from(lines, ([, name, value]) => [name, Number(value)]));
+  const found = {};
+  for (const [, name, value] of text.matchAll(/^runtime_(\w+)(?:\{engine="\d+"\})? (\S+)$/gm)) {
+    (found[name] ??= []).push(Number(value));
+  }
+  const join = (name, values) => values.reduce((sum, value) => sum + value) / (name.endsWith("_perc") ? values.length : 1);
+  return Object.fromEntries(Object.entries(found).map(([name, values]) => [name, join(name, values)]));
 }
 
 class Plot {

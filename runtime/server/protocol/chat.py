@@ -66,7 +66,7 @@ def read_arguments(text: str) -> Any:
     text stands for no arguments.
 
     Raises:
-        ValueError: it is no JSON.
+        ValueError: it is not JSON.
     """
     return from_json(text or "{}", allow_partial=True)
 
@@ -208,9 +208,9 @@ class TextPart(Strict):
     prompt_cache_breakpoint: dict[str, Any] | None = Field(None, description="changes nothing")
 
 
-def joined_texts(parts: Iterable[HasText]) -> str:
-    """Returns the texts of parts, each from a new line, as vLLM and llama.cpp join them."""
-    return "\n".join(part.text for part in parts)
+def joined_texts(content: str | Iterable[HasText]) -> str:
+    """Returns a text as it is, and those of parts each from a new line, as vLLM and llama.cpp join them."""
+    return content if isinstance(content, str) else "\n".join(part.text for part in content)
 
 
 PART_FIELDS = frozenset(TextPart.model_fields)
@@ -282,7 +282,7 @@ class Message(Strict):
     def text(self) -> str:
         if self.content is None:
             return ""
-        return self.content if isinstance(self.content, str) else joined_texts(self.content)
+        return joined_texts(self.content)
 
     def as_json(self) -> dict[str, Any]:
         """Returns the message for templates: content is text, arguments are objects, `developer` becomes `system`."""

@@ -211,7 +211,7 @@ def is_token_list(value: Any) -> bool:
     """Returns whether a value is one prompt of token ids."""
     if not (isinstance(value, list) and value and type(value[0]) is int and set(map(type, value)) == {int}):
         return False
-    return min(value) >= 0 and max(value) < TOKEN_IDS.stop
+    return bool(min(value) >= 0 and max(value) < TOKEN_IDS.stop)
 
 
 def check_prompt(value: Any, info: ValidationInfo) -> Any:
@@ -291,9 +291,11 @@ class Delivery:
     """Queueing and sending of the answers to a request.
 
     Attributes:
+        model: name of the model, or of an adapter.
         warnings: what was not followed, by field.
     """
 
+    model: str
     priority: int
     cache_salt: str
     user: str | None
@@ -322,7 +324,7 @@ class GenerationRequest(StructuredFields, SteeringFields, FilterFields, Accepted
     prompt_logprobs: int | None = Field(
         None, ge=0, le=20, description="alternatives to report for each token of the prompt; not with stream"
     )
-    user: str | None = Field(None, description="written to the server's log beside the request's id")
+    user: str | None = Field(None, description="written to the server's log with the request's id")
 
     @model_validator(mode="after")
     def check_stream_options(self) -> GenerationRequest:
@@ -339,6 +341,7 @@ class GenerationRequest(StructuredFields, SteeringFields, FilterFields, Accepted
     @property
     def delivery(self) -> Delivery:
         return Delivery(
+            model=self.model,
             priority=self.priority or 0,
             cache_salt=self.cache_salt or "",
             user=self.user,

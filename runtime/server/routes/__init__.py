@@ -1,1 +1,1 @@
-"""One file for each family of routes, its bodies and objects beside it; `registry` imports them all."""
+"""One file for each family of routes, its bodies and objects next to it; `registry` imports them all."""

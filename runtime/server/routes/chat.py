@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain, repeat
 from types import MappingProxyType
 from typing import Any
 
@@ -12,10 +13,10 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from runtime.core.request import Delta, FinishReason, Grammar, SamplingParams, TokenLogprobs
-from runtime.server.answers import Part, TextPart
+from runtime.server.answers import HOLE, FramedPart, Part, template_of, text_json
 from runtime.server.conversation import conversation_texts
 from runtime.server.errors import renaming
-from runtime.server.intake import ServedText, Tokenizer, described
+from runtime.server.intake import ServedText, described
 from runtime.server.prompt_logprobs import write_prompt_logprobs
 from runtime.server.protocol.chat import ChatRequest, Function
 from runtime.server.protocol.field_warnings import chat_warnings
@@ -27,27 +28,48 @@ from runtime.server.response_models import (
     TokenLogprob,
     TopLogprob,
     json_number,
+    to_json,
     token_text,
 )
-from runtime.server.routes.registry import register
+from runtime.server.routes.registry import PlainRoute, register
 from runtime.server.serving import Service
 from runtime.text.answer_form import AnswerForm, AnswerParser, ReasoningCounter, find_reasoning
 from runtime.text.pieces import CallArguments, CallStart, Piece, Reasoning, calls_of, joined
 from runtime.text.reasoning import Position, ReasoningFormat
+from runtime.text.tokenizer import Tokenizer
 from runtime.text.tool_format import ToolFormat
 from runtime.text.tool_grammar import allowed_calls, forced_calls
 from runtime.text.tools import find_format
 
 
-def chat_logprobs(tokenizer: Tokenizer, pairs: Iterable[tuple[int, TokenLogprobs]]) -> Iterator[TokenLogprob]:
-    """Yields the `content` of a chat choice's `logprobs`."""
+class TokenFrames(dict[int, str]):
+    """The JSON of tokens in `logprobs`, which differs in the log-probability only: the rest is written once."""
 
-    def entry(token_id: int, logprob: float) -> TopLogprob:
-        raw = tokenizer.token_bytes(token_id)
-        return {"token": token_text(raw), "logprob": json_number(logprob), "bytes": list(raw)}
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        super().__init__()
+        self.tokenizer = tokenizer
 
-    for token_id, found in pairs:
-        yield {**entry(token_id, found.logprob), "top_logprobs": [entry(*alternative) for alternative in found.top]}
+    def __missing__(self, token_id: int) -> str:
+        self[token_id] = template = template_of(to_json(self.token(token_id, HOLE)))
+        return template
+
+    def token(self, token_id: int, logprob: Any) -> TopLogprob:
+        raw = self.tokenizer.token_bytes(token_id)
+        return {"token": token_text(raw), "logprob": logprob, "bytes": list(raw)}
+
+    def described(self, pairs: Iterable[tuple[int, TokenLogprobs]]) -> Iterator[TokenLogprob]:
+        """Yields the `content` of a chat choice's `logprobs`."""
+        for token_id, found in pairs:
+            top = [self.token(other, json_number(logprob)) for other, logprob in found.top]
+            yield {**self.token(token_id, json_number(found.logprob)), "top_logprobs": top}
+
+    def content(self, pairs: Iterable[tuple[int, TokenLogprobs]]) -> str:
+        """Returns what `described` yields in JSON, separated by commas."""
+        written = []
+        for token_id, found in pairs:
+            top = ",".join([self[other] % json_number(logprob) for other, logprob in found.top])
+            written.append(f'{(self[token_id] % json_number(found.logprob))[:-1]},"top_logprobs":[{top}]}}')
+        return ",".join(written)
 
 
 @dataclass
@@ -66,6 +88,10 @@ class ChatShape:
     whole_object: str = "chat.completion"
     chunk_object: str = "chat.completion.chunk"
     reasoning: ReasoningCounter | None = None
+    frames: TokenFrames = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.frames = TokenFrames(self.tokenizer)
 
     def opening(self) -> list[dict[str, Any]]:
         return [self.chunk(index, {"role": "assistant", "content": ""}) for index in range(self.num_choices)]
@@ -81,12 +107,17 @@ class ChatShape:
     def parts(self, index: int, delta: Delta) -> list[Part]:
         if not (delta.text or delta.logprobs):
             return []
+        values = (text_json(delta.text), *self.content(delta))
+        return [FramedPart(index, values, lambda text, *found: self.chunk(index, {"content": text}, *found))]
+
+    def content(self, found: Delta) -> tuple[str, ...]:
+        """Returns log-probabilities in JSON; nothing if they are not reported."""
         if not self.with_logprobs:
-            return [TextPart(index, delta.text, lambda text: self.chunk(index, {"content": text}))]
-        return [self.chunk(index, {"content": delta.text}, self.write_logprobs(delta))]
+            return ()
+        return (f"[{self.frames.content(zip(found.token_ids, found.logprobs, strict=True))}]",)
 
     def finish(self, index: int, reason: FinishReason) -> dict[str, Any]:
-        return self.chunk(index, {}, None, reason)
+        return self.chunk(index, {}, reason=reason)
 
     def whole(self, index: int, output: Delta) -> dict[str, Any]:
         return {
@@ -96,24 +127,18 @@ class ChatShape:
             "finish_reason": output.finish_reason,
         }
 
-    def logprobs(self, found: Delta) -> dict[str, Any] | None:
+    def logprobs(self, output: Delta) -> dict[str, Any] | None:
         """Returns log-probabilities whose `content` is an iterator."""
         if not self.with_logprobs:
             return None
-        content = chat_logprobs(self.tokenizer, zip(found.token_ids, found.logprobs, strict=True))
-        return {"content": content, "refusal": None}
-
-    def write_logprobs(self, found: Delta) -> dict[str, Any] | None:
-        logprobs = self.logprobs(found)
-        return logprobs and {**logprobs, "content": list(logprobs["content"])}
+        found = zip(output.token_ids, output.logprobs, strict=True)
+        return {"content": self.frames.described(found), "refusal": None}
 
     def chunk(
-        self,
-        index: int,
-        delta: dict[str, Any],
-        logprobs: dict[str, Any] | None = None,
-        reason: str | None = None,
+        self, index: int, delta: dict[str, Any], content: Any = None, reason: str | None = None
     ) -> dict[str, Any]:
+        """Returns the choice of a chunk; `content` is that of its log-probabilities."""
+        logprobs = None if content is None else {"content": content, "refusal": None}
         return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
 
 
@@ -150,7 +175,7 @@ def position_of(reasoning: ReasoningFormat, body: ChatRequest, prompt: str) -> P
 def form_sampling(
     sampling: SamplingParams, form: AnswerForm, tokenizer: Tokenizer, body: ChatRequest
 ) -> SamplingParams:
-    """Keeps marks of calls and reasoning in the text, and lets grammars begin behind reasoning."""
+    """Keeps marks of calls and reasoning in the text, and lets grammars begin after reasoning."""
     special_ids = tokenizer.special_ids
     if form.tool_format is not None:
         grammar = call_grammar(form.tool_format, special_ids, body)
@@ -166,7 +191,7 @@ def form_sampling(
 
 
 def call_grammar(tool_format: ToolFormat, special_ids: Mapping[str, int], body: ChatRequest) -> Grammar | None:
-    """Returns the grammar of required calls, strict tools and calls beside answers of a form; None without them."""
+    """Returns the grammar of required calls, strict tools, and calls or formatted answers; None without them."""
     if tools := body.forced_tools:
         described = [tool.function.model_dump(exclude_none=True) for tool in tools]
         return forced_calls(tool_format, described, special_ids, several=body.allows_several_calls)
@@ -197,6 +222,7 @@ class ParsedShape(ChatShape):
     parsers: dict[int, AnswerParser] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.form.reasoning is not None:
             self.reasoning = ReasoningCounter(self.form, self.tokenizer.token_bytes)
 
@@ -206,24 +232,24 @@ class ParsedShape(ChatShape):
         pieces = parser.push(delta.text)
         if delta.finish_reason is not None:
             pieces = joined([*pieces, *parser.flush()])
-        described = list(numbered(self.form.shown(pieces), num_before))
-        if not self.with_logprobs:
-            return [self.part(index, number, piece) for number, piece in described]
-        contents = [self.describe(number, piece) for number, piece in described]
-        if not contents and delta.logprobs:
-            contents = [{}]
-        logprobs = [self.write_logprobs(delta), *[None] * len(contents)]
-        return [self.chunk(index, content, found) for content, found in zip(contents, logprobs, strict=False)]
+        shown: list[tuple[int, Piece | None]] = [*numbered(self.form.shown(pieces), num_before)]
+        if not shown and delta.logprobs:
+            shown = [(0, None)]
+        contents = chain([self.content(delta)], repeat(()))  # log-probabilities stand with the first piece
+        return [self.part(index, *piece, content) for piece, content in zip(shown, contents, strict=False)]
 
-    def part(self, index: int, number: int, piece: Piece) -> Part:
-        """Returns the choice of one piece without log-probabilities."""
-        if isinstance(piece, CallStart):
-            return self.chunk(index, self.describe(number, piece))
-        kind, text = type(piece), piece if isinstance(piece, str) else piece.text
-        return TextPart((index, number, kind), text, lambda text: self.chunk(index, self.describe(number, kind(text))))
+    def part(self, index: int, number: int, piece: Piece | None, content: tuple[str, ...]) -> Part:
+        """Returns the choice of one piece; `content` is that of its log-probabilities."""
+        key = (index, number, type(piece), len(content))
+        if piece is None or isinstance(piece, CallStart):
+            return FramedPart(key, content, lambda *found: self.chunk(index, self.describe(number, piece), *found))
+        kind, values = type(piece), (text_json(piece if isinstance(piece, str) else piece.text), *content)
+        return FramedPart(
+            key, values, lambda text, *found: self.chunk(index, self.describe(number, kind(text)), *found)
+        )
 
     def finish(self, index: int, reason: FinishReason) -> dict[str, Any]:
-        return self.chunk(index, {}, None, called(reason, self.parsers[index].num_calls))
+        return self.chunk(index, {}, reason=called(reason, self.parsers[index].num_calls))
 
     def whole(self, index: int, output: Delta) -> dict[str, Any]:
         parser = self.form.parser()
@@ -232,8 +258,10 @@ class ParsedShape(ChatShape):
         choice["message"] |= message_fields(self.form, pieces)
         return choice | {"finish_reason": called(choice["finish_reason"], parser.num_calls)}
 
-    def describe(self, number: int, piece: Piece) -> dict[str, Any]:
+    def describe(self, number: int, piece: Piece | None) -> dict[str, Any]:
         """Returns the delta of one piece; `number` is that of the call it belongs to."""
+        if piece is None:
+            return {}
         if isinstance(piece, str):
             return {"content": piece}
         if isinstance(piece, Reasoning):
@@ -320,10 +348,10 @@ def prepare_conversation(
     return PreparedChat(replace(body.delivery, warnings=warnings), token_ids, sampling, bool(body.logprobs), form)
 
 
-@register(position=20, bodies=[ChatRequest])
+@register(order=20, bodies=[ChatRequest])
 def chat_router(service: Service) -> APIRouter:
     """The route of chat completions."""
-    router = APIRouter()
+    router = APIRouter(route_class=PlainRoute)
     options: dict[str, Any] = {"responses": MAY_STREAM, "openapi_extra": described(ChatRequest)}
 
     @router.post("/v1/chat/completions", response_model=ChatCompletionResponse, **options)

@@ -8,14 +8,14 @@ from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, repeat
-from typing import Any, cast
+from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from runtime.core.request import Delta, FinishReason, SamplingParams, TokenLogprobs
-from runtime.server.answers import Part, TextPart
-from runtime.server.intake import ServedText, Tokenizer, described
+from runtime.server.answers import FramedPart, Part, text_json
+from runtime.server.intake import ServedText, described
 from runtime.server.prompt_logprobs import write_prompt_logprobs
 from runtime.server.protocol.field_warnings import schema_warnings
 from runtime.server.protocol.generation import (
@@ -29,11 +29,13 @@ from runtime.server.response_models import (
     CompletionLogprobs,
     CompletionResponse,
     json_number,
+    to_json,
     token_text,
 )
-from runtime.server.routes.registry import register
+from runtime.server.routes.registry import PlainRoute, register
 from runtime.server.serving import Service
 from runtime.text.answer_form import ReasoningCounter
+from runtime.text.tokenizer import Tokenizer
 
 DEFAULT_MAX_TOKENS = 16
 
@@ -44,6 +46,7 @@ MAX_SKIPPED_BYTES = 8
 
 Columns = dict[str, Iterator[Any]]
 """The lists of `CompletionLogprobs`, each computed as it is written: a long prompt has a million alternatives."""
+COLUMNS = to_json({name: ["%s"] for name in CompletionLogprobs.__annotations__}).replace('"%s"', "%s")
 
 
 class LogprobsWriter:
@@ -58,11 +61,18 @@ class LogprobsWriter:
         self.hidden = hidden
         self.start = 0
         self.counter = CharacterCounter()
+        self.texts: dict[int, str] = {}
 
-    def write(self, token_ids: Sequence[int], found: Sequence[TokenLogprobs]) -> CompletionLogprobs:
-        """Returns the log-probabilities of new tokens of the answer."""
-        columns = self.columns(token_ids, found, self.offsets(token_ids))
-        return cast("CompletionLogprobs", {name: list(column) for name, column in columns.items()})
+    def write(self, token_ids: Sequence[int], found: Sequence[TokenLogprobs]) -> str:
+        """Returns the log-probabilities of new tokens of the answer in JSON."""
+        tops = [self.top(token_id, each).items() for token_id, each in zip(token_ids, found, strict=True)]
+        columns = (
+            ",".join([text_json(self.text(token_id)) for token_id in token_ids]),
+            ",".join([str(json_number(each.logprob)) for each in found]),
+            ",".join([f"{{{','.join([f'{text_json(text)}:{logprob}' for text, logprob in top])}}}" for top in tops]),
+            ",".join(map(str, self.offsets(token_ids))),
+        )
+        return COLUMNS % columns
 
     def columns(self, token_ids: Sequence[int], found: Sequence[TokenLogprobs], offsets: Iterator[int]) -> Columns:
         """Writes null for the first token if nothing was found for it."""
@@ -99,7 +109,9 @@ class LogprobsWriter:
             place = stop
 
     def text(self, token_id: int) -> str:
-        return token_text(self.tokenizer.token_bytes(token_id))
+        if (found := self.texts.get(token_id)) is None:
+            self.texts[token_id] = found = token_text(self.tokenizer.token_bytes(token_id))
+        return found
 
     def top(self, token_id: int, found: TokenLogprobs) -> dict[str, float]:
         """Returns alternatives by text, best first, with the sampled token; the best of tokens with equal text
@@ -192,9 +204,8 @@ class CompletionShape:
     def parts(self, index: int, delta: Delta) -> list[Part]:
         if not (delta.text or delta.logprobs):
             return []
-        if not self.with_logprobs:
-            return [TextPart(index, delta.text, partial(self.choice, index))]
-        return [self.choice(index, delta.text, self.writer(index).write(delta.token_ids, delta.logprobs))]
+        logprobs = (self.writer(index).write(delta.token_ids, delta.logprobs),) if self.with_logprobs else ()
+        return [FramedPart(index, (text_json(delta.text), *logprobs), partial(self.choice, index))]
 
     def finish(self, index: int, reason: FinishReason) -> dict[str, Any]:
         return self.choice(index, "", None, reason)
@@ -230,7 +241,7 @@ class CompletionShape:
         self,
         index: int,
         text: str,
-        logprobs: CompletionLogprobs | Columns | None = None,
+        logprobs: Columns | None = None,
         reason: FinishReason | None = None,
     ) -> dict[str, Any]:
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
@@ -268,10 +279,10 @@ def prepare_completion(served: ServedText, raw: bytes) -> PreparedCompletion:
     return PreparedCompletion(delivery, token_ids, samplings, texts, *reports)
 
 
-@register(position=10, bodies=[CompletionRequest])
+@register(order=10, bodies=[CompletionRequest])
 def completions_router(service: Service) -> APIRouter:
     """The route of completions."""
-    router = APIRouter()
+    router = APIRouter(route_class=PlainRoute)
     options: dict[str, Any] = {"responses": MAY_STREAM, "openapi_extra": described(CompletionRequest)}
 
     @router.post("/v1/completions", response_model=CompletionResponse, **options)

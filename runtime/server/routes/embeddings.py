@@ -14,7 +14,7 @@ from fastapi import APIRouter, Request
 from pydantic import BeforeValidator, Field, ValidationInfo
 from starlette.responses import Response
 
-from runtime.core.request import Pooling, RequestOptions
+from runtime.core.request import Pooling
 from runtime.server.intake import ServedText, described
 from runtime.server.prompt_jobs import NOTHING_SAMPLED, run_in_groups
 from runtime.server.protocol.generation import (
@@ -27,7 +27,7 @@ from runtime.server.protocol.generation import (
 )
 from runtime.server.protocol.strict import Strict
 from runtime.server.response_models import BODY_ERRORS, EmbeddingResponse
-from runtime.server.routes.registry import register
+from runtime.server.routes.registry import PlainRoute, register
 from runtime.server.serving import Job, Service
 
 logger = logging.getLogger("runtime.server")
@@ -56,13 +56,14 @@ class EmbeddingRequest(Strict):
         None, description="the mean over all tokens, by default, or the state of the last one"
     )
     normalize: bool | None = Field(None, description="divide each vector by its length")
-    user: str | None = Field(None, description="written to the server's log beside the request's id")
+    user: str | None = Field(None, description="written to the server's log with the request's id")
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedInputs:
     """A checked body of `/v1/embeddings`."""
 
+    model: str
     inputs: list[array[int]]
     pooling: Pooling
     normalize: bool
@@ -75,13 +76,13 @@ def prepare_inputs(served: ServedText, raw: bytes) -> PreparedInputs:
     body = served.parse(raw, EmbeddingRequest)
     served.check_model(body.model)
     inputs, pooling = served.encode_prompts(separate_prompts(body.input)), Pooling(body.pooling or "mean")
-    return PreparedInputs(inputs, pooling, bool(body.normalize), body.encoding_format, body.user)
+    return PreparedInputs(body.model, inputs, pooling, bool(body.normalize), body.encoding_format, body.user)
 
 
-@register(position=50, bodies=[EmbeddingRequest])
+@register(order=50, bodies=[EmbeddingRequest])
 def embeddings_router(service: Service) -> APIRouter:
     """The route of embeddings."""
-    router = APIRouter()
+    router = APIRouter(route_class=PlainRoute)
 
     options: dict[str, Any] = {"responses": BODY_ERRORS, "openapi_extra": described(EmbeddingRequest)}
 
@@ -94,7 +95,7 @@ def embeddings_router(service: Service) -> APIRouter:
         request_id = f"embd-{request.state.request_id}"
         logger.debug("request %s: inputs of %s tokens", request_id, [len(p) for p in body.inputs])
         request.state.user = body.user
-        options = RequestOptions(pooling=body.pooling)
+        options = service.options_for(body.model, pooling=body.pooling)
         jobs = [Job(f"{request_id}-{i}", prompt, NOTHING_SAMPLED, options) for i, prompt in enumerate(body.inputs)]
         return await service.respond_at_once(request, embed(service, request, jobs, body))
 
@@ -112,7 +113,7 @@ async def embed(service: Service, request: Request, jobs: list[Job], body: Prepa
         "data": (
             {"object": "embedding", "index": index, "embedding": numbers} for index, numbers in enumerate(written)
         ),
-        "model": service.model_name,
+        "model": body.model,
         "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
     }
 

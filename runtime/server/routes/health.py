@@ -17,7 +17,7 @@ UNHEALTHY: Responses = {
 }
 
 
-@register(position=90)
+@register(order=90)
 def health_router(service: Service) -> APIRouter:
     """Routes for health, metrics and the version."""
     router = APIRouter()
@@ -37,7 +37,7 @@ def health_router(service: Service) -> APIRouter:
     @router.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         """Metrics of the engine, of requests and of the process in Prometheus' text format."""
-        text = await service.engine.render_metrics() + service.render_server_metrics()
+        text = await service.engine.render_metrics(service.model_name) + service.render_server_metrics()
         return PlainTextResponse(text, media_type=CONTENT_TYPE_LATEST)
 
     @router.get("/version", response_model=VersionResponse)

@@ -11,15 +11,15 @@ from pydantic_core import from_json
 from starlette.responses import Response
 
 from runtime.core.request import Delta, FinishReason
-from runtime.server.answers import Answer, Deltas, Frames, TextPart, each
+from runtime.server.answers import Answer, Deltas, FramedPart, Frames, each, named_event, text_json
 from runtime.server.conversation import conversation_texts
 from runtime.server.errors import ApiError, JsonResponse, renaming
 from runtime.server.intake import ServedText, described
 from runtime.server.protocol.chat import ChatRequest
-from runtime.server.response_models import BODY_ERRORS, MAY_STREAM, CountResponse, MessageResponse, to_json
+from runtime.server.response_models import BODY_ERRORS, MAY_STREAM, CountResponse, MessageResponse
 from runtime.server.routes.chat import PreparedChat, prepare_conversation
 from runtime.server.routes.protocol_messages import CountRequest, MessagesRequest
-from runtime.server.routes.registry import register
+from runtime.server.routes.registry import PlainRoute, register
 from runtime.server.serving import Service
 from runtime.text.answer_form import AnswerForm
 from runtime.text.pieces import CallArguments, CallStart, Piece, Reasoning, calls_of, joined
@@ -50,7 +50,7 @@ class MessageAnswer(Answer):
         return {**self.message(output), "content": blocks, **self.ending(output)}
 
     def begin(self, first: Delta) -> bytes:
-        return event("message_start", message={**self.message(first), "content": [], **self.ending(None)})
+        return named_event("message_start", message={**self.message(first), "content": [], **self.ending(None)})
 
     def write(self, delta: Delta) -> bytes:
         ends = delta.finish_reason is not None
@@ -58,13 +58,13 @@ class MessageAnswer(Answer):
         written = [event for piece in self.prepared.form.shown(pieces) for event in self.writer.events(piece)]
         if ends:
             usage = {"output_tokens": delta.num_output_tokens}
-            written += [*self.writer.end(), event("message_delta", delta=self.ending(delta), usage=usage)]
+            written += [*self.writer.end(), named_event("message_delta", delta=self.ending(delta), usage=usage)]
         return b"".join(written)
 
     def end(self, error: ApiError | None) -> bytes:
         if error is None:
-            return event("message_stop")
-        return event("error", error={"type": "api_error", "message": error.detail})
+            return named_event("message_stop")
+        return named_event("error", error={"type": "api_error", "message": error.detail})
 
     def message(self, delta: Delta) -> dict[str, Any]:
         cached = delta.num_cached_tokens
@@ -116,7 +116,7 @@ class BlockWriter:
     num_calls: int = 0
 
     def __post_init__(self) -> None:
-        self.frames = Frames(lambda delta: event("content_block_delta", index=self.number, delta=delta))
+        self.frames = Frames(lambda delta: named_event("content_block_delta", index=self.number, delta=delta))
 
     def events(self, piece: Piece) -> Iterator[bytes]:
         if isinstance(piece, CallStart):
@@ -135,16 +135,16 @@ class BlockWriter:
 
     def delta(self, text: str, kind: str, name: str) -> bytes:
         """Returns the event of a text in the block that is open."""
-        return self.frames.fill(TextPart(self.number, text, lambda text: {"type": kind, name: text}))
+        return self.frames.fill(FramedPart(self.number, (text_json(text),), lambda text: {"type": kind, name: text}))
 
     def begin(self, piece: Piece, block: dict[str, Any]) -> Iterator[bytes]:
         yield from self.end()
         self.number, self.kind = self.number + 1, type(piece)
-        yield event("content_block_start", index=self.number, content_block=block)
+        yield named_event("content_block_start", index=self.number, content_block=block)
 
     def end(self) -> Iterator[bytes]:
         if self.number >= 0:
-            yield event("content_block_stop", index=self.number)
+            yield named_event("content_block_stop", index=self.number)
 
 
 def tool_use(form: AnswerForm, number: int, start: CallStart) -> dict[str, Any]:
@@ -152,16 +152,12 @@ def tool_use(form: AnswerForm, number: int, start: CallStart) -> dict[str, Any]:
 
 
 def input_of(arguments: str) -> dict[str, Any]:
-    """Returns the arguments of a call; of arguments that were cut off or are no JSON, as much as can be read."""
+    """Returns the arguments of a call; of arguments that were cut off or are not JSON, as much as can be read."""
     try:
         found = from_json(arguments, allow_partial=True)
     except ValueError:
         return {}
     return found if isinstance(found, dict) else {}
-
-
-def event(name: str, **fields: Any) -> bytes:
-    return f"event: {name}\ndata: {to_json({'type': name, **fields})}\n\n".encode("ascii")
 
 
 def prepare_message(served: ServedText, raw: bytes) -> PreparedChat:
@@ -194,10 +190,10 @@ THINKING_VARIABLES = ("enable_thinking", "thinking")
 """Names under which chat templates switch reasoning on and off."""
 
 
-@register(position=30, bodies=[MessagesRequest, CountRequest])
+@register(order=30, bodies=[MessagesRequest, CountRequest])
 def messages_router(service: Service) -> APIRouter:
     """Routes of Anthropic's API."""
-    router = APIRouter()
+    router = APIRouter(route_class=PlainRoute)
     options: dict[str, Any] = {"responses": MAY_STREAM, "openapi_extra": described(MessagesRequest)}
 
     @router.post("/v1/messages", response_model=MessageResponse, **options)
@@ -205,7 +201,7 @@ def messages_router(service: Service) -> APIRouter:
         """Answers a conversation in Anthropic's form."""
         body = await service.intake.read(request, prepare_message)
         request_id = f"msg_{request.state.request_id}"
-        answer = MessageAnswer({"id": request_id, "model": service.model_name}, body)
+        answer = MessageAnswer({"id": request_id, "model": body.delivery.model}, body)
         return await service.deliver(request, request_id, body.delivery, answer, [body.token_ids], [body.sampling])
 
     options = {"responses": BODY_ERRORS, "openapi_extra": described(CountRequest)}

@@ -21,7 +21,7 @@ HEADERS = {
 }
 
 
-@register(position=100)
+@register(order=100)
 def page_router(_: Service) -> APIRouter:
     """Serves the page from memory; it is read once, when the application is created."""
     router = APIRouter(include_in_schema=False)

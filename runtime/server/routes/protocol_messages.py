@@ -17,10 +17,9 @@ from runtime.server.protocol.chat import (
     MAX_TOOLS,
     REASONING,
     check_parameters,
-    contradiction,
     joined_texts,
 )
-from runtime.server.protocol.generation import MAX_STOP_STRINGS, WHITESPACE
+from runtime.server.protocol.generation import MAX_STOP_STRINGS, WHITESPACE, contradiction
 from runtime.server.protocol.strict import OnlyFalse, Strict, at_most
 
 CacheControl = dict[str, Any] | None
@@ -131,11 +130,7 @@ def call_of(block: ToolUseBlock) -> dict[str, Any]:
 
 
 def result_of(block: ToolResultBlock) -> dict[str, Any]:
-    return {"role": "tool", "tool_call_id": block.tool_use_id, "content": joined(block.content or "")}
-
-
-def joined(content: str | Sequence[TextBlock]) -> str:
-    return content if isinstance(content, str) else joined_texts(content)
+    return {"role": "tool", "tool_call_id": block.tool_use_id, "content": joined_texts(block.content or "")}
 
 
 class AnthropicTool(Strict):
@@ -248,7 +243,7 @@ class CountRequest(Strict):
 
     def as_chat(self) -> dict[str, Any]:
         """Returns the fields of the chat request that this stands for."""
-        system = [] if self.system is None else [{"role": "system", "content": joined(self.system)}]
+        system = [] if self.system is None else [{"role": "system", "content": joined_texts(self.system)}]
         messages = [*system, *(chat for turn in combined(self.messages) for chat in turn.as_chat())]
         continues = messages[-1]["role"] == "assistant" and bool(messages[-1]["content"])
         shows = self.thinking is not None and self.thinking.is_shown

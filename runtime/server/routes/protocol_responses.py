@@ -17,10 +17,9 @@ from runtime.server.protocol.chat import (
     Name,
     check_arguments,
     check_parameters,
-    contradiction,
     joined_texts,
 )
-from runtime.server.protocol.generation import WHITESPACE
+from runtime.server.protocol.generation import WHITESPACE, contradiction
 from runtime.server.protocol.strict import OnlyFalse, Strict, at_most
 
 LOGPROBS = "message.output_text.logprobs"
@@ -211,7 +210,7 @@ class ResponsesRequest(AcceptedFields):
     background: OnlyFalse | None = None
     stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
-    user: str | None = Field(None, description="written to the server's log beside the request's id")
+    user: str | None = Field(None, description="written to the server's log with the request's id")
     disable_any_whitespace: bool | None = WHITESPACE
 
     @model_validator(mode="after")
@@ -269,9 +268,9 @@ def messages_of(items: Sequence[MessageItem | FunctionCallItem | FunctionOutputI
     for item in items:
         if isinstance(item, MessageItem):
             reasoning = thought if item.role == "assistant" else {}
-            messages.append({"role": item.role, "content": joined_text(item.content), **reasoning})
+            messages.append({"role": item.role, "content": joined_texts(item.content), **reasoning})
         elif isinstance(item, FunctionOutputItem):
-            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": joined_text(item.output)})
+            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": joined_texts(item.output)})
         elif isinstance(item, FunctionCallItem):
             if not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant", "content": None, **thought})
@@ -280,7 +279,3 @@ def messages_of(items: Sequence[MessageItem | FunctionCallItem | FunctionOutputI
         if isinstance(item, ReasoningItem) and item.content:
             thought = {REASONING: "".join(part.text for part in item.content)}
     return messages
-
-
-def joined_text(content: str | Sequence[InputText | OutputText]) -> str:
-    return content if isinstance(content, str) else joined_texts(content)

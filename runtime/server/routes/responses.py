@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import count
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -14,16 +12,17 @@ from starlette.responses import Response
 from runtime.core.request import Delta, FinishReason
 from runtime.server.answers import Answer, Deltas, each
 from runtime.server.errors import ApiError, renaming
-from runtime.server.intake import ServedText, Tokenizer, described
+from runtime.server.intake import ServedText, described
 from runtime.server.protocol.chat import ChatRequest
-from runtime.server.response_models import MAY_STREAM, TokenLogprob
-from runtime.server.routes.chat import PreparedChat, chat_logprobs, prepare_conversation
+from runtime.server.response_models import MAY_STREAM
+from runtime.server.routes.chat import PreparedChat, TokenFrames, prepare_conversation
 from runtime.server.routes.protocol_responses import ResponsesRequest
-from runtime.server.routes.registry import register
-from runtime.server.routes.response_items import Event, ItemWriter, event
+from runtime.server.routes.registry import PlainRoute, register
+from runtime.server.routes.response_items import ItemWriter, Logprobs
 from runtime.server.routes.response_object import ResponseObject
 from runtime.server.serving import Service
 from runtime.text.answer_form import ReasoningCounter
+from runtime.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,53 +50,46 @@ class ResponseAnswer(Answer):
     tokenizer: Tokenizer
 
     def __post_init__(self) -> None:
-        self.writer, self.numbers = ItemWriter(self.chat.form), count()
+        self.writer = ItemWriter(self.chat.form, TokenFrames(self.tokenizer))
         self.reasoning = ReasoningCounter(self.chat.form, self.tokenizer.token_bytes)
 
     async def whole(self, deltas: Deltas) -> dict[str, Any]:
         output = Delta(self.envelope["id"])
         async for delta in each(deltas):
             output.append(delta)
-        for _ in self.item_events(output.text, output.finish_reason, []):
+        for _ in self.writer.push(output.text, output.finish_reason):
             pass
-        self.reasoning.add(0, output.token_ids)
+        self.count_reasoning(output)
         if self.chat.with_logprobs:  # long lists are written as they are sent
             message = self.writer.items[-1]
             (part,) = message["content"]
-            message["content"] = iter([{**part, "logprobs": self.logprobs(output)}])
+            message["content"] = iter([{**part, "logprobs": self.writer.tokens.described(self.logprobs(output))}])
         return {**self.response(output), "output": iter(self.writer.items)}
 
     def begin(self, first: Delta) -> bytes:
-        names = ("response.created", "response.in_progress")
-        return self.written((name, {"response": self.response(None)}) for name in names)
+        response = self.response(None)
+        return b"".join(self.writer.next_event(name, response=response) for name in ("created", "in_progress"))
 
     def write(self, delta: Delta) -> bytes:
-        written = self.written(self.item_events(delta.text, delta.finish_reason, list(self.logprobs(delta))))
-        self.reasoning.add(0, delta.token_ids)
+        written = b"".join(self.writer.push(delta.text, delta.finish_reason, self.logprobs(delta)))
+        self.count_reasoning(delta)
         if delta.finish_reason is None:
             return written
         last = self.response(delta)
-        return written + self.written([(f"response.{last['status']}", {"response": last})])
+        return written + self.writer.next_event(last["status"], response=last)
 
     def end(self, error: ApiError | None) -> bytes:
         if error is None:
             return b""
         failure = {"status": "failed", "error": {"code": "server_error", "message": error.detail}}
-        return self.written([("response.failed", {"response": {**self.response(None), **failure}})])
+        return self.writer.next_event("failed", response={**self.response(None), **failure})
 
-    def written(self, events: Iterable[Event]) -> bytes:
-        """Returns events with the numbers that follow."""
-        return b"".join(event(name, next(self.numbers), **fields) for name, fields in events)
+    def logprobs(self, delta: Delta) -> Logprobs:
+        return [*zip(delta.token_ids, delta.logprobs, strict=True)] if self.chat.with_logprobs else ()
 
-    def item_events(self, text: str, reason: FinishReason | None, logprobs: list[Any]) -> Iterator[Event]:
-        """Yields the events of new text, and of the ends of items with the last."""
-        yield from self.writer.push(text, logprobs)
-        if reason is not None:
-            yield from self.writer.flush(is_complete=reason is not FinishReason.LENGTH)
-
-    def logprobs(self, delta: Delta) -> Iterator[TokenLogprob]:
-        pairs = zip(delta.token_ids, delta.logprobs, strict=True) if self.chat.with_logprobs else ()
-        return chat_logprobs(self.tokenizer, pairs)
+    def count_reasoning(self, delta: Delta) -> None:
+        if self.chat.form.reasoning is not None:
+            self.reasoning.add(0, delta.token_ids)
 
     def response(self, last: Delta | None) -> dict[str, Any]:
         """Returns the object as it is before the first token, or at the end."""
@@ -163,10 +155,10 @@ def echo(body: ResponsesRequest) -> dict[str, Any]:
 NOTHING_STORED = {"background": False, "previous_response_id": None, "store": False}
 
 
-@register(position=40, bodies=[ResponsesRequest])
+@register(order=40, bodies=[ResponsesRequest])
 def responses_router(service: Service) -> APIRouter:
     """The route of responses."""
-    router = APIRouter()
+    router = APIRouter(route_class=PlainRoute)
     options: dict[str, Any] = {"responses": MAY_STREAM, "openapi_extra": described(ResponsesRequest)}
 
     @router.post("/v1/responses", response_model=ResponseObject, **options)
@@ -174,8 +166,9 @@ def responses_router(service: Service) -> APIRouter:
         """Answers a conversation of items. Nothing is stored."""
         body = await service.intake.read(request, prepare_response)
         request_id = f"resp_{request.state.request_id}"
-        envelope = {"id": request_id, "object": "response", "created_at": int(time.time()), "model": service.model_name}
-        envelope |= {"error": None, "incomplete_details": None, **NOTHING_STORED, **body.echoed}
+        envelope = {"id": request_id, "object": "response", "created_at": int(time.time())}
+        envelope |= {"model": body.chat.delivery.model, "error": None, "incomplete_details": None}
+        envelope |= NOTHING_STORED | body.echoed
         answer = ResponseAnswer(envelope, body.chat, service.tokenizer)
         chat = body.chat
         return await service.deliver(request, request_id, chat.delivery, answer, [chat.token_ids], [chat.sampling])

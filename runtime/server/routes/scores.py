@@ -1,4 +1,4 @@
-"""`/v1/rerank` and `/score`: how likely the model finds a query behind a document."""
+"""`/v1/rerank` and `/score`: how likely the model finds a query after a document."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from fastapi import APIRouter, Request
 from pydantic import Field, field_validator, model_validator
 from starlette.responses import Response
 
-from runtime.core.request import Delta, RequestOptions, SamplingParams
+from runtime.core.request import Delta, SamplingParams
 from runtime.server.errors import ApiError
 from runtime.server.intake import ServedText, described
 from runtime.server.prompt_jobs import run_in_groups
 from runtime.server.protocol.generation import MAX_INPUTS, contradiction, long_prompt
 from runtime.server.protocol.strict import Strict, at_most
 from runtime.server.response_models import BODY_ERRORS, RerankResponse, ScoreResponse
-from runtime.server.routes.registry import register
+from runtime.server.routes.registry import PlainRoute, register
 from runtime.server.serving import Job, Service
 
 SCORED = SamplingParams(max_tokens=0, prompt_logprobs=0)
@@ -36,7 +36,7 @@ class ScoringFields(Strict):
         None, max_length=2**16, description="text with {document} and, at its end, {query}; two line feeds by default"
     )
     max_tokens_per_doc: int | None = Field(None, ge=1, description="keep only that many tokens of longer documents")
-    user: str | None = Field(None, description="written to the server's log beside the request's id")
+    user: str | None = Field(None, description="written to the server's log with the request's id")
 
     @field_validator("template")
     @classmethod
@@ -111,6 +111,7 @@ class ScoredPair:
 class PreparedScores:
     """A checked body of either route."""
 
+    model: str
     pairs: list[ScoredPair]
     user: str | None
     texts: list[str]
@@ -119,16 +120,16 @@ class PreparedScores:
 
 
 def prepare_rerank(served: ServedText, raw: bytes) -> PreparedScores:
-    """Checks a body and tokenizes the query behind each document. Raises ApiError or RequestError."""
+    """Checks a body and tokenizes the query after each document. Raises ApiError or RequestError."""
     body = served.parse(raw, RerankRequest)
     pairs = prepare_pairs(served, body, [(body.query, text) for text in body.texts])
-    return PreparedScores(pairs, body.user, body.texts, body.top_n, body.return_documents is not False)
+    return PreparedScores(body.model, pairs, body.user, body.texts, body.top_n, body.return_documents is not False)
 
 
 def prepare_scores(served: ServedText, raw: bytes) -> PreparedScores:
     """As `prepare_rerank`."""
     body = served.parse(raw, ScoreRequest)
-    return PreparedScores(prepare_pairs(served, body, body.pairs), body.user, [])
+    return PreparedScores(body.model, prepare_pairs(served, body, body.pairs), body.user, [])
 
 
 def prepare_pairs(served: ServedText, body: ScoringFields, pairs: Sequence[tuple[str, str]]) -> list[ScoredPair]:
@@ -152,17 +153,17 @@ def shortened(served: ServedText, text: str, num_tokens: int) -> str:
     return text if len(found) <= num_tokens else served.tokenizer.decode(found[:num_tokens])
 
 
-@register(position=60, bodies=[RerankRequest, ScoreRequest])
+@register(order=60, bodies=[RerankRequest, ScoreRequest])
 def scores_router(service: Service) -> APIRouter:
     """Routes of scores."""
-    router = APIRouter()
+    router = APIRouter(route_class=PlainRoute)
     options: dict[str, Any] = {"responses": BODY_ERRORS, "openapi_extra": described(RerankRequest)}
 
     @router.post("/rerank", include_in_schema=False)
     @router.post("/v2/rerank", include_in_schema=False)
     @router.post("/v1/rerank", response_model=RerankResponse, **options)
     async def rerank(request: Request) -> Response:
-        """Orders documents by how likely the model finds the query behind them: a score is the geometric mean of the
+        """Orders documents by how likely the model finds the query after them: a score is the geometric mean of the
         probabilities of the query's tokens (query likelihood, arXiv:2204.07496). No cross-encoder is needed, and one
         that was trained for this ranks better."""
         body = await service.intake.read(request, prepare_rerank)
@@ -189,20 +190,20 @@ async def answer_rerank(service: Service, request: Request, body: PreparedScores
         for index in order
     )
     name = f"rerank-{request.state.request_id}"
-    return {"id": name, "model": service.model_name, "results": results, "usage": usage}
+    return {"id": name, "model": body.model, "results": results, "usage": usage}
 
 
 async def answer_scores(service: Service, request: Request, body: PreparedScores) -> dict[str, Any]:
     found, usage = await compute(service, request, body)
     data = ({"index": index, "object": "score", "score": value} for index, value in enumerate(found))
     envelope = {"id": f"score-{request.state.request_id}", "object": "list", "created": int(time.time())}
-    return {**envelope, "model": service.model_name, "data": data, "usage": usage}
+    return {**envelope, "model": body.model, "data": data, "usage": usage}
 
 
 async def compute(service: Service, request: Request, body: PreparedScores) -> tuple[list[float], dict[str, int]]:
     """Returns the score of each pair, and token counts. Raises ApiError."""
     request.state.user = body.user
-    name, options = f"score-{request.state.request_id}", RequestOptions()
+    name, options = f"score-{request.state.request_id}", service.options_for(body.model)
     jobs = [Job(f"{name}-{i}", pair.token_ids, SCORED, options) for i, pair in enumerate(body.pairs)]
     deltas = await run_in_groups(service, request, jobs)
     num_tokens = sum(delta.num_prompt_tokens for delta in deltas)

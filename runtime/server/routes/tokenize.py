@@ -49,7 +49,7 @@ class DetokenizeRequest(Strict):
     skip_special_tokens: bool | None = Field(None, description="leave them out of the text; false is the default")
 
 
-@register(position=70, bodies=[TokenizeRequest, DetokenizeRequest])
+@register(order=70, bodies=[TokenizeRequest, DetokenizeRequest])
 def tokenization_router(service: Service) -> APIRouter:
     """Routes of the tokenizer."""
     router = APIRouter()

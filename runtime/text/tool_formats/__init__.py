@@ -1,1 +1,1 @@
-"""One file for each format of tool calls; importing it registers the format."""
+"""One file for each format of tool calls."""

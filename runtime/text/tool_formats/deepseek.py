@@ -2,12 +2,12 @@
 
 from runtime.text.call_head import WORD
 from runtime.text.json_calls import NAME, JsonToolFormat
-from runtime.text.tool_format import register
+from runtime.text.tool_format import TOOL_FORMATS
 
 CALLS, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 CALL, BETWEEN, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
 
-DEEPSEEK = register(
+DEEPSEEK = TOOL_FORMATS.register()(
     JsonToolFormat(
         name="DeepSeek V3",
         marks=(BETWEEN, "```json"),
@@ -21,7 +21,7 @@ DEEPSEEK = register(
     )
 )
 
-DEEPSEEK_V31 = register(
+DEEPSEEK_V31 = TOOL_FORMATS.register()(
     JsonToolFormat(
         name="DeepSeek V3.1",
         marks=(BETWEEN,),

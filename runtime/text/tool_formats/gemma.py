@@ -2,9 +2,9 @@
 
 from runtime.text.bare_key_calls import BareKeyToolFormat
 from runtime.text.call_head import WORD
-from runtime.text.tool_format import register
+from runtime.text.tool_format import TOOL_FORMATS
 
-GEMMA = register(
+GEMMA = TOOL_FORMATS.register()(
     BareKeyToolFormat(
         name="Gemma 4",
         marks=(r"<\|tool_call>call:", r'<\|"\|>'),

@@ -2,9 +2,9 @@
 
 from runtime.text.call_head import WORD
 from runtime.text.tagged_calls import TaggedToolFormat
-from runtime.text.tool_format import register
+from runtime.text.tool_format import TOOL_FORMATS
 
-GLM = register(
+GLM = TOOL_FORMATS.register()(
     TaggedToolFormat(
         name="GLM 4.5",
         marks=("<tool_call>", "<arg_key>"),

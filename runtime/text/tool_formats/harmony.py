@@ -3,9 +3,9 @@
 from runtime.text.call_head import WORD
 from runtime.text.harmony import CHANNEL, FINAL, MESSAGE
 from runtime.text.json_calls import NAME, JsonToolFormat
-from runtime.text.tool_format import register
+from runtime.text.tool_format import TOOL_FORMATS
 
-HARMONY_CALLS = register(
+HARMONY_CALLS = TOOL_FORMATS.register()(
     JsonToolFormat(
         name="harmony",
         marks=(r"<\|channel\|>commentary", r"functions\."),

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from runtime.text.call_head import WORD
 from runtime.text.json_calls import NAME, JsonToolFormat
-from runtime.text.tool_format import Tool, register
+from runtime.text.tool_format import TOOL_FORMATS, Tool
 from runtime.text.tool_grammar import json_rule, literal
 
 CALL, ARGUMENTS, CALL_END = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
@@ -25,7 +25,7 @@ class KimiToolFormat(JsonToolFormat):
         ]
 
 
-KIMI = register(
+KIMI = TOOL_FORMATS.register()(
     KimiToolFormat(
         name="Kimi K2",
         marks=(r"<\|tool_calls_section_begin\|>",),

@@ -2,12 +2,12 @@
 
 from runtime.text.call_head import WORD
 from runtime.text.json_calls import NAME, JsonToolFormat, object_format
-from runtime.text.tool_format import register
+from runtime.text.tool_format import TOOL_FORMATS
 
 ID_LENGTH = 9
 """Length of a call id; templates reject other lengths."""
 
-MISTRAL = register(
+MISTRAL = TOOL_FORMATS.register()(
     object_format(
         name="Mistral",
         marks=(r"\[TOOL_CALLS\]", r"\[TOOL_CALLS\]\s*\["),  # newer templates have a name there
@@ -20,7 +20,7 @@ MISTRAL = register(
     )
 )
 
-MISTRAL_ARGS = register(
+MISTRAL_ARGS = TOOL_FORMATS.register()(
     JsonToolFormat(
         name="Mistral 3",
         marks=(r"\[TOOL_CALLS\]", r"\[ARGS\]"),

@@ -2,9 +2,9 @@
 
 from runtime.text.call_head import WORD
 from runtime.text.tagged_calls import TaggedToolFormat
-from runtime.text.tool_format import register
+from runtime.text.tool_format import TOOL_FORMATS
 
-QWEN_CODER = register(
+QWEN_CODER = TOOL_FORMATS.register()(
     TaggedToolFormat(
         name="Qwen3-Coder",
         marks=("<tool_call>", "<function="),

@@ -1,5 +1,5 @@
-"""Attention in C over pages, beside PyTorch and beside plain reading: one layer of a decode step, or of a stretch of a
-prompt.
+"""Attention in C over pages, compared with PyTorch and with a plain read of memory: one layer of a decode step, or of a
+chunk of a prompt.
 
 Times are processor time of the process, divided by its threads: other work on the machine shifts them little. All sides
 take turns, and every step reads another layer's pages, together larger than the caches. The stream is what the same

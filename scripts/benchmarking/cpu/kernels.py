@@ -1,4 +1,4 @@
-"""Kernels in C beside those of PyTorch: linears on one core, and paged attention (`attention`), interleaved.
+"""Kernels in C compared with those of PyTorch: linears on one core, and paged attention (`attention`), interleaved.
 
 Times are processor time of the calling thread, so other work on the machine shifts them little; torch and the C pool
 get one thread each. Every product takes another copy of its weight, together larger than the caches.
@@ -31,19 +31,14 @@ from benchmarking.machine import environment
 from benchmarking.tables import Row, describe, print_with_markdown
 from compress.checkpoint.scale_search import FP8
 from compress.checkpoint.weights import Activations as InputRounding
-from compress.checkpoint.weights import BlockFp8, Exl3, Int, Mxfp8, Scheme, Weight
-from compress.checkpoint.weights.codebooks import NF4
+from compress.checkpoint.weights import BlockFp8, Exl3, Fp8, Int, Mxfp8, Scheme, Weight
+from compress.checkpoint.weights.coded import Coded, CodedWeight
 from compress.checkpoint.weights.exl3 import CODES, TILE, WORD_BITS, Exl3Weight
-from compress.checkpoint.weights.fp8 import Fp8Weight
-from compress.checkpoint.weights.integer import IntegerWeight
-from compress.checkpoint.weights.mxfp4 import FP4
-from compress.checkpoint.weights.nonlinear import LEVELS
 from compress.common.errors import ToolkitError
 from compress.cpu.binding import INSTRUCTION_SETS, absence, best_instruction_set, library, set_threads
 from runtime.backends.base import Linear, Target
 from runtime.backends.cpu import choice
 from runtime.backends.cpu.linear import Activations, CpuLinear
-from runtime.backends.cpu.linear_kernels import prepare_float8
 from runtime.backends.torch.linear import PrepackedLinear
 from runtime.backends.torch.quantized_linear import INT4PACK
 
@@ -55,7 +50,7 @@ BASELINE = "torch int4pack"
 
 
 def random_weight(rows: int, columns: int, scheme: Scheme, device: torch.device = CPU) -> Weight:
-    if scheme.numbers in (FP4, NF4, LEVELS) or isinstance(scheme, (BlockFp8, Mxfp8)):
+    if isinstance(scheme, Coded) and not isinstance(scheme, Fp8 | Int):
         return scheme.round(torch.randn(rows, columns, device=device))
     if isinstance(scheme, Exl3):
         tiles = columns // TILE, rows // TILE, scheme.bits * CODES // WORD_BITS
@@ -63,11 +58,10 @@ def random_weight(rows: int, columns: int, scheme: Scheme, device: torch.device 
         return Exl3Weight(codes, *(torch.ones(side, device=device).half() for side in (columns, rows)), scheme)
     groups = rows, scheme.num_groups(columns)
     scale = torch.rand(groups, device=device).mul_(0.01).add_(0.001).bfloat16()
-    if scheme.numbers == "float":
-        return Fp8Weight(torch.randn(rows, columns, device=device).to(FP8), scale, scheme)
+    if isinstance(scheme, Fp8):
+        return CodedWeight(torch.randn(rows, columns, device=device).to(FP8), scale, scheme)
     codes = torch.randint(0, scheme.max_code + 1, (rows, columns), dtype=torch.uint8, device=device)
-    zero = torch.full(groups, scheme.midpoint, dtype=torch.uint8, device=device)
-    return IntegerWeight(codes, scale, zero, scheme)
+    return scheme.weight(codes, scale)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +89,8 @@ def contenders(in_features: int, out_features: int, group_size: int = 128) -> li
         "w4a8": lambda: CpuLinear(w4, activations=Activations.INT8_GROUP),
         "w2a16": lambda: CpuLinear(w2),
         "w8a16": lambda: CpuLinear(w8),
-        "fp8 blocks": lambda: prepare_float8(blocks, None, TARGET),
-        "mxfp8": lambda: prepare_float8(groups, None, TARGET),
+        "fp8 blocks": lambda: CpuLinear(blocks),
+        "mxfp8": lambda: CpuLinear(groups),
         "w8a8": lambda: CpuLinear(w8a8, activations=Activations.INT8_ROW),
         "bf16": lambda: CpuLinear(numbers),
     }
@@ -161,7 +155,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompts", action="store_true", help="paged attention of stretches of prompts instead")
     parser.add_argument("--threads", nargs="+", type=int, default=[1], help="of attention, one table each")
     parser.add_argument("--mixture", default="", help="hidden x width x experts x chosen: a mixture instead of linears")
-    parser.add_argument("--trellis", action="store_true", help="trellis codes (EXL3) beside the numbers they stand for")
+    parser.add_argument("--trellis", action="store_true", help="trellis codes (EXL3), and the numbers they decode to")
     parser.add_argument(
         "--write-tables", action="store_true", help="let linears choose tiles, vectors or oneDNN by figures taken now"
     )

@@ -1,4 +1,4 @@
-"""A mixture of experts in one compiled call beside the same experts one after the other, in turns on one core."""
+"""Mixtures of experts in one compiled call, compared with their experts one after the other, in turns on one core."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ from torch import Tensor
 from benchmarking.cpu.kernels import TARGET, random_weight
 from benchmarking.tables import Row
 from compress.checkpoint.weights import Int
-from compress.checkpoint.weights.integer import IntegerWeight
+from compress.checkpoint.weights.coded import CodedWeight
 from compress.models.linear import Linear as LinearSpec
+from compress.models.mlp import MLP, Mixture
 from compress.models.router import Router
-from runtime.backends.base import Linear, LinearKernel
+from runtime.backends.backend import LinearKernel
+from runtime.backends.base import Linear
 from runtime.backends.cpu.layers import CpuOps
 from runtime.backends.cpu.linear_kernels import PACKED, W4A8
 from runtime.backends.cpu.mixture import CpuMixture
-from runtime.model.mixture import Expert, Experts
+from runtime.backends.mlp import Expert, Experts
 
 LAYERS = 3
 """Mixtures that take turns, so that no weight stays in the caches."""
@@ -59,7 +61,7 @@ def mixture_rows(shape: MixtureShape, numbers_of_rows: Sequence[int], seconds: f
     return rows
 
 
-def _random_experts(shape: MixtureShape, kernel: LinearKernel[IntegerWeight]) -> Experts:
+def _random_experts(shape: MixtureShape, kernel: LinearKernel[CodedWeight]) -> Experts:
     def linear(rows: int, columns: int) -> Linear:
         return kernel.prepare(random_weight(rows, columns, Int(4, 128)), None, TARGET)
 
@@ -67,7 +69,12 @@ def _random_experts(shape: MixtureShape, kernel: LinearKernel[IntegerWeight]) ->
     experts = (
         Expert(linear(2 * shape.inner, shape.hidden), linear(shape.hidden, shape.inner)) for _ in range(shape.experts)
     )
-    return Experts(router, torch.randn(shape.experts, shape.hidden).bfloat16() * 0.1, tuple(experts))
+    mlp = MLP((), LinearSpec("down", shape.hidden, shape.inner))
+    return Experts(
+        Mixture(router, (mlp,) * shape.experts),
+        torch.randn(shape.experts, shape.hidden).bfloat16() * 0.1,
+        tuple(experts),
+    )
 
 
 def _milliseconds(layers: Sequence[Experts], x: Tensor, seconds: float) -> tuple[list[float], list[float]]:
@@ -76,13 +83,10 @@ def _milliseconds(layers: Sequence[Experts], x: Tensor, seconds: float) -> tuple
     before: list[float] = []
     after: list[float] = []
 
-    def apply(expert: Expert, x: Tensor) -> Tensor:
-        return expert.down(ops.silu_and_mul(expert.gate_up(x)))
-
     deadline = time.monotonic() + seconds
     while len(after) < 4 or time.monotonic() < deadline:
         turn = len(after) % LAYERS
-        before.append(_timed(partial(layers[turn], x, apply)))
+        before.append(_timed(partial(layers[turn], x, x, ops)))
         after.append(_timed(partial(kernels[turn], x)))
     return before[1:], after[1:]
 

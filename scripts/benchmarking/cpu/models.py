@@ -1,8 +1,8 @@
-"""Whole models on this CPU beside llama.cpp and transformers: prefill, decode of one sequence, decode of eight.
+"""Whole models on this CPU, compared with llama.cpp and transformers: prefill, decode of one sequence, decode of eight.
 
 All have random weights of the same shape (llama.cpp needs `llama-cpp-python` and `gguf` installed). Each contender
-lives in a process of its own with its model loaded; they take turns, with equal numbers of threads. With `--busy` a
-process that only computes runs beside them. Figures are medians of the rounds, ratios to the first contender's.
+lives in a process of its own with its model loaded; they take turns, with equal numbers of threads. With `--busy`,
+processes that only compute run at the same time. Figures are medians of the rounds, ratios to the first contender's.
 With `--gguf-type` the contenders are llama.cpp and this runtime on one file, made by llama.cpp's quantizer.
 
     python scripts/bench_kernels.py cpu-models --shape 1.1b --threads 2
@@ -127,7 +127,8 @@ def prepare(work: Path, shape: str, names: Sequence[str]) -> dict[str, Path]:
     """Writes the models that are not there: dense, packed with a 4-bit body and an 8-bit head, and as GGUF."""
     from benchmarking.models import SHAPES, compress, write_gguf, write_model
     from compress.checkpoint.weights import Int
-    from compress.recipe import HEAD_TARGET, CalibrationOptions, QuantizeStage
+    from compress.recipe import CalibrationOptions
+    from compress.stages.quantize import HEAD_TARGET, QuantizeStage
 
     dense, packed, gguf = (work / name for name in ("dense", "packed", "model.gguf"))
     work.mkdir(parents=True, exist_ok=True)
@@ -204,7 +205,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt", type=int, default=512, help="tokens of a prefill, at most 512")
     parser.add_argument("--steps", type=int, default=32, help="of a decode alone; eight sequences take half of them")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--busy", type=int, default=0, help="processes that compute beside the contenders")
+    parser.add_argument("--busy", type=int, default=0, help="processes that compute while the contenders run")
     parser.add_argument("--work", type=Path, help="keep the models in a folder here, and use what is there of them")
     parser.add_argument("--json", type=Path, help="write every timing here")
 

@@ -1,4 +1,4 @@
-"""Sampling of rows of logits in compiled code beside plain torch, in turns on one core."""
+"""Sampling of rows of logits in compiled code compared with plain torch, in turns on one core."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trellis codes (EXL3) that are decoded for every product, beside the bfloat16 numbers that they are expanded to."""
+"""Trellis codes (EXL3) that are decoded for every product, compared with products of their bfloat16 numbers."""
 
 from __future__ import annotations
 

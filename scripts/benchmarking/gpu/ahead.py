@@ -10,11 +10,11 @@ import torch
 from runtime.backends.triton.compilation import TritonCompiler
 
 CANNOT = (RuntimeError, ValueError, NotImplementedError, ImportError)
-"""Errors of kernels that cannot do what they are asked for, beside those of Triton."""
+"""Errors of kernels that do not support a request, in addition to those of Triton."""
 
 
 def triton_errors() -> tuple[type[Exception], ...]:
-    """Returns what Triton raises where a kernel does not compile or does not fit, which are no RuntimeErrors."""
+    """Returns Triton's errors for kernels that do not compile or do not fit, which are not RuntimeErrors."""
     try:
         from triton.errors import TritonError
     except ImportError:

@@ -66,7 +66,6 @@ RULES = {
     "expand_fp8": Rules(),
     "expand_fp4": Rules(),
     "expand_trellis": Rules(converts=True),
-    "trellis_gemm": Rules(TENSOR_CORES, converts=True),
     "turn_inputs": Rules(converts=True),
     "turn_sums": Rules(converts=True),
     "grouped_w4a16_gemm": Rules(TENSOR_CORES),

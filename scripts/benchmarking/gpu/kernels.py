@@ -1,7 +1,7 @@
-"""Packed linears and attention on a GPU beside those of PyTorch, and gemlite where it is installed.
+"""Packed linears and attention on a GPU, compared with PyTorch, and with gemlite where it is installed.
 
-Linears: one shape and number of tokens after the other, beside cuBLAS, PyTorch's int4 product and its 2:4 product.
-Attention: one token over a long context, by KV cache format, beside PyTorch's own.
+Linears: one shape and number of tokens after the other, with cuBLAS, PyTorch's int4 product and its 2:4 product.
+Attention: one token over a long context, by KV cache format, with PyTorch's attention.
 
 Every time is the median over replays of one CUDA graph over copies that do not fit in the cache. Bytes are those of
 weights, inputs and outputs; the last column is their rate over the measured read bandwidth of the card.
@@ -15,9 +15,8 @@ weights, inputs and outputs; the last column is their rate over the measured rea
 from __future__ import annotations
 
 import argparse
-import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from importlib.util import find_spec
 from itertools import product
@@ -26,105 +25,31 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from torch import Tensor
-from torch.nn import functional
 
-from benchmarking.cpu.attention import Case, decoder_config, fill_pages
+from benchmarking.cpu.attention import Case
 from benchmarking.cpu.kernels import random_weight
 from benchmarking.gpu.ahead import compile_ahead
-from benchmarking.machine import Stopwatch, environment
+from benchmarking.gpu.attention import FLASHINFER, FORMS, GATHERED, PAGES, PAGES_BY_WORTH, SDPA, measure_attention
+from benchmarking.gpu.timing import Measured, first_line, num_copies, read_stream, require_gpu, seconds_per_call
+from benchmarking.machine import environment
 from benchmarking.tables import Row, Rows, print_with_markdown
-from compress.checkpoint.kv_cache import KVCacheScheme
-from compress.checkpoint.weights import Activations, Exl3, Fp8, Int, Iq4Nl, Nf4
-from compress.checkpoint.weights.block_fp8 import BlockFp8
-from compress.checkpoint.weights.mxfp8 import Mxfp8
-from compress.checkpoint.weights.nvfp4 import Nvfp4
-from compress.common.errors import ToolkitError
+from compress.checkpoint.weights import Activations, BlockFp8, Exl3, Fp8, Int, Iq4Nl, Mxfp8, Nf4, Nvfp4
 from runtime.backends.base import Target
 from runtime.backends.flashinfer import attention as flashinfer
 from runtime.backends.humming import linear as humming
-from runtime.backends.kv_pages import TokenPages
 from runtime.backends.measured import Speedups, table_path, to_json
-from runtime.backends.span_attention import PLAIN_LAYER
 from runtime.backends.torch.linear import DenseLinear, semi_structured_bytes
-from runtime.backends.triton.attention import NO_SINK_TOKENS, layer_pages
-from runtime.backends.triton.fused_linear import ROWS_LAYOUT, QuantizedInput
 from runtime.backends.triton.kernels.configs import EXPAND, GEMM, SKINNY, SPLITS, KernelConfig
 from runtime.backends.triton.linear import (
     EXL3_KERNEL,
-    FP4_KERNEL,
-    FP8_BLOCK_KERNEL,
     FP8_KERNEL,
     FP8_W8A16_KERNEL,
-    LEVELS_KERNEL,
-    MXFP8_KERNEL,
-    NF4_KERNEL,
     SCALED_FP8_KERNEL,
+    TABLE_KERNEL,
     W4A16_KERNEL,
     W8A8_KERNEL,
     W8A16_KERNEL,
 )
-from runtime.backends.triton.tiling import PROGRAMS_PER_PROCESSOR, Tiling, tile_rows
-from runtime.core.batch import AttentionGroup, RaggedRows, equal_rows
-
-CACHE_BYTES = 2 * 64 * 2**20
-"""Copies that are read in turn hold together at least twice the second-level cache of the largest GPU."""
-REPLAYS = 9
-
-
-def require_gpu() -> torch.device:
-    """The GPU.
-
-    Raises:
-        ToolkitError: there is none.
-    """
-    if not torch.cuda.is_available():
-        raise ToolkitError("this benchmark times kernels on an NVIDIA GPU, and there is none", "Run it where one is")
-    return torch.device("cuda")
-
-
-def num_copies(nbytes: int) -> int:
-    """Number of copies of the data that one measurement walks through; without a GPU two."""
-    return max(2, min(64 if torch.cuda.is_available() else 2, -(-CACHE_BYTES // max(1, nbytes))))
-
-
-def seconds_per_call(calls: Sequence[Callable[[], object]]) -> float:
-    """Median time of one of the calls, which do the same to different copies: all of them recorded in one graph.
-
-    Without a GPU they are called once, to see whether they work.
-    """
-    if not torch.cuda.is_available():
-        watch = Stopwatch()
-        for call in calls:
-            call()
-        return watch.read()[0] / len(calls)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for call in calls:
-            call()
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        for call in calls:
-            call()
-    times = []
-    for _ in range(REPLAYS):
-        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        stop.record()
-        stop.synchronize()
-        times.append(start.elapsed_time(stop) / 1e3 / len(calls))
-    return statistics.median(times)
-
-
-def read_stream(device: torch.device) -> float:
-    """Bytes per second that a reduction reads: the ceiling that products are compared with."""
-    size = 2**28 if device.type == "cuda" else 2**20
-    buffers = [torch.ones(size, dtype=torch.float16, device=device) for _ in range(2)]
-    time = seconds_per_call([lambda buffer=buffer: buffer.view(torch.float32).sum() for buffer in buffers])
-    return buffers[0].nbytes / time
-
 
 TINYGEMM, SPARSE, GEMLITE = "torch int4", "torch 2:4", "gemlite int4"
 
@@ -166,98 +91,6 @@ def peers() -> list[str]:
     return [name for name in PEERS if name != GEMLITE or find_spec("gemlite")]
 
 
-FORMS, PAGES = ("16bit", "fp8", "int8", "int4"), "pages "
-PAGES_BY_WORTH = ("int4", "16bit", "int8", "fp8")
-SDPA = "SDPA bf16, contiguous"
-
-
-@dataclass(frozen=True)
-class Calls:
-    """The same step over several copies of keys and values, and the bytes that one of them reads."""
-
-    calls: list[Callable[[], object]]
-    nbytes: int
-
-
-def last_tokens(table: Tensor, tokens: int, keys: int) -> RaggedRows:
-    """The last tokens of sequences of equal length, with block tables `[sequences, n]`."""
-    count = len(table)
-    positions = torch.arange(keys - tokens, keys, device=table.device).repeat(count)
-    group = AttentionGroup(slice(0, count * tokens), table.flatten(), positions, count, keys, ragged=True)
-    return replace(equal_rows(group), lengths=((tokens, keys),) * count)
-
-
-def paged_calls(case: Case, form: str, processors: int, device: torch.device, tokens: int = 1) -> Calls:
-    """The last tokens of each of `case.batch` sequences of `case.context` keys, in the form of the pages."""
-    from runtime.backends.triton.kernels.paged_attention import prepare
-    from runtime.backends.triton.kernels.tile_list import tile_list
-
-    blocks, scheme = case.num_blocks, KVCacheScheme(form)
-    config = decoder_config(case, copies_of(case))
-    pages = TokenPages(config, scheme, blocks, case.block_size, torch.bfloat16, device)
-    tensors = pages.memory.tensors
-    fill_pages(tensors, scheme)
-    query = torch.randn(case.batch * tokens, case.heads, case.head_dim, device=device, dtype=torch.bfloat16)
-    table = torch.randperm(blocks, device=device).view(case.batch, -1)
-    ragged = last_tokens(table, tokens, case.context)
-    shared = case.heads // case.kv_heads
-    rows = tile_rows(case.head_dim, tokens * shared)
-    tiling = Tiling(rows, shared, case.kv_heads, PROGRAMS_PER_PROCESSOR * processors)
-    tiles = tile_list(ragged, len(query), tiling)
-
-    def call(layer: int) -> Callable[[], Tensor]:
-        read = layer_pages(pages, scheme, layer)
-        prepared = prepare(query, read, ragged, tiles, rows, None, NO_SINK_TOKENS, PLAIN_LAYER)
-        out = QuantizedInput(torch.empty_like(query).flatten(1))
-
-        def attend() -> Tensor:
-            prepared(query, read, NO_SINK_TOKENS, None, out, ROWS_LAYOUT)
-            return out.rows
-
-        return attend
-
-    nbytes = sum(tensor[0].nbytes for tensor in tensors.values())
-    return Calls([call(layer) for layer in range(config.num_layers)], nbytes)
-
-
-FLASHINFER = "flashinfer 16bit"
-
-
-def flashinfer_calls(case: Case, device: torch.device, tokens: int = 1) -> Calls:
-    """The same over 16-bit pages by the optional package, planned once."""
-    from runtime.backends.flashinfer.attention import Spans, new_wrapper, plan
-
-    table = torch.randperm(case.num_blocks, device=device, dtype=torch.int32)
-    each, counts = case.num_blocks // case.batch, torch.arange(case.batch + 1, dtype=torch.int32)
-    last = torch.full((case.batch,), case.block_size, dtype=torch.int32)
-    spans, wrapper = Spans(counts * tokens, counts * each, table, last), new_wrapper(device)
-    plan(wrapper, spans, (case.heads, case.kv_heads, case.head_dim), case.block_size, torch.bfloat16)
-    query = torch.randn(case.batch * tokens, case.heads, case.head_dim, device=device, dtype=torch.bfloat16)
-    shape = case.num_blocks, case.block_size, case.kv_heads, case.head_dim
-
-    def call() -> Callable[[], object]:
-        pages = tuple(torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(2))
-        return lambda: wrapper.run(query, pages)
-
-    return Calls([call() for _ in range(copies_of(case))], case.kv_bytes)
-
-
-def sdpa_calls(case: Case, device: torch.device) -> Calls:
-    """The same by torch, whose keys and values lie in one piece."""
-    shape = case.batch, case.kv_heads, case.context, case.head_dim
-    query = torch.randn(case.batch, case.heads, 1, case.head_dim, device=device, dtype=torch.bfloat16)
-
-    def call() -> Callable[[], object]:
-        key, value = (torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(2))
-        return lambda: functional.scaled_dot_product_attention(query, key, value, enable_gqa=True)
-
-    return Calls([call() for _ in range(copies_of(case))], case.kv_bytes)
-
-
-def copies_of(case: Case) -> int:
-    return num_copies(case.kv_bytes // 4)  # int4 pages are that much smaller, and must not fit in the cache either
-
-
 SHAPES = ("4096x4096", "6144x4096", "28672x4096", "4096x14336", "8192x8192")
 TOKENS = (1, 4, 16, 64, 256, 2048)
 KERNELS = {
@@ -268,11 +101,11 @@ KERNELS = {
     "fp8": (FP8_W8A16_KERNEL, Fp8()),
     "fp8 w8a8": (SCALED_FP8_KERNEL, Fp8(Activations.FP8)),
     "fp8 w8a8 without torch": (FP8_KERNEL, Fp8(Activations.FP8)),
-    "fp8 blocks": (FP8_BLOCK_KERNEL, BlockFp8()),
-    "mxfp8": (MXFP8_KERNEL, Mxfp8()),
-    "nvfp4": (FP4_KERNEL, Nvfp4()),
-    "nf4": (NF4_KERNEL, Nf4()),
-    "iq4_nl": (LEVELS_KERNEL, Iq4Nl()),
+    "fp8 blocks": (FP8_W8A16_KERNEL, BlockFp8()),
+    "mxfp8": (FP8_W8A16_KERNEL, Mxfp8()),
+    "nvfp4": (TABLE_KERNEL, Nvfp4()),
+    "nf4": (TABLE_KERNEL, Nf4()),
+    "iq4_nl": (TABLE_KERNEL, Iq4Nl()),
     "exl3": (EXL3_KERNEL, Exl3(4, "mul1")),
     "humming int4 g128": (humming.KERNEL, Int(4, 128)),
     "humming int8": (humming.KERNEL, Int(8, None)),
@@ -282,17 +115,8 @@ INSTEAD_OF = {"humming int4 g128": "int4 g128", "humming int8": "int8", FLASHINF
 DENSE = "cuBLAS bf16"
 
 
-@dataclass(frozen=True)
-class Measured:
-    shape: str
-    tokens: int
-    name: str
-    seconds: float
-    nbytes: int
-
-
 def linears(name: str, rows: int, columns: int, device: torch.device) -> list[Callable[[Tensor], Tensor]]:
-    """Copies of one linear, enough to leave the cache behind."""
+    """Copies of one linear that together exceed the cache."""
     first = make_linear(name, rows, columns, device)
     others = range(num_copies(weight_bytes(name, rows, columns)) - 1)
     return [first, *(make_linear(name, rows, columns, device) for _ in others)]
@@ -345,35 +169,7 @@ def measure_or_say(
     try:
         return measure(shape, tokens, name, device)
     except Exception as error:  # whatever a kernel raises is the finding
-        say(f"{name} cannot do {shape} for {tokens} tokens: {_first_line(error)}")
-        return None
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
-
-
-def attention_calls(case: Case, name: str, device: torch.device, tokens: int) -> Calls:
-    """The last tokens of each sequence, by SDPA, by flashinfer, or over pages of a form."""
-    from runtime.backends.triton.device import num_processors
-
-    if name == SDPA:
-        return sdpa_calls(case, device)
-    if name == FLASHINFER:
-        return flashinfer_calls(case, device, tokens)
-    return paged_calls(case, name.removeprefix(PAGES), num_processors(device), device, tokens)
-
-
-def measure_attention(
-    case: Case, name: str, device: torch.device, say: Callable[[str], None], tokens: int = 1
-) -> Measured | None:
-    """One step of the last tokens with the heads of an 8B model; None where that cannot."""
-    place = (f"{case.context} keys", case.batch) if tokens == 1 else (f"{case.heads}x{case.head_dim}", case.context)
-    try:
-        calls = attention_calls(case, name, device, tokens)
-        return Measured(*place, name, seconds_per_call(calls.calls), calls.nbytes)
-    except Exception as error:  # whatever a kernel raises is the finding
-        say(f"{name} cannot do {tokens} tokens of {case.batch} x {case.context} keys: {_first_line(error)}")
+        say(f"{name} cannot do {shape} for {tokens} tokens: {first_line(error)}")
         return None
 
 
@@ -475,7 +271,7 @@ class Figures:
         tables = {
             "Linears: medians over replays": (self.linears, DENSE),
             "Attention of one layer": (self.attention, SDPA),
-            "Attention of one layer: the last tokens of a sequence": (self.spans, f"{PAGES}16bit"),
+            "Attention of one layer: the last tokens of a sequence": (self.spans, SDPA),
         }
         for title, (rows, first) in tables.items():
             if rows:
@@ -511,7 +307,8 @@ def run(options: argparse.Namespace) -> int:
         optional = [FLASHINFER] if flashinfer.is_installed() else []
         pages = [f"{PAGES}{form}" for form in options.pages]
         time_attention([*pages, SDPA, *optional], options.batches, figures.attention)
-        time_attention([*pages, *optional], [1], figures.spans, options.span)
+        copied = [f"{GATHERED}{name}" for name in pages]
+        time_attention([*pages, SDPA, *copied, *optional], [1], figures.spans, options.span)
     if options.kernels:
         time_linears([*options.kernels[1:], *([] if options.no_peers else peers())])
     figures.show(console)

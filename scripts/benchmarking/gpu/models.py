@@ -1,4 +1,4 @@
-"""Whole models on one GPU: this engine dense, int8, int4 and with int4 keys and values, beside transformers.
+"""Whole models on one GPU: this engine dense, int8, int4 and with int4 keys and values, and transformers.
 
 All have random weights of the same shape. Each contender runs in a process of its own, one after the other: time to
 the first token, decode at several batch sizes (with the share of the card's measured read bandwidth that its bytes
@@ -44,7 +44,7 @@ from compress.common.cli import demo_model_path
 
 MAX_SEQUENCES = 64
 CACHE_ROOM = 128
-"""Tokens that a static cache has room for behind the prompt, so that answers of two lengths share one graph."""
+"""Tokens that a static cache holds after the prompt, so that answers of two lengths share one graph."""
 STEP_TOKENS = 2048
 """Prompt tokens of one step: enough for a prefill to be bound by arithmetic."""
 
@@ -56,7 +56,7 @@ class Measurement:
     Attributes:
         folder: which of the model's forms it loads.
         kv_cache: form of the engine's keys and values.
-        static_cache: tokens of transformers' static cache behind the prompt; 0: its cache grows.
+        static_cache: tokens that transformers' static cache holds after the prompt; 0: its cache grows.
         single, mixed: whether it does single tasks, and requests of mixed lengths.
         overlap: the engine submits a step before it reads the last one.
     """
@@ -183,7 +183,8 @@ def prepare(form: str, work: Path, shape: str, device: str, layers: int | None =
     an 8-bit head. The demo model is rounded; others have random codes."""
     from benchmarking.models import SHAPES, compress, write_packed_model
     from compress.checkpoint.weights import Int
-    from compress.recipe import CalibrationOptions, QuantizeStage
+    from compress.recipe import CalibrationOptions
+    from compress.stages.quantize import QuantizeStage
 
     folder, is_int8 = work / form, form == "int8"
     if shape == "demo" and form == "dense":
@@ -211,7 +212,7 @@ def room_for_models() -> Path | None:
 
 def describe_device(device: str) -> dict[str, Any]:
     """Returns the environment, and as `stream` the bytes per second that a GPU reads, None on a CPU."""
-    from benchmarking.gpu.kernels import read_stream, require_gpu
+    from benchmarking.gpu.timing import read_stream, require_gpu
 
     return environment() | {"stream": None if device == "cpu" else read_stream(require_gpu())}
 
@@ -233,7 +234,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--kv-memory", type=float, default=12, help="GB for the engine's keys and values on a GPU")
     parser.add_argument("--most-seconds", type=int, default=0, help="of a contender, which is killed then; 0: no limit")
-    parser.add_argument("--profile", action="store_true", help="steps of this engine with prompts beside decodes")
+    parser.add_argument("--profile", action="store_true", help="profile steps of this engine with prompts and decodes")
     parser.add_argument("--short", action="store_true", help="little of everything, to see whether it works")
     parser.add_argument("--rows", type=Path, help="append each figure here, as a line of JSON")
 

@@ -35,8 +35,8 @@ def trellis_codes() -> None:
     scales = _empty(inputs, dtype=torch.float32), _empty(outputs, dtype=torch.float32)
     for bits in range(1, 9):
         words = _empty(inputs // 16, outputs // 16, 8 * bits, dtype=torch.int32)
-        linear = TrellisLinear(words, *scales, None, bits, bits % len(CODEBOOKS), 132)
-        for tokens in (1, 16, 512):
+        linear = TrellisLinear(words, *scales, None, bits, bits % len(CODEBOOKS))
+        for tokens in (1, 512):
             linear(_empty(tokens, inputs))
 
 

@@ -1,4 +1,4 @@
-"""Profile of steps in which prompts are computed beside decodes: wall time, time of kernels, and which kernels."""
+"""Profile of steps with both prompts and decodes: wall time, time of kernels, and which kernels."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def profile_mixed_steps(engine: Engine, rows: Rows, sequences: int, length: int)
     with_kernels = profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU])
     mixed_steps(*sizes, with_kernels)
     kernels = kernel_times(with_kernels, on_gpu)
-    work = f"{prompts} prompts of {length} beside {sequences - prompts} decodes"
+    work = f"{prompts} prompts of {length} with {sequences - prompts} decodes"
     busy, launches = (sum(column) for column in zip(*kernels.values(), strict=True))
     rows.add(what=work, steps=steps, seconds=seconds, kernel_seconds=busy, launches=launches)
     for name, (taken, calls) in sorted(kernels.items(), key=lambda each: -each[1][0])[:MOST_KERNELS]:

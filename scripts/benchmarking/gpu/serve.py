@@ -61,7 +61,7 @@ def run(options: argparse.Namespace) -> int:
         folder = in_own_process(prepare, options.form, Path(work), options.shape, options.device)
         watch, given = Stopwatch(), [f"--{option}" for option in options.serve]
         with run_server(folder, ["--device", options.device, *given]) as server:
-            rows.add(what="start", seconds=watch.read()[0])
+            rows.add(what="start", seconds=watch.read()[0], printed=server.printed)
             for load in options.load or LOADS:
                 measure(server.url, folder, load, rows)
     return 0

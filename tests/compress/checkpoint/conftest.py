@@ -10,7 +10,7 @@ from tiny_models import random_weight
 from torch import Tensor
 
 from compress.checkpoint.config import packed_config, read_config
-from compress.checkpoint.formats import find_format, stored_tensors
+from compress.checkpoint.formats.base import CONTAINERS
 from compress.checkpoint.safetensors import TensorFiles
 from compress.checkpoint.weights import Scheme, Weight
 from compress.checkpoint.writer import BlockStore, assemble
@@ -76,7 +76,7 @@ def pack() -> Callable[..., dict[str, Weight]]:
         shapes: dict[str, tuple[int, int]] | None = None,
     ) -> dict[str, Weight]:
         files, config = TensorFiles.open(dense), read_config(dense)
-        codec = find_format(format)
+        codec = CONTAINERS.find(format)
         weights: dict[str, Weight] = {}
         tensors: dict[str, Tensor] = {name: files.tensor(name) for name in files.names()}
         for number, (module, shape) in enumerate((shapes or linears(dense)).items()):
@@ -84,7 +84,7 @@ def pack() -> Callable[..., dict[str, Weight]]:
             if chosen is not None:
                 weights[module] = random_weight(shape, chosen, seed=number)
                 tensors.pop(f"{module}.weight", None)
-                tensors.update(stored_tensors(codec, module, weights[module], torch.bfloat16))
+                tensors.update(codec.encode(module, weights[module], torch.bfloat16))
         ignored = sorted({"lm_head", *linears(dense)} - set(weights))
         block = codec.quantization_config({module: weight.scheme for module, weight in weights.items()}, ignored)
         store = BlockStore(out.parent / f"{out.name}.partial" / "pieces")

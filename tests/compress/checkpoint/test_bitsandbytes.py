@@ -12,17 +12,17 @@ from bitsandbytes_files import CASES, pack_4bit, pack_int8, pack_model_as
 from folders import change_tensors, private_copy
 from tiny_models import save_tiny_model
 
-from compress.checkpoint.formats import bitsandbytes, find_format, stored_tensors
-from compress.checkpoint.formats.bitsandbytes import STATES
+from compress.checkpoint.formats.base import CONTAINERS
+from compress.checkpoint.formats.bitsandbytes import BITSANDBYTES, STATES
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.verify import verify_structure
 from compress.checkpoint.weights import Bnb4, Int, Scheme
 from compress.checkpoint.weights.base import StoredTensors, digest
-from compress.checkpoint.weights.bnb4 import TABLES
+from compress.checkpoint.weights.forms import BNB_TABLES
 from compress.checkpoint.writer import export_checkpoint
 from compress.common.errors import CheckpointError, SchemeError
 from compress.cpu.binding import library
-from compress.recipe import QuantizeStage
+from compress.stages.quantize import QuantizeStage
 from runtime.model.loader import load_model
 from runtime.model.scoring import score
 
@@ -56,7 +56,7 @@ def decoded(tensors: dict[str, torch.Tensor], scheme: Scheme):
             raise CheckpointError(f"no {suffix}")
         return tensors[suffix]
 
-    return bitsandbytes.decode(MODULE, get, scheme.found(MODULE, Headers(tensors)))
+    return BITSANDBYTES.decode(MODULE, get, scheme.found(MODULE, Headers(tensors)))
 
 
 @pytest.fixture
@@ -68,10 +68,10 @@ def source(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 every_case = pytest.mark.parametrize("source", CASES, indirect=True)
 
 
-@pytest.mark.parametrize("kind", TABLES)
+@pytest.mark.parametrize("kind", BNB_TABLES)
 @pytest.mark.parametrize("block", [32, 64, 128, 4096])
 def test_codes_are_those_of_the_first_half_of_a_byte_first(kind: str, block: int) -> None:
-    table, scales = torch.tensor(TABLES[kind][1]), torch.rand(8192 // block * 2) + 0.5
+    table, scales = torch.tensor(BNB_TABLES[kind]), torch.rand(8192 // block * 2) + 0.5
     codes = torch.arange(2 * 8192).remainder(16).to(torch.uint8)
     tensors = pack_4bit(torch.randn(2, 8192), kind, block)
     tensors |= {".weight": codes[::2] << 4 | codes[1::2], ".weight.absmax": scales}
@@ -114,7 +114,7 @@ needs_bitsandbytes = pytest.mark.skipif(importlib.util.find_spec("bitsandbytes")
 
 
 @needs_bitsandbytes
-@pytest.mark.parametrize("kind", TABLES)
+@pytest.mark.parametrize("kind", BNB_TABLES)
 @pytest.mark.parametrize("is_nested", [False, True])
 @pytest.mark.parametrize("block", [64, 128])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -162,7 +162,7 @@ def test_it_is_served_as_its_values_are(source: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("source", ["nf4 twice", "fp4 twice"], indirect=True)
 def test_the_memory_is_known_beforehand(source: Path) -> None:
-    """Scales that are no bfloat16 numbers."""
+    """Scales that bfloat16 does not represent exactly."""
     assert load_model(source, dtype="bfloat16").nbytes == runs.foreseen_bytes(source, torch.bfloat16)
 
 
@@ -178,7 +178,7 @@ def test_layers_that_are_left_out_keep_their_codes(source: Path, tmp_path: Path)
 
 def test_the_own_layout_of_blocks() -> None:
     weight = decoded(pack_4bit(numbers(6, 256), "fp4", 128), Bnb4("fp4"))
-    stored = stored_tensors(find_format("compress-runtime"), MODULE, weight, torch.float32)
+    stored = CONTAINERS.find("compress-runtime").encode(MODULE, weight, torch.float32)
     again = weight.scheme.read(StoredTensors(MODULE, stored.__getitem__))
     assert torch.equal(again.dequantize(), weight.dequantize())
     assert Scheme.from_dict(weight.scheme.to_dict()) == weight.scheme
@@ -205,15 +205,15 @@ def test_contradictions_are_refused(case: str, suffix: str, value: torch.Tensor,
 
 
 def test_blocks_that_cross_the_ends_of_rows_are_refused() -> None:
-    with pytest.raises(SchemeError, match="blocks of 64 numbers cross the ends of rows of 96"):
+    with pytest.raises(SchemeError, match="groups of 64 do not divide 96"):
         decoded(pack_4bit(numbers(6, 96)), Bnb4("nf4"))
 
 
 def test_it_is_not_written() -> None:
     for refused in (
-        lambda: bitsandbytes.check(Bnb4(), (64, 64)),
-        lambda: bitsandbytes.encode(MODULE, None, torch.float32),
-        lambda: bitsandbytes.quantization_config({}, ()),
+        lambda: BITSANDBYTES.check(Bnb4(), (64, 64)),
+        lambda: BITSANDBYTES.encode(MODULE, None, torch.float32),
+        lambda: BITSANDBYTES.quantization_config({}, ()),
     ):
         with pytest.raises(SchemeError, match="are read, not written"):
             refused()

@@ -5,36 +5,24 @@ from folders import change_tensors
 from tiny_models import pack_model, save_tiny_model
 
 from compress.checkpoint.containers import containers
-from compress.checkpoint.formats import (
-    FORMATS,
-    auto_round,
-    bitsandbytes,
-    check_held,
-    exl3,
-    find_format,
-    modelopt,
-    mxfp4,
-    nearest_held,
-    torchao,
-)
-from compress.checkpoint.formats.readers import FOREIGN_READERS, READERS
+from compress.checkpoint.formats import check_held, nearest_held
+from compress.checkpoint.formats.base import CONTAINERS
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.scheme import targets
-from compress.checkpoint.weights import Q2K, Q4K, BlockFp8, Bnb4, Fp8, Int, Mxfp4, Nvfp4, Scheme
-from compress.checkpoint.weights.codebooks import Nf4, TableFloats
-from compress.checkpoint.weights.gguf_blocks import BlockScheme
+from compress.checkpoint.weights import Q2K, Q4K, BlockFp8, Bnb4, Fp8, Int, Mxfp4, Nf4, Nvfp4, Scheme
 from compress.checkpoint.writer import export_checkpoint
 from compress.common.errors import CheckpointError, SchemeError
-from compress.recipe import QuantizeKeys
+from compress.stages.quantize import QuantizeStage
 
 SHAPE = 128, 256
-READ_ONLY = {mxfp4.NAME, exl3.NAME, bitsandbytes.NAME, auto_round.NAME, torchao.NAME, modelopt.NAME}
+READ_ONLY = {"mxfp4", "exl3", "bitsandbytes", "auto-round", "torchao", "modelopt"}
 
 
-def test_every_format_that_is_written_names_its_readers() -> None:
-    assert set(READERS) == FORMATS.keys() - READ_ONLY
-    assert set(FOREIGN_READERS) == READ_ONLY
-    assert all("this runtime" in engines for engines in (*READERS.values(), *FOREIGN_READERS.values()))
+def test_every_container_names_its_engines_and_those_that_are_written_come_first() -> None:
+    assert {each.name for each in CONTAINERS.values() if not each.is_written} == READ_ONLY
+    assert list(CONTAINERS)[:2] == ["compressed-tensors", "gptq"]
+    assert set(list(CONTAINERS)[-len(READ_ONLY) :]) == READ_ONLY
+    assert all("this runtime" in each.engines for each in CONTAINERS.values())
 
 
 @pytest.mark.parametrize(
@@ -54,7 +42,7 @@ def test_every_format_that_is_written_names_its_readers() -> None:
     ids=str,
 )
 def test_the_nearest_form_is_named(format: str, scheme: Scheme, nearest: Scheme | None) -> None:
-    codec = find_format(format)
+    codec = CONTAINERS.find(format)
     assert nearest_held(codec, scheme, SHAPE) == nearest
     with pytest.raises(SchemeError) as caught:
         check_held(codec, scheme, SHAPE)
@@ -66,7 +54,7 @@ def test_the_nearest_form_is_named(format: str, scheme: Scheme, nearest: Scheme 
         words = quantize.replace("--", "").replace("-size", "_size").split()
         given = dict(zip(words[::2], words[1::2], strict=True))
         keys = {name: text if name == "weights" else int(text) for name, text in given.items()}
-        assert QuantizeKeys(**keys).scheme == nearest
+        assert QuantizeStage.build(keys).scheme == nearest
         assert export == (
             "" if format == "compressed-tensors" else f"compress export packed --format {format} --out OTHER"
         )
@@ -84,22 +72,22 @@ def test_the_nearest_form_is_named(format: str, scheme: Scheme, nearest: Scheme 
 )
 def test_formats_that_hold_it_are_named(scheme: Scheme, packed: str) -> None:
     with pytest.raises(SchemeError) as caught:
-        check_held(find_format("fp8"), scheme, SHAPE)
+        check_held(CONTAINERS.find("fp8"), scheme, SHAPE)
     assert caught.value.remedy.startswith(f"Use --format {packed} or --format dense; the nearest")
 
 
 @pytest.mark.parametrize("format", ["compressed-tensors", "compress-runtime", "dense"])
 def test_targets_are_held_by_the_usual_containers(format: str) -> None:
-    others = [form for form in targets().values() if not issubclass(form, BlockScheme | TableFloats)]
+    others = [form for form in targets().values() if not form.target().structure]
     for form in others if format == "compressed-tensors" else targets().values():
-        check_held(find_format(format), form.target(), SHAPE)
+        check_held(CONTAINERS.find(format), form.target(), SHAPE)
 
 
 def test_what_is_listed_is_what_exports_do(tmp_path) -> None:
     dense = save_tiny_model(tmp_path / "source")
     pack_model(dense, tmp_path / "packed", lambda module: Nvfp4() if "mlp" in module else Int(4, 32))
     found = containers(tmp_path / "packed")
-    assert [each.format for each in found] == list(READERS)
+    assert [each.format for each in found] == [name for name in CONTAINERS if name not in READ_ONLY]
     for each in found:
         assert bool(each.refusal) != bool(each.readers)
         out = tmp_path / each.format

@@ -1,4 +1,4 @@
-"""Readers of every container meet files that are cut off, that lie and that say nonsense: they refuse in one line."""
+"""Readers of every container refuse truncated, inconsistent and invalid files with one line."""
 
 import json
 import random
@@ -17,14 +17,17 @@ from shared_store import SharedStore
 from tiny_models import random_weight, save_tiny_model
 from torch import Tensor
 
-from compress.checkpoint.formats import compress_runtime, find_format, stored_tensors
+from compress.checkpoint.formats.base import CONTAINERS
+from compress.checkpoint.formats.compress_runtime import COMPRESS_RUNTIME
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.verify import verify_structure
 from compress.checkpoint.weights import BlockFp8, Exl3, Fp8, Int, Mxfp4, Mxfp8, Nf4, NMSparsity, Nvfp4, Scheme
 from compress.checkpoint.weights.exl3 import Exl3Weight
 from compress.common.cli import demo_model_path
 from compress.common.errors import ToolkitError
-from compress.recipe import FactorizeStage, PruneStage, QuantizeStage
+from compress.stages.factorize import FactorizeStage
+from compress.stages.prune import PruneStage
+from compress.stages.quantize import QuantizeStage
 
 MODULES = ("model.layers.0.mlp.up_proj", "model.layers.0.self_attn.q_proj", "model.layers.1.mlp.up_proj")
 JUNK = (None, True, -1, 0, 3, 2**40, 2**70, 1e308, float("nan"), "", "x", "I64", "../../x", [], [[1]], {}, {"a": None})
@@ -58,10 +61,10 @@ def write(folder: Path, format: str, scheme: Scheme) -> None:
     if format == "exl3":
         trellis = torch.randint(-(2**15), 2**15, (8, 8, 48)).to(torch.int16)
         weights = dict.fromkeys(MODULES, Exl3Weight(trellis, torch.ones(128).half(), torch.ones(128).half(), scheme))
-    codec = compress_runtime if format == "exl3" else find_format(format)
+    codec = COMPRESS_RUNTIME if format == "exl3" else CONTAINERS.find(format)
     tensors = {"model.norm.weight": torch.ones(128)}
     for module, weight in weights.items():
-        tensors |= stored_tensors(codec, module, weight, torch.float16)
+        tensors |= codec.encode(module, weight, torch.float16)
     block = {"quant_method": "exl3", "bits": 3.0}
     if format != "exl3":
         block = codec.quantization_config(dict.fromkeys(MODULES, scheme), ["lm_head"])

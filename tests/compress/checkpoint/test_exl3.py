@@ -26,7 +26,7 @@ from compress.checkpoint.writer import export_checkpoint
 from compress.common.cli import demo_model_path
 from compress.common.errors import CheckpointError, SchemeError
 from compress.cpu.binding import absence, library
-from compress.recipe import QuantizeStage
+from compress.stages.quantize import QuantizeStage
 from runtime.backends.base import Target
 from runtime.backends.registry import choose_linear
 from runtime.backends.torch import quantized_linear

@@ -1,4 +1,4 @@
-"""EXL3 of layers whose sides are no multiples of 128, which exllamav3 stores with zeros around them."""
+"""EXL3 of layers whose sides are not multiples of 128, which exllamav3 stores with zeros around them."""
 
 import json
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from compress.checkpoint.writer import export_checkpoint
 from compress.common.cli import demo_model_path
 from compress.common.errors import SchemeError
 from compress.cpu.binding import absence, library
-from compress.recipe import QuantizeStage
+from compress.stages.quantize import QuantizeStage
 from runtime.backends.base import Target
 from runtime.backends.cpu.trellis import TRELLIS, CpuTrellisLinear
 from runtime.model import loader

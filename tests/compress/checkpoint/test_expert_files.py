@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 from tiny_configs import SIZES
 
-from compress.checkpoint.expert_files import ExpertFiles, split_experts
+from compress.checkpoint.expert_files import split_experts, split_stacks
 from compress.checkpoint.safetensors import TensorFiles
 from compress.common.errors import CheckpointError
 from compress.models.stacks import Slice, Stack
@@ -24,7 +24,7 @@ def test_slices_of_a_stack(transposed: bool, interleaved: bool, tmp_path: Path) 
     save_file({"all": stored.contiguous(), "alone": torch.ones(2)}, tmp_path / "model.safetensors")
     stack = Stack("all", ("gate", "up"), transposed, interleaved)
     slices = {f"{expert}.{name}": Slice(stack, expert, i) for expert in range(E) for i, name in enumerate(stack.parts)}
-    files = ExpertFiles(**vars(TensorFiles.open(tmp_path)), slices=slices)
+    files = split_stacks(TensorFiles.open(tmp_path), slices)
     assert files.names() == sorted([*slices, "alone"])
     assert len(files) == len(slices) + 1
     assert "all" not in files.names()

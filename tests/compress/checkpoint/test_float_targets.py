@@ -12,15 +12,17 @@ from safetensors.torch import save_file
 from tiny_models import random_weight
 from torch import Tensor, nn
 
-from compress.checkpoint.float_scales import E2M1, E4M3, Numbers
-from compress.checkpoint.formats import compress_runtime, compressed_tensors, stored_tensors
+from compress.checkpoint.float_scales import E2M1, E4M3, Numbers, positive_floats
+from compress.checkpoint.form_grids import DIVISOR, divisor_of
+from compress.checkpoint.formats.compress_runtime import COMPRESS_RUNTIME
+from compress.checkpoint.formats.compressed_tensors import COMPRESSED_TENSORS
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.scale_search import FP8
 from compress.checkpoint.verify import verify_structure
 from compress.checkpoint.weights import BlockFp8, Fp8, Mxfp4, Mxfp8, Nvfp4, Scheme
 from compress.checkpoint.weights.base import digest
-from compress.checkpoint.weights.mxfp4 import VALUES
-from compress.checkpoint.weights.nvfp4 import DIVISOR, Nvfp4Weight, divisor_of
+from compress.checkpoint.weights.coded import CodedWeight, powers_of_two
+from compress.checkpoint.weights.forms import E2M1_VALUES
 from compress.common.errors import CheckpointError, SchemeError
 
 BF16 = torch.bfloat16
@@ -35,14 +37,14 @@ def heavy_tailed(rows: int, columns: int, seed: int = 0) -> Tensor:
 
 
 def described(scheme: Scheme) -> QuantizationScheme:
-    block = compressed_tensors.quantization_config({M: scheme}, [])
+    block = COMPRESSED_TENSORS.quantization_config({M: scheme}, [])
     return QuantizationScheme(**QuantizationConfig(**block).config_groups["group_0"].model_dump())
 
 
 @pytest.mark.parametrize("numbers", [E2M1(), E4M3()], ids=lambda numbers: type(numbers).__name__)
 def test_numbers_are_the_nearest_ties_to_even(numbers: Numbers) -> None:
     codes = torch.arange(8 if numbers.largest == 6 else 127, dtype=torch.uint8)
-    exact = torch.tensor(VALUES)[:8] if numbers.largest == 6 else codes.view(FP8).float()
+    exact = torch.tensor(E2M1_VALUES)[:8] if numbers.largest == 6 else codes.view(FP8).float()
     assert torch.equal(numbers.nearest(exact), exact)
     assert torch.equal(numbers.codes(exact), codes)
     assert torch.equal(numbers.codes(-exact[1:]), codes[1:] + len(codes) + (numbers.largest != 6))
@@ -58,7 +60,7 @@ def test_numbers_are_the_nearest_ties_to_even(numbers: Numbers) -> None:
 def test_compressed_tensors_gives_the_same_bytes_and_values(scheme: Scheme, tmp_path) -> None:
     weight = heavy_tailed(48, 128)
     rounded = scheme.round(weight)
-    ours = stored_tensors(compressed_tensors, M, rounded, BF16)
+    ours = COMPRESSED_TENSORS.encode(M, rounded, BF16)
     theirs = described(scheme)
     compressor = BaseCompressor.get_value_from_registry(infer_module_format(nn.Linear, theirs).value)
     given = {name.rpartition(".")[2]: tensor for name, tensor in ours.items()}
@@ -99,9 +101,9 @@ def test_scales_have_the_least_error_of_all(scheme: Scheme) -> None:
     importance = torch.rand(weight.shape[1], generator=torch.Generator().manual_seed(1)) + 0.1
     columns = importance / importance.mean() + 1e-4
     groups = weight.double().view(-1, 1, scheme.group_size)
-    search, _ = scheme.search(weight)
-    scales = search.scales[1:].double().view(1, -1, 1)
-    rounded = search.numbers.nearest((groups / scales).float()).double() * scales
+    floats = positive_floats() / divisor_of(float(weight.abs().max()))
+    scales = (floats if scheme == Nvfp4() else powers_of_two(torch.arange(255)))[1:].double().view(1, -1, 1)
+    rounded = E2M1().nearest((groups / scales).float()).double() * scales
     errors = ((rounded - groups).square() * columns.double().view(1, 4, -1).repeat(16, 1, 1).view(64, 1, -1)).sum(-1)
     found = (scheme.round(weight, importance).dequantize().double() - weight.double()).square() * columns.double()
     ratio = found.view(64, -1).sum(-1) / errors.amin(-1)
@@ -118,11 +120,11 @@ def test_siblings_share_the_global_scale_and_others_keep_their_range() -> None:
             assert 448 / 4 < largest / 6 * divisor <= 448
     weights = [heavy_tailed(32, 64), heavy_tailed(32, 64, 1) * 1e4]
     first, other = (Nvfp4().round(weight) for weight in weights)
-    assert isinstance(first, Nvfp4Weight)
     assert first.fuse([other]) is None
     fused = first.fuse([first])
     assert torch.equal(fused.dequantize(), first.dequantize().repeat(2, 1))
-    mixed = Nvfp4Weight(*(torch.cat(each) for each in zip(first.parts, other.parts, strict=True)), Nvfp4())
+    parts = first.named_parts().items()
+    mixed = CodedWeight(scheme=Nvfp4(), **{name: torch.cat([part, getattr(other, name)]) for name, part in parts})
     with pytest.raises(SchemeError, match="several global scales"):
         mixed.tensors(BF16)
     for weight, rounded in zip(weights, (first, other), strict=True):
@@ -144,11 +146,11 @@ def test_zeros_and_extremes_stay_finite(scheme: Scheme) -> None:
 
 
 @pytest.mark.parametrize(
-    ("scheme", "format"), [*product((*GROUPED, BlockFp8((32, 32))), (compressed_tensors, compress_runtime))], ids=str
+    ("scheme", "format"), [*product((*GROUPED, BlockFp8((32, 32))), (COMPRESSED_TENSORS, COMPRESS_RUNTIME))], ids=str
 )
 def test_containers_keep_the_codes_of_targets(scheme: Scheme, format, tmp_path) -> None:
     weight = random_weight((64, 96), scheme, 0)
-    tensors = stored_tensors(format, M, weight, BF16)
+    tensors = format.encode(M, weight, BF16)
     bits = sum(tensor.nbytes * 8 for tensor in tensors.values())
     assert bits == scheme.stored_bits(64, 96)
     save_file(tensors, tmp_path / "model.safetensors")
@@ -165,19 +167,19 @@ def test_containers_keep_the_codes_of_targets(scheme: Scheme, format, tmp_path) 
 
 
 def test_published_nvfp4_with_rounded_inputs_is_read() -> None:
-    block = compressed_tensors.quantization_config({M: Nvfp4()}, [])
+    block = COMPRESSED_TENSORS.quantization_config({M: Nvfp4()}, [])
     inputs = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "dynamic": "local"}
     block["config_groups"]["group_0"]["input_activations"] = inputs
-    assert compressed_tensors.schemes(block, [M]) == {M: Nvfp4()}
+    assert COMPRESSED_TENSORS.schemes(block, [M]) == {M: Nvfp4()}
 
 
 def test_tensors_of_other_kinds_are_refused(tmp_path) -> None:
-    tensors = stored_tensors(compressed_tensors, M, random_weight((32, 64), Nvfp4(), 0), BF16)
+    tensors = COMPRESSED_TENSORS.encode(M, random_weight((32, 64), Nvfp4(), 0), BF16)
     for name, bad in (("weight_scale", torch.zeros(32, 4)), ("weight_global_scale", torch.ones(2))):
         folder = tmp_path / name
         folder.mkdir()
         save_file({**tensors, f"{M}.{name}": bad}, folder / "model.safetensors")
-        block = compressed_tensors.quantization_config({M: Nvfp4()}, [])
+        block = COMPRESSED_TENSORS.quantization_config({M: Nvfp4()}, [])
         config = {"model_type": "of_nobody", "dtype": "bfloat16", "quantization_config": block}
         (folder / "config.json").write_text(json.dumps(config))
         with pytest.raises(CheckpointError, match=f"{M} should hold"):

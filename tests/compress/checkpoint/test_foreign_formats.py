@@ -82,7 +82,7 @@ def gptq_tensors(bits: int, group_size: int, symmetric: bool, zero_offset: int) 
 def assert_reads(folder, scheme: Scheme) -> None:
     weight = PackedCheckpoint.open(folder).packed_weight(MODULE)
     groups = scheme.num_groups(COLUMNS)
-    codes, zeros = codes_and_zeros(scheme.bits, groups, bool((weight.zero_points == scheme.midpoint).all()))
+    codes, zeros = codes_and_zeros(scheme.bits, groups, bool((weight.zero_points == scheme.zero).all()))
     assert weight.qweight.tolist() == codes
     assert weight.zero_points.tolist() == zeros
     assert torch.equal(weight.scales, scales(groups).T)

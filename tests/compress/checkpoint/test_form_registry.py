@@ -19,12 +19,12 @@ from compress.checkpoint.scheme import FORMS, register
 from compress.checkpoint.verify import verify_structure
 from compress.checkpoint.weights import Scheme
 from compress.checkpoint.weights.base import StoredTensors, Weight, cast_exactly, digest, scale_problems
-from compress.checkpoint.weights.integer import num_words, pack_bits, unpack_bits
+from compress.checkpoint.weights.packing import num_words, pack_bits, unpack_bits
 from compress.checkpoint.writer import export_checkpoint
 from compress.common.errors import CheckpointError, SchemeError
 from compress.evaluate.scorers import open_scorer
 from compress.pipeline.finish import compare_with_report
-from compress.recipe import QuantizeStage
+from compress.stages.quantize import QuantizeStage
 from runtime.model.loader import load_model
 
 KEY = "ternary"
@@ -159,7 +159,7 @@ def test_formats_of_other_tools_refuse_it(packed, tmp_path) -> None:
     for format in ("compressed-tensors", "gptq", "awq"):
         with pytest.raises(SchemeError, match=f"^.*{format} .*ternary.*--format dense"):
             export_checkpoint(packed, format, tmp_path / format)
-    assert format_for({"a": Ternary()}).NAME == "compress-runtime"
+    assert format_for({"a": Ternary()}).name == "compress-runtime"
 
 
 def test_descriptions_name_one_form() -> None:

@@ -5,13 +5,15 @@ import torch
 from folders import change_tensors
 
 from compress.checkpoint.config import read_config, write_config
-from compress.checkpoint.formats import awq, compressed_tensors, gptq, stored_tensors
+from compress.checkpoint.formats.awq import AWQ
+from compress.checkpoint.formats.compressed_tensors import COMPRESSED_TENSORS
+from compress.checkpoint.formats.gptq import GPTQ
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.scale_search import FP8, quantize_tokens, round_tokens
 from compress.checkpoint.verify import verify_against, verify_structure
 from compress.checkpoint.weights import Activations, Fp8, Int, Scheme
 from compress.checkpoint.weights.base import digest
-from compress.checkpoint.weights.fp8 import Fp8Weight
+from compress.checkpoint.weights.coded import CodedWeight
 from compress.checkpoint.writer import export_checkpoint
 from compress.common.errors import CheckpointError, SchemeError
 
@@ -37,7 +39,7 @@ def test_codes_come_back_to_the_bit(dense_folder, pack, tmp_path, scheme, layout
 def test_a_changed_code_is_noticed(dense_folder, pack, tmp_path):
     weights = pack(dense_folder, tmp_path / "packed", lambda module: W8A8)
     module, weight = next(iter(weights.items()))
-    other = Fp8Weight(weight.qweight.clone(), weight.scales, W8A8)
+    other = CodedWeight(weight.qweight.clone(), weight.scales, W8A8)
     other.qweight.view(torch.uint8)[0, 0] ^= 0x80  # also where that makes 0 of -0
     assert digest(other) != digest(weight)
     digests = {name: digest(each) for name, each in weights.items()} | {module: digest(other)}
@@ -125,7 +127,7 @@ def test_other_rounding_of_inputs_is_told_apart(dense_folder, pack, tmp_path, gi
 
 def test_what_export_makes_of_it(dense_folder, pack, tmp_path):
     weights = pack(dense_folder, tmp_path / "packed", lambda module: W8A8)
-    for format in (gptq.NAME, awq.NAME):
+    for format in (GPTQ.name, AWQ.name):
         with pytest.raises(SchemeError, match=f"{format} .*float.*--format dense"):
             export_checkpoint(tmp_path / "packed", format, tmp_path / format)
         assert not (tmp_path / format).exists()
@@ -165,13 +167,13 @@ def test_a_scheme_survives_its_dictionary():
 def test_parts_that_contradict_the_scheme():
     codes, scale = torch.zeros(4, 8), torch.ones(4, 1)
     with pytest.raises(SchemeError, match=r"torch\.float32"):
-        Fp8Weight(codes, scale, W8A8)
+        CodedWeight(codes, scale, W8A8)
     with pytest.raises(SchemeError, match=r"\(1, 1\).*\(4, 1\)"):
-        Fp8Weight(codes.to(FP8), scale[:1], W8A8)
+        CodedWeight(codes.to(FP8), scale[:1], W8A8)
     with pytest.raises(SchemeError, match=r"w8a16.*float8_e4m3fn"):
-        Fp8Weight(codes.to(FP8), scale, Int(8, None))
+        CodedWeight(codes.to(FP8), scale, Int(8, None))
     with pytest.raises(SchemeError, match="bfloat16"):
-        stored_tensors(compressed_tensors, "m", Fp8Weight(codes.to(FP8), scale + 1e-4, W8A8), torch.bfloat16)
+        COMPRESSED_TENSORS.encode("m", CodedWeight(codes.to(FP8), scale + 1e-4, W8A8), torch.bfloat16)
 
 
 def test_tokens_are_rounded_to_the_nearest_float():

@@ -8,7 +8,9 @@ import pytest
 import torch
 from golden_weights import MODULE, digests_of, made_cases, opened, recorded_cases
 
-from compress.checkpoint.formats import bitsandbytes, exl3, find_format, stored_tensors
+from compress.checkpoint.formats.base import CONTAINERS
+from compress.checkpoint.formats.bitsandbytes import BITSANDBYTES
+from compress.checkpoint.formats.exl3 import EXL3
 
 CASES, DIGESTS = recorded_cases()
 
@@ -22,11 +24,11 @@ def test_values_and_stored_bytes_are_those_recorded(name: str, tmp_path: Path) -
     config, tensors = CASES[name]
     checkpoint = opened(tmp_path, config, tensors)
     assert digests_of(checkpoint) == DIGESTS[name]
-    container = find_format(checkpoint.format)
-    if container in (bitsandbytes, exl3):
+    container = CONTAINERS.find(checkpoint.format)
+    if container in (BITSANDBYTES, EXL3):
         return
     weight = checkpoint.packed_weight(MODULE)
-    written = stored_tensors(container, MODULE, weight, torch.bfloat16)
+    written = container.encode(MODULE, weight, torch.bfloat16)
     assert written.keys() == tensors.keys()
     for key, tensor in tensors.items():
         assert written[key].dtype == tensor.dtype

@@ -12,7 +12,9 @@ from runs import compress, foreseen_bytes, prepared
 from safetensors.torch import save_file
 from torch import Tensor
 
-from compress.checkpoint.formats import compress_runtime, compressed_tensors, format_for, stored_tensors
+from compress.checkpoint.formats import format_for
+from compress.checkpoint.formats.compress_runtime import COMPRESS_RUNTIME
+from compress.checkpoint.formats.compressed_tensors import COMPRESSED_TENSORS
 from compress.checkpoint.gguf.export import export_gguf
 from compress.checkpoint.gguf.file import GGUFFile
 from compress.checkpoint.gguf.rounding import round_to
@@ -20,7 +22,8 @@ from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.verify import verify_structure
 from compress.checkpoint.weights import Q2K, Q3K, Q4K, Q5K, Q6K, Scheme
 from compress.checkpoint.weights.base import digest
-from compress.checkpoint.weights.k_quants import KQuant, KQuantWeight
+from compress.checkpoint.weights.coded import CodedWeight
+from compress.checkpoint.weights.forms import KQuant
 from compress.checkpoint.writer import export_checkpoint
 from compress.common.cli import demo_model_path
 from compress.common.errors import CheckpointError, NumericsError, RecipeError, SchemeError
@@ -29,8 +32,10 @@ from compress.methods.awq import quantize_awq
 from compress.methods.gptq import quantize_gptq
 from compress.methods.shared.column_solver import GPTQSolver
 from compress.methods.shared.hessian import HessianFactor, factorize
-from compress.recipe import CalibrationOptions, PruneStage, QuantizeKeys, QuantizeStage
+from compress.recipe import CalibrationOptions
 from compress.search.space import parse_candidates
+from compress.stages.prune import PruneStage
+from compress.stages.quantize import QuantizeStage
 from runtime.model.loader import load_model
 
 gguf = pytest.importorskip("gguf")
@@ -59,7 +64,7 @@ def correlated() -> tuple[Tensor, HessianFactor]:
     return hessian, factorize(hessian.float())
 
 
-def loss(weight: Tensor, found: KQuantWeight, hessian: Tensor) -> float:
+def loss(weight: Tensor, found: CodedWeight, hessian: Tensor) -> float:
     change = found.dequantize(torch.float64) - weight.double()
     return float(((change @ hessian) * change).sum())
 
@@ -71,7 +76,7 @@ def test_blocks_have_the_values_that_gguf_gives_them(scheme: KQuant) -> None:
     weight = scheme.from_blocks(blocks)
     theirs = gguf.quants.dequantize(blocks.numpy(), gguf.GGMLQuantizationType[scheme.word.upper()])
     assert np.array_equal(weight.dequantize().numpy(), theirs, equal_nan=True)
-    assert torch.equal(weight.blocks(), blocks)
+    assert torch.equal(scheme.blocks(weight), blocks)
     assert weight.nbytes == scheme.unpacked_bytes(24, 768)
     assert int(weight.qweight.max()) == scheme.max_code
     assert gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[scheme.word.upper()]][1] == scheme.block_bytes
@@ -82,19 +87,19 @@ def test_rows_keep_their_blocks_when_weights_are_fused_or_cut(scheme: KQuant) ->
     blocks = random_blocks(scheme)
     first, second = scheme.from_blocks(blocks[:8]), scheme.from_blocks(blocks[8:])
     fused = first.fuse([second])
-    assert torch.equal(fused.blocks(), blocks)
-    assert torch.equal(fused.changed(lambda part: part[8:]).blocks(), blocks[8:])
+    assert torch.equal(scheme.blocks(fused), blocks)
+    assert torch.equal(scheme.blocks(fused.changed(lambda part: part[8:])), blocks[8:])
 
 
 @pytest.mark.parametrize("scheme", ALL, ids=str)
 def test_the_container_keeps_the_blocks(scheme: KQuant, tmp_path: Path) -> None:
     weight = scheme.round(heavy_tailed(16, 512))
-    tensors = stored_tensors(compress_runtime, M, weight, BF16)
+    tensors = COMPRESS_RUNTIME.encode(M, weight, BF16)
     assert sum(tensor.nbytes * 8 for tensor in tensors.values()) == scheme.stored_bits(16, 512)
-    assert format_for({M: scheme}) is compress_runtime
+    assert format_for({M: scheme}) is COMPRESS_RUNTIME
     save_file(tensors, tmp_path / "model.safetensors")
     config = {"model_type": "of_nobody", "dtype": "bfloat16"}
-    config["quantization_config"] = compress_runtime.quantization_config({M: scheme}, ["lm_head"])
+    config["quantization_config"] = COMPRESS_RUNTIME.quantization_config({M: scheme}, ["lm_head"])
     (tmp_path / "config.json").write_text(json.dumps(config))
     packed = PackedCheckpoint.open(tmp_path)
     assert packed.schemes == {M: scheme}
@@ -108,7 +113,7 @@ def test_the_container_keeps_the_blocks(scheme: KQuant, tmp_path: Path) -> None:
 
 
 def test_numbers_that_are_not_finite_are_found() -> None:
-    blocks = Q4K().round(heavy_tailed(4, 256)).blocks()
+    blocks = Q4K().blocks(Q4K().round(heavy_tailed(4, 256)))
     blocks[1, :2] = torch.tensor([0x00, 0x7C], dtype=torch.uint8)  # infinity in float16
     blocks[2, 2:4] = torch.tensor([0x01, 0x7E], dtype=torch.uint8)
     assert list(Q4K().from_blocks(blocks).problems(M)) == [f"{M} has 1 scales that are not finite"] * 2
@@ -117,10 +122,10 @@ def test_numbers_that_are_not_finite_are_found() -> None:
 def test_other_containers_refuse_them() -> None:
     weight = Q4K().round(heavy_tailed(4, 256))
     with pytest.raises(SchemeError, match=r"cannot hold the super-blocks of w4a16 q4_k"):
-        stored_tensors(compressed_tensors, M, weight, BF16)
+        COMPRESSED_TENSORS.encode(M, weight, BF16)
     with pytest.raises(SchemeError, match="q4_k blocks of 256 do not divide 96 input features"):
         Q4K().check((8, 96))
-    with pytest.raises(SchemeError, match=r"q4_k has 4 bits.*bits=3"):
+    with pytest.raises(SchemeError, match=r"q4_k .*bits=3"):
         Q4K.parse({"q4_k": True, "bits": 3})
 
 
@@ -131,7 +136,7 @@ def test_rounding_without_statistics_is_that_of_an_export(scheme: KQuant) -> Non
     weight[4, :32] = 0
     weight[5] = weight[5].abs()
     rounded = scheme.round(weight)
-    assert torch.equal(rounded.blocks(), round_to(weight, scheme.word))
+    assert torch.equal(scheme.blocks(rounded), round_to(weight, scheme.word))
     assert torch.equal(scheme.grid(weight).encode(weight).qweight, rounded.qweight)
     assert torch.equal(rounded.dequantize()[3], weight[3])
     weight[0, 0] = torch.inf
@@ -149,7 +154,7 @@ def test_methods_lower_the_error_of_the_output(scheme: KQuant) -> None:
     errors = [loss(weight, each, hessian) for each in (found, weighted, plain)]
     assert errors == sorted(errors)
     assert errors[0] < 0.85 * errors[2]
-    assert torch.equal(scheme.from_blocks(found.blocks()).dequantize(), found.dequantize())
+    assert torch.equal(scheme.from_blocks(scheme.blocks(found)).dequantize(), found.dequantize())
     assert digest(quantize_awq(weight, scheme, factor.importance)) == digest(weighted)
 
 
@@ -180,7 +185,7 @@ def test_the_solver_sees_the_errors_of_values_with_minima() -> None:
 
 def test_words_and_options() -> None:
     for scheme in ALL:
-        assert QuantizeKeys(weights=scheme.word, method="gptq").stage() == QuantizeStage("gptq", scheme)
+        assert QuantizeStage.build({"weights": scheme.word, "method": "gptq"}) == QuantizeStage("gptq", scheme)
         first, _ = parse_candidates(f"{scheme.word},w4g128")
         assert (first.scheme, str(first)) == (scheme, scheme.word)
     for method in ("hqq", "smoothquant"):
@@ -229,4 +234,4 @@ def test_the_file_holds_the_codes_of_the_run(scheme: KQuant, method: str, tmp_pa
             values = gguf.quants.dequantize(theirs.data, theirs.tensor_type)
             assert np.array_equal(file.values(theirs.name).numpy(), values)
     stored = source.packed_weight("model.layers.2.mlp.down_proj")
-    assert torch.equal(file.blocks("blk.2.ffn_down.weight"), stored.blocks())
+    assert torch.equal(file.blocks("blk.2.ffn_down.weight"), stored.scheme.blocks(stored))

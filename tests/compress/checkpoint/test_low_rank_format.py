@@ -4,11 +4,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from compress.checkpoint.formats import compress_runtime, compressed_tensors, gptq, stored_tensors
+from compress.checkpoint.formats.compress_runtime import COMPRESS_RUNTIME
+from compress.checkpoint.formats.compressed_tensors import COMPRESSED_TENSORS
+from compress.checkpoint.formats.gptq import GPTQ
 from compress.checkpoint.scale_search import encode, search_scales
 from compress.checkpoint.weights import Int, LowRank, Scheme
 from compress.checkpoint.weights.base import StoredTensors, digest
-from compress.checkpoint.weights.integer import IntegerWeight
 from compress.checkpoint.weights.low_rank import LowRankWeight
 from compress.common.errors import CheckpointError, SchemeError
 
@@ -47,12 +48,12 @@ def make(scheme: Scheme, rows: int = 48, columns: int = 96) -> LowRankWeight:
 )
 def test_factors_come_back_in_the_bits_promised(scheme) -> None:
     weight = make(scheme)
-    tensors = stored_tensors(compress_runtime, M, weight, torch.bfloat16)
+    tensors = COMPRESS_RUNTIME.encode(M, weight, torch.bfloat16)
     assert {name.split(".")[-2] for name in tensors} == {"left", "right"}
     again = scheme.read(StoredTensors(M, stored(tensors)))
     assert digest(again) == digest(weight)
     assert scheme.shape(StoredTensors(M, stored(tensors))) == weight.shape == (48, 96)
-    assert compress_runtime.modules([*tensors, "model.norm.weight"]) == [M]
+    assert COMPRESS_RUNTIME.modules([*tensors, "model.norm.weight"]) == [M]
     nbytes = sum(tensor.nbytes for name, tensor in tensors.items() if not name.endswith("weight_shape"))
     assert 8 * nbytes == scheme.stored_bits(48, 96)
 
@@ -61,17 +62,14 @@ def test_worked_example() -> None:
     """The one of docs/checkpoint-format.md."""
     scheme = LowRank(Int(4, None), 2)
     zero = torch.full((2, 1), 8, dtype=torch.uint8)
-    left = IntegerWeight(
-        torch.tensor([[9, 8], [7, 10]], dtype=torch.uint8), torch.tensor([[1.0], [0.5]]).bfloat16(), zero, scheme.inner
+    left = scheme.inner.weight(
+        torch.tensor([[9, 8], [7, 10]], dtype=torch.uint8), torch.tensor([[1.0], [0.5]]).bfloat16(), zero
     )
-    right = IntegerWeight(
-        torch.tensor([[9, 10, 11], [4, 8, 12]], dtype=torch.uint8),
-        torch.tensor([[2.0], [0.25]]).bfloat16(),
-        zero,
-        scheme.inner,
+    right = scheme.inner.weight(
+        torch.tensor([[9, 10, 11], [4, 8, 12]], dtype=torch.uint8), torch.tensor([[2.0], [0.25]]).bfloat16(), zero
     )
     weight = LowRankWeight(left, right, scheme)
-    tensors = stored_tensors(compress_runtime, M, weight, torch.bfloat16)
+    tensors = COMPRESS_RUNTIME.encode(M, weight, torch.bfloat16)
     assert tensors[f"{M}.left.weight_packed"].tolist() == [[0x89], [0xA7]]
     assert tensors[f"{M}.right.weight_packed"].tolist() == [[0xBA9], [0xC84]]
     assert tensors[f"{M}.left.weight_shape"].tolist() == [2, 2]
@@ -89,7 +87,7 @@ def test_bits_of_a_factorized_weight() -> None:
 
 def test_config_says_every_rank() -> None:
     schemes = {"a": LowRank(None, 8), "b": LowRank(Int(4, 32), 32), "c": Int(), "d": LowRank(None, 9)}
-    assert compress_runtime.schemes(compress_runtime.quantization_config(schemes, []), schemes) == schemes
+    assert COMPRESS_RUNTIME.schemes(COMPRESS_RUNTIME.quantization_config(schemes, []), schemes) == schemes
 
 
 def test_factors_that_contradict_each_other_are_refused() -> None:
@@ -100,15 +98,13 @@ def test_factors_that_contradict_each_other_are_refused() -> None:
         LowRankWeight(torch.ones(6, 4), torch.ones(4, 8), Int())
     with pytest.raises(SchemeError, match=f"^factors .*{rounded}"):
         LowRankWeight(torch.ones(6, 4), torch.ones(4, 8), rounded)
-    tensors = stored_tensors(
-        compress_runtime, M, LowRankWeight(torch.ones(6, 4), torch.ones(4, 8), scheme), torch.bfloat16
-    )
+    tensors = COMPRESS_RUNTIME.encode(M, LowRankWeight(torch.ones(6, 4), torch.ones(4, 8), scheme), torch.bfloat16)
     with pytest.raises(SchemeError, match="rank 5"):
         LowRank(None, 5).read(StoredTensors(M, stored(tensors)))
     with pytest.raises(SchemeError, match="40"):
-        compress_runtime.check(LowRank(None, 40), (32, 64))
+        COMPRESS_RUNTIME.check(LowRank(None, 40), (32, 64))
     with pytest.raises(SchemeError, match=r" 32 .* 24 .*--ignore"):
-        compress_runtime.check(LowRank(Int(4, 32), 24), (64, 64))
+        COMPRESS_RUNTIME.check(LowRank(Int(4, 32), 24), (64, 64))
 
 
 @pytest.mark.parametrize(
@@ -126,7 +122,7 @@ def test_schemes_that_cannot_be(options, problem) -> None:
         Scheme.from_dict(options)
 
 
-@pytest.mark.parametrize("codec", [compressed_tensors, gptq])
+@pytest.mark.parametrize("codec", [COMPRESSED_TENSORS, GPTQ])
 def test_other_formats_refuse_factors(codec) -> None:
-    with pytest.raises(SchemeError, match=f"^{codec.NAME} .*factors.*--format dense"):
+    with pytest.raises(SchemeError, match=f"^{codec.name} .*factors.*--format dense"):
         codec.check(LowRank(Int(4, 32), 32), (64, 64))

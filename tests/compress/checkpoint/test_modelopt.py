@@ -2,7 +2,7 @@
 
 import pytest
 
-from compress.checkpoint.formats import modelopt
+from compress.checkpoint.formats.modelopt import MODELOPT
 from compress.checkpoint.weights import Fp8, Nvfp4
 from compress.common.errors import CheckpointError
 
@@ -14,9 +14,9 @@ NAMES = ["a.weight", "a.weight_scale", "a.input_scale", "b.weight", "b.weight_sc
 def test_layers_may_have_algorithms_of_their_own(is_old: bool) -> None:
     about = {"quant_algo": "MIXED_PRECISION", "quantized_layers": LAYERS}
     config = {"quantization": about} if is_old else about
-    assert modelopt.modules(NAMES) == ["a", "b"]
-    assert modelopt.schemes(config, ["a", "b"]) == {"a": Fp8(), "b": Nvfp4()}
-    found = modelopt.inputs(config, NAMES)
+    assert MODELOPT.modules(NAMES) == ["a", "b"]
+    assert MODELOPT.schemes(config, ["a", "b"]) == {"a": Fp8(), "b": Nvfp4()}
+    found = MODELOPT.inputs(config, NAMES)
     assert found.keys() == {"a"}, "b has no scale of its inputs"
     assert (found["a"].bits, found["a"].stored) == (8, ".input_scale")
 
@@ -25,4 +25,4 @@ def test_layers_may_have_algorithms_of_their_own(is_old: bool) -> None:
 def test_other_algorithms_are_refused_by_name(config: dict[str, str]) -> None:
     name = config.get("quant_algo") if config.get("quant_algo") == "W4A8_AWQ" else "None"
     with pytest.raises(CheckpointError, match=rf"\ba is stored.* {name}\b"):
-        modelopt.schemes(config, ["a"])
+        MODELOPT.schemes(config, ["a"])

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from tiers import examples
 
 from compress.checkpoint.formats.awq import deinterleave_awq, interleave_awq
-from compress.checkpoint.weights.integer import num_words, pack_bits, unpack_bits
+from compress.checkpoint.weights.packing import num_words, pack_bits, unpack_bits
 from compress.common.errors import SchemeError
 
 

@@ -13,14 +13,16 @@ from torch import Tensor
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize, _dequantize_fp8_weight
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from compress.checkpoint.formats import compress_runtime, compressed_tensors, find_format, fp8, stored_tensors
+from compress.checkpoint.formats.base import CONTAINERS
+from compress.checkpoint.formats.compress_runtime import COMPRESS_RUNTIME
+from compress.checkpoint.formats.compressed_tensors import COMPRESSED_TENSORS
+from compress.checkpoint.formats.fp8 import FP8 as FP8_CONTAINER
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.scale_search import FP8
 from compress.checkpoint.verify import verify_structure
 from compress.checkpoint.weights import BlockFp8, Fp8, Mxfp4, Scheme
 from compress.checkpoint.weights.base import StoredTensors, digest
-from compress.checkpoint.weights.block_fp8 import BlockFp8Weight
-from compress.checkpoint.weights.mxfp4 import Mxfp4Weight
+from compress.checkpoint.weights.coded import CodedWeight
 from compress.checkpoint.writer import export_checkpoint
 from compress.common.errors import CheckpointError, SchemeError
 
@@ -91,7 +93,7 @@ def test_the_last_blocks_may_be_smaller(tmp_path):
     found = packed.packed_weight(M)
     expected = _dequantize_fp8_weight(codes, scales, [128, 128], torch.float32)
     assert same_bits(found.dequantize(), expected)
-    assert torch.equal(found.block_scales, scales)
+    assert torch.equal(found.tensors(BF16)[".weight_scale"], scales)
 
 
 @pytest.mark.parametrize("name", [".weight_scale_inv", ".weight_scale"])
@@ -106,7 +108,7 @@ def test_one_scale_for_a_matrix_or_a_row(tmp_path, name, shape):
 
 def test_blocks_of_compressed_tensors(tmp_path):
     codes, scales = random_codes(200, 256), torch.rand(2, 2) * 1e-3
-    block = compressed_tensors.quantization_config({M: BlockFp8()}, [])
+    block = COMPRESSED_TENSORS.quantization_config({M: BlockFp8()}, [])
     packed = read({".weight": codes, ".weight_scale": scales}, block, tmp_path)
     assert packed.schemes == {M: BlockFp8()}
     scheme = QuantizationScheme(**QuantizationConfig(**block).config_groups["group_0"].model_dump())
@@ -115,7 +117,7 @@ def test_blocks_of_compressed_tensors(tmp_path):
     # As published: inputs are rounded in groups of 128, which keep 16 bits here.
     inputs = {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 128, "dynamic": True}
     block["config_groups"]["group_0"]["input_activations"] = inputs
-    assert set(compressed_tensors.schemes(block, [M]).values()) == {BlockFp8()}
+    assert set(COMPRESSED_TENSORS.schemes(block, [M]).values()) == {BlockFp8()}
 
 
 def test_experts_of_gpt_oss_are_what_transformers_makes_of_them():
@@ -133,7 +135,7 @@ def test_experts_of_gpt_oss_are_what_transformers_makes_of_them():
 
 
 def test_mxfp4_of_compressed_tensors(tmp_path):
-    block = compressed_tensors.quantization_config({M: Mxfp4()}, [])
+    block = COMPRESSED_TENSORS.quantization_config({M: Mxfp4()}, [])
     scheme = QuantizationScheme(**QuantizationConfig(**block).config_groups["group_0"].model_dump())
     scale = 2.0 ** torch.randint(-8, 3, (64, 4))
     theirs = MXFP4PackedCompressor.compress({"weight": torch.randn(64, 128), "weight_scale": scale}, scheme)
@@ -142,14 +144,17 @@ def test_mxfp4_of_compressed_tensors(tmp_path):
     assert packed.schemes == {M: Mxfp4()}
     values = MXFP4PackedCompressor.decompress(theirs, scheme)["weight"].to(BF16)
     assert same_bits(packed.packed_weight(M).dequantize(BF16), values)
-    again = stored_tensors(compressed_tensors, M, packed.packed_weight(M), BF16)
+    again = COMPRESSED_TENSORS.encode(M, packed.packed_weight(M), BF16)
     assert all(torch.equal(again[f"{M}{name}"], tensor) for name, tensor in stored.items())
 
 
-@pytest.mark.parametrize("format", [compressed_tensors, compress_runtime, fp8], ids=lambda format: format.NAME)
+@pytest.mark.parametrize(
+    "format", [COMPRESSED_TENSORS, COMPRESS_RUNTIME, FP8_CONTAINER], ids=lambda format: format.name
+)
 def test_containers_keep_the_codes(tmp_path, format):
-    weight = BlockFp8Weight.of(random_codes(64, 96), torch.rand(2, 3), BlockFp8((32, 32)))
-    tensors = stored_tensors(format, M, weight, BF16)
+    scheme = BlockFp8((32, 32))
+    weight = CodedWeight(random_codes(64, 96), scheme.repeated(torch.rand(2, 3), (64, 96)), scheme)
+    tensors = format.encode(M, weight, BF16)
     config = format.quantization_config({M: weight.scheme}, ["lm_head"])
     packed = read({name.removeprefix(M): tensor for name, tensor in tensors.items()}, config, tmp_path / "one")
     assert digest(packed.packed_weight(M)) == digest(weight)
@@ -175,8 +180,8 @@ def test_parts_that_contradict_each_other(tmp_path):
     with pytest.raises(CheckpointError, match=rf"{M}.* 4096 NaN"):
         packed.weight(M)
     with pytest.raises(SchemeError, match=r"\(2, 3\).*\(2, 2\)"):
-        Mxfp4Weight(torch.zeros(2, 64, dtype=torch.uint8), exponents(2, 3), Mxfp4())
-    wrong = Mxfp4Weight(torch.zeros(2, 64, dtype=torch.uint8), torch.full((2, 2), 255, dtype=torch.uint8), Mxfp4())
+        CodedWeight(torch.zeros(2, 64, dtype=torch.uint8), exponents(2, 3), Mxfp4())
+    wrong = CodedWeight(torch.zeros(2, 64, dtype=torch.uint8), torch.full((2, 2), 255, dtype=torch.uint8), Mxfp4())
     assert len(list(wrong.problems(M))) == 1
     with pytest.raises(SchemeError, match="--format compressed-tensors"):
-        find_format("mxfp4").quantization_config({M: Mxfp4()}, [])
+        CONTAINERS.find("mxfp4").quantization_config({M: Mxfp4()}, [])

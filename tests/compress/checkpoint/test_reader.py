@@ -18,7 +18,7 @@ from compress.checkpoint.locate.file_names import INDEX_FILE
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.safetensors import TensorFiles
 from compress.checkpoint.weights import Int
-from compress.checkpoint.weights.integer import IntegerWeight
+from compress.checkpoint.weights.coded import CodedWeight
 from compress.common.errors import CheckpointError
 
 UP = "model.layers.1.mlp.up_proj"
@@ -44,7 +44,7 @@ def test_packed(dense_folder, pack, tmp_path):
     assert packed.scheme(UP) == Int(3, 32, False)
     assert packed.shape(UP) == (256, 128)
     weight = packed.weight(UP)
-    assert isinstance(weight, IntegerWeight)
+    assert isinstance(weight, CodedWeight)
     assert torch.equal(weight.qweight, weights[UP].qweight)
     assert torch.equal(weight.zero_points, weights[UP].zero_points)
     assert weight.scales.dtype == torch.bfloat16

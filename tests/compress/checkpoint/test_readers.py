@@ -4,19 +4,8 @@ from collections.abc import Iterable
 
 import pytest
 
-from compress.checkpoint.formats.readers import (
-    READERS,
-    RUNTIME,
-    SGLANG,
-    TRANSFORMERS,
-    VLLM,
-    Measured,
-    described,
-    form_of,
-    input_notes,
-    measured,
-    readers,
-)
+from compress.checkpoint.formats.base import CONTAINERS, RUNTIME, SGLANG, TRANSFORMERS, VLLM
+from compress.checkpoint.formats.readers import Measured, described, form_of, input_notes, measured, readers
 from compress.checkpoint.scheme import Scheme
 from compress.checkpoint.weights import NM, Activations, BlockFp8, Fp8, Int, LowRank, Mxfp4, Mxfp8, NMSparsity, Nvfp4
 from compress.models.wrappers import text_part
@@ -29,7 +18,7 @@ def loads(container: str, model_type: str, *schemes: Scheme) -> dict[str, bool |
 def test_the_table_knows_engines_and_containers() -> None:
     for engine, table in measured().items():
         assert table.versions
-        assert all(engine in READERS[container] for container in table.found)
+        assert all(engine in CONTAINERS[container].engines for container in table.found)
         assert Measured.from_dict(table.to_dict()) == table
 
 

@@ -29,7 +29,7 @@ def brute_force_errors(weight: Tensor, importance: Tensor, scheme: Scheme) -> Te
     groups = weight.double().unflatten(1, (scheme.num_groups(weight.shape[1]), -1))
     weights = importance.double().view(1, groups.shape[1], -1)
     span = groups.amax(-1).clamp(min=0) - groups.amin(-1).clamp(max=0)
-    zeros = [scheme.midpoint] if scheme.symmetric else range(scheme.max_code + 1)
+    zeros = [scheme.zero] if scheme.symmetric else range(scheme.max_code + 1)
     least = torch.full(span.shape, torch.inf, dtype=torch.float64)
     for fraction in torch.linspace(0.1, 2.1, 600).tolist():
         for sign in (1, -1) if scheme.symmetric else (1,):
@@ -68,7 +68,7 @@ def test_search_never_loses_to_the_plain_range(bits: int, group_size: int | None
     assert torch.isfinite(searched.scales).all()
     assert (searched.scales != 0).all()
     if symmetric:
-        assert (searched.zero_points == scheme.midpoint).all()
+        assert (searched.zero_points == scheme.zero).all()
     better = group_errors(weight, searched.dequantize(), importance, groups)
     worse = group_errors(weight, plain.dequantize(), importance, groups)
     assert (better <= worse * 1.001 + 1e-12).all()

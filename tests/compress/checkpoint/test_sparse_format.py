@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 from tiers import examples
 from torch import Tensor
 
-from compress.checkpoint.formats import compress_runtime, compressed_tensors, stored_tensors
+from compress.checkpoint.formats.compress_runtime import COMPRESS_RUNTIME
+from compress.checkpoint.formats.compressed_tensors import COMPRESSED_TENSORS
 from compress.checkpoint.weights import NM, Int, NMSparsity, Scheme
 from compress.checkpoint.weights.base import StoredTensors
-from compress.checkpoint.weights.integer import IntegerWeight
 from compress.checkpoint.weights.sparse_nm import SparseWeight
 from compress.common.errors import CheckpointError, SchemeError
 
@@ -36,14 +36,14 @@ def make_integers(sparse: NM, rows: int, columns: int, seed: int) -> SparseWeigh
     scheme = sparse.inner
     generator = torch.Generator().manual_seed(seed)
     groups = scheme.num_groups(columns)
-    zero = torch.full((rows, groups), scheme.midpoint, dtype=torch.uint8)
+    zero = torch.full((rows, groups), scheme.zero, dtype=torch.uint8)
     if not scheme.symmetric:
         zero = torch.randint(0, scheme.max_code + 1, (rows, groups), generator=generator, dtype=torch.uint8)
     codes = torch.randint(0, scheme.max_code + 1, (rows, columns), generator=generator, dtype=torch.uint8)
     kept = random_mask(rows, columns, sparse.pattern, generator)
     codes = torch.where(kept, codes, zero.repeat_interleave(columns // groups, 1))
     scale = torch.rand(rows, groups, generator=generator).bfloat16() + 0.1
-    return SparseWeight(IntegerWeight(codes, scale, zero, scheme), sparse)
+    return SparseWeight(scheme.weight(codes, scale, zero), sparse)
 
 
 @examples(60)
@@ -59,7 +59,7 @@ def make_integers(sparse: NM, rows: int, columns: int, seed: int) -> SparseWeigh
 def test_integers_come_back(bits, symmetric, group_size, sparsity, rows, blocks, seed) -> None:
     scheme = NM(Int(bits, group_size, symmetric), sparsity)
     weight = make_integers(scheme, rows, 32 * blocks, seed)
-    tensors = stored_tensors(compress_runtime, M, weight, torch.bfloat16)
+    tensors = COMPRESS_RUNTIME.encode(M, weight, torch.bfloat16)
     again = scheme.read(StoredTensors(M, stored(tensors)))
     assert torch.equal(again.values.qweight, weight.values.qweight)
     assert torch.equal(again.values.scales, weight.values.scales)
@@ -73,7 +73,7 @@ def test_pruned_values_come_back(sparsity) -> None:
     scheme = NM(None, sparsity)
     values = torch.randn(12, 64, generator=generator).bfloat16()
     values = values.masked_fill(~random_mask(12, 64, sparsity, generator), 0)
-    tensors = stored_tensors(compress_runtime, M, SparseWeight(values, scheme), torch.bfloat16)
+    tensors = COMPRESS_RUNTIME.encode(M, SparseWeight(values, scheme), torch.bfloat16)
     assert tensors[f"{M}.weight_values"].shape == (12, 32)
     assert torch.equal(scheme.read(StoredTensors(M, stored(tensors))).values, values)
     assert scheme.shape(StoredTensors(M, stored(tensors))) == (12, 64)
@@ -84,8 +84,8 @@ def test_worked_example() -> None:
     scheme = NM(Int(4, None), TWO_OF_FOUR)
     codes = torch.tensor([[8, 1, 8, 15, 2, 3, 8, 8]], dtype=torch.uint8)
     scale, zero = torch.tensor([[0.5]]).bfloat16(), torch.tensor([[8]], dtype=torch.uint8)
-    weight = scheme.wrap(IntegerWeight(codes, scale, zero, scheme.inner))
-    tensors = stored_tensors(compress_runtime, M, weight, torch.bfloat16)
+    weight = scheme.wrap(scheme.inner.weight(codes, scale, zero))
+    tensors = COMPRESS_RUNTIME.encode(M, weight, torch.bfloat16)
     # Kept: places 1 and 3 of the first group, 0 and 1 of the second.
     assert tensors[f"{M}.weight_packed"].tolist() == [[0x32F1]]
     assert tensors[f"{M}.weight_indices"].tolist() == [[0b01_00_11_01]]
@@ -111,7 +111,7 @@ def test_bits_per_weight_are_those_promised(scheme, expected) -> None:
         weight = SparseWeight(values.masked_fill(~kept, 0), scheme)
     else:
         weight = make_integers(scheme, rows, columns, 0)
-    tensors = stored_tensors(compress_runtime, M, weight, torch.bfloat16)
+    tensors = COMPRESS_RUNTIME.encode(M, weight, torch.bfloat16)
     nbytes = sum(tensor.nbytes for name, tensor in tensors.items() if not name.endswith("weight_shape"))
     assert 8 * nbytes == scheme.stored_bits(rows, columns) == expected * rows * columns
 
@@ -120,13 +120,13 @@ def test_a_group_that_is_too_full_is_refused() -> None:
     scheme = NM(None, TWO_OF_FOUR)
     values = torch.tensor([[1.0, 2, 3, 0, 1, 1, 1, 1]])
     with pytest.raises(SchemeError, match=r"2 groups.*2:4"):
-        stored_tensors(compress_runtime, M, SparseWeight(values, scheme), torch.bfloat16)
+        COMPRESS_RUNTIME.encode(M, SparseWeight(values, scheme), torch.bfloat16)
 
 
 def test_kept_values_that_are_zero_keep_their_number() -> None:
     scheme = NM(None, TWO_OF_FOUR)
     values = torch.tensor([[0, 0, 0, 5.0, 0, 0, 0, 0]])
-    tensors = stored_tensors(compress_runtime, M, SparseWeight(values, scheme), torch.float32)
+    tensors = COMPRESS_RUNTIME.encode(M, SparseWeight(values, scheme), torch.float32)
     assert tensors[f"{M}.weight_values"].shape == (1, 4)
     assert torch.equal(scheme.read(StoredTensors(M, stored(tensors))).values, values)
 
@@ -143,10 +143,10 @@ def test_places_that_contradict_each_other_are_refused() -> None:
 
 def test_config_says_every_scheme() -> None:
     schemes = {"a": NM(Int(4, 128), TWO_OF_FOUR), "b": NM(None, FOUR_OF_EIGHT), "c": Int()}
-    config = compress_runtime.quantization_config(schemes, ["lm_head"])
-    assert compress_runtime.schemes(config, schemes) == schemes
+    config = COMPRESS_RUNTIME.quantization_config(schemes, ["lm_head"])
+    assert COMPRESS_RUNTIME.schemes(config, schemes) == schemes
     with pytest.raises(CheckpointError, match="quantization_config"):
-        compress_runtime.schemes(config, ["d"])
+        COMPRESS_RUNTIME.schemes(config, ["d"])
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_schemes_that_cannot_be(options, problem) -> None:
 
 def test_other_formats_refuse_to_leave_zeros_out() -> None:
     with pytest.raises(SchemeError, match=r"compressed-tensors.*zeros.*--format dense"):
-        compressed_tensors.check(NM(Int(4, 128), TWO_OF_FOUR), (8, 128))
+        COMPRESSED_TENSORS.check(NM(Int(4, 128), TWO_OF_FOUR), (8, 128))
 
 
 @pytest.mark.parametrize("text", ["2", "2:x", "3:3", "2:16", "0:4", ":"])

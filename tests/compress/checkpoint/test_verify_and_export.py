@@ -12,7 +12,7 @@ from compress.checkpoint.safetensors import TensorFiles
 from compress.checkpoint.verify import verify_against, verify_structure
 from compress.checkpoint.weights import Activations, Int
 from compress.checkpoint.weights.base import digest
-from compress.checkpoint.weights.integer import IntegerWeight
+from compress.checkpoint.weights.coded import CodedWeight
 from compress.checkpoint.writer import export_checkpoint
 from compress.common.errors import CheckpointError, SchemeError
 
@@ -188,15 +188,13 @@ def test_scales_outside_of_float16_are_refused(packed):
 
 def test_digest_sees_every_part(make_weight):
     weight = make_weight((8, 64), Int(4, 32, False))
-    same = IntegerWeight(
-        weight.qweight.clone(), weight.scales.to(torch.float32), weight.zero_points.clone(), weight.scheme
-    )
+    same = weight.scheme.weight(weight.qweight.clone(), weight.scales.to(torch.float32), weight.zero_points.clone())
     assert digest(same) == digest(weight), "the dtype of exact scales does not matter"
-    for name in ("qweight", "scales", "zero_points"):
+    for name in ("qweight", "scales", "zeros"):
         parts = {
             "qweight": weight.qweight.clone(),
             "scales": weight.scales.clone(),
-            "zero_points": weight.zero_points.clone(),
+            "zeros": weight.zero_points.clone(),
         }
         parts[name][0, 0] += 1
-        assert digest(IntegerWeight(**parts, scheme=weight.scheme)) != digest(weight)
+        assert digest(CodedWeight(**parts, scheme=weight.scheme)) != digest(weight)

@@ -27,6 +27,7 @@ COMMANDS = (
     "factorize",
     "search",
     "eval",
+    "compare-logits",
     "run",
     "verify",
     "doctor",
@@ -140,7 +141,7 @@ def test_dry_run_as_json(compress, tiny_model, tmp_path) -> None:
 def test_quantize_then_verify_then_export(compress, tiny_model, tmp_path) -> None:
     done = compress("quantize", tiny_model(), "--method", "gptq", *QUICK)
     assert "block 3/3" in done.stderr
-    for words in ("times smaller", "read back bit for bit", "perplexity", "KL to dense"):
+    for words in ("times smaller", "read back bit for bit", "perplexity", "KL mean", "acceptance", "flipped"):
         assert words in done.stdout
     assert "compress eval --ppl packed/" in done.stdout
     assert "runtime serve packed/" in done.stdout
@@ -150,6 +151,24 @@ def test_quantize_then_verify_then_export(compress, tiny_model, tmp_path) -> Non
     assert "gptq: loaded by this runtime, vLLM; not known of transformers, SGLang" in listed.stdout
     compress("export", "packed", "--format", "gptq", "--out", "exported")
     assert json.loads((tmp_path / "exported/config.json").read_text())["quantization_config"]["quant_method"] == "gptq"
+
+
+def test_a_gate_decides_the_exit_status_and_keeps_the_output(compress, tiny_model, tmp_path) -> None:
+    options = ("--method", "rtn", *QUICK[-2:])
+    kept = compress("quantize", tiny_model(), *options, "--gate", "kl=9 acceptance=0.001", "--json")
+    report = json.loads(kept.stdout)
+    assert report["quality"]["acceptance"] > 0.001
+    assert kept.stderr.count("gate: ") == 2
+    recipe = tmp_path / "strict.yaml"
+    recipe.write_text(
+        "gate: {flips: 0, experts: 1, kl: 9}\nstages:\n- quantize: {method: rtn, bits: 3, group_size: 64}\n"
+    )
+    refused = compress("run", recipe, tiny_model(), "--out", "strict", "--gate", "kl=1e-9", code=1)
+    last = refused.stderr.splitlines()[-1]
+    assert all(f"{name} " in last for name in ("kl", "flips", "experts"))  # no text calibrated any expert
+    assert json.loads((tmp_path / "strict" / REPORT_FILE).read_text())["quality"]["flips"] > 0
+    assert "unknown" in compress("quantize", tiny_model(), "--gate", "kll=1", "--out", "other", code=1).stderr
+    assert not (tmp_path / "other").exists()
 
 
 def test_without_a_tokenizer_the_advice_works(compress, tiny_model, tmp_path) -> None:
@@ -253,7 +272,7 @@ def test_run_does_what_quantize_does(compress, tiny_model, tmp_path) -> None:
         (["quantize", "--method", "rtn", "--calibration", "pydoc"], "no stage of this run uses the calibration"),
         (["prune", "--group-size", "64"], r"--group-size 64.*--bits"),
         (["factorize", "--group-size", "64"], r"--group-size 64.*--bits"),
-        (["prune", "--owl-lambda", "0.1"], "mean nothing where all blocks are pruned alike"),
+        (["prune", "--owl-lambda", "0.1"], r"owl_lambda=0\.1 .*--layerwise owl"),
         (["eval", "--ppl", "--linear-backend", "w4a9"], "'w4a9'"),
         (["eval", "--ppl", "--linear-backend", "w4a8"], "w4a8.*--activations 8bit"),
         (["quantize", "--seed", "-1"], r"seed=-1.*outside 0.*2\^63.*- 1"),

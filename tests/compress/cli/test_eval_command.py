@@ -111,7 +111,7 @@ def test_the_plan_of_a_stream_and_its_run_count_the_same_tokens(run, packed: Pat
 
 
 def test_an_interrupted_stream_says_how_to_continue(run, packed: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(StreamedScorer, "logits", lambda *_: interrupt())
+    monkeypatch.setattr(StreamedScorer, "states", lambda *_: interrupt())
     status, _, error = run("--ppl", "packed", *SHORT, "--stream")
     assert status == 130
     assert "in packed.eval.partial: run the same command" in " ".join(error.split())

@@ -45,7 +45,8 @@ COMMANDS = [
 def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from compress.pipeline.prepare import RunRequest, prepare
     from compress.pipeline.run import run
-    from compress.recipe import QuantizeStage, Recipe
+    from compress.recipe import Recipe
+    from compress.stages.quantize import QuantizeStage
 
     out = tmp_path_factory.mktemp("hub") / "packed"
     request = RunRequest(demo_model_path(), "demo", Recipe((QuantizeStage("rtn"),)), out, measure=True)

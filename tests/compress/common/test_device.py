@@ -1,11 +1,13 @@
 """Which device a name means, and that kernels run there from every thread."""
 
+import threading
 from contextlib import nullcontext
 
 import pytest
 import torch
 
-from compress.common.device import on_device, resolve_device
+from compress.common import device as devices
+from compress.common.device import on_device, open_in_thread, resolve_device
 from compress.common.errors import ToolkitError
 
 
@@ -39,3 +41,20 @@ def test_others_need_nothing(current, name: str) -> None:
 def test_what_is_not_there_is_refused(current, name: str) -> None:
     with pytest.raises(ToolkitError):
         resolve_device(name)
+
+
+@pytest.mark.parametrize("name", ["cpu", "nothing"])
+def test_a_device_gets_ready_in_another_thread_and_errors_are_for_its_first_use(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, done = [], threading.Event()
+
+    def resolve(name: str) -> torch.device:
+        asked.append((name, threading.current_thread() is threading.main_thread()))
+        done.set()
+        return resolve_device(name)
+
+    monkeypatch.setattr(devices, "resolve_device", resolve)
+    open_in_thread(name)
+    assert done.wait(10)
+    assert asked == [(name, False)]

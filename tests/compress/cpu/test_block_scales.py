@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 from tiers import examples
 
 from compress.checkpoint.weights import Q2K, Q3K, Q4K, Q5K, Q6K, Iq4Nl, Q4Minima, Q5Minima
-from compress.checkpoint.weights.gguf_blocks import BlockScheme, BlockWeight
-from compress.checkpoint.weights.k_quants import KQuant, KQuantWeight
+from compress.checkpoint.weights.coded import CodedWeight, Scales
+from compress.checkpoint.weights.forms import KQuant
+from compress.checkpoint.weights.layouts import Blocks
 from compress.common.errors import CheckpointError, SchemeError
 from compress.cpu.binding import EMULATED, INSTRUCTION_SETS, absence, best_instruction_set, library
 from runtime.backends.base import Target
-from runtime.backends.cpu.block_scales import BlockScaledCodes
 from runtime.backends.cpu.linear import Activations, CpuLinear
-from runtime.backends.cpu.linear_kernels import BLOCKS, NONLINEAR
+from runtime.backends.cpu.linear_kernels import BLOCKS, TABLES
 from runtime.backends.prepared_weight import PreparedWeight
 from runtime.backends.registry import choose_linear
 
@@ -32,6 +32,24 @@ def activations(rows: int, columns: int, dtype: torch.dtype = torch.float32, see
     return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
+def block_form(bits: int, group: int, minima: bool, steps: bool) -> Blocks:
+    scales = Scales("float16", step_bits=8 if steps else 0, has_minima=minima)
+    sizes = {"bits": bits, "group_size": group, "block_size": BLOCK if steps else group}
+    return type("Drawn", (Blocks,), {"word": "drawn", "scales": scales, **sizes})()
+
+
+def exactly(weight: CodedWeight) -> torch.Tensor:
+    """The values in float64."""
+
+    def of_groups(numbers: torch.Tensor, steps: torch.Tensor | None) -> torch.Tensor:
+        integers = torch.ones_like(numbers, dtype=torch.int8) if steps is None else steps
+        repeated = numbers.double().repeat_interleave(integers.shape[1] // numbers.shape[1], 1) * integers
+        return repeated.repeat_interleave(weight.shape[1] // integers.shape[1], 1)
+
+    values = (weight.qweight.double() - weight.scheme.zero) * of_groups(weight.scales, weight.steps)
+    return values if weight.minima is None else values - of_groups(weight.minima, weight.minimum_steps)
+
+
 def draw(shape: tuple[int, int], bits: int, group: int, minima: bool, steps: bool = True, seed: int = 0):
     """Every code; steps of both signs and zero, where there are some."""
     random = torch.Generator().manual_seed(seed)
@@ -44,13 +62,12 @@ def draw(shape: tuple[int, int], bits: int, group: int, minima: bool, steps: boo
     def integers() -> torch.Tensor:
         return torch.randint(-128, 128, groups, generator=random).to(torch.int8)
 
-    beside = integers() if steps else None
-    return BlockScaledCodes(
+    return CodedWeight(
         codes,
-        bits,
         numbers(),
+        block_form(bits, group, minima, steps),
         numbers() if minima else None,
-        beside,
+        integers() if steps else None,
         integers() if minima and steps else None,
     )
 
@@ -72,7 +89,7 @@ def test_any_weight(kind, steps, blocks, out_features, rows, dtype, with_bias, i
     bias = activations(1, out_features, seed=seed)[0] if with_bias else None
     x = activations(rows, blocks * BLOCK, dtype, seed)
     found = CpuLinear(weight, bias, instruction_set=instruction_set)(x)
-    exact = weight.dequantize(torch.float64)
+    exact = exactly(weight)
     expected = x.double() @ exact.T + (0 if bias is None else bias.double())
     # What minima are subtracted from may be larger than weights, but no larger than this.
     largest = exact.abs().max() + 2 * largest_minimum(weight)
@@ -82,7 +99,7 @@ def test_any_weight(kind, steps, blocks, out_features, rows, dtype, with_bias, i
     assert ((found.double() - expected).abs() <= allowed).all()
 
 
-def largest_minimum(weight: BlockScaledCodes) -> float:
+def largest_minimum(weight: CodedWeight) -> float:
     if weight.minima is None:
         return 0.0
     steps = torch.ones(1) if weight.minimum_steps is None else weight.minimum_steps
@@ -100,16 +117,16 @@ def test_every_code_value_and_place(bits, group, minima, steps, instruction_set)
         exact = weight.dequantize().to(dtype)
         assert torch.equal(linear(torch.eye(128, dtype=dtype)).T, exact)
         assert torch.equal(linear.rows(torch.tensor([69, 0, 63, 64]), dtype), exact[[69, 0, 63, 64]])
-    assert torch.equal(linear.rows(torch.tensor([5]), torch.float64), weight.dequantize(torch.float64)[[5]])
+    assert torch.equal(linear.rows(torch.tensor([5]), torch.float64), exactly(weight)[[5]])
 
 
-def k_weight(scheme: KQuant, rows: int, columns: int) -> KQuantWeight:
+def k_weight(scheme: KQuant, rows: int, columns: int) -> CodedWeight:
     """Random bytes as blocks, all of them with small scales and minima."""
     random = torch.Generator().manual_seed(scheme.bits)
     blocks = torch.randint(0, 256, (rows, columns // 256 * scheme.block_bytes), dtype=torch.uint8, generator=random)
     weight = scheme.from_blocks(blocks)
     small = (torch.rand(rows, columns // 256, generator=random) / 1000).half()
-    return replace(weight, super_scales=small, super_minima=small * 2 if scheme.has_minima else weight.super_minima)
+    return replace(weight, scales=small, minima=small * 2 if scheme.scales.has_minima else None)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -127,7 +144,7 @@ def test_k_types_as_stored(scheme, dtype):
     assert choose_linear(scheme, 512, float64).kernel is not BLOCKS
 
 
-def small_weight(scheme: BlockScheme, rows: int, columns: int) -> BlockWeight:
+def small_weight(scheme: Blocks, rows: int, columns: int) -> CodedWeight:
     """All codes, in groups with scales of both signs where these may be negative."""
     random = torch.Generator().manual_seed(scheme.bits)
     weight = scheme.round(torch.randn(rows, columns, generator=random) / 100)
@@ -140,7 +157,7 @@ def small_weight(scheme: BlockScheme, rows: int, columns: int) -> BlockWeight:
 def test_types_with_groups_of_32_as_stored(scheme, dtype):
     weight, target = small_weight(scheme, 70, 160), Target(torch.device("cpu"), dtype)
     kernel = choose_linear(scheme, 160, target).kernel
-    assert kernel is (NONLINEAR if scheme == Iq4Nl() else BLOCKS)
+    assert kernel is (TABLES if scheme == Iq4Nl() else BLOCKS)
     linear, x = kernel.prepare(weight, None, target), activations(9, 160, dtype)
     assert linear.nbytes == kernel.nbytes(scheme, 70, 160, target)
     assert torch.equal(linear(torch.eye(160, dtype=dtype)).T, weight.dequantize(dtype))
@@ -153,7 +170,7 @@ def test_a_block_takes_little_more_than_its_codes():
     random = torch.Generator().manual_seed(0)
     codes = torch.randint(0, 16, (64, 512), generator=random).to(torch.uint8)
     numbers, steps = torch.ones(64, 2).half(), torch.ones(64, 16, dtype=torch.int8)
-    linear = CpuLinear(BlockScaledCodes(codes, 4, numbers, numbers, steps, steps))
+    linear = CpuLinear(CodedWeight(codes, numbers, Q4K(), numbers, steps, steps))
     assert linear.nbytes * 8 / codes.numel() == 4 + 2 * 8 / 32 + 2 * 16 / 256
 
 
@@ -162,7 +179,7 @@ def test_prepared(bits, group, minima):
     linear = CpuLinear(draw((70, 128), bits, group, minima))
     prepared, x = linear.prepared(), activations(5, 128)
     assert torch.equal(CpuLinear(prepared)(x), linear(x))
-    with pytest.raises(CheckpointError, match=r"beside its codes|bits in groups of 16"):
+    with pytest.raises(CheckpointError, match=r"next to its codes|bits in groups of 16"):
         CpuLinear(prepared, activations=Activations.INT8_GROUP)
 
 
@@ -173,8 +190,8 @@ def test_prepared(bits, group, minima):
         ({"minima": torch.ones(2, 2, 64)}, "minima torch.float32"),
         ({"steps": torch.ones(2, 3, 64, dtype=torch.int8)}, "steps"),
         ({"minimum_steps": torch.ones(2, 4, 64, dtype=torch.uint8)}, "minimum_steps torch.uint8"),
-        ({"zeros": torch.ones(2, 4, 64, dtype=torch.uint8)}, "minima, minimum_steps, steps, zeros beside"),
-        ({"bias": torch.ones(2)}, "bias, minima, minimum_steps, steps beside"),
+        ({"zeros": torch.ones(2, 4, 64, dtype=torch.uint8)}, "minima, minimum_steps, steps, zeros next to"),
+        ({"bias": torch.ones(2)}, "bias, minima, minimum_steps, steps next to"),
     ],
 )
 def test_prepared_weights_that_do_not_fit_are_refused(change, problem):
@@ -185,5 +202,5 @@ def test_prepared_weights_that_do_not_fit_are_refused(change, problem):
 
 def test_what_meets_8_bit_activations_is_refused():
     for kind in (Activations.INT8_GROUP, Activations.INT8_ROW):
-        with pytest.raises(SchemeError, match="16-bit activations alone"):
+        with pytest.raises(SchemeError, match="activations in 16 bits"):
             CpuLinear(draw((70, 128), 4, 32, True), activations=kind)

@@ -12,14 +12,13 @@ from tiny_models import random_weight
 from compress.checkpoint.scale_search import FP8
 from compress.checkpoint.weights import Activations as InputRounding
 from compress.checkpoint.weights import Int, Mxfp4, Nf4, Nvfp4
-from compress.checkpoint.weights.codebooks import NF4_VALUES
-from compress.checkpoint.weights.integer import IntegerWeight
-from compress.checkpoint.weights.mxfp4 import VALUES, Mxfp4Weight
+from compress.checkpoint.weights.coded import EXPONENTS, Scales
+from compress.checkpoint.weights.layouts import PackedCodes
 from compress.common.errors import CheckpointError, SchemeError
 from compress.cpu.binding import EMULATED, INSTRUCTION_SETS, absence, best_instruction_set, library, set_threads
 from runtime.backends.base import Target
 from runtime.backends.cpu.linear import Activations, CpuLinear
-from runtime.backends.cpu.linear_kernels import FLOATS4, NORMAL_FLOATS, with_codes
+from runtime.backends.cpu.linear_kernels import TABLES
 from runtime.backends.registry import choose_linear
 
 pytestmark = pytest.mark.skipif(library() is None, reason=absence())
@@ -92,7 +91,7 @@ def test_every_code_value_and_place(bits, dtype, instruction_set):
     """Identity activations read the weights back, exactly: all codes, zero points and scales in their places."""
     base = random_weight((70, 128), Int(bits, 32, symmetric=False))
     codes = torch.arange(70 * 128).view(70, 128).remainder(1 << bits).to(torch.uint8)
-    weight = IntegerWeight(codes, base.scales, base.zero_points, base.scheme)
+    weight = base.scheme.weight(codes, base.scales, base.zero_points)
     linear = CpuLinear(weight, instruction_set=instruction_set)
     assert torch.equal(linear(torch.eye(128, dtype=dtype)).T, weight.dequantize(dtype))
     for read in (torch.bfloat16, torch.float32, torch.float64):
@@ -100,15 +99,23 @@ def test_every_code_value_and_place(bits, dtype, instruction_set):
         assert torch.equal(linear.rows(indices, read), weight.dequantize(read)[indices])
 
 
+def table_form(bits: int, values: tuple[float, ...]) -> PackedCodes:
+    """A form whose codes are places in a table, with bfloat16 scales of groups of 64."""
+    form = type("Table", (PackedCodes,), {"key": "table", "bits": bits, "code_values": values, "scales": Scales()})
+    form.group_size = 64
+    return form()
+
+
 @every_set
-@pytest.mark.parametrize("bits", [2, 4])
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 8])
 @pytest.mark.parametrize("held", [torch.bfloat16, torch.float32])
 def test_any_codebook(bits, instruction_set, held):
     """Also numbers that bfloat16 does not hold, which are not rounded to it."""
-    weight = random_weight((80, 128), Int(bits, 64))
     codebook = activations(1, 1 << bits, held)[0]
+    form = table_form(bits, tuple(codebook.tolist()))
+    weight = random_weight((80, 128), form)
     dense = codebook.double()[weight.qweight.int()].unflatten(1, (-1, 64)) * weight.scales.double().unsqueeze(-1)
-    linear = CpuLinear(weight, codebook=codebook.float(), instruction_set=instruction_set)
+    linear = CpuLinear(weight, instruction_set=instruction_set)
     for dtype in (torch.bfloat16, torch.float32):
         x = activations(9, 128, dtype)
         assert_close(linear(x), x, dense.flatten(1))
@@ -118,8 +125,8 @@ def test_any_codebook(bits, instruction_set, held):
 
 def with_far_scales(weight):
     """Scales from the smallest to large ones, in each row; of NVFP4 with a global scale that bfloat16 does not hold."""
-    if isinstance(weight, Mxfp4Weight):
-        return replace(weight, exponents=torch.tensor([2, 127, 200, 121, 9], dtype=torch.uint8).expand(70, -1))
+    if weight.scheme.scales.dtype == EXPONENTS:
+        return replace(weight, scales=torch.tensor([2, 127, 200, 121, 9], dtype=torch.uint8).expand(70, -1))
     scales = torch.tensor([1, 0x7E, 8, 0x38, 0x51], dtype=torch.uint8).repeat(2).view(FP8)
     return replace(weight, scales=scales.expand(70, -1), divisors=torch.full((70, 1), 777.7))
 
@@ -130,8 +137,8 @@ def test_normal_floats_as_stored(dtype, instruction_set):
     """Their numbers, which bfloat16 does not hold, are not rounded before products."""
     weight, target = random_weight((70, 192), Nf4(), 4), Target(torch.device("cpu"), dtype)
     kernel = choose_linear(weight.scheme, 192, target).kernel
-    assert kernel is NORMAL_FLOATS
-    linear = CpuLinear(with_codes(weight), codebook=torch.tensor(NF4_VALUES), instruction_set=instruction_set)
+    assert kernel is TABLES
+    linear = CpuLinear(weight, instruction_set=instruction_set)
     assert torch.equal(linear(torch.eye(192, dtype=dtype)).T, weight.dequantize(dtype))
     for rows in (1, 3, 140):
         x = activations(rows, 192, dtype)
@@ -149,14 +156,14 @@ def test_4_bit_floats_as_stored(scheme, dtype, instruction_set):
     if scheme == Nvfp4():
         weight = replace(weight, divisors=torch.full((70, 1), 2048.0))
     kernel = choose_linear(weight.scheme, 160, target).kernel
-    assert kernel is FLOATS4
+    assert kernel is TABLES
     for each in (weight, with_far_scales(weight)):
-        linear = CpuLinear(with_codes(each), codebook=torch.tensor(VALUES), instruction_set=instruction_set)
+        linear = CpuLinear(each, instruction_set=instruction_set)
         assert torch.equal(linear(torch.eye(160, dtype=dtype)).T, each.dequantize(dtype))
         assert torch.equal(linear.rows(torch.tensor([69, 3]), dtype), each.dequantize(dtype)[[69, 3]])
     for rows in (1, 3, 9, 140):
         x = activations(rows, 160, dtype)
-        found = CpuLinear(with_codes(weight), codebook=torch.tensor(VALUES), instruction_set=instruction_set)(x)
+        found = CpuLinear(weight, instruction_set=instruction_set)(x)
         assert_close(found, x, weight.dequantize(torch.float64))
     linear = kernel.prepare(weight, None, target)
     assert_close(linear(x), x, weight.dequantize(torch.float64))
@@ -164,15 +171,15 @@ def test_4_bit_floats_as_stored(scheme, dtype, instruction_set):
 
 
 def test_small_groups_are_of_float_activations_alone():
-    weight = with_codes(random_weight((70, 96), Nvfp4()))
-    with pytest.raises(SchemeError, match="groups of 16 of 96 inputs"):
-        CpuLinear(weight, codebook=torch.tensor(VALUES), activations=Activations.INT8_ROW)
+    weight = random_weight((70, 96), Nvfp4())
+    with pytest.raises(SchemeError, match="activations in 16 bits"):
+        CpuLinear(weight, activations=Activations.INT8_ROW)
     with pytest.raises(SchemeError, match="groups of 16 of 80 inputs"):
-        CpuLinear(with_codes(random_weight((70, 80), Nvfp4())), codebook=torch.tensor(VALUES))
-    prepared = CpuLinear(weight, codebook=torch.tensor(VALUES)).prepared()
-    again = CpuLinear(prepared, codebook=torch.tensor(VALUES))
+        CpuLinear(random_weight((70, 80), Nvfp4()))
+    prepared = CpuLinear(weight).prepared()
+    again = CpuLinear(prepared)
     x = activations(3, 96)
-    assert torch.equal(again(x), CpuLinear(weight, codebook=torch.tensor(VALUES))(x))
+    assert torch.equal(again(x), CpuLinear(weight)(x))
     with pytest.raises(CheckpointError, match="4 bits in groups of 16"):
         CpuLinear(prepared, activations=Activations.INT8_GROUP)
 
@@ -198,7 +205,7 @@ def test_8_bit_activations(bits, group, symmetric, instruction_set):
 @pytest.mark.parametrize("bits", [2, 4, 8, 16])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_row_depends_on_itself_alone(bits, kind, dtype, instruction_set):
-    """Bit for bit, whatever is beside it, however many rows there are and however many threads compute them."""
+    """Bit for bit, whatever the other rows hold, however many there are and however many threads compute them."""
     if bits == 16:
         if kind != Activations.FLOAT:
             pytest.skip("numbers have no 8-bit products")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from compress.checkpoint.weights import Int
-from compress.checkpoint.weights.integer import IntegerWeight
+from compress.checkpoint.weights.coded import CodedWeight
 from compress.cpu.binding import EMULATED, INSTRUCTION_SETS, absence, best_instruction_set, library, tiles_refusal
 from compress.cpu.build import LIBRARY, SOURCES, compile_c, find_compiler
 from runtime.backends.cpu.linear import Activations, CpuLinear
@@ -25,7 +25,7 @@ GROUPS = [32, 96, 128, None]
 INPUTS = 1152
 
 
-def cancelling(bits: int, group: int | None = None, outputs: int = 96) -> tuple[IntegerWeight | Tensor, Tensor]:
+def cancelling(bits: int, group: int | None = None, outputs: int = 96) -> tuple[CodedWeight | Tensor, Tensor]:
     """A weight `[outputs, INPUTS]` and 40 rows with products of zero: a result is what rounding leaves of it."""
     random = torch.Generator().manual_seed(bits)
     order = torch.randperm(INPUTS // 2, generator=random)
@@ -36,10 +36,10 @@ def cancelling(bits: int, group: int | None = None, outputs: int = 96) -> tuple[
         return torch.cat((numbers, -numbers[:, order]), 1).bfloat16(), x
     scheme = Int(bits, group)
     codes = torch.randint(1, 1 << bits, (outputs, INPUTS // 2), generator=random)
-    codes = torch.cat((codes, 2 * scheme.midpoint - codes[:, order]), 1).to(torch.uint8)
+    codes = torch.cat((codes, 2 * scheme.zero - codes[:, order]), 1).to(torch.uint8)
     groups = INPUTS // (group or INPUTS)
     scales = (torch.rand(outputs, 1, generator=random) + 0.5).expand(outputs, groups).contiguous()
-    return IntegerWeight(codes, scales, torch.full((outputs, groups), scheme.midpoint, dtype=torch.uint8), scheme), x
+    return scheme.weight(codes, scales, torch.full((outputs, groups), scheme.zero, dtype=torch.uint8)), x
 
 
 @every_tile

@@ -20,7 +20,7 @@ DRIVERS = {
     "sampling_driver.c": ("sampling/*.c",),
     "trellis_driver.c": ("trellis/*.c",),
 }
-"""Drivers and the sources that each tests, beside the pool and the dispatch that all need."""
+"""Drivers and the sources that each tests, in addition to the pool and the dispatch that all need."""
 ARM_COMPILER, ARM_EMULATOR = "aarch64-linux-gnu-gcc", "qemu-aarch64"
 needs_arm = pytest.mark.skipif(
     not (shutil.which(ARM_COMPILER) and shutil.which(ARM_EMULATOR)),

@@ -8,7 +8,7 @@ from tiers import examples
 from tiny_models import random_weight
 
 from compress.checkpoint.weights import Int, NMSparsity, Scheme
-from compress.checkpoint.weights.integer import IntegerWeight
+from compress.checkpoint.weights.coded import CodedWeight
 from compress.common.errors import SchemeError
 from compress.cpu.binding import INSTRUCTION_SETS, absence, best_instruction_set, library, set_threads
 from runtime.backends.cpu import kept_codes
@@ -20,12 +20,12 @@ SETS = range(best_instruction_set() + 1)
 TWO_OF_FOUR = NMSparsity(2, 4)
 
 
-def sparse_weight(shape: tuple[int, int], bits: int = 4, group: int | None = 32, seed: int = 0) -> IntegerWeight:
+def sparse_weight(shape: tuple[int, int], bits: int = 4, group: int | None = 32, seed: int = 0) -> CodedWeight:
     """Two of every four codes are kept, sometimes fewer because a kept one is zero, too."""
     weight = random_weight(shape, Int(bits, group), seed, dtype=torch.float16)
     order = torch.rand(shape[0], shape[1] // 4, 4, generator=torch.Generator().manual_seed(seed)).argsort(-1)
-    codes = weight.qweight.clone().masked_fill_((order >= 2).flatten(1), weight.scheme.midpoint)
-    return IntegerWeight(codes, weight.scales, weight.zero_points, weight.scheme)
+    codes = weight.qweight.clone().masked_fill_((order >= 2).flatten(1), weight.scheme.zero)
+    return weight.scheme.weight(codes, weight.scales, weight.zero_points)
 
 
 def numbers(rows: int, columns: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
@@ -75,7 +75,7 @@ def test_every_code_in_every_place(instruction_set: int) -> None:
                 [row % 16, (row // 6 + quad) % 16], dtype=torch.uint8
             )
     base = sparse_weight((96, 96))
-    weight = IntegerWeight(codes.flatten(1), base.scales, base.zero_points, base.scheme)
+    weight = base.scheme.weight(codes.flatten(1), base.scales, base.zero_points)
     linear = CpuLinear(weight, sparse=True, instruction_set=instruction_set)
     assert torch.equal(linear(torch.eye(96)).T, weight.dequantize(torch.float32))
     indices = torch.tensor([95, 0, 63, 64])

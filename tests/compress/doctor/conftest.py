@@ -12,7 +12,7 @@ from compress.checkpoint.weights import Int
 from compress.common.cli import demo_model_path
 from compress.common.files import REPORT_FILE
 from compress.doctor.examine import examine
-from compress.recipe import QuantizeStage
+from compress.stages.quantize import QuantizeStage
 
 Kinds = set[tuple[str, str]]
 

@@ -15,12 +15,13 @@ from compress.checkpoint.weights import Int
 from compress.common.cli import bundled_path, demo_model_path
 from compress.doctor.examine import examine
 from compress.methods.base import METHODS
-from compress.methods.rotation import RotateStage
 from compress.models.architecture import smoothing_mappings
 from compress.models.families.llama import llama
-from compress.recipe import CalibrationOptions, FactorizeKeys, PruneKeys, QuantizeKeys, QuantizeStage
+from compress.recipe import CalibrationOptions
+from compress.stages.base import STAGES
+from compress.stages.quantize import QuantizeStage
+from compress.stages.rotate import RotateStage
 
-KEYS = {"quantize": QuantizeKeys, "prune": PruneKeys, "factorize": FactorizeKeys}
 LAYER = "model.layers.2."
 UP, VALUE, KEY, DOWN = (
     f"{LAYER}{name}" for name in ("mlp.up_proj", "self_attn.v_proj", "self_attn.k_proj", "mlp.down_proj")
@@ -93,7 +94,7 @@ def test_a_damaged_norm_shows_in_its_readers(request: pytest.FixtureRequest, sta
 @pytest.mark.full
 @pytest.mark.parametrize(("kind", "method"), [(kind, name) for kind, known in METHODS.items() for name in known])
 def test_methods_with_their_defaults_are_not_accused(tmp_path: Path, kind: str, method: str) -> None:
-    stage = KEYS[kind](method=method).stage()
+    stage = STAGES.find(kind).build({"method": method})
     runs.compress(demo_model_path(), tmp_path / "packed", stage, calibration=CalibrationOptions())
     assert found(tmp_path / "packed") == []
 
@@ -102,7 +103,7 @@ def test_methods_with_their_defaults_are_not_accused(tmp_path: Path, kind: str, 
 @pytest.mark.parametrize("module", [UP, VALUE, KEY, DOWN])
 def test_damaged_layers_of_a_smoothed_model_are_found(shared_store: SharedStore, tmp_path: Path, module: str) -> None:
     def write(out: Path) -> None:
-        runs.compress(demo_model_path(), out, QuantizeKeys().stage(), calibration=CalibrationOptions())
+        runs.compress(demo_model_path(), out, QuantizeStage.build({}), calibration=CalibrationOptions())
 
     packed = shared_store.folder("packed", "doctor-awq", write)
     for part, damage in {

@@ -10,7 +10,7 @@ from compress.checkpoint.weights import Fp8, Int, Nvfp4
 from compress.checkpoint.writer import export_checkpoint
 from compress.common.cli import BUNDLED, bundled_path, demo_model_path, draft_model_path
 from compress.doctor.examine import examine
-from compress.recipe import QuantizeStage
+from compress.stages.quantize import QuantizeStage
 
 STAGES = {
     "gptq": QuantizeStage("gptq", Int(4, 32)),

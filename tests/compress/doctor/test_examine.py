@@ -10,7 +10,7 @@ import pytest
 
 from compress.checkpoint.locate.file_names import SINGLE_FILE
 from compress.common.cli import draft_model_path
-from compress.doctor.base import CHECKS, Check, register
+from compress.doctor.base import CHECKS, Check
 from compress.doctor.examine import examine
 from compress.doctor.findings import Finding
 from compress.doctor.view import StoredTensor
@@ -30,14 +30,14 @@ def test_a_check_is_one_class() -> None:
         def finish(self) -> Iterator[Finding]:
             raise ValueError("two\nlines")
 
-    register(Names)
+    CHECKS.register()(Names)
     try:
         with pytest.raises(ValueError, match="registered already"):
-            register(Names)
+            CHECKS.register()(Names)
         seen: list[tuple[str, int, int]] = []
         found = examine(draft_model_path(), on_progress=lambda *each: seen.append(each))
     finally:
-        del CHECKS[Names.name]
+        CHECKS.remove(Names.name)
     assert [(each.kind, each.severity) for each in found.findings] == [("unreadable", "error"), ("seen", "warning")]
     assert found.findings[0].problem == "cannot be checked: ValueError: two"
     assert [name for name, _, _ in seen] == names

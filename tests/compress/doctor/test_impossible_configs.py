@@ -12,7 +12,8 @@ from compress.common.cli import draft_model_path
 from compress.common.errors import CheckpointError, UnsupportedModelError
 from compress.doctor.examine import examine
 from compress.pipeline.prepare import RunRequest, prepare
-from compress.recipe import QuantizeStage, Recipe
+from compress.recipe import Recipe
+from compress.stages.quantize import QuantizeStage
 from runtime.model.loader import read_model
 
 IMPOSSIBLE = {

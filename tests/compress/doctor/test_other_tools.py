@@ -17,7 +17,8 @@ from compress.checkpoint.containers import containers
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.verify import verify_structure
 from compress.checkpoint.weights import Int
-from compress.checkpoint.weights.integer import IntegerWeight, pack_bits
+from compress.checkpoint.weights.coded import CodedWeight
+from compress.checkpoint.weights.packing import pack_bits
 from compress.checkpoint.writer import export_checkpoint
 from compress.common.cli import demo_model_path
 from compress.common.errors import CheckpointError
@@ -30,7 +31,7 @@ ACTIVATION_ORDER = ("warning", "activation-order")
 
 
 def pack_as(folder: Path, pack: Pack, **block: object) -> Path:
-    """Copies the demo model with packed projections, and the files that GPTQModel writes beside them."""
+    """Copies the demo model with packed projections, and the files that GPTQModel writes with them."""
 
     def change(tensors: dict[str, Tensor]) -> None:
         for name in [name for name in tensors if name.endswith("_proj.weight")]:
@@ -43,7 +44,7 @@ def pack_as(folder: Path, pack: Pack, **block: object) -> Path:
     return change_config(folder, quantization_config=block)
 
 
-def rounded(weight: Tensor, order: Tensor, symmetric: bool) -> IntegerWeight:
+def rounded(weight: Tensor, order: Tensor, symmetric: bool) -> CodedWeight:
     """Integers of groups of columns in `order`."""
     return Int(4, 32, symmetric).round(weight[:, order].float(), None, torch.float16)
 
@@ -116,7 +117,7 @@ def test_columns_in_the_order_of_activations_are_exported_as_numbers(ordered: Pa
 
 
 def test_measured_scales_of_keys_and_values_are_known(packed: Path, kinds: Find) -> None:
-    """llm-compressor stores them beside the projections (`kv_cache_scheme`)."""
+    """llm-compressor stores them next to the projections (`kv_cache_scheme`)."""
     names = [f"model.layers.{layer}.self_attn.{each}_scale" for layer in range(6) for each in "kv"]
     change_tensors(packed, lambda tensors: tensors.update(dict.fromkeys(names, torch.tensor([0.02]).bfloat16())))
     block = json.loads((packed / "config.json").read_text())["quantization_config"]

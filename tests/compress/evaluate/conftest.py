@@ -10,7 +10,8 @@ from shared_store import SharedStore
 
 from compress.checkpoint.weights import Int, Scheme
 from compress.checkpoint.writer import export_checkpoint
-from compress.recipe import QuantizeStage, Recipe
+from compress.recipe import Recipe
+from compress.stages.quantize import QuantizeStage
 
 MakePacked = Callable[..., tuple[Path, Path]]
 

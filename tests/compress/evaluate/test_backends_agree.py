@@ -11,11 +11,11 @@ from tiny_models import load_reference, pack_model, reference_logits, save_tiny_
 from compress.checkpoint.config import read_config
 from compress.checkpoint.weights import Int
 from compress.evaluate.scorers import RuntimeScorer, TransformersScorer
-from compress.models.registry import known_families
+from compress.models.registry import FAMILIES
 from runtime.core.model_config import parse_config
 
 TOKENS = torch.randint(3, 112, (2, 40), generator=torch.Generator().manual_seed(3))
-ORDER = [*sorted(MIXTURES), *sorted(set(known_families()) - MIXTURES)]
+ORDER = [*sorted(MIXTURES), *sorted(set(FAMILIES) - MIXTURES)]
 
 
 @pytest.mark.parametrize("family", sample(ORDER, quick=2))

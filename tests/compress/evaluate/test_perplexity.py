@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,22 +10,30 @@ from torch import Tensor
 
 from calibration.sources import TextSource
 from compress.common.errors import CheckpointError, DataError, NumericsError
-from compress.evaluate import perplexity
+from compress.evaluate import perplexity, positions
 from compress.evaluate.perplexity import Windows, cut_windows, evaluate
+from compress.evaluate.positions import Positions
+from compress.evaluate.scorers import Scorer
 
 VOCABULARY = 7
 
 
-class TableScorer:
+class TableScorer(Scorer):
     """The logits after a token are a row of a table: a bigram model."""
 
     def __init__(self, table: Tensor) -> None:
-        self.table = table
+        self.table, self.vocab_size = table, table.shape[-1]
         self.batches: list[int] = []
+        self.logits_at_once = 0
 
-    def logits(self, tokens: Tensor) -> Tensor:
+    def states(self, tokens: Tensor) -> Tensor:
         self.batches.append(len(tokens))
-        return self.table[tokens]
+        return tokens
+
+    def head(self, states: Tensor) -> Tensor:
+        logits = self.table[states]
+        self.logits_at_once = max(self.logits_at_once, logits.numel())
+        return logits
 
 
 def random_table(seed: int, vocabulary: int = VOCABULARY) -> Tensor:
@@ -48,19 +57,27 @@ def test_perplexity_and_divergence_equal_the_sums_written_out():
     windows = random_windows(9, 6)
     model, baseline = random_table(1), random_table(2)
     result = evaluate(TableScorer(model), windows, TableScorer(baseline))
-    losses, divergences, agreements = [], [], []
+    losses, divergences, agreements, accepted = [], [], [], []
     for row in windows.tokens.tolist():
         for current, following in itertools.pairwise(row):
             q, p = model[current].softmax(0), baseline[current].softmax(0)
             losses.append(-math.log(q[following]))
             divergences.append(sum(float(p[i]) * math.log(p[i] / q[i]) for i in range(VOCABULARY)))
             agreements.append(int(p.argmax()) == int(q.argmax()))
+            accepted.append(sum(min(float(p[i]), float(q[i])) for i in range(VOCABULARY)))
     assert result.perplexity == pytest.approx(math.exp(sum(losses) / len(losses)))
     assert result.kl_mean == pytest.approx(sum(divergences) / len(divergences))
     assert result.kl_p999 == pytest.approx(max(divergences))
     assert result.top1_agreement == pytest.approx(sum(agreements) / len(agreements))
-    per_window = torch.tensor(divergences).view(9, 5).mean(1)
-    assert result.kl_standard_error == pytest.approx(float(per_window.std()) / 3, rel=1e-5)
+    assert result.flips == pytest.approx(1 - sum(agreements) / len(agreements))
+    assert result.acceptance == pytest.approx(sum(accepted) / len(accepted))
+    for error, each in (
+        (result.kl_standard_error, divergences),
+        (result.acceptance_standard_error, accepted),
+        (result.flips_standard_error, agreements),
+    ):
+        per_window = torch.tensor(each, dtype=torch.float64).view(9, 5).mean(1)
+        assert error == pytest.approx(float(per_window.std()) / 3)
 
 
 def test_a_model_does_not_diverge_from_itself():
@@ -69,6 +86,8 @@ def test_a_model_does_not_diverge_from_itself():
     assert result.kl_mean == 0
     assert result.kl_p999 == 0
     assert result.top1_agreement == 1
+    assert result.acceptance == pytest.approx(1)
+    assert result.flips == result.flips_standard_error == result.kl_p999_standard_error == 0
     assert result.perplexity == result.baseline_perplexity
 
 
@@ -97,11 +116,54 @@ def test_batches_grow_to_the_memory_allowed_and_change_nothing(monkeypatch: pyte
     assert pairs.perplexity == pytest.approx(alone.perplexity, rel=1e-12)
 
 
+def test_logits_of_one_window_are_made_a_slice_at_a_time(monkeypatch: pytest.MonkeyPatch):
+    windows = random_windows(3, 33)
+    whole = evaluate(TableScorer(random_table(1)), windows, TableScorer(random_table(2)))
+    monkeypatch.setattr(perplexity, "BATCH_LOGITS", 5 * VOCABULARY)
+    model, baseline = TableScorer(random_table(1)), TableScorer(random_table(2))
+    assert evaluate(model, windows, baseline).to_dict() == pytest.approx(whole.to_dict(), rel=1e-12)
+    assert model.batches == [1, 1, 1]
+    assert model.logits_at_once == baseline.logits_at_once == 5 * VOCABULARY
+
+
 def test_one_window_has_no_standard_error():
-    assert (
-        evaluate(TableScorer(random_table(1)), random_windows(1, 9), TableScorer(random_table(2))).kl_standard_error
-        is None
-    )
+    result = evaluate(TableScorer(random_table(1)), random_windows(1, 9), TableScorer(random_table(2)))
+    errors = {value for name, value in result.to_dict().items() if name.endswith("standard_error")}
+    assert errors == {None}
+
+
+def test_the_error_of_the_quantile_is_its_spread_over_samples_of_windows():
+    """Windows of one value each, by rank: the quantile of a resample is one of the largest values."""
+    values = torch.arange(400, dtype=torch.float64).unsqueeze(1)
+    draws = torch.randint(400, (4000, 400), generator=torch.Generator().manual_seed(5))
+    expected = torch.stack([values[each].flatten().kthvalue(400).values for each in draws]).std()
+    found = positions.summarize(Positions(*[values] * 5), True).kl_p999_standard_error
+    assert found == pytest.approx(float(expected), rel=0.2)
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
+def test_figures_of_a_head_at_another_temperature_have_a_closed_form(temperature: float):
+    """p is proportional to exp(l), q to exp(l / t): KL is the mean of l (1 - 1/t) under p, and a difference of
+    log-sums; the order of tokens stays."""
+    table, windows = random_table(4), random_windows(6, 12)
+    found = evaluate(TableScorer(table / temperature), windows, TableScorer(table))
+    p, sums = table.softmax(-1), (table / temperature).logsumexp(-1) - table.logsumexp(-1)
+    expected = (p * table).sum(-1) * (1 - 1 / temperature) + sums
+    assert found.kl_mean == pytest.approx(float(expected[windows.tokens[:, :-1]].mean()), abs=1e-12)
+    assert found.flips == 0
+    assert (found.acceptance < 1 - 1e-3) == (temperature != 1)
+
+
+def test_vocabularies_that_differ_by_padding_are_compared_on_the_common_part():
+    table, windows = random_table(1), random_windows(4, 8)
+    padded = torch.cat((table, torch.full((VOCABULARY, 2), 3.0, dtype=torch.float64)), 1)
+    known = replace(windows, vocabulary=VOCABULARY)
+    for model, baseline in ((table, padded), (padded, table)):
+        found = evaluate(TableScorer(model), known, TableScorer(baseline))
+        assert found.kl_mean == pytest.approx(0, abs=1e-12)
+        assert found.acceptance == pytest.approx(1)
+    with pytest.raises(CheckpointError, match=r" 7 .* 9"):
+        evaluate(TableScorer(table), replace(windows, vocabulary=8), TableScorer(padded))
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -132,6 +194,9 @@ class Letters:
     def __init__(self, adds_bos: bool) -> None:
         self.bos_token_id = BOS
         self.adds_bos = adds_bos
+
+    def __len__(self) -> int:
+        return 256
 
     def __call__(self, text: str, add_special_tokens: bool = True, verbose: bool = True) -> dict[str, list[int]]:
         beginning = [BOS] if self.adds_bos and add_special_tokens else []

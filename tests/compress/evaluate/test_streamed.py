@@ -22,8 +22,9 @@ from compress.evaluate import perplexity
 from compress.evaluate.scorers import RuntimeScorer
 from compress.evaluate.session import EvaluationReport, EvaluationRequest, run_evaluation, run_evaluations
 from compress.evaluate.streamed import StreamedScorer, Streaming
-from compress.models.registry import known_families
-from compress.recipe import CalibrationOptions, QuantizeStage
+from compress.models.registry import FAMILIES
+from compress.recipe import CalibrationOptions
+from compress.stages.quantize import QuantizeStage
 from runtime.core.model_config import parse_config
 from runtime.model import streamed as passes
 from runtime.model.loader import DecoderLoader
@@ -32,7 +33,7 @@ from runtime.model.streamed import StreamedModel
 TOKENS = torch.randint(3, 112, (3, 40), generator=torch.Generator().manual_seed(3))
 HYBRID, SHARED, CHOOSING = "qwen3_5_text", "gemma4_text", "glm_moe_dsa"
 FIRST = [HYBRID, SHARED, CHOOSING]
-ORDER = [*FIRST, *sorted(MIXTURES - set(FIRST)), *sorted(set(known_families()) - MIXTURES - set(FIRST))]
+ORDER = [*FIRST, *sorted(MIXTURES - set(FIRST)), *sorted(set(FAMILIES) - MIXTURES - set(FIRST))]
 
 
 @pytest.fixture
@@ -42,7 +43,7 @@ def streaming(tmp_path: Path) -> Streaming:
 
 def streamed_logits(path: Path, folder: Path, **options) -> Tensor:
     forms = {name: options.pop(name) for name in ("kv_cache", "state_dtype") if name in options}
-    scorer = StreamedScorer.of(StreamedModel.open(path, **options), folder, [TOKENS], **forms)
+    scorer = StreamedScorer.of(StreamedModel.open(path, **options), folder, perplexity.batches(TOKENS, 112), **forms)
     scorer.compute(lambda *_: None)
     return torch.cat([scorer.logits(batch) for batch in perplexity.batches(TOKENS, 112)])
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from compress.checkpoint.scale_search import encode, range_scales
 from compress.checkpoint.weights import Int, Scheme
-from compress.checkpoint.weights.integer import IntegerWeight
+from compress.checkpoint.weights.coded import CodedWeight
 from compress.common.errors import NumericsError
 from compress.methods.awq import quantize_awq, search_smoothing
 from compress.methods.base import ScaleSearch
@@ -161,7 +161,7 @@ def test_silent_inputs_and_wild_magnitudes_keep_scales_finite() -> None:
         assert (result.scale > 0).all()
 
 
-def group_output_errors(weight: Tensor, quantized: IntegerWeight, inputs: Tensor) -> Tensor:
+def group_output_errors(weight: Tensor, quantized: CodedWeight, inputs: Tensor) -> Tensor:
     """`[O, G]` in float64: squared error of each group's share of each output, token by token."""
     groups = quantized.scales.shape[1]
     change = (quantized.dequantize(torch.float64) - weight.double()).unflatten(1, (groups, -1))

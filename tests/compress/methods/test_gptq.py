@@ -6,7 +6,7 @@ from torch import Tensor
 
 from compress.checkpoint.scale_search import encode, range_scales, search_scales
 from compress.checkpoint.weights import Int, Scheme
-from compress.checkpoint.weights.integer import IntegerWeight
+from compress.checkpoint.weights.coded import CodedWeight
 from compress.common.errors import NumericsError, SchemeError
 from compress.methods.gptq import quantize_gptq
 from compress.methods.shared.hessian import HessianOptions, factorize
@@ -31,7 +31,7 @@ def hessian_of(inputs: Tensor) -> Tensor:
     return 2 * inputs.T @ inputs / len(inputs)
 
 
-def output_error(weight: Tensor, quantized: IntegerWeight, inputs: Tensor) -> float:
+def output_error(weight: Tensor, quantized: CodedWeight, inputs: Tensor) -> float:
     change = (quantized.dequantize() - weight) @ inputs.T
     return (change.square().sum() / (weight @ inputs.T).square().sum()).item()
 
@@ -76,7 +76,7 @@ def test_codes_are_those_of_the_paper(scheme: Scheme, options: HessianOptions) -
     # A code at a rounding tie may fall either way, and then carries the columns after it in its row along.
     assert (found.qweight != expected).float().mean() < 0.01
     assert (found.qweight != expected).any(1).float().mean() < 0.1
-    reference = IntegerWeight(expected, found.scales, found.zero_points, scheme)
+    reference = scheme.weight(expected, found.scales, found.zero_points)
     ours, theirs = (loss(weight, each.dequantize(), hessian) for each in (found, reference))
     assert ours == pytest.approx(theirs, rel=5e-3)
 
@@ -97,7 +97,7 @@ def test_every_scheme_beats_rounding(bits: int, group_size: int | None, symmetri
 
 @pytest.mark.parametrize("scheme", [Int(4, 32), Int(4, 128), Int(3, 128), Int(2, 64)], ids=str)
 def test_each_default_earns_its_place(scheme: Scheme) -> None:
-    """The ablation behind the defaults: each step lowers the relative output error."""
+    """The ablation that supports the defaults: each step lowers the relative output error."""
     inputs, weight = correlated_inputs(2048, 256), random_weight(128, 256)
     hessian = hessian_of(inputs)
     plain_range = output_error(weight, encode(weight, range_scales(weight, scheme), scheme), inputs)

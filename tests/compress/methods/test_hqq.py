@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from compress.checkpoint.weights import Int, Scheme
-from compress.checkpoint.weights.integer import IntegerWeight
+from compress.checkpoint.weights.coded import CodedWeight
 from compress.common.errors import NumericsError
 from compress.methods.hqq import Splitting, norm_error, quantize_hqq
 
@@ -19,7 +19,7 @@ def weight() -> Tensor:
     return 0.02 * torch.randn(96, 256, generator=generator) + 0.001 * heavy
 
 
-def errors(weight: Tensor, packed: IntegerWeight, exponent: float = Splitting().exponent) -> Tensor:
+def errors(weight: Tensor, packed: CodedWeight, exponent: float = Splitting().exponent) -> Tensor:
     """`[O, G, 1]`"""
     change = packed.dequantize(torch.float32) - weight
     return norm_error(change.unflatten(1, (packed.scales.shape[1], -1)), exponent)
@@ -37,7 +37,7 @@ def test_no_group_is_worse_than_round_to_nearest(scheme: Scheme, weight: Tensor)
     assert packed.scales.dtype == torch.bfloat16
     assert int(packed.qweight.max()) <= scheme.max_code
     if scheme.symmetric:
-        assert bool((packed.zero_points == scheme.midpoint).all())
+        assert bool((packed.zero_points == scheme.zero).all())
 
 
 def test_one_outlier_does_not_widen_the_grid() -> None:

@@ -9,14 +9,15 @@ from torch import Tensor
 
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.weights import Q2K, Q3K, Q4K, Q5K, Q6K, Iq4Nl, Nf4, Nvfp4, Q4Minima, Q5Minima, Scheme
-from compress.checkpoint.weights.gguf_blocks import BlockScheme
+from compress.checkpoint.weights.layouts import Blocks
 from compress.common.errors import RecipeError
 from compress.methods.gptq import quantize_gptq
 from compress.methods.shared.hessian import factorize
 from compress.methods.shared.learned_blocks import LearnedBlocks
 from compress.methods.shared.learned_rounding import LARGEST_OFFSET, learn
 from compress.methods.signround import SignRoundOptions
-from compress.recipe import CalibrationOptions, QuantizeStage
+from compress.recipe import CalibrationOptions
+from compress.stages.quantize import QuantizeStage
 
 ALL = Q2K(), Q3K(), Q4K(), Q5K(), Q6K(), Q4Minima(), Q5Minima()
 STEPS = 60
@@ -36,7 +37,7 @@ def correlated_inputs(tokens: int = 384, columns: int = 256) -> Tensor:
 
 
 @pytest.mark.parametrize("scheme", ALL, ids=str)
-def test_begins_with_the_values_it_is_given(scheme: BlockScheme) -> None:
+def test_begins_with_the_values_it_is_given(scheme: Blocks) -> None:
     weight, inputs = random_weight(), correlated_inputs()
     start = quantize_gptq(weight, factorize(inputs.T @ inputs), scheme)
     rounding = LearnedBlocks(weight, start)
@@ -45,7 +46,7 @@ def test_begins_with_the_values_it_is_given(scheme: BlockScheme) -> None:
 
 
 @pytest.mark.parametrize("scheme", ALL, ids=str)
-def test_its_values_are_those_of_its_blocks_wherever_it_is(scheme: BlockScheme) -> None:
+def test_its_values_are_those_of_its_blocks_wherever_it_is(scheme: Blocks) -> None:
     rounding, generator = (
         LearnedBlocks(random_weight(), scheme.round(random_weight())),
         torch.Generator().manual_seed(5),
@@ -54,14 +55,14 @@ def test_its_values_are_those_of_its_blocks_wherever_it_is(scheme: BlockScheme) 
     for _ in range(3):
         rounding.descend(torch.randn(rounding.offset.shape, generator=generator), 0.3)
         assert float(rounding.offset.detach().abs().max()) <= LARGEST_OFFSET
-        blocks = rounding.codes().blocks()
+        blocks = scheme.blocks(rounding.codes())
         assert torch.equal(rounding.values(), scheme.from_blocks(blocks).dequantize())
     rounding.restore(begin)
     assert torch.equal(rounding.values(), scheme.round(random_weight()).dequantize())
 
 
 @pytest.mark.parametrize("scheme", [Q3K(), Q4K(), Q4Minima()], ids=str)
-def test_learning_lowers_the_error(scheme: BlockScheme) -> None:
+def test_learning_lowers_the_error(scheme: Blocks) -> None:
     weight, inputs = random_weight(), correlated_inputs()
     rounding = LearnedBlocks(weight, scheme.round(weight))
 

@@ -1,4 +1,4 @@
-"""Input columns in 16 bits beside the codes: chosen, rounded around, stored, checked, exported and multiplied."""
+"""Input columns in 16 bits next to the codes: chosen, rounded around, stored, checked, exported and multiplied."""
 
 from pathlib import Path
 
@@ -6,13 +6,12 @@ import pytest
 import torch
 from runs import compress, foreseen_bytes, prepared, some_tokens, with_outliers
 
-from compress.checkpoint.formats import compress_runtime, stored_tensors
+from compress.checkpoint.formats.compress_runtime import COMPRESS_RUNTIME
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.scale_search import quantize_tokens, round_in_range
 from compress.checkpoint.verify import verify_structure
 from compress.checkpoint.weights import Activations, Int, OutlierColumns, Scheme
 from compress.checkpoint.weights.base import StoredTensors, digest
-from compress.checkpoint.weights.integer import IntegerWeight
 from compress.checkpoint.weights.outlier_columns import OutlierWeight, without_columns
 from compress.checkpoint.writer import export_checkpoint
 from compress.common.errors import CheckpointError, RecipeError, SchemeError
@@ -21,13 +20,14 @@ from compress.methods.gptq import quantize_gptq
 from compress.methods.outlier_columns import beside_outliers, highest, quantize_gptq_beside, sensitivity
 from compress.methods.shared.hessian import HessianOptions, factorize
 from compress.pipeline.finish import compare_with_report
-from compress.recipe import PruneStage, QuantizeStage, Stage
 from compress.recipe_file import parse_recipe
+from compress.stages.base import Stage
+from compress.stages.prune import PruneStage
+from compress.stages.quantize import QuantizeStage
 from runtime.backends.base import Target
-from runtime.backends.composed import WithOutliers
 from runtime.backends.registry import choose_linear
+from runtime.model.composed import SideBySide, WithOutliers
 from runtime.model.loader import load_model
-from runtime.model.side_by_side import SideBySide
 
 PAGE = Path(__file__).parents[3] / "docs" / "checkpoint-format.md"
 
@@ -45,7 +45,7 @@ def test_what_is_stored_is_read_back_and_as_large_as_computed(scheme) -> None:
     _, weight = inputs_and_weight()
     columns, scheme = torch.tensor([3, 40, 127]), OutlierColumns(scheme, 3)
     stored = beside_outliers(weight, scheme.inner.round(weight.index_fill(1, columns, 0)), columns, scheme)
-    tensors = stored_tensors(compress_runtime, "m", stored, torch.bfloat16)
+    tensors = COMPRESS_RUNTIME.encode("m", stored, torch.bfloat16)
 
     def get(name: str) -> torch.Tensor:
         if name not in tensors:
@@ -54,7 +54,7 @@ def test_what_is_stored_is_read_back_and_as_large_as_computed(scheme) -> None:
 
     again = scheme.read(StoredTensors("m", get))
     assert digest(again) == digest(stored)
-    assert compress_runtime.modules(tensors) == ["m"]
+    assert COMPRESS_RUNTIME.modules(tensors) == ["m"]
     size = sum(8 * tensor.nbytes for name, tensor in tensors.items() if not name.endswith("_shape"))
     assert size == scheme.stored_bits(96, 128)
     values = again.dequantize(torch.bfloat16)
@@ -66,9 +66,9 @@ def test_the_example_of_the_format_page() -> None:
     scheme = OutlierColumns(Int(4, None), 1)
     codes = torch.tensor([[9, 7, 8, 10]], dtype=torch.uint8)
     scale, zero = torch.tensor([[0.5]]).bfloat16(), torch.tensor([[8]], dtype=torch.uint8)
-    base = IntegerWeight(codes, scale, zero, scheme.inner)
+    base = scheme.inner.weight(codes, scale, zero)
     weight = OutlierWeight(base, torch.tensor([2]), torch.tensor([[3.25]]).bfloat16(), scheme)
-    tensors = stored_tensors(compress_runtime, "m", weight, torch.bfloat16)
+    tensors = COMPRESS_RUNTIME.encode("m", weight, torch.bfloat16)
     assert f"0x{int(tensors['m.weight_packed'][0, 0]):08x}" in PAGE.read_text()
     assert weight.dequantize().tolist() == [[0.5, -0.5, 3.25, 1.0]]
 
@@ -90,7 +90,7 @@ def test_parts_that_contradict_each_other_are_refused() -> None:
     with pytest.raises(SchemeError, match=r"2:4.*outlier"):
         Scheme.from_dict({"bits": 4, "group_size": 32, "sparsity": "2:4", "outliers": 2})
     with pytest.raises(SchemeError, match="128 inputs"):
-        compress_runtime.check(OutlierColumns(Int(4, 32), 128), (96, 128))
+        COMPRESS_RUNTIME.check(OutlierColumns(Int(4, 32), 128), (96, 128))
 
 
 def test_the_costly_columns_are_chosen() -> None:
@@ -171,9 +171,9 @@ def test_a_model_is_compressed_verified_served_and_exported(tiny_model, tmp_path
     )
     assert torch.equal(query.columns, key.columns)
     decoder = load_model(out)
-    assert isinstance(decoder.layers[0].qkv, WithOutliers)
-    assert not isinstance(decoder.layers[0].qkv, SideBySide)
-    assert decoder.nbytes == foreseen_bytes(out)
+    assert isinstance(decoder.layers[0].attention.qkv, WithOutliers)
+    assert not isinstance(decoder.layers[0].attention.qkv, SideBySide)
+    assert decoder.nbytes == foreseen_bytes(out, decoder.dtype)
     tokens = some_tokens()
     served = open_scorer(out, dtype="float32").logits(tokens)
     if stage.scheme.activation_bits is None:

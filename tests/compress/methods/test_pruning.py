@@ -8,15 +8,15 @@ from tiers import examples
 from torch import Tensor
 
 from compress.checkpoint.weights import Int, NMSparsity
-from compress.checkpoint.weights.integer import IntegerWeight
+from compress.checkpoint.weights.coded import CodedWeight
 from compress.common.errors import NumericsError, RecipeError
 from compress.methods.gptq import quantize_gptq
 from compress.methods.owl import block_patterns, block_shares, outlier_ratio
 from compress.methods.pruning import RIA, Magnitude, Wanda, keep_pattern, keep_share
 from compress.methods.shared.hessian import HessianOptions, factorize
 from compress.methods.sparsegpt import prune_sparsegpt
-from compress.recipe import PruneStage
 from compress.recipe_file import parse_recipe
+from compress.stages.prune import PruneStage
 
 TWO_OF_FOUR, FOUR_OF_EIGHT = NMSparsity(2, 4), NMSparsity(4, 8)
 
@@ -37,8 +37,8 @@ def output_error(weight: Tensor, changed: Tensor, inputs: Tensor) -> float:
     return float((inputs @ (changed - weight).T).square().mean())
 
 
-def values_of(result: IntegerWeight | Tensor) -> Tensor:
-    return result.dequantize() if isinstance(result, IntegerWeight) else result
+def values_of(result: CodedWeight | Tensor) -> Tensor:
+    return result.dequantize() if isinstance(result, CodedWeight) else result
 
 
 def test_scores_by_their_formulas() -> None:
@@ -211,8 +211,8 @@ def test_outliers_are_counted_against_the_mean_of_the_whole_block() -> None:
     ("options", "problem"),
     [
         ({"layerwise": "owls"}, "'owl'"),
-        ({"layerwise": "owl", "sparsity": 0.95}, r"spread=.*0\.95 .*--owl-lambda"),
-        ({"layerwise": "owl", "outlier_factor": 1.0}, r"outlier_factor=1\.0 "),
+        ({"layerwise": "owl", "sparsity": 0.95}, r"owl_lambda=.*0\.95 .*--owl-lambda"),
+        ({"layerwise": "owl", "owl_m": 1.0}, r"owl_m=1\.0 "),
         ({"layerwise": "owl", "pattern": NMSparsity(2, 4)}, "2:4 .*1/4.*4:8"),
     ],
 )
@@ -224,5 +224,5 @@ def test_layerwise_options_that_mean_nothing_are_refused(options, problem) -> No
 def test_a_recipe_says_owl_and_its_options() -> None:
     text = "stages:\n- prune: {method: wanda, sparsity: 0.7, layerwise: owl, owl_m: 7, owl_lambda: 0.05}\n"
     stage = parse_recipe(text, "owl.yaml").stages[0]
-    assert stage == PruneStage("wanda", None, 0.7, "owl", 7.0, 0.05)
+    assert stage == PruneStage("wanda", None, 0.7, "owl", 0.05, 7.0)
     assert PruneStage("magnitude", layerwise="owl").needs_calibration

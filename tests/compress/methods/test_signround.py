@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from compress.checkpoint.weights import Int, Scheme
-from compress.checkpoint.weights.integer import IntegerWeight
+from compress.checkpoint.weights.coded import CodedWeight
 from compress.cpu.binding import BEST, best_instruction_set
 from compress.methods.gptq import quantize_gptq
 from compress.methods.shared.hessian import HessianOptions, factorize
@@ -42,7 +42,7 @@ def gradient_of(rounding: LearnedRounding, loss: Callable[[Tensor], Tensor]) -> 
     return torch.autograd.grad(loss(values), values)[0]
 
 
-def taught(weight: Tensor, start: IntegerWeight, inputs: Tensor, seed: int = 0) -> tuple[IntegerWeight, Learned]:
+def taught(weight: Tensor, start: CodedWeight, inputs: Tensor, seed: int = 0) -> tuple[CodedWeight, Learned]:
     """Learned on samples of the inputs, judged on all."""
     rounding, generator = LearnedRounding(weight, start), torch.Generator().manual_seed(seed)
 
@@ -57,7 +57,7 @@ def taught(weight: Tensor, start: IntegerWeight, inputs: Tensor, seed: int = 0) 
     return rounding.codes(), learned
 
 
-def equal(left: IntegerWeight, right: IntegerWeight) -> bool:
+def equal(left: CodedWeight, right: CodedWeight) -> bool:
     return all(torch.equal(getattr(left, each), getattr(right, each)) for each in ("qweight", "scales", "zero_points"))
 
 
@@ -81,7 +81,7 @@ def test_its_values_are_those_of_its_codes_wherever_it_is(scheme: Scheme) -> Non
         assert torch.equal(rounding.values(), rounding.codes().dequantize())
 
 
-def by_autograd(offset: Tensor, stretch: Tensor, weight: Tensor, start: IntegerWeight) -> Tensor:
+def by_autograd(offset: Tensor, stretch: Tensor, weight: Tensor, start: CodedWeight) -> Tensor:
     """The same values, composed of operations whose gradients torch knows."""
 
     def rounded(exact: Tensor) -> Tensor:
@@ -171,7 +171,7 @@ def test_keeps_the_start_when_nothing_is_better() -> None:
 def test_the_best_state_is_kept_not_the_last() -> None:
     weight = random_weight()
     rounding, losses = started(weight, Int(3, 32)), iter([3.0, 2.0, 1.0, *[4.0] * 20])
-    seen: list[IntegerWeight] = []
+    seen: list[CodedWeight] = []
 
     def judge() -> float:
         seen.append(rounding.codes())

@@ -13,7 +13,7 @@ from compress.common.errors import CheckpointError
 from compress.models.block import Block
 from compress.models.mixers.attention import Attention
 from compress.models.mixers.gated_delta_net import GatedDeltaNet
-from compress.models.registry import find_family, known_families
+from compress.models.registry import FAMILIES, find_family
 from compress.models.rope import Rope
 from compress.models.spec import ModelSpec
 
@@ -70,7 +70,7 @@ def differences(family: str, cases: Iterable[Change]) -> tuple[int, list[Change]
     return compared, wrong
 
 
-@pytest.mark.parametrize("family", known_families())
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_field_that_is_missing(family: str) -> None:
     compared, wrong = differences(family, missing_fields(family, full_config(family)))
     assert not wrong
@@ -78,7 +78,7 @@ def test_a_field_that_is_missing(family: str) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("family", known_families())
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_field_that_is_changed_or_of_an_older_version(family: str) -> None:
     sparse = {name: value for name, value in full_config(family).items() if name not in null_fields(family)}
     cases = (*changes(family, SIZES | VARIANTS[family]), *legacy_changes(family))

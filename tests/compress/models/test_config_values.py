@@ -14,8 +14,8 @@ from compress.checkpoint.verify import verify_structure
 from compress.checkpoint.weights import Int
 from compress.common.errors import CheckpointError, ToolkitError
 from compress.models.config import MAX_LAYERS, MAX_SIZE
-from compress.models.registry import known_families
-from compress.recipe import QuantizeStage
+from compress.models.registry import FAMILIES
+from compress.stages.quantize import QuantizeStage
 from runtime.core.model_config import parse_config
 
 VALUES = (None, "abc", [], [1], {}, {"a": 1}, -1, 0, 10**20, True, False, 1.5, float("nan"), float("inf"))
@@ -44,7 +44,7 @@ KEYS = (
 )
 
 
-@pytest.mark.parametrize("family", sample(sorted(known_families(), key="llama".__ne__), quick=12))
+@pytest.mark.parametrize("family", sample(sorted(FAMILIES, key="llama".__ne__), quick=12))
 def test_no_value_of_any_key_is_more_than_refused(family: str) -> None:
     config = {"model_type": family, **SIZES, "use_sliding_window": True, "sliding_window": 8}
     kinds = ("default", "linear", "llama3", "yarn")

@@ -16,7 +16,7 @@ from compress.common.errors import CheckpointError
 from compress.doctor.examine import examine
 from compress.doctor.findings import Severity
 from compress.models.known_keys import HARMLESS, HARMLESS_NAMES, ONLY, READ, check_keys
-from compress.models.registry import known_families
+from compress.models.registry import FAMILIES
 from runtime.model.loader import load_model
 
 PUBLISHED: dict[str, dict[str, Any]] = {
@@ -33,7 +33,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "mistral": {"rope_parameters": {"rope_type": "yarn", "llama_4_scaling_beta": 0.1, "rope_theta": 1e6}},
     "gemma3_text": {"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 8.0}}},
 }
-"""Keys of published models that are no fields of transformers' configuration classes."""
+"""Keys of published models that are not fields of transformers' configuration classes."""
 UNREAD: tuple[dict[str, Any], ...] = (
     {"attention_gain": 0.5},
     {"rotation_config": {"hadamard_type": "random_hadamard", "block_size": 32}},
@@ -44,7 +44,7 @@ UNREAD: tuple[dict[str, Any], ...] = (
 )
 
 
-@pytest.mark.parametrize("family", known_families())
+@pytest.mark.parametrize("family", FAMILIES)
 def test_fields_of_configuration_classes_are_known(family: str) -> None:
     made = AutoConfig.for_model(family, **SIZES | VARIANTS[family])
     check_keys(made.to_dict())

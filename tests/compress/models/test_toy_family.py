@@ -18,7 +18,8 @@ from compress.models.registry import find_family, register
 from compress.models.spec import ModelSpec
 from compress.pipeline.prepare import RunRequest, prepare
 from compress.pipeline.run import run
-from compress.recipe import CalibrationOptions, QuantizeStage, Recipe
+from compress.recipe import CalibrationOptions, Recipe
+from compress.stages.quantize import QuantizeStage
 from runtime.backends.fused_layers import layers_unsupported
 from runtime.core.config import RuntimeConfig
 from runtime.core.request import SamplingParams

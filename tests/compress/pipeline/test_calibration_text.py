@@ -13,7 +13,8 @@ from compress.common.errors import CheckpointError, DataError
 from compress.evaluate.session import EvaluationRequest, run_evaluation
 from compress.pipeline.prepare import RunRequest, prepare
 from compress.pipeline.run import run
-from compress.recipe import CalibrationOptions, QuantizeStage, Recipe
+from compress.recipe import CalibrationOptions, Recipe
+from compress.stages.quantize import QuantizeStage
 
 
 def request(model: Path, out: Path, source: str, seed: int = 0, size: tuple[int, int] = (4, 32)) -> RunRequest:
@@ -83,7 +84,9 @@ def test_text_off_the_domain_is_said_after_the_run(tmp_path: Path):
     easier to predict; by the byte they are not."""
     gibberish = tmp_path / "gibberish.txt"
     gibberish.write_text(" ".join(f"{number * 7919 % 100003:x}q{number * 104729 % 997}" for number in range(3000)))
-    recipe = Recipe((QuantizeStage("rtn", Int(8, None)), QuantizeStage("gptq", Int(8, None), ("*.0.*.q_proj",))))
+    recipe = Recipe(
+        (QuantizeStage("rtn", Int(8, None)), QuantizeStage("gptq", Int(8, None), targets=("*.0.*.q_proj",)))
+    )
     outcomes = {}
     for name, source in {"off": str(gibberish), "on": "bundled"}.items():
         options = CalibrationOptions(source, 8, 128)

@@ -6,11 +6,13 @@ import torch
 from compress.checkpoint.config import read_config
 from compress.checkpoint.safetensors import TensorFiles
 from compress.common.errors import CheckpointError, NumericsError
+from compress.common.workers import Workers
 from compress.pipeline.block import fill, load_block, release
 from compress.pipeline.capture import capture_inputs, run_all
 from compress.pipeline.skeleton import open_skeleton
 
 CPU = torch.device("cpu")
+ONE = Workers([CPU])
 TOKENS = torch.randint(10, 8000, (5, 24), generator=torch.Generator().manual_seed(1))
 
 
@@ -25,7 +27,7 @@ def stream(path, micro_batch: int) -> torch.Tensor:
     inputs = capture_inputs(skeleton, files, TOKENS, micro_batch, CPU, torch.float32)
     for index in range(skeleton.num_blocks):
         block = load_block(skeleton, files, index, set(), CPU, torch.float32)
-        inputs.hidden = run_all(block.module, block.name, inputs, index, CPU)
+        inputs.hidden = run_all(block, inputs, index, ONE)
         release(block.module)
         assert all(parameter.is_meta for parameter in block.module.parameters())
     fill(skeleton.model.model.norm, "model.norm", files, CPU, torch.float32)
@@ -81,4 +83,4 @@ def test_overflow_in_a_block_names_the_block(tiny_model) -> None:
     block = load_block(skeleton, files, 1, set(), CPU, torch.float16)
     block.linear("mlp.down_proj").weight.data.fill_(6e4)
     with pytest.raises(NumericsError, match=r"model.layers.1"):
-        run_all(block.module, block.name, inputs, 1, CPU)
+        run_all(block, inputs, 1, ONE)

@@ -11,17 +11,17 @@ from safetensors.torch import load_file
 from compress.checkpoint.verify import verify_structure
 from compress.checkpoint.weights import Int
 from compress.common.errors import CheckpointError, RecipeError
-from compress.methods.rotation import RotateStage
 from compress.plan_notes import CARRIED
-from compress.recipe import QuantizeStage
+from compress.stages.quantize import QuantizeStage
+from compress.stages.rotate import RotateStage
 
 STAGE = QuantizeStage("rtn", Int(4, 64))
 HEAD = ("eh_proj", "enorm", "hnorm", "shared_head.norm")
-"""Modules that a layer of multi-token prediction has beside those of a block (DeepSeek-V3, GLM-4.5)."""
+"""Modules that a layer of multi-token prediction has in addition to those of a block (DeepSeek-V3, GLM-4.5)."""
 
 
 def add_layer(tensors: dict[str, torch.Tensor]) -> None:
-    """A complete layer behind the last one, with the modules that predict a further token."""
+    """A complete layer after the last one, with the modules that predict a further token."""
     last = {name: tensor for name, tensor in tensors.items() if name.startswith("model.layers.2.")}
     tensors |= {name.replace("layers.2.", "layers.3."): 2 * tensor for name, tensor in last.items()}
     tensors |= {f"model.layers.3.{name}.weight": torch.ones((8, 16) if "proj" in name else 8) for name in HEAD}

@@ -23,7 +23,7 @@ def test_sparsegpt_sees_smoothed_inputs(method: str | None) -> None:
     pattern = NMSparsity(2, 4)
     scheme = NM(None, pattern) if method is None else NM(Int(8, 32), pattern)
     assignment = LayerPlan(
-        method and base.quantization(method), scheme, pruning=Pruning(base.pruning("sparsegpt"), pattern, 0.5)
+        method and base.QUANTIZATION.find(method), scheme, pruning=Pruning(base.PRUNING.find("sparsegpt"), pattern, 0.5)
     )
 
     def error(scale: torch.Tensor | None) -> float:

@@ -11,19 +11,20 @@ from tiny_models import auto_class, compute_in_float64, reference_logits
 from transformers import PreTrainedModel
 
 from compress.checkpoint.config import read_config
-from compress.checkpoint.formats.readers import TRANSFORMERS, readers
+from compress.checkpoint.formats.base import TRANSFORMERS
+from compress.checkpoint.formats.readers import readers
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.weights import Int
 from compress.evaluate.scorers import load_dequantized
-from compress.models.registry import known_families
-from compress.recipe import QuantizeStage
+from compress.models.registry import FAMILIES
+from compress.stages.quantize import QuantizeStage
 from runtime.model.loader import load_model
 from runtime.model.scoring import score
 
 METHODS = ["awq", "gptq", "rtn"]
 UNREADABLE = {"mamba2"}
 """Families whose packed weights transformers does not load, which the table says."""
-DENSE = ["llama_biased", *sorted(set(known_families()) - MIXTURES)]
+DENSE = ["llama_biased", *sorted(set(FAMILIES) - MIXTURES)]
 QUICK = {
     "arcee": "rtn",
     "apertus": "gptq",

@@ -15,15 +15,20 @@ from compress.checkpoint.config import read_config
 from compress.checkpoint.expert_popularity import calibration_tokens, popularity
 from compress.checkpoint.weights import Int
 from compress.common.cli import bundled_path, demo_model_path
+from compress.common.workers import Workers
 from compress.methods.base import Needs
 from compress.pipeline.block import load_block
-from compress.pipeline.capture import capture_inputs, observe
-from compress.recipe import CalibrationOptions, FactorizeStage, QuantizeStage
+from compress.pipeline.capture import capture_inputs
+from compress.pipeline.observe import observe
+from compress.recipe import CalibrationOptions
 from compress.reporting.report_data import read_headers, read_report
 from compress.reporting.report_page import report_page
+from compress.stages.factorize import FactorizeStage
+from compress.stages.quantize import QuantizeStage
 from runtime.core.model_config import parse_config
 
 CPU = torch.device("cpu")
+ONE = Workers([CPU])
 STAGE = QuantizeStage("gptq", Int(4, 32))
 UNUSED = 3
 HIDDEN = 64
@@ -67,7 +72,7 @@ def test_statistics_are_those_of_the_tokens_of_each_expert(source, tmp_path) -> 
         block.module(hidden, *call.args, **call.kwargs)
     for handle in handles:
         handle.remove()
-    observed = observe(block, inputs, 0, needs, CPU)
+    observed = observe(block, inputs, 0, needs, ONE)
     assert set(observed.statistics) == set(plans)
     (coverage,) = observed.coverage
     assert coverage.least == LEAST

@@ -11,9 +11,11 @@ from compress.checkpoint.writer import export_checkpoint
 from compress.common.cli import demo_model_path
 from compress.common.errors import RecipeError, SchemeError
 from compress.methods import base
-from compress.recipe import CalibrationOptions, PruneStage, QuantizeKeys, QuantizeStage
+from compress.recipe import CalibrationOptions
 from compress.recipe_file import parse_recipe
 from compress.search.space import parse_candidates
+from compress.stages.prune import PruneStage
+from compress.stages.quantize import QuantizeStage
 from runtime.model.loader import load_model
 
 SHORT = {"calibration": CalibrationOptions(samples=8, length=256), "dtype": "float32"}
@@ -89,7 +91,7 @@ def test_other_methods_say_that_they_do_not(method: str) -> None:
 
 @pytest.mark.parametrize("word", list(FORMS))
 def test_they_are_asked_for_by_a_word(word: str) -> None:
-    stage = QuantizeKeys(weights=word).stage()
+    stage = QuantizeStage.build({"weights": word})
     assert stage.scheme == FORMS[word]
     assert stage.method == base.default("quantize")
     recipe = parse_recipe(f"stages:\n- quantize: {{weights: {word}, method: gptq}}\n", "here")
@@ -99,17 +101,17 @@ def test_they_are_asked_for_by_a_word(word: str) -> None:
 
 
 def test_words_and_options_that_contradict_each_other() -> None:
-    assert QuantizeKeys(weights="int", bits=3).scheme == Int(3)
-    assert QuantizeKeys(weights="fp8").stage() == QuantizeKeys(fp8=True).stage()
+    assert QuantizeStage.build({"weights": "int", "bits": 3}).scheme == Int(3)
+    assert QuantizeStage.build({"weights": "fp8"}) == QuantizeStage.build({"fp8": True})
     with pytest.raises(RecipeError, match="'nvfp5'") as caught:
-        _ = QuantizeKeys(weights="nvfp5").scheme
+        _ = QuantizeStage.build({"weights": "nvfp5"}).scheme
     assert "nvfp4" in caught.value.remedy
     with pytest.raises(RecipeError, match="contradict"):
-        _ = QuantizeKeys(weights="nvfp4", fp8=True).scheme
+        _ = QuantizeStage.build({"weights": "nvfp4", "fp8": True}).scheme
     wrong = {"bits": 3, "group_size": 32, "activation_bits": 8, "symmetric": False}
     for word, (key, value) in [(word, item) for word in ("nvfp4", "fp8-block") for item in wrong.items()]:
         with pytest.raises(SchemeError, match=key):
-            _ = QuantizeKeys(weights=word, **{key: value}).scheme
+            _ = QuantizeStage.build({"weights": word, key: value}).scheme
 
 
 def test_the_plan_says_who_reads_them(tiny_model, tmp_path) -> None:

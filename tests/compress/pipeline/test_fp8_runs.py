@@ -13,8 +13,9 @@ from compress.checkpoint.weights import Activations, Fp8
 from compress.common.cli import demo_model_path
 from compress.cpu.binding import library
 from compress.methods.smoothquant import SmoothQuantOptions
-from compress.recipe import CalibrationOptions, QuantizeKeys, QuantizeStage
+from compress.recipe import CalibrationOptions
 from compress.recipe_file import parse_recipe
+from compress.stages.quantize import QuantizeStage
 from runtime.backends.base import Target
 from runtime.backends.registry import choose_linear
 from runtime.model.loader import load_model
@@ -115,5 +116,5 @@ def test_words_for_it():
     assert parse_recipe(text, "r.yaml").stages == (QuantizeStage("smoothquant", W8A8, options=SmoothQuantOptions(0.5)),)
     text = "stages:\n- quantize: {fp8: true, activation_bits: 16}\n"
     assert parse_recipe(text, "r.yaml").stages == (QuantizeStage("rtn", W8A16),)
-    assert QuantizeKeys(fp8=True).scheme == W8A8
-    assert QuantizeKeys(fp8=True, activation_bits=16).scheme == W8A16
+    assert QuantizeStage.build({"fp8": True}).scheme == W8A8
+    assert QuantizeStage.build({"fp8": True, "activation_bits": 16}).scheme == W8A16

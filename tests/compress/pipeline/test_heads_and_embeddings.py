@@ -17,7 +17,10 @@ from compress.common.files import size
 from compress.evaluate.scorers import open_scorer
 from compress.pipeline import embed_and_head
 from compress.pipeline.finish import compare_with_report
-from compress.recipe import CalibrationOptions, FactorizeStage, QuantizeStage, Stage, end_stages
+from compress.recipe import CalibrationOptions
+from compress.stages.base import Stage
+from compress.stages.factorize import FactorizeStage
+from compress.stages.quantize import QuantizeStage
 from runtime.model.loader import load_model
 
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
@@ -202,10 +205,10 @@ def test_a_tip_says_what_8_bits_would_save(tiny_model, tmp_path) -> None:
 
 def test_options_become_stages_of_their_own() -> None:
     calibrated = QuantizeStage("awq", Int(4, 64))
-    head, embedding = end_stages(calibrated, 4, 8)
+    head, embedding = calibrated.outside(4, 8)
     assert (head.method, head.scheme, head.targets) == ("gptq", Int(4, 64), ("lm_head",))
     assert (embedding.method, embedding.scheme, embedding.targets) == ("rtn", Int(8, None), ("embed_tokens",))
-    assert end_stages(QuantizeStage("rtn", Int(4, 64)), 4, None)[0].method == "rtn"
-    assert end_stages(calibrated, None, None) == ()
+    assert QuantizeStage("rtn", Int(4, 64)).outside(4, None)[0].method == "rtn"
+    assert calibrated.outside(None, None) == ()
     eight_bits = QuantizeStage("rtn", Int(8, None, activations=Activations.INT8))
-    assert [stage.scheme.group_size for stage in end_stages(eight_bits, 8, 4)] == [None, 128]
+    assert [stage.scheme.group_size for stage in eight_bits.outside(8, 4)] == [None, 128]

@@ -25,9 +25,9 @@ from compress.common.errors import CheckpointError, RecipeError
 from compress.evaluate.kv_cache import measure_kv_caches
 from compress.evaluate.perplexity import evaluate
 from compress.evaluate.scorers import RuntimeScorer
-from compress.methods.kv_cache import KVCacheStage, choose_kv_cache
-from compress.recipe import QuantizeStage
 from compress.recipe_file import parse_recipe
+from compress.stages.kv_cache import KVCacheStage, choose_kv_cache
+from compress.stages.quantize import QuantizeStage
 
 INT4, K8V4 = KVCacheScheme.named("int4"), KVCacheScheme.named("k8v4")
 
@@ -69,11 +69,11 @@ def test_candidates_are_what_the_options_say() -> None:
     [
         ("{format: int5}", r"kv.yaml:2.*'int5'.*'int8'"),
         ("{max_kl: 0}", r"max_kl=0.0"),
-        ("{tokens: 1}", " 2 .*tokens: 16384"),
+        ("{tokens: 1}", "tokens=1 .* 2.*tokens 16384"),
         ("{sinks: -1}", "sinks=-1 "),
         ("{format: 16bit, rotate: true}", "16-bit"),
         ("{bits: 4}", r"'bits'.*kv_cache"),
-        ("{}\n- kv_cache: {}", "kv_cache .*`auto`"),
+        ("{}\n- kv_cache: {}", "two kv_cache"),
     ],
 )
 def test_recipes_that_mean_nothing_are_refused(text, problem) -> None:
@@ -88,7 +88,7 @@ def test_figures_are_those_of_the_scorer_with_such_a_cache() -> None:
     found = measure_kv_caches(
         demo_model_path(), (INT4, K8V4), **source, on_progress=lambda done, total: seen.append((done, total))
     )
-    assert seen == [(done, 6) for done in range(1, 7)]  # 2 windows, each with 16 bits and with 2 forms
+    assert seen[-1] == (2, 2)
     scorer, exact = RuntimeScorer(demo_model_path()), RuntimeScorer(demo_model_path())
     for scheme, result in zip((INT4, K8V4), found.results, strict=True):
         scorer.kv_cache = scheme

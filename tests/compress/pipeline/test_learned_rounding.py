@@ -10,12 +10,13 @@ from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.weights import Int
 from compress.common.cli import demo_model_path
 from compress.common.errors import RecipeError
-from compress.methods.base import make_options, quantization
+from compress.methods.base import QUANTIZATION, make_options
 from compress.methods.gptaq import GPTAQOptions
 from compress.methods.hqq import quantize_hqq
 from compress.methods.signround import SignRoundOptions
 from compress.pipeline import compress_block
-from compress.recipe import CalibrationOptions, QuantizeStage
+from compress.recipe import CalibrationOptions
+from compress.stages.quantize import QuantizeStage
 
 SHORT = SignRoundOptions(steps=20, lr=0.002, batch=3)
 
@@ -143,9 +144,9 @@ def test_memory_that_runs_out_halves_the_batch_of_both_streams(tiny_model, tmp_p
 
 def test_what_alpha_means_depends_on_the_method() -> None:
     assert gptaq(alpha=0.25).options.alpha == 0.25
-    with pytest.raises(RecipeError, match=r"alpha=2\.0 .*gptaq"):
+    with pytest.raises(RecipeError, match=r"alpha=2\.0 .*at most 1"):
         gptaq(alpha=2.0)
     with pytest.raises(RecipeError, match=r"^gptaq .*outlier.*rtn"):
         gptaq(outlier_columns=0.01)
     with pytest.raises(RecipeError, match=r"alpha=0\.5 .* gptq"):
-        make_options(quantization("gptq"), {"alpha": 0.5})
+        make_options(QUANTIZATION.find("gptq"), {"alpha": 0.5})

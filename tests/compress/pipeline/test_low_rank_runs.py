@@ -12,13 +12,16 @@ from compress.checkpoint.weights.low_rank import LowRankWeight
 from compress.checkpoint.writer import export_checkpoint
 from compress.common.cli import demo_model_path
 from compress.common.errors import RecipeError, SchemeError, ToolkitError
+from compress.common.workers import Workers
 from compress.methods import base
 from compress.methods.low_rank import RankedLinear, share_out, share_out_over_blocks
 from compress.pipeline.compress_layer import decompose_block
 from compress.pipeline.finish import compare_with_report
 from compress.plan import Factoring, LayerPlan
-from compress.recipe import CalibrationOptions, FactorizeStage, QuantizeStage
+from compress.recipe import CalibrationOptions
 from compress.recipe_file import parse_recipe
+from compress.stages.factorize import FactorizeStage
+from compress.stages.quantize import QuantizeStage
 from runtime.model.loader import load_model
 from runtime.speculative.draft_model import round_layers
 
@@ -89,8 +92,10 @@ def test_factorized_layers_stand_beside_smoothed_ones(tiny_model, tmp_path) -> N
 def test_unreached_layers_say_that_they_were_decomposed_plainly() -> None:
     ranked = decompose_block(
         {"up": torch.randn(32, 64)},
-        {"up": LayerPlan(None, LowRank(None, 8), factoring=Factoring(base.factorization("svd-llm"), 0.8))},
-        {},
+        {"up": LayerPlan(None, LowRank(None, 8), factoring=Factoring(base.FACTORIZATION.find("svd-llm"), 0.8))},
+        (),
+        [{}],
+        Workers([torch.device("cpu")]),
     )
     assert ranked["up"].rank == 8
     assert ranked["up"].whitening.recovery == "svd: no calibration token reached this layer"
@@ -103,7 +108,7 @@ def test_served_as_two_products_that_are_not_fused(tiny_model, tmp_path) -> None
     assert any("q_proj, right factor" in line for line in model.description)
     assert any("down_proj, left factor" in line for line in model.description)
     assert any("gate_proj+up_proj" in line for line in model.description)
-    layers = [part for each in model.layers for part in (each.qkv, each.output, each.gate_up, each.down)]
+    layers = [part for each in model.layers for part in each.linears]
     outside = model.embedding.nbytes + model.head.nbytes
     assert foreseen_bytes(out, torch.float32) == outside + sum(part.nbytes for part in layers)
 

@@ -12,7 +12,8 @@ from runs import prepared
 from tiny_models import pack_model
 
 from compress.checkpoint.weights import BlockFp8, Int, Scheme
-from compress.recipe import CalibrationOptions, QuantizeStage
+from compress.recipe import CalibrationOptions
+from compress.stages.quantize import QuantizeStage
 
 GPTQ = QuantizeStage("gptq", Int(4, 64))
 ROOT = Path(__file__).parents[3]
@@ -26,19 +27,19 @@ from compress.checkpoint.weights import Int
 from compress.pipeline.run import run
 from compress.pipeline.prepare import RunRequest, prepare
 from compress.recipe import CalibrationOptions, Recipe
-from compress.recipe import QuantizeStage
+from compress.stages.quantize import QuantizeStage
 
 model, out = map(Path, sys.argv[1:3])
 recipe = Recipe((QuantizeStage(sys.argv[3], Int(4, 64)),), CalibrationOptions(samples=4, length=64))
-run(prepare(RunRequest(model, "test", recipe, out, measure=False)), quiet=True)
+run(prepare(RunRequest(model, "test", recipe, out, devices=sys.argv[4], micro_batch=1, measure=False)), quiet=True)
 # Not ru_maxrss: that one starts from the memory of the process that forked this one.
 status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
 print(int(status["VmHWM"].split()[0]) / 1024)
 """
 
 
-def peak_megabytes(model: Path, out: Path, method: str = "gptq") -> float:
-    command = [sys.executable, "-c", MEASURE, str(model), str(out), method]
+def peak_megabytes(model: Path, out: Path, method: str = "gptq", devices: str = "cpu") -> float:
+    command = [sys.executable, "-c", MEASURE, str(model), str(out), method, devices]
     # Every larger allocation gets pages of its own, so the peak is what was in use and not what the C library kept.
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "1048576"}
     finished = subprocess.run(
@@ -70,6 +71,20 @@ def test_peak_memory_of_6_blocks_is_that_of_2(tiny_model, tmp_path, scheme) -> N
     assert extra > 35
     # Were all blocks resident, four more would add at least their own bytes.
     assert peaks[6] - peaks[2] < 0.25 * extra, (peaks, sizes)
+
+
+@pytest.mark.full
+def test_a_worker_adds_less_than_a_block_at_any_depth(tiny_model, tmp_path) -> None:
+    size = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 4}
+    peaks = {}
+    for layers, devices in ((2, "cpu"), (2, "cpu,cpu,cpu"), (6, "cpu,cpu,cpu")):
+        model = tiny_model(dtype=torch.float32, num_hidden_layers=layers, **size)
+        peaks[layers, devices] = peak_megabytes(model, tmp_path / f"{layers}{devices}", devices=devices)
+        numbers = sum(each.numel() for each in prepared(model, tmp_path / "out", GPTQ).skeleton.blocks[0].parameters())
+    # Weights in the dtype of computation, and float32 masters.
+    block = numbers * 8 / 2**20
+    assert peaks[2, "cpu,cpu,cpu"] - peaks[2, "cpu"] < 2 * block, (peaks, block)
+    assert peaks[6, "cpu,cpu,cpu"] - peaks[2, "cpu,cpu,cpu"] < block, (peaks, block)
 
 
 def wide_mixture(tiny_model, experts: int) -> Path:

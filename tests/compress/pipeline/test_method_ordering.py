@@ -12,8 +12,12 @@ from runs import compared_with, compress, with_outliers
 
 from compress.checkpoint.weights import Int, NMSparsity, Scheme
 from compress.common.cli import bundled_path, demo_model_path
-from compress.methods.rotation import RotateStage
-from compress.recipe import CalibrationOptions, FactorizeStage, PruneStage, QuantizeStage, Stage
+from compress.recipe import CalibrationOptions
+from compress.stages.base import Stage
+from compress.stages.factorize import FactorizeStage
+from compress.stages.prune import PruneStage
+from compress.stages.quantize import QuantizeStage
+from compress.stages.rotate import RotateStage
 
 
 @dataclass(frozen=True)

@@ -19,23 +19,28 @@ from transformers import PreTrainedModel
 
 from compress.checkpoint.config import read_config
 from compress.checkpoint.dequantized import open_source
-from compress.checkpoint.formats.readers import REFUSED_BY, TRANSFORMERS
+from compress.checkpoint.formats.base import TRANSFORMERS
+from compress.checkpoint.formats.readers import REFUSED_BY
 from compress.checkpoint.meta_model import auto_class
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.weights import Activations, Int, NMSparsity
 from compress.checkpoint.writer import export_checkpoint
 from compress.common.cli import demo_model_path
+from compress.common.workers import Workers
 from compress.evaluate.scorers import load_dequantized
 from compress.methods import base
 from compress.methods.signround import SignRoundOptions
 from compress.pipeline.block import fill, load_block, release
 from compress.pipeline.capture import capture_inputs, run_all
 from compress.pipeline.skeleton import open_skeleton
-from compress.recipe import FactorizeStage, PruneStage, QuantizeStage
+from compress.stages.factorize import FactorizeStage
+from compress.stages.prune import PruneStage
+from compress.stages.quantize import QuantizeStage
 from runtime.model.loader import load_model
 from runtime.model.scoring import score
 
 CPU = torch.device("cpu")
+ONE = Workers([CPU])
 TOKENS = torch.randint(10, 4000, (2, 40), generator=torch.Generator().manual_seed(1))
 W4 = Int(4, 16)
 FAMILIES = sorted(MIXTURES - STACKED)
@@ -77,7 +82,7 @@ def test_blocks_with_single_experts_give_the_logits_of_fused_ones(mixture, famil
         for index in range(skeleton.num_blocks):
             block = load_block(skeleton, files, index, set(), CPU, torch.float64)
             compute_decays(block.module)
-            inputs.hidden = run_all(block.module, block.name, inputs, index, CPU)
+            inputs.hidden = run_all(block, inputs, index, ONE)
             release(block.module)
             assert all(parameter.is_meta for parameter in block.module.parameters())
         last = skeleton.architecture.final_norm
@@ -110,7 +115,7 @@ def test_packed_experts_are_served_as_they_were_verified(mixture, family: str, m
     stored = {name.removesuffix(".weight") for name in open_source(mixture(family))[0].names()}
     experts = {name for name in stored if ".experts." in name}
     has_gates = len({name.rpartition(".")[2] for name in experts}) == 3
-    assert any(".experts." in name for name in smoothed) == (has_gates and base.quantization(method).smooths)
+    assert any(".experts." in name for name in smoothed) == (has_gates and base.QUANTIZATION.find(method).smooths)
     assert experts
     assert experts <= packed.schemes.keys()
     assert_scored_like_its_weights(tmp_path / "out", tmp_path / "dense")

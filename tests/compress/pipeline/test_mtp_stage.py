@@ -17,11 +17,11 @@ from compress.checkpoint.writer import export_checkpoint
 from compress.common.cli import demo_model_path
 from compress.common.errors import CheckpointError, RecipeError
 from compress.common.files import REPORT_FILE
-from compress.methods.mtp import MtpStage
 from compress.pipeline.finish import compare_with_report
 from compress.pipeline.mtp_head import HeadResult
-from compress.recipe import QuantizeStage
 from compress.recipe_file import parse_recipe
+from compress.stages.mtp import MtpStage
+from compress.stages.quantize import QuantizeStage
 from runtime.model.loader import load_model
 from runtime.model.mtp import load_head
 
@@ -118,7 +118,7 @@ def test_a_model_without_a_head_is_refused_before_the_run(tmp_path) -> None:
     ("text", "problem"),
     [
         ("{min_acceptance: 0}", "min_acceptance=0"),
-        ("{tokens: 2}", "tokens: 8192"),
+        ("{tokens: 2}", "tokens=2 .* 3.*tokens 8192"),
         ("{}\n- mtp: {}", "two mtp stages"),
         ("{format: 4}", "'format'.*mtp"),
     ],
@@ -130,5 +130,6 @@ def test_recipes_that_mean_nothing_are_refused(text, problem) -> None:
 
 def test_a_recipe_file_has_the_stage() -> None:
     recipe = parse_recipe("stages:\n- mtp: {bits: 8, group_size: -1, min_acceptance: 0.9}\n", "mtp.yaml")
-    assert recipe.mtp == MtpStage(8, -1, 0.9)
-    assert recipe.mtp.scheme == Int(8, None)
+    stage = recipe.find(MtpStage)
+    assert stage == MtpStage(8, -1, 0.9)
+    assert stage.scheme == Int(8, None)

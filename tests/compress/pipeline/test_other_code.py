@@ -15,7 +15,8 @@ from compress.checkpoint.verify import verify_structure
 from compress.checkpoint.weights import Int
 from compress.common.cli import demo_model_path
 from compress.common.errors import CheckpointError
-from compress.recipe import CalibrationOptions, QuantizeStage
+from compress.recipe import CalibrationOptions
+from compress.stages.quantize import QuantizeStage
 
 SIZES = {"vocab_size": 8192, "hidden_size": 32, "num_hidden_layers": 2, "bos_token_id": 1, "eos_token_id": 2}
 FEW = CalibrationOptions(samples=2, length=16)

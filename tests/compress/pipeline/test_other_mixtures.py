@@ -19,7 +19,7 @@ from compress.checkpoint.writer import export_checkpoint
 from compress.common.cli import demo_model_path
 from compress.common.errors import CheckpointError
 from compress.evaluate.scorers import load_dequantized
-from compress.recipe import QuantizeStage
+from compress.stages.quantize import QuantizeStage
 from runtime.model.loader import load_model
 from runtime.model.scoring import score
 

@@ -1,4 +1,4 @@
-"""Faults in a run: one clear error, nothing half-written, and memory shortage is no error at all."""
+"""Faults in a run: one clear error, nothing half-written, and a shortage of memory is not an error."""
 
 import errno
 import os
@@ -11,11 +11,12 @@ from folders import change_tensors, private_copy
 
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.weights import Int
-from compress.common.errors import CheckpointError, DataError, NumericsError, ToolkitError
+from compress.common.errors import CheckpointError, DataError, NumericsError, ToolkitError, is_out_of_memory
 from compress.evaluate.kv_cache import measured_windows
-from compress.pipeline.memory import is_out_of_memory, with_smaller_batches
+from compress.pipeline.memory import with_smaller_batches
 from compress.pipeline.run import RunResult
-from compress.recipe import CalibrationOptions, QuantizeStage
+from compress.recipe import CalibrationOptions
+from compress.stages.quantize import QuantizeStage
 
 
 def compress(model: Path, out: Path, method: str = "gptq", **options) -> RunResult:
@@ -96,23 +97,20 @@ class LittleMemory:
         self.most, self.kind, self.refused = most, kind, []
 
     def __call__(self, original):
-        def run_block(module, hidden, call):
+        def run(call, module, hidden):
             if len(hidden) > self.most:
                 self.refused.append(len(hidden))
                 raise self.kind("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory: 4 bytes")
-            return original(module, hidden, call)
+            return original(call, module, hidden)
 
-        return run_block
+        return run
 
 
 def starve(monkeypatch, most: int, kind: type[BaseException] = RuntimeError) -> LittleMemory:
-    import compress.pipeline.capture
-    import compress.pipeline.smoothing
+    from compress.pipeline.capture import Call
 
     memory = LittleMemory(most, kind)
-    limited = memory(compress.pipeline.capture.run_block)
-    for module in (compress.pipeline.capture, compress.pipeline.capture, compress.pipeline.smoothing):
-        monkeypatch.setattr(module, "run_block", limited)
+    monkeypatch.setattr(Call, "run", memory(Call.run))
     return memory
 
 

@@ -11,8 +11,8 @@ from compress.checkpoint.config import read_config
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.safetensors import TensorFiles
 from compress.checkpoint.weights import Int, Scheme
-from compress.recipe import QuantizeStage
 from compress.reporting.report_data import read_report
+from compress.stages.quantize import QuantizeStage
 
 
 @pytest.mark.parametrize(("bits", "symmetric", "group_size"), covering(range(2, 9), [True, False], [32, None]))

@@ -10,7 +10,8 @@ from compress.checkpoint.weights import NM, Int, NMSparsity
 from compress.checkpoint.writer import BlockStore, export_checkpoint
 from compress.common.errors import CheckpointError, SchemeError
 from compress.pipeline.finish import compare_with_report
-from compress.recipe import PruneStage, QuantizeStage
+from compress.stages.prune import PruneStage
+from compress.stages.quantize import QuantizeStage
 
 TWO_OF_FOUR = NMSparsity(2, 4)
 
@@ -108,7 +109,7 @@ def test_stages_apply_where_they_are_told(tiny_model, tmp_path) -> None:
 
 @pytest.mark.parametrize("method", ["magnitude", "sparsegpt"])
 def test_zeros_are_where_the_first_pass_put_them(tiny_model, tmp_path, method) -> None:
-    stage = PruneStage(method, sparsity=0.6, layerwise="owl", outlier_factor=2.0, ignore=("down_proj",))
+    stage = PruneStage(method, sparsity=0.6, layerwise="owl", owl_m=2.0, ignore=("down_proj",))
     report = compress(tiny_model("llama"), tmp_path / "out", stage).report
     shares = {each["block"]: each["share"] for each in report["layerwise"]}
     assert len(set(shares.values())) == 3
@@ -121,7 +122,7 @@ def test_zeros_are_where_the_first_pass_put_them(tiny_model, tmp_path, method) -
 
 
 def test_mixed_patterns_are_packed_with_integers(tiny_model, tmp_path) -> None:
-    stage = PruneStage("wanda", NMSparsity(4, 8), layerwise="owl", outlier_factor=2.0, spread=0.25)
+    stage = PruneStage("wanda", NMSparsity(4, 8), layerwise="owl", owl_m=2.0, owl_lambda=0.25)
     report = compress(tiny_model("llama"), tmp_path / "out", stage, QuantizeStage("gptq", Int(4, 64))).report
     patterns = {each["block"]: each["pattern"] for each in report["layerwise"]}
     assert len(set(patterns.values())) > 1
@@ -132,7 +133,7 @@ def test_mixed_patterns_are_packed_with_integers(tiny_model, tmp_path) -> None:
 
 @pytest.mark.parametrize("write", [2, 4])
 def test_a_run_broken_off_in_its_first_pass_continues_there(tiny_model, tmp_path, monkeypatch, write) -> None:
-    stage = PruneStage("wanda", sparsity=0.6, layerwise="owl", outlier_factor=2.0)
+    stage = PruneStage("wanda", sparsity=0.6, layerwise="owl", owl_m=2.0)
     whole = compress(tiny_model("llama"), tmp_path / "whole", stage)
     original, written = BlockStore.write, []
 

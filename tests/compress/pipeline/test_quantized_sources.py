@@ -20,12 +20,14 @@ from compress.checkpoint.weights.base import digest
 from compress.checkpoint.writer import export_checkpoint
 from compress.common.cli import demo_model_path
 from compress.common.errors import CheckpointError
-from compress.methods.rotation import RotateStage
 from compress.pipeline.prepare import RunRequest
-from compress.recipe import CalibrationOptions, PruneStage, QuantizeStage
+from compress.recipe import CalibrationOptions
 from compress.search.run import Files, carry_out, find
 from compress.search.space import Goal, SearchRequest, parse_candidates
 from compress.search.survey import survey
+from compress.stages.prune import PruneStage
+from compress.stages.quantize import QuantizeStage
+from compress.stages.rotate import RotateStage
 from runtime.model.loader import load_model
 from runtime.model.scoring import score
 

@@ -9,7 +9,7 @@ from compress.checkpoint.safetensors import MappedFile
 from compress.checkpoint.weights import Int
 from compress.common.errors import CheckpointError
 from compress.pipeline.resume import Progress
-from compress.recipe import QuantizeStage
+from compress.stages.quantize import QuantizeStage
 
 SHARD, PIECE = "finished/model.safetensors", "pieces/block-00001.safetensors"
 
@@ -19,7 +19,7 @@ def flip(path: Path) -> None:
     file = MappedFile.open(path)
     name = next(name for name in sorted(file.entries) if "layers.1" in name and name.endswith("_packed"))
     content = bytearray(path.read_bytes())
-    content[file.data_start + file.entries[name].begin] ^= 0x11
+    content[file.entries[name].place[1]] ^= 0x11
     path.write_bytes(content)
 
 

@@ -14,11 +14,13 @@ from runs import compress, same_bytes
 from compress.checkpoint.weights import Int
 from compress.checkpoint.writer import BlockStore
 from compress.common.errors import CheckpointError
-from compress.methods.rotation import RotateStage
 from compress.methods.signround import SignRoundOptions
 from compress.pipeline.prepare import RunRequest, prepare
 from compress.pipeline.run import run
-from compress.recipe import CalibrationOptions, FactorizeStage, QuantizeStage, Recipe
+from compress.recipe import CalibrationOptions, Recipe
+from compress.stages.factorize import FactorizeStage
+from compress.stages.quantize import QuantizeStage
+from compress.stages.rotate import RotateStage
 
 # A fresh process that has torch loaded already, and no threads yet when it forks.
 SPAWN = multiprocessing.get_context("forkserver")

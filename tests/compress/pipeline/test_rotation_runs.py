@@ -14,10 +14,11 @@ from tiny_models import load_reference, reference_logits, save_tiny_model
 from compress.checkpoint.config import read_config
 from compress.checkpoint.safetensors import TensorFiles
 from compress.common.errors import RecipeError
-from compress.methods.rotation import RotateStage
 from compress.pipeline.run import RunResult
-from compress.recipe import QuantizeStage, Recipe
+from compress.recipe import Recipe
 from compress.recipe_file import parse_recipe
+from compress.stages.quantize import QuantizeStage
+from compress.stages.rotate import RotateStage
 
 TOKENS = torch.arange(24).view(2, 12) * 7 % 112
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")

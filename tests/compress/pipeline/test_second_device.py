@@ -10,9 +10,12 @@ from second_device import SECOND, SecondDevice
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.weights import Activations, Int, NMSparsity
 from compress.checkpoint.weights.sparse_nm import SparseWeight
+from compress.common.workers import Workers
 from compress.pipeline.prepare import RunRequest, prepare
 from compress.pipeline.run import run
-from compress.recipe import CalibrationOptions, PruneStage, QuantizeStage, Recipe
+from compress.recipe import CalibrationOptions, Recipe
+from compress.stages.prune import PruneStage
+from compress.stages.quantize import QuantizeStage
 
 SEQUENCES, LENGTH = 6, 32
 STAGES = {
@@ -28,7 +31,7 @@ STAGES = {
 def compress(source: Path, out: Path, name: str, device: torch.device):
     recipe = Recipe(tuple(STAGES[name]), CalibrationOptions(samples=SEQUENCES, length=LENGTH))
     request = RunRequest(source, str(source), recipe, out, measure=False, dtype="float32", micro_batch=2)
-    prepared = replace(prepare(request), device=device)
+    prepared = replace(prepare(request), workers=Workers([device]))
     return run(prepared, quiet=True)
 
 

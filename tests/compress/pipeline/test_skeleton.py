@@ -14,7 +14,7 @@ from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.safetensors import TensorFiles
 from compress.pipeline.run import run
 from compress.pipeline.skeleton import open_skeleton
-from compress.recipe import QuantizeStage
+from compress.stages.quantize import QuantizeStage
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])

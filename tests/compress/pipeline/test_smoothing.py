@@ -6,15 +6,18 @@ import torch
 from compress.checkpoint.config import read_config
 from compress.checkpoint.safetensors import TensorFiles
 from compress.checkpoint.weights import Int
+from compress.common.workers import Workers
 from compress.methods import base
 from compress.methods.base import Needs
 from compress.pipeline.block import BlockJob, load_block
-from compress.pipeline.capture import capture_inputs, observe, run_all
+from compress.pipeline.capture import capture_inputs, run_all
+from compress.pipeline.observe import observe
 from compress.pipeline.skeleton import open_skeleton
 from compress.pipeline.smoothing import HeadLayout, fold_scale, head_layout, search_scale, trace_modules
 from compress.plan import LayerPlan
 
 CPU = torch.device("cpu")
+ONE = Workers([CPU])
 TOKENS = torch.randint(10, 8000, (4, 32), generator=torch.Generator().manual_seed(2))
 
 
@@ -29,7 +32,7 @@ class OpenBlock:
         self.block = load_block(self.skeleton, self.files, 1, names, CPU, torch.float32)
         self.job = BlockJob(
             1,
-            {name: LayerPlan(base.quantization("awq"), Int(3, 32)) for name in names},
+            {name: LayerPlan(base.QUANTIZATION.find("awq"), Int(3, 32)) for name in names},
             tuple(each for each in self.skeleton.architecture.mappings if names >= set(each.balance_layers)),
             torch.bfloat16,
             self.skeleton.head_dim(0),
@@ -39,7 +42,7 @@ class OpenBlock:
     def output(self) -> torch.Tensor:
         for name, weight in self.block.weights.items():
             self.block.set_weight(name, weight)
-        return run_all(self.block.module, self.block.name, self.inputs, 1, CPU)
+        return run_all(self.block, self.inputs, 1, ONE)
 
 
 @pytest.mark.parametrize(
@@ -93,10 +96,11 @@ def test_search_finds_the_scale_that_an_outlier_channel_needs(tiny_model) -> Non
     opened.block.set_dense("input_layernorm.weight", norm)
     edge = opened.job.smoothing_mappings[0]
     needs = dict.fromkeys(opened.job.layer_plans, Needs())
-    observed = observe(opened.block, opened.inputs, 1, needs, CPU)
+    observed = observe(opened.block, opened.inputs, 1, needs, ONE)
     traces, _ = trace_modules(opened.block, opened.inputs, 1, [edge.parent], CPU)
     untouched = {name: opened.block.linear(name).weight.clone() for name in edge.balance_layers}
-    result = search_scale(opened.block, edge, traces[edge.parent], observed, opened.job.layer_plans, HeadLayout())
+    seen = observed.statistics[edge.balance_layers[0]]
+    result = search_scale(opened.block, edge, traces[edge.parent], seen, opened.job.layer_plans, HeadLayout())
     assert result.loss_after < 0.9 * result.loss_before
     assert result.scale[5] > 3 * result.scale.median()
     assert all(torch.equal(opened.block.linear(name).weight, weight) for name, weight in untouched.items())
@@ -106,7 +110,7 @@ def test_search_finds_the_scale_that_an_outlier_channel_needs(tiny_model) -> Non
 def test_siblings_share_statistics_by_what_they_receive(tiny_model) -> None:
     opened = OpenBlock(tiny_model("llama"))
     needs = {name: Needs(hessian=name.endswith("v_proj")) for name in opened.job.layer_plans}
-    observed = observe(opened.block, opened.inputs, 1, needs, CPU)
+    observed = observe(opened.block, opened.inputs, 1, needs, ONE)
     groups = {frozenset(group) for group in observed.groups}
     assert frozenset({"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"}) in groups
     assert frozenset({"mlp.gate_proj", "mlp.up_proj"}) in groups

@@ -13,7 +13,8 @@ from compress.checkpoint.weights import Activations, Int
 from compress.common.cli import demo_model_path
 from compress.evaluate.scorers import RuntimeScorer
 from compress.methods.smoothquant import SmoothQuantOptions
-from compress.recipe import CalibrationOptions, QuantizeStage
+from compress.recipe import CalibrationOptions
+from compress.stages.quantize import QuantizeStage
 
 W8A8 = Int(8, None, activations=Activations.INT8)
 

@@ -15,7 +15,7 @@ from compress.checkpoint.weights import Int
 from compress.checkpoint.writer import export_checkpoint
 from compress.common.errors import CheckpointError
 from compress.evaluate.scorers import load_dequantized
-from compress.recipe import QuantizeStage
+from compress.stages.quantize import QuantizeStage
 
 LEFT_OUT = "model.layers.3.mixer.up_proj"
 

@@ -1,4 +1,4 @@
-"""The check behind compression of models that do not fit in memory twice."""
+"""The check after compression, for models that do not fit in memory twice."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from runs import num_forms, prepared
 from compress.checkpoint.weights import Int
 from compress.evaluate import session
 from compress.pipeline.run import run
-from compress.recipe import QuantizeStage
+from compress.stages.quantize import QuantizeStage
 from runtime.model import streamed
 
 STAGE = QuantizeStage("rtn", Int(4, 32))

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from compress.checkpoint.weights import Int
 from compress.common.cli import demo_model_path
 from compress.evaluate.scorers import load_dequantized
-from compress.recipe import QuantizeStage
+from compress.stages.quantize import QuantizeStage
 
 TOKENS = torch.randint(10, 8000, (1, 24), generator=torch.Generator().manual_seed(0))
 RUN_PACKED = {

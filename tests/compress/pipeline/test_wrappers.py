@@ -20,7 +20,8 @@ from compress.common.cli import demo_model_path
 from compress.common.errors import CheckpointError, RecipeError
 from compress.evaluate.scorers import load_dequantized
 from compress.models.wrappers import LAYOUTS, TIED, TextNames, text_part, whole_config
-from compress.recipe import QuantizeStage, RotateStage
+from compress.stages.quantize import QuantizeStage
+from compress.stages.rotate import RotateStage
 from runtime.model.loader import load_model
 from runtime.model.scoring import score
 
@@ -107,8 +108,8 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A packed model with two schemes, a dense linear and a head of its own."""
     folder = tmp_path_factory.mktemp("mixed")
     source = wrapped_model(folder / "source", "qwen3_vl")
-    eight = QuantizeStage("rtn", Int(8, 32), ("*.o_proj", "lm_head"))
-    four = QuantizeStage("rtn", Int(4, 32), ("*layers.0.mlp.*_proj", "*.[qkv]_proj"))
+    eight = QuantizeStage("rtn", Int(8, 32), targets=("*.o_proj", "lm_head"))
+    four = QuantizeStage("rtn", Int(4, 32), targets=("*layers.0.mlp.*_proj", "*.[qkv]_proj"))
     compress(source, folder / "packed", eight, four)
     return folder / "packed"
 

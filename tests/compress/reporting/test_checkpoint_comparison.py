@@ -10,9 +10,10 @@ import pytest
 from compress.checkpoint.weights import Int
 from compress.cli import main
 from compress.common.errors import ToolkitError
-from compress.recipe import QuantizeStage, Recipe
+from compress.recipe import Recipe
 from compress.reporting.comparison import compare, compare_page, judged_by
 from compress.reporting.report_data import RunReport, read_report
+from compress.stages.quantize import QuantizeStage
 
 
 @pytest.fixture(scope="module")

@@ -16,8 +16,9 @@ from compress.common.errors import CheckpointError
 from compress.common.files import REPORT_FILE
 from compress.pipeline.prepare import RunRequest, prepare
 from compress.pipeline.run import run
-from compress.recipe import QuantizeStage, Recipe
+from compress.recipe import Recipe
 from compress.reporting.model_card import CARD_FILE, MARK, write_card
+from compress.stages.quantize import QuantizeStage
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 SOURCE_CARD = """---

@@ -8,10 +8,11 @@ from browser import browser
 from compress.checkpoint.weights import Int
 from compress.pipeline.prepare import RunRequest, prepare
 from compress.pipeline.run import run
-from compress.recipe import CalibrationOptions, QuantizeStage, Recipe
+from compress.recipe import CalibrationOptions, Recipe
 from compress.reporting.comparison import compare, compare_page
 from compress.reporting.report_data import read_headers, read_report
 from compress.reporting.report_page import report_page
+from compress.stages.quantize import QuantizeStage
 
 WIDTHS = (360, 1280)
 

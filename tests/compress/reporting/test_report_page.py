@@ -14,10 +14,12 @@ from compress.cli import main
 from compress.common.errors import CheckpointError, ToolkitError
 from compress.pipeline.prepare import RunRequest, prepare
 from compress.pipeline.run import run
-from compress.recipe import CalibrationOptions, PruneStage, QuantizeStage, Recipe
+from compress.recipe import CalibrationOptions, Recipe
 from compress.reporting.page import Page
 from compress.reporting.report_data import read_headers, read_report
 from compress.reporting.report_page import report_page
+from compress.stages.prune import PruneStage
+from compress.stages.quantize import QuantizeStage
 
 HOSTILE = "<script>alert('x')</script>\"&\u202e"
 REPORT = "compression_report.json"

@@ -8,17 +8,18 @@ from pydantic import ValidationError
 
 from compress.common.cli import demo_model_path
 from compress.common.errors import CheckpointError
-from compress.methods.kv_cache import KVCacheStage
 from compress.pipeline.prepare import RunRequest, prepare
 from compress.pipeline.run import run
-from compress.recipe import CalibrationOptions, PruneStage, Recipe
+from compress.recipe import CalibrationOptions, Recipe
 from compress.reporting.comparison import compare, table_rows
 from compress.reporting.report_data import SearchRecord, read_headers, read_report
 from compress.reporting.report_page import report_page
+from compress.stages.kv_cache import KVCacheStage
+from compress.stages.prune import PruneStage
 
 
 def test_shares_of_blocks_are_read_and_drawn(tiny_model, tmp_path) -> None:
-    stage = PruneStage("wanda", sparsity=0.6, layerwise="owl", outlier_factor=2.0)
+    stage = PruneStage("wanda", sparsity=0.6, layerwise="owl", owl_m=2.0)
     recipe = Recipe((stage,), CalibrationOptions(samples=4, length=32))
     result = run(prepare(RunRequest(tiny_model(), str(tiny_model()), recipe, tmp_path / "out", measure=False)), True)
     report = read_report(tmp_path / "out")

@@ -7,9 +7,10 @@ import pytest
 
 from calibration.parts import Part
 from compress.checkpoint.weights import Int, NMSparsity
+from compress.common.cli import size_in_bytes
 from compress.common.errors import CheckpointError, RecipeError, ToolkitError
 from compress.common.files import atomic_file
-from compress.recipe import CalibrationOptions, FactorizeStage, PruneStage, QuantizeStage, Recipe, parse_size
+from compress.recipe import CalibrationOptions, Recipe
 from compress.recipe_file import load_recipe, load_work, parse_recipe, parse_work
 from compress.search.run import check_recipe_file, recipe_text, write_recipe
 from compress.search.space import (
@@ -18,8 +19,12 @@ from compress.search.space import (
     Goal,
     LayerGroup,
     SearchRequest,
+    float_words,
     parse_candidates,
 )
+from compress.stages.factorize import FactorizeStage
+from compress.stages.prune import PruneStage
+from compress.stages.quantize import QuantizeStage
 
 
 def test_menu_words() -> None:
@@ -32,12 +37,21 @@ def test_menu_words() -> None:
 @pytest.mark.parametrize(
     ("word", "stages"),
     [
-        ("rank0.8", (FactorizeStage("svd-llm", 0.8, "uniform", ("q",)),)),
-        ("asvd0.75w8", (FactorizeStage("asvd", 0.75, "uniform", ("q",)), QuantizeStage("gptq", Int(8, None), ("q",)))),
+        ("rank0.8", (FactorizeStage("svd-llm", 0.8, "uniform", targets=("q",)),)),
+        (
+            "asvd0.75w8",
+            (
+                FactorizeStage("asvd", 0.75, "uniform", targets=("q",)),
+                QuantizeStage("gptq", Int(8, None), targets=("q",)),
+            ),
+        ),
         ("2:4", (PruneStage(pattern=NMSparsity(2, 4), targets=("q",)),)),
         (
             "4:8w4g128asym",
-            (PruneStage(pattern=NMSparsity(4, 8), targets=("q",)), QuantizeStage("gptq", Int(4, 128, False), ("q",))),
+            (
+                PruneStage(pattern=NMSparsity(4, 8), targets=("q",)),
+                QuantizeStage("gptq", Int(4, 128, False), targets=("q",)),
+            ),
         ),
         ("dense", ()),
     ],
@@ -60,7 +74,7 @@ def test_forms_know_about_how_many_bits_they_take() -> None:
         ("w4g128,four", "'four'"),
         ("w4,", "''"),
         ("w4,2:4rank0.8", r"2:4rank0.8"),
-        ("w4,rank1.0", r"keep=1\.0 .*--keep"),
+        ("w4,rank1.0", r"keep=1\.0 .*keep 0\.8"),
         ("w4,2:3", " 2:3 "),
         ("w4,4:8w4g4", r" 4 .*4:8.*--group-size"),
     ],
@@ -74,13 +88,13 @@ def test_menus_that_mean_nothing(text: str, said: str) -> None:
     ("text", "size"), [("5GB", 5 * 10**9), ("1.5 GiB", 3 * 2**29), ("800mb", 8 * 10**8), ("123", 123)]
 )
 def test_sizes(text: str, size: int) -> None:
-    assert parse_size(text) == size
+    assert size_in_bytes(text) == size
 
 
 @pytest.mark.parametrize("text", ["5 parsecs", "-5GB", "GB", ""])
 def test_no_sizes(text: str) -> None:
-    with pytest.raises(RecipeError, match=f"^{text!r} "):
-        parse_size(text)
+    with pytest.raises(RecipeError, match=f"size {text!r}"):
+        size_in_bytes(text)
 
 
 @pytest.mark.parametrize("given", [{}, {"kl": 0.1, "size": 5}, {"kl": 0.0}, {"bits_per_weight": float("inf")}])
@@ -153,8 +167,8 @@ def test_a_written_recipe_reads_as_what_was_meant(source) -> None:
     narrow, wide = Int(3, 64, False), Int(8, None)
     recipe = search.recipe(dict(zip(UNITS, map(Candidate, (wide, narrow, narrow)), strict=True)))
     assert recipe.stages == (
-        QuantizeStage("gptq", narrow, ("b.0.o", "b.1.o")),
-        QuantizeStage("gptq", wide, ("b.0.q", "b.0.k")),
+        QuantizeStage("gptq", narrow, targets=("b.0.o", "b.1.o")),
+        QuantizeStage("gptq", wide, targets=("b.0.q", "b.0.k")),
     )
     assert parse_recipe(recipe_text(recipe, ["a remark: #1"]), "x.yaml") == recipe
 
@@ -175,6 +189,13 @@ def test_rank_and_sparsity_are_written_as_stages_of_their_own() -> None:
         search.recipe(dict.fromkeys(UNITS, Candidate()))
 
 
+@pytest.mark.parametrize("word", [*float_words(), "w4g64asym", "w8", "2:4w4g128", "4:8", "rank0.8w8", "asvd0.75"])
+def test_the_stages_of_every_candidate_are_read_back(word: str) -> None:
+    (candidate, _) = parse_candidates(f"{word},dense")
+    recipe = Recipe(candidate.stages("gptq", ("q", "re:.*k")), name="x")
+    assert parse_recipe(recipe_text(recipe, []), "x.yaml") == recipe
+
+
 @pytest.mark.parametrize("word", ["rank0.8", "asvd0.8", "2:4"])
 def test_rounding_to_nearest_goes_with_nothing_that_looks_at_inputs(word: str) -> None:
     with pytest.raises(RecipeError, match=f"^{word} .*rtn.*gptq"):
@@ -189,7 +210,7 @@ def test_menus_of_recipes_have_patterns_without_quotes() -> None:
 
 
 def test_only_recipes_of_searches_are_written_over(tmp_path) -> None:
-    recipe = Recipe((QuantizeStage("gptq", Int(4, 128), ("o",)),))
+    recipe = Recipe((QuantizeStage("gptq", Int(4, 128), targets=("o",)),))
     path = tmp_path / "r.yaml"
     write_recipe(path, recipe, ["first"])
     write_recipe(path, recipe, ["second"])

@@ -98,8 +98,6 @@ def test_a_dense_checkpoint_runs_compiled(tied, tmp_path, monkeypatch):
     assert isinstance(model.head, CpuLinear)
     assert layers_unsupported_reason(model, build_runner(model, RuntimeConfig()).memory) == ""
     assert any("dense bfloat16, kernel cpu" in line for line in model.description)
-    held = model.head.nbytes + sum(
-        linear.nbytes for layer in model.layers for linear in (layer.qkv, layer.output, layer.gate_up, layer.down)
-    )
-    embedding = 0 if tied else model.config.vocab_size * model.config.hidden_size * 2
+    held = model.head.nbytes + sum(linear.nbytes for layer in model.layers for linear in layer.linears)
+    embedding = 0 if tied else model.config.spec.vocab_size * model.config.spec.hidden_size * 2
     assert model.nbytes == held + embedding

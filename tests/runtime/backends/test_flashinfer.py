@@ -82,7 +82,7 @@ REQUESTS = [(name, [(seed * 7 + i * 5) % 112 for i in range(length)], GREEDY)
 @pytest.mark.usefixtures("_package")
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_tokens_are_those_of_plain_torch(family: str, tmp_path: Path) -> None:
-    """Prompts in chunks beside decodes, shared prefixes, a sliding window and a soft cap."""
+    """Steps with chunks of prompts and decodes, shared prefixes, a sliding window and a soft cap."""
     folder = save_tiny_model(tmp_path / "model", family, torch.float64, **VARIANTS.get(family, {}))
     decoder = load_model(folder, dtype="float64")
     options = {"prefill_chunk": 12, "max_num_batched_tokens": 24, "max_num_seqs": 3}

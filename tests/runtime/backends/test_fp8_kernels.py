@@ -9,7 +9,7 @@ from compress.checkpoint.weights import Activations, Fp8, Int
 from compress.common.errors import SchemeError
 from runtime.backends.base import Target
 from runtime.backends.registry import choose_linear
-from runtime.model.side_by_side import fuse_weights
+from runtime.model.composed import fuse_weights
 
 CPU = torch.device("cpu")
 W8A16, W8A8 = Fp8(), Fp8(Activations.FP8)

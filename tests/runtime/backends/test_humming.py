@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from compress.checkpoint.weights import Activations, Int
-from compress.checkpoint.weights.integer import IntegerWeight, unpack_bits
+from compress.checkpoint.weights.coded import CodedWeight
+from compress.checkpoint.weights.packing import unpack_bits
 from compress.common.errors import DataError, SchemeError
 from runtime.backends.base import Target
 from runtime.backends.humming import linear as humming
@@ -23,13 +24,13 @@ SOME_GPU = Gpu("Some GPU", (9, 0), 132)
 SCHEMES = (Int(4, 128), Int(3, 64, symmetric=False), Int(8, None), Int(8, 32, symmetric=False), Int(2, 32))
 
 
-def random_weight(scheme: Int, rows: int = 64, columns: int = 256) -> IntegerWeight:
+def random_weight(scheme: Int, rows: int = 64, columns: int = 256) -> CodedWeight:
     generator = torch.Generator().manual_seed(0)
     groups = (rows, scheme.num_groups(columns))
     codes = torch.randint(0, scheme.max_code + 1, (rows, columns), generator=generator, dtype=torch.uint8)
     zeros = torch.randint(0, scheme.max_code + 1, groups, generator=generator, dtype=torch.uint8)
-    zeros = torch.full_like(zeros, scheme.midpoint) if scheme.symmetric else zeros
-    return IntegerWeight(codes, torch.rand(groups, generator=generator).bfloat16(), zeros, scheme)
+    zeros = torch.full_like(zeros, scheme.zero) if scheme.symmetric else zeros
+    return scheme.weight(codes, torch.rand(groups, generator=generator).bfloat16(), zeros)
 
 
 class Layer(torch.nn.Module):
@@ -98,7 +99,7 @@ def test_the_package_takes_tensors_of_these_shapes(scheme: Int) -> None:
 
 def test_scales_that_activations_cannot_hold_are_refused() -> None:
     weight = random_weight(Int(4, 128))
-    precise = IntegerWeight(weight.qweight, weight.scales.float() * 1.0001, weight.zero_points, weight.scheme)
+    precise = weight.scheme.weight(weight.qweight, weight.scales.float() * 1.0001, weight.zero_points)
     with pytest.raises(SchemeError):
         humming.prepare(precise, None, CPU)
 
@@ -120,15 +121,16 @@ def gpu_of_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     gpu_speedups.cache_clear()
 
 
-def test_it_is_taken_only_where_it_was_measured_faster(gpu_of_tables: Path) -> None:
+def test_it_is_named_where_it_was_measured_faster_and_taken_on_request(gpu_of_tables: Path) -> None:
     speedups = {
         str(Int(4, 128)): {"4096x256": {"1": 1.5, "64": 2.0}, "256x512": {"1": 0.5}},
         str(Int(8, None)): {"64x256": {"1": 1.04}},
     }
     table_path(gpu_of_tables, "Some GPU").write_text(to_json("Some GPU", speedups))
     faster = choose_linear(Int(4, 128), 256, CUDA)
-    assert faster.kernel.name == "humming"
-    assert "1.73 times" in faster.reason
+    assert faster.kernel.name == "triton_w4a16"
+    assert all(part in faster.shown for part in ("1.73 times", "--linear-backend humming"))
+    assert choose_linear(Int(4, 128), 256, CUDA, "humming").kernel.name == "humming"
     for scheme, inputs, figure in (
         (Int(4, 128), 512, "0.50"),
         (Int(8, None), 256, "1.04"),
@@ -147,12 +149,10 @@ def test_a_table_stands_for_cards_of_its_architecture(
 ) -> None:
     speedups = {str(Int(4, 128)): {"64x256": {"1": 1.5}}}
     table_path(gpu_of_tables, "Another GPU").write_text(to_json("Another GPU", speedups, capability))
-    choice = choose_linear(Int(4, 128), 256, CUDA)
-    assert (choice.kernel.name == "humming") == is_faster
-    assert ("on Another GPU" in choice.reason) == is_faster
+    assert ("on Another GPU" in choose_linear(Int(4, 128), 256, CUDA).reason) == is_faster
     table_path(gpu_of_tables, "Some GPU").write_text(to_json("Some GPU", {str(Int(4, 128)): {"64x256": {"1": 0.9}}}))
     gpu_speedups.cache_clear()
-    assert choose_linear(Int(4, 128), 256, CUDA).kernel.name != "humming"
+    assert "--linear-backend" not in choose_linear(Int(4, 128), 256, CUDA).reason
 
 
 def test_a_faster_kernel_that_is_not_installed_is_shown(gpu_of_tables: Path, monkeypatch: pytest.MonkeyPatch) -> None:

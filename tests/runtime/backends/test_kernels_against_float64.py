@@ -1,5 +1,7 @@
 """Every kernel against the exact product in float64: all widths, ragged rows, odd shapes, any zero points."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -125,7 +127,7 @@ def test_int4pack_every_code_value():
     """Identity activations read the weights back: all sixteen codes, exactly."""
     codes = torch.arange(64 * 128).view(64, 128).remainder(16).to(torch.uint8)
     base = random_weight((64, 128), Int(4, 128))
-    weight = type(base)(codes, base.scales, base.zero_points, base.scheme)
+    weight = replace(base, qweight=codes)
     linear = INT4PACK.prepare(weight, None, BF16)
     found = torch.cat([linear(rows) for rows in torch.eye(128, dtype=torch.bfloat16).split(16)])
     assert torch.equal(found.T, weight.dequantize(torch.bfloat16))

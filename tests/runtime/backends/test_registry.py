@@ -1,13 +1,18 @@
+from dataclasses import fields
+
 import pytest
 import torch
 
+from compress.checkpoint.activations import ACTIVATIONS
 from compress.checkpoint.weights import Activations, Int
 from compress.common.errors import SchemeError
 from compress.cpu.binding import absence
+from runtime.backends.backend import BACKENDS
 from runtime.backends.base import Target
 from runtime.backends.cpu import linear_kernels as cpu_kernels
-from runtime.backends.registry import choose_linear, linear_kernels
+from runtime.backends.registry import AUTO, REFERENCE, choose_linear, linear_kernels, modes
 from runtime.backends.torch import quantized_linear
+from runtime.core.config import ComputeOptions
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 BF16 = Target(CPU, torch.bfloat16)
@@ -93,3 +98,13 @@ def test_a_named_kernel_must_fit():
 )
 def test_groups_are_repeated_to_one_that_the_kernel_knows(group_size, in_features, expected):
     assert quantized_linear.kernel_group_size(Int(4, group_size), in_features) == expected
+
+
+def test_options_name_what_is_registered() -> None:
+    """The options are declared without torch, which backends import."""
+    options = {each.name: each.metadata["option"] for each in fields(ComputeOptions)}
+    on_request = [name for name, each in BACKENDS.items() if each.attention and each.attention.verdict]
+    assert options["attention_backend"].choices == (AUTO, *on_request)
+    named = options["linear_backend"].details["help"]
+    assert all(f"{mode}:" in named for mode in (REFERENCE, *(set(modes()) - set(ACTIVATIONS))))
+    assert options["activations"].choices == ACTIVATIONS

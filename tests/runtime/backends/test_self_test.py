@@ -2,21 +2,26 @@
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tiny_models import random_weight
+from tiny_models import pack_model, random_weight, save_tiny_model
 from torch import Tensor
 
 from compress.checkpoint.weights import Activations, BlockFp8, Exl3, Fp8, Int, Mxfp4, Mxfp8, Nf4, Nvfp4, Scheme
 from compress.checkpoint.weights.base import Weight
 from compress.common.errors import SchemeError
-from runtime.backends.base import Backend, LinearKernel, Target, register, unregister
+from runtime.backends.backend import BACKENDS, Backend, LinearKernel
+from runtime.backends.base import Target
 from runtime.backends.registry import choose_linear
 from runtime.backends.self_test import MOST_ERROR, find_error, prepare_tested
 from runtime.backends.torch.quantized_linear import ReferenceLinear
 from runtime.backends.triton.linear import KERNELS
+from runtime.core.progress import Stage
+from runtime.model.loader import load_model
+from runtime.model.prepared import NOTHING_PREPARED
 
 TARGET = Target(torch.device("cpu"), torch.bfloat16)
 WEIGHT = random_weight((300, 256), Int(4, 128))
@@ -46,10 +51,10 @@ def backend():
     """Registers kernels before all others."""
 
     def add(*kernels: LinearKernel[Any]) -> None:
-        register(Backend("tested", linears=kernels))
+        BACKENDS.register()(Backend("tested", linears=kernels))
 
     yield add
-    unregister("tested")
+    BACKENDS.remove("tested")
 
 
 def prepare(kernels: str = "auto", excluded: dict[str, str] | None = None, passed: set[Any] | None = None) -> Any:
@@ -92,6 +97,19 @@ def test_a_form_is_tested_once(backend) -> None:
     assert calls == [1, 5]
     prepare(passed=passed)
     assert calls == [1, 5]
+
+
+def test_kernels_of_a_test_are_compiled_in_a_stage_of_their_own(backend, tmp_path: Path) -> None:
+    backend(kernel_of("right", lambda y: y))
+    pack_model(save_tiny_model(tmp_path / "dense"), tmp_path / "packed", lambda _: Int(4, 16))
+    stages: list[Stage] = []
+    model = load_model(
+        tmp_path / "packed", prepared=NOTHING_PREPARED, report=lambda stage, done, total: stages.append(stage)
+    )
+    tested = {form for _, form, kernel in model.linears if kernel == "right"}
+    assert stages.count(Stage.COMPILATION) == len(tested) > 0
+    assert stages.index(Stage.COMPILATION) > stages.index(Stage.WEIGHTS)
+    assert stages[-1] is Stage.WEIGHTS or len(model.layers) == 1
 
 
 def test_a_kernel_that_was_asked_for_and_errs_is_an_error(backend) -> None:

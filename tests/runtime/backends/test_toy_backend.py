@@ -11,7 +11,8 @@ from torch import Tensor
 
 from compress.checkpoint.weights import Int, Scheme, Weight
 from compress.common.cli import demo_model_path
-from runtime.backends.base import BACKENDS, Backend, LinearKernel, Target, register, unregister
+from runtime.backends.backend import BACKENDS, Backend, LinearKernel
+from runtime.backends.base import Target
 from runtime.backends.registry import check_name
 from runtime.core.config import RuntimeConfig
 from runtime.core.request import SamplingParams
@@ -53,11 +54,11 @@ TOY = Backend("toy", linears=(LinearKernel(NAME, SUMMARY, "int", unsupported_rea
 @pytest.fixture
 def toy() -> Iterator[None]:
     before = list(BACKENDS)
-    register(TOY)
+    BACKENDS.register()(TOY)
     Float64Linear.calls = 0
     yield
-    unregister("toy")
-    assert before == BACKENDS
+    BACKENDS.remove("toy")
+    assert before == list(BACKENDS)
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +89,6 @@ def test_it_is_chosen_and_gives_the_same_tokens(packed: Path, toy: None) -> None
 
 def test_it_is_known_by_name_only_while_it_is_registered(toy: None) -> None:
     check_name(NAME)
-    unregister("toy")
+    BACKENDS.remove("toy")
     with pytest.raises(Exception, match=NAME):
         check_name(NAME)

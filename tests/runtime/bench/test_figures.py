@@ -45,7 +45,7 @@ def test_summary() -> None:
     assert figures.output_tokens_per_s == pytest.approx(8 / 5)
     assert figures.latency_ms["itl"].mean == pytest.approx(1e3 * (0.1 + 0.2 + 1.0) / 3)
     assert figures.latency_ms["ttft"].p50 == pytest.approx(500)
-    assert figures.goodput.share == pytest.approx(2 / 5)  # quick and single; failures meet nothing
+    assert figures.goodput.share == pytest.approx(2 / 5)  # quick and single; a failure meets no target
     assert figures.goodput.requests_per_s == pytest.approx(2 / 5)
     assert figures.errors == {"The queue is full": 1, "the stream broke off": 1}
 

@@ -75,7 +75,7 @@ def test_streams_are_read_whatever_their_pieces(size: int) -> None:
     record = send(chunked(text("a") + text("") + text("bc") + text("d") + USAGE + DONE, size))
     assert record.error == ""
     assert record.status == 200
-    assert len(record.chunk_times) == 3  # the empty text is no token
+    assert len(record.chunk_times) == 3  # an empty text is not a token
     assert (record.prompt_tokens, record.output_tokens, record.cached_tokens) == (7, 5, 0)
     assert record.start <= record.chunk_times[0] <= record.chunk_times[-1] <= record.end
 

@@ -14,7 +14,7 @@ from runtime_command import runtime, runtime_here, start
 
 from compress.common.cli import demo_model_path
 from compress.common.errors import DataError
-from runtime.bench.run import own_server
+from runtime.bench.run import run_server
 from runtime.cli.batch_file import Line, ResultFile, read_lines
 
 CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
@@ -56,11 +56,11 @@ def test_answers_are_the_server_s(tmp_path: Path) -> None:
     assert result.returncode == 1
     assert "2 of 7 " in result.stderr
     found = read(tmp_path / "out.jsonl")
-    with own_server(demo_model_path(), EXACT) as url:
+    with run_server(demo_model_path(), EXACT) as server:
         for entry in MIXED:
-            response = httpx.post(url + entry["url"], json=entry["body"], timeout=60)
+            response = httpx.post(server.url + entry["url"], json=entry["body"], timeout=60)
             mine = found[entry["custom_id"]]
-            assert mine["status_code"] == response.status_code, (entry["custom_id"], url, response.text)
+            assert mine["status_code"] == response.status_code, (entry["custom_id"], response.text)
             assert mine["request_id"]
             for name in response.json().keys() - set(WHERE_ANSWERS_DIFFER):
                 assert rounded(mine["body"][name]) == rounded(response.json()[name]), entry["custom_id"]

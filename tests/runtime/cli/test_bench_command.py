@@ -13,7 +13,7 @@ import pytest
 from runtime_command import runtime, runtime_here, start
 
 from compress.common.cli import demo_model_path
-from runtime.bench.run import own_server
+from runtime.bench.run import run_server
 
 SMALL = ["--input-len", "8:24", "--output-len", "4:12", "--num-warmups", "2"]
 
@@ -21,8 +21,8 @@ SMALL = ["--input-len", "8:24", "--output-len", "4:12", "--num-warmups", "2"]
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
     options = ["--api-key", "secret", "--max-requests", "3", "--max-num-seqs", "2"]
-    with own_server(demo_model_path(), options) as own:
-        yield own
+    with run_server(demo_model_path(), options) as own:
+        yield own.url
 
 
 @pytest.mark.full

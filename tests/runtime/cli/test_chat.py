@@ -29,7 +29,7 @@ def test_lines_of_a_pipe_are_turns(tmp_path: Path) -> None:
     messages = json.loads((tmp_path / "chat.json").read_text())["messages"]
     assert [message["role"] for message in messages] == ["system", "user", "assistant", "user", "assistant"]
     assert result.stdout == messages[2]["content"] + "\n" + messages[4]["content"] + "\n"
-    assert " /foo" in result.stderr
+    assert "'/foo'" in result.stderr
     assert result.stderr.count("generated, first token after") == 2
 
 
@@ -217,7 +217,7 @@ def test_commands(tmp_path: Path) -> None:
     ("line", "words"),
     [
         ("/foo", "/foo"),
-        ("/", r" /\. .*/reset"),
+        ("/", r"'/'.*/reset"),
         ("/temperature hot", "'hot'"),
         ("/temperature -1", "temperature=-1"),
         ("/temperature nan", "temperature=nan"),

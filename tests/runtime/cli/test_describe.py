@@ -47,7 +47,7 @@ def test_memory_and_recorded_steps_of_a_gpu(engine):
     runner.decoder = replace(runner.decoder, device=torch.device("cuda"))
     lines = describe_gpu(engine.runner, RuntimeConfig().with_step_sizes(141 * GIB))
     assert "memory    weights  1.0 GiB" in lines
-    assert any("what 4.0 GiB beside the weights leave" in line for line in lines)
+    assert any("what steps leave of 4.0 GiB after the weights" in line for line in lines)
     assert lines[-2].startswith("steps     of at most 8192 tokens, 2048 of one prompt (the default for 141 GiB")
     assert lines[-1].startswith("steps     of one token for each of 1, 2, 4, 5 sequences are captured")
     assert "of up to 512 tokens" in lines[-1]

@@ -7,16 +7,16 @@ from runtime_command import runtime_here
 
 
 def test_text_says_what_fits_and_how_to_fit_more(tmp_path: Path) -> None:
-    result = runtime_here("memory", "--memory", "1GiB", cwd=tmp_path)
+    result = runtime_here("memory", "--memory", "1GiB", "--dtype", "float32", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     for words in (
         "demo_model: dense bfloat16, 6 layers, context 2048",
         "1.0 GiB  as asked for",
-        "Keys and values of one token, served as 16bit in bfloat16:",
-        "  16bit          3.0 KiB  16.00         349,525",
+        "Keys and values of one token, served as 16bit in float32:",
+        "  16bit          6.0 KiB  32.00         174,762",
         "  int4             864 B   4.50       1,242,756",
         "requests of 2,048 tokens (the whole context)",
-        "131072 tokens at",
+        "87376 tokens at",
         "To fit more, the cheapest first:",
         "--max-model-len 1024",
     ):

@@ -8,6 +8,7 @@ import socket
 import ssl
 import subprocess
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -23,14 +24,14 @@ MARGIN = 15.0  # of a busy machine
 ENDLESS = {"model": "demo", "prompt": "The", "max_tokens": 300, "stream": True, "ignore_eos": True}
 
 
-def living_members(session: int) -> list[str]:
-    """Command lines of all processes of a session that still run."""
-    found = []
+def living_members(session: int) -> dict[int, str]:
+    """Command lines of all processes of a session that still run, by their ids."""
+    found = {}
     for status in Path("/proc").glob("[0-9]*/stat"):
         try:
             state, _, _, own_session = status.read_text().rpartition(")")[2].split()[:4]
             if int(own_session) == session and state != "Z":
-                found.append((status.parent / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+                found[int(status.parent.name)] = (status.parent / "cmdline").read_bytes().replace(b"\0", b" ").decode()
         except (FileNotFoundError, ProcessLookupError):
             continue
     return found
@@ -39,7 +40,7 @@ def living_members(session: int) -> list[str]:
 @pytest.mark.full
 def test_sigkill_leaves_no_process_and_frees_the_port(tmp_path: Path) -> None:
     with serving("--drain-seconds", "60", cwd=tmp_path) as (process, url, _):
-        assert [line for line in living_members(process.pid) if "serve" in line]
+        assert [line for line in living_members(process.pid).values() if "serve" in line]
         with httpx.stream("POST", f"{url}/v1/completions", json=ENDLESS, timeout=30) as response:
             lines = response.iter_lines()
             next(lines)
@@ -58,9 +59,14 @@ def test_sigkill_leaves_no_process_and_frees_the_port(tmp_path: Path) -> None:
         assert httpx.get(f"{again}/health").status_code == 200
 
 
+def engines_of(process: subprocess.Popen[str]) -> list[int]:
+    """The processes of a server's engines."""
+    return [int(path.name) for path in Path("/proc").glob("[0-9]*") if is_engine(path, process.pid)]
+
+
 def engine_of(process: subprocess.Popen[str]) -> int:
     """The engine's process of a server."""
-    (found,) = [int(path.name) for path in Path("/proc").glob("[0-9]*") if is_engine(path, process.pid)]
+    (found,) = engines_of(process)
     return found
 
 
@@ -84,7 +90,7 @@ def until_gone(session: int) -> None:
 
 
 @pytest.mark.full
-def test_answers_do_not_depend_on_the_process_of_the_engine(tmp_path: Path) -> None:
+def test_answers_do_not_depend_on_processes_of_engines(tmp_path: Path) -> None:
     """Token by token, whole and streamed, with every kind of event; and a client that leaves frees its request."""
     common = {"model": "demo", "max_tokens": 24, "temperature": 0.8, "seed": 3}
     talk = {"messages": [{"role": "user", "content": "Tell a story"}]}
@@ -97,9 +103,9 @@ def test_answers_do_not_depend_on_the_process_of_the_engine(tmp_path: Path) -> N
         ("/v1/chat/completions", talk | {"response_format": {"type": "json_object"}}),
     ]
     found = []
-    for option in ("--api-process", "--no-api-process"):
+    for options in (["--api-process"], ["--no-api-process"], ["--data-parallel-size", "2"]):
         with (
-            serving(option, "--dtype", "float64", cwd=tmp_path) as (process, url, _),
+            serving(*options, "--dtype", "float64", cwd=tmp_path) as (process, url, _),
             httpx.Client(base_url=url) as api,
         ):
             answers = []
@@ -117,13 +123,13 @@ def test_answers_do_not_depend_on_the_process_of_the_engine(tmp_path: Path) -> N
             while api.get("/health").json()["running"]:
                 assert time.monotonic() < end, "it goes on for a client that left"
             metrics = api.get("/metrics").text
-            assert "runtime_kv_cache_usage_perc 0.0" in metrics
-            assert ("engine_process_resident_memory_bytes" in metrics) == (option == "--api-process")
-            assert maps_torch(process.pid) == (option == "--no-api-process")
+            assert set(re.findall(r"^runtime_kv_cache_usage_perc(?:{.*})? (.*)", metrics, re.MULTILINE)) == {"0.0"}
+            assert ("engine_process_resident_memory_bytes" in metrics) == (options != ["--no-api-process"])
+            assert maps_torch(process.pid) == (options == ["--no-api-process"])
             process.send_signal(signal.SIGTERM)
             assert process.wait(MARGIN) == 0
         until_gone(process.pid)
-    assert found[0] == found[1]
+    assert found[0] == found[1] == found[2]
 
 
 def without_ids(text: str) -> str:
@@ -158,7 +164,7 @@ def test_an_engine_that_ends_while_it_loads_ends_the_start(tmp_path: Path) -> No
     process = start("serve", "model", "--port", "0", cwd=tmp_path)
     try:
         end = time.monotonic() + 60
-        while not [path for path in Path("/proc").glob("[0-9]*") if is_engine(path, process.pid)]:
+        while not engines_of(process):
             assert time.monotonic() < end
         os.kill(engine_of(process), signal.SIGKILL)
         assert process.wait(60) == 1
@@ -208,7 +214,7 @@ def test_sigterm_refuses_new_requests_and_lets_streams_end(tmp_path: Path) -> No
         assert rest[-1] == "data: [DONE]"
         assert '"finish_reason":"length"' in rest[-2]
         assert process.wait(120) == 0
-        assert living_members(process.pid) == []
+        assert not living_members(process.pid)
         assert "Traceback" not in process.stderr.read()
         with pytest.raises(httpx.ConnectError):
             httpx.get(f"{url}/health")
@@ -264,5 +270,87 @@ def test_ctrl_c_twice_ends_everything_at_once(tmp_path: Path) -> None:
         assert done == "data: [DONE]"
         assert tokenized.result().status_code == 503
         assert process.wait(60) == 0
-        assert living_members(process.pid) == []
+        assert not living_members(process.pid)
         assert "Traceback" not in process.stderr.read()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("is_busy", [True, False])
+@pytest.mark.parametrize("option", ["--tensor-parallel-size", "--pipeline-parallel-size"])
+def test_a_rank_that_dies_ends_requests_and_server(tmp_path: Path, option: str, is_busy: bool) -> None:
+    with serving(option, "2", cwd=tmp_path) as (process, url, _), ThreadPoolExecutor(1) as pool:
+        body = {**ENDLESS, "max_tokens": 1500, "stream": False}
+        answer = pool.submit(httpx.post, f"{url}/v1/completions", json=body, timeout=60) if is_busy else None
+        time.sleep(1.0)
+        (rank,) = [pid for pid, line in living_members(process.pid).items() if "runtime.ranks" in line]
+        os.kill(rank, signal.SIGKILL)
+        assert process.wait(MARGIN) == 1
+        until_gone(process.pid)
+        if answer is not None:
+            assert answer.result().status_code == 500
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ranks_end_with_their_server(tmp_path: Path, number: signal.Signals) -> None:
+    with serving("--tensor-parallel-size", "2", cwd=tmp_path) as (process, _, _):
+        process.send_signal(number)
+        process.wait(MARGIN)
+        until_gone(process.pid)
+
+
+def outcome(url: str, body: dict[str, object]) -> tuple[int, str]:
+    """Status of an answer, and the code of its error; of a stream, that of its last event but one."""
+    response = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
+    text = response.text
+    if body["stream"]:
+        *_, text, done = [line.removeprefix("data: ") for line in text.splitlines() if line]
+        assert done == "[DONE]"
+    return response.status_code, json.loads(text)["error"]["code"]
+
+
+def num_begun(url: str) -> int:
+    """Requests of all engines that have a token."""
+    counts = re.findall(r"^runtime_time_to_first_token_seconds_count{.*} (.*)", httpx.get(f"{url}/metrics").text, re.M)
+    return sum(int(float(count)) for count in counts)
+
+
+@pytest.mark.full
+def test_an_engine_that_dies_ends_all_requests_and_the_server(tmp_path: Path) -> None:
+    """Those of the other engine, too, long before the time to drain is over."""
+    bodies = [ENDLESS | {"prompt": [number] * 20, "max_tokens": 2000, "stream": number % 4 > 1} for number in range(8)]
+    options = ("--data-parallel-size", "2", "--drain-seconds", "600", *DTYPE)
+    with serving(*options, cwd=tmp_path) as (process, url, printed), ThreadPoolExecutor(8) as pool:
+        assert "engines   2" in printed
+        first, _ = engines_of(process)
+        asked = [pool.submit(outcome, url, body) for body in bodies]
+        end = time.monotonic() + 60
+        while num_begun(url) < len(bodies):
+            assert time.monotonic() < end
+        killed = time.monotonic()
+        os.kill(first, signal.SIGKILL)
+        found = [each.result() for each in asked]
+        assert process.wait(MARGIN) == 1
+        assert time.monotonic() - killed < 2 * MARGIN
+        assert Counter(code for _, code in found) == {"aborted": 4, "generation_failed": 4}
+        assert Counter(status == 200 for status, _ in found) == {True: 4, False: 4}  # streams, and whole answers
+        log = process.stderr.read()
+        assert "signal 9" in log.splitlines()[-1]
+        assert "Traceback" not in log
+    until_gone(process.pid)
+
+
+@pytest.mark.full
+def test_engines_share_requests_threads_and_a_drain(tmp_path: Path) -> None:
+    body = ENDLESS | {"max_tokens": 100}
+    with serving("--data-parallel-size", "2", cwd=tmp_path) as (process, url, _), ThreadPoolExecutor(4) as pool:
+        asked = [pool.submit(httpx.post, f"{url}/v1/completions", json=body, timeout=60) for _ in range(4)]
+        metrics = httpx.get(f"{url}/metrics").text
+        for engine, pid in enumerate(engines_of(process)):
+            assert f'engine_process_resident_memory_bytes{{engine="{engine}"}}' in metrics
+            assert maps_torch(pid)
+        assert not maps_torch(process.pid)
+        process.send_signal(signal.SIGTERM)
+        assert all(each.result().text.endswith("data: [DONE]\n\n") for each in asked)
+        assert process.wait(MARGIN) == 0
+    until_gone(process.pid)

@@ -15,8 +15,8 @@ CONFIG = {"model_type": "llama", **SIZES}
 
 def test_defaults():
     config = parse_config(CONFIG)
-    assert (config.head_dim, config.num_kv_heads, config.windows) == (16, 2, (None, None))
-    assert (config.mixer.rope.type, config.mixer.rope.theta, config.norm_eps) == ("default", 10000.0, 1e-6)
+    assert (config.mixer.head_dim, config.mixer.num_kv_heads, config.windows) == (16, 2, (None, None))
+    assert (config.mixer.rope.type, config.mixer.rope.theta, config.spec.final_norm.eps) == ("default", 10000.0, 1e-6)
     assert not any(linear.bias for linear in config.spec.linears())
     assert config.mixer.qk_norm is None
     assert parse_config(CONFIG | {"is_causal": True}) == config

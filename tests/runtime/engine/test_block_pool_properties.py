@@ -27,7 +27,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=12), hit=st.booleans())
     def compute(self, tokens: list[int], hit: bool) -> None:
-        """A sequence takes blocks, the known ones first unless others compute the same beside it, and registers."""
+        """A sequence takes blocks, the known ones first unless others compute the same tokens, and registers them."""
         hashes = chain(tokens)
         found = self.pool.match(hashes) if hit else []
         num_new = self.pool.blocks_for(len(tokens)) - len(found)

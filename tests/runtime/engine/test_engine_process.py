@@ -2,6 +2,7 @@
 
 import asyncio
 import signal
+import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
@@ -22,7 +23,7 @@ from runtime.core.request import (
     TokenLogprobs,
 )
 from runtime.engine.engine_client import EngineClient
-from runtime.engine.engine_loop import Status
+from runtime.engine.engine_loop import Add, EngineLoop, Status, Stop
 from runtime.engine.engine_process import EngineProcess, packed
 from runtime.engine.engine_thread import EngineThread
 
@@ -246,3 +247,25 @@ def test_texts_of_the_client_are_those_of_the_engine(options: dict[str, bool], n
                 await asyncio.to_thread(thread.stop)
 
         assert summary(asyncio.run(ask(sampling, runner))) == summary(expected)
+
+
+def test_messages_put_together_are_seen_together() -> None:
+    runner = FakeRunner(2000, 4, 1000)
+    seen: list[int] = []
+
+    def deliver(events: Any, status: Status) -> None:
+        if events:
+            seen.append(len(events))
+            if sum(seen) == NUM_TOGETHER:
+                loop.put(Stop(when_idle=True))
+
+    loop = EngineLoop(new_engine(runner), deliver)
+    thread = threading.Thread(target=loop.run, daemon=True)
+    thread.start()
+    sampling = SamplingParams(max_tokens=1, seed=0)
+    loop.put(*(Add(i, str(i), [5], sampling, RequestOptions()) for i in range(NUM_TOGETHER)))
+    thread.join(SECONDS)
+    assert seen == [NUM_TOGETHER]
+
+
+NUM_TOGETHER = 12

@@ -1,6 +1,6 @@
 """Any sequence of arrivals, steps, aborts and failures, on any small pool, with and without room in host memory, with
 any reach of the tokens, and also when chance preempts, evicts and aborts all the time: every request ends within a
-computed bound, gets the tokens it would get alone, and leaves nothing behind."""
+computed bound, gets the tokens it would get alone, and releases everything it held."""
 
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -46,6 +46,33 @@ class Expected:
     deadline: int | None
     wanted: dict[int, list[int]]
     received: dict[int, list[int]] = field(default_factory=dict)
+
+
+@dataclass
+class Watched:
+    """Watcher of the prefix cache: knows the hashes that can be found, and the tokens of every block so far."""
+
+    findable: set[bytes] = field(default_factory=set)
+    blocks: dict[bytes, tuple[bytes | None, list[int], str, str]] = field(default_factory=dict)
+
+    def stored(
+        self, block_hash: bytes, parent: bytes | None, token_ids: list[int], cache_salt: str, adapter: str
+    ) -> None:
+        assert block_hash not in self.findable
+        self.findable.add(block_hash)
+        told = (parent, token_ids, cache_salt, adapter)
+        assert self.blocks.setdefault(block_hash, told) == told
+
+    def removed(self, block_hash: bytes) -> None:
+        self.findable.remove(block_hash)
+
+    def cleared(self) -> None:
+        self.findable.clear()
+
+    def tokens(self, block_hash: bytes) -> list[int]:
+        """The tokens of a prefix, as its chain has them."""
+        parent, token_ids, *_ = self.blocks[block_hash]
+        return [*(self.tokens(parent) if parent else []), *token_ids]
 
 
 class EngineMachine(RuleBasedStateMachine):
@@ -124,6 +151,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.engine = Engine(
             self.runner, None, config, speculator=speculator, clock=lambda: self.num_steps, before_step=trouble
         )
+        self.watched = self.engine.scheduler.pool.watcher = Watched()
         self.faults = trouble is not None
         self.redraws = overlaps and undecided > 0 and num_state_slots > 0  # which preempts sequences
         self.plain = plain and trouble is None and not self.redraws
@@ -220,6 +248,13 @@ class EngineMachine(RuleBasedStateMachine):
             assert self.engine.has_work == bool(self.live)
             assert all(self.num_steps <= expected.bound for expected in self.live.values())
             assert all(self.num_steps <= (e.deadline or self.num_steps) for e in self.live.values())
+            pool = self.engine.scheduler.pool
+            assert len(self.watched.findable) == pool.num_cached
+            assert all(pool.find(block_hash) is not None for block_hash in self.watched.findable)
+            for sequence in self.engine.scheduler.running:
+                for index, block_hash in enumerate(sequence.block_hashes):
+                    if block_hash in self.watched.findable and pool.chained:
+                        assert self.watched.tokens(block_hash) == sequence.token_ids[: (index + 1) * pool.block_size]
 
     def teardown(self) -> None:
         if not hasattr(self, "engine"):
@@ -230,7 +265,9 @@ class EngineMachine(RuleBasedStateMachine):
         pool = self.engine.scheduler.pool
         assert pool.num_free == pool.num_blocks
         if self.runner.num_state_slots:
-            assert self.engine.scheduler.states.pool.num_free == self.runner.num_state_slots
+            states = self.engine.scheduler.states
+            states.plan([])  # the next plan frees slots of one whose sequences have all ended meanwhile
+            assert states.pool.num_free == self.runner.num_state_slots
         requests = self.engine.output_processor
         for table in (requests._requests, requests._by_sequence, requests._times):
             assert not table

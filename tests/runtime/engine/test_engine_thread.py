@@ -361,7 +361,7 @@ def test_a_broken_engine_tells_everybody_and_health(thread: EngineThread, monkey
 
 
 def test_a_library_that_panics_breaks_the_engine_loudly(thread: EngineThread, runner: GatedRunner) -> None:
-    """Panics of Rust libraries are no `Exception`."""
+    """Panics of Rust libraries do not derive from `Exception`."""
 
     class PanicError(BaseException):
         pass
@@ -377,8 +377,11 @@ def test_a_library_that_panics_breaks_the_engine_loudly(thread: EngineThread, ru
     assert "PanicError" in thread.check().reason
 
 
-def test_work_for_idle_time_is_done_between_requests_and_its_failure_ends_only_itself() -> None:
-    """A request waits for one part of it at most."""
+def test_work_for_idle_time_is_done_in_quiet_times_and_its_failure_ends_only_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A request waits for one part of it at most, and one soon after another for none."""
+    monkeypatch.setattr("runtime.engine.engine_loop.QUIET_SECONDS", 3600)
     runner, done, first_may_end = GatedRunner(), list[str](), threading.Event()
 
     def work(name: str) -> None:
@@ -401,8 +404,11 @@ def test_work_for_idle_time_is_done_between_requests_and_its_failure_ends_only_i
         assert done == ["first"]
         runner.gate.set()
         assert len(tokens(await request)) == 20
-        await until(lambda: len(done) == 3)
         assert len(tokens(await collect(thread, [2]))) == 20
+        assert done == ["first"]
+        monkeypatch.setattr("runtime.engine.engine_loop.QUIET_SECONDS", 0)
+        assert len(tokens(await collect(thread, [3]))) == 20
+        await until(lambda: len(done) == 3)
 
     asyncio.run(main())
     assert thread.stop()

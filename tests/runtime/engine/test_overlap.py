@@ -18,6 +18,7 @@ from runtime.core.config import RuntimeConfig
 from runtime.core.request import Delta, FinishReason, RequestOptions, SamplingParams
 from runtime.core.step import StepOutput, StepPlan
 from runtime.engine.engine import Engine
+from runtime.engine.metrics import Histogram
 
 Answers = dict[tuple[str, int], dict[str, object]]
 """Everything that an answer consists of, by request and number."""
@@ -128,11 +129,11 @@ def join(deltas: list[Delta]) -> Answers:
 
 
 def numbers_of(engine: Engine) -> dict[str, object]:
-    """All metrics but how steps were read."""
+    """All metrics but how steps were read, and the time of day."""
     engine.metrics.read_scheduler(engine.scheduler)
     found = {each.name: getattr(engine.metrics, each.name) for each in fields(engine.metrics)}
-    del found["steps_by_overlap_total"]
-    return {name: value.counts if name.endswith("_seconds") else value for name, value in found.items()}
+    del found["steps_by_overlap_total"], found["lora_requests_info"]
+    return {name: value.counts if isinstance(value, Histogram) else value for name, value in found.items()}
 
 
 def run_steps(engine: Engine) -> list[list[Delta]]:

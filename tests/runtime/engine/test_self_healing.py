@@ -46,7 +46,7 @@ def test_broken_bookkeeping_is_reported_rebuilt_and_counted(corrupt, caplog: pyt
     corrupt(engine.scheduler.pool)
     with caplog.at_level(logging.CRITICAL, "runtime.engine.engine"):
         engine.check()
-    assert "KV blocks is inconsistent" in caplog.text
+    assert "KV pages is inconsistent" in caplog.text
     assert engine.metrics.broken_invariants_total == 1
     engine.scheduler.check()
     pool = engine.scheduler.pool

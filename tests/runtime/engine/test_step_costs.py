@@ -255,7 +255,7 @@ def test_slow_prompts_do_not_make_decodes_seem_slower() -> None:
 
 @pytest.mark.parametrize("factor", [30.0, 300.0])
 def test_a_slow_first_step_allows_no_longer_steps_before_decodes_are_measured(factor: float) -> None:
-    """A client decodes beside prompts from the start: no step without prompts says what a decode costs."""
+    """A client decodes in steps with prompts from the start: no step without prompts shows the cost of a decode."""
     engine = timed_engine(noise=0.1)
     for _ in range(64):
         add(engine, "prompts", 2000, 1)

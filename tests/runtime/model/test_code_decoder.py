@@ -21,8 +21,8 @@ from compress.checkpoint.weights import Int
 from compress.common.cli import demo_model_path
 from compress.common.errors import CheckpointError, ToolkitError
 from compress.evaluate.scorers import default_backend, open_scorer
-from compress.models.registry import known_families
-from compress.recipe import QuantizeStage
+from compress.models.registry import FAMILIES
+from compress.stages.quantize import QuantizeStage
 from runtime.core.request import SamplingParams
 from runtime.model.code_decoder import check_tokens
 from runtime.model.loader import load_model
@@ -158,7 +158,7 @@ def documented_rows():
 
 def test_the_table_of_the_docs_has_every_model():
     assert sorted(documented_rows()) == sorted(DOCUMENTED)
-    assert not DOCUMENTED.keys() & set(known_families())
+    assert not DOCUMENTED.keys() & set(FAMILIES)
 
 
 @pytest.mark.full

@@ -10,7 +10,7 @@ from tiny_models import load_reference, reference_logits, save_tiny_model
 from torch import Tensor
 
 from compress.common.errors import CheckpointError
-from compress.models.registry import known_families
+from compress.models.registry import FAMILIES
 from runtime.model.loader import load_model
 from runtime.model.scoring import score
 
@@ -23,10 +23,10 @@ UNDECIDED: tuple[Change, ...] = ({"index_n_heads": 1},)
 
 
 def expected_logits(folder: Path, family: str, options: Change) -> Tensor | None:
-    """Logits of transformers; None where the options are no model, or one without finite logits."""
+    """Logits of transformers; None where the options make no model, or one without finite logits."""
     try:
         logits = reference_logits(load_reference(save_tiny_model(folder, family, **options)), TOKENS)
-    except Exception:  # of any class: values that are no model fail anywhere
+    except Exception:  # of any class: values that make no model fail anywhere
         return None
     return logits if logits.isfinite().all() else None
 
@@ -55,7 +55,7 @@ def differing_changes(folder: Path, family: str, options: Change) -> tuple[int, 
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("family", known_families())
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("has_features", [True, False])
 def test_a_change_of_one_field(family: str, has_features: bool, tmp_path: Path) -> None:
     options = VARIANTS[family]

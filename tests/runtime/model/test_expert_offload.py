@@ -17,6 +17,7 @@ from compress.common.device import format_bytes
 from compress.common.errors import ToolkitError
 from compress.common.files import REPORT_FILE
 from runtime.backends.base import Target
+from runtime.backends.mlp import Expert
 from runtime.backends.torch.linear import DenseLinear
 from runtime.core.config import RuntimeConfig
 from runtime.core.model_config import DecoderConfig, parse_config
@@ -28,7 +29,6 @@ from runtime.memory.plan import explain
 from runtime.model.decoder import Decoder
 from runtime.model.expert_offload import ExpertOffload
 from runtime.model.loader import DecoderLoader, load_model
-from runtime.model.mixture import Expert
 from runtime.model.scoring import score
 from runtime.model.weight_reader import WeightReader
 

@@ -9,9 +9,9 @@ from tiny_models import load_reference, pack_model, put_weights, reference_logit
 from compress.checkpoint.weights import Activations, BlockFp8, Int, Mxfp4, Mxfp8, Nvfp4, Scheme
 from compress.common.errors import CheckpointError, ToolkitError
 from runtime.model import loader
+from runtime.model.composed import SideBySide
 from runtime.model.loader import load_model
 from runtime.model.scoring import score
-from runtime.model.side_by_side import SideBySide
 
 TOKENS = torch.randint(0, 112, (2, 21), generator=torch.Generator().manual_seed(5))
 FORMATS = {
@@ -73,7 +73,7 @@ def test_eight_bit_activations(dense, tmp_path):
 def test_siblings_of_one_scheme_are_one_product(dense, tmp_path):
     pack_model(dense, tmp_path / "packed", lambda module: Int(4, 32))
     decoder = load_model(tmp_path / "packed")
-    assert not isinstance(decoder.layers[0].qkv, SideBySide)
+    assert not isinstance(decoder.layers[0].attention.qkv, SideBySide)
     assert [line.split(":")[0] for line in decoder.description] == [
         "2 x q_proj+k_proj+v_proj",
         "2 x o_proj",
@@ -91,7 +91,7 @@ def test_siblings_of_different_schemes(dense, tmp_path):
 
     weights = pack_model(dense, tmp_path / "packed", scheme)
     decoder = load_model(tmp_path / "packed", dtype="float64")
-    assert isinstance(decoder.layers[0].qkv, SideBySide)
+    assert isinstance(decoder.layers[0].attention.qkv, SideBySide)
     expected = reference_logits(put_weights(load_reference(dense), weights), TOKENS)
     torch.testing.assert_close(score(decoder, TOKENS), expected, rtol=0, atol=1e-10)
 

@@ -1,5 +1,7 @@
 """A checkpoint is unpacked on the device that serves it, and is the same there."""
 
+import threading
+
 import pytest
 import torch
 from second_device import SECOND, OnSecond, SecondDevice
@@ -8,7 +10,7 @@ from tiny_models import pack_model, save_tiny_model
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.safetensors import TensorFiles
 from compress.checkpoint.weights import Activations, Int
-from compress.checkpoint.weights.integer import IntegerWeight
+from compress.checkpoint.weights.coded import CodedWeight
 from compress.common.errors import CheckpointError
 from runtime.backends.base import Target
 from runtime.model import device_files
@@ -41,7 +43,7 @@ def test_weights_are_unpacked_there(format, scheme, tmp_path):
         for module, expected in weights.items():
             device.arrivals.clear()
             found = reader.weight(module)
-            assert isinstance(found, IntegerWeight)
+            assert isinstance(found, CodedWeight)
             for name in ("qweight", "scales", "zero_points"):
                 tensor = getattr(found, name)
                 assert isinstance(tensor, OnSecond)
@@ -55,7 +57,7 @@ def test_dense_tensors_come_as_they_are_stored(tmp_path):
     with SecondDevice():
         reader = DeviceReader(SECOND)
         for name in files.names():
-            found = reader.tensor(files, name)
+            found = reader.tensor(files[name])
             assert isinstance(found, OnSecond)
             assert torch.equal(found.numbers, files.tensor(name))
 
@@ -64,8 +66,32 @@ def test_a_file_that_was_cut_meanwhile_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(device_files, "PIECE_BYTES", 256)
     files = TensorFiles.open(save_tiny_model(tmp_path / "dense", num_hidden_layers=1))
     name = max(files.names(), key=files.tensor_nbytes)
-    path, start = files.place(name)
+    path, start = files[name].place
     with path.open("r+b") as stream:
         stream.truncate(start + 1000)
     with pytest.raises(CheckpointError, match=str(start + 1000)):
-        DeviceReader(torch.device("cpu")).tensor(files, name)
+        DeviceReader(torch.device("cpu")).tensor(files[name])
+
+
+def test_buffers_are_filled_while_another_one_is_copied(tmp_path, monkeypatch):
+    monkeypatch.setattr(device_files, "PIECE_BYTES", 64)
+    content = torch.arange(2048, dtype=torch.int32).view(torch.uint8)
+    (tmp_path / "weights").write_bytes(content.numpy().tobytes())
+    fill, copy_to = device_files._Buffer.fill, device_files._Buffer.copy_to
+    is_first, copying, filled = threading.Lock(), threading.Event(), threading.Event()
+
+    def fill_and_tell(buffer, *args):
+        if copying.is_set():
+            filled.set()
+        fill(buffer, *args)
+
+    def copy_slowly_at_first(buffer, *args):
+        if is_first.acquire(blocking=False):
+            copying.set()
+            assert filled.wait(30)
+        copy_to(buffer, *args)
+
+    monkeypatch.setattr(device_files._Buffer, "fill", fill_and_tell)
+    monkeypatch.setattr(device_files._Buffer, "copy_to", copy_slowly_at_first)
+    found = DeviceReader(torch.device("cpu")).read(tmp_path / "weights", 4, len(content) - 4)
+    assert torch.equal(found, content[4:])

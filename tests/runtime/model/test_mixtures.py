@@ -19,14 +19,14 @@ from compress.cpu.binding import library
 from compress.models.linear import Linear
 from compress.models.registry import find_family
 from compress.models.router import Router
-from runtime.backends.base import Backend, register, unregister
+from runtime.backends.backend import BACKENDS, Backend
 from runtime.backends.measured import Verdict
+from runtime.backends.mlp import route
 from runtime.backends.torch.quantized_linear import REFERENCE
 from runtime.core.config import RuntimeConfig
 from runtime.core.request import SamplingParams
 from runtime.memory.advice import inspect
 from runtime.model.loader import load_model
-from runtime.model.mixture import route
 from runtime.model.scoring import score
 
 TOKENS = torch.randint(3, 112, (2, 40), generator=torch.Generator().manual_seed(3))
@@ -109,11 +109,11 @@ def test_kernels_that_were_measured_faster_multiply_no_experts(tmp_path: Path) -
     dense, packed = save_tiny_model(tmp_path / "dense", "qwen3_moe", **VARIANTS["qwen3_moe"]), tmp_path / "packed"
     pack_model(dense, packed, lambda module: Int(4, 32) if "layers" in module else None)
     faster = replace(REFERENCE, name="faster", mode="faster", verdict=lambda *_: Verdict(True, "was measured"))
-    register(Backend("measured", linears=(faster,)))
+    BACKENDS.register()(Backend("measured", linears=(faster,)))
     try:
         linears = load_model(packed, dtype="bfloat16").linears
     finally:
-        unregister("measured")
+        BACKENDS.remove("measured")
     kernels = {name: kernel for name, form, kernel in linears if form != "dense bfloat16"}
     assert kernels["q_proj+k_proj+v_proj"] == kernels["o_proj"] == "faster"
     assert not {kernels["gate_proj+up_proj"], kernels["down_proj"]} & {"faster"}

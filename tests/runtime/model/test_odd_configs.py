@@ -68,7 +68,7 @@ def test_biases_that_the_config_does_not_announce_are_ignored_aloud(tmp_path: Pa
 
 
 def test_heads_of_another_size_than_the_hidden_channels_allow(tmp_path: Path) -> None:
-    """`head_dim` is no field of the class of Cohere 2, whose modeling code reads it."""
+    """`head_dim` is not a field of the class of Cohere 2, whose modeling code reads it."""
     folder = edit_config(save_tiny_model(tmp_path, "cohere2", head_dim=24), head_dim=24)
     assert load_file(folder / "model.safetensors")["model.layers.0.self_attn.q_proj.weight"].shape[0] == 4 * 24
     assert_equals_transformers(folder)

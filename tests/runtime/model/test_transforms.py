@@ -11,6 +11,7 @@ from tiny_models import load_reference, pack_model, put_weights, reference_logit
 from torch import Tensor
 
 from compress.checkpoint.config import read_config, write_config
+from compress.checkpoint.dequantized import open_source, stored_scheme
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.weights import Int
 from compress.common.errors import CheckpointError
@@ -82,6 +83,15 @@ def test_transforms_are_applied(groups, tmp_path):
     assert plain.format == "dense"
     assert torch.allclose(found, expected, rtol=0, atol=1e-4 * float(expected.abs().max()))
     assert "transforms" in examine(tmp_path / "packed").facts
+
+
+def test_codes_without_their_transform_are_not_kept(tmp_path):
+    transformed(tmp_path / "packed", R4)
+    files, _ = open_source(tmp_path / "packed")
+    assert stored_scheme(files, "model.layers.0.mlp.down_proj.weight") is None
+    assert stored_scheme(files, "model.layers.0.mlp.up_proj.weight") == Int(4, 16)
+    assert stored_scheme(files, "model.norm.weight") is None
+    assert stored_scheme(files, "nothing.weight") is None
 
 
 def test_biases_have_the_output_transform(tmp_path):

@@ -12,7 +12,7 @@ from tiny_wrappers import WRAPPERS, load_wrapper, save_tiny_wrapper
 
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.common.errors import CheckpointError
-from compress.models.registry import known_wrappers
+from compress.models.registry import WRAPPERS as REGISTERED
 from compress.models.wrappers import text_part
 from runtime.core.model_config import parse_config
 from runtime.model.loader import load_model
@@ -22,7 +22,7 @@ TOKENS = torch.randint(3, 112, (2, 40), generator=torch.Generator().manual_seed(
 
 
 def test_every_wrapper_has_a_tiny_model() -> None:
-    assert set(known_wrappers()) == WRAPPERS.keys() | {"paligemma"}
+    assert set(REGISTERED) == WRAPPERS.keys() | {"paligemma"}
 
 
 def test_prompts_that_attend_to_later_tokens_are_refused(tmp_path: Path) -> None:

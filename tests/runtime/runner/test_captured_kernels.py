@@ -63,7 +63,7 @@ def begin(
         request = Request(f"s{index}", tuple(tokens), SamplingParams(**wishes[index % len(wishes)]), seed=7)
         sequence = Sequence(request, tokens, block_ids=[blocks.pop() for _ in range(-(-(length + 4) // BLOCK_SIZE))])
         slots = torch.tensor(slots_of(ScheduledSequence(sequence, 0, length - 1), BLOCK_SIZE), device=device)
-        shape = (2, config.num_layers, length - 1, config.num_kv_heads, config.head_dim)
+        shape = (2, config.num_layers, length - 1, config.mixer.num_kv_heads, config.mixer.head_dim)
         keys, values = torch.randn(shape, generator=generator).to(device, torch.bfloat16)
         for layer in range(config.num_layers if length > 1 else 0):
             runner.pages.write(layer, slots, keys[layer], values[layer])
@@ -103,7 +103,7 @@ def test_logits_are_those_of_ordinary_steps(decoder, kv_cache, prompt):
 @pytest.mark.full
 @pytest.mark.parametrize("parents", [[-1, -1, 1], []], ids=str)
 def test_drafts_of_many_lengths_are_verified(decoder, parents):
-    """Chains, and trees beside them: the same logits, and nothing is written for the rows of padding."""
+    """Chains, and trees together with chains: the same logits, and nothing is written for the rows of padding."""
     runner = make_runner(decoder, speculative_model="ngram-tree", num_speculative_tokens=4)
     entries = begin(runner, [9, 6, 14])
     entries[0].sequence.draft_token_ids, entries[0].sequence.draft_parents = [5, 6, 7], parents

@@ -42,7 +42,7 @@ def make_runner(decoder, capture=None, **options) -> ModelRunner:
 
 
 def begin(runner: ModelRunner, count: int, num_drafts: int = 0) -> tuple[ScheduledSequence, ...]:
-    """Sequences of many lengths, all but their last tokens computed, and those last tokens with drafts behind some."""
+    """Sequences of many lengths, all but their last tokens computed; drafts follow some of the last tokens."""
     chance, entries = random.Random(count), []
     blocks = chance.sample(range(runner.num_blocks), runner.num_blocks)
     for index in range(count):
@@ -223,7 +223,7 @@ def test_memory_is_kept_when_all_of_it_is_given_away(wide):
     before = torch.cuda.memory_allocated()
     runner = build_runner(decoder, config)
     plan = runner.memory
-    assert "beside the weights leave" in plan.budget.reason
+    assert "after the weights" in plan.budget.reason
     assert plan.kv_bytes > plan.budget.nbytes - plan.block_size * plan.token_bytes
     engine, chance = Engine(runner, None, config), random.Random(0)
     for index in range(150):

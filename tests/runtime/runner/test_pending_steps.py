@@ -10,7 +10,7 @@ from tiny_configs import DELTA_NET
 from tiny_models import save_tiny_model
 from unrecorded_steps import PlainSampling, runner_on_cpu
 
-from runtime.backends.sampling_kernel import INFINITE, UNDECIDED
+from runtime.backends.backend import INFINITE, UNDECIDED
 from runtime.core.config import RuntimeConfig
 from runtime.core.request import Delta, Request, SamplingParams, Sequence, TokenLogprobs
 from runtime.core.step import ScheduledSequence, StepPlan

@@ -14,7 +14,7 @@ from runtime.core.request import Delta, FinishReason, Pooling, RequestOptions, S
 from runtime.engine.engine import Engine
 from runtime.llm import LLM
 from runtime.model.loader import load_model
-from runtime.runner import runner
+from runtime.runner import prompts
 
 VOCAB = 112
 EMBED = RequestOptions(pooling=Pooling.MEAN)
@@ -210,7 +210,7 @@ def test_tokens_are_the_same_with_and_without(decoder):
 
 
 def test_few_logits_exist_at_a_time(decoder, reference, monkeypatch):
-    monkeypatch.setattr(runner, "LOGITS_AT_ONCE", 7 * VOCAB)
+    monkeypatch.setattr(prompts, "LOGITS_AT_ONCE", 7 * VOCAB)
     head = CountingHead(decoder.head)
     monkeypatch.setattr(decoder, "head", head)
     served = serve(decoder)

@@ -73,7 +73,7 @@ def test_compiled_attention_reads_the_sink_logits(dtype, tmp_path):
 
 def set_sinks(decoder, value: float) -> None:
     for layer in decoder.layers:
-        layer.sink_logits.fill_(value)
+        layer.attention.sink_logits.fill_(value)
 
 
 def last_logits(decoder) -> torch.Tensor:
@@ -92,7 +92,7 @@ def last_logits(decoder) -> torch.Tensor:
     ],
 )
 def test_compiled_attention_computes_what_plain_torch_computes(family, options, tmp_path):
-    """A prompt, and drafts behind it; as far from float64 as plain torch in bfloat16 is."""
+    """A prompt, and drafts after it; as far from float64 as plain torch in bfloat16 is."""
     folder = save_tiny_model(
         tmp_path / "model", family, torch.bfloat16, **VARIANTS[family] | {"head_dim": 32} | options
     )
@@ -226,7 +226,7 @@ def test_copied_blocks_continue_a_shared_prefix(tiny):
 
 
 def test_a_sequence_that_is_not_finite_fails_alone(tiny):
-    """Its keys and values stay behind in its blocks; the next owner of a block must not see them."""
+    """Its keys and values stay in its blocks; the next owner of a block must not see them."""
     runner = make_runner(tiny)
     good = new_sequence("good", [1, 2, 3], [0, 1])
     expected = runner.execute(StepPlan((ScheduledSequence(good, 0, 3),))).tokens["good"]

@@ -2,13 +2,16 @@ import pytest
 from tiny_configs import DELTA_NET, SIZES
 from tiny_models import save_tiny_model
 
+from compress.checkpoint.kv_cache import KVCacheScheme
 from compress.common.device import format_bytes
 from compress.common.errors import ToolkitError
 from runtime.core.config import RuntimeConfig
+from runtime.core.memory_plan import PANEL_ELEMENTS
 from runtime.core.model_config import parse_config
 from runtime.core.request import SamplingParams
 from runtime.engine.engine import Engine
 from runtime.memory.capacity import estimate
+from runtime.memory.estimate import gpu_step_bytes
 from runtime.memory.plan import explain, plan_memory
 from runtime.model.loader import load_model
 from runtime.runner.runner import build_runner
@@ -118,7 +121,7 @@ def test_a_gpu_gives_keys_and_values_what_weights_and_steps_leave():
     assert budget.spare_bytes == 60 * GIB // 50
     assert 50 * GIB < found.kv_bytes < 60 * GIB
     lines = explain(found)
-    assert any("what 60.0 GiB beside the weights leave" in line for line in lines)
+    assert any("what steps leave of 60.0 GiB after the weights" in line for line in lines)
     assert any(line.startswith("steps    take up to ") and ", 1.2 GiB are kept free" in line for line in lines)
 
 
@@ -133,7 +136,7 @@ def test_steps_take_more_with_more_sequences_and_longer_steps():
         for sequences, tokens in ((8, 512), (64, 512), (64, 8192), (256, 8192))
     ]
     assert sizes == sorted(set(sizes))
-    logits = 64 * LARGE.vocab_size * 4
+    logits = 64 * LARGE.spec.vocab_size * 4
     assert sizes[1] > 512 * 3 * LARGE.intermediate_size * 2 + 3 * logits
 
 
@@ -243,3 +246,16 @@ def test_memory_is_told_of_all_blocks_before_a_step_writes_to_them(tmp_path, mon
         engine.step()
     assert len(told) == len(held) > 40
     assert all(number == last + 1 for number, last in zip(told, held, strict=True))
+
+
+def test_a_step_of_a_gpu_holds_dequantized_weights_and_copied_keys_only_where_there_are_packed_ones() -> None:
+    def step(scheme: str, is_packed: bool) -> int:
+        return gpu_step_bytes(LARGE, RuntimeConfig(), 2, 8192, KVCacheScheme.named(scheme), is_packed)
+
+    plain = step("16bit", False)
+    assert 0 < step("16bit", True) - plain <= 2 * PANEL_ELEMENTS
+    heads, key, value = LARGE.kv_shapes[0]
+    copies = 8192 * heads * (key + value) * (2 + 4)
+    assert 0 <= step("int4", False) - plain <= copies
+    packed, dense = (plan_memory(LARGE, size * GIB, 2, RuntimeConfig(), 40 * GIB) for size in (4, 16))
+    assert packed.budget.nbytes < dense.budget.nbytes

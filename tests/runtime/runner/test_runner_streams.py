@@ -185,7 +185,7 @@ def test_while_all_fits_in_sinks_and_window_nothing_changes(tiny):
 def test_angles_stay_exact_far_out(tiny):
     """The score of a query and a key depends on their distance only, also after a million tokens in float32."""
     config = tiny[0].config
-    rotary = Rotary(config.mixer.rope, config.head_dim, torch.float32, torch.device("cpu")).exact()
+    rotary = Rotary(config.mixer.rope, config.mixer.head_dim, torch.float32, torch.device("cpu")).exact()
     query, key = torch.randn(2, 1, 4, 16, generator=torch.Generator().manual_seed(0))
 
     def score(position: int) -> torch.Tensor:

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from compress.checkpoint.state_dtype import MeasuredStates, measured_states, with_measured_states
 from compress.common.errors import CheckpointError, ToolkitError
-from runtime.backends.narrow_states import step_states
-from runtime.backends.state_memory import StateMemory
+from runtime.backends.state_memory import StateMemory, step_states
 from runtime.core.config import RuntimeConfig
 from runtime.core.request import SamplingParams
 from runtime.core.state_rows import decode_state_rows, whole_state_rows
@@ -39,12 +38,12 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
 
 def one_by_one(decoder: Decoder, x: Tensor, kept: str) -> tuple[Tensor, StateMemory]:
     """The mixer of the first layer over `x [T, H]`, one token at a time in one slot."""
-    layer, fields = decoder.layers[0].recurrent, {0: decoder.config.state_fields[0]}
+    layer, fields = decoder.layers[0].mixer.second, {0: decoder.config.state_fields[0]}
     memory = StateMemory(fields, 1, decoder.dtype, CPU, kept=kept)
     found, read = [], torch.tensor([1])
     for token in x.split(1):
         states = step_states(memory, decode_state_rows(read, torch.tensor([0])))
-        found.append(states.mix(0, token, lambda rows, each: layer(rows, 0, each, decoder.ops)))
+        found.append(states.mix(0, token, lambda rows, each: layer.compute(rows, 0, each, decoder.ops)))
         read = torch.tensor([0])
     return torch.cat(found), memory
 
@@ -65,12 +64,12 @@ def test_steps_of_several_tokens_round_less_often(decoder: Decoder) -> None:
     x = torch.randn(32, 64, generator=torch.Generator().manual_seed(1))
     exact, _ = one_by_one(decoder, x, "float32")
     found, _ = one_by_one(decoder, x, "bfloat16")
-    layer = decoder.layers[0].recurrent
+    layer = decoder.layers[0].mixer.second
     memory = StateMemory({0: decoder.config.state_fields[0]}, 1, decoder.dtype, CPU, kept="bfloat16")
     cut = []
     for index, rows in enumerate(x.split(16)):
         states = step_states(memory, replace(whole_state_rows([16], CPU), read_slots=torch.tensor([0 if index else 1])))
-        cut.append(states.mix(0, rows, lambda rows, each: layer(rows, 0, each, decoder.ops)))
+        cut.append(states.mix(0, rows, lambda rows, each: layer.compute(rows, 0, each, decoder.ops)))
     torch.testing.assert_close(cut[0], exact[:16], rtol=1e-4, atol=1e-5 * float(exact.std()))
     assert 0 < float((torch.cat(cut) - exact).norm()) < float((found - exact).norm())
 

@@ -1,4 +1,4 @@
-"""Greedy answers of the packed demo model on a GPU beside those of plain float32 torch on the CPU.
+"""Greedy answers of the packed demo model on a GPU compared with those of plain float32 torch on the CPU.
 
 Sixteen bits round, so an answer may leave the other where two tokens are nearly equally likely, and only there.
 """
@@ -13,7 +13,8 @@ from compress.checkpoint.weights import Int
 from compress.common.cli import demo_model_path
 from compress.pipeline.prepare import RunRequest, prepare
 from compress.pipeline.run import run
-from compress.recipe import QuantizeStage, Recipe
+from compress.recipe import Recipe
+from compress.stages.quantize import QuantizeStage
 from runtime.core.config import RuntimeConfig
 from runtime.core.request import SamplingParams
 from runtime.llm import LLM, Completion

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiers import examples
 
-from runtime.backends.sampling_kernel import UNDECIDED
+from runtime.backends.backend import UNDECIDED
 from runtime.core.batch import SamplingMetadata, build_sampling_metadata, upload_columns
 from runtime.core.request import Request, SamplingParams, Sequence
 from runtime.core.step import KNOWN, ScheduledSequence

@@ -80,7 +80,7 @@ class AlphabetEngine:
     def stop(self) -> None:
         self.running = False
 
-    async def render_metrics(self) -> str:
+    async def render_metrics(self, model_name: str) -> str:
         return Metrics().render()
 
     def check(self) -> Health:
@@ -172,7 +172,7 @@ def shared_engine() -> AlphabetEngine:
 
 @pytest.fixture
 def engine(shared_engine: AlphabetEngine) -> Iterator[AlphabetEngine]:
-    """The engine behind `api`, as new."""
+    """The engine that serves `api`, as new."""
     yield shared_engine
     shared_engine.reset()
 
@@ -192,7 +192,7 @@ def alphabet_app(
 
 @pytest.fixture
 def alphabet_parts() -> Callable[..., tuple[FastAPI, AlphabetEngine, ByteTokenizer]]:
-    """Makes applications that are not served yet, with what is behind them; takes `alphabet_app`'s options."""
+    """Makes applications that are not served yet, with engine and tokenizer; takes `alphabet_app`'s options."""
 
     def make(**options: Any) -> tuple[FastAPI, AlphabetEngine, ByteTokenizer]:
         engine, tokenizer = AlphabetEngine(), ByteTokenizer()

@@ -22,7 +22,7 @@ from compress.common.cli import tool_version
 from runtime.core.config import Limits
 from runtime.server.drain import create_server
 from runtime.server.protocol.generation import MAX_INPUTS
-from runtime.server.routes.registry import route_families
+from runtime.server.routes.registry import ROUTES
 from runtime.text.grammar import MAX_CHARACTERS, MAX_SCHEMA_CHARACTERS
 
 KEY = "open sesame"
@@ -45,7 +45,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/detokenize": {"tokens": [65]},
 }
 GENERATIONS = tuple(BODIES)[:4]
-BODIES_OF_ROUTES = [body for family in route_families() for body in family.bodies]
+BODIES_OF_ROUTES = [body for family in ROUTES.values() for body in family.bodies]
 
 
 @dataclass

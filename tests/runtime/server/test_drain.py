@@ -16,6 +16,7 @@ from servers import events, post_head, running, send_raw, url_of
 
 from runtime.core.config import Limits
 from runtime.server.drain import DrainingServer, create_server
+from runtime.server.intake import SHORT_BYTES
 
 COMPLETION = {"model": "alphabet", "prompt": "Z", "max_tokens": 9}
 FOREVER = 600.0
@@ -121,11 +122,11 @@ def check_aborted(response: httpx.Response) -> None:
 
 def test_what_the_engine_does_not_know_gets_an_error(serve: Any, wait_until: Any) -> None:
     """A body that does not end, and a prompt that takes long to tokenize."""
-    served = serve(0.0)
+    served = serve(0.0, limits=Limits(200_000))
     served.tokenizer.gate.clear()
     in_flight = served.server.drain.in_flight
     with ThreadPoolExecutor(1) as pool, socket.create_connection(served.server.address, timeout=20) as connection:
-        tokenized = pool.submit(served.post)
+        tokenized = pool.submit(served.post, prompt="a" * SHORT_BYTES)
         connection.sendall(post_head(500) + b"{")
         wait_until(lambda: len(in_flight) == 2)
         served.signal()

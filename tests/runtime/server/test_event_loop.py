@@ -88,7 +88,7 @@ PROMPTS = [[(7 * place + number) % 2000 for place in range(CONTEXT - 13)] for nu
 ECHO = completion(prompt=PROMPTS, echo=True, logprobs=20)
 NESTED = "[" * 500 + "]" * 500
 BODIES = {
-    "text to tokenize": ("/tokenize", json.dumps({"prompt": (TEXT * 200)[: 36 * 10**5]}).encode(), 200),
+    "text to tokenize": ("/tokenize", json.dumps({"prompt": (TEXT * 400)[: 36 * 10**5]}).encode(), 200),
     "one word to tokenize": ("/tokenize", json.dumps({"prompt": "a" * 38 * 10**5}).encode(), 200),
     "token ids": ("/v1/completions", numbers(b'{"model": "demo", "prompt": [', b"1", 19 * 10**5), 400),
     "ids to detokenize": ("/detokenize", numbers(b'{"tokens": [', b"765", 10**6), 200),

@@ -13,7 +13,7 @@ from servers import events, send_raw, serving
 from runtime.core.config import Limits
 from runtime.core.request import Delta
 from runtime.server.errors import ApiError
-from runtime.server.serving import TimeLimits
+from runtime.server.serving import TimeLimits, unless_disconnected
 
 CHAT = {"messages": [{"role": "user", "content": "Z"}]}
 BODIES = {
@@ -136,3 +136,20 @@ def test_who_is_cancelled_at_the_same_time_is_cancelled() -> None:
 
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(cancel())
+
+
+def test_the_end_of_all_tasks_is_no_disconnect() -> None:
+    async def receive() -> dict[str, str]:
+        await asyncio.sleep(20)
+        return {"type": "http.disconnect"}
+
+    async def scenario() -> None:
+        answer = asyncio.create_task(unless_disconnected(receive, asyncio.sleep(20)))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+            task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await answer
+
+    asyncio.run(scenario())

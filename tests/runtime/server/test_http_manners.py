@@ -1,4 +1,4 @@
-"""HTTP as others expect it: HEAD, HTTP/1.0, ends of connections, unread bodies, bytes that are no request."""
+"""HTTP as others expect it: HEAD, HTTP/1.0, ends of connections, unread bodies, bytes that are not a request."""
 
 import json
 import socket

@@ -1,8 +1,10 @@
 """Bodies are refused by length and number before they are read, and long ones are prepared in another process."""
 
+import asyncio
 import json
 import os
 import signal
+import threading
 from array import array
 from pathlib import Path
 from typing import Any
@@ -10,10 +12,11 @@ from typing import Any
 import httpx
 import pytest
 from servers import answer
+from starlette.requests import Request
 
 from compress.common.errors import RequestError
 from runtime.server.errors import ApiError
-from runtime.server.intake import LONG_BYTES, Prepare, ServedText, outcome_of
+from runtime.server.intake import LONG_BYTES, SHORT_BYTES, SLOW_FIELDS, Intake, Prepare, ServedText, outcome_of
 from runtime.server.protocol.chat import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS
 from runtime.server.protocol.generation import MAX_CHOICES, MAX_INPUTS
 from runtime.server.routes.chat import prepare_chat
@@ -106,6 +109,26 @@ def test_errors_are_the_same_from_another_process(served: ServedText) -> None:
     assert vars(copied[0](*copied[1])) == vars(refusal)
     assert isinstance(outcome_of(raise_request_error, served, b""), RequestError)
     assert isinstance(outcome_of(raise_bug, served, b""), RuntimeError)
+
+
+@pytest.mark.parametrize(
+    ("body", "is_at_once"),
+    [(b"{}", True), (b" " * SHORT_BYTES, False), (b"{" + SLOW_FIELDS + b'multiplier": 1}', False)],
+    ids=["short", "longer", "a search"],
+)
+def test_short_bodies_need_no_thread_unless_they_search_the_vocabulary(
+    served: ServedText, body: bytes, is_at_once: bool
+) -> None:
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    scope = {"type": "http", "headers": [(b"content-type", b"application/json")]}
+    found = asyncio.run(Intake(served).read(Request(scope, receive), thread_of))
+    assert (found == threading.get_ident()) is is_at_once
+
+
+def thread_of(served: ServedText, raw: bytes) -> int:
+    return threading.get_ident()
 
 
 def raise_request_error(served: ServedText, raw: bytes) -> None:

@@ -92,5 +92,5 @@ def test_a_conversation_with_a_hybrid_may_be_changed_at_any_message(tmp_path: Pa
             kept, changed = messages[:count], {"role": "user", "content": "Why?"}
             _, same, _ = ask(api, "chat/completions", messages=kept, cache_salt="another tenant", max_tokens=1)
             _, _, cached = ask(api, "chat/completions", messages=[*kept, changed])
-            # The beginning of the answer is no part of the messages.
+            # The beginning of the answer is not part of the messages.
             assert same - 2 * BLOCK_SIZE - 4 <= cached <= same

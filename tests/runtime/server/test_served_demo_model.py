@@ -1,4 +1,4 @@
-"""The bundled demo model behind a real socket: what comes out does not depend on how it is asked for."""
+"""The bundled demo model served over a real socket: answers do not depend on how they are requested."""
 
 import asyncio
 import json

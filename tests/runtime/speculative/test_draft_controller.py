@@ -6,7 +6,7 @@ from runtime.speculative.proposer import PERIOD, PROBE_EVERY, TRIAL, Gate, Specu
 
 
 def run_window(window: Window, probability: float, steps: int, seed: int = 0) -> list[int]:
-    """Widths that were asked for while each guess is right with this probability."""
+    """Widths that were requested while each draft token is accepted with this probability."""
     chance, widths = random.Random(seed), []
     for _ in range(steps):
         width = window.next()

@@ -1,4 +1,4 @@
-"""Reasoning is found by the template and separated however the text is cut; grammars begin behind it."""
+"""Reasoning is found by the template and separated however the text is cut; grammars begin after it."""
 
 from dataclasses import replace
 from itertools import pairwise

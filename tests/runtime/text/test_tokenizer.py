@@ -127,6 +127,14 @@ def test_missing_or_broken_files_are_named(tmp_path: Path) -> None:
         Tokenizer.open(tmp_path)
 
 
+def test_a_tokenizer_opens_in_a_thread_with_the_same_errors(folder: Path) -> None:
+    opened = Tokenizer.open_in_thread(folder)
+    assert opened.result().encode("Once") == Tokenizer.open(folder).encode("Once")
+    (folder / "tokenizer.json").write_text("{")
+    with pytest.raises(CheckpointError):
+        Tokenizer.open_in_thread(folder).result()
+
+
 def test_a_template_that_is_no_text_is_named(folder: Path) -> None:
     (folder / "chat_template.jinja").write_bytes(b"\xff\xfe")
     with pytest.raises(CheckpointError, match=r"chat_template\.jinja"):

@@ -14,10 +14,9 @@ from runtime.text.harmony import HARMONY
 from runtime.text.pieces import CallArguments, CallStart, Piece, joined
 from runtime.text.reasoning import Position
 from runtime.text.tokenizer import Tokenizer
-from runtime.text.tool_format import FormatRegistry, ToolFormat
-from runtime.text.tool_formats.hermes import HERMES
+from runtime.text.tool_format import TOOL_FORMATS, ToolFormat
 from runtime.text.tool_grammar import allowed_calls, forced_calls, literal
-from runtime.text.tools import REGISTRY, concatenates_arguments, find_format
+from runtime.text.tools import concatenates_arguments, find_format
 
 WEATHER = {
     "type": "object",
@@ -40,7 +39,7 @@ every_family = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES
 
 
 def conversation(family: Family, content: str, calls: list[tuple[str, dict]]) -> list[dict[str, Any]]:
-    tool_format = REGISTRY.formats[family.name]
+    tool_format = TOOL_FORMATS[family.name]
     as_text = concatenates_arguments(family.template)
     written = [
         {
@@ -80,12 +79,12 @@ def test_the_template_tells_the_format(family: Family) -> None:
 
 
 def test_every_format_has_a_family() -> None:
-    assert {family.name for family in FAMILIES.values()} == set(REGISTRY.formats)
+    assert {family.name for family in FAMILIES.values()} == set(TOOL_FORMATS)
 
 
 @every_family
 def test_calls_of_a_rendered_conversation(family: Family) -> None:
-    tool_format = REGISTRY.formats[family.name]
+    tool_format = TOOL_FORMATS[family.name]
     content = "" if family.name == "Llama 3.1" else "Let me see."
     pieces = parse(tool_format, write(family, content).lstrip("\n"))
     expected = [CallStart("get_weather"), ROME, CallStart("now"), {}]
@@ -96,7 +95,7 @@ def test_calls_of_a_rendered_conversation(family: Family) -> None:
 
 @every_family
 def test_every_cut_gives_the_same(family: Family) -> None:
-    tool_format = REGISTRY.formats[family.name]
+    tool_format = TOOL_FORMATS[family.name]
     text = write(family, "Well,") + "\n and so on"
     whole = parse(tool_format, text)
     assert parse(tool_format, *text) == whole
@@ -109,7 +108,7 @@ def test_every_cut_gives_the_same(family: Family) -> None:
 def test_pieces_come_as_early_as_they_are_certain(family: Family) -> None:
     """The name before the arguments, and those before their end."""
     text = write(family, calls=[("get_weather", {"city": "Rome", "days": 2})])
-    parser = new_parser(REGISTRY.formats[family.name])
+    parser = new_parser(TOOL_FORMATS[family.name])
     seen: list[tuple[int, Piece]] = []
     for position, character in enumerate(text):
         seen += [(position, piece) for piece in parser.push(character)]
@@ -123,23 +122,23 @@ def test_pieces_come_as_early_as_they_are_certain(family: Family) -> None:
 @every_family
 def test_a_call_that_is_cut_off_keeps_what_there_is(family: Family) -> None:
     text = write(family, calls=[("get_weather", {"city": "Rome", "days": 2})])
-    start, arguments = parse(REGISTRY.formats[family.name], text[: text.index("Rome") + 2])
+    start, arguments = parse(TOOL_FORMATS[family.name], text[: text.index("Rome") + 2])
     assert start == CallStart("get_weather")
     assert arguments == CallArguments('{"city": "Ro')
 
 
 @every_family
 def test_one_call_is_enough(family: Family) -> None:
-    tool_format, text = REGISTRY.formats[family.name], write(family) + " more"
+    tool_format, text = TOOL_FORMATS[family.name], write(family) + " more"
     assert meant(parse(tool_format, *text, several=False)) == [CallStart("get_weather"), ROME]
 
 
 @every_family
 def test_text_without_calls_stays_as_it_is(family: Family) -> None:
-    opening = REGISTRY.formats[family.name].opening
+    opening = TOOL_FORMATS[family.name].opening
     texts = ["", " \n", "Hello {1} [2] <b> f(x)\n", f"I would write {opening} first, ", f"{opening}{opening[:-1]}"]
     for text in texts[: 4 if family.name == "harmony" else None]:
-        assert "".join(parse(REGISTRY.formats[family.name], *text)) == text  # type: ignore[arg-type]
+        assert "".join(parse(TOOL_FORMATS[family.name], *text)) == text  # type: ignore[arg-type]
 
 
 def tokens_of(text: str, special: dict[str, int]) -> list[int]:
@@ -156,7 +155,7 @@ def accepts(grammar: Any, text: str, special: dict[str, int]) -> bool:
 def as_generated(text: str) -> str:
     """A rendering without what templates write around calls: ids in objects, and a line break before the first.
 
-    Calls of harmony have their function behind the channel.
+    Calls of harmony name their function after the channel.
     """
     called = r"<|channel|>commentary to=functions.\1 <|constrain|>"
     text = re.sub(r"^ to=functions\.(\w+)<\|channel\|>commentary", called, text)
@@ -167,7 +166,7 @@ def as_generated(text: str) -> str:
 @every_family
 @pytest.mark.parametrize("is_special", [False, True])
 def test_the_grammar_takes_the_familys_own_calls(family: Family, is_special: bool) -> None:
-    tool_format = REGISTRY.formats[family.name]
+    tool_format = TOOL_FORMATS[family.name]
     special = {tool_format.opening: 1} if is_special else {}
     if is_special and tool_format.closing.startswith("<"):
         special[tool_format.closing] = 2
@@ -197,7 +196,7 @@ def test_the_grammar_takes_the_familys_own_calls(family: Family, is_special: boo
 
 @every_family
 def test_an_answer_is_calls_or_json_of_a_form(family: Family) -> None:
-    tool_format = REGISTRY.formats[family.name]
+    tool_format = TOOL_FORMATS[family.name]
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
     grammar = forced_calls(tool_format, TOOLS, {}, several=True, reply=schema)
     assert accepts(grammar, as_generated(write(family, calls=CALLS[:1])), {})
@@ -206,7 +205,7 @@ def test_an_answer_is_calls_or_json_of_a_form(family: Family) -> None:
 
 
 def test_ids_are_those_of_the_templates() -> None:
-    ids = {name: tool_format.new_id("f", 3) for name, tool_format in REGISTRY.formats.items()}
+    ids = {name: tool_format.new_id("f", 3) for name, tool_format in TOOL_FORMATS.items()}
     assert ids["Kimi K2"] == "functions.f:3"
     assert re.fullmatch("[0-9a-f]{9}", ids["Mistral"])
     assert re.fullmatch("[0-9a-f]{9}", ids["Mistral 3"])
@@ -221,10 +220,3 @@ def test_special_tokens_of_a_literal() -> None:
     assert literal("<a>b<a>", special) == "<[8]> <[7]>"
     assert literal('"', {}) == r'"\""'
     assert literal("", special) == ""
-
-
-def test_a_format_is_registered_once() -> None:
-    registry = FormatRegistry()
-    registry.register(HERMES)
-    with pytest.raises(ValueError, match="Hermes"):
-        registry.register(HERMES)

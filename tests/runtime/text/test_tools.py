@@ -264,7 +264,7 @@ def test_every_split_point_of_one_answer(tool_format: JsonToolFormat) -> None:
 )
 def test_what_is_a_call_and_what_is_text(tool_format: JsonToolFormat, text: str, expected: list[Piece] | None) -> None:
     found = parse(tool_format, [text])
-    if expected is None:  # what is no call is text as it stands; a call may follow it
+    if expected is None:  # what is not a call is text, unchanged; a call may follow it
         assert isinstance(found[0], str)
         assert text.startswith(found[0])
     else:

@@ -8,7 +8,7 @@ from itertools import product
 from typing import Any
 
 from compress.checkpoint.weights import Activations, BlockFp8, Fp8, Int, Iq4Nl, Mxfp4, Mxfp8, Nf4, Nvfp4, Scheme
-from compress.checkpoint.weights.k_quants import Q4K, Q5K
+from compress.checkpoint.weights.forms import Q4K, Q5K
 
 LLAMA_8B = {
     "model_type": "llama",

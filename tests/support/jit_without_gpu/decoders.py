@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.checkpoint.formats import dense
+from compress.checkpoint.formats.dense import DENSE
 from compress.checkpoint.reader import PackedCheckpoint, RoundedCheckpoint
 from compress.checkpoint.weights import Scheme, Weight
 from jit_without_gpu.session import DEVICE
@@ -23,7 +23,7 @@ from runtime.core.request import Sequence as Tokens
 from runtime.core.step import ScheduledSequence, StepPlan
 from runtime.memory.plan import plan_memory
 from runtime.model.decoder import Decoder
-from runtime.model.loader import load_decoder
+from runtime.model.loader import DecoderLoader
 from runtime.model.weight_reader import WeightReader
 from runtime.runner.capture import Computation
 from runtime.runner.runner import ModelRunner
@@ -36,6 +36,7 @@ class _EmptyFiles:
     path: Path
     shapes: Mapping[str, tuple[int, ...]]
     stored: torch.dtype
+    notes: tuple[str, ...] = ()
 
     def names(self) -> list[str]:
         return sorted(self.shapes)
@@ -54,9 +55,6 @@ class _EmptyFiles:
 
     def release(self) -> None:
         """Nothing is mapped."""
-
-    def notes(self) -> list[str]:
-        return []
 
 
 class EmptyCheckpoint(RoundedCheckpoint):
@@ -92,7 +90,7 @@ def make_decoder(
     described = parse_config(config)
     checkpoint = _checkpoint(config, described, scheme, head)
     target = Target(DEVICE, getattr(torch, described.dtype))
-    return load_decoder(described, WeightReader(checkpoint, target, kernels, {}))
+    return DecoderLoader(described, WeightReader(checkpoint, target, kernels, {})).load()
 
 
 def _checkpoint(
@@ -104,7 +102,7 @@ def _checkpoint(
     if spec.tied and head is None:
         del shapes[f"{spec.head.name}.weight"]
     files: Any = _EmptyFiles(Path("empty"), shapes, getattr(torch, described.dtype))
-    source = PackedCheckpoint(files.path, dict(config), files, {}, dense, None)
+    source = PackedCheckpoint(files.path, dict(config), files, {}, DENSE)
     return EmptyCheckpoint.of(source, {name: each for name, each in schemes.items() if each is not None})
 
 
@@ -149,7 +147,7 @@ def mixed(runner: ModelRunner, whole: Sequence[int], lengths: Sequence[int]) -> 
 
 
 def drafted(runner: ModelRunner, lengths: Sequence[int], parents: Sequence[int]) -> StepPlan:
-    """A step that verifies four drafted tokens behind each of some sequences; without `parents` they are a chain."""
+    """A step that verifies four draft tokens after each of some sequences; without `parents` they are a chain."""
     plan = _step(runner, [(length - 1, length + NUM_DRAFTED) for length in lengths], GREEDY)
     for entry, length in zip(plan.entries, lengths, strict=True):
         sequence = entry.sequence

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
@@ -40,8 +40,8 @@ class Served:
 
     Attributes:
         builds: all of them.
-        late: of steps behind the warm-up, which should have found all that they need.
-        launches: of the steps behind it.
+        late: builds of steps after the warm-up, which should have compiled all that they need.
+        launches: kernel launches of those steps.
         kernels: how it is computed.
     """
 
@@ -83,10 +83,16 @@ class Overlapping:
     launches: tuple[int, int]
 
 
-def serve_overlapping(name: str) -> Overlapping:
-    """Computes steps of one token of some sequences, and of a prompt, of a case with kernels that overlap."""
+def serve_overlapping(name: str, without: Collection[str] = ()) -> Overlapping:
+    """Computes steps of one token of some sequences, and of a prompt, of a case with kernels that overlap.
+
+    Args:
+        without: kernels that do not.
+    """
+    from runtime.backends.triton.launcher import left_out
+
     case = CASES[name]
-    with gpu_without_hardware() as gpu:
+    with gpu_without_hardware() as gpu, left_out(without):
         runner = _runner(case, RuntimeConfig(**OPTIONS, **case.options, programmatic_launch="on"))
         for plan in (*(decodes(runner, [300] * count) for count in (1, 12, 48)), prompts(runner, [128])):
             runner.execute(plan)

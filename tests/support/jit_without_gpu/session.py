@@ -15,7 +15,7 @@ import torch
 from jit_without_gpu.builds import Build, describe_build
 from jit_without_gpu.libcuda import DriverLibrary
 from jit_without_gpu.numbers import reading_zeros
-from runtime.backends import base
+from runtime.backends import backend
 from runtime.backends.triton import device as triton_device
 from runtime.backends.triton.device import Gpu
 
@@ -106,8 +106,7 @@ def gpu_without_hardware(card: Card = H200) -> Iterator[Session]:
         stack.callback(driver.set_active, before)
         driver.set_active(_triton_driver(card))
         stack.enter_context(patch.object(triton_device, "gpu_of", lambda device: _gpu_of(device, card.gpu)))
-        stack.enter_context(patch.object(base, "BACKENDS", base.BACKENDS))
-        stack.enter_context(_backends_of_gpus())
+        stack.enter_context(patch.dict(backend.BACKENDS._entries, _backends_of_gpus()))
         stack.enter_context(reading_zeros())
         yield session
 
@@ -116,15 +115,14 @@ def _gpu_of(device: torch.device, gpu: Gpu) -> Gpu | None:
     return gpu if device.type == DEVICE.type else None
 
 
-@contextmanager
-def _backends_of_gpus() -> Iterator[None]:
-    """Lets backends of GPUs serve `DEVICE`."""
-    registered = list(base.BACKENDS)
-    base.BACKENDS[:] = [replace(each, device=DEVICE.type) if each.device == "cuda" else each for each in registered]
-    try:
-        yield
-    finally:
-        base.BACKENDS[:] = registered
+def _backends_of_gpus() -> dict[str, tuple[int, backend.Backend]]:
+    """Entries of backends of GPUs that serve `DEVICE`."""
+    registered = backend.BACKENDS.load()
+    return {
+        name: (order, replace(each, device=DEVICE.type))
+        for name, (order, each) in registered.items()
+        if each.device == "cuda"
+    }
 
 
 def _triton_driver(card: Card) -> Any:

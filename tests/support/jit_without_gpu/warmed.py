@@ -58,7 +58,7 @@ def warm_up_and_serve(form: str, archive: Path | None = None, **options: object)
 
 
 def random_steps(runner: ModelRunner, config: RuntimeConfig) -> Iterator[StepPlan]:
-    """Prompts, chunks of prompts behind others, decodes, and steps with all of them."""
+    """Prompts, chunks of prompts after earlier ones, decodes, and steps with all of them."""
     draw = random.Random(0)
     for _ in range(NUM_STEPS):
         sampling, most = draw.choice(PLAIN), config.num_speculative_tokens * bool(config.speculative_model)

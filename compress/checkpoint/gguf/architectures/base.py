@@ -1,4 +1,4 @@
-"""Description of one `general.architecture`: its keys and tensors beside those of Hugging Face."""
+"""Description of one `general.architecture`: its keys and tensors, and those of Hugging Face they correspond to."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ import numpy as np
 from torch import Tensor
 
 from compress.common.errors import CheckpointError
+from compress.common.registry import Registry
 
 Config = dict[str, Any]
 Metadata = Mapping[str, Any]
 
+FOLDER = "Name the model's safetensors folder"
+"""Remedy for files that are not read."""
 KEYS = {
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
@@ -159,9 +162,7 @@ class Architecture:
         }
         channels = config["head_dim"]
         if (found := source.get("attention.value_length", channels)) != channels:
-            raise CheckpointError(
-                f"values have heads of {found} channels, keys of {channels}", "Name the model's safetensors folder"
-            )
+            raise CheckpointError(f"values have heads of {found} channels, keys of {channels}", FOLDER)
         if (rotated := source.count("rope.dimension_count", channels)) != channels:
             config["partial_rotary_factor"] = rotated / channels
         return {**config, **self.read(source)}
@@ -203,6 +204,11 @@ class Architecture:
     def is_offset(self, name: str) -> bool:
         """Whether a tensor, by its name in files, is the weight of a norm that is stored with an offset."""
         return self.norm_offset != 0 and name.endswith("norm.weight")
+
+
+ARCHITECTURES: Registry[Architecture] = Registry(
+    "GGUF architecture", "compress.checkpoint.gguf.architectures", CheckpointError
+)
 
 
 def expert_of(name: str) -> int | None:

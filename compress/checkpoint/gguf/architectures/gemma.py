@@ -5,7 +5,15 @@ Files do not say the divisor of the scores; it follows from the number of layers
 
 from __future__ import annotations
 
-from compress.checkpoint.gguf.architectures.base import ATTENTION, HEAD_NORMS, MLP, Architecture, Config, Source
+from compress.checkpoint.gguf.architectures.base import (
+    ARCHITECTURES,
+    ATTENTION,
+    HEAD_NORMS,
+    MLP,
+    Architecture,
+    Config,
+    Source,
+)
 
 AROUND = {
     **ATTENTION,
@@ -50,7 +58,8 @@ def _gemma3(source: Source) -> Config:
     }
 
 
-ARCHITECTURES = (
+for each in (
     Architecture("gemma2", ("gemma2",), AROUND, fixed=ACTIVATION, read=_gemma2, norm_offset=1.0),
     Architecture("gemma3", ("gemma3_text",), {**AROUND, **HEAD_NORMS}, fixed=ACTIVATION, read=_gemma3, norm_offset=1.0),
-)
+):
+    ARCHITECTURES.register()(each)

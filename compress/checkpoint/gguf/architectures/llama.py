@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from compress.checkpoint.gguf.architectures.base import BLOCK, Architecture, Config, Source, expert_names, scaled_rope
+from compress.checkpoint.gguf.architectures.base import (
+    ARCHITECTURES,
+    BLOCK,
+    Architecture,
+    Config,
+    Source,
+    expert_names,
+    scaled_rope,
+)
 
 MIXTURE = {"ffn_gate_inp": "block_sparse_moe.gate", **expert_names("block_sparse_moe", ("w1", "w3", "w2"))}
 PAIRS = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}
@@ -20,7 +28,7 @@ def _read(source: Source) -> Config:
     return {**scaled_rope(source), **{key: name in source.names for key, name in biases.items()}}
 
 
-ARCHITECTURES = (
+ARCHITECTURES.register()(
     Architecture(
         "llama",
         ("llama", "mistral", "mixtral"),
@@ -28,5 +36,5 @@ ARCHITECTURES = (
         fixed={"hidden_act": "silu"},
         read=_read,
         interleaved=PAIRS,
-    ),
+    )
 )

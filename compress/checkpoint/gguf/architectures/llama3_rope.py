@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from compress.checkpoint.gguf.architectures.base import FOLDER
 from compress.common.errors import CheckpointError
 
 LOW, HIGH, LENGTH = 1.0, 4.0, 8192
@@ -43,6 +44,6 @@ def find_parameters(factors: list[float], theta: float) -> dict[str, Any]:
     if any(not math.isclose(own, stored, rel_tol=1e-4) for own, stored in zip(expected, factors, strict=True)):
         raise CheckpointError(
             f"the {len(factors)} factors in rope_freqs.weight (up to {max(factors):g}) are not those of Llama 3",
-            "Name the model's safetensors folder",
+            FOLDER,
         )
     return parameters

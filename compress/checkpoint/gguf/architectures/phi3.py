@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from compress.checkpoint.gguf.architectures.base import Architecture, Config, Source, shortest
+from compress.checkpoint.gguf.architectures.base import ARCHITECTURES, Architecture, Config, Source, shortest
 
 NAMES = {
     "attn_norm": "input_layernorm",
@@ -26,4 +26,4 @@ def _read(source: Source) -> Config:
     return {"original_max_position_embeddings": length, "sliding_window": window, "rope_parameters": rope}
 
 
-ARCHITECTURES = (Architecture("phi3", ("phi3",), NAMES, fixed={"hidden_act": "silu"}, read=_read),)
+ARCHITECTURES.register()(Architecture("phi3", ("phi3",), NAMES, fixed={"hidden_act": "silu"}, read=_read))

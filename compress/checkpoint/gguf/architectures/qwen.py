@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from compress.checkpoint.gguf.architectures.base import (
+    ARCHITECTURES,
     ATTENTION,
     BLOCK,
     HEAD_NORMS,
@@ -47,7 +48,7 @@ def _with_shared(source: Source) -> Config:
     }
 
 
-ARCHITECTURES = (
+for each in (
     Architecture("qwen2", ("qwen2",), BLOCK, fixed=ACTIVATION, read=scaled_rope),
     Architecture("qwen3", ("qwen3",), {**BLOCK, **HEAD_NORMS}, fixed=ACTIVATION, read=scaled_rope),
     Architecture(
@@ -64,4 +65,5 @@ ARCHITECTURES = (
         fixed={**ACTIVATION, "norm_topk_prob": True},
         read=_experts,
     ),
-)
+):
+    ARCHITECTURES.register()(each)

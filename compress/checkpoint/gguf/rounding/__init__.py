@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-
 import torch
 from torch import Tensor
 
-from compress.checkpoint.gguf.rounding import k, legacy
-from compress.checkpoint.gguf.types import BY_NAME
-from compress.checkpoint.gguf.types.k import LAYOUTS
+from compress.checkpoint.gguf.rounding.legacy import round_symmetric
+from compress.checkpoint.gguf.types.base import BLOCK_TYPES
 from compress.checkpoint.gguf.types.plain import DTYPES
+from compress.checkpoint.scheme import FORMS
+from compress.checkpoint.weights.layouts import Blocks
 from compress.common.errors import NumericsError
 
-ROUNDERS: dict[str, Callable[[Tensor], Tensor]] = {
-    "q4_0": partial(legacy.round_symmetric, bits=4),
-    "q5_0": partial(legacy.round_symmetric, bits=5),
-    "q8_0": partial(legacy.round_symmetric, bits=8),
-    "q4_1": partial(legacy.round_minima, bits=4),
-    "q5_1": partial(legacy.round_minima, bits=5),
-    **{name: partial(k.round_k, name=name) for name in LAYOUTS},
-    "iq4_nl": legacy.round_nonlinear,
-}
-"""Functions from float32 `[N, size]` to blocks uint8 `[N, nbytes]`, by type."""
+BITS = {"q4_0": 4, "q5_0": 5, "q8_0": 8}
+"""Widths of the integers of types that are not weight forms."""
 VALUES_AT_ONCE = 2**21
 
 
@@ -40,13 +30,16 @@ def round_to(values: Tensor, name: str) -> Tensor:
         cast = values.to(dtype)
         _check_finite(cast, name)
         return cast.contiguous().view(torch.uint8)
-    kind, flat = BY_NAME[name], values.reshape(-1, BY_NAME[name].size)
+    if isinstance(form := FORMS[name].target() if name in FORMS else None, Blocks):
+        _check_finite(values, name)
+        return form.blocks(form.round(values))
+    kind, flat = BLOCK_TYPES[name], values.reshape(-1, BLOCK_TYPES[name].size)
     blocks = torch.empty(len(flat), kind.nbytes, dtype=torch.uint8)
     step = VALUES_AT_ONCE // kind.size
     for out, part in zip(blocks.split(step), flat.split(step), strict=True):
         wide = part.to(torch.float32)
         _check_finite(wide, name)
-        out.copy_(ROUNDERS[name](wide))
+        out.copy_(round_symmetric(wide, BITS[name]))
     return blocks.view(len(values), -1)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -10,15 +11,15 @@ from torch import Tensor
 from compress.checkpoint.gguf.rounding.search import (
     Groups,
     Nearest,
-    divided,
     groups_of,
     search_ranges,
     search_scales,
     to_half,
     uniform,
 )
-from compress.checkpoint.gguf.types.base import SUPER_BLOCK
-from compress.checkpoint.gguf.types.k import LAYOUTS, KBlocks, KLayout
+from compress.checkpoint.gguf.types.base import SUPER_BLOCK, BlockParts
+from compress.checkpoint.scale_search import divided
+from compress.checkpoint.weights.layouts import Blocks
 
 TURNS = 3
 
@@ -84,24 +85,24 @@ class Minima:
         wins = (other.error().sum(1, keepdim=True) < self.error().sum(1, keepdim=True)) & (other.d > 0)
         return replace(self, d=torch.where(wins, other.d, self.d), m=torch.where(wins, other.m, self.m))
 
-    def blocks(self) -> KBlocks:
+    def blocks(self) -> BlockParts:
         """Returns the blocks found."""
         steps, falls = self.steps.flatten(1).to(torch.int8), self.falls.flatten(1).to(torch.int8)
         d, m = (number.flatten(1).to(torch.float16) for number in (self.d, self.m))
-        return KBlocks(self.codes().flatten(1).to(torch.uint8), steps, falls, d, m)
+        return BlockParts(self.codes().flatten(1).to(torch.uint8), d, m, steps, falls)
 
     def _sum(self, products: Tensor) -> Tensor:
         return self.groups.sum(products).sum(1, keepdim=True)
 
 
-def _search_minima(groups: Groups, most: int, top: int) -> KBlocks:
+def _search_minima(groups: Groups, most: int, top: int) -> BlockParts:
     found = Minima.begin(groups, most, top)
     for _ in range(TURNS):
         found = found.with_near_steps().with_exact_scales()
     return found.blocks()
 
 
-def _search_symmetric(groups: Groups, most: int, middle: int) -> KBlocks:
+def _search_symmetric(groups: Groups, most: int, middle: int) -> BlockParts:
     """Searches steps from `-most` to `most - 1` for codes from `-middle` to `middle - 1`."""
     values, nearest = groups.values, uniform(-middle, middle - 1)
     scales = search_scales(groups, nearest, (-middle, middle - 1), half=False)
@@ -116,7 +117,7 @@ def _search_symmetric(groups: Groups, most: int, middle: int) -> KBlocks:
         errors = [groups.error(nearest(divided(values, s * steps)) * s * steps) for s in (exact, d)]
         d = torch.where(errors[0].sum(1, keepdim=True) < errors[1].sum(1, keepdim=True), exact, d)
     codes = (nearest(divided(values, d * steps)) + middle).flatten(1).to(torch.uint8)
-    return KBlocks.symmetric(codes, steps.flatten(1).to(torch.int8), d.flatten(1).to(torch.float16))
+    return BlockParts(codes, d.flatten(1).to(torch.float16), steps=steps.flatten(1).to(torch.int8))
 
 
 def _near_steps(groups: Groups, nearest: Nearest, d: Tensor, steps: Tensor, most: int) -> Tensor:
@@ -137,7 +138,7 @@ def magnitudes(values: Tensor) -> Tensor:
     return values.abs() + values.square().mean(-1, keepdim=True).sqrt()
 
 
-def search_blocks(values: Tensor, layout: KLayout, weights: Tensor | None = None) -> KBlocks:
+def search_blocks(values: Tensor, form: Blocks, weights: Tensor | None = None) -> BlockParts:
     """Searches the super-blocks of float32 `[N, 256]`.
 
     Args:
@@ -145,22 +146,16 @@ def search_blocks(values: Tensor, layout: KLayout, weights: Tensor | None = None
     """
 
     def grouped(tensor: Tensor) -> Tensor:
-        return tensor.view(len(tensor), -1, layout.group_size)
+        return tensor.view(len(tensor), -1, cast(int, form.group_size))
 
     found = grouped(values)
     groups = Groups(found, magnitudes(found) if weights is None else grouped(weights))
-    if layout.has_minima:
-        return _search_minima(groups, layout.scale_range[1], (1 << layout.bits) - 1)
-    return _search_symmetric(groups, -layout.scale_range[0], 1 << (layout.bits - 1))
+    if form.scales.has_minima:
+        return _search_minima(groups, (1 << form.scales.step_bits) - 1, form.max_code)
+    return _search_symmetric(groups, 1 << (form.scales.step_bits - 1), form.zero)
 
 
-def round_k(values: Tensor, name: str) -> Tensor:
-    """Rounds float32 `[N, 256]` to blocks of a K type."""
-    layout = LAYOUTS[name]
-    return layout.join(search_blocks(values, layout))
-
-
-def search_weight(weight: Tensor, layout: KLayout, importance: Tensor | None = None) -> KBlocks:
+def search_weight(weight: Tensor, form: Blocks, importance: Tensor | None = None) -> BlockParts:
     """Searches the super-blocks of `weight [O, I]`, row by row.
 
     Args:
@@ -170,9 +165,6 @@ def search_weight(weight: Tensor, layout: KLayout, importance: Tensor | None = N
         NumericsError: NaN or infinity.
     """
     blocks = groups_of(weight, SUPER_BLOCK, importance)
-    found = [search_blocks(each.values, layout, each.weights) for each in blocks]
-    return KBlocks(*(torch.cat(each) for each in zip(*map(_tensors, found), strict=True)))
-
-
-def _tensors(blocks: KBlocks) -> list[Tensor]:
-    return [getattr(blocks, each.name) for each in fields(blocks)]
+    found = [search_blocks(each.values, form, each.weights) for each in blocks]
+    named = [each.named() for each in found]
+    return BlockParts(**{name: torch.cat([each[name] for each in named]) for name in named[0]})

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from compress.checkpoint.scale_search import column_weights
+from compress.checkpoint.scale_search import column_weights, divided
 from compress.common.device import require_finite
 
 Nearest = Callable[[Tensor], Tensor]
@@ -22,7 +22,6 @@ SPREADS = (0.7, 0.78, 0.84, 0.88, 0.92, 0.96, 1.0, 1.04)
 SHRINKS = ((1.0, 1.0), (0.95, 0.95), (0.9, 0.9), (0.85, 0.85), (1.0, 0.9), (0.9, 1.0), (0.8, 0.8))
 """Parts of the lower and of the upper end of a group's range that the codes span."""
 TURNS = 4
-TINY = 1e-30
 ELEMENTS_AT_ONCE = 2**21
 """Weights whose blocks are searched at one time."""
 
@@ -75,12 +74,6 @@ def groups_of(weight: Tensor, size: int, importance: Tensor | None = None) -> It
 def uniform(low: int, high: int) -> Nearest:
     """Returns what rounds to integers from `low` to `high`."""
     return lambda x: x.round().clamp(low, high)
-
-
-def divided(values: Tensor, scales: Tensor) -> Tensor:
-    """Returns `values / scales`, zero where the scale is zero."""
-    safe = torch.where(scales.abs() < TINY, torch.ones_like(scales), scales)
-    return torch.where(scales.abs() < TINY, torch.zeros_like(values), values / safe)
 
 
 def to_half(scales: Tensor) -> Tensor:

@@ -1,19 +1,21 @@
-"""The table of tensor types; a group of types is one file with a tuple `TYPES`."""
+"""Tensor types of GGUF; types that are alike share a file, which registers them."""
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 from torch import Tensor
 
-from compress.checkpoint.gguf.types import k, legacy, plain, tables, ternary, vectors
-from compress.checkpoint.gguf.types.base import BlockType
+from compress.checkpoint.gguf.types import k, legacy, tables
+from compress.checkpoint.gguf.types.base import BLOCK_TYPES, BlockType, Codec
 from compress.common.errors import CheckpointError
 
-ALL_TYPES = (*plain.TYPES, *legacy.TYPES, *k.TYPES, *tables.TYPES, *ternary.TYPES, *vectors.TYPES)
-BY_CODE = {each.code: each for each in ALL_TYPES}
-BY_NAME = {each.name: each for each in ALL_TYPES}
+CODECS: dict[str, Codec] = {**k.CODECS, **legacy.CODECS, **tables.CODECS}
+"""Codecs of the types that are weight forms."""
 
 UNREAD = {41: "q1_0"}
 """Types that are known and not read."""
+INSTALL = "pip install 'compress-runtime[gguf]'"
 
 DEQUANTIZED_VALUES = 2**20
 """Values that are dequantized at one time."""
@@ -22,15 +24,17 @@ DEQUANTIZED_VALUES = 2**20
 def find_type(code: int) -> BlockType:
     """Returns the type with this number. Raises CheckpointError for one that is not read, or by a package that is
     missing."""
-    if code in BY_CODE:
-        kind = BY_CODE[code]
-        if kind.name in vectors.NAMES:
-            vectors.check_installed(kind.name)
-        return kind
-    name = f"{UNREAD[code]} (number {code})" if code in UNREAD else f"number {code}"
-    raise CheckpointError(
-        f"tensors of type {name} are not read", f"Choose a file of these types: {', '.join(sorted(BY_NAME))}"
-    )
+    kind = next((each for each in BLOCK_TYPES.values() if each.code == code), None)
+    if kind is None:
+        name = f"{UNREAD[code]} (number {code})" if code in UNREAD else f"number {code}"
+        raise CheckpointError(
+            f"tensors of type {name} are not read", f"Choose a file of these types: {', '.join(BLOCK_TYPES)}"
+        )
+    if kind.package and find_spec(kind.package) is None:
+        raise CheckpointError(
+            f"tensors of type {kind.name} are read by the package {kind.package}, which is missing", INSTALL
+        )
+    return kind
 
 
 def dequantize(blocks: Tensor, kind: BlockType) -> Tensor:

@@ -3,33 +3,61 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import cast
 
 import torch
 from torch import Tensor
+
+from compress.checkpoint.scheme import FORMS
+from compress.checkpoint.weights.coded import Coded, CodedWeight
+from compress.checkpoint.weights.integer import Int
+from compress.checkpoint.weights.layouts import Blocks
+from compress.common.errors import CheckpointError
+from compress.common.registry import Registry
 
 SUPER_BLOCK = 256
 """Values of a block of the K types, which share scales of scales."""
 
 
 @dataclass(frozen=True, slots=True)
-class IntegerCodes:
-    """Codes of a type that are integers around the midpoint, so that `Int` holds them exactly.
+class BlockParts:
+    """Blocks taken apart, under the names of `CodedWeight`; what a type does not have is None.
 
     Attributes:
-        bits: width of a code.
-        group_size: values that share a scale.
-        read: blocks uint8 `[N, nbytes]` to codes uint8 `[N, size]` and scales float16 or float32 `[N, size / group]`.
+        qweight: codes uint8 `[N, size]`.
+        scales, minima: float16 `[N, 1]`; minima are subtracted.
+        steps, minimum_steps: int8 `[N, G]`, integers of groups that multiply the scale and the minimum.
     """
 
-    bits: int
-    group_size: int
-    read: Callable[[Tensor], tuple[Tensor, Tensor]]
+    qweight: Tensor
+    scales: Tensor
+    minima: Tensor | None = None
+    steps: Tensor | None = None
+    minimum_steps: Tensor | None = None
 
-    def dequantize(self, blocks: Tensor) -> Tensor:
-        """Returns the values float32 `[N, size]` of blocks."""
-        codes, scales = self.read(blocks)
-        return scaled(scales.to(torch.float32), codes.to(torch.float32) - (1 << (self.bits - 1)))
+    def named(self) -> dict[str, Tensor]:
+        """Returns its tensors by name."""
+        found = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {name: part for name, part in found.items() if part is not None}
+
+    @property
+    def group_scales(self) -> Tensor:
+        """`[N, G]`, in float32 where they are products."""
+        return self.scales if self.steps is None else self.steps.float() * self.scales.float()
+
+
+@dataclass(frozen=True, slots=True)
+class Codec:
+    """Conversion of the bytes of a type that is a weight form.
+
+    Attributes:
+        split: takes blocks uint8 `[N, nbytes]` apart.
+        join: the inverse of `split`.
+    """
+
+    split: Callable[[Tensor], BlockParts]
+    join: Callable[[BlockParts], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +70,9 @@ class BlockType:
         size: values of a block.
         nbytes: bytes of a block.
         dequantize: blocks uint8 `[N, nbytes]` to values float32 `[N, size]`.
-        integers: its codes where `Int` holds them exactly.
-        form: key of the weight form that holds its blocks as they are; "" for none.
+        scheme: weight form that holds its codes and scales exactly; None for none.
+        read: rows of blocks uint8 `[R, bytes]` to a weight of this form.
+        package: that dequantizes it; "" for this one.
     """
 
     name: str
@@ -51,21 +80,36 @@ class BlockType:
     size: int
     nbytes: int
     dequantize: Callable[[Tensor], Tensor]
-    integers: IntegerCodes | None = None
-    form: str = ""
-
-    @property
-    def is_packed(self) -> bool:
-        """Whether a weight form holds its codes."""
-        return self.integers is not None or bool(self.form)
+    scheme: Coded | None = None
+    read: Callable[[Tensor], CodedWeight] | None = None
+    package: str = ""
 
     @classmethod
-    def of_integers(cls, name: str, code: int, size: int, nbytes: int, integers: IntegerCodes) -> BlockType:
-        return cls(name, code, size, nbytes, integers.dequantize, integers)
+    def of_integers(
+        cls, name: str, code: int, size: int, nbytes: int, scheme: Int, split: Callable[[Tensor], BlockParts]
+    ) -> BlockType:
+        """Returns a type whose codes are read as plain integers."""
+
+        def read(blocks: Tensor) -> CodedWeight:
+            parts, rows = split(blocks.reshape(-1, nbytes)), len(blocks)
+            return scheme.weight(parts.qweight.view(rows, -1), parts.group_scales.reshape(rows, -1))
+
+        return cls(name, code, size, nbytes, lambda blocks: read(blocks).dequantize(), scheme, read)
+
+    @classmethod
+    def of_form(cls, name: str, code: int, size: int, nbytes: int) -> BlockType:
+        """Returns the type whose blocks the weight form of its name holds."""
+        form = cast(Blocks, FORMS[name].target())
+        return cls(
+            name, code, size, nbytes, lambda blocks: form.from_blocks(blocks).dequantize(), form, form.from_blocks
+        )
 
     def row_bytes(self, columns: int) -> int:
         """Bytes of a row of `columns` values, a multiple of `size`."""
         return columns // self.size * self.nbytes
+
+
+BLOCK_TYPES: Registry[BlockType] = Registry("GGUF type", "compress.checkpoint.gguf.types", CheckpointError)
 
 
 def float16(blocks: Tensor, begin: int) -> Tensor:
@@ -106,10 +150,9 @@ def join_planes(codes: Tensor, run: int, width: int) -> Tensor:
     return parts.sum(2, dtype=torch.uint8).flatten(1)
 
 
-def scaled(scales: Tensor, values: Tensor, minima: Tensor | None = None) -> Tensor:
-    """Returns `scales [N, G] * values [N, size]` of each group, less `minima [N, G]`."""
-    groups = values.view(len(values), scales.shape[1], -1) * scales.unsqueeze(-1)
-    return (groups if minima is None else groups - minima.unsqueeze(-1)).flatten(1)
+def scaled(scales: Tensor, values: Tensor) -> Tensor:
+    """Returns `scales [N, G] * values [N, size]` of each group."""
+    return (values.view(len(values), scales.shape[1], -1) * scales.unsqueeze(-1)).flatten(1)
 
 
 def look_up(table: Sequence[float], codes: Tensor) -> Tensor:

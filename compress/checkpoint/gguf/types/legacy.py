@@ -6,9 +6,22 @@ bytes of their own, lowest bit first.
 
 from __future__ import annotations
 
+from functools import partial
+
+import torch
 from torch import Tensor
 
-from compress.checkpoint.gguf.types.base import BlockType, IntegerCodes, float16, float32, planes, scaled
+from compress.checkpoint.gguf.types.base import (
+    BLOCK_TYPES,
+    BlockParts,
+    BlockType,
+    Codec,
+    float16,
+    half_bytes,
+    join_planes,
+    planes,
+)
+from compress.checkpoint.weights.integer import Int
 
 SIZE = 32
 
@@ -24,30 +37,52 @@ def five_bits(blocks: Tensor, begin: int) -> Tensor:
     return nibbles(blocks, begin + 4) | (fifth << 4)
 
 
-def _q4_0(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    return nibbles(blocks, 2), float16(blocks, 0)
+def codes_of(blocks: Tensor, begin: int, bits: int) -> Tensor:
+    """Reads the codes `[N, 32]` from byte `begin` on."""
+    if bits == 8:
+        return blocks[:, begin:] ^ 0x80
+    return nibbles(blocks, begin) if bits == 4 else five_bits(blocks, begin)
 
 
-def _q5_0(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    return five_bits(blocks, 2), float16(blocks, 0)
+def split(blocks: Tensor, bits: int) -> BlockParts:
+    """Takes blocks of q4_0, q5_0, q8_0 and iq4_nl apart."""
+    return BlockParts(codes_of(blocks, 2, bits), float16(blocks, 0))
 
 
-def _q8_0(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    return blocks[:, 2:] ^ 0x80, float16(blocks, 0)
+def _split_with_minima(blocks: Tensor, bits: int) -> BlockParts:
+    """Minima of files are added."""
+    return BlockParts(codes_of(blocks, 4, bits), float16(blocks, 0), -float16(blocks, 2))
 
 
-def _q4_1(blocks: Tensor) -> Tensor:
-    return scaled(float32(blocks, 0), nibbles(blocks, 4).float(), -float32(blocks, 2))
+def _symmetric(name: str, code: int, nbytes: int, bits: int) -> BlockType:
+    return BlockType.of_integers(name, code, SIZE, nbytes, Int(bits, SIZE), partial(split, bits=bits))
 
 
-def _q5_1(blocks: Tensor) -> Tensor:
-    return scaled(float32(blocks, 0), five_bits(blocks, 4).float(), -float32(blocks, 2))
+def code_bytes(codes: Tensor, bits: int) -> Tensor:
+    """Returns the bytes of codes uint8 `[N, 32]`: of 5 bits the fifth ones first."""
+    if bits == 8:
+        return codes ^ 0x80
+    if bits == 4:
+        return join_planes(codes, 16, 4)
+    return torch.cat([join_planes(codes >> 4, 1, 1), join_planes(codes & 15, 16, 4)], dim=1)
 
 
-TYPES = (
-    BlockType.of_integers("q4_0", 2, SIZE, 18, IntegerCodes(4, SIZE, _q4_0)),
-    BlockType("q4_1", 3, SIZE, 20, _q4_1, form="q4_1"),
-    BlockType.of_integers("q5_0", 6, SIZE, 22, IntegerCodes(5, SIZE, _q5_0)),
-    BlockType("q5_1", 7, SIZE, 24, _q5_1, form="q5_1"),
-    BlockType.of_integers("q8_0", 8, SIZE, 34, IntegerCodes(8, SIZE, _q8_0)),
-)
+def join(parts: BlockParts, bits: int) -> Tensor:
+    """Returns the blocks of q4_0, q5_0, q8_0 and iq4_nl, or with minima those of q4_1 and q5_1."""
+    minima = [] if parts.minima is None else [half_bytes(-parts.minima)]
+    return torch.cat([half_bytes(parts.scales), *minima, code_bytes(parts.qweight, bits)], dim=1)
+
+
+CODECS = {
+    name: Codec(partial(_split_with_minima, bits=bits), partial(join, bits=bits))
+    for name, bits in {"q4_1": 4, "q5_1": 5}.items()
+}
+"""Codecs by type."""
+for each in (
+    _symmetric("q4_0", 2, 18, 4),
+    BlockType.of_form("q4_1", 3, SIZE, 20),
+    _symmetric("q5_0", 6, 22, 5),
+    BlockType.of_form("q5_1", 7, SIZE, 24),
+    _symmetric("q8_0", 8, 34, 8),
+):
+    BLOCK_TYPES.register()(each)

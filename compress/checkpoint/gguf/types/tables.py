@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
-from compress.checkpoint.gguf.types.base import SUPER_BLOCK, BlockType, float32, look_up, planes, scaled
-from compress.checkpoint.gguf.types.legacy import SIZE, nibbles
-from compress.checkpoint.weights.nonlinear import LEVEL_VALUES
+from compress.checkpoint.gguf.types.base import (
+    BLOCK_TYPES,
+    SUPER_BLOCK,
+    BlockType,
+    Codec,
+    float32,
+    look_up,
+    planes,
+    scaled,
+)
+from compress.checkpoint.gguf.types.legacy import SIZE, join, split
+from compress.checkpoint.weights.forms import E2M1_VALUES, IQ4_NL_VALUES
 
-E2M1_DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+E2M1_DOUBLED = tuple(2 * value + 0.0 for value in E2M1_VALUES)
 """Values of four-bit floating-point numbers times two; files have no negative zero."""
 
 
-def _iq4_nl(blocks: Tensor) -> Tensor:
-    return scaled(float32(blocks, 0), look_up(LEVEL_VALUES, nibbles(blocks, 2)))
+CODECS = {"iq4_nl": Codec(partial(split, bits=4), partial(join, bits=4))}
+"""Codecs by type."""
 
 
 def _iq4_xs(blocks: Tensor) -> Tensor:
     low, high = planes(blocks[:, 4:8], 1, 4), planes(blocks[:, 2:4], 1, 2)
     scales = ((low | (high << 4)).float() - 32) * float32(blocks, 0)
-    return scaled(scales, look_up(LEVEL_VALUES, planes(blocks[:, 8:], 16, 4)))
+    return scaled(scales, look_up(IQ4_NL_VALUES, planes(blocks[:, 8:], 16, 4)))
 
 
 def half_power_of_two(exponents: Tensor) -> Tensor:
@@ -43,9 +54,10 @@ def _nvfp4(blocks: Tensor) -> Tensor:
     return scaled(half_e4m3(blocks[:, :4]), look_up(E2M1_DOUBLED, planes(blocks[:, 4:], 8, 4)))
 
 
-TYPES = (
-    BlockType("iq4_nl", 20, SIZE, 18, _iq4_nl, form="iq4_nl"),
+for each in (
+    BlockType.of_form("iq4_nl", 20, SIZE, 18),
     BlockType("iq4_xs", 23, SUPER_BLOCK, 136, _iq4_xs),
     BlockType("mxfp4", 39, SIZE, 17, _mxfp4),
     BlockType("nvfp4", 40, 64, 36, _nvfp4),
-)
+):
+    BLOCK_TYPES.register()(each)

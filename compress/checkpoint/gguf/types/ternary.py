@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from compress.checkpoint.gguf.types.base import SUPER_BLOCK, BlockType, float32, planes, scaled
+from compress.checkpoint.gguf.types.base import BLOCK_TYPES, SUPER_BLOCK, BlockType, float32, planes, scaled
 
 
 def _trits(data: Tensor, run: int, count: int) -> Tensor:
@@ -24,7 +24,8 @@ def _tq2_0(blocks: Tensor) -> Tensor:
     return scaled(float32(blocks, 64), planes(blocks[:, :64], 32, 2).float() - 1)
 
 
-TYPES = (
+for each in (
     BlockType("tq1_0", 34, SUPER_BLOCK, 54, _tq1_0),
     BlockType("tq2_0", 35, SUPER_BLOCK, 66, _tq2_0),
-)
+):
+    BLOCK_TYPES.register()(each)

@@ -187,6 +187,19 @@ FOR_AVX512 static void finish_avx512(const LinearCall *call, int64_t row, int64_
 #endif
 static const FinishRow finish_by_set[NUM_INSTRUCTION_SETS] = BY_SET(finish);
 
+/* Bytes that are places in a table, as float32 for any instruction set. */
+static void decode_values(const uint32_t *words, const Prepared *input, uint32_t *decoded) {
+    for (int64_t k = 0; k < input->run; k += 4, words += TILE)
+        for (int i = 0; i < 4; i++, decoded += TILE)
+            for (int feature = 0; feature < TILE; feature++)
+                decoded[feature] = bits_of_float(input->values[words[feature] >> code_shift(i, 8) & 255]);
+}
+
+static DecodeKernel decode_of(const LinearCall *call, int64_t blocks) {
+    if (call->prepared.values != NULL) return decode_values;
+    return blocks > call->kernels->undecoded_blocks ? call->kernels->decode[kernel_index(call->weight)] : NULL;
+}
+
 /* One run of a tile after the other for all rows of a chunk, in blocks of about the same size. Each place is written again: a
  * copy of one that has just changed would wait for its parts. */
 static void multiply_tile(const LinearCall *call, int64_t tile, int64_t row, int64_t num_rows) {
@@ -196,9 +209,8 @@ static void multiply_tile(const LinearCall *call, int64_t tile, int64_t row, int
     uint32_t decoded[LONGEST_RUN * TILE];
     const int64_t run_words = call->prepared.run * weight->bits / 32 * TILE, num_runs = call->prepared.num_runs;
     const int64_t blocks = parts(num_rows, kernels->most_rows), block = parts(num_rows, blocks);
-    const int index = kernel_index(weight);
-    const DecodeKernel decode = blocks > kernels->undecoded_blocks ? kernels->decode[index] : NULL;
-    const RunKernel multiply = kernels->run[decode != NULL ? width_index(kernels->decoded_bits) : index];
+    const DecodeKernel decode = decode_of(call, blocks);
+    const RunKernel multiply = kernels->run[decode != NULL ? width_index(kernels->decoded_bits) : kernel_index(weight)];
     const uint32_t *words = weight->words + tile * num_runs * run_words;
     memset(sums, 0, (size_t)(num_rows * TILE) * sizeof *sums);
     for (int64_t run = 0; run < num_runs; run++, words += run_words) {
@@ -363,13 +375,14 @@ static const KernelKind *choose_kernels(int set, const LinearCall *call) {
     const bool few = call->rows < smaller(fewest, FEW_ROWS + 1) && few_rows_take_vectors(set);
     if (call->activations != ACTIVATIONS_FLOAT) return few ? kernel_sets[set].few_q8 : kernel_sets[set].q8;
     if (call->type != BFLOAT16 || call->weight->bits == SPARSE || kernel_sets[set].bfloat16 == NULL ||
-        !has_exact_pairs(call->weight))
+        call->prepared.values != NULL || !has_exact_pairs(call->weight))
         return kernel_sets[set].float32;
     return few ? kernel_sets[set].few_bfloat16 : kernel_sets[set].bfloat16;
 }
 
 /* Fills in a call that begins with operands; returns what is to be freed, or NULL when out of memory. */
 static void *begin(LinearCall *call, int set) {
+    call->prepared.values = call->weight->bits == 8 ? call->weight->values : NULL;
     call->kernels = choose_kernels(set, call);
     call->prepare = prepare_by_set[set];
     call->finish = finish_by_set[set];

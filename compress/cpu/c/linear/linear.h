@@ -16,7 +16,7 @@
  *
  * Numbers. W = (table[code] - (zero - center)) * scale with center = 2^(bits - 1); without zeros, table[code] * scale.
  * With minima, W = table[code] * scale - minimum. With steps, a group's scale is scale * step, its minimum minimum * minimum_step.
- * Bytes have no table: they stand for code - 128, or are floats (e4m3) where the weight says so. Sums run in float32, from the first input to the last within a run of
+ * Bytes stand for code - 128, or are floats (e4m3) or places in a table where the weight says so. Sums run in float32, from the first input to the last within a run of
  * at most LONGEST_RUN inputs, and over runs; no sum depends on other rows of x, on their number or on threads.
  * With 8-bit activations sums within a group are exact int32.
  *
@@ -54,6 +54,7 @@ typedef struct {
     int64_t block;        /* inputs that share a scale where there are steps, a multiple of group */
     const float *bias;    /* [O] or NULL */
     float table[16];      /* of codes of 2 or 4 bits */
+    const float *values;  /* [256] of codes of 8 bits that are places in a table; NULL: they are not */
 } LinearWeight;
 
 enum { LINEAR_OK, LINEAR_NO_INSTRUCTIONS = -1, LINEAR_NO_MEMORY = -2 };

@@ -36,6 +36,7 @@ typedef struct {
     const int32_t *q8_sums; /* [rows][num_runs] of 8-bit activations */
     const float *q8_scales; /* likewise */
     CodeTable table;
+    const float *values; /* [256], of bytes that are places in a table; or NULL */
 } Prepared;
 
 /* Which run of which rows, and where its sums are added. */

@@ -291,7 +291,7 @@ def split_span(
     position, length, front, split, splits, window, WINDOWED: tl.constexpr, CHUNK: tl.constexpr, BLOCK_T: tl.constexpr
 ):  # fmt: skip
     """The keys from `start` to `stop` that a split looks at: its share, in whole tiles, of those that some row sees
-    behind the `front`."""
+    from `front` on."""
     first = front
     if WINDOWED or CHUNK > 0:
         least = tl.min(tl.where(position < 0, 2147483647, position), 0)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from compress.checkpoint.weights.gguf_blocks import BlockIntegers
+from compress.checkpoint.weights.coded import CodedWeight
 from runtime.backends.triton.fused_linear import ActivationLayout, PartialSums, QuantizedInput
 from runtime.backends.triton.kernels.configs import BUCKETS, EXPAND, KernelConfig, Plan, default_plan
 from runtime.backends.triton.kernels.norm_act import PackedLinear
@@ -42,13 +42,13 @@ class BlockIntegerLinear(PackedLinear):
         return self.planes.product(x)
 
 
-def interleaved(weight: BlockIntegers, device: torch.device) -> InterleavedWeight:
+def interleaved(weight: CodedWeight, device: torch.device) -> InterleavedWeight:
     """Planes with float32 scales and the zero points `minimum / scale`. A group whose multiples of its scale vanish
-    beside the minimum has codes 0, the minimum as scale and zero point 1."""
-    codes, scales, minima = weight.qweight, weight.scales, weight.minima
-    bits, group = weight.scheme.bits, weight.scheme.group_size
+    compared with the minimum has codes 0, the minimum as scale and zero point 1."""
+    codes, scales, minima = weight.qweight, weight.group_scales(), weight.group_minima()
+    bits, group = weight.scheme.bits, weight.scheme.columns(weight.shape[1])
     if minima is None:
-        return interleave_codes(codes, scales, torch.full_like(scales, weight.zero), bits, group, device)
+        return interleave_codes(codes, scales, torch.full_like(scales, weight.scheme.zero), bits, group, device)
     is_flat = scales.abs() * weight.scheme.max_code <= minima.abs() * LOST
     codes = codes.masked_fill(is_flat.repeat_interleave(group, 1), 0)
     zeros = torch.where(is_flat, 1.0, minima / torch.where(is_flat, 1.0, scales))
@@ -63,7 +63,7 @@ def skinny_plan(bits: int, rows: int, num_tiles: int, num_processors: int, panel
 
 
 def linear_of(
-    weight: BlockIntegers, bias: Tensor | None, device: torch.device, processors: int, panel_from: int
+    weight: CodedWeight, bias: Tensor | None, device: torch.device, processors: int, panel_from: int
 ) -> BlockIntegerLinear:
     """The linear of a weight `[N, K]` on a device, multiplied by panels from a number of tokens on."""
     planes = interleaved(weight, device)

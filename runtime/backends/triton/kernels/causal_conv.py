@@ -1,4 +1,4 @@
-"""Causal convolutions over few tokens of each sequence, and the inputs that they still see behind a segment."""
+"""Causal convolutions over few tokens of each sequence, and the inputs that they still see after a segment."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class ConvColumns:
 
 @triton.jit
 def source_columns(channel, SHARES: tl.constexpr, KEY_DIM: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr):
-    """Columns of channels in a projection that is described by `ConvColumns`, behind its first one."""
+    """Columns of channels in a projection that is described by `ConvColumns`, counted from its first one."""
     if SHARES == 0:
         return channel
     else:
@@ -151,7 +151,7 @@ def gated_norm(
 ):  # fmt: skip
     """Root mean square norm and silu gate of `heads [rows, GROUPS, WIDTH]`, GATES_FIRST or last; what is normalized has
     the dtype of heads. Program (row, group). A row's gates are `gate_stride` apart; SHARED groups stand side by side,
-    and the next ones `jump` columns behind them."""
+    and the next ones `jump` columns after them."""
     row, group, channel = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, BLOCK)
     inside = channel < WIDTH
     place = (row * GROUPS + group) * WIDTH + channel
@@ -174,7 +174,7 @@ def gated_norm(
 @dataclass(frozen=True, slots=True)
 class GateColumns:
     """Where a projection holds the gates: from `first` on, those of `shared` groups side by side, `jump` columns
-    behind those before."""
+    after those before."""
 
     first: int
     shared: int

@@ -39,7 +39,7 @@ class KernelConfig:
 
     def __post_init__(self) -> None:
         if self.kernel not in (SKINNY, GEMM, EXPAND):
-            raise DataError(f"kernel {self.kernel!r} does not exist", f"Kernels: {SKINNY}, {GEMM}, {EXPAND}")
+            raise DataError.unknown("kernel", self.kernel, (SKINNY, GEMM, EXPAND), "Kernels")
 
 
 Plan = Mapping[int, KernelConfig]
@@ -174,14 +174,14 @@ def measured_plan(table: Path, gpu: str, rows: int, inputs: int) -> dict[int, Ke
     """The plan that was measured for a shape on a GPU; None when the table is of another GPU or lacks the shape.
 
     Raises:
-        DataError: the file is no such table.
+        DataError: the file is not such a table.
     """
     try:
         content: dict[str, Any] = json.loads(table.read_text(encoding="utf-8"))
         shape = content["shapes"].get(f"{rows}x{inputs}") if content["gpu"] == gpu else None
         return None if shape is None else _filled({int(m): KernelConfig(**config) for m, config in shape.items()})
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DataError(f"{table} is no kernel table: {error}", "Write one with scripts/tune_kernels.py") from error
+        raise DataError(f"{table} is not a kernel table: {error}", "Write one with scripts/tune_kernels.py") from error
 
 
 def _filled(measured: Mapping[int, KernelConfig]) -> dict[int, KernelConfig]:

@@ -59,9 +59,9 @@ def fp8_skinny_gemm(
 ):  # fmt: skip
     """Partial sums `part [splits, M, ROWS]` float32 of `x [M, K]` and e4m3 codes `[ROWS, K]`: 16-bit x by weights with
     their scale, or with Q8_INPUT e4m3 numbers by codes, both without scales. 8-bit floats are exact in 16 bits, so only
-    sums are rounded. GROUP inputs of a row share a float32 scale `[ROWS, K / GROUP]`, beside that of the row; 0 for
-    none. Scales of whole blocks multiply float32 sums; those of smaller groups multiply numbers in 16 bits: powers of
-    two do so exactly."""
+    sums are rounded. GROUP inputs of a row share a float32 scale `[ROWS, K / GROUP]` in addition to that of the row;
+    0 for none. Scales of whole blocks multiply float32 sums; those of smaller groups multiply numbers in 16 bits:
+    powers of two do so exactly."""
     n, split, m = split_tile(BLOCK_N, BLOCK_M)
     first = split * blocks_per_split
     if WAITS:

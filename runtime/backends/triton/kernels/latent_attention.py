@@ -125,7 +125,7 @@ def latent_tile(block_rows: int, format: str) -> dict[str, int]:
     Args:
         format: of latents.
     """
-    # What fits in registers beside sums of 512 channels, as `scripts/compile_kernels.py` found it. With these stages a
+    # What fits in registers next to sums of 512 channels, as `scripts/compile_kernels.py` found it. With these stages a
     # tile is read while the one before is computed: places follow from the block table, which is read before them.
     is_plain = format == "16bit"
     return {"BLOCK_T": 32 if block_rows > 16 or is_plain else 64, "STAGES": 5 if is_plain else 3, "num_warps": 8}

@@ -236,7 +236,7 @@ def _reduce(sums: SumsForm, width: int, rows: int) -> BoundKernel:
 
 
 class PackedLinear(FusedLinear):
-    """A linear that, called by itself, has a launch before and one behind its product."""
+    """A linear that, called by itself, has a launch before and one after its product."""
 
     def __call__(self, x: Tensor) -> Tensor:
         """`x [M, K] -> x W^T + bias [M, N]` in the dtype of `x`, bfloat16 or float16, with sums in 32 bits."""

@@ -2,7 +2,7 @@
 pages.
 
 Programs take their rows and keys from a work list; an empty split counts nothing. The first split also takes the tokens
-in front: those that are kept exactly beside the pages, and those that a stream looks at with a second query.
+in front: those that are kept exactly in addition to the pages, and those that a stream looks at with a second query.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from compress.checkpoint.kv_cache import CODE_BITS
-from runtime.backends.span_attention import PLAIN_LAYER, LayerScores
+from runtime.backends.scores import PLAIN_LAYER, LayerScores
 from runtime.backends.triton.attention import NO_SINK_TOKENS, HeadPages, SinkTokens
 from runtime.backends.triton.device import HOPPER, has_capability
 from runtime.backends.triton.fused_linear import ROWS_LAYOUT, SUMS, ActivationLayout, QuantizedInput
@@ -125,7 +125,7 @@ def paged_attention(
     `position - window + 1` on. A token at position -1 is padding and sees nothing. CHUNK and CAP: see `LayerScores`; 0
     for none.
 
-    TREE: tokens of a sequence may be a tree of drafts behind its first token. Of the keys from that one's on, the k-th
+    TREE: tokens of a sequence may be a tree of drafts after its first token. Of the keys from that one's on, the k-th
     is seen where bit k of `ancestors [tokens]` is set; of those before, all that a window leaves. A token without
     ancestors sees what is before it.
     STREAMING: the first `sinks` keys are seen however far back, by a second query `moved`.

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from runtime.backends.sampling_kernel import FORBIDDEN, INFINITE, UNDECIDED
+from runtime.backends.backend import FORBIDDEN, INFINITE, UNDECIDED
 from runtime.backends.triton.launcher import Launcher
 from runtime.backends.triton.sizes import cdiv, next_power_of_2
 from runtime.core.batch import SamplingTensors
@@ -121,7 +121,7 @@ def sample_listed_kernel(
     BLOCK: tl.constexpr, UNDECIDED: tl.constexpr,
 ):  # fmt: skip
     """Replaces the token of each truncated row that has one by that of K tokens `ids [R, K]` with the highest sum of
-    `scores [R, K]` and noise; where a row has unknown tokens beside these, by UNDECIDED. BLOCK is at least K."""
+    `scores [R, K]` and noise; where a row has unknown tokens other than these, by UNDECIDED. BLOCK is at least K."""
     row, place = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     ids = tl.load(ids_ptr + row * K + place, mask=place < K, other=NO_TOKEN)
     scores = tl.load(scores_ptr + row * K + place, mask=place < K, other=float("-inf"))

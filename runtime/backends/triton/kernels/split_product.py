@@ -16,7 +16,7 @@ class SplitProduct:
     """A product in one size of tiles, whose inputs are cut into splits with sums of their own.
 
     Attributes:
-        kernel: given all but the input, what stands beside that, the sums, and the number of tokens.
+        kernel: given all but the input, the tensors that go with it, the sums, and the number of tokens.
         rows: of the weight.
         blocks_n: blocks of rows.
         block_m: tokens of a program.

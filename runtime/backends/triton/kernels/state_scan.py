@@ -33,7 +33,7 @@ class Heads:
         shared: heads that have the same key.
         query, key, value: first columns of what is convolved.
         gate: first column of strengths and steps of the heads, or of steps alone.
-        gates_shared: heads whose strengths stand side by side, their steps behind them; 0 without strengths.
+        gates_shared: heads whose strengths stand side by side, followed by their steps; 0 without strengths.
         scale: factor on queries.
         limits: least and largest step.
     """
@@ -261,7 +261,7 @@ class HeadVectors:
 def scan_rows(
     heads: Heads, vectors: HeadVectors, convolved: Tensor, gates: Tensor, states: Tensor, rows: StateRows, out: Tensor
 ) -> None:
-    """Writes `out [T, heads, V]`, and states behind segments.
+    """Writes `out [T, heads, V]`, and states after segments.
 
     Args:
         convolved: `[T, channels]`.

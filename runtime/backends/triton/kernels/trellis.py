@@ -1,5 +1,8 @@
-"""Products with trellis codes (EXL3): few tokens meet numbers that are decoded in registers, more of them the dense
-weight."""
+"""Products with trellis codes (EXL3), which are decoded into dense panels for any number of tokens.
+
+A kernel that decoded codes in registers took 348 us for one token and 195 us for 16 (28672x4096 on an H200), where a
+panel is decoded and multiplied by 64 tokens in 182 us (docs/measurements/gpu.md).
+"""
 
 from __future__ import annotations
 
@@ -11,19 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from runtime.backends.triton.kernels.common import (
-    PREFETCHED,
-    multiply,
-    prefetch,
-    rounded,
-    split_tile,
-    store_sums,
-    store_tile,
-    wait_for_inputs,
-)
-from runtime.backends.triton.kernels.int8_gemm import split_inputs
+from runtime.backends.triton.kernels.common import rounded, store_tile, wait_for_inputs
 from runtime.backends.triton.kernels.rope_kv_write import hadamard
-from runtime.backends.triton.kernels.split_product import SplitProduct
 from runtime.backends.triton.launcher import BoundKernel, Launcher
 from runtime.backends.triton.panels import EXPANDED_ROWS, Expander, multiply_by_panels
 
@@ -33,8 +25,6 @@ SIDE = 16
 """Side of a tile."""
 BLOCK = 64
 """Inputs of a program that decodes."""
-MOST_DECODED = 16
-"""Tokens up to which a product decodes in registers: each block of tokens would decode the weight again."""
 
 
 @triton.jit
@@ -131,36 +121,6 @@ def decoded_tiles(
 
 
 @Launcher
-@triton.jit(do_not_specialize=["M", "blocks_per_split"])
-def trellis_gemm(
-    x_ptr, words_ptr, part_ptr, M, K, N, blocks_per_split,
-    BITS: tl.constexpr, CODEBOOK: tl.constexpr, PTX: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_K: tl.constexpr, STAGES: tl.constexpr, INTERPRETED: tl.constexpr, WAITS: tl.constexpr = False,
-):  # fmt: skip
-    """Partial sums `part [splits, M, N]` float32 of turned inputs `x [M, K]` and the numbers of tiles; blocks divide K
-    and N."""
-    n, split, m = split_tile(BLOCK_N, BLOCK_M)
-    first = split * blocks_per_split
-    tile_n = tl.program_id(0) * (BLOCK_N // 16) + tl.arange(0, BLOCK_N // 16)
-    if WAITS:
-        tile_k = tl.minimum(first * (BLOCK_K // 16) + tl.arange(0, PREFETCHED), K // 16 - 1)
-        tile = tile_k.to(tl.int64)[:, None] * (N // 16) + tile_n[None, :]
-        prefetch(words_ptr + tile[:, :, None] * (8 * BITS) + tl.arange(0, 2) * 32 % (8 * BITS))
-    wait_for_inputs(WAITS)
-    total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    for block in tl.range(first, tl.minimum(first + blocks_per_split, K // BLOCK_K), num_stages=STAGES):
-        k = block * BLOCK_K + tl.arange(0, BLOCK_K)
-        tile_k = block * (BLOCK_K // 16) + tl.arange(0, BLOCK_K // 16)
-        numbers = decoded_tiles(
-            words_ptr, tile_k, tile_n, N, BITS, CODEBOOK, PTX, x_ptr.dtype.element_ty, BLOCK_K // 16, BLOCK_N // 16,
-            INTERPRETED,
-        )  # fmt: skip
-        x = tl.load(x_ptr + m[None, :] * K + k[:, None], mask=(m < M)[None, :], other=0.0)
-        total = multiply(numbers, x, total, INTERPRETED)
-    store_sums(part_ptr, total, split, m[None, :], n[:, None], M, N)
-
-
-@Launcher
 @triton.jit
 def expand_trellis(
     words_ptr, weight_ptr, first_row, ROWS, K, N,
@@ -196,19 +156,17 @@ def turn_inputs(
 
 
 @Launcher
-@triton.jit(do_not_specialize=["M", "splits"])
+@triton.jit(do_not_specialize=["M"])
 def turn_sums(
-    part_ptr, scale_ptr, bias_ptr, y_ptr, M, N, PADDED, splits, TURN: tl.constexpr, HAS_BIAS: tl.constexpr,
+    sum_ptr, scale_ptr, bias_ptr, y_ptr, M, N, PADDED, TURN: tl.constexpr, HAS_BIAS: tl.constexpr,
     INTERPRETED: tl.constexpr, WAITS: tl.constexpr = False,
 ):  # fmt: skip
-    """Adds parts `[splits, M, PADDED]` in order; every TURN sums times the Hadamard matrix, times scales `[N]`, plus
-    the bias, to `y [M, N]`. Programs (token, turn)."""
+    """Every TURN sums of `[M, PADDED]` times the Hadamard matrix, times scales `[N]`, plus the bias, to `y [M, N]`.
+    Programs (token, turn)."""
     wait_for_inputs(WAITS)
     m, n = tl.program_id(0).to(tl.int64), tl.program_id(1) * TURN + tl.arange(0, TURN)
-    total = tl.zeros((TURN,), tl.float32)
-    for split in range(0, splits):
-        total += tl.load(part_ptr + (split * M + m) * PADDED + n).to(tl.float32)
-    y = hadamard(total, TURN, 1.0) * tl.load(scale_ptr + n, mask=n < N, other=0.0)
+    y = hadamard(tl.load(sum_ptr + m * PADDED + n).to(tl.float32), TURN, 1.0)
+    y *= tl.load(scale_ptr + n, mask=n < N, other=0.0)
     if HAS_BIAS:
         y += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)
     like = y_ptr.dtype.element_ty
@@ -226,7 +184,6 @@ class TrellisLinear:
         bias: `[N]`, or None.
         bits: of a code.
         codebook: index in `CODEBOOKS`.
-        num_processors: of the GPU.
     """
 
     words: Tensor
@@ -235,35 +192,19 @@ class TrellisLinear:
     bias: Tensor | None
     bits: int
     codebook: int
-    num_processors: int
-
-    @cached_property
-    def _products(self) -> dict[int, SplitProduct]:
-        """Prepared launches, by most tokens."""
-        return {}
 
     @property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in (self.words, self.in_scales, self.out_scales))
 
     def __call__(self, x: Tensor) -> Tensor:
-        """`x [M, K] -> [M, N]` in the dtype of `x`, bfloat16 or float16, in which numbers and turned inputs meet."""
+        """`x [M, K] -> [M, N]` in the dtype of `x`, bfloat16 or float16, as are numbers and turned inputs."""
         turn, turn_back = self._turns
         tokens, (inputs, outputs) = len(x), self._sizes
         turned, y = x.new_empty(tokens, inputs), x.new_empty(tokens, len(self.out_scales))
         turn((tokens, inputs // TURN), x.contiguous(), turned, tokens)
-        parts = self._decoded(turned) if tokens <= MOST_DECODED else self._by_panels(turned)
-        turn_back((tokens, outputs // TURN), parts, y, tokens, len(parts))
+        turn_back((tokens, outputs // TURN), multiply_by_panels(turned, outputs, None, self.expand_rows), y, tokens)
         return y
-
-    def _decoded(self, turned: Tensor) -> Tensor:
-        size = 8 if len(turned) <= 8 else MOST_DECODED
-        if size not in self._products:
-            self._products[size] = self._prepare(size)
-        return self._products[size](turned)
-
-    def _by_panels(self, turned: Tensor) -> Tensor:
-        return multiply_by_panels(turned, self._sizes[1], None, self.expand_rows).unsqueeze(0)
 
     @property
     def _sizes(self) -> tuple[int, int]:
@@ -296,16 +237,3 @@ class TrellisLinear:
     def _constants(self) -> dict[str, Any]:
         interpreted = triton.knobs.runtime.interpret
         return {"BITS": self.bits, "CODEBOOK": self.codebook, "PTX": HALVES_ADDED, "INTERPRETED": interpreted}
-
-    def _prepare(self, tokens: int) -> SplitProduct:
-        inputs, outputs = self._sizes
-        tile = TILE | {"BLOCK_M": tokens}
-        splits, blocks_per_split = split_inputs(outputs, inputs, tokens, tile, self.num_processors)
-        kernel = trellis_gemm.bind(
-            words_ptr=self.words, K=inputs, N=outputs, blocks_per_split=blocks_per_split, **self._constants, **tile
-        )
-        return SplitProduct(kernel, outputs, outputs // tile["BLOCK_N"], splits, tokens)
-
-
-TILE = {"BLOCK_N": 64, "BLOCK_K": BLOCK, "STAGES": 3, "num_warps": 4}
-"""Tile of a product that decodes."""

@@ -244,7 +244,7 @@ class W4A16Linear(PackedLinear):
         return prepared(self.weight)
 
     def activation_layout(self, num_tokens: int) -> ActivationLayout:
-        """Rows, with their sums beside them where the skinny GEMM reads those."""
+        """Rows, with their sums where the skinny GEMM reads those."""
         return self._sums if self.plan[bucket_of(num_tokens)].kernel == SKINNY else ActivationLayout()
 
     @cached_property

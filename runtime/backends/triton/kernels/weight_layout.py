@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from compress.checkpoint.weights import Scheme
-from compress.checkpoint.weights.integer import IntegerWeight
+from compress.checkpoint.weights.coded import CodedWeight
 from runtime.backends.base import Target
 from runtime.backends.prepared_weight import PreparedWeight
 
@@ -100,7 +100,7 @@ def restored(weight: PreparedWeight) -> InterleavedWeight:
     return InterleavedWeight(words, pairs, scales.dtype, bits, group, weight.shape)
 
 
-def interleave(weight: IntegerWeight, device: torch.device) -> InterleavedWeight:
+def interleave(weight: CodedWeight, device: torch.device) -> InterleavedWeight:
     """Codes of 2 to 8 bits, in groups of a multiple of 32 inputs or in one, as planes."""
     scheme = weight.scheme
     return interleave_codes(

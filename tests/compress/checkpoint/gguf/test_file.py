@@ -10,7 +10,7 @@ import torch
 
 from compress.checkpoint.gguf.file import GGUFFile
 from compress.checkpoint.gguf.metadata import INT32, TEXT, metadata_bytes, text_bytes
-from compress.checkpoint.gguf.types import BY_NAME
+from compress.checkpoint.gguf.types.base import BLOCK_TYPES
 from compress.checkpoint.gguf.writer import NewTensor, header_bytes, write_gguf
 from compress.common.errors import CheckpointError
 
@@ -31,7 +31,7 @@ METADATA = {
 
 
 def new_tensor(name: str, kind: str, shape: tuple[int, ...], seed: int = 0) -> NewTensor:
-    block_type = BY_NAME[kind]
+    block_type = BLOCK_TYPES[kind]
     size = (*shape[:-1], block_type.row_bytes(shape[-1]))
     generator = torch.Generator().manual_seed(seed)
     data = torch.randint(0, 256, size, dtype=torch.uint8, generator=generator)
@@ -105,7 +105,7 @@ def test_a_failed_write_leaves_nothing(tmp_path):
         raise ValueError("no blocks")
 
     with pytest.raises(ValueError, match="no blocks"):
-        write_gguf(tmp_path / "model.gguf", METADATA, [NewTensor("a", BY_NAME["f32"], (1,), fail)])
+        write_gguf(tmp_path / "model.gguf", METADATA, [NewTensor("a", BLOCK_TYPES["f32"], (1,), fail)])
     assert not list(tmp_path.iterdir())
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from compress.checkpoint.gguf.mixes import ALIASES, MIXES, TYPES, Place, find_mix
-from compress.checkpoint.gguf.types import BY_NAME
+from compress.checkpoint.gguf.types.base import BLOCK_TYPES
 from compress.common.errors import SchemeError
 from compress.gguf_recipe import stages_of
 
@@ -18,7 +18,7 @@ def unpacked(runs: str) -> list[str]:
     """Returns the types of `q6_k x 2 q4_k`."""
     words = runs.split()
     counts = {place - 1: int(words[place + 1]) for place, word in enumerate(words) if word == "x"}
-    names = [(place, word) for place, word in enumerate(words) if word in BY_NAME]
+    names = [(place, word) for place, word in enumerate(words) if word in BLOCK_TYPES]
     return [name for place, name in names for _ in range(counts.get(place, 1))]
 
 
@@ -35,7 +35,7 @@ def test_types_are_those_of_llama_cpp(model, mix):
 
 def test_names():
     assert [find_mix(name).number for name in ALIASES] == [MIXES[f"{name}_m"].number for name in ALIASES]
-    assert set(TYPES) <= set(BY_NAME)
+    assert set(TYPES) <= set(BLOCK_TYPES)
     with pytest.raises(SchemeError, match="q4_k_m"):
         find_mix("q4_k_x")
 

@@ -11,7 +11,7 @@ from tiny_models import pack_model, save_tiny_model
 from compress.checkpoint.gguf.export import export_gguf
 from compress.checkpoint.gguf.file import GGUFFile
 from compress.checkpoint.gguf.folder import folder_of
-from compress.checkpoint.gguf.tensors import GGUFTensors
+from compress.checkpoint.gguf.tensors import open_gguf
 from compress.checkpoint.gguf.tokenizer import tokenizer_files
 from compress.checkpoint.gguf.writer import NewTensor, write_gguf
 from compress.checkpoint.reader import PackedCheckpoint
@@ -240,7 +240,7 @@ def test_gate_and_up_in_one_tensor_are_those_of_two(name: str, kind: str, tmp_pa
         for is_merged in (False, True)
     ]
     assert [sum(MERGED in each for each in GGUFFile.open(path).tensors) for path in paths] == [0, 2]
-    two, one = map(GGUFTensors.open, paths)
+    two, one = map(open_gguf, paths)
     assert one.entries.keys() == two.entries.keys()
     assert sum(map(is_expert, one.entries)) == 2 * 3 * EXPERTS
     for each, entry in two.entries.items():

@@ -49,7 +49,7 @@ def test_parts_are_read_as_one_file(model, parts, tmp_path):
     assert (split.schemes, split.config) == (whole.schemes, whole.config)
     assert split.files.names() == whole.files.names()
     assert all(torch.equal(split.tensor(name), whole.tensor(name)) for name in whole.files)
-    assert split.files.notes() == whole.files.notes()
+    assert split.files.notes == whole.files.notes
     assert split.files.file_bytes == sum(path.stat().st_size for path in parts)
     split.files.release()
 

@@ -5,10 +5,11 @@ import pytest
 import torch
 
 from compress.checkpoint.gguf.exact import exact_blocks, exact_type
-from compress.checkpoint.gguf.rounding import ROUNDERS, round_to
-from compress.checkpoint.gguf.types import BY_NAME, dequantize
+from compress.checkpoint.gguf.rounding import round_to
+from compress.checkpoint.gguf.types import dequantize
+from compress.checkpoint.gguf.types.base import BLOCK_TYPES
 from compress.checkpoint.weights import Int
-from compress.checkpoint.weights.integer import IntegerWeight
+from compress.checkpoint.weights.coded import CodedWeight
 from compress.common.errors import NumericsError
 
 gguf = pytest.importorskip("gguf")
@@ -37,11 +38,11 @@ def relative_error(found: torch.Tensor, values: torch.Tensor) -> float:
     return float((found - values).norm() / values.norm())
 
 
-@pytest.mark.parametrize("name", ROUNDERS)
+@pytest.mark.parametrize("name", BOUNDS)
 def test_errors_are_small_and_gguf_finds_the_same_values(name):
     values = normal_rows()
     blocks = round_to(values, name)
-    found = dequantize(blocks, BY_NAME[name])
+    found = dequantize(blocks, BLOCK_TYPES[name])
     theirs = gguf.quants.dequantize(blocks.numpy(), gguf.GGMLQuantizationType[name.upper()])
     assert np.array_equal(found.numpy(), theirs)
     assert relative_error(found, values) < BOUNDS[name]
@@ -51,37 +52,37 @@ def test_errors_are_small_and_gguf_finds_the_same_values(name):
 def test_errors_are_below_those_of_gguf(name):
     values, kind = normal_rows(), gguf.GGMLQuantizationType[name.upper()]
     theirs = torch.from_numpy(gguf.quants.dequantize(gguf.quants.quantize(values.numpy(), kind), kind))
-    ours = dequantize(round_to(values, name), BY_NAME[name])
+    ours = dequantize(round_to(values, name), BLOCK_TYPES[name])
     assert relative_error(ours, values) < 0.97 * relative_error(theirs, values)
 
 
-@pytest.mark.parametrize("name", ROUNDERS)
+@pytest.mark.parametrize("name", BOUNDS)
 def test_zeros_constants_and_single_values(name):
     values = torch.zeros(6, 256)
     values[1, 7], values[2], values[3], values[4, ::2], values[5, 9] = 3.0, 0.5, -0.5, -1.0, 1e-9
-    found = dequantize(round_to(values, name), BY_NAME[name])
+    found = dequantize(round_to(values, name), BLOCK_TYPES[name])
     assert found.isfinite().all()
     assert torch.equal(found[0], values[0])
     assert float((found - values).abs().max()) < 0.06
 
 
-@pytest.mark.parametrize("name", ROUNDERS)
+@pytest.mark.parametrize("name", BOUNDS)
 def test_large_values_stay_finite_and_nan_is_refused(name):
     values = normal_rows(256, 2) * 1e9
-    assert dequantize(round_to(values, name), BY_NAME[name]).isfinite().all()
+    assert dequantize(round_to(values, name), BLOCK_TYPES[name]).isfinite().all()
     values[1, 3] = float("nan")
     with pytest.raises(NumericsError, match=name):
         round_to(values, name)
 
 
-def random_codes(scheme: Int, dtype: torch.dtype = torch.bfloat16) -> IntegerWeight:
+def random_codes(scheme: Int, dtype: torch.dtype = torch.bfloat16) -> CodedWeight:
     generator = torch.Generator().manual_seed(1)
     groups = (8, scheme.num_groups(256))
-    zero = torch.full(groups, scheme.midpoint, dtype=torch.uint8)
+    zero = torch.full(groups, scheme.zero, dtype=torch.uint8)
     if not scheme.symmetric:
         zero = torch.randint(0, scheme.max_code + 1, groups, generator=generator).to(torch.uint8)
     codes = torch.randint(0, scheme.max_code + 1, (8, 256), generator=generator).to(torch.uint8)
-    return IntegerWeight(codes, (torch.rand(groups, generator=generator) * 0.01).to(dtype), zero, scheme)
+    return scheme.weight(codes, (torch.rand(groups, generator=generator) * 0.01).to(dtype), zero)
 
 
 EXACT = {
@@ -100,14 +101,14 @@ def test_symmetric_codes_keep_their_values(scheme):
     weight = random_codes(scheme)
     name = exact_type(weight)
     assert name == EXACT[scheme]
-    assert torch.equal(dequantize(exact_blocks(weight, name), BY_NAME[name]), weight.dequantize())
+    assert torch.equal(dequantize(exact_blocks(weight, name), BLOCK_TYPES[name]), weight.dequantize())
 
 
 @pytest.mark.parametrize(("scheme", "name"), [(Int(4, 32, False), "q4_1"), (Int(5, 64, False), "q5_1")], ids=str)
 def test_asymmetric_codes_are_kept_and_minima_rounded(scheme, name):
     weight = random_codes(scheme)
     assert exact_type(weight) == name
-    found, exact = dequantize(exact_blocks(weight, name), BY_NAME[name]), weight.dequantize(torch.float64)
+    found, exact = dequantize(exact_blocks(weight, name), BLOCK_TYPES[name]), weight.dequantize(torch.float64)
     minima = (weight.zero_points * weight.scales.double()).repeat_interleave(256 // weight.scales.shape[1], 1)
     assert ((found - exact).abs() <= minima * 2.0**-11 + 1e-7).all()
 

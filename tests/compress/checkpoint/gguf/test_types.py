@@ -4,13 +4,16 @@ import numpy as np
 import pytest
 import torch
 
-from compress.checkpoint.gguf.types import ALL_TYPES, BY_CODE, UNREAD, dequantize, find_type, vectors
-from compress.checkpoint.gguf.types.base import BlockType, join_planes, planes
+from compress.checkpoint.gguf import types
+from compress.checkpoint.gguf.types import UNREAD, dequantize, find_type
+from compress.checkpoint.gguf.types.base import BLOCK_TYPES, BlockType, join_planes, planes
+from compress.checkpoint.weights import Int
 from compress.common.errors import CheckpointError
 
 gguf = pytest.importorskip("gguf")
 
-BLOCKED = [kind for kind in ALL_TYPES if kind.name != "f64"]
+CODES = {kind.code for kind in BLOCK_TYPES.values()}
+BLOCKED = [kind for kind in BLOCK_TYPES.values() if kind.name != "f64"]
 
 
 def random_rows(kind: BlockType, seed: int, rows: int = 40, blocks: int = 4) -> torch.Tensor:
@@ -42,12 +45,13 @@ def test_names_and_sizes_are_those_of_gguf(kind):
     assert (stored.name.lower(), gguf.GGML_QUANT_SIZES[stored]) == (kind.name, (kind.size, kind.nbytes))
 
 
-@pytest.mark.parametrize("kind", [kind for kind in ALL_TYPES if kind.integers], ids=lambda kind: kind.name)
+@pytest.mark.parametrize(
+    "kind", [kind for kind in BLOCK_TYPES.values() if isinstance(kind.scheme, Int)], ids=lambda kind: kind.name
+)
 def test_integer_codes_fit_their_width_and_scales_their_groups(kind):
-    codes, scales = kind.integers.read(random_rows(kind, 1).view(-1, kind.nbytes))
-    assert codes.dtype == torch.uint8
-    assert int(codes.max()) < 2**kind.integers.bits
-    assert codes.shape[1] // scales.shape[1] == kind.integers.group_size
+    weight = kind.read(random_rows(kind, 1))
+    assert int(weight.qweight.max()) <= weight.scheme.max_code
+    assert weight.shape[1] // weight.scales.shape[1] == kind.scheme.group_size
 
 
 @pytest.mark.parametrize(("run", "width"), [(16, 4), (32, 2), (8, 4), (1, 1), (64, 4), (32, 1)])
@@ -58,7 +62,7 @@ def test_joining_planes_undoes_taking_them_apart(run, width):
 
 def test_every_type_that_gguf_dequantizes_is_read_or_named_in_the_refusal():
     known = {int(kind) for kind in gguf.quants._type_traits}
-    assert known - set(BY_CODE) <= set(UNREAD)
+    assert known - CODES <= set(UNREAD)
     with pytest.raises(CheckpointError, match=r"q1_0 \(number 41\)"):
         find_type(41)
     with pytest.raises(CheckpointError, match="number 99"):
@@ -67,7 +71,7 @@ def test_every_type_that_gguf_dequantizes_is_read_or_named_in_the_refusal():
 
 def test_vector_codebooks_are_refused_without_the_package(monkeypatch):
     assert find_type(16).name == "iq2_xxs"
-    monkeypatch.setattr(vectors, "find_spec", lambda name: None)
+    monkeypatch.setattr(types, "find_spec", lambda name: None)
     with pytest.raises(CheckpointError, match="type iq2_xxs are read by the package gguf, which is missing") as refusal:
         find_type(16)
     assert refusal.value.remedy == "pip install 'compress-runtime[gguf]'"
@@ -75,5 +79,5 @@ def test_vector_codebooks_are_refused_without_the_package(monkeypatch):
 
 
 def test_tables_are_disjoint():
-    assert not set(UNREAD) & set(BY_CODE)
-    assert len(BY_CODE) == len(ALL_TYPES)
+    assert not set(UNREAD) & CODES
+    assert len(CODES) == len(BLOCK_TYPES)

@@ -17,7 +17,7 @@ from compress.cpu.binding import best_instruction_set, library, set_threads
 from runtime.backends.cpu.kv_pages import CpuPages, pages_unsupported_reason
 from runtime.backends.cpu.layers import CpuAttention
 from runtime.backends.kv_pages import ExactPlaces, TokenPages
-from runtime.backends.span_attention import PLAIN_LAYER, LayerScores, Scores
+from runtime.backends.scores import PLAIN_LAYER, LayerScores, Scores
 from runtime.backends.torch.attention import PagedAttention, StepKeys
 from runtime.core.batch import AttentionGroup, Batch
 from runtime.core.draft_tree import ancestor_bits, paths
@@ -80,7 +80,7 @@ class World:
         self.pages.memory.clear([int(table[-1])])
         places = torch.arange(length)
         slots = table[places // self.block_size] * self.block_size + places % self.block_size
-        # In two strokes, as a prompt and the tokens after it; heads that stand beside others.
+        # In two parts, as a prompt and the tokens after it; keys and values are views of one tensor.
         beside = torch.cat((key, value), 1)
         for start, stop in pairwise((0, length // 2, length)):
             part = beside[start:stop]
@@ -264,8 +264,8 @@ PARENTS = (-1, 0, 1, 0, 3, -1, 5)
 def test_tokens_of_a_tree_see_their_branch_as_if_it_were_alone(
     span: tuple[int, int | None, int | None], format: str, instruction_set: int
 ) -> None:
-    """Beside a sequence without a tree. The guesses may begin in one part of the keys, or in one chunk of tokens, and
-    end in the next."""
+    """Another sequence of the batch has no tree. The draft tokens may begin in one part of the keys, or in one chunk of
+    tokens, and end in the next."""
     keys, window, chunk = span
     changed = LayerScores(chunk=chunk)
     world = World(SHAPES[0], format, ((1 + len(PARENTS), keys), (2, 30)))

@@ -18,7 +18,7 @@ from compress.cpu.binding import best_instruction_set, library, set_threads
 from runtime.backends.cpu.latent import CpuLatentAttention, latents_unsupported_reason
 from runtime.backends.kv_pages import ExactPlaces, KVCache, TokenPages
 from runtime.backends.latent import LatentHeads
-from runtime.backends.span_attention import Scores
+from runtime.backends.scores import Scores
 from runtime.backends.torch.attention import PagedAttention, StepKeys
 from runtime.core.batch import AttentionGroup, Batch
 from runtime.core.draft_tree import ancestor_bits, paths

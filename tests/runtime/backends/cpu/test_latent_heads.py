@@ -75,7 +75,7 @@ def test_a_packed_model_keeps_its_expansions_packed(tmp_path: Path) -> None:
     dense = save_tiny_model(tmp_path / "dense", "youtu", **VARIANTS["youtu"])
     pack_model(dense, tmp_path / "packed", lambda module: Int(4, 32))
     loaded = load_model(tmp_path / "packed", dtype="bfloat16")
-    assert all(isinstance(layer.latent_heads, CpuLatentHeads) for layer in loaded.layers)
+    assert all(isinstance(layer.attention.latent_heads, CpuLatentHeads) for layer in loaded.layers)
     assert foreseen_bytes(tmp_path / "packed") == loaded.nbytes
     tokens = torch.randint(0, 112, (2, 40), generator=torch.Generator().manual_seed(3))
     expected = score(load_model(tmp_path / "packed", dtype="float64"), tokens)

@@ -10,23 +10,26 @@ from torch import Tensor
 
 from compress.checkpoint.kv_cache import KVCacheScheme
 from compress.checkpoint.weights import Int
-from compress.checkpoint.weights.integer import IntegerWeight
+from compress.checkpoint.weights.coded import CodedWeight
 from compress.common.errors import ToolkitError
 from compress.cpu.binding import EMULATED, INSTRUCTION_SETS, best_instruction_set, library
 from compress.models.linear import Linear
+from compress.models.mlp import Mixture
 from compress.models.router import Router
 from runtime.backends.base import NormWeights
 from runtime.backends.cpu.kv_pages import CpuPages
 from runtime.backends.cpu.layers import CpuAttention, CpuLayers, CpuOps, layers_unsupported_reason
 from runtime.backends.cpu.linear import Activations, CpuLinear
 from runtime.backends.cpu.mixture import CpuMixture
+from runtime.backends.mlp import DenseMLP, Expert, Experts
+from runtime.backends.model import AttentionWeights, Layer
 from runtime.backends.torch.ops import TorchOps
 from runtime.core.batch import AttentionGroup, Batch
 from runtime.core.memory_plan import MemoryPlan
-from runtime.model.decoder import Decoder, Layer
+from runtime.model.decoder import Decoder
 from runtime.model.embedding import DenseEmbedding
-from runtime.model.mixture import Expert, Experts
-from runtime.model.rotary import Rotary
+from runtime.model.mixers.attention import AttentionLayer
+from runtime.model.rotary import HeadRotation, Rotary
 
 pytestmark = pytest.mark.skipif(library() is None, reason="the CPU kernels are not compiled")
 CPU = torch.device("cpu")
@@ -57,34 +60,37 @@ class World:
             self.config,
             torch.bfloat16,
             CPU,
-            DenseEmbedding(self.numbers(64, SIZE)),
+            CpuOps(),
             layers,
-            NormWeights(self.numbers(SIZE), self.config.norm_eps),
+            DenseEmbedding(self.numbers(64, SIZE)),
+            NormWeights(self.numbers(SIZE), self.config.spec.final_norm.eps),
             CpuLinear(self.numbers(64, SIZE)),
             (rotary,),
-            CpuOps(),
         )
 
     def numbers(self, *shape: int) -> Tensor:
         return torch.randn(*shape, generator=self.random).mul_(0.2).bfloat16()
 
-    def codes(self, rows: int, columns: int) -> IntegerWeight:
+    def codes(self, rows: int, columns: int) -> CodedWeight:
         codes = torch.randint(0, 16, (rows, columns), generator=self.random, dtype=torch.uint8)
         scale = torch.rand(rows, columns // 32, generator=self.random).mul_(0.05).half()
         zero = torch.randint(0, 16, scale.shape, generator=self.random, dtype=torch.uint8)
-        return IntegerWeight(codes, scale, zero, Int(4, 32, symmetric=False))
+        return Int(4, 32, symmetric=False).weight(codes, scale, zero)
 
     def _layer(self, head_norm: bool) -> Layer:
         width = (HEADS + 2 * KV_HEADS) * DIM
-        return Layer(
-            attention_norm=NormWeights(self.numbers(SIZE), self.config.norm_eps),
-            qkv=CpuLinear(self.codes(width, SIZE), self.numbers(width)),
-            head_norm=self.numbers(HEADS + KV_HEADS, DIM) if head_norm else None,
-            output=CpuLinear(self.numbers(SIZE, HEADS * DIM)),
-            mlp_norm=NormWeights(self.numbers(SIZE), self.config.norm_eps),
-            gate_up=CpuLinear(self.codes(2 * INNER, SIZE), activations=Activations.INT8_GROUP),
-            down=CpuLinear(self.codes(SIZE, INNER)),
+        norms = [NormWeights(self.numbers(SIZE), self.config.spec.final_norm.eps) for _ in range(2)]
+        attention = AttentionWeights(
+            CpuLinear(self.codes(width, SIZE), self.numbers(width)),
+            CpuLinear(self.numbers(SIZE, HEADS * DIM)),
+            self.numbers(HEADS + KV_HEADS, DIM) if head_norm else None,
         )
+        mlp = Expert(
+            CpuLinear(self.codes(2 * INNER, SIZE), activations=Activations.INT8_GROUP),
+            CpuLinear(self.codes(SIZE, INNER)),
+        )
+        mixer = AttentionLayer(self.config.mixer, attention, HeadRotation())
+        return Layer(norms[0], mixer, norms[1], DenseMLP(self.config.spec.blocks[0].mlps[0], mlp))
 
     def with_mixture(self, instruction_set: int) -> Decoder:
         """The decoder with a mixture in its second layer, of experts that are wider than the MLPs."""
@@ -94,17 +100,20 @@ class World:
         for expert in experts:
             expert.gate_up._instruction_set = expert.down._instruction_set = instruction_set
         router = Router(Linear("gate", 4, SIZE), 2)
-        weights = Experts(router, self.numbers(4, SIZE), tuple(experts))
+        spec = Mixture(router, (self.config.spec.blocks[0].mlps[0],) * 4)
+        weights = Experts(spec, self.numbers(4, SIZE), tuple(experts))
         mixture = replace(weights, kernel=CpuMixture(weights, instruction_set))
         first, second, third = self.decoder.layers
-        return replace(self.decoder, layers=[first, replace(second, gate_up=None, down=None, experts=mixture), third])
+        return replace(
+            self.decoder,
+            layers=[first, replace(second, mlp=mixture), third],
+        )
 
     def decoder_of(self, instruction_set: int, has_mixture: bool) -> Decoder:
         decoder = self.with_mixture(instruction_set) if has_mixture else self.decoder
         for layer in decoder.layers:
-            for linear in (layer.qkv, layer.output, layer.gate_up, layer.down):
-                if linear is not None:
-                    linear._instruction_set = instruction_set
+            for linear in layer.linears:
+                linear._instruction_set = instruction_set
         return replace(decoder, ops=CpuOps(instruction_set))
 
     def pages(self, format: str) -> CpuPages:
@@ -176,9 +185,10 @@ def test_what_is_not_compiled_refuses() -> None:
     assert layers_unsupported_reason(replace(decoder, ops=TorchOps()), MEMORY) == "ops between linears are not compiled"
     mixture = World().with_mixture(0)
     assert layers_unsupported_reason(mixture, MEMORY) == ""
-    mixture.layers[1].experts = replace(mixture.layers[1].experts, kernel=None)
+    mixture.layers[1].mlp = replace(mixture.layers[1].mlp, kernel=None)
     assert "mixtures" in layers_unsupported_reason(mixture, MEMORY)
-    decoder.layers[1].down = lambda x: x  # type: ignore[assignment]
+    mlp = decoder.layers[1].mlp
+    decoder.layers[1].mlp = replace(mlp, weights=replace(mlp.weights, down=lambda x: x))
     assert layers_unsupported_reason(decoder, MEMORY) == "takes linears in C only, not function"
 
 

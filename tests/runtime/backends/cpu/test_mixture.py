@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from compress.checkpoint.scale_search import FP8
-from compress.checkpoint.weights import Int
-from compress.checkpoint.weights.integer import IntegerWeight
+from compress.checkpoint.weights import BlockFp8, Int
+from compress.checkpoint.weights.coded import CodedWeight
 from compress.common.errors import ToolkitError
 from compress.cpu.binding import EMULATED, INSTRUCTION_SETS, best_instruction_set, library, set_threads
 from compress.models.clamped_gate import ClampedGate
@@ -17,13 +17,12 @@ from compress.models.linear import Linear
 from compress.models.mlp import MLP, Mixture
 from compress.models.router import Router
 from runtime.backends.base import Target
-from runtime.backends.cpu.block_scales import BlockScaledCodes
 from runtime.backends.cpu.huge_pages import HUGE_PAGE, empty_words
 from runtime.backends.cpu.layers import CpuOps
 from runtime.backends.cpu.linear import Activations, CpuLinear
-from runtime.backends.cpu.mixture import ACTIVATIONS, Activation, CpuMixture, clamped
+from runtime.backends.cpu.mixture import CpuMixture
+from runtime.backends.mlp import Expert, Experts, route
 from runtime.backends.registry import choose_mixture
-from runtime.model.mixture import Expert, Experts, route
 
 pytestmark = pytest.mark.skipif(library() is None, reason="the CPU kernels are not compiled")
 SETS = [*range(best_instruction_set() + 1), EMULATED]
@@ -56,6 +55,12 @@ def two_threads():
     set_threads(0)
 
 
+def described(router: Router, activation: str | ClampedGate) -> Mixture:
+    kind = {"clamped": activation} if isinstance(activation, ClampedGate) else {"activation": activation}
+    inputs = Linear("gate", INNER, SIZE), Linear("up", INNER, SIZE)
+    return Mixture(router, (MLP(inputs, Linear("down", SIZE, INNER), **kind),) * EXPERTS)
+
+
 class World:
     """Random experts of any form."""
 
@@ -70,27 +75,29 @@ class World:
         if self.form == "bfloat16":
             return CpuLinear(self.numbers(rows, columns) * 0.1, bias, instruction_set=self.instruction_set)
         if self.form == "fp8":
-            codes = (self.numbers(rows, columns) * 40).to(FP8).view(torch.uint8)
+            codes = (self.numbers(rows, columns) * 40).to(FP8)
             scales = (torch.rand(rows, columns // 32, generator=self.random) + 0.5) / 400
-            blocks = BlockScaledCodes(codes, 8, scales)
-            return CpuLinear(blocks, bias, is_e4m3=True, instruction_set=self.instruction_set)
+            weight = CodedWeight(codes, scales, BlockFp8((1, 32)))
+            return CpuLinear(weight, bias, instruction_set=self.instruction_set)
         scheme = Int(8 if self.form == "w8a16" else 4, 32, symmetric="asymmetric" not in self.form)
         codes = torch.randint(0, 1 << scheme.bits, (rows, columns), generator=self.random, dtype=torch.uint8)
         scale = torch.rand(rows, columns // 32, generator=self.random).mul_(0.5 / (1 << scheme.bits)).half()
         zero = torch.randint(0, 16, scale.shape, generator=self.random, dtype=torch.uint8)
         if scheme.symmetric:
-            zero.fill_(scheme.midpoint)
+            zero.fill_(scheme.zero)
         rounded = Activations.INT8_GROUP if self.form == "w4a8" else Activations.FLOAT
-        weight = IntegerWeight(codes, scale, zero, scheme)
+        weight = scheme.weight(codes, scale, zero)
         return CpuLinear(weight, bias, activations=rounded, instruction_set=self.instruction_set)
 
     def expert(self, inner: int) -> Expert:
         return Expert(self.linear(2 * inner, SIZE), self.linear(SIZE, inner))
 
-    def experts(self, router: Router, shared: bool = False, gate: bool = False) -> Experts:
+    def experts(
+        self, router: Router, shared: bool = False, gate: bool = False, activation: str | ClampedGate = "silu"
+    ) -> Experts:
         dtype = torch.float32 if router.in_float32 else torch.bfloat16
         return Experts(
-            router,
+            described(router, activation),
             (self.numbers(EXPERTS, SIZE) * 0.3).to(dtype),
             tuple(self.expert(INNER) for _ in range(EXPERTS)),
             self.numbers(EXPERTS) * 0.2 if router.bias else None,
@@ -104,18 +111,9 @@ class World:
         return self.numbers(count, SIZE).bfloat16()
 
 
-def one_by_one(
-    experts: Experts, mixture: CpuMixture, x: Tensor, instruction_set: int = -1, activation: str = "silu"
-) -> Tensor:
+def one_by_one(experts: Experts, mixture: CpuMixture, x: Tensor, instruction_set: int = -1) -> Tensor:
     """Each expert's linears by themselves, for the experts that compiled code chose."""
-    ops = CpuOps(instruction_set)
-
-    def apply(expert: Expert, x: Tensor) -> Tensor:
-        gate_up = expert.gate_up(x)
-        found = ops.activate_and_mul(gate_up, activation) if activation else ops.clamp_and_mul(gate_up, CLAMPED)
-        return expert.down(found)
-
-    return experts.weighted(x, *mixture.route(x), apply)
+    return experts.weighted(x, *mixture.route(x), CpuOps(instruction_set))
 
 
 @every_set
@@ -150,14 +148,14 @@ def test_matrix_tiles_compute_what_plain_code_does(form: str, shared: bool) -> N
 @every_set
 @pytest.mark.parametrize(
     ("activation", "router"),
-    [("gelu_pytorch_tanh", "scaled scores and experts"), ("", "biased scores"), ("silu", "weighted inputs")],
+    [("gelu_pytorch_tanh", "scaled scores and experts"), (CLAMPED, "biased scores"), ("silu", "weighted inputs")],
+    ids=["gelu", "clamped", "silu"],
 )
-def test_every_activation_has_the_bits_of_ops(activation: str, router: str, instruction_set: int) -> None:
+def test_every_activation_has_the_bits_of_ops(activation: str | ClampedGate, router: str, instruction_set: int) -> None:
     world = World("w4a16", instruction_set)
-    experts, x = world.experts(ROUTERS[router], shared=True), world.rows(7)
-    kind = clamped(CLAMPED) if not activation else Activation(ACTIVATIONS[activation])
-    mixture = CpuMixture(experts, instruction_set, kind)
-    assert torch.equal(mixture(x), one_by_one(experts, mixture, x, instruction_set, activation))
+    experts, x = world.experts(ROUTERS[router], shared=True, activation=activation), world.rows(7)
+    mixture = CpuMixture(experts, instruction_set)
+    assert torch.equal(mixture(x), one_by_one(experts, mixture, x, instruction_set))
     routed = world.rows(7)
     weighted = mixture(x, routed)
     assert torch.equal(weighted[:0], mixture(x[:0], routed[:0]))
@@ -232,20 +230,15 @@ def test_a_gate_weighs_the_shared_expert() -> None:
     assert torch.equal(CpuMixture(closed)(x[:1]), CpuMixture(without)(x[:1]))
 
 
-def spec(router: Router = ROUTERS["softmax"], activation: str = "silu") -> Mixture:
-    mlp = MLP((Linear("gate", INNER, SIZE), Linear("up", INNER, SIZE)), Linear("down", SIZE, INNER), activation)
-    return Mixture(router, (mlp,) * EXPERTS)
-
-
 def test_what_is_not_compiled_goes_from_expert_to_expert() -> None:
     experts = World().experts(ROUTERS["softmax"])
-    assert isinstance(choose_mixture(spec(), experts, TARGET).kernel, CpuMixture)
+    assert isinstance(choose_mixture(experts, TARGET).kernel, CpuMixture)
     other = replace(experts, experts=(replace(experts.experts[0], down=CpuOps()), *experts.experts[1:]))
     for refused in (
-        choose_mixture(spec(), experts, TARGET, "reference"),
-        choose_mixture(spec(), experts, replace(TARGET, dtype=torch.float32)),
-        choose_mixture(spec(activation="relu"), experts, TARGET),
-        choose_mixture(spec(), other, TARGET),
+        choose_mixture(experts, TARGET, "reference"),
+        choose_mixture(experts, replace(TARGET, dtype=torch.float32)),
+        choose_mixture(World().experts(ROUTERS["softmax"], activation="relu"), TARGET),
+        choose_mixture(other, TARGET),
     ):
         assert refused.kernel is None
         assert refused.reason

@@ -1,5 +1,6 @@
-"""Compiled ops between linears: as exact as their output, the bits of torch, and nothing beside what they write."""
+"""Compiled ops between linears: as exact as their output, the bits of torch, and no writes outside of it."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -139,7 +140,7 @@ def test_an_unknown_instruction_set_is_refused() -> None:
 
 
 class _Sizes:
-    hidden_size, intermediate_size, head_dims = 64, 96, (32,)
+    spec, intermediate_size, head_dims = SimpleNamespace(hidden_size=64), 96, (32,)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from compress.checkpoint.kv_cache import CODE_BITS, KVCacheScheme
 from compress.checkpoint.kv_quant import QuantizedHeads, dequantize_heads, quantize_heads, rotate_heads
 from compress.models.rope import Rope
 from runtime.backends.kv_pages import ExactPlaces, TokenPages, pack_halves
-from runtime.backends.span_attention import PLAIN_LAYER, LayerScores, Scores
+from runtime.backends.scores import PLAIN_LAYER, LayerScores, Scores
 from runtime.backends.torch.attention import PagedAttention, StepKeys, StreamingAttention
 from runtime.backends.triton.attention import (
     NO_SINK_TOKENS,
@@ -138,7 +138,7 @@ def test_against_float64(gpu, case, forms) -> None:
 
 
 def mixed_step(trees: bool) -> tuple[list[list[int]], list[tuple[int, ...]]]:
-    """Decodes of short and long sequences, a draft, a chunk behind cached keys, a prompt, and padding: what each token
+    """Decodes of short and long sequences, a draft, a chunk after cached keys, a prompt, and padding: what each token
     sees, by sequence; with trees also their parents."""
     spans = [(6, 7), (89, 90), (29, 34), (41, 78), (0, 23), (-1, 0)]
     parents = [()] * len(spans) + [(-1, 0, 0, -1)] * trees
@@ -352,7 +352,7 @@ def test_streams_look_at_their_sinks_with_a_second_query(gpu, format: str, exact
 
 @pytest.mark.parametrize(("form", "splits", "window"), [("16bit", 1, None), ("16bit", 3, 8), ("int4", 3, None)])
 def test_padding_reads_nothing_and_gives_zeros(gpu, form: str, splits: int, window: int | None) -> None:
-    """Rows of padding have position -1: alone in a program, or beside rows that see something."""
+    """Rows of padding have position -1: alone in a program, or with rows that attend to keys."""
     pages, query = Pages((form,) * 2, 2, gpu), normal(3, 4, HEAD_DIM).half()
     blocks, positions = torch.tensor([[3, 4, 5], [6, 7, 8], [9, 9, 9]]), torch.tensor([40, 7, -1])
     for poisoned in pages.read.scales if form == "int4" else pages.read.pages:
@@ -379,8 +379,8 @@ def test_padding_reads_nothing_and_gives_zeros(gpu, form: str, splits: int, wind
     ids=str,
 )
 def test_tokens_of_a_tree_see_their_branch_only(gpu, form, window, splits, scores) -> None:
-    """Two sequences of a known token and seven guesses: each row is what it would be at the end of its branch. Chunks
-    of 21 and of 3 tokens end behind the known one and behind guesses."""
+    """Two sequences of a known token and seven draft tokens: each row is what it would be at the end of its branch.
+    Chunks of 21 and of 3 tokens end after the known token and after draft tokens."""
     parents, roots = (-1, 0, 1, 0, 3, -1, 5), (61, 20)
     ends = [(root, path) for root in roots for path in ([], *paths(parents))]
     pages, query = Pages((form,) * 2, 2, gpu), normal(16, 6, HEAD_DIM).half()
@@ -413,24 +413,27 @@ def test_a_tree_among_the_sinks_of_a_stream(gpu, form: str) -> None:
 
 
 def torch_spans(keys: StepKeys, windows: tuple[int | None, ...] = (None,)) -> TritonAttention:
-    """Long spans by torch, as on a GPU."""
+    """Long spans over copies, as on a GPU."""
     attention = TritonAttention(keys, windows)
     attention.takes_spans = True
     return attention
 
 
-def test_torch_computes_long_spans_of_prompts(gpu, monkeypatch) -> None:
-    """From the beginning, behind other keys, and inside a window that is longer."""
-    options = {"spans": ((0, 130), (130, 262))}
+@pytest.mark.parametrize("format", ["int4", "int8", "fp8", "k8v4"])
+def test_torch_computes_long_spans_of_prompts(gpu, monkeypatch, format: str) -> None:
+    """From the beginning, after other keys, and inside a window that is longer."""
+    options = {"spans": ((0, 130), (130, 262)), "format": format}
     plain = take_steps(lambda keys: PagedAttention(keys, (None,)), gpu, **options)
+    monkeypatch.setattr("runtime.backends.triton.prefill.MIN_SPAN_TOKENS", 128)
     monkeypatch.setattr("runtime.backends.triton.kernels.paged_attention.prepare", None)
     for window in (None, 262):
         assert_close(take_steps(lambda keys, window=window: torch_spans(keys, (window,)), gpu, **options), plain)
 
 
 @pytest.mark.full
-def test_long_spans_by_torch_are_those_over_pages(gpu) -> None:
-    options = {"spans": ((0, 40), (40, 170))}
+def test_long_spans_by_torch_are_those_over_pages(gpu, monkeypatch) -> None:
+    monkeypatch.setattr("runtime.backends.triton.prefill.MIN_SPAN_TOKENS", 128)
+    options = {"spans": ((0, 40), (40, 170)), "format": "int8"}
     over_pages = take_steps(lambda keys: TritonAttention(keys, (None,)), gpu, **options)
     assert_close(take_steps(torch_spans, gpu, **options), over_pages)
 
@@ -440,22 +443,23 @@ def test_long_spans_by_torch_are_those_over_pages(gpu) -> None:
     [
         ({}, ""),
         ({"group": {"num_sequences": 2}}, "one span"),
-        ({"group": {"positions": torch.arange(100)}}, "128 tokens"),
+        ({"group": {"positions": torch.arange(100)}}, "512 tokens"),
         ({"group": {"num_keys": 40000}}, "32768 keys"),
         ({"group": {"ancestors": torch.arange(200)}}, "trees"),
-        ({"formats": ("16bit", "int8")}, "16-bit"),
+        ({"formats": ("16bit", "16bit")}, "16-bit"),
+        ({"formats": ("16bit", "int8")}, ""),
         ({"head_dim": 512}, "256 dimensions"),
-        ({"window": 299}, "every key"),
+        ({"window": 699}, "every key"),
         ({"scores": LayerScores(chunk=256)}, "every key"),
-        ({"window": 300, "scores": LayerScores(chunk=300)}, ""),
+        ({"window": 700, "scores": LayerScores(chunk=700)}, ""),
         ({"scores": LayerScores(softcap=30.0)}, "no scores"),
         ({"scores": LayerScores(sink_logits=torch.zeros(8))}, "no scores"),
     ],
     ids=str,
 )
 def test_which_spans_are_left_to_torch(change: dict, fact: str) -> None:
-    group = AttentionGroup(slice(0, 200), torch.arange(19), torch.arange(100, 300), 1, 300, True)
-    options = {"window": None, "scores": PLAIN_LAYER, "formats": ("16bit", "16bit"), "head_dim": 128}
+    group = AttentionGroup(slice(0, 600), torch.arange(44), torch.arange(100, 700), 1, 700, True)
+    options = {"window": None, "scores": PLAIN_LAYER, "formats": ("int4", "int4"), "head_dim": 128}
     reason = span_unsupported_reason(replace(group, **change.pop("group", {})), **options | change)
     assert fact in reason
     assert bool(reason) == bool(fact)

@@ -1,15 +1,12 @@
 """Integers with scales and minima of groups in Triton against the exact product in float64."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from poisoned_memory import poisoned_allocations
 from products import BOUND, activations, exact_product, relative_error
 
-from compress.checkpoint.weights.gguf_blocks import BlockIntegers
-from compress.checkpoint.weights.k_quants import Q2K, Q3K, Q4K, Q5K, Q6K
-from compress.checkpoint.weights.legacy_blocks import MinimaBlocks, MinimaWeight, Q4Minima, Q5Minima
+from compress.checkpoint.weights import Q2K, Q3K, Q4K, Q5K, Q6K, Q4Minima, Q5Minima
+from compress.checkpoint.weights.coded import CodedWeight
 from runtime.backends.base import Linear, Target
 from runtime.backends.registry import choose_linear
 from runtime.backends.triton.linear import BLOCK_INTEGERS_KERNEL
@@ -17,23 +14,21 @@ from runtime.backends.triton.linear import BLOCK_INTEGERS_KERNEL
 ROWS, INPUTS = 70, 512
 
 
-def random_codes(scheme, seed: int = 0) -> BlockIntegers:
+def random_codes(scheme, seed: int = 0) -> CodedWeight:
     """Random codes, scales and minima; in the first row scales are zero, in the second one minima are, too."""
     random = torch.Generator().manual_seed(seed)
     codes = torch.randint(0, scheme.max_code + 1, (ROWS, INPUTS), generator=random).to(torch.uint8)
-    if isinstance(scheme, MinimaBlocks):
+    if not scheme.scales.step_bits:
         scales, minima = ((torch.rand(ROWS, INPUTS // 32, generator=random) / 50).half() for _ in range(2))
         scales[:2], minima[1] = 0, 0
-        return MinimaWeight(codes, scales, -8 * minima, scheme)
+        return CodedWeight(codes, scales, scheme, minima=8 * minima)
     steps = torch.randint(0, 64, (2, ROWS, INPUTS // 32), generator=random).to(torch.int8)
     supers = (torch.rand(2, ROWS, INPUTS // 256, generator=random) / 1000 + 1e-4).half()
     steps[0, :2], steps[1, 1] = 0, 0
-    blocks = torch.zeros(ROWS, INPUTS // 256 * scheme.block_bytes, dtype=torch.uint8)
-    parts = {"scale_codes": steps[0], "min_codes": steps[1], "super_scales": supers[0], "super_minima": 8 * supers[1]}
-    return replace(scheme.from_blocks(blocks), qweight=codes, **parts)
+    return CodedWeight(codes, supers[0], scheme, 8 * supers[1], steps[0], steps[1])
 
 
-def linear_of(weight: BlockIntegers, bias: torch.Tensor | None, gpu: torch.device, dtype: torch.dtype) -> Linear:
+def linear_of(weight: CodedWeight, bias: torch.Tensor | None, gpu: torch.device, dtype: torch.dtype) -> Linear:
     target = Target(gpu, dtype)
     linear = BLOCK_INTEGERS_KERNEL.prepare(weight, bias, target)
     assert linear.nbytes == BLOCK_INTEGERS_KERNEL.nbytes(weight.scheme, *weight.shape, target)
@@ -73,7 +68,8 @@ def test_planes_hold_every_weight(gpu, scheme) -> None:
     zero, scale = packed.scales.unsqueeze(-1).view(torch.float32).double().unbind(-1)
     zero, scale = (each.T[:ROWS].repeat_interleave(32, 1)[:, :INPUTS] for each in (zero, scale))
     expected = weight.dequantize(torch.float64)
-    largest = (weight.scales.abs() * weight.scheme.max_code + weight.minima.abs()).repeat_interleave(32, 1).double()
+    scales, minima = weight.group_scales().abs(), weight.group_minima().abs()
+    largest = (scales * weight.scheme.max_code + minima).repeat_interleave(32, 1).double()
     assert bool((((codes - zero) * scale).cpu() - expected).abs().le(2.0**-22 * largest).all())
     assert torch.equal(((codes - zero) * scale)[1].cpu(), torch.zeros(INPUTS, dtype=torch.float64))
 

@@ -9,7 +9,7 @@ from tiny_models import random_weight
 from torch import Tensor
 
 from compress.checkpoint.weights import Int, Scheme
-from compress.checkpoint.weights.integer import IntegerWeight
+from compress.checkpoint.weights.coded import CodedWeight
 from runtime.backends.triton.kernels.weight_layout import interleave
 
 SCHEMES = [Int(4, 128), Int(4, 32, False), Int(4, None, False), Int(3, 64), Int(2, 64, False)]
@@ -20,11 +20,11 @@ ROUTES = {
 }
 
 
-def experts_of(scheme: Scheme, shape: tuple[int, int], count: int = 4) -> list[IntegerWeight]:
+def experts_of(scheme: Scheme, shape: tuple[int, int], count: int = 4) -> list[CodedWeight]:
     return [random_weight(shape, scheme, seed=seed) for seed in range(count)]
 
 
-def expected(x: Tensor, weights: list[IntegerWeight], chosen: Tensor, rows_per_token: int) -> Tensor:
+def expected(x: Tensor, weights: list[CodedWeight], chosen: Tensor, rows_per_token: int) -> Tensor:
     dense = [weight.dequantize(torch.float64).to(x.device) for weight in weights]
     rows = chosen.flatten().tolist()
     return torch.stack([dense[expert] @ x[row // rows_per_token].double() for row, expert in enumerate(rows)])

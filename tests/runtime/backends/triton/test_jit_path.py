@@ -54,6 +54,15 @@ def test_kernels_that_overlap_touch_no_memory_before_they_wait(tmp_path: Path, n
         assert touched <= {*PARAMETERS, "prefetch.global.L2"}, kernel
 
 
+@pytest.mark.full
+def test_a_kernel_can_be_left_out_of_the_overlap(tmp_path: Path) -> None:
+    found = compile_in_own_process(tmp_path, serve_overlapping, "int4 in float16", ("add_rms_norm_kernel",))
+    launches, overlapping = found.launches
+    assert launches - overlapping > BEHIND_LAYERS
+    assert "add_rms_norm_kernel" not in {kernel for kernel, _ in found.sources}
+    assert "fused_qk_norm_rope_kv_write" in {kernel for kernel, _ in found.sources}
+
+
 PARAMETERS = [f"ld.param.{kind}" for kind in ("b32", "b64", "u32", "u64", "f32")]
 
 
@@ -64,7 +73,7 @@ def test_a_grid_that_no_gpu_has_is_refused(tmp_path: Path) -> None:
         compile_in_own_process(tmp_path, launch_with_blocks, 2**16)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled beside a GPU")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, kernels are compiled")
 def test_a_process_that_interprets_kernels_has_no_session() -> None:
     with pytest.raises(RuntimeError, match="TRITON_INTERPRET"):
         launch_with_blocks(1)

@@ -13,7 +13,7 @@ from runtime.backends.triton.kernel_cache import pack_kernels, unpack_kernels
 
 
 def put_kernel(folder: Path, key: str, cubin: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kernel as Triton stores one, with a stage before its machine code, beside an unfinished file."""
+    """A kernel as Triton stores one, with a stage before its machine code, next to an unfinished file."""
     cache = manager(folder, key, monkeypatch)
     contents = {"add.cubin": cubin, "add.json": '{"shared": 0}', "add.ttir": 10_000 * "module "}
     cache.put_group("add.json", {name: cache.put(content, name) for name, content in contents.items()})

@@ -20,7 +20,7 @@ from compress.checkpoint.kv_cache import KVCacheScheme
 from compress.checkpoint.kv_quant import dequantize_heads, quantize_heads, rotate_heads
 from runtime.backends.kv_pages import ExactPlaces, TokenPages
 from runtime.backends.latent import LatentHeads
-from runtime.backends.span_attention import Scores
+from runtime.backends.scores import Scores
 from runtime.backends.torch.attention import PagedAttention, StepKeys
 from runtime.backends.triton.attention import HeadPages, attention_unsupported_reason
 from runtime.backends.triton.latent import TritonLatentAttention
@@ -148,7 +148,7 @@ def test_a_sequence_does_not_see_its_neighbours(gpu) -> None:
 
 @pytest.mark.parametrize("form", ["16bit", "fp8", "int8"])
 def test_all_sequences_of_a_step_in_one_launch(gpu, form: str) -> None:
-    """A decode whose keys are split, a draft, a chunk behind cached keys, a prompt, padding, and a tree."""
+    """A decode whose keys are split, a draft, a chunk after cached keys, a prompt, padding, and a tree."""
     parents, heads = (-1, 0, -1), 3
     spans = [(60, 61), (7, 10), (3, 12), (0, 6), (-1, 0)]
     positions = [*(torch.arange(*span) for span in spans), torch.tensor([20, 21, 22, 21])]
@@ -225,7 +225,7 @@ def test_a_step_agrees_with_plain_torch(gpu, monkeypatch, scheme: KVCacheScheme)
 @pytest.mark.full
 @pytest.mark.parametrize(("family", "products"), [("deepseek_v3", 2**20), ("deepseek_v3", 200), ("youtu", 200)])
 def test_greedy_tokens_through_the_engine(gpu, tmp_path, monkeypatch, family: str, products: int) -> None:
-    """All spans in one launch, or those of 16 tokens, behind others in the batch, with expanded keys."""
+    """All spans in one launch, or those of 16 tokens, after others in the batch, with expanded keys."""
     monkeypatch.setattr("runtime.backends.triton.latent.MIN_SPAN_PRODUCTS", products)
     folder = save_tiny_model(
         tmp_path / "model", family, **VARIANTS[family] | {"kv_lora_rank": RANK, "qk_rope_head_dim": ROTATED}

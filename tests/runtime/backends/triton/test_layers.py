@@ -3,6 +3,7 @@ prompts, single tokens and padding in one batch; greedy tokens through the engin
 
 from dataclasses import dataclass, replace
 from functools import partial
+from math import hypot
 from types import SimpleNamespace
 
 import pytest
@@ -22,10 +23,12 @@ from compress.checkpoint.kv_cache import KVCacheScheme
 from compress.checkpoint.kv_quant import rotate_heads
 from compress.checkpoint.weights import Activations, Fp8, Int, Scheme
 from compress.models.linear import Linear as LinearSpec
+from compress.models.mlp import Mixture
 from compress.models.router import Router
 from runtime.backends.base import Linear, NormWeights, Target
-from runtime.backends.composed import LowRank
 from runtime.backends.kv_pages import ExactPlaces, TokenPages
+from runtime.backends.mlp import DenseMLP, Expert, Experts
+from runtime.backends.model import AttentionWeights, Layer
 from runtime.backends.torch.attention import PagedAttention, StepKeys
 from runtime.backends.torch.linear import DenseLinear
 from runtime.backends.torch.ops import TorchOps
@@ -40,11 +43,11 @@ from runtime.core.config import RuntimeConfig
 from runtime.core.memory_plan import MemoryPlan
 from runtime.core.request import SamplingParams
 from runtime.engine.engine import Engine
-from runtime.model.decoder import Decoder, Layer
+from runtime.model.composed import LowRank, SideBySide
+from runtime.model.decoder import Decoder
 from runtime.model.embedding import DenseEmbedding
-from runtime.model.mixture import Expert, Experts
-from runtime.model.rotary import Rotary
-from runtime.model.side_by_side import SideBySide
+from runtime.model.mixers.attention import AttentionLayer
+from runtime.model.rotary import HeadRotation, Rotary
 from runtime.runner.runner import build_runner
 
 SIZE, LAYERS, BLOCK, NUM_BLOCKS, VOCABULARY = 128, 2, 4, 12, 64
@@ -67,28 +70,29 @@ class World:
     dtype: torch.dtype = torch.float16
     head_dim: int = 32
     head_norm: bool = True
+    seed: int = 0
 
     def __post_init__(self) -> None:
-        self.random = torch.Generator().manual_seed(0)
+        self.random = torch.Generator()
         self.heads, self.kv_heads = SIZE // self.head_dim, SIZE // self.head_dim // 2
         fields = {"hidden_size": SIZE, "intermediate_size": SIZE + 64, "qk_norm": self.head_norm}
         self.config = decoder_config(self.heads, self.kv_heads, self.head_dim, LAYERS, windows=(None, 4), **fields)
 
     def decoder(self, fused: bool, dtype: torch.dtype | None = None) -> Decoder:
         """With fused kernels, or the same numbers in plain torch."""
-        self.random.manual_seed(0)
+        self.random.manual_seed(self.seed)
         self.target = Target(self.device, dtype or self.dtype)
         layers = [self._layer(fused) for _ in range(LAYERS)]
         return Decoder(
             self.config,
             self.target.dtype,
             self.device,
-            DenseEmbedding(self.numbers(VOCABULARY, SIZE)),
+            TritonOps() if fused else TorchOps(),
             layers,
-            NormWeights(self.vector(SIZE), self.config.norm_eps),
+            DenseEmbedding(self.numbers(VOCABULARY, SIZE)),
+            NormWeights(self.vector(SIZE), self.config.spec.final_norm.eps),
             DenseLinear(self.numbers(VOCABULARY, SIZE), None),
             (Rotary(self.config.mixer.rope, self.head_dim, self.target.dtype, self.device),),
-            TritonOps() if fused else TorchOps(),
         )
 
     def numbers(self, *shape: int) -> Tensor:
@@ -121,23 +125,23 @@ class World:
         qkv, output, gate_up, down = (
             ("side by side", "low rank", INT4, "dense") if self.kind == "mixed" else (self.scheme,) * 4
         )
-        layer = Layer(
-            attention_norm=NormWeights(self.vector(SIZE), self.config.norm_eps),
-            qkv=self.linear(width, SIZE, fused, qkv, bias=True),
-            head_norm=self.vector(self.heads + self.kv_heads, self.head_dim) if self.head_norm else None,
-            output=self.linear(SIZE, SIZE, fused, output),
-            mlp_norm=NormWeights(self.vector(SIZE), self.config.norm_eps),
-            gate_up=self.linear(2 * inner, SIZE, fused, gate_up),
-            down=self.linear(SIZE, inner, fused, down),
+        norms = [NormWeights(self.vector(SIZE), self.config.spec.final_norm.eps) for _ in range(2)]
+        attention = AttentionWeights(
+            self.linear(width, SIZE, fused, qkv, bias=True),
+            self.linear(SIZE, SIZE, fused, output),
+            self.vector(self.heads + self.kv_heads, self.head_dim) if self.head_norm else None,
         )
-        if self.kind != "mixture":
-            return layer
-        return replace(layer, gate_up=None, down=None, experts=self._experts(fused))
+        spec, mixer = self.config.spec.blocks[0].mlps[0], AttentionLayer(self.config.mixer, attention, HeadRotation())
+        if self.kind == "mixture":
+            return Layer(norms[0], mixer, norms[1], self._experts(fused))
+        mlp = Expert(self.linear(2 * inner, SIZE, fused, gate_up), self.linear(SIZE, inner, fused, down))
+        return Layer(norms[0], mixer, norms[1], DenseMLP(spec, mlp))
 
     def _experts(self, fused: bool) -> Experts:
         experts = [Expert(self.linear(2 * 64, SIZE, fused), self.linear(SIZE, 64, fused)) for _ in range(4)]
         router = Router(LinearSpec("gate", len(experts), SIZE), 2, scale=2.0)
-        mixture = Experts(router, self.numbers(len(experts), SIZE), tuple(experts))
+        described = Mixture(router, self.config.spec.blocks[0].mlps * len(experts))
+        mixture = Experts(described, self.numbers(len(experts), SIZE), tuple(experts))
         return replace(mixture, kernel=TritonMixture(mixture)) if fused else mixture
 
     @property
@@ -221,12 +225,16 @@ def run_steps(world: World, format: str, fused: bool, dtype: torch.dtype) -> Ten
     ids=str,
 )
 def test_as_exact_as_plain_torch(gpu, kind, format: str, dtype: torch.dtype, head_dim: int) -> None:
-    """Both are compared with float64, which rounds only what the formats say."""
-    world = World(kind, gpu, dtype, head_dim, head_norm=head_dim == 32)
-    exact = run_steps(world, format, False, torch.float64)
-    plain, found = (error_of(run_steps(world, format, fused, dtype), exact) for fused in (False, True))
-    assert found < 1.3 * plain
-    assert found < 0.1
+    """Both are compared with float64, which rounds only what the formats say, over the weights of four models: one code
+    of a page that either of them rounds to the other side outweighs all else in one model."""
+    plain, found = [], []
+    for seed in range(4):
+        world = World(kind, gpu, dtype, head_dim, head_norm=head_dim == 32, seed=seed)
+        exact = run_steps(world, format, False, torch.float64)
+        for fused, errors in ((False, plain), (True, found)):
+            errors.append(error_of(run_steps(world, format, fused, dtype), exact))
+    assert hypot(*found) < 1.3 * hypot(*plain)
+    assert max(found) < 0.1
 
 
 @pytest.mark.full

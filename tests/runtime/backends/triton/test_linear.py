@@ -15,8 +15,8 @@ from tiny_models import random_weight
 from compress.checkpoint.scale_search import FP8, quantize_tokens
 from compress.checkpoint.weights import Activations, BlockFp8, Bnb4, Fp8, Int, Mxfp4, Mxfp8, Nf4, Nvfp4, Scheme
 from compress.checkpoint.weights.base import Weight
-from compress.checkpoint.weights.codebooks import NF4_VALUES
-from compress.checkpoint.weights.nonlinear import LEVEL_VALUES, Iq4Nl, NonlinearWeight
+from compress.checkpoint.weights.coded import CodedWeight
+from compress.checkpoint.weights.forms import IQ4_NL_VALUES, NF4_VALUES, Iq4Nl
 from runtime.backends.base import Linear, Target
 from runtime.backends.registry import choose_linear
 from runtime.backends.triton import panels
@@ -114,14 +114,15 @@ def test_panels_are_written_where_they_belong(gpu, monkeypatch, with_bias: bool)
 )
 def test_a_weight_is_dense_as_a_whole_where_it_fits(monkeypatch, rows: int, inputs: int, expected: list[int]) -> None:
     monkeypatch.setattr(panels, "PANEL_ELEMENTS", 512 * 64)
-    weight, x, sizes = torch.randn(rows, inputs), torch.randn(3, inputs), list[int]()
+    weight, x = (torch.randn(count, inputs, dtype=torch.float64) for count in (rows, 3))
+    sizes = list[int]()
 
     def expand(first: int, out: torch.Tensor) -> None:
         assert out.is_contiguous()
         sizes.append(len(out))
         out.copy_(weight[first : first + len(out)])
 
-    for bias in (None, torch.randn(rows)):
+    for bias in (None, torch.randn(rows, dtype=torch.float64)):
         found = panels.multiply_by_panels(x, rows, bias, expand)
         torch.testing.assert_close(found, torch.nn.functional.linear(x, weight, bias))
     assert sizes == 2 * expected
@@ -242,7 +243,7 @@ def test_powers_of_two_multiply_8_bit_floats_exactly(gpu) -> None:
     assert torch.equal(found.T.float().cpu(), weight.dequantize(torch.bfloat16).float())
 
 
-TABLES = [Nvfp4(), Mxfp4(), Nf4(), Bnb4("nf4")]
+TABLES = [Nvfp4(), Mxfp4(), Nf4(), Bnb4("nf4"), Bnb4("fp4", 32)]
 """Codes of 4 bits that are places in a table."""
 
 
@@ -290,15 +291,15 @@ def test_any_table_of_16_numbers(gpu, scheme: Scheme) -> None:
     weight = random_weight((70, 192), scheme)
     linear = linear_of(weight, None, gpu, torch.bfloat16, values=values)
     found = linear(torch.eye(192, dtype=torch.bfloat16, device=gpu)).T.double().cpu()
-    steps = weight.steps.double().repeat_interleave(scheme.group_size, 1)
+    steps = weight.group_scales().double().repeat_interleave(scheme.group_size, 1)
     expected = torch.tensor(values, dtype=torch.float64)[weight.qweight.int()] * steps
     assert relative_error(found, expected) < BOUND[torch.bfloat16]
 
 
-def random_levels(inputs: int, scales: torch.Tensor) -> NonlinearWeight:
+def random_levels(inputs: int, scales: torch.Tensor) -> CodedWeight:
     generator = torch.Generator().manual_seed(0)
     codes = torch.randint(0, 16, (len(scales), inputs), generator=generator).to(torch.uint8)
-    return NonlinearWeight(codes, scales.half(), Iq4Nl())
+    return CodedWeight(codes, scales.half(), Iq4Nl())
 
 
 @pytest.mark.full
@@ -324,7 +325,7 @@ def test_levels_are_in_their_places(gpu, dtype: torch.dtype) -> None:
     exponents = torch.randint(-10, -3, (70, 5), generator=torch.Generator().manual_seed(1))
     weight = random_levels(160, 2.0**exponents)
     found = linear_of(weight, None, gpu, dtype)(torch.eye(160, dtype=dtype, device=gpu)).T.float().cpu()
-    levels = torch.tensor(LEVEL_VALUES)[weight.qweight.int()]
+    levels = torch.tensor(IQ4_NL_VALUES)[weight.qweight.int()]
     assert torch.equal(found, levels * weight.scales.float().repeat_interleave(32, 1))
 
 

@@ -14,12 +14,12 @@ from compress.models.linear import Linear
 from compress.models.mlp import MLP, Mixture
 from compress.models.router import Router
 from runtime.backends.base import Target
+from runtime.backends.mlp import Expert, Experts
 from runtime.backends.torch.linear import DenseLinear
 from runtime.backends.torch.ops import TorchOps
 from runtime.backends.triton.linear import W4A16_KERNEL
 from runtime.backends.triton.mixture import TritonMixture, mixture_unsupported_reason
 from runtime.model.expert_offload import ExpertOffload
-from runtime.model.mixture import Expert, Experts
 
 EXPERTS, SIZE, INNER = 5, 128, 96
 ROUTER = Router(Linear("gate", EXPERTS, SIZE), 2, "sigmoid", scale=1.5, bias="bias")
@@ -43,13 +43,13 @@ def experts_of(target: Target | None, *, dtype: torch.dtype = torch.float64, sha
     experts = [Expert(linear(2 * INNER, SIZE, seed), linear(SIZE, INNER, 10 + seed)) for seed in range(EXPERTS + 1)]
     scores, bias, gate = numbers(EXPERTS, SIZE) * 0.1, numbers(EXPERTS), numbers(1, SIZE) * 0.1
     rest = (experts[-1], gate) if shared else (None, None)
-    return Experts(ROUTER, scores, tuple(experts[:-1]), bias, *rest)
+    return Experts(described(), scores, tuple(experts[:-1]), bias, *rest)
 
 
 @pytest.mark.parametrize(("tokens", "shared"), [(1, True), (9, False)])
 def test_as_experts_one_after_the_other(gpu, tokens: int, shared: bool) -> None:
     dtype = torch.float16
-    exact, ops = experts_of(None, shared=shared), TorchOps()
+    exact = experts_of(None, shared=shared)
     x = activations(tokens, SIZE, dtype, gpu)
     packed = experts_of(Target(gpu, dtype), shared=shared)
     weights, chosen = packed.route(x)
@@ -57,7 +57,7 @@ def test_as_experts_one_after_the_other(gpu, tokens: int, shared: bool) -> None:
         x.cpu().double(),
         weights.cpu().double(),
         chosen.cpu(),
-        lambda expert, rows: expert.down(ops.silu_and_mul(expert.gate_up(rows))),
+        TorchOps(),
     )
     with poisoned_allocations():
         found = TritonMixture(packed)(x)
@@ -96,15 +96,15 @@ def described(activation: str = "silu") -> Mixture:
 def test_refusals_say_why() -> None:
     cuda = Target(torch.device("cuda"), torch.float16)
     weights = experts_of(Target(torch.device("cpu"), torch.float16), shared=False)
-    assert mixture_unsupported_reason(described(), weights, cuda) == ""
-    assert "16 bits" in mixture_unsupported_reason(described(), weights, Target(cuda.device, torch.float32))
-    assert "silu" in mixture_unsupported_reason(described("gelu"), weights, cuda)
+    assert mixture_unsupported_reason(weights, cuda) == ""
+    assert "16 bits" in mixture_unsupported_reason(weights, Target(cuda.device, torch.float32))
+    assert "silu" in mixture_unsupported_reason(replace(weights, spec=described("gelu")), cuda)
     sparse = replace(described(), router=replace(ROUTER, activation="sparsemixer"))
-    assert "routers" in mixture_unsupported_reason(sparse, weights, cuda)
+    assert "routers" in mixture_unsupported_reason(replace(weights, spec=sparse), cuda)
     odd = replace(weights.experts[0], down=other_scheme(Int(2, 32)))
     unlike = replace(weights, experts=(odd, *weights.experts[1:]))
-    assert "packed alike" in mixture_unsupported_reason(described(), unlike, cuda)
-    assert "packed alike" in mixture_unsupported_reason(described(), experts_of(None), cuda)
+    assert "packed alike" in mixture_unsupported_reason(unlike, cuda)
+    assert "packed alike" in mixture_unsupported_reason(experts_of(None), cuda)
 
 
 def other_scheme(scheme: Scheme):

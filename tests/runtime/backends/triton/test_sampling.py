@@ -10,7 +10,7 @@ import triton.language as tl
 from poisoned_memory import poisoned_allocations
 from torch import Tensor
 
-from runtime.backends.sampling_kernel import FORBIDDEN, INFINITE, UNDECIDED
+from runtime.backends.backend import FORBIDDEN, INFINITE, UNDECIDED
 from runtime.backends.torch.ops import gumbel_noise
 from runtime.backends.triton.kernels.sampling import ABSOLUTE, gumbel, sample_rows
 from runtime.backends.triton.layers import TritonSampling
@@ -99,7 +99,7 @@ def test_of_equal_scores_the_first_wins_without_noise(gpu) -> None:
 
 def test_where_float32_cannot_tell_nothing_is_decided(gpu) -> None:
     scores, noise = scores_of(RAGGED, 1.0, gpu), noise_of([1.0] * (ROWS - 1) + [0.0], gpu)
-    scores[:, (3, 4000)] = 1e22  # noise vanishes beside them
+    scores[:, (3, 4000)] = 1e22  # too large for noise to change
     scores[1, 4000] = 0.0
     assert drawn(scores, noise) == [UNDECIDED, 3] + [UNDECIDED] * (ROWS - 3) + [3]
 

@@ -1,4 +1,4 @@
-"""Mixers with a state in Triton against plain torch in float64: decode, drafts and spans in one step, states behind
+"""Mixers with a state in Triton against plain torch in float64: decode, drafts and spans in one step, states after
 segments, every layout of projections."""
 
 from dataclasses import replace
@@ -33,11 +33,12 @@ from runtime.core.state_rows import decode_state_rows
 from runtime.core.step import NO_STATE
 from runtime.model.decoder import Decoder
 from runtime.model.loader import load_model
+from runtime.model.mixers.registry import RecurrentMixer
 
 LONG = [(75, 4, ((2, 7), (70, 4), (74, 2))), (1, 1, ((0, 1),)), (3, 5, ((0, 0), (2, 6))), (18, NO_STATE, ((17, 3),))]
 """Segments shorter and longer than a chunk, a single token, a draft and a beginning."""
 DRAFTED = [(4, 5, ((0, 0), (1, 1), (2, 2), (3, 3))), (4, NO_STATE, ((0, 4), (1, 6), (2, 7), (3, 8)))]
-"""As captured steps lay drafts out: the state behind each token is kept."""
+"""As captured steps lay drafts out: the state after each token is kept."""
 KERNELS = {kernel.mixer: kernel for kernel in STATE_KERNELS}
 DELTA_NETS = [delta_net(2, 1, 32, 16, True), delta_net(2, 2, 16, 64, False), delta_net(2, 1, 128, 128, True)]
 MAMBAS = [
@@ -137,10 +138,10 @@ def with_state_kernels(decoder: Decoder, device: torch.device) -> Decoder:
     """A decoder whose recurrent layers are computed in Triton; the registry chooses it on GPUs only."""
     target, layers = Target(device, decoder.dtype), []
     for layer in decoder.layers:
-        if layer.recurrent is not None:
-            mixer, weights = layer.recurrent.spec, layer.recurrent.weights
+        if isinstance(layer.mixer, RecurrentMixer):
+            mixer, weights = layer.mixer.spec, layer.mixer.weights
             step = KERNELS[type(mixer)].prepare(mixer, weights, target)
-            layer = replace(layer, recurrent=replace(layer.recurrent, steps=StateSteps(step, step)))
+            layer = replace(layer, mixer=replace(layer.mixer, steps=StateSteps(step, step)))
         layers.append(layer)
     return replace(decoder, layers=tuple(layers))
 

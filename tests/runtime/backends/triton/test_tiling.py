@@ -8,7 +8,7 @@ from runtime.backends.triton.tiling import MAX_SPLITS, MIN_SPLIT_TOKENS, PROGRAM
 
 
 def test_splits_fill_the_processors_and_are_never_tiny() -> None:
-    """Also where one sequence is much longer than the others, or decoded beside prompts."""
+    """Also where one sequence is much longer than the others, or decoded in a step with prompts."""
     tiling = Tiling(16, 4, 8, 264)
     assert tiling.splits([(1, 32768)]) == [33]
     assert tiling.splits([(1, 32768)] * 64) == [1] * 64

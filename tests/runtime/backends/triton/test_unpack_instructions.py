@@ -7,10 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from compress.checkpoint.weights.codebooks import NF4_VALUES
 from compress.checkpoint.weights.exl3 import CODEBOOKS, codebook_values
-from compress.checkpoint.weights.mxfp4 import VALUES
-from compress.checkpoint.weights.nonlinear import LEVEL_VALUES
+from compress.checkpoint.weights.forms import E2M1_VALUES, IQ4_NL_VALUES, NF4_VALUES
 
 WHOLE_WORDS = {"shr": operator.rshift, "shl": operator.lshift, "and": operator.and_, "or": operator.or_}
 HALVES = {"f16x2": torch.float16, "bf16x2": torch.bfloat16}
@@ -111,7 +109,7 @@ def test_every_state_of_a_trellis_comes_out_as_its_number() -> None:
 
 
 @pytest.mark.parametrize("kind", HALVES)
-@pytest.mark.parametrize("values", [VALUES, NF4_VALUES, LEVEL_VALUES], ids=["e2m1", "nf4", "iq4_nl"])
+@pytest.mark.parametrize("values", [E2M1_VALUES, NF4_VALUES, IQ4_NL_VALUES], ids=["e2m1", "nf4", "iq4_nl"])
 def test_every_code_is_looked_up_in_every_place(values: tuple[float, ...], kind: str) -> None:
     from runtime.backends.triton.kernels.fp4 import look_up_instructions
 

@@ -28,7 +28,7 @@ def random_inputs(count: int) -> tuple[DeltaInputs, Tensor]:
 
 
 def compute(inputs: DeltaInputs, state: Tensor, lengths: tuple[int, ...], chunk: int = CHUNK) -> tuple[Tensor, Tensor]:
-    """Outputs, and the state behind the last segment."""
+    """Outputs, and the state after the last segment."""
     found, after = scan_segments(RowGroup(2, lengths), inputs, state, delta_chunk, chunk)
     return found, after.unflatten(0, (2, -1))[:, -1]
 

@@ -27,7 +27,7 @@ def random_inputs(count: int) -> SelectiveInputs:
 
 
 def compute(inputs: SelectiveInputs, lengths: tuple[int, ...], chunk: int = CHUNK) -> tuple[Tensor, Tensor]:
-    """Outputs, and the state behind the last segment, of sequences that begin without one."""
+    """Outputs, and the state after the last segment, of sequences that begin without one."""
     state = torch.zeros(2, CHANNELS, STATE, dtype=torch.float64)
     found, after = scan_segments(RowGroup(2, lengths), inputs, state, partial(selective_chunk, RATE), chunk)
     return found, after.unflatten(0, (2, -1))[:, -1]

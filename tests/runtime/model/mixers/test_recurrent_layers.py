@@ -1,4 +1,4 @@
-"""Layers with a state give the same wherever a text is cut, whatever stands beside it, in any slots."""
+"""Layers with a state give the same outputs wherever a text is cut, whatever the other sequences, in any slots."""
 
 from pathlib import Path
 from random import Random
@@ -20,6 +20,7 @@ from runtime.model.mixers.kimi_delta import KimiDeltaLayer
 from runtime.model.mixers.lightning import LightningLayer
 from runtime.model.mixers.mamba1 import Mamba1Layer
 from runtime.model.mixers.mamba2 import Mamba2Layer
+from runtime.model.mixers.registry import ParallelMixers
 
 StateLayer = DeltaNet | KimiDeltaLayer | LightningLayer | Mamba1Layer | Mamba2Layer
 CPU = torch.device("cpu")
@@ -33,7 +34,8 @@ def layer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     family: str = request.param
     folder: Path = tmp_path_factory.mktemp(family) / "model"
     decoder = load_model(save_tiny_model(folder, family, **VARIANTS[family]), dtype="float64")
-    layer = decoder.layers[0].recurrent
+    layer = decoder.layers[0].mixer
+    layer = layer.second if isinstance(layer, ParallelMixers) else layer
     assert isinstance(layer, StateLayer)
     return layer
 
@@ -56,7 +58,7 @@ def compute(
     unread: Sequence = None  # type: ignore[assignment]
     entries = [ScheduledSequence(unread, 0, len(rows), read, writes) for rows, read, writes in spans]
     states = StepStates(build_state_rows(entries, NUM_SLOTS, CPU), memory.tensors)
-    out = layer(torch.cat([rows for rows, _, _ in spans]), 0, states, TorchOps())
+    out = layer.compute(torch.cat([rows for rows, _, _ in spans]), 0, states, TorchOps())
     return list(out.split([len(rows) for rows, _, _ in spans]))
 
 
@@ -72,7 +74,7 @@ def cut(random: Random, length: int) -> tuple[int, ...]:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_outputs_do_not_depend_on_cuts_neighbours_or_slots(layer: StateLayer, seed: int) -> None:
-    """Every text goes through steps of random lengths beside others; kept states are begun with again."""
+    """Every text goes through steps of random lengths together with others; kept states are begun with again."""
     random, texts = Random(seed), random_texts(4)
     expected = [compute(layer, new_memory(layer), [(text, NO_STATE, ((len(text) - 1, 0),))])[0] for text in texts]
     memory, free = new_memory(layer), list(range(NUM_SLOTS))

@@ -29,7 +29,7 @@ def answers(page: Any) -> list[str]:
 
 @pytest.fixture
 def wide_page(page: Any) -> Any:
-    """The list is beside the conversation."""
+    """Wide enough for the list to be next to the conversation."""
     page.set_viewport_size({"width": 1300, "height": 800})
     return page
 

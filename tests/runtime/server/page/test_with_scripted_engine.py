@@ -4,9 +4,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from playwright.sync_api import expect
 from scripted_page import MARKUP, ByteTokens, ScriptedEngine, ask
 
 from runtime.engine.engine_client import Health
+from runtime.engine.metrics import Metrics, join
 
 SHOWN = MARKUP.replace("  ", " ").replace("\n ", "\n")  # Markdown keeps line ends, and one space of several
 API_KEY = "schlüssel 🔑"
@@ -186,3 +188,13 @@ def test_text_is_copied(page: Any) -> None:
     turn.locator("[data-action=copy]").click()
     page.wait_for_selector("[data-done=Copied]")
     assert page.evaluate("navigator.clipboard.readText()") == MARKUP
+
+
+@pytest.mark.full
+def test_figures_are_those_of_all_engines(engine: ScriptedEngine, serve: Callable[..., Any], open_page: Any) -> None:
+    engines = [Metrics(num_requests_running=2, kv_cache_usage_perc=0.2), Metrics(num_requests_running=3)]
+    engine.metrics = join(metrics.render("scripted", str(place)) for place, metrics in enumerate(engines))
+    with serve() as url:
+        page = open_page(url)
+        expect(page.locator("[data-figure=running] output")).to_have_text("5")
+        expect(page.locator("[data-figure=memory] output")).to_have_text("10 %")

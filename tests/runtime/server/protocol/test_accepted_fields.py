@@ -141,7 +141,7 @@ def test_reasoning_effort_is_a_variable_of_the_template() -> None:
 
 
 class BeginningTokenizer:
-    """Texts are their bytes, behind 0 as the beginning."""
+    """Encodes texts as their bytes, after 0 as the beginning."""
 
     def encode(self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
         return [0] * add_special_tokens + list(text.encode())

@@ -1,4 +1,4 @@
-"""`/v1/rerank` and `/score`: the likelihood of a query behind each document."""
+"""`/v1/rerank` and `/score`: the likelihood of a query after each document."""
 
 import math
 from typing import Any

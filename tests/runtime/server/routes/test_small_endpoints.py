@@ -46,9 +46,9 @@ def samples(api: httpx.Client, **headers: str) -> dict[tuple[str, ...], float]:
     families = list(text_string_to_metric_families(response.text))
     assert all(family.documentation and family.type != "unknown" for family in families)
     names = [sample.name for family in families for sample in family.samples]
-    assert all(re.fullmatch(r"(runtime|process)_[a-z0-9_]+", name) for name in names)
+    assert all(re.fullmatch(r"((runtime|process)_|vllm:)[a-z0-9_]+", name) for name in names)
     for family in families:
-        assert family.type != "histogram" or family.name.endswith("_seconds")
+        assert family.type != "histogram" or family.name.endswith(("_seconds", "_tokens"))
         assert family.type != "counter" or {sample.name for sample in family.samples} <= {f"{family.name}_total"}
     return {(s.name, *s.labels.values()): s.value for family in families for s in family.samples}
 

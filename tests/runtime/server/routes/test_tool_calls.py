@@ -22,7 +22,8 @@ from runtime.engine.engine import Engine
 from runtime.server.conversation import conversation_texts
 from runtime.server.protocol.chat import ChatRequest
 from runtime.text.tokenizer import Tokenizer
-from runtime.text.tools import REGISTRY, concatenates_arguments
+from runtime.text.tool_format import TOOL_FORMATS
+from runtime.text.tools import concatenates_arguments
 
 WEATHER = {
     "type": "object",
@@ -58,7 +59,7 @@ SPECIAL = {
 
 
 def script_of(kind: str) -> str:
-    """Two calls behind a sentence, as the family's template writes them; Llama writes calls only."""
+    """Two calls after a sentence, as the family's template writes them; Llama writes calls only."""
     family = FAMILIES[kind]
     turn = {"role": "assistant", "content": "" if kind == "llama3" else "Let me see.", "tool_calls": calls_of(kind)}
     text = family.written([*MESSAGES, turn], TOOLS).lstrip("\n")
@@ -68,7 +69,7 @@ def script_of(kind: str) -> str:
 def calls_of(kind: str) -> list[Any]:
     as_text = concatenates_arguments(FAMILIES[kind].template)
     functions = [{"name": name, "arguments": json.dumps(held) if as_text else held} for name, held in CALLS]
-    new_id = REGISTRY.formats[FAMILIES[kind].name].new_id
+    new_id = TOOL_FORMATS[FAMILIES[kind].name].new_id
     return [
         {"id": new_id(each["name"], number), "type": "function", "function": each}
         for number, each in enumerate(functions)
@@ -234,7 +235,7 @@ def test_log_probabilities_of_calls(demo: Answers) -> None:
 
 
 def test_a_whole_round(demo: Answers) -> None:
-    """The client's own message object goes back as it came, with the result behind it."""
+    """The client's own message object goes back as it came, followed by the result."""
     message = demo.ask(tool_choice=NAMED).choices[0].message
     result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "sunny"}
     answer = demo.client.chat.completions.create(

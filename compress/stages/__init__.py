@@ -1,0 +1,1 @@
+"""Stages of recipes, one class per file, which registers itself in `STAGES`. Imports no torch."""

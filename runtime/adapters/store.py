@@ -1,0 +1,199 @@
+"""Adapters of an engine on disk, in host memory and on the device."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import cast
+from weakref import WeakValueDictionary
+
+import torch
+
+from compress.common.errors import CheckpointError, RequestError, ToolkitError
+from compress.models.generic import CodeSpec
+from runtime.adapters.files import AdapterReader, LoraAdapter
+from runtime.adapters.layers import ActiveAdapter, AdaptedRows, StepAdapters, adapt
+from runtime.adapters.targets import Targets
+from runtime.backends.model import Model
+from runtime.core.adapter import parse_modules
+from runtime.core.config import LoraOptions
+from runtime.core.step import ScheduledSequence
+
+
+@dataclass(frozen=True, slots=True)
+class KnownAdapter:
+    """An adapter by its name.
+
+    Attributes:
+        digest: see `LoraAdapter`.
+    """
+
+    path: Path
+    digest: str
+
+
+class HostAdapters:
+    """Implements `runtime.core.adapter.AdapterStore`.
+
+    Args:
+        max_kept: adapters that stay in host memory, those that were used last; requests keep theirs, too.
+    """
+
+    def __init__(self, reader: AdapterReader, max_kept: int) -> None:
+        self.reader, self.max_kept = reader, max_kept
+        self._lock = threading.Lock()
+        self._known: dict[str, KnownAdapter] = {}
+        self._kept: OrderedDict[str, LoraAdapter] = OrderedDict()
+        self._alive: WeakValueDictionary[str, LoraAdapter] = WeakValueDictionary()
+
+    def load(self, name: str, path: Path) -> None:
+        self._check_free(name)
+        adapter = self.reader.read(name, path)
+        with self._lock:
+            self._check_free(name)  # others may have loaded it meanwhile
+            self._known[name] = KnownAdapter(path, adapter.digest)
+            self._keep(adapter)
+
+    def _check_free(self, name: str) -> None:
+        if name in self._known:
+            raise RequestError(f"an adapter {name!r} is loaded already", "Unload it first, or choose another name")
+
+    def unload(self, name: str) -> None:
+        with self._lock:
+            if self._known.pop(name, None) is None:
+                raise _unknown(name, self._known)
+            self._kept.pop(name, None)
+            self._alive.pop(name, None)
+
+    def find(self, name: str) -> LoraAdapter | None:
+        with self._lock:
+            adapter = self._kept.get(name) or self._alive.get(name)
+            if adapter is not None:
+                self._keep(adapter)
+            return adapter
+
+    def open(self, name: str) -> LoraAdapter:
+        if (adapter := self.find(name)) is not None:
+            return adapter
+        if (known := self._known.get(name)) is None:
+            raise _unknown(name, self._known)
+        adapter = self.reader.read(name, known.path)
+        if adapter.digest != known.digest:
+            raise CheckpointError(f"the files of {known.path} have changed since they were loaded", "Unload it first")
+        with self._lock:
+            if self._known.get(name) is known:  # it may have been unloaded meanwhile
+                self._keep(adapter)
+        return adapter
+
+    def _keep(self, adapter: LoraAdapter) -> None:
+        """Notes that an adapter was used. Needs the lock."""
+        self._kept[adapter.name] = self._alive[adapter.name] = adapter
+        self._kept.move_to_end(adapter.name)
+        while len(self._kept) > self.max_kept:
+            self._kept.popitem(last=False)
+
+
+def _unknown(name: str, known: Iterable[str]) -> RequestError:
+    return RequestError.unknown("adapter", name, known)
+
+
+class DeviceAdapters:
+    """The adapters of the steps that a runner computes. A step holds at most `max_active` different ones.
+
+    Args:
+        model: the model without adapters.
+
+    Attributes:
+        model: the same weights with adapted linears, computed layer by layer.
+        modules: modules of the checkpoint that are adapted.
+    """
+
+    def __init__(self, model: Model, max_active: int) -> None:
+        self._device, self._max_active = model.device, max_active
+        self._step = StepAdapters()
+        self._active: OrderedDict[str, ActiveAdapter] = OrderedDict()
+        self.model, self.modules = adapt(model, self._step)
+
+    @property
+    def active(self) -> list[str]:
+        """Digests of the adapters on the device, the one used last at the end."""
+        return list(self._active)
+
+    def begin(self, entries: Sequence[ScheduledSequence]) -> bool:
+        """Prepares the adapters of a step; returns whether it has any.
+
+        Args:
+            entries: in the order of their rows.
+        """
+        adapters = [cast("LoraAdapter | None", entry.sequence.request.adapter) for entry in entries]
+        wanted = {adapter.digest: adapter for adapter in adapters if adapter is not None}
+        if not wanted:
+            return False
+        while len(self._active.keys() | wanted.keys()) > self._max_active:
+            del self._active[next(digest for digest in self._active if digest not in wanted)]
+        for digest, adapter in wanted.items():
+            if digest not in self._active:
+                self._active[digest] = ActiveAdapter.of(adapter, self._device)
+            self._active.move_to_end(digest)
+        self._step.groups = self._groups(entries, adapters)
+        return True
+
+    def _groups(
+        self, entries: Sequence[ScheduledSequence], adapters: Sequence[LoraAdapter | None]
+    ) -> Sequence[AdaptedRows]:
+        rows: dict[str, list[int]] = {}
+        stops = accumulate(entry.num_tokens for entry in entries)
+        for adapter, entry, stop in zip(adapters, entries, stops, strict=True):
+            digest = "" if adapter is None else adapter.digest
+            rows.setdefault(digest, []).extend(range(stop - entry.num_tokens, stop))
+        if len(rows) == 1:
+            return [(self._active[digest], None) for digest in rows]
+        return [(self._active.get(digest), torch.tensor(own, device=self._device)) for digest, own in rows.items()]
+
+
+def slot_bytes(model: Model, options: LoraOptions) -> int:
+    """Returns the memory on the device of adapters of the highest rank for all linears of a model."""
+    columns = {linear.name: linear.in_features for linear in model.config.spec.linears()}
+    sizes = sum(
+        len(modules) * (columns[modules[0][0]] + sum(rows for _, rows in modules))
+        for modules, _ in model.modules
+        if modules[0][0] in columns
+    )
+    return options.max_loras * options.max_lora_rank * sizes * model.dtype.itemsize
+
+
+def check_adaptable(model: Model, options: LoraOptions, *, is_shared: bool) -> None:
+    """Raises ToolkitError for a model, or a configuration, without adapters.
+
+    Args:
+        is_shared: whether several ranks hold the model.
+    """
+    if is_shared:
+        raise ToolkitError("LoRA adapters are not cut for ranks", "Serve them from one process, or merge them")
+    if isinstance(model.config.spec, CodeSpec):
+        raise ToolkitError(
+            "LoRA adapters do not fit this model: its own modeling code computes it", "Merge them with PEFT"
+        )
+    if options.max_cpu_loras < options.max_loras:
+        problem = f"--max-cpu-loras {options.max_cpu_loras} is below --max-loras {options.max_loras}"
+        raise ToolkitError(problem, "Host memory holds those on the device, too")
+
+
+def open_adapters(model: Model, modules: Iterable[str], options: LoraOptions) -> HostAdapters:
+    """Reads the adapters of the options.
+
+    Args:
+        modules: modules of the checkpoint that are adapted.
+
+    Raises:
+        ToolkitError: as `HostAdapters.load`.
+    """
+    reader = AdapterReader(Targets.of(model.config.spec, modules), model.dtype, options.max_lora_rank)
+    adapters = HostAdapters(reader, options.max_cpu_loras)
+    for name, path in parse_modules(options.lora_modules or ()).items():
+        adapters.load(name, path)
+    return adapters

@@ -1,0 +1,1 @@
+"""Models that several processes share (tensor parallelism): the plan of cuts, and what processes tell each other."""

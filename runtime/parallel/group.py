@@ -1,0 +1,147 @@
+"""Collective operations among the ranks of a model, over torch.distributed: gloo on CPUs, NCCL on GPUs.
+
+Imports torch.distributed inside of functions: loaders import this module, and some builds of torch lack it.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from compress.common.errors import ToolkitError
+from compress.models.cuts import Rank
+from runtime.core.step import RunnerLostError
+from runtime.parallel.stages import Stage
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+HOST = "127.0.0.1"
+TIMEOUT = timedelta(hours=1)
+"""Longest wait of a rank for others. They wait while one compiles kernels, or reads weights from a slow disk."""
+
+
+class Others:
+    """The other ranks, as one that is not the first sees them."""
+
+    def tell(self, message: Any) -> None:
+        """Sends a message to all of them. Raises RunnerLostError if one has ended."""
+
+    def explain(self) -> ToolkitError:
+        """Says why a collective operation failed."""
+        return RunnerLostError("another rank has ended", "See its messages above")
+
+    def close(self) -> None:
+        """Ends them."""
+
+
+class Group:
+    """One rank's end of the operations among all. Takes part in no process group that torch knows by default.
+
+    Args:
+        rank: its number among those that share the same layers.
+        others: ranks that the first one tells what is computed next.
+        stage: the layers that these have; None for all.
+        host: address of this process, where others reach it on a CPU.
+    """
+
+    def __init__(
+        self,
+        rank: Rank,
+        store: Store,
+        device: torch.device,
+        others: Others,
+        stage: Stage | None = None,
+        host: str = HOST,
+    ) -> None:
+        self.rank, self.device, self.others, self.stage = rank, device, others, stage
+        connect = partial(_backend, device=device, host=host)
+        self._all = self._summing = self._head = connect(self.index, self.count, store)
+        if stage is not None:
+            from torch.distributed import PrefixStore
+
+            if rank.count > 1:
+                self._summing = connect(rank.index, rank.count, PrefixStore(f"stage {stage.index}", store))
+            if self.is_first or stage.is_last:
+                index = 0 if self.is_first else 1 + rank.index
+                self._head = connect(index, 1 + rank.count, PrefixStore("head", store))
+
+    @property
+    def index(self) -> int:
+        """Number of this process among all; ranks of one stage follow each other."""
+        return self.rank.index + (0 if self.stage is None else self.stage.index * self.rank.count)
+
+    @property
+    def count(self) -> int:
+        return self.rank.count * (1 if self.stage is None else self.stage.count)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process schedules and samples."""
+        return self.index == 0
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Adds up the tensors of all ranks that share the same layers, in place."""
+        tensor = tensor.contiguous()
+        self._wait(self._summing.allreduce([tensor]))
+        return tensor
+
+    def send(self, tensor: Tensor, index: int) -> None:
+        """Sends a tensor to the process of this number."""
+        self._wait(self._all.send([tensor.contiguous()], index, 0))
+
+    def receive(self, tensor: Tensor, index: int) -> Tensor:
+        """Fills a tensor with the one that the process of this number sends."""
+        self._wait(self._all.recv([tensor], index, 0))
+        return tensor
+
+    def least(self, number: int) -> int:
+        """Returns the least number of all ranks."""
+        from torch.distributed import ReduceOp
+
+        found = torch.tensor([number], device=self.device)
+        self._wait(self._all.allreduce([found], ReduceOp.MIN))
+        return int(found)
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """Copies a tensor of the first rank into those of all others that have a part of the output head."""
+        from torch.distributed import BroadcastOptions
+
+        options = BroadcastOptions()
+        options.rootRank = options.rootTensor = 0
+        self._wait(self._head.broadcast([tensor], options))
+
+    def gather(self, tensor: Tensor) -> list[Tensor]:
+        """Returns the tensors of the same ranks, of one shape, to the first one; nothing to others."""
+        from torch.distributed import GatherOptions
+
+        options = GatherOptions()
+        options.rootRank = 0
+        count = self.rank.count + (self.stage is not None)
+        found = [torch.empty_like(tensor) for _ in range(count)] if self.is_first else []
+        self._wait(self._head.gather([found] if found else [], [tensor.contiguous()], options))
+        return found
+
+    def _wait(self, work: Any) -> None:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise self.others.explain() from error
+
+
+def _backend(index: int, count: int, store: Store, device: torch.device, host: str) -> Any:
+    from torch import distributed
+
+    if device.type == "cuda":
+        kind: Any = distributed.ProcessGroupNCCL
+        options = kind.Options()
+    else:
+        kind = distributed.ProcessGroupGloo
+        options = kind._Options()
+        options._devices = [kind.create_device(hostname=host)]
+    options._timeout = TIMEOUT
+    return kind(store, index, count, options)

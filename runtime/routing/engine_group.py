@@ -1,0 +1,89 @@
+"""Several engines of one model that share requests: each request runs on the one that `SentPrefixes` chooses."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
+from pathlib import Path
+
+from runtime.core.request import Delta, RequestOptions, SamplingParams
+from runtime.engine.block_pool import extend_hashes, root_hash
+from runtime.engine.engine import NO_OPTIONS
+from runtime.engine.engine_client import EngineClient, Health, SingleEngineClient
+from runtime.engine.metrics import join
+from runtime.routing.prefixes import SentPrefixes
+
+
+class EngineGroup(EngineClient):
+    """Serves several engines as one. It ends with the first engine that ends.
+
+    Args:
+        engines: the engines, not started. Their names, also in metrics, are their places.
+        block_size: tokens of a block of their prefix caches.
+        most_blocks: blocks of prompts to remember for each; 0 chooses engines by load only.
+    """
+
+    def __init__(self, engines: Sequence[SingleEngineClient], block_size: int, most_blocks: int) -> None:
+        self.engines = {str(place): engine for place, engine in enumerate(engines)}
+        self.block_size = block_size
+        self.prefixes = SentPrefixes(most_blocks)
+
+    def start(self) -> None:
+        for engine in self.engines.values():
+            engine.start()
+
+    def stop(self, timeout: float = 30.0) -> bool:
+        with ThreadPoolExecutor(len(self.engines)) as pool:
+            return all(list(pool.map(lambda engine: engine.stop(timeout), self.engines.values())))
+
+    def check(self) -> Health:
+        """Returns the health of all together, with the reason of the engine that has ended, else of the first that is
+        unhealthy."""
+        states = {name: engine.check() for name, engine in self.engines.items()}
+        troubles = sorted(states.items(), key=lambda each: (not each[1].has_ended, each[1].healthy))
+        name, worst = troubles[0]
+        return Health(
+            worst.healthy,
+            "" if worst.healthy else f"engine {name}: {worst.reason}",
+            sum(state.num_running for state in states.values()),
+            sum(state.num_waiting for state in states.values()),
+            max(state.seconds_since_progress for state in states.values()),
+            worst.has_ended,
+        )
+
+    async def render_metrics(self, model_name: str = "", engine: str = "") -> str:
+        """Renders the metrics of all engines, or of the one with that name."""
+        chosen = {engine: self.engines[engine]} if engine else self.engines
+        return join(await asyncio.gather(*(each.render_metrics(model_name, name) for name, each in chosen.items())))
+
+    async def generate(
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        request_id: str | None = None,
+        options: RequestOptions = NO_OPTIONS,
+    ) -> AsyncGenerator[list[Delta], None]:
+        engine = self._choose(prompt_token_ids, options)
+        async with aclosing(engine.generate(prompt_token_ids, sampling, request_id, options)) as groups:
+            async for deltas in groups:
+                yield deltas
+
+    async def change_adapters(self, name: str, path: Path | None) -> None:
+        engines = self.engines.values()
+        changes = await asyncio.gather(*(each.change_adapters(name, path) for each in engines), return_exceptions=True)
+        errors = [error for error in changes if error is not None]
+        if errors and path is not None:
+            changed = [engine for engine, error in zip(engines, changes, strict=True) if error is None]
+            await asyncio.gather(*(each.change_adapters(name, None) for each in changed), return_exceptions=True)
+        for error in errors:
+            raise error
+
+    def _choose(self, prompt_token_ids: Sequence[int], options: RequestOptions) -> SingleEngineClient:
+        keys: list[bytes] = []
+        extend_hashes(keys, prompt_token_ids, self.block_size, root_hash(options.adapter, options.cache_salt))
+        loads = {name: engine.num_requests for name, engine in self.engines.items()}
+        name, *_ = self.prefixes.choose(keys, loads)
+        self.prefixes.note(keys, name)
+        return self.engines[name]
