@@ -347,9 +347,10 @@ class ModelRunner:
 
     def _forward(self, batch: Batch) -> Tensor:
         """Hidden states `[T, H]`. Stages compute parts of a step at the same time."""
-        end, least = self.decoder.end, LEAST_TOKENS[self.decoder.device.type]
+        end = self.decoder.end
         if end is None:
             return self._forward_part(batch)
+        least = LEAST_TOKENS[self.decoder.device.type]
         parts = split_step(batch.entries, end.num_stages, least, self.block_size)
         return end.collect(self._forward_part(batch) if len(parts) == 1 else self._forward_parts(parts))
 
