@@ -12,7 +12,7 @@ import re
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from enum import StrEnum
@@ -283,6 +283,21 @@ def _came_from_ctrl_c(error: BaseException | None) -> bool:
     while error is not None and not isinstance(error, KeyboardInterrupt):
         error = error.__cause__ or error.__context__
     return error is not None
+
+
+def run_coroutine(work: Coroutine[Any, Any, Built]) -> Built:
+    """Runs a coroutine in a new event loop.
+
+    Raises:
+        KeyboardInterrupt: after Ctrl-C, which cancels the coroutine; asyncio does so only under Python's own handler.
+    """
+    import asyncio
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        return asyncio.run(work)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @contextmanager

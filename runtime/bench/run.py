@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
+from compress.common.cli import run_coroutine
 from compress.common.errors import ToolkitError
 from runtime.bench.figures import Objective, Run, summarize
 from runtime.bench.load import Job, Load, Record, Workload, python_manual
@@ -310,7 +311,7 @@ class Progress:
 
 def run(plan: Plan, url: str, api_key: str | None = None) -> Run:
     """Runs `measure` in a new event loop."""
-    return asyncio.run(measure(plan, url, api_key))
+    return run_coroutine(measure(plan, url, api_key))
 
 
 READY = re.compile(r"^serving .* at (http://\S+)")

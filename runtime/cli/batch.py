@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from compress.common.cli import with_groups
+from compress.common.cli import run_coroutine, with_groups
 from compress.common.errors import DataError, ToolkitError
 from runtime.cli.options import check_targets, resolve_model, runtime_config
 from runtime.cli.serve import name_of
@@ -108,12 +108,10 @@ def load(path: Path, name: str, config: RuntimeConfig) -> FastAPI:
 
 def run(app: FastAPI, plan: Batch, progress: Progress) -> None:
     """Answers the pending requests. Ctrl-C stops between two lines of results."""
-    import asyncio
-
     from runtime.cli.batch_file import answer_all
 
     try:
-        asyncio.run(answer_all(app, plan, progress))
+        run_coroutine(answer_all(app, plan, progress))
     except KeyboardInterrupt:
         print("\nstopped; run the same command again to continue", file=sys.stderr)
         raise

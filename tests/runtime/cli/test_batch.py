@@ -1,5 +1,6 @@
 """`runtime batch`: lines, results, answers as the server gives them, and no request lost or done twice."""
 
+import asyncio
 import json
 import re
 import signal
@@ -10,12 +11,14 @@ from typing import Any
 
 import httpx
 import pytest
+from fastapi import FastAPI
 from runtime_command import runtime, runtime_here, start
 
-from compress.common.cli import demo_model_path
+from compress.common.cli import demo_model_path, interrupt
 from compress.common.errors import DataError
 from runtime.bench.run import run_server
-from runtime.cli.batch_file import Line, ResultFile, read_lines
+from runtime.cli.batch import run
+from runtime.cli.batch_file import Batch, Line, Progress, ResultFile, read_lines
 
 CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
 EXACT = ["--dtype", "float64", "--linear-backend", "reference"]  # no token depends on who else is in the batch
@@ -108,6 +111,26 @@ def test_a_killed_run_goes_on_without_losing_or_repeating(tmp_path: Path) -> Non
     assert found.keys() == {entry["custom_id"] for entry in lines}
     assert out.read_bytes().startswith(b"".join(before))
     assert all(response["body"]["usage"]["completion_tokens"] == 100 for response in found.values())
+
+
+def test_ctrl_c_cancels_requests_and_raises_nothing_in_them(tmp_path: Path) -> None:
+    app, seen = FastAPI(), list[type[BaseException]]()
+
+    @app.post(COMPLETIONS)
+    async def complete() -> None:
+        try:
+            signal.raise_signal(signal.SIGINT)
+            await asyncio.sleep(10)
+        except BaseException as error:
+            seen.append(type(error))
+            raise
+
+    write(tmp_path / "in.jsonl", [line(f"r{i}", prompt="x") for i in range(2)])
+    before = signal.signal(signal.SIGINT, interrupt)  # as `main` does
+    with closing(ResultFile(tmp_path / "out.jsonl")) as file, pytest.raises(KeyboardInterrupt):
+        run(app, Batch(tmp_path / "in.jsonl", "demo", file, file, 1), Progress(2, 0))
+    assert signal.signal(signal.SIGINT, before) is interrupt
+    assert seen == [asyncio.CancelledError]
 
 
 def read_whole_lines(path: Path) -> list[bytes]:
