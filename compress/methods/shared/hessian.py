@@ -88,11 +88,11 @@ def factorize(hessian: Tensor, options: HessianOptions = HessianOptions()) -> He
         return HessianFactor(None, None, order, importance, None, recovery, len(importance))
     # Reversing rows and columns converts the lower Cholesky factor to an upper one. These matrices dominate the memory
     # of a wide layer, so each is freed before the next is made.
-    behind = order.flip(0)
-    matrix = hessian[behind.unsqueeze(1), behind].float()
+    reverse = order.flip(0)
+    matrix = hessian[reverse.unsqueeze(1), reverse].float()
     del hessian
     # A mean diagonal of 1 makes the result independent of the inputs' unit, and dampings absolute.
-    matrix.div_(mean).diagonal().add_(dead[behind].float())
+    matrix.div_(mean).diagonal().add_(dead[reverse].float())
     lower, damping, recovery = _climb(matrix, options.damping)
     del matrix
     if lower is None:
@@ -108,8 +108,8 @@ def _column_order(importance: Tensor, options: HessianOptions) -> Tensor:
     order = torch.arange(len(importance), device=importance.device)
     if options.activation_order:
         order = torch.argsort(importance, descending=True, stable=True)
-    behind = torch.isin(order, torch.tensor(options.last, dtype=order.dtype, device=order.device))
-    return torch.cat((order[~behind], order[behind]))
+    is_last = torch.isin(order, torch.tensor(options.last, dtype=order.dtype, device=order.device))
+    return torch.cat((order[~is_last], order[is_last]))
 
 
 def _climb(matrix: Tensor, dampings: tuple[float, ...]) -> tuple[Tensor | None, float | None, str]:
