@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from compress.common.errors import RequestError, ToolkitError
@@ -30,6 +31,7 @@ from runtime.deploy.kv_events import KVEventOptions, KVEventPublisher
 from runtime.engine.wire import describe_end, leave_signals_to_parent, receive, send, start_process
 from runtime.logs import writing_logs
 from runtime.server.native_memory import TRIM_SECONDS, Trimmer, share_arenas
+from runtime.transfer.options import ALONE, BOTH, PREFILL, TransferOptions, TransferPart
 
 if TYPE_CHECKING:
     from runtime.engine.engine import Engine
@@ -49,6 +51,7 @@ class EngineSource:
         log_level: level of the logs of its process.
         kv_events: where to publish events of the KV cache; None publishes none.
         index, count: number of this engine, and of all engines of the server.
+        transfer: pages that it exchanges with other engines.
     """
 
     path: Path
@@ -58,6 +61,7 @@ class EngineSource:
     kv_events: KVEventOptions | None = None
     index: int = 0
     count: int = 1
+    transfer: TransferPart = ALONE
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,20 +232,27 @@ class LoadingApart(Loading):
         source: source of each of them.
         processes: their processes.
         prefix_routing: whether several engines are chosen by cached prefixes.
+        num_prefill: how many of them, the last ones, only compute prompts.
     """
 
-    def __init__(self, source: EngineSource, processes: Sequence[LoadingProcess], prefix_routing: bool) -> None:
+    def __init__(
+        self, source: EngineSource, processes: Sequence[LoadingProcess], prefix_routing: bool, num_prefill: int = 0
+    ) -> None:
         self.source, self.processes, self.prefix_routing = source, processes, prefix_routing
+        self.num_prefill = num_prefill
 
     @classmethod
     @contextmanager
-    def begin(cls, source: EngineSource, engines: DataParallelOptions) -> Iterator[LoadingApart]:
+    def begin(
+        cls, source: EngineSource, engines: DataParallelOptions, transfer: TransferOptions
+    ) -> Iterator[LoadingApart]:
         """Starts the processes, which are killed at the end of the block if they have not ended."""
-        count = engines.data_parallel_size
-        parts = [replace(source, index=index, count=count) for index in range(count)]
         with ExitStack() as stack:
+            folder = Path(stack.enter_context(TemporaryDirectory(prefix="engines-")))
+            roles = transfer.parts(engines.data_parallel_size, folder)
+            parts = [part_of(source, index, len(roles), role) for index, role in enumerate(roles)]
             processes = [stack.enter_context(LoadingProcess.begin(part)) for part in parts]
-            yield cls(source, processes, engines.prefix_routing)
+            yield cls(source, processes, engines.prefix_routing, transfer.prefill_engines)
 
     def describe_weights(self) -> str:
         """Returns how the weights are stored.
@@ -268,10 +279,20 @@ class LoadingApart(Loading):
         if len(clients) == 1:
             return ServedEngine(clients[0], opened, facts)
         most_blocks = min(each.num_blocks for each in found) if self.prefix_routing else 0
-        group = EngineGroup(clients, self.source.config.block_size, most_blocks)
-        lines = (*facts.lines, f"engines   {len(clients)}, each as above")
+        count = len(clients) - self.num_prefill
+        group = EngineGroup(clients[:count], self.source.config.block_size, most_blocks, clients[count:])
+        apart = f" generate, {self.num_prefill} compute prompts" if self.num_prefill else ""
+        lines = (*facts.lines, f"engines   {count}{apart}, each as above")
         facts = replace(facts, max_model_len=min(each.max_model_len for each in found), lines=lines)
         return ServedEngine(group, opened, facts)
+
+
+def part_of(source: EngineSource, index: int, count: int, role: TransferPart) -> EngineSource:
+    """Returns the source of one of `count` engines."""
+    is_prefill = role.role == PREFILL and count > 1
+    kv_events = None if is_prefill else source.kv_events  # routers choose among engines that generate
+    config = role.adapt(source.config)
+    return replace(source, index=index, count=count, transfer=role, config=config, kv_events=kv_events)
 
 
 def share_of_machine(source: EngineSource, environment: Mapping[str, str], num_threads: int) -> dict[str, str]:
@@ -323,11 +344,17 @@ def load_loop(source: EngineSource, port: EnginePort) -> EngineLoop | None:
         port.send((describe_weights(source), device_type(source)))
         sys.stdout.flush()
         engine, _ = load(source, lambda *report: port.send(report))
+        runner = cast("ModelRunner", engine.runner)
+        loop = EngineLoop(engine, port.deliver, runner.later)
+        if source.transfer.role != BOTH:
+            from runtime.transfer.join import join
+
+            join(loop, runner, source.path, source.transfer)
     except Exception as error:
         port.send(sendable(error))
         return None
     gc.freeze()
-    return EngineLoop(engine, port.deliver, cast("ModelRunner", engine.runner).later)
+    return loop
 
 
 def sendable(error: Exception) -> Exception:

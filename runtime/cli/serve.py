@@ -48,6 +48,7 @@ from runtime.core.progress import StartProgress
 from runtime.deploy.kv_events import KVEventOptions
 from runtime.logs import writing_logs
 from runtime.served_engine import EngineSource, LoadingApart, LoadingHere
+from runtime.transfer.options import TransferOptions
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -138,6 +139,7 @@ def serve(
     latency: LatencyOptions,
     limits: LimitOptions,
     engines: DataParallelOptions,
+    transfer: TransferOptions,
     events: KVEventOptions,
     lora: LoraOptions,
     adapters: AdapterOptions,
@@ -160,12 +162,15 @@ def serve(
     print(f"model     {where}", flush=True)
     settings = runtime_config(sizes, drafts, offload, latency, seed, lora)
     settings = replace(settings, warm_up=start.warm_up, captures_later=start.warm_up)
+    apart = transfer.checked(settings, start.api_process)
     name, keys = address.name or name_of(path), load_keys(address)
     named_adapters = adapters.checked(lora, name)
     named_events = events.named(listener.getsockname()[1], name)
     source = EngineSource(path, settings, start.jit_cache, logs.log_level.upper(), named_events)
     hosts, progress = names_of_server(host, start.allowed_host or []), StartProgress()
-    with LoadingApart.begin(source, engines) if start.api_process else nullcontext(LoadingHere(source)) as loading:
+    with (
+        LoadingApart.begin(source, engines, apart) if start.api_process else nullcontext(LoadingHere(source)) as loading
+    ):
         with writing_logs(source.log_level), without_collections():
             from runtime.server.app import create_app
             from runtime.server.routes.registry import ROUTES

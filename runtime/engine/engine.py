@@ -319,7 +319,8 @@ class Engine:
 
     def _plan(self) -> StepPlan:
         plan = self.scheduler.schedule()
-        if self.has_work and not plan.entries and not self.output_processor.has_held:
+        must_wait = self.output_processor.has_held or self.scheduler.blocks.lent
+        if self.has_work and not plan.entries and not must_wait:
             self.check()  # lost blocks may be the cause
             plan = self.scheduler.schedule()
             if not plan.entries:

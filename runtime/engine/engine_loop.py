@@ -20,6 +20,7 @@ from compress.common.errors import RequestError, ToolkitError
 from runtime.core.adapter import Adapter
 from runtime.core.request import Delta, FinishReason, RequestOptions, SamplingParams
 from runtime.engine.engine import Engine
+from runtime.engine.transfer import NO_TRANSFER, Transfer
 from runtime.text.grammar import NUM_LANES, CompiledGrammar, lane_of
 
 logger = logging.getLogger("runtime.engine.engine")
@@ -78,7 +79,14 @@ class Stop:
     when_idle: bool
 
 
-Message = Add | Abort | Stop
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Message from a thread of the same process: work for the engine's thread."""
+
+    work: Callable[[], object]
+
+
+Message = Add | Abort | Stop | Run
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,12 +134,14 @@ class EngineLoop:
     Attributes:
         messages: messages that `run` has not read yet.
         status: the last one that was delivered.
+        transfer: exchanges pages with other engines.
     """
 
     def __init__(self, engine: Engine, deliver: Deliver, idle_work: Iterable[Callable[[], object]] = ()) -> None:
         self.engine = engine
         self.messages: SimpleQueue[Message] = SimpleQueue()
         self.status = Status()
+        self.transfer: Transfer = NO_TRANSFER
         self._deliver = deliver
         self._idle_work = deque(idle_work)
         self._requests: dict[str, _OpenRequest] = {}
@@ -203,14 +213,19 @@ class EngineLoop:
                 if self.engine.has_work:
                     if is_idle:
                         self._publish()
-                    self._publish(self._addressed(self.engine.step()))
+                    events = self._addressed(self.engine.step())
+                    self.transfer.note_events(events)
+                    self._publish(events)
                     self._last_step = time.monotonic()
             self.engine.abort_all()
             self._publish()
         except BaseException as error:  # a bug, or a panic of a library; every request and /health report it
             logger.exception("the engine's loop failed")
             self.status = Status(failure=f"the engine failed: {type(error).__name__}: {error}")
-            self._deliver((), self.status)
+            self._tell((), self.status)
+
+    def _tell(self, events: Events, status: Status) -> None:
+        self._deliver(self.transfer.others(events) if events else events, status)
 
     def _admit(self, request: Add) -> None:
         """Validates a request, and sends it to `run` or rejects it, unless it was aborted meanwhile."""
@@ -232,7 +247,7 @@ class EngineLoop:
                 found = compiled is not None or adapter is not None
                 self.messages.put(replace(request, compiled=compiled, adapter=adapter) if found else request)
         if events:
-            self._deliver(events, self.status)
+            self._tell(events, self.status)
 
     def _end_check(self, stream: int) -> bool:
         """Notes that a request is validated no longer. Returns False if it was not. Needs the lock."""
@@ -278,7 +293,8 @@ class EngineLoop:
         return None
 
     def _is_over(self) -> bool:
-        return self._stop is not None and not (self._stop.when_idle and self.engine.has_work)
+        has_work = self.engine.has_work or self.transfer.num_waiting
+        return self._stop is not None and not (self._stop.when_idle and has_work)
 
     def _handle_messages(self, wait: bool, timeout: float | None) -> None:
         """Handles all queued messages; with `wait`, sleeps at most `timeout` seconds until there is one."""
@@ -296,8 +312,12 @@ class EngineLoop:
     def _handle(self, message: Message) -> None:
         match message:
             case Add():
-                self._add(message)
+                if not self.transfer.takes(message):
+                    self.add(message)
+            case Run():
+                message.work()
             case Abort():
+                self.transfer.abort(message.stream)
                 # Another request with this id continues: this one was rejected, or has ended.
                 found = self._requests.get(message.request_id)
                 if found is not None and found.stream == message.stream:
@@ -306,13 +326,15 @@ class EngineLoop:
             case Stop():
                 self._stop = message
 
-    def _add(self, request: Add) -> None:
+    def add(self, request: Add) -> bool:
+        """Adds a request to the engine; the engine's thread calls it. Returns False if the engine rejects it."""
         try:
             self.engine.add_request(request.prompt_token_ids, request.sampling, request.request_id, request.options)
         except RequestError as error:
-            self._deliver([(request.stream, error)], self.status)
-        else:
-            self._requests[request.request_id] = _OpenRequest(request.stream, request.sampling.n)
+            self._tell([(request.stream, error)], self.status)
+            return False
+        self._requests[request.request_id] = _OpenRequest(request.stream, request.sampling.n)
+        return True
 
     def _addressed(self, deltas: list[Delta]) -> Events:
         """Returns deltas with their streams, and forgets requests that have ended."""
@@ -329,7 +351,8 @@ class EngineLoop:
         """Delivers events, and the status if it has changed."""
         scheduler = self.engine.scheduler
         since = time.monotonic() if self.engine.has_work else None
-        status = Status(len(scheduler.running), len(scheduler.waiting), self.engine.num_failed_steps, since)
+        num_waiting = len(scheduler.waiting) + self.transfer.num_waiting
+        status = Status(len(scheduler.running), num_waiting, self.engine.num_failed_steps, since)
         if events or status != self.status:
             self.status = status
-            self._deliver(events, status)
+            self._tell(events, status)

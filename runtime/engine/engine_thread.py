@@ -27,7 +27,7 @@ class EngineThread(SingleEngineClient):
     ) -> None:
         super().__init__(engine.tokenizer, engine.runner.eos_token_ids, stall_seconds)
         self.engine = engine
-        self._loop = EngineLoop(engine, self._receive, idle_work)
+        self.loop = EngineLoop(engine, self._receive, idle_work)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -38,11 +38,11 @@ class EngineThread(SingleEngineClient):
         return self.engine.render_metrics(model_name, engine)
 
     async def change_adapters(self, name: str, path: Path | None) -> None:
-        if error := await asyncio.wrap_future(self._loop.change_adapters(name, path)):
+        if error := await asyncio.wrap_future(self.loop.change_adapters(name, path)):
             raise error
 
     def _put(self, message: Message) -> None:
-        self._loop.put(message)
+        self.loop.put(message)
 
     def _is_running(self) -> bool:
         return self._thread.is_alive()
@@ -53,7 +53,7 @@ class EngineThread(SingleEngineClient):
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        self._loop.run()
+        self.loop.run()
         self._dismiss_all()
 
     def _receive(self, events: Events, status: Status) -> None:

@@ -6,6 +6,7 @@ from collections import abc
 from collections.abc import Sequence as TokenIds
 from dataclasses import dataclass
 
+from runtime.core.adapter import Adapter
 from runtime.core.attention_window import RELEASED, AttentionWindow, held_blocks
 from runtime.core.config import RuntimeConfig
 from runtime.core.request import Sequence
@@ -98,6 +99,9 @@ class TakenBlocks:
 class KVCacheManager:
     """Manages the block tables of sequences for the scheduler. Single-threaded.
 
+    Attributes:
+        lent: blocks that are read for another engine, each with a reference.
+
     Args:
         pool: pages of the KV cache.
         config: configuration with the KV cache dtype and the maximum prompt tokens per step.
@@ -117,6 +121,21 @@ class KVCacheManager:
         self.states = states
         self.config = config
         self.attention_window = attention_window
+        self.lent: list[int] = []
+
+    def lend(self, block_hash: bytes) -> int | None:
+        """Returns the block with this hash, which keeps its content until `take_back`; None if there is none."""
+        block_id = self.pool.find(block_hash)
+        if block_id is not None:
+            self.pool.acquire([block_id])
+            self.lent.append(block_id)
+        return block_id
+
+    def take_back(self, block_ids: abc.Iterable[int]) -> None:
+        """Ends the loan of blocks."""
+        for block_id in block_ids:
+            self.lent.remove(block_id)
+            self.pool.release([block_id])
 
     def most_held(self, num_tokens: int) -> int:
         """Returns the maximum number of blocks that a sequence of `num_tokens` tokens holds."""
@@ -309,12 +328,15 @@ class KVCacheManager:
         return sequence.block_hashes
 
     def _extend_hashes(self, sequence: Sequence, accepted: TokenIds[int] = ()) -> None:
-        # Keys and values of a token depend on the tokens it attended to, and on the weights.
-        adapter = sequence.request.adapter
-        weights = self.config.dtype if adapter is None else f"{self.config.dtype} with {adapter.digest}"
-        root = root_hash(f"{weights}, sees {self.attention_window}", sequence.request.options.cache_salt)
+        root = self.root(sequence.request.adapter, sequence.request.options.cache_salt)
         token_ids = [*sequence.token_ids, *accepted] if accepted else sequence.token_ids
         extend_hashes(sequence.block_hashes, token_ids, self.pool.block_size, root)
+
+    def root(self, adapter: Adapter | None, cache_salt: str) -> bytes:
+        """Returns the start of the hash chains of prompts with an adapter and a salt."""
+        # Keys and values of a token depend on the tokens it attended to, and on the weights.
+        weights = self.config.dtype if adapter is None else f"{self.config.dtype} with {adapter.digest}"
+        return root_hash(f"{weights}, sees {self.attention_window}", cache_salt)
 
 
 def _copy(source: int, target: int, num_tokens: int) -> list[BlockCopy]:

@@ -4,11 +4,14 @@ The pool saves a block here when it reallocates it, and continues prefix matches
 executes the next plan. Until that plan is settled, blocks it loads must not be replaced. Until the plan after it is
 settled, blocks it saves are provisional: a plan is settled before it is known whether it failed
 (`runtime.engine.overlap`). Slots of recurrent states (`runtime.engine.state_pool`) are blocks in this sense, too.
+
+Another engine may write here as well (`runtime.engine.transfer`): a slot is reserved for a hash, which can be found
+once its content has arrived.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 
 from runtime.core.step import BlockOffload
@@ -28,6 +31,7 @@ class KVOffload:
         self.num_slots = num_slots
         self.num_offloads = 0
         self.num_restores = 0
+        self._reserved: dict[bytes, int] = {}  # slots that another engine writes
         self.clear()
 
     @property
@@ -64,6 +68,36 @@ class KVOffload:
         self.num_restores += len(hashes)
         return [self._slots[block_hash] for block_hash in hashes]
 
+    def reserve(self, hashes: Iterable[bytes]) -> list[tuple[bytes, int]]:
+        """Reserves a slot for each hash that is neither stored nor reserved, as far as there are any; returns both."""
+        reserved = []
+        for block_hash in hashes:
+            if block_hash in self._slots or block_hash in self._reserved:
+                continue
+            if (slot := self._take_slot()) is None:
+                break
+            self._reserved[block_hash] = slot
+            reserved.append((block_hash, slot))
+        return reserved
+
+    def commit(self, hashes: Iterable[bytes]) -> None:
+        """Stores reserved hashes, whose slots are written. They are not replaced until `release`."""
+        for block_hash in hashes:
+            slot = self._reserved.pop(block_hash)
+            if block_hash in self._slots:  # computed here meanwhile, and evicted
+                self._free.append(slot)
+            else:
+                self._slots[block_hash] = slot
+            self._held[block_hash] += 1
+
+    def release(self, hashes: Iterable[bytes]) -> None:
+        """Allows the replacement of hashes that `commit` stored."""
+        self._held -= Counter(hashes)
+
+    def cancel(self, hashes: Iterable[bytes]) -> None:
+        """Frees reserved slots, to which nobody writes any longer."""
+        self._free += [self._reserved.pop(block_hash) for block_hash in hashes]
+
     def take_offloads(self) -> tuple[BlockOffload, ...]:
         """Returns the blocks that the next plan must offload. Call `settle` after that plan."""
         offloads = tuple(BlockOffload(block_id, slot) for slot, block_id in self._moves.items())
@@ -90,15 +124,18 @@ class KVOffload:
                 self._moves.pop(slot, None)
                 self._unsure.pop(block_hash, None)
                 self._pinned.discard(block_hash)
+                del self._held[block_hash]
 
     def clear(self) -> None:
-        """Removes all entries."""
+        """Removes all entries; reserved slots remain, because another engine may write to them."""
         self._slots: OrderedDict[bytes, int] = OrderedDict()
-        self._free = list(reversed(range(self.num_slots)))
+        reserved = set(self._reserved.values())
+        self._free = [slot for slot in reversed(range(self.num_slots)) if slot not in reserved]
         self._moves: dict[int, int] = {}  # slot -> block whose content the next plan saves there
         self._num_settled = 0
         self._unsure: dict[bytes, int] = {}  # entries of the last two plans -> number of plans settled before theirs
         self._pinned: set[bytes] = set()
+        self._held: Counter[bytes] = Counter()  # entries that arrived for requests which have not started
 
     def check(self) -> None:
         """Verifies the invariants.
@@ -106,16 +143,18 @@ class KVOffload:
         Raises:
             RuntimeError: a slot is lost, has two owners, or a removed entry is still referenced.
         """
-        used = list(self._slots.values())
+        used = [*self._slots.values(), *self._reserved.values()]
         if sorted(used + self._free) != list(range(self.num_slots)):
             raise RuntimeError(f"{len(used)} used and {len(self._free)} free host slots are not {self.num_slots}")
-        if not self._moves.keys() <= set(used) or not self._unsure.keys() | self._pinned <= self._slots.keys():
+        known = self._unsure.keys() | self._pinned | self._held.keys()
+        if not self._moves.keys() <= set(used) or not known <= self._slots.keys():
             raise RuntimeError("a block moves to or from a host slot without an owner")
 
     def _take_slot(self) -> int | None:
         if self._free:
             return self._free.pop()
-        oldest = next((block_hash for block_hash in self._slots if block_hash not in self._pinned), None)
+        kept = self._pinned | self._held.keys()
+        oldest = next((block_hash for block_hash in self._slots if block_hash not in kept), None)
         if oldest is None:
             return None
         self._unsure.pop(oldest, None)

@@ -132,6 +132,8 @@ class Metrics(Collector):
     host_states_saved: float = _gauge("Saved states in host memory.")
     host_states_offloaded_total: int = _counter("Saved states copied to host memory on eviction.")
     host_states_restored_total: int = _counter("States copied from host memory to start a sequence.")
+    transferred_blocks_total: int = _counter("Blocks of the KV cache that came from, or went to, other engines.")
+    remote_prefills_total: Counter[str] = _labelled("Prompts that another engine was asked to compute.", "result")
     broken_invariants_total: int = _counter("Number of rebuilds of inconsistent bookkeeping.")
     request_success_total: Counter[str] = _labelled("Requests ended, by reason.", "finished_reason")
     steps_by_path_total: Counter[str] = _labelled(

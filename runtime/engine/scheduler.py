@@ -307,7 +307,7 @@ class Scheduler:
 
     def heal(self) -> None:
         """Rebuilds the pool from the current block tables, with an empty prefix cache."""
-        self.pool.rebuild(held_blocks(sequence.block_ids) for sequence in self.running + self.waiting)
+        self.pool.rebuild(self._tables())
         if self.states is not None:
             self.states.rebuild(self.running)
 
@@ -317,7 +317,7 @@ class Scheduler:
         Raises:
             RuntimeError: an invariant is violated.
         """
-        self.pool.check(held_blocks(sequence.block_ids) for sequence in self.running + self.waiting)
+        self.pool.check(self._tables())
         for queue, status in ((self.running, Status.RUNNING), (self.waiting, Status.WAITING)):
             if [s.order for s in queue] != sorted(s.order for s in queue) or any(s.status is not status for s in queue):
                 raise RuntimeError(f"the {status} queue is out of order")
@@ -331,6 +331,10 @@ class Scheduler:
             self.running + self.waiting
         ):
             raise RuntimeError("the numbers of sequences of the clients are wrong")
+
+    def _tables(self) -> list[TokenIds[int]]:
+        """Returns all references to blocks."""
+        return [self.blocks.lent, *(held_blocks(sequence.block_ids) for sequence in self.running + self.waiting)]
 
     def _key(self, places: Mapping[str, int]) -> Callable[[Sequence], tuple[int, int, tuple[int, int, int]]]:
         """Returns the sort key of waiting sequences, given the number of places per client."""

@@ -1,4 +1,7 @@
-"""Several engines of one model that share requests: each request runs on the one that `SentPrefixes` chooses."""
+"""Several engines of one model that share requests: each request runs on the one that `SentPrefixes` chooses.
+
+Further engines may compute the prompts of these (`runtime.transfer`), which ask them without this process.
+"""
 
 from __future__ import annotations
 
@@ -17,26 +20,34 @@ from runtime.routing.prefixes import SentPrefixes
 
 
 class EngineGroup(EngineClient):
-    """Serves several engines as one. It ends with the first engine that ends.
+    """Serves several engines as one. It ends with the first engine that ends, unless that only computes prompts.
 
     Args:
         engines: the engines, not started. Their names, also in metrics, are their places.
+        prefill_engines: engines that only compute prompts, not started; their names are `prefill-0` and so on.
         block_size: tokens of a block of their prefix caches.
         most_blocks: blocks of prompts to remember for each; 0 chooses engines by load only.
     """
 
-    def __init__(self, engines: Sequence[SingleEngineClient], block_size: int, most_blocks: int) -> None:
+    def __init__(
+        self,
+        engines: Sequence[SingleEngineClient],
+        block_size: int,
+        most_blocks: int,
+        prefill_engines: Sequence[SingleEngineClient] = (),
+    ) -> None:
         self.engines = {str(place): engine for place, engine in enumerate(engines)}
+        self.all = self.engines | {f"prefill-{place}": engine for place, engine in enumerate(prefill_engines)}
         self.block_size = block_size
         self.prefixes = SentPrefixes(most_blocks)
 
     def start(self) -> None:
-        for engine in self.engines.values():
+        for engine in self.all.values():
             engine.start()
 
     def stop(self, timeout: float = 30.0) -> bool:
-        with ThreadPoolExecutor(len(self.engines)) as pool:
-            return all(list(pool.map(lambda engine: engine.stop(timeout), self.engines.values())))
+        with ThreadPoolExecutor(len(self.all)) as pool:
+            return all(list(pool.map(lambda engine: engine.stop(timeout), self.all.values())))
 
     def check(self) -> Health:
         """Returns the health of all together, with the reason of the engine that has ended, else of the first that is
@@ -55,7 +66,7 @@ class EngineGroup(EngineClient):
 
     async def render_metrics(self, model_name: str = "", engine: str = "") -> str:
         """Renders the metrics of all engines, or of the one with that name."""
-        chosen = {engine: self.engines[engine]} if engine else self.engines
+        chosen = {engine: self.all[engine]} if engine else self.all
         return join(await asyncio.gather(*(each.render_metrics(model_name, name) for name, each in chosen.items())))
 
     async def generate(
@@ -71,7 +82,7 @@ class EngineGroup(EngineClient):
                 yield deltas
 
     async def change_adapters(self, name: str, path: Path | None) -> None:
-        engines = self.engines.values()
+        engines = [engine for engine in self.all.values() if not engine.check().has_ended]
         changes = await asyncio.gather(*(each.change_adapters(name, path) for each in engines), return_exceptions=True)
         errors = [error for error in changes if error is not None]
         if errors and path is not None:

@@ -260,7 +260,7 @@ class ModelRunner:
         # The last block of a sequence is the newest: the pool gives out new ones in their order.
         last_blocks = (entry.sequence.block_ids[-1:] for entry in plan.entries)
         num_blocks = max(chain.from_iterable(last_blocks), default=-1) + 1
-        for memory in self._memories():
+        for memory in self.memories:
             memory.reach(num_blocks)
             memory.offload(plan.offloads)
             memory.copy(plan.copies)
@@ -274,7 +274,7 @@ class ModelRunner:
         if self._drawn is not None:
             rows = accumulate((entry.num_tokens for entry in batch.entries[:-1]), initial=0)
             self._drawn.put_into(batch.token_ids, list(rows), batch.entries)
-        for memory in self._memories():
+        for memory in self.memories:
             memory.clear(batch.fresh_blocks)
         hidden = self._forward(batch)
         if self._draws_on_device(batch):
@@ -320,7 +320,9 @@ class ModelRunner:
             logger.exception("the drafter failed to read a step; it drafts nothing from now on")
             self.observer = None
 
-    def _memories(self) -> list[BlockMemory]:
+    @property
+    def memories(self) -> list[BlockMemory]:
+        """Memories whose blocks move together."""
         return [self.pages.memory, *([] if self.observer is None else [self.observer.memory])]
 
     def _replay(self, graphs: StepGraphs, entries: abc.Sequence[ScheduledSequence]) -> SubmittedStep:

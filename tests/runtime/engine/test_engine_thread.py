@@ -131,7 +131,7 @@ def test_a_thousand_clients_that_vanish_leave_every_block_free(thread: EngineThr
 def test_an_answer_that_was_complete_is_not_aborted(thread: EngineThread) -> None:
     asyncio.run(collect(thread, [1, 2]))
     assert thread.engine.metrics.request_success_total == {"length": 1}
-    assert thread._loop.messages.empty()
+    assert thread.loop.messages.empty()
 
 
 def test_several_answers_come_out_of_one_generator(thread: EngineThread) -> None:
@@ -174,7 +174,7 @@ def test_who_leaves_before_being_refused_ends_nobody_else(thread: EngineThread, 
         runner.gate.clear()
         await until(runner.held.is_set)
         refused = asyncio.ensure_future(anext(thread.generate([1], SamplingParams(max_tokens=1), "same")))
-        await until(lambda: not thread._loop.messages.empty())
+        await until(lambda: not thread.loop.messages.empty())
         refused.cancel()
         await asyncio.gather(refused, return_exceptions=True)
         runner.gate.set()
@@ -280,7 +280,7 @@ def test_draining_gives_up_in_time(thread: EngineThread) -> None:
         await until(thread.engine.runner.held.is_set)
         drained = asyncio.create_task(asyncio.to_thread(thread.drain, 0.02))
         await until(
-            lambda: thread._loop.messages.qsize() == 2
+            lambda: thread.loop.messages.qsize() == 2
         )  # it asked for an end when idle, gave up, and for one now
         thread.engine.runner.gate.set()
         assert not await drained
@@ -398,7 +398,7 @@ def test_work_for_idle_time_is_done_in_quiet_times_and_its_failure_ends_only_its
 
     async def main() -> None:
         request = asyncio.ensure_future(collect(thread, [1]))
-        await until(lambda: not thread._loop.messages.empty())
+        await until(lambda: not thread.loop.messages.empty())
         first_may_end.set()
         await asyncio.to_thread(runner.held.wait, 60)
         assert done == ["first"]

@@ -1,0 +1,1 @@
+"""Prefill and decode in separate engines: pages of keys and values move between processes."""

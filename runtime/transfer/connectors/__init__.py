@@ -1,0 +1,1 @@
+"""Ways to move memory between engines, one a file."""
