@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from poisoned_memory import poison
+
 from compress.common.cli import demo_model_path
 from runtime.core.config import RuntimeConfig
 from runtime.core.request import Delta, RequestOptions, SamplingParams
@@ -16,6 +18,8 @@ from runtime.engine.engine import NO_OPTIONS, Engine
 from runtime.engine.engine_client import EngineClient
 from runtime.engine.engine_thread import EngineThread
 from runtime.llm import load_engine
+from runtime.model.loader import load_model
+from runtime.runner.runner import build_runner
 from runtime.transfer.join import join
 from runtime.transfer.options import DECODE, PREFILL, TransferPart
 
@@ -32,10 +36,20 @@ def until(condition: Callable[[], object]) -> None:
         time.sleep(0.005)
 
 
+def load(path: Path, config: RuntimeConfig) -> Engine:
+    """Loads an engine, of the demo model or of one without a tokenizer."""
+    if path == demo_model_path():
+        return load_engine(path, config)[0]
+    decoder = load_model(path, dtype="float64")
+    runner = build_runner(decoder, config)
+    poison(runner.pages.memory)
+    return Engine(runner, None, config)
+
+
 def start(path: Path, part: TransferPart | None, **options: Any) -> EngineThread:
     """Starts one engine."""
     config = RuntimeConfig(**(EXACT | CHUNK | options))
-    engine, _ = load_engine(path, config if part is None else part.adapt(config))
+    engine = load(path, config if part is None else part.adapt(config))
     client = EngineThread(engine)
     if part is not None:
         join(client.loop, engine.runner, path, part)
