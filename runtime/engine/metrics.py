@@ -108,6 +108,7 @@ class Metrics(Collector):
 
     num_requests_running: float = _gauge("Sequences being computed.")
     num_requests_waiting: float = _gauge("Sequences waiting for memory or a place.")
+    num_remote_prefills: float = _gauge("Requests whose prompt another engine computes.")
     kv_cache_usage_perc: float = _gauge("Share of blocks of the KV cache in use, 0 to 1.")
     prompt_tokens_total: int = _counter("Prompt tokens of started requests.")
     generation_tokens_total: int = _counter("Tokens generated.")

@@ -87,6 +87,7 @@ class PageReceiver(Transfer):
         if any(reserved.values()) and link.send(Wanted(prompt.number, token_ids, options, reserved)):
             self._prompts[prompt.number] = prompt
             link.num_open += 1
+            self._count()
             return True
         self._cancel(prompt)
         return False
@@ -120,6 +121,7 @@ class PageReceiver(Transfer):
         for prompt in self._prompts.values():
             if prompt.request is not None and prompt.request.stream == stream:
                 prompt.request = None
+                self._count()
                 self._release(prompt.arrived)
                 prompt.link.send(Unwanted(prompt.number))
 
@@ -158,6 +160,9 @@ class PageReceiver(Transfer):
         sampling = request.sampling
         return sampling.max_tokens > 0 and sampling.prompt_logprobs is None and not request.options.embed
 
+    def _count(self) -> None:
+        self.loop.engine.metrics.num_remote_prefills = self.num_waiting
+
     def _store(self, prompt: Prompt, message: Arrived) -> None:
         """Makes what has arrived findable."""
         tier = self._tiers()[message.kind]
@@ -182,6 +187,7 @@ class PageReceiver(Transfer):
         request, prompt.request = prompt.request, None
         if request is None:
             return
+        self._count()
         self.loop.engine.metrics.remote_prefills_total["failed" if error else "received"] += 1
         if error:
             logger.warning("request %s: its prompt is computed here: %s", request.request_id, error)
