@@ -95,7 +95,7 @@ class KVOffload:
         self._held -= Counter(hashes)
 
     def cancel(self, hashes: Iterable[bytes]) -> None:
-        """Frees reserved slots, to which nobody writes any longer."""
+        """Frees reserved slots, which are written no longer."""
         self._free += [self._reserved.pop(block_hash) for block_hash in hashes]
 
     def take_offloads(self) -> tuple[BlockOffload, ...]:

@@ -60,6 +60,10 @@ class Remote(ABC):
 class Connector(ABC):
     """A way to move memory."""
 
+    def unsupported_reason(self) -> str:
+        """Returns why this machine cannot use it; empty if it can."""
+        return ""
+
     @abstractmethod
     def offer(self, shapes: Mapping[str, RowShape]) -> Offered:
         """Allocates memory that senders can write; not initialized."""

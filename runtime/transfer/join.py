@@ -16,8 +16,6 @@ from runtime.transfer.prefill_peer import PrefillPeer
 from runtime.transfer.receiver import PageReceiver
 from runtime.transfer.sender import PageSender
 
-CONNECTOR = "shared-memory"
-
 TAIL_BYTES = 2**16
 """Bytes at the end of a file of weights that tell models of equal sizes apart."""
 
@@ -44,7 +42,7 @@ def join(loop: EngineLoop, runner: ModelRunner, path: Path, part: TransferPart) 
         path: of its model.
 
     Raises:
-        ToolkitError: its pages do not hold all of a sequence, or its socket is not usable.
+        ToolkitError: its pages do not hold all of a sequence, or its socket or connector is not usable.
     """
     if not runner.shares_blocks:
         raise_residual(runner.memory.kv_cache.residual_length)
@@ -54,7 +52,10 @@ def join(loop: EngineLoop, runner: ModelRunner, path: Path, part: TransferPart) 
     if part.role == PREFILL:
         loop.transfer = PageSender(loop, parts, model, part.sockets[0])
         return
-    offered = place_host(parts, CONNECTORS[CONNECTOR])
-    hello = Hello(model, CONNECTOR, host_shapes(parts))
+    connector = CONNECTORS.find(part.connector)
+    if reason := connector.unsupported_reason():
+        raise ToolkitError(f"--transfer-connector {part.connector}: {reason}", "Use --transfer-connector shared-memory")
+    offered = place_host(parts, connector)
+    hello = Hello(model, part.connector, host_shapes(parts))
     loop.transfer = receiver = PageReceiver(loop, part.local_tokens)
     receiver.peers = [PrefillPeer(socket, hello, offered, receiver) for socket in part.sockets]

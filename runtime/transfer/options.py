@@ -38,6 +38,11 @@ class TransferOptions:
         metavar="PATH",
         help="Unix socket of --role prefill, which only this user can open. May be repeated with --role decode.",
     )
+    transfer_connector: str = option(
+        default="shared-memory",
+        metavar="CONNECTOR",
+        help="How pages move to an engine that generates: shared-memory, or nixl where NIXL is installed.",
+    )
     local_prefill: int = option(
         default=64,
         min=0,
@@ -79,24 +84,27 @@ class TransferOptions:
         Args:
             folder: for their sockets.
         """
+        generating = self.local_prefill, self.transfer_connector
         if self.role != BOTH:
-            return [TransferPart(self.role, tuple(self.transfer_socket or ()), self.local_prefill)] * count
+            return [TransferPart(self.role, tuple(self.transfer_socket or ()), *generating)] * count
         sockets = tuple(folder / f"prefill-{index}" for index in range(self.prefill_engines))
-        generating = TransferPart(DECODE if sockets else BOTH, sockets, self.local_prefill)
-        return [generating] * count + [TransferPart(PREFILL, (socket,)) for socket in sockets]
+        part = TransferPart(DECODE if sockets else BOTH, sockets, *generating)
+        return [part] * count + [TransferPart(PREFILL, (socket,)) for socket in sockets]
 
 
 @dataclass(frozen=True, slots=True)
 class TransferPart:
-    """What one engine exchanges with others.
+    """Exchange of one engine with others.
 
     Attributes:
         sockets: its own Unix socket, or those of the engines that compute its prompts.
+        local_tokens, connector: of an engine that generates, see `TransferOptions`.
     """
 
     role: str = BOTH
     sockets: Sequence[Path] = ()
     local_tokens: int = 0
+    connector: str = "shared-memory"
 
     def adapt(self, config: RuntimeConfig) -> RuntimeConfig:
         """Returns a configuration with host memory for pages that arrive."""

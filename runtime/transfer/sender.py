@@ -163,6 +163,8 @@ class PageSender(Transfer):
     def _refusal(self, hello: Hello) -> str:
         if hello.connector not in CONNECTORS:
             return f"there is no connector {hello.connector!r} here"
+        if reason := CONNECTORS[hello.connector].unsupported_reason():
+            return reason
         if hello.model != self.model:
             return f"this engine computes {self.model}, the other one {hello.model}"
         own = {name: (each.shape, each.dtype) for name, each in host_shapes(self.parts).items()}
@@ -264,7 +266,7 @@ def _arrived(job: Job, kind: str, loans: Sequence[Loan]) -> Arrived:
 
 
 def listen(path: Path) -> socket.socket:
-    """Listens on a Unix socket that only this user can open; one that nobody listens on any longer is replaced.
+    """Listens on a Unix socket that only this user can open; one without a listener is replaced.
 
     Raises:
         ToolkitError: another process listens there, or the path is not usable.

@@ -88,13 +88,15 @@ class Separate:
 
 
 @contextmanager
-def separate(path: Path | None = None, local_tokens: int = 0, **options: Any) -> Iterator[Separate]:
+def separate(
+    path: Path | None = None, local_tokens: int = 0, connector: str = "shared-memory", **options: Any
+) -> Iterator[Separate]:
     """Runs both engines with the same options."""
     path = path or demo_model_path()
     with tempfile.TemporaryDirectory() as folder:
         sockets = (Path(folder) / "prefill",)
         prefill = start(path, TransferPart(PREFILL, sockets), **options)
-        decode = start(path, TransferPart(DECODE, sockets, local_tokens), **options)
+        decode = start(path, TransferPart(DECODE, sockets, local_tokens, connector), **options)
         try:
             both = Separate(prefill, decode)
             until(lambda: both.receiver.peers[0].link)
@@ -143,7 +145,7 @@ def joined(deltas: Sequence[Delta]) -> list[Delta]:
 
 
 def contents(delta: Delta) -> Any:
-    """What users see of an answer. The last digits of float64 depend on who shared the steps."""
+    """Returns the visible parts of an answer. The last digits of float64 depend on who shared the steps."""
     logprobs = [(round(each.logprob, 9), *each.top) for each in delta.logprobs]
     logprobs = [(first, [(token, round(value, 9)) for token, value in top]) for first, *top in logprobs]
     return delta.text, delta.token_ids, logprobs, delta.finish_reason, delta.stop_string, delta.error

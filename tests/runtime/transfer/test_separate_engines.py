@@ -13,6 +13,7 @@ from tiny_models import save_tiny_model
 from compress.common.errors import ToolkitError
 from runtime.core.request import RequestOptions, SamplingParams
 from runtime.engine.engine_loop import Run
+from runtime.transfer.connector import CONNECTORS
 
 PROMPTS = [[3 + (7 * index + 11 * place) % 900 for place in range(20 + 37 * index)] for index in range(8)]
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
@@ -79,6 +80,19 @@ def test_recurrent_states_arrive(tmp_path: Path) -> None:
         assert both.decode.engine.scheduler.states.num_hits >= len(requests)
         computed = both.decode.engine.scheduler.stats
         assert computed.num_prefix_hits > computed.num_prefix_queries / 2
+        both.check()
+
+
+def test_nixl_moves_pages() -> None:
+    if reason := CONNECTORS["nixl"].unsupported_reason():
+        with pytest.raises(ToolkitError, match="not installed"), separate(connector="nixl"):
+            pass
+        pytest.skip(reason)
+    with alone(kv_cache="int8") as one:
+        wanted = answers(one, LONG)
+    with separate(connector="nixl", kv_cache="int8") as both:
+        assert answers(both.decode, LONG) == wanted
+        assert both.results == {"received": len(LONG)}
         both.check()
 
 

@@ -120,7 +120,7 @@ def test_two_servers(tmp_path: Path, wanted: list[Any]) -> None:
     """One computes prompts for the other, ends, and comes back."""
     apart = ("--transfer-socket", str(tmp_path / "prefill"), "--role")
     with served(tmp_path, *apart, "decode") as (_, api):
-        assert rounded(ask_all(api)) == wanted, "nobody else is there"
+        assert rounded(ask_all(api)) == wanted, "no other server is there"
         for count in (1, 2):
             with served(tmp_path, *apart, "prefill") as (_, prefill):
                 ask_until_received(api, count)
