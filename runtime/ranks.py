@@ -9,9 +9,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -103,6 +105,28 @@ class Followers(Others):
             except EOFError as error:
                 raise self.explain() from error
 
+    def connect(self, connect: Callable[[], Group]) -> Group:
+        """Connects this process with the others, in a thread: it would wait for one that has ended until operations
+        time out.
+
+        Raises:
+            ToolkitError: one has ended.
+        """
+        found = Future[Group]()
+
+        def run() -> None:
+            try:
+                found.set_result(connect())
+            except Exception as error:  # whatever it is, it is raised below
+                found.set_exception(error)
+
+        threading.Thread(target=run, daemon=True).start()
+        while not found.done():
+            wait([found], WATCH_SECONDS)
+            if (reason := next(filter(None, map(Follower.explain, self._all)), None)) is not None:
+                raise reason
+        return found.result()
+
     def tell(self, message: Any) -> None:
         content = frame(message)
         for follower in self._all:
@@ -141,11 +165,12 @@ class Followers(Others):
         self._is_over = True
         for follower in self._all:
             follower.connection.close()
+        deadline = time.monotonic() + GRACE_SECONDS
         for process in (follower.process for follower in self._all):
             if process is None:
                 continue
             try:
-                process.wait(GRACE_SECONDS)
+                process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
@@ -193,7 +218,7 @@ def ranks_started(path: Path, config: RuntimeConfig) -> Iterator[Group]:
         followers.wait()
         if config.ends_with_ranks:
             followers.watch()
-        yield Group(place.rank, store, device, followers, place.stage, host)
+        yield followers.connect(partial(Group, place.rank, store, device, followers, place.stage, host))
     except BaseException:
         followers.close()
         raise

@@ -1,7 +1,9 @@
 """Processes that share a model give the tokens of one, in float64, whatever the engine does to be fast."""
 
 import os
+import queue
 import signal
+import threading
 import time
 from collections.abc import Callable
 from functools import cache
@@ -9,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ending_rank import STATUS
 from engines import drain
 from rank_answers import AMPLE, EXACT, SAMPLINGS, SCARCE, answers, pack_demo, plain, ranks
 from shared_store import SharedStore
@@ -17,6 +20,7 @@ from compress.common.cli import bundled_path
 from compress.common.errors import ToolkitError
 from runtime.core.config import RuntimeConfig
 from runtime.core.step import RunnerLostError
+from runtime.engine.wire import start_process
 from runtime.llm import LLM
 
 
@@ -64,6 +68,26 @@ def test_a_rank_that_dies_is_an_error_within_seconds() -> None:
     with pytest.raises(RunnerLostError):
         drain(llm.engine)
     assert time.monotonic() - start < 15
+
+
+@pytest.mark.parametrize(
+    ("end", "said"), [("end_by_status", f"ended with status {STATUS}"), ("end_by_signal", "was killed by signal 9")]
+)
+def test_a_rank_that_dies_before_it_connects_is_an_error_within_seconds(
+    monkeypatch: pytest.MonkeyPatch, end: str, said: str
+) -> None:
+    """Others would wait for it until operations time out, which is an hour."""
+    monkeypatch.setattr("runtime.ranks.start_process", lambda _, theirs: start_process(f"ending_rank:{end}", theirs))
+    found = queue.SimpleQueue[Any]()
+
+    def load() -> None:
+        try:
+            LLM("demo", RuntimeConfig(**EXACT, tensor_parallel_size=2))
+        except RunnerLostError as error:
+            found.put(error)
+
+    threading.Thread(target=load, daemon=True).start()
+    assert f"rank 1 {said}" in str(found.get(timeout=30))
 
 
 def test_ranks_end_with_their_engine() -> None:
