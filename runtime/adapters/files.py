@@ -14,27 +14,11 @@ from compress.checkpoint.safetensors import LazyTensor, MappedFile
 from compress.common.errors import CheckpointError
 from runtime.adapters.config import FILE, LoraConfig
 from runtime.adapters.targets import ExpertStack, Targets
+from runtime.backends.adapted_linear import Factors
 
 WEIGHTS, PICKLED = "adapter_model.safetensors", "adapter_model.bin"
 PREFIX, INNER = "base_model.model.", ".base_layer"
 SUFFIXES = (".lora_A.weight", ".lora_B.weight")
-
-
-@dataclass(frozen=True, slots=True)
-class Factors:
-    """A product that is added to a weight: `x down^T up^T` is added to `x W^T`.
-
-    Attributes:
-        down: `[r, I]`.
-        up: `[O, r]`, times the scale.
-    """
-
-    down: Tensor
-    up: Tensor
-
-    def to(self, device: torch.device) -> Factors:
-        """Returns the factors on a device."""
-        return Factors(self.down.to(device, non_blocking=True), self.up.to(device, non_blocking=True))
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
 from typing import cast
 from weakref import WeakValueDictionary
@@ -16,8 +15,10 @@ import torch
 from compress.common.errors import CheckpointError, RequestError, ToolkitError
 from compress.models.generic import CodeSpec
 from runtime.adapters.files import AdapterReader, LoraAdapter
-from runtime.adapters.layers import ActiveAdapter, AdaptedRows, StepAdapters, adapt
+from runtime.adapters.layers import Adapted
 from runtime.adapters.targets import Targets
+from runtime.backends.adapted_linear import StepAdapters
+from runtime.backends.backend import LayersStep
 from runtime.backends.model import Model
 from runtime.core.adapter import parse_modules
 from runtime.core.config import LoraOptions
@@ -102,26 +103,37 @@ def _unknown(name: str, known: Iterable[str]) -> RequestError:
 
 
 class DeviceAdapters:
-    """The adapters of the steps that a runner computes. A step holds at most `max_active` different ones.
+    """The adapters of the steps that a runner computes. A step holds at most `num_slots` different ones.
 
     Args:
         model: the model without adapters.
+        prepare: makes what computes all layers of an adapted model at once, if anything does.
 
     Attributes:
-        model: the same weights with adapted linears, computed layer by layer.
+        model: the same weights with adapted linears.
         modules: modules of the checkpoint that are adapted.
+        all_layers: computes all layers of steps that change no experts; None where nothing does.
     """
 
-    def __init__(self, model: Model, max_active: int) -> None:
-        self._device, self._max_active = model.device, max_active
+    def __init__(
+        self, model: Model, num_slots: int, prepare: Callable[[Model], LayersStep | None] = lambda model: None
+    ) -> None:
         self._step = StepAdapters()
-        self._active: OrderedDict[str, ActiveAdapter] = OrderedDict()
-        self.model, self.modules = adapt(model, self._step)
+        self._slots: list[LoraAdapter | None] = [None] * num_slots
+        self._used: OrderedDict[str, int] = OrderedDict()
+        self._adapted = Adapted.of(model, self._step)
+        self.model, self.modules = self._adapted.model, self._adapted.modules
+        self.all_layers = prepare(self._adapted.without_experts)
 
     @property
     def active(self) -> list[str]:
         """Digests of the adapters on the device, the one used last at the end."""
-        return list(self._active)
+        return list(self._used)
+
+    @property
+    def layers(self) -> LayersStep | None:
+        """What computes all layers of the step; None where they are computed one by one."""
+        return None if self._adapted.changes_experts else self.all_layers
 
     def begin(self, entries: Sequence[ScheduledSequence]) -> bool:
         """Prepares the adapters of a step; returns whether it has any.
@@ -133,33 +145,33 @@ class DeviceAdapters:
         wanted = {adapter.digest: adapter for adapter in adapters if adapter is not None}
         if not wanted:
             return False
-        while len(self._active.keys() | wanted.keys()) > self._max_active:
-            del self._active[next(digest for digest in self._active if digest not in wanted)]
-        for digest, adapter in wanted.items():
-            if digest not in self._active:
-                self._active[digest] = ActiveAdapter.of(adapter, self._device)
-            self._active.move_to_end(digest)
-        self._step.groups = self._groups(entries, adapters)
+        if new := [adapter for digest, adapter in wanted.items() if digest not in self._used]:
+            self._place(new, wanted)
+        for digest in wanted:
+            self._used.move_to_end(digest)
+        slots = [-1 if adapter is None else self._used[adapter.digest] for adapter in adapters]
+        counts = torch.tensor([entry.num_tokens for entry in entries])
+        self._step.begin(torch.tensor(slots).repeat_interleave(counts).to(self.model.device, non_blocking=True))
         return True
 
-    def _groups(
-        self, entries: Sequence[ScheduledSequence], adapters: Sequence[LoraAdapter | None]
-    ) -> Sequence[AdaptedRows]:
-        rows: dict[str, list[int]] = {}
-        stops = accumulate(entry.num_tokens for entry in entries)
-        for adapter, entry, stop in zip(adapters, entries, stops, strict=True):
-            digest = "" if adapter is None else adapter.digest
-            rows.setdefault(digest, []).extend(range(stop - entry.num_tokens, stop))
-        if len(rows) == 1:
-            return [(self._active[digest], None) for digest in rows]
-        return [(self._active.get(digest), torch.tensor(own, device=self._device)) for digest, own in rows.items()]
+    def _place(self, new: Sequence[LoraAdapter], wanted: Collection[str]) -> None:
+        """Gives adapters slots, those of adapters that were used longest ago if none is free."""
+        for adapter in new:
+            if None not in self._slots:
+                oldest = next(digest for digest in self._used if digest not in wanted)
+                self._slots[self._used.pop(oldest)] = None
+            slot = self._slots.index(None)
+            self._slots[slot], self._used[adapter.digest] = adapter, slot
+        factors = [{} if adapter is None else adapter.factors for adapter in self._slots]
+        for linear in self._adapted.linears:
+            linear.fill(factors)
 
 
 def slot_bytes(model: Model, options: LoraOptions) -> int:
     """Returns the memory on the device of adapters of the highest rank for all linears of a model."""
     columns = {linear.name: linear.in_features for linear in model.config.spec.linears()}
     sizes = sum(
-        len(modules) * (columns[modules[0][0]] + sum(rows for _, rows in modules))
+        len(modules) * (columns[modules[0][0]] + sum(rows for _, rows in modules))  # `up` has all columns
         for modules, _ in model.modules
         if modules[0][0] in columns
     )

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from compress.checkpoint.weights import Scheme
 from compress.common.registry import Registry
+from runtime.backends.adapted_linear import AdaptedLinear, Places, StepAdapters
 from runtime.backends.base import Attention, Linear, Ops, Target
 from runtime.backends.kv_pages import KVCache, KVPages, make_pages
 from runtime.backends.latent import LatentHeadsKernel
@@ -112,6 +113,18 @@ class OpsKernel:
 
 
 @dataclass(frozen=True, slots=True)
+class AdaptedKernel:
+    """One way to add the products of adapters to those of a linear.
+
+    Attributes:
+        unsupported_reason: why it cannot change a linear with these modules on a target; "" when it can.
+    """
+
+    unsupported_reason: Callable[[Linear, Places, Target], str]
+    prepare: Callable[[Linear, Places, StepAdapters, Target], AdaptedLinear]
+
+
+@dataclass(frozen=True, slots=True)
 class MixtureKernel:
     """One way to compute a mixture of experts at once.
 
@@ -175,12 +188,14 @@ class LayersKernel:
             (`ComputeOptions.programmatic_launch`).
         records: its steps of one token per sequence can be captured in CUDA graphs: they launch the same kernels
             whatever is in the batch, change no rows of padding, and never synchronize.
+        takes_adapters: linears may be adapted ones.
     """
 
     summary: str
     unsupported_reason: Callable[[Model, MemoryPlan], str]
     prepare: Callable[[Model, KVCache, tuple[int | None, ...], str], LayersStep]
     records: bool = False
+    takes_adapters: bool = False
 
 
 INFINITE, FORBIDDEN, UNDECIDED = -1, -2, -3
@@ -273,6 +288,7 @@ class Backend:
     dense: tuple[DenseKernel, ...] = ()
     is_fast: Callable[[torch.dtype], bool] = lambda dtype: False
     ops: OpsKernel | None = None
+    adapted: AdaptedKernel | None = None
     mixture: MixtureKernel | None = None
     states: tuple[StateKernel[Any, Any], ...] = ()
     attention: AttentionKernel | None = None

@@ -14,6 +14,7 @@ from compress.checkpoint.activations import AS_STORED, EIGHT_BITS
 from compress.checkpoint.weights import Activations, Scheme, Weight
 from compress.common.errors import SchemeError
 from compress.models.mixers.mixer import Mixer
+from runtime.backends.adapted_linear import AdaptedLinear, Places, StepAdapters
 from runtime.backends.backend import (
     BACKENDS,
     NO_ATTENTION,
@@ -261,6 +262,13 @@ def choose_ops(config: DecoderConfig, target: Target, kernels: str = AUTO) -> Ch
     return Choice(ops.prepare(), full, full if backend.is_fallback else ops.summary)
 
 
+def adapted_linear(linear: Linear, places: Places, step: StepAdapters, target: Target) -> AdaptedLinear:
+    """Returns a linear that adds the products of adapters, by the first kernel that can."""
+    found = [(backend, backend.adapted) for backend in _suited(target.device) if backend.adapted is not None]
+    _, kernel, _ = _first(found, lambda adapted: adapted.unsupported_reason(linear, places, target))
+    return kernel.prepare(linear, places, step, target)
+
+
 def choose_state_steps(mixer: Mixer, weights: Any, target: Target, kernels: str = AUTO) -> StateSteps:
     """The first kernels of a mixer with these weights: for decode, and for all other steps."""
     if kernels == REFERENCE:
@@ -325,6 +333,7 @@ class StepKernels:
         windows: sliding window of every layer; None is none.
         records: steps of one token per sequence can be captured in CUDA graphs; also those of models with recurrent
             layers, which run layer by layer.
+        adapt: prepares all layers at once of the same model with adapted linears; None where they cannot.
     """
 
     cache: KVCache
@@ -334,6 +343,7 @@ class StepKernels:
     layers: LayersStep | None
     layers_reason: str
     records: bool = False
+    adapt: Callable[[Model], LayersStep | None] = lambda model: None
 
     def describe(self) -> str:
         """One line for people."""
@@ -367,8 +377,14 @@ def choose_step_kernels(
     if unsupported := layers.unsupported_reason(model, memory):
         records = layers.records and records_by_layer(model)
         return StepKernels(cache, windows, attention, described, None, unsupported, records)
+
+    def adapt(adapted: Model) -> LayersStep | None:
+        if not layers.takes_adapters or layers.unsupported_reason(adapted, memory):
+            return None
+        return layers.prepare(adapted, cache, windows, programmatic_launch)
+
     prepared = layers.prepare(model, cache, windows, programmatic_launch)
-    return StepKernels(cache, windows, attention, described, prepared, layers.summary, layers.records)
+    return StepKernels(cache, windows, attention, described, prepared, layers.summary, layers.records, adapt)
 
 
 def records_by_layer(model: Model) -> bool:

@@ -369,7 +369,7 @@ class ModelRunner:
     def _forward_part(self, batch: Batch) -> Tensor:
         attention, layers, decoder = self.kernels.attention(batch), self.kernels.layers, self.decoder
         if self.adapters is not None and self.adapters.begin(batch.entries):
-            layers, decoder = None, self.adapters.model
+            layers, decoder = self.adapters.layers, self.adapters.model
         run_layers = None if layers is None else partial(layers, attention=attention)
         if self.states is None:
             return decoder.forward(batch.token_ids, batch.positions, attention, run_layers)
@@ -452,7 +452,7 @@ def build_runner(
     tell = partial(tell_plan, group)
     runner = ModelRunner(decoder, plan, config.attention_backend, config.programmatic_launch, tell)
     if config.serves_adapters:
-        runner.adapters = DeviceAdapters(decoder, config.max_loras)
+        runner.adapters = DeviceAdapters(decoder, config.max_loras, runner.kernels.adapt)
     if on_gpu:
         runner.later = warm_up(runner, config, report)
         for slots in decoder.expert_slots:

@@ -2,7 +2,16 @@
 
 from compress.models.mixers.gated_delta_net import GatedDeltaNet
 from compress.models.mixers.mamba2 import Mamba2
-from runtime.backends.backend import BACKENDS, AttentionKernel, Backend, LayersKernel, MixtureKernel, OpsKernel
+from runtime.backends.backend import (
+    BACKENDS,
+    AdaptedKernel,
+    AttentionKernel,
+    Backend,
+    LayersKernel,
+    MixtureKernel,
+    OpsKernel,
+)
+from runtime.backends.cpu.adapted_linear import CpuAdaptedLinear, adapted_unsupported_reason
 from runtime.backends.cpu.latent import make_pages
 from runtime.backends.cpu.latent_heads import heads_nbytes, heads_unsupported_reason, prepare_heads
 from runtime.backends.cpu.layers import (
@@ -46,11 +55,12 @@ BACKENDS.register(order=40)(
         dense=(DENSE,),
         is_fast=is_fast,
         ops=OpsKernel("compiled, one pass over each row", ops_unsupported_reason, CpuOps),
+        adapted=AdaptedKernel(adapted_unsupported_reason, CpuAdaptedLinear),
         attention=AttentionKernel(
             "compiled, reads pages as they are", attention_unsupported_reason, make_pages, prepare_attention
         ),
         latent_heads=LatentHeadsKernel(heads_unsupported_reason, prepare_heads, heads_nbytes),
-        layers=LayersKernel("all layers in one call", layers_unsupported_reason, prepare_layers),
+        layers=LayersKernel("all layers in one call", layers_unsupported_reason, prepare_layers, takes_adapters=True),
         mixture=MixtureKernel("rows by expert, all experts in one call", mixture_unsupported_reason, CpuMixture),
         states=(
             StateKernel(GatedDeltaNet, STATE_SUMMARY, delta_unsupported_reason, prepare_delta),

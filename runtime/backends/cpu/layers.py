@@ -17,6 +17,7 @@ from compress.cpu.binding import BEST, absence, function, library
 from compress.models.clamped_gate import ClampedGate
 from runtime.backends.backend import AttentionStep
 from runtime.backends.base import NormWeights, Target, plain_weight
+from runtime.backends.cpu.adapted_linear import CpuAdaptedLinear
 from runtime.backends.cpu.attention_call import PagedAttentionCall, ancestors_of, spans_of
 from runtime.backends.cpu.kv_pages import CpuPages, heads_unsupported_reason, pages_unsupported_reason, token_stride
 from runtime.backends.cpu.latent import CpuLatentAttention, latents_unsupported_reason
@@ -235,7 +236,7 @@ class _LayersStep(ctypes.Structure):
         ("rows", c_int64),
         ("eps", c_float),
         ("hadamard", c_int32),
-        *((name, c_void_p) for name in ("hidden", "update", "cos", "sin", "slots")),
+        *((name, c_void_p) for name in ("hidden", "update", "cos", "sin", "slots", "adapters")),
         ("attention", PagedAttentionCall),
     )
 
@@ -253,6 +254,8 @@ class CpuLayers:
         self._run = function("decoder_layers", c_void_p, c_int64, c_void_p, c_int)
         self._instruction_set = instruction_set
         self._kept = decoder.layers, pages  # their memory is what the structures point at
+        linears = (linear for layer in decoder.layers for linear in layer.linears)
+        self._adapters = next((each.step for each in linears if isinstance(each, CpuAdaptedLinear)), None)
         self._eps = decoder.config.spec.final_norm.eps
         layers = zip(decoder.layers, pages.addresses, windows, strict=True)
         # A stage has no weights of other layers.
@@ -267,6 +270,7 @@ class CpuLayers:
             ToolkitError: no memory, or not the instruction set that was asked for.
         """
         update = torch.empty_like(hidden)
+        slots = None if self._adapters is None else self._adapters.slots.expand(len(hidden)).contiguous()
         step = _LayersStep(
             rows=len(hidden),
             eps=self._eps,
@@ -276,6 +280,7 @@ class CpuLayers:
             cos=cos.data_ptr(),
             sin=sin.data_ptr(),
             slots=attention.batch.slots.data_ptr(),
+            adapters=None if slots is None else slots.data_ptr(),
             attention=attention.call,
         )
         if self._run(self._layers, len(self._layers), ctypes.addressof(step), self._instruction_set):
@@ -292,7 +297,8 @@ def layers_unsupported_reason(decoder: Model, memory: MemoryPlan) -> str:
         return "ops between linears are not compiled"
     if any(layer.experts is not None and not isinstance(layer.experts.kernel, CpuMixture) for layer in decoder.layers):
         return "computes no mixtures expert by expert"
-    others = {type(linear).__name__ for layer in decoder.layers for linear in layer.linears} - {CpuLinear.__name__}
+    linears = [linear for layer in decoder.layers for linear in layer.linears]
+    others = {type(each).__name__ for each in linears if not isinstance(each, CpuLinear | CpuAdaptedLinear)}
     return f"takes linears in C only, not {', '.join(sorted(others))}" if others else ""
 
 

@@ -14,6 +14,7 @@ from compress.cpu.binding import BEST, absence, function
 from compress.models.clamped_gate import ClampedGate
 from compress.models.mlp import MLP
 from runtime.backends.base import Linear, Target
+from runtime.backends.cpu.adapted_linear import CpuAdaptedLinear
 from runtime.backends.cpu.huge_pages import empty_words
 from runtime.backends.cpu.linear import CpuLinear
 from runtime.backends.cpu.weight_layout import TYPES
@@ -25,7 +26,7 @@ MOST_EXPERTS = 1024
 class Product(ctypes.Structure):
     """`Product` of mixture.h."""
 
-    _fields_ = (("weight", c_void_p), ("activations", c_int64))
+    _fields_ = (("weight", c_void_p), ("activations", c_int64), ("adapters", c_void_p))
 
 
 class ExpertAddresses(ctypes.Structure):
@@ -153,7 +154,9 @@ def _expert(weights: Expert) -> ExpertAddresses:
 
 
 def product(linear: Linear) -> Product:
-    """Returns the address of a linear in C. Raises ValueError for another one."""
+    """Returns the addresses of a linear in C, and of its adapters. Raises ValueError for another one."""
+    if isinstance(linear, CpuAdaptedLinear):
+        return Product(linear.base.address, linear.base.activations, linear.address)
     if not isinstance(linear, CpuLinear):
         raise ValueError(f"{type(linear).__name__} is not a linear in C")
     return Product(linear.address, linear.activations)

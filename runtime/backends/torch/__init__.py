@@ -1,6 +1,7 @@
 """Plain torch: computes everything on every device, with PyTorch's own packed products where they are faster."""
 
-from runtime.backends.backend import BACKENDS, AttentionKernel, AttentionStep, Backend, OpsKernel
+from runtime.backends.adapted_linear import AdaptedLinear
+from runtime.backends.backend import BACKENDS, AdaptedKernel, AttentionKernel, AttentionStep, Backend, OpsKernel
 from runtime.backends.kv_pages import KVCache, make_pages
 from runtime.backends.model import Model
 from runtime.backends.torch.attention import PagedAttention, StepKeys, StreamingAttention
@@ -33,6 +34,7 @@ BACKENDS.register(order=50)(
         dense=(SPARSE, ONEDNN, PLAIN),
         is_fast=is_fast,
         ops=OpsKernel("plain torch", lambda config, target: "", TorchOps),
+        adapted=AdaptedKernel(lambda linear, places, target: "", AdaptedLinear),
         attention=AttentionKernel("gathers pages", lambda model, memory: "", make_pages, prepare_attention),
         is_fallback=True,
     )

@@ -38,7 +38,7 @@ static Product linear(int64_t outputs, int64_t inputs, int activations) {
     *weight = (LinearWeight){.out_features = outputs, .in_features = inputs, .group = GROUP, .bits = 4};
     weight->scale_type = FLOAT32, weight->words = words, weight->scales = scales;
     for (int i = 0; i < 16; i++) weight->table[i] = (float)(i - 8);
-    return (Product){weight, activations};
+    return (Product){weight, activations, NULL};
 }
 
 static void discard(Product product) {

@@ -11,8 +11,10 @@ typedef struct {
 
 static int multiply(const Product *product, const LayersStep *step, const uint16_t *x, uint16_t *y, int set) {
     const LinearWeight *weight = product->weight;
-    return linear_multiply(weight, (int)product->activations, BFLOAT16, step->rows, x, weight->in_features, y,
-                           weight->out_features, set);
+    const int failed = linear_multiply(weight, (int)product->activations, BFLOAT16, step->rows, x, weight->in_features, y,
+                                       weight->out_features, set);
+    if (failed || step->adapters == NULL || product->adapters == NULL) return failed;
+    return adapters_add(product->adapters, step->adapters, step->rows, x, y, set);
 }
 
 static int normalize(const LayersStep *step, int64_t size, const uint16_t *update, const uint16_t *weight,

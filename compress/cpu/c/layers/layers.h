@@ -24,6 +24,7 @@ typedef struct {
     uint16_t *update;          /* [rows, size], written only */
     const uint16_t *cos, *sin; /* [rows, head_dim], as in Rotate */
     const int64_t *slots;      /* [rows], as in KvStep */
+    const int64_t *adapters;   /* [rows]: slots as in adapters_add, or NULL for a step without adapters */
     PagedAttention attention;  /* scale, spans and blocks; the rest is filled in */
 } LayersStep;
 

@@ -6,13 +6,15 @@
 #define NATIVE_MIXTURE_H
 
 #include "layers/norm_rope_act.h"
+#include "linear/adapters.h"
 #include "linear/linear.h"
 
 enum { MOST_EXPERTS = 1024 };
 
 typedef struct {
     const LinearWeight *weight;
-    int64_t activations; /* one of Activations */
+    int64_t activations;      /* one of Activations */
+    const Adapters *adapters; /* NULL: none; a mixture does not read them */
 } Product;
 
 /* down(activation(gate) * up) */
