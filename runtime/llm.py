@@ -43,12 +43,13 @@ def load_engine(path: str | Path, config: RuntimeConfig, report: Report = ignore
 
     path = folder_of(path)
     opened = Tokenizer.open_in_thread(path)
+    from compress.checkpoint.reader import PackedCheckpoint
     from compress.common.device import open_in_thread, total_bytes
 
     open_in_thread(config.device)
     from runtime.activations import choose_activations
     from runtime.adapters.store import check_adaptable, open_adapters
-    from runtime.model.loader import load_model
+    from runtime.model.loader import load_model, read_model
     from runtime.runner.runner import build_runner
     from runtime.speculative.build import build_speculator
 
@@ -71,12 +72,16 @@ def load_engine(path: str | Path, config: RuntimeConfig, report: Report = ignore
         options |= {"moe_expert_cache": config.moe_expert_cache, "group": group}
         decoder = load_model(path, kernels=chosen.kernels, notes=chosen.notes, **options)
         if config.serves_adapters:
-            check_adaptable(decoder, config, is_shared=group is not None)
+            check_adaptable(decoder, config)
         config = config.with_step_sizes(total_bytes(decoder.device))
         runner = build_runner(decoder, config, report, group)
     speculator = build_speculator(path, decoder, runner, replace(config, linear_backend=chosen.kernels))
     on_device = runner.adapters
-    adapters = None if on_device is None else open_adapters(decoder, on_device.modules, config)
+    adapters = None
+    if on_device is not None:
+        # Ranks have parts of it.
+        spec = read_model(PackedCheckpoint.open(path), config.trust_remote_code).spec
+        adapters = open_adapters(spec, decoder.dtype, on_device.modules, config)
     engine = Engine(runner, tokenizer, config, speculator=speculator, adapters=adapters)
     engine.metrics.linears_total.update(decoder.linears)
     return engine, tokenizer

@@ -34,7 +34,7 @@ from runtime.model.loader import cut_model, load_model, read_model
 from runtime.parallel.group import HOST, Group, Others
 from runtime.parallel.launch import Launch, find_launch
 from runtime.parallel.stages import Stage, plan_stages
-from runtime.parallel.steps import StepTold
+from runtime.parallel.steps import KeptAdapters, StepTold
 from runtime.parallel.vocabulary import ProductWanted, SharedHead
 from runtime.runner.runner import ModelRunner, build_runner
 from runtime.speculative.ngram import MTP, TREES
@@ -297,9 +297,10 @@ def serve_rank(connection: socket.socket, launch: Launch | None = None) -> None:
     except ToolkitError as error:
         send(connection, error)
         sys.exit(1)
+    adapters = KeptAdapters(source.config.max_cpu_loras)
     with suppress(EOFError):
         while True:
-            follow(receive(connection), runner)
+            follow(receive(connection), runner, adapters)
 
 
 def join(source: RankSource, connection: socket.socket, launch: Launch | None) -> ModelRunner:
@@ -319,12 +320,12 @@ def join(source: RankSource, connection: socket.socket, launch: Launch | None) -
     return build_runner(decoder, config, group=group)
 
 
-def follow(message: Any, runner: ModelRunner) -> None:
+def follow(message: Any, runner: ModelRunner, adapters: KeptAdapters) -> None:
     """Computes what the first rank computes."""
     decoder = cast(Decoder, runner.decoder)
     match message:
         case StepTold():
-            runner.submit(message.plan())
+            runner.submit(message.plan(adapters))
         case ProductWanted() if isinstance(decoder.head, SharedHead):
             with torch.inference_mode():
                 decoder.head.follow(message, decoder.config.spec.hidden_size, decoder.dtype)

@@ -106,7 +106,7 @@ class AdapterReader:
         down, up = self._scaled(pair, config.scale_of(parameter))
         downs, ups = down.unflatten(0, (count, rank)), up.unflatten(1, (rank, count))
         for part in stack.parts:
-            yield part.module, Factors(downs[part.expert], ups[part.rows, :, part.expert].contiguous())
+            yield part.module, Factors(downs[part.expert].clone(), ups[part.rows, :, part.expert].contiguous())
 
     def _check(
         self,

@@ -10,13 +10,26 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from runtime.backends.adapted_linear import AdaptedLinear, Places, StepAdapters
+from compress.checkpoint.weights.base import cut_rows
+from compress.models.cuts import Cut
+from runtime.backends.adapted_linear import AdaptedLinear, Factors, Places, StepAdapters
 from runtime.backends.base import Ops, Target
 from runtime.backends.mlp import Experts
 from runtime.backends.model import Model
 from runtime.backends.registry import adapted_linear
 
 Replaced = TypeVar("Replaced")
+
+
+def cut_factors(factors: Factors, cut: Cut | None) -> Factors:
+    """Returns what a rank needs to change its part of a matrix: rows of `up`, and columns of `down`."""
+    if cut is None:
+        return factors
+    up = cut_rows(factors.up, cut.rows) if cut.rows else factors.up
+    if cut.columns is None:
+        return Factors(factors.down, up)
+    before, after = cut.padding  # columns that the rank multiplies by zeros
+    return Factors(factors.down[:, cut.columns.start + before : cut.columns.stop - after], up)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -14,15 +14,17 @@ import torch
 
 from compress.common.errors import CheckpointError, RequestError, ToolkitError
 from compress.models.generic import CodeSpec
+from compress.models.spec import ModelSpec
 from runtime.adapters.files import AdapterReader, LoraAdapter
-from runtime.adapters.layers import Adapted
+from runtime.adapters.layers import Adapted, cut_factors
 from runtime.adapters.targets import Targets
-from runtime.backends.adapted_linear import StepAdapters
+from runtime.backends.adapted_linear import Factors, StepAdapters
 from runtime.backends.backend import LayersStep
 from runtime.backends.model import Model
 from runtime.core.adapter import parse_modules
 from runtime.core.config import LoraOptions
 from runtime.core.step import ScheduledSequence
+from runtime.parallel.group import Group
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,21 +110,27 @@ class DeviceAdapters:
     Args:
         model: the model without adapters.
         prepare: makes what computes all layers of an adapted model at once, if anything does.
+        group: of the ranks that share the model; all of them take part.
 
     Attributes:
         model: the same weights with adapted linears.
-        modules: modules of the checkpoint that are adapted.
+        modules: modules of the checkpoint that are adapted, by any rank.
         all_layers: computes all layers of steps that change no experts; None where nothing does.
     """
 
     def __init__(
-        self, model: Model, num_slots: int, prepare: Callable[[Model], LayersStep | None] = lambda model: None
+        self,
+        model: Model,
+        num_slots: int,
+        prepare: Callable[[Model], LayersStep | None] = lambda model: None,
+        group: Group | None = None,
     ) -> None:
         self._step = StepAdapters()
-        self._slots: list[LoraAdapter | None] = [None] * num_slots
+        self._slots: list[Mapping[str, Factors] | None] = [None] * num_slots
         self._used: OrderedDict[str, int] = OrderedDict()
         self._adapted = Adapted.of(model, self._step)
-        self.model, self.modules = self._adapted.model, self._adapted.modules
+        self.model, self._modules = self._adapted.model, self._adapted.modules
+        self.modules = self._modules if group is None else group.collect_names(self._modules)
         self.all_layers = prepare(self._adapted.without_experts)
 
     @property
@@ -132,7 +140,7 @@ class DeviceAdapters:
 
     @property
     def layers(self) -> LayersStep | None:
-        """What computes all layers of the step; None where they are computed one by one."""
+        """Computes all layers of the step; None where they are computed one by one."""
         return None if self._adapted.changes_experts else self.all_layers
 
     def begin(self, entries: Sequence[ScheduledSequence]) -> bool:
@@ -161,10 +169,11 @@ class DeviceAdapters:
                 oldest = next(digest for digest in self._used if digest not in wanted)
                 self._slots[self._used.pop(oldest)] = None
             slot = self._slots.index(None)
-            self._slots[slot], self._used[adapter.digest] = adapter, slot
-        factors = [{} if adapter is None else adapter.factors for adapter in self._slots]
+            own = ((name, adapter.factors[name]) for name in self._modules if name in adapter.factors)
+            self._slots[slot] = {name: cut_factors(factors, self.model.cuts.get(name)) for name, factors in own}
+            self._used[adapter.digest] = slot
         for linear in self._adapted.linears:
-            linear.fill(factors)
+            linear.fill([factors or {} for factors in self._slots])
 
 
 def slot_bytes(model: Model, options: LoraOptions) -> int:
@@ -178,14 +187,8 @@ def slot_bytes(model: Model, options: LoraOptions) -> int:
     return options.max_loras * options.max_lora_rank * sizes * model.dtype.itemsize
 
 
-def check_adaptable(model: Model, options: LoraOptions, *, is_shared: bool) -> None:
-    """Raises ToolkitError for a model, or a configuration, without adapters.
-
-    Args:
-        is_shared: whether several ranks hold the model.
-    """
-    if is_shared:
-        raise ToolkitError("LoRA adapters are not cut for ranks", "Serve them from one process, or merge them")
+def check_adaptable(model: Model, options: LoraOptions) -> None:
+    """Raises ToolkitError for a model, or a configuration, without adapters."""
     if isinstance(model.config.spec, CodeSpec):
         raise ToolkitError(
             "LoRA adapters do not fit this model: its own modeling code computes it", "Merge them with PEFT"
@@ -195,16 +198,18 @@ def check_adaptable(model: Model, options: LoraOptions, *, is_shared: bool) -> N
         raise ToolkitError(problem, "Host memory holds those on the device, too")
 
 
-def open_adapters(model: Model, modules: Iterable[str], options: LoraOptions) -> HostAdapters:
+def open_adapters(spec: ModelSpec, dtype: torch.dtype, modules: Iterable[str], options: LoraOptions) -> HostAdapters:
     """Reads the adapters of the options.
 
     Args:
+        spec: of the whole model.
+        dtype: of activations.
         modules: modules of the checkpoint that are adapted.
 
     Raises:
         ToolkitError: as `HostAdapters.load`.
     """
-    reader = AdapterReader(Targets.of(model.config.spec, modules), model.dtype, options.max_lora_rank)
+    reader = AdapterReader(Targets.of(spec, modules), dtype, options.max_lora_rank)
     adapters = HostAdapters(reader, options.max_cpu_loras)
     for name, path in parse_modules(options.lora_modules or ()).items():
         adapters.load(name, path)

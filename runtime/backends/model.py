@@ -12,6 +12,7 @@ from torch import Tensor
 
 from compress.checkpoint.state_dtype import STATE_FLOAT32
 from compress.models.block_parts import Residual
+from compress.models.cuts import Cut
 from runtime.backends.base import (
     Attention,
     Linear,
@@ -253,6 +254,7 @@ class Model(ABC):
         linears: number of linears by their names, form and kernel.
         end: passes hidden states between stages; None for a model that is not divided.
         modules: linears with the modules of the checkpoint that are side by side in them: name and output features.
+        cuts: parts of matrices that this rank holds, by their full names; others are whole.
     """
 
     config: DecoderConfig
@@ -264,6 +266,7 @@ class Model(ABC):
     linears: Mapping[tuple[str, str, str], int] = field(default_factory=dict, kw_only=True)
     end: StageEnd | None = field(default=None, kw_only=True)
     modules: Sequence[tuple[tuple[tuple[str, int], ...], Linear]] = field(default=(), kw_only=True)
+    cuts: Mapping[str, Cut] = field(default_factory=dict, kw_only=True)
 
     @property
     @abstractmethod

@@ -206,6 +206,7 @@ class DecoderLoader:
         description = (*self.reader.description(), *frame.description, *notes)
         parts: dict[str, Any] = {"embedding": embedding, "layers": layers, "head": head, "layer_inputs": layer_inputs}
         parts |= {"end": self.passage(), "linears": self.reader.linears, "modules": self.reader.modules}
+        parts["cuts"] = self.reader.cuts
         return replace(frame, **parts, description=description)
 
     def frame(self) -> Decoder:

@@ -5,8 +5,10 @@ Imports torch.distributed inside of functions: loaders import this module, and s
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from datetime import timedelta
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -59,6 +61,7 @@ class Group:
         host: str = HOST,
     ) -> None:
         self.rank, self.device, self.others, self.stage = rank, device, others, stage
+        self._store = store
         connect = partial(_backend, device=device, host=host)
         self._all = self._summing = self._head = connect(self.index, self.count, store)
         if stage is not None:
@@ -106,6 +109,13 @@ class Group:
         found = torch.tensor([number], device=self.device)
         self._wait(self._all.allreduce([found], ReduceOp.MIN))
         return int(found)
+
+    def collect_names(self, names: Iterable[str]) -> list[str]:
+        """Returns those that any rank gives, each once. All ranks take part."""
+        self._store.set(f"names {self.index}", "\n".join(names))
+        self.least(0)  # now all have given theirs
+        given = (self._store.get(f"names {index}").decode().split("\n") for index in range(self.count))
+        return list(dict.fromkeys(chain.from_iterable(given)))
 
     def broadcast(self, tensor: Tensor) -> None:
         """Copies a tensor of the first rank into those of all others that have a part of the output head."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from compress.common.errors import ToolkitError
+from runtime.core.adapter import Adapter
 from runtime.core.memory_plan import MemoryPlan
 from runtime.core.request import Request, SamplingParams, Sequence
 from runtime.core.step import ScheduledSequence, StepPlan
@@ -21,6 +24,7 @@ class Span:
         token_ids: known tokens of the span.
         draft_token_ids, draft_parents: those of the sequence, after its known tokens.
         block_ids: block table of the sequence.
+        adapter: digest; "" for none.
     """
 
     id: str
@@ -32,6 +36,7 @@ class Span:
     block_ids: list[int]
     state_read: int
     state_writes: tuple[tuple[int, int], ...]
+    adapter: str
 
     @classmethod
     def of(cls, entry: ScheduledSequence) -> Span:
@@ -47,12 +52,13 @@ class Span:
             sequence.block_ids,
             entry.state_read,
             entry.state_writes,
+            "" if sequence.request.adapter is None else sequence.request.adapter.digest,
         )
 
-    def entry(self) -> ScheduledSequence:
+    def entry(self, adapters: Mapping[str, Adapter | None]) -> ScheduledSequence:
         """Makes a scheduled sequence that samples nothing; tokens before the span, which nothing reads, are 0."""
         sequence = Sequence(
-            Request(self.id, (), UNSAMPLED, 0),
+            Request(self.id, (), UNSAMPLED, 0, adapter=adapters.get(self.adapter)),
             [0] * self.start + self.token_ids,
             block_ids=self.block_ids,
             draft_token_ids=self.draft_token_ids,
@@ -61,27 +67,58 @@ class Span:
         return ScheduledSequence(sequence, self.start, self.num_tokens, self.state_read, self.state_writes)
 
 
+class KeptAdapters:
+    """Adapters that ranks other than the first keep, by digest. All ranks know the same ones, the first without them.
+
+    Args:
+        limit: how many are kept; more if one plan has more.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit, self._kept = limit, OrderedDict[str, Adapter | None]()
+
+    def lacking(self, adapters: Iterable[Adapter | None]) -> dict[str, Adapter]:
+        """Returns those that are not kept."""
+        return {each.digest: each for each in adapters if each is not None and each.digest not in self._kept}
+
+    def keep(self, spans: Iterable[Span], given: Mapping[str, Adapter | None]) -> Mapping[str, Adapter | None]:
+        """Keeps those of a plan, some of which are given; drops others that were used longest ago."""
+        used = list(dict.fromkeys(span.adapter for span in spans if span.adapter))
+        for digest in used:
+            self._kept[digest] = given.get(digest) or self._kept.get(digest)
+            self._kept.move_to_end(digest)
+        while len(self._kept) > max(self._limit, len(used)):
+            self._kept.popitem(last=False)
+        return self._kept
+
+
 @dataclass(frozen=True, slots=True)
 class StepTold:
     """A plan for other ranks.
 
     Attributes:
         moves: the plan without its entries.
+        adapters: those of the plan that other ranks do not keep, by digest.
     """
 
     moves: StepPlan
     spans: tuple[Span, ...]
+    adapters: Mapping[str, Adapter]
 
-    def plan(self) -> StepPlan:
+    def plan(self, kept: KeptAdapters) -> StepPlan:
         """Makes the plan that a rank submits to its runner."""
-        return replace(self.moves, entries=tuple(span.entry() for span in self.spans))
+        adapters = kept.keep(self.spans, self.adapters)
+        return replace(self.moves, entries=tuple(span.entry(adapters) for span in self.spans))
 
 
-def tell_plan(group: Group | None, plan: StepPlan) -> None:
+def tell_plan(group: Group | None, kept: KeptAdapters, plan: StepPlan) -> None:
     """Sends a plan from the first rank to all others, if there are any."""
     if group is None or not group.is_first:
         return
-    group.others.tell(StepTold(replace(plan, entries=()), tuple(map(Span.of, plan.entries))))
+    spans = tuple(map(Span.of, plan.entries))
+    lacking = kept.lacking(entry.sequence.request.adapter for entry in plan.entries)
+    kept.keep(spans, {})
+    group.others.tell(StepTold(replace(plan, entries=()), spans, lacking))
 
 
 def share_plan(plan: MemoryPlan, group: Group | None) -> MemoryPlan:

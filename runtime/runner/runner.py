@@ -31,7 +31,7 @@ from runtime.core.state_rows import build_state_rows
 from runtime.core.step import ComputedStep, SampledToken, ScheduledSequence, StepOutput, StepPlan, SubmittedStep
 from runtime.memory.plan import check_fits, plan_memory
 from runtime.parallel.group import Group
-from runtime.parallel.steps import share_plan, tell_plan
+from runtime.parallel.steps import KeptAdapters, share_plan, tell_plan
 from runtime.runner.capture import Capture, CudaCapture
 from runtime.runner.micro_batches import LEAST_TOKENS, Piece, split_step
 from runtime.runner.pending_step import DrawnTokens, PendingStep, TokenCopies, unread_token
@@ -449,10 +449,10 @@ def build_runner(
         decoder = decoder.for_length(length)
     if config.attention_window is not None:
         decoder = decoder.for_streams()
-    tell = partial(tell_plan, group)
+    tell = partial(tell_plan, group, KeptAdapters(config.max_cpu_loras))
     runner = ModelRunner(decoder, plan, config.attention_backend, config.programmatic_launch, tell)
     if config.serves_adapters:
-        runner.adapters = DeviceAdapters(decoder, config.max_loras, runner.kernels.adapt)
+        runner.adapters = DeviceAdapters(decoder, config.max_loras, runner.kernels.adapt, group)
     if on_gpu:
         runner.later = warm_up(runner, config, report)
         for slots in decoder.expert_slots:

@@ -63,7 +63,12 @@ def adapted_engine(folder: Path, adapters: Mapping[str, Path], **options: Any) -
     decoder = load_model(folder, dtype="float64")
     runner = build_runner(decoder, config)
     assert runner.adapters is not None
-    engine = Engine(runner, None, config, adapters=open_adapters(decoder, runner.adapters.modules, config))
+    engine = Engine(
+        runner,
+        None,
+        config,
+        adapters=open_adapters(decoder.config.spec, decoder.dtype, runner.adapters.modules, config),
+    )
     for name, path in adapters.items():
         engine.adapters.load(name, path)
     return engine

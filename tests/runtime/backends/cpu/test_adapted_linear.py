@@ -97,7 +97,9 @@ def test_layers_in_one_call_add_adapters(name: str, tmp_path: Path) -> None:
         if not isinstance(adapters.layers, CpuLayers):
             pytest.skip("layers are not computed in one call here")
         adapters.all_layers = adapters.layers if one_call else None
-        engine = Engine(runner, None, config, adapters=open_adapters(decoder, adapters.modules, config))
+        engine = Engine(
+            runner, None, config, adapters=open_adapters(decoder.config.spec, decoder.dtype, adapters.modules, config)
+        )
         engine.adapters.load("a", save_adapter(tmp_path / "a", attention, rank=3, size=0.05))
         engine.adapters.load("all", save_adapter(tmp_path / "all", shapes, seed=1, size=0.05))
         for names in (("", "a"), ("a", "a"), ("all", "", "a")):
