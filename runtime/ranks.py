@@ -26,6 +26,7 @@ from compress.common.errors import ToolkitError
 from compress.cpu.binding import available_threads, library, set_threads
 from compress.models.cuts import Rank
 from runtime.core.config import RuntimeConfig
+from runtime.core.model_config import DecoderConfig
 from runtime.core.step import RunnerLostError
 from runtime.engine.wire import describe_end, frame, leave_signals_to_parent, receive, send, start_process
 from runtime.memory.plan import pool_bytes
@@ -250,13 +251,24 @@ def check_ranks(path: Path, config: RuntimeConfig) -> list[Place]:
         )
     checkpoint = PackedCheckpoint.open(path)
     model = read_model(checkpoint, config.trust_remote_code)
-    ranks = [Rank(index, config.tensor_parallel_size) for index in range(config.tensor_parallel_size)]
+    if config.enable_expert_parallel:
+        check_experts(model, config)
+    count = config.tensor_parallel_size
+    ranks = [Rank(index, count, config.enable_expert_parallel) for index in range(count)]
     for rank in ranks if len(ranks) > 1 else ():
         cut_model(model, checkpoint, rank)
     stages: Sequence[Stage | None] = (None,)
     if config.pipeline_parallel_size > 1:
         stages = plan_stages(model, checkpoint, config.pipeline_parallel_size, pool_bytes(config))
     return [Place(rank, stage) for stage in stages for rank in ranks]
+
+
+def check_experts(model: DecoderConfig, config: RuntimeConfig) -> None:
+    """Raises ToolkitError where there are no experts, or no ranks that could share them."""
+    has_experts = any(block.mixture is not None for block in model.spec.blocks)
+    if not has_experts or config.tensor_parallel_size == 1:
+        problem = "one rank shares no experts" if has_experts else "this model has no experts to share"
+        raise ToolkitError(problem, "Leave out --enable-expert-parallel, or use --tensor-parallel-size with a mixture")
 
 
 def share_threads(num_ranks: int) -> None:

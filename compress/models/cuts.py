@@ -27,10 +27,15 @@ Multiple = Callable[[str], int]
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """Number of a process among those that share a model."""
+    """Number of a process among those that share a model.
+
+    Attributes:
+        has_whole_experts: holds some experts of each mixture whole, instead of a part of every one.
+    """
 
     index: int = 0
     count: int = 1
+    has_whole_experts: bool = False
 
     @property
     def is_first(self) -> bool:
@@ -137,6 +142,15 @@ class Cuts:
             if count % unit == 0 and count // unit >= self.rank.count:
                 return unit
         return 1
+
+    def experts(self, count: int, mixture: str) -> slice:
+        """Returns the experts of this rank. Raises ToolkitError for fewer than ranks."""
+        if count < self.rank.count:
+            raise ToolkitError(
+                f"{self.rank.count} ranks cannot share the {count} experts of {self.prefix}{mixture}",
+                f"Use --tensor-parallel-size {count} or less, or leave out --enable-expert-parallel",
+            )
+        return self.rank.share(count)
 
     def rows(self, linear: Linear, *rows: slice) -> Linear:
         """Cuts the outputs of a linear."""

@@ -69,6 +69,7 @@ class Mixture:
         shared_gate: one score for each token, whose sigmoid is the weight of `shared`; None is a weight of 1.
         around: linears before and after `experts`, which read and write fewer channels then; () for none.
         stacks: tensors that may hold the same part of all experts, in place of a tensor for each.
+        held: numbers of `experts` among those that the router chooses from; None for all of them.
     """
 
     router: Router
@@ -78,6 +79,12 @@ class Mixture:
     name: str = "mlp"
     stacks: tuple[Stack, ...] = ()
     around: tuple[Linear, ...] = ()
+    held: range | None = None
+
+    @property
+    def first_held(self) -> int:
+        """Number of the first expert."""
+        return 0 if self.held is None else self.held.start
 
     @property
     def mlps(self) -> tuple[MLP, ...]:
@@ -102,10 +109,14 @@ class Mixture:
         return self.router.scores, *(() if self.shared_gate is None else (self.shared_gate,))
 
     def cut(self, cuts: Cuts) -> Mixture:
-        """Returns the part of a rank: some inner channels of every expert."""
+        """Returns the part of a rank: some inner channels of every expert, or some experts."""
+        if cuts.rank.has_whole_experts:
+            own = cuts.experts(len(self.experts), self.name)
+            part = replace(self, experts=self.experts[own], held=range(own.start, own.stop))
+        else:
+            part = replace(self, experts=tuple(expert.cut(cuts) for expert in self.experts))
         return replace(
-            self,
-            experts=tuple(expert.cut(cuts) for expert in self.experts),
+            part,
             shared=None if self.shared is None else self.shared.cut(cuts),
             around=self.around[:1] + tuple(map(cuts.added_once, self.around[1:])),
         )

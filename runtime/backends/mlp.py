@@ -170,7 +170,9 @@ class Experts:
     def _on_device(self, chosen: list[int]) -> Iterator[tuple[int, Expert]]:
         if self.slots is not None:
             return self.slots.one_by_one(chosen)
-        return ((index, self.experts[index]) for index in chosen)
+        first = self.spec.first_held
+        own = range(first, first + len(self.experts))
+        return ((index, self.experts[index - first]) for index in chosen if index in own)
 
     def _shared(self, expert: Expert, x: Tensor, ops: Ops) -> Tensor:
         found = apply_mlp(self.spec.experts[0], expert, x, ops)

@@ -79,6 +79,12 @@ class ComputeOptions:
         help="Number of stages among which the layers of the model are divided. Each has some consecutive layers with "
         "their part of the KV cache, and --tensor-parallel-size processes.",
     )
+    enable_expert_parallel: bool = option(
+        "--enable-expert-parallel",
+        default=False,
+        help="Give each of the --tensor-parallel-size processes some whole experts of every mixture, instead of a part "
+        "of every expert.",
+    )
     trust_remote_code: bool = option(
         "--trust-remote-code", default=False, help="Execute Python files of the model folder. Read them first."
     )

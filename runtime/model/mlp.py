@@ -55,7 +55,8 @@ def _mixture(name: str, mixture: Mixture, reader: WeightReader, offload: ExpertO
     experts = replace(experts, slots=offload.slots(name, experts.experts))
     choice = choose_mixture(experts, reader.target, reader.kernels)
     where = offload.describe(name, len(mixture.experts))
-    reader.use(f"mixture, {router.num_chosen} of {len(mixture.experts)} experts", choice, where)
+    held = "" if mixture.held is None else f", {len(mixture.experts)} of them here"
+    reader.use(f"mixture, {router.num_chosen} of {len(scores)} experts{held}", choice, where)
     return replace(experts, kernel=choice.kernel)
 
 

@@ -19,22 +19,24 @@ from runtime.parallel.vocabulary import ProductWanted
 CPU = torch.device("cpu")
 
 
-def on_ranks(count: int, work: Callable[[Group], Any]) -> list[Any]:
+def on_ranks(count: int, work: Callable[[Group], Any], *, has_whole_experts: bool = False) -> list[Any]:
     """Results of what each of some ranks does."""
     store = TCPStore(HOST, 0, count, is_master=True, wait_for_workers=False)
 
     def run(index: int) -> Any:
         own = store if index == 0 else TCPStore(HOST, store.port, count, is_master=False)
-        return work(Group(Rank(index, count), own, CPU, Others()))
+        return work(Group(Rank(index, count, has_whole_experts), own, CPU, Others()))
 
     with ThreadPoolExecutor(count) as pool:
         return list(pool.map(run, range(count)))
 
 
-def load_parts(folder: Path, count: int, **options: Any) -> list[Decoder]:
+def load_parts(folder: Path, count: int, *, has_whole_experts: bool = False, **options: Any) -> list[Decoder]:
     """The part of each rank."""
     options = {"device": "cpu", "dtype": "float64", "kernels": "reference"} | options
-    return on_ranks(count, lambda group: load_model(folder, group=group, **options))
+    return on_ranks(
+        count, lambda group: load_model(folder, group=group, **options), has_whole_experts=has_whole_experts
+    )
 
 
 def whole_logits(decoder: Decoder, tokens: Tensor) -> Tensor | None:

@@ -57,6 +57,7 @@ class _Mixture(ctypes.Structure):
         *((name, c_int32) for name in ("type", "choice", "normalizes")),
         *((name, c_float) for name in ("scale", "least_sum", "margin", "score_scale")),
         *((name, c_void_p) for name in ("scores", "bias", "scores_bias", "expert_scales")),
+        *((name, c_int64) for name in ("first_held", "num_held")),
         *((name, c_void_p) for name in ("experts", "shared", "shared_gate")),
         ("activation", Activation),
         ("weighs_inputs", c_int32),
@@ -86,7 +87,7 @@ class CpuMixture:
         self._kept = weights, tensors, experts, shared  # their memory is what the structure points at
         bias, scores_bias, scales, scores, gate = (None if t is None else t.data_ptr() for t in tensors)
         self._mixture = _Mixture(
-            num_experts=len(experts),
+            num_experts=len(weights.scores),
             size=weights.scores.shape[1],
             num_chosen=router.num_chosen,
             num_groups=router.num_groups,
@@ -102,6 +103,8 @@ class CpuMixture:
             bias=bias,
             scores_bias=scores_bias,
             expert_scales=scales,
+            first_held=weights.spec.first_held,
+            num_held=len(experts),
             experts=ctypes.addressof(experts),
             shared=None if shared is None else ctypes.addressof(shared),
             shared_gate=gate,
@@ -175,7 +178,7 @@ def mixture_unsupported_reason(weights: Experts, target: Target) -> str:
     kinds = {(mlp.activation, mlp.clamped) for mlp in weights.spec.mlps}
     if len(kinds) > 1 or not all(map(_is_compiled, weights.spec.mlps)):
         return f"computes experts that are all gated by one of {', '.join(ACTIVATIONS)}, or by a clamped gate"
-    if len(weights.experts) > MOST_EXPERTS:
+    if len(weights.scores) > MOST_EXPERTS:
         return f"takes at most {MOST_EXPERTS} experts"
     experts = (*weights.experts, *(() if weights.shared is None else (weights.shared,)))
     linears = (linear for expert in experts for linear in (expert.gate_up, expert.down))

@@ -64,9 +64,11 @@ INLINE void combine_one(const MixtureCall *call, int64_t row) {
     const int64_t size = call->weights->router.size, count = call->weights->router.num_chosen;
     const float shared = call->weights->shared_gate ? shared_weight(call, row) : 1.0f;
     const bool is_weighed = call->weights->weighs_inputs;
+    const int64_t first = call->weights->first_held, stop = first + call->weights->num_held;
     for (int64_t i = 0; i < size; i += LANES) {
         Lanes sum = {0};
         for (int64_t k = row * count; k < (row + 1) * count; k++) {
+            if (call->chosen[k] < first || call->chosen[k] >= stop) continue;
             const Lanes found = lanes_load_bfloat16(call->sorted + call->places[k] * size + i);
             const Lanes weight = lanes_of(is_weighed ? 1.0f : call->shares[k]);
             sum = lanes_round_bfloat16(sum + lanes_round_bfloat16(found * weight));
@@ -109,11 +111,12 @@ static void sort_places(const MixtureCall *call) {
 static int multiply(const MixtureCall *call, bool down, const uint16_t *x, uint16_t *y, const uint16_t *shared_x,
                     uint16_t *shared_y, int set) {
     const Mixture *weights = call->weights;
-    int64_t count = weights->router.num_experts;
-    for (int64_t e = 0; e < count; e++) {
-        const Product *product = down ? &weights->experts[e].down : &weights->experts[e].gate_up;
+    int64_t count = weights->num_held;
+    for (int64_t i = 0; i < count; i++) {
+        const int64_t e = weights->first_held + i;
+        const Product *product = down ? &weights->experts[i].down : &weights->experts[i].gate_up;
         const LinearWeight *weight = product->weight;
-        call->jobs[e] = (LinearJob){weight, product->activations, call->starts[e + 1] - call->starts[e],
+        call->jobs[i] = (LinearJob){weight, product->activations, call->starts[e + 1] - call->starts[e],
                                     x + call->starts[e] * weight->in_features, y + call->starts[e] * weight->out_features};
     }
     if (weights->shared) {

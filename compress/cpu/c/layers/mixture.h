@@ -40,7 +40,8 @@ typedef struct {
 
 typedef struct {
     Router router;
-    const Expert *experts;       /* [num_experts], all of the same sizes */
+    int64_t first_held, num_held; /* experts whose weights are here; what others give is left out of the sum */
+    const Expert *experts;       /* [num_held], all of the same sizes */
     const Expert *shared;        /* of all rows, or NULL */
     const uint16_t *shared_gate; /* [size]: its product with x is a score whose sigmoid weighs `shared`; NULL for none */
     Activation activation;       /* of all experts */

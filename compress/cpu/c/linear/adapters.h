@@ -1,5 +1,5 @@
-/* What low-rank adapters (LoRA) add to products: y += (x down^T) up, for each row those of the adapter in the row's slot. Activations
- * and factors are bfloat16, sums float32, y is rounded once; a row's result depends on that row alone. */
+/* Products of low-rank adapters (LoRA): y += (x down^T) up, for each row those of the adapter in the row's slot. Activations and
+ * factors are bfloat16, sums float32, y is rounded once; a row's result depends on that row alone. */
 #ifndef NATIVE_ADAPTERS_H
 #define NATIVE_ADAPTERS_H
 
