@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from selectors import EVENT_READ, DefaultSelector
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -218,11 +219,22 @@ class LoadingProcess:
             raise message
         return message
 
-    def finish(self, report: Report) -> EngineFacts:
-        """Waits for the engine. Raises the errors of `Loading.finish`."""
-        while not isinstance(message := self.next_report(), EngineFacts):
-            report(*message)
-        return message
+
+def wait_for_all(processes: Sequence[LoadingProcess], report: Report) -> list[EngineFacts]:
+    """Waits for engines; the first one that is not ready reports. Raises at once the error of any of them."""
+    found = dict[int, EngineFacts]()
+    with DefaultSelector() as selector:
+        for index, process in enumerate(processes):
+            selector.register(process.connection, EVENT_READ, index)
+        while len(found) < len(processes):
+            for key, _ in selector.select():
+                message = processes[key.data].next_report()
+                if isinstance(message, EngineFacts):
+                    found[key.data] = message
+                    selector.unregister(key.fileobj)
+                elif all(index in found for index in range(key.data)):
+                    report(*message)
+    return [found[index] for index in range(len(processes))]
 
 
 class LoadingApart(Loading):
@@ -273,7 +285,7 @@ class LoadingApart(Loading):
         from runtime.text.tokenizer import Tokenizer
 
         tokenizer = Tokenizer.open_in_thread(self.source.path)
-        found = [each.finish(report) for each in self.processes]
+        found = wait_for_all(self.processes, report)
         opened, facts = tokenizer.result(), found[0]
         clients = [EngineProcess(each.process, each.connection, opened, facts.eos_token_ids) for each in self.processes]
         if len(clients) == 1:

@@ -1,10 +1,22 @@
-"""Share of the machine that each of several engines of a server takes."""
+"""Several engines of a server: the share of the machine that each takes, and their loading."""
+
+import socket
+import subprocess
 
 import pytest
 
 from compress.common.errors import ToolkitError
 from runtime.core.config import RuntimeConfig
-from runtime.served_engine import EngineSource, LoadingApart, share_of_machine
+from runtime.core.progress import Stage
+from runtime.engine.wire import send
+from runtime.served_engine import (
+    EngineFacts,
+    EngineSource,
+    LoadingApart,
+    LoadingProcess,
+    share_of_machine,
+    wait_for_all,
+)
 
 
 def shares(count: int, size: int, environment: dict[str, str], num_threads: int) -> list[dict[str, str]]:
@@ -48,3 +60,24 @@ def test_an_engine_without_a_gpu_is_refused_where_others_have_one() -> None:
     with pytest.raises(ToolkitError) as refused:
         describe("cuda", "cuda", "cpu")
     assert "--data-parallel-size 2" in refused.value.remedy
+
+
+def test_an_engine_that_fails_is_reported_while_others_load() -> None:
+    """The first one says that it reads weights, and nothing after that."""
+    ends = [socket.socketpair() for _ in range(3)]
+    process = subprocess.Popen(["true"])
+    process.wait()
+    loading = [LoadingProcess(process, mine) for mine, _ in ends]
+    reports: list[tuple[object, ...]] = []
+    send(ends[0][1], (Stage.WEIGHTS, 1, 2))
+    send(ends[1][1], EngineFacts(8, 1, frozenset(), ()))
+    send(ends[2][1], ToolkitError("engine 2 has no memory", "Use less"))
+    with pytest.raises(ToolkitError, match="engine 2 has no memory"):
+        wait_for_all(loading, lambda *report: reports.append(report))
+    assert reports == [(Stage.WEIGHTS, 1, 2)]
+    for number, (_, theirs) in enumerate(ends):
+        send(theirs, EngineFacts(number, 1, frozenset(), ()))
+    assert [facts.max_model_len for facts in wait_for_all(loading, lambda *_: None)] == [0, 1, 2]
+    ends[1][1].close()
+    with pytest.raises(ToolkitError, match="status 0"):
+        wait_for_all(loading, lambda *_: None)
