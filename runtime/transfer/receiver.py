@@ -140,10 +140,12 @@ class PageReceiver(Transfer):
         self.loop.put(Run(partial(self._lose, link)))
 
     def _handle(self, message: Any) -> None:
+        if not isinstance(message, Arrived | Ended) or (prompt := self._prompts.get(message.number)) is None:
+            return
         if isinstance(message, Arrived):
-            self._store(self._prompts[message.number], message)
-        elif isinstance(message, Ended):
-            self._end(self._prompts[message.number], message.error)
+            self._store(prompt, message)
+        else:
+            self._end(prompt, message.error)
 
     def _give_up(self, link: Link) -> None:
         for prompt in list(self._prompts.values()):

@@ -274,6 +274,55 @@ def test_the_figures_tell_of_it() -> None:
 
 PROMPTS = [[(7 * i + k % 3) % 112 for i in range(6 + 5 * k)] for k in range(6)]
 SAMPLINGS = [SamplingParams(max_tokens=40, temperature=k % 2, seed=k, n=1 + k % 2, ignore_eos=True) for k in range(6)]
+
+
+def test_what_another_engine_writes_is_found_once_it_has_arrived() -> None:
+    tier = saved(KVOffload(4), b"a")
+    reserved = dict(tier.reserve([b"a", b"b", b"c", b"b"]))
+    assert reserved.keys() == {b"b", b"c"}
+    assert tier.reserve([b"c"]) == []
+    assert tier.find([b"b"]) == []
+    tier.commit([b"b"])
+    assert tier.find([b"a", b"b", b"c"]) == [b"a", b"b"]
+    assert tier.load([b"b"]) == [reserved[b"b"]]
+    tier.settle(done=True)
+    tier.check()
+    # Neither what has arrived nor what may still be written is replaced.
+    saved(tier, b"d", b"e", b"f")
+    assert b"b" in tier
+    assert tier.num_used == 3
+    tier.cancel([b"c"])
+    tier.release([b"b"])
+    saved(tier, b"g", b"h", b"i")
+    assert b"b" not in tier
+    tier.check()
+
+
+def test_reserved_slots_outlast_a_rebuild() -> None:
+    tier = KVOffload(2)
+    ((name, slot),) = tier.reserve([b"a"])
+    tier.clear()
+    assert [number for _, number in tier.reserve([b"b", b"c"])] == [1 - slot]
+    tier.check()
+    tier.commit([name])
+    assert tier.load([name]) == [slot]
+    tier.clear()
+    tier.release([name])
+    tier.check()
+
+
+def test_slots_for_what_was_computed_here_meanwhile_are_free() -> None:
+    tier = KVOffload(2)
+    tier.reserve([b"a"])
+    saved(tier, b"a")
+    tier.commit([b"a"])
+    tier.release([b"a"])
+    assert tier.num_used == 1
+    saved(tier, b"b")
+    assert tier.num_used == 2
+    tier.check()
+
+
 SCARCE = {"num_blocks": 24, "max_model_len": 96, "prefill_chunk": 7}
 
 
