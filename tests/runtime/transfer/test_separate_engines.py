@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lora_files import save_adapter
 from separate_engines import alone, answers, collect, separate, until
 from tiny_configs import DELTA_NET, SIZES
 from tiny_models import save_tiny_model
@@ -152,6 +153,28 @@ def test_short_prompts_and_salts() -> None:
         for salt in ("", "a", "a"):
             asyncio.run(collect(both.decode, PROMPTS[4], GREEDY, RequestOptions(cache_salt=salt)))
         assert both.results == {"received": 2}
+
+
+def test_pages_of_an_adapter_are_its_own(tmp_path: Path) -> None:
+    path = save_adapter(tmp_path / "a", {"model.layers.0.self_attn.v_proj": (128, 256)})
+    named = {"lora_modules": [f"a={path}"]}
+    adapted = RequestOptions(adapter="a")
+
+    def ask(client: Any) -> list[list[int]]:
+        async def all_of() -> list[list[int]]:
+            options = (adapted, RequestOptions(), adapted)
+            found = [await collect(client, PROMPTS[4], GREEDY, each) for each in options]
+            return [[token for delta in deltas for token in delta.token_ids] for deltas in found]
+
+        return asyncio.run(all_of())
+
+    with alone(**named) as one:
+        wanted = ask(one)
+    assert wanted[0] != wanted[1]
+    with separate(**named) as both:
+        assert ask(both.decode) == wanted
+        assert both.results == {"received": 2}
+        both.check()
 
 
 def test_a_request_that_vanishes_leaves_nothing() -> None:
