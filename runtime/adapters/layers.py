@@ -16,7 +16,7 @@ from runtime.backends.adapted_linear import AdaptedLinear, Factors, Places, Step
 from runtime.backends.base import Ops, Target
 from runtime.backends.mlp import Experts
 from runtime.backends.model import Model
-from runtime.backends.registry import adapted_linear
+from runtime.backends.registry import adapted_linear, adapted_mixture
 
 Replaced = TypeVar("Replaced")
 
@@ -34,11 +34,11 @@ def cut_factors(factors: Factors, cut: Cut | None) -> Factors:
 
 @dataclass(frozen=True, slots=True)
 class AdaptedExperts:
-    """A mixture. While an adapter changes experts, each adapter's rows are routed, and computed, apart from the others.
+    """A mixture. Without a kernel that takes adapters, rows of each that changes experts are computed apart.
 
     Attributes:
         base: computes rows of slots that change no experts.
-        experts: with adapted linears.
+        experts: with adapted linears; their kernel computes rows of all adapters at once.
         linears: the adapted ones.
     """
 
@@ -60,6 +60,8 @@ class AdaptedExperts:
         """Computes `[T, H]`, as `Experts`."""
         if not (changing := self.changing):
             return self.base(x, hidden, ops, routed)
+        if self.experts.kernel is not None:
+            return self.experts(x, hidden, ops, routed)
         out, read, slots = torch.empty_like(x), x if routed is None else routed, self.step.slots.expand(len(x))
         for slot in slots.unique().tolist():
             (rows,) = (slots == slot).nonzero(as_tuple=True)
@@ -115,6 +117,8 @@ class Adapting:
             return part
         first = len(self.linears)
         experts = self._inside(part, ("experts", "shared", "around"), kernel=None)
+        if part.kernel is not None:
+            experts = replace(experts, kernel=adapted_mixture(experts, self.target))
         self.mixtures.append(AdaptedExperts(part, experts, tuple(self.linears[first:]), self.step))
         return self.mixtures[-1]
 
@@ -124,11 +128,12 @@ class Adapted:
     """A model with the weights of another one that adds adapters.
 
     Attributes:
-        without_experts: has mixtures as they are.
+        plain: has mixtures that kernels of all layers may know: with adapted linears where their own kernel takes
+            them, and as they were where not.
     """
 
     model: Model
-    without_experts: Model
+    plain: Model
     linears: Sequence[AdaptedLinear]
     mixtures: Sequence[AdaptedExperts]
 
@@ -144,10 +149,7 @@ class Adapted:
         }
         adapting = Adapting(step, Target(model.device, model.dtype), places)
         layers = [adapting.adapt(layer) for layer in model.layers]
-        plain = [
-            new if layer.experts is None else replace(new, mlp=layer.mlp)
-            for layer, new in zip(model.layers, layers, strict=True)
-        ]
+        plain = [replace(layer, mlp=_plain(layer.mlp)) for layer in layers]
         models = replace(model, layers=layers), replace(model, layers=plain)
         return cls(*models, adapting.linears, adapting.mixtures)
 
@@ -158,5 +160,11 @@ class Adapted:
 
     @property
     def changes_experts(self) -> bool:
-        """Whether an adapter on the device changes experts."""
-        return any(mixture.changing for mixture in self.mixtures)
+        """Whether an adapter on the device changes experts that no kernel computes."""
+        return any(mixture.experts.kernel is None and mixture.changing for mixture in self.mixtures)
+
+
+def _plain(mlp: Any) -> Any:
+    if not isinstance(mlp, AdaptedExperts):
+        return mlp
+    return mlp.base if mlp.experts.kernel is None else mlp.experts

@@ -131,7 +131,7 @@ class DeviceAdapters:
         self._adapted = Adapted.of(model, self._step)
         self.model, self._modules = self._adapted.model, self._adapted.modules
         self.modules = self._modules if group is None else group.collect_names(self._modules)
-        self.all_layers = prepare(self._adapted.without_experts)
+        self.all_layers = prepare(self._adapted.plain)
 
     @property
     def active(self) -> list[str]:

@@ -48,6 +48,10 @@ class StepAdapters:
         """Takes the slots of the rows of a step."""
         self.slots, self._masks = slots, {}
 
+    def of_rows(self, count: int) -> Tensor:
+        """Returns the slots of as many rows, int64 `[T]`."""
+        return self.slots.expand(count).contiguous()
+
     @contextmanager
     def only(self, slot: int) -> Iterator[None]:
         """Lets one adapter compute all rows for a while."""

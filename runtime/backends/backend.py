@@ -130,11 +130,13 @@ class MixtureKernel:
 
     Attributes:
         unsupported_reason: why it cannot compute a mixture with these weights on a target; "" when it can.
+        takes_adapters: linears may be adapted ones.
     """
 
     summary: str
     unsupported_reason: Callable[[Experts, Target], str]
     prepare: Callable[[Experts], ComputeMixture]
+    takes_adapters: bool = False
 
 
 AttentionStep = Callable[[Batch], Attention]

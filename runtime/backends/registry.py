@@ -269,6 +269,14 @@ def adapted_linear(linear: Linear, places: Places, step: StepAdapters, target: T
     return kernel.prepare(linear, places, step, target)
 
 
+def adapted_mixture(weights: Experts, target: Target) -> ComputeMixture | None:
+    """Returns what computes a mixture with adapted linears at once, if anything does."""
+    found = (
+        backend.mixture for backend in _suited(target.device) if backend.mixture and backend.mixture.takes_adapters
+    )
+    return next((each.prepare(weights) for each in found if not each.unsupported_reason(weights, target)), None)
+
+
 def choose_state_steps(mixer: Mixer, weights: Any, target: Target, kernels: str = AUTO) -> StateSteps:
     """The first kernels of a mixer with these weights: for decode, and for all other steps."""
     if kernels == REFERENCE:

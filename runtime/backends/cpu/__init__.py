@@ -61,7 +61,9 @@ BACKENDS.register(order=40)(
         ),
         latent_heads=LatentHeadsKernel(heads_unsupported_reason, prepare_heads, heads_nbytes),
         layers=LayersKernel("all layers in one call", layers_unsupported_reason, prepare_layers, takes_adapters=True),
-        mixture=MixtureKernel("rows by expert, all experts in one call", mixture_unsupported_reason, CpuMixture),
+        mixture=MixtureKernel(
+            "rows by expert, all experts in one call", mixture_unsupported_reason, CpuMixture, takes_adapters=True
+        ),
         states=(
             StateKernel(GatedDeltaNet, STATE_SUMMARY, delta_unsupported_reason, prepare_delta),
             StateKernel(Mamba2, STATE_SUMMARY, mamba2_unsupported_reason, prepare_mamba2),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from ctypes import c_int, c_int64, c_void_p
 
 import torch
@@ -57,12 +57,17 @@ class CpuAdaptedLinear(AdaptedLinear):
 
     def add(self, out: Tensor, x: Tensor) -> Tensor:
         """Raises ToolkitError: no memory, or not the instruction set that was asked for."""
-        slots, x = self.step.slots.expand(len(x)).contiguous(), x.contiguous()
+        slots, x = self.step.of_rows(len(x)), x.contiguous()
         where = slots.data_ptr(), len(x), x.data_ptr(), out.data_ptr()
         if self._run(self.address, *where, self._instruction_set):
             reason = "this machine lacks the instruction set, or is out of memory"
             raise ToolkitError(f"compiled adapters failed: {reason}", "Use --linear-backend reference")
         return out
+
+
+def adapters_of(linears: Iterable[Linear]) -> StepAdapters | None:
+    """Returns the adapters of the steps of a model whose linears are adapted; None for others."""
+    return next((linear.step for linear in linears if isinstance(linear, CpuAdaptedLinear)), None)
 
 
 def adapted_unsupported_reason(linear: Linear, places: Places, target: Target) -> str:

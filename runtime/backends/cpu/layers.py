@@ -17,7 +17,7 @@ from compress.cpu.binding import BEST, absence, function, library
 from compress.models.clamped_gate import ClampedGate
 from runtime.backends.backend import AttentionStep
 from runtime.backends.base import NormWeights, Target, plain_weight
-from runtime.backends.cpu.adapted_linear import CpuAdaptedLinear
+from runtime.backends.cpu.adapted_linear import CpuAdaptedLinear, adapters_of
 from runtime.backends.cpu.attention_call import PagedAttentionCall, ancestors_of, spans_of
 from runtime.backends.cpu.kv_pages import CpuPages, heads_unsupported_reason, pages_unsupported_reason, token_stride
 from runtime.backends.cpu.latent import CpuLatentAttention, latents_unsupported_reason
@@ -254,8 +254,7 @@ class CpuLayers:
         self._run = function("decoder_layers", c_void_p, c_int64, c_void_p, c_int)
         self._instruction_set = instruction_set
         self._kept = decoder.layers, pages  # their memory is what the structures point at
-        linears = (linear for layer in decoder.layers for linear in layer.linears)
-        self._adapters = next((each.step for each in linears if isinstance(each, CpuAdaptedLinear)), None)
+        self._adapters = adapters_of(linear for layer in decoder.layers for linear in layer.linears)
         self._eps = decoder.config.spec.final_norm.eps
         layers = zip(decoder.layers, pages.addresses, windows, strict=True)
         # A stage has no weights of other layers.
@@ -270,7 +269,7 @@ class CpuLayers:
             ToolkitError: no memory, or not the instruction set that was asked for.
         """
         update = torch.empty_like(hidden)
-        slots = None if self._adapters is None else self._adapters.slots.expand(len(hidden)).contiguous()
+        slots = None if self._adapters is None else self._adapters.of_rows(len(hidden))
         step = _LayersStep(
             rows=len(hidden),
             eps=self._eps,

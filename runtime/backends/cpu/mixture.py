@@ -14,7 +14,7 @@ from compress.cpu.binding import BEST, absence, function
 from compress.models.clamped_gate import ClampedGate
 from compress.models.mlp import MLP
 from runtime.backends.base import Linear, Target
-from runtime.backends.cpu.adapted_linear import CpuAdaptedLinear
+from runtime.backends.cpu.adapted_linear import CpuAdaptedLinear, adapters_of
 from runtime.backends.cpu.huge_pages import empty_words
 from runtime.backends.cpu.linear import CpuLinear
 from runtime.backends.cpu.weight_layout import TYPES
@@ -75,13 +75,14 @@ class CpuMixture:
     """
 
     def __init__(self, weights: Experts, instruction_set: int = BEST) -> None:
-        self._run = function("mixture", c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_int)
+        self._run = function("mixture", c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_void_p, c_int)
         self._route = function("mixture_route", c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_int)
         self._instruction_set, router, mlp = instruction_set, weights.spec.router, weights.spec.experts[0]
         numbers = weights.bias, weights.scores_bias, weights.expert_scales
         tensors = [None if t is None else t.float().contiguous() for t in numbers]
         tensors += [None if t is None else t.contiguous() for t in (weights.scores, weights.shared_gate)]
         _move_together(weights.experts)
+        self._adapters = adapters_of(linears_of(weights))
         experts = (ExpertAddresses * len(weights.experts))(*map(_expert, weights.experts))
         shared = None if weights.shared is None else _expert(weights.shared)
         self._kept = weights, tensors, experts, shared  # their memory is what the structure points at
@@ -124,7 +125,8 @@ class CpuMixture:
         """
         x = x.contiguous()
         out, routed = torch.empty_like(x), None if routed is None else routed.contiguous()
-        where = x.data_ptr(), None if routed is None else routed.data_ptr(), out.data_ptr()
+        slots = None if self._adapters is None else self._adapters.of_rows(len(x))
+        where = (None if each is None else each.data_ptr() for each in (x, routed, slots, out))
         self._check(self._run(self.address, len(x), *where, self._instruction_set))
         return out
 
@@ -150,6 +152,12 @@ def _move_together(experts: Sequence[Expert]) -> None:
     sizes = [linear.num_words for linear in linears]
     for linear, memory in zip(linears, empty_words(sum(sizes)).split(sizes), strict=True):
         linear.move_words(memory)
+
+
+def linears_of(weights: Experts) -> list[Linear]:
+    """Returns the linears of all experts."""
+    experts = (*weights.experts, *(() if weights.shared is None else (weights.shared,)))
+    return [linear for expert in experts for linear in (expert.gate_up, expert.down)]
 
 
 def _expert(weights: Expert) -> ExpertAddresses:
@@ -180,7 +188,5 @@ def mixture_unsupported_reason(weights: Experts, target: Target) -> str:
         return f"computes experts that are all gated by one of {', '.join(ACTIVATIONS)}, or by a clamped gate"
     if len(weights.scores) > MOST_EXPERTS:
         return f"takes at most {MOST_EXPERTS} experts"
-    experts = (*weights.experts, *(() if weights.shared is None else (weights.shared,)))
-    linears = (linear for expert in experts for linear in (expert.gate_up, expert.down))
-    others = {type(linear).__name__ for linear in linears} - {CpuLinear.__name__}
+    others = {type(each).__name__ for each in linears_of(weights) if not isinstance(each, CpuLinear | CpuAdaptedLinear)}
     return f"takes linears in C only, not {', '.join(sorted(others))}" if others else ""

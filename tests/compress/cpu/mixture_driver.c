@@ -69,9 +69,9 @@ static Router draw_router(void) {
 static int compare(const Mixture *weights, int64_t rows, const uint16_t *x, int set) {
     const int64_t size = weights->router.size;
     uint16_t *together = exactly(rows * size * 2), *alone = exactly(size * 2), *plain = exactly(rows * size * 2);
-    int wrong = mixture(weights, rows, x, NULL, together, set) || mixture(weights, rows, x, x, plain, SCALAR);
+    int wrong = mixture(weights, rows, x, NULL, NULL, together, set) || mixture(weights, rows, x, x, NULL, plain, SCALAR);
     for (int64_t row = 0; !wrong && row < rows; row++) {
-        if (mixture(weights, 1, x + row * size, NULL, alone, set)) wrong = FAILED_STATUS;
+        if (mixture(weights, 1, x + row * size, NULL, NULL, alone, set)) wrong = FAILED_STATUS;
         if (memcmp(alone, together + row * size, (size_t)size * 2)) wrong = FAILED_ROW;
     }
     for (int64_t i = 0; !wrong && i < rows * size; i++) {

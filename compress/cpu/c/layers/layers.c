@@ -52,7 +52,8 @@ static int attend(const DecoderLayer *layer, LayersStep *step, const Scratch *sc
 
 /* From `normed` to the update. */
 static int run_mlp(const DecoderLayer *layer, LayersStep *step, const Scratch *scratch, int set) {
-    if (layer->mixture != NULL) return mixture(layer->mixture, step->rows, scratch->normed, NULL, step->update, set);
+    if (layer->mixture != NULL)
+        return mixture(layer->mixture, step->rows, scratch->normed, NULL, step->adapters, step->update, set);
     const int64_t inner = layer->mlp.down.weight->in_features;
     const ActivateMultiply gating = {step->rows, inner, scratch->gate_up, scratch->gated, {SILU, 0, 0}};
     int failed = multiply(&layer->mlp.gate_up, step, scratch->normed, scratch->gate_up, set);

@@ -12,6 +12,8 @@ typedef struct {
     const Mixture *weights;
     int64_t rows, num_places;
     const uint16_t *x, *routed;
+    const int64_t *slots;          /* [rows], or NULL */
+    int64_t *place_slots;          /* [num_places] */
     uint16_t *out;
     int64_t *chosen, *places;      /* [rows, num_chosen]; a place is a row of what is sorted */
     float *shares;                 /* [rows, num_chosen]: weights of the chosen experts */
@@ -41,6 +43,7 @@ INLINE void copy_one(const MixtureCall *call, int64_t row) {
     const int64_t size = call->weights->router.size, count = call->weights->router.num_chosen;
     const uint16_t *x = call->x + row * size;
     for (int64_t at = row * count; at < (row + 1) * count; at++) {
+        if (call->slots) call->place_slots[call->places[at]] = call->slots[row];
         uint16_t *to = call->sorted + call->places[at] * size;
         if (!call->weights->weighs_inputs) {
             memcpy(to, x, (size_t)size * sizeof *to);
@@ -107,6 +110,11 @@ static void sort_places(const MixtureCall *call) {
     starts[0] = 0;
 }
 
+/* Adds the products of adapters to those of a job, whose slots begin at `slots`. */
+static int adapt(const Product *product, const LinearJob *job, const int64_t *slots, int set) {
+    return product->adapters ? adapters_add(product->adapters, slots, job->rows, job->x, job->y, set) : 0;
+}
+
 /* One of the products of all experts; x and y have a row for every place. */
 static int multiply(const MixtureCall *call, bool down, const uint16_t *x, uint16_t *y, const uint16_t *shared_x,
                     uint16_t *shared_y, int set) {
@@ -123,7 +131,16 @@ static int multiply(const MixtureCall *call, bool down, const uint16_t *x, uint1
         const Product *product = down ? &weights->shared->down : &weights->shared->gate_up;
         call->jobs[count++] = (LinearJob){product->weight, product->activations, call->rows, shared_x, shared_y};
     }
-    return linear_multiply_all(call->jobs, count, BFLOAT16, set);
+    int failed = linear_multiply_all(call->jobs, count, BFLOAT16, set);
+    if (call->slots == NULL) return failed;
+    for (int64_t i = 0; i < weights->num_held && !failed; i++) {
+        const Expert *expert = &weights->experts[i];
+        const int64_t *slots = call->place_slots + call->starts[weights->first_held + i];
+        failed = adapt(down ? &expert->down : &expert->gate_up, &call->jobs[i], slots, set);
+    }
+    if (weights->shared && !failed)
+        failed = adapt(down ? &weights->shared->down : &weights->shared->gate_up, &call->jobs[count - 1], call->slots, set);
+    return failed;
 }
 
 static int64_t width(const Expert *expert) { return expert->down.weight->in_features; }
@@ -166,6 +183,7 @@ static size_t lay_out(MixtureCall *call, char *memory) {
     call->shares = cut(&memory, &bytes, call->num_places, sizeof *call->shares);
     call->starts = cut(&memory, &bytes, weights->router.num_experts + 1, sizeof *call->starts);
     call->jobs = cut(&memory, &bytes, weights->router.num_experts + 1, sizeof *call->jobs);
+    call->place_slots = cut(&memory, &bytes, call->slots ? call->num_places : 0, sizeof *call->place_slots);
     call->sorted = cut(&memory, &bytes, call->num_places * size, 2);
     call->gate_up = cut(&memory, &bytes, call->num_places * 2 * inner, 2);
     call->gated = cut(&memory, &bytes, call->num_places * inner, 2);
@@ -184,13 +202,13 @@ int mixture_route(const Mixture *weights, int64_t rows, const uint16_t *x, int64
     return 0;
 }
 
-int mixture(const Mixture *weights, int64_t rows, const uint16_t *x, const uint16_t *routed, uint16_t *out,
-            int instruction_set) {
+int mixture(const Mixture *weights, int64_t rows, const uint16_t *x, const uint16_t *routed, const int64_t *slots,
+            uint16_t *out, int instruction_set) {
     const int set = resolve_instruction_set(instruction_set);
     if (set < 0) return -1;
     if (rows < 1) return 0;
     MixtureCall call = {.weights = weights, .rows = rows, .num_places = rows * weights->router.num_chosen, .x = x};
-    call.routed = routed == NULL ? x : routed, call.out = out;
+    call.routed = routed == NULL ? x : routed, call.slots = slots, call.out = out;
     char *memory = malloc(lay_out(&call, NULL));
     if (memory == NULL) return -1;
     lay_out(&call, memory);

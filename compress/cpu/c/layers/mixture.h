@@ -14,7 +14,7 @@ enum { MOST_EXPERTS = 1024 };
 typedef struct {
     const LinearWeight *weight;
     int64_t activations;      /* one of Activations */
-    const Adapters *adapters; /* NULL: none; a mixture does not read them */
+    const Adapters *adapters; /* NULL: none */
 } Product;
 
 /* down(activation(gate) * up) */
@@ -53,8 +53,9 @@ typedef struct {
 EXPORT int mixture_route(const Mixture *weights, int64_t rows, const uint16_t *x, int64_t *chosen, float *shares,
                          int instruction_set);
 
-/* bfloat16 x and out [rows, size]; the router reads `routed` [rows, size], or x where that is NULL. 0, or less: an instruction set that this machine lacks, or no memory. */
-EXPORT int mixture(const Mixture *weights, int64_t rows, const uint16_t *x, const uint16_t *routed, uint16_t *out,
-                   int instruction_set);
+/* bfloat16 x and out [rows, size]; the router reads `routed` [rows, size], or x where that is NULL. slots [rows] are those of
+ * adapters_add, or NULL for a step without adapters. 0, or less: an instruction set that this machine lacks, or no memory. */
+EXPORT int mixture(const Mixture *weights, int64_t rows, const uint16_t *x, const uint16_t *routed, const int64_t *slots,
+                   uint16_t *out, int instruction_set);
 
 #endif
