@@ -66,7 +66,7 @@ class Recipe:
     """A recipe: stages in order, calibration and seed.
 
     Attributes:
-        gate: limits of the result, see `compress.reporting.gate`; they change nothing of it.
+        gate: limits of the result, see `compress.evaluate.gate`; they change nothing of it.
     """
 
     stages: tuple[Stage, ...]

@@ -15,8 +15,8 @@ from calibration.parts import Part
 from compress.common.cli import Key, as_written, from_written, option
 from compress.common.errors import DataError, RecipeError, SchemeError, nearest
 from compress.common.files import read_text
+from compress.evaluate.gate import check_gate
 from compress.recipe import CalibrationOptions, Recipe
-from compress.reporting.gate import check_gate
 from compress.search.space import Goal, SearchRequest
 from compress.stages.base import STAGES, Stage
 

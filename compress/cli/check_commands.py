@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,9 +16,11 @@ from compress.checkpoint.activations import AS_STORED, SIXTEEN_BITS
 from compress.checkpoint.config import read_config
 from compress.checkpoint.kv_cache import AUTO
 from compress.checkpoint.locate import find_model, shown_name
+from compress.cli.compress_commands import refuse_broken
 from compress.cli.options import (
     DEFAULT_OUT,
     AsJson,
+    Gate,
     KernelsMode,
     KVCacheOptions,
     ScoreOptions,
@@ -27,7 +29,9 @@ from compress.cli.options import (
 )
 from compress.common.cli import DEMO_NAME, demo_model_path, progress_bar, with_groups
 from compress.common.errors import CheckpointError, ToolkitError
+from compress.common.evaluation import MEASURED_KEY, findings_of
 from compress.common.files import in_home
+from compress.evaluate.gate import measured_for, parse_gate, verdicts
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -177,17 +181,24 @@ def _run(request: EvaluationRequest, console: Console, dry_run: bool, as_json: b
         raise
 
 
-def _show(found: EvaluationReport, console: Console, as_json: bool, layers: Sequence[LayerError] = ()) -> None:
+def _show(
+    found: EvaluationReport,
+    console: Console,
+    as_json: bool,
+    layers: Sequence[LayerError] = (),
+    figures: Mapping[str, Any] | None = None,
+) -> None:
     """Prints warnings, and figures as tables or JSON."""
     from compress.cli.tables import print_evaluation, print_layer_errors
 
     for warning in found.warnings:
         console.print(f"warning: {warning}", style="yellow", highlight=False, soft_wrap=True)
     if as_json:
-        added = {"layers": [asdict(each) for each in layers]} if layers else {}
+        added: dict[str, Any] = {"layers": [asdict(each) for each in layers]} if layers else {}
+        added |= {MEASURED_KEY: figures} if figures else {}
         typer.echo(json.dumps(found.to_dict() | added, indent=2))
         return
-    print_evaluation(found)
+    print_evaluation(found, findings_of({MEASURED_KEY: figures}))
     if layers:
         print_layer_errors(layers)
 
@@ -208,6 +219,7 @@ def compare_logits(
     tokenizer: Annotated[
         Path | None, typer.Option(help="Folder with the tokenizer of two servers. Default: that of B, or of A.")
     ] = None,
+    gate: Gate = "",
     as_json: AsJson = False,
 ) -> None:
     """Compare the distributions of the next token of any two models.
@@ -221,6 +233,7 @@ def compare_logits(
     from compress.evaluate.layers import layer_errors
     from compress.evaluate.server import Server
 
+    limits = parse_gate(gate)
     first, second = (Server.parse(each) or folder_of(each, code=score.trust_remote_code) for each in (reference, model))
     request = score.request(
         second,
@@ -231,6 +244,9 @@ def compare_logits(
     )
     if by_layer and request.servers:
         raise ToolkitError(f"{request.servers[0]} has no hidden states", "Leave --by-layer out, or name two folders")
+    if (asked := measured_for(limits)) and request.servers:
+        problem = f"{asked[0]} is measured on the files of a model, and {request.servers[0]} is a server"
+        raise ToolkitError(problem, "Name two folders, or leave it out of --gate")
     console = Console(stderr=True)
     found = _run(request, console, stream.dry_run, as_json)
     if found is None:
@@ -239,7 +255,23 @@ def compare_logits(
     if by_layer:
         judged, exact = request.folders[:2]
         layers = layer_errors(exact, judged, found.windows.tokens, request.options | {"kernels": AS_STORED})
-    _show(found, console, as_json, layers)
+    figures = _figures(request, asked, console)
+    _show(found, console, as_json, layers, figures)
+    report = {"quality": found.to_dict(), MEASURED_KEY: figures, "blocks": ()}
+    refuse_broken(list(verdicts(limits, report)), model, "Compress less, or use it as it is")
+
+
+def _figures(request: EvaluationRequest, names: Sequence[str], console: Console) -> dict[str, dict[str, Any]]:
+    """Measures the figures that a gate asks for; returns their findings by name."""
+    if not names:
+        return {}
+    from compress.evaluate.side import measure_figures
+    from compress.pipeline.answers import sides
+
+    judged, exact = request.folders[:2]
+    with _progress(console, False) as on_progress:
+        found = measure_figures(names, *sides(exact, judged, request.trust_remote_code), on_progress)
+    return {name: finding.to_dict() for name, finding in found.items()}
 
 
 def _default_model(console: Console) -> Path:

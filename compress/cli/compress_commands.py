@@ -27,8 +27,8 @@ from compress.cli.options import (
 from compress.common.cli import DEMO_NAME, demo_model_path, from_written
 from compress.common.errors import CheckpointError, RecipeError
 from compress.common.files import check_out_folder, in_home
+from compress.evaluate.gate import Verdict, measured_for, parse_gate, verdicts
 from compress.recipe import CalibrationOptions, Recipe
-from compress.reporting.gate import parse_gate, verdicts
 from compress.stages.base import STAGES, Stage
 from compress.stages.factorize import FactorizeStage
 from compress.stages.prune import PruneStage
@@ -39,8 +39,10 @@ if TYPE_CHECKING:
     from compress.pipeline.run import RunResult
 
 
-def make_request(model: Path | None, recipe: Recipe, out: Path, job: JobOptions) -> RunRequest:
-    """Creates the request of a run; uses the demo model, with a message, if none is given."""
+def make_request(
+    model: Path | None, recipe: Recipe, out: Path, job: JobOptions, limits: Mapping[str, float] | None = None
+) -> RunRequest:
+    """Creates the request of a run; uses the demo model, with a message, if none is given. `limits`: of its gate."""
     from compress.checkpoint.gguf.folder import folder_of
     from compress.pipeline.prepare import RunRequest
 
@@ -60,6 +62,7 @@ def make_request(model: Path | None, recipe: Recipe, out: Path, job: JobOptions)
         restart=not job.resume,
         trust_remote_code=job.trust_remote_code,
         command=shlex.join(["compress", *sys.argv[1:]]),
+        figures=measured_for(limits or {}),
     )
 
 
@@ -75,7 +78,7 @@ def carry_out(model: Path | None, recipe: Recipe, out: Path, job: JobOptions, ga
     from compress.cli.tables import print_result
 
     limits = {**recipe.gate, **parse_gate(gate)}
-    context = announce(make_request(model, recipe, out, job), job)
+    context = announce(make_request(model, recipe, out, job, limits), job)
     if context is None:
         return
     for note in context.notes:
@@ -91,13 +94,15 @@ def carry_out(model: Path | None, recipe: Recipe, out: Path, job: JobOptions, ga
 def keep_gate(limits: Mapping[str, float], result: RunResult) -> None:
     """Says which limits the finished checkpoint keeps. Raises CheckpointError: it does not keep all of them."""
     found = list(verdicts(limits, result.report))
+    refuse_broken(found, str(result.out), "It is written and verified: use it as it is, or compress less")
+
+
+def refuse_broken(found: Sequence[Verdict], what: str, remedy: str) -> None:
+    """Says which limits are kept. Raises CheckpointError: not all of them are."""
     for each in found:
         say(f"gate: {each}: {'kept' if each.is_kept else 'NOT KEPT'}")
     if broken := [str(each) for each in found if not each.is_kept]:
-        raise CheckpointError(
-            f"{result.out} does not keep its gate: {'; '.join(broken)}",
-            "It is written and verified: use it as it is, or compress less",
-        )
+        raise CheckpointError(f"{what} does not keep its gate: {'; '.join(broken)}", remedy)
 
 
 def announce(request: RunRequest, job: JobOptions) -> RunContext | None:

@@ -14,7 +14,7 @@ from compress.common.cli import option
 from compress.common.errors import DataError, RecipeError
 from compress.common.files import PARTIAL_SUFFIX, in_home
 from compress.common.model_folder import PACKED
-from compress.reporting.gate import describe_gate
+from compress.evaluate.gate import describe_gate
 from compress.targets import IGNORE_HELP
 
 if TYPE_CHECKING:

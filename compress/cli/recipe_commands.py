@@ -15,8 +15,8 @@ from compress.cli.compress_commands import carry_out, keep_gate, make_request
 from compress.cli.options import DEFAULT_OUT, Gate, JobOptions, Model, Out, SearchFiles, Seed
 from compress.common.cli import as_written, from_written, with_groups
 from compress.common.files import in_home
+from compress.evaluate.gate import parse_gate
 from compress.recipe import CalibrationOptions, Recipe
-from compress.reporting.gate import parse_gate
 from compress.search.space import Goal, SearchRequest
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def carry_out_search(
     from compress.search.survey import survey
 
     limits = parse_gate(gate)
-    found = survey(search, make_request(model, search.probe(), out, job), job.dry_run)
+    found = survey(search, make_request(model, search.probe(), out, job, limits), job.dry_run)
     if not job.dry_run:
         _search(found, wanted, job, limits)
     elif job.as_json:

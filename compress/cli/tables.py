@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ from compress.checkpoint.locate import shown_name
 from compress.checkpoint.state_dtype import STATE_FLOAT32
 from compress.checkpoint.weights import Int, Scheme
 from compress.common.cli import wide_console
-from compress.common.evaluation import Evaluation
+from compress.common.evaluation import Evaluation, findings_of
 from compress.common.files import REPORT_FILE, size
 from compress.plan import LayerPlan, Plan, by_kind
 from compress.reporting.page import times
@@ -127,6 +127,7 @@ def _rows(context: RunContext, result: RunResult, with_tip: bool) -> Iterator[tu
     verified = f"{len(structure.quantized)} layers read back bit for bit"
     yield "verified", f"{verified}, {len(structure.dense)} tensors kept dense"
     yield from _quality(result.quality)
+    yield from findings_of(result.report)
     if peak := result.report["peak_device_bytes"]:
         yield "GPU memory", f"{gigabytes(peak)} GB at most"
     if result.kv_cache is not None:
@@ -196,8 +197,8 @@ def gigabytes(count: int) -> str:
     return f"{count / 1e9:,.2f}"
 
 
-def print_evaluation(report: EvaluationReport) -> None:
-    """Prints the result, its protocol, text and baseline."""
+def print_evaluation(report: EvaluationReport, more: Iterable[tuple[str, str]] = ()) -> None:
+    """Prints the result, `more` rows, its protocol, text and baseline."""
     result = report.result
     table = Table(title=f"Evaluation of {_side(report.request.model)}")
     table.add_column("measure")
@@ -208,6 +209,8 @@ def print_evaluation(report: EvaluationReport) -> None:
         table.add_row("baseline perplexity", f"{result.baseline_perplexity:.4f}")
         table.add_row("change", f"{change:+.2f} %")
     for name, text in result.comparison():
+        table.add_row(name, text)
+    for name, text in more:
         table.add_row(name, text)
     if report.request.activations != SIXTEEN_BITS:
         table.add_row("activations", report.request.activations)

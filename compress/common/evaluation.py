@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 
@@ -67,3 +67,41 @@ def _nats(value: float, error: float | None) -> str:
 
 def _percent(value: float, error: float | None) -> str:
     return f"{100 * value:.2f}" + (" %" if error is None else f" ± {100 * error:.2f} %")
+
+
+MEASURED_KEY = "figures"
+"""Entry of reports with the findings of measured figures by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Value of a figure.
+
+    Attributes:
+        value: None where there is none.
+        text: what it was found on, or why there is no value; in one line.
+        applies: whether the figure says anything about this model.
+        details: plain values for the report.
+    """
+
+    value: float | None
+    text: str = ""
+    applies: bool = True
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def nothing(cls, text: str) -> Finding:
+        """Returns the finding about a model of which the figure says nothing."""
+        return cls(None, text, applies=False)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def __str__(self) -> str:
+        return self.text if self.value is None else f"{self.value:.4g}: {self.text}"
+
+
+def findings_of(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yields names and texts of the measured figures of a report, as every table and card shows them."""
+    for name, values in (report.get(MEASURED_KEY) or {}).items():
+        yield name, str(Finding(**values))

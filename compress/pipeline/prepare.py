@@ -158,6 +158,7 @@ class RunRequest:
         micro_batch: sequences per forward pass; 0 is automatic.
         measure: whether to measure perplexity and KL at the end, with the whole dense and packed models in memory.
         command: command line of the run, for its report; empty without one.
+        figures: names of the figures to measure at the end beyond quality, see `compress.evaluate.figures`.
     """
 
     model: Path
@@ -172,6 +173,7 @@ class RunRequest:
     measure: bool = True
     tokens_per_channel: int = TOKENS_PER_CHANNEL
     command: str = ""
+    figures: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,6 +61,23 @@ def check_quality(
             return {"not_measured": str(error)}
 
 
+def measure_asked(folder: Path, context: RunContext, quiet: bool) -> dict[str, Any]:
+    """Returns the findings of the figures that the request asks for, in the checkpoint in `folder`, by name."""
+    if not context.request.figures:
+        return {}
+    from compress.evaluate.side import measure_figures
+    from compress.pipeline.answers import sides
+
+    with RunDisplay(1, quiet=quiet, unit="figures of the gate") as display:
+        found = measure_figures(
+            context.request.figures,
+            *sides(context.request.model, folder, context.request.trust_remote_code),
+            lambda what, done, total: display.step(what, done / total),
+        )
+        display.finish(", ".join(found))
+    return {name: finding.to_dict() for name, finding in found.items()}
+
+
 @dataclass(frozen=True, slots=True)
 class CheckPlan:
     """Plan of `check_quality`."""

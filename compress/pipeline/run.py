@@ -41,7 +41,7 @@ from compress.pipeline.first_pass import finalize_plan
 from compress.pipeline.memory import device_peak, forget_device_peak, return_freed_memory
 from compress.pipeline.mtp_head import HeadResult, pack_head
 from compress.pipeline.prepare import RunContext, source_identity
-from compress.pipeline.quality import check_quality
+from compress.pipeline.quality import check_quality, measure_asked
 from compress.pipeline.resume import MTP, Progress, RunDisplay, only_one_run
 
 
@@ -78,6 +78,7 @@ def run(context: RunContext, quiet: bool = False) -> RunResult:
             kv_cache = choose_default(final, folder, quiet)
             quality = check_quality(folder, context, progress, digests, quiet)
             record_activations(folder, quality)
+            figures = measure_asked(folder, context, quiet)
         seconds = time.monotonic() - started
         # With the original plan: kinds of layers instead of individual layers.
         report = full_report(final, progress, structure, quality, seconds) | {
@@ -86,6 +87,7 @@ def run(context: RunContext, quiet: bool = False) -> RunResult:
             "kv_cache": kv_cache.to_dict() if kv_cache else None,
             "mtp": head.to_dict() if head else None,
             "peak_device_bytes": peak,
+            "figures": figures,
         }
         put_in_place(folder, context.request.out, report)
         progress.discard()

@@ -15,7 +15,7 @@ from compress.checkpoint.formats.readers import Reader, described, readers
 from compress.checkpoint.locate.hub import HubModel
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.common.cli import DISTRIBUTION
-from compress.common.evaluation import Evaluation
+from compress.common.evaluation import Evaluation, findings_of
 from compress.common.files import REPORT_FILE, atomic_file, read_json, size
 from compress.reporting.page import times
 
@@ -155,6 +155,7 @@ def _facts(packed: PackedCheckpoint, report: Report | None, engines: list[Reader
     yield "bits per weight", _bits(packed)
     if report is not None:
         yield from _quality(report)
+        yield from findings_of(report)
         yield "calibration", _calibration(report)
     named = [replace(each, engine=DISTRIBUTION) if each.engine == RUNTIME else each for each in engines]
     yield from described(named).items()

@@ -222,6 +222,15 @@ class Quality(_Record):
     warnings: tuple[str, ...] = ()
 
 
+class FigureFinding(_Record):
+    """A measured figure of a gate; fields as in `compress.common.evaluation.Finding`."""
+
+    value: Number | None
+    text: str = ""
+    applies: bool = True
+    details: dict[str, Any] = {}
+
+
 class Structure(_Record):
     """Findings of re-reading the finished checkpoint; `quantized` gives each packed layer its scheme."""
 
@@ -292,6 +301,7 @@ class RunReport(_Record):
     not_measured: str = ""
     kv_cache: KVCacheFacts | None = None
     search: SearchRecord | None = None
+    figures: dict[str, FigureFinding] = {}
 
     @model_validator(mode="before")
     @classmethod

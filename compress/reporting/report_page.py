@@ -13,6 +13,7 @@ from compress.common.evaluation import Evaluation
 from compress.common.files import size
 from compress.reporting.experts_section import experts_section
 from compress.reporting.figures import MUTED, Bar, Bars, Cells, Figure, Lines, Mark, Series
+from compress.reporting.gate_section import gate_section
 from compress.reporting.page import (
     Facts,
     Listing,
@@ -48,6 +49,7 @@ def report_page(report: RunReport, headers: Headers) -> Page:
     sections = [
         _sizes(report, headers),
         _quality(report),
+        gate_section(report),
         _kv_cache(report.kv_cache),
         _search(report),
         _errors(report),

@@ -171,6 +171,27 @@ def test_a_gate_decides_the_exit_status_and_keeps_the_output(compress, tiny_mode
     assert not (tmp_path / "other").exists()
 
 
+def test_a_gate_measures_what_it_asks_for(compress, tmp_path) -> None:
+    options = ("--method", "rtn", "--bits", 2, "--group-size", 64)
+    gate = "ends=0.5 template=1 routers=0"
+    done = compress("quantize", "demo", *options, "--gate", gate)
+    assert "end of sequence: " in done.stdout
+    assert done.stderr.count(": kept") == 3
+    figures = json.loads((tmp_path / "packed" / REPORT_FILE).read_text())["figures"]
+    assert [*figures] == ["ends", "template", "routers"]
+    assert 0.5 <= figures["ends"]["value"] < 1
+    assert not figures["routers"]["applies"]
+    assert "| ends | " in (tmp_path / "packed/README.md").read_text()
+    compress("report", "packed")
+    assert figures["ends"]["text"] in (tmp_path / "report.html").read_text().replace("&gt;", ">")
+    short = ("--tokens", 256, "--max-seq-length", 64)
+    again = compress("compare-logits", "demo", "packed", *short, "--gate", "ends=1,kl=9", "--json", code=1)
+    assert json.loads(again.stdout)["figures"] == {"ends": figures["ends"]}
+    assert "does not keep its gate: ends is " in again.stderr
+    server = compress("compare-logits", "demo", "http://127.0.0.1:9", "--gate", "ends=1", code=1)
+    assert "is a server" in server.stderr
+
+
 def test_without_a_tokenizer_the_advice_works(compress, tiny_model, tmp_path) -> None:
     source = private_copy(tiny_model(), tmp_path / "source")
     for file in source.glob("tokenizer*"):

@@ -5,8 +5,10 @@ from typing import Any
 import pytest
 
 from compress.common.errors import RecipeError
+from compress.common.evaluation import Finding
+from compress.evaluate.figures.base import FIGURES, ReportFigure
+from compress.evaluate.gate import measured_for, parse_gate, usual_limits, verdicts
 from compress.recipe_file import parse_recipe, parse_work
-from compress.reporting.gate import FIGURES, Figure, parse_gate, verdicts
 
 QUALITY = {"kl_mean": 0.04, "kl_p999": 0.5, "flips": 0.1, "acceptance": 0.93, "perplexity": 20.0}
 
@@ -25,10 +27,10 @@ def kept(gate: str, of: dict[str, Any]) -> dict[str, bool]:
 
 
 def test_a_limit_itself_is_kept() -> None:
-    gate = "kl=0.04 kl_p999=0.5, flips=0.1 acceptance=0.93,perplexity=20 experts=1"
-    assert kept(gate, report(4, 9)) == dict.fromkeys(FIGURES, True)
+    gate = "kl=0.04 kl_p999=0.5, flips=0.1 acceptance=0.93,perplexity=20 experts=1 unused_experts=0"
+    assert kept(gate, report(4, 9)) == dict.fromkeys(parse_gate(gate), True)
     worse = {"kl_mean": 0.041, "kl_p999": 0.51, "flips": 0.11, "acceptance": 0.92, "perplexity": 20.1}
-    assert kept(gate, report(4, 0, **worse)) == dict.fromkeys(FIGURES, False)
+    assert kept(gate, report(4, 0, **worse)) == dict.fromkeys(parse_gate(gate), False)
 
 
 def test_what_was_not_measured_is_not_kept() -> None:
@@ -37,6 +39,27 @@ def test_what_was_not_measured_is_not_kept() -> None:
     assert kept("experts=0.5", report(calibrated=False)) == {"experts": False}
     assert kept("experts=0.5", report(3, 0, 2)) == {"experts": True}
     assert kept("experts=1", report()) == {"experts": True}
+
+
+def test_a_figure_that_says_nothing_of_a_model_keeps_every_limit() -> None:
+    found = report() | {
+        "figures": {
+            "routers": Finding.nothing("no layer is a mixture").to_dict(),
+            "ends": Finding(0.8, "8 of 10").to_dict(),
+        }
+    }
+    assert kept("routers=0 ends=0.9 loops=1", found) == {"routers": True, "ends": False, "loops": False}
+    assert [str(each) for each in verdicts({"routers": 0.0, "ends": 0.9}, found)] == [
+        "routers does not apply (no layer is a mixture), at most 0",
+        "ends is 0.8 (8 of 10), at least 0.9",
+    ]
+
+
+def test_the_default_is_the_usual_limits_and_others_replace_them() -> None:
+    limits = parse_gate("default ends=0.5,kl=0.1")
+    assert limits == usual_limits() | {"ends": 0.5, "kl": 0.1}
+    assert measured_for(limits) == tuple(usual_limits())
+    assert measured_for(parse_gate("kl=1 experts=1")) == ()
 
 
 @pytest.mark.parametrize("text", ["kll=1", "kl", "kl=little", "kl=1 flip=2"])
@@ -60,7 +83,7 @@ def test_recipes_have_a_gate_that_is_no_part_of_what_they_compute() -> None:
 
 
 def test_a_figure_is_added_by_one_row() -> None:
-    FIGURES.register("size")(Figure("bytes", "at most", lambda found: found["structure"]["total_bytes"]))
+    FIGURES.register("size")(ReportFigure("bytes", "at most", lambda found: found["structure"]["total_bytes"]))
     try:
         assert kept("size=100", report() | {"structure": {"total_bytes": 101}}) == {"size": False}
     finally:

@@ -1,0 +1,1 @@
+"""Figures that a gate may limit, one file for each kind: a row that registers itself."""
