@@ -54,6 +54,7 @@ from compress.checkpoint.weights import Scheme
 from compress.common.errors import CheckpointError
 from compress.common.files import (
     PARTIAL_SUFFIX,
+    RECEIPT_FILE,
     REPORT_FILE,
     atomic_file,
     check_out_folder,
@@ -65,7 +66,7 @@ from compress.common.files import (
 from compress.models.wrappers import StoredNames
 
 MAX_SHARD_BYTES = 4 * 2**30
-REWRITTEN = frozenset({CONFIG_FILE, *QUANTIZATION_FILES})
+REWRITTEN = frozenset({CONFIG_FILE, RECEIPT_FILE, *QUANTIZATION_FILES})
 """Side files of a source that a new checkpoint rewrites instead of copying."""
 
 

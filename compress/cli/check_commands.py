@@ -45,6 +45,10 @@ if TYPE_CHECKING:
 
 def verify(
     path: Annotated[Path, typer.Argument(help="A checkpoint folder, packed by this or another tool.")],
+    receipt: Annotated[
+        bool,
+        typer.Option("--receipt", help="Also compare its files, and the dense model's, with its receipt."),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Read a checkpoint again and check config, names, shapes, codes and scales.
@@ -58,7 +62,7 @@ def verify(
     folder = folder_of(path)
     kv_cache, structure = _kv_cache(folder), replace(verify_structure(folder), path=shown_name(path))
     differing = compare_with_report(folder)
-    problems = [*structure.problems, *(differing or ())]
+    problems = [*structure.problems, *(differing or ()), *(_receipt_problems(folder) if receipt else ())]
     if as_json:
         typer.echo(json.dumps(structure.as_dict() | {"problems": problems, "ok": not problems}, indent=2))
     else:
@@ -67,6 +71,18 @@ def verify(
             typer.echo(f"problem: {problem}")
     if problems:
         raise CheckpointError(f"{path} has {len(problems)} problems", "Write or download it again")
+
+
+def _receipt_problems(folder: Path) -> Iterator[str]:
+    """Yields differences of a checkpoint, and of the dense model where it still is, from the receipt."""
+    from compress.evaluate.session import recorded_source
+    from compress.pipeline.receipt import changed_files, read_receipt
+
+    recorded = read_receipt(folder)
+    yield from changed_files(recorded["outputs"], folder)
+    source = recorded_source(read_config(folder))
+    if source is not None and source.exists():
+        yield from changed_files(recorded["source"]["files"], source)
 
 
 def _kv_cache(path: Path) -> list[str]:

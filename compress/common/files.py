@@ -26,6 +26,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 PARTIAL_SUFFIX = ".partial"
 
 REPORT_FILE = "compression_report.json"
+RECEIPT_FILE = "receipt.json"
 
 
 def in_home(path: str | Path) -> Path:

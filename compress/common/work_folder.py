@@ -49,7 +49,12 @@ def differences(folder: Path, identity: Mapping[str, Any]) -> list[str]:
     """Returns what differs between the identity of the progress in a folder, if there is any, and this one."""
     if not has_progress(folder):
         return []
-    old, new = _flat(read_json(folder / _RECORD, "Add --restart")), _flat(identity)
+    return changes(read_json(folder / _RECORD, "Add --restart"), identity)
+
+
+def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Returns a line for each value that differs between nested plain values."""
+    old, new = _flat(before), _flat(now)
     return [f"{key} was {old.get(key)}, now {new.get(key)}" for key in {**old, **new} if old.get(key) != new.get(key)]
 
 

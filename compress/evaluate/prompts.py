@@ -98,7 +98,7 @@ OBJECTS = (
     'Reply with {"status": "ok"} and nothing else.',
     'A shop sells apples for 2 and pears for 3. Reply with a JSON array of objects with "item" and "price". Only JSON.',
     'Describe a book as nested JSON: "title", "author" with "first" and "last", and "tags" as an array. Only JSON.',
-    'Extract JSON with the keys "day" and "hour" from: let us meet on Friday at 15:00. Reply with JSON only.',
+    'Extract JSON with the keys "day" and "hour" from: the train leaves on Friday at 15:00. Reply with JSON only.',
 )
 
 

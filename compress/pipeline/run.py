@@ -42,6 +42,7 @@ from compress.pipeline.memory import device_peak, forget_device_peak, return_fre
 from compress.pipeline.mtp_head import HeadResult, pack_head
 from compress.pipeline.prepare import RunContext, source_identity
 from compress.pipeline.quality import check_quality, measure_asked
+from compress.pipeline.receipt import write_receipt
 from compress.pipeline.resume import MTP, Progress, RunDisplay, only_one_run
 
 
@@ -89,6 +90,7 @@ def run(context: RunContext, quiet: bool = False) -> RunResult:
             "peak_device_bytes": peak,
             "figures": figures,
         }
+        write_receipt(context, folder)
         put_in_place(folder, context.request.out, report)
         progress.discard()
     return RunResult(context.request.out, structure, quality, report, kv_cache, head)

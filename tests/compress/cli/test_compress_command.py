@@ -30,6 +30,7 @@ COMMANDS = (
     "compare-logits",
     "run",
     "verify",
+    "reproduce",
     "doctor",
     "export",
     "report",
