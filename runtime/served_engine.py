@@ -27,7 +27,7 @@ from compress.common.errors import RequestError, ToolkitError
 from compress.cpu.binding import available_threads
 from runtime.core.collector import without_collections
 from runtime.core.config import DataParallelOptions, RuntimeConfig
-from runtime.core.progress import Report
+from runtime.core.progress import Report, ignore
 from runtime.deploy.kv_events import KVEventOptions, KVEventPublisher
 from runtime.engine.wire import describe_end, leave_signals_to_parent, receive, send, start_process
 from runtime.logs import writing_logs
@@ -305,6 +305,14 @@ def part_of(source: EngineSource, index: int, count: int, role: TransferPart) ->
     kv_events = None if is_prefill else source.kv_events  # routers choose among engines that generate
     config = role.adapt(source.config)
     return replace(source, index=index, count=count, transfer=role, config=config, kv_events=kv_events)
+
+
+def load_apart(source: EngineSource, engines: DataParallelOptions, stack: ExitStack) -> ServedEngine:
+    """Loads engines in a process of their own each, which the end of the stack kills. Raises the errors of
+    `Loading.finish`."""
+    loading = stack.enter_context(LoadingApart.begin(source, engines, TransferOptions()))
+    loading.describe_weights()
+    return loading.finish(ignore)
 
 
 def share_of_machine(source: EngineSource, environment: Mapping[str, str], num_threads: int) -> dict[str, str]:

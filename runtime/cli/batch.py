@@ -12,8 +12,7 @@ import typer
 
 from compress.common.cli import run_coroutine, with_groups
 from compress.common.errors import DataError, ToolkitError
-from runtime.cli.options import check_targets, resolve_model, runtime_config
-from runtime.cli.serve import name_of
+from runtime.cli.options import check_targets, name_of, resolve_model, runtime_config
 from runtime.core.config import SeedOptions, SizeOptions, SpeculativeOptions
 
 if TYPE_CHECKING:

@@ -8,8 +8,7 @@ import typer
 
 from compress.common.cli import with_groups
 from compress.common.errors import ToolkitError
-from runtime.cli.options import AddressOptions, ConfigOption, ModelArgument, resolve_model, runtime_config
-from runtime.cli.serve import name_of
+from runtime.cli.options import AddressOptions, ConfigOption, ModelArgument, name_of, resolve_model, runtime_config
 from runtime.core.config import LatencyOptions, LimitOptions, OffloadOptions, SizeOptions, SpeculativeOptions
 from runtime.deploy.replicas import ReplicaOptions
 

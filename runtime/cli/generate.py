@@ -13,8 +13,7 @@ import typer
 from compress.common.cli import with_groups
 from compress.common.errors import RequestError, ToolkitError
 from compress.common.files import MAX_FILE_BYTES, utf8_text
-from runtime.cli.options import GrammarOptions, ModelArgument, SeedOption, resolve_model, runtime_config
-from runtime.cli.serve import name_of
+from runtime.cli.options import GrammarOptions, ModelArgument, SeedOption, name_of, resolve_model, runtime_config
 from runtime.core.config import ComputeOptions, ContextOptions, KVCacheOptions, SpeculativeOptions
 from runtime.core.dry import DryParams
 from runtime.core.request import PenaltyParams, TruncationParams

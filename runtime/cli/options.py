@@ -14,7 +14,7 @@ import typer
 
 from compress.checkpoint.locate import find_model
 from compress.checkpoint.locate.hub import HubModel
-from compress.common.cli import DEMO_NAME, bundled_model, demo_model_path, option
+from compress.common.cli import BUNDLED, DEMO_NAME, bundled_model, bundled_path, demo_model_path, option
 from compress.common.errors import RequestError, ToolkitError, nearest
 from compress.common.files import YamlPart, check_target, read_text, read_yaml
 from compress.common.model_folder import PACKED
@@ -34,6 +34,16 @@ ModelArgument = Annotated[
         help="Checkpoint, packed or dense: a folder, a name of the hub (ORG/NAME[@REVISION]), a GGUF file (FILE or "
         "ORG/NAME:FILE), or one of the bundled: demo or demo-mixture. Default: "
         "the folder 'packed' if it exists, else the bundled demo model.",
+        show_default=False,
+    ),
+]
+ModelsArgument = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="MODEL",
+        help="Checkpoint, packed or dense: a folder, a name of the hub (ORG/NAME[@REVISION]), a GGUF file (FILE or "
+        "ORG/NAME:FILE), or one of the bundled: demo or demo-mixture. Several are loaded on demand, and NAME=MODEL "
+        "names one. Default: the folder 'packed' if it exists, else the bundled demo model.",
         show_default=False,
     ),
 ]
@@ -57,6 +67,13 @@ def resolve_model(model: Path | None, code: bool = False, values: bool = True) -
     from compress.checkpoint.gguf.folder import folder_of
 
     return folder_of(model, values=values, code=code), f"{model} (bundled)" if bundled_model(model) else str(model)
+
+
+def name_of(path: Path) -> str:
+    """Returns the default name of a folder's model in the API."""
+    if model := HubModel.of_cached(path):
+        return model.repo
+    return next((name for name in BUNDLED if path == bundled_path(name)), path.resolve().name)
 
 
 def check_targets(*files: Path | None) -> None:
@@ -129,7 +146,7 @@ def _defaults(context: typer.Context, file: Path) -> Iterator[tuple[str, Any]]:
 
 def _value(context: typer.Context, param: Any, key: str, part: YamlPart) -> str | list[str]:
     value: str | list[str]
-    if getattr(param, "multiple", False):
+    if getattr(param, "multiple", False) or param.nargs == -1:
         value = [each.text(key) for each in (part.value if isinstance(part.value, list) else [part])]
     else:
         value = part.text(key)

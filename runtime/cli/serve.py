@@ -10,27 +10,26 @@ import shlex
 import signal
 import socket
 import sys
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from compress.checkpoint.locate.hub import HubModel
-from compress.common.cli import BUNDLED, bundled_path, with_groups
+from compress.common.cli import with_groups
 from compress.common.errors import ToolkitError
 from runtime.cli.options import (
     AdapterOptions,
     AddressOptions,
     ConfigOption,
     LogOptions,
-    ModelArgument,
+    ModelsArgument,
     StartOptions,
     TlsOptions,
-    resolve_model,
     runtime_config,
     warn_of_readers,
 )
+from runtime.cli.several_models import SeveralModelsOptions, plan_models, resolve_models
 from runtime.cli.start_display import showing
 from runtime.core.collector import without_collections
 from runtime.core.config import (
@@ -114,20 +113,13 @@ def url_of(listener: socket.socket, scheme: str = "http") -> str:
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
-def name_of(path: Path) -> str:
-    """Returns the default name of a folder's model in the API."""
-    if model := HubModel.of_cached(path):
-        return model.repo
-    return next((name for name in BUNDLED if path == bundled_path(name)), path.resolve().name)
-
-
 LOCAL_HOSTS = ("127.0.0.1", "::1", "localhost")
 
 
 @with_groups
 def serve(
     *,
-    model: ModelArgument = None,
+    model: ModelsArgument = None,
     config: ConfigOption = None,
     address: AddressOptions,
     tls: TlsOptions,
@@ -140,33 +132,35 @@ def serve(
     limits: LimitOptions,
     engines: DataParallelOptions,
     transfer: TransferOptions,
+    several: SeveralModelsOptions,
     events: KVEventOptions,
     lora: LoraOptions,
     adapters: AdapterOptions,
     start: StartOptions,
 ) -> None:
-    """Serve a checkpoint over an OpenAI-compatible HTTP API.
+    """Serve checkpoints over an OpenAI-compatible HTTP API.
 
     While the model loads, /health returns the progress with status 503. After Ctrl-C or SIGTERM, running requests
     finish before the server stops, and new ones get a 503; a second signal aborts running requests with an error.
     """
     from runtime.server.native_memory import share_arenas
 
-    if engines.data_parallel_size > 1 and not start.api_process:
-        problem = f"--no-api-process does not go with --data-parallel-size {engines.data_parallel_size}"
+    if (engines.data_parallel_size > 1 or len(model or ()) > 1) and not start.api_process:
+        problem = "--no-api-process does not go with several models or --data-parallel-size"
         raise ToolkitError(problem, "Leave out --no-api-process: each engine needs a process")
     share_arenas()  # before any thread starts
     host, encryption = address.host, tls.checked()
-    path, where = resolve_model(model, sizes.trust_remote_code)
+    found = resolve_models(model or (), address.name, sizes.trust_remote_code)
     listener = listen(host, address.port)  # before the model loads, to detect a port in use early
-    print(f"model     {where}", flush=True)
+    print(*(f"model     {each.where}" for each in found), sep="\n", flush=True)
     settings = runtime_config(sizes, drafts, offload, latency, seed, lora)
     settings = replace(settings, warm_up=start.warm_up, captures_later=start.warm_up)
     apart = transfer.checked(settings, start.api_process)
-    name, keys = address.name or name_of(path), load_keys(address)
+    name, keys = found[0].name, load_keys(address)
     named_adapters = adapters.checked(lora, name)
     named_events = events.named(listener.getsockname()[1], name)
-    source = EngineSource(path, settings, start.jit_cache, logs.log_level.upper(), named_events)
+    source = EngineSource(found[0].path, settings, start.jit_cache, logs.log_level.upper(), named_events)
+    together = plan_models(found, source, engines, apart, several)
     hosts, progress = names_of_server(host, start.allowed_host or []), StartProgress()
     with (
         LoadingApart.begin(source, engines, apart) if start.api_process else nullcontext(LoadingHere(source)) as loading
@@ -185,16 +179,19 @@ def serve(
                 allowed = Limits(**asdict(limits), max_model_len=served.facts.max_model_len)
                 guards: dict[str, Any] = {"keys": keys, "allowed_hosts": hosts}
                 guards["changes_adapters"] = adapters.allow_runtime_lora_updating
-                app = create_app(served.client, served.tokenizer, name, allowed, adapters=named_adapters, **guards)
+                client = served.client
+                if together is not None:
+                    client, guards = together.engine(name, client), guards | together.parts(limits)
+                app = create_app(client, served.tokenizer, name, allowed, adapters=named_adapters, **guards)
         print(*served.facts.lines, sep="\n")
         print(f"ready     in {progress.summary()}")
         url, has_chat = url_of(listener, "https" if encryption else "http"), served.tokenizer.chat_template is not None
-        announce(url, name, has_chat, needs_key=keys is not None)
+        announce(url, [each.name for each in found], has_chat, needs_key=keys is not None)
         warn_of_open_door(host, is_open=keys is None and tls.ssl_ca_certs is None)
         gc.freeze()  # otherwise a full collection visits all objects of the libraries and stops all threads for 0.1 s
         with writing_logs(source.log_level):
             run(app, listener, limits.drain_seconds, limits.client_seconds, **encryption)
-        if (health := served.client.check()).has_ended:
+        if (health := client.check()).has_ended:
             raise ToolkitError(health.reason, "See the log above, and start the server again")
     print("stopped", file=sys.stderr)
 
@@ -239,16 +236,16 @@ def warn_of_open_door(host: str, is_open: bool) -> None:
         )
 
 
-def announce(url: str, name: str, has_chat: bool, needs_key: bool) -> None:
+def announce(url: str, names: Sequence[str], has_chat: bool, needs_key: bool) -> None:
     """Prints the URL of the server and an example command."""
     message = {"messages": [{"role": "user", "content": "Hello"}]} if has_chat else {"prompt": "Hello"}
-    body = json.dumps({"model": name, **message, "max_tokens": 32})
+    body = json.dumps({"model": names[0], **message, "max_tokens": 32})
     command = ["curl", f"{url}/v1/{'chat/completions' if has_chat else 'completions'}"]
     command += ["-H", "Content-Type: application/json"]
     if needs_key:
         command += ["-H", "Authorization: Bearer KEY"]
     print(
-        f"serving   {name} at {url} (Ctrl-C stops)\npage      {url}/ in a browser\n"
+        f"serving   {', '.join(names)} at {url} (Ctrl-C stops)\npage      {url}/ in a browser\n"
         f"try       {shlex.join([*command, '-d', body])}",
         flush=True,
     )

@@ -6,7 +6,7 @@ import asyncio
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Sequence, Set
+from collections.abc import AsyncGenerator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
@@ -125,6 +125,25 @@ class Health:
     @property
     def is_idle(self) -> bool:
         return not self.num_running and not self.num_waiting
+
+
+def join_health(states: Mapping[str, Health]) -> Health:
+    """Returns the health of several engines, with the reason of the one that has ended, else of the first that is
+    unhealthy.
+
+    Args:
+        states: health of each by what the reason calls it.
+    """
+    troubles = sorted(states.items(), key=lambda each: (not each[1].has_ended, each[1].healthy))
+    name, worst = troubles[0]
+    return Health(
+        worst.healthy,
+        "" if worst.healthy else f"{name}: {worst.reason}",
+        sum(state.num_running for state in states.values()),
+        sum(state.num_waiting for state in states.values()),
+        max(state.seconds_since_progress for state in states.values()),
+        worst.has_ended,
+    )
 
 
 class EngineClient(ABC):

@@ -14,6 +14,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from runtime.core.request import FinishReason, Sequence
@@ -265,6 +266,11 @@ def join(texts: Iterable[str]) -> str:
     return "".join(f"# HELP {about}\n{kind}\n{samples}" for (about, kind), samples in families.items())
 
 
+def add_label(text: str, name: str, value: str) -> str:
+    """Adds a label to the samples of a text in Prometheus' format that lack it."""
+    return render(Labelled(ParsedMetrics(text), {name: value}))
+
+
 def engine_label(engine: str) -> dict[str, str]:
     """Returns the label of one of several engines, none for a single one."""
     return {"engine": engine} if engine else {}
@@ -282,6 +288,17 @@ class Labelled(Collector):
             samples = family.samples
             family.samples = [sample._replace(labels={**self.labels, **sample.labels}) for sample in samples]
             yield family
+
+
+class ParsedMetrics(Collector):
+    """The metrics of a text in Prometheus' format."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def collect(self) -> Iterator[Metric]:
+        """Yields the metrics in the order of the text."""
+        yield from text_string_to_metric_families(self.text)
 
 
 class VllmNames(Collector):

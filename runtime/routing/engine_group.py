@@ -14,7 +14,7 @@ from pathlib import Path
 from runtime.core.request import Delta, RequestOptions, SamplingParams
 from runtime.engine.block_pool import extend_hashes, root_hash
 from runtime.engine.engine import NO_OPTIONS
-from runtime.engine.engine_client import EngineClient, Health, SingleEngineClient
+from runtime.engine.engine_client import EngineClient, Health, SingleEngineClient, join_health
 from runtime.engine.metrics import join
 from runtime.routing.prefixes import SentPrefixes
 
@@ -50,19 +50,8 @@ class EngineGroup(EngineClient):
             return all(list(pool.map(lambda engine: engine.stop(timeout), self.all.values())))
 
     def check(self) -> Health:
-        """Returns the health of all together, with the reason of the engine that has ended, else of the first that is
-        unhealthy."""
-        states = {name: engine.check() for name, engine in self.engines.items()}
-        troubles = sorted(states.items(), key=lambda each: (not each[1].has_ended, each[1].healthy))
-        name, worst = troubles[0]
-        return Health(
-            worst.healthy,
-            "" if worst.healthy else f"engine {name}: {worst.reason}",
-            sum(state.num_running for state in states.values()),
-            sum(state.num_waiting for state in states.values()),
-            max(state.seconds_since_progress for state in states.values()),
-            worst.has_ended,
-        )
+        """Returns the health of all together, see `join_health`."""
+        return join_health({f"engine {name}": engine.check() for name, engine in self.engines.items()})
 
     async def render_metrics(self, model_name: str = "", engine: str = "") -> str:
         """Renders the metrics of all engines, or of the one with that name."""

@@ -1,10 +1,12 @@
-"""The HTTP application: OpenAI's API around one engine."""
+"""The HTTP application: OpenAI's API around one engine, or one of each model."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Collection, Iterator, Mapping
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -18,9 +20,10 @@ from pydantic.json_schema import models_json_schema
 from compress.common.cli import tool_version
 from runtime.core.config import Limits
 from runtime.engine.engine_client import EngineClient
+from runtime.routing.routes import Routes
+from runtime.server.dispatch import Dispatch
 from runtime.server.drain import SERVED_WHILE_DRAINING, Drain, DrainGuard
 from runtime.server.errors import add_error_handlers
-from runtime.server.intake import Intake
 from runtime.server.keys import ApiKeys
 from runtime.server.middleware import (
     OPEN_PATHS,
@@ -39,9 +42,19 @@ from runtime.server.protocol.field_warnings import WARNING_HEADER
 from runtime.server.protocol.generation import MAX_INPUTS
 from runtime.server.response_models import ANY_ERRORS, DRAIN_ERRORS, KEY_ERRORS, SCHEMAS, ErrorResponse
 from runtime.server.routes.registry import ROUTES
-from runtime.server.serving import Service
+from runtime.server.serving import Service, check_all
 from runtime.text.grammar import MAX_CHARACTERS, MAX_SCHEMA_CHARACTERS, MAX_WORK
 from runtime.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """A further model of a server: its engine, not started, and what requests are checked against."""
+
+    engine: EngineClient
+    tokenizer: Tokenizer
+    name: str
+    limits: Limits
 
 
 def create_app(
@@ -54,8 +67,10 @@ def create_app(
     allowed_hosts: Collection[str] = (),
     adapters: Mapping[str, Path] = MappingProxyType({}),
     changes_adapters: bool = False,
+    others: Sequence[ServedModel] = (),
+    routes: Routes = MappingProxyType({}),
 ) -> FastAPI:
-    """Creates the application, which starts the engine when it starts and stops it when it ends.
+    """Creates the application, which starts the engines when it starts and stops them when it ends.
 
     Args:
         engine: the engine, not started.
@@ -67,26 +82,33 @@ def create_app(
             name, and only pages of the server itself.
         adapters: paths of LoRA adapters by the names that requests may use, too.
         changes_adapters: whether clients may load and unload adapters.
+        others: further models, each asked by its name.
+        routes: virtual models, which choose among these.
     """
-    metrics = ServerMetrics(model_name)
-    service = Service(
-        engine, tokenizer, model_name, limits, metrics.render, adapters, changes_adapters=changes_adapters
-    )
+    metrics, other_names = ServerMetrics(model_name), [*(other.name for other in others), *routes]
+    options: dict[str, Any] = {"changes_adapters": changes_adapters, "other_names": other_names}
+    service = Service(engine, tokenizer, model_name, limits, metrics.render, adapters, **options)
+    service.peers = [
+        service,
+        *(Service(other.engine, other.tokenizer, other.name, other.limits, metrics.render) for other in others),
+    ]
+    service.routes = routes
     app = DescribedApi(
-        names=[] if changes_adapters else [model_name, *adapters],
+        names=[] if changes_adapters else [model_name, *adapters, *other_names],
         limits=limits,
         needs_key=keys is not None,
         version=tool_version(),
         description=describe_limits(limits),
         title=f"runtime: {model_name}",
-        lifespan=partial(running, engine, service.intake),
+        lifespan=partial(running, service.peers),
         docs_url=None,
         redoc_url=None,
     )
-    app.state.drain = Drain(engine.stop, lambda: engine.check().has_ended)
+    app.state.drain = Drain(partial(stop_all, service.peers), lambda: check_all(service.peers).has_ended)
     add_error_handlers(app)
+    dispatch = Dispatch(service.peers, routes, metrics.num_routed)
     for family in ROUTES.values():
-        app.include_router(family.create_router(service))
+        app.include_router(family.create_router(service) if not others else dispatch.create_router(family))
     _add_guards(app, limits, keys, allowed_hosts)
     app.add_middleware(AccessLog, metrics=metrics)
     app.add_middleware(RequestId)
@@ -113,16 +135,24 @@ def _add_guards(app: FastAPI, limits: Limits, keys: ApiKeys | None, allowed_host
 
 
 @asynccontextmanager
-async def running(engine: EngineClient, intake: Intake, _: FastAPI) -> AsyncIterator[None]:
-    """Runs the engine as long as the application."""
-    engine.start()
-    trimmer = asyncio.create_task(trim_at_times(lambda: engine.check().is_idle))
+async def running(services: Sequence[Service], _: FastAPI) -> AsyncIterator[None]:
+    """Runs the engines as long as the application."""
+    for service in services:
+        service.engine.start()
+    trimmer = asyncio.create_task(trim_at_times(lambda: check_all(services).is_idle))
     try:
         yield
     finally:
         trimmer.cancel()
-        intake.close()
-        await asyncio.to_thread(engine.stop)
+        for service in services:
+            service.intake.close()
+        await asyncio.to_thread(stop_all, services)
+
+
+def stop_all(services: Sequence[Service]) -> None:
+    """Stops the engines of all models."""
+    with ThreadPoolExecutor(len(services)) as pool:
+        list(pool.map(lambda service: service.engine.stop(), services))
 
 
 UNUSED = ("HTTPValidationError", "ValidationError")

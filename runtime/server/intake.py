@@ -58,12 +58,14 @@ class ServedText:
 
     Attributes:
         adapters: paths of LoRA adapters by the names that requests may use instead of the model's.
+        other_names: names of the other models of the server, which their own requests reach.
     """
 
     tokenizer: Tokenizer
     model_name: str
     limits: Limits
     adapters: dict[str, Path] = field(default_factory=dict)
+    other_names: tuple[str, ...] = ()
 
     def parse(self, raw: bytes, kind: type[Body]) -> Body:
         """Returns a validated body. Raises ApiError with status 400 for an invalid one."""
@@ -87,9 +89,8 @@ class ServedText:
     def check_model(self, name: str) -> None:
         """Raises ApiError with status 404 unless `name` is the served model, or one of its adapters."""
         if name != self.model_name and name not in self.adapters:
-            raise ApiError(
-                404, f"The model '{name}' is not served here. Use '{self.model_name}'.", "model", "model_not_found"
-            )
+            names = " or ".join(f"'{each}'" for each in (self.model_name, *self.other_names))
+            raise ApiError(404, f"The model '{name}' is not served here. Use {names}.", "model", "model_not_found")
 
     def encode(self, text: str, *, add_special_tokens: bool = True, keep: int | None = None) -> array[int]:
         """Returns the token ids of a prompt, int32, or the last `keep` of them; refuses far too long ones early.

@@ -286,6 +286,7 @@ class ServerMetrics(Collector):
         self.build = {"version": tool_version(), "model": model_name}
         self.num_requests: Counter[tuple[str, ...]] = Counter()
         self.num_tokens: Counter[tuple[str, ...]] = Counter()
+        self.num_routed: Counter[tuple[str, ...]] = Counter()
         self.registry = CollectorRegistry()
         self.registry.register(self)
         ProcessCollector(registry=self.registry)
@@ -301,6 +302,11 @@ class ServerMetrics(Collector):
         yield InfoMetricFamily(f"{PREFIX}build", "Version of the toolkit and name of the model.", self.build)
         labels, text = ("method", "route", "status"), "HTTP requests ended; 499: the client left before the answer."
         yield _counts(f"{PREFIX}http_requests_total", text, labels, self.num_requests)
+        text, labels = (
+            "Requests to virtual models, by the model that answers and why.",
+            ("route", "model_name", "reason"),
+        )
+        yield _counts(f"{PREFIX}routed_requests_total", text, labels, self.num_routed)
         yield _counts(f"{PREFIX}api_key_tokens_total", "Tokens of prompts and answers.", ("key",), self.num_tokens)
 
     def render(self) -> str:

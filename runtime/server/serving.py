@@ -25,9 +25,11 @@ from compress.common.errors import sentences
 from runtime.core.config import Limits
 from runtime.core.request import Delta, FinishReason, RequestOptions, SamplingParams
 from runtime.core.token_rules import NOTHING_ALLOWED
-from runtime.engine.engine_client import EngineClient
+from runtime.engine.engine_client import EngineClient, Health, join_health
 from runtime.engine.output_processor import GRAMMAR_TOO_COMPLEX
+from runtime.routing.routes import Routes
 from runtime.server.answers import Answer, ChoicesAnswer, Deltas, Shape, blocks, chain
+from runtime.server.cascade import ConfidenceGate
 from runtime.server.errors import RETRY_LATER, ApiError, JsonResponse, aborted
 from runtime.server.intake import Intake, ServedText
 from runtime.server.keys import Account
@@ -186,6 +188,15 @@ class EventStream(StreamingResponse):
     def __init__(self, answer: Answer, deltas: Deltas, turns: asyncio.Lock) -> None:
         super().__init__((), headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         self.answer, self.deltas, self.turns = answer, deltas, turns
+        self.first: list[Delta] | None = None
+
+    async def read_first(self, receive: Receive) -> None:
+        """Waits for the first deltas before the answer begins. Raises the errors before them, and ClientDisconnect."""
+        try:
+            self.first = await unless_disconnected(receive, anext(self.deltas))
+        finally:
+            if self.first is None:
+                await self.deltas.aclose()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         write = scope.get("extensions", {}).get(WRITE_PIECE) or partial(send_piece, send)
@@ -198,7 +209,7 @@ class EventStream(StreamingResponse):
             await self.deltas.aclose()
 
     async def write_events(self, send: Send, write: Callable[[bytes], Awaitable[None]]) -> None:
-        first = await anext(self.deltas)
+        first = await anext(self.deltas) if self.first is None else self.first
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         begun, unsent, num_open = set[int](), self.answer.begin(first[0]), self.answer.num_choices
         deltas: list[Delta] | None = first
@@ -268,6 +279,7 @@ class Service:
     """The served model: answers requests on the engine within `limits`. Used on the event loop's thread.
 
     Attributes:
+        peers: all models of the server, this one included.
         places: places in the queue by client.
         turns: lock of long answers, of which one is written at a time.
         changes_adapters: whether clients may load and unload adapters.
@@ -283,6 +295,7 @@ class Service:
         adapters: Mapping[str, Path] = MappingProxyType({}),
         *,
         changes_adapters: bool = False,
+        other_names: Sequence[str] = (),
     ) -> None:
         self.engine = engine
         self.tokenizer = tokenizer
@@ -290,7 +303,9 @@ class Service:
         self.limits = limits
         self.render_server_metrics = render_server_metrics
         self.changes_adapters = changes_adapters
-        self.intake = Intake(ServedText(tokenizer, model_name, limits, dict(adapters)))
+        self.intake = Intake(ServedText(tokenizer, model_name, limits, dict(adapters), tuple(other_names)))
+        self.peers: Sequence[Service] = [self]
+        self.routes: Routes = {}
         self.places: Counter[str] = Counter()
         self.turns = asyncio.Lock()
 
@@ -322,12 +337,22 @@ class Service:
         prompts: Sequence[Sequence[int]],
         samplings: Sequence[SamplingParams],
     ) -> Response:
-        """Generates `n` choices per prompt and answers, as one body or as a stream."""
+        """Generates `n` choices per prompt and answers, as one body or as a stream.
+
+        Raises:
+            LowConfidenceError: `request.state.gate` does not keep the answers.
+        """
+        gate: ConfidenceGate | None = getattr(request.state, "gate", None)
+        with_logprobs = samplings[0].logprobs is not None
+        if gate is not None:
+            samplings = [gate.scored(sampling) for sampling in samplings]
         options = self.options_for(body.model, priority=body.priority, cache_salt=body.cache_salt)
         jobs = [Job(f"{request_id}-{i}", *job, options) for i, job in enumerate(zip(prompts, samplings, strict=True))]
         logger.debug("request %s: prompts of %s tokens", request_id, [len(p) for p in prompts])
         request.state.user = body.user
         deltas = self.run(jobs, request)
+        if gate is not None:
+            deltas = gate.hold(deltas, answer.num_choices, with_logprobs)
         if body.stream:
             response: Response = EventStream(answer, deltas, self.turns)
         else:
@@ -408,3 +433,10 @@ class Service:
             finally:
                 limits.timer.cancel()
                 await source.aclose()
+
+
+def check_all(services: Sequence[Service]) -> Health:
+    """Returns the health of all models."""
+    if len(services) == 1:
+        return services[0].engine.check()
+    return join_health({f"model {each.model_name}": each.engine.check() for each in services})

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from fastapi import APIRouter, Request
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import PlainTextResponse, Response
 
 from compress.common.cli import tool_version
+from runtime.engine.metrics import join
 from runtime.server.errors import JsonResponse
 from runtime.server.response_models import HealthResponse, Responses, VersionResponse
 from runtime.server.routes.registry import register
-from runtime.server.serving import Service
+from runtime.server.serving import Service, check_all
 
 UNHEALTHY: Responses = {
     503: {"model": HealthResponse, "description": "Starting, unhealthy, or draining: it stops after the last answer"}
@@ -25,7 +28,7 @@ def health_router(service: Service) -> APIRouter:
     @router.get("/health", response_model=HealthResponse, responses=UNHEALTHY)
     async def health(request: Request) -> Response:
         """Status 200 while the engine is healthy and the server takes requests, else 503 with the reason."""
-        state, is_draining = service.engine.check(), request.app.state.drain.has_begun
+        state, is_draining = check_all(service.peers), request.app.state.drain.has_begun
         body: HealthResponse = {
             "status": "draining" if is_draining else "ok" if state.healthy else "unhealthy",
             "reason": "the server is stopping" if is_draining else state.reason,
@@ -37,7 +40,8 @@ def health_router(service: Service) -> APIRouter:
     @router.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         """Metrics of the engine, of requests and of the process in Prometheus' text format."""
-        text = await service.engine.render_metrics(service.model_name) + service.render_server_metrics()
+        texts = await asyncio.gather(*(each.engine.render_metrics(each.model_name) for each in service.peers))
+        text = join(texts) + service.render_server_metrics()
         return PlainTextResponse(text, media_type=CONTENT_TYPE_LATEST)
 
     @router.get("/version", response_model=VersionResponse)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any, cast
 
 from fastapi import APIRouter
 from starlette.responses import Response
@@ -15,31 +16,33 @@ from runtime.server.serving import Service
 
 @register(order=80)
 def models_router(service: Service) -> APIRouter:
-    """Routes that list the served model and its adapters."""
+    """Routes that list the served models, their adapters and the virtual models."""
     router, served, created = APIRouter(), service.intake.served, int(time.time())
 
-    def describe(name: str) -> Model:
-        path = served.adapters.get(name)
-        return {
-            "id": name,
-            "object": "model",
-            "created": created,
-            "owned_by": "local",
-            "max_model_len": service.limits.max_model_len,
-            "root": name if path is None else str(path),
-            "parent": None if path is None else service.model_name,
-        }
+    def describe(name: str, length: int, root: str, parent: str | None = None) -> Model:
+        common = {"object": "model", "created": created, "owned_by": "local"}
+        found: Any = {"id": name, **common, "max_model_len": length, "root": root, "parent": parent}
+        return cast(Model, found)
+
+    def find_models() -> dict[str, Model]:
+        lengths = {peer.model_name: peer.limits.max_model_len for peer in service.peers}
+        found = {name: describe(name, length, name) for name, length in lengths.items()}
+        for name, path in served.adapters.items():
+            found[name] = describe(name, service.limits.max_model_len, str(path), service.model_name)
+        for name, route in service.routes.items():
+            found[name] = describe(name, min(lengths[model] for model in route.models), name)
+        return found
 
     @router.get("/v1/models", response_model=ModelList)
     async def list_models() -> Response:
-        """Lists the served model, then its adapters, whose `parent` it is."""
-        names = service.model_name, *served.adapters
-        models: ModelList = {"object": "list", "data": [describe(name) for name in names]}
+        """Lists the served models, then adapters, whose `parent` the model is, then virtual models."""
+        models: ModelList = {"object": "list", "data": [*find_models().values()]}
         return JsonResponse(models)
 
     @router.get("/v1/models/{name:path}", response_model=Model, responses=PARAMETER_ERRORS)
     async def get_model(name: str) -> Response:
-        served.check_model(name)
-        return JsonResponse(describe(name))
+        if (found := find_models().get(name)) is None:
+            served.check_model(name)
+        return JsonResponse(found)
 
     return router

@@ -8,8 +8,8 @@ import typer
 
 from compress.common.cli import BUNDLED, bundled_path, demo_model_path, read_size
 from compress.common.errors import ToolkitError
-from runtime.cli.options import resolve_model
-from runtime.cli.serve import listen, name_of, url_of
+from runtime.cli.options import name_of, resolve_model
+from runtime.cli.serve import listen, url_of
 
 
 @pytest.mark.parametrize(

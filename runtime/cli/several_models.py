@@ -1,0 +1,187 @@
+"""Several models of one server: their names, the memory that they share, and engines that are loaded on demand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from compress.common.cli import SIZE_OPTION, option
+from compress.common.device import format_bytes
+from compress.common.errors import ToolkitError
+from runtime.cli.options import name_of, resolve_model
+from runtime.core.config import DataParallelOptions, LimitOptions, Limits
+from runtime.model_sizes import ModelSize, measure_apart
+from runtime.routing.on_demand import ModelMemory, OnDemandEngine
+from runtime.routing.route_file import read_routes
+from runtime.routing.routes import Routes
+from runtime.served_engine import EngineSource, load_apart
+from runtime.transfer.options import TransferOptions
+
+if TYPE_CHECKING:
+    from runtime.engine.engine_client import EngineClient
+    from runtime.server.app import ServedModel
+
+
+@dataclass(frozen=True, slots=True)
+class SeveralModelsOptions:
+    """Several models of one server."""
+
+    model_memory: int | None = option(
+        default=None,
+        **SIZE_OPTION,
+        help="Memory for all models that are loaded at once, where several are served: idle ones are unloaded, least "
+        "recently used first, when the next one would exceed it. Default: what is free at the start.",
+    )
+    route: Path | None = option(
+        default=None,
+        metavar="FILE",
+        help="YAML file of virtual models, which choose a served model for a request by rules, or ask a small model "
+        "first and a large one where the small one is not confident.",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class NamedModel:
+    """A model with its name in the API. `where`: what the user is told."""
+
+    name: str
+    path: Path
+    where: str
+
+
+def resolve_models(given: Sequence[str], name: str | None, code: bool) -> list[NamedModel]:
+    """Returns the models of arguments of the form `MODEL` or `NAME=MODEL`.
+
+    Args:
+        name: value of `--served-model-name`.
+        code: whether Python files of the models may run.
+
+    Raises:
+        CheckpointError: as `resolve_model`.
+        ToolkitError: names are missing or not distinct.
+    """
+    if name is not None and len(given) > 1:
+        raise ToolkitError("--served-model-name names one model, and several are served", "Write NAME=MODEL for each")
+    found = [_resolve(text, name, code) for text in given or ("",)]
+    names = [model.name for model in found]
+    for model in found:
+        if names.count(model.name) > 1:
+            raise ToolkitError(f"two models are named {model.name!r}", "Write NAME=MODEL, with a name for each")
+    return found
+
+
+def _resolve(text: str, name: str | None, code: bool) -> NamedModel:
+    given, _, model = text.partition("=") if "=" in text and not Path(text).exists() else ("", "", text)
+    path, where = resolve_model(Path(model) if model else None, code)
+    return NamedModel(name or given or name_of(path), path, where)
+
+
+@dataclass(frozen=True, slots=True)
+class SeveralModels:
+    """The models of a server by name; the first one is loaded at the start.
+
+    Attributes:
+        engines: engines of each of them.
+        memory: memory that they share.
+        routes: virtual models.
+    """
+
+    sources: Mapping[str, EngineSource]
+    sizes: Mapping[str, ModelSize]
+    engines: DataParallelOptions
+    memory: ModelMemory
+    routes: Routes
+
+    def describe(self) -> str:
+        """Describes the memory."""
+        needs = ", ".join(f"{name} {format_bytes(size.num_bytes)}" for name, size in self.sizes.items())
+        return f"memory    {needs}; {format_bytes(self.memory.limit)} for what is loaded"
+
+    def engine(self, name: str, loaded: EngineClient | None = None) -> OnDemandEngine:
+        """Returns the engine of a model, which may be loaded already."""
+        load = partial(_load, self.sources[name], self.engines)
+        return OnDemandEngine(name, self.sizes[name].num_bytes, self.memory, load, loaded)
+
+    def parts(self, limits: LimitOptions) -> dict[str, Any]:
+        """Returns what the application has beside the first model. Raises CheckpointError if a model has no
+        tokenizer."""
+        return {"others": list(self._others(limits)), "routes": self.routes}
+
+    def _others(self, limits: LimitOptions) -> Iterator[ServedModel]:
+        from runtime.server.app import ServedModel
+        from runtime.text.tokenizer import Tokenizer
+
+        for name in [*self.sources][1:]:
+            allowed = Limits(**asdict(limits), max_model_len=self.sizes[name].max_model_len)
+            yield ServedModel(self.engine(name), Tokenizer.open(self.sources[name].path), name, allowed)
+
+
+def plan_models(
+    models: Sequence[NamedModel],
+    source: EngineSource,
+    engines: DataParallelOptions,
+    transfer: TransferOptions,
+    options: SeveralModelsOptions,
+) -> SeveralModels | None:
+    """Measures the models of a server, and prints their memory. Returns None for a single model.
+
+    Args:
+        source: that of the first one.
+
+    Raises:
+        CheckpointError: a folder cannot be read or served.
+        ToolkitError: a model exceeds the memory, options do not go with the number of models, or the file of virtual
+            models is wrong.
+    """
+    _check_options(source, transfer, options, len(models))
+    if len(models) == 1:
+        return None
+    names = [model.name for model in models]
+    routes = read_routes(options.route, names) if options.route is not None else {}
+    found = measure_apart([model.path for model in models], source.config)
+    sizes = {
+        name: replace(size, num_bytes=size.num_bytes * engines.data_parallel_size)
+        for name, size in zip(names, found, strict=True)
+    }
+    limit = options.model_memory or found[0].free_bytes
+    _check_sizes(sizes, source, limit)
+    sources = {model.name: replace(source, path=model.path) for model in models}
+    several = SeveralModels(sources, sizes, engines, ModelMemory(limit), routes)
+    print(several.describe(), flush=True)
+    return several
+
+
+def _check_sizes(sizes: Mapping[str, ModelSize], source: EngineSource, limit: int) -> None:
+    """Raises ToolkitError for a model that never fits."""
+    if source.config.kv_memory_bytes is None and any(size.device != "cpu" for size in sizes.values()):
+        problem = "several models on a GPU need --kv-memory: by default one model takes all memory that is free"
+        raise ToolkitError(problem, "Add --kv-memory SIZE, the KV cache of each model")
+    for name, size in sizes.items():
+        if size.num_bytes > limit:
+            problem = f"the model {name} needs {format_bytes(size.num_bytes)}, and {format_bytes(limit)} are allowed"
+            raise ToolkitError(problem, "Use a larger --model-memory, or a smaller --kv-memory")
+
+
+def _load(source: EngineSource, engines: DataParallelOptions, stack: ExitStack) -> EngineClient:
+    return load_apart(source, engines, stack).client
+
+
+def _check_options(
+    source: EngineSource, transfer: TransferOptions, options: SeveralModelsOptions, num_models: int
+) -> None:
+    """Raises ToolkitError for options of several models with one, and for those of one with several."""
+    if num_models == 1:
+        for name, is_given in {"--route": options.route, "--model-memory": options.model_memory}.items():
+            if is_given is not None:
+                raise ToolkitError(f"{name} has no effect on one model", "Name several: runtime serve MODEL MODEL")
+        return
+    refused = {"--lora-modules and --enable-lora do": source.config.serves_adapters}
+    refused["--kv-events does"] = source.kv_events is not None
+    refused["--prefill-engines and --role do"] = transfer != TransferOptions()
+    for name, is_given in refused.items():
+        if is_given:
+            raise ToolkitError(f"{name} not go with several models", "Serve each model by a server of its own")
