@@ -10,19 +10,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from compress.common.cli import SIZE_OPTION, option
-from compress.common.device import format_bytes
 from compress.common.errors import ToolkitError
 from runtime.cli.options import name_of, resolve_model
 from runtime.core.config import DataParallelOptions, LimitOptions, Limits
-from runtime.model_sizes import ModelSize, measure_apart
-from runtime.routing.on_demand import ModelMemory, OnDemandEngine
-from runtime.routing.route_file import read_routes
-from runtime.routing.routes import Routes
 from runtime.served_engine import EngineSource, load_apart
 from runtime.transfer.options import TransferOptions
 
 if TYPE_CHECKING:
     from runtime.engine.engine_client import EngineClient
+    from runtime.model_sizes import ModelSize
+    from runtime.routing.on_demand import ModelMemory, OnDemandEngine
+    from runtime.routing.routes import Routes
     from runtime.server.app import ServedModel
 
 
@@ -98,11 +96,13 @@ class SeveralModels:
 
     def describe(self) -> str:
         """Describes the memory."""
-        needs = ", ".join(f"{name} {format_bytes(size.num_bytes)}" for name, size in self.sizes.items())
-        return f"memory    {needs}; {format_bytes(self.memory.limit)} for what is loaded"
+        needs = ", ".join(f"{name} {_size_text(size.num_bytes)}" for name, size in self.sizes.items())
+        return f"memory    {needs}; {_size_text(self.memory.limit)} for what is loaded"
 
     def engine(self, name: str, loaded: EngineClient | None = None) -> OnDemandEngine:
         """Returns the engine of a model, which may be loaded already."""
+        from runtime.routing.on_demand import OnDemandEngine
+
         load = partial(_load, self.sources[name], self.engines)
         return OnDemandEngine(name, self.sizes[name].num_bytes, self.memory, load, loaded)
 
@@ -140,6 +140,10 @@ def plan_models(
     _check_options(source, transfer, options, len(models))
     if len(models) == 1:
         return None
+    from runtime.model_sizes import measure_apart
+    from runtime.routing.on_demand import ModelMemory
+    from runtime.routing.route_file import read_routes
+
     names = [model.name for model in models]
     routes = read_routes(options.route, names) if options.route is not None else {}
     found = measure_apart([model.path for model in models], source.config)
@@ -162,8 +166,13 @@ def _check_sizes(sizes: Mapping[str, ModelSize], source: EngineSource, limit: in
         raise ToolkitError(problem, "Add --kv-memory SIZE, the KV cache of each model")
     for name, size in sizes.items():
         if size.num_bytes > limit:
-            problem = f"the model {name} needs {format_bytes(size.num_bytes)}, and {format_bytes(limit)} are allowed"
+            problem = f"the model {name} needs {_size_text(size.num_bytes)}, and {_size_text(limit)} are allowed"
             raise ToolkitError(problem, "Use a larger --model-memory, or a smaller --kv-memory")
+
+
+def _size_text(num_bytes: int) -> str:
+    """Formats a size as options take it; the function that others use imports torch."""
+    return f"{num_bytes / 2**20:.0f}MiB"
 
 
 def _load(source: EngineSource, engines: DataParallelOptions, stack: ExitStack) -> EngineClient:

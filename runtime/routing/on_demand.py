@@ -63,29 +63,31 @@ class ModelMemory:
 
     async def _make_room(self, engine: OnDemandEngine) -> bool:
         while engine.num_requests:
-            is_ending = engine.name in self.residents
-            unloads = None if is_ending else choose_unloads(self.residents, engine.num_bytes, self.limit)
-            if unloads is None:
+            unloads = choose_unloads(self.residents, engine.num_bytes, self.limit)
+            if unloads is None or engine.name in self.residents or engine.name not in (self._late() or self.waiting):
                 await self._changed.wait()
-            elif unloads:
-                await asyncio.gather(*(self.engines[name].unload() for name in unloads))
-            else:
-                self.residents[engine.name] = Resident(engine.num_bytes)
-                return True
+                continue
+            self.residents[engine.name] = Resident(engine.num_bytes)  # before others see what is freed
+            await asyncio.gather(*(self.engines[name].unload() for name in unloads))
+            return True
         return False
 
+    def _late(self) -> list[str]:
+        """Returns the name of the model that has waited longest, if that is for `PATIENCE_SECONDS`."""
+        late = self.clock() - PATIENCE_SECONDS
+        return [name for name, since in self.waiting.items() if since <= late][:1]
+
     async def wait_turn(self, name: str) -> None:
-        """Holds a request while models that have waited for `PATIENCE_SECONDS` need the memory of its model: its other
-        requests end, and it is unloaded."""
+        """Holds a request while a model that has waited for `PATIENCE_SECONDS` needs the memory of its model, whose
+        other requests end before it is unloaded."""
         while name in self._wanted():
             await self._changed.wait()
 
     def _wanted(self) -> set[str]:
-        """Returns the names of models that must be unloaded for those that have waited for long."""
-        late = self.clock() - PATIENCE_SECONDS
-        late_bytes = sum(self.engines[name].num_bytes for name, since in self.waiting.items() if since <= late)
+        """Returns the names of models that must be unloaded for the one that has waited for long."""
         idle = {name: replace(resident, is_idle=True) for name, resident in self.residents.items()}
-        return set(choose_unloads(idle, min(late_bytes, self.limit), self.limit) or ()) if late_bytes else set()
+        late = [self.engines[name].num_bytes for name in self._late()]
+        return {name for size in late for name in choose_unloads(idle, size, self.limit) or ()}
 
     def release(self, name: str) -> None:
         """Frees the memory of an engine that has ended."""

@@ -10,6 +10,7 @@ from functools import partial, wraps
 from typing import Any, cast
 
 from fastapi import APIRouter, Request
+from fastapi.routing import APIRoute
 from starlette.responses import Response
 from starlette.types import Message
 
@@ -17,7 +18,7 @@ from runtime.routing.routes import Cascade, Query, Route, Routes
 from runtime.server.cascade import ConfidenceGate, LowConfidenceError
 from runtime.server.intake import ServedText
 from runtime.server.response_models import to_json
-from runtime.server.routes.registry import PlainRoute, RouteFamily
+from runtime.server.routes.registry import RouteFamily
 from runtime.server.serving import EventStream, Service
 
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -141,8 +142,9 @@ class Dispatch:
         """Creates the router of a family, whose routes that read a body ask the model that it names."""
         routers = [family.create_router(service) for service in self.services]
         for routes in zip(*(router.routes for router in routers), strict=True):
-            if isinstance(first := routes[0], PlainRoute):
-                endpoints = [cast(PlainRoute, route).endpoint for route in routes]
+            first = cast(APIRoute, routes[0])
+            if "POST" in first.methods:
+                endpoints = [cast(APIRoute, route).endpoint for route in routes]
                 first.endpoint = self._endpoint(first.path, dict(zip(self.names, endpoints, strict=True)))
         return routers[0]
 

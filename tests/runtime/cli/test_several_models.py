@@ -1,0 +1,146 @@
+"""`runtime serve a/ b/`: names, memory and virtual models, from the command line to the answers."""
+
+import os
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from runtime_command import runtime_here, serving
+
+from compress.common.cli import demo_model_path, draft_model_path
+from compress.common.errors import ToolkitError
+from runtime.cli.several_models import resolve_models
+from runtime.core.config import RuntimeConfig
+from runtime.model_sizes import measure, measure_apart
+
+ROUTES = """
+auto:
+  rules: [{model: large, tools: true}]
+  cascade: {small: small, large: large, threshold: -0.01, tokens: 4}
+"""
+
+
+def test_models_are_named_by_their_folder_or_as_asked_for(tmp_path: Path) -> None:
+    odd = tmp_path / "a=b"
+    shutil.copytree(draft_model_path(), odd)
+    found = resolve_models(["demo", f"small={odd}", str(odd)], None, code=False)
+    assert [(model.name, model.path) for model in found] == [
+        ("demo", demo_model_path()),
+        ("small", odd),
+        ("a=b", odd),
+    ]
+    assert [model.name for model in resolve_models(["demo"], "other", code=False)] == ["other"]
+    assert [model.name for model in resolve_models([], None, code=False)] == ["demo"]
+
+
+@pytest.mark.parametrize(
+    ("given", "name", "problem"),
+    [(["demo", "demo"], None, "two models.*'demo'"), (["demo", "a=demo"], "b", "NAME=MODEL")],
+)
+def test_names_are_distinct(given: list[str], name: str | None, problem: str) -> None:
+    with pytest.raises(ToolkitError, match=problem):
+        resolve_models(given, name, code=False)
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (["demo", "--route", "routes.yaml"], "--route has no effect on one model"),
+        (["demo", "--model-memory", "1GiB"], "--model-memory has no effect on one model"),
+        (["demo", "a=demo", "--enable-lora"], "--lora-modules and --enable-lora do not go with several models"),
+        (["demo", "a=demo", "--no-api-process"], "--no-api-process does not go with several models"),
+    ],
+)
+def test_options_that_do_not_go_together(tmp_path: Path, options: list[str], problem: str) -> None:
+    ended = runtime_here("serve", "--port", "0", *options, cwd=tmp_path)
+    assert ended.returncode == 1
+    assert problem in ended.stderr
+
+
+def test_sizes_are_those_of_runtime_memory() -> None:
+    config = RuntimeConfig(device="cpu", kv_memory_bytes=64 * 2**20, max_model_len=512)
+    small, large = (measure(path, config) for path in (draft_model_path(), demo_model_path()))
+    assert large.max_model_len == 512
+    assert large.device == "cpu"
+    assert small.num_bytes < large.num_bytes < large.free_bytes
+    wider = measure(demo_model_path(), RuntimeConfig(device="cpu", kv_memory_bytes=96 * 2**20, max_model_len=512))
+    assert wider.num_bytes - large.num_bytes == pytest.approx(32 * 2**20, rel=0.02)
+
+
+@pytest.mark.full
+def test_sizes_are_measured_in_a_process_whose_refusals_arrive(tmp_path: Path) -> None:
+    config = RuntimeConfig(device="cpu")
+    assert measure_apart([demo_model_path()], config)[0].num_bytes == measure(demo_model_path(), config).num_bytes
+    with pytest.raises(ToolkitError, match=r"config\.json"):
+        measure_apart([tmp_path], config)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, httpx.Client]]:
+    """A large, a small and a broken model, two of which fit in the memory."""
+    folder = tmp_path_factory.mktemp("models")
+    shutil.copytree(draft_model_path(), folder / "broken")
+    (folder / "routes.yaml").write_text(ROUTES)
+    models = ["large=demo", f"small={draft_model_path()}", "broken=broken"]
+    options = ["--route", "routes.yaml", "--kv-memory", "16MiB", "--model-memory", "900MiB", "--max-model-len", "512"]
+    with serving(*models, *options, cwd=folder) as (process, url, _), httpx.Client(base_url=url, timeout=120) as api:
+        (folder / "broken" / "model.safetensors").unlink()
+        yield process, api
+
+
+def ask(api: httpx.Client, model: str, **body: Any) -> Any:
+    fields = {"model": model, "prompt": "The river", "max_tokens": 8, "temperature": 0}
+    return api.post("/v1/completions", json=fields | body)
+
+
+@pytest.mark.full
+def test_models_answer_by_name_and_by_confidence(server: tuple[Any, httpx.Client]) -> None:
+    _, api = server
+    large, small = ask(api, "large").json(), ask(api, "small").json()
+    assert (large["model"], small["model"]) == ("large", "small")
+    found = ask(api, "auto").json()
+    assert (found["model"], found["choices"]) == ("large", large["choices"])
+    with ThreadPoolExecutor(8) as pool:
+        texts = [
+            each.json()["choices"][0]["text"] for each in pool.map(lambda name: ask(api, name), ["large", "small"] * 4)
+        ]
+    assert set(texts) == {large["choices"][0]["text"], small["choices"][0]["text"]}
+    assert ask(api, "none").status_code == 404
+
+
+@pytest.mark.full
+def test_a_model_that_cannot_be_loaded_says_why_and_the_others_answer(server: tuple[Any, httpx.Client]) -> None:
+    _, api = server
+    refused = ask(api, "broken")
+    assert refused.status_code == 500
+    assert "the model broken cannot be loaded" in refused.json()["error"]["message"]
+    assert "safetensors" in refused.json()["error"]["message"]
+    assert ask(api, "large").status_code == 200
+    metrics = api.get("/metrics").text
+    assert 'runtime_model_loaded{model_name="broken"} 0.0' in metrics
+    assert 'runtime_model_loaded{model_name="large"} 1.0' in metrics
+
+
+@pytest.mark.full
+def test_an_engine_that_is_killed_ends_its_requests_only_and_comes_back(server: tuple[Any, httpx.Client]) -> None:
+    process, api = server
+    expected = ask(api, "small").json()["choices"]
+    with ThreadPoolExecutor(1) as pool:
+        long = pool.submit(ask, api, "small", max_tokens=480, ignore_eos=True)
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        while not api.get("/health").json()["running"]:
+            assert not long.done()
+            time.sleep(0.01)
+        for child in map(int, children.read_text().split()):
+            if b"served_engine" in Path(f"/proc/{child}/cmdline").read_bytes():
+                os.kill(child, signal.SIGKILL)
+        assert long.result().status_code == 500
+    assert api.get("/health").status_code == 200
+    assert ask(api, "small").json()["choices"] == expected
+    assert ask(api, "large").status_code == 200
