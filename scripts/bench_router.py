@@ -38,7 +38,7 @@ PAIRS = {
     "draft, mixture": (draft_model_path(), bundled_path("demo-mixture")),
 }
 PROMPT_TOKENS = 48
-THRESHOLDS = (-math.inf, -3.0, -2.5, -2.0, -1.5, 0.0)
+THRESHOLDS = (-math.inf, -2.75, -2.5, -2.25, -2.0, -1.75, -1.5, 0.0)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ from typer.testing import CliRunner
 
 from compress.cli import app as compress_app
 from runtime.cli import app
-from runtime.engine.metrics import Metrics
+from runtime.engine.metrics import Metrics, render
+from runtime.routing.on_demand import ModelMemory, OnDemandEngine
 from runtime.server.middleware import ServerMetrics
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -72,7 +73,8 @@ def test_options_of_the_pages_about_serving_exist() -> None:
 
 @pytest.mark.parametrize("page", ["deployment.md", "serving-operation.md"])
 def test_metrics_exist(page: str) -> None:
-    rendered = Metrics().render() + ServerMetrics("demo").render()
+    on_demand = OnDemandEngine("demo", 0, ModelMemory(0), load=lambda _: pytest.fail("it is not loaded"))
+    rendered = Metrics().render() + ServerMetrics("demo").render() + render(on_demand)
     known = set(re.findall(r"^# TYPE (\w+)", rendered, re.MULTILINE))
     text = (DOCS / page).read_text()
     named = {name.removesuffix("_bucket") for name in re.findall(r"runtime_[a-z0-9_]+", text)}

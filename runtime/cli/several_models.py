@@ -107,7 +107,7 @@ class SeveralModels:
         return OnDemandEngine(name, self.sizes[name].num_bytes, self.memory, load, loaded)
 
     def parts(self, limits: LimitOptions) -> dict[str, Any]:
-        """Returns what the application has beside the first model. Raises CheckpointError if a model has no
+        """Returns what the application has in addition to the first model. Raises CheckpointError if a model has no
         tokenizer."""
         return {"others": list(self._others(limits)), "routes": self.routes}
 

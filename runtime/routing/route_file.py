@@ -109,7 +109,7 @@ def _read_pattern(part: YamlPart, name: str) -> re.Pattern[str]:
     try:
         return re.compile(text)
     except re.error as error:
-        problem = f"{part.place}: {name} is no regular expression: {error}"
+        problem = f"{part.place}: {name} is not a regular expression: {error}"
         raise ToolkitError(problem, "Correct it; see the documentation of Python's module re") from error
 
 

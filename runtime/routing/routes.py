@@ -14,7 +14,7 @@ from statistics import fmean
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """What rules look at.
+    """Facts of a request that rules look at.
 
     Attributes:
         num_prompt_tokens: tokens of the texts of the prompt.

@@ -143,7 +143,7 @@ class Dispatch:
         routers = [family.create_router(service) for service in self.services]
         for routes in zip(*(router.routes for router in routers), strict=True):
             first = cast(APIRoute, routes[0])
-            if "POST" in first.methods:
+            if "POST" in (first.methods or ()):
                 endpoints = [cast(APIRoute, route).endpoint for route in routes]
                 first.endpoint = self._endpoint(first.path, dict(zip(self.names, endpoints, strict=True)))
         return routers[0]

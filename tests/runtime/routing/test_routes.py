@@ -101,7 +101,7 @@ def test_all_tokens_decide_and_the_threshold_itself_is_enough() -> None:
         ("auto: {rules: [{prompt_below: 3}], otherwise: small}", "model is missing"),
         ("auto: {rules: [{model: small, prompt_below: few}], otherwise: small}", "'few'.*whole number"),
         ("auto: {rules: [{model: small, tools: maybe}], otherwise: small}", "true or false"),
-        ("auto: {rules: [{model: small, text: '('}], otherwise: small}", "no regular expression"),
+        ("auto: {rules: [{model: small, text: '('}], otherwise: small}", "not a regular expression"),
     ],
 )
 def test_wrong_files_are_refused(tmp_path: Path, text: str, problem: str) -> None:

@@ -1,4 +1,4 @@
-"""Several models behind one address: who answers, by name, by rule, and by the confidence of a small model."""
+"""Several models at one address: who answers, by name, by rule, and by the confidence of a small model."""
 
 import math
 import re
