@@ -40,7 +40,7 @@ ModelArgument = Annotated[
 ModelsArgument = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="MODEL",
+        metavar="MODEL...",
         help="Checkpoint, packed or dense: a folder, a name of the hub (ORG/NAME[@REVISION]), a GGUF file (FILE or "
         "ORG/NAME:FILE), or one of the bundled: demo or demo-mixture. Several are loaded on demand, and NAME=MODEL "
         "names one. Default: the folder 'packed' if it exists, else the bundled demo model.",
