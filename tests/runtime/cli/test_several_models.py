@@ -133,13 +133,13 @@ def test_an_engine_that_is_killed_ends_its_requests_only_and_comes_back(server: 
     expected = ask(api, "small").json()["choices"]
     with ThreadPoolExecutor(1) as pool:
         long = pool.submit(ask, api, "small", max_tokens=480, ignore_eos=True)
-        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
         while not api.get("/health").json()["running"]:
             assert not long.done()
             time.sleep(0.01)
-        for child in map(int, children.read_text().split()):
-            if b"served_engine" in Path(f"/proc/{child}/cmdline").read_bytes():
-                os.kill(child, signal.SIGKILL)
+        for children in Path(f"/proc/{process.pid}/task").glob("*/children"):  # of the threads that started them
+            for child in map(int, children.read_text().split()):
+                if b"served_engine" in Path(f"/proc/{child}/cmdline").read_bytes():
+                    os.kill(child, signal.SIGKILL)
         assert long.result().status_code == 500
     assert api.get("/health").status_code == 200
     assert ask(api, "small").json()["choices"] == expected
