@@ -264,17 +264,21 @@ def _remove_if_empty(folder: Path) -> None:
 
 
 def export_checkpoint(path: str | Path, format: str, out: str | Path, max_shard_bytes: int = MAX_SHARD_BYTES) -> Path:
-    """Writes the checkpoint at `path` to the new folder `out` as `compressed-tensors`, `gptq`, `awq` or `dense`.
+    """Writes the checkpoint at `path` to the new folder `out`, see `write_checkpoint`."""
+    target = check_out_folder(out)
+    return write_checkpoint(PackedCheckpoint.open(path), format, target, max_shard_bytes)
+
+
+def write_checkpoint(packed: PackedCheckpoint, format: str, out: Path, max_shard_bytes: int = MAX_SHARD_BYTES) -> Path:
+    """Writes a checkpoint to the new folder `out` as `compressed-tensors`, `gptq`, `awq` or `dense`.
 
     Everything that is not a quantized weight is copied as it is; `dense` dequantizes to the model's dtype, and so do
     formats of other tools with a packed embedding, which no other engine looks up.
 
     Raises:
-        CheckpointError: `path` cannot be read or is not packed, or `out` exists or does not fit on the disk.
+        CheckpointError: it cannot be read or is not packed, or `out` exists or does not fit on the disk.
         SchemeError: the format cannot hold these integers or scales exactly; nothing is written.
     """
-    target = check_out_folder(out)
-    packed = PackedCheckpoint.open(path)
     codec = CONTAINERS.find(format)
     if not packed.schemes:
         raise CheckpointError(f"{packed.path} holds no quantized weights", "Quantize it first: compress quantize MODEL")
@@ -286,13 +290,13 @@ def export_checkpoint(path: str | Path, format: str, out: str | Path, max_shard_
         packed.modules,
         compression_block(packed.config) or None,
     )
-    store = BlockStore(partial_folder(target) / "pieces")
+    store = BlockStore(partial_folder(out) / "pieces")
     store.discard()
     try:
         keys = _write_pieces(packed, format, schemes, store)
         # The report lists digests of codes, which what was dequantized no longer has.
         leave_out = {REPORT_FILE} if format == DENSE.name or unpacked else frozenset[str]()
-        return assemble(store, keys, target, max_shard_bytes, config=config, source=packed.files, leave_out=leave_out)
+        return assemble(store, keys, out, max_shard_bytes, config=config, source=packed.files, leave_out=leave_out)
     finally:
         store.discard()
 

@@ -24,6 +24,8 @@ from compress.pipeline.block import BlockJob, BlockOutcome, check_finite, read_b
 from compress.pipeline.calibration import CalibratedRunner
 from compress.pipeline.compress_block import quantize_block
 from compress.pipeline.compress_layer import compress_layers
+from compress.pipeline.distillation.finished import finish_folder, with_digests
+from compress.pipeline.distillation.training import Finish
 from compress.pipeline.embed_and_head import head_needs_inputs, quantize_embedding, quantize_head, stored_embedding
 from compress.pipeline.finish import (
     KVResult,
@@ -56,6 +58,7 @@ class RunResult:
     report: dict[str, Any]
     kv_cache: KVResult | None = None
     mtp: HeadResult | None = None
+    finish: Finish | None = None
 
 
 def run(context: RunContext, quiet: bool = False) -> RunResult:
@@ -74,7 +77,8 @@ def run(context: RunContext, quiet: bool = False) -> RunResult:
             folder = _compress(final, progress, quiet)
             peak = device_peak(context.workers)  # of compression only: the measurements afterwards hold whole models
             folder, head = pack_head(final, progress, folder, partial(_assemble, final, progress), quiet)
-            digests = _digests(context, progress)
+            folder, finish, trained = finish_folder(final, progress, folder, quiet)
+            digests = _digests(context, progress) | trained
             structure = check_checkpoint(context, folder, digests)
             kv_cache = choose_default(final, folder, quiet)
             quality = check_quality(folder, context, progress, digests, quiet)
@@ -87,13 +91,15 @@ def run(context: RunContext, quiet: bool = False) -> RunResult:
             "layerwise": [each.to_dict() for each in shares],
             "kv_cache": kv_cache.to_dict() if kv_cache else None,
             "mtp": head.to_dict() if head else None,
+            "finish": finish.to_dict() if finish else None,
             "peak_device_bytes": peak,
             "figures": figures,
         }
         write_receipt(context, folder)
+        report = with_digests(report, trained)
         put_in_place(folder, context.request.out, report)
         progress.discard()
-    return RunResult(context.request.out, structure, quality, report, kv_cache, head)
+    return RunResult(context.request.out, structure, quality, report, kv_cache, head, finish)
 
 
 def _compress(context: RunContext, progress: Progress, quiet: bool) -> Path:

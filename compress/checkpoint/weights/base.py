@@ -203,13 +203,16 @@ def cut_rows(part: Tensor, rows: Sequence[slice]) -> Tensor:
 def dequantize_by_rows(
     dtype: torch.dtype | None, dequantize: Callable[..., Tensor], codes: Tensor, *parts: Tensor | None
 ) -> Tensor:
-    """Applies `dequantize` to some rows of codes and `parts` at a time, and rounds to `dtype`; None is float32."""
+    """Applies `dequantize` to some rows of codes and `parts` at a time, and rounds to `dtype`; None is float32. The
+    values are differentiable in `parts`."""
     import torch
 
+    rows = max(1, PANEL_ELEMENTS // max(1, codes.shape[1]))
+    panels = zip(*(repeat(None) if each is None else each.split(rows) for each in (codes, *parts)), strict=False)
+    if torch.is_grad_enabled() and any(part is not None and part.requires_grad for part in parts):
+        return torch.cat([dequantize(*panel).to(dtype or torch.float32) for panel in panels])
     values = torch.empty(codes.shape, dtype=dtype or torch.float32, device=codes.device)
-    rows = max(1, PANEL_ELEMENTS // max(1, values.shape[1]))
-    panels = (repeat(None) if each is None else each.split(rows) for each in (values, codes, *parts))
-    for out, *panel in zip(*panels, strict=False):
+    for out, panel in zip(values.split(rows), panels, strict=True):
         out.copy_(dequantize(*panel))
     return values
 

@@ -1,0 +1,241 @@
+"""A checkpoint run and differentiated one block at a time: memory does not grow with depth.
+
+A forward pass keeps the inputs of every block. The backward pass takes the blocks in reverse, reads each again and
+computes it again with gradients, so they are exactly those of the whole model (checkpointing, Chen et al. 2016,
+https://arxiv.org/abs/1604.06174, with weights read again too).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from compress.checkpoint.dequantized import dequantized_files
+from compress.checkpoint.reader import PackedCheckpoint
+from compress.checkpoint.weights import Weight
+from compress.common.errors import CheckpointError
+from compress.pipeline.block import read_tensor
+from compress.pipeline.capture import BlockInputs, Call, StandIn, capture_inputs, store_of
+from compress.pipeline.distillation.parts import offset_unit, shifted, trained_parts, with_parts
+from compress.pipeline.skeleton import Skeleton
+
+Loss = Callable[[Tensor], Tensor]
+"""Takes logits `[B, L, V]`; returns a scalar."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """A stored tensor, or a part of a stored weight, that is trained.
+
+    Attributes:
+        owner: name of the tensor, `model.norm.weight`.
+        path: of the part in the weight; empty for a tensor.
+        start: as stored.
+        offset: float32, in units of `offset_unit`; what is trained.
+    """
+
+    owner: str
+    path: str
+    start: Tensor
+    unit: Tensor
+    offset: Tensor
+
+    @property
+    def name(self) -> str:
+        return f"{self.owner}/{self.path}"
+
+    def values(self) -> Tensor:
+        """Returns the trained numbers, float32, as they would be stored."""
+        return shifted(self.start, self.unit, self.offset)
+
+
+@dataclass
+class StreamedModel:
+    """A checkpoint of which one block at a time is in memory.
+
+    Attributes:
+        trained: what is trained, by the name of its tensor; empty for a model that only predicts.
+    """
+
+    skeleton: Skeleton
+    checkpoint: PackedCheckpoint
+    device: torch.device
+    dtype: torch.dtype
+    trained: dict[str, list[Trained]] = field(default_factory=dict)
+
+    @property
+    def parameters(self) -> list[Trained]:
+        return [each for parts in self.trained.values() for each in parts]
+
+    def capture(self, tokens: Tensor, micro_batch: int) -> BlockInputs:
+        """Returns the inputs of the first block. Raises CheckpointError: blocks pass on more than hidden states."""
+        files = dequantized_files(self.checkpoint) if self.checkpoint.schemes else self.checkpoint.files
+        inputs = capture_inputs(self.skeleton, files, tokens, micro_batch, self.device, self.dtype)
+        if any(store_of(calls) is not None for calls in inputs.calls):
+            raise CheckpointError(
+                "blocks of this model pass keys, values or choices on to later ones, which are not differentiated",
+                "Leave the finish stage out",
+            )
+        return inputs
+
+    def train_parts(self) -> None:
+        """Makes scales, norms and biases of blocks, final norm and output head trainable."""
+        architecture, blocks = self.skeleton.architecture, f"{self.skeleton.architecture.blocks}."
+        outside = {architecture.final_norm, *(() if self.skeleton.ties_head else [architecture.head])}
+        for name, parameter in self.skeleton.model.named_parameters():
+            module, _, leaf = name.rpartition(".")
+            if not name.startswith(blocks) and module not in outside:
+                continue
+            stored = self._stored(name, tuple(parameter.shape))
+            if isinstance(stored, Weight):
+                parts = trained_parts(stored)
+            else:
+                is_trained = stored.dim() == 1 and leaf in ("weight", "bias") and module not in self.skeleton.routers
+                parts = {"": stored} if is_trained else {}
+            if parts:
+                self.trained[name] = [self._start(name, path, part) for path, part in parts.items()]
+            self.checkpoint.files.release()
+
+    def _start(self, owner: str, path: str, part: Tensor) -> Trained:
+        part = part.clone().to(self.device)
+        unit = offset_unit(path, part)
+        return Trained(owner, path, part, unit, torch.zeros_like(unit, requires_grad=True))
+
+    def _stored(self, name: str, shape: tuple[int, ...]) -> Weight | Tensor:
+        owner = name.removesuffix(".weight")
+        if owner != name and owner in self.checkpoint.schemes:
+            return self.checkpoint.packed_weight(owner)
+        return read_tensor(self.checkpoint.files, name, shape)
+
+    def _values(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Returns a parameter of the model, differentiable in what is trained."""
+        stored, parts = self._stored(name, shape), self.trained.get(name, ())
+        if isinstance(stored, Weight):
+            changed = with_parts(stored.to(self.device), {each.path: each.values() for each in parts})
+            return changed.dequantize().to(self.dtype)
+        return (parts[0].values() if parts else stored.to(self.device)).to(self.dtype)
+
+    def _leaves(self, names: Mapping[str, nn.Parameter], with_gradients: bool) -> dict[str, Tensor]:
+        """Returns parameters by name; those with trained parts are leaves of a graph that ends there."""
+        with torch.no_grad():
+            values = {name: self._values(name, tuple(parameter.shape)) for name, parameter in names.items()}
+        if with_gradients:
+            for name in values.keys() & self.trained.keys():
+                values[name] = values[name].detach().clone().requires_grad_()
+        self.checkpoint.files.release()
+        return values
+
+    def _descend(self, leaves: Mapping[str, Tensor], names: Mapping[str, nn.Parameter]) -> None:
+        """Passes the gradients of leaves on to the offsets, one weight in memory at a time."""
+        for name, leaf in leaves.items():
+            if leaf.grad is not None:
+                self._values(name, tuple(names[name].shape)).backward(leaf.grad)
+                leaf.grad = None
+        self.checkpoint.files.release()
+
+    def _block_names(self, index: int) -> dict[str, nn.Parameter]:
+        prefix = self.skeleton.block_name(index)
+        return {f"{prefix}.{name}": each for name, each in self.skeleton.blocks[index].named_parameters()}
+
+    def _outside_names(self) -> dict[str, nn.Parameter]:
+        left_out = [f"{self.skeleton.architecture.blocks}."]
+        left_out += [f"{self.skeleton.architecture.head}."] if self.skeleton.ties_head else []
+        parameters = self.skeleton.model.named_parameters()
+        return {name: each for name, each in parameters if not name.startswith(tuple(left_out))}
+
+    def _run_block(self, index: int, leaves: Mapping[str, Tensor], call: Call, hidden: Tensor) -> Tensor:
+        prefix, module = f"{self.skeleton.block_name(index)}.", self.skeleton.blocks[index]
+        own = {name.removeprefix(prefix): value for name, value in leaves.items()}
+
+        def block(*args: Any, **kwargs: Any) -> Any:
+            return functional_call(module, own, args, kwargs)
+
+        return call.on(self.device).run(block, hidden)
+
+    @torch.no_grad()
+    def hidden_states(self, inputs: BlockInputs, numbers: Sequence[int]) -> Iterator[list[Tensor]]:
+        """Yields the inputs of each block, and of what follows the last one, for each micro-batch."""
+        states = [inputs.hidden[inputs.rows(number)].to(self.device) for number in numbers]
+        yield states
+        for index in range(self.skeleton.num_blocks):
+            leaves = self._leaves(self._block_names(index), with_gradients=False)
+            pairs = zip((inputs.calls[number][index] for number in numbers), states, strict=True)
+            states = [self._run_block(index, leaves, call, hidden) for call, hidden in pairs]
+            yield states
+
+    def outputs(self, inputs: BlockInputs, numbers: Sequence[int]) -> list[Tensor]:
+        """Returns the outputs of the last block for each micro-batch."""
+        states = list[Tensor]()
+        for states in self.hidden_states(inputs, numbers):  # noqa: B007 - those of other blocks are not kept
+            pass
+        return states
+
+    def logits(self, leaves: Mapping[str, Tensor], tokens: Tensor, hidden: Tensor) -> Tensor:
+        """Returns the logits `[B, L, V]` of the outputs of the last block: the model's own forward pass, in which the
+        blocks pass on `hidden`. `leaves`: of `outside`."""
+        blocks, model = self.skeleton.blocks, self.skeleton.model
+        kept, architecture, values = list(blocks), self.skeleton.architecture, dict(leaves)
+        if self.skeleton.ties_head:
+            values[f"{architecture.head}.weight"] = values[f"{architecture.embedding}.weight"]
+        try:
+            for index, block in enumerate(kept):
+                blocks[index] = _Given(block, hidden)
+            arguments = {"input_ids": tokens.to(self.device), "use_cache": False}
+            output: Tensor = functional_call(model, values, (), arguments).logits
+        finally:
+            for index, block in enumerate(kept):
+                blocks[index] = block
+        return output
+
+    def outside(self, with_gradients: bool = False) -> dict[str, Tensor]:
+        """Returns the parameters outside the blocks."""
+        return self._leaves(self._outside_names(), with_gradients)
+
+    def gradients(self, inputs: BlockInputs, tokens: Tensor, losses: Mapping[int, Loss]) -> float:
+        """Adds the gradients of the sum of losses to the offsets, and returns that sum.
+
+        Args:
+            tokens: `[N, L]`, of all sequences.
+            losses: by micro-batch.
+        """
+        order = [*losses]
+        states = [*self.hidden_states(inputs, order)]
+        total, gradients, leaves = 0.0, list[Tensor](), self.outside(with_gradients=True)
+        for number, hidden in zip(order, states.pop(), strict=True):
+            hidden = hidden.detach().requires_grad_()
+            loss = losses[number](self.logits(leaves, tokens[inputs.rows(number)], hidden))
+            loss.backward()
+            total += float(loss.detach())
+            gradients.append(_gradient(hidden))
+        self._descend(leaves, self._outside_names())
+        for index in reversed(range(self.skeleton.num_blocks)):
+            names = self._block_names(index)
+            leaves = self._leaves(names, with_gradients=True)
+            below = list[Tensor]()
+            for number, hidden, gradient in zip(order, states.pop(), gradients, strict=True):
+                hidden = hidden.detach().requires_grad_()
+                self._run_block(index, leaves, inputs.calls[number][index], hidden).backward(gradient)
+                below.append(_gradient(hidden))
+            gradients = below
+            self._descend(leaves, names)
+        return total
+
+
+def _gradient(leaf: Tensor) -> Tensor:
+    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+
+
+class _Given(StandIn):
+    """Block that returns a given hidden state, whatever its input."""
+
+    def __init__(self, block: nn.Module, hidden: Tensor) -> None:
+        super().__init__(block)
+        self.hidden = hidden
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self.hidden

@@ -1,0 +1,28 @@
+"""Targets of training: the most likely tokens of the dense model at every position, and the divergence from them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def top_targets(logits: Tensor, count: int) -> dict[str, Tensor]:
+    """Returns the `count` most likely tokens of logits `[B, L, V]`: float32 log-probabilities and int32 indices
+    `[B, L, count]`, most likely first."""
+    found = logits.float().log_softmax(-1).topk(min(count, logits.shape[-1]), dim=-1)
+    return {"log_probabilities": found.values, "indices": found.indices.to(torch.int32)}
+
+
+def top_divergence(logits: Tensor, targets: dict[str, Tensor]) -> Tensor:
+    """Returns the sum over positions of KL(targets || logits) in nats, where all tokens that have no target count as
+    one: a lower bound of the divergence over the vocabulary."""
+    logits, expected = logits.float(), targets["log_probabilities"].to(logits.device)
+    indices = targets["indices"].to(logits.device, torch.int64)
+    chosen = logits.gather(-1, indices)
+    total = logits.logsumexp(-1, keepdim=True)
+    divergence = (expected.exp() * (expected - (chosen - total))).sum()
+    if indices.shape[-1] == logits.shape[-1]:
+        return divergence
+    rest = logits.scatter(-1, indices, -torch.inf).logsumexp(-1) - total.squeeze(-1)
+    share = (1 - expected.exp().sum(-1)).clamp(min=torch.finfo(torch.float32).tiny)
+    return divergence + (share * (share.log() - rest)).sum()

@@ -1,0 +1,51 @@
+"""Finishing: scales, norms and biases trained on the logits of the dense model, while codes and the format stay."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from compress.common.cli import Key, option
+from compress.common.errors import RecipeError
+from compress.stages.base import STAGES, Stage, TensorStage
+
+LOSS_HELP = (
+    "kl trains scales, norms and biases of the packed model so that its logits match the dense model's; codes and the "
+    "format stay."
+)
+
+
+@STAGES.register(order=1)
+@dataclass(frozen=True)
+class FinishStage(Stage):
+    """Training of scales, norms and biases of the packed model on the logits of the dense one."""
+
+    name: ClassVar[str] = "finish"
+    is_single: ClassVar[bool] = True
+    added_by: ClassVar[Key | None] = (
+        "finish",
+        str | None,
+        option(default=None, metavar="LOSS", help=f"{LOSS_HELP} Default: off."),
+    )
+
+    loss: str = option(default="kl", words=("kl",), help=LOSS_HELP)
+    steps: int = option(default=200, limits={"at least": 1}, help="Gradient steps.")
+    learning_rate: float = option(
+        default=0.01, limits={"above": 0}, help="Of the first step, as a share of each scale; it falls linearly to 0."
+    )
+    batch: int = option(default=4, limits={"at least": 1}, help="Sequences of a step.")
+    top_k: int = option(
+        default=256,
+        limits={"at least": 1},
+        help="Likeliest tokens of a position whose probabilities are compared.",
+    )
+
+    @property
+    def needs_calibration(self) -> bool:
+        return True
+
+    def check_among(self, stages: Sequence[Stage]) -> None:
+        super().check_among(stages)
+        if not any(isinstance(stage, TensorStage) for stage in stages):
+            raise RecipeError("finish has no stage whose result it could train", "Add one, or use compress finish")
