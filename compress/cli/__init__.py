@@ -8,12 +8,14 @@ from compress.cli.check_commands import compare, compare_logits, evaluate, repor
 from compress.cli.compress_commands import factorize, prune, quantize
 from compress.cli.doctor_command import doctor
 from compress.cli.export_command import export
+from compress.cli.finish_command import finish
 from compress.cli.receipt_commands import reproduce
 from compress.cli.recipe_commands import run, search
 from compress.cli.serving_commands import fit
 from compress.common.cli import VersionOption, run_cli, with_groups
 from compress.stages.base import STAGES
 from compress.stages.factorize import FactorizeStage
+from compress.stages.finish import FinishStage
 from compress.stages.prune import PruneStage
 from compress.stages.quantize import QuantizeStage
 
@@ -32,6 +34,7 @@ def make_app() -> typer.Typer:
     app.command()(with_groups(quantize, rounding=QuantizeStage.written_keys(), others=added[::-1]))
     app.command()(with_groups(prune, pruning=PruneStage.written_keys(pattern="2:4")))
     app.command()(with_groups(factorize, factors=FactorizeStage.written_keys()))
+    app.command()(with_groups(finish, training=FinishStage.written_keys()))
     for command in (search, run, verify, reproduce, doctor, export, report, compare):
         app.command()(command)
     app.command("eval")(evaluate)

@@ -30,11 +30,14 @@ class FinishStage(Stage):
     )
 
     loss: str = option(default="kl", words=("kl",), help=LOSS_HELP)
-    steps: int = option(default=200, limits={"at least": 1}, help="Gradient steps.")
-    learning_rate: float = option(
-        default=0.01, limits={"above": 0}, help="Of the first step, as a share of each scale; it falls linearly to 0."
+    steps: int = option(default=100, limits={"at least": 1}, help="Gradient steps.")
+    learning_rate: float | None = option(
+        default=None,
+        limits={"above": 0},
+        help="Largest step of a number, as a share of itself; it falls to 0. Default: 0.006 times the square root of "
+        "the KL at the start.",
     )
-    batch: int = option(default=4, limits={"at least": 1}, help="Sequences of a step.")
+    batch: int = option(default=2, limits={"at least": 1}, help="Sequences of a step.")
     top_k: int = option(
         default=256,
         limits={"at least": 1},

@@ -83,7 +83,7 @@ def train_checkpoint(
     with RunDisplay(1, 0, quiet, unit="finish") as display:
         result = Training(model, teacher, tokens, stage, seed, store).run(display)
         display.finish(result.describe())
-    return FinishedCheckpoint.of(model.checkpoint, model.trained), result
+    return FinishedCheckpoint.of(model.checkpoint, model.trained if result.step else {}), result
 
 
 def write_finished(finished: FinishedCheckpoint, out: Path) -> dict[str, str]:

@@ -8,6 +8,7 @@ the candidates.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -29,6 +30,11 @@ WITHHELD = 8
 """One micro-batch of this many is withheld from training."""
 NUM_CHECKS = 10
 """How often the withheld sequences are scored, and the state is saved."""
+RATE = 0.006
+"""Learning rate for a KL of 1 at the start. KL is quadratic in errors of weights: what corrects them is a share of its
+square root."""
+WARM_UP = 10
+"""The learning rate rises for one of this many parts of the steps: the first steps of Adam have all the same size."""
 BETAS = (0.9, 0.95)
 STATE = "state"
 
@@ -93,7 +99,7 @@ class Training:
         self._find_targets(numbers, micro_batch)
         self.model.train_parts()
         inputs = self.model.capture(self.tokens, micro_batch)
-        state = _State(self.model, self.store, stage.learning_rate)
+        state = _State(self.model, self.store)
         if not state.restore():
             state.judge(0, self._divergence(inputs, withheld))
             state.save(0)
@@ -118,7 +124,8 @@ class Training:
         positions = sum(self.tokens[inputs.rows(number)].numel() for number in chosen)
         losses = {number: partial(self._loss, number, 1 / positions) for number in chosen}
         self.model.gradients(inputs, self.tokens, losses)
-        state.descend(1 - step / self.stage.steps)
+        largest = self.stage.learning_rate or RATE * math.sqrt(state.before)
+        state.descend(largest * _share_of_rate(step, self.stage.steps))
 
     def _loss(self, number: int, share: float, logits: Tensor) -> Tensor:
         return top_divergence(logits, self._targets(number)) * share
@@ -150,17 +157,17 @@ class Training:
 class _State:
     """Offsets, moments of Adam and the best offsets seen; twelve bytes for each number, and four for the best."""
 
-    def __init__(self, model: StreamedModel, store: BlockStore, rate: float) -> None:
+    def __init__(self, model: StreamedModel, store: BlockStore) -> None:
         self._offsets: Mapping[str, Tensor] = {each.name: each.offset for each in model.parameters}
-        self._store, self._rate = store, rate
-        self._adam = torch.optim.Adam(self._offsets.values(), lr=rate, betas=BETAS)
+        self._store = store
+        self._adam = torch.optim.Adam(self._offsets.values(), betas=BETAS)
         self._best = {name: offset.detach().clone() for name, offset in self._offsets.items()}
         self.step = self.best_step = 0
         self.before = self.best = float("inf")
 
-    def descend(self, share: float) -> None:
+    def descend(self, rate: float) -> None:
         for group in self._adam.param_groups:
-            group["lr"] = self._rate * share
+            group["lr"] = rate
         self._adam.step()
         self._adam.zero_grad()
 
@@ -205,6 +212,11 @@ class _State:
     def leave_best(self) -> None:
         for name, offset in self._offsets.items():
             offset.copy_(self._best[name])
+
+
+def _share_of_rate(step: int, steps: int) -> float:
+    """Returns the part of the learning rate for a step: it rises in the first tenth, and falls linearly to 0."""
+    return min(1.0, WARM_UP * (step + 1) / steps) * (1 - step / steps)
 
 
 def _chosen(step: int, count: int, trained: Sequence[int], seed: int) -> Iterator[int]:

@@ -1,0 +1,185 @@
+"""The stage finish and the command: scales, norms and biases change, codes, format and size do not."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from runs import compress, prepared, same_bytes
+from typer.testing import CliRunner
+
+from compress.checkpoint.reader import PackedCheckpoint
+from compress.checkpoint.verify import verify_structure
+from compress.checkpoint.weights import Int
+from compress.checkpoint.weights.coded import CodedWeight
+from compress.checkpoint.writer import BlockStore, export_checkpoint
+from compress.cli import make_app
+from compress.common.cli import bundled_path, demo_model_path
+from compress.common.errors import CheckpointError, DataError, RecipeError
+from compress.common.files import REPORT_FILE
+from compress.pipeline.distillation.run import FinishRequest, finish
+from compress.pipeline.finish import compare_with_report
+from compress.pipeline.run import run
+from compress.recipe import CalibrationOptions
+from compress.recipe_file import parse_recipe
+from compress.stages.finish import FinishStage
+from compress.stages.quantize import QuantizeStage
+
+TEXT = CalibrationOptions(samples=8, length=48)
+SHORT = FinishStage(steps=4, batch=2, top_k=64)
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("packed") / "packed"
+    compress(demo_model_path(), out, QuantizeStage("gptq", Int(2, 64)), calibration=TEXT)
+    return out
+
+
+def request(packed: Path, out: Path, stage: FinishStage = SHORT, **options) -> FinishRequest:
+    dense = options.pop("dense", demo_model_path())
+    return FinishRequest(packed, dense, str(dense), stage, TEXT, 0, out, **{"measure": False} | options)
+
+
+def assert_only_numbers_changed(before: Path, after: Path) -> None:
+    left, right = PackedCheckpoint.open(before), PackedCheckpoint.open(after)
+    assert (left.schemes, left.format) == (right.schemes, right.format)
+    changed = 0
+    for module in left.modules:
+        old, new = left.packed_weight(module), right.packed_weight(module)
+        assert isinstance(old, CodedWeight)
+        assert isinstance(new, CodedWeight)
+        assert torch.equal(old.qweight, new.qweight)
+        assert torch.equal(old.zero_points, new.zero_points)
+        assert old.scales.dtype == new.scales.dtype
+        changed += not torch.equal(old.scales, new.scales)
+    assert changed == len(left.modules)
+    names = [name for name in left.dense_names() if "norm" in name]
+    assert len(names) > 12
+    assert all(not torch.equal(left.tensor(name), right.tensor(name)) for name in names)
+    others = [name for name in left.dense_names() if "norm" not in name and not name.endswith(".bias")]
+    assert all(torch.equal(left.tensor(name), right.tensor(name)) for name in others)
+
+
+def test_a_checkpoint_is_finished(packed: Path, tmp_path: Path) -> None:
+    result = finish(request(packed, tmp_path / "out"), quiet=True)
+    assert 0 < result.finish.step <= 4
+    assert result.finish.kl_after < 0.95 * result.finish.kl_before
+    assert (result.finish.trained_sequences, result.finish.withheld_sequences) == (6, 2)
+    assert_only_numbers_changed(packed, tmp_path / "out")
+    assert verify_structure(tmp_path / "out", PackedCheckpoint.open(demo_model_path()).files).ok
+    assert compare_with_report(tmp_path / "out") == []
+    assert json.loads((tmp_path / "out" / REPORT_FILE).read_text())["finish"]["step"] == result.finish.step
+    assert PackedCheckpoint.open(tmp_path / "out").config["compression_config"]["finish"]["loss"] == "kl"
+
+
+def test_a_stage_gives_what_the_command_gives(packed: Path, tmp_path: Path) -> None:
+    stages = QuantizeStage("gptq", Int(2, 64)), SHORT
+    result = compress(demo_model_path(), tmp_path / "staged", *stages, calibration=TEXT)
+    finish(request(packed, tmp_path / "out"), quiet=True)
+    assert result.finish is not None
+    assert result.finish.step
+    assert result.report["finish"]["kl_after"] == result.finish.kl_after
+    assert same_bytes(tmp_path / "staged", tmp_path / "out")
+    assert compare_with_report(tmp_path / "staged") == []
+
+
+def test_nothing_changes_if_no_step_is_better(packed: Path, tmp_path: Path) -> None:
+    wild = FinishStage(steps=1, batch=2, learning_rate=50.0)
+    result = finish(request(packed, tmp_path / "out", wild), quiet=True)
+    assert (result.finish.step, result.finish.kl_after) == (0, result.finish.kl_before)
+    assert "nothing changed" in result.finish.describe()
+    assert same_bytes(packed, tmp_path / "out")
+
+
+@contextmanager
+def killed_after(writes: int) -> Iterator[None]:
+    """Interrupts the code inside after this many pieces are written."""
+    original, count = BlockStore.write, 0
+
+    def counting(self: BlockStore, *args, **options) -> None:
+        nonlocal count
+        original(self, *args, **options)
+        count += 1
+        if count == writes:
+            raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BlockStore, "write", counting)
+        with pytest.raises(KeyboardInterrupt):
+            yield
+
+
+@pytest.mark.parametrize("writes", [2, 6, 8, 12])
+def test_an_interrupted_run_ends_with_the_same_bytes(writes: int, packed: Path, tmp_path: Path) -> None:
+    finish(request(packed, tmp_path / "whole"), quiet=True)
+    with killed_after(writes):
+        finish(request(packed, tmp_path / "out"), quiet=True)
+    with pytest.raises(CheckpointError, match="another configuration"):
+        finish(request(packed, tmp_path / "out", FinishStage(steps=5)), quiet=True)
+    finish(request(packed, tmp_path / "out"), quiet=True)
+    assert same_bytes(tmp_path / "out", tmp_path / "whole")
+    assert not (tmp_path / "out.partial").exists()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("last", [8, 12])
+def test_an_interrupted_stage_ends_with_the_same_bytes(last: int, tmp_path: Path) -> None:
+    stages = QuantizeStage("rtn", Int(3, 64)), SHORT
+    run(prepared(demo_model_path(), tmp_path / "whole", *stages, calibration=TEXT), quiet=True)
+    with killed_after(last):
+        run(prepared(demo_model_path(), tmp_path / "out", *stages, calibration=TEXT), quiet=True)
+    run(prepared(demo_model_path(), tmp_path / "out", *stages, calibration=TEXT), quiet=True)
+    assert same_bytes(tmp_path / "out", tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    ("format", "scheme"),
+    [("gptq", Int(4, 64)), ("awq", Int(4, 64, False)), ("compressed-tensors", Int(8, None))],
+)
+def test_formats_of_other_tools_stay(format: str, scheme: Int, tmp_path: Path) -> None:
+    compress(demo_model_path(), tmp_path / "packed", QuantizeStage("rtn", scheme))
+    other = export_checkpoint(tmp_path / "packed", format, tmp_path / "other")
+    rough = FinishStage(steps=2, batch=2, learning_rate=1e-4)
+    found = finish(request(other, tmp_path / "out", rough), quiet=True)
+    after = PackedCheckpoint.open(tmp_path / "out")
+    assert (after.format, after.schemes) == (format, PackedCheckpoint.open(other).schemes)
+    assert found.structure.ok
+    if found.finish.step == 0:
+        assert same_bytes(other, tmp_path / "out")
+
+
+@pytest.mark.full
+def test_a_mixture_is_finished(tmp_path: Path) -> None:
+    compress(bundled_path("demo-mixture"), tmp_path / "packed", QuantizeStage("rtn", Int(2, 64)))
+    result = finish(request(tmp_path / "packed", tmp_path / "out", dense=bundled_path("demo-mixture")), quiet=True)
+    assert result.finish.kl_after < 0.95 * result.finish.kl_before
+    assert result.structure.ok
+
+
+def test_one_sequence_is_too_few(packed: Path, tmp_path: Path) -> None:
+    few = replace(request(packed, tmp_path / "out"), calibration=CalibrationOptions(samples=1, length=48))
+    with pytest.raises(DataError, match="too few to train and to select"):
+        finish(few, quiet=True)
+
+
+def test_a_dense_checkpoint_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no quantized weights"):
+        finish(request(demo_model_path(), tmp_path / "out"), quiet=True)
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_recipe_needs_something_to_finish() -> None:
+    with pytest.raises(RecipeError, match="no stage whose result it could train"):
+        parse_recipe("stages:\n- finish: {steps: 10}\n", "r.yaml")
+    with pytest.raises(RecipeError, match="steps=0"):
+        parse_recipe("stages:\n- quantize: {bits: 4}\n- finish: {steps: 0}\n", "r.yaml")
+
+
+def test_an_option_adds_the_stage(tmp_path: Path) -> None:
+    arguments = ["--bits", "3", "--finish", "kl", "--out", str(tmp_path / "out"), "--dry-run", "--json"]
+    shown = CliRunner().invoke(make_app(), ["quantize", *arguments])
+    assert [each["stage"] for each in json.loads(shown.stdout)["recipe"]["stages"]] == ["quantize", "finish"]

@@ -1,0 +1,84 @@
+"""Gradients by blocks are those of the whole model."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from runs import compress, some_tokens
+from tiny_models import auto_class, save_tiny_model
+
+from compress.checkpoint.config import dense_config, read_config
+from compress.checkpoint.dequantized import dequantized_files
+from compress.checkpoint.reader import PackedCheckpoint
+from compress.checkpoint.weights import Int
+from compress.pipeline.distillation.finished import open_model
+from compress.pipeline.distillation.parts import trained_parts
+from compress.pipeline.distillation.targets import top_divergence, top_targets
+from compress.stages.quantize import QuantizeStage
+
+
+def packed_model(folder: Path, family: str) -> Path:
+    model = save_tiny_model(folder / "dense", family)
+    compress(model, folder / "packed", QuantizeStage("rtn", Int(3, 32)), calibration=None)
+    return folder / "packed"
+
+
+def whole_model(packed: Path) -> torch.nn.Module:
+    """The same values in one model of transformers, in float32."""
+    checkpoint = PackedCheckpoint.open(packed)
+    config = dense_config(read_config(packed))
+    from transformers import AutoConfig
+
+    model = auto_class(config["model_type"]).from_config(AutoConfig.for_model(**config)).float()
+    files = dequantized_files(checkpoint)
+    model.load_state_dict({name: files.tensor(name).float() for name in files.names()}, strict=False)
+    model.tie_weights()
+    return model
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_gradients_are_those_of_the_whole_model(family: str, tmp_path: Path) -> None:
+    packed = packed_model(tmp_path, family)
+    tokens = some_tokens(64).view(4, 16) % 64
+    streamed, whole = open_model(packed, torch.device("cpu"), torch.float32), whole_model(packed)
+    streamed.train_parts()
+    targets = top_targets(torch.randn(4, 16, whole.config.vocab_size, generator=torch.Generator().manual_seed(0)), 8)
+    inputs = streamed.capture(tokens, 2)
+
+    def loss(number: int, logits: torch.Tensor) -> torch.Tensor:
+        return top_divergence(logits, {name: each[inputs.rows(number)] for name, each in targets.items()})
+
+    total = streamed.gradients(inputs, tokens, {number: lambda logits, n=number: loss(n, logits) for number in (0, 1)})
+    exact = top_divergence(whole(input_ids=tokens).logits, targets)
+    exact.backward()
+    assert total == pytest.approx(float(exact), rel=1e-4)
+    found = dict(whole.named_parameters())
+    checked = 0
+    for parts in streamed.trained.values():
+        for each in parts:
+            gradient = found[each.owner].grad
+            assert gradient is not None
+            assert each.offset.grad is not None
+            if each.path:
+                module = each.owner.removesuffix(".weight")
+                values = streamed.checkpoint.packed_weight(module).dequantize()
+                assert trained_parts(streamed.checkpoint.packed_weight(module)).keys() == {"scales"}
+                # A relative step of a scale moves each value by itself.
+                signs = each.start.float().sign()
+                expected = (gradient * values).unflatten(1, (signs.shape[1], -1)).sum(-1) * signs
+            else:
+                expected = gradient * each.unit
+            torch.testing.assert_close(each.offset.grad, expected, rtol=2e-3, atol=2e-4 * float(expected.abs().max()))
+            checked += 1
+    assert checked > 20
+
+
+def test_divergence_of_all_tokens_is_the_divergence_of_the_vocabulary() -> None:
+    generator = torch.Generator().manual_seed(0)
+    dense, packed = (torch.randn(2, 5, 40, generator=generator) * 3 for _ in range(2))
+    exact = torch.nn.functional.kl_div(packed.log_softmax(-1), dense.log_softmax(-1), reduction="sum", log_target=True)
+    divergences = [float(top_divergence(packed, top_targets(dense, count))) for count in (1, 4, 39, 40, 100)]
+    assert divergences[3] == pytest.approx(float(exact), rel=1e-5)
+    assert divergences[4] == divergences[3]
+    assert divergences == sorted(divergences)
+    assert float(top_divergence(dense, top_targets(dense, 4))) == pytest.approx(0, abs=1e-4)
