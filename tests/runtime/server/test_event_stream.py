@@ -8,10 +8,12 @@ from typing import Any
 
 import httpx
 import pytest
+from alphabet import AlphabetEngine, ByteTokenizer
 from servers import events, send_raw, serving
 
 from runtime.core.config import Limits
 from runtime.core.request import Delta
+from runtime.server.app import create_app
 from runtime.server.errors import ApiError
 from runtime.server.serving import TimeLimits, unless_disconnected
 
@@ -28,10 +30,10 @@ BODIES = {
 
 
 @pytest.fixture(scope="module")
-def lagging(new_alphabet_app: Any) -> Iterator[tuple[httpx.Client, Any]]:
+def lagging() -> Iterator[tuple[httpx.Client, Any]]:
     """A server that learns of all tokens of an answer at once."""
-    app = new_alphabet_app()
-    engine = app.state.drain.stop_engine.__self__
+    engine: Any = AlphabetEngine()
+    app = create_app(engine, ByteTokenizer(), "alphabet", Limits(max_model_len=100, max_requests=4))
     one_by_one = engine.generate
 
     async def at_once(*request: Any, **options: Any) -> AsyncGenerator[list[Delta], None]:
