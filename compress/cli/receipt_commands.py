@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
@@ -37,6 +37,7 @@ def reproduce(
     check_source(recorded, model)
     with TemporaryDirectory(prefix="reproduce-", dir=None if work is None else in_home(work)) as folder:
         out = Path(folder) / path.resolve().name
+        _take_threads(recorded)
         _run_again(recorded["command"], out, model)
         again, found = read_receipt(out), output_hashes(out)
     differing = changed_inputs(recorded, again)
@@ -67,6 +68,13 @@ def _cause(differing: Sequence[str]) -> str:
     return "Inputs and versions are those of the receipt: report it with both receipts"
 
 
+def _take_threads(recorded: Mapping[str, Any]) -> None:
+    """Computes with as many threads as the receipt says: their number decides the order of sums."""
+    import torch
+
+    torch.set_num_threads(recorded["environment"]["threads"] * recorded["options"]["workers"])
+
+
 def _run_again(command: Sequence[str], out: Path, model: Path | None) -> None:
     """Runs a recorded command into another folder, without its gate. Raises CheckpointError: it cannot be repeated."""
     from compress.cli import app
@@ -78,5 +86,5 @@ def _run_again(command: Sequence[str], out: Path, model: Path | None) -> None:
         raise CheckpointError(f"`compress {command[1]}` is not a command that makes checkpoints", "Repeat it by hand")
     context = known[command[1]].make_context(command[1], [*command[2:]])
     context.params |= {"out": out, "gate": "", "as_json": False} | ({} if model is None else {"model": model})
-    with redirect_stdout(sys.stderr):
+    with redirect_stdout(StringIO()):  # what it says of its folder is not of interest
         context.command.invoke(context)

@@ -27,6 +27,9 @@ from compress.pipeline.prepare import RunContext, describe_calibration
 FORMAT_VERSION = 1
 INPUTS = ("tool", "source", "calibration", "recipe", "options", "environment")
 """Entries of a receipt that the bytes of the outputs follow from."""
+ORDER_OF_SUMS = ("device", "threads", "instruction_set", "torch_instruction_set", "torch")
+"""Entries of `environment` that decide the order in which calibrated statistics are summed up, and so the last bits.
+Rounding without calibration gives the same bytes with every instruction set and number of threads."""
 LIBRARIES = ("transformers", "tokenizers", "safetensors", "numpy")
 
 
@@ -37,6 +40,7 @@ def write_receipt(context: RunContext, folder: Path) -> None:
         "made": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": shlex.split(context.request.command),
         **inputs(context),
+        "bits_depend_on": [] if context.sequences is None else list(ORDER_OF_SUMS),
         "outputs": output_hashes(folder),
     }
     with atomic_file(folder / RECEIPT_FILE) as stream:
@@ -61,6 +65,7 @@ def inputs(context: RunContext) -> dict[str, Any]:
         "options": {
             "dtype": str(context.dtype).removeprefix("torch."),
             "micro_batch": context.micro_batch,
+            "workers": len(context.workers.all),
             "tokens_per_channel": context.request.tokens_per_channel,
         },
         "environment": {
