@@ -34,7 +34,7 @@ LIBRARIES = ("transformers", "tokenizers", "safetensors", "numpy")
 
 
 def write_receipt(context: RunContext, folder: Path) -> None:
-    """Writes the receipt of the finished checkpoint in `folder`. Equal runs write equal receipts, but for `made`."""
+    """Writes the receipt of the finished checkpoint in `folder`. Equal runs write equal receipts, except for `made`."""
     receipt = {
         "format_version": FORMAT_VERSION,
         "made": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -100,7 +100,7 @@ def read_receipt(folder: Path) -> dict[str, Any]:
         raise CheckpointError.missing("file", path, "Name a folder that `compress quantize`, `run` or `search` wrote")
     receipt = read_json(path)
     if not isinstance(receipt, dict) or receipt.get("format_version") != FORMAT_VERSION:
-        raise CheckpointError(f"{path} is no receipt of this version", "Use the release of this toolkit that wrote it")
+        raise CheckpointError(f"{path} is not a receipt of this version", "Use the release that wrote it")
     if lacking := [name for name in (*INPUTS, "command", "outputs") if name not in receipt]:
         raise CheckpointError(f"{path} has no entry {lacking[0]}", "Copy this file again, or repeat the run")
     return receipt
