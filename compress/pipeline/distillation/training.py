@@ -29,7 +29,7 @@ from compress.stages.finish import FinishStage
 WITHHELD = 8
 """One micro-batch of this many is withheld from training."""
 NUM_CHECKS = 10
-"""How often the withheld sequences are scored, and the state is saved."""
+"""Number of times that the withheld sequences are scored and the state is saved."""
 RATE = 0.006
 """Learning rate for a KL of 1 at the start. KL is quadratic in errors of weights: what corrects them is a share of its
 square root."""

@@ -15,7 +15,7 @@ from compress.checkpoint.gguf.export import export_gguf
 from compress.checkpoint.gguf.folder import folder_of
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.verify import verify_structure
-from compress.checkpoint.weights import Int
+from compress.checkpoint.weights import Int, NMSparsity
 from compress.checkpoint.weights.coded import CodedWeight
 from compress.checkpoint.weights.forms import Q2K, Mxfp4, Nvfp4
 from compress.checkpoint.writer import BlockStore, export_checkpoint
@@ -40,7 +40,7 @@ OTHER_FORMS = [
     (QuantizeStage("rtn", Q2K()),),
     (FactorizeStage(keep=0.7),),
     (FactorizeStage(keep=0.8), QuantizeStage("rtn", Int(4, None))),
-    (PruneStage(method="wanda", pattern="2:4"),),
+    (PruneStage("wanda", pattern=NMSparsity(2, 4)),),
 ]
 TEXT = CalibrationOptions(samples=8, length=48)
 SHORT = FinishStage(steps=4, batch=2, top_k=64)
