@@ -13,6 +13,7 @@ from torch import Tensor
 
 from compress.checkpoint.config import dense_config, quantization_block
 from compress.checkpoint.formats import format_for
+from compress.checkpoint.formats.base import ReadOnly
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.weights import Weight
 from compress.checkpoint.weights.base import digest
@@ -89,7 +90,7 @@ def train_checkpoint(
 def write_finished(finished: FinishedCheckpoint, out: Path) -> dict[str, str]:
     """Writes a checkpoint in its own format, or in one of this toolkit if its format is only read. Returns the digest
     of every packed module."""
-    codec = finished.codec if finished.codec.is_written else format_for(finished.schemes)
+    codec = format_for(finished.schemes) if isinstance(finished.codec, ReadOnly) else finished.codec
     shutil.rmtree(out, ignore_errors=True)
     write_checkpoint(finished, codec.name, out)
     digests = {}
