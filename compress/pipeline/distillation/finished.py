@@ -13,12 +13,12 @@ from torch import Tensor
 
 from compress.checkpoint.config import dense_config, quantization_block
 from compress.checkpoint.formats import format_for
-from compress.checkpoint.formats.base import ReadOnly
+from compress.checkpoint.formats.base import Container, ReadOnly
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.weights import Weight
 from compress.checkpoint.weights.base import digest
 from compress.checkpoint.writer import BlockStore, write_checkpoint
-from compress.common.errors import CheckpointError
+from compress.common.errors import CheckpointError, SchemeError
 from compress.pipeline.distillation.parts import rounded, with_parts
 from compress.pipeline.distillation.streamed_model import StreamedModel, Trained
 from compress.pipeline.distillation.training import Finish, Training
@@ -87,10 +87,28 @@ def train_checkpoint(
     return FinishedCheckpoint.of(model.checkpoint, model.trained if result.step else {}), result
 
 
+def written_container(packed: PackedCheckpoint) -> Container:
+    """Returns the format in which a checkpoint is written: its own, or one of this toolkit if its own is only read.
+
+    Raises:
+        CheckpointError: that one does not hold the weights exactly.
+    """
+    if not isinstance(packed.codec, ReadOnly):
+        return packed.codec
+    codec = format_for(packed.schemes)
+    try:
+        for module in packed.modules:
+            codec.encode(module, packed.packed_weight(module), packed.dtype)
+            packed.files.release()
+    except SchemeError as error:
+        problem = f"{packed.path} is in the format {packed.format}, which is only read, and {error.problem}"
+        raise CheckpointError(problem, "Finish a checkpoint that compress quantize wrote") from error
+    return codec
+
+
 def write_finished(finished: FinishedCheckpoint, out: Path) -> dict[str, str]:
-    """Writes a checkpoint in its own format, or in one of this toolkit if its format is only read. Returns the digest
-    of every packed module."""
-    codec = format_for(finished.schemes) if isinstance(finished.codec, ReadOnly) else finished.codec
+    """Writes a checkpoint, see `written_container`. Returns the digest of every packed module."""
+    codec = written_container(finished)
     shutil.rmtree(out, ignore_errors=True)
     write_checkpoint(finished, codec.name, out)
     digests = {}

@@ -20,7 +20,13 @@ from compress.common.cli import DISTRIBUTION, tool_version
 from compress.common.device import resolve_device
 from compress.common.errors import CheckpointError, ToolkitError
 from compress.common.files import REPORT_FILE, read_json, sync
-from compress.pipeline.distillation.finished import open_model, train_checkpoint, with_digests, write_finished
+from compress.pipeline.distillation.finished import (
+    open_model,
+    train_checkpoint,
+    with_digests,
+    write_finished,
+    written_container,
+)
 from compress.pipeline.distillation.training import Finish
 from compress.pipeline.prepare import SourceModel, calibration_sequences, pick_dtype
 from compress.pipeline.resume import Progress, only_one_run
@@ -76,6 +82,7 @@ def finish(request: FinishRequest, quiet: bool = False) -> FinishedRun:
     started, packed = time.monotonic(), PackedCheckpoint.open(request.packed)
     if not packed.schemes:
         raise CheckpointError(f"{packed.path} holds no quantized weights", "Quantize it first: compress quantize MODEL")
+    written_container(packed)
     device = resolve_device(request.device)
     dtype = pick_dtype(request.dtype, dtype_name(packed.config), device)
     source = SourceModel(request.dense, device, dtype, request.trust_remote_code)

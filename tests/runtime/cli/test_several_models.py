@@ -77,7 +77,7 @@ def test_sizes_are_those_of_runtime_memory() -> None:
 def test_sizes_are_measured_in_a_process_whose_refusals_arrive(tmp_path: Path) -> None:
     config = RuntimeConfig(device="cpu")
     assert measure_apart([demo_model_path()], config)[0].num_bytes == measure(demo_model_path(), config).num_bytes
-    with pytest.raises(ToolkitError, match=r"config\.json"):
+    with pytest.raises(ToolkitError, match=r"model\.safetensors does not exist"):
         measure_apart([tmp_path], config)
 
 
