@@ -145,9 +145,7 @@ def serve(
     """
     from runtime.server.native_memory import share_arenas
 
-    if (engines.data_parallel_size > 1 or len(model or ()) > 1) and not start.api_process:
-        problem = "--no-api-process does not go with several models or --data-parallel-size"
-        raise ToolkitError(problem, "Leave out --no-api-process: each engine needs a process")
+    check_processes(start, len(model or ()), engines)
     share_arenas()  # before any thread starts
     host, encryption = address.host, tls.checked()
     found = resolve_models(model or (), address.name, sizes.trust_remote_code)
@@ -176,24 +174,35 @@ def serve(
                 with showing(progress):
                     served = loading.finish(progress)
                 starting.should_exit = True
-                allowed = Limits(**asdict(limits), max_model_len=served.facts.max_model_len)
-                guards: dict[str, Any] = {"keys": keys, "allowed_hosts": hosts}
-                guards["changes_adapters"] = adapters.allow_runtime_lora_updating
-                client = served.client
-                if together is not None:
-                    client, guards = together.engine(name, client), guards | together.parts(limits)
-                app = create_app(client, served.tokenizer, name, allowed, adapters=named_adapters, **guards)
+                client = served.client if together is None else together.engine(name, served.client)
+                app = create_app(
+                    client,
+                    served.tokenizer,
+                    name,
+                    Limits(**asdict(limits), max_model_len=served.facts.max_model_len),
+                    keys=keys,
+                    allowed_hosts=hosts,
+                    adapters=named_adapters,
+                    changes_adapters=adapters.allow_runtime_lora_updating,
+                    **({} if together is None else together.parts(limits)),
+                )
         print(*served.facts.lines, sep="\n")
         print(f"ready     in {progress.summary()}")
         url, has_chat = url_of(listener, "https" if encryption else "http"), served.tokenizer.chat_template is not None
         announce(url, [each.name for each in found], has_chat, needs_key=keys is not None)
         warn_of_open_door(host, is_open=keys is None and tls.ssl_ca_certs is None)
-        gc.freeze()  # otherwise a full collection visits all objects of the libraries and stops all threads for 0.1 s
         with writing_logs(source.log_level):
             run(app, listener, limits.drain_seconds, limits.client_seconds, **encryption)
         if (health := client.check()).has_ended:
             raise ToolkitError(health.reason, "See the log above, and start the server again")
     print("stopped", file=sys.stderr)
+
+
+def check_processes(start: StartOptions, num_models: int, engines: DataParallelOptions) -> None:
+    """Raises ToolkitError: several engines are asked for in the process of the API."""
+    if not start.api_process and (num_models > 1 or engines.data_parallel_size > 1):
+        problem = "--no-api-process does not go with several models or --data-parallel-size"
+        raise ToolkitError(problem, "Leave out --no-api-process: each engine needs a process")
 
 
 def load_keys(address: AddressOptions) -> ApiKeys | None:
@@ -261,6 +270,7 @@ def run(app: FastAPI, listener: socket.socket, drain_seconds: int, client_second
     """
     from runtime.server.drain import create_server
 
+    gc.freeze()  # otherwise a full collection visits all objects of the libraries and stops all threads for 0.1 s
     server = create_server(app, drain_seconds, client_seconds, **encryption)
     for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn's own handlers are removed before this command ends
         signal.signal(number, server.handle_exit)
