@@ -8,7 +8,6 @@ import json
 import platform
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +33,9 @@ LIBRARIES = ("transformers", "tokenizers", "safetensors", "numpy")
 
 
 def write_receipt(context: RunContext, folder: Path) -> None:
-    """Writes the receipt of the finished checkpoint in `folder`. Equal runs write equal receipts, except for `made`."""
+    """Writes the receipt of the finished checkpoint in `folder`. Equal runs write equal receipts."""
     receipt = {
         "format_version": FORMAT_VERSION,
-        "made": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": shlex.split(context.request.command),
         **inputs(context),
         "bits_depend_on": [] if context.sequences is None else list(ORDER_OF_SUMS),
