@@ -17,6 +17,7 @@ from runtime.llm import LLM
 from runtime.model.loader import read_model
 from runtime.served_engine import EngineSource, LoadingApart
 from runtime.server.app import create_app
+from runtime.transfer.options import TransferOptions
 
 MODULES = ("q_proj", "v_proj", "o_proj", "up_proj", "down_proj")
 CONFIG: dict[str, Any] = {
@@ -59,7 +60,7 @@ def api(adapters: dict[str, Path], request: pytest.FixtureRequest) -> Iterator[h
     """A client of a server that began with one adapter, and loads others when it is asked to."""
     config = RuntimeConfig(**CONFIG, lora_modules=[f"a={adapters['a']}"])
     engines = DataParallelOptions(data_parallel_size=request.param)
-    with LoadingApart.begin(EngineSource(demo_model_path(), config), engines) as loading:
+    with LoadingApart.begin(EngineSource(demo_model_path(), config), engines, TransferOptions()) as loading:
         loading.describe_weights()
         engine = loading.finish(lambda *_: None)
         limits, options = Limits(engine.facts.max_model_len), {"adapters": {"a": adapters["a"]}}
