@@ -46,7 +46,7 @@ class SchemeKeys:
         help="What weights are rounded to: int; fp8 (as --fp8), fp8-block (8-bit floats in blocks of 128x128), "
         "nvfp4 (4-bit floats in groups of 16), mxfp4, mxfp8 (4- and 8-bit floats in groups of 32), nf4 (NF4 of "
         "QLoRA, in groups of 64), q2_k, q3_k, q4_k, q5_k, q6_k, q4_1, q5_1, iq4_nl (the types of "
-        "GGUF files). Default: int.",
+        "GGUF files), exl3 (trellis codes of 1 to 8 bits; best with method trellis). Default: int.",
     )
     fp8: bool = option(
         "--fp8",
@@ -186,7 +186,8 @@ class QuantizeStage(TensorStage):
 
     def to_keys(self) -> dict[str, Any]:
         if self.scheme.word != INT:
-            return {"method": self.method, "weights": self.scheme.word}
+            width = {} if self.scheme == self.scheme.target() else {"bits": self.scheme.bits}
+            return {"method": self.method, "weights": self.scheme.word, **width}
         scheme = {"bits": self.scheme.bits, "group_size": self.scheme.group_size or PER_CHANNEL}
         return {"method": self.method, **scheme, "symmetric": self.scheme.symmetric}
 

@@ -1,4 +1,4 @@
-"""EXL3 as exllamav3 publishes it (`quant_method: exl3`). It is read, not written."""
+"""EXL3 as exllamav3 publishes it (`quant_method: exl3`)."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from compress.checkpoint.formats.base import CONTAINERS, EXLLAMA, RUNTIME, ReadOnly
+from compress.checkpoint.formats.base import CONTAINERS, EXLLAMA, RUNTIME, Container
 from compress.checkpoint.safetensors import LazyTensor, TensorFiles
+from compress.checkpoint.scheme import FLOAT_BITS
 from compress.checkpoint.weights import Exl3, Scheme
 from compress.checkpoint.weights.exl3 import WORD_BITS, padded
+from compress.common.errors import SchemeError
 from compress.models.registry import find_family
 
 
@@ -41,13 +43,28 @@ def _cuts(module: str, rows: int, columns: int) -> Iterator[tuple[str, int, int]
         yield module + suffix, padded(side) // WORD_BITS, -(-side // WORD_BITS)
 
 
-class Exl3Container(ReadOnly):
+LAYOUT_VERSION = "0.0.43"
+"""The version of exllamav3 whose published layout this is."""
+
+
+class Exl3Container(Container):
     """EXL3."""
 
     name = "exl3"
     engines = RUNTIME, EXLLAMA
     keys = "bits codebook head_bits out_scales tensor_storage"
     stored = Exl3.suffixes
+
+    def check(self, scheme: Scheme, shape: tuple[int, int]) -> None:
+        if not isinstance(scheme, Exl3):
+            raise SchemeError(f"exl3 holds trellis codes only, not {scheme}", "Use --method trellis, or another format")
+
+    def quantization_config(self, schemes: Mapping[str, Scheme], ignored: Iterable[str]) -> dict[str, Any]:
+        """Returns the mean width of the layers; tensors tell the width and the codebook of each one."""
+        widths = [scheme.bits for scheme in schemes.values()]
+        codebooks = {scheme.codebook for scheme in schemes.values() if isinstance(scheme, Exl3)}
+        described = {"quant_method": self.name, "version": LAYOUT_VERSION, "bits": sum(widths) / max(1, len(widths))}
+        return {**described, "head_bits": FLOAT_BITS, "out_scales": "always", "codebook": min(codebooks, default="mul1")}
 
     def modules(self, names: Iterable[str]) -> list[str]:
         return sorted(Exl3.modules(names))

@@ -49,6 +49,8 @@ class Exl3(Scheme):
     fuses = False
     is_exact_size = True
     structure = "the trellis codes"
+    holds_zeros = False
+    word = "exl3"
     note = "weights in EXL3 are read by this runtime and exllamav3; others read `compress export --format dense`"
 
     def __post_init__(self) -> None:
@@ -57,6 +59,18 @@ class Exl3(Scheme):
                 f"EXL3 has 1 to {MAX_BITS} bits and the codebooks {', '.join(CODEBOOKS)}, not "
                 f"{self.bits} bits of {self.codebook}"
             )
+
+    @classmethod
+    def target(cls) -> Exl3:
+        return cls(codebook="mul1")
+
+    def round(
+        self, weight: Tensor, importance: Tensor | None = None, scale_dtype: torch.dtype | None = None
+    ) -> Exl3Weight:
+        """Encodes a weight without error feedback; `importance` and `scale_dtype` have no effect."""
+        from compress.checkpoint.trellis_search import encode_trellis
+
+        return encode_trellis(weight, self)
 
     def stored_bits(self, out_features: int, in_features: int, scale_bits: int = 16) -> int:
         multiplier = 32 if self.codebook in MULTIPLIERS else 0

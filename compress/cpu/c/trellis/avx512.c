@@ -8,6 +8,7 @@
 #define TARGET FOR_AVX512
 enum { PER_VECTOR = 16, MOST_ROWS = 8 };
 #include "trellis/kernel.h"
+#include "trellis/search_parts.h"
 
 INLINE TARGET Floats floats_fma(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
 INLINE TARGET Words byte_sums(Words words) {
@@ -15,8 +16,10 @@ INLINE TARGET Words byte_sums(Words words) {
 }
 
 #include "trellis/kernel.inc"
+#include "trellis/search.inc"
 
 TARGET void turn_row_avx512(void *call, int64_t row) { turn_inputs(call, row); }
 TARGET void multiply_block_avx512(void *call, int64_t chunk) { multiply_block(call, chunk); }
+TARGET void search_tiles_avx512(void *call, int64_t chunk) { search_tiles(call, chunk); }
 
 #endif

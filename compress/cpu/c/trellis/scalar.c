@@ -2,6 +2,7 @@
 #define TARGET
 enum { PER_VECTOR = 4, MOST_ROWS = 4 };
 #include "trellis/kernel.h"
+#include "trellis/search_parts.h"
 
 /* Two roundings: a fused operation would be a call of a function here. */
 INLINE Floats floats_fma(Floats a, Floats b, Floats c) { return a * b + c; }
@@ -11,6 +12,8 @@ INLINE Words byte_sums(Words words) {
 }
 
 #include "trellis/kernel.inc"
+#include "trellis/search.inc"
 
 void turn_row_scalar(void *call, int64_t row) { turn_inputs(call, row); }
 void multiply_block_scalar(void *call, int64_t chunk) { multiply_block(call, chunk); }
+void search_tiles_scalar(void *call, int64_t chunk) { search_tiles(call, chunk); }

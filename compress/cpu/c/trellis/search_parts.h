@@ -1,0 +1,26 @@
+/* Between search.c and the instruction sets, which compile search.inc. */
+#ifndef NATIVE_TRELLIS_SEARCH_PARTS_H
+#define NATIVE_TRELLIS_SEARCH_PARTS_H
+
+#include <math.h>
+
+#include "trellis/search.h"
+
+typedef struct {
+    float *costs;     /* [2][TRELLIS_STATES] */
+    uint8_t *origins; /* [TRELLIS_CODES][TRELLIS_STATES >> bits] */
+} SearchBuffers;
+
+typedef struct {
+    const TrellisSearch *search;
+    SearchBuffers *buffers; /* of each chunk */
+    int64_t chunks;
+} SearchCall;
+
+/* Task of the pool: every `chunks`-th tile from `chunk` on. */
+#define SEARCH_TASKS(set) void search_tiles_##set(void *call, int64_t chunk);
+SEARCH_TASKS(scalar)
+SEARCH_TASKS(avx2)
+SEARCH_TASKS(avx512)
+
+#endif

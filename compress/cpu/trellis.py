@@ -1,0 +1,42 @@
+"""The compiled search for trellis codes; `c/trellis/search.h` defines it."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_int, c_int32, c_int64, c_void_p
+
+import torch
+from torch import Tensor
+
+from compress.cpu.binding import BEST, function
+
+
+class _Search(ctypes.Structure):
+    """`TrellisSearch` of search.h."""
+
+    _fields_ = (
+        ("tiles", c_int64),
+        ("bits", c_int32),
+        ("numbers", c_void_p),
+        ("values", c_void_p),
+        ("states", c_void_p),
+    )
+
+
+def search_states(values: Tensor, numbers: Tensor, bits: int, instruction_set: int = BEST) -> Tensor:
+    """Returns the states int32 `[N, 256]` of the cyclic streams with the least squared error. Raises ValueError: the
+    library is not built, or this machine lacks the instruction set; MemoryError.
+
+    Args:
+        values: float32 `[N, 256]` on the CPU, in the order of the stream.
+        numbers: float32 `[65536]`, the number of each state.
+    """
+    values, numbers = values.contiguous(), numbers.contiguous()
+    states = torch.empty(values.shape, dtype=torch.int16)
+    search = _Search(len(values), bits, numbers.data_ptr(), values.data_ptr(), states.data_ptr())
+    status = function("trellis_search", c_void_p, c_int)(ctypes.byref(search), instruction_set)
+    if status == -2:
+        raise MemoryError(f"the search for codes of {bits} bits is out of memory")
+    if status:
+        raise ValueError(f"trellis_search cannot run with instruction set {instruction_set}")
+    return states.to(torch.int32) & 0xFFFF
