@@ -91,7 +91,8 @@ def _filled(values: Tensor, dim: int) -> Tensor:
 
 
 def _turn(rows: Tensor) -> Tensor:
-    return (hadamard_transform(rows.unflatten(-1, (-1, TURN))) / TURN**0.5).flatten(-2)
+    turned: Tensor = hadamard_transform(rows.unflatten(-1, (-1, TURN))) / TURN**0.5
+    return turned.flatten(-2)
 
 
 def _codebook_scale(tiles: Tensor, scheme: Exl3) -> float:

@@ -6,6 +6,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
 from compress.checkpoint.formats.base import CONTAINERS, EXLLAMA, RUNTIME, Container
 from compress.checkpoint.safetensors import LazyTensor, TensorFiles
 from compress.checkpoint.scheme import FLOAT_BITS
@@ -63,8 +67,20 @@ class Exl3Container(Container):
         """Returns the mean width of the layers; tensors tell the width and the codebook of each one."""
         widths = [scheme.bits for scheme in schemes.values()]
         codebooks = {scheme.codebook for scheme in schemes.values() if isinstance(scheme, Exl3)}
-        described = {"quant_method": self.name, "version": LAYOUT_VERSION, "bits": sum(widths) / max(1, len(widths))}
-        return {**described, "head_bits": FLOAT_BITS, "out_scales": "always", "codebook": min(codebooks, default="mul1")}
+        return {
+            "quant_method": self.name,
+            "version": LAYOUT_VERSION,
+            "bits": sum(widths) / max(1, len(widths)),
+            "head_bits": FLOAT_BITS,
+            "out_scales": "always",
+            "codebook": min(codebooks, default="mul1"),
+        }
+
+    def encode(self, module: str, weight: Any, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Returns the stored tensors, with scales of zero for the padding of the sides."""
+        stored = super().encode(module, weight, dtype)
+        scales = {f"{module}{suffix}": stored[f"{module}{suffix}"] for suffix in (".suh", ".svh")}
+        return stored | {name: pad(scale, (0, padded(len(scale)) - len(scale))) for name, scale in scales.items()}
 
     def modules(self, names: Iterable[str]) -> list[str]:
         return sorted(Exl3.modules(names))

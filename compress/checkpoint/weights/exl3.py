@@ -99,6 +99,9 @@ class Exl3(Scheme):
 
     @classmethod
     def parse(cls, fields: Mapping[str, Any]) -> Exl3:
+        if fields.get("group_size") is not None or fields.get("activation_bits"):
+            problem = "trellis codes have no groups and no 8-bit inputs"
+            raise SchemeError(problem, "Leave group_size and activation_bits out")
         return cls(int(fields["bits"]), str(fields[cls.key]))
 
     def found(self, module: str, headers: Headers) -> Exl3:

@@ -1,11 +1,13 @@
-/* Multiplies trellis codes of every width and codebook with every instruction set on buffers of exactly their size, and compares
- * sets. Numbers are checked elsewhere. Built with sanitizers by test_sanitizers.py. */
+/* Multiplies trellis codes of every width and codebook with every instruction set on buffers of exactly their size, searches
+ * codes of some widths, and compares sets. Numbers are checked elsewhere. Built with sanitizers by test_sanitizers.py. */
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include "common/bf16.h"
 #include "common/thread_pool.h"
+#include "trellis/search.h"
 #include "trellis/trellis.h"
 #include "driver.h"
 
@@ -44,10 +46,30 @@ static int compare(int set, int bits, int codebook) {
     return furthest <= largest * (is_wide ? 1e-4f : 1e-2f);
 }
 
+static int search(int set, int bits) {
+    const int64_t tiles = 2, count = tiles * TRELLIS_CODES;
+    float *numbers = floats(TRELLIS_STATES), *values = floats(count);
+    uint16_t *states[2];
+    for (int i = 0; i < 2; i++) {
+        states[i] = exactly(count * 2);
+        const TrellisSearch wanted = {tiles, bits, numbers, values, states[i]};
+        if (trellis_search(&wanted, i ? set : SCALAR)) exit(FAILED_STATUS);
+    }
+    const int same = !memcmp(states[0], states[1], (size_t)count * 2);
+    for (int i = 0; i < 2; i++) free(states[i]);
+    free(numbers), free(values);
+    return same;
+}
+
 int main(void) {
     pool_set_threads(3);
     for (int set = 0; set < NUM_INSTRUCTION_SETS; set++) {
         if (set > native_best_instruction_set() && set != AMX_EMULATED) continue;
+        for (int bits = 1; bits <= MOST_TRELLIS_BITS; bits += 7)
+            if (!search(set, bits)) {
+                fprintf(stderr, "set %d searches other codes of %d bits\n", set, bits);
+                return FAILED_NUMBERS;
+            }
         for (int bits = 1; bits <= MOST_TRELLIS_BITS; bits++)
             for (int codebook = CODEBOOK_3INST; codebook <= CODEBOOK_MUL1; codebook++)
                 if (!compare(set, bits, codebook)) {
