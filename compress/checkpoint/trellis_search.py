@@ -44,7 +44,7 @@ class TurnedHessian:
     Attributes:
         values: `[padded(I), padded(I)]` float32.
         feedback: of the same shape, unit upper triangular with unit matrices as blocks of 16 on the diagonal: row j
-            tells how much of its error each later column absorbs. None is no feedback.
+            tells how much of its error each later column absorbs. None stands for independent blocks.
     """
 
     values: Tensor

@@ -1,5 +1,6 @@
 """Trellis codes: the search in C against torch, its distortion, feedback between blocks, and a written checkpoint."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -115,13 +116,17 @@ def test_exllamav3_pads_scales_and_readers_cut_them() -> None:
 
 @needs_library
 @pytest.mark.full
-def test_the_demo_model_in_both_containers(tmp_path: Path) -> None:
+def test_the_demo_model_in_both_containers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     packed, exported = tmp_path / "packed", tmp_path / "exl3"
     options = "--method", "trellis", "--bits", "2", "--num-calibration-samples", "4", "--out", str(packed)
-    assert main(["quantize", *options]) == 0
-    assert main(["export", str(packed), "--format", "exl3", "--out", str(exported)]) == 0
+    for arguments in (["quantize", *options], ["export", str(packed), "--format", "exl3", "--out", str(exported)]):
+        monkeypatch.setattr(sys, "argv", ["compress", *arguments])
+        with pytest.raises(SystemExit) as stopped:
+            main()
+        assert not stopped.value.code
     first, second = PackedCheckpoint.open(packed), PackedCheckpoint.open(exported)
-    assert second.format == "exl3" and first.modules == second.modules
+    assert second.format == "exl3"
+    assert first.modules == second.modules
     for module in first.modules[:4]:
         assert torch.equal(first.values(module, torch.float32), second.values(module, torch.float32))
 
