@@ -90,4 +90,4 @@ class Exl3Container(Container):
         return dict[str, Scheme].fromkeys(modules, Exl3())
 
 
-EXL3 = CONTAINERS.register(order=10)(Exl3Container())
+EXL3 = CONTAINERS.register(order=8)(Exl3Container())

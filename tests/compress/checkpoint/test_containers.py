@@ -15,7 +15,7 @@ from compress.common.errors import CheckpointError, SchemeError
 from compress.stages.quantize import QuantizeStage
 
 SHAPE = 128, 256
-READ_ONLY = {"mxfp4", "exl3", "bitsandbytes", "auto-round", "torchao", "modelopt"}
+READ_ONLY = {"mxfp4", "bitsandbytes", "auto-round", "torchao", "modelopt"}
 
 
 def test_every_container_names_its_engines_and_those_that_are_written_come_first() -> None:
