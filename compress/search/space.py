@@ -18,7 +18,7 @@ from compress.recipe import CalibrationOptions, Recipe
 from compress.stages.base import TensorStage
 from compress.stages.factorize import FactorizeStage
 from compress.stages.prune import PruneStage
-from compress.stages.quantize import QuantizeStage
+from compress.stages.quantize import QuantizeStage, method_for
 from compress.targets import IGNORE_HELP
 
 DEFAULT_RANK_WORD = "rank"
@@ -77,7 +77,7 @@ class Candidate:
         if self.pattern:
             stages.append(PruneStage(pattern=self.pattern, targets=named))
         if self.scheme:
-            stages.append(QuantizeStage(method, self.scheme, targets=named))
+            stages.append(QuantizeStage(method_for(self.scheme, method), self.scheme, targets=named))
         return tuple(stages)
 
     def __str__(self) -> str:
@@ -88,7 +88,8 @@ class Candidate:
         if self.scheme is None:
             return structure or "dense"
         if self.scheme.numbers != "int":
-            return self.scheme.word
+            width = "" if self.scheme == self.scheme.target() else f"w{self.scheme.bits}"
+            return f"{width}{self.scheme.word}"
         group = f"g{self.scheme.group_size}" if self.scheme.group_size else ""
         return f"{structure}w{self.scheme.bits}{group}{'' if self.scheme.symmetric else 'asym'}"
 
@@ -96,6 +97,7 @@ class Candidate:
 DEFAULT_CANDIDATES = "w2g128,w2g64,w3g128,w3g64,w4g128,w4g32,w5g128,w6g128,w8"
 DENSE = "dense"
 _PATTERN, _WIDTH = r"(?P<pattern>\d+:\d)?", r"(?:w(?P<bits>\d)(?:g(?P<group>\d+))?(?P<asym>asym)?)?"
+_FORM = r"(?:w(?P<bits>\d))?(?P<form>[\w-]+)"
 _KEEP = r"(?P<keep>\d*\.\d+|\d+)"
 
 
@@ -106,16 +108,17 @@ def rank_words() -> dict[str, str]:
 
 
 def float_words() -> dict[str, Scheme]:
-    """Returns weight forms other than integers that methods support, by their words."""
-    return {word: form.target() for word, form in targets().items() if form.has_grid and form is not Int}
+    """Returns weight forms other than integers, with 16-bit activations, by their words."""
+    forms = {word: form.target() for word, form in targets().items() if form is not Int}
+    return {word: form for word, form in forms.items() if form.activations is None}
 
 
 def parse_candidates(text: str) -> tuple[Candidate, ...]:
     """Parses candidates from `w2g64,2:4w4g128,rank0.8,nvfp4`, each once. A word consists of, in this order and all
     optional: an N:M pattern, or a factorization method with its keep ratio (`rank`: the default method); the bits, the
     group size (default: whole rows), and `asym` for stored zero points. Alternatively it is the word of another weight
-    form; `dense` keeps the layer unchanged. Raises RecipeError: an unknown word, or fewer than two candidates;
-    SchemeError: an impossible width, group or pattern."""
+    form, after its bits if it has several widths (`w3exl3`); `dense` keeps the layer unchanged. Raises RecipeError: an
+    unknown word, or fewer than two candidates; SchemeError: an impossible width, group or pattern."""
     candidates = dict.fromkeys(_candidate(word.strip()) for word in text.split(","))
     if len(candidates) < 2:
         raise RecipeError(f"a list of {len(candidates)} leaves no choice", f"Use --candidates {DEFAULT_CANDIDATES}")
@@ -125,13 +128,15 @@ def parse_candidates(text: str) -> tuple[Candidate, ...]:
 def _candidate(word: str) -> Candidate:
     if word == DENSE:
         return Candidate()
-    if word in float_words():
-        return Candidate(float_words()[word])
+    if (other := re.fullmatch(_FORM, word)) and (form := float_words().get(other["form"])):
+        return Candidate(form.parse({**form.fields(), "bits": int(other["bits"])}) if other["bits"] else form)
     words = rank_words()
     named = "|".join(sorted(map(re.escape, words), key=len, reverse=True))
     found = re.fullmatch(f"{_PATTERN}(?:(?P<method>{named}){_KEEP})?{_WIDTH}", word)
     if not word or found is None:
-        raise RecipeError(f"{word!r} is not a candidate", "Write w4g128, w8, 2:4w4g128, rank0.8, asvd0.8w8 or nvfp4")
+        raise RecipeError(
+            f"{word!r} is not a candidate", "Write w4g128, w8, 2:4w4g128, rank0.8, asvd0.8w8, nvfp4 or w3exl3"
+        )
     bits, group = found["bits"], found["group"]
     return Candidate(
         Int(int(bits), int(group) if group else None, found["asym"] is None) if bits else None,

@@ -224,8 +224,16 @@ def form_of(word: str) -> type[Scheme]:
 def default_method(word: str = INT) -> str:
     """Returns the method of a user who names none, for the form of a word."""
     usual = methods.default("quantize")
-    can = word == INT or not methods.QUANTIZATION.find(usual).unsupported(form_of(word).target())
-    return usual if can else methods.fallback("quantize").name
+    return usual if word == INT else method_for(form_of(word).target(), usual)
+
+
+def method_for(scheme: Scheme, wanted: str) -> str:
+    """Returns the wanted method; instead of one that does not support the scheme, the method whose default is of this
+    form, or the fallback."""
+    if not methods.QUANTIZATION.find(wanted).unsupported(scheme):
+        return wanted
+    own = {type(method.default_scheme()): name for name, method in methods.QUANTIZATION.items()}
+    return own.get(type(scheme)) or methods.fallback("quantize").name
 
 
 def default_scheme(method: str, word: str = INT) -> Scheme:

@@ -13,17 +13,18 @@ from torch import Tensor
 
 from benchmarking.models import Cost
 from benchmarking.tables import Row
-from compress.checkpoint.scheme import targets
+from compress.checkpoint.scheme import Scheme, targets
 from compress.checkpoint.weights import Activations, Int, NMSparsity
 from compress.common.errors import RecipeError
 from compress.common.evaluation import Evaluation
 from compress.methods.base import FACTORIZATION, PRUNING, QUANTIZATION
 from compress.recipe import MAX_TOKENS, Recipe
 from compress.recipe_file import bundled_recipes, load_recipe, load_work
+from compress.search.space import DENSE, parse_candidates
 from compress.stages.base import Stage
 from compress.stages.factorize import FactorizeStage
 from compress.stages.prune import PruneStage
-from compress.stages.quantize import QuantizeStage
+from compress.stages.quantize import QuantizeStage, method_for
 
 RECIPES, COVERAGE = "recipes", "coverage"
 SETTINGS = ("w4g64", "w4g128", "w3g64", "w2g64", "w8a8", "2:4", "50%", "2:4+w4g64", "rank0.8", RECIPES)
@@ -54,12 +55,10 @@ def methods_of(setting: str) -> tuple[str, ...]:
     if setting == "w8a8":
         return ("rtn", "smoothquant")
     without_calibration_first = sorted(QUANTIZATION, key=lambda method: method not in NO_CALIBRATION)
-    if setting in targets():
-        return tuple(each for each in without_calibration_first if not _refusal(setting, each))
-    if setting.startswith("w"):
-        return tuple(method for method in without_calibration_first if method != "smoothquant")
     if setting.startswith("rank"):
         return tuple(FACTORIZATION)
+    if _is_rounding(setting):
+        return tuple(each for each in without_calibration_first if not _refusal(setting, each))
     return (AFTERWARDS, JOINT) if "+" in setting else tuple(PRUNING)
 
 
@@ -71,9 +70,10 @@ def orders_of(setting: str) -> tuple[Order, ...]:
         return (Order("2 per channel", "own tokens"), Order("2 per channel", "1 per channel"))
     if setting == "w8a8":
         return (Order("smoothquant", "rtn"),)
-    if setting in targets():
-        return () if _refusal(setting, "gptq") else (Order("gptq", "rtn", strict=True),)
-    if setting.startswith("w"):
+    if _is_rounding(setting) and not isinstance(_scheme(setting), Int):
+        best = method_for(_scheme(setting), "gptq")
+        return () if best == "rtn" else (Order(best, "rtn", strict=True),)
+    if _is_rounding(setting):
         learned = (Order("signround", "gptq", strict=True),) if setting.startswith(("w2", "w3")) else ()
         return (Order("awq", "rtn"), Order("gptq", "rtn", strict=True), *learned)
     if "+" in setting:
@@ -104,17 +104,28 @@ def stages_of(setting: str, method: str) -> tuple[Stage, ...]:
         raise RecipeError(f"setting {setting!r} means nothing: {error}", f"Settings: {', '.join(SETTINGS)}") from error
 
 
-def _refusal(form: str, method: str) -> str:
+def _is_rounding(setting: str) -> bool:
+    """Whether a setting is one form for all weights, written as a candidate of a search."""
+    return setting in targets() or setting.startswith("w")
+
+
+def _scheme(setting: str) -> Scheme:
+    if setting in targets():
+        return targets()[setting].target()
+    scheme = parse_candidates(f"{setting},{DENSE}")[0].scheme
+    if scheme is None:
+        raise ValueError("it has no width")
+    return scheme
+
+
+def _refusal(setting: str, method: str) -> str:
     """Why a method makes no weights of a form; empty where it does."""
-    return QUANTIZATION.find(method).unsupported(targets()[form].target())
+    return QUANTIZATION.find(method).unsupported(_scheme(setting))
 
 
 def _stage(setting: str, method: str) -> Stage:
-    if setting in targets():
-        return QuantizeStage(method, targets()[setting].target())
-    if setting.startswith("w"):
-        bits, _, group_size = setting.removeprefix("w").partition("g")
-        return QuantizeStage(method, Int(int(bits), int(group_size)))
+    if _is_rounding(setting):
+        return QuantizeStage(method, _scheme(setting))
     if setting.startswith("rank"):
         return FactorizeStage(method, float(setting.removeprefix("rank")), allocation="uniform")
     if setting.endswith("%"):

@@ -6,9 +6,9 @@ import re
 import pytest
 
 from calibration.parts import Part
-from compress.checkpoint.weights import Int, NMSparsity
+from compress.checkpoint.weights import Exl3, Int, NMSparsity
 from compress.common.cli import size_in_bytes
-from compress.common.errors import CheckpointError, RecipeError, ToolkitError
+from compress.common.errors import CheckpointError, RecipeError, SchemeError, ToolkitError
 from compress.common.files import atomic_file
 from compress.recipe import CalibrationOptions, Recipe
 from compress.recipe_file import load_recipe, load_work, parse_recipe, parse_work
@@ -189,11 +189,26 @@ def test_rank_and_sparsity_are_written_as_stages_of_their_own() -> None:
         search.recipe(dict.fromkeys(UNITS, Candidate()))
 
 
-@pytest.mark.parametrize("word", [*float_words(), "w4g64asym", "w8", "2:4w4g128", "4:8", "rank0.8w8", "asvd0.75"])
+@pytest.mark.parametrize(
+    "word", [*float_words(), "w3exl3", "w4g64asym", "w8", "2:4w4g128", "4:8", "rank0.8w8", "asvd0.75"]
+)
 def test_the_stages_of_every_candidate_are_read_back(word: str) -> None:
     (candidate, _) = parse_candidates(f"{word},dense")
     recipe = Recipe(candidate.stages("gptq", ("q", "re:.*k")), name="x")
     assert parse_recipe(recipe_text(recipe, []), "x.yaml") == recipe
+
+
+def test_trellis_codes_have_their_own_method_and_widths() -> None:
+    (candidate, same, _) = parse_candidates("w2exl3,exl3,w4exl3,w4g64")
+    assert (str(candidate), str(same), same.bits_per_weight) == ("w2exl3", "exl3", 4)
+    (stage,) = candidate.stages("gptq", ("q",))
+    assert isinstance(stage, QuantizeStage)
+    assert (stage.method, stage.scheme) == ("trellis", Exl3(2, "mul1"))
+    (rounded,) = candidate.stages("rtn", ("q",))
+    assert isinstance(rounded, QuantizeStage)
+    assert rounded.method == "rtn"
+    with pytest.raises(SchemeError, match="nvfp4 has 4 bits"):
+        parse_candidates("w3nvfp4,w8")
 
 
 @pytest.mark.parametrize("word", ["rank0.8", "asvd0.8", "2:4"])
