@@ -155,7 +155,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompts", action="store_true", help="paged attention of stretches of prompts instead")
     parser.add_argument("--threads", nargs="+", type=int, default=[1], help="of attention, one table each")
     parser.add_argument("--mixture", default="", help="hidden x width x experts x chosen: a mixture instead of linears")
-    parser.add_argument("--trellis", action="store_true", help="trellis codes (EXL3), and the numbers they decode to")
+    parser.add_argument("--trellis", action="store_true", help="trellis codes (EXL3): search and products")
     parser.add_argument(
         "--write-tables", action="store_true", help="let linears choose tiles, vectors or oneDNN by figures taken now"
     )
@@ -197,8 +197,9 @@ def run(options: argparse.Namespace) -> int:
         return 0
     measure_rows, baseline = linear_rows, BASELINE
     if options.trellis:
-        from benchmarking.cpu.trellis import EXPANDED, trellis_rows
+        from benchmarking.cpu.trellis import EXPANDED, search_rows, trellis_rows
 
+        print_with_markdown("Search for 256 trellis codes, ms of one core", search_rows(), console)
         measure_rows, baseline = trellis_rows, EXPANDED
     for shape, (in_features, out_features) in zip(options.shapes, shapes, strict=True):
         rows = measure_rows(in_features, out_features, options.rows, options.seconds)

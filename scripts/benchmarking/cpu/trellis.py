@@ -1,7 +1,8 @@
-"""Trellis codes (EXL3) that are decoded for every product, compared with products of their bfloat16 numbers."""
+"""Trellis codes (EXL3): their search, and their products compared with those of the bfloat16 numbers they decode to."""
 
 from __future__ import annotations
 
+import time
 from functools import partial
 
 import torch
@@ -9,12 +10,14 @@ import torch
 from benchmarking.cpu.kernels import copied, milliseconds, random_weight
 from benchmarking.tables import Row
 from compress.checkpoint.weights import Exl3
-from compress.checkpoint.weights.exl3 import CODEBOOKS
+from compress.checkpoint.weights.exl3 import CODEBOOKS, CODES, MAX_BITS, codebook_values
+from compress.cpu.trellis import search_states
 from runtime.backends.cpu.linear import CpuLinear
 from runtime.backends.cpu.trellis import CpuTrellisLinear
 
 EXPANDED = "bf16"
 WIDTHS = (3, 4)
+TILES, TRIES = 16, 4
 
 
 def trellis_rows(in_features: int, out_features: int, numbers_of_rows: list[int], seconds: float) -> list[Row]:
@@ -35,3 +38,18 @@ def trellis_rows(in_features: int, out_features: int, numbers_of_rows: list[int]
         }
         for side in sides
     ]
+
+
+def search_rows() -> list[Row]:
+    """One line per width: milliseconds to search the codes of a tile, the least of some tries."""
+    values, numbers = torch.randn(TILES, CODES), codebook_values("mul1").float()
+    return [{"bits": str(bits), "ms": f"{_search_ms(values, numbers, bits):.2f}"} for bits in range(1, MAX_BITS + 1)]
+
+
+def _search_ms(values: torch.Tensor, numbers: torch.Tensor, bits: int) -> float:
+    def once() -> float:
+        start = time.process_time()
+        search_states(values, numbers, bits)
+        return time.process_time() - start
+
+    return min(once() for _ in range(TRIES)) / TILES * 1000
