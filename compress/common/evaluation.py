@@ -37,12 +37,12 @@ class Evaluation:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Evaluation:
-        """Reads the figures of a report, which may hold other entries. Raises TypeError: it was not measured."""
+        """Reads the figures of a report, which may hold other entries. Raises TypeError: a figure is missing."""
         return cls(**{each.name: values[each.name] for each in fields(cls) if each.name in values})
 
     @property
     def flips(self) -> float | None:
-        """Share of positions where the most likely token is another."""
+        """Share of positions where the two models rank different tokens first."""
         return None if self.top1_agreement is None else 1 - self.top1_agreement
 
     def to_dict(self) -> dict[str, float | int | None]:
@@ -70,7 +70,7 @@ def _percent(value: float, error: float | None) -> str:
 
 
 MEASURED_KEY = "figures"
-"""Entry of reports with the findings of measured figures by name."""
+"""Entry of reports with the measured figures by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +78,9 @@ class Finding:
     """Value of a figure.
 
     Attributes:
-        value: None where there is none.
-        text: what it was found on, or why there is no value; in one line.
-        applies: whether the figure says anything about this model.
+        value: None if the figure was not measured.
+        text: the data of the measurement, or why there is no value; one line.
+        applies: whether the figure is defined for the model.
         details: plain values for the report.
     """
 
@@ -91,7 +91,7 @@ class Finding:
 
     @classmethod
     def nothing(cls, text: str) -> Finding:
-        """Returns the finding about a model of which the figure says nothing."""
+        """Returns the finding of a figure that is not defined for the model."""
         return cls(None, text, applies=False)
 
     def to_dict(self) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from compress.models.block_parts import Beside, LayerInput, Residual, SecondMixer
+from compress.models.block_parts import LayerInput, ParallelMixture, Residual, SecondMixer
 from compress.models.cuts import Cuts
 from compress.models.linear import Linear
 from compress.models.mixers.mixer import Mixer
@@ -23,7 +23,7 @@ class Block:
         output_norm, mlp_output_norm: norms of what mixer and MLP add.
         residual: factors on the residual stream and on what is added to it; None for none.
         second: another mixer, next to attention.
-        beside: a mixture that reads the residual stream as the MLP does.
+        parallel_mixture: a mixture that is computed in parallel with the MLP, from the residual stream.
         layer_input: what is added after the MLP.
         scalar: name of a number that the residual stream is multiplied by last; "" for none.
     """
@@ -37,7 +37,7 @@ class Block:
     residual: Residual | None = None
     is_parallel: bool = False
     second: SecondMixer | None = None
-    beside: Beside | None = None
+    parallel_mixture: ParallelMixture | None = None
     layer_input: LayerInput | None = None
     scalar: str = ""
 
@@ -48,13 +48,13 @@ class Block:
 
     @property
     def mixture(self) -> Mixture | None:
-        """Its mixture, in the place of the MLP or next to it."""
+        """Its mixture, in place of the MLP or in parallel with it."""
         return next((part for part in self.parts if isinstance(part, Mixture)), None)
 
     @property
     def parts(self) -> tuple[MLP | Mixture, ...]:
-        """Its MLP, and the mixture next to it."""
-        both = self.mlp, None if self.beside is None else self.beside.mixture
+        """Its MLP, and the mixture in parallel with it."""
+        both = self.mlp, None if self.parallel_mixture is None else self.parallel_mixture.mixture
         return tuple(part for part in both if part is not None)
 
     @property
@@ -82,17 +82,17 @@ class Block:
     def norms(self) -> tuple[Norm, ...]:
         last = None if self.layer_input is None else self.layer_input.norm
         around = self.input_norm, self.output_norm, self.mlp_norm, self.mlp_output_norm, last
-        beside = () if self.beside is None else self.beside.norms
+        parallel = () if self.parallel_mixture is None else self.parallel_mixture.norms
         inner = (norm for mixer in self.mixers for norm in mixer.norms)
-        return *(norm for norm in around if norm is not None), *inner, *beside
+        return *(norm for norm in around if norm is not None), *inner, *parallel
 
     def cut(self, cuts: Cuts) -> Block:
         """Returns the part of a rank; what is added last is whole."""
-        second, beside = self.second, self.beside
+        second, parallel = self.second, self.parallel_mixture
         return replace(
             self,
             mixer=None if self.mixer is None else self.mixer.cut(cuts),
             mlp=None if self.mlp is None else self.mlp.cut(cuts),
             second=None if second is None else replace(second, mixer=second.mixer.cut(cuts)),
-            beside=None if beside is None else replace(beside, mixture=beside.mixture.cut(cuts)),
+            parallel_mixture=None if parallel is None else replace(parallel, mixture=parallel.mixture.cut(cuts)),
         )

@@ -21,8 +21,8 @@ class SecondMixer:
 
 
 @dataclass(frozen=True, slots=True)
-class Beside:
-    """A mixture next to the MLP of a block, which gives `mlp_norm(mlp(...)) + output_norm(mixture(input_norm(x)))`.
+class ParallelMixture:
+    """A mixture in parallel with the MLP of a block: `mlp_norm(mlp(...)) + output_norm(mixture(input_norm(x)))`.
     `router_norm`: norm of what the router reads, the residual stream x."""
 
     mixture: Mixture

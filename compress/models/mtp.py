@@ -47,7 +47,7 @@ class MultiTokenPrediction:
         return replace(spec, blocks=(self.block,), final_norm=self.norm, names=names, layer_inputs=None, mtp=None)
 
 
-def layer_behind(spec: ModelSpec, mixer: Attention | None = None) -> ModelSpec:
+def with_mtp_layer(spec: ModelSpec, mixer: Attention | None = None) -> ModelSpec:
     """Adds the head that DeepSeek and GLM store as one more layer, of the kind of the last one. `mixer`: of its block,
     where it is another than that of the last layer."""
     number, norm = len(spec.blocks), spec.final_norm
@@ -67,8 +67,8 @@ def layer_behind(spec: ModelSpec, mixer: Attention | None = None) -> ModelSpec:
     )
 
 
-def module_beside(spec: ModelSpec, block: Block, name: str = "mtp") -> ModelSpec:
-    """Adds the head that Qwen stores as a module next to the model."""
+def with_mtp_module(spec: ModelSpec, block: Block, name: str = "mtp") -> ModelSpec:
+    """Adds the head that Qwen stores as a separate module."""
     norm = spec.final_norm
     return replace(
         spec,

@@ -25,8 +25,8 @@ def layers_unsupported(spec: ModelSpec) -> str:
     others = {mlp.activation if mlp.clamped is None else "a clamped gate" for mlp in unlike}
     if others:
         return f"computes gated silu, not {', '.join(sorted(others))}"
-    closes = block.beside is not None or block.layer_input is not None or block.scalar
-    if block.is_parallel or block.residual is not None or closes or not is_pre_norm(block):
+    adds = block.parallel_mixture is not None or block.layer_input is not None or block.scalar
+    if block.is_parallel or block.residual is not None or adds or not is_pre_norm(block):
         return "computes plain norms before attention and MLP only, and adds what they give as it is"
     if rope is None or rope.partial != 1 or rope.interleaved or any(each.rope != rope for each in mixers):
         return "rotates all layers and channels alike"

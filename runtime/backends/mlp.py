@@ -220,7 +220,7 @@ class DenseMLP:
 
 @dataclass(frozen=True, slots=True)
 class MLPAndMixture:
-    """Weights of `compress.models.block_parts.Beside`, with its MLP.
+    """Weights of `compress.models.block_parts.ParallelMixture`, with its MLP.
 
     Attributes:
         sum: sums up what all ranks compute; None for one that has all.

@@ -245,7 +245,7 @@ class DecoderLoader:
             mlp_norm=reader.optional_norm(block.mlp_norm),
             mlp=load_mlp(name, block, reader, self.offload),
             residual=_residual_rule(block, reader),
-            sums=(reader.sum, None if block.beside is not None else reader.sum),
+            sums=(reader.sum, None if block.parallel_mixture is not None else reader.sum),
         )
 
     def passage(self) -> Passage | None:

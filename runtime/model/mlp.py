@@ -24,16 +24,16 @@ def load_mlp(name: str, block: Block, reader: WeightReader, offload: ExpertOfflo
     if isinstance(block.mlp, Mixture):
         return _mixture(name, block.mlp, reader, offload)
     mlp = DenseMLP(block.mlp, _expert(block.mlp, reader), _curve(block.mlp.curve, reader))
-    if block.beside is None:
+    parallel = block.parallel_mixture
+    if parallel is None:
         return mlp
-    beside = block.beside
     return MLPAndMixture(
         mlp,
-        _mixture(name, beside.mixture, reader, offload),
-        mlp_norm=reader.norm(beside.mlp_norm),
-        input_norm=reader.norm(beside.input_norm),
-        output_norm=reader.norm(beside.output_norm),
-        router_norm=reader.norm(beside.router_norm),
+        _mixture(name, parallel.mixture, reader, offload),
+        mlp_norm=reader.norm(parallel.mlp_norm),
+        input_norm=reader.norm(parallel.input_norm),
+        output_norm=reader.norm(parallel.output_norm),
+        router_norm=reader.norm(parallel.router_norm),
         sum=reader.sum,
     )
 

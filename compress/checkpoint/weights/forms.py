@@ -309,13 +309,11 @@ class Q4K(KQuant):
 
 
 @register("q5_k")
-class Q5K(KQuant):
+class Q5K(Q4K):
     """5 bits in groups of 32, with scales and minima of 6 bits."""
 
     word = "q5_k"
     bits = 5
-    group_size = 32
-    scales = Scales("float16", "integer scales", step_bits=6, has_minima=True)
 
 
 @register("q6_k")

@@ -19,7 +19,7 @@ from compress.models.config import (
 )
 from compress.models.mixers.indexer import lightning_indexer
 from compress.models.mixers.latent import latent_attention
-from compress.models.mtp import layer_behind
+from compress.models.mtp import with_mtp_layer
 from compress.models.registry import WRAPPERS, Wrapper, register
 from compress.models.spec import ModelSpec
 
@@ -65,7 +65,7 @@ def deepseek_v3(config: Config) -> ModelSpec:
     config = config if "num_local_experts" in config else {"n_routed_experts": 256, **config}
     mixer = latent_attention(config, rope(config, interleaved=flag(config, "rope_interleave", True)))
     experts = grouped_mixture(config, **SIGMOID_ROUTER)
-    return layer_behind(decoder(config, [mixer] * num_layers(config), dense_first(config, experts, 3)))
+    return with_mtp_layer(decoder(config, [mixer] * num_layers(config), dense_first(config, experts, 3)))
 
 
 @register("deepseek_v32")
@@ -75,7 +75,7 @@ def deepseek_v32(config: Config) -> ModelSpec:
     mixer = latent_attention(config, rope(config, interleaved=True), indexer=lightning_indexer(config))
     experts = grouped_mixture(config, **SIGMOID_ROUTER)
     layers = mlps_by_kind(config, experts, dense_first(config, experts, 3))
-    return layer_behind(decoder(config, [mixer] * num_layers(config), layers))
+    return with_mtp_layer(decoder(config, [mixer] * num_layers(config), layers))
 
 
 # The head is the embedding unless config.json says otherwise, as in the class of transformers.

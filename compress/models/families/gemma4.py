@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from compress.common.errors import CheckpointError
-from compress.models.block_parts import Beside, LayerInput, LayerInputs
+from compress.models.block_parts import LayerInput, LayerInputs, ParallelMixture
 from compress.models.config import (
     MAX_SIZE,
     Config,
@@ -70,7 +70,7 @@ def gemma4_text(config: Config) -> ModelSpec:
         after=AFTER,
         style=STYLE,
         layer_input=_layer_input(config),
-        beside=_beside(config) if flag(config, "enable_moe_block") else None,
+        parallel_mixture=_parallel_mixture(config) if flag(config, "enable_moe_block") else None,
         scalar="layer_scalar",
     )
     cap = None if config.get("final_logit_softcapping") is None else number(config, "final_logit_softcapping")
@@ -151,8 +151,8 @@ def _inner_size(config: Config, shares: bool) -> int:
     return positive(config, "intermediate_size", most=MAX_SIZE // 2) * (2 if double else 1)
 
 
-def _beside(config: Config) -> Beside:
-    """Composes the mixture next to the MLP, whose experts are stored together."""
+def _parallel_mixture(config: Config) -> ParallelMixture:
+    """Composes the mixture in parallel with the MLP, whose experts are stored together."""
     count, size = positive(config, "num_experts"), positive(config, "moe_intermediate_size")
     hidden, name = positive(config, "hidden_size"), "experts"
     router = Router(
@@ -166,7 +166,7 @@ def _beside(config: Config) -> Beside:
         Stack(f"{name}.gate_up_proj", ("gate_proj.weight", "up_proj.weight")),
         Stack(f"{name}.down_proj", ("down_proj.weight",)),
     )
-    return Beside(
+    return ParallelMixture(
         Mixture(router, experts, name=name, stacks=stacks),
         mlp_norm=_norm(config, "post_feedforward_layernorm_1"),
         input_norm=_norm(config, "pre_feedforward_layernorm_2"),

@@ -24,7 +24,7 @@ from compress.models.config import (
 )
 from compress.models.mixers.indexer import lightning_indexer
 from compress.models.mixers.latent import latent_attention
-from compress.models.mtp import layer_behind
+from compress.models.mtp import with_mtp_layer
 from compress.models.registry import WRAPPERS, Wrapper, register
 from compress.models.spec import ModelSpec
 
@@ -80,7 +80,7 @@ def glm4_moe(config: Config) -> ModelSpec:
         config, bias=(bias, False), qk_norm=flag(config, "use_qk_norm"), rope=rope(config, knows_partial=True)
     )
     experts = grouped_mixture(config, **SIGMOID_ROUTER)
-    return layer_behind(decoder(config, [mixer] * num_layers(config), dense_first(config, experts, 1)))
+    return with_mtp_layer(decoder(config, [mixer] * num_layers(config), dense_first(config, experts, 1)))
 
 
 WRAPPERS.register("glm4v_moe")(
@@ -114,7 +114,7 @@ def glm4_moe_lite(config: Config) -> ModelSpec:
     mixer = latent_attention(config, rope(config, interleaved=flag(config, "rope_interleave", True)))
     experts = grouped_mixture(config, **SIGMOID_ROUTER)
     layers = mlps_by_kind(config, experts, dense_first({**config, "first_k_dense_replace": 1}, experts, 1))
-    return layer_behind(decoder(config, [mixer] * len(layers), layers))
+    return with_mtp_layer(decoder(config, [mixer] * len(layers), layers))
 
 
 @register("glm_moe_dsa")
@@ -145,7 +145,7 @@ def glm_moe_dsa(config: Config) -> ModelSpec:
         for layer, source in enumerate(_index_sources(config))
     ]
     experts = grouped_mixture(config, **SIGMOID_ROUTER)
-    return layer_behind(decoder(config, mixers, mlps_by_kind(config, experts, dense_first(config, experts, 3))), own)
+    return with_mtp_layer(decoder(config, mixers, mlps_by_kind(config, experts, dense_first(config, experts, 3))), own)
 
 
 def _index_sources(config: Config) -> list[int]:

@@ -27,7 +27,7 @@ from compress.models.linear import Linear
 from compress.models.mixers.attention import Attention
 from compress.models.mixers.gated_delta_net import GatedDeltaNet
 from compress.models.mlp import MLP, Mixture
-from compress.models.mtp import module_beside
+from compress.models.mtp import with_mtp_module
 from compress.models.registry import WRAPPERS, Wrapper, register
 from compress.models.spec import ModelSpec
 from compress.models.stacks import Stack
@@ -96,7 +96,7 @@ def _hybrid(config: Config, mlps: MLP | Mixture | Sequence[MLP | Mixture], *, gr
         layers = range(1, num_layers(config) + 1)
         kinds = ["linear_attention" if layer % period else "full_attention" for layer in layers]
     spec = decoder(config, by_kind(config, kinds, mixers), mlps, style=FROM_ONE)
-    return module_beside(spec, replace(spec.blocks[-1], mixer=mixers["full_attention"]))
+    return with_mtp_module(spec, replace(spec.blocks[-1], mixer=mixers["full_attention"]))
 
 
 def _attention(config: Config) -> Attention:

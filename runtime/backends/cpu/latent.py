@@ -85,7 +85,6 @@ class CpuLatentAttention:
         self._pages = keys.cache.pages
         self._attend = function("latent_attention", c_void_p, c_int)
         self._splits: dict[tuple[LatentShape, int], _Split] = {}
-        self._masks: dict[tuple[int | None, int], Tensor | None] = {}
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Outputs `[T, heads, V]` of query `[T, heads, K + R]`, key `[T, 1, R]` and latent `[T, 1, rank]`."""
@@ -101,7 +100,7 @@ class CpuLatentAttention:
         for index in split.expanded:
             rows = self.keys.batch.groups[index].rows
             keys, latents = self.keys.read(layer, index)
-            mask = self._mask(layer, index, query.dtype)
+            mask = self.keys.span_mask(index, self.windows[layer], query.dtype)
             out[rows] = heads.attend_span(query[rows], keys[0], latents[0], mask)
         if len(split.rows):
             out[split.rows] = self._attend_absorbed(layer, heads, query[split.rows], split)
@@ -151,14 +150,6 @@ class CpuLatentAttention:
             )
         )
         return _LatentCall(attention, queries.shape[-1], keys.shape[1], *parts)
-
-    def _mask(self, layer: int, index: int, dtype: torch.dtype) -> Tensor | None:
-        """The mask of a span, None where causality says it all; made once for all layers with the same window."""
-        group, window = self.keys.batch.groups[index], self.windows[layer]
-        if (window, index) not in self._masks:
-            needed = self.keys.needs_mask(group, window)
-            self._masks[window, index] = self.keys.mask(group, window, dtype) if needed else None
-        return self._masks[window, index]
 
 
 def _expands(heads: LatentProducts, group: AttentionGroup, rotated: int) -> bool:

@@ -41,6 +41,7 @@ class StepKeys:
         self.sink_slots = None if places.sinks is None else [places.sinks[part] for part in members]
         self._rings = None if places.rings is None else [places.rings[part] for part in members]
         self._exact: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        self._masks: dict[tuple[int | None, int], Tensor | None] = {}
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Stores the step's Hadamard-rotated key and value `[T, kv_heads, D]`, unless the layer reads another's."""
@@ -139,6 +140,14 @@ class StepKeys:
         keys = torch.arange(group.num_keys, device=seen.device)
         far = seen.masked_fill_(keys > group.positions.unsqueeze(-1) - recent, float("-inf"))
         return torch.cat((far, _recent_mask(group, min(recent, window or recent), recent, dtype, chunk)), -1)
+
+    def span_mask(self, index: int, window: int | None, dtype: torch.dtype) -> Tensor | None:
+        """Returns the mask of a group's span, None where causality suffices; computed once for all layers with the same
+        window."""
+        if (window, index) not in self._masks:
+            group = self.batch.groups[index]
+            self._masks[window, index] = self.mask(group, window, dtype) if self.needs_mask(group, window) else None
+        return self._masks[window, index]
 
     def _exchange(
         self, recent: ResidualWindow, layer: int, rings: Tensor, group: AttentionGroup, key: Tensor, value: Tensor

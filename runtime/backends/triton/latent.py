@@ -34,7 +34,6 @@ class TritonLatentAttention:
         self.keys, self.windows, self.scores, self.pages = keys, windows, scores, token_pages(keys.cache)
         self._rows, self._device = ragged_rows(keys.batch), keys.cache.pages.memory.device
         self._tiles: dict[int, StepTiles] = {}
-        self._masks: dict[tuple[int | None, int], Tensor | None] = {}
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Outputs `[T, heads, V]` of query `[T, heads, K + R]`, key `[T, 1, R]` and latent `[T, 1, rank]`."""
@@ -69,7 +68,7 @@ class TritonLatentAttention:
     def _attend_span(self, layer: int, heads: LatentProducts, index: int, query: Tensor) -> Tensor:
         rows = query[self.keys.batch.groups[index].rows]
         key, latent = self.keys.read(layer, index)
-        return heads.attend_span(rows, key[0], latent[0], self._mask(layer, index, query.dtype))
+        return heads.attend_span(rows, key[0], latent[0], self.keys.span_mask(index, self.windows[layer], query.dtype))
 
     def _attend_absorbed(self, layer: int, heads: LatentProducts, count: int, query: Tensor) -> Tensor:
         """Sums of latents `[n, heads, rank]` of the first `count` sequences."""
@@ -83,11 +82,3 @@ class TritonLatentAttention:
         listed = tiles.of(Tiling(size, num_heads, 1, tiles.programs, window or 0), len(query))
         read = layer_pages(self.pages, self.keys.cache.scheme, self.keys.cache.sources[layer])
         return attend_latents(*heads.split(query), read, tiles.rows, listed, size, heads.scale, window)
-
-    def _mask(self, layer: int, index: int, dtype: torch.dtype) -> Tensor | None:
-        """The mask of a span, None where causality says it all; made once for all layers with the same window."""
-        group, window = self.keys.batch.groups[index], self.windows[layer]
-        if (window, index) not in self._masks:
-            needed = self.keys.needs_mask(group, window)
-            self._masks[window, index] = self.keys.mask(group, window, dtype) if needed else None
-        return self._masks[window, index]
