@@ -10,7 +10,7 @@ import shlex
 import signal
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from functools import partial
@@ -29,7 +29,7 @@ from runtime.cli.options import (
     runtime_config,
     warn_of_readers,
 )
-from runtime.cli.several_models import SeveralModelsOptions, plan_models, resolve_models
+from runtime.cli.several_models import SeveralModels, SeveralModelsOptions, plan_models, resolve_models
 from runtime.cli.start_display import showing
 from runtime.core.collector import without_collections
 from runtime.core.config import (
@@ -46,7 +46,7 @@ from runtime.core.config import (
 from runtime.core.progress import StartProgress
 from runtime.deploy.kv_events import KVEventOptions
 from runtime.logs import writing_logs
-from runtime.served_engine import EngineSource, LoadingApart, LoadingHere
+from runtime.served_engine import EngineSource, Loading, LoadingApart, LoadingHere, ServedEngine
 from runtime.transfer.options import TransferOptions
 
 if TYPE_CHECKING:
@@ -147,55 +147,73 @@ def serve(
 
     check_processes(start, len(model or ()), engines)
     share_arenas()  # before any thread starts
-    host, encryption = address.host, tls.checked()
+    encryption = tls.checked()
     found = resolve_models(model or (), address.name, sizes.trust_remote_code)
-    listener = listen(host, address.port)  # before the model loads, to detect a port in use early
+    listener = listen(address.host, address.port)  # before the model loads, to detect a port in use early
     print(*(f"model     {each.where}" for each in found), sep="\n", flush=True)
     settings = runtime_config(sizes, drafts, offload, latency, seed, lora)
     settings = replace(settings, warm_up=start.warm_up, captures_later=start.warm_up)
     apart = transfer.checked(settings, start.api_process)
     name, keys = found[0].name, load_keys(address)
-    named_adapters = adapters.checked(lora, name)
+    service = {
+        "keys": keys,
+        "allowed_hosts": names_of_server(address.host, start.allowed_host or []),
+        "adapters": adapters.checked(lora, name),
+        "changes_adapters": adapters.allow_runtime_lora_updating,
+    }
     named_events = events.named(listener.getsockname()[1], name)
     source = EngineSource(found[0].path, settings, start.jit_cache, logs.log_level.upper(), named_events)
     together = plan_models(found, source, engines, apart, several)
-    hosts, progress = names_of_server(host, start.allowed_host or []), StartProgress()
+    progress = StartProgress()
     with (
         LoadingApart.begin(source, engines, apart) if start.api_process else nullcontext(LoadingHere(source)) as loading
     ):
         with writing_logs(source.log_level), without_collections():
-            from runtime.server.app import create_app
-            from runtime.server.routes.registry import ROUTES
-            from runtime.server.starting import answering
-
-            with answering(listener, progress, limits.client_seconds, hosts, **encryption) as starting:
-                ROUTES.load()  # while the engine is loaded
-                print(f"weights   {loading.describe_weights()}", flush=True)
-                with showing(progress):
-                    served = loading.finish(progress)
-                starting.should_exit = True
-                client = served.client if together is None else together.engine(name, served.client)
-                app = create_app(
-                    client,
-                    served.tokenizer,
-                    name,
-                    Limits(**asdict(limits), max_model_len=served.facts.max_model_len),
-                    keys=keys,
-                    allowed_hosts=hosts,
-                    adapters=named_adapters,
-                    changes_adapters=adapters.allow_runtime_lora_updating,
-                    **({} if together is None else together.parts(limits)),
-                )
+            served, app = load_app(loading, progress, listener, encryption, name, together, limits, **service)
         print(*served.facts.lines, sep="\n")
         print(f"ready     in {progress.summary()}")
         url, has_chat = url_of(listener, "https" if encryption else "http"), served.tokenizer.chat_template is not None
         announce(url, [each.name for each in found], has_chat, needs_key=keys is not None)
-        warn_of_open_door(host, is_open=keys is None and tls.ssl_ca_certs is None)
+        warn_of_open_door(address.host, is_open=keys is None and tls.ssl_ca_certs is None)
         with writing_logs(source.log_level):
             run(app, listener, limits.drain_seconds, limits.client_seconds, **encryption)
-        if (health := client.check()).has_ended:
+        if (health := served.client.check()).has_ended:
             raise ToolkitError(health.reason, "See the log above, and start the server again")
     print("stopped", file=sys.stderr)
+
+
+def load_app(
+    loading: Loading,
+    progress: StartProgress,
+    listener: socket.socket,
+    encryption: Mapping[str, Any],
+    name: str,
+    together: SeveralModels | None,
+    limits: LimitOptions,
+    **service: Any,
+) -> tuple[ServedEngine, FastAPI]:
+    """Loads the engine of the first model and creates the application, while /health returns the progress.
+
+    Args:
+        encryption: uvicorn's TLS options.
+        together: all models of a server with several.
+        service: other arguments of `create_app`.
+    """
+    from runtime.server.app import create_app
+    from runtime.server.routes.registry import ROUTES
+    from runtime.server.starting import answering
+
+    with answering(listener, progress, limits.client_seconds, service["allowed_hosts"], **encryption) as starting:
+        ROUTES.load()  # while the engine is loaded
+        print(f"weights   {loading.describe_weights()}", flush=True)
+        with showing(progress):
+            served = loading.finish(progress)
+        starting.should_exit = True
+        if together is not None:
+            served = replace(served, client=together.engine(name, served.client))
+            service |= together.parts(limits)
+        allowed = Limits(**asdict(limits), max_model_len=served.facts.max_model_len)
+        return served, create_app(served.client, served.tokenizer, name, allowed, **service)
 
 
 def check_processes(start: StartOptions, num_models: int, engines: DataParallelOptions) -> None:

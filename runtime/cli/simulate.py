@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -18,8 +19,10 @@ from runtime.cli.options import check_targets, resolve_model
 from runtime.core.config import LatencyOptions, RuntimeConfig, StepOptions
 
 if TYPE_CHECKING:
+    from runtime.bench.figures import Objective
     from runtime.simulate.costs import MeasuredCosts
     from runtime.simulate.jobs import Job
+    from runtime.simulate.policy import Setup
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +47,22 @@ class DeviceOptions:
         help="Error of predicted output lengths in the policy 'reserved': standard deviation of the logarithm of "
         "predicted over true length.",
     )
+
+    def setup(self, costs: MeasuredCosts, config: RuntimeConfig, objectives: Sequence[Objective], seed: int) -> Setup:
+        """Returns what policies are compared on. `config`: of each engine."""
+        from runtime.simulate.policy import Setup
+
+        return Setup(
+            costs,
+            config,
+            self.num_devices,
+            self.router,
+            min((each.seconds for each in objectives if each.metric in ("tpot", "itl")), default=None),
+            self.bandwidth * 1e9,
+            self.prefill_devices,
+            self.prediction_error,
+            seed,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,22 +161,13 @@ def simulate(
     from runtime.bench.figures import parse_objectives
     from runtime.simulate.costs import read_costs
     from runtime.simulate.jobs import native_rate
-    from runtime.simulate.policy import POLICIES, Setup
+    from runtime.simulate.policy import POLICIES
     from runtime.simulate.report import Report
     from runtime.simulate.run import compare, left_out
 
     read, jobs, objectives = read_costs(costs), requests.jobs(), parse_objectives(slo)
-    setup = Setup(
-        read,
-        engine_config(read, steps, latency, shares_prefixes=any(job.pieces for job in jobs)),
-        devices.num_devices,
-        devices.router,
-        min((each.seconds for each in objectives if each.metric in ("tpot", "itl")), default=None),
-        devices.bandwidth * 1e9,
-        devices.prefill_devices,
-        devices.prediction_error,
-        requests.seed,
-    )
+    config = engine_config(read, steps, latency, shares_prefixes=any(job.pieces for job in jobs))
+    setup = devices.setup(read, config, objectives, requests.seed)
     kinds = [POLICIES.find(name) for name in policy or POLICIES]
     outcomes = compare(kinds, setup, jobs, objectives, good_share, requests.rate)
     command, rate = shlex.join(["runtime", *sys.argv[1:]]), native_rate(jobs) if requests.file else None

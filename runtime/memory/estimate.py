@@ -153,7 +153,7 @@ def kv_token_bytes(model: DecoderConfig, scheme: KVCacheScheme = UNCOMPRESSED, i
     return heads + sum(model.index_dims) * itemsize
 
 
-def beside_head(budget: KVBudget, model: DecoderConfig, scheme: KVCacheScheme, itemsize: int) -> KVBudget:
+def reserve_mtp_head(budget: KVBudget, model: DecoderConfig, scheme: KVCacheScheme, itemsize: int) -> KVBudget:
     """Leaves room for a head of multi-token prediction, if the family has one: its dense weights, keys and values."""
     head = model.spec.mtp
     if head is None:

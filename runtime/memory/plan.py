@@ -26,11 +26,11 @@ from runtime.core.memory_plan import (
 )
 from runtime.core.model_config import STREAM_LENGTH, DecoderConfig
 from runtime.memory.estimate import (
-    beside_head,
     exact_tokens,
     gpu_step_bytes,
     kv_token_bytes,
     num_draft_tokens,
+    reserve_mtp_head,
 )
 from runtime.speculative.ngram import CHAINS, MTP, TREES
 
@@ -56,29 +56,47 @@ def plan_memory(
         ToolkitError: a length beyond the model's context, a pool that cannot hold one sequence of that length, an
             attention window that does not fit in the context, or a GPU that has nothing left for keys and values.
     """
-    part, model = model, model.whole or model
-    share = 1.0 if part is model else _largest_share(part, model, itemsize)
+    if model.whole is None:
+        return _plan_whole(model, weight_bytes, itemsize, config, free_gpu_bytes)
+    share = _largest_share(model, model.whole, itemsize)
+    plan = _plan_whole(model.whole, weight_bytes, itemsize, config, free_gpu_bytes, share)
+    return replace(
+        plan,
+        token_bytes=kv_token_bytes(model, plan.kv_cache, itemsize),
+        budget=replace(plan.budget, nbytes=int(plan.budget.nbytes * share)),
+        states=replace(plan.states, slot_bytes=model.state_bytes(itemsize, config.state_dtype)),
+    )
+
+
+def _plan_whole(
+    model: DecoderConfig,
+    weight_bytes: int,
+    itemsize: int,
+    config: RuntimeConfig,
+    free_gpu_bytes: int | None,
+    share: float = 1.0,
+) -> MemoryPlan:
+    """Plans for all layers of a model. `share`: of their keys and values that the GPU holds."""
     attention_window = find_model_window(model, config)
     choice = choose_model_kv_cache(model, config, attention_window)
     token_bytes = kv_token_bytes(model, choice.scheme, itemsize)
     exact = exact_tokens(model, choice.scheme, itemsize, config.max_num_seqs)
+    longest = longest_wanted(model, config)
     is_packed = isinstance(model.spec, CodeSpec) or weight_bytes < model.spec.weight_bytes(itemsize)
-    step = gpu_step_bytes(model, config, itemsize, longest_wanted(model, config)[0], choice.scheme, is_packed)
+    step = gpu_step_bytes(model, config, itemsize, longest[0], choice.scheme, is_packed)
     budget = find_budget(config, step, free_gpu_bytes, share)
     if config.speculative_model == MTP and budget.spare_bytes:
-        budget = beside_head(budget, model, choice.scheme, itemsize)
+        budget = reserve_mtp_head(budget, model, choice.scheme, itemsize)
     _check_exact(config, exact, budget)
     states = plan_states(model, config, itemsize, budget)
     left = budget.nbytes - exact.nbytes - states.nbytes
-    num_blocks, blocks_per_sequence, max_model_len, reason = _fill(
-        config, attention_window, longest_wanted(model, config), token_bytes, left
-    )
+    num_blocks, blocks_per_sequence, max_model_len, reason = _fill(config, attention_window, longest, token_bytes, left)
     block_bytes = token_bytes * config.block_size
     host_blocks, host_states = _host_slots(config, choice, num_blocks, block_bytes, states.slot_bytes)
     states = _without_unused(states, config, num_blocks)
     return MemoryPlan(
         weight_bytes,
-        kv_token_bytes(part, choice.scheme, itemsize),
+        token_bytes,
         config.block_size,
         num_blocks,
         max_model_len,
@@ -89,12 +107,8 @@ def plan_memory(
         choice,
         exact,
         config.max_num_seqs,
-        replace(budget, nbytes=int(budget.nbytes * share)),
-        states=replace(
-            states,
-            slot_bytes=part.state_bytes(itemsize, config.state_dtype),
-            num_host_slots=min(host_states, num_blocks + host_blocks),
-        ),
+        budget,
+        states=replace(states, num_host_slots=min(host_states, num_blocks + host_blocks)),
         num_draft_tokens=num_draft_tokens(config),
         drafts_trees=config.speculative_model == TREES,
         # States of prompts advance by scans whose launches depend on lengths.
