@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -54,17 +55,13 @@ def calibration_sequences(
     """Returns packed sequences of the text or mixture in `options`. Raises ToolkitError: the text is not usable, or
     memory is insufficient for sampling from the model. `dry_run`: use zeros instead of sampling text from the model."""
     tokenizer = load_tokenizer(source.path)
-
-    def write(count: int, length: int, seed: int) -> Tensor:
-        return _write(source, tokenizer, count, length, seed)
-
     sequences = pack_parts(
         options.parts,
         tokenizer,
         samples=options.samples,
         length=options.length,
         seed=seed,
-        sampler=None if dry_run else write,
+        sampler=None if dry_run else partial(_write, source, tokenizer),
     )
     check_token_ids(sequences.tokens, read_config(source.path), source.path)
     return sequences

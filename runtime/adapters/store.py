@@ -68,7 +68,7 @@ class HostAdapters:
     def unload(self, name: str) -> None:
         with self._lock:
             if self._known.pop(name, None) is None:
-                raise _unknown(name, self._known)
+                raise RequestError.unknown("adapter", name, self._known)
             self._kept.pop(name, None)
             self._alive.pop(name, None)
 
@@ -83,7 +83,7 @@ class HostAdapters:
         if (adapter := self.find(name)) is not None:
             return adapter
         if (known := self._known.get(name)) is None:
-            raise _unknown(name, self._known)
+            raise RequestError.unknown("adapter", name, self._known)
         adapter = self.reader.read(name, known.path)
         if adapter.digest != known.digest:
             raise CheckpointError(f"the files of {known.path} have changed since they were loaded", "Unload it first")
@@ -98,10 +98,6 @@ class HostAdapters:
         self._kept.move_to_end(adapter.name)
         while len(self._kept) > self.max_kept:
             self._kept.popitem(last=False)
-
-
-def _unknown(name: str, known: Iterable[str]) -> RequestError:
-    return RequestError.unknown("adapter", name, known)
 
 
 class DeviceAdapters:

@@ -129,11 +129,6 @@ def _yarn(rope: Rope, head_dim: int) -> tuple[Tensor, float]:
     return (1 - kept) * frequencies / factor + kept * frequencies, _yarn_scale(rope)
 
 
-def _dynamic(rope: Rope, head_dim: int) -> tuple[Tensor, float]:
-    """Dynamic NTK: up to the model's context, which no sequence here exceeds, positions are as they were."""
-    return _default(rope, head_dim)
-
-
 def _longrope(rope: Rope, head_dim: int) -> tuple[Tensor, float]:
     """LongRoPE (arXiv:2402.13753), section 3: each wavelength has a factor of its own, from one of two lists."""
     options, context = rope.options, rope.options["original_max_position_embeddings"]
@@ -169,7 +164,7 @@ def _proportional(rope: Rope, head_dim: int) -> tuple[Tensor, float]:
 
 VARIANTS: dict[str, Callable[[Rope, int], tuple[Tensor, float]]] = {
     "default": _default,
-    "dynamic": _dynamic,
+    "dynamic": _default,  # differs beyond the model's context only, which no sequence here exceeds
     "linear": _linear,
     "llama3": _llama3,
     "proportional": _proportional,

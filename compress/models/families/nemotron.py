@@ -99,10 +99,6 @@ def _block(config: Config, kind: str) -> Block:
     return Block(before, part, None, None)
 
 
-def _attention(config: Config) -> Attention:
-    return attention(config, name=NAME, rope=None)
-
-
 def _mamba2(config: Config) -> Mamba2:
     config = {**config, **{key: config[older] for older, key in OLDER_KEYS.items() if older in config}}
     inner = positive(config, "mamba_num_heads", 128) * positive(config, "mamba_head_dim")
@@ -135,7 +131,7 @@ def _mixture(config: Config) -> Mixture:
 
 PARTS: dict[str, Callable[[Config], Attention | Mamba2 | MLP | Mixture]] = {
     "linear_attention": _mamba2,
-    "full_attention": _attention,
+    "full_attention": partial(attention, name=NAME, rope=None),
     "mlp": _mlp,
     "moe": _mixture,
 }

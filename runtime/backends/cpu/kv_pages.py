@@ -176,10 +176,7 @@ class CpuPages:
         self._store = native.kv_store
         self._store.argtypes, self._store.restype = (c_void_p, c_int), c_int
 
-    def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
-        self.store(layer, slots, key, value)
-
-    def store(
+    def write(
         self,
         layer: int,
         slots: Tensor,
@@ -188,7 +185,7 @@ class CpuPages:
         queries: Tensor | None = None,
         instruction_set: int = BEST,
     ) -> None:
-        """As `write`. With `queries [T, heads, D]`, keys are Hadamard-rotated before they are stored, and
+        """As `KVPages.write`. With `queries [T, heads, D]`, keys are Hadamard-rotated before they are stored, and
         the queries in place. Slots whose values share a word (eight neighbours) must follow each other.
 
         Raises:

@@ -86,7 +86,7 @@ class CpuAttention:
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         if self.pages.sources[layer] == layer:
             queries = query if self.hadamard else None
-            self.pages.store(layer, self.batch.slots, key, value, queries, self.instruction_set)
+            self.pages.write(layer, self.batch.slots, key, value, queries, self.instruction_set)
         elif self.hadamard:
             query = rotate_heads(query)
         out = query.new_empty(query.shape)

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from runtime.backends.triton.fused_linear import ActivationLayout, PartialSums, QuantizedInput, finished
+from runtime.backends.triton.fused_linear import PartialSums, QuantizedInput, finished
 from runtime.backends.triton.kernels.common import (
     load_tile,
     multiply,
@@ -153,17 +153,9 @@ class Fp4Linear(PackedLinear):
     half: int = HALF
     panel_from: int = NEVER
 
-    @cached_property
-    def _products(self) -> dict[int, SplitProduct]:
-        """Prepared launches, by `tile_tokens`."""
-        return {}
-
     @property
     def nbytes(self) -> int:
         return self.codes.nbytes + self.scales.nbytes + self.row_scales.nbytes
-
-    def activation_layout(self, num_tokens: int) -> ActivationLayout:
-        return ActivationLayout()
 
     def product(self, x: QuantizedInput) -> PartialSums:
         if len(x.rows) >= self.panel_from:

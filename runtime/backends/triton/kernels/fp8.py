@@ -190,11 +190,6 @@ class Fp8Linear(PackedLinear):
     panel_from: int = NEVER
     scaled_from: int = NEVER
 
-    @cached_property
-    def _products(self) -> dict[int, SplitProduct]:
-        """Prepared launches, by `tile_tokens`."""
-        return {}
-
     @property
     def nbytes(self) -> int:
         of_groups = 0 if self.group_scales is None else self.group_scales.nbytes

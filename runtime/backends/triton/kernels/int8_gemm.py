@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -67,11 +66,6 @@ class W8A8Linear(PackedLinear):
     scales: Tensor
     bias: Tensor | None
     num_processors: int
-
-    @cached_property
-    def _products(self) -> dict[int, SplitProduct]:
-        """Prepared launches, by `tile_tokens`."""
-        return {}
 
     @property
     def nbytes(self) -> int:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Any
+from collections.abc import Hashable
+from functools import cache, cached_property
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
@@ -24,6 +25,9 @@ from runtime.backends.triton.fused_linear import (
 from runtime.backends.triton.kernels.common import largest, nearest, rounded, to_fp8, wait_for_inputs
 from runtime.backends.triton.launcher import BoundKernel, Launcher
 from runtime.backends.triton.sizes import cdiv, next_power_of_2
+
+if TYPE_CHECKING:
+    from runtime.backends.triton.kernels.split_product import SplitProduct
 
 FORM_ROWS, FORM_SUMS, FORM_LEVELS, FORM_FLOATS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 """Forms of an input, see `ActivationLayout`."""
@@ -237,6 +241,14 @@ def _reduce(sums: SumsForm, width: int, rows: int) -> BoundKernel:
 
 class PackedLinear(FusedLinear):
     """A linear that, called by itself, has a launch before and one after its product."""
+
+    @cached_property
+    def _products(self) -> dict[Hashable, SplitProduct]:
+        """Prepared launches, by the size of the step."""
+        return {}
+
+    def activation_layout(self, num_tokens: int) -> ActivationLayout:
+        return ActivationLayout()
 
     def __call__(self, x: Tensor) -> Tensor:
         """`x [M, K] -> x W^T + bias [M, N]` in the dtype of `x`, bfloat16 or float16, with sums in 32 bits."""

@@ -227,11 +227,6 @@ class W4A16Linear(PackedLinear):
     plan: Plan
 
     @cached_property
-    def _products(self) -> dict[tuple[int, torch.dtype], SplitProduct]:
-        """Prepared launches, by bucket and dtype of inputs."""
-        return {}
-
-    @cached_property
     def _expanders(self) -> dict[torch.dtype, Expander]:
         return {}
 

@@ -44,13 +44,13 @@ def test_a_prompt_stored_at_once_is_what_its_tokens_store_one_by_one(format: str
     for row in torch.randperm(len(slots), generator=torch.Generator().manual_seed(1)).tolist():
         part = slice(row, row + 1)
         queries = expected_query[part] if hadamard else None
-        expected.store(0, slots[part], key[part], value[part], queries, instruction_set=0)
+        expected.write(0, slots[part], key[part], value[part], queries, instruction_set=0)
     try:
         for threads in (1, 3):
             set_threads(threads)
             for instruction_set in SETS:
                 found, ours = empty_pages(format), query.clone()
-                found.store(0, slots, key, value, ours if hadamard else None, instruction_set)
+                found.write(0, slots, key, value, ours if hadamard else None, instruction_set)
                 assert same_bytes(found, expected)
                 assert torch.equal(ours, expected_query)
     finally:
@@ -61,11 +61,11 @@ def test_a_prompt_stored_at_once_is_what_its_tokens_store_one_by_one(format: str
 def test_keys_are_not_changed_where_they_stand() -> None:
     slots, query, key, value = torch.arange(20), heads(20, HEADS, 0), heads(20, KV_HEADS, 1), heads(20, KV_HEADS, 2)
     before = key.clone(), value.clone()
-    empty_pages("int4").store(0, slots, key, value, query)
+    empty_pages("int4").write(0, slots, key, value, query)
     assert torch.equal(key, before[0])
     assert torch.equal(value, before[1])
 
 
 def test_a_missing_instruction_set_is_refused() -> None:
     with pytest.raises(ValueError, match="set 7"):
-        empty_pages("16bit").store(0, torch.arange(1), heads(1, 3, 0), heads(1, 3, 1), instruction_set=7)
+        empty_pages("16bit").write(0, torch.arange(1), heads(1, 3, 0), heads(1, 3, 1), instruction_set=7)
