@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -221,6 +221,20 @@ class SamplingKernel(Protocol):
         ...
 
 
+class Candidates(NamedTuple):
+    """The most likely tokens of each row, of which one is drawn.
+
+    Attributes:
+        scores: `[R, K]`, over temperature; minus infinity where the token cannot be drawn.
+        ids: int64 `[R, K]`.
+        unknown: bool `[R]`, whether other tokens may be candidates too.
+    """
+
+    scores: Tensor
+    ids: Tensor
+    unknown: Tensor
+
+
 class FusedSampling(Protocol):
     """Sampling of all rows in launches that depend on shapes only, so that a CUDA graph can end with them."""
 
@@ -236,17 +250,9 @@ class FusedSampling(Protocol):
         """
         ...
 
-    def sample_listed(
-        self,
-        scores: Tensor,
-        ids: Tensor,
-        unknown: Tensor,
-        is_truncated: Tensor,
-        tensors: SamplingTensors,
-        tokens: Tensor,
-    ) -> None:
-        """Replaces the token of each truncated row by one of `ids [R, K]` with `scores [R, K]`, or by `UNDECIDED`
-        where `unknown [R]` says that other tokens may win."""
+    def sample_listed(self, listed: Candidates, is_truncated: Tensor, tensors: SamplingTensors, tokens: Tensor) -> None:
+        """Replaces the token of each truncated row by one of its candidates, or by `UNDECIDED` where other tokens may
+        win."""
         ...
 
 

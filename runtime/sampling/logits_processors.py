@@ -14,7 +14,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from runtime.backends.backend import UNDECIDED
+from runtime.backends.backend import UNDECIDED, Candidates
 from runtime.backends.torch.ops import gumbel_argmax
 from runtime.core.batch import (
     SamplingMetadata,
@@ -151,7 +151,7 @@ def candidates(scores: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> t
     return ordered.masked_fill(ordered < _threshold(ordered, scores, top_k, top_p, min_p), float("-inf")), ids
 
 
-def likely_candidates(scores: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def likely_candidates(scores: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Candidates:
     """As `candidates`, among the most likely tokens only; and which rows `[R]` may have candidates other than these."""
     likely, ids = scores.topk(min(NUM_LIKELY, scores.shape[-1]))
     threshold = _threshold(likely, scores, top_k, top_p, min_p)
@@ -161,7 +161,7 @@ def likely_candidates(scores: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tenso
     unknown &= likely[:, -1:] > float("-inf")
     if likely.shape[-1] == scores.shape[-1]:
         unknown = torch.zeros_like(unknown)
-    return likely.masked_fill(likely < threshold, float("-inf")), ids, unknown.squeeze(-1)
+    return Candidates(likely.masked_fill(likely < threshold, float("-inf")), ids, unknown.squeeze(-1))
 
 
 def _threshold(likely: Tensor, scores: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:

@@ -199,8 +199,8 @@ def sample_step(
     is_truncated = tensors.is_truncated
     greedy = replace(tensors, temperature=tensors.temperature.masked_fill(is_truncated, 0))
     kernel.sample(logits, scores, greedy, tokens)
-    likely, ids, unknown = likely_candidates(tensors.temper(scores), *tensors.limits(scores.dtype))
-    kernel.sample_listed(likely, ids, unknown, is_truncated, tensors, tokens)
+    likely = likely_candidates(tensors.temper(scores), *tensors.limits(scores.dtype))
+    kernel.sample_listed(likely, is_truncated, tensors, tokens)
 
 
 def draw_tokens(logits: Tensor, draws: Sequence[SamplingMetadata], *, truncated: bool) -> Tensor:

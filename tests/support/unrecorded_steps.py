@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from runtime.backends.backend import FORBIDDEN, INFINITE, UNDECIDED
+from runtime.backends.backend import FORBIDDEN, INFINITE, UNDECIDED, Candidates
 from runtime.backends.torch.ops import argmax, gumbel_argmax
 from runtime.core.batch import SamplingTensors
 from runtime.core.config import RuntimeConfig
@@ -47,16 +47,8 @@ class PlainSampling:
         found = found.masked_fill(scores.amax(-1) == float("-inf"), FORBIDDEN)
         tokens.copy_(found.masked_fill(~argmax(logits)[1], INFINITE))
 
-    def sample_listed(
-        self,
-        scores: Tensor,
-        ids: Tensor,
-        unknown: Tensor,
-        is_truncated: Tensor,
-        tensors: SamplingTensors,
-        tokens: Tensor,
-    ) -> None:
-        found = gumbel_argmax(scores, ids, tensors).masked_fill(unknown, UNDECIDED)
+    def sample_listed(self, listed: Candidates, is_truncated: Tensor, tensors: SamplingTensors, tokens: Tensor) -> None:
+        found = gumbel_argmax(listed.scores, listed.ids, tensors).masked_fill(listed.unknown, UNDECIDED)
         tokens.copy_(found.where(is_truncated & (tokens >= 0), tokens))
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from compress.checkpoint.kv_cache import AUTO
+from runtime.backends.backend import Candidates
 from runtime.backends.base import Target, plain_weight
 from runtime.backends.fused_layers import layers_unsupported
 from runtime.backends.kv_pages import KVCache
@@ -177,15 +178,7 @@ class TritonSampling:
 
         sample_rows(logits, scores, tensors, tokens)
 
-    def sample_listed(
-        self,
-        scores: Tensor,
-        ids: Tensor,
-        unknown: Tensor,
-        is_truncated: Tensor,
-        tensors: SamplingTensors,
-        tokens: Tensor,
-    ) -> None:
+    def sample_listed(self, listed: Candidates, is_truncated: Tensor, tensors: SamplingTensors, tokens: Tensor) -> None:
         from runtime.backends.triton.kernels.sampling import sample_from_listed
 
-        sample_from_listed(scores, ids, unknown, is_truncated, tensors, tokens)
+        sample_from_listed(listed, is_truncated, tensors, tokens)

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from runtime.backends.backend import FORBIDDEN, INFINITE, UNDECIDED
+from runtime.backends.backend import FORBIDDEN, INFINITE, UNDECIDED, Candidates
 from runtime.backends.triton.launcher import Launcher
 from runtime.backends.triton.sizes import cdiv, next_power_of_2
 from runtime.core.batch import SamplingTensors
@@ -157,18 +157,16 @@ def sample_rows(logits: Tensor, scores: Tensor, tensors: SamplingTensors, tokens
     join_parts[(rows,)](sums, ids, tensors.temperature, tokens, parts, BLOCK=block, **outcomes, num_warps=1)
 
 
-def sample_from_listed(
-    scores: Tensor, ids: Tensor, unknown: Tensor, is_truncated: Tensor, tensors: SamplingTensors, tokens: Tensor
-) -> None:
+def sample_from_listed(listed: Candidates, is_truncated: Tensor, tensors: SamplingTensors, tokens: Tensor) -> None:
     """Draws `tokens [R]` of truncated rows that have one again: from listed tokens, and undecided where those are not
     all. As capturable as `sample_rows`.
 
     Args:
-        scores: float32 `[R, K]` of int64 `ids [R, K]`, over temperature; minus infinity where one cannot be drawn.
-        unknown, is_truncated: bool `[R]`.
+        listed: with float32 scores.
+        is_truncated: bool `[R]`.
     """
-    rows, listed = scores.shape
+    rows, num_listed = listed.scores.shape
     sample_listed_kernel[(rows,)](
-        scores, ids, is_truncated, unknown, tensors.seeds, tensors.positions, tokens, listed,
-        BLOCK=next_power_of_2(listed), UNDECIDED=UNDECIDED, num_warps=1,
+        listed.scores, listed.ids, is_truncated, listed.unknown, tensors.seeds, tensors.positions, tokens, num_listed,
+        BLOCK=next_power_of_2(num_listed), UNDECIDED=UNDECIDED, num_warps=1,
     )  # fmt: skip
