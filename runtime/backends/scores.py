@@ -83,12 +83,14 @@ class DenseAttention:
         self.length, self.scores, self.dtype = length, scores, dtype
         positions = torch.arange(length, device=device)
         seen = scores.seen(windows)
-        masks = {
-            (window, chunk): visibility_mask(positions, length, window, dtype, chunk=chunk)
-            for window, chunk in set(seen)
-            if min(window or length, chunk or length) < length
-        }
-        self.masks, self.chosen = [masks.get(each) for each in seen], ChosenTokens[Tensor | None](scores.index_sources)
+        masks = {each: self.mask(positions, *each) for each in set(seen)}
+        self.masks, self.chosen = [masks[each] for each in seen], ChosenTokens[Tensor | None](scores.index_sources)
+
+    def mask(self, positions: Tensor, window: int | None, chunk: int | None) -> Tensor | None:
+        """Builds the additive mask `[T, T]`; None where the causal one suffices."""
+        if min(window or self.length, chunk or self.length) >= self.length:
+            return None
+        return visibility_mask(positions, self.length, window, self.dtype, chunk=chunk)
 
     def choose(self, layer: int, tokens: IndexedTokens) -> None:
         self.chosen.put(layer, choose_in_spans(tokens, self.length, self.masks[layer], self.dtype))

@@ -10,7 +10,6 @@ from torch import Tensor
 from compress.checkpoint.kv_cache import UNCOMPRESSED, KVCacheScheme
 from compress.checkpoint.kv_quant import read_back, rotate_heads
 from compress.checkpoint.state_dtype import STATE_FLOAT32
-from runtime.backends.indexer import ChosenTokens, IndexedTokens, choose_in_spans
 from runtime.backends.model import Model
 from runtime.backends.scores import DenseAttention, Scores
 from runtime.backends.span_attention import attend_span, visibility_mask
@@ -18,14 +17,10 @@ from runtime.backends.state_memory import StepStates
 from runtime.model.mtp import MtpHead
 
 
-class CachedAttention:
+class CachedAttention(DenseAttention):
     """As `DenseAttention`, but every token reads keys and values, its own included, as dequantized from a cache.
 
     The first `scheme.sinks` tokens, and the last `scheme.residual_length` ones before a token, are read as they are.
-
-    Args:
-        length: T, of each of B sequences that lie one after the other on the token axis.
-        windows: sliding window of every layer; None is none.
     """
 
     def __init__(
@@ -37,23 +32,30 @@ class CachedAttention:
         scores: Scores,
         scheme: KVCacheScheme,
     ) -> None:
-        self.length, self.scores, self.scheme = length, scores, scheme
-        positions = torch.arange(length, device=device)
-        self.seen = [
-            (None if window is None or window >= length else window, chunk) for window, chunk in scores.seen(windows)
-        ]
-        self.masks = {seen: _mask(positions, *seen, scheme.residual_length, dtype) for seen in set(self.seen)}
-        self.dtype, self.chosen = dtype, ChosenTokens[Tensor | None](scores.index_sources)
+        self.scheme = scheme
+        super().__init__(length, windows, dtype, device, scores)
 
-    def choose(self, layer: int, tokens: IndexedTokens) -> None:
-        self.chosen.put(layer, choose_in_spans(tokens, self.length, self.masks[self.seen[layer]], self.dtype))
+    def mask(self, positions: Tensor, window: int | None, chunk: int | None) -> Tensor | None:
+        """Builds the additive mask `[T, T]`; None where the causal one suffices.
+
+        With recent tokens it is `[T, 2 T]`: first the dequantized keys, seen from afar, then the exact ones.
+        """
+        recent = self.scheme.residual_length
+        if not recent and chunk is None and (window is None or window >= self.length):
+            return None
+        seen = visibility_mask(positions, self.length, window, self.dtype, chunk=chunk)
+        if not recent:
+            return seen
+        near = (positions.unsqueeze(-1) - positions) < recent
+        hidden = float("-inf")
+        return torch.cat((seen.masked_fill(near, hidden), seen.masked_fill(~near, hidden)), -1)
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         if self.scheme.rotate:
             latent, key = self.scores.latent(layer), rotate_heads(key)
             query = rotate_heads(query) if latent is None else latent.rotated(query, rotate_heads)
         spans = zip(query.split(self.length), key.split(self.length), value.split(self.length), strict=True)
-        masks = self.chosen.of(layer) or repeat(self.masks[self.seen[layer]])
+        masks = self.chosen.of(layer) or repeat(self.masks[layer])
         return torch.cat([self._attend(layer, *span, mask) for span, mask in zip(spans, masks, strict=False)])
 
     def _attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
@@ -65,20 +67,6 @@ class CachedAttention:
         if (latent := self.scores.latent(layer)) is not None:
             return latent.attend_span(query, kept_key, kept_value, mask)
         return attend_span(query, kept_key, kept_value, mask, self.scores.softcap, self.scores.sinks(layer))
-
-
-def _mask(positions: Tensor, window: int | None, chunk: int | None, recent: int, dtype: torch.dtype) -> Tensor | None:
-    """Builds the additive mask `[T, T]`; None where the causal one suffices.
-
-    With recent tokens it is `[T, 2 T]`: first the dequantized keys, seen from afar, then the exact ones.
-    """
-    length = len(positions)
-    if not recent:
-        return None if window is chunk is None else visibility_mask(positions, length, window, dtype, chunk=chunk)
-    seen = visibility_mask(positions, length, window, dtype, chunk=chunk)
-    near = (positions.unsqueeze(-1) - positions) < recent
-    hidden = float("-inf")
-    return torch.cat((seen.masked_fill(near, hidden), seen.masked_fill(~near, hidden)), -1)
 
 
 TOKENS_AT_ONCE = 4096
@@ -142,9 +130,7 @@ def head_states(head: MtpHead, following: Tensor, hidden: Tensor) -> Tensor:
     return head.forward(following, positions, hidden, whole_attention(decoder, length))
 
 
-def whole_attention(
-    decoder: Model, length: int, kv_cache: KVCacheScheme = UNCOMPRESSED
-) -> DenseAttention | CachedAttention:
+def whole_attention(decoder: Model, length: int, kv_cache: KVCacheScheme = UNCOMPRESSED) -> DenseAttention:
     """Returns the attention of sequences of `length` tokens that are computed at once."""
     options = (length, decoder.config.windows, decoder.dtype, decoder.device, decoder.scores)
     return DenseAttention(*options) if kv_cache.is_exact else CachedAttention(*options, kv_cache)
