@@ -1,6 +1,7 @@
 """A mixer with a state and a family that uses it, added from outside the package in a file each: compressed, verified,
 and served with everything that only makes serving faster."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.weights import Int
 from compress.common.cli import demo_model_path
+from compress.models.registry import FAMILIES
 from compress.pipeline.prepare import RunRequest, prepare
 from compress.pipeline.run import run
 from compress.recipe import CalibrationOptions, Recipe
@@ -30,7 +32,7 @@ AMPLE, SCARCE = {"num_blocks": 200, "num_state_slots": 64}, {"num_blocks": 18, "
 
 
 @pytest.fixture(scope="module")
-def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Quantized by a method that smooths, and verified."""
     from toy_mixer_family import NAME, RECURRENT, ToyConfig, ToyForCausalLM
 
@@ -53,7 +55,8 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert not result.structure.notes, "names and shapes were compared with the family's"
     checkpoint = PackedCheckpoint.open(folder / "packed")
     assert checkpoint.scheme("model.layers.0.self_attn.in_proj") == Int(4, 32)
-    return folder / "packed"
+    yield folder / "packed"
+    FAMILIES.remove(NAME)
 
 
 @pytest.fixture(scope="module")
