@@ -107,7 +107,7 @@ def test_columns_in_the_order_of_activations_are_exported_as_numbers(ordered: Pa
     listed = {each.format: each for each in containers(ordered)}
     assert listed["dense"].readers
     assert {name for name, each in listed.items() if "42 modules" in each.refusal} == {
-        "compressed-tensors", "gptq", "awq", "fp8", "compress-runtime",
+        "compressed-tensors", "gptq", "awq", "fp8", "exl3", "compress-runtime",
     }  # fmt: skip
     with pytest.raises(CheckpointError, match="compress quantize"):
         export_checkpoint(ordered, "compressed-tensors", tmp_path / "packed")
