@@ -66,8 +66,10 @@ from compress.common.files import (
 from compress.models.wrappers import StoredNames
 
 MAX_SHARD_BYTES = 4 * 2**30
-REWRITTEN = frozenset({CONFIG_FILE, RECEIPT_FILE, *QUANTIZATION_FILES})
-"""Side files of a source that a new checkpoint rewrites instead of copying."""
+STORAGE_FILE = "quantization_config.json"
+"""List of the tensors of a checkpoint, which exllamav3 writes and its loader does not read."""
+REWRITTEN = frozenset({CONFIG_FILE, RECEIPT_FILE, STORAGE_FILE, *QUANTIZATION_FILES})
+"""Side files of a source that a new checkpoint rewrites or leaves out instead of copying."""
 
 
 @dataclass(frozen=True)
@@ -343,7 +345,9 @@ def _write_pieces(packed: PackedCheckpoint, format: str, schemes: dict[str, Sche
             weight = packed.packed_weight(module).stored_as(schemes.get(module, packed.schemes[module]))
             store.write(f"module-{number:05d}", codec.encode(module, weight, packed.dtype))
         packed.files.release()
-    store.write("dense", {name: packed.tensor(name) for name in packed.dense_names() if name not in joined})
+    dense = {name: packed.tensor(name) for name in packed.dense_names() if name not in joined}
+    biases = {f"{module}.bias" for module in schemes} & dense.keys()
+    store.write("dense", dense | {name: CONTAINERS.find(format).encode_bias(dense[name]) for name in biases})
     counts = {"stack": len(stacks), "module": len(modules)}
     return [*(f"{kind}-{number:05d}" for kind, count in counts.items() for number in range(count)), "dense"]
 

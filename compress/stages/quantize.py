@@ -39,7 +39,9 @@ def with_defaults(key: str, none: int, text: str) -> str:
 class SchemeKeys:
     """Keys of a quantize stage that say its scheme. None takes the method's default."""
 
-    bits: int | None = option(default=None, help=partial(with_defaults, "bits", 0, "Bits of a weight, 2 to 8."))
+    bits: int | None = option(
+        default=None, help=partial(with_defaults, "bits", 0, "Bits of a weight: 2 to 8, exl3: 1 to 8.")
+    )
     weights: str | None = option(
         default=None,
         metavar="FORM",

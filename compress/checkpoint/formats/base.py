@@ -91,6 +91,10 @@ class Container(ABC):
             self.check(weight.scheme, weight.shape)
             return {module + suffix: tensor for suffix, tensor in weight.tensors(dtype).items()}
 
+    def encode_bias(self, bias: Tensor) -> Tensor:
+        """Returns the stored bias of a quantized layer."""
+        return bias
+
     def decode(self, module: str, get: Get, scheme: Any, config: Mapping[str, Any] | None = None) -> Weight:
         """Reads the weight of one stored layer. Raises CheckpointError or SchemeError for tensors of another form."""
         return cast(Weight, scheme.read(StoredTensors(module, get)))

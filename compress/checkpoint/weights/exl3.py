@@ -109,7 +109,10 @@ class Exl3(Scheme):
         tiles = headers.shape(f"{module}.trellis")
         bits, rest = divmod(tiles[-1] * WORD_BITS, CODES) if len(tiles) == 3 else (0, 1)
         if rest:
-            raise CheckpointError(f"{module}.trellis {tiles} has no whole number of bits for each of its codes")
+            raise CheckpointError(
+                f"{module}.trellis {tiles} has no whole number of bits for each of its codes",
+                "Convert the model again with whole bits; the rates of 1.5, 2.5 and 3.5 bits are not read",
+            )
         codebooks = [name for name in MULTIPLIERS if f"{module}.{name}" in headers]
         return Exl3(bits, (*codebooks, DEFAULT_CODEBOOK)[0])
 

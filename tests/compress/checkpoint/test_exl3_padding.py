@@ -1,6 +1,7 @@
 """EXL3 of layers whose sides are not multiples of 128, which exllamav3 stores with zeros around them."""
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,9 +59,10 @@ def published(request: pytest.FixtureRequest, shared_store: SharedStore) -> Publ
         stored.setdefault("lm_head.weight", stored["model.embed_tokens.weight"])
         dense = dict(stored)
         modules = [name.removesuffix(".weight") for name in stored if name.endswith(("_proj.weight", "lm_head.weight"))]
+        matrices = list(dict.fromkeys(map(without_expert, modules)))
         for count, module in enumerate(modules):
-            shape = tuple(stored.pop(f"{module}.weight").shape)
-            scheme = Exl3(6 if module == "lm_head" else 2 + count % 4, CODEBOOKS[count % 3])
+            shape, kind = tuple(stored.pop(f"{module}.weight").shape), matrices.index(without_expert(module))
+            scheme = Exl3(6 if module == "lm_head" else 2 + kind % 4, CODEBOOKS[kind % 3])
             tensors, dense[f"{module}.weight"] = padded_layer(shape, scheme, count)
             if f"{module}.bias" in stored:
                 tensors[".bias"] = stored[f"{module}.bias"].new_full((rounded_up(shape[0]),), 7.0)
@@ -76,6 +78,11 @@ def published(request: pytest.FixtureRequest, shared_store: SharedStore) -> Publ
 
     folder = shared_store.folder("exl3_padding", request.param, write)
     return Published(folder / "packed", folder / "dense")
+
+
+def without_expert(module: str) -> str:
+    """A name that all experts of a layer share, which have one width and codebook there."""
+    return re.sub(r"experts\.\d+", "experts", module)
 
 
 def rounded_up(size: int) -> int:
@@ -164,6 +171,23 @@ def test_kept_codes_stay_and_tell_their_sides(published: Published, tmp_path: Pa
     for module in kept:
         assert after.files.shape(f"{module}.svh") == after.shape(module)[:1]
         assert digest(after.packed_weight(module)) == digest(before.packed_weight(module))
+
+
+def test_it_is_written_with_the_padding_again(published: Published, tmp_path: Path) -> None:
+    source = private_copy(published.packed, tmp_path / "source")
+    (source / "quantization_config.json").write_text("{}")
+    export_checkpoint(source, "exl3", tmp_path / "again")
+    assert not (tmp_path / "again" / "quantization_config.json").exists()
+    before, after = (load_file(path / "model.safetensors") for path in (source, tmp_path / "again"))
+    assert {name: (each.dtype, each.shape) for name, each in after.items()} == {
+        name: (each.dtype, each.shape) for name, each in before.items()
+    }
+    biases = [name for name in after if name.endswith("_proj.bias")]
+    assert biases
+    for name in biases:
+        size = PackedCheckpoint.open(source).shape(name.removesuffix(".bias"))[0]
+        assert torch.equal(after[name][:size], before[name][:size])
+        assert not after[name][size:].any()
 
 
 def test_it_is_exported_dense(published: Published, tmp_path: Path) -> None:

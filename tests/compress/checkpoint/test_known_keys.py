@@ -35,6 +35,10 @@ WRITTEN: dict[str, tuple[str, dict[str, Any]]] = {
     "AutoAWQ 0.2.9": ("awq", {"w_bit": 4, "q_group_size": 64, "version": "gemm", "do_fuse": False}),
     "DeepSeek": ("fp8", {"activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}),
     "transformers 5.24": ("bitsandbytes", {"_load_in_4bit": True, "llm_int8_threshold": 6.0, "load_in_4bit": True}),
+    "exllamav3 1.4.2": (
+        "exl3",
+        {"version": "1.4.2", "mtp_bits": 3, "original_quantization_config": {"bits": 8}, "vision_bits": 4},
+    ),
     "exllamav3 1.6": ("exl3", {"version": "1.6.5", "bits": 4.0, "calibration": {"rows": 250}, "out_scales": "always"}),
 }
 """Keys by the tools that write them."""

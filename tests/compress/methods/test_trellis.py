@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from runs import compress, some_tokens
 from tiny_models import random_weight
 from torch import Tensor
 
@@ -14,13 +15,17 @@ from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.trellis_search import TurnedHessian, encode_trellis, search_by_torch
 from compress.checkpoint.weights import Exl3, Int
 from compress.checkpoint.weights.exl3 import CODEBOOKS, codebook_values, states
+from compress.checkpoint.writer import export_checkpoint
 from compress.cli import main
+from compress.common.cli import bundled_path
 from compress.common.errors import RecipeError, SchemeError
 from compress.cpu.binding import INSTRUCTION_SETS, best_instruction_set, library, set_threads
 from compress.cpu.trellis import search_states
 from compress.methods.shared.hessian import HessianCache
 from compress.methods.trellis import turned_hessian
 from compress.stages.quantize import QuantizeStage
+from runtime.model.loader import load_model
+from runtime.model.scoring import score
 
 needs_library = pytest.mark.skipif(library() is None, reason="the library is not compiled")
 
@@ -109,9 +114,55 @@ def test_exllamav3_pads_scales_and_readers_cut_them() -> None:
     stored = EXL3.encode("m", weight, torch.float16)
     assert [tuple(stored[f"m.{name}"].shape) for name in ("suh", "svh")] == [(384,), (256,)]
     assert stored["m.trellis"] is weight.trellis or torch.equal(stored["m.trellis"], weight.trellis)
-    assert EXL3.quantization_config({"m": weight.scheme, "n": Exl3(3, "mul1")}, [])["bits"] == 2.5
+    assert stored["m.suh"][300:].abs().sum() == stored["m.svh"][200:].abs().sum() == 0
+    bias = EXL3.encode_bias(torch.ones(200))
+    assert (len(bias), float(bias.sum())) == (256, 200)
     with pytest.raises(SchemeError, match="trellis codes only"):
         EXL3.check(Int(4), (128, 128))
+
+
+def test_tensors_are_those_that_exllamav3_asserts() -> None:
+    stored = EXL3.encode("m", random_weight((128, 256), Exl3(3, "mul1"), 1), torch.bfloat16)
+    assert {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in stored.items()} == {
+        "m.trellis": (torch.int16, (16, 8, 48)),
+        "m.suh": (torch.float16, (256,)),
+        "m.svh": (torch.float16, (128,)),
+        "m.mul1": (torch.int32, ()),
+    }
+    assert int(stored["m.mul1"].view(torch.uint32)) == 0x83DCD12D
+
+
+def test_the_head_is_described_apart_from_the_layers() -> None:
+    layers = {"m": Exl3(2, "mul1"), "n": Exl3(3, "mul1")}
+    dense = EXL3.quantization_config(layers, ["lm_head"])
+    packed = EXL3.quantization_config(layers | {"lm_head": Exl3(6, "mul1")}, [])
+    assert (dense["bits"], dense["head_bits"]) == (2.5, 16)
+    assert (packed["bits"], packed["head_bits"]) == (2.5, 6)
+
+
+def test_experts_of_a_layer_share_their_width() -> None:
+    names = [f"model.layers.{layer}.mlp.experts.{expert}.up_proj" for layer in (0, 1) for expert in (0, 1)]
+    widths = dict(zip(names, (Exl3(2, "mul1"), Exl3(2, "mul1"), Exl3(3, "mul1"), Exl3(3, "mul1")), strict=True))
+    assert EXL3.quantization_config(widths, [])["bits"] == 2.5
+    with pytest.raises(SchemeError, match=r"layers\.1\.mlp\.experts\.\*\.up_proj"):
+        EXL3.quantization_config(widths | {names[3]: Exl3(4, "mul1")}, [])
+
+
+@needs_library
+@pytest.mark.full
+def test_experts_are_encoded_and_served(tmp_path: Path) -> None:
+    packed, exported = tmp_path / "packed", tmp_path / "exl3"
+    compress(bundled_path("demo-mixture"), packed, QuantizeStage("trellis", Exl3(3, "mul1")))
+    export_checkpoint(packed, "exl3", exported)
+    tokens = some_tokens()
+    dense = score(load_model(bundled_path("demo-mixture"), dtype="float32"), tokens)
+    first, second = (score(load_model(path, dtype="float32"), tokens) for path in (packed, exported))
+    assert sum(".experts." in module for module in PackedCheckpoint.open(exported).modules) == 6 * 8 * 3
+    assert torch.equal(first, second)
+    divergence = torch.nn.functional.kl_div(
+        first.log_softmax(-1), dense.log_softmax(-1), log_target=True, reduction="sum"
+    )
+    assert 0 < float(divergence) / tokens.numel() < 0.2
 
 
 @needs_library

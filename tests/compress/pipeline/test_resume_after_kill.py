@@ -11,7 +11,7 @@ from covering import sample
 from killed_runs import killed_after_block
 from runs import compress, same_bytes
 
-from compress.checkpoint.weights import Int
+from compress.checkpoint.weights import Exl3, Int
 from compress.checkpoint.writer import BlockStore
 from compress.common.errors import CheckpointError
 from compress.methods.signround import SignRoundOptions
@@ -118,6 +118,9 @@ def test_killed_again_and_again(tiny_model, tmp_path, uninterrupted, case) -> No
         ({}, [FactorizeStage("svd-llm", 0.6)], 0),
         ({"tie_word_embeddings": True}, [RotateStage(), QuantizeStage("gptq", Int(3, None))], 1),
         ({}, [QuantizeStage("gptaq", Int(2, 64)), QuantizeStage("gptaq", Int(3, 64), targets=("down_proj",))], 1),
+        pytest.param(
+            {}, [QuantizeStage("trellis", Exl3(2, "mul1"), targets=("v_proj", "down_proj"))], 1, marks=pytest.mark.full
+        ),
         pytest.param({"family": "gemma4_text"}, [QuantizeStage("awq", Int(4, 64))], 1, marks=pytest.mark.full),
         pytest.param({"family": "glm_moe_dsa"}, [QuantizeStage("awq", Int(4, 16))], 0, marks=pytest.mark.full),
         pytest.param(
@@ -137,6 +140,7 @@ def test_killed_again_and_again(tiny_model, tmp_path, uninterrupted, case) -> No
         "svd-llm",
         "rotate",
         "gptaq",
+        "trellis",
         "shared keys",
         "shared choice",
         "shared choice, learned",
