@@ -114,16 +114,12 @@ def _encode_blocks(wanted: Tensor, scheme: Exl3, feedback: Tensor | None) -> tup
     tiles and their values."""
     numbers = codebook_values(scheme.codebook).float().to(wanted.device)
     values, errors, packed = torch.empty_like(wanted), torch.empty_like(wanted), []
-    if feedback is None:
-        states = search_tiles(_streams(wanted), scheme)
-        return _packed(states, scheme.bits).view(len(wanted) // TILE, -1, scheme.bits * TILE), _values(
-            numbers[states.long()], len(wanted)
-        )
     for first in range(0, len(wanted), TILE):
-        block = slice(first, first + TILE)
-        target = torch.addmm(wanted[block], feedback[:first, block].T, errors[:first]) if first else wanted[block]
+        block, target = slice(first, first + TILE), wanted[first : first + TILE]
+        if feedback is not None and first:
+            target = torch.addmm(target, feedback[:first, block].T, errors[:first])
         states = search_tiles(_streams(target), scheme)
-        values[block] = _values(numbers[states.long()], TILE)
+        values[block] = _values(numbers[states.long()])
         errors[block] = wanted[block] - values[block]
         packed.append(_packed(states, scheme.bits))
     return torch.stack(packed), values
@@ -135,10 +131,10 @@ def _streams(values: Tensor) -> Tensor:
     return tiles[:, tile_order().argsort().to(values.device)]
 
 
-def _values(streams: Tensor, rows: int) -> Tensor:
-    """Inverts `_streams`."""
-    tiles = streams[:, tile_order().to(streams.device)].view(rows // TILE, -1, TILE, TILE)
-    return tiles.transpose(1, 2).reshape(rows, -1)
+def _values(streams: Tensor) -> Tensor:
+    """Returns the values `[16, 16 C]` of one row of tiles; inverts `_streams`."""
+    tiles = streams[:, tile_order().to(streams.device)].view(-1, TILE, TILE)
+    return tiles.transpose(0, 1).reshape(TILE, -1)
 
 
 def _packed(states: Tensor, bits: int) -> Tensor:

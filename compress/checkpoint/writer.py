@@ -336,9 +336,9 @@ def _write_pieces(packed: PackedCheckpoint, format: str, schemes: dict[str, Sche
     for number, names in enumerate(stacks.values()):
         store.write(f"stack-{number:05d}", join_experts({name: values.tensor(name) for name in names}, packed.config))
         packed.files.release()
-    modules = [module for module in packed.modules if f"{module}.weight" not in joined]
+    container, modules = CONTAINERS.find(format), [each for each in packed.modules if f"{each}.weight" not in joined]
     for number, module in enumerate(modules):
-        codec, name = CONTAINERS.find(format) if module in schemes else DENSE, f"{module}.weight"
+        codec, name = container if module in schemes else DENSE, f"{module}.weight"
         if module in packed.reordered:
             store.write(f"module-{number:05d}", {name: packed.values(module, packed.dtype)})
         else:
@@ -347,7 +347,7 @@ def _write_pieces(packed: PackedCheckpoint, format: str, schemes: dict[str, Sche
         packed.files.release()
     dense = {name: packed.tensor(name) for name in packed.dense_names() if name not in joined}
     biases = {f"{module}.bias" for module in schemes} & dense.keys()
-    store.write("dense", dense | {name: CONTAINERS.find(format).encode_bias(dense[name]) for name in biases})
+    store.write("dense", dense | {name: container.encode_bias(dense[name]) for name in biases})
     counts = {"stack": len(stacks), "module": len(modules)}
     return [*(f"{kind}-{number:05d}" for kind, count in counts.items() for number in range(count)), "dense"]
 

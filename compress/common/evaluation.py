@@ -79,7 +79,7 @@ class Finding:
 
     Attributes:
         value: None if the figure was not measured.
-        text: the data of the measurement, or why there is no value; one line.
+        text: what the figure was measured on, or the reason why it was not measured; one line.
         applies: whether the figure is defined for the model.
         details: plain values for the report.
     """
