@@ -35,7 +35,7 @@ def _by_product(one: float, many: float) -> Share:
 
 
 INT2 = _by_product(0.27, 0.16)
-WEIGHTS: Mapping[tuple[str, int] | None, Share] = {
+WEIGHTS: Mapping[tuple[str, float] | None, Share] = {
     None: Share(0.78, 0.71),
     ("int", 8): _by_product(0.74, 0.43),
     ("int", 4): INT4,

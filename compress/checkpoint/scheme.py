@@ -129,8 +129,8 @@ class Scheme(ABC):
 
     @property
     @abstractmethod
-    def bits(self) -> int:
-        """Width of a stored value, 16 for values in the model's dtype."""
+    def bits(self) -> float:
+        """Width of a stored value, 16 for values in the model's dtype; the mean where widths alternate."""
 
     @property
     def group_size(self) -> int | None:
@@ -348,6 +348,12 @@ class Scheme(ABC):
 
 BASE_FORM = "bits"
 """Key of the form of descriptions that name no other."""
+
+
+def as_width(value: float) -> float:
+    """Returns a width as an int where it is whole, as it is written and compared."""
+    width = float(value)
+    return int(width) if width.is_integer() else width
 
 
 def is_set(value: Any) -> bool:

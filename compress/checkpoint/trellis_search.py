@@ -121,7 +121,7 @@ def _encode_blocks(wanted: Tensor, scheme: Exl3, feedback: Tensor | None) -> tup
         states = search_tiles(_streams(target), scheme)
         values[block] = _values(numbers[states.long()])
         errors[block] = wanted[block] - values[block]
-        packed.append(_packed(states, scheme.bits))
+        packed.append(_packed(states, scheme.pair_bits))
     return torch.stack(packed), values
 
 
@@ -137,10 +137,11 @@ def _values(streams: Tensor) -> Tensor:
     return tiles.transpose(0, 1).reshape(TILE, -1)
 
 
-def _packed(states: Tensor, bits: int) -> Tensor:
-    """Packs the codes at the end of states `[N, 256]`: int16 `[N, 16 * bits]`, streams as `exl3.states` reads them."""
-    places = torch.arange(bits - 1, -1, -1, device=states.device)
-    stream = (states.unsqueeze(-1) >> places & 1).flatten(1).unflatten(-1, (-1, WORD_BITS))
+def _packed(states: Tensor, pair_bits: int) -> Tensor:
+    """Packs the codes at the end of states `[N, 256]`, of which every second one ends with two: int16 `[N, 8 *
+    pair_bits]`, streams as `exl3.states` reads them."""
+    places = torch.arange(pair_bits - 1, -1, -1, device=states.device)
+    stream = (states[:, 1::2].unsqueeze(-1) >> places & 1).flatten(1).unflatten(-1, (-1, WORD_BITS))
     words = (stream << torch.arange(WORD_BITS - 1, -1, -1, device=states.device)).sum(-1)
     words = words.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
     return torch.where(words < 1 << 15, words, words - (1 << 16)).to(torch.int16)
@@ -151,36 +152,41 @@ def search_tiles(values: Tensor, scheme: Exl3) -> Tensor:
     without the library."""
     numbers = codebook_values(scheme.codebook).float()
     if values.device.type == "cpu" and library() is not None:
-        return search_states(values, numbers, scheme.bits)
+        return search_states(values, numbers, scheme.pair_bits)
     chunks = values.split(_TORCH_TILES)
-    return torch.cat([search_by_torch(chunk, numbers.to(values.device), scheme.bits) for chunk in chunks])
+    return torch.cat([search_by_torch(chunk, numbers.to(values.device), scheme.pair_bits) for chunk in chunks])
 
 
-def search_by_torch(values: Tensor, numbers: Tensor, bits: int) -> Tensor:
+def search_by_torch(values: Tensor, numbers: Tensor, pair_bits: int) -> Tensor:
     """Searches the states int32 `[N, 256]` of streams `values [N, 256]` with `numbers [65536]`, as the C code does."""
     around = torch.cat((values[:, -OVERLAP:], values[:, :OVERLAP]), 1)
     costs = torch.zeros(len(values), 1 << STATE_BITS, device=values.device)
-    costs, origins = _forward(around, numbers, costs, bits)
-    state = _backward(costs.argmin(-1), origins[OVERLAP:], bits)[0]
+    costs, origins = _forward(around, numbers, costs, pair_bits)
+    state = _backward(costs.argmin(-1), origins[OVERLAP:], pair_bits)[0]
     costs = torch.full_like(costs, torch.inf).scatter_(1, state.unsqueeze(1), 0.0)
-    _, origins = _forward(values, numbers, costs, bits)
-    return torch.stack(_backward(state, origins, bits)[1:], 1).to(torch.int32)
+    _, origins = _forward(values, numbers, costs, pair_bits)
+    return torch.stack(_backward(state, origins, pair_bits)[1:], 1).to(torch.int32)
 
 
-def _forward(values: Tensor, numbers: Tensor, costs: Tensor, bits: int) -> tuple[Tensor, list[Tensor]]:
+def _widths(pair_bits: int, count: int) -> list[int]:
+    """Returns the bits of codes, from an even one on."""
+    return [(pair_bits + step % 2) // 2 for step in range(count)]
+
+
+def _forward(values: Tensor, numbers: Tensor, costs: Tensor, pair_bits: int) -> tuple[Tensor, list[Tensor]]:
     """Returns the costs `[N, 65536]` after all steps, and the highest part of the best state before each group."""
     origins = []
-    for value in values.T:
+    for value, bits in zip(values.T, _widths(pair_bits, values.shape[1]), strict=True):
         least, origin = costs.unflatten(-1, (1 << bits, -1)).min(1)
         origins.append(origin.to(torch.uint8))
         costs = least.repeat_interleave(1 << bits, -1) + (numbers - value.unsqueeze(1)).square()
     return costs, origins
 
 
-def _backward(state: Tensor, origins: list[Tensor], bits: int) -> list[Tensor]:
+def _backward(state: Tensor, origins: list[Tensor], pair_bits: int) -> list[Tensor]:
     """Returns the states `[N]` before the first step, and after each one."""
     found = [state]
-    for origin in reversed(origins):
+    for origin, bits in zip(reversed(origins), reversed(_widths(pair_bits, len(origins))), strict=True):
         group = found[-1] >> bits
         high = origin.gather(1, group.unsqueeze(1)).squeeze(1).long()
         found.append(high << (STATE_BITS - bits) | group)

@@ -16,27 +16,28 @@ class _Search(ctypes.Structure):
 
     _fields_ = (
         ("tiles", c_int64),
-        ("bits", c_int32),
+        ("pair_bits", c_int32),
         ("numbers", c_void_p),
         ("values", c_void_p),
         ("states", c_void_p),
     )
 
 
-def search_states(values: Tensor, numbers: Tensor, bits: int, instruction_set: int = BEST) -> Tensor:
+def search_states(values: Tensor, numbers: Tensor, pair_bits: int, instruction_set: int = BEST) -> Tensor:
     """Returns the states int32 `[N, 256]` of the cyclic streams with the least squared error. Raises ValueError: the
     library is not built, or this machine lacks the instruction set; MemoryError.
 
     Args:
         values: float32 `[N, 256]` on the CPU, in the order of the stream.
         numbers: float32 `[65536]`, the number of each state.
+        pair_bits: of two codes, 2 to 16; the first of them has half of these, rounded down.
     """
     values, numbers = values.contiguous(), numbers.contiguous()
     states = torch.empty(values.shape, dtype=torch.int16)
-    search = _Search(len(values), bits, numbers.data_ptr(), values.data_ptr(), states.data_ptr())
+    search = _Search(len(values), pair_bits, numbers.data_ptr(), values.data_ptr(), states.data_ptr())
     status = function("trellis_search", c_void_p, c_int)(ctypes.byref(search), instruction_set)
     if status == -2:
-        raise MemoryError(f"the search for codes of {bits} bits is out of memory")
+        raise MemoryError(f"the search for codes of {pair_bits / 2:g} bits is out of memory")
     if status:
         raise ValueError(f"trellis_search cannot run with instruction set {instruction_set}")
     return states.to(torch.int32) & 0xFFFF

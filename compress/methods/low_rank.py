@@ -76,7 +76,7 @@ def rank_step(scheme: Scheme | None) -> int:
     unquantized."""
     if scheme is None:
         return ALIGNMENT
-    return math.lcm(ALIGNMENT, scheme.group_size or 1, WORD_BITS // math.gcd(scheme.bits, WORD_BITS))
+    return math.lcm(ALIGNMENT, scheme.group_size or 1, WORD_BITS // math.gcd(int(scheme.bits), WORD_BITS))
 
 
 def largest_rank(rows: int, columns: int, step: int) -> int:

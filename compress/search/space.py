@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from compress.checkpoint.scheme import FLOAT_BITS, targets
+from compress.checkpoint.scheme import FLOAT_BITS, as_width, targets
 from compress.checkpoint.weights import NM, Int, NMSparsity, Scheme
 from compress.common.cli import check_options, option, size_in_bytes
 from compress.common.errors import RecipeError, nearest
@@ -48,7 +48,7 @@ class Candidate:
         if self.pattern and self.factorizing:
             raise RecipeError(f"{self} is both pruned and factorized", "Choose one: factors are not sparse")
         if self.pattern and self.scheme:
-            NM(Int(self.scheme.bits, self.scheme.group_size, self.scheme.symmetric), self.pattern)
+            NM(Int(int(self.scheme.bits), self.scheme.group_size, self.scheme.symmetric), self.pattern)
         self.stages("gptq", ("any",))
 
     @property
@@ -97,7 +97,7 @@ class Candidate:
 DEFAULT_CANDIDATES = "w2g128,w2g64,w3g128,w3g64,w4g128,w4g32,w5g128,w6g128,w8"
 DENSE = "dense"
 _PATTERN, _WIDTH = r"(?P<pattern>\d+:\d)?", r"(?:w(?P<bits>\d)(?:g(?P<group>\d+))?(?P<asym>asym)?)?"
-_FORM = r"(?:w(?P<bits>\d))?(?P<form>[\w-]+)"
+_FORM = r"(?:w(?P<bits>\d(?:\.5)?))?(?P<form>[\w-]+)"
 _KEEP = r"(?P<keep>\d*\.\d+|\d+)"
 
 
@@ -117,8 +117,8 @@ def parse_candidates(text: str) -> tuple[Candidate, ...]:
     """Parses candidates from `w2g64,2:4w4g128,rank0.8,nvfp4`, each once. A word consists of, in this order and all
     optional: an N:M pattern, or a factorization method with its keep ratio (`rank`: the default method); the bits, the
     group size (default: whole rows), and `asym` for stored zero points. Alternatively it is the word of another weight
-    form, after its bits if it has several widths (`w3exl3`); `dense` keeps the layer unchanged. Raises RecipeError: an
-    unknown word, or fewer than two candidates; SchemeError: an impossible width, group or pattern."""
+    form, after its bits if it has several widths (`w3exl3`, `w2.5exl3`); `dense` keeps the layer unchanged. Raises
+    RecipeError: an unknown word, or fewer than two candidates; SchemeError: an impossible width, group or pattern."""
     candidates = dict.fromkeys(_candidate(word.strip()) for word in text.split(","))
     if len(candidates) < 2:
         raise RecipeError(f"a list of {len(candidates)} leaves no choice", f"Use --candidates {DEFAULT_CANDIDATES}")
@@ -129,7 +129,9 @@ def _candidate(word: str) -> Candidate:
     if word == DENSE:
         return Candidate()
     if (other := re.fullmatch(_FORM, word)) and (form := float_words().get(other["form"])):
-        return Candidate(form.parse({**form.fields(), "bits": int(other["bits"])}) if other["bits"] else form)
+        return Candidate(
+            form.parse({**form.fields(), "bits": as_width(float(other["bits"]))}) if other["bits"] else form
+        )
     words = rank_words()
     named = "|".join(sorted(map(re.escape, words), key=len, reverse=True))
     found = re.fullmatch(f"{_PATTERN}(?:(?P<method>{named}){_KEEP})?{_WIDTH}", word)

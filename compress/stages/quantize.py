@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, ClassVar, Self
 
-from compress.checkpoint.scheme import FLOAT_BITS, MAX_BITS, targets
+from compress.checkpoint.scheme import FLOAT_BITS, MAX_BITS, as_width, targets
 from compress.checkpoint.weights import Fp8, Int, OutlierColumns, Scheme
 from compress.common.cli import Key, as_written, from_written, option
 from compress.common.errors import RecipeError
@@ -39,8 +39,10 @@ def with_defaults(key: str, none: int, text: str) -> str:
 class SchemeKeys:
     """Keys of a quantize stage that say its scheme. None takes the method's default."""
 
-    bits: int | None = option(
-        default=None, help=partial(with_defaults, "bits", 0, "Bits of a weight: 2 to 8, exl3: 1 to 8.")
+    bits: float | None = option(
+        default=None,
+        read=as_width,
+        help=partial(with_defaults, "bits", 0, "Bits of a weight: 2 to 8; exl3: 1 to 8, and 1.5 to 4.5."),
     )
     weights: str | None = option(
         default=None,
@@ -48,7 +50,7 @@ class SchemeKeys:
         help="What weights are rounded to: int; fp8 (as --fp8), fp8-block (8-bit floats in blocks of 128x128), "
         "nvfp4 (4-bit floats in groups of 16), mxfp4, mxfp8 (4- and 8-bit floats in groups of 32), nf4 (NF4 of "
         "QLoRA, in groups of 64), q2_k, q3_k, q4_k, q5_k, q6_k, q4_1, q5_1, iq4_nl (the types of "
-        "GGUF files), exl3 (trellis codes of 1 to 8 bits; best with method trellis). Default: int.",
+        "GGUF files), exl3 (trellis codes of 1 to 8 bits and 1.5 to 4.5; best with method trellis). Default: int.",
     )
     fp8: bool = option(
         "--fp8",

@@ -12,7 +12,7 @@ from torch import Tensor
 from compress.common.errors import CheckpointError
 from runtime.backends.base import Linear
 
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
 """Version of the bytes of all layouts. Whoever changes one raises it, so that files of the old one are not misread."""
 
 
@@ -22,7 +22,7 @@ class PreparedWeight:
 
     Attributes:
         tensors: by names of the layout.
-        bits: that a code or number takes.
+        bits: that a code or number takes, or two trellis codes.
         group: inputs that share a scale.
     """
 

@@ -317,5 +317,5 @@ def embedding_bytes(scheme: Scheme | None, rows: int, columns: int, target: Targ
         return rows * columns * target.dtype.itemsize
     if isinstance(scheme, Blocks):
         return scheme.stored_bits(rows, columns) // 8
-    words = columns if scheme.bits == MAX_BITS else 4 * num_words(columns, scheme.bits)
+    words = columns if scheme.bits == MAX_BITS else 4 * num_words(columns, int(scheme.bits))
     return rows * (words + scheme.num_groups(columns) * (SCALE_BYTES + (0 if scheme.symmetric else ZERO_BYTES)))

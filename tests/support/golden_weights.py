@@ -83,6 +83,8 @@ def _plain() -> Iterator[Weight]:
             yield form.target().round(source)
     for bits in (2, 3, 4, 6, 8):
         yield random_weight(SHAPE, Exl3(bits, ("3inst", "mcg", "mul1")[bits % 3]))
+    for bits in (1.5, 2.5, 3.5, 4.5):
+        yield random_weight(SHAPE, Exl3(bits, "mul1"))
 
 
 def _wrapped() -> Iterator[Weight]:

@@ -122,7 +122,7 @@ def random_weight(shape: tuple[int, int], scheme: Scheme, seed: int = 0, dtype=t
 
 def _random_trellis(shape: tuple[int, int], scheme: Exl3, generator: torch.Generator) -> Exl3Weight:
     tiles = [padded(size) // 16 for size in reversed(shape)]
-    trellis = torch.randint(-(2**15), 2**15, (*tiles, 16 * scheme.bits), generator=generator)
+    trellis = torch.randint(-(2**15), 2**15, (*tiles, 8 * scheme.pair_bits), generator=generator)
     scales = [(torch.rand(size, generator=generator) + 0.5) * 0.2 for size in reversed(shape)]
     signs = [torch.randint(0, 2, scale.shape, generator=generator) * 2 - 1 for scale in scales]
     suh, svh = ((scale * sign).half() for scale, sign in zip(scales, signs, strict=True))

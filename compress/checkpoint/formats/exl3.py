@@ -53,6 +53,8 @@ def _cuts(module: str, rows: int, columns: int) -> Iterator[tuple[str, int, int]
 LAYOUT_VERSION = "1.6.5"
 """The version of exllamav3 whose loader reads this layout. It goes by the names of tensors and reads none of the keys
 of `quantization_config`, which tell people and other tools about the checkpoint."""
+MAX_HALVES = 3.5
+"""The widest rate of half bits that it reads."""
 _EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
 
 
@@ -67,6 +69,9 @@ class Exl3Container(Container):
     def check(self, scheme: Scheme, shape: tuple[int, int]) -> None:
         if not isinstance(scheme, Exl3):
             raise SchemeError(f"exl3 holds trellis codes only, not {scheme}", "Use --method trellis, or another format")
+        if scheme.pair_bits % 2 and scheme.bits > MAX_HALVES:
+            problem = f"exllamav3 reads half bits up to {MAX_HALVES}, not {scheme}"
+            raise SchemeError(problem, "Use whole bits, or keep this checkpoint's format")
 
     def quantization_config(self, schemes: Mapping[str, Scheme], ignored: Iterable[str]) -> dict[str, Any]:
         """Returns the mean width of the layers and that of the head; tensors tell the width and the codebook of each.

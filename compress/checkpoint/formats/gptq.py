@@ -114,7 +114,7 @@ class Gptq(Container):
 
     def shape(self, module: str, get: Get, scheme: Scheme) -> tuple[int, int]:
         words, out_features = get(f"{module}.qweight").shape
-        return out_features, words * 32 // scheme.bits
+        return out_features, words * 32 // int(scheme.bits)
 
     def quantization_config(self, schemes: Mapping[str, Scheme], ignored: Iterable[str]) -> dict[str, Any]:
         """`quantization_config` of config.json. Raises SchemeError for mixed schemes: this format has one for all."""

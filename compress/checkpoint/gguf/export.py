@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -177,7 +178,7 @@ class Planner:
         kind = self._type_of(own, shape)
         if kind is None:
             scheme = self.packed.schemes[module]
-            nearest = BY_BITS.get(scheme.bits, "q8_0")
+            nearest = BY_BITS.get(ceil(scheme.bits), "q8_0")
             problem = f"{module}: no type of GGUF holds {scheme} with its scales"
             raise SchemeError(problem, f"Round its values again: --gguf-type {nearest}")
         return self._rounded(own, kind, shape, lambda: self.packed.values(module, torch.float32))

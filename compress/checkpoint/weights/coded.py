@@ -75,6 +75,10 @@ class Coded(Scheme):
     is_exact_size = True
 
     @property
+    @abstractmethod
+    def bits(self) -> int: ...
+
+    @property
     def note(self) -> str:
         return f"{self} {self.readers}" if self.readers else ""
 

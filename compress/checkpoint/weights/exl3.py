@@ -1,9 +1,10 @@
 """Trellis codes of exllamav3 (EXL3), after QTIP (Tseng et al. 2024, https://arxiv.org/abs/2406.11235).
 
-A tile of 16 x 16 values is one cyclic stream of 256 codes of `bits` bits. Each value follows from the 16 bits that end
-with its code, by arithmetic that stands in for a codebook (section 3.1), and the tiles are turned by Hadamard matrices
-of order 128 between scales of inputs and outputs: `W^T = diag(suh) H tiles H diag(svh) / 128`. Sides that are not
-multiples of 128 are padded to the next one: then codes stand for more rows and columns than the weight has.
+A tile of 16 x 16 values is one cyclic stream of 256 codes of `bits` bits; with half bits, every other code has one bit
+more. Each value follows from the 16 bits that end with its code, by arithmetic that stands in for a codebook (section
+3.1), and the tiles are turned by Hadamard matrices of order 128 between scales of inputs and outputs: `W^T = diag(suh)
+H tiles H diag(svh) / 128`. Sides that are not multiples of 128 are padded to the next one: then codes stand for more
+rows and columns than the weight has.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from compress.checkpoint.scheme import Headers, Scheme, register
+from compress.checkpoint.scheme import Headers, Scheme, as_width, register
 from compress.checkpoint.weights.base import StoredTensors, Weight, scale_problems
 from compress.common.errors import CheckpointError, SchemeError
 
@@ -25,8 +26,13 @@ TILE, TURN = 16, 128
 """Sides of a tile and of a Hadamard matrix."""
 CODES = TILE * TILE
 STATE_BITS, WORD_BITS = 16, 16
-MAX_BITS = 8
+PAIR_WORDS = CODES // 2 // WORD_BITS
+"""Words of a tile for each bit of two codes."""
+MAX_BITS, MAX_HALVES = 8, 4.5
+"""The widest codes, and the widest ones of half bits."""
 DEFAULT_CODEBOOK = "3inst"
+HALVES_CODEBOOK = "mul1"
+"""The only codebook of rates with half bits."""
 MULTIPLIERS = {"mcg": 0xCBAC1FED, "mul1": 0x83DCD12D}
 """Multipliers of states by codebook, stored in a tensor of its name; that of the default one is not stored."""
 CODEBOOKS = (DEFAULT_CODEBOOK, *MULTIPLIERS)
@@ -35,13 +41,13 @@ CODEBOOKS = (DEFAULT_CODEBOOK, *MULTIPLIERS)
 @register("exl3")
 @dataclass(frozen=True, slots=True)
 class Exl3(Scheme):
-    """Trellis codes of `bits` bits under one of three codebooks.
+    """Trellis codes of `bits` bits, a whole number or a half more, under one of three codebooks.
 
     Raises:
         SchemeError: another width or codebook.
     """
 
-    bits: int = 4
+    bits: float = 4
     codebook: str = DEFAULT_CODEBOOK
 
     suffixes = (".trellis", ".suh", ".svh", ".su", ".sv", *(f".{name}" for name in MULTIPLIERS))
@@ -54,10 +60,10 @@ class Exl3(Scheme):
     note = "weights in EXL3 are read by this runtime and exllamav3; others read `compress export --format dense`"
 
     def __post_init__(self) -> None:
-        if self.bits not in range(1, MAX_BITS + 1) or self.codebook not in CODEBOOKS:
+        if self.codebook not in CODEBOOKS or 2 * self.bits not in pair_widths(self.codebook):
             raise SchemeError(
-                f"EXL3 has 1 to {MAX_BITS} bits and the codebooks {', '.join(CODEBOOKS)}, not "
-                f"{self.bits} bits of {self.codebook}"
+                f"EXL3 has 1 to {MAX_BITS} bits and the codebooks {', '.join(CODEBOOKS)}, half bits up to {MAX_HALVES} "
+                f"with {HALVES_CODEBOOK} alone, not {self.bits} bits of {self.codebook}"
             )
 
     @classmethod
@@ -81,7 +87,12 @@ class Exl3(Scheme):
 
     def code_bits(self, out_features: int, in_features: int) -> int:
         """Bits of the codes of a weight `[O, I]`, those of the padding of its sides included."""
-        return padded(out_features) * padded(in_features) * self.bits
+        return padded(out_features) * padded(in_features) * self.pair_bits // 2
+
+    @property
+    def pair_bits(self) -> int:
+        """Bits of two codes; the first of them has half of these, rounded down."""
+        return int(2 * self.bits)
 
     @property
     def numbers(self) -> str:
@@ -102,19 +113,16 @@ class Exl3(Scheme):
         if fields.get("group_size") is not None or fields.get("activation_bits"):
             problem = "trellis codes have no groups and no 8-bit inputs"
             raise SchemeError(problem, "Leave group_size and activation_bits out")
-        return cls(int(fields["bits"]), str(fields[cls.key]))
+        return cls(as_width(fields["bits"]), str(fields[cls.key]))
 
     def found(self, module: str, headers: Headers) -> Exl3:
-        """The width and the codebook of stored tensors. Raises CheckpointError for codes without whole bits."""
+        """The width and the codebook of stored tensors. Raises CheckpointError for codes without whole or half bits."""
         tiles = headers.shape(f"{module}.trellis")
-        bits, rest = divmod(tiles[-1] * WORD_BITS, CODES) if len(tiles) == 3 else (0, 1)
+        pair_bits, rest = divmod(tiles[-1], PAIR_WORDS) if len(tiles) == 3 else (0, 1)
         if rest:
-            raise CheckpointError(
-                f"{module}.trellis {tiles} has no whole number of bits for each of its codes",
-                "Convert the model again with whole bits; the rates of 1.5, 2.5 and 3.5 bits are not read",
-            )
+            raise CheckpointError(f"{module}.trellis {tiles} has no whole number of bits for two of its codes")
         codebooks = [name for name in MULTIPLIERS if f"{module}.{name}" in headers]
-        return Exl3(bits, (*codebooks, DEFAULT_CODEBOOK)[0])
+        return Exl3(as_width(pair_bits / 2), (*codebooks, DEFAULT_CODEBOOK)[0])
 
     def shape(self, stored: StoredTensors) -> tuple[int, int]:
         return len(_scales(stored, ".sv")), len(_scales(stored, ".su"))
@@ -137,7 +145,7 @@ class Exl3Weight(Weight):
     """`W [O, I]` as stored.
 
     Attributes:
-        trellis: int16 `[padded(I) / 16, padded(O) / 16, 16 * bits]`, one tile after the other.
+        trellis: int16 `[padded(I) / 16, padded(O) / 16, 8 * pair_bits]`, one tile after the other.
         suh: float16 `[I]`.
         svh: float16 `[O]`.
 
@@ -152,7 +160,7 @@ class Exl3Weight(Weight):
 
     def __post_init__(self) -> None:
         rows, columns, words = _tiles(self.trellis)
-        if words != self.scheme.bits * CODES // WORD_BITS:
+        if words != self.scheme.pair_bits * PAIR_WORDS:
             raise SchemeError(f"{words} words for each tile do not hold {self.scheme}")
         found = tuple(self.suh.shape), tuple(self.svh.shape)
         if [tuple(map(padded, sizes)) for sizes in found] != [(rows * TILE,), (columns * TILE,)]:
@@ -191,6 +199,12 @@ class Exl3Weight(Weight):
         yield from scale_problems(f"{module}.svh", self.svh)
 
 
+def pair_widths(codebook: str) -> list[int]:
+    """The bits that two codes of a codebook may have: even numbers, and those of half bits."""
+    most_odd = 2 * MAX_HALVES if codebook == HALVES_CODEBOOK else 0
+    return [bits for bits in range(2, 2 * MAX_BITS + 1) if bits % 2 == 0 or bits <= most_odd]
+
+
 def padded(size: int) -> int:
     """The next multiple of the order of the Hadamard matrices, which the codes of a side of `size` fill."""
     return -(-size // TURN) * TURN
@@ -199,17 +213,17 @@ def padded(size: int) -> int:
 def decode_tiles(trellis: Tensor, scheme: Exl3) -> Tensor:
     """The values `[I, O]` of packed tiles, float16, before they are turned."""
     rows, columns, _ = trellis.shape
-    values = codebook_values(scheme.codebook).to(trellis.device)[states(trellis, scheme.bits)][..., tile_order()]
+    values = codebook_values(scheme.codebook).to(trellis.device)[states(trellis, scheme.pair_bits)][..., tile_order()]
     return values.view(rows, columns, TILE, TILE).transpose(1, 2).reshape(rows * TILE, columns * TILE)
 
 
-def states(trellis: Tensor, bits: int) -> Tensor:
+def states(trellis: Tensor, pair_bits: int) -> Tensor:
     """The 16 bits that end with each code, int32 `[..., 256]`; streams begin with the highest bit of 32-bit words."""
     import torch
 
     words = trellis.to(torch.int32) & 0xFFFF
     words = torch.unflatten(words, -1, (-1, 2)).flip(-1).flatten(-2)  # the higher half of each 32-bit word comes first
-    first = (torch.arange(1, CODES + 1) * bits - STATE_BITS) % (CODES * bits)
+    first = (torch.arange(1, CODES + 1) * pair_bits // 2 - STATE_BITS) % (CODES // 2 * pair_bits)
     word, shift = (first // WORD_BITS).to(trellis.device), (WORD_BITS - first % WORD_BITS).to(trellis.device).int()
     pairs = words << WORD_BITS | words.roll(-1, -1)
     return pairs.index_select(-1, word) >> shift & 0xFFFF

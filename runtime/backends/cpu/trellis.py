@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from compress.checkpoint.scheme import Scheme
-from compress.checkpoint.weights.exl3 import CODEBOOKS, MAX_BITS, TILE, TURN, Exl3Weight, padded
+from compress.checkpoint.weights.exl3 import CODEBOOKS, TILE, TURN, Exl3Weight, padded, pair_widths
 from compress.common.errors import ToolkitError
 from compress.cpu.binding import BEST, absence, library
 from runtime.backends.backend import LinearKernel
@@ -28,7 +28,7 @@ class _Weight(ctypes.Structure):
 
     _fields_ = (
         *((name, c_int64) for name in ("out_features", "in_features")),
-        *((name, c_int32) for name in ("bits", "codebook")),
+        *((name, c_int32) for name in ("pair_bits", "codebook")),
         *((name, c_void_p) for name in ("words", "in_scales", "out_scales", "bias")),
     )
 
@@ -60,7 +60,7 @@ class CpuTrellisLinear:
         self._weight = _Weight(
             out_features=padded(self.out_features),
             in_features=padded(self.in_features),
-            bits=prepared.bits,
+            pair_bits=prepared.bits,
             codebook=int(prepared.tensors["codebook"]),
             words=prepared.tensors["words"].data_ptr(),
             in_scales=prepared.tensors["in_scales"].data_ptr(),
@@ -115,7 +115,7 @@ def pack(weight: Exl3Weight) -> PreparedWeight:
         "out_scales": _filled(weight.svh.float()),
         "codebook": torch.tensor(CODEBOOKS.index(weight.scheme.codebook), dtype=torch.int32),
     }
-    return PreparedWeight(weight.shape, tensors, weight.scheme.bits, weight.shape[1])
+    return PreparedWeight(weight.shape, tensors, weight.scheme.pair_bits, weight.shape[1])
 
 
 def _filled(values: Tensor) -> Tensor:
@@ -129,15 +129,14 @@ def check_prepared(weight: PreparedWeight) -> None:
     Raises:
         CheckpointError: tensors that a weight of this shape and bits does not have.
     """
-    (rows, columns), bits = map(padded, weight.shape), weight.bits
-    if bits not in range(1, MAX_BITS + 1):
-        raise weight.refusal(f"trellis codes of {bits} bits")
-    weight.check("words", (rows * columns * bits // WORD_BITS,), (torch.int32,))
+    (rows, columns), pair_bits = map(padded, weight.shape), weight.bits
+    weight.check("words", (rows * columns * pair_bits // 2 // WORD_BITS,), (torch.int32,))
     weight.check("in_scales", (columns,), (torch.float32,))
     weight.check("out_scales", (rows,), (torch.float32,))
     weight.check("codebook", (), (torch.int32,))
-    if int(weight.tensors["codebook"]) not in range(len(CODEBOOKS)):
-        raise weight.refusal(f"codebook {int(weight.tensors['codebook'])}")
+    codebook = int(weight.tensors["codebook"])
+    if codebook not in range(len(CODEBOOKS)) or pair_bits not in pair_widths(CODEBOOKS[codebook]):
+        raise weight.refusal(f"trellis codes of {pair_bits / 2:g} bits of codebook {codebook}")
 
 
 def unsupported_reason(scheme: Scheme, in_features: int, target: Target) -> str:
@@ -151,7 +150,7 @@ def unsupported_reason(scheme: Scheme, in_features: int, target: Target) -> str:
 
 def _nbytes(scheme: Scheme, rows: int, columns: int, target: Target) -> int:
     rows, columns = padded(rows), padded(columns)
-    return rows * columns * scheme.bits // 8 + (rows + columns + 1) * SCALE_BYTES
+    return int(rows * columns * scheme.bits) // 8 + (rows + columns + 1) * SCALE_BYTES
 
 
 TRELLIS: LinearKernel[Exl3Weight] = LinearKernel(

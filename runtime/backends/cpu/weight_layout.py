@@ -33,7 +33,7 @@ SCALE_TYPES = TYPES | {torch.uint8: 3}
 """As `TYPES`, and of bytes `e` that stand for `2^(e - 127)`."""
 
 
-def stored_bits(bits: int) -> int:
+def stored_bits(bits: float) -> int:
     """Bits that a code takes in memory."""
     return next(width for width in (2, 4, 8) if bits <= width)
 

@@ -107,9 +107,9 @@ def verdict(scheme: Scheme, in_features: int, target: Target) -> Verdict:
 def nbytes(scheme: Scheme, rows: int, columns: int, target: Target) -> int:
     """Bytes of codes, 16-bit scales and packed zero points of the filled-up weight, and of its locks."""
     rows, columns = rows + -rows % ROW_MULTIPLE, columns + -columns % COLUMN_MULTIPLE
-    groups = scheme.num_groups(columns)
-    zeros = 0 if scheme.symmetric else rows * groups * scheme.bits // 8
-    return rows * columns * scheme.bits // 8 + rows * groups * 2 + zeros + LOCK_BYTES
+    groups, bits = scheme.num_groups(columns), int(scheme.bits)
+    zeros = 0 if scheme.symmetric else rows * groups * bits // 8
+    return rows * columns * bits // 8 + rows * groups * 2 + zeros + LOCK_BYTES
 
 
 LOCK_BYTES = 2048 * 4

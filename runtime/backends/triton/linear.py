@@ -133,11 +133,11 @@ def prepare_exl3(weight: Exl3Weight, bias: Tensor | None, target: Target) -> Lin
     words = weight.trellis.contiguous().view(torch.int32).to(device)
     scales = weight.suh.float().to(device) / TURN, weight.svh.float().to(device)
     codebook = CODEBOOKS.index(scheme.codebook)
-    return TrellisLinear(words, *scales, bias, scheme.bits, codebook)
+    return TrellisLinear(words, *scales, bias, scheme.pair_bits, codebook)
 
 
 def _exl3_nbytes(scheme: Scheme, rows: int, columns: int, target: Target) -> int:
-    return padded(rows) * padded(columns) * scheme.bits // 8 + (rows + columns) * FLOAT_BYTES
+    return int(padded(rows) * padded(columns) * scheme.bits) // 8 + (rows + columns) * FLOAT_BYTES
 
 
 def _table_nbytes(scheme: Scheme, rows: int, columns: int, target: Target) -> int:

@@ -33,7 +33,7 @@ from compress.checkpoint.scale_search import FP8
 from compress.checkpoint.weights import Activations as InputRounding
 from compress.checkpoint.weights import BlockFp8, Exl3, Fp8, Int, Mxfp8, Scheme, Weight
 from compress.checkpoint.weights.coded import Coded, CodedWeight
-from compress.checkpoint.weights.exl3 import CODES, TILE, WORD_BITS, Exl3Weight
+from compress.checkpoint.weights.exl3 import PAIR_WORDS, TILE, Exl3Weight
 from compress.common.errors import ToolkitError
 from compress.cpu.binding import INSTRUCTION_SETS, absence, best_instruction_set, library, set_threads
 from runtime.backends.base import Linear, Target
@@ -53,7 +53,7 @@ def random_weight(rows: int, columns: int, scheme: Scheme, device: torch.device 
     if isinstance(scheme, Coded) and not isinstance(scheme, Fp8 | Int):
         return scheme.round(torch.randn(rows, columns, device=device))
     if isinstance(scheme, Exl3):
-        tiles = columns // TILE, rows // TILE, scheme.bits * CODES // WORD_BITS
+        tiles = columns // TILE, rows // TILE, scheme.pair_bits * PAIR_WORDS
         codes = torch.randint(-(1 << 15), 1 << 15, tiles, dtype=torch.int16, device=device)
         return Exl3Weight(codes, *(torch.ones(side, device=device).half() for side in (columns, rows)), scheme)
     groups = rows, scheme.num_groups(columns)

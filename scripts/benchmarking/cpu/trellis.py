@@ -10,7 +10,7 @@ import torch
 from benchmarking.cpu.kernels import copied, milliseconds, random_weight
 from benchmarking.tables import Row
 from compress.checkpoint.weights import Exl3
-from compress.checkpoint.weights.exl3 import CODEBOOKS, CODES, MAX_BITS, codebook_values
+from compress.checkpoint.weights.exl3 import CODEBOOKS, CODES, HALVES_CODEBOOK, codebook_values, pair_widths
 from compress.cpu.trellis import search_states
 from runtime.backends.cpu.linear import CpuLinear
 from runtime.backends.cpu.trellis import CpuTrellisLinear
@@ -42,14 +42,17 @@ def trellis_rows(in_features: int, out_features: int, numbers_of_rows: list[int]
 
 def search_rows() -> list[Row]:
     """One line per width: milliseconds to search the codes of a tile, the least of some tries."""
-    values, numbers = torch.randn(TILES, CODES), codebook_values("mul1").float()
-    return [{"bits": str(bits), "ms": f"{_search_ms(values, numbers, bits):.2f}"} for bits in range(1, MAX_BITS + 1)]
+    values, numbers = torch.randn(TILES, CODES), codebook_values(HALVES_CODEBOOK).float()
+    return [
+        {"bits": f"{pair_bits / 2:g}", "ms": f"{_search_ms(values, numbers, pair_bits):.2f}"}
+        for pair_bits in pair_widths(HALVES_CODEBOOK)
+    ]
 
 
-def _search_ms(values: torch.Tensor, numbers: torch.Tensor, bits: int) -> float:
+def _search_ms(values: torch.Tensor, numbers: torch.Tensor, pair_bits: int) -> float:
     def once() -> float:
         start = time.process_time()
-        search_states(values, numbers, bits)
+        search_states(values, numbers, pair_bits)
         return time.process_time() - start
 
     return min(once() for _ in range(TRIES)) / TILES * 1000

@@ -28,14 +28,15 @@ def column_solver() -> None:
 
 def trellis_codes() -> None:
     """Launches products with trellis codes of several widths, which serve where their dense form does not fit."""
-    from compress.checkpoint.weights.exl3 import CODEBOOKS
+    from compress.checkpoint.weights.exl3 import CODEBOOKS, HALVES_CODEBOOK, pair_widths
     from runtime.backends.triton.kernels.trellis import TrellisLinear
 
     inputs, outputs = 4096, 14336
     scales = _empty(inputs, dtype=torch.float32), _empty(outputs, dtype=torch.float32)
-    for bits in range(1, 9):
-        words = _empty(inputs // 16, outputs // 16, 8 * bits, dtype=torch.int32)
-        linear = TrellisLinear(words, *scales, None, bits, bits % len(CODEBOOKS))
+    for pair_bits in pair_widths(HALVES_CODEBOOK):
+        words = _empty(inputs // 16, outputs // 16, 4 * pair_bits, dtype=torch.int32)
+        codebook = CODEBOOKS.index(HALVES_CODEBOOK) if pair_bits % 2 else pair_bits // 2 % len(CODEBOOKS)
+        linear = TrellisLinear(words, *scales, None, pair_bits, codebook)
         for tokens in (1, 512):
             linear(_empty(tokens, inputs))
 

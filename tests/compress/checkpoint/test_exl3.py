@@ -2,8 +2,10 @@
 
 import hashlib
 import json
+import math
 import struct
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -59,13 +61,13 @@ def number(state: int, codebook: str) -> float:
     return struct.unpack("<e", struct.pack("<e", exact))[0]
 
 
-def decode_tile(words: list[int], bits: int, codebook: str) -> list[list[float]]:
+def decode_tile(words: list[int], bits: float, codebook: str) -> list[list[float]]:
     """Decodes one tile bit by bit, as the kernels of exllamav3 hold it: eight values for each of 32 threads."""
     pairs = [words[index + 1] << 16 | words[index] for index in range(0, len(words), 2)]
     stream = "".join(f"{pair:032b}" for pair in pairs)
     tile = [[0.0] * 16 for _ in range(16)]
     for index in range(256):
-        end = (index + 1) * bits + len(stream)
+        end = math.floor((index + 1) * bits) + len(stream)
         state = int((stream * 2)[end - 16 : end], 2)
         thread, place = divmod(index, 8)
         row = (thread % 4) * 2 + (0, 1, 8, 9, 0, 1, 8, 9)[place]
@@ -94,10 +96,11 @@ def test_numbers_of_all_states_that_one_bit_reaches(codebook: str) -> None:
     assert found.isfinite().all()
 
 
-@pytest.mark.parametrize("codebook", CODEBOOKS)
-@pytest.mark.parametrize("bits", range(1, 9))
-def test_a_tile_is_decoded_as_bit_by_bit(bits: int, codebook: str) -> None:
-    words = pseudo_random_words(16 * bits)
+@pytest.mark.parametrize(
+    ("bits", "codebook"), [*product(range(1, 9), CODEBOOKS), *((bits + 0.5, "mul1") for bits in range(1, 5))]
+)
+def test_a_tile_is_decoded_as_bit_by_bit(bits: float, codebook: str) -> None:
+    words = pseudo_random_words(int(16 * bits))
     found = decode_tiles(as_int16(words).view(1, 1, -1), Exl3(bits, codebook))
     assert found.dtype == torch.float16
     assert found.tolist() == decode_tile(words, bits, codebook)
@@ -119,7 +122,7 @@ def test_vectors_of_another_implementation() -> None:
         assert hashlib.sha256(tile.numpy().tobytes()).hexdigest()[:16] == digest_
 
 
-@pytest.mark.parametrize("scheme", [Exl3(3, "mul1"), Exl3(6)], ids=str)
+@pytest.mark.parametrize("scheme", [Exl3(2.5, "mul1"), Exl3(6)], ids=str)
 def test_a_weight_is_turned_by_explicit_matrices(scheme: Exl3) -> None:
     weight = random_weight((256, 384), scheme, 1)
     sides = torch.tensor([[(-1.0) ** (i & j).bit_count() for j in range(128)] for i in range(128)], dtype=torch.float64)
@@ -135,14 +138,17 @@ def test_a_weight_is_turned_by_explicit_matrices(scheme: Exl3) -> None:
 
 @pytest.fixture(scope="session")
 def published(shared_store: SharedStore) -> Path:
-    """A model as exllamav3 writes it: widths and codebooks by layer, head with more bits, embedding in 16 bits."""
+    """A model as exllamav3 writes it: widths, halves too, and codebooks by layer, head with more bits, embedding in 16
+    bits."""
 
     def write(folder: Path) -> None:
         sizes = {"hidden_size": 128, "intermediate_size": 256, "vocab_size": 8192, "num_key_value_heads": 4}
         save_tiny_model(folder, "llama", torch.float16, **sizes)
         tensors = load_file(folder / "model.safetensors")
         for count, name in enumerate([name for name in tensors if is_matrix(name)]):
-            scheme = Exl3(6 if "lm_head" in name else 2 + count % 4, CODEBOOKS[count % 3])
+            codebook = CODEBOOKS[count % 3]
+            width = 2.5 if codebook == "mul1" else 2 + count % 4
+            scheme = Exl3(6 if "lm_head" in name else width, codebook)
             weight = random_weight(tuple(tensors.pop(name).shape), scheme, count)
             stored = weight.tensors(torch.float16)
             if count == 0:
@@ -176,7 +182,7 @@ def test_a_published_model_is_served(published: Path, tmp_path: Path) -> None:
     packed = PackedCheckpoint.open(published)
     assert packed.format == "exl3"
     widths = {scheme.bits for scheme in packed.schemes.values()}
-    assert (widths, packed.schemes["lm_head"].bits) == ({2, 3, 4, 5, 6}, 6)
+    assert (widths, packed.schemes["lm_head"].bits) == ({2, 2.5, 3, 4, 5, 6}, 6)
     assert {scheme.codebook for scheme in packed.schemes.values()} == set(CODEBOOKS)
     assert not any(map(is_embedding, packed.schemes))
     export_checkpoint(published, "dense", tmp_path / "dense")
@@ -246,7 +252,7 @@ def test_it_is_a_source_and_kept_codes_stay(published: Path, tmp_path: Path) -> 
 
 
 def test_a_scheme_survives_its_dictionary() -> None:
-    for scheme in (Exl3(3, "mul1"), Exl3(8)):
+    for scheme in (Exl3(3, "mul1"), Exl3(2.5, "mul1"), Exl3(8)):
         assert Scheme.from_dict(json.loads(json.dumps(scheme.to_dict()))) == scheme
 
 
@@ -262,9 +268,9 @@ def change(published: Path, folder: Path, tensors: Callable[[dict[str, Tensor]],
 def test_what_contradicts_itself_is_refused(published: Path, tmp_path: Path) -> None:
     module = "model.layers.1.mlp.up_proj"
     words = load_file(published / "model.safetensors")[f"{module}.trellis"]
-    with pytest.raises(CheckpointError, match=r"no whole number of bits.* 1\.5, 2\.5 and 3\.5 bits are not read"):
-        change(published, tmp_path / "odd", lambda each: each.update({f"{module}.trellis": words[..., :-8].clone()}))
-    with pytest.raises(CheckpointError, match=r"no whole number of bits"):
+    with pytest.raises(CheckpointError, match=r"no whole number of bits for two"):
+        change(published, tmp_path / "odd", lambda each: each.update({f"{module}.trellis": words[..., :-4].clone()}))
+    with pytest.raises(CheckpointError, match=r"no whole number of bits for two"):
         change(published, tmp_path / "flat", lambda each: each.update({f"{module}.trellis": words.flatten()}))
     long = change(published, tmp_path / "long", lambda each: each.update({f"{module}.suh": torch.ones(129).half()}))
     with pytest.raises(CheckpointError, match=rf"{module}.*\(129,\)"):
@@ -275,8 +281,9 @@ def test_what_contradicts_itself_is_refused(published: Path, tmp_path: Path) -> 
     other = change(published, tmp_path / "other", lambda each: each.update({f"{module}.mul1": torch.tensor(5)}))
     with pytest.raises(CheckpointError, match=r"0x5, not 0x83dcd12d"):
         other.packed_weight(module)
-    with pytest.raises(SchemeError, match="1 to 8 bits"):
-        Exl3(9)
+    for bits, codebook in ((9, "mul1"), (0.5, "mul1"), (5.5, "mul1"), (2.25, "mul1"), (2.5, "mcg")):
+        with pytest.raises(SchemeError, match=rf"half bits up to 4\.5 with mul1 alone, not {bits} bits of {codebook}"):
+            Exl3(bits, codebook)
     bad = random_weight((128, 128), Exl3(4), 0)
     bad.svh[3] = float("nan")
     assert list(bad.problems(module)) == [f"{module}.svh has 1 scales that are not finite"]

@@ -51,11 +51,15 @@ def assert_close(found: Tensor, x: Tensor, weight: Exl3Weight, bias: Tensor | fl
 
 
 @every_set
-@pytest.mark.parametrize("codebook", CODEBOOKS)
-@pytest.mark.parametrize("bits", range(1, 9))
-def test_numbers_are_exact_and_in_their_places(bits: int, codebook: str, instruction_set: int) -> None:
+@pytest.mark.parametrize(
+    "scheme",
+    [Exl3(bits, codebook) for bits in range(1, 9) for codebook in CODEBOOKS]
+    + [Exl3(bits + 0.5, "mul1") for bits in range(1, 5)],
+    ids=str,
+)
+def test_numbers_are_exact_and_in_their_places(scheme: Exl3, instruction_set: int) -> None:
     """Rows of a Hadamard matrix read the numbers back: all sums are short enough to be exact in float32."""
-    weight = with_signs_alone(random_weight((256, 256), Exl3(bits, codebook), bits))
+    weight = with_signs_alone(random_weight((256, 256), scheme, scheme.pair_bits))
     turn = hadamard(256)
     numbers = decode_tiles(weight.trellis, weight.scheme).double()
     expected = (numbers @ turn * weight.svh.double()).float()
@@ -66,7 +70,7 @@ def test_numbers_are_exact_and_in_their_places(bits: int, codebook: str, instruc
 @every_set
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_products(dtype: torch.dtype, instruction_set: int) -> None:
-    for scheme, shape in ((Exl3(3, "mcg"), (128, 512)), (Exl3(5), (384, 128)), (Exl3(4, "mul1"), (256, 256))):
+    for scheme, shape in ((Exl3(3, "mcg"), (128, 512)), (Exl3(5), (384, 128)), (Exl3(4.5, "mul1"), (256, 256))):
         weight = random_weight(shape, scheme, 3)
         bias = activations(1, shape[0])[0]
         linear = CpuTrellisLinear(weight, bias, instruction_set=instruction_set)
@@ -110,7 +114,7 @@ def test_dense_weights_are_faster_and_it_takes_less_memory() -> None:
     assert short.kernel is TRELLIS
     assert "would need 9 GiB" in short.reason
     assert choose_linear(Exl3(4), 256, target, "cpu_exl3").kernel is TRELLIS
-    for scheme in (Exl3(1), Exl3(3, "mcg")):
+    for scheme in (Exl3(1), Exl3(3, "mcg"), Exl3(2.5, "mul1")):
         linear = TRELLIS.prepare(random_weight((384, 256), scheme), None, target)
         assert linear.nbytes == TRELLIS.nbytes(scheme, 384, 256, target)
     with pytest.raises(SchemeError, match="computes in bfloat16 and float32"):
@@ -129,10 +133,18 @@ def test_prepared_weights_are_taken_as_they_are_or_refused() -> None:
         with pytest.raises(CheckpointError, match=name):
             CpuTrellisLinear(wrong)
     for wrong in (
-        replace(prepared, bits=9),
-        replace(prepared, bits=2),
+        replace(prepared, bits=17),
+        replace(prepared, bits=3),
+        replace(prepared, bits=4),
         replace(prepared, shape=(256, 256)),
         replace(prepared, tensors={**prepared.tensors, "codebook": torch.tensor(3, dtype=torch.int32)}),
     ):
         with pytest.raises(CheckpointError, match="a prepared weight"):
             CpuTrellisLinear(wrong)
+
+
+def test_half_bits_of_another_codebook_have_no_product() -> None:
+    prepared = CpuTrellisLinear(random_weight((128, 128), Exl3(2.5, "mul1"), 4)).prepared()
+    wrong = {**prepared.tensors, "codebook": torch.tensor(CODEBOOKS.index("mcg"), dtype=torch.int32)}
+    with pytest.raises(CheckpointError, match=r"trellis codes of 2\.5 bits of codebook 1"):
+        CpuTrellisLinear(replace(prepared, tensors=wrong))

@@ -17,11 +17,11 @@ static float *floats(int64_t count) {
     return made;
 }
 
-static int compare(int set, int bits, int codebook) {
+static int compare(int set, int pair_bits, int codebook) {
     const int64_t inputs = TURN * (1 + draw(2)), outputs = TURN * (1 + draw(3)), rows = draw(2) ? 1 + draw(12) : 65;
-    const int64_t words = inputs * outputs * bits / 32;
+    const int64_t words = inputs * outputs * pair_bits / 64;
     const int is_wide = (int)draw(2);
-    TrellisWeight weight = {.out_features = outputs, .in_features = inputs, .bits = bits, .codebook = codebook};
+    TrellisWeight weight = {.out_features = outputs, .in_features = inputs, .pair_bits = pair_bits, .codebook = codebook};
     uint32_t *stored = exactly(words * 4);
     for (int64_t i = 0; i < words; i++) stored[i] = (uint32_t)draw(1 << 16) << 16 | (uint32_t)draw(1 << 16);
     float *in_scales = floats(inputs), *out_scales = floats(outputs), *bias = floats(outputs), *x = floats(rows * inputs);
@@ -46,13 +46,13 @@ static int compare(int set, int bits, int codebook) {
     return furthest <= largest * (is_wide ? 1e-4f : 1e-2f);
 }
 
-static int search(int set, int bits) {
+static int search(int set, int pair_bits) {
     const int64_t tiles = 2, count = tiles * TRELLIS_CODES;
     float *numbers = floats(TRELLIS_STATES), *values = floats(count);
     uint16_t *states[2];
     for (int i = 0; i < 2; i++) {
         states[i] = exactly(count * 2);
-        const TrellisSearch wanted = {tiles, bits, numbers, values, states[i]};
+        const TrellisSearch wanted = {tiles, pair_bits, numbers, values, states[i]};
         if (trellis_search(&wanted, i ? set : SCALAR)) exit(FAILED_STATUS);
     }
     const int same = !memcmp(states[0], states[1], (size_t)count * 2);
@@ -65,15 +65,15 @@ int main(void) {
     pool_set_threads(3);
     for (int set = 0; set < NUM_INSTRUCTION_SETS; set++) {
         if (set > native_best_instruction_set() && set != AMX_EMULATED) continue;
-        for (int bits = 1; bits <= MOST_TRELLIS_BITS; bits += 7)
-            if (!search(set, bits)) {
-                fprintf(stderr, "set %d searches other codes of %d bits\n", set, bits);
+        for (int pair_bits = 2; pair_bits <= 2 * MOST_TRELLIS_BITS; pair_bits += 7)
+            if (!search(set, pair_bits)) {
+                fprintf(stderr, "set %d searches other codes of %d bits for two\n", set, pair_bits);
                 return FAILED_NUMBERS;
             }
-        for (int bits = 1; bits <= MOST_TRELLIS_BITS; bits++)
-            for (int codebook = CODEBOOK_3INST; codebook <= CODEBOOK_MUL1; codebook++)
-                if (!compare(set, bits, codebook)) {
-                    fprintf(stderr, "set %d differs for %d bits of codebook %d\n", set, bits, codebook);
+        for (int pair_bits = 2; pair_bits <= 2 * MOST_TRELLIS_BITS; pair_bits += pair_bits < MOST_ODD_PAIR + 1 ? 1 : 2)
+            for (int codebook = pair_bits % 2 ? CODEBOOK_MUL1 : CODEBOOK_3INST; codebook <= CODEBOOK_MUL1; codebook++)
+                if (!compare(set, pair_bits, codebook)) {
+                    fprintf(stderr, "set %d differs for %d bits for two codes of codebook %d\n", set, pair_bits, codebook);
                     return FAILED_NUMBERS;
                 }
     }

@@ -311,4 +311,4 @@ def test_the_layout_has_its_version():
     for weight in (*integers, torch.arange(80 * 128).view(80, 128).bfloat16()):
         for name, tensor in CpuLinear(weight).prepared().tensors.items():
             digest.update(name.encode() + tensor.view(torch.uint8).numpy().tobytes())
-    assert (LAYOUT_VERSION, digest.hexdigest()[:16]) == (1, "f5cb13ca7c7a3f9a")
+    assert (LAYOUT_VERSION, digest.hexdigest()[:16]) == (2, "f5cb13ca7c7a3f9a")

@@ -9,7 +9,7 @@ int trellis_search(const TrellisSearch *search, int instruction_set) {
     const int set = resolve_instruction_set(instruction_set);
     if (set < 0) return -1;
     const int64_t threads = pool_threads(), chunks = search->tiles < threads ? search->tiles : threads;
-    const size_t costs = 2 * TRELLIS_STATES * sizeof(float), origins = (size_t)TRELLIS_CODES * (TRELLIS_STATES >> search->bits);
+    const size_t costs = 2 * TRELLIS_STATES * sizeof(float), origins = (size_t)TRELLIS_CODES * search_groups(search, 0);
     SearchBuffers buffers[POOL_MAX_THREADS];
     char *memory = malloc((size_t)chunks * (costs + origins) + 1);
     if (memory == NULL) return -2;

@@ -8,7 +8,7 @@
 
 typedef struct {
     float *costs;     /* [2][TRELLIS_STATES] */
-    uint8_t *origins; /* [TRELLIS_CODES][TRELLIS_STATES >> bits] */
+    uint8_t *origins; /* [TRELLIS_CODES][TRELLIS_STATES >> width], width of the narrower codes */
 } SearchBuffers;
 
 typedef struct {
@@ -16,6 +16,10 @@ typedef struct {
     SearchBuffers *buffers; /* of each chunk */
     int64_t chunks;
 } SearchCall;
+
+INLINE int code_width(const TrellisSearch *search, int step) { return (search->pair_bits + step % 2) / 2; }
+/* Groups of states that have the same lower bits before a step; even steps have the most. */
+INLINE int search_groups(const TrellisSearch *search, int step) { return TRELLIS_STATES >> code_width(search, step); }
 
 /* Task of the pool: every `chunks`-th tile from `chunk` on. */
 #define SEARCH_TASKS(set) void search_tiles_##set(void *call, int64_t chunk);

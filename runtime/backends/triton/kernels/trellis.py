@@ -81,38 +81,39 @@ def number_in(
 
 @triton.jit
 def decoded_tiles(
-    words_ptr, tile_k, tile_n, N, BITS: tl.constexpr, CODEBOOK: tl.constexpr, PTX: tl.constexpr, like: tl.constexpr,
-    TILES_K: tl.constexpr, TILES_N: tl.constexpr, INTERPRETED: tl.constexpr,
+    words_ptr, tile_k, tile_n, N, PAIR_BITS: tl.constexpr, CODEBOOK: tl.constexpr, PTX: tl.constexpr,
+    like: tl.constexpr, TILES_K: tl.constexpr, TILES_N: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Numbers `[16 * TILES_N, 16 * TILES_K]`, as type `like`, of tiles `[K / 16, N / 16, 8 * BITS]` of words whose
-    highest bit comes first.
+    """Numbers `[16 * TILES_N, 16 * TILES_K]`, as type `like`, of tiles `[K / 16, N / 16, 4 * PAIR_BITS]` of words
+    whose highest bit comes first. Two codes have PAIR_BITS bits, the first of them half of these, rounded down.
 
     A tile is a matrix as the threads of a warp hold it for a product: of thread t the codes `8 t ... 8 t + 7` are those
     of outputs `t / 4` and 8 more, and of inputs `2 (t % 4)`, the next one, and 8 more than both. Their states lie in
     one stretch of bits, so they take two or three words from memory.
     """
-    WORDS: tl.constexpr = 8 * BITS
-    LAST: tl.constexpr = 7 * BITS
-    first = (tl.arange(0, 32) * WORDS + (BITS - 16 + 32 * WORDS)) % (32 * WORDS)
+    WORDS: tl.constexpr = 4 * PAIR_BITS
+    OWN: tl.constexpr = PAIR_BITS // 2
+    LAST: tl.constexpr = WORDS - OWN
+    first = (tl.arange(0, 32) * WORDS + (OWN - 16 + 32 * WORDS)) % (32 * WORDS)
     tile_ptr = words_ptr + (tile_k.to(tl.int64)[:, None] * (N // 16) + tile_n[None, :])[:, :, None] * WORDS
     place, shift = (first // 32)[None, None, :], (first % 32).to(tl.uint64)[None, None, :]
     first_word = tl.load(tile_ptr + place).to(tl.uint32, bitcast=True).to(tl.uint64)
     second_word = tl.load(tile_ptr + (place + 1) % WORDS).to(tl.uint32, bitcast=True).to(tl.uint64)
     window = (first_word << 32 | second_word) << shift
     rest = window
-    if BITS == 3 or BITS > 4:
+    if PAIR_BITS == 6 or PAIR_BITS == 7 or PAIR_BITS > 8:
         third_word = tl.load(tile_ptr + (place + 2) % WORDS).to(tl.uint32, bitcast=True).to(tl.uint64)
         window = window | third_word >> (32 - shift)
         rest = (second_word << 32 | third_word) << shift
     # The stretch of wide codes is longer than a window: the last ones are found in the one that begins 32 bits later.
     FROM: tl.constexpr = 32 if LAST > 48 else 0
     n0 = number_in(window, 0, CODEBOOK, PTX, like, INTERPRETED)
-    n1 = number_in(window, BITS, CODEBOOK, PTX, like, INTERPRETED)
-    n2 = number_in(window, 2 * BITS, CODEBOOK, PTX, like, INTERPRETED)
-    n3 = number_in(window, 3 * BITS, CODEBOOK, PTX, like, INTERPRETED)
-    n4 = number_in(window, 4 * BITS, CODEBOOK, PTX, like, INTERPRETED)
-    n5 = number_in(window, 5 * BITS, CODEBOOK, PTX, like, INTERPRETED)
-    n6 = number_in(window, 6 * BITS, CODEBOOK, PTX, like, INTERPRETED)
+    n1 = number_in(window, PAIR_BITS - OWN, CODEBOOK, PTX, like, INTERPRETED)
+    n2 = number_in(window, 3 * PAIR_BITS // 2 - OWN, CODEBOOK, PTX, like, INTERPRETED)
+    n3 = number_in(window, 2 * PAIR_BITS - OWN, CODEBOOK, PTX, like, INTERPRETED)
+    n4 = number_in(window, 5 * PAIR_BITS // 2 - OWN, CODEBOOK, PTX, like, INTERPRETED)
+    n5 = number_in(window, 3 * PAIR_BITS - OWN, CODEBOOK, PTX, like, INTERPRETED)
+    n6 = number_in(window, 7 * PAIR_BITS // 2 - OWN, CODEBOOK, PTX, like, INTERPRETED)
     n7 = number_in(rest if LAST > 48 else window, LAST - FROM, CODEBOOK, PTX, like, INTERPRETED)
     low = tl.join(tl.join(n0, n1), tl.join(n2, n3))
     high = tl.join(tl.join(n4, n5), tl.join(n6, n7))
@@ -124,7 +125,7 @@ def decoded_tiles(
 @triton.jit
 def expand_trellis(
     words_ptr, weight_ptr, first_row, ROWS, K, N,
-    BITS: tl.constexpr, CODEBOOK: tl.constexpr, PTX: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    PAIR_BITS: tl.constexpr, CODEBOOK: tl.constexpr, PTX: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Decodes rows from `first_row` on into `weight [ROWS, K]`, of tiles of numbers that stand for `[N, K]`. Blocks
@@ -134,8 +135,8 @@ def expand_trellis(
     k = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
     tile_k = tl.program_id(0) * (BLOCK_K // 16) + tl.arange(0, BLOCK_K // 16)
     numbers = decoded_tiles(
-        words_ptr, tile_k, tile_n, N, BITS, CODEBOOK, PTX, weight_ptr.dtype.element_ty, BLOCK_K // 16, BLOCK_N // 16,
-        INTERPRETED,
+        words_ptr, tile_k, tile_n, N, PAIR_BITS, CODEBOOK, PTX, weight_ptr.dtype.element_ty, BLOCK_K // 16,
+        BLOCK_N // 16, INTERPRETED,
     )  # fmt: skip
     store_tile(weight_ptr, numbers, row[:, None], k[None, :], ROWS, K)
 
@@ -178,11 +179,11 @@ class TrellisLinear:
     """A weight `[N, K]` of trellis codes.
 
     Attributes:
-        words: int32 `[K / 16, N / 16, 8 * bits]`, as stored, K and N rounded up to multiples of 128.
+        words: int32 `[K / 16, N / 16, 4 * pair_bits]`, as stored, K and N rounded up to multiples of 128.
         in_scales: float32 `[K]`, a part of the turns' norm included.
         out_scales: float32 `[N]`.
         bias: `[N]`, or None.
-        bits: of a code.
+        pair_bits: of two codes.
         codebook: index in `CODEBOOKS`.
     """
 
@@ -190,7 +191,7 @@ class TrellisLinear:
     in_scales: Tensor
     out_scales: Tensor
     bias: Tensor | None
-    bits: int
+    pair_bits: int
     codebook: int
 
     @property
@@ -236,4 +237,4 @@ class TrellisLinear:
     @property
     def _constants(self) -> dict[str, Any]:
         interpreted = triton.knobs.runtime.interpret
-        return {"BITS": self.bits, "CODEBOOK": self.codebook, "PTX": HALVES_ADDED, "INTERPRETED": interpreted}
+        return {"PAIR_BITS": self.pair_bits, "CODEBOOK": self.codebook, "PTX": HALVES_ADDED, "INTERPRETED": interpreted}

@@ -75,7 +75,7 @@ def tile_inputs(bits: int) -> int:
     return PLANE * 16 // bits
 
 
-def stored_bits(bits: int) -> int:
+def stored_bits(bits: float) -> int:
     """Returns 2, 4 or 8."""
     return next(width for width in (2, 4, 8) if width >= bits)
 

@@ -23,7 +23,11 @@ def linear_of(scheme: Exl3, shape: tuple[int, int], target: Target, bias: torch.
     return linear
 
 
-@pytest.mark.parametrize("scheme", [Exl3(bits, CODEBOOKS[bits % 3]) for bits in range(1, 9)], ids=str)
+@pytest.mark.parametrize(
+    "scheme",
+    [Exl3(bits, CODEBOOKS[bits % 3]) for bits in range(1, 9)] + [Exl3(bits + 0.5, "mul1") for bits in range(1, 5)],
+    ids=str,
+)
 def test_numbers_are_exact_and_in_their_places(gpu: torch.device, scheme: Exl3) -> None:
     linear = linear_of(scheme, (256, 128), Target(gpu, torch.float16))
     panel = torch.full((128, 128), torch.nan, dtype=torch.float16, device=gpu)
@@ -35,7 +39,7 @@ def test_numbers_are_exact_and_in_their_places(gpu: torch.device, scheme: Exl3) 
 @pytest.mark.parametrize("dtype", BOUND, ids=str)
 @pytest.mark.parametrize(("tokens", "shape"), [(1, (256, 512)), (5, (200, 328)), (17, (384, 640))])
 def test_products_against_float64(gpu: torch.device, tokens: int, shape: tuple[int, int], dtype: torch.dtype) -> None:
-    weight = random_weight(shape, Exl3(3, CODEBOOKS[tokens % 3]), 5)
+    weight = random_weight(shape, Exl3(2.5, "mul1") if tokens == 5 else Exl3(3, CODEBOOKS[tokens % 3]), 5)
     x, bias = activations(tokens, shape[1], dtype, gpu), activations(1, shape[0], dtype, gpu)[0]
     linear = linear_of(weight.scheme, shape, Target(gpu, dtype), bias)
     with poisoned_allocations():
