@@ -350,7 +350,7 @@ BASE_FORM = "bits"
 """Key of the form of descriptions that name no other."""
 
 
-def as_width(value: float) -> float:
+def as_width(value: float | str) -> float:
     """Returns a width as an int where it is whole, as it is written and compared."""
     width = float(value)
     return int(width) if width.is_integer() else width

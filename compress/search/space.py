@@ -129,15 +129,13 @@ def _candidate(word: str) -> Candidate:
     if word == DENSE:
         return Candidate()
     if (other := re.fullmatch(_FORM, word)) and (form := float_words().get(other["form"])):
-        return Candidate(
-            form.parse({**form.fields(), "bits": as_width(float(other["bits"]))}) if other["bits"] else form
-        )
+        return Candidate(form.parse({**form.fields(), "bits": as_width(other["bits"])}) if other["bits"] else form)
     words = rank_words()
     named = "|".join(sorted(map(re.escape, words), key=len, reverse=True))
     found = re.fullmatch(f"{_PATTERN}(?:(?P<method>{named}){_KEEP})?{_WIDTH}", word)
     if not word or found is None:
         raise RecipeError(
-            f"{word!r} is not a candidate", "Write w4g128, w8, 2:4w4g128, rank0.8, asvd0.8w8, nvfp4 or w3exl3"
+            f"{word!r} is not a candidate", "Write w4g128, w8, 2:4w4g128, rank0.8, asvd0.8w8, nvfp4 or w2.5exl3"
         )
     bits, group = found["bits"], found["group"]
     return Candidate(

@@ -65,6 +65,7 @@ class Exl3(Scheme):
                 f"EXL3 has 1 to {MAX_BITS} bits and the codebooks {', '.join(CODEBOOKS)}, half bits up to {MAX_HALVES} "
                 f"with {HALVES_CODEBOOK} alone, not {self.bits} bits of {self.codebook}"
             )
+        object.__setattr__(self, "bits", as_width(self.bits))
 
     @classmethod
     def target(cls) -> Exl3:
@@ -113,7 +114,7 @@ class Exl3(Scheme):
         if fields.get("group_size") is not None or fields.get("activation_bits"):
             problem = "trellis codes have no groups and no 8-bit inputs"
             raise SchemeError(problem, "Leave group_size and activation_bits out")
-        return cls(as_width(fields["bits"]), str(fields[cls.key]))
+        return cls(float(fields["bits"]), str(fields[cls.key]))
 
     def found(self, module: str, headers: Headers) -> Exl3:
         """The width and the codebook of stored tensors. Raises CheckpointError for codes without whole or half bits."""
@@ -122,7 +123,7 @@ class Exl3(Scheme):
         if rest:
             raise CheckpointError(f"{module}.trellis {tiles} has no whole number of bits for two of its codes")
         codebooks = [name for name in MULTIPLIERS if f"{module}.{name}" in headers]
-        return Exl3(as_width(pair_bits / 2), (*codebooks, DEFAULT_CODEBOOK)[0])
+        return Exl3(pair_bits / 2, (*codebooks, DEFAULT_CODEBOOK)[0])
 
     def shape(self, stored: StoredTensors) -> tuple[int, int]:
         return len(_scales(stored, ".sv")), len(_scales(stored, ".su"))

@@ -46,7 +46,7 @@ class Int(Coded):
     def __post_init__(self) -> None:
         if self.bits not in range(MIN_BITS, MAX_BITS + 1):
             remedy = "Choose --bits 4, 3, 2 or 8; half bits are for --method trellis"
-            raise SchemeError(f"bits={self.bits} is no whole number from {MIN_BITS} to {MAX_BITS}", remedy)
+            raise SchemeError(f"bits={self.bits} is not a whole number from {MIN_BITS} to {MAX_BITS}", remedy)
         if self.group_size is not None and self.group_size < 1:
             raise SchemeError(f"group size {self.group_size} is not positive", "Choose --group-size 128, 64 or 32")
         if self.activations not in (None, Activations.INT8):

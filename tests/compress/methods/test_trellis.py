@@ -223,7 +223,7 @@ def test_recipes_keep_the_width(bits: float) -> None:
 
 @pytest.mark.parametrize("method", ["gptq", "rtn", "signround"])
 def test_other_methods_refuse_half_bits(method: str) -> None:
-    with pytest.raises(SchemeError, match=r"bits=2\.5 is no whole number from 2 to 8.*--method trellis"):
+    with pytest.raises(SchemeError, match=r"bits=2\.5 is not a whole number from 2 to 8.*--method trellis"):
         QuantizeStage.build({"method": method, "bits": 2.5})
     with pytest.raises(SchemeError, match=r"half bits up to 4\.5 .* not 2\.3 bits"):
         QuantizeStage.build({"method": "trellis", "bits": 2.3})
