@@ -96,7 +96,7 @@ def test_a_whole_recipe(tmp_path) -> None:
         ("stages:\n  - quantise: {}\n", r"r\.yaml:2.*'quantise'"),
         ("sed: 1\nstages: []\n", r"r\.yaml:1.*'sed'"),
         ("seed: 1\ncalibration: {num_samples: 3}\n", r"r\.yaml:2.*'num_samples'"),
-        ("stages:\n  - quantize: {bits: 9}\n", r"r\.yaml:2.*bits=9.*outside 2.*8"),
+        ("stages:\n  - quantize: {bits: 9}\n", r"r\.yaml:2.*bits=9.*2 to 8"),
         ("stages:\n  - quantize: {bits: four}\n", r"r\.yaml:2.*'four'"),
         ("stages:\n  - quantize: {bits: true}\n", r"r\.yaml:2.*True"),
         ("stages:\n  - quantize: {symmetric: 1}\n", r"r\.yaml:2.*symmetric: 1"),
