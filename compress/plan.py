@@ -168,12 +168,14 @@ class Plan:
     Attributes:
         smoothing_mappings: smoothing mappings in use, by block index.
         scale_dtype: dtype in which scales are stored: the model's.
+        removed_bytes: of the parts of the source that a shrink stage removes, which have no rows.
     """
 
     rows: tuple[PlanRow, ...]
     notes: tuple[str, ...]
     smoothing_mappings: tuple[tuple[SmoothingMapping, ...], ...]
     scale_dtype: str
+    removed_bytes: int = 0
 
     @property
     def changed(self) -> list[PlanRow]:
@@ -218,7 +220,7 @@ class Plan:
 
     @property
     def bytes_before(self) -> int:
-        return sum(row.bytes_before for row in self.rows)
+        return self.removed_bytes + sum(row.bytes_before for row in self.rows)
 
     @property
     def bytes_after(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import typer
 
 from compress.cli.check_commands import compare, compare_logits, evaluate, report, verify
-from compress.cli.compress_commands import factorize, prune, quantize
+from compress.cli.compress_commands import factorize, prune, quantize, shrink
 from compress.cli.doctor_command import doctor
 from compress.cli.export_command import export
 from compress.cli.finish_command import finish
@@ -18,6 +18,7 @@ from compress.stages.factorize import FactorizeStage
 from compress.stages.finish import FinishStage
 from compress.stages.prune import PruneStage
 from compress.stages.quantize import QuantizeStage
+from compress.stages.shrink import ShrinkStage
 
 
 def make_app() -> typer.Typer:
@@ -34,6 +35,7 @@ def make_app() -> typer.Typer:
     app.command()(with_groups(quantize, rounding=QuantizeStage.written_keys(), others=added[::-1]))
     app.command()(with_groups(prune, pruning=PruneStage.written_keys(pattern="2:4")))
     app.command()(with_groups(factorize, factors=FactorizeStage.written_keys()))
+    app.command()(with_groups(shrink, removed=ShrinkStage.written_keys()))
     app.command()(with_groups(finish, training=FinishStage.written_keys()))
     for command in (search, run, verify, reproduce, doctor, export, report, compare):
         app.command()(command)

@@ -1,4 +1,4 @@
-"""The commands `compress quantize`, `prune` and `factorize`, and the execution of recipes."""
+"""The commands `compress quantize`, `prune`, `factorize` and `shrink`, and the execution of recipes."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ from compress.stages.base import STAGES, Stage
 from compress.stages.factorize import FactorizeStage
 from compress.stages.prune import PruneStage
 from compress.stages.quantize import QuantizeStage, SchemeKeys, default_method, group_size_from
+from compress.stages.shrink import ShrinkStage
 
 if TYPE_CHECKING:
     from compress.pipeline.prepare import RunContext, RunRequest
@@ -119,7 +120,8 @@ def announce(request: RunRequest, job: JobOptions) -> RunContext | None:
     if job.dry_run:
         return None
     work = sorted({str(layer_plan) for layer_plan in context.plan.layer_plans.values()})
-    layers = f"{len(context.plan.changed)} linear layers: {', '.join(work)}" if work else "only the KV cache"
+    stages = ", ".join(stage.label for stage in request.recipe.stages)
+    layers = f"{len(context.plan.changed)} linear layers: {', '.join(work)}" if work else stages
     say(f"Compressing {layers}")
     say(describe_run(context))
     return context
@@ -268,3 +270,22 @@ def factorize(
         stages.append(QuantizeStage(rounding, scheme, ignore=left_out))
         name += f"-int{bits}"
     carry_out(model, _recipe(stages, text, seed, name), out, job, gate)
+
+
+def shrink(
+    *,
+    model: Model = None,
+    out: Out = Path("shrunk"),
+    removed: Mapping[str, Any],
+    text: CalibrationOptions,
+    seed: Seed = 0,
+    gate: Gate = "",
+    job: JobOptions,
+) -> None:
+    """Remove whole blocks, and heads, MLP channels and experts of all blocks.
+
+    The result is an ordinary dense model with smaller numbers in config.json, which every engine loads and every other
+    command takes.
+    """
+    stage = ShrinkStage.build(removed)
+    carry_out(model, _recipe([stage], text, seed, stage.label), out, job, gate)

@@ -75,6 +75,8 @@ def print_plan(context: RunContext) -> None:
         )
     plan = context.plan
     table.add_section()
+    if plan.removed_bytes:
+        table.add_row("removed", "", "", "", megabytes(plan.removed_bytes), megabytes(0))
     table.add_row("total", "", "", "", megabytes(plan.bytes_before), megabytes(plan.bytes_after))
     console.print(table)
     console.print("\n".join(_facts(context)), highlight=False, markup=False)

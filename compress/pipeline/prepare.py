@@ -31,12 +31,14 @@ from compress.pipeline.expert_inputs import TOKENS_PER_CHANNEL
 from compress.pipeline.memory import Peak, estimate_peak, first_micro_batch, return_freed_memory
 from compress.pipeline.resume import RunDisplay
 from compress.pipeline.rotated_source import RotatedSource
+from compress.pipeline.shrinking.smaller_source import SmallerSource
 from compress.pipeline.skeleton import Skeleton, open_skeleton
 from compress.plan import Plan
 from compress.recipe import CalibrationOptions, Recipe
 from compress.stages.kv_cache import KVCacheStage
 from compress.stages.mtp import MtpStage
 from compress.stages.rotate import RotateStage
+from compress.stages.shrink import ShrinkStage
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +182,7 @@ class RunContext:
     Attributes:
         sequences: calibration tokens; None if the recipe needs none.
         disk: bytes needed on the disk of the output during the run.
+        dense: source of a shrink stage, of which `files`, `config` and `skeleton` are a part.
     """
 
     request: RunRequest
@@ -194,6 +197,7 @@ class RunContext:
     peak: Peak
     disk: int
     has_tokenizer: bool = True
+    dense: SmallerSource | None = None
 
     @property
     def peak_memory(self) -> int:
@@ -255,7 +259,13 @@ def prepare(request: RunRequest, dry_run: bool = False) -> RunContext:
         config = config | {"tie_word_embeddings": False}
         source_notes += ["the stored output head differs from the embedding that config.json ties it to: both are kept"]
     skeleton = open_skeleton(request.model, config, request.trust_remote_code)
-    rotated = None
+    rotated = dense = None
+    removed_bytes = 0
+    if shrinking := request.recipe.find(ShrinkStage):
+        dense = SmallerSource(files, config, skeleton)
+        planned = dense.planned(shrinking)
+        files, config, skeleton, removed_bytes = planned.files, planned.config, planned.skeleton, planned.removed_bytes
+        source_notes.append("what leaves is chosen in the run: the plan shows the last blocks and parts in its place")
     if stage := request.recipe.find(RotateStage):
         rotated = RotatedSource.of(files, config, skeleton, stage, request.recipe.seed, request.trust_remote_code)
         files, config, skeleton = rotated.files, rotated.config, rotated.skeleton
@@ -264,8 +274,11 @@ def prepare(request: RunRequest, dry_run: bool = False) -> RunContext:
     plan = make_plan(skeleton, files, request.recipe, model_dtype)
     plan = rotated.marked(plan) if rotated else plan
     lacking = [] if request.recipe.needs_calibration else _no_tokenizer(request.model)
-    plan = replace(plan, notes=(*obstacles, *source_notes, *plan.notes, *lacking))
+    notes = (*obstacles, *source_notes, *plan.notes, *lacking)
+    plan = replace(plan, notes=notes, removed_bytes=removed_bytes)
     dtype = pick_dtype(request.dtype, model_dtype, device)
+    if dense is not None and shrinking is not None:
+        working += dense.working_bytes(shrinking, dtype.itemsize)
     sequences = _calibration(request, config, device, dtype, dry_run) if request.recipe.needs_calibration else None
     count, length = sequences.tokens.shape if sequences else (0, 1)
     micro_batch = request.micro_batch or min(first_micro_batch(length, device.type), max(count, 1))
@@ -281,7 +294,7 @@ def prepare(request: RunRequest, dry_run: bool = False) -> RunContext:
     streams = 2 if plan.needs.dense_model else 1
     disk = _disk_bytes(files, plan, streams * count * length * skeleton.model.config.hidden_size * dtype.itemsize)
     return RunContext(
-        request, config, files, skeleton, plan, workers, dtype, sequences, micro_batch, peak, disk, not lacking
+        request, config, files, skeleton, plan, workers, dtype, sequences, micro_batch, peak, disk, not lacking, dense
     )
 
 

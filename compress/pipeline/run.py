@@ -46,6 +46,7 @@ from compress.pipeline.prepare import RunContext, source_identity
 from compress.pipeline.quality import check_quality, measure_asked
 from compress.pipeline.receipt import write_receipt
 from compress.pipeline.resume import MTP, Progress, RunDisplay, only_one_run
+from compress.pipeline.shrinking.shrink import shrink
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +71,7 @@ def run(context: RunContext, quiet: bool = False) -> RunResult:
         progress = Progress.open(context.request.out, _identity(context), context.request.restart)
         with _cleared_on_failure(progress, context):
             _begin(context, progress, quiet)
+            context, shrunk = shrink(context, progress, quiet)
             final, shares = context, list[BlockShare]()
             if context.plan.needs_first_pass:
                 plan, shares = finalize_plan(context, progress, quiet)
@@ -88,6 +90,7 @@ def run(context: RunContext, quiet: bool = False) -> RunResult:
         # With the original plan: kinds of layers instead of individual layers.
         report = full_report(final, progress, structure, quality, seconds) | {
             "plan": context.to_dict(),
+            "shrink": shrunk,
             "layerwise": [each.to_dict() for each in shares],
             "kv_cache": kv_cache.to_dict() if kv_cache else None,
             "mtp": head.to_dict() if head else None,
@@ -170,8 +173,9 @@ def _run_blocks(context: RunContext, progress: Progress, quiet: bool) -> None:
         if done == total:
             return
         embedding = partial(stored_embedding, context, progress)
+        is_calibrated = context.sequences is not None and bool(context.plan.changed)
         runner = (
-            CalibratedRunner(context, quantize_block, progress, done, display, embedding) if context.sequences else None
+            CalibratedRunner(context, quantize_block, progress, done, display, embedding) if is_calibrated else None
         )
         for index in range(done, total):
             outcome = runner.run(index) if runner else _run_plainly(context, index)

@@ -9,6 +9,7 @@ from typing import ClassVar
 from compress.common.cli import Key, option
 from compress.common.errors import RecipeError
 from compress.stages.base import STAGES, Stage, TensorStage
+from compress.stages.shrink import ShrinkStage
 
 LOSS_HELP = (
     "kl trains scales, norms and biases of the packed model so that its logits match the dense model's; codes and the "
@@ -50,5 +51,5 @@ class FinishStage(Stage):
 
     def check_among(self, stages: Sequence[Stage]) -> None:
         super().check_among(stages)
-        if not any(isinstance(stage, TensorStage) for stage in stages):
+        if not any(isinstance(stage, TensorStage | ShrinkStage) for stage in stages):
             raise RecipeError("finish has no stage whose result it could train", "Add one, or use compress finish")

@@ -60,6 +60,7 @@ class StreamedModel:
 
     Attributes:
         trained: what is trained, by the name of its tensor; empty for a model that only predicts.
+        gives_tuples: whether the blocks that were run return tuples, whose first element are the hidden states.
     """
 
     skeleton: Skeleton
@@ -67,6 +68,7 @@ class StreamedModel:
     device: torch.device
     dtype: torch.dtype
     trained: dict[str, list[Trained]] = field(default_factory=dict)
+    gives_tuples: bool = False
 
     @property
     def parameters(self) -> list[Trained]:
@@ -78,8 +80,8 @@ class StreamedModel:
         inputs = capture_inputs(self.skeleton, files, tokens, micro_batch, self.device, self.dtype)
         if any(store_of(calls) is not None for calls in inputs.calls):
             raise CheckpointError(
-                "blocks of this model pass keys, values or choices on to later ones, which are not differentiated",
-                "Leave the finish stage out",
+                "blocks of this model pass keys, values or choices on to later ones",
+                "Leave the finish stage out, and remove no blocks",
             )
         return inputs
 
@@ -144,7 +146,7 @@ class StreamedModel:
 
     def _outside_names(self) -> dict[str, nn.Parameter]:
         left_out = [f"{self.skeleton.architecture.blocks}."]
-        left_out += [f"{self.skeleton.architecture.head}."] if self.skeleton.ties_head else []
+        left_out += [f"{self.skeleton.architecture.head}.weight"] if self.skeleton.ties_head else []
         parameters = self.skeleton.model.named_parameters()
         return {name: each for name, each in parameters if not name.startswith(tuple(left_out))}
 
@@ -153,7 +155,9 @@ class StreamedModel:
         own = {name.removeprefix(prefix): value for name, value in leaves.items()}
 
         def block(*args: Any, **kwargs: Any) -> Any:
-            return functional_call(module, own, args, kwargs)
+            output = functional_call(module, own, args, kwargs)
+            self.gives_tuples = isinstance(output, tuple)
+            return output
 
         return call.on(self.device).run(block, hidden)
 
@@ -163,10 +167,17 @@ class StreamedModel:
         states = [inputs.hidden[inputs.rows(number)].to(self.device) for number in numbers]
         yield states
         for index in range(self.skeleton.num_blocks):
-            leaves = self._leaves(self._block_names(index), with_gradients=False)
-            pairs = zip((inputs.calls[number][index] for number in numbers), states, strict=True)
-            states = [self._run_block(index, leaves, call, hidden) for call, hidden in pairs]
+            states = self.advance(inputs, index, numbers, states)
             yield states
+
+    @torch.no_grad()
+    def advance(
+        self, inputs: BlockInputs, index: int, numbers: Sequence[int], states: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """Returns the outputs of a block for hidden states of these micro-batches, which may repeat."""
+        leaves = self._leaves(self._block_names(index), with_gradients=False)
+        pairs = zip((inputs.calls[number][index] for number in numbers), states, strict=True)
+        return [self._run_block(index, leaves, call, hidden) for call, hidden in pairs]
 
     def outputs(self, inputs: BlockInputs, numbers: Sequence[int]) -> list[Tensor]:
         """Returns the outputs of the last block for each micro-batch."""
@@ -184,7 +195,7 @@ class StreamedModel:
             values[f"{architecture.head}.weight"] = values[f"{architecture.embedding}.weight"]
         try:
             for index, block in enumerate(kept):
-                blocks[index] = _Given(block, hidden)
+                blocks[index] = _Given(block, (hidden,) if self.gives_tuples else hidden)
             arguments = {"input_ids": tokens.to(self.device), "use_cache": False}
             output: Tensor = functional_call(model, values, (), arguments).logits
         finally:
@@ -231,11 +242,11 @@ def _gradient(leaf: Tensor) -> Tensor:
 
 
 class _Given(StandIn):
-    """Block that returns a given hidden state, whatever its input."""
+    """Block that returns a given output, whatever its input."""
 
-    def __init__(self, block: nn.Module, hidden: Tensor) -> None:
+    def __init__(self, block: nn.Module, output: Tensor | tuple[Tensor]) -> None:
         super().__init__(block)
-        self.hidden = hidden
+        self.output = output
 
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        return self.hidden
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor]:
+        return self.output
