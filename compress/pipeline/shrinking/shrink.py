@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -86,22 +87,17 @@ def _narrow(
             found = runner.run(index)
             facts = {"records": found.records, "micro_batch": runner.micro_batch}
             hidden = None if index + 1 == total else found.hidden
-            progress.save_block(index, _stored(found), facts, hidden, passed_on=runner.passed_on)
+            progress.save_block(index, found.tensors, facts, hidden, passed_on=runner.passed_on)
             display.finish(_line(found))
             return_freed_memory()
     records = [progress.facts(index)["records"] for index in range(total)]
     return source.with_units([_read(progress, index) for index in range(total)]), records
 
 
-def _stored(found: NarrowBlock) -> dict[str, torch.Tensor]:
-    units = {f"{kind}.units": each.units for kind, each in found.kept.items()}
-    return units | {f"{kind}.weight": each.weight for kind, each in found.kept.items() if each.weight is not None}
-
-
 def _read(progress: Progress, index: int) -> Mapping[str, Kept]:
     piece, units = progress.piece(index), ".units"
     kinds = [name.removesuffix(units) for name in piece.entries if name.endswith(units)]
-    weights = {kind: piece.tensor(name) for kind in kinds if (name := f"{kind}.weight") in piece.entries}
+    weights = {kind: partial(piece.tensor, name) for kind in kinds if (name := f"{kind}.weight") in piece.entries}
     return {kind: Kept(piece.tensor(kind + units), weights.get(kind)) for kind in kinds}
 
 

@@ -7,7 +7,7 @@ config.json gets smaller numbers, and is accepted only if its description has ex
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -90,11 +90,11 @@ class Units:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """Units of one kind that stay in a block: `units [k]`, int64, ascending. `weight`: `[O, k * width]`, what replaces
-    the columns of the linear that reads them; None leaves those."""
+    """Units of one kind that stay in a block: `units [k]`, int64, ascending. `weight`: reads `[O, k * width]`, what
+    replaces the columns of the linear that reads them; None leaves those."""
 
     units: Tensor
-    weight: Tensor | None = None
+    weight: Callable[[], Tensor] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,8 +277,8 @@ def _narrow(tensors: dict[str, LazyTensor], prefix: str, units: Units, kept: Kep
             if full in tensors:
                 tensors[full] = _picked(tensors[full], rows, columns)
     if units.output is not None and kept.weight is not None:
-        name, weight = f"{prefix}{units.output.name}.weight", kept.weight
-        tensors[name] = replace(tensors[name], read=lambda: weight, place=None)
+        name = f"{prefix}{units.output.name}.weight"
+        tensors[name] = replace(tensors[name], read=kept.weight, place=None)
     if isinstance(units.part, Mixture):
         _renumber(tensors, prefix, units.part.experts, kept.units.tolist())
 

@@ -24,7 +24,7 @@ from compress.models.spec import ModelSpec
 from compress.pipeline.block import BlockJob, LoadedBlock
 from compress.pipeline.capture import Calibration, run_all
 from compress.pipeline.observe import observe
-from compress.pipeline.shrinking.smaller_source import EXPERTS, KINDS, Kept, Units
+from compress.pipeline.shrinking.smaller_source import EXPERTS, KINDS, Units
 
 
 @dataclass
@@ -32,12 +32,12 @@ class NarrowBlock:
     """Choice for a block.
 
     Attributes:
-        kept: by kind.
+        tensors: `<kind>.units [k]`, int64, and `<kind>.weight [O, k * width]` where it was fitted.
         records: what left, for the report, by kind.
         hidden: `[N, L, H]`, input of the next block; `reference` is unused.
     """
 
-    kept: dict[str, Kept] = field(default_factory=dict)
+    tensors: dict[str, Tensor] = field(default_factory=dict)
     records: dict[str, Any] = field(default_factory=dict)
     hidden: Tensor | None = None
     reference: Tensor | None = None
@@ -71,14 +71,15 @@ class Narrowing:
             step(kind, 0.0)
             choose_units = self._experts if kind == EXPERTS else self._columns
             kept, facts = choose_units(block, job, calibration, workers, units)
-            left = sorted(set(range(units.count)) - set(kept.units.tolist()))
-            found.kept[kind], found.records[kind] = kept, {"removed": left} | facts
+            left = sorted(set(range(units.count)) - set(kept["units"].tolist()))
+            found.tensors |= {f"{kind}.{name}": tensor for name, tensor in kept.items()}
+            found.records[kind] = {"removed": left} | facts
         found.hidden = run_all(block, calibration.inputs, job.index, workers)
         return found
 
     def _columns(
         self, block: LoadedBlock, job: BlockJob, calibration: Calibration, workers: Workers, units: Units
-    ) -> tuple[Kept, dict[str, Any]]:
+    ) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Chooses the units whose columns a linear keeps, and gives it what stays."""
         output = cast(Linear, units.output)
         name, width = output.name, output.in_features // units.count
@@ -94,11 +95,12 @@ class Narrowing:
         columns, values = columns_of(chosen, width), values.to(stored.dtype)
         block.set_weight(name, torch.zeros_like(weight).index_copy_(1, columns, values))
         error = relative_error(weight, hessian, columns, values)
-        return Kept(chosen.cpu(), values.cpu() if self.fits else None), {"relative_error": error}
+        kept = {"units": chosen.cpu()} | ({"weight": values.cpu()} if self.fits else {})
+        return kept, {"relative_error": error}
 
     def _experts(
         self, block: LoadedBlock, job: BlockJob, calibration: Calibration, workers: Workers, units: Units
-    ) -> tuple[Kept, dict[str, Any]]:
+    ) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Chooses experts by their mean saliency, in equal numbers from each group of a router with groups."""
         _, experts = next(mixtures(block.module))
         saliency = Saliency(experts, torch.zeros(len(experts), device=workers.device))
@@ -110,7 +112,7 @@ class Narrowing:
         groups, number = cast(Mixture, units.part).router.num_groups, self.numbers[EXPERTS]
         best = saliency.means.view(groups, -1).topk(number // groups).indices.cpu()
         chosen = (best + torch.arange(groups)[:, None] * (units.count // groups)).flatten().sort().values
-        return Kept(chosen), {"saliencies": saliency.means.tolist()}
+        return {"units": chosen}, {"saliencies": saliency.means.tolist()}
 
 
 @dataclass
