@@ -266,9 +266,12 @@ def _remove_if_empty(folder: Path) -> None:
 
 
 def export_checkpoint(path: str | Path, format: str, out: str | Path, max_shard_bytes: int = MAX_SHARD_BYTES) -> Path:
-    """Writes the checkpoint at `path` to the new folder `out`, see `write_checkpoint`."""
-    target = check_out_folder(out)
-    return write_checkpoint(PackedCheckpoint.open(path), format, target, max_shard_bytes)
+    """Writes the checkpoint at `path` to the new folder `out`, see `write_checkpoint`. Raises CheckpointError: it holds
+    no quantized weights, or `out` exists."""
+    target, packed = check_out_folder(out), PackedCheckpoint.open(path)
+    if not packed.schemes:
+        raise CheckpointError(f"{packed.path} holds no quantized weights", "Quantize it first: compress quantize MODEL")
+    return write_checkpoint(packed, format, target, max_shard_bytes)
 
 
 def write_checkpoint(packed: PackedCheckpoint, format: str, out: Path, max_shard_bytes: int = MAX_SHARD_BYTES) -> Path:
@@ -278,12 +281,10 @@ def write_checkpoint(packed: PackedCheckpoint, format: str, out: Path, max_shard
     formats of other tools with a packed embedding, which no other engine looks up.
 
     Raises:
-        CheckpointError: it cannot be read or is not packed, or `out` exists or does not fit on the disk.
+        CheckpointError: it cannot be read, or `out` does not fit on the disk.
         SchemeError: the format cannot hold these integers or scales exactly; nothing is written.
     """
     codec = CONTAINERS.find(format)
-    if not packed.schemes:
-        raise CheckpointError(f"{packed.path} holds no quantized weights", "Quantize it first: compress quantize MODEL")
     schemes, description = described(packed, codec)
     unpacked = [module for module in packed.modules if module not in schemes]
     config = packed_config(
@@ -297,7 +298,7 @@ def write_checkpoint(packed: PackedCheckpoint, format: str, out: Path, max_shard
     try:
         keys = _write_pieces(packed, format, schemes, store)
         # The report lists digests of codes, which what was dequantized no longer has.
-        leave_out = {REPORT_FILE} if format == DENSE.name or unpacked else frozenset[str]()
+        leave_out = {REPORT_FILE} if unpacked else frozenset[str]()
         return assemble(store, keys, out, max_shard_bytes, config=config, source=packed.files, leave_out=leave_out)
     finally:
         store.discard()

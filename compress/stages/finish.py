@@ -39,6 +39,12 @@ class FinishStage(Stage):
         "the KL at the start.",
     )
     batch: int = option(default=2, limits={"at least": 1}, help="Sequences of a step.")
+    rank: int = option(
+        default=0,
+        limits={"at least": 0},
+        help="Rank of updates of matrices in 16 bits (LoRA), which are added to them: heals a model that was pruned or "
+        "shrunk and is not rounded. Zeros stay. 0: none.",
+    )
     top_k: int = option(
         default=256,
         limits={"at least": 1},

@@ -19,8 +19,7 @@ from compress.checkpoint.weights import Weight
 from compress.checkpoint.weights.base import digest
 from compress.checkpoint.writer import BlockStore, write_checkpoint
 from compress.common.errors import CheckpointError, SchemeError
-from compress.pipeline.distillation.parts import rounded, with_parts
-from compress.pipeline.distillation.streamed_model import StreamedModel, Trained
+from compress.pipeline.distillation.streamed_model import StreamedModel, Trained, with_trained
 from compress.pipeline.distillation.training import Finish, Training
 from compress.pipeline.prepare import RunContext
 from compress.pipeline.resume import Progress, RunDisplay
@@ -46,17 +45,11 @@ class FinishedCheckpoint(PackedCheckpoint):
         return cls(*kept, inputs=packed.inputs, trained=trained)
 
     def packed_weight(self, module: str) -> Weight:
-        parts = {each.path: _stored(each) for each in self.trained.get(f"{module}.weight", ())}
-        return with_parts(super().packed_weight(module), parts)
+        return with_trained(super().packed_weight(module), self.trained.get(f"{module}.weight", ()), Trained.stored)
 
     def tensor(self, name: str) -> Tensor:
-        parts = self.trained.get(name, ())
-        return _stored(parts[0]) if parts and not parts[0].path else super().tensor(name)
-
-
-@torch.no_grad()
-def _stored(part: Trained) -> Tensor:
-    return rounded(part.values(), part.start).cpu()
+        start, parts = super().tensor(name), self.trained.get(name, ())
+        return parts[0].stored(start) if parts and not parts[0].path else start
 
 
 def open_model(path: Path, device: torch.device, dtype: torch.dtype, trust_remote_code: bool = False) -> StreamedModel:

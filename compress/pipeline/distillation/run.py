@@ -80,8 +80,9 @@ def finish(request: FinishRequest, quiet: bool = False) -> FinishedRun:
     """Trains a packed checkpoint and writes it to a new folder, continuing an interrupted run of the same
     configuration. Raises ToolkitError."""
     started, packed = time.monotonic(), PackedCheckpoint.open(request.packed)
-    if not packed.schemes:
-        raise CheckpointError(f"{packed.path} holds no quantized weights", "Quantize it first: compress quantize MODEL")
+    if not packed.schemes and not request.stage.rank:
+        remedy = "Quantize it first: compress quantize MODEL; or train updates of its matrices: --rank 16"
+        raise CheckpointError(f"{packed.path} holds no quantized weights", remedy)
     written_container(packed)
     device = resolve_device(request.device)
     dtype = pick_dtype(request.dtype, dtype_name(packed.config), device)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from compress.checkpoint.weights import Weight
 from compress.common.errors import CheckpointError
 from compress.pipeline.block import read_tensor
 from compress.pipeline.capture import BlockInputs, Call, StandIn, capture_inputs, store_of
-from compress.pipeline.distillation.parts import offset_unit, shifted, trained_parts, with_parts
+from compress.pipeline.distillation.parts import offset_unit, rounded, shifted, trained_parts, with_parts
 from compress.pipeline.skeleton import Skeleton
 
 Loss = Callable[[Tensor], Tensor]
@@ -35,23 +36,23 @@ class Trained:
     Attributes:
         owner: name of the tensor, `model.norm.weight`.
         path: of the part in the weight; empty for a tensor.
-        start: as stored.
-        offset: float32, in units of `offset_unit`; what is trained.
+        offsets: float32, what is trained: the offset in units of `offset_unit`, or two factors of it (LoRA, Hu et al.
+            2021, https://arxiv.org/abs/2106.09685, section 4.1).
     """
 
     owner: str
     path: str
-    start: Tensor
-    unit: Tensor
-    offset: Tensor
+    offsets: tuple[Tensor, ...]
 
-    @property
-    def name(self) -> str:
-        return f"{self.owner}/{self.path}"
+    def values(self, start: Tensor) -> Tensor:
+        """Returns the trained numbers, float32, as they would be stored. `start`: as stored before training."""
+        start = start.to(self.offsets[0].device)
+        return shifted(start, offset_unit(self.path, start), reduce(torch.matmul, self.offsets))
 
-    def values(self) -> Tensor:
-        """Returns the trained numbers, float32, as they would be stored."""
-        return shifted(self.start, self.unit, self.offset)
+    @torch.no_grad()
+    def stored(self, start: Tensor) -> Tensor:
+        """Returns the trained numbers in the dtype of `start`, on the CPU."""
+        return rounded(self.values(start), start.to(self.offsets[0].device)).cpu()
 
 
 @dataclass
@@ -71,8 +72,14 @@ class StreamedModel:
     gives_tuples: bool = False
 
     @property
-    def parameters(self) -> list[Trained]:
-        return [each for parts in self.trained.values() for each in parts]
+    def offsets(self) -> dict[str, Tensor]:
+        """Tensors that an optimizer changes, by name."""
+        return {
+            f"{each.owner}/{each.path}/{number}": offset
+            for parts in self.trained.values()
+            for each in parts
+            for number, offset in enumerate(each.offsets)
+        }
 
     def capture(self, tokens: Tensor, micro_batch: int) -> BlockInputs:
         """Returns the inputs of the first block. Raises CheckpointError: blocks pass on more than hidden states."""
@@ -85,28 +92,40 @@ class StreamedModel:
             )
         return inputs
 
-    def train_parts(self) -> None:
-        """Makes scales, norms and biases of blocks, final norm and output head trainable."""
+    def train_parts(self, rank: int = 0, seed: int = 0) -> None:
+        """Makes scales, norms and biases of blocks, final norm and output head trainable, and matrices that are stored
+        in 16 bits by updates of this rank; 0 for none. `seed`: of the first of their factors."""
         architecture, blocks = self.skeleton.architecture, f"{self.skeleton.architecture.blocks}."
         outside = {architecture.final_norm, *(() if self.skeleton.ties_head else [architecture.head])}
+        generator = torch.Generator().manual_seed(seed)
         for name, parameter in self.skeleton.model.named_parameters():
             module, _, leaf = name.rpartition(".")
-            if not name.startswith(blocks) and module not in outside:
+            if module in self.skeleton.routers or not (name.startswith(blocks) or module in outside):
                 continue
             stored = self._stored(name, tuple(parameter.shape))
             if isinstance(stored, Weight):
-                parts = trained_parts(stored)
+                parts = [self._whole(name, path, part) for path, part in trained_parts(stored).items()]
+            elif stored.dim() == 1:
+                parts = [self._whole(name, "", stored)] if leaf in ("weight", "bias") else []
             else:
-                is_trained = stored.dim() == 1 and leaf in ("weight", "bias") and module not in self.skeleton.routers
-                parts = {"": stored} if is_trained else {}
+                parts = [self._factored(name, stored, rank, generator)] if self._has_update(name, stored, rank) else []
             if parts:
-                self.trained[name] = [self._start(name, path, part) for path, part in parts.items()]
+                self.trained[name] = parts
             self.checkpoint.files.release()
 
-    def _start(self, owner: str, path: str, part: Tensor) -> Trained:
-        part = part.clone().to(self.device)
-        unit = offset_unit(path, part)
-        return Trained(owner, path, part, unit, torch.zeros_like(unit, requires_grad=True))
+    def _whole(self, owner: str, path: str, part: Tensor) -> Trained:
+        zeros = torch.zeros(part.shape, device=self.device, requires_grad=True)
+        return Trained(owner, path, (zeros,))
+
+    def _has_update(self, name: str, stored: Tensor, rank: int) -> bool:
+        return 0 < rank < min(stored.shape) and stored.dim() == 2 and name in self.checkpoint.files
+
+    def _factored(self, owner: str, stored: Tensor, rank: int, generator: torch.Generator) -> Trained:
+        """Returns an update of zero: one step of its first factor changes a number by about one step of an offset."""
+        rows, columns = stored.shape
+        left = torch.zeros(rows, rank, device=self.device, requires_grad=True)
+        right = (torch.randn(rank, columns, generator=generator) / rank**0.5).to(self.device).requires_grad_()
+        return Trained(owner, "", (left, right))
 
     def _stored(self, name: str, shape: tuple[int, ...]) -> Weight | Tensor:
         owner = name.removesuffix(".weight")
@@ -118,9 +137,8 @@ class StreamedModel:
         """Returns a parameter of the model, differentiable in what is trained."""
         stored, parts = self._stored(name, shape), self.trained.get(name, ())
         if isinstance(stored, Weight):
-            changed = with_parts(stored.to(self.device), {each.path: each.values() for each in parts})
-            return changed.dequantize().to(self.dtype)
-        return (parts[0].values() if parts else stored.to(self.device)).to(self.dtype)
+            return with_trained(stored.to(self.device), parts).dequantize().to(self.dtype)
+        return (parts[0].values(stored) if parts else stored.to(self.device)).to(self.dtype)
 
     def _leaves(self, names: Mapping[str, nn.Parameter], with_gradients: bool) -> dict[str, Tensor]:
         """Returns parameters by name; those with trained parts are leaves of a graph that ends there."""
@@ -235,6 +253,14 @@ class StreamedModel:
             gradients = below
             self._descend(leaves, names)
         return total
+
+
+def with_trained(
+    weight: Weight, parts: Sequence[Trained], numbers: Callable[[Trained, Tensor], Tensor] = Trained.values
+) -> Weight:
+    """Returns a stored weight with its parts as they were trained."""
+    before = trained_parts(weight) if parts else {}
+    return with_parts(weight, {each.path: numbers(each, before[each.path]) for each in parts})
 
 
 def _gradient(leaf: Tensor) -> Tensor:

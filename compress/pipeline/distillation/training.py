@@ -97,7 +97,7 @@ class Training:
             raise DataError(f"{count} sequence is too few to train and to select", "Use --num-calibration-samples 64")
         display.step("logits of the dense model")
         self._find_targets(numbers, micro_batch)
-        self.model.train_parts()
+        self.model.train_parts(stage.rank, self.seed)
         inputs = self.model.capture(self.tokens, micro_batch)
         state = _State(self.model, self.store)
         if not state.restore():
@@ -116,7 +116,7 @@ class Training:
             display.say(f"finish: step {check} of {stage.steps}: KL {found:.5f} (start {state.before:.5f})")
         state.leave_best()
         sequences = sum(len(self.tokens[inputs.rows(number)]) for number in withheld)
-        sizes = sum(each.offset.numel() for each in self.model.parameters)
+        sizes = sum(each.numel() for each in self.model.offsets.values())
         return Finish(stage, sizes, state.best_step, state.before, state.best, count - sequences, sequences)
 
     def _take_step(self, inputs: BlockInputs, step: int, trained: Sequence[int], state: _State) -> None:
@@ -158,7 +158,7 @@ class _State:
     """Offsets, moments of Adam and the best offsets seen; twelve bytes for each number, and four for the best."""
 
     def __init__(self, model: StreamedModel, store: BlockStore) -> None:
-        self._offsets: Mapping[str, Tensor] = {each.name: each.offset for each in model.parameters}
+        self._offsets: Mapping[str, Tensor] = model.offsets
         self._store = store
         self._adam = torch.optim.Adam(self._offsets.values(), betas=BETAS)
         self._best = {name: offset.detach().clone() for name, offset in self._offsets.items()}

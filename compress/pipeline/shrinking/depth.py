@@ -22,7 +22,7 @@ TOP_K = 256
 """Likeliest tokens of a position whose probabilities are compared; all others count as one."""
 
 Scores = Mapping[int, float]
-"""What the removal of a block costs, by its number."""
+"""Costs of the removal of a block, by its number."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -121,7 +121,7 @@ class SmallerSource:
 
     def planned(self, stage: ShrinkStage) -> SmallerSource:
         """Returns the source with as much removed as a stage says, the last blocks and units in place of those that a
-        run chooses. Raises RecipeError: it has not so many, or its config.json cannot say what stays."""
+        run chooses. Raises RecipeError: it has fewer, or its config.json cannot say what stays."""
         if carried := self.skeleton.carried(self.files.names()):
             problem = f"{carried[0]} belongs to no layer in config.json and may read any of them"
             raise RecipeError(problem, "Leave the shrink stage out")
@@ -178,7 +178,7 @@ class SmallerSource:
         return kept
 
     def with_blocks(self, kept: Sequence[int]) -> SmallerSource:
-        """Returns the source with these blocks alone, which are numbered anew. Raises RecipeError."""
+        """Returns the source with these blocks alone, with new numbers. Raises RecipeError."""
         if len(kept) == self.skeleton.num_blocks:
             return self
         names = {

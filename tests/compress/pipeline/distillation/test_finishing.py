@@ -215,6 +215,24 @@ def test_a_dense_checkpoint_is_refused(tmp_path: Path) -> None:
     assert not any(tmp_path.iterdir())
 
 
+def test_updates_of_matrices_heal_a_pruned_model_and_keep_its_zeros(tmp_path: Path) -> None:
+    healing = FinishStage(steps=10, batch=2, rank=8)
+    pruned, healed = tmp_path / "pruned", tmp_path / "healed"
+    compress(demo_model_path(), pruned, PruneStage("wanda", sparsity=0.7), calibration=TEXT)
+    result = finish(request(pruned, healed, healing), quiet=True).finish
+    assert result.kl_after < 0.9 * result.kl_before
+    before, after = PackedCheckpoint.open(pruned), PackedCheckpoint.open(healed)
+    assert after.schemes == {}
+    assert before.dense_names() == after.dense_names()
+    matrices = [name for name in before.dense_names() if name.endswith("_proj.weight")]
+    assert len(matrices) == 42
+    for name in matrices:
+        old, new = before.tensor(name), after.tensor(name)
+        assert torch.equal(old == 0, new == 0)
+        assert not torch.equal(old, new)
+        assert old.dtype == new.dtype
+
+
 def test_a_recipe_needs_something_to_finish() -> None:
     with pytest.raises(RecipeError, match="no stage whose result it could train"):
         parse_recipe("stages:\n- finish: {steps: 10}\n", "r.yaml")

@@ -12,7 +12,7 @@ from compress.checkpoint.dequantized import dequantized_files
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.weights import Int
 from compress.pipeline.distillation.finished import open_model
-from compress.pipeline.distillation.parts import trained_parts
+from compress.pipeline.distillation.parts import offset_unit, trained_parts
 from compress.pipeline.distillation.targets import top_divergence, top_targets
 from compress.stages.quantize import QuantizeStage
 
@@ -58,19 +58,39 @@ def test_gradients_are_those_of_the_whole_model(family: str, tmp_path: Path) -> 
         for each in parts:
             gradient = found[each.owner].grad
             assert gradient is not None
-            assert each.offset.grad is not None
+            (offset,) = each.offsets
+            assert offset.grad is not None
             if each.path:
-                module = each.owner.removesuffix(".weight")
-                values = streamed.checkpoint.packed_weight(module).dequantize()
-                assert trained_parts(streamed.checkpoint.packed_weight(module)).keys() == {"scales"}
+                weight = streamed.checkpoint.packed_weight(each.owner.removesuffix(".weight"))
+                values = weight.dequantize()
+                assert trained_parts(weight).keys() == {"scales"}
                 # A relative step of a scale moves each value by itself.
-                signs = each.start.float().sign()
+                signs = trained_parts(weight)["scales"].float().sign()
                 expected = (gradient * values).unflatten(1, (signs.shape[1], -1)).sum(-1) * signs
             else:
-                expected = gradient * each.unit
-            torch.testing.assert_close(each.offset.grad, expected, rtol=2e-3, atol=2e-4 * float(expected.abs().max()))
+                expected = gradient * offset_unit("", streamed.checkpoint.tensor(each.owner))
+            torch.testing.assert_close(offset.grad, expected, rtol=2e-3, atol=2e-4 * float(expected.abs().max()))
             checked += 1
     assert checked == sum(len(parts) for parts in streamed.trained.values()) > 18
+
+
+def test_updates_of_matrices_start_at_zero_and_take_gradients_of_their_factors(tmp_path: Path) -> None:
+    model = save_tiny_model(tmp_path / "dense", "llama")
+    streamed, tokens = open_model(model, torch.device("cpu"), torch.float32), some_tokens(64).view(4, 16) % 64
+    streamed.train_parts(rank=2, seed=1)
+    name = "model.layers.0.mlp.down_proj.weight"
+    (update,) = streamed.trained[name]
+    left, right = update.offsets
+    weight = streamed.checkpoint.tensor(name)
+    assert (left.shape, right.shape) == ((weight.shape[0], 2), (2, weight.shape[1]))
+    assert torch.equal(update.values(weight), weight.float())
+    assert "model.embed_tokens.weight" not in streamed.trained
+    streamed.gradients(streamed.capture(tokens, 4), tokens, {0: lambda logits: logits.square().mean()})
+    assert left.grad is not None
+    whole = whole_model(model)
+    whole(input_ids=tokens).logits.square().mean().backward()
+    gradient = dict(whole.named_parameters())[name].grad * offset_unit("", weight)
+    torch.testing.assert_close(left.grad, gradient @ right.detach().T, rtol=2e-3, atol=2e-6)
 
 
 def test_divergence_of_all_tokens_is_the_divergence_of_the_vocabulary() -> None:

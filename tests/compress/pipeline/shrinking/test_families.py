@@ -1,4 +1,4 @@
-"""Of every family the model that is left computes the same here and in transformers, or the run is refused."""
+"""Models that are left compute the same here and in transformers, or the run is refused."""
 
 from pathlib import Path
 

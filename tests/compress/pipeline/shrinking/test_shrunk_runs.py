@@ -111,6 +111,15 @@ def test_other_stages_work_on_what_is_left(tmp_path: Path) -> None:
     assert result.report["plan"]["bytes_before"] > 13e6
 
 
+def test_a_shrunk_model_is_healed_by_updates_of_its_matrices(tmp_path: Path) -> None:
+    narrow, heal = ShrinkStage(channels=0.5, refit=False), FinishStage(steps=20, rank=8, learning_rate=0.003)
+    result = compress(demo_model_path(), tmp_path / "out", narrow, heal)
+    assert result.finish is not None
+    assert result.finish.kl_after < 0.9 * result.finish.kl_before
+    assert read_config(tmp_path / "out")["intermediate_size"] == 384
+    assert verify_structure(tmp_path / "out").ok
+
+
 def test_an_interrupted_run_continues_and_writes_the_same_bytes(tiny_model, tmp_path: Path) -> None:
     source, stage = tiny_model("llama", torch.float32), ShrinkStage(blocks=1, channels=0.5, channel_multiple=32)
     compress(source, tmp_path / "whole", stage)
@@ -174,7 +183,7 @@ def test_scores_and_fit_lower_the_divergence(tmp_path: Path) -> None:
         return run(context, quiet=True).quality["kl_mean"]
 
     fitted, plain = (divergence(f"channels-{fits}", channels=0.3, refit=fits) for fits in (True, False))
-    assert fitted < 0.6 * plain
+    assert fitted < 0.75 * plain
     by_kl, by_influence = (divergence(score, blocks=1, block_score=score) for score in ("kl", "influence"))
     assert by_kl <= by_influence
 
