@@ -298,7 +298,7 @@ def write_checkpoint(packed: PackedCheckpoint, format: str, out: Path, max_shard
     try:
         keys = _write_pieces(packed, format, schemes, store)
         # The report lists digests of codes, which what was dequantized no longer has.
-        leave_out = {REPORT_FILE} if unpacked else frozenset[str]()
+        leave_out = {REPORT_FILE} if unpacked or (packed.schemes and format == DENSE.name) else frozenset[str]()
         return assemble(store, keys, out, max_shard_bytes, config=config, source=packed.files, leave_out=leave_out)
     finally:
         store.discard()
