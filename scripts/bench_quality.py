@@ -8,6 +8,7 @@ not hold. Settings and their methods are listed in `benchmarking/quality.py`. Ex
     python scripts/bench_quality.py --settings w3g64 w2g64 --methods rtn gptq
     python scripts/bench_quality.py --model demo-mixture --settings coverage --num-calibration-samples 2
     python scripts/bench_quality.py --data wikitext2_test.txt --seeds 3 --tokens 65536 --markdown quality.md
+    python scripts/bench_quality.py --settings w2exl3 w2g64 bpw2.25 --methods trellis signround --searches .
 """
 
 from __future__ import annotations
@@ -30,8 +31,10 @@ from benchmarking.quality import (
     TOKENS_PER_CHANNEL,
     Trial,
     Verdict,
+    is_search,
     judge,
     methods_of,
+    searched_stages,
     stages_of,
     table_rows,
 )
@@ -66,9 +69,9 @@ class RememberedScorer(Scorer):
         return load_file(file)["logits"]
 
 
-def run_trials(options: argparse.Namespace, console: Console, work: Path) -> Iterator[Trial]:
-    """Compresses and scores, setting by setting."""
-    tokenizer = load_tokenizer(options.model)
+def run_trials(options: argparse.Namespace, model: Path, console: Console, work: Path) -> Iterator[Trial]:
+    """Compresses a model and scores it, setting by setting."""
+    tokenizer = load_tokenizer(model)
     texts = [
         cut_windows(load_texts(name), tokenizer, length=options.max_seq_length, max_tokens=options.tokens)
         for name in ("pydoc", *options.data)
@@ -81,29 +84,32 @@ def run_trials(options: argparse.Namespace, console: Console, work: Path) -> Ite
         console.print(f"{windows.source}: {windows.num_predicted:,} predicted tokens; {windows.protocol}")
         for warning in overlap_warning(shared_spans(seen, windows), seen, windows):
             console.print(f"warning: {warning}", style="bold red")
-    dense = RememberedScorer(open_scorer(options.model, options.backend, device=options.device, dtype="float32"), work)
+    dense = RememberedScorer(open_scorer(model, options.backend, device=options.device, dtype="float32"), work)
     for setting in options.settings:
         for method in methods_of(setting):
             if options.methods and method not in options.methods:
                 continue
             for seed in range(1 if method in NO_CALIBRATION else options.seeds):
-                yield from _try(options, setting, method, seed, texts, dense, work / "packed")
+                yield from _try(options, model, setting, method, seed, texts, dense, work)
 
 
 def _try(
     options: argparse.Namespace,
+    model: Path,
     setting: str,
     method: str,
     seed: int,
     texts: Iterable[Windows],
     dense: Scorer,
-    out: Path,
+    work: Path,
 ) -> Iterator[Trial]:
-    cost = in_own_process(_compress, options, setting, method, seed, out)
+    out = work / "packed"
+    cost = in_own_process(_compress, options, model, setting, method, seed, out)
     packed = open_scorer(out, options.backend, device=options.device, dtype="float32")
     for windows in texts:
         (positions,) = score_positions([packed], windows, dense)
         yield Trial(
+            model.name,
             setting,
             method,
             seed,
@@ -115,16 +121,22 @@ def _try(
     shutil.rmtree(out)
 
 
-def _compress(options: argparse.Namespace, setting: str, method: str, seed: int, out: Path) -> Cost:
+def _compress(options: argparse.Namespace, model: Path, setting: str, method: str, seed: int, out: Path) -> Cost:
     calibration = CalibrationOptions(options.calibration, options.num_calibration_samples, options.max_seq_length)
-    stages = stages_of(setting, method)
+    request = {"devices": options.device, "dtype": "float32"}
+    if is_search(setting):
+        known = (options.searches or out.parent) / f"{model.name}-{method}-{seed}.json"
+        stages = searched_stages(model, setting, method, calibration, seed, known, **request)
+    else:
+        stages = stages_of(setting, method)
     least = {"tokens_per_channel": TOKENS_PER_CHANNEL[method]} if setting == COVERAGE else {}
-    return compress(options.model, out, stages, calibration, seed, devices=options.device, dtype="float32", **least)
+    return compress(model, out, stages, calibration, seed, **request, **least)
 
 
 def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=find_model, default="demo", help="dense model: a folder, demo or demo-mixture")
+    demo = [find_model("demo")]
+    parser.add_argument("--model", nargs="+", type=find_model, default=demo, help="folders, demo or demo-mixture")
     parser.add_argument("--settings", nargs="+", default=SETTINGS, help="e.g. w4g64 nvfp4 2:4 rank0.8 recipes")
     parser.add_argument("--methods", nargs="+", default=(), help="only these; default: all of each setting")
     parser.add_argument("--seeds", type=int, default=3, help="calibration seeds of the calibrated methods")
@@ -137,6 +149,7 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--max-seq-length", type=int, default=CalibrationOptions().length, help="tokens of sequences and windows"
     )
+    parser.add_argument("--searches", type=Path, help="folder that keeps sensitivities of searches for the next run")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
     parser.add_argument("--backend", default="runtime", choices=BACKENDS, help="what scores; see compress eval")
     parser.add_argument("--json", type=Path, help="write every trial and verdict here")
@@ -147,20 +160,21 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     options, console = parse_options(arguments), Console(width=160, highlight=False)
     facts = environment() | {
-        "model": options.model.name,
-        "model sha256": weights_sha256(options.model)[:16],
+        "models": " and ".join(f"{model.name} ({weights_sha256(model)[:16]})" for model in options.model),
         "calibration": f"{options.calibration} {options.num_calibration_samples} x {options.max_seq_length} tokens",
         "seeds": f"0 to {options.seeds - 1}",
     }
     console.print(describe(facts))
     trials = []
-    with tempfile.TemporaryDirectory() as work:
-        for trial in run_trials(options, console, Path(work)):
-            trials.append(trial)
-            console.print(
-                f"  {trial.setting} {trial.method} seed {trial.seed} {trial.text}: KL {trial.figures.kl_mean:.5f}, "
-                f"perplexity {trial.figures.perplexity:.3f}, {trial.cost.seconds:.1f} s"
-            )
+    for model in options.model:
+        with tempfile.TemporaryDirectory() as work:
+            for trial in run_trials(options, model, console, Path(work)):
+                trials.append(trial)
+                console.print(
+                    f"  {trial.model} {trial.setting} {trial.method} seed {trial.seed} {trial.text}: "
+                    f"KL {trial.figures.kl_mean:.5f}, perplexity {trial.figures.perplexity:.3f}, "
+                    f"{trial.cost.seconds:.1f} s"
+                )
     rows, verdicts = table_rows(trials), judge(trials)
     print_table("Means over calibration seeds", rows, console)
     for verdict in verdicts:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,11 +19,12 @@ from compress.checkpoint.weights import Activations, Int, NMSparsity
 from compress.common.errors import RecipeError
 from compress.common.evaluation import Evaluation
 from compress.methods.base import FACTORIZATION, PRUNING, QUANTIZATION
-from compress.recipe import MAX_TOKENS, Recipe
+from compress.recipe import MAX_TOKENS, CalibrationOptions, Recipe
 from compress.recipe_file import bundled_recipes, load_recipe, load_work
-from compress.search.space import DENSE, parse_candidates
+from compress.search.space import DEFAULT_CANDIDATES, DENSE, Goal, SearchRequest, parse_candidates
 from compress.stages.base import Stage
 from compress.stages.factorize import FactorizeStage
+from compress.stages.finish import FinishStage
 from compress.stages.prune import PruneStage
 from compress.stages.quantize import QuantizeStage, method_for
 
@@ -31,6 +33,11 @@ SETTINGS = ("w4g64", "w4g128", "w3g64", "w2g64", "w8a8", "2:4", "50%", "2:4+w4g6
 NO_CALIBRATION = frozenset(("rtn", "hqq", "magnitude", "svd"))
 TOKENS_PER_CHANNEL = {"own tokens": 0, "1 per channel": 1, "2 per channel": 2, "all tokens": MAX_TOKENS}
 """Tokens that the statistics of an expert take at least, the methods of the setting `coverage` of a mixture."""
+SEARCH = "bpw"
+CANDIDATES = {"integers": DEFAULT_CANDIDATES, "trellis": "w1exl3,w2exl3,w3exl3,exl3,w5exl3,w6exl3"}
+"""Forms that a search chooses from, the methods of the settings `bpw2.25`, `bpw4.125`, ..."""
+FINISH = "+finish"
+"""End of a setting whose result is finished with `kl`."""
 JOINT, AFTERWARDS = "sparsegpt+gptq", "sparsegpt+rtn"
 
 
@@ -48,10 +55,13 @@ class Order:
 
 def methods_of(setting: str) -> tuple[str, ...]:
     """Methods that apply to a setting."""
+    setting = setting.removesuffix(FINISH)
     if setting == RECIPES:
         return tuple(name for name in bundled_recipes() if isinstance(load_work(name), Recipe))
     if setting == COVERAGE:
         return tuple(TOKENS_PER_CHANNEL)
+    if is_search(setting):
+        return tuple(CANDIDATES)
     if setting == "w8a8":
         return ("rtn", "smoothquant")
     without_calibration_first = sorted(QUANTIZATION, key=lambda method: method not in NO_CALIBRATION)
@@ -64,7 +74,8 @@ def methods_of(setting: str) -> tuple[str, ...]:
 
 def orders_of(setting: str) -> tuple[Order, ...]:
     """Orders of methods that the papers promise at a setting, which this toolkit must keep."""
-    if setting == RECIPES:
+    setting = setting.removesuffix(FINISH)
+    if setting == RECIPES or is_search(setting):
         return ()
     if setting == COVERAGE:
         return (Order("2 per channel", "own tokens"), Order("2 per channel", "1 per channel"))
@@ -88,6 +99,8 @@ def stages_of(setting: str, method: str) -> tuple[Stage, ...]:
     Raises:
         RecipeError: a setting or method that does not exist.
     """
+    if setting.endswith(FINISH):
+        return (*stages_of(setting.removesuffix(FINISH), method), FinishStage())
     if setting == RECIPES:
         return load_recipe(method).stages
     if setting == COVERAGE:
@@ -102,6 +115,37 @@ def stages_of(setting: str, method: str) -> tuple[Stage, ...]:
         return (_stage(setting, method),)
     except ValueError as error:
         raise RecipeError(f"setting {setting!r} means nothing: {error}", f"Settings: {', '.join(SETTINGS)}") from error
+
+
+def is_search(setting: str) -> bool:
+    """Whether a setting is a size in bits per weight, for which a search chooses the form of each layer."""
+    return setting.startswith(SEARCH)
+
+
+def searched_stages(
+    model: Path, setting: str, method: str, calibration: CalibrationOptions, seed: int, known: Path, **options: Any
+) -> tuple[Stage, ...]:
+    """The stages that a search finds.
+
+    Args:
+        known: file of sensitivities, which searches for other sizes read and continue.
+        options: of the request, such as `devices` and `dtype`.
+    """
+    from compress.pipeline.prepare import RunRequest
+    from compress.search.run import Files, find
+    from compress.search.survey import survey
+
+    goal, candidates = Goal(_size(setting)), parse_candidates(CANDIDATES[method])
+    request = SearchRequest(goal, candidates, calibration=calibration, seed=seed)
+    run = RunRequest(model, str(model), request.probe(), known.with_suffix(""), measure=False, **options)
+    findings = find(survey(request, run), Files(known, known.with_suffix(".yaml"), ""), quiet=True)
+    stages = request.recipe(findings.first_choice().candidates).stages
+    return (*stages, FinishStage()) if setting.endswith(FINISH) else stages
+
+
+def _size(setting: str) -> float:
+    """Bits per weight of the setting of a search."""
+    return float(setting.removeprefix(SEARCH).removesuffix(FINISH))
 
 
 def _is_rounding(setting: str) -> bool:
@@ -140,9 +184,10 @@ class Trial:
 
     Attributes:
         losses: `[windows]`, mean loss of each window, in nats per token.
-        cost: of the compression.
+        cost: of the compression; that of a search is not included.
     """
 
+    model: str
     setting: str
     method: str
     seed: int
@@ -152,7 +197,7 @@ class Trial:
     cost: Cost
 
     def to_dict(self) -> dict[str, Any]:
-        trial = {name: getattr(self, name) for name in ("setting", "method", "seed", "text")}
+        trial = {name: getattr(self, name) for name in ("model", "setting", "method", "seed", "text")}
         cost = {name: getattr(self.cost, name) for name in ("seconds", "bits_per_weight", "total_bytes")}
         return trial | cost | {"peak_bytes": self.cost.peak_host_bytes} | self.figures.to_dict()
 
@@ -171,6 +216,7 @@ class Verdict:
             two standard errors.
     """
 
+    model: str
     setting: str
     text: str
     order: str
@@ -189,24 +235,40 @@ class Verdict:
 
     def __str__(self) -> str:
         return (
-            f"{self.word:6} {self.setting} on {self.text}: {self.order}, "
+            f"{self.word:6} {self.model} {self.setting} on {self.text}: {self.order}, "
             f"KL {100 * (self.kl_ratio - 1):+.1f} % ({self.seeds_better}/{self.seeds} seeds), "
             f"perplexity {100 * self.loss_change:+.2f} +- {100 * self.loss_error:.2f} %"
         )
 
 
 def judge(trials: Sequence[Trial]) -> list[Verdict]:
-    """A verdict for every setting, text and promised order whose methods were both tried."""
-    tried: dict[tuple[str, str, str], list[Trial]] = {}
+    """A verdict for every model, setting, text and promised order whose methods were both tried. A search must be
+    better than each setting of one form for all weights that is within its size."""
+    tried: dict[tuple[str, str], dict[tuple[str, str], list[Trial]]] = {}
     for trial in trials:
-        tried.setdefault((trial.setting, trial.text, trial.method), []).append(trial)
-    places = dict.fromkeys((trial.setting, trial.text) for trial in trials)
+        of_text = tried.setdefault((trial.model, trial.text), {})
+        of_text.setdefault((trial.setting, trial.method), []).append(trial)
     return [
-        _compare(order, tried[*place, order.better], tried[*place, order.worse])
-        for place in places
-        for order in orders_of(place[0])
-        if (*place, order.better) in tried and (*place, order.worse) in tried
+        _compare(order, found[setting, order.better], worse)
+        for found in tried.values()
+        for setting in dict.fromkeys(setting for setting, _ in found)
+        for order, worse in _promised(setting, found)
+        if (setting, order.better) in found
     ]
+
+
+def _promised(
+    setting: str, found: Mapping[tuple[str, str], Sequence[Trial]]
+) -> Iterator[tuple[Order, Sequence[Trial]]]:
+    """Yields the orders of a setting with the trials of the worse one."""
+    for order in orders_of(setting):
+        if trials := found.get((setting, order.worse)):
+            yield order, trials
+    if not is_search(setting):
+        return
+    for (other, method), trials in found.items():
+        if not is_search(other) and (trials[0].cost.bits_per_weight or 0) <= _size(setting):
+            yield from ((Order(each, f"{other} {method}", strict=True), trials) for each in CANDIDATES)
 
 
 def _compare(order: Order, better: Sequence[Trial], worse: Sequence[Trial]) -> Verdict:
@@ -217,7 +279,7 @@ def _compare(order: Order, better: Sequence[Trial], worse: Sequence[Trial]) -> V
     mean, error = change.mean().item(), _standard_error(change)
     holds = ratio < 1 and mean < 0 if order.strict else ratio <= 1 and mean <= 0
     first = better[0]
-    return Verdict(first.setting, first.text, str(order), ratio, wins, len(better), mean, error, holds)
+    return Verdict(first.model, first.setting, first.text, str(order), ratio, wins, len(better), mean, error, holds)
 
 
 def _mean_losses(trials: Sequence[Trial]) -> Tensor:
@@ -229,12 +291,11 @@ def _standard_error(values: Tensor) -> float:
 
 
 def table_rows(trials: Sequence[Trial]) -> list[Row]:
-    """One row for each setting, method and text: means over calibration seeds."""
-    keys = dict.fromkeys((trial.text, trial.setting, trial.method) for trial in trials)
-    return [
-        _row([trial for trial in trials if (trial.text, trial.setting, trial.method) == key])
-        for key in sorted(keys, key=lambda key: key[0])
-    ]
+    """One row for each model, text, setting and method: means over calibration seeds."""
+    rows: dict[tuple[str, ...], list[Trial]] = {}
+    for trial in trials:
+        rows.setdefault((trial.model, trial.text, trial.setting, trial.method), []).append(trial)
+    return [_row(rows[key]) for key in sorted(rows, key=lambda key: key[:2])]
 
 
 def _row(trials: Sequence[Trial]) -> Row:
@@ -242,6 +303,7 @@ def _row(trials: Sequence[Trial]) -> Row:
     figures = [trial.figures for trial in trials]
     perplexity = statistics.mean(each.perplexity for each in figures)
     return {
+        "model": first.model,
         "text": first.text,
         "setting": first.setting,
         "method": first.method,

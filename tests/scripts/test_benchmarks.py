@@ -35,15 +35,16 @@ def test_quality_writes_trials_table_and_verdicts(tmp_path: Path, capsys):
     ]
     assert len({trial["baseline_perplexity"] for trial in content["trials"]}) == 1
     assert all(trial["kl_mean"] > 0 and 2 < trial["bits_per_weight"] < 3 for trial in content["trials"])
-    assert {"python", "torch", "model sha256", "seeds"} <= content["facts"].keys()
+    assert {"python", "torch", "models", "seeds"} <= content["facts"].keys()
     assert status == (0 if all(verdict["holds"] for verdict in content["verdicts"]) else 1)
     assert len(content["verdicts"]) == 2
-    assert "| pydoc | w2g64 | gptq | 2 |" in table.read_text()
+    assert "| model | pydoc | w2g64 | gptq | 2 |" in table.read_text()
     assert "w2g64 on pydoc: gptq < rtn" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    "setting", ["w3g64", "w8a8", "nvfp4", "q4_k", "2:4", "50%", "2:4+w4g64", "rank0.8", "recipes", "coverage"]
+    "setting",
+    ["w3g64", "w8a8", "nvfp4", "q4_k", "2:4", "50%", "2:4+w4g64", "rank0.8", "recipes", "coverage", "w3g64+finish"],
 )
 def test_every_setting_has_methods_stages_and_orders_among_them(setting: str):
     from benchmarking import quality
@@ -54,12 +55,12 @@ def test_every_setting_has_methods_stages_and_orders_among_them(setting: str):
     assert all({order.better, order.worse} <= set(methods) for order in quality.orders_of(setting))
 
 
-def make_trial(method: str, kl: float, losses: list[float], seed: int = 0) -> Any:
+def make_trial(method: str, kl: float, losses: list[float], seed: int = 0, setting: str = "w4g64") -> Any:
     from benchmarking.models import Cost
     from benchmarking.quality import Trial
 
     figures, cost = Evaluation(20.0, 100, 19.0, kl, 1.0, 0.01, 0.9), Cost(1.0, 1.0, 100, None, "float32", 4.25, 100)
-    return Trial("w4g64", method, seed, "text", figures, torch.tensor(losses), cost)
+    return Trial("model", setting, method, seed, "text", figures, torch.tensor(losses), cost)
 
 
 def judge(*trials: Any) -> Any:
@@ -94,6 +95,35 @@ def test_perplexity_that_is_worse_by_less_than_its_noise_is_a_tie_and_does_not_h
     losses = [2.3, 2.9, 3.9]  # 0.03 worse, with a standard error of 0.13
     awq = judge(rtn, make_trial("awq", 0.1, losses))
     assert (awq.word, awq.holds) == ("tie", False)
+
+
+@pytest.mark.parametrize(("setting", "compared"), [("bpw4.25", 1), ("bpw4.25+finish", 1), ("bpw4.125", 0)])
+def test_a_search_must_be_better_than_one_form_within_its_size(setting: str, compared: int):
+    from benchmarking import quality
+
+    trials = make_trial("gptq", 0.2, [2.0, 3.0]), make_trial("trellis", 0.1, [1.9, 2.9], setting=setting)
+    verdicts = quality.judge(trials)
+    assert [verdict.order for verdict in verdicts] == ["trellis < w4g64 gptq"] * compared
+    assert all(verdict.holds and verdict.setting == setting for verdict in verdicts)
+
+
+@pytest.mark.full
+def test_searches_for_several_sizes_share_what_they_measured(tmp_path: Path):
+    from benchmarking import quality
+    from benchmarking.models import SHAPES, write_model
+
+    from compress.recipe import CalibrationOptions
+
+    model, known = tmp_path / "model", tmp_path / "known.json"
+    write_model(model, SHAPES["tiny"])
+    text = CalibrationOptions(samples=4, length=64)
+    found = [quality.searched_stages(model, f"bpw{size}", "integers", text, 0, known) for size in (3, 5)]
+    widths = [{stage.scheme.bits for stage in stages} for stages in found]
+    assert max(widths[0]) < max(widths[1])
+    measured = known.read_bytes()
+    finished = quality.searched_stages(model, "bpw3+finish", "integers", text, 0, known)
+    assert known.read_bytes() == measured
+    assert (finished[:-1], finished[-1].name) == (found[0], "finish")
 
 
 def test_a_verdict_is_about_the_mean_over_seeds():
