@@ -34,7 +34,7 @@ NO_CALIBRATION = frozenset(("rtn", "hqq", "magnitude", "svd"))
 TOKENS_PER_CHANNEL = {"own tokens": 0, "1 per channel": 1, "2 per channel": 2, "all tokens": MAX_TOKENS}
 """Tokens that the statistics of an expert take at least, the methods of the setting `coverage` of a mixture."""
 SEARCH = "bpw"
-CANDIDATES = {"integers": DEFAULT_CANDIDATES, "trellis": "w1exl3,w2exl3,w3exl3,exl3,w5exl3,w6exl3"}
+CANDIDATES = {"integers": DEFAULT_CANDIDATES, "trellis": "w1.5exl3,w2exl3,w2.5exl3,w3exl3,w3.5exl3,exl3,w5exl3"}
 """Forms that a search chooses from, the methods of the settings `bpw2.25`, `bpw4.125`, ..."""
 FINISH = "+finish"
 """End of a setting whose result is finished with `kl`."""
