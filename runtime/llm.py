@@ -62,7 +62,7 @@ def load_engine(path: str | Path, config: RuntimeConfig, report: Report = ignore
     }
     chosen = choose_activations(path, config.activations, kernels=config.linear_backend, **options)
     started: AbstractContextManager[Group | None] = nullcontext()
-    if config.num_ranks > 1 or config.enable_expert_parallel or find_launch() is not None:
+    if config.asks_for_ranks or find_launch() is not None:
         from runtime.ranks import ranks_started
 
         # Ranks must know all tokens of a step, and compile kernels at first use.

@@ -219,7 +219,8 @@ def ranks_started(path: Path, config: RuntimeConfig) -> Iterator[Group]:
         followers.wait()
         if config.ends_with_ranks:
             followers.watch()
-        yield followers.connect(partial(Group, place.rank, store, device, followers, place.stage, host))
+        shared = config.sequence_parallel_min_tokens
+        yield followers.connect(partial(Group, place.rank, store, device, followers, place.stage, host, shared))
     except BaseException:
         followers.close()
         raise
@@ -253,6 +254,8 @@ def check_ranks(path: Path, config: RuntimeConfig) -> list[Place]:
     model = read_model(checkpoint, config.trust_remote_code)
     if config.enable_expert_parallel:
         check_experts(model, config)
+    if config.sequence_parallel_min_tokens:
+        check_shared_tokens(config)
     count = config.tensor_parallel_size
     ranks = [Rank(index, count, config.enable_expert_parallel) for index in range(count)]
     for rank in ranks if len(ranks) > 1 else ():
@@ -269,6 +272,14 @@ def check_experts(model: DecoderConfig, config: RuntimeConfig) -> None:
     if not has_experts or config.tensor_parallel_size == 1:
         problem = "one rank shares no experts" if has_experts else "this model has no experts to share"
         raise ToolkitError(problem, "Leave out --enable-expert-parallel, or use --tensor-parallel-size with a mixture")
+
+
+def check_shared_tokens(config: RuntimeConfig) -> None:
+    """Raises ToolkitError where no ranks could share tokens, and for adapters, which know the rows of whole steps."""
+    if config.tensor_parallel_size > 1 and not config.serves_adapters:
+        return
+    problem = "adapters do not go with" if config.serves_adapters else "one rank shares no tokens by"
+    raise ToolkitError(f"{problem} --sequence-parallel-min-tokens", "Leave it out, or use --tensor-parallel-size alone")
 
 
 def share_threads(num_ranks: int) -> None:
@@ -324,7 +335,7 @@ def join(source: RankSource, connection: socket.socket, launch: Launch | None) -
     send(connection, None)
     store = TCPStore(source.host, source.port, config.num_ranks, is_master=False)
     host = HOST if launch is None else connection.getsockname()[0]
-    group = Group(place.rank, store, device, Others(), place.stage, host)
+    group = Group(place.rank, store, device, Others(), place.stage, host, config.sequence_parallel_min_tokens)
     decoder = load_model(
         source.path, device=str(device), dtype=config.dtype, kernels=config.linear_backend, group=group
     )

@@ -51,6 +51,9 @@ class RowSource(Protocol):
 Sum = Callable[[Tensor], Tensor]
 """Sums up the tensors of all ranks that share a model, perhaps in place."""
 
+Gather = Callable[[Tensor, int], Tensor]
+"""From rows of the tokens that this rank has to those of all tokens of a step, whose number is given."""
+
 
 @dataclass(frozen=True, slots=True)
 class NormWeights:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -12,7 +13,7 @@ from torch.nn import functional
 
 from compress.models.mlp import MLP, Mixture
 from compress.models.router import Router
-from runtime.backends.base import Linear, NormWeights, Ops, Sum, add_and_normalize
+from runtime.backends.base import Gather, Linear, NormWeights, Ops, Sum, add_and_normalize
 from runtime.backends.expert_slots import ExpertSlots
 
 
@@ -95,6 +96,11 @@ class ComputeMixture(Protocol):
         ...
 
 
+Exchange = Callable[[Tensor, Tensor, Tensor, Callable[[Tensor, Tensor, Tensor], Tensor]], Tensor]
+"""Computes `[T, H]` of rows `[T, H]`, weights and experts `[T, k]`: ranks send rows to those with the experts, which
+compute the weighted sums of theirs by the function that is given last."""
+
+
 @dataclass(frozen=True, slots=True)
 class Experts:
     """Weights of a mixture.
@@ -104,6 +110,7 @@ class Experts:
         bias: `[E]`, see `route`, in at least float32.
         scores_bias: `[E]`, added to scores.
         around: linears before and after the experts.
+        exchange: sends tokens of this rank to the ranks that hold their experts; None where every rank has all tokens.
         shared_gate: `[1, H]`.
         expert_scales: `[E]`, factors on their weights.
         kernel: computes the mixture at once; None goes from expert to expert.
@@ -121,6 +128,7 @@ class Experts:
     scores_bias: Tensor | None = None
     slots: ExpertSlots | None = None
     around: tuple[Linear, ...] = ()
+    exchange: Exchange | None = None
 
     @property
     def nbytes(self) -> int:
@@ -138,6 +146,10 @@ class Experts:
         if self.kernel is not None:
             return self.kernel(x, routed)
         return self.weighted(x, *self.route(x if routed is None else routed), ops)
+
+    def exchanged(self, x: Tensor, exchange: Exchange, ops: Ops) -> Tensor:
+        """As a call, where `x [T, H]` are tokens of this rank and experts those of all ranks."""
+        return exchange(x, *self.route(x), partial(self._weighted, ops=ops))
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Chooses experts for `x [T, H]`: their weights `[T, k]`, and int64 experts `[T, k]`."""
@@ -223,7 +235,7 @@ class MLPAndMixture:
     """Weights of `compress.models.block_parts.ParallelMixture`, with its MLP.
 
     Attributes:
-        sum: sums up what all ranks compute; None for one that has all.
+        sum, gather: see `Layer`; None for one that has all.
     """
 
     mlp: DenseMLP
@@ -233,6 +245,7 @@ class MLPAndMixture:
     output_norm: NormWeights
     router_norm: NormWeights
     sum: Sum | None = None
+    gather: Gather | None = None
 
     @property
     def nbytes(self) -> int:
@@ -240,10 +253,11 @@ class MLPAndMixture:
 
     def __call__(self, x: Tensor, hidden: Tensor, ops: Ops) -> Tensor:
         """Computes `[T, H]`: the MLP of `x [T, H]` and the mixture of `hidden [T, H]`, whose norm `x` is."""
+        hidden = hidden if self.gather is None else self.gather(hidden, len(x))
         routed, read = (add_and_normalize(hidden, None, norm, ops) for norm in (self.router_norm, self.input_norm))
         added, mixed = self.mlp(x, hidden, ops), self.mixture(read, hidden, ops, routed)
         if self.sum is not None:
-            added, mixed = self.sum(torch.stack((added, mixed)))
+            added, mixed = self.sum(torch.cat((added, mixed), -1)).chunk(2, -1)
         added = add_and_normalize(added, None, self.mlp_norm, ops)
         return added + add_and_normalize(mixed, None, self.output_norm, ops)
 

@@ -15,6 +15,7 @@ from compress.models.block_parts import Residual
 from compress.models.cuts import Cut
 from runtime.backends.base import (
     Attention,
+    Gather,
     Linear,
     NormWeights,
     Ops,
@@ -176,7 +177,9 @@ class Layer:
     """A layer of a decoder: norm, mixer, norm, MLP and a rule for the residual stream; see `compress.models.block`.
 
     Attributes:
-        sums: sum up what all ranks compute of mixer (0) and MLP (1); None where that is whole.
+        sums: sum up what all ranks compute of mixer (0) and MLP (1), and keep the rows of this one; None where that is
+            whole.
+        gather: makes the rows of all tokens, which linears read, of those that this rank has.
     """
 
     norm: NormWeights | None = None
@@ -185,20 +188,32 @@ class Layer:
     mlp: FeedForward | None = None
     residual: ResidualRule = PLAIN_RESIDUAL
     sums: tuple[Sum | None, Sum | None] = (None, None)
+    gather: Gather | None = None
 
     def __call__(self, index: int, hidden: Tensor, update: Tensor | None, step: LayerStep) -> Tensor | None:
-        """Adds `update` to `hidden`, both `[T, H]`, and what the layer adds except for what it returns."""
+        """Adds `update` to `hidden`, both `[T, H]`, and what the layer adds except for what it returns.
+
+        Ranks that share the tokens of a long step have their own ones in both.
+        """
         rule, ops, normed = self.residual, step.ops, hidden
         if self.mixer is not None:
-            normed = rule.read(0, hidden, update, self.norm, ops)
+            normed = self._gathered(rule.read(0, hidden, update, self.norm, ops), step)
             update = rule.finish(0, self._whole(0, self.mixer(normed, index, step)), ops)
         if self.mlp is None:
             return update
         if not rule.is_parallel:
             normed = rule.read(1, hidden, update, self.mlp_norm, ops)
-        added = rule.finish(1, self._whole(1, self.mlp(normed, hidden, ops)), ops)
+        added = rule.finish(1, self._feed_forward(self.mlp, normed, hidden, step), ops)
         added = added.add_(update) if rule.is_parallel and update is not None else added
         return rule.close(index, hidden, added, step)
+
+    def _feed_forward(self, mlp: FeedForward, x: Tensor, hidden: Tensor, step: LayerStep) -> Tensor:
+        if isinstance(mlp, Experts) and mlp.exchange is not None and len(x) < len(step.positions):
+            return mlp.exchanged(x, mlp.exchange, step.ops)
+        return self._whole(1, mlp(self._gathered(x, step), hidden, step.ops))
+
+    def _gathered(self, own: Tensor, step: LayerStep) -> Tensor:
+        return own if self.gather is None else self.gather(own, len(step.positions))
 
     def _whole(self, part: int, added: Tensor) -> Tensor:
         add_up = self.sums[part]

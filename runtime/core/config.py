@@ -85,6 +85,13 @@ class ComputeOptions:
         help="Give each of the --tensor-parallel-size processes some whole experts of every mixture, instead of a part "
         "of every expert.",
     )
+    sequence_parallel_min_tokens: int = option(
+        default=0,
+        min=0,
+        metavar="TOKENS",
+        help="Divide the residual stream of steps with TOKENS or more among the --tensor-parallel-size processes by "
+        "tokens; 0: of none.",
+    )
     trust_remote_code: bool = option(
         "--trust-remote-code", default=False, help="Execute Python files of the model folder. Read them first."
     )
@@ -93,6 +100,11 @@ class ComputeOptions:
     def num_ranks(self) -> int:
         """Number of processes that compute the model."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def asks_for_ranks(self) -> bool:
+        """Whether there are options that several processes must follow."""
+        return self.num_ranks > 1 or self.enable_expert_parallel or self.sequence_parallel_min_tokens > 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from runtime.backends.base import Attention, Linear, NormWeights, RunLayers, add_and_normalize
+from runtime.backends.base import Attention, Gather, Linear, NormWeights, RunLayers, add_and_normalize
 from runtime.backends.model import LayerStep, Model
 from runtime.backends.scores import PLAIN_SCORES, Scores
 from runtime.backends.span_attention import soft_cap
@@ -48,6 +48,7 @@ class Decoder(Model):
         head: output projection `[H] -> [V]`.
         rotaries: rotary embeddings, of which each layer has one or none.
         layer_inputs: what layers with an input of their own read.
+        gather: makes hidden states of all tokens of those that this rank has; None where it has all.
     """
 
     embedding: Embedding
@@ -55,6 +56,7 @@ class Decoder(Model):
     head: Linear
     rotaries: tuple[Rotary, ...]
     layer_inputs: LayerInputsWeights | PassedInputs | None = None
+    gather: Gather | None = None
 
     @property
     def nbytes(self) -> int:
@@ -117,7 +119,7 @@ class Decoder(Model):
         hidden = passing.finish()
         if self.end is not None:
             self.end.pass_on(hidden, passing.inputs)
-        return hidden
+        return hidden if self.gather is None else self.gather(hidden, len(token_ids))
 
     def begin(self, hidden: Tensor, token_ids: Tensor) -> Activations:
         """Returns what the first layer reads of `hidden [T, H]`, which layers change in place."""

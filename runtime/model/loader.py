@@ -116,7 +116,7 @@ def load_model(
     reader = replace(reader, prepared=prepared or NOTHING_PREPARED, notes=notes, report=report)
     if group is not None and group.rank.count > 1:
         config, cuts = cut_model(config, checkpoint, group.rank)
-        reader = replace(reader, cuts=cuts, sum=group.sum)
+        reader = replace(reader, cuts=cuts, group=group)
     if group is not None and group.stage is not None:
         config = config.keep_stage(group.stage.layers)
     offload = ExpertOffload.of(checkpoint.path, config.spec, moe_expert_cache, target.device)
@@ -206,7 +206,7 @@ class DecoderLoader:
         description = (*self.reader.description(), *frame.description, *notes)
         parts: dict[str, Any] = {"embedding": embedding, "layers": layers, "head": head, "layer_inputs": layer_inputs}
         parts |= {"end": self.passage(), "linears": self.reader.linears, "modules": self.reader.modules}
-        parts["cuts"] = self.reader.cuts
+        parts |= {"cuts": self.reader.cuts, "gather": layers[0].gather}
         return replace(frame, **parts, description=description)
 
     def frame(self) -> Decoder:
@@ -239,13 +239,15 @@ class DecoderLoader:
         """Prepares the weights of one layer."""
         name, block = self.config.spec.block_name(index), self.config.spec.blocks[index]
         reader = replace(self.reader.inside(name), rotations=self.config.spec.rotations)
+        sum_rows = None if reader.group is None else reader.group.sum_rows
         return Layer(
             norm=reader.optional_norm(block.input_norm),
             mixer=load_mixer(block, reader),
             mlp_norm=reader.optional_norm(block.mlp_norm),
             mlp=load_mlp(name, block, reader, self.offload),
             residual=_residual_rule(block, reader),
-            sums=(reader.sum, None if block.parallel_mixture is not None else reader.sum),
+            sums=(sum_rows, None if block.parallel_mixture is not None else sum_rows),
+            gather=None if reader.group is None else reader.group.gather_rows,
         )
 
     def passage(self) -> Passage | None:

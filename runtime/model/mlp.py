@@ -10,6 +10,8 @@ from runtime.backends.mlp import DenseMLP, Expert, Experts, FeedForward, MLPAndM
 from runtime.backends.registry import choose_mixture
 from runtime.model.expert_offload import ExpertOffload
 from runtime.model.weight_reader import WeightReader
+from runtime.parallel.experts import ExpertExchange
+from runtime.parallel.group import Group
 
 
 def load_mlp(name: str, block: Block, reader: WeightReader, offload: ExpertOffload) -> FeedForward | None:
@@ -34,7 +36,8 @@ def load_mlp(name: str, block: Block, reader: WeightReader, offload: ExpertOfflo
         input_norm=reader.norm(parallel.input_norm),
         output_norm=reader.norm(parallel.output_norm),
         router_norm=reader.norm(parallel.router_norm),
-        sum=reader.sum,
+        sum=None if reader.group is None else reader.group.sum_rows,
+        gather=None if reader.group is None else reader.group.gather_rows,
     )
 
 
@@ -51,6 +54,7 @@ def _mixture(name: str, mixture: Mixture, reader: WeightReader, offload: ExpertO
         reader.vector(router.expert_scales) if router.expert_scales else None,
         scores_bias=reader.vector(f"{router.scores.name}.bias", scores.dtype) if router.scores.bias else None,
         around=tuple(reader.linear(linear) for linear in mixture.around),
+        exchange=_exchange(mixture, reader.group, len(scores)),
     )
     experts = replace(experts, slots=offload.slots(name, experts.experts))
     choice = choose_mixture(experts, reader.target, reader.kernels)
@@ -58,6 +62,13 @@ def _mixture(name: str, mixture: Mixture, reader: WeightReader, offload: ExpertO
     held = "" if mixture.held is None else f", {len(mixture.experts)} of them here"
     reader.use(f"mixture, {router.num_chosen} of {len(scores)} experts{held}", choice, where)
     return replace(experts, kernel=choice.kernel)
+
+
+def _exchange(mixture: Mixture, group: Group | None, num_experts: int) -> ExpertExchange | None:
+    """Returns what sends tokens to whole experts; None where all of them are read by parts that ranks share anyway."""
+    if group is None or mixture.held is None or mixture.shared is not None or mixture.around:
+        return None
+    return ExpertExchange.of(group, num_experts)
 
 
 def _expert(mlp: MLP, reader: WeightReader) -> Expert:

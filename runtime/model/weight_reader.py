@@ -23,7 +23,7 @@ from compress.models.linear import Linear as LinearSpec
 from compress.models.norm import Norm
 from compress.models.rope import Rope
 from runtime.backends.backend import DenseKernel, LinearKernel
-from runtime.backends.base import Linear, NormWeights, Sum, Target
+from runtime.backends.base import Linear, NormWeights, Target
 from runtime.backends.registry import REFERENCE, Choice, choose_dense, choose_linear, dense_kernels
 from runtime.backends.self_test import prepare_tested
 from runtime.backends.torch.quantized_linear import RoundedInputs
@@ -33,6 +33,7 @@ from runtime.model.device_files import DeviceReader, unpacked_on, unpacks_anywhe
 from runtime.model.embedding import Rows
 from runtime.model.prepared import NOTHING_PREPARED, NoPrepared
 from runtime.model.rotary import HeadRotation, channel_order
+from runtime.parallel.group import Group
 from runtime.parallel.parts import PaddedInputs, SharedSquares, SummedProducts, cut_vector, cut_weight
 
 logger = logging.getLogger("runtime.model")
@@ -54,7 +55,7 @@ class WeightReader:
         report: is told what is compiled.
         linears: how many linears each kernel multiplies, by their names, form and the kernel's name.
         cuts: parts of matrices and vectors to read, by full name; others are read whole.
-        sum: sums up what ranks compute; None for one that has the whole model.
+        group: of the ranks that share matrices; None for one that has whole ones.
         modules: what `linear` made, see `Model.modules`.
     """
 
@@ -73,7 +74,7 @@ class WeightReader:
     report: Report = ignore
     linears: Counter[tuple[str, str, str]] = field(default_factory=Counter)
     cuts: Mapping[str, Cut] = field(default_factory=dict)
-    sum: Sum | None = None
+    group: Group | None = None
     modules: list[tuple[tuple[tuple[str, int], ...], Linear]] = field(default_factory=list)
 
     def inside(self, module: str) -> WeightReader:
@@ -93,7 +94,7 @@ class WeightReader:
             self.vector(norm.tensor, dtype) if norm.has_weight else torch.ones(norm.size, dtype=dtype, device=device)
         )
         bias = self.vector(f"{norm.name}.bias", dtype) if norm.bias else None
-        squares = None if norm.share is None or self.sum is None else SharedSquares(norm.share, self.sum)
+        squares = None if norm.share is None or self.group is None else SharedSquares(norm.share, self.group.sum)
         weight = weight + norm.offset if norm.offset else weight
         return NormWeights(weight, norm.eps, bias, norm.centered, norm.is_plain, squares)
 
@@ -154,7 +155,7 @@ class WeightReader:
     def summed(self, linear: LinearSpec) -> Linear:
         """Makes a linear of whose inputs a rank has a part, and that gives all of them the sum of their products."""
         made = self.linear(linear)
-        return made if self.sum is None else SummedProducts(made, self.sum)
+        return made if self.group is None else SummedProducts(made, self.group.sum)
 
     def rounding(self, module: str) -> InputRounding | None:
         """Reads the rounding of a module's inputs, and counts it; None where they keep 16 bits, or where the kernel

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from compress.common.errors import ToolkitError
-from compress.models.cuts import Rank
+from compress.models.cuts import Rank, size
 from runtime.core.step import RunnerLostError
 from runtime.parallel.stages import Stage
 
@@ -49,6 +50,7 @@ class Group:
         others: ranks that the first one tells what is computed next.
         stage: the layers that these have; None for all.
         host: address of this process, where others reach it on a CPU.
+        min_tokens: of a step whose residual stream ranks share by tokens; 0 for none.
     """
 
     def __init__(
@@ -59,7 +61,9 @@ class Group:
         others: Others,
         stage: Stage | None = None,
         host: str = HOST,
+        min_tokens: int = 0,
     ) -> None:
+        self._min_tokens = min_tokens
         self.rank, self.device, self.others, self.stage = rank, device, others, stage
         self._store = store
         connect = partial(_backend, device=device, host=host)
@@ -92,6 +96,50 @@ class Group:
         tensor = tensor.contiguous()
         self._wait(self._summing.allreduce([tensor]))
         return tensor
+
+    def own_rows(self, num_tokens: int) -> slice:
+        """Returns the tokens of a step whose residual stream this rank has: all, or its share in steps of many tokens
+        (sequence parallelism, arXiv:2205.05198, section 4.2.2)."""
+        return self._rows(num_tokens, self.rank.index) if self._shares(num_tokens) else slice(0, num_tokens)
+
+    def sum_rows(self, parts: Tensor) -> Tensor:
+        """Adds up the tensors `[T, C]` of all ranks that share the same layers; returns `own_rows` of the sum.
+
+        The reduce-scatter is an all-to-all and a sum: so shares may have other sizes, on all backends.
+        """
+        if not self._shares(num_tokens := len(parts)):
+            return self.sum(parts)
+        sizes = [size(self._rows(num_tokens, index)) for index in range(self.rank.count)]
+        found = self.exchange(parts, sizes, [sizes[self.rank.index]] * self.rank.count)
+        return found.view(self.rank.count, -1, *parts.shape[1:]).sum(0)
+
+    def gather_rows(self, own: Tensor, num_tokens: int) -> Tensor:
+        """Returns rows `[T, C]` of all tokens of a step, of which this rank has `own_rows` or all."""
+        if len(own) == num_tokens:
+            return own
+        largest = size(self._rows(num_tokens, 0))
+        found = own.new_empty(self.rank.count * largest, *own.shape[1:])
+        padding = (0, 0) * (own.dim() - 1) + (0, largest - len(own))
+        self._wait(self._summing._allgather_base(found, functional.pad(own, padding).contiguous()))
+        return found[:num_tokens]
+
+    def exchange(self, tensor: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        """Sends rows to each of the ranks that share the same layers; returns those that they send to this one.
+
+        Args:
+            sent, received: how many, by rank.
+        """
+        found = tensor.new_empty(sum(received), *tensor.shape[1:])
+        self._wait(self._summing.alltoall_base(found, tensor.contiguous(), received, sent))
+        return found
+
+    def _shares(self, num_tokens: int) -> bool:
+        return self.rank.count > 1 and num_tokens > 1 and 0 < self._min_tokens <= num_tokens
+
+    def _rows(self, num_tokens: int, index: int) -> slice:
+        """Returns the share of a rank: those of the last ones are shorter, such that padding is at the end."""
+        most = -(-num_tokens // self.rank.count)
+        return slice(min(num_tokens, index * most), min(num_tokens, (index + 1) * most))
 
     def send(self, tensor: Tensor, index: int) -> None:
         """Sends a tensor to the process of this number."""

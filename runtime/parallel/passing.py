@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from compress.models.cuts import size
 from runtime.backends.base import Ops
 from runtime.parallel.group import Group
 from runtime.parallel.stages import Stage
@@ -33,8 +34,9 @@ class Passage:
         return self.stage.count
 
     def __call__(self, token_ids: Tensor) -> Tensor:
-        """Returns the hidden states `[T, H]` that the stage before has computed of int64 `token_ids [T]`."""
-        return self.receive(len(token_ids), self.size)
+        """Returns the hidden states `[T, H]` that the stage before has computed of int64 `token_ids [T]`, in long steps
+        those of the rank's own tokens."""
+        return self.receive(size(self.group.own_rows(len(token_ids))), self.size)
 
     def receive(self, *shape: int) -> Tensor:
         """Returns what the stage before passes on."""
@@ -72,8 +74,8 @@ class PassedInputs:
     nbytes: int = 0
 
     def __call__(self, token_ids: Tensor, hidden: Tensor, ops: Ops) -> Tensor:
-        """Returns rows `[T, layers, size]` of int64 `token_ids [T]`."""
-        return self.end.receive(len(token_ids), *self.shape)
+        """Returns rows `[T, layers, size]` of int64 `token_ids [T]`, as many as there are hidden states."""
+        return self.end.receive(len(hidden), *self.shape)
 
 
 class NoRows:

@@ -40,11 +40,11 @@ class SharedRows:
         return self.rows.nbytes
 
     def __call__(self, token_ids: Tensor) -> Tensor:
-        """Returns rows `[T, H]` of int64 `token_ids [T]`."""
+        """Returns rows `[T, H]` of int64 `token_ids [T]`, in long steps those of the rank's own tokens."""
         own = token_ids - self.share.start
         is_elsewhere = (own < 0) | (own >= size(self.share))
         found = self.rows(own.masked_fill_(is_elsewhere, 0))
-        return self.group.sum(found.masked_fill_(is_elsewhere.unsqueeze(-1), 0))
+        return self.group.sum_rows(found.masked_fill_(is_elsewhere.unsqueeze(-1), 0))
 
 
 @dataclass(frozen=True, slots=True)

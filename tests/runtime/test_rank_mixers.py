@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from rank_answers import AMPLE, EXACT, SCARCE, answers, plain
+from rank_answers import AMPLE, EXACT, SCARCE, answers, plain, record_exchanges
 from shared_store import SharedStore
 from tiny_configs import VARIANTS
 from tiny_models import pack_model, save_tiny_model
@@ -64,6 +64,30 @@ def test_two_ranks_give_the_tokens_of_one(
     scheduler = llm.engine.scheduler
     assert scheduler.stats.num_prefix_hits
     assert scheduler.stats.num_preemptions + scheduler.pool.num_evictions or name.startswith("mamba")
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        ("hybrid", 2),
+        ("latent", 3),
+        *(pytest.param(name, 3, marks=pytest.mark.full) for name in MODELS if name != "latent"),
+    ],
+)
+def test_ranks_that_share_tokens_give_those_of_one(
+    folder_of: Callable[[str], Path],
+    tokens_of_one: Callable[[str], list[list[int]]],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    count: int,
+) -> None:
+    sent = record_exchanges(monkeypatch)
+    options = {"block_size": 4, "num_blocks": SCARCE, "num_state_slots": 7, "prefill_chunk": 7}
+    sizes = {"tensor_parallel_size": count, "sequence_parallel_min_tokens": 5}
+    llm = LLM(folder_of(name), RuntimeConfig(**EXACT, **options, **sizes))
+    assert answers(llm) == tokens_of_one(name)
+    assert llm.engine.scheduler.stats.num_prefix_hits
+    assert len(set(map(tuple, sent))) > 1
 
 
 @pytest.mark.full

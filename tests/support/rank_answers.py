@@ -5,13 +5,16 @@ import os
 from pathlib import Path
 from typing import Any
 
+import pytest
 from tiny_models import pack_model
+from torch import Tensor
 
 from compress.checkpoint.weights import Int
 from compress.common.cli import bundled_path
 from runtime.core.config import RuntimeConfig
 from runtime.core.request import SamplingParams
 from runtime.llm import LLM
+from runtime.parallel.group import Group
 
 SYSTEM = "The history of the city begins with a small settlement on the river. "
 PROMPTS = (SYSTEM + "The river was", SYSTEM + "The city was", "the cat and the dog and the cat and the dog and the")
@@ -40,6 +43,18 @@ def answers(llm: LLM) -> list[list[int]]:
 
 def plain(folder: Path) -> list[list[int]]:
     return answers(LLM(folder, RuntimeConfig(**EXACT, block_size=4, num_blocks=AMPLE, prefix_caching=False)))
+
+
+def record_exchanges(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """Numbers of rows that this rank sends to each rank by an all-to-all, from now on."""
+    found, exchange = list[list[int]](), Group.exchange
+
+    def record(group: Group, tensor: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        found.append(sent)
+        return exchange(group, tensor, sent, received)
+
+    monkeypatch.setattr(Group, "exchange", record)
+    return found
 
 
 def ranks() -> list[int]:
