@@ -239,7 +239,7 @@ class DecoderLoader:
         """Prepares the weights of one layer."""
         name, block = self.config.spec.block_name(index), self.config.spec.blocks[index]
         reader = replace(self.reader.inside(name), rotations=self.config.spec.rotations)
-        sum_rows = None if reader.group is None else reader.group.sum_rows
+        sum_rows, gather = (None, None) if reader.group is None else (reader.group.sum_rows, reader.group.gather_rows)
         return Layer(
             norm=reader.optional_norm(block.input_norm),
             mixer=load_mixer(block, reader),
@@ -247,7 +247,7 @@ class DecoderLoader:
             mlp=load_mlp(name, block, reader, self.offload),
             residual=_residual_rule(block, reader),
             sums=(sum_rows, None if block.parallel_mixture is not None else sum_rows),
-            gather=None if reader.group is None else reader.group.gather_rows,
+            gather=gather,
         )
 
     def passage(self) -> Passage | None:

@@ -26,7 +26,7 @@ def load_mlp(name: str, block: Block, reader: WeightReader, offload: ExpertOfflo
     if isinstance(block.mlp, Mixture):
         return _mixture(name, block.mlp, reader, offload)
     mlp = DenseMLP(block.mlp, _expert(block.mlp, reader), _curve(block.mlp.curve, reader))
-    parallel = block.parallel_mixture
+    parallel, group = block.parallel_mixture, reader.group
     if parallel is None:
         return mlp
     return MLPAndMixture(
@@ -36,8 +36,8 @@ def load_mlp(name: str, block: Block, reader: WeightReader, offload: ExpertOfflo
         input_norm=reader.norm(parallel.input_norm),
         output_norm=reader.norm(parallel.output_norm),
         router_norm=reader.norm(parallel.router_norm),
-        sum=None if reader.group is None else reader.group.sum_rows,
-        gather=None if reader.group is None else reader.group.gather_rows,
+        sum=None if group is None else group.sum_rows,
+        gather=None if group is None else group.gather_rows,
     )
 
 
@@ -65,7 +65,7 @@ def _mixture(name: str, mixture: Mixture, reader: WeightReader, offload: ExpertO
 
 
 def _exchange(mixture: Mixture, group: Group | None, num_experts: int) -> ExpertExchange | None:
-    """Returns what sends tokens to whole experts; None where all of them are read by parts that ranks share anyway."""
+    """Returns what sends tokens to whole experts; None where parts that ranks share read all tokens anyway."""
     if group is None or mixture.held is None or mixture.shared is not None or mixture.around:
         return None
     return ExpertExchange.of(group, num_experts)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from datetime import timedelta
-from functools import partial
+from functools import partial, reduce
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -111,7 +111,7 @@ class Group:
             return self.sum(parts)
         sizes = [size(self._rows(num_tokens, index)) for index in range(self.rank.count)]
         found = self.exchange(parts, sizes, [sizes[self.rank.index]] * self.rank.count)
-        return found.view(self.rank.count, -1, *parts.shape[1:]).sum(0)
+        return reduce(torch.add, found.view(self.rank.count, -1, *parts.shape[1:]).unbind())
 
     def gather_rows(self, own: Tensor, num_tokens: int) -> Tensor:
         """Returns rows `[T, C]` of all tokens of a step, of which this rank has `own_rows` or all."""
@@ -119,8 +119,8 @@ class Group:
             return own
         largest = size(self._rows(num_tokens, 0))
         found = own.new_empty(self.rank.count * largest, *own.shape[1:])
-        padding = (0, 0) * (own.dim() - 1) + (0, largest - len(own))
-        self._wait(self._summing._allgather_base(found, functional.pad(own, padding).contiguous()))
+        own = own if len(own) == largest else functional.pad(own, (0, 0, 0, largest - len(own)))
+        self._wait(self._summing._allgather_base(found, own.contiguous()))
         return found[:num_tokens]
 
     def exchange(self, tensor: Tensor, sent: list[int], received: list[int]) -> Tensor:

@@ -9,6 +9,8 @@ from tiny_configs import GEMMA4_EXPERTS, VARIANTS
 from tiny_models import save_tiny_model
 from torch import Tensor
 
+from compress.common.cli import bundled_path
+from compress.cpu.binding import library
 from compress.models.registry import FAMILIES
 from runtime.model.loader import load_model
 from runtime.parallel.group import Group
@@ -70,6 +72,20 @@ def test_tokens_go_to_the_ranks_with_their_experts(family: str, tmp_path: Path) 
     for count in (2, 3, 4):
         # Numbers of rows, rows, weights and experts there, rows back, in place of a sum.
         assert check(tmp_path / "model", count, has_whole_experts=True) == 1 + 2 * len(mixtures) + 4 * num_sent
+
+
+@pytest.mark.skipif(library() is None, reason="the CPU kernels are not compiled")
+@pytest.mark.parametrize("model", ["demo", "demo-mixture"])
+def test_compiled_kernels_take_shares_of_any_size(model: str) -> None:
+    """Five tokens of four ranks: 2, 2, 1 and none."""
+    folder, options = bundled_path(model), {"dtype": "bfloat16", "kernels": "auto"}
+    with torch.inference_mode():
+        wanted = whole_logits(load_model(folder, device="cpu", **options), TOKENS[:5])
+    for experts in {False, model == "demo-mixture"}:
+        parts = load_parts(folder, 4, has_whole_experts=experts, min_tokens=1, **options)
+        found = parts_logits(parts, TOKENS[:5])
+        assert parts[0].head.group.sent[0] == [2, 2, 1, 0]
+        assert (found - wanted).abs().max() < 2**-5 * wanted.abs().max()
 
 
 def test_ranks_without_a_token_take_part() -> None:
