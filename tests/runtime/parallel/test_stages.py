@@ -73,7 +73,7 @@ def stages_of(folder: Path, count: int) -> tuple[Stage, ...]:
     return plan_stages(read_model(checkpoint), checkpoint, count, 0)
 
 
-def load_stages(folder: Path, count: int, ranks: int = 1, **options: Any) -> list[Decoder]:
+def load_stages(folder: Path, count: int, ranks: int = 1, min_tokens: int = 0, **options: Any) -> list[Decoder]:
     """The part of each process, in threads of this one."""
     stages, total = stages_of(folder, count), count * ranks
     options = {"device": "cpu", "dtype": "float64", "kernels": "reference"} | options
@@ -81,7 +81,8 @@ def load_stages(folder: Path, count: int, ranks: int = 1, **options: Any) -> lis
 
     def load(index: int) -> Decoder:
         own = store if index == 0 else TCPStore(HOST, store.port, total, is_master=False)
-        group = Group(Rank(index % ranks, ranks), own, CPU, Others(), stages[index // ranks])
+        rank, stage = Rank(index % ranks, ranks), stages[index // ranks]
+        group = Group(rank, own, CPU, Others(), stage, min_tokens=min_tokens)
         return load_model(folder, group=group, **options)
 
     with ThreadPoolExecutor(total) as pool:
@@ -105,12 +106,12 @@ def part_logits(decoder: Decoder, tokens: Tensor) -> Tensor | None:
     return None
 
 
-def check(folder: Path, count: int, ranks: int = 1, num_tokens: int = 13) -> None:
+def check(folder: Path, count: int, ranks: int = 1, min_tokens: int = 0, num_tokens: int = 13) -> None:
     whole = load_model(folder, device="cpu", dtype="float64", kernels="reference")
     tokens = torch.arange(3, 3 + num_tokens)
     with torch.inference_mode():
         wanted = whole_logits(whole, tokens)
-    parts = load_stages(folder, count, ranks)
+    parts = load_stages(folder, count, ranks, min_tokens)
     with ThreadPoolExecutor(len(parts)) as pool:
         found = next(iter(pool.map(part_logits, parts, [tokens] * len(parts))))
     assert found is not None
@@ -143,6 +144,20 @@ def test_stages_of_packed_weights(ranks: int, tmp_path: Path) -> None:
     save_tiny_model(tmp_path / "dense", "llama", torch.bfloat16, **sizes)
     pack_model(tmp_path / "dense", tmp_path / "packed", lambda module: Int(4, 32))
     check(tmp_path / "packed", 2, ranks)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma4_text"])
+def test_ranks_of_stages_pass_on_the_tokens_that_they_share(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With inputs of layers and without."""
+    send, sent = Group.send, list[int]()
+    monkeypatch.setattr(
+        Group, "send", lambda group, tensor, index: sent.append(len(tensor)) or send(group, tensor, index)
+    )
+    save_tiny_model(tmp_path / "model", family, **VARIANTS[family])
+    check(tmp_path / "model", 2, ranks=2, min_tokens=13)
+    assert set(sent) == {7, 6, 13}, "the last stage gives all of them to the first rank"
 
 
 def test_each_stage_holds_its_part_of_the_memory() -> None:
