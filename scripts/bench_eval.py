@@ -16,10 +16,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarking.machine import Stopwatch, environment, in_own_process, leave_with, peak_host_bytes
+from benchmarking.machine import Stopwatch, in_own_process, leave_with, open_console, peak_host_bytes
 from benchmarking.models import SHAPES, write_model, write_packed_model
-from benchmarking.tables import describe, print_with_markdown
-from rich.console import Console
+from benchmarking.tables import print_with_markdown
 
 from compress.checkpoint.weights import Int
 from compress.common.cli import demo_model_path
@@ -66,8 +65,8 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options, console = parse_options(arguments), Console(width=160, highlight=False)
-    console.print(describe(environment() | {"shape": options.shape, "tokens": options.tokens}))
+    options = parse_options(arguments)
+    console = open_console(shape=options.shape, tokens=options.tokens)
     rows, results = [], set[Evaluation]()
     with tempfile.TemporaryDirectory(dir=options.work) as work:
         model, baseline = write_models(Path(work), options.shape)

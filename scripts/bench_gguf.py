@@ -17,10 +17,9 @@ from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from benchmarking.machine import environment
+from benchmarking.machine import open_console
 from benchmarking.models import compress
-from benchmarking.tables import Row, describe, print_with_markdown
-from rich.console import Console
+from benchmarking.tables import Row, print_with_markdown
 
 from compress.checkpoint.gguf.export import Planner, export_gguf
 from compress.checkpoint.gguf.folder import folder_of
@@ -43,8 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             ).result
             figures = {"perplexity": f"{result.perplexity:.2f}", "KL to dense": f"{result.kl_mean:.5f}"}
             rows.append({"file": name, "bytes": f"{file.stat().st_size:,}", **figures})
-    console = Console()
-    console.print(describe(environment()))
+    console = open_console()
     print_with_markdown(f"GGUF files, {options.data}", rows, console)
     return 0
 

@@ -21,9 +21,8 @@ from pathlib import Path
 import torch
 from bench_gguf import parse_options, quantized_files
 from benchmarking.llama import LlamaScorer, importance_matrix, quantize
-from benchmarking.machine import environment
-from benchmarking.tables import Row, describe, print_with_markdown
-from rich.console import Console
+from benchmarking.machine import open_console
+from benchmarking.tables import Row, print_with_markdown
 from torch import Tensor
 
 from calibration.sequences import load_tokenizer
@@ -48,8 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for name, file in _files(Path(folder), model, options.types, options.methods):
             rows.append({"file": name, "bytes": f"{file.stat().st_size:,}", **_figures(file, windows, dense)})
             print(*rows[-1].values(), sep="  ", file=sys.stderr)
-    console = Console()
-    console.print(describe(environment()))
+    console = open_console()
     print_with_markdown(f"GGUF files by llama.cpp's logits, {options.data}", rows, console)
     return 0
 

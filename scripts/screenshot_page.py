@@ -3,14 +3,13 @@
     python scripts/screenshot_page.py --out docs/chat-page.png
     python scripts/screenshot_page.py --dark --out dark.png -- path/to/model --kv-memory 1GiB
 
-What follows `--` are arguments of `runtime serve`; without any it is the bundled model with so little room that every
-plot has something to tell. Needs the `test` extra and a Chromium on PATH.
+What follows `--` are arguments of `runtime serve`, the model first; without any it is the bundled model with so little
+room that every plot has something to tell. Needs the `test` extra and a Chromium on PATH.
 """
 
 from __future__ import annotations
 
 import argparse
-import re
 import shutil
 import subprocess
 import sys
@@ -20,33 +19,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from runtime.bench.run import run_server
+
 if TYPE_CHECKING:
     from playwright.sync_api import Page
 
 PROMPT = "He opened the door and"
 EARLIER = ["Explain what a list is in Python, with an example.", "Write a short letter to an old friend."]
 SAMPLING = {"temperature": 0.6, "seed": 10, "max_tokens": 110}
-SERVE = ["--kv-memory", "2MiB", "--max-num-seqs", "3", "--speculative-model", "ngram"]
+SERVE = ["demo", "--kv-memory", "2MiB", "--max-num-seqs", "3", "--speculative-model", "ngram"]
 BUSY_SECONDS = 55
 LOAD = ["--max-concurrency", "5", "--num-prompts", "1000", "--prefix-len", "72", "--output-len", "40:300"]
 TYPICAL_DOUBT = 0.4
 SIZE = {"width": 1320, "height": 820}
-
-
-@contextmanager
-def serving(arguments: list[str]) -> Iterator[str]:
-    """A server on a free port; its URL."""
-    command = [sys.executable, "-m", "runtime.cli", "serve", "--port", "0", *arguments]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    try:
-        for line in process.stdout or ():
-            if found := re.search(r"^serving .* at (http://\S+)", line):
-                yield found[1]
-                return
-        sys.exit("error: the server did not start. Run 'runtime serve' to see why.")
-    finally:
-        process.terminate()
-        process.wait()
 
 
 @contextmanager
@@ -106,8 +91,9 @@ def main() -> None:
     parser.add_argument("--dark", action="store_true", help="in dark colours")
     parser.add_argument("serve", nargs="*", metavar="-- ARGUMENT", help="given to 'runtime serve'")
     arguments = parser.parse_args()
-    with serving(arguments.serve or SERVE) as url:
-        photograph(url, arguments.out, arguments.dark)
+    model, *options = arguments.serve or SERVE
+    with run_server(Path(model), options) as server:
+        photograph(server.url, arguments.out, arguments.dark)
     print(f"wrote {arguments.out} ({arguments.out.stat().st_size / 1024:.0f} KiB)")
 
 

@@ -16,11 +16,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
-
 from benchmarking.contenders import Job, mixed_jobs
-from benchmarking.machine import environment
-from benchmarking.tables import Row, describe, print_with_markdown
+from benchmarking.machine import open_console
+from benchmarking.tables import Row, print_with_markdown
 from compress.common.cli import demo_model_path
 from runtime.core.config import RuntimeConfig
 from runtime.core.request import SamplingParams
@@ -125,8 +123,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    console = Console(width=160, highlight=False)
-    console.print(describe(environment()))
+    console = open_console()
     system = mixed_jobs(options.model, 1, options.prefix, options.prefix)[0].prompt
     questions = sorted(mixed_jobs(options.model, options.questions, 16, 64, seed=1), key=lambda job: len(job.prompt))
     tables = {"Time to first token after a shared prefix": prefix_rows(options.model, system, questions)}

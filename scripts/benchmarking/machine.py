@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
+import itertools
 import multiprocessing
 import os
 import platform
 import signal
+import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from benchmarking.tables import Rows
+from rich.console import Console
+
+from benchmarking.tables import Rows, describe
 from compress.common.cli import let_threads_sleep
 from compress.common.errors import ToolkitError
 from runtime.bench.figures import processor_name
@@ -39,6 +43,13 @@ def environment() -> dict[str, Any]:
         "commit": _commit(),
         "load at the start": f"{os.getloadavg()[0]:.1f}",
     }
+
+
+def open_console(width: int = 160, **facts: Any) -> Console:
+    """Returns a console for figures, on which the environment and further facts are printed."""
+    console = Console(width=width, highlight=False)
+    console.print(describe(environment() | facts), markup=False)
+    return console
 
 
 def weights_sha256(model: Path) -> str:
@@ -141,3 +152,32 @@ class Stopwatch:
 
     def read(self) -> tuple[float, float]:
         return time.perf_counter() - self._wall, time.process_time() - self._processor
+
+
+def take_turns(
+    sides: Mapping[str, Callable[[int], object]],
+    seconds: float = 0.0,
+    rounds: int = 3,
+    clock: Callable[[], float] = time.thread_time,
+) -> dict[str, list[float]]:
+    """Returns milliseconds of the calls of each side, which take turns and get the number of the turn.
+
+    Args:
+        seconds: how long all of it may take.
+        rounds: that are made at least, after a first one that warms up and does not count.
+    """
+    taken: dict[str, list[float]] = {name: [] for name in sides}
+    deadline = time.monotonic() + seconds
+    for turn in itertools.count():
+        for name, call in sides.items():
+            begin = clock()
+            call(turn)
+            taken[name].append(1e3 * (clock() - begin))
+        if turn >= rounds and time.monotonic() > deadline:
+            break
+    return {name: times[1:] for name, times in taken.items()}
+
+
+def median_ratio(slow: Sequence[float], quick: Sequence[float]) -> float:
+    """Returns the median over turns of how many times as fast one side is."""
+    return statistics.median(old / new for old, new in zip(slow, quick, strict=True))

@@ -146,20 +146,25 @@ def write_headers(folder: Path, shape: Shape) -> None:
 
 def _modules(config: PretrainedConfig) -> dict[str, tuple[int, ...]]:
     """Shapes of the parameters of a model by name, without `.weight`; of experts one by one."""
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        parameters = AutoModelForCausalLM.from_config(config).state_dict()
     found: dict[str, tuple[int, ...]] = {}
-    for name, tensor in parameters.items():
+    for name, size in _parameters(config).items():
         experts, _, kind = name.rpartition(".experts.")
-        for expert in range(len(tensor) if experts else 0):
-            rows, columns = tensor.shape[1:]
+        for expert in range(size[0] if experts else 0):
+            rows, columns = size[1:]
             halves = {"gate_proj": rows // 2, "up_proj": rows // 2} if kind == "gate_up_proj" else {kind: rows}
             found |= {f"{experts}.experts.{expert}.{half}": (count, columns) for half, count in halves.items()}
         if not experts:
-            found[name.removesuffix(".weight")] = tuple(tensor.shape)
+            found[name.removesuffix(".weight")] = size
     return found
+
+
+def _parameters(config: PretrainedConfig) -> dict[str, tuple[int, ...]]:
+    """Shapes of the parameters of a model by name."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        found = AutoModelForCausalLM.from_config(config).state_dict()
+    return {name: tuple(tensor.shape) for name, tensor in found.items()}
 
 
 LINEAR = re.compile(r"_proj(_qkv|_z)?$")
@@ -266,7 +271,8 @@ Q6_BLOCK, Q6_BYTES = 256, 210
 
 
 def write_gguf(path: Path, shape: Shape, seed: int = 0) -> None:
-    """Writes random 4-bit weights, with head and routers as llama.cpp keeps them. Needs the package `gguf`."""
+    """Writes random 4-bit weights, with head and routers as llama.cpp keeps them. Needs the package `gguf`, which
+    knows the names of tensors."""
     import gguf
 
     random = np.random.default_rng(seed)
@@ -275,15 +281,15 @@ def write_gguf(path: Path, shape: Shape, seed: int = 0) -> None:
         getattr(writer, f"add_{name}")(value)
     writer.add_token_types([gguf.TokenType.NORMAL] * shape.vocabulary)
     q4, q6 = gguf.GGMLQuantizationType.Q4_0, gguf.GGMLQuantizationType.Q6_K
-    for name, *size in _gguf_linears(shape):
-        writer.add_tensor(f"{name}.weight", _q4(size, random), raw_dtype=q4)
-    writer.add_tensor("output.weight", _q6(shape.vocabulary, shape.hidden, random), raw_dtype=q6)
-    for name, *size in (*_gguf_routers(shape), *_gguf_convolutions(shape)):
-        writer.add_tensor(f"{name}.weight", random.normal(0, 0.02, size).astype(np.float32))
-    for name, width in _gguf_norms(shape):
-        writer.add_tensor(f"{name}.weight", np.ones(width, np.float32))
-    for name in _gguf_delta_vectors(shape):
-        writer.add_tensor(name, -np.ones(shape.delta_heads, np.float32))
+    for name, size in _gguf_tensors(shape):
+        if len(size) == 1:
+            writer.add_tensor(name, np.full(size, 1 if "norm" in name else -1, np.float32))
+        elif name == "output.weight":
+            writer.add_tensor(name, _q6(*size, random), raw_dtype=q6)
+        elif "ffn_gate_inp" in name or "conv1d" in name:
+            writer.add_tensor(name, random.normal(0, 0.02, size).astype(np.float32))
+        else:
+            writer.add_tensor(name, _q4(size, random), raw_dtype=q4)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -335,50 +341,20 @@ def _gguf_delta_facts(shape: Shape) -> dict[str, object]:
     }
 
 
-def _gguf_linears(shape: Shape) -> Iterator[tuple[str | int, ...]]:
-    """Names, the number of experts where all of a layer are one tensor, and rows and columns."""
-    hidden, kv, inner = shape.hidden, shape.head_dim * shape.kv_heads, shape.intermediate
-    gated = 2 if shape.delta_heads else 1  # each query has an output gate
-    attention = {"attn_q": (gated * hidden, hidden), "attn_k": (kv, hidden), "attn_v": (kv, hidden)}
-    attention["attn_output"] = hidden, hidden
-    feed_forward = {"ffn_gate": (inner, hidden), "ffn_up": (inner, hidden), "ffn_down": (hidden, inner)}
-    if shape.experts:
-        feed_forward = {f"{name}_exps": (shape.experts, *size) for name, size in feed_forward.items()}
-    yield "token_embd", shape.vocabulary, hidden
-    for layer in range(shape.layers):
-        mixer = _gguf_delta_linears(shape) if shape.is_delta(layer) else attention
-        for name, size in (mixer | feed_forward).items():
-            yield f"blk.{layer}.{name}", *size
+def _gguf_tensors(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yields names and shapes of tensors in a file, where all experts of a layer are one."""
+    import gguf
 
-
-def _gguf_delta_linears(shape: Shape) -> dict[str, tuple[int, int]]:
-    values, gates = shape.delta_heads * DELTA_DIM, (shape.delta_heads, shape.hidden)
-    inputs = {"attn_qkv": (3 * values, shape.hidden), "attn_gate": (values, shape.hidden)}
-    return {**inputs, "ssm_beta": gates, "ssm_alpha": gates, "ssm_out": (shape.hidden, values)}
-
-
-def _gguf_convolutions(shape: Shape) -> Iterator[tuple[str | int, ...]]:
-    for layer in filter(shape.is_delta, range(shape.layers)):
-        yield f"blk.{layer}.ssm_conv1d", 3 * shape.delta_heads * DELTA_DIM, DELTA_TAPS
-
-
-def _gguf_delta_vectors(shape: Shape) -> Iterator[str]:
-    for layer in filter(shape.is_delta, range(shape.layers)):
-        yield from (f"blk.{layer}.ssm_dt.bias", f"blk.{layer}.ssm_a")
-
-
-def _gguf_routers(shape: Shape) -> Iterator[tuple[str | int, ...]]:
-    for layer in range(shape.layers if shape.experts else 0):
-        yield f"blk.{layer}.ffn_gate_inp", shape.experts, shape.hidden
-
-
-def _gguf_norms(shape: Shape) -> Iterator[tuple[str, int]]:
-    yield "output_norm", shape.hidden
-    widths = {"attn": shape.hidden, "post_attention" if shape.delta_heads else "ffn": shape.hidden}
-    heads = dict.fromkeys(("attn_q", "attn_k"), shape.head_dim) if shape.family.startswith("qwen3") else {}
-    for layer in range(shape.layers):
-        own = {"ssm": DELTA_DIM} if shape.is_delta(layer) else heads
-        yield from ((f"blk.{layer}.{name}_norm", width) for name, width in (widths | own).items())
+    numbers = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
+    known = gguf.get_tensor_name_map(numbers[GGUF_ARCHITECTURES[shape.family]], shape.layers)
+    for name, size in _parameters(config_of(shape)).items():
+        published = {name.replace("dt_bias", "dt_proj.bias"): tuple(length for length in size if length > 1)}
+        if name.endswith("gate_up_proj"):
+            experts, rows, columns = size
+            published = {name.replace("gate_up", half): (experts, rows // 2, columns) for half in ("gate", "up")}
+        for part, lengths in published.items():
+            own = known.get_name(part, (".weight", ".bias"))
+            yield f"{own}.weight" if own.endswith("_exps") else own, lengths
 
 
 def _q4(size: Sequence[int], random: np.random.Generator) -> np.ndarray:

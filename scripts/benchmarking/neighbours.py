@@ -27,10 +27,9 @@ from statistics import median
 from typing import Any
 
 import aiohttp
-from rich.console import Console
 
-from benchmarking.machine import environment
-from benchmarking.tables import Row, describe, print_with_markdown
+from benchmarking.machine import open_console
+from benchmarking.tables import Row, print_with_markdown
 from compress.common.cli import demo_model_path
 from runtime.bench.load import Job, Record
 from runtime.bench.run import Client, find_model, open_session, run_server
@@ -184,8 +183,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    console = Console(width=160, highlight=False)
-    console.print(describe(environment()))
+    console = open_console()
     with run_server(options.model, shlex.split(options.serve)) as server:
         measure_prompts(server.url, options.warm_up, options.prompt)
         rows = [measure(server.url, name, options) for name in options.rows]

@@ -14,10 +14,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 
-from rich.console import Console
-
-from benchmarking.machine import environment
-from benchmarking.tables import Row, describe, print_with_markdown
+from benchmarking.machine import open_console
+from benchmarking.tables import Row, print_with_markdown
 from compress.common.cli import demo_model_path
 from runtime.bench.figures import Figures, parse_objectives
 from runtime.bench.load import Lengths, Load, Workload
@@ -63,8 +61,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    console = Console(width=160, highlight=False)
-    console.print(describe(environment()))
+    console = open_console()
     rows: list[Row] = []
     with ExitStack() as stack:
         starts = {name: run_server(options.model, serve) for name, serve in SERVERS.items()}

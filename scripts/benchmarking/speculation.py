@@ -17,11 +17,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from rich.console import Console
-
 from benchmarking.contenders import mixed_jobs
-from benchmarking.machine import environment
-from benchmarking.tables import Row, describe, print_with_markdown
+from benchmarking.machine import open_console
+from benchmarking.tables import Row, print_with_markdown
 from compress.common.cli import demo_model_path
 from runtime.core.config import RuntimeConfig
 from runtime.core.request import SamplingParams
@@ -119,8 +117,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    console = Console(width=160, highlight=False)
-    console.print(describe(environment()))
+    console = open_console()
     count = options.num_speculative_tokens
     config = RuntimeConfig(dtype=options.dtype, num_speculative_tokens=count, prefix_caching=False)
     for batch in options.batch:

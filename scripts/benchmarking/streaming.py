@@ -26,11 +26,9 @@ from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from statistics import median
 
-from rich.console import Console
-
-from benchmarking.machine import Stopwatch, environment, in_own_process, process_seconds
+from benchmarking.machine import Stopwatch, in_own_process, open_console, process_seconds
 from benchmarking.step_cost import InstantRunner
-from benchmarking.tables import Row, describe, print_with_markdown
+from benchmarking.tables import Row, print_with_markdown
 from compress.common.cli import demo_model_path
 from runtime.core.config import Limits, RuntimeConfig
 from runtime.core.request import SamplingParams
@@ -271,8 +269,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    console = Console(width=160, highlight=False)
-    console.print(describe(environment()))
+    console = open_console()
     many = Work(options.path, options.clients, options.requests, options.tokens, apart=options.api_process)
     one = replace(many, clients=1, requests=40, tokens=16)
     titles = {

@@ -14,11 +14,10 @@ import time
 from pathlib import Path
 
 import torch
-from rich.console import Console
 
-from benchmarking.machine import environment
+from benchmarking.machine import open_console, take_turns
 from benchmarking.models import SHAPES, write_packed_model
-from benchmarking.tables import Row, describe, print_with_markdown
+from benchmarking.tables import Row, print_with_markdown
 from compress.checkpoint.weights import Int
 from compress.cpu.binding import set_threads
 from runtime.core.config import RuntimeConfig
@@ -52,14 +51,10 @@ def step_plan(runner: ModelRunner, start: int, stop: int, drafted: int) -> StepP
 def measure(runner: ModelRunner, context: int, drafted: list[int], threads: int, rounds: int) -> dict[int, float]:
     """Median milliseconds of processor time by drafted tokens."""
     runner.submit(step_plan(runner, 0, context, 0)).result()
-    taken: dict[int, list[float]] = {count: [] for count in drafted}
-    for _ in range(rounds + 1):
-        for count in drafted:
-            plan = step_plan(runner, context, context + 1, count)
-            started = time.process_time()
-            runner.submit(plan).result()
-            taken[count].append((time.process_time() - started) * 1e3 / threads)
-    return {count: statistics.median(times[1:]) for count, times in taken.items()}
+    plans = {str(count): step_plan(runner, context, context + 1, count) for count in drafted}
+    steps = {name: lambda _turn, plan=plan: runner.submit(plan).result() for name, plan in plans.items()}
+    taken = take_turns(steps, rounds=rounds, clock=time.process_time)
+    return {count: statistics.median(taken[str(count)]) / threads for count in drafted}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -72,8 +67,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    console = Console(width=160, highlight=False)
-    console.print(describe(environment()), markup=False)
+    console = open_console()
     torch.set_num_threads(options.threads)
     set_threads(options.threads)
     rows: list[Row] = []

@@ -113,7 +113,9 @@ def cached_streams(
     cache: Path, tokenizer: PreTrainedTokenizerBase, folder: Path, exclude: tuple[str, ...] = ()
 ) -> Streams:
     """`build_streams` of a folder, kept as two .npy files named by what went in."""
-    key = _fingerprint(tokenizer, folder, exclude)
+    files = [(p.relative_to(folder).as_posix(), p.stat().st_size) for p in sorted(folder.rglob("*")) if p.is_file()]
+    facts = json.dumps([files, exclude, tokenizer.backend_tokenizer.to_str()])
+    key = hashlib.sha256(facts.encode()).hexdigest()[:16]
     train, held_out = cache / f"train-{key}.npy", cache / f"held-out-{key}.npy"
     if not (train.exists() and held_out.exists()):
         streams = build_streams(tokenizer, read_folder(folder, exclude))
@@ -123,12 +125,6 @@ def cached_streams(
             np.save(partial, tokens)
             partial.replace(path)
     return Streams(np.load(train, mmap_mode="r"), np.load(held_out))
-
-
-def _fingerprint(tokenizer: PreTrainedTokenizerBase, folder: Path, exclude: tuple[str, ...]) -> str:
-    files = [(p.relative_to(folder).as_posix(), p.stat().st_size) for p in sorted(folder.rglob("*")) if p.is_file()]
-    facts = json.dumps([files, exclude, tokenizer.backend_tokenizer.to_str()])
-    return hashlib.sha256(facts.encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from benchmarking.machine import take_turns
 from benchmarking.tables import Row
 from compress.checkpoint.kv_cache import UNCOMPRESSED, KVCacheScheme
 from compress.cpu.binding import set_threads
@@ -85,15 +86,11 @@ PROMPT_CASES = (
 
 def measure(steps: Mapping[str, Callable[[], object]], threads: int) -> dict[str, float]:
     """Median processor seconds of one thread by name; sides take turns, and the first round warms up."""
-    taken: dict[str, list[float]] = {name: [] for name in steps}
     torch.set_num_threads(1)
     set_threads(threads)
-    for _ in range(ROUNDS + 1):
-        for name, step in steps.items():
-            started = time.process_time()
-            step()
-            taken[name].append((time.process_time() - started) / threads)
-    return {name: statistics.median(seconds[1:]) for name, seconds in taken.items()}
+    calls = {name: lambda _turn, step=step: step() for name, step in steps.items()}
+    taken = take_turns(calls, rounds=ROUNDS, clock=time.process_time)
+    return {name: statistics.median(times) / 1e3 / threads for name, times in taken.items()}
 
 
 def decode_rows(cases: Sequence[Case], threads: int) -> list[Row]:

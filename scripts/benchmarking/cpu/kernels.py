@@ -16,19 +16,18 @@ get one thread each. Every product takes another copy of its weight, together la
 from __future__ import annotations
 
 import argparse
-import itertools
 import os
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from rich.console import Console
 from torch import Tensor
 
-from benchmarking.machine import environment
-from benchmarking.tables import Row, describe, print_with_markdown
+from benchmarking.machine import median_ratio, open_console, take_turns
+from benchmarking.tables import Row, print_with_markdown
 from compress.checkpoint.scale_search import FP8
 from compress.checkpoint.weights import Activations as InputRounding
 from compress.checkpoint.weights import BlockFp8, Exl3, Fp8, Int, Mxfp8, Scheme, Weight
@@ -115,27 +114,25 @@ def milliseconds(
         Milliseconds, and times as fast, by contender.
     """
     x = torch.randn(rows, in_features, generator=torch.Generator().manual_seed(rows)).to(torch.bfloat16)
-    taken: dict[str, list[float]] = {side.name: [] for side in sides}
-    deadline = time.monotonic() + seconds
-    for turn in itertools.count():
-        for side in sides:
-            begin = time.thread_time()
-            side(x, turn)
-            taken[side.name].append(time.thread_time() - begin)
-        if turn >= 3 and time.monotonic() > deadline:
-            break
-    measured = {name: times[1:] for name, times in taken.items()}
-    speed = {
-        name: statistics.median(slow / quick for slow, quick in zip(measured[baseline], times, strict=True))
-        for name, times in measured.items()
-    }
-    return {name: 1e3 * statistics.median(times) for name, times in measured.items()}, speed
+    measured = take_turns({side.name: partial(side, x) for side in sides}, seconds)
+    speed = {name: median_ratio(measured[baseline], times) for name, times in measured.items()}
+    return {name: statistics.median(times) for name, times in measured.items()}, speed
 
 
 def linear_rows(in_features: int, out_features: int, numbers_of_rows: list[int], seconds: float) -> list[Row]:
     """One line per kernel: milliseconds for each number of rows, and times as fast as the baseline."""
-    sides = contenders(in_features, out_features)
-    measured = [milliseconds(sides, in_features, rows, seconds) for rows in numbers_of_rows]
+    return product_rows(contenders(in_features, out_features), in_features, numbers_of_rows, seconds)
+
+
+def product_rows(
+    sides: Sequence[Contender],
+    in_features: int,
+    numbers_of_rows: list[int],
+    seconds: float,
+    baseline: str = BASELINE,
+) -> list[Row]:
+    """One line per contender: milliseconds for each number of rows, and times as fast as the baseline."""
+    measured = [milliseconds(sides, in_features, rows, seconds, baseline) for rows in numbers_of_rows]
     return [
         {"kernel": side.name}
         | {
@@ -164,9 +161,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     if library() is None:
         raise ToolkitError("there is nothing to compare", absence())
-    console = Console(width=180, highlight=False)
-    facts = environment() | {"instructions": INSTRUCTION_SETS[best_instruction_set()]}
-    console.print(describe(facts), markup=False)
+    console = open_console(180, instructions=INSTRUCTION_SETS[best_instruction_set()])
     if options.attention or options.prompts:
         _print_attention(options, console)
         return 0

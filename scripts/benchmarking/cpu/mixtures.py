@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from benchmarking.cpu.kernels import TARGET, random_weight
+from benchmarking.machine import median_ratio, take_turns
 from benchmarking.tables import Row
 from compress.checkpoint.weights import Int
 from compress.checkpoint.weights.coded import CodedWeight
@@ -53,12 +52,20 @@ def mixture_rows(shape: MixtureShape, numbers_of_rows: Sequence[int], seconds: f
     for kernel in (PACKED, W4A8):
         layers = [_random_experts(shape, kernel) for _ in range(LAYERS)]
         for count in numbers_of_rows:
-            before, after = _milliseconds(layers, torch.randn(count, shape.hidden).bfloat16(), seconds)
-            quick, slow = statistics.median(after), statistics.median(before)
-            gain = statistics.median(old / new for old, new in zip(before, after, strict=True))
-            times = {"expert by expert": f"{slow:.2f}", "one call": f"{quick:.2f}", "x": f"{gain:.2f}"}
-            rows.append({"kernel": kernel.name, "rows": str(count)} | times)
+            taken = take_turns(_ways(layers, torch.randn(count, shape.hidden).bfloat16()), seconds)
+            times = {name: f"{statistics.median(each):.2f}" for name, each in taken.items()}
+            rows.append(
+                {"kernel": kernel.name, "rows": str(count)} | times | {"x": f"{median_ratio(*taken.values()):.2f}"}
+            )
     return rows
+
+
+def _ways(layers: Sequence[Experts], x: Tensor) -> dict[str, Callable[[int], object]]:
+    ops, calls = CpuOps(), [CpuMixture(layer) for layer in layers]
+    return {
+        "expert by expert": lambda turn: layers[turn % LAYERS](x, x, ops),
+        "one call": lambda turn: calls[turn % LAYERS](x),
+    }
 
 
 def _random_experts(shape: MixtureShape, kernel: LinearKernel[CodedWeight]) -> Experts:
@@ -75,23 +82,3 @@ def _random_experts(shape: MixtureShape, kernel: LinearKernel[CodedWeight]) -> E
         torch.randn(shape.experts, shape.hidden).bfloat16() * 0.1,
         tuple(experts),
     )
-
-
-def _milliseconds(layers: Sequence[Experts], x: Tensor, seconds: float) -> tuple[list[float], list[float]]:
-    """Processor time of each turn: expert by expert, and in one call; at least three turns are made."""
-    ops, kernels = CpuOps(), [CpuMixture(layer) for layer in layers]
-    before: list[float] = []
-    after: list[float] = []
-
-    deadline = time.monotonic() + seconds
-    while len(after) < 4 or time.monotonic() < deadline:
-        turn = len(after) % LAYERS
-        before.append(_timed(partial(layers[turn], x, x, ops)))
-        after.append(_timed(partial(kernels[turn], x)))
-    return before[1:], after[1:]
-
-
-def _timed(work: Callable[[], object]) -> float:
-    begin = time.thread_time()
-    work()
-    return 1e3 * (time.thread_time() - begin)

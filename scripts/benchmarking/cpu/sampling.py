@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import statistics
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from benchmarking.machine import median_ratio, take_turns
 from benchmarking.tables import Row
 from runtime.core.batch import SamplingMetadata
 from runtime.core.request import SamplingParams
@@ -17,6 +17,8 @@ from runtime.sampling.sampler import Sampler, choose_sampler
 
 SPREAD = 2.0
 """Standard deviation of the logits."""
+TURNS = 8
+"""Draws that take turns."""
 HISTORY = 1000
 """Tokens that penalties count."""
 KINDS: Mapping[str, Mapping[str, Any]] = {
@@ -42,26 +44,20 @@ def sampling_rows(vocab: int, numbers_of_rows: Sequence[int], dtype: torch.dtype
     for name in KINDS:
         row = {"draw": name}
         for rows in numbers_of_rows:
-            before, after = _milliseconds(name, torch.randn(rows, vocab).mul_(SPREAD).to(dtype), seconds)
-            gain = statistics.median(old / new for old, new in zip(before, after, strict=True))
-            times = [statistics.median(each) / rows for each in (before, after)]
-            row[f"R={rows}"] = f"{times[0]:.2f} to {times[1]:.2f} ({gain:.1f}x)"
+            taken = take_turns(_ways(name, torch.randn(rows, vocab).mul_(SPREAD).to(dtype)), seconds)
+            before, after = (statistics.median(each) / rows for each in taken.values())
+            row[f"R={rows}"] = f"{before:.2f} to {after:.2f} ({median_ratio(*taken.values()):.1f}x)"
         table.append(row)
     return table
 
 
-def _milliseconds(name: str, logits: Tensor, seconds: float) -> tuple[list[float], list[float]]:
-    """Times steps in torch and in compiled code, in turns, and leaves out the first of each."""
-    samplers = Sampler(), choose_sampler(logits.device, torch.float32)
-    taken: tuple[list[float], list[float]] = ([], [])
-    deadline = time.monotonic() + seconds
-    while len(taken[0]) < 4 or time.monotonic() < deadline:
-        draws = _draws(name, *logits.shape, position=len(taken[0]))
-        for sampler, times in zip(samplers, taken, strict=True):
-            begin = time.thread_time()
-            sampler(logits.float(), draws)
-            times.append(1e3 * (time.thread_time() - begin))
-    return taken[0][1:], taken[1][1:]
+def _ways(name: str, logits: Tensor) -> dict[str, Callable[[int], object]]:
+    draws = [_draws(name, *logits.shape, position=position) for position in range(TURNS)]
+    plain, compiled = Sampler(), choose_sampler(logits.device, torch.float32)
+    return {
+        "torch": lambda turn: plain(logits.float(), draws[turn % TURNS]),
+        "compiled": lambda turn: compiled(logits.float(), draws[turn % TURNS]),
+    }
 
 
 def _draws(name: str, rows: int, vocab: int, position: int) -> list[SamplingMetadata]:

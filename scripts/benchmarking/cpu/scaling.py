@@ -21,12 +21,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from rich.console import Console
 
 from benchmarking.cpu.kernels import random_weight
-from benchmarking.machine import environment
+from benchmarking.machine import open_console
 from benchmarking.models import SHAPES, Shape
-from benchmarking.tables import Row, describe, print_with_markdown
+from benchmarking.tables import Row, print_with_markdown
 from compress.checkpoint.weights import Int
 from compress.common.errors import ToolkitError
 from compress.cpu.binding import absence, library, set_threads
@@ -197,8 +196,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     if library() is None:
         raise ToolkitError("there are no CPU kernels", absence())
-    console = Console(width=120)
-    console.print(describe(environment()), highlight=False)
+    console = open_console(120)
     step = Step(SHAPES[options.shape])
     rows = list(rows_of(step, options.threads, options.cores, options.bandwidth, options.rounds))
     set_threads(0)

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from benchmarking.cpu.kernels import copied, milliseconds, random_weight
+from benchmarking.cpu.kernels import copied, product_rows, random_weight
 from benchmarking.tables import Row
 from compress.checkpoint.weights import Exl3
 from compress.checkpoint.weights.exl3 import CODEBOOKS, CODES, HALVES_CODEBOOK, codebook_values, pair_widths
@@ -29,15 +29,7 @@ def trellis_rows(in_features: int, out_features: int, numbers_of_rows: list[int]
         for codebook in CODEBOOKS:
             weight = random_weight(out_features, in_features, Exl3(bits, codebook))
             sides.append(copied(f"{bits} bits, {codebook}", partial(CpuTrellisLinear, weight)))
-    measured = [milliseconds(sides, in_features, rows, seconds, EXPANDED) for rows in numbers_of_rows]
-    return [
-        {"kernel": side.name}
-        | {
-            f"M={rows}": f"{times[side.name]:.3f} ({speed[side.name]:.2f}x)"
-            for rows, (times, speed) in zip(numbers_of_rows, measured, strict=True)
-        }
-        for side in sides
-    ]
+    return product_rows(sides, in_features, numbers_of_rows, seconds, EXPANDED)
 
 
 def search_rows() -> list[Row]:
