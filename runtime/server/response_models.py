@@ -15,28 +15,28 @@ from typing import Any, Literal, NotRequired
 from pydantic import ConfigDict, with_config
 from typing_extensions import TypedDict
 
-closed = with_config(ConfigDict(extra="forbid"))
-"""Objects with exactly the keys of their type."""
+
+@with_config(ConfigDict(extra="forbid"))
+class Closed(TypedDict):
+    """An object with exactly the keys of its type."""
+
 
 FinishReason = Literal["stop", "length"]
 
 
-@closed
-class CachedTokens(TypedDict):
+class CachedTokens(Closed):
     """Prompt tokens whose keys and values were found in the prefix cache."""
 
     cached_tokens: int
 
 
-@closed
-class ReasoningTokens(TypedDict):
+class ReasoningTokens(Closed):
     """Tokens of an answer's reasoning, which the count of its tokens has, too."""
 
     reasoning_tokens: int
 
 
-@closed
-class Usage(TypedDict):
+class Usage(Closed):
     """Token counts of a request."""
 
     prompt_tokens: int
@@ -46,8 +46,7 @@ class Usage(TypedDict):
     completion_tokens_details: NotRequired[ReasoningTokens]
 
 
-@closed
-class CompletionLogprobs(TypedDict):
+class CompletionLogprobs(Closed):
     """Log-probabilities of a completion's tokens; offsets count characters."""
 
     tokens: list[str]
@@ -56,8 +55,7 @@ class CompletionLogprobs(TypedDict):
     text_offset: list[int]
 
 
-@closed
-class PromptLogprob(TypedDict):
+class PromptLogprob(Closed):
     """A token that could stand in a prompt; one that is not among the alternatives has no rank."""
 
     logprob: float
@@ -69,8 +67,7 @@ PromptLogprobs = list[dict[str, PromptLogprob] | None]
 """The alternatives to each token of a prompt by token id; the first token has none."""
 
 
-@closed
-class CompletionChoice(TypedDict):
+class CompletionChoice(Closed):
     """One answer to a prompt."""
 
     index: int
@@ -80,8 +77,7 @@ class CompletionChoice(TypedDict):
     prompt_logprobs: NotRequired[PromptLogprobs]
 
 
-@closed
-class CompletionResponse(TypedDict):
+class CompletionResponse(Closed):
     """Answer of `/v1/completions`."""
 
     id: str
@@ -92,8 +88,7 @@ class CompletionResponse(TypedDict):
     usage: Usage
 
 
-@closed
-class TopLogprob(TypedDict):
+class TopLogprob(Closed):
     """An alternative to a token."""
 
     token: str
@@ -101,8 +96,7 @@ class TopLogprob(TypedDict):
     bytes: list[int]
 
 
-@closed
-class TokenLogprob(TypedDict):
+class TokenLogprob(Closed):
     """A token, and the alternatives to it."""
 
     token: str
@@ -111,24 +105,21 @@ class TokenLogprob(TypedDict):
     top_logprobs: list[TopLogprob]
 
 
-@closed
-class ChatLogprobs(TypedDict):
+class ChatLogprobs(Closed):
     """Log-probabilities of a message's tokens."""
 
     content: list[TokenLogprob]
     refusal: None
 
 
-@closed
-class CalledFunction(TypedDict):
+class CalledFunction(Closed):
     """Name and arguments (JSON as text) of a call."""
 
     name: str
     arguments: str
 
 
-@closed
-class ToolCall(TypedDict):
+class ToolCall(Closed):
     """One call of a tool."""
 
     id: str
@@ -136,8 +127,7 @@ class ToolCall(TypedDict):
     function: CalledFunction
 
 
-@closed
-class AssistantMessage(TypedDict):
+class AssistantMessage(Closed):
     """A message of the model."""
 
     role: Literal["assistant"]
@@ -147,8 +137,7 @@ class AssistantMessage(TypedDict):
     tool_calls: NotRequired[list[ToolCall]]
 
 
-@closed
-class ChatChoice(TypedDict):
+class ChatChoice(Closed):
     """One answer to a conversation."""
 
     index: int
@@ -157,8 +146,7 @@ class ChatChoice(TypedDict):
     finish_reason: Literal["stop", "length", "tool_calls"]
 
 
-@closed
-class ChatCompletionResponse(TypedDict):
+class ChatCompletionResponse(Closed):
     """Answer of `/v1/chat/completions`."""
 
     id: str
@@ -170,8 +158,7 @@ class ChatCompletionResponse(TypedDict):
     prompt_logprobs: NotRequired[PromptLogprobs]
 
 
-@closed
-class Embedding(TypedDict):
+class Embedding(Closed):
     """The vector of one input: numbers, or base64 of little-endian float32."""
 
     object: Literal["embedding"]
@@ -179,16 +166,14 @@ class Embedding(TypedDict):
     embedding: list[float] | str
 
 
-@closed
-class EmbeddingUsage(TypedDict):
+class EmbeddingUsage(Closed):
     """Token counts of inputs."""
 
     prompt_tokens: int
     total_tokens: int
 
 
-@closed
-class EmbeddingResponse(TypedDict):
+class EmbeddingResponse(Closed):
     """Answer of `/v1/embeddings`."""
 
     object: Literal["list"]
@@ -197,15 +182,13 @@ class EmbeddingResponse(TypedDict):
     usage: EmbeddingUsage
 
 
-@closed
-class RankedText(TypedDict):
+class RankedText(Closed):
     """A document."""
 
     text: str
 
 
-@closed
-class RankedDocument(TypedDict):
+class RankedDocument(Closed):
     """One of the best documents, by its place in the request."""
 
     index: int
@@ -213,8 +196,7 @@ class RankedDocument(TypedDict):
     document: NotRequired[RankedText]
 
 
-@closed
-class RerankResponse(TypedDict):
+class RerankResponse(Closed):
     """Answer of `/v1/rerank`, best first."""
 
     id: str
@@ -223,8 +205,7 @@ class RerankResponse(TypedDict):
     usage: EmbeddingUsage
 
 
-@closed
-class Score(TypedDict):
+class Score(Closed):
     """Score of one pair."""
 
     index: int
@@ -232,8 +213,7 @@ class Score(TypedDict):
     score: float
 
 
-@closed
-class ScoreResponse(TypedDict):
+class ScoreResponse(Closed):
     """Answer of `/score`."""
 
     id: str
@@ -244,8 +224,7 @@ class ScoreResponse(TypedDict):
     usage: EmbeddingUsage
 
 
-@closed
-class Model(TypedDict):
+class Model(Closed):
     """The served model, or one of its adapters."""
 
     id: str
@@ -257,16 +236,14 @@ class Model(TypedDict):
     parent: str | None
 
 
-@closed
-class ModelList(TypedDict):
+class ModelList(Closed):
     """Answer of `/v1/models`."""
 
     object: Literal["list"]
     data: list[Model]
 
 
-@closed
-class StartPosition(TypedDict):
+class StartPosition(Closed):
     """Position of a start: `done` of `total` parts of a stage (0 of 0 if they cannot be counted), and its seconds so
     far."""
 
@@ -276,8 +253,7 @@ class StartPosition(TypedDict):
     seconds: float
 
 
-@closed
-class HealthResponse(TypedDict):
+class HealthResponse(Closed):
     """Answer of `/health`: numbers of sequences, and the reason when the server should get no requests."""
 
     status: Literal["ok", "starting", "unhealthy", "draining"]
@@ -287,15 +263,13 @@ class HealthResponse(TypedDict):
     progress: NotRequired[StartPosition]
 
 
-@closed
-class VersionResponse(TypedDict):
+class VersionResponse(Closed):
     """Answer of `/version`."""
 
     version: str
 
 
-@closed
-class TokenizeResponse(TypedDict):
+class TokenizeResponse(Closed):
     """Answer of `/tokenize`."""
 
     tokens: list[int]
@@ -304,15 +278,13 @@ class TokenizeResponse(TypedDict):
     token_strs: NotRequired[list[str]]
 
 
-@closed
-class DetokenizeResponse(TypedDict):
+class DetokenizeResponse(Closed):
     """Answer of `/detokenize`."""
 
     prompt: str
 
 
-@closed
-class ErrorObject(TypedDict):
+class ErrorObject(Closed):
     """A refusal or failure; `param` names the request field it is about."""
 
     message: str
@@ -321,8 +293,7 @@ class ErrorObject(TypedDict):
     code: str | None
 
 
-@closed
-class MessageUsage(TypedDict):
+class MessageUsage(Closed):
     """Token counts in Anthropic's form; tokens found in the prefix cache count apart."""
 
     input_tokens: int
@@ -331,16 +302,14 @@ class MessageUsage(TypedDict):
     output_tokens: int
 
 
-@closed
-class AnswerTextBlock(TypedDict):
+class AnswerTextBlock(Closed):
     """Text of a message."""
 
     type: Literal["text"]
     text: str
 
 
-@closed
-class AnswerThinkingBlock(TypedDict):
+class AnswerThinkingBlock(Closed):
     """Reasoning of the model; its signature is empty."""
 
     type: Literal["thinking"]
@@ -348,8 +317,7 @@ class AnswerThinkingBlock(TypedDict):
     signature: str
 
 
-@closed
-class AnswerToolUseBlock(TypedDict):
+class AnswerToolUseBlock(Closed):
     """A call of a tool."""
 
     type: Literal["tool_use"]
@@ -358,8 +326,7 @@ class AnswerToolUseBlock(TypedDict):
     input: dict[str, Any]
 
 
-@closed
-class MessageResponse(TypedDict):
+class MessageResponse(Closed):
     """Answer of `/v1/messages`."""
 
     id: str
@@ -372,15 +339,13 @@ class MessageResponse(TypedDict):
     usage: MessageUsage
 
 
-@closed
-class CountResponse(TypedDict):
+class CountResponse(Closed):
     """Answer of `/v1/messages/count_tokens`."""
 
     input_tokens: int
 
 
-@closed
-class ErrorResponse(TypedDict):
+class ErrorResponse(Closed):
     """Answer of any route when it refuses or fails; `type` is of routes of Anthropic's API."""
 
     type: NotRequired[Literal["error"]]

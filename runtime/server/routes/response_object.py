@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from typing_extensions import TypedDict
-
-from runtime.server.response_models import CachedTokens, ReasoningTokens, TokenLogprob, closed
+from runtime.server.response_models import CachedTokens, Closed, ReasoningTokens, TokenLogprob
 
 Status = Literal["completed", "incomplete"]
 
 
-@closed
-class OutputMessageText(TypedDict):
+class OutputMessageText(Closed):
     """Text of a message."""
 
     type: Literal["output_text"]
@@ -21,8 +18,7 @@ class OutputMessageText(TypedDict):
     logprobs: list[TokenLogprob]
 
 
-@closed
-class OutputMessage(TypedDict):
+class OutputMessage(Closed):
     """A message of the model."""
 
     id: str
@@ -32,8 +28,7 @@ class OutputMessage(TypedDict):
     content: list[OutputMessageText]
 
 
-@closed
-class OutputFunctionCall(TypedDict):
+class OutputFunctionCall(Closed):
     """A call of a tool; arguments are JSON as text."""
 
     id: str
@@ -44,16 +39,14 @@ class OutputFunctionCall(TypedDict):
     arguments: str
 
 
-@closed
-class OutputReasoningText(TypedDict):
+class OutputReasoningText(Closed):
     """Text of what the model thought."""
 
     type: Literal["reasoning_text"]
     text: str
 
 
-@closed
-class OutputReasoning(TypedDict):
+class OutputReasoning(Closed):
     """Holds what the model thought before it answered; no summary is made."""
 
     id: str
@@ -63,15 +56,13 @@ class OutputReasoning(TypedDict):
     content: list[OutputReasoningText]
 
 
-@closed
 class CachedInputTokens(CachedTokens):
     """Prompt tokens whose keys and values were found in the prefix cache, and those that were kept for a price."""
 
     cache_write_tokens: int
 
 
-@closed
-class ResponseUsage(TypedDict):
+class ResponseUsage(Closed):
     """Token counts."""
 
     input_tokens: int
@@ -81,15 +72,13 @@ class ResponseUsage(TypedDict):
     total_tokens: int
 
 
-@closed
-class IncompleteDetails(TypedDict):
+class IncompleteDetails(Closed):
     """Reason for which an answer is incomplete."""
 
     reason: Literal["max_output_tokens"]
 
 
-@closed
-class ResponseObject(TypedDict):
+class ResponseObject(Closed):
     """Answer of `/v1/responses`, with what the request said."""
 
     id: str
