@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
 from compress.common.errors import ToolkitError
-from runtime.core.attention_window import AttentionWindow
+from runtime.core.attention_window import FULL_ATTENTION, AttentionWindow
 from runtime.core.draft_states import StateCosts
 from runtime.core.draft_tree import chain
 from runtime.core.request import LogprobColumns, Sequence, TokenLogprobs
@@ -172,47 +172,31 @@ class ComputedStep:
 
 
 class Runner(Protocol):
-    """Interface of a model runner."""
+    """Interface of a model runner.
 
-    @property
-    def num_blocks(self) -> int:
-        """Number of pages of the KV cache; plans use ids 0 to num_blocks - 1."""
+    Attributes:
+        num_blocks: pages of the KV cache; plans use ids 0 to num_blocks - 1.
+        max_model_len: longest prompt plus output in tokens.
+        vocab_size: upper bound (exclusive) of token ids.
+        eos_token_ids: token ids that end a sequence unless it ignores them.
+        num_host_blocks: host memory slots for evicted blocks; plans use ids 0 to num_host_blocks - 1.
+        num_state_slots: slots for recurrent states; plans use ids 0 to num_state_slots - 1. 0 without such states.
+        num_host_states: host memory slots for evicted recurrent states; plans use ids 0 to num_host_states - 1.
+        state_costs: costs of recurrent states of draft tokens.
+        attention_window: tokens that a token attends to; keys and values outside of it are not needed.
+        shares_blocks: whether a block holds the whole state of its tokens, so that sequences may share blocks.
+    """
 
-    @property
-    def num_host_blocks(self) -> int:
-        """Number of host memory slots for evicted blocks; plans use ids 0 to num_host_blocks - 1."""
-
-    @property
-    def num_state_slots(self) -> int:
-        """Number of slots for recurrent states; plans use ids 0 to num_state_slots - 1. 0 without such states."""
-
-    @property
-    def num_host_states(self) -> int:
-        """Number of host memory slots for evicted recurrent states; plans use ids 0 to num_host_states - 1."""
-
-    @property
-    def state_costs(self) -> StateCosts:
-        """Costs of recurrent states of draft tokens."""
-
-    @property
-    def max_model_len(self) -> int:
-        """Longest prompt plus output in tokens."""
-
-    @property
-    def attention_window(self) -> AttentionWindow:
-        """Tokens that a token attends to; keys and values outside of it are not needed."""
-
-    @property
-    def shares_blocks(self) -> bool:
-        """Whether a block holds the whole state of its tokens, so that sequences may share blocks."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Upper bound (exclusive) of token ids."""
-
-    @property
-    def eos_token_ids(self) -> frozenset[int]:
-        """Token ids that end a sequence unless it ignores them."""
+    num_blocks: int
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: frozenset[int] = frozenset()
+    num_host_blocks: int = 0
+    num_state_slots: int = 0
+    num_host_states: int = 0
+    state_costs: StateCosts = StateCosts()
+    attention_window: AttentionWindow = FULL_ATTENTION
+    shares_blocks: bool = True
 
     def submit(self, plan: StepPlan) -> SubmittedStep:
         """Starts one forward pass over the plan's spans, and samples if a span reaches the end of its sequence. Plans

@@ -95,7 +95,14 @@ class ModelRunner:
         tell: Callable[[StepPlan], object] = lambda plan: None,
     ) -> None:
         self.decoder, self._tell = decoder, tell
-        self.memory = memory
+        self.memory, states = memory, memory.states
+        self.num_blocks, self.num_host_blocks = memory.num_blocks, memory.num_host_blocks
+        self.num_state_slots, self.num_host_states = states.num_slots, states.num_host_slots
+        self.state_costs = StateCosts(states.slot_bytes, memory.weight_bytes // TOKENS_PER_READ[decoder.device.type])
+        self.block_size, self.max_model_len = memory.block_size, memory.max_model_len
+        self.attention_window: AttentionWindow = memory.attention_window
+        self.shares_blocks = not memory.kv_cache.residual_length
+        self.vocab_size, self.eos_token_ids = decoder.config.spec.vocab_size, decoder.config.eos_token_ids
         dtype = torch.float64 if decoder.dtype == torch.float64 else torch.float32
         self.sampler = choose_sampler(decoder.device, dtype)
         self.sample: RowSampler = partial(sample_and_match, sampler=self.sampler)
@@ -104,7 +111,7 @@ class ModelRunner:
         self.states: StateMemory | None = None
         if decoder.config.state_fields:
             sizes = self.num_state_slots, decoder.dtype, decoder.device, self.num_host_states
-            self.states = StateMemory(decoder.config.state_fields, *sizes, kept=memory.states.dtype)
+            self.states = StateMemory(decoder.config.state_fields, *sizes, kept=states.dtype)
         self.observer: StepObserver | None = None
         self.adapters: DeviceAdapters | None = None
         self.later: abc.Sequence[Callable[[], object]] = ()
@@ -135,52 +142,6 @@ class ModelRunner:
     @property
     def pages(self) -> KVPages:
         return self.kernels.cache.pages
-
-    @property
-    def shares_blocks(self) -> bool:
-        return not self.memory.kv_cache.residual_length
-
-    @property
-    def num_blocks(self) -> int:
-        return self.memory.num_blocks
-
-    @property
-    def num_state_slots(self) -> int:
-        return self.memory.states.num_slots
-
-    @property
-    def num_host_blocks(self) -> int:
-        return self.memory.num_host_blocks
-
-    @property
-    def num_host_states(self) -> int:
-        return self.memory.states.num_host_slots
-
-    @property
-    def state_costs(self) -> StateCosts:
-        return StateCosts(
-            self.memory.states.slot_bytes, self.memory.weight_bytes // TOKENS_PER_READ[self.decoder.device.type]
-        )
-
-    @property
-    def block_size(self) -> int:
-        return self.memory.block_size
-
-    @property
-    def max_model_len(self) -> int:
-        return self.memory.max_model_len
-
-    @property
-    def attention_window(self) -> AttentionWindow:
-        return self.memory.attention_window
-
-    @property
-    def vocab_size(self) -> int:
-        return self.decoder.config.spec.vocab_size
-
-    @property
-    def eos_token_ids(self) -> frozenset[int]:
-        return self.decoder.config.eos_token_ids
 
     def execute(self, plan: StepPlan) -> StepOutput:
         """Computes a plan, and waits for it."""

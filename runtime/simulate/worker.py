@@ -7,13 +7,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from heapq import heappop, heappush
 from itertools import count
-from typing import ClassVar
 
-from runtime.core.attention_window import FULL_ATTENTION, AttentionWindow
 from runtime.core.config import RuntimeConfig
-from runtime.core.draft_states import StateCosts
 from runtime.core.request import Delta, RequestOptions, SamplingParams
-from runtime.core.step import ComputedStep, SampledToken, ScheduledSequence, StepOutput, StepPlan
+from runtime.core.step import ComputedStep, Runner, SampledToken, ScheduledSequence, StepOutput, StepPlan
 from runtime.engine.engine import Engine
 from runtime.simulate.costs import MeasuredCosts, StepSize, span_size, total_size
 
@@ -45,7 +42,7 @@ class Events:
 
 
 @dataclass
-class VirtualRunner:
+class VirtualRunner(Runner):
     """A runner that samples the same token for every sequence and advances a clock by the seconds of each step.
 
     Attributes:
@@ -61,14 +58,7 @@ class VirtualRunner:
     part: float = 1.0
     given: dict[str, int] = field(default_factory=dict)
 
-    num_host_blocks: ClassVar[int] = 0
-    num_state_slots: ClassVar[int] = 0
-    num_host_states: ClassVar[int] = 0
-    state_costs: ClassVar[StateCosts] = StateCosts()
-    attention_window: ClassVar[AttentionWindow] = FULL_ATTENTION
-    shares_blocks: ClassVar[bool] = True
-    vocab_size: ClassVar[int] = 2**62
-    eos_token_ids: ClassVar[frozenset[int]] = frozenset()
+    vocab_size = 2**62
 
     def submit(self, plan: StepPlan) -> ComputedStep:
         """Advances the clock, and returns a token of each sequence that samples."""

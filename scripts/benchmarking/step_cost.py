@@ -17,11 +17,9 @@ from rich.console import Console
 
 from benchmarking.tables import Row, print_table
 from compress.common.cli import demo_model_path
-from runtime.core.attention_window import FULL_ATTENTION
 from runtime.core.config import RuntimeConfig
-from runtime.core.draft_states import StateCosts
 from runtime.core.request import RequestOptions, SamplingParams
-from runtime.core.step import ComputedStep, SampledToken, StepOutput, StepPlan
+from runtime.core.step import ComputedStep, Runner, SampledToken, StepOutput, StepPlan
 from runtime.engine.engine import Engine
 from runtime.text.tokenizer import Tokenizer
 
@@ -29,16 +27,11 @@ PROMPT_TOKENS = 128
 NEW_TOKENS = 512
 
 
-class InstantRunner:
-    """Implements `runtime.core.step.Runner`: a step returns the same token at once and notes its times."""
+class InstantRunner(Runner):
+    """Runner whose steps return the same token at once; it notes their times."""
 
     max_model_len = 4096
     vocab_size = 8192
-    eos_token_ids: frozenset[int] = frozenset()
-    attention_window = FULL_ATTENTION
-    shares_blocks = True
-    num_state_slots = num_host_states = 0
-    state_costs = StateCosts()
 
     def __init__(self, num_blocks: int, num_host_blocks: int) -> None:
         self.num_blocks, self.num_host_blocks = num_blocks, num_host_blocks
