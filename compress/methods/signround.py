@@ -48,10 +48,6 @@ class SignRoundOptions(MethodOptions):
     )
     batch: int = option(default=2, limits={"at least": 1}, help="Calibration sequences in a step.")
 
-    @property
-    def first_rate(self) -> float:
-        return 1 / self.steps if self.lr is None else self.lr
-
 
 @register
 class SignRound(QuantizationMethod):
@@ -109,7 +105,7 @@ class SignRound(QuantizationMethod):
             gradients,
             lambda: objective.judge(values()),
             options.steps,
-            options.first_rate,
+            1 / options.steps if options.lr is None else options.lr,
             lambda step: tick(step / options.steps),
         )
         after = {name: weight.codes() for name, weight in weights.items()}

@@ -99,14 +99,10 @@ def open_skeleton(path: Path, config: dict[str, Any], trust_remote_code: bool = 
         renamed = name_experts(model, spec) + name_mixer_parts(model, spec)
     else:
         separate_experts(model)
-    _refuse_fused_experts(model)
-    return Skeleton(model.eval(), find_architecture(model), renamed)
-
-
-def _refuse_fused_experts(model: PreTrainedModel) -> None:
     for name, parameter in model.named_parameters():
         if parameter.dim() >= 3 and "expert" in name:
             raise CheckpointError(
                 f"{name} {list(parameter.shape)} holds all experts of a mixture in one tensor",
                 "docs/families.md lists the mixtures that can be compressed; serve this one uncompressed",
             )
+    return Skeleton(model.eval(), find_architecture(model), renamed)

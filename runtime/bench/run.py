@@ -137,15 +137,11 @@ class Client:
                 if "error" in chunk:
                     record.error = str(chunk["error"].get("message", chunk["error"]))
                     return
-                if _has_text(chunk):
+                if any((choice.get("text") or choice.get("delta", {}).get("content") for choice in chunk["choices"])):
                     record.chunk_times.append(now)
                 if chunk.get("usage"):
                     _note_usage(record, chunk["usage"])
         record.error = "the stream broke off"
-
-
-def _has_text(chunk: dict[str, Any]) -> bool:
-    return any(choice.get("text") or choice.get("delta", {}).get("content") for choice in chunk["choices"])
 
 
 def _note_usage(record: Record, usage: dict[str, Any]) -> None:

@@ -146,7 +146,7 @@ def _read_statuses(path: Path) -> tuple[dict[str, int], int]:
     num_bytes = 0
     with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
-            if not line.endswith(b"\n") and _is_beginning(line):
+            if not line.endswith(b"\n") and (line.startswith(BEGINNING) or BEGINNING.startswith(line)):
                 break
             try:
                 result = json.loads(line)
@@ -156,10 +156,6 @@ def _read_statuses(path: Path) -> tuple[dict[str, int], int]:
                 raise DataError(f"{path}:{number} is not a result of a batch", remedy) from error
             num_bytes += len(line)
     return statuses, num_bytes
-
-
-def _is_beginning(line: bytes) -> bool:
-    return line.startswith(BEGINNING) or BEGINNING.startswith(line)
 
 
 BASE_URL = "http://127.0.0.1"

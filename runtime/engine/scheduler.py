@@ -432,7 +432,10 @@ class Scheduler:
         if taken is None:
             return False
         step.taken[sequence.id] = taken
-        self._count_prefix(sequence)
+        if sequence.num_preemptions == 0:
+            sequence.num_cached_tokens = sequence.num_computed_tokens
+        self.stats.num_prefix_queries += sequence.num_tokens
+        self.stats.num_prefix_hits += sequence.num_computed_tokens
         self.waiting.remove(sequence)
         self._run(sequence)
         return True
@@ -487,9 +490,3 @@ class Scheduler:
         step.taken.pop(victim.id, None)  # its blocks may be reused in this step
         self.preempt(victim)
         return victim is not sequence
-
-    def _count_prefix(self, sequence: Sequence) -> None:
-        if sequence.num_preemptions == 0:
-            sequence.num_cached_tokens = sequence.num_computed_tokens
-        self.stats.num_prefix_queries += sequence.num_tokens
-        self.stats.num_prefix_hits += sequence.num_computed_tokens

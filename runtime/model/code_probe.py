@@ -153,7 +153,7 @@ def _describe(checkpoint: PackedCheckpoint, config: PretrainedConfig, trust_remo
         separate_experts(model)
     linears = [_linear(name, module) for name, module in model.named_modules() if type(module) is nn.Linear]
     inside = tuple(linear for linear in linears if linear.name != names.head)
-    embedding, head = (_matrix(model, name) for name in (names.embedding, names.head))
+    embedding, head = (cast("Tensor", model.get_submodule(name).weight) for name in (names.embedding, names.head))
     tied = bool(getattr(config, "tie_word_embeddings", False))
     counted = embedding.numel() + (0 if tied else head.numel()) + sum(math.prod(linear.shape) for linear in inside)
     return code_spec(
@@ -207,10 +207,6 @@ def _names(model: PreTrainedModel) -> TensorNames:
     if not all(each in names and hasattr(each, "weight") for each in ends):
         raise refuse("has no embedding or no output head that is one matrix")
     return TensorNames(blocks="", embedding=names[ends[0]], final_norm="", head=names[ends[1]])
-
-
-def _matrix(model: PreTrainedModel, name: str) -> Tensor:
-    return cast("Tensor", model.get_submodule(name).weight)
 
 
 def _linear(name: str, module: nn.Linear) -> Linear:

@@ -59,7 +59,7 @@ def open_gguf(path: Path) -> MappedFile:
                 if (owner := owners.setdefault(each, name)) != name:
                     raise CheckpointError(f"{file.path}: {owner!r} and {name!r} both hold {each!r}", FOLDER)
                 entry = _entry(file, name, architecture, config, part, len(published))
-                entries[_handed_out(each, entry)] = entry
+                entries[(each.removesuffix(".weight") + SUFFIX if entry.dtype == torch.uint8 else each)] = entry
     return MappedFile(file.path, entries, file, notes=tuple(_notes(file)))
 
 
@@ -125,10 +125,6 @@ def _part_shape(file: GGUFFile, name: str, parts: int) -> tuple[int, ...]:
 def _is_packed(name: str, stored: StoredTensor) -> bool:
     """Whether a tensor is handed out as blocks of codes; routers are not."""
     return stored.type.scheme is not None and len(stored.shape) > 1 and not is_router(name)
-
-
-def _handed_out(published: str, entry: LazyTensor) -> str:
-    return published.removesuffix(".weight") + SUFFIX if entry.dtype == torch.uint8 else published
 
 
 def model_config(file: GGUFFile) -> dict[str, Any]:

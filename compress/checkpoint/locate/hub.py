@@ -120,20 +120,17 @@ class HubModel:
     def _choose(self, sizes: Mapping[str, int], index: str, weights: bool, code: bool) -> list[str]:
         """Returns the files to read of those that the repository has."""
         if self.file is not None:
-            return self._choose_gguf(sizes)
+            file = PurePosixPath(self.file or "")
+            names = [str(file.with_name(name)) for name in part_names(file.name) or [file.name]]
+            if missing := [name for name in names if name not in sizes]:
+                raise CheckpointError(f"{self.repo} has no file {missing[0]}", self._gguf_choice(sizes))
+            return names
         side, found = side_names(sizes, code), weight_names(sizes, index)
         if not weights and CONFIG_FILE in side:
             return side
         if not found:
             raise self._no_weights(sizes)
         return [*side, *found]
-
-    def _choose_gguf(self, sizes: Mapping[str, int]) -> list[str]:
-        file = PurePosixPath(self.file or "")
-        names = [str(file.with_name(name)) for name in part_names(file.name) or [file.name]]
-        if missing := [name for name in names if name not in sizes]:
-            raise CheckpointError(f"{self.repo} has no file {missing[0]}", self._gguf_choice(sizes))
-        return names
 
     def _no_weights(self, sizes: Mapping[str, int]) -> CheckpointError:
         if any(name.endswith(GGUF_SUFFIX) for name in sizes):

@@ -107,7 +107,7 @@ def _history(draw: SamplingMetadata) -> array[int]:
 
 def _adjustment(draw: SamplingMetadata, history: array[int]) -> _Adjustment:
     """Points at the mask and the bias of a draw and at its history, and keeps none of them."""
-    found = _Adjustment(mask=_address_of(draw.mask), mask_bytes=len(draw.mask or b""))
+    found = _Adjustment(mask=ctypes.cast(c_char_p(draw.mask), c_void_p).value, mask_bytes=len(draw.mask or b""))
     if bias := cast("LogitBias", draw.sampling.logit_bias):
         found.bias_ids, found.num_biases = bias.token_ids.buffer_info()
         found.biases = bias.values.buffer_info()[0]
@@ -117,7 +117,3 @@ def _adjustment(draw: SamplingMetadata, history: array[int]) -> _Adjustment:
         found.num_output = len(history) - found.num_prompt
         found.repetition, found.frequency, found.presence = penalty_factors(draw.sampling)
     return found
-
-
-def _address_of(mask: bytes | None) -> int | None:
-    return ctypes.cast(c_char_p(mask), c_void_p).value
