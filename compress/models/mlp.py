@@ -40,9 +40,7 @@ class MLP:
         """Shape of everything but matrices by tensor name."""
         return {f"{self.curve}.{part}": shape for part, shape in CURVE.items()} if self.curve else {}
 
-    @property
-    def routers(self) -> tuple[Linear, ...]:
-        return ()
+    routers = ()
 
     def cut(self, cuts: Cuts) -> MLP:
         """Returns the part of a rank: some inner channels."""

@@ -92,9 +92,7 @@ class Bars(Figure):
     def height(self) -> float:
         return _BAR * len(self.bars) + (_LEGEND if self.legend else 4)
 
-    @property
-    def head(self) -> tuple[str, ...]:
-        return "", "value"
+    head = "", "value"
 
     @property
     def rows(self) -> list[tuple[str, ...]]:
@@ -233,10 +231,7 @@ class Scatter(Figure):
 
     marks: Sequence[tuple[Mark, str, bool]]
     x_label: str
-
-    @property
-    def height(self) -> float:
-        return 280
+    height = 280
 
     @property
     def head(self) -> tuple[str, ...]:

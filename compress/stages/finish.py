@@ -50,10 +50,7 @@ class FinishStage(Stage):
         limits={"at least": 1},
         help="Likeliest tokens of a position whose probabilities are compared.",
     )
-
-    @property
-    def needs_calibration(self) -> bool:
-        return True
+    needs_calibration = True
 
     def check_among(self, stages: Sequence[Stage]) -> None:
         super().check_among(stages)

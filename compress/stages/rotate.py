@@ -36,10 +36,7 @@ class RotateStage(Stage):
     )
 
     heads: bool = option(default=True, help="Also rotate the value heads.")
-
-    @property
-    def label(self) -> str:
-        return "rotated"
+    label = "rotated"
 
     def check_among(self, stages: Sequence[Stage]) -> None:
         if stages[0] is not self:

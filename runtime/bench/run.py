@@ -137,7 +137,7 @@ class Client:
                 if "error" in chunk:
                     record.error = str(chunk["error"].get("message", chunk["error"]))
                     return
-                if any((choice.get("text") or choice.get("delta", {}).get("content") for choice in chunk["choices"])):
+                if any(choice.get("text") or choice.get("delta", {}).get("content") for choice in chunk["choices"]):
                     record.chunk_times.append(now)
                 if chunk.get("usage"):
                     _note_usage(record, chunk["usage"])

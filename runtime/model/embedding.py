@@ -79,10 +79,7 @@ class SharedEmbedding:
 
     head: RowSource
     dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        return 0
+    nbytes = 0
 
     def __call__(self, token_ids: Tensor) -> Tensor:
         return self.head.rows(token_ids, self.dtype)

@@ -99,9 +99,7 @@ class Exl3(Scheme):
     def numbers(self) -> str:
         return self.key
 
-    @property
-    def column_multiple(self) -> int:
-        return 0
+    column_multiple = 0
 
     def __str__(self) -> str:
         return f"w{self.bits}a16 exl3 {self.codebook}"

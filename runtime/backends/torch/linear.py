@@ -20,10 +20,7 @@ class DenseLinear:
 
     weight: Tensor
     bias: Tensor | None
-
-    @property
-    def reads_rows(self) -> bool:
-        return True
+    reads_rows = True
 
     @property
     def nbytes(self) -> int:
