@@ -297,7 +297,8 @@ def sample_sequences(
         columns = [rows]
         for step in range(1, length):
             output = model(latest.to(model.device), use_cache=True, **cache)
-            cache = _cache_of(output)
+            name = "cache" if hasattr(output, "cache") else "past_key_values"  # the name before transformers 5.24
+            cache = {name: getattr(output, name)}
             latest = _draw(output.logits[:, -1], generator)
             if start is not None:
                 latest[torch.isin(latest, torch.tensor(list(ends), dtype=torch.int64))] = start
@@ -305,12 +306,6 @@ def sample_sequences(
             on_progress(first * length + size * (step + 1), count * length)
         pieces.append(torch.cat(columns, dim=1))
     return torch.cat(pieces)
-
-
-def _cache_of(output: Any) -> dict[str, Any]:
-    """The argument that continues an output; transformers 5.24 renamed `past_key_values`."""
-    name = "cache" if hasattr(output, "cache") else "past_key_values"
-    return {name: getattr(output, name)}
 
 
 def _begin(model: Any, size: int, start: int | None, generator: torch.Generator) -> Tensor:

@@ -46,17 +46,12 @@ def containers(path: str | Path) -> list[ExportChoice]:
 def _choice(packed: PackedCheckpoint, container: Container) -> ExportChoice:
     try:
         if container is GGUF:
-            _check_gguf(packed)
+            from compress.checkpoint.gguf.export import Planner
+            from compress.checkpoint.gguf.model_metadata import architecture_of
+
+            deque(Planner(packed, architecture_of(packed.config)).tensors(), maxlen=0)
         else:
             described(packed, container)
     except (CheckpointError, SchemeError) as error:
         return ExportChoice(container.name, str(error), ())
     return ExportChoice(container.name, "", tuple(readers(container.name, packed.config, packed.schemes.values())))
-
-
-def _check_gguf(packed: PackedCheckpoint) -> None:
-    """Raises CheckpointError or SchemeError if codes would have to be rounded again."""
-    from compress.checkpoint.gguf.export import Planner
-    from compress.checkpoint.gguf.model_metadata import architecture_of
-
-    deque(Planner(packed, architecture_of(packed.config)).tensors(), maxlen=0)

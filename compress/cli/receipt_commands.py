@@ -37,7 +37,10 @@ def reproduce(
     check_source(recorded, model)
     with TemporaryDirectory(prefix="reproduce-", dir=None if work is None else in_home(work)) as folder:
         out = Path(folder) / path.resolve().name
-        _take_threads(recorded)
+        import torch
+
+        # The number of threads decides the order of sums.
+        torch.set_num_threads(recorded["environment"]["threads"] * recorded["options"]["workers"])
         _run_again(recorded["command"], out, model)
         again, found = read_receipt(out), output_hashes(out)
     differing = changed_inputs(recorded, again)
@@ -66,13 +69,6 @@ def _cause(differing: Sequence[str]) -> str:
     if differing:
         return f"These inputs differ: {'; '.join(differing[:4])}"
     return "Inputs and versions are those of the receipt: report it with both receipts"
-
-
-def _take_threads(recorded: Mapping[str, Any]) -> None:
-    """Computes with as many threads as the receipt says: their number decides the order of sums."""
-    import torch
-
-    torch.set_num_threads(recorded["environment"]["threads"] * recorded["options"]["workers"])
 
 
 def _run_again(command: Sequence[str], out: Path, model: Path | None) -> None:

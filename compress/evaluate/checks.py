@@ -54,17 +54,12 @@ class SeenText:
         calibration = compression.get("calibration") or {}
         if not isinstance(calibration.get("source"), str):
             return None
-        records = _records(calibration)
+        single = {key: calibration.get(key) for key in ("source", "sha256")} | {"sequences": calibration.get("samples")}
+        records = calibration.get("parts") or [single]
         length, seed = calibration.get("length"), compression.get("seed", 0)
         found = list(_packed_again(records, length, seed, tokenizer)) if length else []
         hashes = frozenset(record["sha256"] for record in (calibration, *records) if record.get("sha256"))
         return cls(calibration["source"], hashes, torch.cat(found) if found else None)
-
-
-def _records(calibration: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Returns source, hash and number of sequences of every part, or of the single text."""
-    single = {key: calibration.get(key) for key in ("source", "sha256")} | {"sequences": calibration.get("samples")}
-    return calibration.get("parts") or [single]
 
 
 def _packed_again(records: list[dict[str, Any]], length: int, seed: int, tokenizer: Any) -> Iterator[Tensor]:

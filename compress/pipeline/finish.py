@@ -152,7 +152,8 @@ def kept_weights(context: RunContext, modules: Iterable[str]) -> dict[str, Weigh
 
 def checkpoint_config(context: RunContext, progress: Progress) -> dict[str, Any]:
     """Returns config.json of the checkpoint."""
-    schemes = chosen_schemes(context, progress)
+    finished = progress.all_facts(context.skeleton.num_blocks)
+    schemes = {module: Scheme.from_dict(fields) for facts in finished for module, fields in facts["schemes"].items()}
     # Pruned weights with stored zeros need no quantization format.
     codec = format_for(schemes) if schemes else DENSE
     quantization = codec.quantization_config(schemes, _dense_linears(context, schemes))
@@ -186,12 +187,6 @@ def put_in_place(folder: Path, out: Path, report: dict[str, Any]) -> None:
     write_card(folder)
     folder.rename(out)
     sync(out.parent)
-
-
-def chosen_schemes(context: RunContext, progress: Progress) -> dict[str, Scheme]:
-    """Returns the scheme of every packed linear: as planned, with the ranks chosen by blocks."""
-    finished = progress.all_facts(context.skeleton.num_blocks)
-    return {module: Scheme.from_dict(fields) for facts in finished for module, fields in facts["schemes"].items()}
 
 
 def _dense_linears(context: RunContext, schemes: Mapping[str, Scheme]) -> list[str]:

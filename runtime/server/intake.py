@@ -239,14 +239,9 @@ def work(end: int) -> None:
     with Connection(end) as connection, suppress(EOFError):
         served, trimmer = connection.recv(), Trimmer()
         while True:
-            answer_one(connection, served)
+            prepare, raw, adapters = connection.recv()
+            connection.send(outcome_of(prepare, replace(served, adapters=adapters), raw))
             trimmer.look(is_idle=True)
-
-
-def answer_one(connection: Connection, served: ServedText) -> None:
-    """Prepares the next body. Raises EOFError if there is none."""
-    prepare, raw, adapters = connection.recv()
-    connection.send(outcome_of(prepare, replace(served, adapters=adapters), raw))
 
 
 NICENESS = 10

@@ -102,19 +102,15 @@ class PrefillPeer:
                 with socket.socket(socket.AF_UNIX) as connection:
                     limit_sends(connection, SEND_SECONDS)
                     connection.connect(str(self.path))
-                    self._greet(connection)
+                    send(connection, self.hello)
+                    welcome: Welcome = receive(connection)
+                    if welcome.error:
+                        raise ConnectionError(welcome.error)
+                    self.offered.send(connection)
                     self._serve(Link(connection))
             except (EOFError, OSError) as error:
                 self._note(f"{type(error).__name__}: {error}")
             time.sleep(RETRY_SECONDS)
-
-    def _greet(self, connection: socket.socket) -> None:
-        """Hands the memory over. Raises ConnectionError if the other engine refuses it."""
-        send(connection, self.hello)
-        welcome: Welcome = receive(connection)
-        if welcome.error:
-            raise ConnectionError(welcome.error)
-        self.offered.send(connection)
 
     def _note(self, problem: str) -> None:
         """Logs why there is no connection, once."""
