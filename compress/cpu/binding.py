@@ -104,6 +104,28 @@ def function(name: str, *argtypes: Any) -> Callable[..., int]:
     return found
 
 
+TYPES = {
+    "int64": ctypes.c_int64,
+    "int32": ctypes.c_int32,
+    "float": ctypes.c_float,
+    "double": ctypes.c_double,
+    "pointer": ctypes.c_void_p,
+}
+
+
+def struct_fields(*runs: str | tuple[str, Any]) -> tuple[tuple[str, Any], ...]:
+    """Returns the `_fields_` of a structure, in the order of its header.
+
+    Args:
+        runs: fields of one type in a row, such as `int64 rows columns`, and single ones of other types.
+    """
+    fields: list[tuple[str, Any]] = []
+    for run in runs:
+        kind, *names = run.split() if isinstance(run, str) else ("",)
+        fields += [(name, TYPES[kind]) for name in names] if isinstance(run, str) else [run]
+    return tuple(fields)
+
+
 @cache
 def absence() -> str:
     """Returns the reason why the library is missing, with a remedy; empty if it is available."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import c_float, c_int, c_int64, c_void_p
+from ctypes import c_int, c_void_p
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from compress.cpu.binding import BEST, library
+from compress.cpu.binding import BEST, library, struct_fields
 
 LONGEST_STRETCH = 64
 """Columns that one call changes, at most; a multiple of every pattern."""
@@ -36,24 +36,14 @@ class ColumnPattern:
 class _Stretch(ctypes.Structure):
     """`ColumnStretch` of gptq.h."""
 
-    _fields_ = (
-        ("outputs", c_int64),
-        ("first", c_int64),
-        ("count", c_int64),
-        ("targets", c_void_p),
-        ("errors", c_void_p),
-        ("feedback", c_void_p),
-        ("feedback_row", c_int64),
-        ("feedback_column", c_int64),
-        ("codes", c_void_p),
-        ("scale", c_void_p),
-        ("zero", c_void_p),
-        ("group", c_void_p),
-        ("max_code", c_float),
-        ("kept", c_void_p),
-        ("spread", c_void_p),
-        ("pattern_kept", c_int64),
-        ("pattern_of", c_int64),
+    _fields_ = struct_fields(
+        "int64 outputs first count",
+        "pointer targets errors feedback",
+        "int64 feedback_row feedback_column",
+        "pointer codes scale zero group",
+        "float max_code",
+        "pointer kept spread",
+        "int64 pattern_kept pattern_of",
     )
 
 

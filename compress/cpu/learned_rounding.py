@@ -3,32 +3,24 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import c_float, c_int, c_int64, c_void_p
+from ctypes import c_int, c_void_p
 
 import torch
 from torch import Tensor
 
-from compress.cpu.binding import BEST, function
+from compress.cpu.binding import BEST, function, struct_fields
 
 
 class _Weight(ctypes.Structure):
     """`LearnedRounding` of learned.h."""
 
-    _fields_ = (
-        ("rows", c_int64),
-        ("columns", c_int64),
-        ("group", c_int64),
-        ("latent", c_void_p),
-        ("offset", c_void_p),
-        ("scales", c_void_p),
-        ("zeros", c_void_p),
-        ("max_code", c_float),
-        ("values", c_void_p),
-        ("gradient", c_void_p),
-        ("rate", c_float),
-        ("limit", c_float),
-        ("stretched", c_void_p),
-        ("shifted", c_void_p),
+    _fields_ = struct_fields(
+        "int64 rows columns group",
+        "pointer latent offset scales zeros",
+        "float max_code",
+        "pointer values gradient",
+        "float rate limit",
+        "pointer stretched shifted",
     )
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from ctypes import c_float, c_int, c_int64, c_void_p
+from ctypes import c_float, c_int, c_void_p
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from compress.cpu.binding import BEST, function
+from compress.cpu.binding import BEST, function, struct_fields
 
 SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of stored scales, as `ranges.h` numbers them."""
@@ -43,41 +43,29 @@ _Trials = c_float * _MOST_TRIALS
 class _Search(ctypes.Structure):
     """`RangeSearch` of ranges.h."""
 
-    _fields_ = (
-        ("rows", c_int64),
-        ("columns", c_int64),
-        ("group", c_int64),
-        ("weight", c_void_p),
-        ("importance", c_void_p),
-        ("symmetric", c_int64),
-        ("scale_dtype", c_int64),
-        ("midpoint", c_float),
-        ("max_code", c_float),
-        ("parts", c_int64),
-        ("neighbours", c_int64),
+    _fields_ = struct_fields(
+        "int64 rows columns group",
+        "pointer weight importance",
+        "int64 symmetric scale_dtype",
+        "float midpoint max_code",
+        "int64 parts neighbours",
         ("below", _Trials),
         ("above", _Trials),
         ("factor", _Trials),
         ("shift", _Trials),
-        ("kept", c_int64),
-        ("scales", c_void_p),
-        ("zeros", c_void_p),
+        "int64 kept",
+        "pointer scales zeros",
     )
 
 
 class _Encoding(ctypes.Structure):
     """`GroupEncoding` of ranges.h."""
 
-    _fields_ = (
-        ("rows", c_int64),
-        ("columns", c_int64),
-        ("group", c_int64),
-        ("weight", c_void_p),
-        ("scales", c_void_p),
-        ("zeros", c_void_p),
-        ("max_code", c_float),
-        ("codes", c_void_p),
-        ("values", c_void_p),
+    _fields_ = struct_fields(
+        "int64 rows columns group",
+        "pointer weight scales zeros",
+        "float max_code",
+        "pointer codes values",
     )
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from compress.common.errors import ToolkitError
-from compress.cpu.binding import BEST, function
+from compress.cpu.binding import BEST, function, struct_fields
 from runtime.backends.adapted_linear import AdaptedLinear, Factors, Places, StepAdapters
 from runtime.backends.base import Linear, Target
 from runtime.backends.cpu.linear import CpuLinear
@@ -21,10 +21,7 @@ LANES = 16
 class _Adapters(ctypes.Structure):
     """`Adapters` of adapters.h."""
 
-    _fields_ = (
-        *((name, c_int64) for name in ("in_features", "out_features", "most_rank")),
-        *((name, c_void_p) for name in ("down", "up", "parts", "starts")),
-    )
+    _fields_ = struct_fields("int64 in_features out_features most_rank", "pointer down up parts starts")
 
 
 class CpuAdaptedLinear(AdaptedLinear):

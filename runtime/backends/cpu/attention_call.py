@@ -4,33 +4,29 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from ctypes import c_float, c_int32, c_int64, c_void_p
 
 import torch
 from torch import Tensor
 
+from compress.cpu.binding import struct_fields
 from runtime.core.batch import AttentionGroup
 
 
 class PagedAttentionCall(ctypes.Structure):
     """`PagedAttention` of attention.h."""
 
-    _fields_ = (
-        ("pages", c_void_p),
-        ("heads", c_int64),
-        ("window", c_int64),
-        ("scale", c_float),
-        ("query", c_void_p),
-        ("query_row", c_int64),
-        ("out", c_void_p),
-        ("num_spans", c_int64),
-        ("spans", c_void_p),
-        ("blocks", c_void_p),
-        ("ancestors", c_void_p),
-        ("sink_logits", c_void_p),
-        ("chunk", c_int64),
-        ("softcap", c_float),
-        ("wide", c_int32),
+    _fields_ = struct_fields(
+        "pointer pages",
+        "int64 heads window",
+        "float scale",
+        "pointer query",
+        "int64 query_row",
+        "pointer out",
+        "int64 num_spans",
+        "pointer spans blocks ancestors sink_logits",
+        "int64 chunk",
+        "float softcap",
+        "int32 wide",
     )
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping, Sequence
-from ctypes import c_float, c_int, c_int32, c_int64, c_void_p
+from ctypes import c_int, c_void_p
 
 import torch
 from torch import Tensor
 
 from compress.checkpoint.kv_cache import KVCacheScheme
 from compress.checkpoint.kv_quant import QuantizedHeads, dequantize_heads
-from compress.cpu.binding import BEST, absence, library
+from compress.cpu.binding import BEST, absence, library, struct_fields
 from runtime.backends.cpu.huge_pages import TouchedAhead, empty
 from runtime.backends.kv_pages import BlockField, BlockMemory, layers_by_shape, page_sizes
 from runtime.backends.model import Model
@@ -71,32 +71,24 @@ _SHIFTS = [16 * (member % 2) + 4 * (member // 2) for member in range(8)]
 class PageAddresses(ctypes.Structure):
     """`KvPages` of kv_pages.h: one layer."""
 
-    _fields_ = (
-        ("kv_heads", c_int64),
-        ("head_dim", c_int64),
-        ("block_size", c_int64),
-        ("key_bits", c_int64),
-        ("value_bits", c_int64),
-        ("keys", c_void_p),
-        ("values", c_void_p),
-        ("key_scales", c_void_p),
-        ("value_scales", c_void_p),
+    _fields_ = struct_fields(
+        "int64 kv_heads head_dim block_size key_bits value_bits",
+        "pointer keys values key_scales value_scales",
     )
 
 
 class _KvStep(ctypes.Structure):
     """`KvStep` of kv_pages.h."""
 
-    _fields_ = (
-        ("pages", c_void_p),
-        *((name, c_int64) for name in ("rows", "heads")),
-        *((name, c_void_p) for name in ("slots", "query", "key", "value")),
-        *((name, c_int64) for name in ("query_row", "key_row", "value_row")),
-        ("norm", c_void_p),
-        ("eps", c_float),
-        *((name, c_void_p) for name in ("cos", "sin")),
-        ("hadamard", c_int32),
-        ("wide", c_int32),
+    _fields_ = struct_fields(
+        "pointer pages",
+        "int64 rows heads",
+        "pointer slots query key value",
+        "int64 query_row key_row value_row",
+        "pointer norm",
+        "float eps",
+        "pointer cos sin",
+        "int32 hadamard wide",
     )
 
 

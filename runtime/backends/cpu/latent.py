@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import c_int, c_int64, c_void_p
+from ctypes import c_int, c_void_p
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from compress.checkpoint.kv_cache import EXACT
-from compress.cpu.binding import BEST, absence, function, library
+from compress.cpu.binding import BEST, absence, function, library, struct_fields
 from runtime.backends import kv_pages
 from runtime.backends.cpu.attention_call import PagedAttentionCall, ancestors_of, spans_of
 from runtime.backends.cpu.kv_pages import make_pages as make_head_pages
@@ -30,16 +30,15 @@ WIDTH_STEP, LONGEST = 32, 640
 class _LatentPart(ctypes.Structure):
     """`LatentPart` of latent.h."""
 
-    _fields_ = (("size", c_int64), ("format", c_int64), ("codes", c_void_p), ("scales", c_void_p))
+    _fields_ = struct_fields("int64 size format", "pointer codes scales")
 
 
 class _LatentCall(ctypes.Structure):
     """`LatentAttention` of latent.h."""
 
-    _fields_ = (
+    _fields_ = struct_fields(
         ("attention", PagedAttentionCall),
-        ("width", c_int64),
-        ("block_size", c_int64),
+        "int64 width block_size",
         ("latents", _LatentPart),
         ("keys", _LatentPart),
     )

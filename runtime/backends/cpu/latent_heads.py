@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from ctypes import c_int, c_int64, c_void_p
+from ctypes import c_int, c_void_p
 
 import torch
 from torch import Tensor
 
 from compress.checkpoint.weights import Int, Scheme, Weight
 from compress.checkpoint.weights.coded import INT, CodedWeight
-from compress.cpu.binding import BEST, absence, function, library
+from compress.cpu.binding import BEST, absence, function, library, struct_fields
 from runtime.backends.base import Target
 from runtime.backends.latent import LatentHeads, LatentShape, attend_absorbed, expands
 from runtime.backends.span_attention import attend_span, attend_tokens
@@ -22,22 +22,18 @@ LANES, LONGEST_LATENT = 16, 512
 class _Weights(ctypes.Structure):
     """`LatentHeads` of latent_heads.h."""
 
-    _fields_ = (
-        *((name, c_int64) for name in ("heads", "own", "value_dim", "rank", "group", "bits")),
-        *((name, c_void_p) for name in ("codes", "scales", "zeros")),
-    )
+    _fields_ = struct_fields("int64 heads own value_dim rank group bits", "pointer codes scales zeros")
 
 
 class _Product(ctypes.Structure):
     """`LatentProduct` of latent_heads.h."""
 
-    _fields_ = (
-        ("weights", c_void_p),
-        ("rows", c_int64),
-        ("from_", c_void_p),
-        ("from_row", c_int64),
-        ("from_head", c_int64),
-        ("to", c_void_p),
+    _fields_ = struct_fields(
+        "pointer weights",
+        "int64 rows",
+        "pointer from_",
+        "int64 from_row from_head",
+        "pointer to",
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from ctypes import c_float, c_int, c_int32, c_int64, c_void_p
+from ctypes import c_int, c_int64, c_void_p
 from dataclasses import replace
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from compress.checkpoint.kv_cache import AUTO
 from compress.checkpoint.kv_quant import rotate_heads
 from compress.common.errors import ToolkitError
-from compress.cpu.binding import BEST, absence, function, library
+from compress.cpu.binding import BEST, absence, function, library, struct_fields
 from compress.models.clamped_gate import ClampedGate
 from runtime.backends.backend import AttentionStep
 from runtime.backends.base import NormWeights, Target, plain_weight
@@ -102,40 +102,27 @@ class CpuAttention:
 
 
 class _AddNorm(ctypes.Structure):
-    _fields_ = (
-        ("rows", c_int64),
-        ("size", c_int64),
-        ("hidden", c_void_p),
-        ("update", c_void_p),
-        ("weight", c_void_p),
-        ("eps", c_float),
-        ("out", c_void_p),
-        ("wide", c_void_p),
+    _fields_ = struct_fields(
+        "int64 rows size",
+        "pointer hidden update weight",
+        "float eps",
+        "pointer out wide",
     )
 
 
 class _Rotate(ctypes.Structure):
-    _fields_ = (
-        ("rows", c_int64),
-        ("heads", c_int64),
-        ("head_dim", c_int64),
-        ("x", c_void_p),
-        ("stride", c_int64),
-        ("weight", c_void_p),
-        ("eps", c_float),
-        ("cos", c_void_p),
-        ("sin", c_void_p),
+    _fields_ = struct_fields(
+        "int64 rows heads head_dim",
+        "pointer x",
+        "int64 stride",
+        "pointer weight",
+        "float eps",
+        "pointer cos sin",
     )
 
 
 class _ActivateMultiply(ctypes.Structure):
-    _fields_ = (
-        ("rows", c_int64),
-        ("size", c_int64),
-        ("gate_up", c_void_p),
-        ("out", c_void_p),
-        ("activation", Activation),
-    )
+    _fields_ = struct_fields("int64 rows size", "pointer gate_up out", ("activation", Activation))
 
 
 LANES = 16
@@ -220,23 +207,22 @@ class CpuOps(TorchOps):
 
 
 class _DecoderLayer(ctypes.Structure):
-    _fields_ = (
-        *((name, c_void_p) for name in ("attention_norm", "mlp_norm", "head_norm")),
+    _fields_ = struct_fields(
+        "pointer attention_norm mlp_norm head_norm",
         ("qkv", Product),
         ("output", Product),
         ("mlp", ExpertAddresses),
-        ("mixture", c_void_p),
-        ("pages", c_void_p),
-        ("window", c_int64),
+        "pointer mixture pages",
+        "int64 window",
     )
 
 
 class _LayersStep(ctypes.Structure):
-    _fields_ = (
-        ("rows", c_int64),
-        ("eps", c_float),
-        ("hadamard", c_int32),
-        *((name, c_void_p) for name in ("hidden", "update", "cos", "sin", "slots", "adapters")),
+    _fields_ = struct_fields(
+        "int64 rows",
+        "float eps",
+        "int32 hadamard",
+        "pointer hidden update cos sin slots adapters",
         ("attention", PagedAttentionCall),
     )
 

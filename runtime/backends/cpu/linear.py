@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import c_float, c_int, c_int32, c_int64, c_void_p
+from ctypes import c_float, c_int, c_int64, c_void_p
 from enum import IntEnum
 from functools import cache
 from typing import cast
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from compress.checkpoint.weights.coded import FLOAT8, INT, INTEGERS, TABLE, CodedWeight, powers_of_two
 from compress.common.errors import SchemeError, ToolkitError
-from compress.cpu.binding import BEST, absence, library
+from compress.cpu.binding import BEST, absence, library, struct_fields
 from runtime.backends.cpu.choice import DENSE_FORM, fewest_tile_rows
 from runtime.backends.cpu.kept_codes import ZERO_CODE, check_kept, expand_words
 from runtime.backends.cpu.weight_layout import (
@@ -53,14 +53,14 @@ class Activations(IntEnum):
 class _Weight(ctypes.Structure):
     """`LinearWeight` of c/linear/linear.h."""
 
-    _fields_ = (
-        *((name, c_int64) for name in ("out_features", "in_features", "group")),
-        *((name, c_int32) for name in ("bits", "scale_type", "is_e4m3", "shares_scales", "fewest_tile_rows")),
-        *((name, c_void_p) for name in ("words", "scales", "zeros", "minima", "steps", "minimum_steps")),
-        ("block", c_int64),
-        ("bias", c_void_p),
+    _fields_ = struct_fields(
+        "int64 out_features in_features group",
+        "int32 bits scale_type is_e4m3 shares_scales fewest_tile_rows",
+        "pointer words scales zeros minima steps minimum_steps",
+        "int64 block",
+        "pointer bias",
         ("table", c_float * 16),
-        ("values", c_void_p),
+        "pointer values",
     )
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from ctypes import c_float, c_int, c_int32, c_int64, c_void_p
+from ctypes import c_int, c_int64, c_void_p
 
 import torch
 from torch import Tensor
 
 from compress.common.errors import ToolkitError
-from compress.cpu.binding import BEST, absence, function
+from compress.cpu.binding import BEST, absence, function, struct_fields
 from compress.models.clamped_gate import ClampedGate
 from compress.models.mlp import MLP
 from runtime.backends.base import Linear, Target
@@ -26,19 +26,19 @@ MOST_EXPERTS = 1024
 class Product(ctypes.Structure):
     """`Product` of mixture.h."""
 
-    _fields_ = (("weight", c_void_p), ("activations", c_int64), ("adapters", c_void_p))
+    _fields_ = struct_fields("pointer weight", "int64 activations", "pointer adapters")
 
 
 class ExpertAddresses(ctypes.Structure):
     """`Expert` of mixture.h."""
 
-    _fields_ = (("gate_up", Product), ("down", Product))
+    _fields_ = struct_fields(("gate_up", Product), ("down", Product))
 
 
 class Activation(ctypes.Structure):
     """`Activation` of norm_rope_act.h."""
 
-    _fields_ = (("kind", c_int32), ("alpha", c_float), ("limit", c_float))
+    _fields_ = struct_fields("int32 kind", "float alpha limit")
 
 
 ACTIVATIONS = {"silu": 0, "swish": 0, "gelu_pytorch_tanh": 1}
@@ -52,15 +52,15 @@ def clamped(gate: ClampedGate) -> Activation:
 class _Mixture(ctypes.Structure):
     """`Mixture` of mixture.h, with its `Router`."""
 
-    _fields_ = (
-        *((name, c_int64) for name in ("num_experts", "size", "num_chosen", "num_groups", "num_chosen_groups")),
-        *((name, c_int32) for name in ("type", "choice", "normalizes")),
-        *((name, c_float) for name in ("scale", "least_sum", "margin", "score_scale")),
-        *((name, c_void_p) for name in ("scores", "bias", "scores_bias", "expert_scales")),
-        *((name, c_int64) for name in ("first_held", "num_held")),
-        *((name, c_void_p) for name in ("experts", "shared", "shared_gate")),
+    _fields_ = struct_fields(
+        "int64 num_experts size num_chosen num_groups num_chosen_groups",
+        "int32 type choice normalizes",
+        "float scale least_sum margin score_scale",
+        "pointer scores bias scores_bias expert_scales",
+        "int64 first_held num_held",
+        "pointer experts shared shared_gate",
         ("activation", Activation),
-        ("weighs_inputs", c_int32),
+        "int32 weighs_inputs",
     )
 
 

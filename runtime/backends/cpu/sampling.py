@@ -5,43 +5,39 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections.abc import Sequence
-from ctypes import c_char_p, c_double, c_int, c_int64, c_void_p
+from ctypes import c_char_p, c_int, c_void_p
 from itertools import chain
 from typing import cast
 
 import torch
 from torch import Tensor
 
-from compress.cpu.binding import BEST, absence, function, library
+from compress.cpu.binding import BEST, absence, function, library, struct_fields
 from runtime.core.batch import SamplingMetadata, penalty_factors, upload, upload_sampling_tensors
 from runtime.core.logit_bias import LogitBias
 
 
 class _Adjustment(ctypes.Structure):
-    _fields_ = (
-        ("mask", c_void_p),
-        ("mask_bytes", c_int64),
-        *((name, c_void_p) for name in ("bias_ids", "biases")),
-        ("num_biases", c_int64),
-        ("history", c_void_p),
-        *((name, c_int64) for name in ("num_prompt", "num_output")),
-        *((name, c_double) for name in ("repetition", "frequency", "presence")),
+    _fields_ = struct_fields(
+        "pointer mask",
+        "int64 mask_bytes",
+        "pointer bias_ids biases",
+        "int64 num_biases",
+        "pointer history",
+        "int64 num_prompt num_output",
+        "double repetition frequency presence",
     )
 
 
 class _SampledRows(ctypes.Structure):
-    _fields_ = (
-        *((name, c_int64) for name in ("rows", "vocab")),
-        *((name, c_void_p) for name in ("logits", "seeds", "positions", "top_k", "temperature", "top_p", "min_p")),
-        *((name, c_void_p) for name in ("adjustments", "tokens")),
+    _fields_ = struct_fields(
+        "int64 rows vocab",
+        "pointer logits seeds positions top_k temperature top_p min_p adjustments tokens",
     )
 
 
 class _LogprobRows(ctypes.Structure):
-    _fields_ = (
-        *((name, c_int64) for name in ("rows", "vocab", "num_top")),
-        *((name, c_void_p) for name in ("logits", "token_ids", "chosen", "top_ids", "top")),
-    )
+    _fields_ = struct_fields("int64 rows vocab num_top", "pointer logits token_ids chosen top_ids top")
 
 
 class CpuSampling:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping, Sequence
-from ctypes import c_float, c_int, c_int32, c_int64, c_void_p
+from ctypes import c_int, c_void_p
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from compress.cpu.binding import BEST, absence, function, library
+from compress.cpu.binding import BEST, absence, function, library, struct_fields
 from compress.models.mixers.gated_delta_net import GatedDeltaNet
 from compress.models.mixers.mamba2 import Mamba2
 from runtime.backends.base import NormWeights, Target
@@ -26,26 +26,23 @@ NO_NORM, NORM_BEFORE_GATE, NORM_BEHIND_GATE = range(3)
 class _StateLayer(ctypes.Structure):
     """`StateLayer` of state.h."""
 
-    _fields_ = (
-        *((name, c_int64) for name in ("heads", "shared", "key_dim", "value_dim", "channels", "kernel")),
-        *((name, c_int64) for name in ("query_at", "key_at", "value_at", "norm_size")),
-        *((name, c_int32) for name in ("is_delta", "is_wide", "norm_place", "is_norm_wide")),
-        *((name, c_float) for name in ("eps", "least_step", "most_step")),
-        *((name, c_void_p) for name in ("conv", "conv_bias", "decay", "dt_bias", "skip", "norm")),
-        *((name, c_void_p) for name in ("conv_at", "gate_at", "beta_at", "step_at")),
+    _fields_ = struct_fields(
+        "int64 heads shared key_dim value_dim channels kernel query_at key_at value_at norm_size",
+        "int32 is_delta is_wide norm_place is_norm_wide",
+        "float eps least_step most_step",
+        "pointer conv conv_bias decay dt_bias skip norm conv_at gate_at beta_at step_at",
     )
 
 
 class _StateStep(ctypes.Structure):
     """`StateStep` of state.h."""
 
-    _fields_ = (
-        ("layer", c_void_p),
-        *((name, c_int64) for name in ("sequences", "rows")),
-        *((name, c_void_p) for name in ("reads", "writes", "row_starts", "segment_starts", "first_segments")),
-        *((name, c_void_p) for name in ("projected", "gates")),
-        *((name, c_int64) for name in ("projected_stride", "gates_stride")),
-        *((name, c_void_p) for name in ("windows", "matrices", "convolved", "found", "out")),
+    _fields_ = struct_fields(
+        "pointer layer",
+        "int64 sequences rows",
+        "pointer reads writes row_starts segment_starts first_segments projected gates",
+        "int64 projected_stride gates_stride",
+        "pointer windows matrices convolved found out",
     )
 
 
