@@ -104,6 +104,18 @@ def function(name: str, *argtypes: Any) -> Callable[..., int]:
     return found
 
 
+@cache
+def _job(name: str) -> Callable[..., int]:
+    return function(name, ctypes.c_void_p, ctypes.c_int)
+
+
+def run_job(name: str, job: ctypes.Structure, instruction_set: int = BEST) -> None:
+    """Calls a function of the library that reads one structure. Raises ValueError: the library is not built, or the
+    function refuses, as where this machine lacks the instruction set."""
+    if _job(name)(ctypes.byref(job), instruction_set):
+        raise ValueError(f"{name} cannot run with instruction set {instruction_set}")
+
+
 TYPES = {
     "int64": ctypes.c_int64,
     "int32": ctypes.c_int32,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from compress.cpu.binding import BEST, library, struct_fields
+from compress.cpu.binding import BEST, function, struct_fields
 
 LONGEST_STRETCH = 64
 """Columns that one call changes, at most; a multiple of every pattern."""
@@ -69,11 +69,7 @@ class CpuColumns:
         pattern: ColumnPattern | None,
         instruction_set: int = BEST,
     ) -> None:
-        native = library()
-        if native is None:
-            raise ValueError("there is no compiled library")
-        self._change = native.columns_change
-        self._change.argtypes, self._change.restype = (c_void_p, c_int), c_int
+        self._change = function("columns_change", c_void_p, c_int)
         self._instruction_set = instruction_set
         self._kept_alive = targets, errors, feedback, codes, kept, grid, pattern
         self._stretch = _Stretch(

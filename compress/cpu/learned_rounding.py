@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import c_int, c_void_p
 
 import torch
 from torch import Tensor
 
-from compress.cpu.binding import BEST, function, struct_fields
+from compress.cpu.binding import BEST, run_job, struct_fields
 
 
 class _Weight(ctypes.Structure):
@@ -37,7 +36,7 @@ def learned_values(
     values, scales, zeros = torch.empty_like(latent), scales.contiguous(), zeros.contiguous()
     weight = _weight(latent, offset, scales, zeros, max_code)
     weight.values = values.data_ptr()
-    _call("learned_values", weight, instruction_set)
+    run_job("learned_values", weight, instruction_set)
     return values
 
 
@@ -66,7 +65,7 @@ def learned_step(
     weight = _weight(latent, offset, scales, zeros, max_code)
     weight.gradient, weight.rate, weight.limit = gradient.data_ptr(), rate, limit
     weight.stretched, weight.shifted = stretched.data_ptr(), shifted.data_ptr()
-    _call("learned_step", weight, instruction_set)
+    run_job("learned_step", weight, instruction_set)
     return stretched, shifted
 
 
@@ -75,8 +74,3 @@ def _weight(latent: Tensor, offset: Tensor, scales: Tensor, zeros: Tensor, max_c
     rows, columns = latent.shape
     pointers = (tensor.data_ptr() for tensor in (latent, offset, scales, zeros))
     return _Weight(rows, columns, columns // scales.shape[1], *pointers, max_code)
-
-
-def _call(name: str, weight: _Weight, instruction_set: int) -> None:
-    if function(name, c_void_p, c_int)(ctypes.byref(weight), instruction_set):
-        raise ValueError(f"{name} cannot run with instruction set {instruction_set}")

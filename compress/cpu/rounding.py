@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from ctypes import c_float, c_int, c_void_p
+from ctypes import c_float
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from compress.cpu.binding import BEST, function, struct_fields
+from compress.cpu.binding import BEST, run_job, struct_fields
 
 SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of stored scales, as `ranges.h` numbers them."""
@@ -99,7 +99,7 @@ def search_ranges(
         *map(_repeat_last, (below, above, *(zip(*trials.neighbours, strict=True) if trials.neighbours else ((), ())))),
         *(kept, scales.data_ptr(), zeros.data_ptr()),
     )
-    _call("ranges_search", search, instruction_set)
+    run_job("ranges_search", search, instruction_set)
     return scales.to(scale_dtype).permute(2, 0, 1), zeros.permute(2, 0, 1)
 
 
@@ -138,7 +138,7 @@ def _encode(
         *(rows, columns, columns // scales.shape[1], weight.data_ptr()),
         *(scales.data_ptr(), zeros.data_ptr(), max_code, codes, values),
     )
-    _call("groups_encode", encoding, instruction_set)
+    run_job("groups_encode", encoding, instruction_set)
 
 
 def _repeat_last(numbers: Sequence[float]) -> ctypes.Array[c_float]:
@@ -148,8 +148,3 @@ def _repeat_last(numbers: Sequence[float]) -> ctypes.Array[c_float]:
     if room < 0:
         raise ValueError(f"{len(numbers)} trials are more than {_MOST_TRIALS}")
     return _Trials(*numbers, *[each for each in numbers[-1:] for _ in range(room)])
-
-
-def _call(name: str, job: ctypes.Structure, instruction_set: int) -> None:
-    if function(name, c_void_p, c_int)(ctypes.byref(job), instruction_set):
-        raise ValueError(f"{name} cannot run with instruction set {instruction_set}")

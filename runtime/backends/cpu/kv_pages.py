@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping, Sequence
-from ctypes import c_int, c_void_p
 
 import torch
 from torch import Tensor
 
 from compress.checkpoint.kv_cache import KVCacheScheme
 from compress.checkpoint.kv_quant import QuantizedHeads, dequantize_heads
-from compress.cpu.binding import BEST, absence, library, struct_fields
+from compress.cpu.binding import BEST, absence, library, run_job, struct_fields
 from runtime.backends.cpu.huge_pages import TouchedAhead, empty
 from runtime.backends.kv_pages import BlockField, BlockMemory, layers_by_shape, page_sizes
 from runtime.backends.model import Model
@@ -162,11 +161,6 @@ class CpuPages:
             for place, layer in enumerate(layers)
         }
         self.addresses = [self._addresses(config, layer) for layer in self.sources]
-        native = library()
-        if native is None:
-            raise ValueError("there is no compiled library")
-        self._store = native.kv_store
-        self._store.argtypes, self._store.restype = (c_void_p, c_int), c_int
 
     def write(
         self,
@@ -196,8 +190,7 @@ class CpuPages:
         if queries is not None:
             step.hadamard, step.heads = True, queries.shape[1]
             step.query, step.query_row = queries.data_ptr(), token_stride(queries)
-        if self._store(ctypes.addressof(step), instruction_set):
-            raise ValueError(f"this machine lacks instruction set {instruction_set}")
+        run_job("kv_store", step, instruction_set)
 
     def gather(self, layer: int, block_ids: Tensor) -> tuple[Tensor, Tensor]:
         return self._gather("keys", layer, block_ids), self._gather("values", layer, block_ids)

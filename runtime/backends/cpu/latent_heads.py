@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from ctypes import c_int, c_void_p
 
 import torch
 from torch import Tensor
 
 from compress.checkpoint.weights import Int, Scheme, Weight
 from compress.checkpoint.weights.coded import INT, CodedWeight
-from compress.cpu.binding import BEST, absence, function, library, struct_fields
+from compress.cpu.binding import BEST, absence, library, run_job, struct_fields
 from runtime.backends.base import Target
 from runtime.backends.latent import LatentHeads, LatentShape, attend_absorbed, expands
 from runtime.backends.span_attention import attend_span, attend_tokens
@@ -103,8 +102,7 @@ class CpuLatentHeads:
 
     def _call(self, name: str, product: _Product) -> None:
         product.weights = ctypes.addressof(self._weights)
-        if function(name, c_void_p, c_int)(ctypes.addressof(product), self._instruction_set):
-            raise ValueError(f"this machine lacks instruction set {self._instruction_set}")
+        run_job(name, product, self._instruction_set)
 
 
 def _arranged(codes: Tensor, bits: int) -> Tensor:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections.abc import Sequence
-from ctypes import c_char_p, c_int, c_void_p
+from ctypes import c_char_p, c_void_p
 from itertools import chain
 from typing import cast
 
 import torch
 from torch import Tensor
 
-from compress.cpu.binding import BEST, absence, function, library, struct_fields
+from compress.cpu.binding import BEST, absence, library, run_job, struct_fields
 from runtime.core.batch import SamplingMetadata, penalty_factors, upload, upload_sampling_tensors
 from runtime.core.logit_bias import LogitBias
 
@@ -63,7 +63,7 @@ class CpuSampling:
         changes = _Adjustments(draws)
         job = _SampledRows(*logits.shape, logits.data_ptr(), *(column.data_ptr() for column in columns))
         job.adjustments, job.tokens = changes.address, tokens.data_ptr()
-        self._run("sample_rows", job)
+        run_job("sample_rows", job, self._instruction_set)
         return tokens
 
     def logprobs(self, logits: Tensor, token_ids: Sequence[int], num_top: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -72,12 +72,9 @@ class CpuSampling:
         top = logits.new_empty(rows, min(num_top, vocab))
         chosen, top_ids = logits.new_empty(rows), torch.empty(top.shape, dtype=torch.int64)
         tensors = logits, wanted, chosen, top_ids, top
-        self._run("logprob_rows", _LogprobRows(rows, vocab, top.shape[1], *(each.data_ptr() for each in tensors)))
+        job = _LogprobRows(rows, vocab, top.shape[1], *(each.data_ptr() for each in tensors))
+        run_job("logprob_rows", job, self._instruction_set)
         return chosen, top_ids, top
-
-    def _run(self, name: str, job: ctypes.Structure) -> None:
-        if function(name, c_void_p, c_int)(ctypes.addressof(job), self._instruction_set):
-            raise ValueError(f"this machine lacks instruction set {self._instruction_set}")
 
 
 class _Adjustments:
