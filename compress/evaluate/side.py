@@ -30,7 +30,6 @@ class Generate(Protocol):
 
     def __call__(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
         """Returns the tokens after each prompt, up to an end token or `max_tokens`."""
-        ...
 
 
 Watch = Callable[[int, "Layer", "Ops"], "Layer"]

@@ -119,19 +119,15 @@ class BlockObjective(Protocol):
 
     def batches(self) -> Iterator[Any]:
         """Yields micro-batches indefinitely, in an order determined by seed and block."""
-        ...
 
     def size(self, batch: Any) -> int:
         """Returns the number of sequences per micro-batch."""
-        ...
 
     def error(self, weights: Mapping[str, Tensor], batch: Any) -> Tensor:
         """Returns the squared error, differentiable in the weights `[O, I]` by name inside the block."""
-        ...
 
     def judge(self, weights: Mapping[str, Tensor]) -> float:
         """Returns the mean error over the search sequences."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -178,7 +178,6 @@ class LayersStep(Protocol):
 
     def __call__(self, hidden: Tensor, cos: Tensor, sin: Tensor, attention: Any) -> Tensor:
         """Hidden states `[T, H]` after all layers, of embeddings `[T, H]`, cosine and signed sine `[T, 1, D]`."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,16 +208,13 @@ class SamplingKernel(Protocol):
 
     def unsupported_reason(self, device: torch.device, dtype: torch.dtype) -> str:
         """Why it cannot read logits of a dtype on a device; "" when it can."""
-        ...
 
     def sample(self, logits: Tensor, draws: Sequence[SamplingMetadata]) -> Tensor:
         """The token of each row of `logits [R, V]`, or an outcome, int64 `[R]`, with all that the draws ask for."""
-        ...
 
     def logprobs(self, logits: Tensor, token_ids: Sequence[int], num_top: int) -> tuple[Tensor, Tensor, Tensor]:
         """Log-probabilities `[R]` of one token per row, and the `K = min(num_top, V)` most likely ids `[R, K]` with
         theirs, of equal ones the lowest id first."""
-        ...
 
 
 class Candidates(NamedTuple):
@@ -240,7 +236,6 @@ class FusedSampling(Protocol):
 
     def unsupported_reason(self, device: torch.device, dtype: torch.dtype) -> str:
         """As `SamplingKernel.unsupported_reason`."""
-        ...
 
     def sample(self, logits: Tensor, scores: Tensor, tensors: SamplingTensors, tokens: Tensor) -> None:
         """Writes the token of each row, or an outcome, to int64 `tokens [R]`; greedy where the temperature is 0.
@@ -248,12 +243,10 @@ class FusedSampling(Protocol):
         Args:
             scores: the processed logits `[R, V]`, or `logits` itself.
         """
-        ...
 
     def sample_listed(self, listed: Candidates, is_truncated: Tensor, tensors: SamplingTensors, tokens: Tensor) -> None:
         """Replaces the token of each truncated row by one of its candidates, or by `UNDECIDED` where other tokens may
         win."""
-        ...
 
 
 Build = Callable[[], object]
@@ -265,7 +258,6 @@ class Compiler(Protocol):
 
     def missing(self, run: Callable[[], None], device: torch.device) -> Sequence[Build]:
         """Calls `run`, whose launches of kernels that are not compiled are left out, and returns these builds."""
-        ...
 
     def compile(self, builds: Sequence[Build], device: torch.device, report: Callable[[int, int], None]) -> int:
         """Compiles several at a time, on all cores but one, and returns how many the cache on disk lacked.
@@ -274,7 +266,6 @@ class Compiler(Protocol):
             device: the one that launches them.
             report: is told how many of how many are done.
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True)

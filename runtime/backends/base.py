@@ -27,11 +27,9 @@ class Linear(Protocol):
     @property
     def nbytes(self) -> int:
         """Memory that the prepared weight holds."""
-        ...
 
     def __call__(self, x: Tensor) -> Tensor:
         """`x [M, I] -> x W^T + bias [M, O]`, in the dtype of `x`."""
-        ...
 
 
 @runtime_checkable
@@ -41,11 +39,9 @@ class RowSource(Protocol):
     @property
     def reads_rows(self) -> bool:
         """Whether the layout on this machine allows it."""
-        ...
 
     def rows(self, indices: Tensor, dtype: torch.dtype) -> Tensor:
         """Rows `[T, I]` of the weight, dequantized in `dtype`, for int64 `indices [T]`; a new tensor."""
-        ...
 
 
 Sum = Callable[[Tensor], Tensor]
@@ -87,32 +83,25 @@ class Ops(Protocol):
 
     def add_rms_norm(self, hidden: Tensor, update: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         """Adds `update [T, H]` to `hidden [T, H]` in place; returns the RMSNorm of the sum, a new tensor."""
-        ...
 
     def rotate(self, heads: Tensor, weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
         """RMSNorm with `weight [heads, D]` of every head, if there is one, then the rotary embedding by cosine and
         signed sine `[T, 1, D]`. May change `heads [T, heads, D]` in place and return them."""
-        ...
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         """`silu(gate) * up [T, I]` of both side by side, `[T, 2 * I]`."""
-        ...
 
     def activate_and_mul(self, gate_up: Tensor, activation: str) -> Tensor:
         """As `silu_and_mul`, with any activation."""
-        ...
 
     def clamp_and_mul(self, gate_up: Tensor, gate: ClampedGate) -> Tensor:
         """As `silu_and_mul`, with a clamped gate."""
-        ...
 
     def activate(self, x: Tensor, activation: str) -> Tensor:
         """`activation(x)`, a new tensor."""
-        ...
 
     def normalize(self, hidden: Tensor, norm: NormWeights) -> Tensor:
         """Any norm of `hidden [..., H]`, a new tensor."""
-        ...
 
 
 def add_and_normalize(hidden: Tensor, update: Tensor | None, norm: NormWeights | None, ops: Ops) -> Tensor:
@@ -129,7 +118,6 @@ class Rotary(Protocol):
 
     def by(self, distances: Tensor) -> tuple[Tensor, Tensor]:
         """Computes cosine and signed sine `[T, 1, D]` that move rotated heads by int64 `distances [T]`."""
-        ...
 
 
 class Attention(Protocol):
@@ -137,7 +125,6 @@ class Attention(Protocol):
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attention output `[T, heads, D]` of query `[T, heads, D]`, key and value `[T, kv_heads, D]`."""
-        ...
 
 
 @runtime_checkable
@@ -146,7 +133,6 @@ class SparseAttention(Attention, Protocol):
 
     def choose(self, layer: int, tokens: IndexedTokens) -> None:
         """Stores the index keys of a layer, and chooses the tokens that it sees, and later ones without an indexer."""
-        ...
 
 
 RunLayers = Callable[[Tensor, Tensor, Tensor], Tensor]

@@ -144,15 +144,12 @@ class KVPages(Protocol):
     def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
         """Stores key and value `[T, kv_heads, D]`, at int64 slots `[T]`; slot = block id * block_size
         + offset."""
-        ...
 
     def gather(self, layer: int, block_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Key and value `[n * block_size, kv_heads, D]` of blocks `[n]`, in their order, as copies."""
-        ...
 
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Puts what stands at some slots to others, in all layers. No target is the source of a later move."""
-        ...
 
 
 def layers_by_shape(config: DecoderConfig) -> dict[tuple[int, int, int], list[int]]:

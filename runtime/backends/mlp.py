@@ -93,7 +93,6 @@ class ComputeMixture(Protocol):
 
     def __call__(self, x: Tensor, routed: Tensor | None = None) -> Tensor:
         """Computes `[T, H]` of `x [T, H]`; the router reads `routed [T, H]` if that is given."""
-        ...
 
 
 Exchange = Callable[[Tensor, Tensor, Tensor, Callable[[Tensor, Tensor, Tensor], Tensor]], Tensor]

@@ -49,7 +49,6 @@ class Preparable(Protocol):
 
     def prepared(self) -> PreparedWeight:
         """Returns its tensors, which are not copied."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

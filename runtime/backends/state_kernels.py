@@ -27,7 +27,6 @@ class StateStep(Protocol):
                 and, where the mixer has some, those that stay dense, side by side.
             states: by name as in `state_fields`, `[slots, *shape]`; read and written as `rows` says.
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,11 +20,9 @@ class Embedding(Protocol):
     @property
     def nbytes(self) -> int:
         """Bytes that it holds; 0 where the output head holds them."""
-        ...
 
     def __call__(self, token_ids: Tensor) -> Tensor:
         """Copies rows `[T, H]` of int64 `token_ids [T]` in the activation dtype."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,6 @@ class Capture(Protocol):
 
     def __call__(self, compute: Computation) -> Computation:
         """Returns a function that runs `compute` again. `compute` may run any number of times while capturing."""
-        ...
 
 
 class CudaCapture:

@@ -59,11 +59,9 @@ class StepObserver(Protocol):
     @property
     def memory(self) -> BlockMemory:
         """Memory whose blocks move as those of the runner."""
-        ...
 
     def observe(self, batch: Batch, hidden: Tensor, tokens: Mapping[str, list[SampledToken]]) -> None:
         """Reads a computed step: final hidden states `[T, H]`, and the sampled tokens."""
-        ...
 
 
 class ModelRunner:

@@ -80,11 +80,9 @@ class FusedLinear(Protocol):
 
     def activation_layout(self, num_tokens: int) -> ActivationLayout:
         """Layout that `product` takes for this number of tokens."""
-        ...
 
     def product(self, x: QuantizedInput) -> PartialSums:
         """Multiplies an input of the form that `activation_layout` names."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
