@@ -26,31 +26,15 @@ SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.5, 5.
 TOKENS = tuple(float(2**exponent) for exponent in range(21))
 
 VLLM_PREFIX = "vllm:"
-VLLM_NAMES = {
-    "cache_config_info": "cache_config_info",
-    "e2e_request_latency_seconds": "e2e_request_latency_seconds",
-    "generation_tokens": "generation_tokens",
-    "inter_token_latency_seconds": "inter_token_latency_seconds",
-    "kv_cache_usage_perc": "kv_cache_usage_perc",
-    "lora_requests_info": "lora_requests_info",
-    "num_requests_running": "num_requests_running",
-    "num_requests_waiting": "num_requests_waiting",
-    "preemptions": "num_preemptions",
-    "prefix_cache_hits": "prefix_cache_hits",
-    "prefix_cache_queries": "prefix_cache_queries",
-    "prompt_tokens": "prompt_tokens",
-    "request_decode_time_seconds": "request_decode_time_seconds",
-    "request_generation_tokens": "request_generation_tokens",
-    "request_inference_time_seconds": "request_inference_time_seconds",
-    "request_prefill_time_seconds": "request_prefill_time_seconds",
-    "request_prompt_tokens": "request_prompt_tokens",
-    "request_queue_time_seconds": "request_queue_time_seconds",
-    "request_success": "request_success",
-    "request_time_per_output_token_seconds": "request_time_per_output_token_seconds",
-    "spec_decode_num_accepted_tokens": "spec_decode_num_accepted_tokens",
-    "spec_decode_num_draft_tokens": "spec_decode_num_draft_tokens",
-    "time_to_first_token_seconds": "time_to_first_token_seconds",
-}
+SHARED_NAMES = (
+    "cache_config_info e2e_request_latency_seconds generation_tokens inter_token_latency_seconds "
+    "kv_cache_usage_perc lora_requests_info num_requests_running num_requests_waiting prefix_cache_hits "
+    "prefix_cache_queries prompt_tokens request_decode_time_seconds request_generation_tokens "
+    "request_inference_time_seconds request_prefill_time_seconds request_prompt_tokens "
+    "request_queue_time_seconds request_success request_time_per_output_token_seconds "
+    "spec_decode_num_accepted_tokens spec_decode_num_draft_tokens time_to_first_token_seconds"
+)
+VLLM_NAMES = {name: name for name in SHARED_NAMES.split()} | {"preemptions": "num_preemptions"}
 """vLLM's names, which routers and dashboards read, by the name here."""
 
 
