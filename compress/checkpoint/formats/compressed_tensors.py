@@ -30,70 +30,26 @@ class Layout:
 
     Attributes:
         name: of the layout, where inputs keep 16 bits.
-        rounded_name: with inputs that are rounded to 8 bits; empty where the form has none.
         type: of the numbers.
         strategy: which weights share a scale; empty where the scheme's group size says it.
-        more: further keys, of a scheme.
-        parse: the scheme of a description; None where it is of another form.
+        rounded_name: with inputs that are rounded to 8 bits; empty where the form has none.
+        scale_dtype: of scales that are not floats of the model's dtype; empty where they are.
     """
 
     name: str
-    rounded_name: str
-    type: str
-    strategy: str
-    more: Callable[[Any], dict[str, Any]]
-    parse: Callable[[Mapping[str, Any]], Scheme | None]
-
-
-def _is(weights: Mapping[str, Any], bits: int, strategy: str, group_size: int | None = None) -> bool:
-    given = weights.get("type"), int(weights["num_bits"]), weights.get("strategy"), weights.get("group_size")
-    return given == ("float", bits, strategy, group_size)
-
-
-def _parse_blocks(weights: Mapping[str, Any]) -> Scheme | None:
-    block = weights.get("block_structure")
-    return BlockFp8((int(block[0]), int(block[1]))) if block and _is(weights, 8, "block") else None
-
-
-def _scales(dtype: str) -> Callable[[Any], dict[str, Any]]:
-    return lambda scheme: {"scale_dtype": dtype, "zp_dtype": dtype}
+    type: str = "float"
+    strategy: str = ""
+    rounded_name: str = ""
+    scale_dtype: str = ""
 
 
 LAYOUTS = {
-    Int.key: Layout("pack-quantized", "int-quantized", "int", "", lambda scheme: {}, lambda weights: None),
-    Fp8.key: Layout("naive-quantized", "float-quantized", "float", "", lambda scheme: {}, lambda weights: None),
-    BlockFp8.key: Layout(
-        "naive-quantized",
-        "",
-        "float",
-        "block",
-        lambda scheme: {"block_structure": list(scheme.block)},
-        _parse_blocks,
-    ),
-    Nvfp4.key: Layout(
-        "nvfp4-pack-quantized",
-        "",
-        "float",
-        "tensor_group",
-        _scales("torch.float8_e4m3fn"),
-        lambda weights: Nvfp4() if _is(weights, 4, "tensor_group", Nvfp4().group_size) else None,
-    ),
-    Mxfp4.key: Layout(
-        "mxfp4-pack-quantized",
-        "",
-        "float",
-        "group",
-        _scales("torch.uint8"),
-        lambda weights: Mxfp4() if _is(weights, 4, "group", Mxfp4().group_size) else None,
-    ),
-    Mxfp8.key: Layout(
-        "mxfp8-quantized",
-        "",
-        "float",
-        "group",
-        _scales("torch.uint8"),
-        lambda weights: Mxfp8() if _is(weights, 8, "group", Mxfp8().group_size) else None,
-    ),
+    Int.key: Layout("pack-quantized", "int", rounded_name="int-quantized"),
+    Fp8.key: Layout("naive-quantized", rounded_name="float-quantized"),
+    BlockFp8.key: Layout("naive-quantized", strategy="block"),
+    Nvfp4.key: Layout("nvfp4-pack-quantized", strategy="tensor_group", scale_dtype="torch.float8_e4m3fn"),
+    Mxfp4.key: Layout("mxfp4-pack-quantized", strategy="group", scale_dtype="torch.uint8"),
+    Mxfp8.key: Layout("mxfp8-quantized", strategy="group", scale_dtype="torch.uint8"),
 }
 """Layouts by the keys of forms."""
 HELD = Int, Fp8, BlockFp8, Nvfp4, Mxfp4, Mxfp8
@@ -105,6 +61,9 @@ WRITER_VERSION = "0.17.0"
 
 def _config_group(scheme: Scheme, targets: list[str]) -> dict[str, Any]:
     layout = LAYOUTS[scheme.key]
+    more: dict[str, Any] = {"block_structure": list(scheme.block)} if isinstance(scheme, BlockFp8) else {}
+    if layout.scale_dtype:
+        more = {"scale_dtype": layout.scale_dtype, "zp_dtype": layout.scale_dtype}
     weights = {
         "num_bits": scheme.bits,
         "type": layout.type,
@@ -112,7 +71,7 @@ def _config_group(scheme: Scheme, targets: list[str]) -> dict[str, Any]:
         "strategy": layout.strategy or ("channel" if scheme.group_size is None else "group"),
         "group_size": scheme.group_size,
         "dynamic": False,
-        **layout.more(scheme),
+        **more,
     }
     activations = {
         "num_bits": 8,
@@ -145,12 +104,22 @@ def _find_group(module: str, groups: list[Mapping[str, Any]]) -> Mapping[str, An
     raise CheckpointError(f"no config group of quantization_config targets {module}, which is stored quantized")
 
 
+def _parse_float(weights: Mapping[str, Any]) -> Scheme | None:
+    """The form of floats in blocks, or under scales of its own; None where `weights` describes another."""
+    given = weights.get("type"), int(weights["num_bits"]), weights.get("strategy"), weights.get("group_size")
+    if (block := weights.get("block_structure")) and given == ("float", 8, "block", None):
+        return BlockFp8((int(block[0]), int(block[1])))
+    for form in (Nvfp4(), Mxfp4(), Mxfp8()):
+        if given == ("float", form.bits, LAYOUTS[form.key].strategy, form.group_size):
+            return form
+    return None
+
+
 def _parse_group(module: str, group: Mapping[str, Any]) -> Scheme:
     weights = group.get("weights") or {}
     kind, bits = weights.get("type", "int"), int(weights["num_bits"])
     strategy = weights.get("strategy") or ("group" if weights.get("group_size") else "channel")
-    described = {**weights, "strategy": strategy}
-    if scheme := next(filter(None, (layout.parse(described) for layout in LAYOUTS.values())), None):
+    if scheme := _parse_float({**weights, "strategy": strategy}):
         return scheme
     readable = ("channel", "tensor") if kind == "float" else ("group", "channel", "tensor")
     if kind not in ("int", "float") or (kind == "float" and bits != 8) or strategy not in readable:
