@@ -276,7 +276,7 @@ def _compare(order: Order, better: Sequence[Trial], worse: Sequence[Trial]) -> V
     ratio = statistics.mean(trial.figures.kl_mean for trial in better) / other
     wins = sum(trial.figures.kl_mean < other for trial in better)
     change = _mean_losses(better) - _mean_losses(worse)
-    mean, error = change.mean().item(), ((change.std() / len(change) ** 0.5).item() if len(change) > 1 else 0.0)
+    mean, error = change.mean().item(), (change.std() / len(change) ** 0.5).item() if len(change) > 1 else 0.0
     holds = ratio < 1 and mean < 0 if order.strict else ratio <= 1 and mean <= 0
     first = better[0]
     return Verdict(first.model, first.setting, first.text, str(order), ratio, wins, len(better), mean, error, holds)

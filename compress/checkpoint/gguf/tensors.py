@@ -59,7 +59,8 @@ def open_gguf(path: Path) -> MappedFile:
                 if (owner := owners.setdefault(each, name)) != name:
                     raise CheckpointError(f"{file.path}: {owner!r} and {name!r} both hold {each!r}", FOLDER)
                 entry = _entry(file, name, architecture, config, part, len(published))
-                entries[(each.removesuffix(".weight") + SUFFIX if entry.dtype == torch.uint8 else each)] = entry
+                is_packed = entry.dtype == torch.uint8
+                entries[each.removesuffix(".weight") + SUFFIX if is_packed else each] = entry
     return MappedFile(file.path, entries, file, notes=tuple(_notes(file)))
 
 
