@@ -31,8 +31,8 @@ from compress.pipeline.expert_inputs import TOKENS_PER_CHANNEL
 from compress.pipeline.memory import Peak, estimate_peak, first_micro_batch, return_freed_memory
 from compress.pipeline.resume import RunDisplay
 from compress.pipeline.rotated_source import RotatedSource
-from compress.pipeline.shrinking.smaller_source import SmallerSource
 from compress.pipeline.skeleton import Skeleton, open_skeleton
+from compress.pipeline.smaller_source import SmallerSource
 from compress.plan import Plan
 from compress.recipe import CalibrationOptions, Recipe
 from compress.stages.kv_cache import KVCacheStage

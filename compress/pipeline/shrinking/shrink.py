@@ -16,8 +16,8 @@ from compress.pipeline.memory import return_freed_memory
 from compress.pipeline.prepare import RunContext
 from compress.pipeline.resume import Progress, RunDisplay
 from compress.pipeline.shrinking.depth import Sample
-from compress.pipeline.shrinking.smaller_source import KINDS, Kept, SmallerSource
 from compress.pipeline.shrinking.width import NarrowBlock, Narrowing
+from compress.pipeline.smaller_source import KINDS, Kept, SmallerSource
 from compress.stages.shrink import ShrinkStage
 
 BLOCKS = "shrink-blocks"

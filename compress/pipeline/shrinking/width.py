@@ -24,7 +24,7 @@ from compress.models.spec import ModelSpec
 from compress.pipeline.block import BlockJob, LoadedBlock
 from compress.pipeline.capture import Calibration, run_all
 from compress.pipeline.observe import observe
-from compress.pipeline.shrinking.smaller_source import EXPERTS, KINDS, Units
+from compress.pipeline.smaller_source import EXPERTS, KINDS, Units
 
 
 @dataclass
