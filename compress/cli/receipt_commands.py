@@ -31,14 +31,14 @@ def reproduce(
     Files of the dense model are compared first. Relative paths of the recorded command start at the current folder.
     Exits with status 1 where a file differs, and says which inputs or versions do.
     """
+    import torch
+
     from compress.pipeline.receipt import changed_inputs, output_hashes, read_receipt
 
     recorded = read_receipt(path)
     check_source(recorded, model)
     with TemporaryDirectory(prefix="reproduce-", dir=None if work is None else in_home(work)) as folder:
         out = Path(folder) / path.resolve().name
-        import torch
-
         # The number of threads decides the order of sums.
         torch.set_num_threads(recorded["environment"]["threads"] * recorded["options"]["workers"])
         _run_again(recorded["command"], out, model)
