@@ -2,8 +2,9 @@
  * (https://arxiv.org/abs/2406.11235), algorithms 3 and 4.
  *
  * A state is the 16 bits that end with a code, so the states before step t are those of all `1 << width` highest parts above the
- * same lower bits, where the width of code t is half of `pair_bits`, rounded down for even t and up for odd t. A first pass over the steps around the end of the stream, with any first state, finds the state after the last
- * step; a second one over all steps begins and ends with it.
+ * same lower bits, where the width of code t is half of `pair_bits`, rounded down for even t and up for odd t. A first pass over the
+ * steps around the end of the stream, with any first state, finds the state after the last step; a second one over all steps begins
+ * and ends with it.
  *
  * Costs are float32, (number - value)^2 plus the least cost before it, two roundings; of equal costs the lowest state is taken. No
  * instruction set and no number of threads changes any bit. */

@@ -3,8 +3,9 @@
  * where H multiplies every TURN numbers by a Hadamard matrix of 1 and -1, in the order of Sylvester's construction.
  *
  * Layout. A tile of T is 16 inputs by 16 outputs, one cyclic stream of 256 codes, from the highest bit of 32-bit words on. Two codes
- * have `pair_bits` bits, the first of them half of these, rounded down; odd ones are up to MOST_ODD_PAIR, of CODEBOOK_MUL1. The 8 tiles of the same inputs and TURN outputs lie side by side, each cut into two halves, so that a step of the stream is the
- * same for all STREAMS halves:
+ * have `pair_bits` bits, the first of them half of these, rounded down; odd ones are up to MOST_ODD_PAIR, of CODEBOOK_MUL1. The 8 tiles
+ * of the same inputs and TURN outputs lie side by side, each cut into two halves, so that a step of the stream is the same for all
+ * STREAMS halves:
  *     words [O / TURN][I / 16][2 * pair_bits][half][tile].
  * A number of T follows from the 16 bits that end with its code, its state, by the hash that the codebook names. Code 8 (4 q + t) + v
  * of a tile is that of input 2 t + v % 2 + 8 (v / 2 % 2) and output q + 8 (v / 4); the first half has q = 0 to 3, the second one 4 to 7.

@@ -1,6 +1,7 @@
 """Smaller models compute what is left of the source, load everywhere, and are taken by other stages and commands."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -34,10 +35,7 @@ def logits(folder: Path) -> torch.Tensor:
 
 @pytest.mark.parametrize("score", ["kl", "influence"])
 def test_a_block_that_does_nothing_leaves_first(tiny_model, tmp_path: Path, score: str) -> None:
-    source = tmp_path / "dense"
-    source.mkdir()
-    for file in tiny_model("qwen2", torch.float32).iterdir():
-        (source / file.name).write_bytes(file.read_bytes())
+    source = Path(shutil.copytree(tiny_model("qwen2", torch.float32), tmp_path / "dense"))
     idle = [f"model.layers.1.{name}.weight" for name in ("self_attn.o_proj", "mlp.down_proj")]
     change_tensors(source, lambda tensors: [tensors[name].zero_() for name in idle])
     result = compress(source, tmp_path / "out", ShrinkStage(blocks=1, block_score=score))
@@ -51,10 +49,7 @@ def test_a_block_that_does_nothing_leaves_first(tiny_model, tmp_path: Path, scor
 
 
 def test_channels_and_heads_of_zeros_leave_and_logits_stay(tiny_model, tmp_path: Path) -> None:
-    source = tmp_path / "dense"
-    source.mkdir()
-    for file in tiny_model("phi3", torch.float32).iterdir():
-        (source / file.name).write_bytes(file.read_bytes())
+    source = Path(shutil.copytree(tiny_model("phi3", torch.float32), tmp_path / "dense"))
 
     def empty(tensors: dict[str, torch.Tensor]) -> None:
         for name, tensor in tensors.items():
@@ -77,10 +72,7 @@ def test_channels_and_heads_of_zeros_leave_and_logits_stay(tiny_model, tmp_path:
 
 
 def test_the_experts_that_add_least_leave(tiny_model, tmp_path: Path) -> None:
-    source = tmp_path / "dense"
-    source.mkdir()
-    for file in tiny_model("mixtral", torch.float32).iterdir():
-        (source / file.name).write_bytes(file.read_bytes())
+    source = Path(shutil.copytree(tiny_model("mixtral", torch.float32), tmp_path / "dense"))
 
     def weaken(tensors: dict[str, torch.Tensor]) -> None:
         for name, tensor in tensors.items():
