@@ -281,6 +281,11 @@ class SearchRequest:
     ignore: tuple[str, ...] = option(
         "--ignore", default=(), written=list[str], typed=list[str] | None, read=tuple, help=IGNORE_HELP
     )
+    engine: str | None = option(
+        default=None,
+        metavar="ENGINE",
+        help="Use only forms that this engine is measured to load: vLLM or transformers.",
+    )
     ends: bool = option(
         "--include-embeddings",
         default=False,

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from torch import Tensor
 
+from compress.checkpoint.formats import format_for
 from compress.checkpoint.formats.compress_runtime import COMPRESS_RUNTIME
+from compress.checkpoint.formats.readers import check_loads, measured_engines
 from compress.common.errors import DataError, RecipeError, SchemeError
 from compress.common.speed import product_speed
 from compress.make_plan import assign, find_embed_and_head, packed_bytes
@@ -36,16 +37,24 @@ def assignments_of(group: LayerGroup, candidate: Candidate, method: str) -> dict
     return layer_plans
 
 
-def candidates_for(group: LayerGroup, offered: Sequence[Candidate], method: str) -> list[Candidate]:
-    """Returns the candidates that fit a group. Raises SchemeError if none fits."""
-    fitting = []
+def candidates_for(
+    group: LayerGroup, offered: Sequence[Candidate], search: SearchRequest, config: Mapping[str, Any]
+) -> list[Candidate]:
+    """Returns the candidates that fit a group and that the engine of the search loads in a model of `config`. Raises
+    SchemeError, with the reason of the first one, if none does."""
+    fitting, refusals = [], list[SchemeError]()
     for candidate in offered:
-        with suppress(SchemeError):
-            assignments_of(group, candidate, method)
+        try:
+            layer_plans = assignments_of(group, candidate, search.method_of(group))
+            schemes = {module: each.scheme for module, each in layer_plans.items() if each.scheme is not None}
+            if search.engine and schemes:
+                check_loads(search.engine, format_for(schemes).name, config, {*schemes.values()})
             fitting.append(candidate)
+        except SchemeError as error:
+            refusals.append(error)
     if not fitting:
-        widths = ", ".join(str(columns) for _, columns in group.shapes)
-        raise SchemeError(f"no candidate fits the {widths} inputs of {group.name}", "Add w8 or w4 to --candidates")
+        reason = refusals[0].problem if refusals else "embedding and head are only rounded to integers"
+        raise SchemeError(f"no candidate fits {group.name}: {reason}", "Add w8 or w4 to --candidates")
     return fitting
 
 
@@ -210,6 +219,8 @@ def survey(search: SearchRequest, run: RunRequest, dry_run: bool = False) -> Sur
     """Opens and validates all inputs; reads no weights. Raises ToolkitError: as `compress.pipeline.prepare.prepare`; an
     unreachable size; or insufficient text. `run`: see `Survey`. With dtype `auto`, sensitivities are measured in
     float32, because those of wide integers are below the precision of 16-bit floats."""
+    if search.engine not in (None, *measured_engines()):
+        raise RecipeError.unknown("engine", search.engine, measured_engines(), "Measured")
     dtype = "float32" if run.dtype == "auto" else run.dtype
     context = prepare(replace(run, recipe=search.probe(), dtype=dtype), dry_run)
     skeleton = context.skeleton
@@ -219,7 +230,7 @@ def survey(search: SearchRequest, run: RunRequest, dry_run: bool = False) -> Sur
     shapes = {name: (linear.out_features, linear.in_features) for name, linear in linears.items()}
     groups = [*layer_groups(blocks, shapes, skeleton.architecture), *(_ends(context) if search.ends else ())]
     candidates = {
-        group: candidates_for(group, _offered(group, context, search), search.method_of(group)) for group in groups
+        group: candidates_for(group, _offered(group, context, search), search, context.config) for group in groups
     }
     found = Survey(search, run, context, candidates, *_split(context, search))
     if search.goal.kl is None:

@@ -18,6 +18,7 @@ from compress.checkpoint.formats.compress_runtime import COMPRESS_RUNTIME
 from compress.checkpoint.formats.dense import DENSE
 from compress.checkpoint.formats.gguf import GGUF
 from compress.checkpoint.scheme import Scheme
+from compress.common.errors import SchemeError
 from compress.models.wrappers import whole_config
 
 LOADED_BY, REFUSED_BY, UNKNOWN = "loaded by", "not loaded by", "not known of"
@@ -110,6 +111,25 @@ def readers(container: str, config: Mapping[str, Any], schemes: Iterable[Scheme]
     """Says what each engine does with a container of this name that holds the model of `config` in these forms."""
     engines, model_type, forms = CONTAINERS.find(container).engines, measured_type(config), set(schemes)
     return [_reader(engine, container, model_type, forms) for engine in engines]
+
+
+def measured_engines() -> list[str]:
+    """Returns the engines that loaders were measured of."""
+    return [*_table()]
+
+
+def check_loads(engine: str, container: str, config: Mapping[str, Any], schemes: Collection[Scheme]) -> None:
+    """Raises SchemeError: an engine is not known to load these forms of the model of `config`, in a container of this
+    name. Where its model type was not measured, that of `SHOWS_ALL_FORMS` tells."""
+    found = [
+        next((each for each in readers(container, described, schemes) if each.engine == engine), None)
+        for described in (config, {"model_type": SHOWS_ALL_FORMS})
+    ]
+    forms = ", ".join(sorted(map(str, schemes)))
+    if refused := next((each for each in found if each is not None and each.loads is False), None):
+        raise SchemeError(f"{engine} does not load {forms}: {refused.refusal}")
+    if not any(each is not None and each.loads for each in found):
+        raise SchemeError(f"{engine} is not known to load {forms} in {container}")
 
 
 def measured_type(config: Mapping[str, Any]) -> str:

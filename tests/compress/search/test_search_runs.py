@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from compress.checkpoint.reader import PackedCheckpoint
-from compress.common.errors import CheckpointError, RecipeError
+from compress.common.errors import CheckpointError, RecipeError, SchemeError
 from compress.pipeline.prepare import RunRequest, prepare
 from compress.pipeline.run import run
 from compress.recipe import CalibrationOptions
@@ -257,6 +257,23 @@ def test_schemes_whose_groups_do_not_divide_a_layer_are_not_offered_to_it(tiny_m
     }
     assert offered["down_proj"] == ["w8"]
     assert offered["q_proj"] == ["w2g64", "w4g64", "w8"]
+
+
+def test_an_engine_leaves_out_what_it_does_not_load(tiny_model, tmp_path: Path) -> None:
+    menu = parse_candidates("w2g64,w3exl3,w4g64asym,w5g64,w8,2:4")
+
+    def offered(engine: str | None) -> set[str]:
+        found = opened(tiny_model("llama"), tmp_path / "out", asked(Goal(kl=1.0), candidates=menu, engine=engine))
+        return {str(each) for each in next(iter(found.candidates.values()))}
+
+    assert offered(None) == set(map(str, menu))
+    assert offered("vLLM") == {"w2g64", "w4g64asym", "w8", "2:4"}
+    assert offered("transformers") == {"w2g64", "w8"}
+    only = asked(Goal(kl=1.0), candidates=parse_candidates("w3exl3,w4exl3"), engine="vLLM")
+    with pytest.raises(SchemeError, match="vLLM is not known to load w3a16 exl3"):
+        opened(tiny_model("llama"), tmp_path / "out", only)
+    with pytest.raises(RecipeError, match="unknown engine 'vllm'"):
+        opened(tiny_model("llama"), tmp_path / "out", replace(only, engine="vllm"))
 
 
 def test_ignored_layers_take_no_part(tiny_model, tmp_path: Path) -> None:
