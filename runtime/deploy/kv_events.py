@@ -156,26 +156,26 @@ class KVEventPublisher:
         self._events.put({"type": kind, **fields})
 
     def _run(self) -> None:
-        """Sends batches and answers replays until `None` is put."""
+        """Sends batches and answers replays, which contain all events put before, until `None` is put."""
         numbers, last = count(), False
         while not last:
-            if self._router.poll(0):
+            is_asked = self._router.poll(0) != 0
+            if events := self._waiting(0 if is_asked else POLL_SECONDS):
+                last = events[-1] is None
+                number = next(numbers).to_bytes(8, "big")
+                payload = self._pack([time.time(), [event for event in events if event], self._rank])
+                self._publisher.send_multipart((self._topic, number, payload))
+                self._sent.append((number, payload))
+            if is_asked:
                 self._replay()
-            if not (events := self._waiting()):
-                continue
-            last = events[-1] is None
-            number = next(numbers).to_bytes(8, "big")
-            payload = self._pack([time.time(), [event for event in events if event], self._rank])
-            self._publisher.send_multipart((self._topic, number, payload))
-            self._sent.append((number, payload))
         for each in (self._publisher, self._router):
             each.close(linger=1000)
 
-    def _waiting(self) -> list[dict[str, Any] | None]:
-        """Returns the events that wait; waits for the first of them for `POLL_SECONDS`."""
+    def _waiting(self, seconds: float) -> list[dict[str, Any] | None]:
+        """Returns the events that wait; waits for the first of them for this long."""
         events = []
         with suppress(Empty):
-            events.append(self._events.get(timeout=POLL_SECONDS))
+            events.append(self._events.get(block=seconds > 0, timeout=seconds))
             while events[-1] is not None:
                 events.append(self._events.get_nowait())
         return events

@@ -158,7 +158,7 @@ def test_a_late_reader_replays_what_it_missed(addresses: KVEventOptions) -> None
     with publishing(addresses) as engine:
         for start in range(4):
             compute(engine, [start] * 12)
-            time.sleep(0.02)
+            assert replayed(addresses.kv_events_replay, first=start)
         whole = Prefixes()
         batches = replayed(addresses.kv_events_replay)
         for frames in batches:
