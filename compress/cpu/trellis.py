@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import c_int, c_int32, c_int64, c_void_p
+from ctypes import c_int, c_void_p
 
 import torch
 from torch import Tensor
 
-from compress.cpu.binding import BEST, function
+from compress.cpu.binding import BEST, function, struct_fields
 
 
 class _Search(ctypes.Structure):
     """`TrellisSearch` of search.h."""
 
-    _fields_ = (
-        ("tiles", c_int64),
-        ("pair_bits", c_int32),
-        ("numbers", c_void_p),
-        ("values", c_void_p),
-        ("states", c_void_p),
-    )
+    _fields_ = struct_fields("int64 tiles", "int32 pair_bits", "pointer numbers values states")
 
 
 def search_states(values: Tensor, numbers: Tensor, pair_bits: int, instruction_set: int = BEST) -> Tensor:

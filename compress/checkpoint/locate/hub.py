@@ -120,7 +120,7 @@ class HubModel:
     def _choose(self, sizes: Mapping[str, int], index: str, weights: bool, code: bool) -> list[str]:
         """Returns the files to read of those that the repository has."""
         if self.file is not None:
-            file = PurePosixPath(self.file or "")
+            file = PurePosixPath(self.file)
             names = [str(file.with_name(name)) for name in part_names(file.name) or [file.name]]
             if missing := [name for name in names if name not in sizes]:
                 raise CheckpointError(f"{self.repo} has no file {missing[0]}", self._gguf_choice(sizes))

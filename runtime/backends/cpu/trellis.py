@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import c_int, c_int32, c_int64, c_void_p
+from ctypes import c_int, c_int64, c_void_p
 from functools import cache
 
 import torch
@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 from compress.checkpoint.scheme import Scheme
 from compress.checkpoint.weights.exl3 import CODEBOOKS, TILE, TURN, Exl3Weight, padded, pair_widths
 from compress.common.errors import ToolkitError
-from compress.cpu.binding import BEST, absence, library
+from compress.cpu.binding import BEST, absence, library, struct_fields
 from runtime.backends.backend import LinearKernel
 from runtime.backends.base import Target
 from runtime.backends.cpu.linear import ERRORS
@@ -26,10 +26,10 @@ WORD_BITS, SCALE_BYTES = 32, 4
 class _Weight(ctypes.Structure):
     """`TrellisWeight` of c/trellis/trellis.h."""
 
-    _fields_ = (
-        *((name, c_int64) for name in ("out_features", "in_features")),
-        *((name, c_int32) for name in ("pair_bits", "codebook")),
-        *((name, c_void_p) for name in ("words", "in_scales", "out_scales", "bias")),
+    _fields_ = struct_fields(
+        "int64 out_features in_features",
+        "int32 pair_bits codebook",
+        "pointer words in_scales out_scales bias",
     )
 
 
