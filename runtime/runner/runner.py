@@ -44,10 +44,6 @@ from runtime.speculative.verify import verify_by_match
 
 logger = logging.getLogger("runtime.runner.runner")
 
-TOKENS_PER_READ = {"cpu": 5, "cuda": 100}
-"""Tokens whose computation takes about as long as reading the weights: kernels of 4 and 8 bits on a CPU take 4 to 7
-(docs/serving-cpu.md, between M=1 and M=8), tensor cores in 16 bits 75 to 300 by their data sheets."""
-
 RowSampler = Callable[[abc.Sequence[ScheduledSequence], Tensor, Drawn | None], dict[str, list[SampledToken]]]
 """From the entries that sample, and `1 + num_draft_tokens` rows of logits each, to tokens by sequence id. Of captured
 steps it gets what is drawn already."""
@@ -96,7 +92,10 @@ class ModelRunner:
         self.memory, states = memory, memory.states
         self.num_blocks, self.num_host_blocks = memory.num_blocks, memory.num_host_blocks
         self.num_state_slots, self.num_host_states = states.num_slots, states.num_host_slots
-        self.state_costs = StateCosts(states.slot_bytes, memory.weight_bytes // TOKENS_PER_READ[decoder.device.type])
+        # Computing so many tokens takes about as long as reading the weights: kernels of 4 and 8 bits on a CPU take
+        # 4 to 7 (docs/serving-cpu.md, between M=1 and M=8), tensor cores in 16 bits 75 to 300 by their data sheets.
+        tokens_per_read = 5 if decoder.device.type == "cpu" else 100
+        self.state_costs = StateCosts(states.slot_bytes, memory.weight_bytes // tokens_per_read)
         self.block_size, self.max_model_len = memory.block_size, memory.max_model_len
         self.attention_window: AttentionWindow = memory.attention_window
         self.shares_blocks = not memory.kv_cache.residual_length
