@@ -3,8 +3,8 @@ before and just after.
 
     OMP_NUM_THREADS=1 python scripts/check_simulator.py [MODEL] [--request-rate 10] [--num-prompts 200]
 
-Prints throughput and latencies of both, and exits with status 1 if one differs by more than `--within`. The machine
-should be idle: the server, its client and the measurement take turns on the same cores.
+Prints throughput and latencies of both, and exits with status 1 if the median of the rounds of one differs by more than
+`--within`. The machine should be idle: the server, its client and the measurement take turns on the same cores.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from statistics import median
 
 from compress.common.cli import demo_model_path
-from runtime.bench.figures import Figures
+from runtime.bench.figures import Figures, Run
 from runtime.bench.load import Lengths, Load, Workload
 from runtime.bench.run import Plan, run, run_server
 from runtime.core.config import RuntimeConfig
@@ -47,31 +48,41 @@ def values(figures: Figures) -> dict[str, float]:
     return found
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("model", nargs="?", type=Path, default=demo_model_path())
-    parser.add_argument("--request-rate", type=float, default=10.0)
-    parser.add_argument("--num-prompts", type=int, default=200)
-    parser.add_argument("--within", type=float, default=0.15, help="relative difference that is allowed")
-    options = parser.parse_args()
-    before = measured(options.model)
-    workload = Workload(Lengths(32, 256), Lengths(32, 256), options.num_prompts)
-    plan = Plan("", workload, Load(rate=options.request_rate), tokenizer_path=options.model)
-    with run_server(options.model) as server:
-        served = run(plan, server.url)
-    after = measured(options.model)
+def compare(served: Run, before: MeasuredCosts, after: MeasuredCosts) -> dict[str, tuple[float, float]]:
+    """Pairs what the server took, by figure, with the mean of two simulations of its requests."""
     jobs = [
         Job(str(number), record.start, record.prompt_tokens, record.output_tokens)
         for number, record in enumerate(sorted(served.records, key=lambda record: record.start))
     ]
     first, last = (values(simulated(costs, jobs)) for costs in (before, after))
+    return {name: (real, (first[name] + last[name]) / 2) for name, real in values(served.figures).items()}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", nargs="?", type=Path, default=demo_model_path())
+    parser.add_argument("--request-rate", type=float, default=10.0)
+    parser.add_argument("--num-prompts", type=int, default=200)
+    parser.add_argument("--rounds", type=int, default=1, help="servers between measurements; medians are compared")
+    parser.add_argument("--within", type=float, default=0.15, help="relative difference that is allowed")
+    options = parser.parse_args()
+    workload = Workload(Lengths(32, 256), Lengths(32, 256), options.num_prompts)
+    plan = Plan("", workload, Load(rate=options.request_rate), tokenizer_path=options.model)
+    costs, rounds = [measured(options.model)], []
+    for _ in range(options.rounds):
+        with run_server(options.model) as server:
+            served = run(plan, server.url)
+        costs.append(measured(options.model))
+        rounds.append(compare(served, *costs[-2:]))
     worst = 0.0
-    print(f"{'':20}{'server':>10}{'simulated':>11}{'before':>10}{'after':>10}{'difference':>12}")
-    for name, real in values(served.figures).items():
-        mean = (first[name] + last[name]) / 2
-        worst = max(worst, abs(mean / real - 1))
-        print(f"{name:20}{real:10.2f}{mean:11.2f}{first[name]:10.2f}{last[name]:10.2f}{mean / real - 1:12.1%}")
-    print(f"median differences of the costs: {before.error:.1%} before, {after.error:.1%} after")
+    print(f"{'':20}{'server':>10}{'simulated':>11}{'difference':>12}{'of rounds':>20}")
+    for name in rounds[0]:
+        real, found = (median(pairs[name][side] for pairs in rounds) for side in (0, 1))
+        each = [pairs[name][1] / pairs[name][0] - 1 for pairs in rounds]
+        middle = median(each)
+        worst = max(worst, abs(middle))
+        print(f"{name:20}{real:10.2f}{found:11.2f}{middle:12.1%}{f'{min(each):.1%} to {max(each):.1%}':>20}")
+    print("median differences of the costs: " + ", ".join(f"{each.error:.1%}" for each in costs))
     return int(worst > options.within)
 
 

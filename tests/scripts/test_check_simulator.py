@@ -28,9 +28,11 @@ def test_a_server_is_compared(
 ) -> None:
     import check_simulator
 
-    arguments = [str(demo_model_path()), "--num-prompts", "12", "--request-rate", "6", "--within", within]
+    arguments = [str(demo_model_path()), "--num-prompts", "12", "--request-rate", "6", "--rounds", "2"]
+    arguments += ["--within", within]
     monkeypatch.setattr(check_simulator, "measured", lambda model: read_costs("demo"))
     monkeypatch.setattr(sys, "argv", ["check_simulator.py", *arguments])
     assert check_simulator.main() == status
-    rows = re.findall(r"^(\S.*?)  +[\d.]+ +[\d.]+ +[\d.]+ +[\d.]+ +-?[\d.]+%$", capsys.readouterr().out, re.MULTILINE)
+    row = r"^(\S.*?)  +[\d.]+ +[\d.]+ +-?[\d.]+% +-?[\d.]+% to -?[\d.]+%$"
+    rows = re.findall(row, capsys.readouterr().out, re.MULTILINE)
     assert len(rows) == 6
