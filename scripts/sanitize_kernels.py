@@ -206,9 +206,17 @@ def column_outputs(device: torch.device) -> Outputs:
     return {"columns": solver.errors}
 
 
+def search_outputs(device: torch.device) -> Outputs:
+    """Returns the states of a short stream of trellis codes."""
+    from compress.checkpoint.trellis_search_triton import search_in_triton
+
+    values, table = torch.randn(1, 32, device=device), torch.randn(1 << 16, device=device)
+    return {"states": search_in_triton(values, table, 5, 8, 1 << 16)}
+
+
 GROUPS: tuple[Callable[[torch.device], Outputs], ...] = (
     *(linear_outputs, attention_outputs, page_outputs, op_outputs, sampling_outputs),
-    *(latent_outputs, mixture_outputs, state_outputs, column_outputs),
+    *(latent_outputs, mixture_outputs, state_outputs, column_outputs, search_outputs),
 )
 
 

@@ -7,6 +7,7 @@ cyclic streams, and QuIP (Chee et al. 2023, https://arxiv.org/abs/2307.13304, se
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -148,21 +149,25 @@ def _packed(states: Tensor, pair_bits: int) -> Tensor:
 
 
 def search_tiles(values: Tensor, scheme: Exl3) -> Tensor:
-    """Returns the states int32 `[N, 256]` of the cyclic streams near `values [N, 256]`: in C, or in torch on GPUs and
-    without the library."""
+    """Returns the states int32 `[N, 256]` of the cyclic streams near `values [N, 256]`: in C, in Triton on a GPU, or in
+    torch without either."""
     numbers = codebook_values(scheme.codebook).float()
     if values.device.type == "cpu" and library() is not None:
         return search_states(values, numbers, scheme.pair_bits)
+    if values.device.type == "cuda" and find_spec("triton") is not None:
+        from compress.checkpoint.trellis_search_triton import search_in_triton
+
+        return search_in_triton(values, numbers.to(values.device), scheme.pair_bits, OVERLAP)
     chunks = values.split(_TORCH_TILES)
     return torch.cat([search_by_torch(chunk, numbers.to(values.device), scheme.pair_bits) for chunk in chunks])
 
 
-def search_by_torch(values: Tensor, numbers: Tensor, pair_bits: int) -> Tensor:
+def search_by_torch(values: Tensor, numbers: Tensor, pair_bits: int, overlap: int = OVERLAP) -> Tensor:
     """Searches the states int32 `[N, 256]` of streams `values [N, 256]` with `numbers [65536]`, as the C code does."""
-    around = torch.cat((values[:, -OVERLAP:], values[:, :OVERLAP]), 1)
+    around = torch.cat((values[:, -overlap:], values[:, :overlap]), 1)
     costs = torch.zeros(len(values), 1 << STATE_BITS, device=values.device)
     costs, origins = _forward(around, numbers, costs, pair_bits)
-    state = _backward(costs.argmin(-1), origins[OVERLAP:], pair_bits)[0]
+    state = _backward(costs.argmin(-1), origins[overlap:], pair_bits)[0]
     costs = torch.full_like(costs, torch.inf).scatter_(1, state.unsqueeze(1), 0.0)
     _, origins = _forward(values, numbers, costs, pair_bits)
     return torch.stack(_backward(state, origins, pair_bits)[1:], 1).to(torch.int32)

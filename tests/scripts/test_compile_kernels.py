@@ -22,8 +22,9 @@ ROOT = Path(__file__).parents[2]
 SOURCES = [
     *(ROOT / "runtime/backends/triton").rglob("*.py"),
     ROOT / "compress/methods/shared/column_solver_triton.py",
+    ROOT / "compress/checkpoint/trellis_search_triton.py",
 ]
-OTHERS = ["columns of GPTQ", "trellis codes"]
+OTHERS = ["columns of GPTQ", "trellis codes", "search for trellis codes"]
 
 
 @pytest.fixture(scope="module")

@@ -88,6 +88,7 @@ RULES = {
     "add_rms_norm_kernel": Rules(converts=True, wide=_always),
     "silu_and_mul_kernel": Rules(converts=True, wide=_always),
     "change_columns": Rules(converts=True),
+    "search_stream": Rules(converts=True),
     "sample_parts": Rules(converts=True, wide=_whole_vocabulary),
     "join_parts": Rules(converts=True),
     "sample_listed_kernel": Rules(converts=True),

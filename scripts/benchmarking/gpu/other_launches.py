@@ -41,6 +41,17 @@ def trellis_codes() -> None:
             linear(_empty(tokens, inputs))
 
 
+def trellis_search() -> None:
+    """Launches the search for trellis codes of several widths."""
+    from compress.checkpoint.trellis_search import OVERLAP
+    from compress.checkpoint.trellis_search_triton import search_in_triton
+    from compress.checkpoint.weights.exl3 import HALVES_CODEBOOK, pair_widths
+
+    values, numbers = (_empty(*shape, dtype=torch.float32) for shape in ((8, 256), (1 << 16,)))
+    for pair_bits in pair_widths(HALVES_CODEBOOK):
+        search_in_triton(values, numbers, pair_bits, OVERLAP)
+
+
 def _empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.empty(*shape, dtype=dtype, device="meta")
 
@@ -48,6 +59,7 @@ def _empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 OTHERS: dict[str, Callable[[], None]] = {
     "columns of GPTQ": column_solver,
     "trellis codes": trellis_codes,
+    "search for trellis codes": trellis_search,
 }
 
 

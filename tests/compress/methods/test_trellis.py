@@ -53,6 +53,16 @@ def test_the_library_finds_the_states_of_torch(bits: float, codebook: str) -> No
         assert torch.equal(found, expected), INSTRUCTION_SETS[instruction_set]
 
 
+@pytest.mark.full
+@pytest.mark.parametrize(("bits", "block"), [(1.5, 1 << 16), (8, 1 << 14)])
+def test_triton_finds_the_states_of_torch(gpu: torch.device, bits: float, block: int) -> None:
+    from compress.checkpoint.trellis_search_triton import search_in_triton
+
+    values, numbers, pair_bits = gaussian(1)[:, :128].to(gpu), numbers_of("mul1").to(gpu), Exl3(bits, "mul1").pair_bits
+    found = search_in_triton(values, numbers, pair_bits, 32, block)
+    assert torch.equal(found, search_by_torch(values, numbers, pair_bits, 32))
+
+
 @needs_library
 def test_threads_change_nothing() -> None:
     values, numbers = gaussian(5), numbers_of("mul1")
