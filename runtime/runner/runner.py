@@ -92,7 +92,7 @@ class ModelRunner:
         self.memory, states = memory, memory.states
         self.num_blocks, self.num_host_blocks = memory.num_blocks, memory.num_host_blocks
         self.num_state_slots, self.num_host_states = states.num_slots, states.num_host_slots
-        # Computing so many tokens takes about as long as reading the weights: kernels of 4 and 8 bits on a CPU take
+        # Computing this many tokens takes about as long as reading the weights: kernels of 4 and 8 bits on a CPU take
         # 4 to 7 (docs/serving-cpu.md, between M=1 and M=8), tensor cores in 16 bits 75 to 300 by their data sheets.
         tokens_per_read = 5 if decoder.device.type == "cpu" else 100
         self.state_costs = StateCosts(states.slot_bytes, memory.weight_bytes // tokens_per_read)
