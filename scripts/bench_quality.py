@@ -18,6 +18,7 @@ import hashlib
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -165,16 +166,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "seeds": f"0 to {options.seeds - 1}",
     }
     console.print(describe(facts))
-    trials = []
-    for model in options.model:
-        with tempfile.TemporaryDirectory() as work:
-            for trial in run_trials(options, model, console, Path(work)):
-                trials.append(trial)
-                console.print(
-                    f"  {trial.model} {trial.setting} {trial.method} seed {trial.seed} {trial.text}: "
-                    f"KL {trial.figures.kl_mean:.5f}, perplexity {trial.figures.perplexity:.3f}, "
-                    f"{trial.cost.seconds:.1f} s"
-                )
+    trials: list[Trial] = []
+    with suppress(KeyboardInterrupt):  # what is done by then is judged and written
+        for model in options.model:
+            with tempfile.TemporaryDirectory() as work:
+                for trial in run_trials(options, model, console, Path(work)):
+                    trials.append(trial)
+                    console.print(f"  {trial}")
     rows, verdicts = table_rows(trials), judge(trials)
     print_table("Means over calibration seeds", rows, console)
     for verdict in verdicts:

@@ -196,6 +196,13 @@ class Trial:
     losses: Tensor
     cost: Cost
 
+    def __str__(self) -> str:
+        return (
+            f"{self.model} {self.setting} {self.method} seed {self.seed} {self.text}: "
+            f"KL {self.figures.kl_mean:.5f}, 99.9 % {self.figures.kl_p999:.3f}, "
+            f"perplexity {self.figures.perplexity:.3f}, {self.cost.seconds:.1f} s"
+        )
+
     def to_dict(self) -> dict[str, Any]:
         trial = {name: getattr(self, name) for name in ("model", "setting", "method", "seed", "text")}
         cost = {name: getattr(self.cost, name) for name in ("seconds", "bits_per_weight", "total_bytes")}

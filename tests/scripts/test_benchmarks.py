@@ -42,6 +42,28 @@ def test_quality_writes_trials_table_and_verdicts(tmp_path: Path, capsys):
     assert "w2g64 on pydoc: gptq < rtn" in capsys.readouterr().out
 
 
+@pytest.mark.full
+def test_what_was_measured_before_an_interrupt_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    import bench_quality
+    from benchmarking.models import SHAPES, write_model
+
+    def two_methods(*given: Any) -> Any:
+        *_, method, _seed, _out = given
+        if method == "gptq":
+            raise KeyboardInterrupt
+        return compress(*given)
+
+    compress, model, figures = bench_quality._compress, tmp_path / "model", tmp_path / "figures.json"
+    write_model(model, SHAPES["tiny"])
+    monkeypatch.setattr(bench_quality, "in_own_process", lambda function, *given: two_methods(*given))
+    small = ["--num-calibration-samples", "2", "--max-seq-length", "128", "--tokens", "512", "--seeds", "1"]
+    tried = ["--settings", "w2g64", "--methods", "rtn", "awq", "gptq"]
+    bench_quality.main(["--model", str(model), *tried, *small, "--json", str(figures)])
+    content = json.loads(figures.read_text())
+    assert [trial["method"] for trial in content["trials"]] == ["rtn", "awq"]
+    assert len(content["verdicts"]) == 1
+
+
 @pytest.mark.parametrize(
     "setting",
     ["w3g64", "w8a8", "nvfp4", "q4_k", "2:4", "50%", "2:4+w4g64", "rank0.8", "recipes", "coverage", "w3g64+finish"],
