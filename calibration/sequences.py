@@ -166,14 +166,20 @@ def few_sequences(tokens: Tensor, samples: int, name: str) -> tuple[str, ...]:
     """Warns when a text does not fill the requested sequences."""
     if len(tokens) >= samples:
         return ()
-    return (f"{name} fills only {len(tokens)} of {samples} sequences; more text gives better statistics",)
+    return (
+        f"{name} fills only {len(tokens)} of {samples} sequences; more text gives better statistics, also text that "
+        f"the model writes after it ({SELF} in a mixture)",
+    )
 
 
 def few_tokens(tokens: Tensor) -> tuple[str, ...]:
     """Warns when there are fewer than `FEW_TOKENS` calibration tokens."""
     if tokens.numel() >= FEW_TOKENS:
         return ()
-    return (f"{tokens.numel()} calibration tokens are few; {FEW_TOKENS} or more are advised",)
+    return (
+        f"{tokens.numel()} calibration tokens are few; {FEW_TOKENS} or more are advised, also tokens that the model "
+        f"writes ({SELF} in a mixture)",
+    )
 
 
 def _foreign(stream: list[int], num_bytes: int, tokenizer: Any, name: str) -> tuple[str, ...]:
@@ -229,10 +235,12 @@ def load_tokenizer(path: str | Path) -> Any:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
 
 
-Sampler = Callable[[int, int, int], Tensor]
-"""Samples text from the model: number of sequences, length and seed to tokens `[N, L]`."""
+Sampler = Callable[[Tensor, int, int], Tensor]
+"""Samples text from the model: prompts `[N, P]`, length and seed to tokens `[N, L]`."""
 
 SELF_DESCRIPTION = "text sampled from the source model itself at temperature 1"
+TOKENS_PER_PROMPT_TOKEN = 8
+"""Length of a sequence that the model writes, relative to the piece of text that it continues."""
 
 
 def pack_parts(
@@ -240,25 +248,41 @@ def pack_parts(
 ) -> SequenceSet:
     """Packs one text or a mixture into token sequences. Equal arguments give equal sequences in equal order.
 
-    Weights count tokens: each part is packed alone into its share of the sequences; all are shuffled by the seed.
+    Weights count tokens: each part is packed alone into its share of the sequences; all are shuffled by the seed. A
+    `self` part continues pieces of the sequences of the other parts, at random places.
     Raises DataError: a text that cannot be used, or that does not fill one sequence. `sampler`: writes the text of a
     `self` part; without one, zeros of the same shape stand in for it, for a plan.
     """
-    counts = share_out(parts, samples)
-    packed = [
-        _pack(part.source, tokenizer, count, length, seed, sampler) for part, count in zip(parts, counts, strict=True)
-    ]
-    mixed = packed[0] if len(packed) == 1 else _mix(parts, packed, seed)
+    shares = {part.source: count for part, count in zip(parts, share_out(parts, samples), strict=True)}
+    packed = {
+        source: pack_sequences(load_texts(source), tokenizer, samples=count, length=length, seed=seed)
+        for source, count in shares.items()
+        if source != SELF
+    }
+    if SELF in shares:
+        prompts = _prompts([text.tokens for text in packed.values()], shares[SELF], length, seed)
+        packed[SELF] = _written(prompts, length, seed, sampler)
+    in_order = [packed[part.source] for part in parts]
+    mixed = in_order[0] if len(parts) == 1 else _mix(parts, in_order, seed)
     return replace(mixed, warnings=mixed.warnings + few_tokens(mixed.tokens))
 
 
-def _pack(source: str, tokenizer: Any, samples: int, length: int, seed: int, sampler: Sampler | None) -> SequenceSet:
-    if source != SELF:
-        return pack_sequences(load_texts(source), tokenizer, samples=samples, length=length, seed=seed)
-    description = f"{SELF_DESCRIPTION} with seed {seed}"
+def _prompts(texts: Sequence[Tensor], count: int, length: int, seed: int) -> Tensor:
+    """Returns pieces `[count, P]` of sequences `[N, length]` at random places; P is 0 without a text."""
+    if not texts:
+        return torch.empty(count, 0, dtype=torch.int64)
+    pieces = torch.cat(list(texts)).unfold(1, max(1, length // TOKENS_PER_PROMPT_TOKEN), 1)
+    generator = np.random.default_rng(seed + 3)
+    rows, places = (torch.from_numpy(generator.integers(size, size=count)) for size in pieces.shape[:2])
+    return pieces[rows, places]
+
+
+def _written(prompts: Tensor, length: int, seed: int, sampler: Sampler | None) -> SequenceSet:
+    after = f", each after {prompts.shape[1]} tokens of the other texts" if prompts.numel() else ""
+    description = f"{SELF_DESCRIPTION} with seed {seed}{after}"
     if sampler is None:
-        return SequenceSet(torch.zeros(samples, length, dtype=torch.int64), SELF, "", description)
-    tokens = sampler(samples, length, seed)
+        return SequenceSet(torch.zeros(len(prompts), length, dtype=torch.int64), SELF, "", description)
+    tokens = sampler(prompts, length, seed)
     return SequenceSet(tokens, SELF, hashlib.sha256(tokens.numpy().tobytes()).hexdigest(), description)
 
 

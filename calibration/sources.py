@@ -189,7 +189,8 @@ DOCUMENT_SEPARATOR = "<|document|>"
 NAMED_SOURCES: Registry[Callable[[], tuple[Iterator[Document], str]]] = Registry("text")
 """Functions that return the documents of a text and its description, by its name."""
 SELF = "self"
-"""The source for text that the model itself writes: token sequences, not documents."""
+"""The source for text that the model itself writes, in a mixture after pieces of the other texts: token sequences, not
+documents."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,7 +266,7 @@ def _pydoc() -> tuple[Iterator[Document], str]:
 @torch.inference_mode()
 def sample_sequences(
     model: Any,
-    count: int,
+    prompts: Tensor,
     length: int,
     *,
     start: int | None,
@@ -274,44 +275,49 @@ def sample_sequences(
     batch: int = 32,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Tensor:
-    """Samples `count` sequences of exactly `length` tokens at temperature 1.
+    """Samples a sequence of exactly `length` tokens at temperature 1 after each prompt, as Liu et al. 2023,
+    https://arxiv.org/abs/2305.17888, section 3.1, do after a single token.
 
-    Every sequence begins with `start`. Where the model ends a text, `start` stands instead of the end token, as between
-    the documents of packed text, and a new text begins. Raises NumericsError: the model gave NaN or infinite logits.
+    Every sequence begins with `start` and its prompt. Where the model ends a text, `start` stands instead of the end
+    token, as between the documents of packed text, and a new text begins. Raises NumericsError: the model gave NaN or
+    infinite logits.
 
     Args:
-        start: the token before each text; None draws the first token of each sequence from the whole vocabulary.
+        prompts: int64 `[N, P]` on the CPU, shorter than `length`; P is 0 for text from the first token on.
+        start: the token before each text; without one and without prompts, the first token of each sequence is drawn
+            from the whole vocabulary.
         batch: sequences at a time; the result depends on it as on the seed.
         on_progress: called with (tokens done, tokens in all).
 
     Returns:
-        int64 `[count, length]` on the CPU.
+        int64 `[N, length]` on the CPU.
     """
-    pieces = []
+    pieces, count = [], len(prompts)
     for first in range(0, count, batch):
-        size = min(batch, count - first)
         generator = torch.Generator().manual_seed(seed * 1_000_003 + first)
-        rows = _begin(model, size, start, generator)
+        known = _begin(model, prompts[first : first + batch], start, generator)
         cache: dict[str, Any] = {}
-        latest = rows
-        columns = [rows]
+        columns = [known[:, :1]]
+        # Prompts go in a token at a time: the logits of all their positions would take far more memory.
         for step in range(1, length):
-            output = model(latest.to(model.device), use_cache=True, **cache)
+            output = model(columns[-1].to(model.device), use_cache=True, **cache)
             name = "cache" if hasattr(output, "cache") else "past_key_values"  # the name before transformers 5.24
             cache = {name: getattr(output, name)}
-            latest = _draw(output.logits[:, -1], generator)
+            is_known = step < known.shape[1]
+            columns.append(known[:, step : step + 1] if is_known else _draw(output.logits[:, -1], generator))
             if start is not None:
-                latest[torch.isin(latest, torch.tensor(list(ends), dtype=torch.int64))] = start
-            columns.append(latest)
-            on_progress(first * length + size * (step + 1), count * length)
+                columns[-1][torch.isin(columns[-1], torch.tensor(list(ends), dtype=torch.int64))] = start
+            on_progress(first * length + len(known) * (step + 1), count * length)
         pieces.append(torch.cat(columns, dim=1))
     return torch.cat(pieces)
 
 
-def _begin(model: Any, size: int, start: int | None, generator: torch.Generator) -> Tensor:
+def _begin(model: Any, prompts: Tensor, start: int | None, generator: torch.Generator) -> Tensor:
     if start is not None:
-        return torch.full((size, 1), start, dtype=torch.int64)
-    return torch.randint(model.config.vocab_size, (size, 1), generator=generator)
+        return torch.cat([torch.full((len(prompts), 1), start), prompts], dim=1)
+    return (
+        prompts if prompts.numel() else torch.randint(model.config.vocab_size, (len(prompts), 1), generator=generator)
+    )
 
 
 def _draw(logits: Tensor, generator: torch.Generator) -> Tensor:

@@ -69,15 +69,17 @@ def calibration_sequences(
     return sequences
 
 
-def _write(source: SourceModel, tokenizer: Any, count: int, length: int, seed: int) -> Tensor:
+def _write(source: SourceModel, tokenizer: Any, prompts: Tensor, length: int, seed: int) -> Tensor:
     """Returns text sampled from the whole dense model, which is in memory during sampling only."""
+    if prompts.numel():
+        check_token_ids(prompts, read_config(source.path), source.path)
     _require_memory(source)
     with RunDisplay(1, unit="calibration text") as display:
-        display.say(f"sampling {count} sequences of {length} tokens from the model itself")
+        display.say(f"sampling {len(prompts)} sequences of {length} tokens from the model itself")
         model = _load(source)
         tokens = sample_sequences(
             model,
-            count,
+            prompts,
             length,
             start=separator_token(tokenizer),
             ends=_end_tokens(model, tokenizer),

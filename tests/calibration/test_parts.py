@@ -137,14 +137,40 @@ def test_too_little_text_is_said_once_for_each_part_and_once_for_all(tmp_path: P
 
 
 def test_the_model_writes_its_part():
-    def write(count: int, length: int, seed: int) -> torch.Tensor:
-        return torch.full((count, length), seed)
+    def write(prompts: torch.Tensor, length: int, seed: int) -> torch.Tensor:
+        assert prompts.shape == (3, 0)
+        return torch.full((len(prompts), length), seed)
 
     packed = pack_parts((Part("self"),), letters, samples=3, length=8, seed=5, sampler=write)
     assert packed.tokens.tolist() == [[5] * 8] * 3
     assert packed.source == "self"
     assert len(packed.sha256) == 64
     assert "sampled from the source model itself at temperature 1 with seed 5" in packed.description
+
+
+def test_in_a_mixture_the_model_continues_pieces_of_the_other_texts(texts: tuple[str, str]):
+    given: list[torch.Tensor] = []
+
+    def write(prompts: torch.Tensor, length: int, seed: int) -> torch.Tensor:
+        given.append(prompts)
+        return torch.full((len(prompts), length), 1)
+
+    parts = Part("self", 0.75), Part("bundled", 0.25)
+    first, again, other = (
+        pack_parts(parts, letters, samples=32, length=64, seed=seed, sampler=write) for seed in (0, 0, 1)
+    )
+    prompts, same, differing = given
+    assert prompts.shape == (24, 8)
+    real = first.tokens[first.tokens[:, 0] != 1]
+    assert len(real) == 8
+    pieces = {tuple(piece.tolist()) for piece in real.unfold(1, 8, 1).flatten(0, 1)}
+    assert {tuple(prompt.tolist()) for prompt in prompts} <= pieces
+    assert len(prompts.unique(dim=0)) > 20
+    assert prompts.equal(same)
+    assert first.tokens.equal(again.tokens)
+    assert not prompts.equal(differing)
+    assert "each after 8 tokens of the other texts" in first.description
+    assert [part.sequences for part in other.parts] == [24, 8]
 
 
 def test_a_plan_needs_no_model_and_claims_no_hash():
