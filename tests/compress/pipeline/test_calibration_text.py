@@ -1,9 +1,13 @@
 """Calibration text in whole runs: mixtures, text from the model itself, plans, and what the checkpoint says of it."""
 
+import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from runs import compared_with, compress
 
 from calibration.sources import load_texts
 from compress.checkpoint.config import compression_block, read_config
@@ -11,7 +15,7 @@ from compress.checkpoint.weights import Int
 from compress.common.cli import demo_model_path
 from compress.common.errors import CheckpointError, DataError
 from compress.evaluate.session import EvaluationRequest, run_evaluation
-from compress.pipeline.prepare import RunRequest, prepare
+from compress.pipeline.prepare import RunRequest, SourceModel, calibration_sequences, prepare
 from compress.pipeline.run import run
 from compress.recipe import CalibrationOptions, Recipe
 from compress.stages.quantize import QuantizeStage
@@ -39,6 +43,39 @@ def test_the_model_writes_its_calibration_text(tiny_model, tmp_path: Path, capsy
     calibration = compression_block(read_config(tmp_path / "out"))["calibration"]
     assert calibration["source"] == "self"
     assert calibration["token_sha256"] == first.sequences.token_sha256
+
+
+def test_the_model_continues_the_other_texts_of_a_mixture(tiny_model, tmp_path: Path, manual: Path):
+    source = f"{manual}:0.25,self:0.75"
+    first, again = (prepare(request(tiny_model(), tmp_path / "out", source, size=(16, 64))).sequences for _ in range(2))
+    assert first.token_sha256 == again.token_sha256
+    assert [part.sequences for part in first.parts] == [4, 12]
+    text = prepare(request(tiny_model(), tmp_path / "out", str(manual), size=(4, 64))).sequences.tokens
+    pieces = {tuple(piece.tolist()) for piece in text.unfold(1, 8, 1).flatten(0, 1)}
+    continued = [row for row in first.tokens if not (row == text).all(1).any()]
+    assert len(continued) == 12
+    assert all(tuple(row[1:9].tolist()) in pieces for row in continued)
+
+
+@pytest.mark.full
+def test_short_text_that_the_model_continues_calibrates_better(tmp_path: Path):
+    """2 bits on the trained demo model, after 1,024 tokens of text."""
+    found = {}
+    for source, samples in {"bundled": 4, "bundled:4,self:28": 32}.items():
+        out, options = tmp_path / str(samples), CalibrationOptions(source, samples, 256)
+        compress(demo_model_path(), out, QuantizeStage("gptq", Int(2, 64)), calibration=options, dtype="float32")
+        found[source] = compared_with(demo_model_path(), out, 4096, 512).kl_mean
+    assert found["bundled:4,self:28"] < 0.7 * found["bundled"]
+
+
+def test_a_text_with_tokens_of_another_model_is_refused_before_it_is_continued(tiny_model, tmp_path: Path, monkeypatch):
+    monkeypatch.setattr("compress.pipeline.prepare._load", None)
+    model = Path(shutil.copytree(tiny_model(), tmp_path / "model"))
+    config = model / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"vocab_size": 100}))
+    source = SourceModel(model, torch.device("cpu"), torch.float32)
+    with pytest.raises(DataError, match=r"\b100 tokens\b"):
+        calibration_sequences(CalibrationOptions("bundled,self", 4, 32), source, 0)
 
 
 def test_the_model_is_not_loaded_without_the_memory_for_it(tiny_model, tmp_path: Path, monkeypatch):
