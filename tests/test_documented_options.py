@@ -64,7 +64,7 @@ def test_options_exist(page: str) -> None:
 def test_options_of_the_pages_about_serving_exist() -> None:
     text = re.sub(OTHER_PROGRAMS, "", "\n".join((DOCS / page).read_text() for page in SERVING), flags=re.MULTILINE)
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", text))
-    served = "serve", "generate", "memory", "batch", "bench", "chat", "prepare", "warm-up"
+    served = "serve", "generate", "memory", "batch", "bench", "chat", "prepare", "warm-up", "simulate"
     known = [options_of(app, name) for name in served]
     known += [options_of(compress_app, name) for name in ("eval", "quantize", "fit", "doctor")]
     assert len(named) > 60
