@@ -338,24 +338,31 @@ class _Best:
 FP8 = torch.float8_e4m3fn
 MAX_FP8 = 448.0
 """The largest number; there is no infinity."""
-MAX_INT8 = 127
+LARGEST = {Activations.INT8: 127, Activations.INT4: 7.5, Activations.FP8: MAX_FP8}
+"""What the largest input of a token becomes before rounding: of 4 bits half of the range, of which the last code of
+one sign falls short by half a step, because 7 would make all steps larger."""
 
 
 def quantize_tokens(x: Tensor, kind: Activations = Activations.INT8) -> tuple[Tensor, Tensor]:
     """Quantized activations q8 `[M, I]` and scales `[M, 1]`, with `x ~ q8 * scale`.
 
-    Both are float32 (float64 for float64 input), q8 with integral values from -127 to 127, or those of e4m3 from
-    -448 to 448. A token's result never depends on its neighbours in the batch. A row of zeros gets scale 0 and zeros; a
-    row that is not finite keeps a scale that is not finite.
+    Both are float32 (float64 for float64 input), q8 with integral values from -127 to 127, of 4 bits from -8 to 7, or
+    those of e4m3 from -448 to 448. A token's result never depends on its neighbours in the batch. A row of zeros gets
+    scale 0 and zeros; a row that is not finite keeps a scale that is not finite.
     """
     exact = x.double() if x.dtype == torch.float64 else x.float()
-    fp8 = kind == Activations.FP8
-    scale = divide(exact.abs().amax(-1, keepdim=True), MAX_FP8 if fp8 else MAX_INT8)
+    scale = divide(exact.abs().amax(-1, keepdim=True), LARGEST[kind])
     q8 = exact / scale.clamp_min(torch.finfo(exact.dtype).tiny)
-    return (q8.to(FP8).to(exact.dtype) if fp8 else q8.round_()), scale
+    return (q8.to(FP8).to(exact.dtype) if kind == Activations.FP8 else round_integers(q8, kind.bits)), scale
+
+
+def round_integers(x: Tensor, bits: int) -> Tensor:
+    """Rounds `x` in place to signed integers of some bits, half to even."""
+    past = 1 << (bits - 1)
+    return x.round_().clamp_(-past, past - 1)
 
 
 def round_tokens(x: Tensor, kind: Activations = Activations.INT8) -> Tensor:
-    """`x [M, I]` as a product with 8-bit activations sees it, in its own dtype."""
+    """`x [M, I]` as a product with such activations sees it, in its own dtype."""
     q8, scale = quantize_tokens(x, kind)
     return (q8 * scale).to(x.dtype)

@@ -61,6 +61,7 @@ class Activations:
     """
 
     INT8: ClassVar[Activations]
+    INT4: ClassVar[Activations]
     FP8: ClassVar[Activations]
 
     numbers: str = "int"
@@ -71,11 +72,14 @@ class Activations:
     stored: str = ""
 
     @classmethod
-    def from_bits(cls, bits: int | None, kind: Activations) -> Activations | None:
-        """Returns `kind` for 8 bits, None for 16-bit inputs (None). Raises SchemeError for other widths."""
-        if bits not in (None, kind.bits):
-            raise SchemeError(f"activation_bits={bits} is not supported", "Use 8 or leave it out")
-        return kind if bits else None
+    def from_bits(cls, bits: int | None, *kinds: Activations) -> Activations | None:
+        """Returns the one of `kinds` that has so many bits, None for 16-bit inputs (None). Raises SchemeError for other
+        widths."""
+        found = next((kind for kind in kinds if kind.bits == bits), None)
+        if found is None and bits is not None:
+            widths = ", ".join(str(kind.bits) for kind in kinds)
+            raise SchemeError(f"activation_bits={bits} is not supported", f"Use {widths} or leave it out")
+        return found
 
     def __str__(self) -> str:
         kind = f"{'int' if self.numbers == 'int' else 'fp'}{self.bits}"
@@ -88,8 +92,8 @@ class Activations:
 POWERS = "e8m0", "e8m0 floor", "e8m0 ceil"
 """Rules of the power of two that scales the largest input of a group: it becomes at most 1.75 times the last power of
 two among the numbers (compressed-tensors), less than twice that (OCP microscaling 1.0), or the largest number."""
-Activations.INT8, Activations.FP8 = Activations(), Activations("float")
-"""Rounding to 8 bits with one scale per token, found as it comes, which kernels of such weights do themselves."""
+Activations.INT8, Activations.INT4, Activations.FP8 = Activations(), Activations(bits=4), Activations("float")
+"""Rounding with one scale per token, found as it comes, which kernels of such weights do themselves."""
 
 
 class Scheme(ABC):

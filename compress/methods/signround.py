@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from compress.checkpoint.weights import Activations, Scheme
+from compress.checkpoint.weights import Scheme
 from compress.checkpoint.weights.coded import INTEGERS
 from compress.common.cli import option
 from compress.methods.base import (
@@ -63,8 +63,6 @@ class SignRound(QuantizationMethod):
         return Needs(inputs=True, hessian=True, learning_batch=options.batch)
 
     def unsupported(self, scheme: Scheme) -> str:
-        if scheme.activations == Activations.INT8:
-            return "it learns with 16-bit activations, so leave activation_bits out"
         if scheme.num_outliers:
             return "it learns no outlier columns"
         if scheme.numbers == INTEGERS:

@@ -39,13 +39,13 @@ class SmoothQuant(QuantizationMethod):
     """SmoothQuant, followed by round to nearest."""
 
     name: ClassVar[str] = "smoothquant"
-    help: ClassVar[str] = "moves activation outliers into the weights, for 8-bit activations (W8A8)"
+    help: ClassVar[str] = "moves activation outliers into the weights, for rounded activations (W8A8, W4A8)"
     Options: ClassVar[type] = SmoothQuantOptions
     smooths: ClassVar[bool] = True
     data: ClassVar[Needs] = Needs(inputs=True, sample_rows=SMOOTHING_ROWS)
 
     def unsupported(self, scheme: Scheme) -> str:
-        return "" if scheme.activation_bits else "it is for 8-bit activations: set activation_bits: 8"
+        return "" if scheme.activation_bits else "it is for rounded activations: set activation_bits: 8"
 
     def default_scheme(self) -> Scheme:
         return Int(8, None, activations=Activations.INT8)

@@ -154,7 +154,8 @@ def quantize_block(
     begun = _round(block, job, observed, differences, folded, outcome, workers)
     if begun and job.tuned and outcome.reference is not None:
         error = BlockError(block, job.index, calibration, outcome.reference, device, job.seed)
-        _tune(job.tuned, error, begun, outcome, part("tuning"))
+        with activations_quantized(block, job.with_quantized_inputs):
+            _tune(job.tuned, error, begun, outcome, part("tuning"))
     kept = outlier_columns(outcome.weights, block.name)
     with activations_quantized(block, job.with_quantized_inputs, outliers=kept):
         outcome.relative_error = _output_error(block, job, calibration.search, expected, device)

@@ -115,6 +115,18 @@ def search_scale(
         return layer_plan.method.smoothing_scale(search, layer_plan.options)
 
 
+class _PassedThrough(torch.autograd.Function):
+    """Rounded inputs with the gradient of what was rounded (straight-through estimator)."""
+
+    @staticmethod
+    def forward(ctx: Any, exact: Tensor, rounded: Tensor) -> Tensor:
+        return rounded
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None
+
+
 @contextmanager
 def activations_quantized(
     block: LoadedBlock,
@@ -122,7 +134,7 @@ def activations_quantized(
     scale: Tensor | None = None,
     outliers: Mapping[str, Tensor] | None = None,
 ) -> Iterator[None]:
-    """Quantizes the inputs of the named linears to 8 bits inside the context.
+    """Rounds the inputs of the named linears as their schemes say inside the context; gradients pass through.
 
     Args:
         scale: `[I]`, divisor of inputs before rounding.
@@ -137,7 +149,7 @@ def activations_quantized(
         rounded = rounded.to(args[0].dtype)
         if columns is not None:
             rounded[..., columns] = args[0][..., columns]
-        return (rounded, *args[1:])
+        return (_PassedThrough.apply(args[0], rounded), *args[1:])
 
     def hook(columns: Tensor | None, kind: Activations) -> Callable[[nn.Module, tuple[Any, ...]], tuple[Any, ...]]:
         return lambda _module, args: round_input(args, columns, kind)

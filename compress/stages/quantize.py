@@ -19,7 +19,7 @@ from compress.stages.base import STAGES, TensorStage, method_help
 INT, FP8 = Int.word, Fp8.word
 PER_CHANNEL = -1
 GROUPS = "Input columns that share a scale: 128, 64, 32, or -1 for one scale per output row."
-ACTIVATIONS = "8: round the inputs of the layers to 8 bits, token by token (W8A8). 16: keep them."
+ACTIVATIONS = "8 or 4: round the inputs of the layers to so many bits, token by token (W8A8, W4A8, W4A4). 16: keep them."
 HEAD_TARGET, EMBEDDING_TARGET = "lm_head", "embed_tokens"
 
 
@@ -172,14 +172,14 @@ class QuantizeStage(TensorStage):
         if self.scheme.numbers != "int":
             raise RecipeError(f"{name}, the {end.what}, supports integers only", "Give it a stage of 8-bit integers")
         if self.scheme.activation_bits:
-            raise RecipeError(f"{name}, the {end.what}, takes no 8-bit activations", "Leave activation_bits out of it")
+            raise RecipeError(f"{name}, the {end.what}, takes no rounded activations", "Leave activation_bits out of it")
 
     def outside(self, head_bits: int | None, embedding_bits: int | None) -> tuple[QuantizeStage, ...]:
         """Returns stages for output head and embedding, where they get bits: the head is rounded by GPTQ when there is
         a calibration anyway, the embedding to nearest. 8 bits have one scale per row, fewer have the groups of this
-        stage; the usual ones if this stage has 8-bit activations, whose weights have none, or floats."""
+        stage; the usual ones if this stage has floats, or rounded activations and weights without groups."""
         head_method = "gptq" if self.needs_calibration else "rtn"
-        own_groups = isinstance(self.scheme, Int) and not self.scheme.activation_bits
+        own_groups = isinstance(self.scheme, Int) and not (self.scheme.activations and self.scheme.group_size is None)
         group_size = self.scheme.group_size if own_groups else Int().group_size
         wanted = ((HEAD_TARGET, head_bits, head_method), (EMBEDDING_TARGET, embedding_bits, "rtn"))
         return tuple(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from compress.checkpoint.activations import AS_STORED, EIGHT_BITS
-from compress.checkpoint.weights import Activations, Scheme, Weight
+from compress.checkpoint.weights import Scheme, Weight
 from compress.common.errors import SchemeError
 from compress.models.mixers.mixer import Mixer
 from runtime.backends.adapted_linear import AdaptedLinear, Places, StepAdapters
@@ -79,7 +79,7 @@ DEQUANTIZED = LinearKernel(
     "dequantized once at load: dense speed, dense memory",
     "",
     lambda scheme, in_features, target: (
-        "keeps activations in 16 bits" if scheme.activations == Activations.INT8 else ""
+        "keeps activations in 16 bits" if scheme.activations and scheme.activations.numbers == "int" else ""
     ),
     _prepare_dequantized,
     _dequantized_nbytes,

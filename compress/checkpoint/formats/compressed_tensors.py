@@ -1,4 +1,4 @@
-"""compressed-tensors, the default: `pack-quantized` (2 to 8 bits, 16-bit activations), `int-quantized` (W8A8), 8-bit
+"""compressed-tensors, the default: `pack-quantized` (2 to 8 bits), `int-quantized` (W8A8 per channel), 8-bit
 floats per channel or block (`float-quantized`, `naive-quantized` without rounded inputs), NVFP4, MXFP4 and MXFP8.
 
 Loaded unchanged by vLLM, SGLang and transformers with the compressed-tensors package.
@@ -21,6 +21,7 @@ from compress.checkpoint.formats.base import (
     modules_by_scheme,
 )
 from compress.checkpoint.weights import Activations, BlockFp8, Fp8, Int, Mxfp4, Mxfp8, Nvfp4, Scheme
+from compress.checkpoint.weights.integer import INPUTS
 from compress.common.errors import CheckpointError
 
 
@@ -32,7 +33,7 @@ class Layout:
         name: of the layout, where inputs keep 16 bits.
         type: of the numbers.
         strategy: which weights share a scale; empty where the scheme's group size says it.
-        rounded_name: with inputs that are rounded to 8 bits; empty where the form has none.
+        rounded_name: with rounded inputs, where codes are not packed; empty where the form has none.
         scale_dtype: of scales that are not floats of the model's dtype; empty where they are.
     """
 
@@ -74,16 +75,17 @@ def _config_group(scheme: Scheme, targets: list[str]) -> dict[str, Any]:
         **more,
     }
     activations = {
-        "num_bits": 8,
+        "num_bits": scheme.activation_bits,
         "type": layout.type,
         "symmetric": True,
         "strategy": "token",
         "group_size": None,
         "dynamic": True,
     }
+    is_rounded = scheme.activations and not (isinstance(scheme, Int) and scheme.is_packed)
     return {
         "targets": targets,
-        "format": layout.rounded_name if scheme.activations else layout.name,
+        "format": layout.rounded_name if is_rounded else layout.name,
         "weights": weights,
         "input_activations": activations if scheme.activations else None,
         "output_activations": None,
@@ -135,7 +137,7 @@ def _parse_group(module: str, group: Mapping[str, Any]) -> Scheme:
         bits,
         int(weights["group_size"]) if strategy == "group" else None,
         bool(weights.get("symmetric", True)),
-        rounded if rounded == Activations.INT8 else None,
+        rounded if rounded in INPUTS else None,
     )
 
 
@@ -144,8 +146,8 @@ def _parse_inputs(group: Mapping[str, Any]) -> Activations | None:
     rounded = _parse_activations(group.get("input_activations"))
     weights = group.get("weights") or {}
     plain = weights.get("strategy") in (None, "channel", "tensor") or weights.get("type") == "int"
-    own = Activations.INT8 if weights.get("type", "int") == "int" else Activations.FP8
-    return None if plain and rounded == own else rounded
+    own = INPUTS if weights.get("type", "int") == "int" else (Activations.FP8,)
+    return None if plain and rounded in own else rounded
 
 
 def _parse_activations(given: Mapping[str, Any] | None) -> Activations | None:

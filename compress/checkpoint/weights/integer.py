@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+INPUTS = Activations.INT8, Activations.INT4
+"""Rounding of inputs that integers are multiplied by."""
+
+
 @register("bits")
 @dataclass(frozen=True, slots=True)
 class Int(Coded):
@@ -26,7 +30,7 @@ class Int(Coded):
         bits: width of a code, 2 to 8.
         group_size: input columns that share one scale; None means one scale for the whole row (per channel).
         symmetric: zero point fixed at `2 ** (bits - 1)`; scales may be negative (signed full range).
-        activations: rounding of the inputs (W8A8); None for 16-bit inputs.
+        activations: rounding of the inputs (W8A8, W4A8, W4A4); None for 16-bit inputs.
     """
 
     bits: int = 4
@@ -49,8 +53,13 @@ class Int(Coded):
             raise SchemeError(f"bits={self.bits} is not a whole number from {MIN_BITS} to {MAX_BITS}", remedy)
         if self.group_size is not None and self.group_size < 1:
             raise SchemeError(f"group size {self.group_size} is not positive", "Choose --group-size 128, 64 or 32")
-        if self.activations not in (None, Activations.INT8):
+        if self.activations not in (None, *INPUTS):
             raise SchemeError(f"integers with {self.activations} activations are not supported", "Use int8 activations")
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether codes are stored as a stream of bits; those of W8A8 per channel are bytes, as other engines read it."""
+        return not self.activations or (self.bits, self.group_size, self.symmetric) != (MAX_BITS, None, True)
 
     @property
     def as_symmetric(self) -> Int:
@@ -58,7 +67,7 @@ class Int(Coded):
 
     @property
     def num_shapes(self) -> int:
-        return 0 if self.activations else 1
+        return 1 if self.is_packed else 0
 
     def num_blocks(self, in_features: int) -> int:
         size = self.columns(in_features)
@@ -73,11 +82,6 @@ class Int(Coded):
 
     def check(self, shape: tuple[int, int]) -> None:
         self.num_groups(shape[1])
-        if self.activations and (self.bits, self.group_size, self.symmetric) != (8, None, True):
-            raise SchemeError(
-                f"{self} cannot be stored: 8-bit activations need symmetric 8-bit weights per channel",
-                "Use --bits 8 --group-size -1 --symmetric, or 16-bit activations",
-            )
 
     @property
     def title(self) -> str:
@@ -91,7 +95,7 @@ class Int(Coded):
     @classmethod
     def parse(cls, fields: Mapping[str, Any]) -> Int:
         given = {name: fields[name] for name in ("bits", "group_size", "symmetric") if name in fields}
-        return cls(**given, activations=Activations.from_bits(fields.get("activation_bits"), Activations.INT8))
+        return cls(**given, activations=Activations.from_bits(fields.get("activation_bits"), *INPUTS))
 
     def shape(self, stored: StoredTensors) -> tuple[int, int]:
         unpacked = stored.optional(".weight")
@@ -148,7 +152,7 @@ class Int(Coded):
     def tensors(self, weight: CodedWeight, dtype: torch.dtype) -> dict[str, Tensor]:
         import torch
 
-        if self.activations:
+        if not self.is_packed:
             return {
                 ".weight": (weight.qweight ^ 0x80).view(torch.int8),
                 ".weight_scale": self.stored_scales(weight, dtype),

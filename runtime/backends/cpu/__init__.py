@@ -26,6 +26,7 @@ from runtime.backends.cpu.linear_kernels import (
     BLOCKS,
     DENSE,
     FLOATS8,
+    INT4,
     INT8,
     PACKED,
     SPARSE,
@@ -51,7 +52,7 @@ BACKENDS.register(order=40)(
     Backend(
         "cpu",
         "cpu",
-        linears=(INT8, SPARSE, PACKED, BLOCKS, TABLES, FLOATS8, W4A8, TRELLIS),
+        linears=(INT8, INT4, SPARSE, PACKED, BLOCKS, TABLES, FLOATS8, W4A8, TRELLIS),
         dense=(DENSE,),
         is_fast=is_fast,
         ops=OpsKernel("compiled, one pass over each row", ops_unsupported_reason, CpuOps),

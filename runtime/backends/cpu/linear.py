@@ -48,6 +48,8 @@ class Activations(IntEnum):
     """Rounded to 8 bits, with a scale per row and run of at most 128 inputs."""
     INT8_ROW = 2
     """Rounded to 8 bits, with a scale per row."""
+    INT4_ROW = 3
+    """Rounded to 4 bits, with a scale per row."""
 
 
 class _Weight(ctypes.Structure):

@@ -1,8 +1,8 @@
 """Kernels that serve linears in plain C on CPUs (`compress.cpu`): exact codes, scales and zero points.
 
 One kernel for each kind of codes over one layout. `cpu` multiplies integers by activations as they come, `cpu_sparse`
-does so and reads only what 2:4 sparsity keeps, `cpu_int8` multiplies by the 8-bit activations that the checkpoint asks
-for. `cpu_w4a8` rounds activations to 8 bits although the checkpoint does not ask for it: faster for many rows, and a
+does so and reads only what 2:4 sparsity keeps, `cpu_int8` and `cpu_int4` multiply by the 8-bit and 4-bit activations
+that the checkpoint asks for. `cpu_w4a8` rounds activations to 8 bits although the checkpoint does not ask for it: faster for many rows, and a
 little further from the model, so it serves only the mode `8bit`. `cpu_k` multiplies integers with scales and minima of
 blocks, `cpu_table` looks codes up in the table of their form, `cpu_fp8` widens 8-bit floats (e4m3), both whatever
 their scales.
@@ -11,6 +11,7 @@ their scales.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -68,9 +69,9 @@ def _small_reason(scheme: Scheme) -> str:
     return f"takes groups that are a multiple of {INPUT_MULTIPLE}" if scheme.group_size == SMALL_GROUP else ""
 
 
-def int8_unsupported_reason(scheme: Scheme, in_features: int, target: Target) -> str:
-    if not scheme.activation_bits:
-        return "needs 8-bit activations"
+def rounded_unsupported_reason(bits: int, scheme: Scheme, in_features: int, target: Target) -> str:
+    if scheme.activation_bits != bits:
+        return f"needs {bits}-bit activations"
     return _unsupported_reason(scheme, in_features, target) or _small_reason(scheme)
 
 
@@ -174,17 +175,24 @@ FLOATS8 = coded_kernel(
     "8-bit floats widened in C",
     Layout("8-bit floats", lambda weight, bias: CpuLinear(weight, bias, is_e4m3=True)),
 )
-INT8: LinearKernel[CodedWeight] = LinearKernel(
-    "cpu_int8",
-    "packed codes in C, 8-bit activations, exact int32 sums",
-    "int",
-    int8_unsupported_reason,
-    lambda weight, bias, target: CpuLinear(weight, bias, activations=Activations.INT8_ROW),
-    _nbytes,
-    _reads_rows,
-    detail=_detail(Activations.INT8_ROW),
-    layout=Layout("codes", lambda weight, bias: CpuLinear(weight, bias, activations=Activations.INT8_ROW)),
-)
+
+
+def rounded_kernel(bits: int, activations: Activations) -> LinearKernel[CodedWeight]:
+    """Returns the kernel of integers with inputs that the checkpoint rounds to so many bits, token by token."""
+    return LinearKernel(
+        f"cpu_int{bits}",
+        f"packed codes in C, {bits}-bit activations, exact int32 sums",
+        "int",
+        partial(rounded_unsupported_reason, bits),
+        lambda weight, bias, target: CpuLinear(weight, bias, activations=activations),
+        _nbytes,
+        _reads_rows,
+        detail=_detail(activations),
+        layout=Layout("codes", lambda weight, bias: CpuLinear(weight, bias, activations=activations)),
+    )
+
+
+INT8, INT4 = rounded_kernel(8, Activations.INT8_ROW), rounded_kernel(4, Activations.INT4_ROW)
 W4A8: LinearKernel[CodedWeight] = LinearKernel(
     "cpu_w4a8",
     "packed codes in C, activations rounded to 8 bits by groups",

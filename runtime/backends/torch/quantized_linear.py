@@ -166,12 +166,12 @@ class Int8DynamicLinear:
         self.nbytes = offsets.nbytes + weight.scales.nbytes
         self._packed = torch.ops.onednn.qlinear_prepack(offsets, None)
         self._scale = weight.scales[:, 0].float().contiguous()
-        self._bias = bias
+        self._bias, self._kind = bias, weight.scheme.activations or Activations.INT8
         self._zero = torch.zeros(weight.shape[0], dtype=torch.int32)
         self._multiply: Callable[..., Tensor] = torch.ops.onednn.qlinear_pointwise.default
 
     def __call__(self, x: Tensor) -> Tensor:
-        q8, scale = quantize_tokens(x)
+        q8, scale = quantize_tokens(x, self._kind)
         q8 = q8.add_(SHIFT).to(torch.uint8)
         y = self._multiply(
             q8, 1.0, SHIFT, self._packed, self._scale, self._zero, None, 1.0, 0, torch.float32, "none", [], ""
@@ -195,7 +195,7 @@ def has_exact_byte_products() -> bool:
 
 def int8_dynamic_unsupported_reason(scheme: Scheme, in_features: int, target: Target) -> str:
     if scheme.activation_bits is None:
-        return "needs 8-bit activations"
+        return "needs rounded activations"
     if scheme.group_size is not None or not scheme.symmetric:
         return "takes symmetric weights with one scale per channel"
     if target.device.type != "cpu" or target.dtype == torch.float64:
@@ -207,7 +207,7 @@ def int8_dynamic_unsupported_reason(scheme: Scheme, in_features: int, target: Ta
 
 INT8_DYNAMIC = LinearKernel(
     "int8_dynamic",
-    "8-bit codes times 8-bit activations, exact int32 sums",
+    "8-bit codes times rounded activations, exact int32 sums",
     "int",
     int8_dynamic_unsupported_reason,
     Int8DynamicLinear,
@@ -231,6 +231,34 @@ class RoundedInputs:
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.linear(self.rounding(x))
+
+
+@dataclass(frozen=True, slots=True)
+class IntegerInputs:
+    """A linear over inputs that are rounded to integers, token by token, in 16 bits.
+
+    The integers times a power of two are exact in 16 bits; what is left of a token's scale, 0.5 to 1, multiplies its
+    products.
+
+    Attributes:
+        linear: without a bias.
+        bias: `[O]`, or None.
+        kind: of the rounding.
+    """
+
+    linear: Linear
+    bias: Tensor | None
+    kind: Activations
+
+    @property
+    def nbytes(self) -> int:
+        return self.linear.nbytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        integers, scales = quantize_tokens(x, self.kind)
+        rest, exponents = torch.frexp(scales)
+        y = (self.linear(torch.ldexp(integers, exponents).to(x.dtype)) * rest).to(x.dtype)
+        return y if self.bias is None else y + self.bias
 
 
 PANEL_ELEMENTS = 2**22

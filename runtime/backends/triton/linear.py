@@ -17,6 +17,7 @@ from runtime.backends.backend import LinearKernel
 from runtime.backends.base import Linear, Target
 from runtime.backends.measured import table_path
 from runtime.backends.prepared_weight import Layout, PreparedWeight
+from runtime.backends.torch.quantized_linear import IntegerInputs
 from runtime.backends.triton.device import gpu_name, multiplies_fp8, num_processors, unsupported_reason
 from runtime.backends.triton.kernels.configs import LEAST_SCALED, Plan, default_plan, measured_plan
 from runtime.backends.triton.kernels.weight_layout import InterleavedWeight, interleave, interleaved_bytes, restored
@@ -36,6 +37,13 @@ UNIT = 32
 def prepare_codes(weight: CodedWeight, bias: Tensor | None, target: Target) -> Linear:
     """2- to 8-bit codes in planes; which kernel runs is looked up by the number of tokens."""
     return _planes_linear(interleave(weight, target.device), bias)
+
+
+def prepare_rounded(weight: CodedWeight, bias: Tensor | None, target: Target) -> Linear:
+    """As `prepare_codes`, for inputs that are rounded before."""
+    if weight.scheme.activations is None:
+        raise TypeError(f"inputs of {weight.scheme} are not rounded")
+    return IntegerInputs(prepare_codes(weight, None, target), bias, weight.scheme.activations)
 
 
 def restore_codes(weight: PreparedWeight, bias: Tensor | None) -> Linear:
@@ -188,8 +196,12 @@ def _w8a16_reason(scheme: Scheme, in_features: int, target: Target) -> str:
     return _linear_reason(scheme, in_features, target)
 
 
+def _rounded_reason(scheme: Scheme, in_features: int, target: Target) -> str:
+    return _linear_reason(scheme, in_features, target) if scheme.activation_bits else "needs rounded activations"
+
+
 def _w8a8_reason(scheme: Scheme, in_features: int, target: Target) -> str:
-    if scheme.activation_bits is None:
+    if scheme.activation_bits != 8:
         return "needs 8-bit activations"
     if scheme.group_size is not None or not scheme.symmetric:
         return "takes symmetric weights with one scale per channel"
@@ -285,6 +297,14 @@ BLOCK_INTEGERS_KERNEL = _kernel(
 W8A8_KERNEL = _kernel(
     "triton_w8a8", "8-bit codes times 8-bit activations, exact int32 sums", "int", _w8a8_reason, prepare_w8a8, _nbytes
 )
+ROUNDED_KERNEL = _kernel(
+    "triton_rounded",
+    "packed codes times inputs rounded as stored, multiplied in 16 bits, float32 sums: as exact, not as fast as bytes",
+    "int",
+    _rounded_reason,
+    prepare_rounded,
+    interleaved_bytes,
+)
 FP8_KERNEL = _kernel(
     "triton_fp8", "8-bit floats times 8-bit floats, float32 sums", FLOAT8, _fp8_reason, prepare_fp8, _nbytes
 )
@@ -322,6 +342,6 @@ EXL3_KERNEL = _kernel(
     saves_memory=True,
 )
 KERNELS = (
-    *(W8A8_KERNEL, W4A16_KERNEL, W8A16_KERNEL, BLOCK_INTEGERS_KERNEL),
+    *(W8A8_KERNEL, ROUNDED_KERNEL, W4A16_KERNEL, W8A16_KERNEL, BLOCK_INTEGERS_KERNEL),
     *(SCALED_FP8_KERNEL, FP8_KERNEL, FP8_W8A16_KERNEL, TABLE_KERNEL, EXL3_KERNEL),
 )

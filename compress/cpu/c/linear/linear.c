@@ -33,7 +33,13 @@ struct LinearCall {
     int64_t preparations, chunks; /* of the pool's */
 };
 
-static const int LARGEST_Q8 = 127;
+/* What the largest magnitude becomes before rounding, and the largest code: of 4 bits half of the range, where 7 would make
+ * all steps larger. */
+static const float LARGEST_Q8 = 127, LARGEST_Q4 = 7.5f;
+enum { LAST_Q8 = 127, LAST_Q4 = 7 };
+
+INLINE bool has_row_scale(const LinearCall *call) { return call->activations >= ACTIVATIONS_INT8_ROW; }
+INLINE bool is_q4(const LinearCall *call) { return call->activations == ACTIVATIONS_INT4_ROW; }
 
 /* The largest number of inputs that divides a group and is at most LONGEST_RUN. */
 static int64_t run_of(int64_t group) {
@@ -102,12 +108,16 @@ INLINE void order_q8(const int32_t *rounded, int bits, int8_t *q8) {
  * makes the row NaN by itself, so its activations do not matter; nor do those of scale 0. */
 INLINE int32_t quantize_run(const LinearCall *call, int64_t row, int64_t start, float scale, int8_t *q8) {
     const bool usable = scale > 0;
+    const int32_t last = is_q4(call) ? LAST_Q4 : LAST_Q8;
     float values[INPUT_MULTIPLE];
     int32_t rounded[INPUT_MULTIPLE] = {0}, sums[INPUT_MULTIPLE] = {0}, sum = 0;
     for (int64_t k = 0; k < call->prepared.run; k += INPUT_MULTIPLE) {
         load_activations(call, row, start + k, values);
         if (usable)
-            for (int i = 0; i < INPUT_MULTIPLE; i++) rounded[i] = round_q8(values[i] / scale);
+            for (int i = 0; i < INPUT_MULTIPLE; i++) {
+                const int32_t code = round_q8(values[i] / scale);
+                rounded[i] = code < last ? code : last;
+            }
         for (int i = 0; i < INPUT_MULTIPLE; i++) sums[i] += rounded[i];
         switch (call->weight->bits) {
         case 2: order_q8(rounded, 2, q8 + k); break;
@@ -121,18 +131,17 @@ INLINE int32_t quantize_run(const LinearCall *call, int64_t row, int64_t start, 
 
 /* NaN for a row that is not finite; comparisons with it are false. */
 INLINE float q8_scale(const LinearCall *call, int64_t row, int64_t start, int64_t count) {
-    const float scale = largest_magnitude(call, row, start, count) / (float)LARGEST_Q8;
+    const float scale = largest_magnitude(call, row, start, count) / (is_q4(call) ? LARGEST_Q4 : LARGEST_Q8);
     return scale <= FLT_MAX ? scale : NAN;
 }
 
 INLINE void prepare_q8(const LinearCall *call, int64_t row) {
     const Prepared *prepared = &call->prepared;
     const int64_t inputs = call->weight->in_features;
-    const float whole = call->activations == ACTIVATIONS_INT8_ROW ? q8_scale(call, row, 0, inputs) : 0;
+    const float whole = has_row_scale(call) ? q8_scale(call, row, 0, inputs) : 0;
     for (int64_t run = 0; run < prepared->num_runs; run++) {
         const int64_t start = run * prepared->run, at = row * prepared->num_runs + run;
-        const float scale =
-            call->activations == ACTIVATIONS_INT8_ROW ? whole : q8_scale(call, row, start, prepared->run);
+        const float scale = has_row_scale(call) ? whole : q8_scale(call, row, start, prepared->run);
         call->sums[at] = scale;
         call->q8_sums[at] = quantize_run(call, row, start, scale, (int8_t *)call->converted + row * inputs + start);
     }
@@ -341,7 +350,7 @@ static void *make_room(LinearCall *call) {
     Prepared *prepared = &call->prepared;
     const bool q8 = call->activations != ACTIVATIONS_FLOAT;
     const bool widened = !q8 && call->type == BFLOAT16 && call->kernels->decoded_bits == 32;
-    prepared->run = q8 && (call->activations == ACTIVATIONS_INT8_ROW) ? weight->group : run_of(weight->group);
+    prepared->run = has_row_scale(call) ? weight->group : run_of(weight->group);
     prepared->num_runs = weight->in_features / prepared->run;
     prepared->num_groups = weight->in_features / weight->group;
     prepared->runs_per_group = weight->group / prepared->run;

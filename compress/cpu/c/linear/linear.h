@@ -18,7 +18,7 @@
  * With minima, W = table[code] * scale - minimum. With steps, a group's scale is scale * step, its minimum minimum * minimum_step.
  * Bytes stand for code - 128, or are floats (e4m3) or places in a table where the weight says so. Sums run in float32, from the first input to the last within a run of
  * at most LONGEST_RUN inputs, and over runs; no sum depends on other rows of x, on their number or on threads.
- * With 8-bit activations sums within a group are exact int32.
+ * With 8-bit and 4-bit activations sums within a group are exact int32.
  *
  * Activations are bfloat16 or float32, and y has their type. bfloat16 pairs are multiplied as they are where AVX-512 or matrix
  * tiles do so and bfloat16 holds the table; elsewhere, and for float32, products are float32. */
@@ -36,7 +36,8 @@ typedef enum { FLOAT32, BFLOAT16, FLOAT16, E8M0 /* of scales: 2^(byte - 127), 0 
 typedef enum {
     ACTIVATIONS_FLOAT,      /* as they come */
     ACTIVATIONS_INT8_GROUP, /* 8 bits, a scale per row and run of inputs */
-    ACTIVATIONS_INT8_ROW    /* 8 bits, a scale per row */
+    ACTIVATIONS_INT8_ROW,   /* 8 bits, a scale per row */
+    ACTIVATIONS_INT4_ROW    /* 4 bits, a scale per row, multiplied as those of 8 bits */
 } Activations;
 
 typedef struct {
