@@ -139,6 +139,8 @@ def choose_activations(
         )
     if asked == AUTO and not packed.modules:
         return ActivationChoice(kernels)
+    if asked == AUTO and any(scheme.activations for scheme in packed.schemes.values()):
+        return ActivationChoice(kernels, f"as the checkpoint says: {packed.describe()}", True)
     config, reader = open_weights(path, device, dtype, kernels, False, trust_remote_code)
     refusal = refusal_of_8_bits(config, reader)
     if asked == EIGHT_BITS and refusal:

@@ -338,9 +338,9 @@ class _Best:
 FP8 = torch.float8_e4m3fn
 MAX_FP8 = 448.0
 """The largest number; there is no infinity."""
-LARGEST = {Activations.INT8: 127, Activations.INT4: 7.5, Activations.FP8: MAX_FP8}
-"""What the largest input of a token becomes before rounding: of 4 bits half of the range, of which the last code of
-one sign falls short by half a step, because 7 would make all steps larger."""
+LARGEST = {Activations.INT8: 127, Activations.INT4: 8, Activations.FP8: MAX_FP8}
+"""What the largest input of a token becomes before rounding. 4 bits clip it by a step where it is positive, so that all
+steps are smaller; and a power of two leaves it no tie, which other sums of the same inputs would break otherwise."""
 
 
 def quantize_tokens(x: Tensor, kind: Activations = Activations.INT8) -> tuple[Tensor, Tensor]:

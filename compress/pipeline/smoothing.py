@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -116,11 +117,11 @@ def search_scale(
 
 
 class _PassedThrough(torch.autograd.Function):
-    """Rounded inputs with the gradient of what was rounded (straight-through estimator)."""
+    """Rounding whose gradient is that of the identity (straight-through estimator)."""
 
     @staticmethod
-    def forward(ctx: Any, exact: Tensor, rounded: Tensor) -> Tensor:
-        return rounded
+    def forward(ctx: Any, exact: Tensor, rounding: Callable[[Tensor], Tensor]) -> Tensor:
+        return rounding(exact)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
@@ -141,18 +142,19 @@ def activations_quantized(
         outliers: columns `[k]` of inputs that stay unquantized, by linear.
     """
 
-    def round_input(args: tuple[Any, ...], columns: Tensor | None, kind: Activations) -> tuple[Any, ...]:
-        inputs = args[0] if scale is None else args[0].float() / scale
+    def round_input(exact: Tensor, columns: Tensor | None, kind: Activations) -> Tensor:
+        inputs = exact if scale is None else exact.float() / scale
         columns = None if columns is None else columns.to(inputs.device)
         levels, steps = quantize_tokens(inputs if columns is None else inputs.index_fill(-1, columns, 0.0), kind)
         rounded = levels * steps if scale is None else levels * steps * scale
-        rounded = rounded.to(args[0].dtype)
+        rounded = rounded.to(exact.dtype)
         if columns is not None:
-            rounded[..., columns] = args[0][..., columns]
-        return (_PassedThrough.apply(args[0], rounded), *args[1:])
+            rounded[..., columns] = exact[..., columns]
+        return rounded
 
     def hook(columns: Tensor | None, kind: Activations) -> Callable[[nn.Module, tuple[Any, ...]], tuple[Any, ...]]:
-        return lambda _module, args: round_input(args, columns, kind)
+        rounding = partial(round_input, columns=columns, kind=kind)
+        return lambda _module, args: (_PassedThrough.apply(args[0], rounding), *args[1:])
 
     kept = outliers or {}
     handles = [

@@ -19,7 +19,9 @@ from compress.stages.base import STAGES, TensorStage, method_help
 INT, FP8 = Int.word, Fp8.word
 PER_CHANNEL = -1
 GROUPS = "Input columns that share a scale: 128, 64, 32, or -1 for one scale per output row."
-ACTIVATIONS = "8 or 4: round the inputs of the layers to so many bits, token by token (W8A8, W4A8, W4A4). 16: keep them."
+ACTIVATIONS = (
+    "8 or 4: round the inputs of the layers to so many bits, token by token (W8A8, W4A8, W4A4). 16: keep them."
+)
 HEAD_TARGET, EMBEDDING_TARGET = "lm_head", "embed_tokens"
 
 
@@ -172,7 +174,9 @@ class QuantizeStage(TensorStage):
         if self.scheme.numbers != "int":
             raise RecipeError(f"{name}, the {end.what}, supports integers only", "Give it a stage of 8-bit integers")
         if self.scheme.activation_bits:
-            raise RecipeError(f"{name}, the {end.what}, takes no rounded activations", "Leave activation_bits out of it")
+            raise RecipeError(
+                f"{name}, the {end.what}, takes no rounded activations", "Leave activation_bits out of it"
+            )
 
     def outside(self, head_bits: int | None, embedding_bits: int | None) -> tuple[QuantizeStage, ...]:
         """Returns stages for output head and embedding, where they get bits: the head is rounded by GPTQ when there is

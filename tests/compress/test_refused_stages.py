@@ -16,7 +16,7 @@ from compress.stages.prune import PruneStage
 from compress.stages.quantize import QuantizeStage
 from compress.stages.rotate import RotateStage
 
-W8A8, W8A16, INT8 = Fp8(Activations.FP8), Fp8(), Int(8, None, activations=Activations.INT8)
+W8A8, W8A16 = Fp8(Activations.FP8), Fp8()
 
 
 @pytest.mark.parametrize("method", ["awq", "gptq", "gptaq", "signround", "hqq"])
@@ -37,7 +37,7 @@ def test_methods_that_choose_integers_make_no_floats(method: str) -> None:
         (lambda: QuantizeStage("smoothquant", Int(8, None)), "8-bit"),
         (lambda: QuantizeStage("awq", options=SmoothQuantOptions(0.5)), "awq"),
         (lambda: SmoothQuantOptions(1.5), r"alpha=1\.5"),
-        (lambda: QuantizeStage("signround", INT8), "16-bit"),
+        (lambda: QuantizeStage.build({"bits": 4, "activation_bits": 6}), "activation_bits=6"),
         (lambda: QuantizeStage("gptq", options=SignRoundOptions(100)), "gptq"),
         (lambda: SignRoundOptions(steps=0), "steps=0"),
         (lambda: SignRoundOptions(lr=0.0), r"lr=0\.0"),

@@ -12,6 +12,7 @@ from runs import compress, with_outliers
 import runtime.activations
 from compress.checkpoint.activations import (
     ACTIVATIONS_MEASURED_KEY,
+    AS_STORED,
     EIGHT_BITS,
     MAX_SHARE,
     SIXTEEN_BITS,
@@ -205,9 +206,11 @@ def test_8_bits_without_such_kernels_are_refused(options: dict, recorded: Path, 
     assert len(choice.notes) == (path != demo_model_path())  # a dense model has no packed weights to speak of
 
 
-def test_activations_that_the_checkpoint_rounds_itself_stay_as_they_are(tmp_path: Path) -> None:
-    path = pack(tmp_path / "packed", Int(8, None, activations=Activations.INT8))
-    assert choose_activations(path, device="cpu").kernels == "auto"
+@pytest.mark.parametrize("scheme", [Int(8, None, True, Activations.INT8), Int(4, 64, True, Activations.INT4)], ids=str)
+def test_activations_that_the_checkpoint_rounds_itself_stay_as_they_are(scheme: Int, tmp_path: Path) -> None:
+    choice = choose_activations(pack(tmp_path / "packed", scheme), device="cpu")
+    assert (choice.kernels, choice.activations) == ("auto", AS_STORED)
+    assert str(scheme) in choice.notes[0]
 
 
 @pytest.mark.parametrize("name", ["w4a8", EIGHT_BITS])

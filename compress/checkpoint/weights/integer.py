@@ -58,7 +58,7 @@ class Int(Coded):
 
     @property
     def is_packed(self) -> bool:
-        """Whether codes are stored as a stream of bits; those of W8A8 per channel are bytes, as other engines read it."""
+        """Whether codes are stored as a stream of bits, not as bytes, which engines expect of W8A8 per channel."""
         return not self.activations or (self.bits, self.group_size, self.symmetric) != (MAX_BITS, None, True)
 
     @property

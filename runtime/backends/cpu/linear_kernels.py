@@ -2,10 +2,10 @@
 
 One kernel for each kind of codes over one layout. `cpu` multiplies integers by activations as they come, `cpu_sparse`
 does so and reads only what 2:4 sparsity keeps, `cpu_int8` and `cpu_int4` multiply by the 8-bit and 4-bit activations
-that the checkpoint asks for. `cpu_w4a8` rounds activations to 8 bits although the checkpoint does not ask for it: faster for many rows, and a
-little further from the model, so it serves only the mode `8bit`. `cpu_k` multiplies integers with scales and minima of
-blocks, `cpu_table` looks codes up in the table of their form, `cpu_fp8` widens 8-bit floats (e4m3), both whatever
-their scales.
+that the checkpoint asks for. `cpu_w4a8` rounds activations to 8 bits although the checkpoint does not ask for it:
+faster for many rows, and a little further from the model, so it serves only the mode `8bit`. `cpu_k` multiplies
+integers with scales and minima of blocks, `cpu_table` looks codes up in the table of their form, `cpu_fp8` widens
+8-bit floats (e4m3), both whatever their scales.
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
 """Written checkpoints load in plain transformers + compressed-tensors: weights bit-equal, logits equal."""
 
 import json
+import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tiny_models import save_tiny_model
 
 from compress.checkpoint.config import read_config, write_config
@@ -24,6 +26,8 @@ DEFAULT_LOAD = [
     Int(3, 64),
     Int(2, 32),
     Int(8, None, activations=Activations.INT8),
+    Int(4, 64, activations=Activations.INT8),
+    Int(4, None, activations=Activations.INT4),
     Fp8(),
     Fp8(Activations.FP8),
     Nvfp4(),
@@ -74,7 +78,7 @@ def test_symmetric_loads_by_default(scheme, dense_folder, pack, tmp_path):
     if scheme.activation_bits is None:
         assert_same_model(theirs, reference_model(dense_folder, weights), weights)
         return
-    # 8-bit activations change the logits; the weights must still be ours to the bit.
+    # Rounded activations change the logits; the weights must still be ours to the bit.
     assert torch.isfinite(logits(theirs)).all()
     for module, weight in weights.items():
         assert torch.equal(theirs.get_submodule(module).weight, weight.dequantize(torch.bfloat16)), module
@@ -140,3 +144,24 @@ def test_our_reader_takes_what_compressed_tensors_writes(dense_folder, pack, tmp
     config["quantization_config"] = {**json.loads(theirs.model_dump_json()), "quant_method": "compressed-tensors"}
     write_config(tmp_path / "packed", config)
     assert set(PackedCheckpoint.open(tmp_path / "packed").schemes.values()) == {Int(4, 64)}
+
+
+def test_bytes_of_4_bits_are_read_and_packed(dense_folder, pack, tmp_path):
+    """As llm-compressor stores weights whose inputs are rounded: one code in a byte."""
+    scheme = Int(4, 64, activations=Activations.INT8)
+    weights = pack(dense_folder, tmp_path / "packed", lambda module: scheme)
+    shutil.copytree(tmp_path / "packed", tmp_path / "bytes")
+    tensors = load_file(tmp_path / "bytes" / "model.safetensors")
+    for module, weight in weights.items():
+        del tensors[f"{module}.weight_packed"], tensors[f"{module}.weight_shape"]
+        tensors[f"{module}.weight"] = (weight.qweight.to(torch.int16) - 8).to(torch.int8)
+    save_file(tensors, tmp_path / "bytes" / "model.safetensors")
+    text = (tmp_path / "bytes" / "config.json").read_text().replace("pack-quantized", "int-quantized")
+    (tmp_path / "bytes" / "config.json").write_text(text)
+    read = PackedCheckpoint.open(tmp_path / "bytes")
+    assert set(read.schemes.values()) == {scheme}
+    assert all(read.packed_weight(module).digest() == weight.digest() for module, weight in weights.items())
+    theirs = load(tmp_path / "bytes")
+    logits(theirs)
+    module, weight = next(iter(weights.items()))
+    assert torch.equal(theirs.get_submodule(module).weight, weight.dequantize(torch.bfloat16))

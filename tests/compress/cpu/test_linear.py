@@ -187,15 +187,16 @@ def test_small_groups_are_of_float_activations_alone():
 @every_set
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize(("bits", "group"), [(2, 32), (4, 128), (4, None), (8, 64), (8, None)])
-def test_8_bit_activations(bits, group, symmetric, instruction_set):
+def test_rounded_activations(bits, group, symmetric, instruction_set):
     """Quantized activations equal plain torch's, and sums are exact up to one rounding per group."""
     weight = random_weight((100, 384), Int(bits, group, symmetric), 3)
     x = activations(15, 384)
     dense, runs = weight.dequantize(torch.float64), min(group or 128, 128)
-    for kind, size in ((Activations.INT8_ROW, 384), (Activations.INT8_GROUP, runs)):
+    kinds = (Activations.INT8_ROW, 384, 127, 127), (Activations.INT8_GROUP, runs, 127, 127)
+    for kind, size, largest, last in (*kinds, (Activations.INT4_ROW, 384, 8, 7)):
         grouped = x.unflatten(1, (-1, size))
-        scale = grouped.abs().amax(-1, keepdim=True) / 127
-        levels = ((grouped / scale).round() * scale.double()).flatten(1)
+        scale = grouped.abs().amax(-1, keepdim=True) / largest
+        levels = ((grouped / scale).round().clamp(max=last) * scale.double()).flatten(1)
         found = CpuLinear(weight, activations=kind, instruction_set=instruction_set)(x)
         torch.testing.assert_close(found.double(), levels @ dense.T, rtol=1e-5, atol=1e-6 * dense.abs().max().item())
 

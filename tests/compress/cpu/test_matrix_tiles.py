@@ -67,7 +67,7 @@ def test_another_order_of_sums_has_other_bits(bits: int) -> None:
 
 @pytest.mark.skipif(not HAS_VECTORS, reason="no AVX-512")
 @every_tile
-@pytest.mark.parametrize("kind", [Activations.INT8_GROUP, Activations.INT8_ROW])
+@pytest.mark.parametrize("kind", [Activations.INT8_GROUP, Activations.INT8_ROW, Activations.INT4_ROW])
 @pytest.mark.parametrize("bits", [2, 4, 8])
 @pytest.mark.parametrize("group", GROUPS)
 def test_8_bit_products_have_the_bits_of_vectors(bits: int, group: int | None, kind: Activations, tiles: int) -> None:

@@ -41,6 +41,7 @@ needs_native = pytest.mark.skipif(bool(absence()), reason=absence())
         (W8A8, 256, Target(CPU, torch.float64), "reference"),
         (W8A8, 256, Target(CUDA, torch.float32), "reference"),
         (Int(8, 128, True, Activations.INT8), 256, BF16, "reference"),
+        (Int(4, None, True, Activations.INT4), 256, BF16, "int8_dynamic"),
     ],
 )
 def test_the_table_without_native_kernels(scheme, in_features, target, name, monkeypatch):
@@ -66,6 +67,10 @@ def test_the_table_without_native_kernels(scheme, in_features, target, name, mon
         (W8A8, 256, BF16, "auto", "cpu_int8"),
         (W8A8, 256, BF16, "8bit", "cpu_int8"),
         (Int(8, 64, False, Activations.INT8), 256, BF16, "auto", "cpu_int8"),
+        (Int(4, 64, False, Activations.INT8), 256, Target(CPU, torch.float32), "auto", "cpu_int8"),
+        (Int(4, 128, True, Activations.INT4), 256, BF16, "auto", "cpu_int4"),
+        (Int(4, 128, True, Activations.INT4), 256, BF16, "8bit", "cpu_int4"),
+        (Int(4, 128, True, Activations.INT4), 256, Target(CPU, torch.float64), "auto", "reference"),
         (Int(4, 16), 256, BF16, "auto", "cpu"),
         (Int(4, 8), 256, BF16, "auto", "dequantized"),
         (Int(4, None), 100, BF16, "auto", "dequantized"),

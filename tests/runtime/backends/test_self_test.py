@@ -129,6 +129,7 @@ def test_memory_that_is_short_is_no_error_of_a_kernel(backend) -> None:
 
 FORMS = [
     *(Int(4, 128), Int(2, 64, False), Int(8, None), Int(8, None, True, Activations.INT8)),
+    *(Int(4, 128, True, Activations.INT8), Int(4, 64, False, Activations.INT4)),
     *(Fp8(), Fp8(Activations.FP8), BlockFp8(), Mxfp8(), Nvfp4(), Mxfp4(), Nf4(), Exl3(3)),
 ]
 

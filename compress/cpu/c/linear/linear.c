@@ -33,9 +33,9 @@ struct LinearCall {
     int64_t preparations, chunks; /* of the pool's */
 };
 
-/* What the largest magnitude becomes before rounding, and the largest code: of 4 bits half of the range, where 7 would make
- * all steps larger. */
-static const float LARGEST_Q8 = 127, LARGEST_Q4 = 7.5f;
+/* What the largest magnitude becomes before rounding, and the largest code: 4 bits clip it by a step where it is positive, so
+ * that all steps are smaller. */
+static const float LARGEST_Q8 = 127, LARGEST_Q4 = 8;
 enum { LAST_Q8 = 127, LAST_Q4 = 7 };
 
 INLINE bool has_row_scale(const LinearCall *call) { return call->activations >= ACTIVATIONS_INT8_ROW; }
