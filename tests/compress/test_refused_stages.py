@@ -34,7 +34,7 @@ def test_methods_that_choose_integers_make_no_floats(method: str) -> None:
         (lambda: FactorizeStage("svdllm"), "'svd-llm'"),
         (lambda: FactorizeStage(keep=1.0), r"keep=1\.0 "),
         (lambda: FactorizeStage(allocation="layer"), "'layer'"),
-        (lambda: QuantizeStage("smoothquant", Int(8, None)), "8-bit"),
+        (lambda: QuantizeStage("smoothquant", Int(8, None)), "activation_bits: 8"),
         (lambda: QuantizeStage("awq", options=SmoothQuantOptions(0.5)), "awq"),
         (lambda: SmoothQuantOptions(1.5), r"alpha=1\.5"),
         (lambda: QuantizeStage.build({"bits": 4, "activation_bits": 6}), "activation_bits=6"),

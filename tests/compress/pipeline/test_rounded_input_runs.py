@@ -51,10 +51,10 @@ def test_what_is_served_rounds_inputs_as_the_checkpoint_says(scheme: Int, tmp_pa
     result = compress(demo_model_path(), tmp_path / "packed", QuantizeStage("rtn", scheme))
     assert result.structure.ok
     assert set(PackedCheckpoint.open(tmp_path / "packed").schemes.values()) == {scheme}
-    served = RuntimeScorer(tmp_path / "packed", dtype="float32").logits(some_tokens()).log_softmax(-1)
-    rounded, exact = (logits_by_hand(tmp_path / "packed", some_tokens(), kind) for kind in (scheme.activations, None))
-    # Another order of sums may round an input to the other neighbour.
-    assert divergence(rounded, served) < 0.1 * divergence(exact, served)
+    tokens = some_tokens(8)  # of more, an input may be rounded to its other neighbour, after sums in another order
+    served = RuntimeScorer(tmp_path / "packed", dtype="float32").logits(tokens).log_softmax(-1)
+    rounded, exact = (logits_by_hand(tmp_path / "packed", tokens, kind) for kind in (scheme.activations, None))
+    assert divergence(rounded, served) < 1e-4 * divergence(exact, served)
 
 
 def test_codes_take_the_bytes_of_codes_with_16_bit_inputs(tmp_path: Path) -> None:
