@@ -299,7 +299,7 @@ W8A8_KERNEL = _kernel(
 )
 ROUNDED_KERNEL = _kernel(
     "triton_rounded",
-    "packed codes times inputs rounded as stored, multiplied in 16 bits, float32 sums: as exact, not as fast as bytes",
+    "packed codes times inputs rounded as stored, multiplied in 16 bits, float32 sums",
     "int",
     _rounded_reason,
     prepare_rounded,

@@ -24,7 +24,7 @@ from runtime.backends.triton.device import multiplies_fp8
 from runtime.backends.triton.fused_linear import Q8_FLOAT, ActivationLayout
 from runtime.backends.triton.kernels.configs import BUCKETS, EXPAND, GEMM, SKINNY, KernelConfig
 from runtime.backends.triton.kernels.weight_layout import InterleavedWeight
-from runtime.backends.triton.linear import KERNELS
+from runtime.backends.triton.linear import KERNELS, ROUNDED_KERNEL
 from runtime.backends.triton.product_times import NEVER
 
 CONFIGS = [
@@ -73,6 +73,28 @@ def test_planes_against_float64(gpu, config: KernelConfig, scheme: Scheme, dtype
         found = linear(x)
     assert found.dtype == dtype
     assert relative_error(found, exact_product(x, weight, bias)) < BOUND[dtype]
+
+
+@pytest.mark.parametrize("dtype", list(BOUND), ids=str)
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        *(
+            Int(4, 64, True, Activations.INT8),
+            Int(4, 32, False, Activations.INT4),
+            Int(4, None, True, Activations.INT4),
+        ),
+        Int(8, 64, False, Activations.INT8),
+    ],
+    ids=str,
+)
+def test_rounded_inputs_against_float64(gpu, scheme: Int, dtype: torch.dtype) -> None:
+    weight = random_weight((100, 256), scheme)
+    sizes = torch.tensor([[1.0], [100.0], [0.01], [0.0], [3.0]]).to(gpu, dtype)
+    x, bias = activations(5, 256, dtype, gpu) * sizes, activations(1, 100, dtype, gpu)[0]
+    found = ROUNDED_KERNEL.prepare(weight, bias, Target(gpu, dtype))(x)
+    for row, expected in zip(found, exact_product(x, weight, bias), strict=True):
+        assert relative_error(row, expected) < 2 * BOUND[dtype]  # products are rounded before and after their scale
 
 
 def unpack_planes(packed: InterleavedWeight) -> torch.Tensor:
