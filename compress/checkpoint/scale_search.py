@@ -339,8 +339,8 @@ FP8 = torch.float8_e4m3fn
 MAX_FP8 = 448.0
 """The largest number; there is no infinity."""
 LARGEST = {Activations.INT8: 127, Activations.INT4: 8, Activations.FP8: MAX_FP8}
-"""What the largest input of a token becomes before rounding. 4 bits clip it by a step where it is positive, so that all
-steps are smaller; and a power of two leaves it no tie, which other sums of the same inputs would break otherwise."""
+"""Numbers that the largest input of a token becomes before rounding. 4 bits clip it by a step where it is positive, so
+that all steps are smaller. Division by 8 leaves no tie there, as 7.5 does, which the least error would break."""
 
 
 def quantize_tokens(x: Tensor, kind: Activations = Activations.INT8) -> tuple[Tensor, Tensor]:

@@ -73,8 +73,7 @@ class Activations:
 
     @classmethod
     def from_bits(cls, bits: int | None, *kinds: Activations) -> Activations | None:
-        """Returns the one of `kinds` that has so many bits, None for 16-bit inputs (None). Raises SchemeError for other
-        widths."""
+        """Returns the one of `kinds` of this width, None for 16-bit inputs (None). Raises SchemeError for another."""
         found = next((kind for kind in kinds if kind.bits == bits), None)
         if found is None and bits is not None:
             widths = ", ".join(str(kind.bits) for kind in kinds)

@@ -19,9 +19,7 @@ from compress.stages.base import STAGES, TensorStage, method_help
 INT, FP8 = Int.word, Fp8.word
 PER_CHANNEL = -1
 GROUPS = "Input columns that share a scale: 128, 64, 32, or -1 for one scale per output row."
-ACTIVATIONS = (
-    "8 or 4: round the inputs of the layers to so many bits, token by token (W8A8, W4A8, W4A4). 16: keep them."
-)
+ACTIVATIONS = "8, 4: round the inputs of the layers to 8 or 4 bits, token by token (W8A8, W4A8, W4A4). 16: keep them."
 HEAD_TARGET, EMBEDDING_TARGET = "lm_head", "embed_tokens"
 
 

@@ -178,7 +178,7 @@ FLOATS8 = coded_kernel(
 
 
 def rounded_kernel(bits: int, activations: Activations) -> LinearKernel[CodedWeight]:
-    """Returns the kernel of integers with inputs that the checkpoint rounds to so many bits, token by token."""
+    """Returns the kernel of integers with inputs that the checkpoint rounds to `bits`, token by token."""
     return LinearKernel(
         f"cpu_int{bits}",
         f"packed codes in C, {bits}-bit activations, exact int32 sums",

@@ -33,7 +33,7 @@ struct LinearCall {
     int64_t preparations, chunks; /* of the pool's */
 };
 
-/* What the largest magnitude becomes before rounding, and the largest code: 4 bits clip it by a step where it is positive, so
+/* Numbers that the largest magnitude becomes before rounding, and largest codes: 4 bits clip it by a step where it is positive, so
  * that all steps are smaller. */
 static const float LARGEST_Q8 = 127, LARGEST_Q4 = 8;
 enum { LAST_Q8 = 127, LAST_Q4 = 7 };
