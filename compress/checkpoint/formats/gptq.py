@@ -84,7 +84,7 @@ class Gptq(Container):
         if not scheme.symmetric:
             raise SchemeError(f"{scheme}: v1 zero points of asymmetric codes overflow in other readers")
         if scheme.activations:
-            raise SchemeError(f"{scheme}: gptq has no 8-bit activations")
+            raise SchemeError(f"{scheme}: gptq has no rounded activations")
         if in_features * scheme.bits % 32 or out_features * scheme.bits % 32:
             raise SchemeError(f"{out_features} x {in_features} codes of {scheme.bits} bits do not fill 32-bit words")
 
