@@ -19,6 +19,7 @@ from compress.checkpoint.scale_search import quantize_tokens
 from compress.checkpoint.weights import Activations, Scheme
 from compress.common.workers import moved
 from compress.methods.base import SMOOTHING_ROWS, ScaleSearch
+from compress.methods.shared.learned_rounding import straight_through
 from compress.methods.shared.smoothing import (
     SmoothingResult,
     one_per_value_head,
@@ -116,18 +117,6 @@ def search_scale(
         return layer_plan.method.smoothing_scale(search, layer_plan.options)
 
 
-class _PassedThrough(torch.autograd.Function):
-    """Rounding whose gradient is that of the identity (straight-through estimator)."""
-
-    @staticmethod
-    def forward(ctx: Any, exact: Tensor, rounding: Callable[[Tensor], Tensor]) -> Tensor:
-        return rounding(exact)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0], None
-
-
 @contextmanager
 def activations_quantized(
     block: LoadedBlock,
@@ -154,7 +143,7 @@ def activations_quantized(
 
     def hook(columns: Tensor | None, kind: Activations) -> Callable[[nn.Module, tuple[Any, ...]], tuple[Any, ...]]:
         rounding = partial(round_input, columns=columns, kind=kind)
-        return lambda _module, args: (_PassedThrough.apply(args[0], rounding), *args[1:])
+        return lambda _module, args: (straight_through(args[0], rounding), *args[1:])
 
     kept = outliers or {}
     handles = [
