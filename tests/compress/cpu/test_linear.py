@@ -198,7 +198,7 @@ def test_rounded_activations(bits, group, symmetric, instruction_set):
         scale = grouped.abs().amax(-1, keepdim=True) / largest
         levels = ((grouped / scale).round().clamp(max=last) * scale.double()).flatten(1)
         found = CpuLinear(weight, activations=kind, instruction_set=instruction_set)(x)
-        torch.testing.assert_close(found.double(), levels @ dense.T, rtol=1e-5, atol=1e-6 * dense.abs().max().item())
+        torch.testing.assert_close(found.double(), levels @ dense.T, rtol=1e-5, atol=2e-6 * dense.abs().max().item())
 
 
 @every_set
