@@ -19,6 +19,7 @@ from compress.recipe import CalibrationOptions, Recipe
 from compress.search.allocate import Choice, Chooser, Sensitivities, Try, best, next_kl_target
 from compress.search.measure import identity, measure
 from compress.search.survey import Survey
+from compress.stages.base import Stage, TensorStage
 
 
 def record(survey: Survey, known: Sensitivities, choice: Choice, tries: Sequence[Try]) -> dict[str, Any]:
@@ -100,10 +101,14 @@ def recipe_text(recipe: Recipe, remarks: Sequence[str]) -> str:
         "name": recipe.name,
         "seed": recipe.seed,
         "calibration": _calibration(recipe.calibration),
-        "stages": [{each.name: each.to_keys() | {"targets": list(each.targets)}} for each in recipe.tensor_stages],
+        "stages": [{each.name: each.to_keys() | _patterns(each)} for each in recipe.stages],
     }
     lines = [HEADER, *(f"# {remark}" for remark in remarks)]
     return "\n".join(lines) + "\n" + yaml.safe_dump(document, sort_keys=False, allow_unicode=True, width=120)
+
+
+def _patterns(stage: Stage) -> dict[str, Any]:
+    return {"targets": list(stage.targets)} if isinstance(stage, TensorStage) else {}
 
 
 def _calibration(options: CalibrationOptions) -> dict[str, Any]:
@@ -161,12 +166,13 @@ def write_choice(findings: Findings, choice: Choice, files: Files, kl: float | N
     checkpoint; None before it exists."""
     survey = findings.survey
     recipe = survey.request.recipe(choice.candidates)
+    finished = " after finishing" if survey.request.finish else ""
     remarks = [
         f"  {files.command}",
         f"Target: {survey.request.goal}. {survey.bits_per_weight(choice.cost):.3f} bits per weight in these layers, "
         f"at most {(choice.cost + survey.fixed_bytes) / 1e6:,.2f} MB in all.",
         f"Sensitivities add up to KL {choice.predicted:.4f}"
-        + (f"; the checkpoint has {kl:.4f}." if kl is not None else "."),
+        + (f"; the checkpoint has {kl:.4f}{finished}." if kl is not None else "."),
     ]
     write_recipe(files.recipe, recipe, remarks)
     return recipe

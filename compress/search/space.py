@@ -15,8 +15,9 @@ from compress.common.errors import RecipeError, nearest
 from compress.methods import base
 from compress.models.architecture import Architecture
 from compress.recipe import CalibrationOptions, Recipe
-from compress.stages.base import TensorStage
+from compress.stages.base import Stage, TensorStage
 from compress.stages.factorize import FactorizeStage
+from compress.stages.finish import LOSS_HELP, FinishStage
 from compress.stages.prune import PruneStage
 from compress.stages.quantize import QuantizeStage, method_for
 from compress.targets import IGNORE_HELP
@@ -255,6 +256,7 @@ class SearchRequest:
         tries: maximum number of checkpoints to approach a KL target.
         ends: whether to include the token embedding and the output head. They are only rounded, and only this runtime
             loads a rounded embedding.
+        finish: last stage of the recipe, if any.
     """
 
     goal: Goal
@@ -292,6 +294,13 @@ class SearchRequest:
         name="include_embeddings",
         help="Also choose the bits of token embedding and head; the result then loads in this runtime only.",
     )
+    finish: FinishStage | None = option(
+        default=None,
+        written=str | None,
+        read=FinishStage,
+        metavar="LOSS",
+        help=f"End the recipe with a finish stage: {LOSS_HELP} --max-kl then holds after it. Default: off.",
+    )
     calibration: CalibrationOptions = field(default_factory=CalibrationOptions)
     seed: int = 0
     name: str = "search"
@@ -328,18 +337,19 @@ class SearchRequest:
         return self.method if group.block != EMBEDDING or rounds_embeddings else base.fallback("quantize").name
 
     def recipe(self, chosen: Mapping[LayerGroup, Candidate]) -> Recipe:
-        """Returns the recipe of a choice, with stages in order of candidate size. Raises RecipeError: all groups stay
-        dense."""
+        """Returns the recipe of a choice, with stages in order of candidate size, and the finish stage. Raises
+        RecipeError: all groups stay dense."""
         targets: dict[tuple[str, Candidate], list[str]] = {}
         for group, candidate in chosen.items():
             targets.setdefault((self.method_of(group), candidate), []).extend(group.modules)
         order = sorted(targets, key=lambda each: (_order(each[1]), each[0]))
-        stages = [stage for each in order for stage in each[1].stages(each[0], targets[each])]
+        stages: list[Stage] = [stage for each in order for stage in each[1].stages(each[0], targets[each])]
         if not stages:
             raise RecipeError(
                 f"{self.goal} leaves every layer dense", "Use a smaller target, or remove dense from --candidates"
             )
-        return Recipe(tuple(stages), self.calibration, self.seed, self.name)
+        last = () if self.finish is None else (self.finish,)
+        return Recipe((*stages, *last), self.calibration, self.seed, self.name)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain values for the report."""

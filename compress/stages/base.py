@@ -65,6 +65,10 @@ class Stage:
         """Returns notes for users on a plan with this stage."""
         return []
 
+    def to_keys(self) -> dict[str, Any]:
+        """Returns the keys of recipes that a search writes, without patterns."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
     def to_dict(self) -> dict[str, Any]:
         """Returns plain values for recorded recipes."""
         return asdict(self)
@@ -93,7 +97,6 @@ class TensorStage(Stage):
         raise RecipeError(f"{self.name} cannot change {name}, the {end.what}", remedy)
 
     def to_keys(self) -> dict[str, Any]:
-        """Returns the keys of recipes that a search writes, without patterns."""
         raise NotImplementedError
 
 

@@ -19,6 +19,7 @@ from compress.search.measure import LoadedModel
 from compress.search.run import Files, carry_out, find, write_choice
 from compress.search.space import Candidate, Goal, SearchRequest, parse_candidates
 from compress.search.survey import survey
+from compress.stages.finish import FinishStage
 
 MENU = parse_candidates("w2g64,w4g64,w8")
 TEXT = CalibrationOptions("bundled", samples=4, length=64)
@@ -228,6 +229,21 @@ def test_a_divergence_is_met_by_a_few_checkpoints(tiny_model, tmp_path: Path) ->
     assert sorted(path.name for path in tmp_path.iterdir()) == ["figures.json", "found.yaml", "out"]
     assert f"the checkpoint has {result.quality['kl_mean']:.4f}" in files(out).recipe.read_text()
     assert result.report["structure"]["path"] == str(out)
+
+
+@pytest.mark.full
+def test_a_limit_holds_after_finishing(tiny_model, tmp_path: Path) -> None:
+    out, stage = tmp_path / "out", FinishStage(steps=2)
+    found = opened(tiny_model("llama"), out, asked(Goal(kl=0.02), tries=2, finish=stage))
+    result = carry_out(find(found, files(out), quiet=True), files(out), quiet=True).run
+    assert result.report["finish"]["stage"]["steps"] == 2
+    tries = result.report["search"]["tries"]
+    assert result.quality["kl_mean"] in [each["measured"] for each in tries]
+    recipe = load_recipe(str(files(out).recipe))
+    assert recipe.stages[-1] == stage
+    assert f"the checkpoint has {result.quality['kl_mean']:.4f} after finishing" in files(out).recipe.read_text()
+    again = run(prepare(replace(found.run, recipe=recipe, out=tmp_path / "again", measure=False)), quiet=True)
+    assert len({(folder / "model.safetensors").read_bytes() for folder in (out, again.out)}) == 1
 
 
 @pytest.mark.full

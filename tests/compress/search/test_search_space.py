@@ -2,6 +2,7 @@
 
 import os
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -23,6 +24,7 @@ from compress.search.space import (
     parse_candidates,
 )
 from compress.stages.factorize import FactorizeStage
+from compress.stages.finish import FinishStage
 from compress.stages.prune import PruneStage
 from compress.stages.quantize import QuantizeStage
 
@@ -171,6 +173,22 @@ def test_a_written_recipe_reads_as_what_was_meant(source) -> None:
         QuantizeStage("gptq", wide, targets=("b.0.q", "b.0.k")),
     )
     assert parse_recipe(recipe_text(recipe, ["a remark: #1"]), "x.yaml") == recipe
+
+
+def test_a_search_that_finishes_writes_the_stage_last() -> None:
+    search = parse_work("search: {max_kl: 0.1, finish: kl}\n", "r.yaml")
+    assert isinstance(search, SearchRequest)
+    recipe = search.recipe(dict.fromkeys(UNITS, Candidate(Int(4, 64))))
+    assert recipe.stages == (
+        QuantizeStage("gptq", Int(4, 64), targets=("b.0.q", "b.0.k", "b.0.o", "b.1.o")),
+        FinishStage(),
+    )
+    assert parse_recipe(recipe_text(recipe, []), "r.yaml") == recipe
+    asked = replace(search, finish=FinishStage(steps=7, learning_rate=0.01, rank=2))
+    recipe = asked.recipe(dict.fromkeys(UNITS, Candidate(Int(4, 64))))
+    assert parse_recipe(recipe_text(recipe, []), "r.yaml") == recipe
+    with pytest.raises(RecipeError, match=r"r\.yaml:1.*loss 'mse'.*kl"):
+        parse_work("search: {max_kl: 0.1, finish: mse}\n", "r.yaml")
 
 
 def test_rank_and_sparsity_are_written_as_stages_of_their_own() -> None:
