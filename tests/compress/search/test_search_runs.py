@@ -99,6 +99,25 @@ def test_rank_and_sparsity_are_chosen_beside_widths(tiny_model, tmp_path: Path) 
     assert len({(folder / "model.safetensors").read_bytes() for folder in (result.out, again.out)}) == 1
 
 
+@pytest.mark.full
+def test_every_kind_of_candidate_is_finished(tiny_model, tmp_path: Path) -> None:
+    offered = parse_candidates("rank0.5w8,2:4w4g64,w2g64,w2exl3,dense")
+    request = asked(Goal(bits_per_weight=6.0), candidates=offered, finish=FinishStage(steps=2, learning_rate=0.01))
+    # Sides of 128, which trellis codes need.
+    model = tiny_model("llama", num_hidden_layers=2, hidden_size=128, intermediate_size=256)
+    found = opened(model, tmp_path / "out", request, measure=False)
+    groups = {group: menu[index % len(menu)] for index, (group, menu) in enumerate(found.candidates.items())}
+    assert set(groups.values()) == set(offered)
+    made = run(prepare(replace(found.run, recipe=request.recipe(groups), out=tmp_path / "made")), quiet=True)
+    assert made.structure.ok
+    assert made.report["finish"]["kl_after"] < made.report["finish"]["kl_before"]
+    packed = PackedCheckpoint.open(made.out)
+    pruned = [group.name for group, candidate in groups.items() if candidate.pattern]
+    for name in pruned:
+        values = packed.packed_weight(name).dequantize()
+        assert (values.unflatten(-1, (-1, 4)) != 0).sum(-1).max() <= 2
+
+
 def test_a_rank_costs_and_loses_what_the_run_of_its_recipe_does(tiny_model, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
