@@ -16,7 +16,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from selectors import EVENT_READ, DefaultSelector
@@ -260,8 +260,9 @@ class LoadingApart(Loading):
     ) -> Iterator[LoadingApart]:
         """Starts the processes, which are killed at the end of the block if they have not ended."""
         with ExitStack() as stack:
-            folder = Path(stack.enter_context(TemporaryDirectory(prefix="engines-")))
-            roles = transfer.parts(engines.data_parallel_size, folder)
+            # A server that is killed leaves its folder: only what needs sockets makes one.
+            needed = TemporaryDirectory(prefix="engines-") if transfer.prefill_engines else nullcontext("")
+            roles = transfer.parts(engines.data_parallel_size, Path(stack.enter_context(needed)))
             parts = [part_of(source, index, len(roles), role) for index, role in enumerate(roles)]
             processes = [stack.enter_context(LoadingProcess.begin(part)) for part in parts]
             yield cls(source, processes, engines.prefix_routing, transfer.prefill_engines)

@@ -2,11 +2,13 @@
 
 import socket
 import subprocess
+from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 
 from compress.common.errors import ToolkitError
-from runtime.core.config import RuntimeConfig
+from runtime.core.config import DataParallelOptions, RuntimeConfig
 from runtime.core.progress import Stage
 from runtime.engine.wire import send
 from runtime.served_engine import (
@@ -17,6 +19,7 @@ from runtime.served_engine import (
     share_of_machine,
     wait_for_all,
 )
+from runtime.transfer.options import TransferOptions
 
 
 def shares(count: int, size: int, environment: dict[str, str], num_threads: int) -> list[dict[str, str]]:
@@ -60,6 +63,18 @@ def test_an_engine_without_a_gpu_is_refused_where_others_have_one() -> None:
     with pytest.raises(ToolkitError) as refused:
         describe("cuda", "cuda", "cpu")
     assert "--data-parallel-size 2" in refused.value.remedy
+
+
+@pytest.mark.parametrize("prefill_engines", [0, 1])
+def test_only_engines_that_need_sockets_get_a_folder(
+    prefill_engines: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(LoadingProcess, "begin", lambda source: nullcontext(source))
+    options = TransferOptions(prefill_engines=prefill_engines)
+    with LoadingApart.begin(EngineSource(None, RuntimeConfig()), DataParallelOptions(), options):
+        assert len(list(tmp_path.iterdir())) == prefill_engines
+    assert not list(tmp_path.iterdir())
 
 
 def test_an_engine_that_fails_is_reported_while_others_load() -> None:
