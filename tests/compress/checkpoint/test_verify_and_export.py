@@ -170,7 +170,7 @@ def test_export_refusals(dense_folder, pack, tmp_path):
     refuse_export(tmp_path / "w5", "gptq", r"gptq .*2, 3, 4 .*8 .* 5\. ")
     refuse_export(tmp_path / "w5", "awq", "awq .*4-bit.* w5a16")
     refuse_export(tmp_path / "mixed", "gptq", r"gptq .* 2\. .*compressed-tensors")
-    refuse_export(tmp_path / "w8a8", "gptq", "gptq .*8-bit")
+    refuse_export(tmp_path / "w8a8", "gptq", "gptq .*rounded")
     refuse_export(dense_folder, "gptq", f"^{dense_folder} .*compress quantize")
     refuse_export(tmp_path / "w5", "onnx", "'onnx'")
     export_checkpoint(tmp_path / "w8a8", "dense", tmp_path / "out")

@@ -298,7 +298,7 @@ def test_run_does_what_quantize_does(compress, tiny_model, tmp_path) -> None:
         (["eval", "--ppl", "--linear-backend", "w4a9"], "'w4a9'"),
         (["eval", "--ppl", "--linear-backend", "w4a8"], "w4a8.*--activations 8bit"),
         (["quantize", "--seed", "-1"], r"seed=-1.*outside 0.*2\^63.*- 1"),
-        (["quantize", "--method", "smoothquant", "--bits", "4", "--dry-run"], "w4a8"),
+        (["quantize", "--method", "smoothquant", "--activation-bits", "16", "--dry-run"], "activation_bits: 8"),
         (["run", "int4-awk"], "'int4-awq'"),
         (["verify", "nowhere"], "nowhere does not exist"),
         (["export", "nowhere", "--format", "gptq", "--out", "x"], "nowhere does not exist"),
