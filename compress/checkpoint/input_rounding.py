@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from compress.checkpoint.float_scales import E2M1, E4M3, Numbers
-from compress.checkpoint.scale_search import FP8, MAX_FP8, round_tokens
+from compress.checkpoint.scale_search import FP8, MAX_FP8, round_integers, round_tokens
 from compress.checkpoint.scheme import POWERS, Activations
 from compress.checkpoint.weights.base import StoredTensors
 from compress.common.errors import CheckpointError
@@ -34,7 +34,7 @@ class Integers(Numbers):
         return ((1 << self.bits) - 1) / 2
 
     def nearest(self, x: Tensor) -> Tensor:
-        return x.round().clamp_(self.least, -self.least - 1)
+        return round_integers(x, self.bits)
 
     def codes(self, numbers: Tensor) -> Tensor:
         return numbers.to(torch.int8).view(torch.uint8)

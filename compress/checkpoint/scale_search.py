@@ -357,9 +357,9 @@ def quantize_tokens(x: Tensor, kind: Activations = Activations.INT8) -> tuple[Te
 
 
 def round_integers(x: Tensor, bits: int) -> Tensor:
-    """Rounds `x` in place to signed integers of some bits, half to even."""
+    """Rounds `x` to signed integers of some bits, half to even."""
     past = 1 << (bits - 1)
-    return x.round_().clamp_(-past, past - 1)
+    return x.round().clamp_(-past, past - 1)
 
 
 def round_tokens(x: Tensor, kind: Activations = Activations.INT8) -> Tensor:

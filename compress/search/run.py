@@ -19,7 +19,6 @@ from compress.recipe import CalibrationOptions, Recipe
 from compress.search.allocate import Choice, Chooser, Sensitivities, Try, best, next_kl_target
 from compress.search.measure import identity, measure
 from compress.search.survey import Survey
-from compress.stages.base import Stage, TensorStage
 
 
 def record(survey: Survey, known: Sensitivities, choice: Choice, tries: Sequence[Try]) -> dict[str, Any]:
@@ -101,14 +100,10 @@ def recipe_text(recipe: Recipe, remarks: Sequence[str]) -> str:
         "name": recipe.name,
         "seed": recipe.seed,
         "calibration": _calibration(recipe.calibration),
-        "stages": [{each.name: each.to_keys() | _patterns(each)} for each in recipe.stages],
+        "stages": [{each.name: each.to_keys()} for each in recipe.stages],
     }
     lines = [HEADER, *(f"# {remark}" for remark in remarks)]
     return "\n".join(lines) + "\n" + yaml.safe_dump(document, sort_keys=False, allow_unicode=True, width=120)
-
-
-def _patterns(stage: Stage) -> dict[str, Any]:
-    return {"targets": list(stage.targets)} if isinstance(stage, TensorStage) else {}
 
 
 def _calibration(options: CalibrationOptions) -> dict[str, Any]:

@@ -66,7 +66,7 @@ class Stage:
         return []
 
     def to_keys(self) -> dict[str, Any]:
-        """Returns the keys of recipes that a search writes, without patterns."""
+        """Returns the keys of recipes that a search writes."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
     def to_dict(self) -> dict[str, Any]:
@@ -97,6 +97,10 @@ class TensorStage(Stage):
         raise RecipeError(f"{self.name} cannot change {name}, the {end.what}", remedy)
 
     def to_keys(self) -> dict[str, Any]:
+        return self.work_keys() | {"targets": list(self.targets)}
+
+    def work_keys(self) -> dict[str, Any]:
+        """Returns the keys of recipes that a search writes, without patterns."""
         raise NotImplementedError
 
 

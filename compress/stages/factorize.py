@@ -121,7 +121,7 @@ class FactorizeStage(TensorStage):
         shared = self.allocation in SHARED_OUT and self.allocation in {each.allocation for each in factored}
         return ([f"{SHARED_OUT[self.allocation]}: {KEPT_WHOLE}"] if shared else []) + factor_notes(rows)
 
-    def to_keys(self) -> dict[str, Any]:
+    def work_keys(self) -> dict[str, Any]:
         return {"method": self.method, "keep": self.keep, "allocation": self.allocation}
 
 

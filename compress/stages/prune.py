@@ -117,7 +117,7 @@ class PruneStage(TensorStage):
             notes.append("pruning without a pattern makes no layer smaller: its zeros are stored like other values")
         return notes
 
-    def to_keys(self) -> dict[str, Any]:
+    def work_keys(self) -> dict[str, Any]:
         return {"method": self.method, "pattern": str(self.pattern or ANYWHERE)}
 
     def to_dict(self) -> dict[str, Any]:

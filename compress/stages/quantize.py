@@ -190,7 +190,7 @@ class QuantizeStage(TensorStage):
             if bits is not None
         )
 
-    def to_keys(self) -> dict[str, Any]:
+    def work_keys(self) -> dict[str, Any]:
         if self.scheme.word != INT:
             width = {} if self.scheme == self.scheme.target() else {"bits": self.scheme.bits}
             return {"method": self.method, "weights": self.scheme.word, **width}
