@@ -73,6 +73,14 @@ class ModelSpec:
         return tuple(block.mixer for block in self.blocks if isinstance(block.mixer, Attention))
 
     @property
+    def shares_between_blocks(self) -> bool:
+        """Whether blocks read keys and values, or a choice of tokens, of earlier ones."""
+        return any(
+            each.kv_layer is not None or (each.latent is not None and each.latent.index_layer is not None)
+            for each in self.attentions
+        )
+
+    @property
     def rotations(self) -> tuple[tuple[Rope, int], ...]:
         """Rotary embeddings and head dimensions of all layers, each pair once, in order of appearance."""
         found: list[tuple[Rope, int]] = []

@@ -125,6 +125,8 @@ class SmallerSource:
         if carried := self.skeleton.carried(self.files.names()):
             problem = f"{carried[0]} belongs to no layer in config.json and may read any of them"
             raise RecipeError(problem, "Leave the shrink stage out")
+        if stage.blocks and self.spec.shares_between_blocks:
+            raise RecipeError("its blocks read keys, values or choices of earlier ones, so none can leave", REMEDY)
         blocks = [*range(len(self.spec.blocks))]
         for _ in range(stage.blocks):
             blocks.remove(next(self.removable(blocks, blocks[::-1])))

@@ -205,9 +205,7 @@ class DecoderConfig:
 
     def keep_layers(self, kept: Iterable[int]) -> DecoderConfig:
         """Returns the model with a subset of its layers. Raises ToolkitError if layers depend on their index."""
-        shares = any(source not in (-1, layer) for layer, source in enumerate(self.kv_sources))
-        shares = shares or any(source not in (-1, layer) for layer, source in enumerate(self.index_sources))
-        if self.spec.layer_inputs is not None or shares:
+        if self.spec.layer_inputs is not None or self.spec.shares_between_blocks:
             raise ToolkitError(
                 "layers of a model that refers to them by index cannot be skipped",
                 "Use --speculative-model ngram",

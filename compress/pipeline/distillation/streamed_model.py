@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -19,10 +19,10 @@ from torch.func import functional_call
 from compress.checkpoint.dequantized import dequantized_files
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.weights import Weight
-from compress.common.errors import CheckpointError
 from compress.pipeline.block import read_tensor
-from compress.pipeline.capture import BlockInputs, Call, StandIn, capture_inputs, store_of
+from compress.pipeline.capture import BlockInputs, Call, StandIn, capture_inputs
 from compress.pipeline.distillation.parts import offset_unit, rounded, shifted, trained_parts, with_parts
+from compress.pipeline.distillation.passed_on import PassedOn
 from compress.pipeline.skeleton import Skeleton
 
 Loss = Callable[[Tensor], Tensor]
@@ -61,7 +61,7 @@ class StreamedModel:
 
     Attributes:
         trained: what is trained, by the name of its tensor; empty for a model that only predicts.
-        gives_tuples: whether the blocks that were run return tuples, whose first element are the hidden states.
+        num_others: outputs of a block after the hidden states; None for blocks that return a tensor.
     """
 
     skeleton: Skeleton
@@ -69,7 +69,7 @@ class StreamedModel:
     device: torch.device
     dtype: torch.dtype
     trained: dict[str, list[Trained]] = field(default_factory=dict)
-    gives_tuples: bool = False
+    num_others: int | None = None
 
     @property
     def offsets(self) -> dict[str, Tensor]:
@@ -82,15 +82,9 @@ class StreamedModel:
         }
 
     def capture(self, tokens: Tensor, micro_batch: int) -> BlockInputs:
-        """Returns the inputs of the first block. Raises CheckpointError: blocks pass on more than hidden states."""
+        """Returns the inputs of the first block. Raises CheckpointError: the model cannot be run by blocks."""
         files = dequantized_files(self.checkpoint) if self.checkpoint.schemes else self.checkpoint.files
-        inputs = capture_inputs(self.skeleton, files, tokens, micro_batch, self.device, self.dtype)
-        if any(store_of(calls) is not None for calls in inputs.calls):
-            raise CheckpointError(
-                "blocks of this model pass keys, values or choices on to later ones",
-                "Leave the finish stage out, and remove no blocks",
-            )
-        return inputs
+        return capture_inputs(self.skeleton, files, tokens, micro_batch, self.device, self.dtype)
 
     def train_parts(self, rank: int = 0, seed: int = 0) -> None:
         """Makes scales, norms and biases of blocks, final norm and output head trainable, and matrices that are stored
@@ -133,34 +127,40 @@ class StreamedModel:
             return self.checkpoint.packed_weight(owner)
         return read_tensor(self.checkpoint.files, name, shape)
 
-    def _values(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Returns a parameter of the model, differentiable in what is trained."""
-        stored, parts = self._stored(name, shape), self.trained.get(name, ())
+    def _values(self, name: str, place: Tensor) -> Tensor:
+        """Returns the values of a parameter or buffer of the model, differentiable in what is trained."""
+        stored, parts = self._stored(name, tuple(place.shape)), self.trained.get(name, ())
         if isinstance(stored, Weight):
             return with_trained(stored.to(self.device), parts).dequantize().to(self.dtype)
+        if not isinstance(place, nn.Parameter):
+            return stored.to(self.device)
         return (parts[0].values(stored) if parts else stored.to(self.device)).to(self.dtype)
 
-    def _leaves(self, names: Mapping[str, nn.Parameter], with_gradients: bool) -> dict[str, Tensor]:
-        """Returns parameters by name; those with trained parts are leaves of a graph that ends there."""
+    def _leaves(self, names: Mapping[str, Tensor], with_gradients: bool) -> dict[str, Tensor]:
+        """Returns parameters and stored buffers by name; those with trained parts are leaves of a graph that ends
+        there."""
         with torch.no_grad():
-            values = {name: self._values(name, tuple(parameter.shape)) for name, parameter in names.items()}
+            values = {name: self._values(name, each) for name, each in names.items()}
         if with_gradients:
             for name in values.keys() & self.trained.keys():
                 values[name] = values[name].detach().clone().requires_grad_()
         self.checkpoint.files.release()
         return values
 
-    def _descend(self, leaves: Mapping[str, Tensor], names: Mapping[str, nn.Parameter]) -> None:
+    def _descend(self, leaves: Mapping[str, Tensor], names: Mapping[str, Tensor]) -> None:
         """Passes the gradients of leaves on to the offsets, one weight in memory at a time."""
         for name, leaf in leaves.items():
             if leaf.grad is not None:
-                self._values(name, tuple(names[name].shape)).backward(leaf.grad)
+                self._values(name, names[name]).backward(leaf.grad)
                 leaf.grad = None
         self.checkpoint.files.release()
 
-    def _block_names(self, index: int) -> dict[str, nn.Parameter]:
-        prefix = self.skeleton.block_name(index)
-        return {f"{prefix}.{name}": each for name, each in self.skeleton.blocks[index].named_parameters()}
+    def _block_names(self, index: int) -> dict[str, Tensor]:
+        """Returns the parameters of a block, and its buffers that the files hold, such as biases of a router."""
+        prefix, block = self.skeleton.block_name(index), self.skeleton.blocks[index]
+        buffers = {f"{prefix}.{name}": each for name, each in block.named_buffers()}
+        stored = {name: each for name, each in buffers.items() if name in self.checkpoint.files}
+        return {f"{prefix}.{name}": each for name, each in block.named_parameters()} | stored
 
     def _outside_names(self) -> dict[str, nn.Parameter]:
         left_out = [f"{self.skeleton.architecture.blocks}."]
@@ -174,7 +174,7 @@ class StreamedModel:
 
         def block(*args: Any, **kwargs: Any) -> Any:
             output = functional_call(module, own, args, kwargs)
-            self.gives_tuples = isinstance(output, tuple)
+            self.num_others = len(output) - 1 if isinstance(output, tuple) else None
             return output
 
         return call.on(self.device).run(block, hidden)
@@ -211,9 +211,10 @@ class StreamedModel:
         kept, architecture, values = list(blocks), self.skeleton.architecture, dict(leaves)
         if self.skeleton.ties_head:
             values[f"{architecture.head}.weight"] = values[f"{architecture.embedding}.weight"]
+        given = hidden if self.num_others is None else (hidden, *[None] * self.num_others)
         try:
             for index, block in enumerate(kept):
-                blocks[index] = _Given(block, (hidden,) if self.gives_tuples else hidden)
+                blocks[index] = _Given(block, given)
             arguments = {"input_ids": tokens.to(self.device), "use_cache": False}
             output: Tensor = functional_call(model, values, (), arguments).logits
         finally:
@@ -233,24 +234,28 @@ class StreamedModel:
             losses: by micro-batch.
         """
         order = [*losses]
-        states = [*self.hidden_states(inputs, order)]
+        passed = [PassedOn.of(inputs.calls[number]) for number in order]
+        states = list[list[Tensor]]()
+        for each in self.hidden_states(inputs, order):
+            states.append(each)
+            for one in passed:
+                one.before.append(dict(one.store))
         total, gradients, leaves = 0.0, list[Tensor](), self.outside(with_gradients=True)
         for number, hidden in zip(order, states.pop(), strict=True):
             hidden = hidden.detach().requires_grad_()
             loss = losses[number](self.logits(leaves, tokens[inputs.rows(number)], hidden))
             loss.backward()
             total += float(loss.detach())
-            gradients.append(_gradient(hidden))
+            gradients.append(torch.zeros_like(hidden) if hidden.grad is None else hidden.grad)
         self._descend(leaves, self._outside_names())
         for index in reversed(range(self.skeleton.num_blocks)):
             names = self._block_names(index)
             leaves = self._leaves(names, with_gradients=True)
-            below = list[Tensor]()
-            for number, hidden, gradient in zip(order, states.pop(), gradients, strict=True):
-                hidden = hidden.detach().requires_grad_()
-                self._run_block(index, leaves, inputs.calls[number][index], hidden).backward(gradient)
-                below.append(_gradient(hidden))
-            gradients = below
+            calls = [inputs.calls[number][index] for number in order]
+            gradients = [
+                one.backward(partial(self._run_block, index, leaves, call), hidden, gradient)
+                for one, call, hidden, gradient in zip(passed, calls, states.pop(), gradients, strict=True)
+            ]
             self._descend(leaves, names)
         return total
 
@@ -263,16 +268,12 @@ def with_trained(
     return with_parts(weight, {each.path: numbers(each, before[each.path]) for each in parts})
 
 
-def _gradient(leaf: Tensor) -> Tensor:
-    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-
-
 class _Given(StandIn):
     """Block that returns a given output, whatever its input."""
 
-    def __init__(self, block: nn.Module, output: Tensor | tuple[Tensor]) -> None:
+    def __init__(self, block: nn.Module, output: Tensor | tuple[Any, ...]) -> None:
         super().__init__(block)
         self.output = output
 
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor]:
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor | tuple[Any, ...]:
         return self.output

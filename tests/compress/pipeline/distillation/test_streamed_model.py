@@ -5,12 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 from runs import compress, some_tokens
-from tiny_models import auto_class, save_tiny_model
+from tiny_configs import VARIANTS
+from tiny_models import save_tiny_model
 
-from compress.checkpoint.config import dense_config, read_config
-from compress.checkpoint.dequantized import dequantized_files
-from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.weights import Int
+from compress.evaluate.scorers import load_dequantized
 from compress.pipeline.distillation.finished import open_model
 from compress.pipeline.distillation.parts import offset_unit, trained_parts
 from compress.pipeline.distillation.targets import top_divergence, top_targets
@@ -18,29 +17,26 @@ from compress.stages.quantize import QuantizeStage
 
 
 def packed_model(folder: Path, family: str) -> Path:
-    model = save_tiny_model(folder / "dense", family)
-    compress(model, folder / "packed", QuantizeStage("rtn", Int(3, 32)), calibration=None)
+    model = save_tiny_model(folder / "dense", family, **VARIANTS[family])
+    compress(model, folder / "packed", QuantizeStage("rtn", Int(3, 16)), calibration=None)
     return folder / "packed"
 
 
-def whole_model(packed: Path) -> torch.nn.Module:
-    """The same values in one model of transformers, in float32."""
-    checkpoint = PackedCheckpoint.open(packed)
-    config = dense_config(read_config(packed))
-    from transformers import AutoConfig
-
-    model = auto_class(config["model_type"]).from_config(AutoConfig.for_model(**config)).float()
-    files = dequantized_files(checkpoint)
-    model.load_state_dict({name: files.tensor(name).float() for name in files.names()}, strict=False)
-    model.tie_weights()
-    return model
+FAMILIES = {
+    "llama": 18,
+    "qwen3": 22,
+    # Later blocks read keys and values of earlier ones, and buffers scale what blocks add.
+    "gemma4_text": 30,
+    # Later blocks read the tokens that earlier ones chose, and a buffer moves the choice of experts.
+    "glm_moe_dsa": 46,
+}
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_gradients_are_those_of_the_whole_model(family: str, tmp_path: Path) -> None:
     packed = packed_model(tmp_path, family)
     tokens = some_tokens(64).view(4, 16) % 64
-    streamed, whole = open_model(packed, torch.device("cpu"), torch.float32), whole_model(packed)
+    streamed, whole = open_model(packed, torch.device("cpu"), torch.float32), load_dequantized(packed, dtype="float32")
     streamed.train_parts()
     targets = top_targets(torch.randn(4, 16, whole.config.vocab_size, generator=torch.Generator().manual_seed(0)), 8)
     inputs = streamed.capture(tokens, 2)
@@ -51,14 +47,18 @@ def test_gradients_are_those_of_the_whole_model(family: str, tmp_path: Path) -> 
     total = streamed.gradients(inputs, tokens, {number: lambda logits, n=number: loss(n, logits) for number in (0, 1)})
     exact = top_divergence(whole(input_ids=tokens).logits, targets)
     exact.backward()
-    assert total == pytest.approx(float(exact), rel=1e-4)
+    assert total == pytest.approx(float(exact.detach()), rel=1e-4)
     found = dict(whole.named_parameters())
     checked = 0
     for parts in streamed.trained.values():
         for each in parts:
+            if each.owner not in found:
+                continue  # an expert, of which transformers keeps a stack
             gradient = found[each.owner].grad
-            assert gradient is not None
             (offset,) = each.offsets
+            if gradient is None:  # of an indexer, which chooses tokens
+                assert offset.grad is None
+                continue
             assert offset.grad is not None
             if each.path:
                 weight = streamed.checkpoint.packed_weight(each.owner.removesuffix(".weight"))
@@ -71,7 +71,7 @@ def test_gradients_are_those_of_the_whole_model(family: str, tmp_path: Path) -> 
                 expected = gradient * offset_unit("", streamed.checkpoint.tensor(each.owner))
             torch.testing.assert_close(offset.grad, expected, rtol=2e-3, atol=2e-4 * float(expected.abs().max()))
             checked += 1
-    assert checked == sum(len(parts) for parts in streamed.trained.values()) > 18
+    assert checked >= FAMILIES[family]
 
 
 def test_updates_of_matrices_start_at_zero_and_take_gradients_of_their_factors(tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_updates_of_matrices_start_at_zero_and_take_gradients_of_their_factors(t
     assert "model.embed_tokens.weight" not in streamed.trained
     streamed.gradients(streamed.capture(tokens, 4), tokens, {0: lambda logits: logits.square().mean()})
     assert left.grad is not None
-    whole = whole_model(model)
+    whole = load_dequantized(model, dtype="float32")
     whole(input_ids=tokens).logits.square().mean().backward()
     gradient = dict(whole.named_parameters())[name].grad * offset_unit("", weight)
     torch.testing.assert_close(left.grad, gradient @ right.detach().T, rtol=2e-3, atol=2e-6)
