@@ -15,7 +15,7 @@ from calibration.parts import Part
 from compress.common.cli import Key, as_written, from_written, option
 from compress.common.errors import DataError, RecipeError, SchemeError, nearest
 from compress.common.files import read_text
-from compress.evaluate.gate import check_gate
+from compress.evaluate.gate import parse_gate
 from compress.recipe import CalibrationOptions, Recipe
 from compress.search.space import Goal, SearchRequest
 from compress.stages.base import STAGES, Stage
@@ -36,7 +36,7 @@ RECIPE: tuple[Key, ...] = (
     ("calibration", dict[str, Any], option(default=None)),
     ("stages", list[Any] | None, option(default=None)),
     ("search", dict[str, Any] | None, option(default=None)),
-    ("gate", dict[str, float], option(default=None)),
+    ("gate", dict[str, float] | str, option(default=None)),
 )
 PART: tuple[Key, ...] = (("source", str, option(default=MISSING)), ("weight", float, option(default=1.0)))
 """Keys of a recipe, and of a part of its calibration text."""
@@ -200,7 +200,7 @@ class Document:
         stages, search = values.get("stages"), values.get("search")
         if search is not None and stages is not None:
             raise self.refusal(("search",), "a recipe has stages or searches for them", "Remove one of them")
-        gate = self.at(("gate",), lambda: check_gate(values.get("gate", {})))
+        gate = self.at(("gate",), lambda: parse_gate(values.get("gate", {})))
         if search is not None and gate:
             raise self.refusal(("gate",), "a search has a goal, and no gate of its own", "Give --gate to compress run")
         if search is not None:

@@ -28,12 +28,17 @@ def usual_limits() -> dict[str, float]:
     return {name: figure.usual for name, figure in FIGURES.items() if figure.usual is not None}
 
 
-def parse_gate(text: str) -> dict[str, float]:
-    """Reads `kl=0.05 flips=0.1`, or `default kl=0.05`. Raises RecipeError: an unknown name, or no number."""
-    words = text.replace(",", " ").split()
-    limits = usual_limits() if DEFAULT in words else {}
-    pairs = (each.partition("=")[::2] for each in words if each != DEFAULT)
-    return check_gate(limits | {name: _number(name, value) for name, value in pairs})
+def parse_gate(written: str | Mapping[str, float]) -> dict[str, float]:
+    """Reads limits by name, or a text such as `kl=0.05 flips=0.1` or `default kl=0.05`. Raises RecipeError: an unknown
+    name, or no number."""
+    if isinstance(written, str):
+        words = written.replace(",", " ").split()
+        pairs = (each.partition("=")[::2] for each in words if each != DEFAULT)
+        given = {name: _number(name, value) for name, value in pairs}
+        written = (usual_limits() if DEFAULT in words else {}) | given
+    for name in written:
+        FIGURES.find(name)
+    return dict(written)
 
 
 def _number(name: str, value: str) -> float:
@@ -41,13 +46,6 @@ def _number(name: str, value: str) -> float:
         return float(value)
     except ValueError as error:
         raise RecipeError(f"{name}={value} is not a limit", "Write --gate 'kl=0.05 flips=0.1'") from error
-
-
-def check_gate(limits: Mapping[str, float]) -> dict[str, float]:
-    """Returns limits with known names. Raises RecipeError for others."""
-    for name in limits:
-        FIGURES.find(name)
-    return dict(limits)
 
 
 def measured_for(limits: Mapping[str, float]) -> tuple[str, ...]:

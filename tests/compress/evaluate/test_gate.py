@@ -75,7 +75,9 @@ def test_recipes_have_a_gate_that_is_no_part_of_what_they_compute() -> None:
     gated = parse_recipe(f"{STAGES}gate: {{kl: 0.05, acceptance: 1}}\n", "a.yaml")
     assert gated.gate == {"kl": 0.05, "acceptance": 1}
     assert gated.to_dict() == parse_recipe(STAGES, "a.yaml").to_dict()
-    for gate in ("{kll: 1}", "{kl: little}", "3"):
+    worded = parse_recipe(f"{STAGES}gate: default kl=0.05\n", "a.yaml")
+    assert worded.gate == usual_limits() | {"kl": 0.05}
+    for gate in ("{kll: 1}", "{kl: little}", "3", "kl", "usual"):
         with pytest.raises(RecipeError, match=r"a\.yaml:3"):
             parse_recipe(f"{STAGES}gate: {gate}\n", "a.yaml")
     with pytest.raises(RecipeError, match="--gate"):
