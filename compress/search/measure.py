@@ -28,6 +28,7 @@ from compress.pipeline.observe import observe
 from compress.pipeline.prepare import source_identity
 from compress.pipeline.resume import RunDisplay
 from compress.pipeline.skeleton import Skeleton
+from compress.pipeline.smoothing import activations_quantized
 from compress.plan import LayerPlan
 from compress.search.allocate import Sensitivities
 from compress.search.space import EMBEDDING, Candidate, LayerGroup, reads_inputs
@@ -316,9 +317,12 @@ class _Meter:
             weights = {module: block.weights[leaf] for module, leaf in leaves.items()}
             changed = CandidateLayer(weights, context.scale_dtype, inputs_of)
             for candidate in candidates:
-                for module, layer_plan in self.survey.layer_plans(group, candidate).items():
+                layer_plans = self.survey.layer_plans(group, candidate)
+                for module, layer_plan in layer_plans.items():
                     block.set_weight(leaves[module], changed.values(module, layer_plan))
-                found(group, candidate, 0.0 if candidate.is_dense else self.model.divergence(index))
+                schemes = {leaves[module]: each.scheme for module, each in layer_plans.items() if each.scheme}
+                with activations_quantized(block, schemes):
+                    found(group, candidate, 0.0 if candidate.is_dense else self.model.divergence(index))
                 # Statistics of experts are computed with the current weights, which must be dense.
                 for module, leaf in leaves.items():
                     block.set_weight(leaf, weights[module])

@@ -58,8 +58,9 @@ class Candidate:
 
     @property
     def is_plain(self) -> bool:
-        """Whether weights are only rounded to integers, the only form of embeddings and heads."""
-        return isinstance(self.scheme, Int) and not self.pattern and not self.factorizing
+        """Whether weights alone are rounded, to integers: the only form of embeddings and heads."""
+        is_int = isinstance(self.scheme, Int) and not self.scheme.activations
+        return is_int and not self.pattern and not self.factorizing
 
     @property
     def bits_per_weight(self) -> float:
@@ -92,12 +93,13 @@ class Candidate:
             width = "" if self.scheme == self.scheme.target() else f"w{self.scheme.bits}"
             return f"{width}{self.scheme.word}"
         group = f"g{self.scheme.group_size}" if self.scheme.group_size else ""
-        return f"{structure}w{self.scheme.bits}{group}{'' if self.scheme.symmetric else 'asym'}"
+        inputs = f"a{self.scheme.activation_bits}" if self.scheme.activation_bits else ""
+        return f"{structure}w{self.scheme.bits}{inputs}{group}{'' if self.scheme.symmetric else 'asym'}"
 
 
 DEFAULT_CANDIDATES = "w2g128,w2g64,w3g128,w3g64,w4g128,w4g32,w5g128,w6g128,w8"
 DENSE = "dense"
-_PATTERN, _WIDTH = r"(?P<pattern>\d+:\d)?", r"(?:w(?P<bits>\d)(?:g(?P<group>\d+))?(?P<asym>asym)?)?"
+_PATTERN, _WIDTH = r"(?P<pattern>\d+:\d)?", r"(?:w(?P<bits>\d)(?:a(?P<inputs>\d))?(?:g(?P<group>\d+))?(?P<asym>asym)?)?"
 _FORM = r"(?:w(?P<bits>\d(?:\.5)?))?(?P<form>[\w-]+)"
 _KEEP = r"(?P<keep>\d*\.\d+|\d+)"
 
@@ -116,10 +118,11 @@ def float_words() -> dict[str, Scheme]:
 
 def parse_candidates(text: str) -> tuple[Candidate, ...]:
     """Parses candidates from `w2g64,2:4w4g128,rank0.8,nvfp4`, each once. A word consists of, in this order and all
-    optional: an N:M pattern, or a factorization method with its keep ratio (`rank`: the default method); the bits, the
-    group size (default: whole rows), and `asym` for stored zero points. Alternatively it is the word of another weight
-    form, after its bits if it has several widths (`w3exl3`, `w2.5exl3`); `dense` keeps the layer unchanged. Raises
-    RecipeError: an unknown word, or fewer than two candidates; SchemeError: an impossible width, group or pattern."""
+    optional: an N:M pattern, or a factorization method with its keep ratio (`rank`: the default method); the bits,
+    those of rounded inputs (`w4a8`), the group size (default: whole rows), and `asym` for stored zero points. Or it is
+    the word of another weight form, after its bits if it has several widths (`w3exl3`, `w2.5exl3`); `dense` keeps the
+    layer unchanged. Raises RecipeError: an unknown word, or fewer than two candidates; SchemeError: an impossible
+    width, group or pattern."""
     candidates = dict.fromkeys(_candidate(word.strip()) for word in text.split(","))
     if len(candidates) < 2:
         raise RecipeError(f"a list of {len(candidates)} leaves no choice", f"Use --candidates {DEFAULT_CANDIDATES}")
@@ -136,15 +139,20 @@ def _candidate(word: str) -> Candidate:
     found = re.fullmatch(f"{_PATTERN}(?:(?P<method>{named}){_KEEP})?{_WIDTH}", word)
     if not word or found is None:
         raise RecipeError(
-            f"{word!r} is not a candidate", "Write w4g128, w8, 2:4w4g128, rank0.8, asvd0.8w8, nvfp4 or w2.5exl3"
+            f"{word!r} is not a candidate", "Write w4g128, w4a8g128, 2:4w4g128, rank0.8, asvd0.8w8, nvfp4 or w2.5exl3"
         )
-    bits, group = found["bits"], found["group"]
     return Candidate(
-        Int(int(bits), int(group) if group else None, found["asym"] is None) if bits else None,
+        _integers(found) if found["bits"] else None,
         NMSparsity.parse(found["pattern"]) if found["pattern"] else None,
         words.get(found["method"]),
         float(found["keep"] or 1),
     )
+
+
+def _integers(found: re.Match[str]) -> Int:
+    numbers = {"bits": "bits", "group_size": "group", "activation_bits": "inputs"}
+    fields = {name: int(found[word]) if found[word] else None for name, word in numbers.items()}
+    return Int.parse({**fields, "symmetric": found["asym"] is None})
 
 
 EMBEDDING = -1
@@ -268,8 +276,8 @@ class SearchRequest:
         typed=str,
         read=lambda words: parse_candidates(words if isinstance(words, str) else ",".join(map(str, words))),
         metavar="FORM,...",
-        help="Forms that layers may take: w4g64 (width, columns that share a scale), rank0.8 or asvd0.8 (share of "
-        "the weights in two factors), 2:4 (pruned), rank0.8w8, 2:4w4g128, dense.",
+        help="Forms that layers may take: w4g64 (width, columns that share a scale), w4a8g64 (inputs of 8 bits), "
+        "rank0.8 or asvd0.8 (share of the weights in two factors), 2:4 (pruned), rank0.8w8, 2:4w4g128, dense.",
     )
     method: str = option(default="gptq", help="gptq, or rtn (no calibration, lower quality).")
     measured: int = option(

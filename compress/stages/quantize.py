@@ -194,8 +194,9 @@ class QuantizeStage(TensorStage):
         if self.scheme.word != INT:
             width = {} if self.scheme == self.scheme.target() else {"bits": self.scheme.bits}
             return {"method": self.method, "weights": self.scheme.word, **width}
+        inputs = {"activation_bits": self.scheme.activation_bits} if self.scheme.activation_bits else {}
         scheme = {"bits": self.scheme.bits, "group_size": self.scheme.group_size or PER_CHANNEL}
-        return {"method": self.method, **scheme, "symmetric": self.scheme.symmetric}
+        return {"method": self.method, **scheme, "symmetric": self.scheme.symmetric} | inputs
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain values. Options of learned methods are under `tuning`, others at the top, where older readers

@@ -1,4 +1,4 @@
-"""What blocks pass on besides hidden states (shared keys and values, chosen tokens), and its gradients."""
+"""Outputs of blocks other than hidden states (shared keys and values, chosen tokens), and their gradients."""
 
 from __future__ import annotations
 

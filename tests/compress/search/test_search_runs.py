@@ -141,6 +141,19 @@ def test_a_rank_costs_and_loses_what_the_run_of_its_recipe_does(tiny_model, tmp_
     assert found.cost(group, low) < found.cost(group, high) < 4 * group.weights
 
 
+def test_rounded_inputs_cost_divergence_and_no_bytes(tiny_model, tmp_path: Path) -> None:
+    out, offered = tmp_path / "out", parse_candidates("w8g32,w8a8g32,w8a4g32")
+    request = asked(Goal(bits_per_weight=9.0), candidates=offered[1:], method="rtn")
+    found = opened(tiny_model("llama", num_hidden_layers=1), out, replace(request, candidates=offered), measure=False)
+    known = find(found, files(out), quiet=True).known
+    for group in found.candidates:
+        exact, eight, four = (known.of(group, each) for each in offered)
+        assert exact < four > 1.5 * eight
+        assert len({found.cost(group, each) for each in offered}) == 1
+    found = replace(found, request=request)
+    assert found.request.recipe(dict.fromkeys(found.candidates, offered[2])).stages[0].scheme == offered[2].scheme
+
+
 def test_low_rank_is_not_offered_where_it_would_be_no_smaller(tiny_model, tmp_path: Path) -> None:
     found = opened(
         tiny_model("llama"), tmp_path / "out", asked(Goal(kl=1.0), candidates=parse_candidates("rank0.9w8g128,2:4,w8"))

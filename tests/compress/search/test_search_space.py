@@ -208,7 +208,20 @@ def test_rank_and_sparsity_are_written_as_stages_of_their_own() -> None:
 
 
 @pytest.mark.parametrize(
-    "word", [*float_words(), "w3exl3", "w2.5exl3", "w4g64asym", "w8", "2:4w4g128", "4:8", "rank0.8w8", "asvd0.75"]
+    "word",
+    [
+        *float_words(),
+        "w3exl3",
+        "w2.5exl3",
+        "w4g64asym",
+        "w4a8g64asym",
+        "w4a4",
+        "w8",
+        "2:4w4g128",
+        "4:8",
+        "rank0.8w8",
+        "asvd0.75",
+    ],
 )
 def test_the_stages_of_every_candidate_are_read_back(word: str) -> None:
     (candidate, _) = parse_candidates(f"{word},dense")
