@@ -23,9 +23,13 @@ def finish(
     *,
     path: Annotated[Path, typer.Argument(metavar="PACKED", help="A packed checkpoint, of this toolkit or another.")],
     dense: Annotated[
-        Path | None,
+        str | None,
         typer.Option(
-            "--source", help="Dense model to match. Default: the one recorded in the checkpoint.", show_default=False
+            "--source",
+            metavar="MODEL",
+            help="Dense model to match, or the address of a running server of it, http://HOST:PORT, which reports the "
+            "most likely tokens. Default: the one recorded in the checkpoint.",
+            show_default=False,
         ),
     ] = None,
     out: Annotated[
@@ -45,6 +49,7 @@ def finish(
     from compress.checkpoint.config import compression_block, read_config
     from compress.checkpoint.gguf.folder import folder_of
     from compress.checkpoint.locate import find_model, source_name
+    from compress.evaluate.server import Server
     from compress.pipeline.distillation.run import FinishRequest
     from compress.pipeline.distillation.run import finish as run
 
@@ -55,11 +60,12 @@ def finish(
     recorded = dense or compression_block(read_config(packed)).get("source")
     if recorded is None:
         raise RecipeError(f"{path} does not say which dense model it was made from", "Name it: --source MODEL")
-    source = find_model(Path(recorded), code=job.trust_remote_code)
+    server = Server.parse(recorded)
+    source = find_model(Path(recorded), code=job.trust_remote_code) if server is None else packed
     request = FinishRequest(
         packed,
-        folder_of(source),
-        source_name(source),
+        server or folder_of(source),
+        recorded if server else source_name(source),
         FinishStage.build(training),
         text,
         seed,

@@ -20,6 +20,7 @@ from compress.checkpoint.weights.base import digest
 from compress.checkpoint.writer import BlockStore, write_checkpoint
 from compress.common.errors import CheckpointError, SchemeError
 from compress.pipeline.distillation.streamed_model import StreamedModel, Trained, with_trained
+from compress.pipeline.distillation.targets import Teacher
 from compress.pipeline.distillation.training import Finish, Training
 from compress.pipeline.prepare import RunContext
 from compress.pipeline.resume import Progress, RunDisplay
@@ -66,7 +67,7 @@ def open_model(path: Path, device: torch.device, dtype: torch.dtype, trust_remot
 
 def train_checkpoint(
     model: StreamedModel,
-    teacher: StreamedModel,
+    teacher: Teacher,
     tokens: Tensor,
     stage: FinishStage,
     seed: int,

@@ -10,6 +10,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from calibration.sequences import load_tokenizer
 from calibration.statistics import full_float32
 from compress.checkpoint.config import COMPRESSION_KEY, compression_block, dtype_name
 from compress.checkpoint.reader import PackedCheckpoint
@@ -20,6 +21,7 @@ from compress.common.cli import DISTRIBUTION, tool_version
 from compress.common.device import resolve_device
 from compress.common.errors import CheckpointError, ToolkitError
 from compress.common.files import REPORT_FILE, read_json, sync
+from compress.evaluate.server import Server, ServerScorer
 from compress.pipeline.distillation.finished import (
     open_model,
     train_checkpoint,
@@ -27,6 +29,9 @@ from compress.pipeline.distillation.finished import (
     write_finished,
     written_container,
 )
+from compress.pipeline.distillation.served_teacher import ServedTeacher
+from compress.pipeline.distillation.streamed_model import StreamedModel
+from compress.pipeline.distillation.targets import Teacher
 from compress.pipeline.distillation.training import Finish
 from compress.pipeline.prepare import SourceModel, calibration_sequences, pick_dtype
 from compress.pipeline.resume import Progress, only_one_run
@@ -41,13 +46,13 @@ class FinishRequest:
 
     Attributes:
         packed: its folder.
-        dense: folder of the model that it was made from.
+        dense: folder of the model that it was made from, or a running server of it.
         source: recorded name of the dense model.
         measure: whether to measure perplexity and KL at the end.
     """
 
     packed: Path
-    dense: Path
+    dense: Path | Server
     source: str
     stage: FinishStage
     calibration: CalibrationOptions
@@ -86,11 +91,12 @@ def finish(request: FinishRequest, quiet: bool = False) -> FinishedRun:
     written_container(packed)
     device = resolve_device(request.device)
     dtype = pick_dtype(request.dtype, dtype_name(packed.config), device)
-    source = SourceModel(request.dense, device, dtype, request.trust_remote_code)
+    dense = None if isinstance(request.dense, Server) else request.dense
+    source = SourceModel(dense or request.packed, device, dtype, request.trust_remote_code)
     tokens = calibration_sequences(request.calibration, source, request.seed).tokens
     identity = {
         "packed": _files(packed.files),
-        "dense": _files(PackedCheckpoint.open(request.dense).files),
+        "dense": _files(PackedCheckpoint.open(dense).files) if dense else str(request.dense),
         "stage": asdict(request.stage),
         "tokens": sha256(tokens.numpy().tobytes()).hexdigest(),
         "seed": request.seed,
@@ -101,8 +107,8 @@ def finish(request: FinishRequest, quiet: bool = False) -> FinishedRun:
     with only_one_run(request.out), full_float32():
         progress = Progress.open(request.out, identity, request.restart)
         progress.begin()
-        paths, how = (request.packed, request.dense), (device, dtype, request.trust_remote_code)
-        model, teacher = (open_model(path, *how) for path in paths)
+        model = open_model(request.packed, device, dtype, request.trust_remote_code)
+        teacher = _teacher(request, model)
         store = BlockStore(progress.folder / "finish")
         trained, result = train_checkpoint(model, teacher, tokens, request.stage, request.seed, store, quiet)
         trained = replace(trained, config=_recorded(trained, request, result))
@@ -117,6 +123,14 @@ def finish(request: FinishRequest, quiet: bool = False) -> FinishedRun:
         _put_in_place(request, progress.finished, digests, values | {"finish": result.to_dict()})
         progress.discard()
     return FinishedRun(request.out, result, structure, quality)
+
+
+def _teacher(request: FinishRequest, model: StreamedModel) -> Teacher:
+    """Opens the dense model, on the same device as the one that is trained, or asks a server whether it is there."""
+    if not isinstance(request.dense, Server):
+        return open_model(request.dense, model.device, model.dtype, request.trust_remote_code)
+    scorer = ServerScorer(request.dense, load_tokenizer(request.packed))
+    return ServedTeacher(scorer, model.skeleton.model.config.vocab_size)
 
 
 def _files(files: TensorFiles) -> dict[str, list[int]]:
@@ -136,6 +150,8 @@ def _measure(request: FinishRequest, folder: Path) -> dict[str, Any]:
 
     if not request.measure:
         return {"not_measured": "not requested"}
+    if isinstance(request.dense, Server):
+        return {"not_measured": f"the dense model is a server: compress compare-logits {request.dense} {request.out}"}
     try:
         return quick_check(folder, request.dense)
     except ToolkitError as error:

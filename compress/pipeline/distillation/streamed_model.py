@@ -23,6 +23,7 @@ from compress.pipeline.block import read_tensor
 from compress.pipeline.capture import BlockInputs, Call, StandIn, capture_inputs
 from compress.pipeline.distillation.parts import offset_unit, rounded, shifted, trained_parts, with_parts
 from compress.pipeline.distillation.passed_on import PassedOn
+from compress.pipeline.distillation.targets import top_targets
 from compress.pipeline.skeleton import Skeleton
 
 Loss = Callable[[Tensor], Tensor]
@@ -203,6 +204,13 @@ class StreamedModel:
         for states in self.hidden_states(inputs, numbers):  # noqa: B007 - those of other blocks are not kept
             pass
         return states
+
+    @torch.no_grad()
+    def targets(self, tokens: Tensor, micro_batch: int, count: int) -> Iterator[dict[str, Tensor]]:
+        """Yields targets; see `Teacher`."""
+        inputs, outside = self.capture(tokens, micro_batch), self.outside()
+        for number, states in enumerate(self.outputs(inputs, range(len(inputs.calls)))):
+            yield top_targets(self.logits(outside, tokens[inputs.rows(number)], states), count)
 
     def logits(self, leaves: Mapping[str, Tensor], tokens: Tensor, hidden: Tensor) -> Tensor:
         """Returns the logits `[B, L, V]` of the outputs of the last block: the model's own forward pass, in which the

@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Protocol
+
 import torch
 from torch import Tensor
+
+
+class Teacher(Protocol):
+    """Model whose logits another one is trained on."""
+
+    def targets(self, tokens: Tensor, micro_batch: int, count: int) -> Iterator[dict[str, Tensor]]:
+        """Yields the targets of `tokens [N, L]`, a micro-batch at a time, with `count` tokens of a position at most."""
 
 
 def top_targets(logits: Tensor, count: int) -> dict[str, Tensor]:
@@ -15,9 +25,9 @@ def top_targets(logits: Tensor, count: int) -> dict[str, Tensor]:
 
 def top_divergence(logits: Tensor, targets: dict[str, Tensor]) -> Tensor:
     """Returns the sum over positions of KL(targets || logits) in nats, where all tokens that have no target count as
-    one: a lower bound of the divergence over the vocabulary."""
-    logits, expected = logits.float(), targets["log_probabilities"].to(logits.device)
+    one: a lower bound of the divergence over the vocabulary. Targets may lack the last positions."""
     indices = targets["indices"].to(logits.device, torch.int64)
+    logits, expected = logits[:, : indices.shape[1]].float(), targets["log_probabilities"].to(logits.device)
     chosen = logits.gather(-1, indices)
     total = logits.logsumexp(-1, keepdim=True)
     divergence = (expected.exp() * (expected - (chosen - total))).sum()

@@ -21,7 +21,7 @@ from compress.checkpoint.writer import BlockStore
 from compress.common.errors import DataError
 from compress.pipeline.capture import BlockInputs
 from compress.pipeline.distillation.streamed_model import StreamedModel
-from compress.pipeline.distillation.targets import top_divergence, top_targets
+from compress.pipeline.distillation.targets import Teacher, top_divergence
 from compress.pipeline.memory import first_micro_batch
 from compress.pipeline.resume import RunDisplay
 from compress.stages.finish import FinishStage
@@ -81,7 +81,7 @@ class Training:
     """
 
     model: StreamedModel
-    teacher: StreamedModel
+    teacher: Teacher
     tokens: Tensor
     stage: FinishStage
     seed: int
@@ -121,7 +121,7 @@ class Training:
 
     def _take_step(self, inputs: BlockInputs, step: int, trained: Sequence[int], state: _State) -> None:
         chosen = [*_chosen(step, -(-self.stage.batch // inputs.micro_batch), trained, self.seed)]
-        positions = sum(self.tokens[inputs.rows(number)].numel() for number in chosen)
+        positions = self._num_positions(chosen)
         losses = {number: partial(self._loss, number, 1 / positions) for number in chosen}
         self.model.gradients(inputs, self.tokens, losses)
         largest = self.stage.learning_rate or RATE * math.sqrt(state.before)
@@ -137,17 +137,18 @@ class Training:
         for number, states in zip(numbers, self.model.outputs(inputs, numbers), strict=True):
             logits = self.model.logits(outside, self.tokens[inputs.rows(number)], states)
             total += float(self._loss(number, 1.0, logits))
-        return total / sum(self.tokens[inputs.rows(number)].numel() for number in numbers)
+        return total / self._num_positions(numbers)
 
-    @torch.no_grad()
+    def _num_positions(self, numbers: Sequence[int]) -> int:
+        """Returns how many positions of some micro-batches have targets."""
+        return sum(self._targets(number)["indices"][..., 0].numel() for number in numbers)
+
     def _find_targets(self, numbers: Sequence[int], micro_batch: int) -> None:
         """Stores the targets of every micro-batch, unless an earlier process did."""
         if all(self.store.has(_key(number)) for number in numbers):
             return
-        inputs, outside = self.teacher.capture(self.tokens, micro_batch), self.teacher.outside()
-        for number, states in zip(numbers, self.teacher.outputs(inputs, numbers), strict=True):
-            logits = self.teacher.logits(outside, self.tokens[inputs.rows(number)], states)
-            self.store.write(_key(number), top_targets(logits, self.stage.top_k))
+        for number, found in enumerate(self.teacher.targets(self.tokens, micro_batch, self.stage.top_k)):
+            self.store.write(_key(number), found)
 
     def _targets(self, number: int) -> dict[str, Tensor]:
         piece = self.store.open(_key(number))

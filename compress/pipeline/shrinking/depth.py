@@ -15,7 +15,7 @@ from torch import Tensor
 
 from compress.pipeline.capture import BlockInputs
 from compress.pipeline.distillation.streamed_model import StreamedModel
-from compress.pipeline.distillation.targets import top_divergence, top_targets
+from compress.pipeline.distillation.targets import top_divergence
 from compress.stages.shrink import SAMPLE_TOKENS
 
 TOP_K = 256
@@ -61,9 +61,7 @@ class Sample:
 
     def targets(self) -> list[dict[str, Tensor]]:
         """Returns the likeliest tokens of the dense model, by micro-batch."""
-        outside = self.model.outside()
-        states = self.model.outputs(self.inputs, self.numbers)
-        return [top_targets(self._logits(outside, number, each), TOP_K) for number, each in enumerate(states)]
+        return [*self.model.targets(self.tokens, self.inputs.micro_batch, TOP_K)]
 
     @torch.no_grad()
     def divergences(

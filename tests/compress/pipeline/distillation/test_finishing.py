@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import compress, prepared, same_bytes
+from runs import compress, prepared, same_bytes, some_tokens
+from servers import serving_demo
 from typer.testing import CliRunner
 
+from calibration.sequences import load_tokenizer
 from compress.checkpoint.gguf.export import export_gguf
 from compress.checkpoint.gguf.folder import folder_of
 from compress.checkpoint.reader import PackedCheckpoint
@@ -23,7 +25,10 @@ from compress.cli import make_app
 from compress.common.cli import bundled_path, demo_model_path
 from compress.common.errors import CheckpointError, DataError, RecipeError
 from compress.common.files import REPORT_FILE
+from compress.evaluate.server import Server, ServerScorer
+from compress.pipeline.distillation.finished import open_model
 from compress.pipeline.distillation.run import FinishedRun, FinishRequest, finish
+from compress.pipeline.distillation.served_teacher import ServedTeacher
 from compress.pipeline.finish import compare_with_report
 from compress.pipeline.run import run
 from compress.recipe import CalibrationOptions
@@ -103,6 +108,23 @@ def test_a_stage_gives_what_the_command_gives(finished: FinishedRun, tmp_path: P
     assert result.report["finish"]["kl_after"] == finished.finish.kl_after
     assert same_bytes(tmp_path / "staged", finished.out)
     assert compare_with_report(tmp_path / "staged") == []
+
+
+def test_a_server_of_the_dense_model_is_a_teacher(packed: Path, tmp_path: Path) -> None:
+    tokens = some_tokens(96).view(3, 32)
+    local = open_model(demo_model_path(), torch.device("cpu"), torch.float32)
+    with serving_demo() as (url, _engine, _tokenizer):
+        result = finish(request(packed, tmp_path / "out", dense=Server(url)), quiet=True)
+        scorer = ServerScorer(Server(url), load_tokenizer(demo_model_path()))
+        served = ServedTeacher(scorer, local.skeleton.model.config.vocab_size)
+        batches = [*zip(local.targets(tokens, 2, 8), served.targets(tokens, 2, 8), strict=True)]
+        with pytest.raises(DataError, match="the model has 16 tokens"):
+            next(replace(served, vocab_size=16).targets(tokens, 2, 8))
+    assert result.finish.kl_after < result.finish.kl_before
+    assert_only_numbers_changed(packed, tmp_path / "out")
+    for exact, found in batches:
+        torch.testing.assert_close(exact["log_probabilities"][:, :-1], found["log_probabilities"], atol=1e-4, rtol=1e-4)
+        assert (exact["indices"][:, :-1] == found["indices"]).float().mean() > 0.99
 
 
 def test_nothing_changes_if_no_step_is_better(packed: Path, tmp_path: Path) -> None:
