@@ -1,4 +1,4 @@
-"""A dense model behind a server with OpenAI's API as a teacher: black-box distillation."""
+"""A server of the dense model, with OpenAI's API, as a teacher: black-box distillation."""
 
 from __future__ import annotations
 
