@@ -80,6 +80,8 @@ def finish(
     if job.as_json:
         typer.echo(json.dumps(result.to_dict(), indent=2))
         return
+    for note in result.notes:
+        say(f"note: {note}")
     say(result.finish.describe())
     if (kl := result.quality.get("kl_mean")) is not None:
         typer.echo(f"KL to the dense model {kl:.5f} ({result.quality['tokens']:,} tokens: a quick check)")

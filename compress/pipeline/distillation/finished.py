@@ -15,10 +15,11 @@ from compress.checkpoint.config import dense_config, quantization_block
 from compress.checkpoint.formats import format_for
 from compress.checkpoint.formats.base import Container, ReadOnly
 from compress.checkpoint.reader import PackedCheckpoint
-from compress.checkpoint.weights import Weight
+from compress.checkpoint.weights import Int, Weight
 from compress.checkpoint.weights.base import digest
 from compress.checkpoint.writer import BlockStore, write_checkpoint
 from compress.common.errors import CheckpointError, SchemeError
+from compress.pipeline.distillation.parts import trained_parts, with_parts
 from compress.pipeline.distillation.streamed_model import StreamedModel, Trained, with_trained
 from compress.pipeline.distillation.targets import Teacher
 from compress.pipeline.distillation.training import Finish, Training
@@ -33,20 +34,27 @@ class FinishedCheckpoint(PackedCheckpoint):
     """A checkpoint with trained numbers, which are rounded to the stored dtypes on each read.
 
     Attributes:
+        rounded: modules of a format that is only read (GGUF) whose scales the written one holds in the model's dtype.
         trained: by tensor name.
     """
 
     holds_weights: ClassVar[bool] = False
 
+    rounded: frozenset[str] = field(default=frozenset(), kw_only=True)
     trained: Mapping[str, list[Trained]] = field(default_factory=dict, kw_only=True)
 
     @classmethod
-    def of(cls, packed: PackedCheckpoint, trained: Mapping[str, list[Trained]]) -> FinishedCheckpoint:
+    def of(cls, packed: PackedCheckpoint, **changes: Any) -> FinishedCheckpoint:
+        """Returns a checkpoint of the same files, with `changes` of the attributes above."""
         kept = packed.path, packed.config, packed.files, packed.schemes, packed.codec
-        return cls(*kept, inputs=packed.inputs, trained=trained)
+        return cls(*kept, inputs=packed.inputs, **changes)
 
     def packed_weight(self, module: str) -> Weight:
-        return with_trained(super().packed_weight(module), self.trained.get(f"{module}.weight", ()), Trained.stored)
+        weight = super().packed_weight(module)
+        if module in self.rounded:
+            written = {path: each.to(self.dtype) for path, each in trained_parts(weight).items()}
+            weight = with_parts(weight, written)
+        return with_trained(weight, self.trained.get(f"{module}.weight", ()), Trained.stored)
 
     def tensor(self, name: str) -> Tensor:
         start, parts = super().tensor(name), self.trained.get(name, ())
@@ -78,26 +86,31 @@ def train_checkpoint(
     with RunDisplay(1, 0, quiet, unit="finish") as display:
         result = Training(model, teacher, tokens, stage, seed, store).run(display)
         display.finish(result.describe())
-    return FinishedCheckpoint.of(model.checkpoint, model.trained if result.step else {}), result
+    start = model.checkpoint
+    kept = start.rounded if isinstance(start, FinishedCheckpoint) else frozenset[str]()
+    return FinishedCheckpoint.of(start, rounded=kept, trained=model.trained if result.step else {}), result
 
 
 def written_container(packed: PackedCheckpoint) -> Container:
-    """Returns the format in which a checkpoint is written: its own, or one of this toolkit if its own is only read.
+    """Returns the format in which a checkpoint is written: its own, or one of this toolkit if its own is only read."""
+    return format_for(packed.schemes) if isinstance(packed.codec, ReadOnly) else packed.codec
 
-    Raises:
-        CheckpointError: that one does not hold the weights exactly.
-    """
+
+def writable(packed: PackedCheckpoint) -> FinishedCheckpoint:
+    """Returns a checkpoint whose weights its written format holds, and still does with trained numbers. Raises
+    CheckpointError: that format does not hold a weight."""
     if not isinstance(packed.codec, ReadOnly):
-        return packed.codec
-    codec = format_for(packed.schemes)
+        return FinishedCheckpoint.of(packed)
+    integers = frozenset(module for module, scheme in packed.schemes.items() if isinstance(scheme, Int))
+    found, codec = FinishedCheckpoint.of(packed, rounded=integers), written_container(packed)
     try:
         for module in packed.modules:
-            codec.encode(module, packed.packed_weight(module), packed.dtype)
+            codec.encode(module, found.packed_weight(module), packed.dtype)
             packed.files.release()
     except SchemeError as error:
         problem = f"{packed.path} is in the format {packed.format}, which is only read, and {error.problem}"
         raise CheckpointError(problem, "Finish a checkpoint that compress quantize wrote") from error
-    return codec
+    return found
 
 
 def write_finished(finished: FinishedCheckpoint, out: Path) -> dict[str, str]:

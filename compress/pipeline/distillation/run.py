@@ -23,11 +23,12 @@ from compress.common.errors import CheckpointError, ToolkitError
 from compress.common.files import REPORT_FILE, read_json, sync
 from compress.evaluate.server import Server, ServerScorer
 from compress.pipeline.distillation.finished import (
+    FinishedCheckpoint,
     open_model,
     train_checkpoint,
     with_digests,
+    writable,
     write_finished,
-    written_container,
 )
 from compress.pipeline.distillation.served_teacher import ServedTeacher
 from compress.pipeline.distillation.streamed_model import StreamedModel
@@ -74,11 +75,12 @@ class FinishedRun:
     finish: Finish
     structure: StructureReport
     quality: Mapping[str, Any]
+    notes: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain values, as `--json` prints them."""
         values = {"out": str(self.out), "finish": self.finish.to_dict(), "quality": dict(self.quality)}
-        return values | {"structure": self.structure.as_dict()}
+        return values | {"structure": self.structure.as_dict(), "notes": list(self.notes)}
 
 
 def finish(request: FinishRequest, quiet: bool = False) -> FinishedRun:
@@ -88,7 +90,7 @@ def finish(request: FinishRequest, quiet: bool = False) -> FinishedRun:
     if not packed.schemes and not request.stage.rank:
         remedy = "Quantize it first: compress quantize MODEL; or train updates of its matrices: --rank 16"
         raise CheckpointError(f"{packed.path} holds no quantized weights", remedy)
-    written_container(packed)
+    start = writable(packed)
     device = resolve_device(request.device)
     dtype = pick_dtype(request.dtype, dtype_name(packed.config), device)
     dense = None if isinstance(request.dense, Server) else request.dense
@@ -108,7 +110,7 @@ def finish(request: FinishRequest, quiet: bool = False) -> FinishedRun:
         progress = Progress.open(request.out, identity, request.restart)
         progress.begin()
         model = open_model(request.packed, device, dtype, request.trust_remote_code)
-        teacher = _teacher(request, model)
+        teacher, model.checkpoint = _teacher(request, model), start
         store = BlockStore(progress.folder / "finish")
         trained, result = train_checkpoint(model, teacher, tokens, request.stage, request.seed, store, quiet)
         trained = replace(trained, config=_recorded(trained, request, result))
@@ -122,7 +124,15 @@ def finish(request: FinishRequest, quiet: bool = False) -> FinishedRun:
         values = {"command": request.command, "quality": quality, "seconds": round(time.monotonic() - started, 2)}
         _put_in_place(request, progress.finished, digests, values | {"finish": result.to_dict()})
         progress.discard()
-    return FinishedRun(request.out, result, structure, quality)
+    return FinishedRun(request.out, result, structure, quality, _notes(start))
+
+
+def _notes(start: FinishedCheckpoint) -> tuple[str, ...]:
+    if not start.rounded:
+        return ()
+    dtype = str(start.dtype).removeprefix("torch.")
+    counts = f"{len(start.rounded)} of {len(start.modules)} matrices"
+    return (f"scales of {counts} are stored in {dtype}, also before the training: {start.format} is only read",)
 
 
 def _teacher(request: FinishRequest, model: StreamedModel) -> Teacher:

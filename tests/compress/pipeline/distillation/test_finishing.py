@@ -210,11 +210,21 @@ def test_other_forms_are_finished(stages: tuple[Stage, ...], tmp_path: Path) -> 
 
 
 @pytest.mark.full
-def test_scales_that_no_written_format_holds_are_refused_before_training(tmp_path: Path) -> None:
-    export_gguf(demo_model_path(), tmp_path / "demo.gguf", "q2_k", None)  # with an embedding in q8_0
-    with pytest.raises(CheckpointError, match=r"gguf, which is only read, and .* have no exact bfloat16 value"):
-        finish(request(folder_of(tmp_path / "demo.gguf"), tmp_path / "out"), quiet=True)
-    assert not (tmp_path / "out").exists()
+@pytest.mark.parametrize("kind", ["q2_k", "q4_0"])
+def test_a_gguf_file_is_finished_and_written_here(kind: str, tmp_path: Path) -> None:
+    export_gguf(demo_model_path(), tmp_path / "demo.gguf", kind, None)  # with an embedding in q8_0
+    before = PackedCheckpoint.open(folder_of(tmp_path / "demo.gguf"))
+    result = finish(request(before.path, tmp_path / "out", replace(SHORT, learning_rate=2e-3)), quiet=True)
+    assert result.finish.kl_after < result.finish.kl_before
+    (note,) = result.notes
+    assert "are stored in bfloat16" in note
+    after = PackedCheckpoint.open(tmp_path / "out")
+    assert after.schemes == before.schemes
+    name = "model.layers.0.self_attn.q_proj"
+    old, new = before.packed_weight(name), after.packed_weight(name)
+    assert isinstance(old, CodedWeight)
+    assert isinstance(new, CodedWeight)
+    assert torch.equal(old.qweight, new.qweight)
 
 
 @pytest.mark.full
