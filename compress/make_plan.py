@@ -108,7 +108,8 @@ def _check_together(layer_plans: Mapping[str, LayerPlan]) -> None:
     for name, each in layer_plans.items():
         if each.pruning and each.scheme and each.scheme.num_outliers:
             raise RecipeError(f"{name} is pruned and has outlier columns", "Give the stages other targets")
-        if each.pruning and each.scheme and each.scheme.codes and not each.scheme.codes.holds_zeros:
+        forms = [form for form in (each.scheme, each.scheme and each.scheme.codes) if form]
+        if each.pruning and not all(form.holds_zeros for form in forms):
             raise RecipeError(f"{each.scheme} has no exact zeros, and {name} is pruned", "Quantize it to integers")
         if each.pruning and each.method and not each.method.keeps_zeros:
             able = " or ".join(name for name, method in base.QUANTIZATION.items() if method.joins_pruning)

@@ -171,6 +171,11 @@ class Scheme(ABC):
         return 0
 
     @property
+    def hadamard(self) -> int:
+        """Order of the Hadamard matrices that inputs are multiplied by before they are rounded; 0 for none."""
+        return 0
+
+    @property
     def numbers(self) -> str:
         """Kind of the codes `[O, I]`, by which kernels are chosen; empty for codes that none knows."""
         return ""

@@ -63,8 +63,8 @@ class SignRound(QuantizationMethod):
         return Needs(inputs=True, hessian=True, learning_batch=options.batch)
 
     def unsupported(self, scheme: Scheme) -> str:
-        if scheme.num_outliers:
-            return "it learns no outlier columns"
+        if scheme.num_outliers or scheme.hadamard:
+            return "it learns no outlier columns and no rotated inputs"
         if scheme.numbers == INTEGERS:
             return ""
         is_other = bool(QuantizationMethod.unsupported(self, scheme))

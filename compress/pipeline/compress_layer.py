@@ -13,6 +13,7 @@ from calibration.statistics import InputStatistics
 from compress.checkpoint.weights import Int, LowRank, Scheme, Weight
 from compress.checkpoint.weights.integer import integers
 from compress.checkpoint.weights.low_rank import LowRankWeight
+from compress.checkpoint.weights.rotated_inputs import rotate
 from compress.common.workers import Worker, Workers
 from compress.methods import base
 from compress.methods.base import FactorizationMethod, Layer, Pruned, QuantizationMethod
@@ -235,7 +236,10 @@ class LayerCompressor(Layer):
     def _quantize(self) -> Stored:
         if self.plan.method is None:
             return self.weight.to(self.dtype)
-        method = self._known(self.plan.method)
+        method, order = self._known(self.plan.method), self.plan.scheme.hadamard if self.plan.scheme else 0
+        if order:
+            turned = replace(self, weight=rotate(self.weight, order), inputs=self.inputs.rotated(order))
+            return method.compress(turned)
         return method.compress(self) if self.outliers is None else method.compress_beside(self, self.outliers)
 
     def _known(self, method: QuantizationMethod) -> QuantizationMethod:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from calibration.statistics import InputStatistics
 from compress.checkpoint.scale_search import quantize_tokens
 from compress.checkpoint.weights import Activations, Scheme
+from compress.checkpoint.weights.rotated_inputs import rotate
 from compress.common.workers import moved
 from compress.methods.base import SMOOTHING_ROWS, ScaleSearch
 from compress.methods.shared.learned_rounding import straight_through
@@ -124,30 +125,32 @@ def activations_quantized(
     scale: Tensor | None = None,
     outliers: Mapping[str, Tensor] | None = None,
 ) -> Iterator[None]:
-    """Rounds the inputs of the named linears as their schemes say inside the context; gradients pass through.
+    """Rounds the inputs of the named linears as their schemes say inside the context, rotated and back again where they
+    are rotated; gradients pass through.
 
     Args:
         scale: `[I]`, divisor of inputs before rounding.
         outliers: columns `[k]` of inputs that stay unquantized, by linear.
     """
 
-    def round_input(exact: Tensor, columns: Tensor | None, kind: Activations) -> Tensor:
+    def round_input(exact: Tensor, columns: Tensor | None, kind: Activations, order: int) -> Tensor:
         inputs = exact if scale is None else exact.float() / scale
+        inputs = rotate(inputs, order) if order else inputs
         columns = None if columns is None else columns.to(inputs.device)
         levels, steps = quantize_tokens(inputs if columns is None else inputs.index_fill(-1, columns, 0.0), kind)
-        rounded = levels * steps if scale is None else levels * steps * scale
-        rounded = rounded.to(exact.dtype)
+        rounded = rotate(levels * steps, order) if order else levels * steps
+        rounded = (rounded if scale is None else rounded * scale).to(exact.dtype)
         if columns is not None:
             rounded[..., columns] = exact[..., columns]
         return rounded
 
-    def hook(columns: Tensor | None, kind: Activations) -> Callable[[nn.Module, tuple[Any, ...]], tuple[Any, ...]]:
-        rounding = partial(round_input, columns=columns, kind=kind)
+    def hook(columns: Tensor | None, scheme: Scheme) -> Callable[[nn.Module, tuple[Any, ...]], tuple[Any, ...]]:
+        rounding = partial(round_input, columns=columns, kind=scheme.activations, order=scheme.hadamard)
         return lambda _module, args: (straight_through(args[0], rounding), *args[1:])
 
     kept = outliers or {}
     handles = [
-        block.linear(name).register_forward_pre_hook(hook(kept.get(name), scheme.activations))
+        block.linear(name).register_forward_pre_hook(hook(kept.get(name), scheme))
         for name, scheme in schemes.items()
         if scheme.activations
     ]

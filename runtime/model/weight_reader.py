@@ -16,7 +16,7 @@ from compress.checkpoint.activations import AS_STORED
 from compress.checkpoint.input_rounding import InputRounding
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.weights import Scheme, Weight
-from compress.checkpoint.weights.base import BesideColumns, Factors
+from compress.checkpoint.weights.base import BesideColumns, Factors, Turned
 from compress.common.errors import CheckpointError
 from compress.models.cuts import Cut
 from compress.models.linear import Linear as LinearSpec
@@ -28,7 +28,7 @@ from runtime.backends.registry import REFERENCE, Choice, choose_dense, choose_li
 from runtime.backends.self_test import prepare_tested
 from runtime.backends.torch.quantized_linear import RoundedInputs
 from runtime.core.progress import Report, Stage, ignore
-from runtime.model.composed import LowRank, SideBySide, WithOutliers, fuse_biases, fuse_weights
+from runtime.model.composed import LowRank, SideBySide, TurnedInputs, WithOutliers, fuse_biases, fuse_weights
 from runtime.model.device_files import DeviceReader, unpacked_on, unpacks_anywhere
 from runtime.model.embedding import Rows
 from runtime.model.prepared import NOTHING_PREPARED, NoPrepared
@@ -239,6 +239,9 @@ class WeightReader:
             values = product.values.to(self.target.device, self.target.dtype).T.contiguous()
             beside = f"{name} next to {len(columns)} columns in 16 bits"
             return WithOutliers(self.prepare(product.base, beside, bias), columns, values)
+        if isinstance(product, Turned):
+            turned = f"{name} of inputs times Hadamard matrices of order {product.order}"
+            return TurnedInputs.of(self.prepare(product.base, turned, bias), product.order)
         choose = partial(self._choose, weight.scheme, weight.shape[1])
         tests = self.excluded, self.tested, partial(self.report, Stage.COMPILATION)
         choice, linear = prepare_tested(weight.expanded(), bias, self.target, choose, *tests)

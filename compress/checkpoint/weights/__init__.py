@@ -13,6 +13,7 @@ from compress.checkpoint.weights.forms import *  # noqa: F403
 from compress.checkpoint.weights.integer import Int as Int
 from compress.checkpoint.weights.low_rank import LowRank as LowRank
 from compress.checkpoint.weights.outlier_columns import OutlierColumns as OutlierColumns
+from compress.checkpoint.weights.rotated_inputs import RotatedInputs as RotatedInputs
 from compress.checkpoint.weights.sparse_nm import NM as NM
 from compress.checkpoint.weights.sparse_nm import NMSparsity as NMSparsity
 

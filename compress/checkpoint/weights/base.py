@@ -124,7 +124,7 @@ class Weight(ABC):
             raise SchemeError(f"{self.scheme} cannot be stored as {scheme}", "Use --format dense")
         return self
 
-    def product(self) -> Weight | Factors | BesideColumns:
+    def product(self) -> Weight | Factors | BesideColumns | Turned:
         """Returns the operands of the product: the weight itself, or several in turn."""
         return self
 
@@ -174,6 +174,14 @@ class BesideColumns:
     base: Weight
     columns: Tensor
     values: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Turned:
+    """A product with `base [O, I]` of inputs that are multiplied by Hadamard matrices of this order first."""
+
+    base: Weight
+    order: int
 
 
 def digest(weight: Weight | Tensor) -> str:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from calibration.statistics import InputDifference, InputStatistics
+from compress.checkpoint.weights.rotated_inputs import mean_of_blocks, rotate
 from compress.common.device import require_finite
 
 Made = TypeVar("Made")
@@ -145,21 +146,25 @@ def _factor_with_floor(matrix: Tensor, floor: float) -> Tensor | None:
 
 @dataclass
 class HessianCache:
-    """Statistics of one input before smoothing, divided by `scale [I]`, and cached factorizations of its Hessian."""
+    """Statistics of one input before smoothing, divided by `scale [I]` and then multiplied by Hadamard matrices of
+    order `hadamard` (0: none), and cached factorizations of its Hessian."""
 
     statistics: InputStatistics | None
     scale: Tensor | None = None
     drift: InputDifference | None = None
+    hadamard: int = 0
     made: dict[Hashable, Any] = field(default_factory=dict)
     lock: Lock = field(default_factory=Lock)
 
     @property
     def mean_square(self) -> Tensor | None:
-        """Mean square of each input, `[I]`; None without statistics."""
+        """Mean square of each input, `[I]`; None without statistics. Those of rotated inputs are the means of their
+        blocks, as if inputs did not depend on each other."""
         if self.statistics is None:
             return None
         squares = self.statistics.mean_square
-        return squares if self.scale is None else squares / self.scale.square()
+        squares = squares if self.scale is None else squares / self.scale.square()
+        return mean_of_blocks(squares, self.hadamard) if self.hadamard else squares
 
     @property
     def hessian(self) -> Tensor:
@@ -182,7 +187,12 @@ class HessianCache:
         if self.statistics is None:
             return None
         rows = self.statistics.sample(count).float()
-        return rows if self.scale is None else rows / self.scale
+        rows = rows if self.scale is None else rows / self.scale
+        return rotate(rows, self.hadamard) if self.hadamard else rows
+
+    def rotated(self, order: int) -> HessianCache:
+        """Returns the statistics of the inputs times Hadamard matrices of an order, for all linears that share them."""
+        return self.shared(("rotated", order), lambda: HessianCache(self.statistics, self.scale, self.drift, order))
 
     def shared(self, key: Hashable, make: Callable[[], Made]) -> Made:
         """Returns the result of `make`, cached for all linears that share the input."""
@@ -196,7 +206,8 @@ class HessianCache:
         statistics, drift = self.statistics and self.statistics.to(device), self.drift and self.drift.to(device)
         scale = None if self.scale is None else self.scale.to(device)
         is_there = statistics is self.statistics and scale is self.scale and drift is self.drift
-        return self if is_there else HessianCache(statistics, scale, drift)
+        return self if is_there else HessianCache(statistics, scale, drift, self.hadamard)
 
     def _smoothed(self, moment: Tensor) -> Tensor:
-        return moment if self.scale is None else moment / self.scale / self.scale.unsqueeze(-1)
+        moment = moment if self.scale is None else moment / self.scale / self.scale.unsqueeze(-1)
+        return rotate(rotate(moment, self.hadamard).T, self.hadamard).T if self.hadamard else moment

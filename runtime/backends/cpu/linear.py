@@ -63,6 +63,7 @@ class _Weight(ctypes.Structure):
         "pointer bias",
         ("table", c_float * 16),
         "pointer values",
+        "int64 hadamard",
     )
 
 
@@ -159,6 +160,11 @@ class CpuLinear:
         )
         if status:
             raise ToolkitError(f"a compiled product failed: {ERRORS[status]}", "Use --linear-backend reference")
+
+    def turning(self, order: int) -> CpuLinear:
+        """See `TurnsInputs`."""
+        self._weight.hadamard = order
+        return self
 
     def prepared(self) -> PreparedWeight:
         """Returns its tensors, which are not copied."""

@@ -7,6 +7,7 @@
 
 #include "kv/kv_pages.h"
 #include "common/bf16.h"
+#include "common/hadamard.h"
 
 /* One over the root of the mean square. */
 INLINE float norm_factor(const uint16_t *x, int64_t size, float eps) {
@@ -44,20 +45,8 @@ INLINE void rotate_head(uint16_t *x, int64_t size, const uint16_t *cos, const ui
     }
 }
 
-/* Times an orthonormal Hadamard matrix in place, as rotate_heads of compress/checkpoint/kv_quant.py: blocks of the
- * largest power of two that divides `size`, each by itself. */
-INLINE void hadamard_wide(float *rotated, int64_t size) {
-    const int64_t block = size & -size;
-    for (int64_t half = 1; half < block; half *= 2)
-        for (int64_t first = 0; first < size; first += 2 * half)
-            for (int64_t d = first; d < first + half; d++) {
-                const float sum = rotated[d] + rotated[d + half];
-                rotated[d + half] = rotated[d] - rotated[d + half];
-                rotated[d] = sum;
-            }
-    const Lanes norm = lanes_of(sqrtf((float)block));
-    for (int64_t d = 0; d < size; d += LANES) lanes_store(rotated + d, lanes_load(rotated + d) / norm);
-}
+/* Times Hadamard matrices of the largest power of two that divides `size`, in place. */
+INLINE void hadamard_wide(float *rotated, int64_t size) { hadamard_blocks(rotated, size, size & -size); }
 
 INLINE void hadamard_head(uint16_t *x, int64_t size) {
     float rotated[LONGEST_HEAD];

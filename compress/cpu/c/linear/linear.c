@@ -4,6 +4,7 @@
 #include <pthread.h>
 #include <stdlib.h>
 
+#include "common/hadamard.h"
 #include "common/thread_pool.h"
 #include "linear/tiles.h"
 
@@ -23,6 +24,8 @@ struct LinearCall {
     Activations activations;
     const void *x;
     int64_t x_stride, rows;
+    const void *given; /* what x is made of, by rows, where inputs are multiplied by Hadamard matrices */
+    int64_t given_stride;
     void *y;
     int64_t y_stride;
     void *converted; /* [rows][I], where activations are not taken as they come */
@@ -147,8 +150,28 @@ INLINE void prepare_q8(const LinearCall *call, int64_t row) {
     }
 }
 
+/* A row of x from what is given. */
+INLINE void turn_row(const LinearCall *call, int64_t row) {
+    const int64_t block = call->weight->hadamard, step = block < INPUT_MULTIPLE ? INPUT_MULTIPLE : block;
+    float turned[LONGEST_RUN];
+    for (int64_t k = 0; k < call->x_stride; k += step) {
+        const int64_t at = row * call->x_stride + k, from = row * call->given_stride + k;
+        if (call->type == FLOAT32)
+            memcpy(turned, (const float *)call->given + from, (size_t)step * sizeof *turned);
+        else
+            for (int64_t i = 0; i < step; i += LANES)
+                lanes_store(turned + i, lanes_load_bfloat16((const uint16_t *)call->given + from + i));
+        hadamard_blocks(turned, step, block);
+        if (call->type == FLOAT32)
+            memcpy((float *)call->x + at, turned, (size_t)step * sizeof *turned);
+        else
+            for (int64_t i = 0; i < step; i += LANES) lanes_store_bfloat16((uint16_t *)call->x + at + i, lanes_load(turned + i));
+    }
+}
+
 INLINE void prepare_row(const LinearCall *call, int64_t row) {
     const int64_t inputs = call->weight->in_features, runs = call->prepared.num_runs;
+    if (call->given != NULL) turn_row(call, row);
     if (call->activations != ACTIVATIONS_FLOAT) {
         prepare_q8(call, row);
         return;
@@ -359,8 +382,13 @@ static void *make_room(LinearCall *call) {
     prepared->num_blocks = weight->steps != NULL ? weight->in_features / weight->block : prepared->num_groups;
     prepared->runs_per_block = prepared->num_runs / prepared->num_blocks;
     const size_t sums = q8 || weight->zeros != NULL || weight->minima != NULL ? runs * sizeof(float) : 0;
-    char *room = malloc(sums + sums + converted + 1);
+    const size_t turned = weight->hadamard ? numbers * (call->type == FLOAT32 ? sizeof(float) : sizeof(uint16_t)) : 0;
+    char *room = malloc(sums + sums + converted + turned + 1);
     if (room == NULL) return NULL;
+    if (turned) {
+        call->given = call->x, call->given_stride = call->x_stride;
+        call->x = room + sums + sums + converted, call->x_stride = weight->in_features;
+    }
     call->sums = sums ? (float *)room : NULL;
     call->q8_sums = q8 ? (int32_t *)(room + sums) : NULL;
     call->converted = converted ? room + sums + sums : NULL;
@@ -399,7 +427,7 @@ static void *begin(LinearCall *call, int set) {
     if (room == NULL) return NULL;
     fill_table(&call->prepared.table, call->weight, call->kernels->decoded_bits == 16);
     cut_chunks(call);
-    if (call->sums != NULL || call->converted != NULL) call->preparations = parts(call->rows, ROWS_PER_PREPARATION);
+    if (call->sums != NULL || call->converted != NULL || call->given != NULL) call->preparations = parts(call->rows, ROWS_PER_PREPARATION);
     return room;
 }
 
