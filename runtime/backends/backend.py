@@ -277,6 +277,8 @@ class Backend:
     Attributes:
         device: kind of device on which it computes; "" for any.
         linears, dense, states: kernels in order of preference.
+        turned: from a linear, the number of its inputs, the order of Hadamard matrices and the target to a linear that
+            multiplies every so many inputs by an orthonormal one first, and rounds them; None where it does not.
         is_fast: whether it multiplies matrices of a dtype in vectors.
         is_fallback: computes everything, and is asked after all others.
     """
@@ -287,6 +289,7 @@ class Backend:
     dense: tuple[DenseKernel, ...] = ()
     is_fast: Callable[[torch.dtype], bool] = lambda dtype: False
     ops: OpsKernel | None = None
+    turned: Callable[[Linear, int, int, Target], Linear | None] | None = None
     adapted: AdaptedKernel | None = None
     mixture: MixtureKernel | None = None
     states: tuple[StateKernel[Any, Any], ...] = ()

@@ -44,15 +44,6 @@ class RowSource(Protocol):
         """Rows `[T, I]` of the weight, dequantized in `dtype`, for int64 `indices [T]`; a new tensor."""
 
 
-@runtime_checkable
-class TurnsInputs(Protocol):
-    """Linear that can multiply its inputs by Hadamard matrices itself."""
-
-    def turning(self, order: int) -> Linear:
-        """The linear that multiplies every `order` inputs by an orthonormal matrix of Sylvester's construction first,
-        and rounds them to their dtype."""
-
-
 Sum = Callable[[Tensor], Tensor]
 """Sums up the tensors of all ranks that share a model, perhaps in place."""
 

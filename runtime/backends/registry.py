@@ -262,6 +262,14 @@ def choose_ops(config: DecoderConfig, target: Target, kernels: str = AUTO) -> Ch
     return Choice(ops.prepare(), full, full if backend.is_fallback else ops.summary)
 
 
+def turned_linear(linear: Linear, inputs: int, order: int, target: Target, kernels: str = AUTO) -> Linear:
+    """Returns a linear that multiplies its inputs by Hadamard matrices of an order first, by the first backend that can;
+    `reference` asks for the last one."""
+    turns = [backend.turned for backend in _suited(target.device) if backend.turned is not None]
+    found = (turn(linear, inputs, order, target) for turn in (turns[-1:] if kernels == REFERENCE else turns))
+    return next(each for each in found if each is not None)
+
+
 def adapted_linear(linear: Linear, places: Places, step: StepAdapters, target: Target) -> AdaptedLinear:
     """Returns a linear that adds the products of adapters, by the first kernel that can."""
     found = [(backend, backend.adapted) for backend in _suited(target.device) if backend.adapted is not None]

@@ -1,5 +1,5 @@
-"""Linears that are made of other linears: side by side over one input, low-rank factors, outlier columns next to codes,
-and behind Hadamard matrices."""
+"""Linears that are made of other linears: side by side over one input, low-rank factors, and outlier columns next to
+codes."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from compress.checkpoint.weights import Weight
-from compress.checkpoint.weights.rotated_inputs import rotate
-from runtime.backends.base import Linear, TurnsInputs
+from runtime.backends.base import Linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,26 +65,6 @@ class WithOutliers:
     def __call__(self, x: Tensor) -> Tensor:
         rest = x.index_fill(1, self.columns, 0)
         return self.base(rest).addmm(x.index_select(1, self.columns), self.values)
-
-
-@dataclass(frozen=True, slots=True)
-class TurnedInputs:
-    """`base(x R)`: every `order` inputs are multiplied by a Hadamard matrix, and rounded to the dtype of `x`."""
-
-    base: Linear
-    order: int
-
-    @classmethod
-    def of(cls, base: Linear, order: int) -> Linear:
-        """Returns the linear itself where it multiplies its inputs by such matrices."""
-        return base.turning(order) if isinstance(base, TurnsInputs) else cls(base, order)
-
-    @property
-    def nbytes(self) -> int:
-        return self.base.nbytes
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.base(rotate(x, self.order))
 
 
 def fuse_weights(weights: Sequence[Weight | Tensor]) -> Weight | Tensor | None:

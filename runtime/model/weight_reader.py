@@ -24,11 +24,11 @@ from compress.models.norm import Norm
 from compress.models.rope import Rope
 from runtime.backends.backend import DenseKernel, LinearKernel
 from runtime.backends.base import Linear, NormWeights, Target
-from runtime.backends.registry import REFERENCE, Choice, choose_dense, choose_linear, dense_kernels
+from runtime.backends.registry import REFERENCE, Choice, choose_dense, choose_linear, dense_kernels, turned_linear
 from runtime.backends.self_test import prepare_tested
 from runtime.backends.torch.quantized_linear import RoundedInputs
 from runtime.core.progress import Report, Stage, ignore
-from runtime.model.composed import LowRank, SideBySide, TurnedInputs, WithOutliers, fuse_biases, fuse_weights
+from runtime.model.composed import LowRank, SideBySide, WithOutliers, fuse_biases, fuse_weights
 from runtime.model.device_files import DeviceReader, unpacked_on, unpacks_anywhere
 from runtime.model.embedding import Rows
 from runtime.model.prepared import NOTHING_PREPARED, NoPrepared
@@ -241,7 +241,8 @@ class WeightReader:
             return WithOutliers(self.prepare(product.base, beside, bias), columns, values)
         if isinstance(product, Turned):
             turned = f"{name} of inputs times Hadamard matrices of order {product.order}"
-            return TurnedInputs.of(self.prepare(product.base, turned, bias), product.order)
+            base = self.prepare(product.base, turned, bias)
+            return turned_linear(base, weight.shape[1], product.order, self.target, self.kernels)
         choose = partial(self._choose, weight.scheme, weight.shape[1])
         tests = self.excluded, self.tested, partial(self.report, Stage.COMPILATION)
         choice, linear = prepare_tested(weight.expanded(), bias, self.target, choose, *tests)

@@ -22,6 +22,7 @@ from runtime.backends.cpu.layers import (
     prepare_attention,
     prepare_layers,
 )
+from runtime.backends.cpu.linear import CpuLinear
 from runtime.backends.cpu.linear_kernels import (
     BLOCKS,
     DENSE,
@@ -56,6 +57,7 @@ BACKENDS.register(order=40)(
         dense=(DENSE,),
         is_fast=is_fast,
         ops=OpsKernel("compiled, one pass over each row", ops_unsupported_reason, CpuOps),
+        turned=lambda linear, inputs, order, _: linear.turning(order) if isinstance(linear, CpuLinear) else None,
         adapted=AdaptedKernel(adapted_unsupported_reason, CpuAdaptedLinear),
         attention=AttentionKernel(
             "compiled, reads pages as they are", attention_unsupported_reason, make_pages, prepare_attention

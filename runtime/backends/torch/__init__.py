@@ -7,7 +7,7 @@ from runtime.backends.model import Model
 from runtime.backends.torch.attention import PagedAttention, StepKeys, StreamingAttention
 from runtime.backends.torch.linear import ONEDNN, PLAIN, SPARSE, is_fast
 from runtime.backends.torch.ops import TorchOps
-from runtime.backends.torch.quantized_linear import INT4PACK, INT8_DYNAMIC
+from runtime.backends.torch.quantized_linear import INT4PACK, INT8_DYNAMIC, TurnedInputs
 from runtime.core.batch import Batch
 from runtime.core.memory_plan import MemoryPlan
 
@@ -34,6 +34,7 @@ BACKENDS.register(order=50)(
         dense=(SPARSE, ONEDNN, PLAIN),
         is_fast=is_fast,
         ops=OpsKernel("plain torch", lambda config, target: "", TorchOps),
+        turned=lambda linear, inputs, order, target: TurnedInputs(linear, order),
         adapted=AdaptedKernel(lambda linear, places, target: "", AdaptedLinear),
         attention=AttentionKernel("gathers pages", lambda model, memory: "", make_pages, prepare_attention),
         is_fallback=True,

@@ -23,6 +23,7 @@ from compress.checkpoint.scale_search import quantize_tokens
 from compress.checkpoint.weights import Activations, Scheme, Weight
 from compress.checkpoint.weights.coded import CodedWeight
 from compress.checkpoint.weights.integer import Int
+from compress.checkpoint.weights.rotated_inputs import rotate
 from runtime.backends.backend import LinearKernel
 from runtime.backends.base import Linear, Target
 from runtime.backends.torch.linear import has_vector_nibbles
@@ -231,6 +232,21 @@ class RoundedInputs:
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.linear(self.rounding(x))
+
+
+@dataclass(frozen=True, slots=True)
+class TurnedInputs:
+    """A linear of whose inputs every `order` are multiplied by a Hadamard matrix, and rounded to their dtype."""
+
+    linear: Linear
+    order: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.linear.nbytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.linear(rotate(x, self.order))
 
 
 @dataclass(frozen=True, slots=True)

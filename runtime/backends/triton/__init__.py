@@ -22,7 +22,7 @@ from runtime.backends.triton.layers import (
     ops_unsupported_reason,
     prepare_layers,
 )
-from runtime.backends.triton.linear import KERNELS
+from runtime.backends.triton.linear import KERNELS, turned
 from runtime.backends.triton.mixture import TritonMixture, mixture_unsupported_reason
 from runtime.backends.triton.states import STATE_KERNELS
 from runtime.core.batch import Batch
@@ -49,6 +49,7 @@ BACKENDS.register(order=30)(
         "triton",
         "cuda",
         linears=KERNELS,
+        turned=turned,
         ops=OpsKernel("one launch for each step over rows", ops_unsupported_reason, TritonOps),
         mixture=MixtureKernel("grouped products over all experts", mixture_unsupported_reason, TritonMixture),
         attention=AttentionKernel(

@@ -31,7 +31,7 @@ MEASURED_BITS = 4
 TESTED_TOKENS = (1, 16, 64, 256, 1025)
 """Numbers of tokens between which kernels change: skinny products, torch's, larger tiles, panels, those of integers."""
 UNIT = 32
-"""Group sizes are a multiple of this, or the whole row."""
+"""Group sizes are a multiple of this, or the whole row; and the least order of Hadamard matrices."""
 
 
 def prepare_codes(weight: CodedWeight, bias: Tensor | None, target: Target) -> Linear:
@@ -131,6 +131,15 @@ def prepare_table(weight: CodedWeight, bias: Tensor | None, target: Target) -> L
     on_device = codes.to(device), scales.to(device), row_scales.contiguous().to(device)
     processors, panel_from = num_processors(device), measured_panel_from("nvfp4" if is_exact else "nf4")
     return Fp4Linear(*on_device, bias, inputs, processors, scheme.code_values, target.dtype, half, panel_from)
+
+
+def turned(linear: Linear, inputs: int, order: int, target: Target) -> Linear | None:
+    """A linear behind Hadamard matrices; see `Backend.turned`."""
+    if order < UNIT or unsupported_reason(target.device, target.dtype):
+        return None
+    from runtime.backends.triton.kernels.turned import TritonTurnedInputs
+
+    return TritonTurnedInputs.of(linear, inputs, order, target.device)
 
 
 def prepare_exl3(weight: Exl3Weight, bias: Tensor | None, target: Target) -> Linear:
