@@ -1,5 +1,7 @@
 """Matrices that inputs and outputs of linears are multiplied by (`transform_config` of compressed-tensors: QuIP and
-SpinQuant), folded into the weights that are read. Other engines multiply activations by them at every token.
+SpinQuant), folded into the weights that are read. Other engines multiply activations by them at every token. So does
+this runtime where they are all Sylvester's Hadamard matrices at the inputs of integers: these get the form
+`RotatedInputs`.
 
 With an input transform `A` and an output transform `B`, a linear computes `y = (x A) W^T B`, which is `x` times the
 transposed weight `B^T W A^T`. Both matrices repeat one block along the diagonal.
@@ -19,6 +21,8 @@ from torch import Tensor
 from compress.checkpoint.config import is_embedding, quantization_block
 from compress.checkpoint.dequantized import dequantized, dequantized_files
 from compress.checkpoint.reader import PackedCheckpoint
+from compress.checkpoint.weights import Int, RotatedInputs, Scheme
+from compress.checkpoint.weights.rotated_inputs import hadamard_matrix, is_order
 from compress.common.errors import CheckpointError
 from compress.models.config import block
 from compress.models.known_keys import refuse_unread
@@ -130,7 +134,8 @@ MATRIX = re.compile(r"_(input|output|q_attn|k_cache)\.(weight|perm)$")
 
 
 def without_transforms(packed: PackedCheckpoint) -> PackedCheckpoint:
-    """Returns the dense view of a checkpoint with transforms that its weights do not have, else the checkpoint itself.
+    """Returns the dense view of a checkpoint with transforms that its weights do not have, or the checkpoint with rotated
+    inputs where all of them are such, else the checkpoint itself.
 
     Raises:
         CheckpointError: transforms that are not read here.
@@ -139,6 +144,9 @@ def without_transforms(packed: PackedCheckpoint) -> PackedCheckpoint:
     if not transforms:
         return packed
     found = {module: matrices for module in _matrices(packed) if (matrices := _find(packed, transforms, module))}
+    if (schemes := _rotated(packed, found)) is not None:
+        stored = {name: tensor for name, tensor in packed.files.tensors.items() if MATRIX.search(name) is None}
+        return replace(packed, schemes=packed.schemes | schemes, files=replace(packed.files, tensors=stored))
     files = dequantized_files(packed)
     kept = {name: tensor for name, tensor in files.tensors.items() if MATRIX.search(name) is None}
     changed = {
@@ -151,6 +159,21 @@ def without_transforms(packed: PackedCheckpoint) -> PackedCheckpoint:
     note = f"transforms {', '.join(groups)} of transform_config are folded into the weights{inputs}"
     files = replace(files, tensors={**kept, **changed}, notes=(*files.notes, note), folded=groups)
     return replace(dequantized(packed), files=files)
+
+
+def _rotated(packed: PackedCheckpoint, found: Mapping[str, list[tuple[Transform, str]]]) -> dict[str, Scheme] | None:
+    """Returns the forms of modules that have all of the transforms as rotated inputs; None where a module has not."""
+    schemes = dict[str, Scheme]()
+    for module, transforms in found.items():
+        scheme, (transform, name), *others = packed.schemes.get(module), *transforms
+        order = packed.files.shape(name)[0]
+        is_plain = transform.type == HADAMARD[0] and transform.location == INPUT and not others
+        if not is_plain or not isinstance(scheme, Int) or module in packed.inputs or not is_order(order):
+            return None
+        if not torch.equal(packed.tensor(name).double(), hadamard_matrix(order, torch.float64)):
+            return None
+        schemes[module] = RotatedInputs(scheme, order)
+    return schemes
 
 
 def _applied(found: Mapping[str, list[tuple[Transform, str]]], name: str) -> list[tuple[Transform, str]]:

@@ -7,9 +7,12 @@ Loaded unchanged by vLLM, SGLang and transformers with the compressed-tensors pa
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from compress.checkpoint.formats.base import (
     CONTAINERS,
@@ -20,8 +23,9 @@ from compress.checkpoint.formats.base import (
     Container,
     modules_by_scheme,
 )
-from compress.checkpoint.weights import Activations, BlockFp8, Fp8, Int, Mxfp4, Mxfp8, Nvfp4, Scheme
+from compress.checkpoint.weights import Activations, BlockFp8, Fp8, Int, Mxfp4, Mxfp8, Nvfp4, RotatedInputs, Scheme
 from compress.checkpoint.weights.integer import INPUTS
+from compress.checkpoint.weights.rotated_inputs import hadamard_matrix
 from compress.common.errors import CheckpointError
 
 
@@ -90,6 +94,36 @@ def _config_group(scheme: Scheme, targets: list[str]) -> dict[str, Any]:
         "input_activations": activations if scheme.activations else None,
         "output_activations": None,
     }
+
+
+def _plain(scheme: Scheme) -> Scheme:
+    """The form of the codes of a weight with rotated inputs; other forms themselves."""
+    return scheme.inner if isinstance(scheme, RotatedInputs) else scheme
+
+
+def _transform(order: int) -> str:
+    """Name of the transform of inputs by Hadamard matrices of an order."""
+    return f"hadamard{order}"
+
+
+def _transform_config(schemes: Mapping[str, Scheme], ignored: Iterable[str]) -> dict[str, Any]:
+    """`transform_config` of rotated inputs: a Hadamard matrix at the inputs, its inverse in the stored weights."""
+    orders = sorted({scheme.hadamard for scheme in schemes.values()} - {0})
+    groups = {}
+    for order in orders:
+        members = [module for module, scheme in schemes.items() if scheme.hadamard == order]
+        place = {"targets": _targets(members, {*schemes, *ignored}), "ignore": []}
+        apply = [place | {"location": "input", "inverse": False}, place | {"location": "weight_input", "inverse": True}]
+        fixed = {"randomize": False, "requires_grad": False, "precision": "torch.float32"}
+        groups[_transform(order)] = {"type": "hadamard", "apply": apply, "head_dim": order, **fixed}
+    return {"config_groups": groups} if groups else {}
+
+
+def _targets(members: Collection[str], modules: Collection[str]) -> list[str]:
+    """A pattern for each last part of the names of members where no other module ends with it, else their names."""
+    leaves = sorted({module.rpartition(".")[2] for module in members})
+    named = {module for module in modules if module.rpartition(".")[2] in leaves}
+    return [rf"re:.*\b{leaf}$" for leaf in leaves] if named == {*members} else sorted(members)
 
 
 def _find_group(module: str, groups: list[Mapping[str, Any]]) -> Mapping[str, Any]:
@@ -179,8 +213,13 @@ class CompressedTensors(Container):
         return scheme.suffixes if scheme else ALL_SUFFIXES
 
     def check(self, scheme: Scheme, shape: tuple[int, int]) -> None:
-        scheme.check_plain(self.name)
+        _plain(scheme).check_plain(self.name)
         scheme.check(shape)
+
+    def encode(self, module: str, weight: Any, dtype: torch.dtype) -> dict[str, Tensor]:
+        stored = super().encode(module, weight, dtype)
+        order = weight.scheme.hadamard
+        return stored | ({f"{module}.{_transform(order)}_input.weight": hadamard_matrix(order, dtype)} if order else {})
 
     def modules(self, names: Iterable[str]) -> list[str]:
         return sorted(Int.modules(names))
@@ -192,7 +231,7 @@ class CompressedTensors(Container):
             schemes: by module. One scheme targets the class `Linear`; several name their modules.
             ignored: every linear module that stays dense, by full name.
         """
-        grouped = modules_by_scheme(schemes)
+        grouped = modules_by_scheme({module: _plain(scheme) for module, scheme in schemes.items()})
         groups = {
             f"group_{number}": _config_group(scheme, ["Linear"] if len(grouped) == 1 else members)
             for number, (scheme, members) in enumerate(grouped.items())
@@ -207,7 +246,7 @@ class CompressedTensors(Container):
             "ignore": sorted(ignored),
             "kv_cache_scheme": None,
             "sparsity_config": {},
-            "transform_config": {},
+            "transform_config": _transform_config(schemes, ignored),
             "config_groups": groups,
         }
 

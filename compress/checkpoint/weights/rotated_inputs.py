@@ -53,7 +53,7 @@ class RotatedInputs(WrappingScheme):
     holds_zeros = False
 
     def __post_init__(self) -> None:
-        if not 2 <= self.hadamard <= LARGEST_ORDER or self.hadamard & self.hadamard - 1:
+        if not is_order(self.hadamard):
             raise SchemeError(f"{self.hadamard} is not a power of two from 2 to {LARGEST_ORDER}")
         WrappingScheme.__post_init__(self)
 
@@ -161,11 +161,25 @@ class RotatedWeight(Weight):
         return joint_digest(*self.parts)
 
 
+def is_order(size: int) -> bool:
+    """Whether matrices of this order rotate inputs."""
+    return 2 <= size <= LARGEST_ORDER and size & size - 1 == 0
+
+
 def rotate(rows: Tensor, order: int) -> Tensor:
     """`rows [..., I]` times R, computed in float32, or float64 for float64 rows, and rounded once to their dtype."""
     from compress.checkpoint.kv_quant import rotate_heads
 
     return rotate_heads(rows.unflatten(-1, (-1, order))).flatten(-2)
+
+
+def hadamard_matrix(order: int, dtype: torch.dtype) -> Tensor:
+    """The matrix of 1 and -1 of Sylvester's construction."""
+    import torch
+
+    from compress.checkpoint.kv_quant import hadamard_transform
+
+    return hadamard_transform(torch.eye(order, dtype=dtype))
 
 
 def mean_of_blocks(squares: Tensor, order: int) -> Tensor:

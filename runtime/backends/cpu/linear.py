@@ -162,8 +162,7 @@ class CpuLinear:
             raise ToolkitError(f"a compiled product failed: {ERRORS[status]}", "Use --linear-backend reference")
 
     def turning(self, order: int) -> CpuLinear:
-        """Returns itself; from now on, multiplies every `order` inputs by a Hadamard matrix first (`Backend.turned`).
-        """
+        """Returns itself; from now on, multiplies every `order` inputs by a Hadamard matrix first (`Backend.turned`)."""
         self._weight.hadamard = order
         return self
 
