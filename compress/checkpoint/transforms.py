@@ -134,8 +134,8 @@ MATRIX = re.compile(r"_(input|output|q_attn|k_cache)\.(weight|perm)$")
 
 
 def without_transforms(packed: PackedCheckpoint) -> PackedCheckpoint:
-    """Returns the dense view of a checkpoint with transforms that its weights do not have, or the checkpoint with rotated
-    inputs where all of them are such, else the checkpoint itself.
+    """Returns the dense view of a checkpoint with transforms that its weights do not have, or its packed one where they
+    are all rotated inputs; else the checkpoint itself.
 
     Raises:
         CheckpointError: transforms that are not read here.
@@ -162,7 +162,7 @@ def without_transforms(packed: PackedCheckpoint) -> PackedCheckpoint:
 
 
 def _rotated(packed: PackedCheckpoint, found: Mapping[str, list[tuple[Transform, str]]]) -> dict[str, Scheme] | None:
-    """Returns the forms of modules that have all of the transforms as rotated inputs; None where a module has not."""
+    """Returns the forms of modules whose transforms are rotated inputs; None where one has other transforms."""
     schemes = dict[str, Scheme]()
     for module, transforms in found.items():
         scheme, (transform, name), *others = packed.schemes.get(module), *transforms

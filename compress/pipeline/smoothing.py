@@ -144,13 +144,13 @@ def activations_quantized(
             rounded[..., columns] = exact[..., columns]
         return rounded
 
-    def hook(columns: Tensor | None, scheme: Scheme) -> Callable[[nn.Module, tuple[Any, ...]], tuple[Any, ...]]:
-        rounding = partial(round_input, columns=columns, kind=scheme.activations, order=scheme.hadamard)
+    def hook(columns: Tensor | None, kind: Activations, order: int) -> Callable[[nn.Module, tuple[Any, ...]], Any]:
+        rounding = partial(round_input, columns=columns, kind=kind, order=order)
         return lambda _module, args: (straight_through(args[0], rounding), *args[1:])
 
     kept = outliers or {}
     handles = [
-        block.linear(name).register_forward_pre_hook(hook(kept.get(name), scheme))
+        block.linear(name).register_forward_pre_hook(hook(kept.get(name), scheme.activations, scheme.hadamard))
         for name, scheme in schemes.items()
         if scheme.activations
     ]

@@ -1,4 +1,4 @@
-"""Rotation of inputs as they come, where no rotation of the whole model reaches them: behind an activation function.
+"""Rotation of inputs as they come, where no rotation of the whole model reaches them: after an activation function.
 
 QuaRot (Ashkboos et al. 2024, https://arxiv.org/abs/2404.00456, section 4) and SpinQuant's R4 (Liu et al. 2024,
 https://arxiv.org/abs/2405.16406).
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from compress.checkpoint.weights import RotatedInputs
+from compress.checkpoint.weights.rotated_inputs import LARGEST_ORDER
 from compress.common.cli import Key, option
 from compress.common.errors import RecipeError
 from compress.methods import base as methods
@@ -18,7 +19,7 @@ from compress.stages.base import STAGES, TensorStage
 
 
 @STAGES.register(order=1)
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RotateInputsStage(TensorStage):
     """Multiplies the inputs of quantized linears by Hadamard matrices at run time, before they are rounded, and the
     weights by their inverse before they are quantized: preserves the function of the model. Follows the quantize stage
@@ -38,6 +39,12 @@ class RotateInputsStage(TensorStage):
     )
     label = "rotated-inputs"
 
+    largest_order: int = option(
+        default=LARGEST_ORDER,
+        limits={"at least": 2, "at most": LARGEST_ORDER},
+        help="Largest order of the Hadamard matrices, a power of two.",
+    )
+
     def apply(self, before: LayerPlan, in_features: int, ignored: bool) -> LayerPlan:
         scheme = before.quantized
         if ignored:
@@ -47,9 +54,9 @@ class RotateInputsStage(TensorStage):
                 "rotate_inputs takes a layer that no stage before it quantizes",
                 "Put it after quantize, and give it targets that are quantized",
             )
-        rotated = RotatedInputs.for_inputs(scheme, in_features)
+        rotated = RotatedInputs.for_inputs(scheme, in_features, self.largest_order)
         methods.require_supported(before.method, rotated)
         return before.changed(scheme=rotated)
 
     def work_keys(self) -> dict[str, Any]:
-        return {}
+        return {"largest_order": self.largest_order}

@@ -277,8 +277,8 @@ class Backend:
     Attributes:
         device: kind of device on which it computes; "" for any.
         linears, dense, states: kernels in order of preference.
-        turned: from a linear, the number of its inputs, the order of Hadamard matrices and the target to a linear that
-            multiplies every so many inputs by an orthonormal one first, and rounds them; None where it does not.
+        turned: from a linear, the number of its inputs, an order of Hadamard matrices and the target to a linear that
+            multiplies its inputs by orthonormal ones first, block by block, and rounds them; None where it does not.
         is_fast: whether it multiplies matrices of a dtype in vectors.
         is_fallback: computes everything, and is asked after all others.
     """

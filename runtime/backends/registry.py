@@ -263,8 +263,8 @@ def choose_ops(config: DecoderConfig, target: Target, kernels: str = AUTO) -> Ch
 
 
 def turned_linear(linear: Linear, inputs: int, order: int, target: Target, kernels: str = AUTO) -> Linear:
-    """Returns a linear that multiplies its inputs by Hadamard matrices of an order first, by the first backend that can;
-    `reference` asks for the last one."""
+    """Returns a linear that multiplies its inputs by Hadamard matrices of an order first, by the first backend that
+    can, or by plain torch where `reference` is asked for."""
     turns = [backend.turned for backend in _suited(target.device) if backend.turned is not None]
     found = (turn(linear, inputs, order, target) for turn in (turns[-1:] if kernels == REFERENCE else turns))
     return next(each for each in found if each is not None)

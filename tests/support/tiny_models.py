@@ -16,7 +16,7 @@ from compress.checkpoint.formats.base import CONTAINERS
 from compress.checkpoint.meta_model import auto_class
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.scale_search import FP8
-from compress.checkpoint.weights import Exl3, Scheme, Weight
+from compress.checkpoint.weights import Exl3, RotatedInputs, Scheme, Weight
 from compress.checkpoint.weights.coded import EXPONENTS, FLOAT8, INT, TABLE, Coded, CodedWeight
 from compress.checkpoint.weights.exl3 import Exl3Weight, padded
 
@@ -108,6 +108,8 @@ def random_weight(shape: tuple[int, int], scheme: Scheme, seed: int = 0, dtype=t
     generator = torch.Generator().manual_seed(seed)
     if isinstance(scheme, Exl3):
         return _random_trellis(shape, scheme, generator)
+    if isinstance(scheme, RotatedInputs):
+        return scheme.wrap(random_weight(shape, scheme.inner, seed, dtype))
     if scheme.numbers != INT:
         return _random_floats(shape, scheme, generator, dtype)
     groups = (shape[0], scheme.num_groups(shape[1]))

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import lcm
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self, cast
 
 from compress.checkpoint.scheme import Scheme, WrappingScheme, register
 from compress.checkpoint.weights.base import StoredTensors, Turned, Weight, joint_digest
@@ -58,10 +58,10 @@ class RotatedInputs(WrappingScheme):
         WrappingScheme.__post_init__(self)
 
     @classmethod
-    def for_inputs(cls, inner: Scheme | None, in_features: int) -> Self:
-        """Wraps integers with the largest matrices that divide the inputs. Raises SchemeError: odd inputs, or values of
-        another form."""
-        return cls.of(inner, min(in_features & -in_features, LARGEST_ORDER))
+    def for_inputs(cls, inner: Scheme | None, in_features: int, largest: int = LARGEST_ORDER) -> Self:
+        """Wraps integers with the largest matrices that divide the inputs. Raises SchemeError: odd inputs, a limit that
+        is not a power of two, or values of another form."""
+        return cls.of(inner, min(in_features & -in_features, largest))
 
     @property
     def column_multiple(self) -> int:
@@ -140,7 +140,7 @@ class RotatedWeight(Weight):
         return Turned(self.codes, self.scheme.hadamard)
 
     def some_columns(self, columns: slice) -> Weight:
-        return replace(self, codes=self.codes.some_columns(columns))
+        return replace(self, codes=cast(CodedWeight, self.codes.some_columns(columns)))
 
     @property
     def is_symmetric(self) -> bool:
@@ -184,5 +184,4 @@ def hadamard_matrix(order: int, dtype: torch.dtype) -> Tensor:
 
 def mean_of_blocks(squares: Tensor, order: int) -> Tensor:
     """Mean squares `[I]` of rotated inputs, given those of inputs that do not depend on each other."""
-    blocks: Any = squares.unflatten(0, (-1, order))
-    return blocks.mean(1, keepdim=True).expand_as(blocks).flatten()
+    return squares.view(-1, order).mean(1).repeat_interleave(order)

@@ -162,7 +162,7 @@ class CpuLinear:
             raise ToolkitError(f"a compiled product failed: {ERRORS[status]}", "Use --linear-backend reference")
 
     def turning(self, order: int) -> CpuLinear:
-        """Returns itself; from now on, multiplies every `order` inputs by a Hadamard matrix first (`Backend.turned`)."""
+        """Multiplies every `order` inputs by a Hadamard matrix from now on (`Backend.turned`); returns itself."""
         self._weight.hadamard = order
         return self
 

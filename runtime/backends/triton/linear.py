@@ -134,7 +134,7 @@ def prepare_table(weight: CodedWeight, bias: Tensor | None, target: Target) -> L
 
 
 def turned(linear: Linear, inputs: int, order: int, target: Target) -> Linear | None:
-    """A linear behind Hadamard matrices; see `Backend.turned`."""
+    """A linear that multiplies its inputs by Hadamard matrices; see `Backend.turned`."""
     if order < UNIT or unsupported_reason(target.device, target.dtype):
         return None
     from runtime.backends.triton.kernels.turned import TritonTurnedInputs

@@ -14,6 +14,7 @@ from compress.checkpoint.weights import Activations as InputRounding
 from compress.checkpoint.weights import Int, Mxfp4, Nf4, Nvfp4
 from compress.checkpoint.weights.coded import EXPONENTS, Scales
 from compress.checkpoint.weights.layouts import PackedCodes
+from compress.checkpoint.weights.rotated_inputs import rotate
 from compress.common.errors import CheckpointError, SchemeError
 from compress.cpu.binding import EMULATED, INSTRUCTION_SETS, absence, best_instruction_set, library, set_threads
 from runtime.backends.base import Target
@@ -72,6 +73,19 @@ def test_any_weight(
     found = CpuLinear(weight, bias, instruction_set=instruction_set)(x)
     assert (found.shape, found.dtype) == ((rows, out_features), dtype)
     assert_close(found, x, weight.dequantize(torch.float64), bias)
+
+
+@every_set
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("form", Activations)
+@pytest.mark.parametrize("order", [2, 32, 128])
+def test_rotated_inputs_have_the_bits_of_plain_torch(order, form, dtype, instruction_set):
+    weight = random_weight((70, 256), Int(4, 64), 1)
+    for rows in (1, 3, 40):
+        x = activations(rows, 320, dtype)[:, 32:288]
+        linear = CpuLinear(weight, activations=form, instruction_set=instruction_set)
+        expected = linear(rotate(x, order))
+        assert torch.equal(linear.turning(order)(x), expected)
 
 
 @every_set

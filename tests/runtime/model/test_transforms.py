@@ -13,7 +13,7 @@ from torch import Tensor
 from compress.checkpoint.config import read_config, write_config
 from compress.checkpoint.dequantized import open_source, stored_scheme
 from compress.checkpoint.reader import PackedCheckpoint
-from compress.checkpoint.weights import Int
+from compress.checkpoint.weights import Int, RotatedInputs
 from compress.common.errors import CheckpointError
 from compress.doctor.examine import examine
 from runtime.model.loader import load_model
@@ -79,14 +79,32 @@ def transformed(folder: Path, groups: dict[str, Any], **options: Any) -> Tensor:
 def test_transforms_are_applied(groups, tmp_path):
     expected = transformed(tmp_path / "packed", groups)
     found = score(load_model(tmp_path / "packed", dtype="float64"), TOKENS)
-    plain = PackedCheckpoint.open(tmp_path / "packed")
-    assert plain.format == "dense"
+    rotates_inputs = "R4" in groups
+    opened = PackedCheckpoint.open(tmp_path / "packed")
+    assert opened.format == ("compressed-tensors" if rotates_inputs else "dense")
     assert torch.allclose(found, expected, rtol=0, atol=1e-4 * float(expected.abs().max()))
-    assert "transforms" in examine(tmp_path / "packed").facts
+    assert ("transforms" in examine(tmp_path / "packed").facts) != rotates_inputs
+
+
+def test_hadamard_matrices_at_inputs_of_integers_are_a_form(tmp_path):
+    transformed(tmp_path / "packed", MERGED | R3 | R4)
+    packed = PackedCheckpoint.open(tmp_path / "packed")
+    assert packed.schemes["model.layers.0.mlp.down_proj"] == RotatedInputs(Int(4, 16), 64)
+    assert packed.schemes["model.layers.0.mlp.up_proj"] == Int(4, 16)
+    assert not [name for name in packed.dense_names() if "R4" in name]
+
+
+def test_another_matrix_is_folded(tmp_path):
+    transformed(tmp_path / "packed", R4)
+    file = tmp_path / "packed" / "model.safetensors"
+    tensors = load_file(file)
+    name = next(name for name in tensors if name.endswith("R4_input.weight"))
+    save_file(tensors | {name: tensors[name].flip(0).contiguous()}, file)
+    assert PackedCheckpoint.open(tmp_path / "packed").format == "dense"
 
 
 def test_codes_without_their_transform_are_not_kept(tmp_path):
-    transformed(tmp_path / "packed", R4)
+    transformed(tmp_path / "packed", {"R4": R4["R4"] | {"type": "random-hadamard"}})
     files, _ = open_source(tmp_path / "packed")
     assert stored_scheme(files, "model.layers.0.mlp.down_proj.weight") is None
     assert stored_scheme(files, "model.layers.0.mlp.up_proj.weight") == Int(4, 16)

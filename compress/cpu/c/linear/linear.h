@@ -56,8 +56,8 @@ typedef struct {
     const float *bias;    /* [O] or NULL */
     float table[16];      /* of codes of 2 or 4 bits */
     const float *values;  /* [256] of codes of 8 bits that are places in a table; NULL: they are not */
-    int64_t hadamard;     /* every so many inputs, a power of two up to LONGEST_RUN that divides I, are multiplied by an orthonormal
-                           * Hadamard matrix first and rounded to their type; 0: they are not */
+    int64_t hadamard;     /* order of an orthonormal Hadamard matrix, a power of two up to LONGEST_RUN that divides I, by which
+                           * inputs are multiplied first, and rounded to their type; 0: none */
 } LinearWeight;
 
 enum { LINEAR_OK, LINEAR_NO_INSTRUCTIONS = -1, LINEAR_NO_MEMORY = -2 };

@@ -29,7 +29,7 @@ class TritonTurnedInputs:
 
     @classmethod
     def of(cls, linear: Linear, order: int, inputs: int, device: torch.device) -> TritonTurnedInputs:
-        """Prepares a linear of so many inputs."""
+        """Prepares a linear with this number of inputs."""
         return cls(linear, torch.full((inputs,), order**-0.5, device=device), order)
 
     @property
