@@ -12,6 +12,7 @@ from torch import nn
 from calibration.statistics import InputStatistics
 from compress.checkpoint.dequantized import open_source
 from compress.checkpoint.gguf.export import export_gguf
+from compress.checkpoint.gguf.folder import folder_of
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.scale_search import round_tokens
 from compress.checkpoint.weights import Activations, Int
@@ -55,7 +56,8 @@ def test_calibration_rounds_rotated_inputs() -> None:
     torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_a_run_writes_exports_and_keeps_the_form(tmp_path: Path) -> None:
+def test_a_run_writes_exports_and_keeps_the_form(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     scheme = Int(4, 64)
     assert compress(demo_model_path(), tmp_path / "packed", QuantizeStage("rtn", scheme), DOWN).structure.ok
     packed = PackedCheckpoint.open(tmp_path / "packed")
@@ -66,9 +68,8 @@ def test_a_run_writes_exports_and_keeps_the_form(tmp_path: Path) -> None:
     assert files[f"{MODULE}.weight"].scheme == packed.schemes[MODULE]
     with pytest.raises(SchemeError, match="no type of GGUF holds w4a16 g64 sym rotated h128"):
         export_gguf(tmp_path / "packed", tmp_path / "a.gguf")
-    (tmp_path / "gguf").mkdir()
-    export_gguf(tmp_path / "packed", tmp_path / "gguf" / "model.gguf", "q8_0")
-    found = PackedCheckpoint.open(tmp_path / "gguf").values(MODULE, torch.float32)
+    export_gguf(tmp_path / "packed", tmp_path / "b.gguf", "q8_0")
+    found = PackedCheckpoint.open(folder_of(tmp_path / "b.gguf")).values(MODULE, torch.float32)
     expected = packed.values(MODULE, torch.float32)
     assert float((found - expected).abs().max()) < 0.01 * float(expected.abs().max())
 

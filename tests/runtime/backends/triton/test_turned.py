@@ -19,8 +19,7 @@ from runtime.backends.triton.kernels.turned import TritonTurnedInputs
 @pytest.mark.parametrize("tokens", [1, 5])
 def test_inputs_are_those_of_plain_torch(gpu: torch.device, tokens: int, order: int, dtype: torch.dtype) -> None:
     x = activations(tokens, 384, dtype, gpu)
-    linear = turned_linear(lambda rows: rows, 384, order, Target(gpu, dtype))
-    assert isinstance(linear, TritonTurnedInputs)
+    linear = TritonTurnedInputs.of(lambda rows: rows, order, 384, gpu)
     with poisoned_allocations():
         found = linear(x)
     # 1 over the root of the order is rounded before it multiplies, so that few numbers round to their neighbours.
@@ -33,15 +32,16 @@ def test_products_against_float64(gpu: torch.device) -> None:
     weight = random_weight((64, 256), scheme, 5)
     x = activations(3, 256, torch.bfloat16, gpu)
     base = choose_linear(scheme, 256, target).kernel.prepare(weight, None, target)
-    found = turned_linear(base, 256, 128, target)(x)
+    found = TritonTurnedInputs.of(base, 128, 256, gpu)(x)
     assert relative_error(found, exact_product(rotate(x, 128), weight, None)) < BOUND[torch.bfloat16]
 
 
-def test_other_orders_dtypes_and_kernels_are_plain_torch(gpu: torch.device) -> None:
+def test_other_orders_dtypes_and_kernels_are_plain_torch() -> None:
+    cuda = torch.device("cuda")
     for order, target, kernels in (
-        (16, Target(gpu, torch.bfloat16), "auto"),
-        (64, Target(gpu, torch.float32), "auto"),
-        (64, Target(gpu, torch.bfloat16), REFERENCE),
+        (16, Target(cuda, torch.bfloat16), "auto"),
+        (64, Target(cuda, torch.float32), "auto"),
+        (64, Target(cuda, torch.bfloat16), REFERENCE),
         (64, Target(torch.device("cpu"), torch.bfloat16), "auto"),
     ):
         assert isinstance(turned_linear(lambda rows: rows, 256, order, target, kernels), TurnedInputs)
