@@ -9,7 +9,7 @@ from tiny_configs import GEMMA4_EXPERTS, VARIANTS
 from tiny_models import pack_model, save_tiny_model
 
 from compress.checkpoint.config import read_config
-from compress.checkpoint.weights import Int
+from compress.checkpoint.weights import Int, RotatedInputs, Scheme
 from compress.common.cli import demo_model_path
 from compress.models.registry import FAMILIES
 from runtime.core.model_config import parse_config
@@ -73,8 +73,11 @@ def test_packed_weights_of_other_mixers_are_cut(family: str, group: int, tmp_pat
         check(tmp_path / "packed", count)
 
 
-@pytest.mark.parametrize("scheme", [Int(4, 32), Int(3, 16, symmetric=False), Int(4, 128), Int(8, None)], ids=str)
-def test_packed_weights_are_cut_between_groups(scheme: Int, tmp_path: Path) -> None:
+PLAIN = Int(4, 32), Int(3, 16, symmetric=False), Int(4, 128), Int(8, None)
+
+
+@pytest.mark.parametrize("scheme", [*PLAIN, RotatedInputs(Int(4, 32), 128)], ids=str)
+def test_packed_weights_are_cut_between_groups(scheme: Scheme, tmp_path: Path) -> None:
     sizes = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 1, "num_key_value_heads": 4}
     save_tiny_model(tmp_path / "dense", "llama", torch.bfloat16, **sizes)
     pack_model(tmp_path / "dense", tmp_path / "packed", lambda module: scheme)
