@@ -18,7 +18,8 @@ class ModelSize:
     """Size of a model.
 
     Attributes:
-        num_bytes: weights, KV cache, activations and process of an engine, as `runtime memory` estimates them.
+        num_bytes: weights, KV cache, activations and process of an engine, as `runtime memory` estimates them; adapters
+            on the device; on a CPU also `--kv-offload`.
         free_bytes: memory that is free now on its device.
         max_model_len: tokens of its longest sequence.
         device: `cpu` or `cuda`.
@@ -30,7 +31,11 @@ class ModelSize:
     device: str
 
 
-def measure_apart(paths: Sequence[Path], config: RuntimeConfig) -> list[ModelSize]:
+Asked = Sequence[tuple[Path, RuntimeConfig]]
+"""Models, and the configuration of each."""
+
+
+def measure_apart(asked: Asked) -> list[ModelSize]:
     """Returns the sizes of models.
 
     Raises:
@@ -41,7 +46,7 @@ def measure_apart(paths: Sequence[Path], config: RuntimeConfig) -> list[ModelSiz
     with mine:
         process = start_process("runtime.model_sizes:main", theirs)
         try:
-            send(mine, (paths, config))
+            send(mine, asked)
             found: list[ModelSize] | ToolkitError = receive(mine)
         except (EOFError, ConnectionError):
             problem = f"the process that measures models {describe_end(process)}"
@@ -58,12 +63,18 @@ def measure(path: Path, config: RuntimeConfig) -> ModelSize:
     """Returns the size of a model. Imports torch. Raises the errors of `measure_apart`."""
     from compress.common.device import resolve_device
     from runtime.memory.advice import inspect
+    from runtime.memory.capacity import ITEM_SIZES
 
     report = inspect(path, "", config)
     capacity, plan = report.capacity, report.plan
     pool, length = (0, capacity.context) if isinstance(plan, str) else (plan.pool_bytes, plan.max_model_len)
     needed = capacity.weight_bytes + report.expert_bytes + capacity.activation_bytes + capacity.process_bytes
-    return ModelSize(needed + pool, capacity.memory_bytes, length, resolve_device(config.device).type)
+    if config.serves_adapters:
+        features = sum(sum(linear.shape) for linear in report.model.spec.linears())
+        needed += config.max_loras * config.max_lora_rank * features * ITEM_SIZES[capacity.dtype]
+    device = resolve_device(config.device).type
+    needed += config.kv_offload_bytes if device == "cpu" else 0
+    return ModelSize(needed + pool, capacity.memory_bytes, length, device)
 
 
 def main(end: int) -> None:
@@ -74,8 +85,8 @@ def main(end: int) -> None:
     """
     leave_signals_to_parent()
     with socket.socket(fileno=end) as connection:
-        paths, config = cast("tuple[Sequence[Path], RuntimeConfig]", receive(connection))
+        asked = cast(Asked, receive(connection))
         try:
-            send(connection, [measure(path, config) for path in paths])
+            send(connection, [measure(path, config) for path, config in asked])
         except ToolkitError as error:
             send(connection, error)

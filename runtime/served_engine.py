@@ -308,10 +308,12 @@ def part_of(source: EngineSource, index: int, count: int, role: TransferPart) ->
     return replace(source, index=index, count=count, transfer=role, config=config, kv_events=kv_events)
 
 
-def load_apart(source: EngineSource, engines: DataParallelOptions, stack: ExitStack) -> ServedEngine:
+def load_apart(
+    source: EngineSource, engines: DataParallelOptions, transfer: TransferOptions, stack: ExitStack
+) -> ServedEngine:
     """Loads engines in a process of their own each, which the end of the stack kills. Raises the errors of
     `Loading.finish`."""
-    loading = stack.enter_context(LoadingApart.begin(source, engines, TransferOptions()))
+    loading = stack.enter_context(LoadingApart.begin(source, engines, transfer))
     loading.describe_weights()
     return loading.finish(ignore)
 
@@ -353,6 +355,8 @@ def main(end: int) -> None:
             port.loop.set_result(loop)
             port.send(facts_of(loop.engine))
             loop.run()
+            if isinstance(publisher := loop.engine.scheduler.pool.watcher, KVEventPublisher):
+                publisher.close()
     sys.exit(loop is None or bool(loop.status.failure))
 
 

@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from compress.common.errors import CheckpointError
-from compress.common.files import read_json
-
-FILE = "adapter_config.json"
+from runtime.core.adapter import CONFIG, read_config
 
 REFUSED = {
     "use_dora": "DoRA scales each row by the norm of the adapted weight, which a packed weight does not have",
@@ -56,13 +54,9 @@ class LoraConfig:
         Raises:
             CheckpointError: there is none, or one of another kind of adapter.
         """
-        path = folder / FILE
-        if not path.is_file():
-            raise CheckpointError(f"{folder} holds no {FILE}", "Name the folder that PEFT's save_pretrained wrote")
-        found = read_json(path)
-        if not isinstance(found, dict) or found.get("peft_type") != "LORA":
-            kind = found.get("peft_type") if isinstance(found, dict) else found
-            raise CheckpointError(f"{path} describes an adapter of type {kind!r}, not LORA", REMEDY)
+        path, found = folder / CONFIG, read_config(folder)
+        if found.get("peft_type") != "LORA":
+            raise CheckpointError(f"{path} describes an adapter of type {found.get('peft_type')!r}, not LORA", REMEDY)
         check_plain(path, found)
         return cls._parse(path, found)
 

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from compress.checkpoint.safetensors import LazyTensor, MappedFile
 from compress.common.errors import CheckpointError
-from runtime.adapters.config import FILE, LoraConfig
+from runtime.adapters.config import LoraConfig
 from runtime.adapters.targets import ExpertStack, Targets
 from runtime.backends.adapted_linear import Factors
+from runtime.core.adapter import CONFIG
 
 WEIGHTS, PICKLED = "adapter_model.safetensors", "adapter_model.bin"
 PREFIX, INNER = "base_model.model.", ".base_layer"
@@ -62,7 +63,7 @@ class AdapterReader:
             other = f"; {PICKLED} is a pickle, which could run code" if (folder / PICKLED).exists() else ""
             raise CheckpointError(f"{folder} holds no {WEIGHTS}{other}", remedy)
         pairs = _pairs(path, MappedFile.open(path).entries)
-        digest = sha256((folder / FILE).read_bytes() + path.read_bytes()).hexdigest()
+        digest = sha256((folder / CONFIG).read_bytes() + path.read_bytes()).hexdigest()
         factors: dict[str, Factors] = {}
         for module, pair in pairs.items():
             for target, found in self._read(path, config, module, pair):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import stat
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -231,12 +231,12 @@ class AdapterOptions:
         "folder that the server can read. Needs --enable-lora or --lora-modules.",
     )
 
-    def checked(self, lora: LoraOptions, model_name: str) -> dict[str, Path]:
+    def checked(self, lora: LoraOptions, model_names: Collection[str]) -> dict[str, Path]:
         """Returns paths of adapters by name. Raises ToolkitError for names that are not distinct."""
         adapters = parse_modules(lora.lora_modules or ())
-        if model_name in adapters:
-            remedy = "Give the adapter another name, or the model by --served-model-name"
-            raise ToolkitError(f"--lora-modules names an adapter {model_name!r}, as the model is named", remedy)
+        for name in adapters.keys() & set(model_names):
+            remedy = "Give the adapter another name, or the model by --served-model-name or NAME=MODEL"
+            raise ToolkitError(f"--lora-modules names an adapter {name!r}, as a model is named", remedy)
         if self.allow_runtime_lora_updating and not lora.serves_adapters:
             raise ToolkitError("--allow-runtime-lora-updating has no effect without adapters", "Add --enable-lora")
         return adapters

@@ -154,26 +154,27 @@ def serve(
     settings = runtime_config(sizes, drafts, offload, latency, seed, lora)
     settings = replace(settings, warm_up=start.warm_up, captures_later=start.warm_up)
     apart = transfer.checked(settings, start.api_process)
-    name, keys = found[0].name, load_keys(address)
+    names, keys = [each.name for each in found], load_keys(address)
     service = {
         "keys": keys,
         "allowed_hosts": names_of_server(address.host, start.allowed_host or []),
-        "adapters": adapters.checked(lora, name),
+        "adapters": adapters.checked(lora, names),
         "changes_adapters": adapters.allow_runtime_lora_updating,
     }
-    named_events = events.named(listener.getsockname()[1], name)
-    source = EngineSource(found[0].path, settings, start.jit_cache, logs.log_level.upper(), named_events)
-    together = plan_models(found, source, engines, apart, several)
+    named_events = events.named(listener.getsockname()[1], names, engines.data_parallel_size)
+    source = EngineSource(found[0].path, settings, start.jit_cache, logs.log_level.upper(), named_events[0])
+    together = plan_models(found, source, named_events, engines, apart, several)
+    source = source if together is None else together.sources[names[0]]
     progress = StartProgress()
     with (
         LoadingApart.begin(source, engines, apart) if start.api_process else nullcontext(LoadingHere(source)) as loading
     ):
         with writing_logs(source.log_level), without_collections():
-            served, app = load_app(loading, progress, listener, encryption, name, together, limits, **service)
+            served, app = load_app(loading, progress, listener, encryption, names[0], together, limits, **service)
         print(*served.facts.lines, sep="\n")
         print(f"ready     in {progress.summary()}")
         url, has_chat = url_of(listener, "https" if encryption else "http"), served.tokenizer.chat_template is not None
-        announce(url, [each.name for each in found], has_chat, needs_key=keys is not None)
+        announce(url, names, has_chat, needs_key=keys is not None)
         warn_of_open_door(address.host, is_open=keys is None and tls.ssl_ca_certs is None)
         with writing_logs(source.log_level):
             run(app, listener, limits.drain_seconds, limits.client_seconds, **encryption)
@@ -219,8 +220,9 @@ def load_app(
 def check_processes(start: StartOptions, num_models: int, engines: DataParallelOptions) -> None:
     """Raises ToolkitError: several engines are asked for in the process of the API."""
     if not start.api_process and (num_models > 1 or engines.data_parallel_size > 1):
-        problem = "--no-api-process does not go with several models or --data-parallel-size"
-        raise ToolkitError(problem, "Leave out --no-api-process: each engine needs a process")
+        problem = "--no-api-process does not go with several models or --data-parallel-size: engines in one process "
+        problem += "would take turns, and its memory is free only when it ends"
+        raise ToolkitError(problem, "Leave out --no-api-process")
 
 
 def load_keys(address: AddressOptions) -> ApiKeys | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
@@ -12,9 +13,11 @@ from typing import TYPE_CHECKING, Any
 from compress.common.cli import SIZE_OPTION, option
 from compress.common.errors import ToolkitError
 from runtime.cli.options import name_of, resolve_model
-from runtime.core.config import DataParallelOptions, LimitOptions, Limits
+from runtime.core.adapter import parse_modules, share_modules
+from runtime.core.config import DataParallelOptions, LimitOptions, Limits, RuntimeConfig
+from runtime.deploy.kv_events import KVEventOptions
 from runtime.served_engine import EngineSource, load_apart
-from runtime.transfer.options import TransferOptions
+from runtime.transfer.options import BOTH, TransferOptions
 
 if TYPE_CHECKING:
     from runtime.engine.engine_client import EngineClient
@@ -83,7 +86,9 @@ class SeveralModels:
     """The models of a server by name; the first one is loaded at the start.
 
     Attributes:
-        engines: engines of each of them.
+        sources: with the adapters of each in its configuration.
+        sizes: of all engines of a model.
+        engines, transfer: engines of each of them.
         memory: memory that they share.
         routes: virtual models.
     """
@@ -91,6 +96,7 @@ class SeveralModels:
     sources: Mapping[str, EngineSource]
     sizes: Mapping[str, ModelSize]
     engines: DataParallelOptions
+    transfer: TransferOptions
     memory: ModelMemory
     routes: Routes
 
@@ -103,13 +109,17 @@ class SeveralModels:
         """Returns the engine of a model, which may be loaded already."""
         from runtime.routing.on_demand import OnDemandEngine
 
-        load = partial(_load, self.sources[name], self.engines)
-        return OnDemandEngine(name, self.sizes[name].num_bytes, self.memory, load, loaded)
+        source = self.sources[name]
+        config = replace(source.config, lora_modules=None, enable_lora=source.config.serves_adapters)
+        load = partial(_load, replace(source, config=config), self.engines, self.transfer)
+        adapters = _adapters_of(source)
+        return OnDemandEngine(name, self.sizes[name].num_bytes, self.memory, load, loaded, adapters)
 
     def parts(self, limits: LimitOptions) -> dict[str, Any]:
-        """Returns what the application has in addition to the first model. Raises CheckpointError if a model has no
-        tokenizer."""
-        return {"others": list(self._others(limits)), "routes": self.routes}
+        """Returns what the application has in addition to the first model, and the adapters of that one. Raises
+        CheckpointError if a model has no tokenizer."""
+        first = next(iter(self.sources.values()))
+        return {"others": list(self._others(limits)), "routes": self.routes, "adapters": _adapters_of(first)}
 
     def _others(self, limits: LimitOptions) -> Iterator[ServedModel]:
         from runtime.server.app import ServedModel
@@ -117,12 +127,19 @@ class SeveralModels:
 
         for name in [*self.sources][1:]:
             allowed = Limits(**asdict(limits), max_model_len=self.sizes[name].max_model_len)
-            yield ServedModel(self.engine(name), Tokenizer.open(self.sources[name].path), name, allowed)
+            source = self.sources[name]
+            tokenizer, adapters = Tokenizer.open(source.path), _adapters_of(source)
+            yield ServedModel(self.engine(name), tokenizer, name, allowed, adapters)
+
+
+def _adapters_of(source: EngineSource) -> dict[str, Path]:
+    return parse_modules(source.config.lora_modules or ())
 
 
 def plan_models(
     models: Sequence[NamedModel],
     source: EngineSource,
+    events: Sequence[KVEventOptions | None],
     engines: DataParallelOptions,
     transfer: TransferOptions,
     options: SeveralModelsOptions,
@@ -130,33 +147,65 @@ def plan_models(
     """Measures the models of a server, and prints their memory. Returns None for a single model.
 
     Args:
-        source: that of the first one.
+        source: that of the first one, with the adapters of all.
+        events: events of the KV cache of each.
 
     Raises:
         CheckpointError: a folder cannot be read or served.
-        ToolkitError: a model exceeds the memory, options do not go with the number of models, or the file of virtual
-            models is wrong.
+        ToolkitError: a model exceeds the memory, options do not go with the number of models, it is not clear for which
+            model an adapter is, or the file of virtual models is wrong.
     """
-    _check_options(source, transfer, options, len(models))
+    _check_options(transfer, options, len(models))
     if len(models) == 1:
         return None
-    from runtime.model_sizes import measure_apart
     from runtime.routing.on_demand import ModelMemory
     from runtime.routing.route_file import read_routes
 
     names = [model.name for model in models]
     routes = read_routes(options.route, names) if options.route is not None else {}
-    found = measure_apart([model.path for model in models], source.config)
-    sizes = {
-        name: replace(size, num_bytes=size.num_bytes * engines.data_parallel_size)
-        for name, size in zip(names, found, strict=True)
+    configs = _share_adapters(source.config, names, routes)
+    sources = {
+        model.name: replace(source, path=model.path, config=configs[model.name], kv_events=published)
+        for model, published in zip(models, events, strict=True)
     }
-    limit = options.model_memory or found[0].free_bytes
+    sizes = _measure(sources, engines, transfer)
+    limit = options.model_memory or sizes[names[0]].free_bytes
     _check_sizes(sizes, source, limit)
-    sources = {model.name: replace(source, path=model.path) for model in models}
-    several = SeveralModels(sources, sizes, engines, ModelMemory(limit), routes)
+    several = SeveralModels(sources, sizes, engines, transfer, ModelMemory(limit), routes)
     print(several.describe(), flush=True)
     return several
+
+
+def _share_adapters(config: RuntimeConfig, names: Sequence[str], routes: Routes) -> dict[str, RuntimeConfig]:
+    """Returns the configuration of each model, with its own adapters. Checks the adapters, which most models load later
+    only."""
+    from runtime.adapters.config import LoraConfig
+
+    for name, path in parse_modules(config.lora_modules or ()).items():
+        LoraConfig.read(path)
+        if name in routes:
+            problem = f"--lora-modules names an adapter {name!r}, as a virtual model of --route is named"
+            raise ToolkitError(problem, "Give one of them another name")
+    shared = share_modules(config.lora_modules or (), names)
+    return {name: replace(config, lora_modules=own) for name, own in shared.items()}
+
+
+def _measure(
+    sources: Mapping[str, EngineSource], engines: DataParallelOptions, transfer: TransferOptions
+) -> dict[str, ModelSize]:
+    """Returns the sizes of all engines of each model together."""
+    from runtime.model_sizes import measure_apart
+
+    parts = transfer.parts(engines.data_parallel_size, Path())
+    counts = Counter(part.role for part in parts)
+    kinds = [next(part for part in parts if part.role == role) for role in counts]
+    found = iter(measure_apart([(each.path, kind.adapt(each.config)) for each in sources.values() for kind in kinds]))
+    sizes = {}
+    for name in sources:
+        own = [next(found) for _ in kinds]
+        num_bytes = sum(size.num_bytes * count for size, count in zip(own, counts.values(), strict=True))
+        sizes[name] = replace(own[0], num_bytes=num_bytes)
+    return sizes
 
 
 def _check_sizes(sizes: Mapping[str, ModelSize], source: EngineSource, limit: int) -> None:
@@ -175,22 +224,19 @@ def _size_text(num_bytes: int) -> str:
     return f"{num_bytes / 2**20:.0f}MiB"
 
 
-def _load(source: EngineSource, engines: DataParallelOptions, stack: ExitStack) -> EngineClient:
-    return load_apart(source, engines, stack).client
+def _load(
+    source: EngineSource, engines: DataParallelOptions, transfer: TransferOptions, stack: ExitStack
+) -> EngineClient:
+    return load_apart(source, engines, transfer, stack).client
 
 
-def _check_options(
-    source: EngineSource, transfer: TransferOptions, options: SeveralModelsOptions, num_models: int
-) -> None:
+def _check_options(transfer: TransferOptions, options: SeveralModelsOptions, num_models: int) -> None:
     """Raises ToolkitError for options of several models with one, and for those of one with several."""
     if num_models == 1:
         for name, is_given in {"--route": options.route, "--model-memory": options.model_memory}.items():
             if is_given is not None:
                 raise ToolkitError(f"{name} has no effect on one model", "Name several: runtime serve MODEL MODEL")
         return
-    refused = {"--lora-modules and --enable-lora do": source.config.serves_adapters}
-    refused["--kv-events does"] = source.kv_events is not None
-    refused["--prefill-engines and --role do"] = transfer != TransferOptions()
-    for name, is_given in refused.items():
-        if is_given:
-            raise ToolkitError(f"{name} not go with several models", "Serve each model by a server of its own")
+    if transfer.role != BOTH:
+        problem = f"--role {transfer.role} does not go with several models: a --transfer-socket has pages of one model"
+        raise ToolkitError(problem, "Use --prefill-engines, or a server for each model")

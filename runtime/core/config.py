@@ -322,7 +322,9 @@ class LoraOptions:
     lora_modules: list[str] | None = option(
         default=None,
         metavar="NAME=PATH",
-        help="Serve the LoRA adapter of a folder that PEFT wrote; requests name it as their model. May be repeated.",
+        help="Serve the LoRA adapter of a folder that PEFT wrote; requests name it as their model. May be repeated. Or "
+        "JSON with name, path and the base_model_name of one of several models. Default: the one that the base model "
+        "in adapter_config.json names.",
     )
     enable_lora: bool = option(
         "--enable-lora", default=False, help="Reserve memory for adapters, though --lora-modules names none."

@@ -45,18 +45,49 @@ class KVEventOptions:
         "--kv-events-topic",
         default="",
         metavar="TOPIC",
-        help="Topic of the events. Default: kv@ADDRESS:PORT@MODEL of this server.",
+        help="Topic of the events; of several models, the beginning of TOPIC@MODEL. Default: kv@ADDRESS:PORT@MODEL of "
+        "this server.",
     )
 
-    def named(self, port: int, model: str) -> KVEventOptions | None:
-        """Returns these options with a topic; None without events."""
+    def named(self, port: int, models: Sequence[str], engines: int = 1) -> list[KVEventOptions | None]:
+        """Returns the options of each model, with addresses of its engines and a topic; None without events.
+
+        Args:
+            engines: engines of each model that publish.
+
+        Raises:
+            ToolkitError: addresses of events and of replays overlap, or have no port.
+        """
         if not self.kv_events:
-            return None
-        try:
-            address = socket.gethostbyname(socket.gethostname())
-        except OSError:
-            address = socket.gethostname()
-        return replace(self, kv_events_topic=self.kv_events_topic or f"kv@{address}:{port}@{model}")
+            return [None for _ in models]
+        self._check_ports(len(models) * engines)
+        topic = self.kv_events_topic or f"kv@{_own_address()}:{port}"
+        is_whole = self.kv_events_topic and len(models) == 1
+        return [
+            replace(
+                self,
+                kv_events=address_of_engine(self.kv_events, place * engines),
+                kv_events_replay=address_of_engine(self.kv_events_replay, place * engines),
+                kv_events_topic=topic if is_whole else f"{topic}@{model}",
+            )
+            for place, model in enumerate(models)
+        ]
+
+    def _check_ports(self, count: int) -> None:
+        """Raises ToolkitError if one of `count` ports for events is among those for replays."""
+        ports = [address.rpartition(":")[2] for address in (self.kv_events, self.kv_events_replay)]
+        is_bound = "*" in self.kv_events
+        if is_bound and all(map(str.isdigit, ports)) and abs(int(ports[0]) - int(ports[1])) < count:
+            problem = f"{count} engines take {count} ports from --kv-events on, and as many from --kv-events-replay on"
+            free = self.kv_events.replace(ports[0], str(int(ports[0]) + count))
+            raise ToolkitError(f"{problem}, and these overlap", f"Use --kv-events-replay {free}")
+
+
+def _own_address() -> str:
+    try:
+        return socket.gethostbyname(socket.gethostname())
+    except OSError:
+        return socket.gethostname()
 
 
 def address_of_engine(address: str, index: int) -> str:
@@ -148,7 +179,8 @@ class KVEventPublisher:
         self._put("AllBlocksCleared")
 
     def close(self) -> None:
-        """Publishes what is waiting, and closes the sockets."""
+        """Publishes what is waiting and that nothing can be found any longer, and closes the sockets."""
+        self.cleared()
         self._events.put(None)
         self._thread.join()
 

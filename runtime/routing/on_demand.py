@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, aclosing, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from compress.common.errors import RequestError
+from compress.common.errors import ToolkitError
 from runtime.core.request import Delta, FinishReason, RequestOptions, SamplingParams
 from runtime.engine.engine import NO_OPTIONS
 from runtime.engine.engine_client import EngineClient, Health
@@ -104,7 +105,8 @@ class OnDemandEngine(EngineClient, Collector):
         num_bytes: memory of the loaded engine.
         memory: memory that it shares with the engines of other models.
         load: loads it.
-        engine: the engine, if it is loaded already, not started.
+        engine: the engine, if it is loaded already with the adapters, not started.
+        adapters: paths of adapters by name, which each loaded engine gets.
     """
 
     def __init__(
@@ -114,10 +116,12 @@ class OnDemandEngine(EngineClient, Collector):
         memory: ModelMemory,
         load: Load,
         engine: EngineClient | None = None,
+        adapters: Mapping[str, Path] = MappingProxyType({}),
     ) -> None:
         self.name, self.num_bytes, self.memory = name, num_bytes, memory
         self.num_requests = 0
         self.num_loads = int(engine is not None)
+        self.adapters = dict(adapters)
         self._load, self._engine = load, engine
         self._stack = ExitStack()
         self._loading: asyncio.Task[None] | None = None
@@ -177,7 +181,21 @@ class OnDemandEngine(EngineClient, Collector):
                     yield deltas
 
     async def change_adapters(self, name: str, path: Path | None) -> None:
-        raise RequestError("servers of several models serve no adapters", "Serve the model by a server of its own")
+        """Loads or unloads an adapter. Loads the engine to check a new one; raises the exception of `Load` then."""
+        if path is None:
+            await self._unload_adapter(name)
+            return
+        await self.memory.wait_turn(self.name)
+        with self._counted():
+            await (await self._loaded()).change_adapters(name, path)
+            self.adapters[name] = path
+
+    async def _unload_adapter(self, name: str) -> None:
+        if self._loading is not None:
+            await asyncio.wait([self._loading])
+        self.adapters.pop(name, None)
+        if self._engine is not None and not self._engine.check().has_ended:
+            await self._engine.change_adapters(name, None)
 
     async def unload(self) -> None:
         """Ends the engine, and frees its memory."""
@@ -234,6 +252,15 @@ class OnDemandEngine(EngineClient, Collector):
             self.memory.release(self.name)
             raise
         engine.start()
+        await self._load_adapters(engine)
         self._engine, self.num_loads = engine, self.num_loads + 1
         self._note_use()
         self.memory.notify()
+
+    async def _load_adapters(self, engine: EngineClient) -> None:
+        """Loads the adapters. One that is not there any more concerns its own requests only."""
+        for name, path in [*self.adapters.items()]:
+            try:
+                await engine.change_adapters(name, path)
+            except ToolkitError as error:
+                logger.error("the adapter %s of the model %s was not loaded: %s", name, self.name, error)

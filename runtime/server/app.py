@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -49,12 +49,17 @@ from runtime.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A further model of a server: its engine, not started, and what requests are checked against."""
+    """A further model of a server: its engine, not started, and what requests are checked against.
+
+    Attributes:
+        adapters: paths of its LoRA adapters by name.
+    """
 
     engine: EngineClient
     tokenizer: Tokenizer
     name: str
     limits: Limits
+    adapters: Mapping[str, Path] = field(default_factory=dict)
 
 
 def create_app(
@@ -86,15 +91,21 @@ def create_app(
         routes: virtual models, which choose among these.
     """
     metrics, other_names = ServerMetrics(model_name), [*(other.name for other in others), *routes]
-    options: dict[str, Any] = {"changes_adapters": changes_adapters, "other_names": other_names}
-    service = Service(engine, tokenizer, model_name, limits, metrics.render, adapters, **options)
+    options: dict[str, Any] = {"changes_adapters": changes_adapters}
+    service = Service(
+        engine, tokenizer, model_name, limits, metrics.render, adapters, other_names=other_names, **options
+    )
     service.peers = [
         service,
-        *(Service(other.engine, other.tokenizer, other.name, other.limits, metrics.render) for other in others),
+        *(
+            Service(each.engine, each.tokenizer, each.name, each.limits, metrics.render, each.adapters, **options)
+            for each in others
+        ),
     ]
     service.routes = routes
+    adapter_names = (name for peer in service.peers for name in peer.intake.served.adapters)
     app = DescribedApi(
-        names=[] if changes_adapters else [model_name, *adapters, *other_names],
+        names=[] if changes_adapters else [model_name, *adapter_names, *other_names],
         limits=limits,
         needs_key=keys is not None,
         version=tool_version(),

@@ -1,10 +1,11 @@
-"""Requests of a server with several models: each goes to the model that it names, or that a virtual model chooses."""
+"""Requests of a server with several models: each goes to the model that it names, or whose adapter it names, or that a
+virtual model chooses."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial, wraps
 from typing import Any, cast
@@ -43,11 +44,11 @@ class Target:
     bodies: Mapping[str, bytes] = field(default_factory=dict)
 
 
-def find_target(served: ServedText, raw: bytes, models: Collection[str], routes: Routes) -> Target:
+def find_target(served: ServedText, raw: bytes, owners: Mapping[str, str], routes: Routes) -> Target:
     """Returns where a body goes by its field `model`.
 
     Args:
-        models: names of the models.
+        owners: names of models by the names that requests may use.
         routes: virtual models.
     """
     try:
@@ -58,7 +59,7 @@ def find_target(served: ServedText, raw: bytes, models: Collection[str], routes:
     if not isinstance(name, str):
         return Target()
     if name not in routes:
-        return Target(name if name in models else "")
+        return Target(owners.get(name, ""))
     choice = routes[name].choose(read_query(served, body, routes[name]))
     chosen = (choice,) if isinstance(choice, str) else (choice.small, choice.large)
     return Target(choice, name, {model: to_json({**body, "model": model}).encode("ascii") for model in chosen})
@@ -138,6 +139,14 @@ class Dispatch:
         self.services, self.routes, self.count = services, routes, count
         self.names = [service.model_name for service in services]
 
+    def find_owners(self) -> dict[str, str]:
+        """Returns the names of models by their own names, and those of their adapters now."""
+        return {
+            name: service.model_name
+            for service in self.services
+            for name in (service.model_name, *service.intake.served.adapters)
+        }
+
     def create_router(self, family: RouteFamily) -> APIRouter:
         """Creates the router of a family, whose routes that read a body ask the model that it names."""
         routers = [family.create_router(service) for service in self.services]
@@ -150,10 +159,10 @@ class Dispatch:
 
     def _endpoint(self, path: str, endpoints: Mapping[str, Endpoint]) -> Endpoint:
         first, routes = self.services[0], self.routes if path in GENERATING_PATHS else {}
-        find = partial(find_target, models=self.names, routes=routes)
 
         @wraps(endpoints[first.model_name])
         async def dispatched(request: Request) -> Response:
+            find = partial(find_target, owners=self.find_owners(), routes=routes)
             target = await first.intake.read(request, find)
             if isinstance(target.choice, Cascade):
                 return await self._cascade(request, target, target.choice, endpoints)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from pydantic import Field
 from starlette.responses import PlainTextResponse, Response
 
 from compress.common.errors import ToolkitError
+from runtime.core.adapter import find_base
 from runtime.server.errors import ApiError
 from runtime.server.intake import ServedText, described
 from runtime.server.protocol.strict import Strict
@@ -26,6 +28,9 @@ class LoadAdapterRequest(Strict):
 
     lora_name: str = Field(min_length=1)
     lora_path: str = Field(min_length=1, description="folder on the server that PEFT wrote")
+    base_model_name: str | None = Field(
+        None, description="the one of several models that it is for; by default that of its configuration"
+    )
 
 
 class UnloadAdapterRequest(Strict):
@@ -45,10 +50,29 @@ def read_unload(served: ServedText, raw: bytes) -> UnloadAdapterRequest:
     return served.parse(raw, UnloadAdapterRequest)
 
 
+def owner_of(service: Service, name: str) -> Service | None:
+    """Returns the one of several models that has an adapter."""
+    return next((peer for peer in service.peers if name in peer.intake.served.adapters), None)
+
+
+async def load_adapter(service: Service, body: LoadAdapterRequest) -> None:
+    """Loads an adapter for the one of several models that it is for. Raises ApiError."""
+    name, path, peers = body.lora_name, Path(body.lora_path), {peer.model_name: peer for peer in service.peers}
+    if name in peers or name in service.routes or owner_of(service, name) is not None:
+        raise ApiError(400, f"The name '{name}' is served already. Choose another one.", "lora_name")
+    try:
+        owner = peers[find_base(name, path, body.base_model_name or "", peers)]
+        await owner.engine.change_adapters(name, path)
+    except ToolkitError as error:
+        raise ApiError(400, str(error), "lora_path", "refused") from error
+    owner.intake.served.adapters[name] = path
+    logger.info("loaded the adapter %s of %s for the model %s", name, path, owner.model_name)
+
+
 @register(order=85, bodies=[LoadAdapterRequest, UnloadAdapterRequest])
 def adapters_router(service: Service) -> APIRouter:
     """Routes that change the adapters, if the server's options allow that; none otherwise."""
-    router, adapters = APIRouter(route_class=PlainRoute), service.intake.served.adapters
+    router, turn = APIRouter(route_class=PlainRoute), asyncio.Lock()
     if not service.changes_adapters:
         return router
     options: dict[str, Any] = {"responses": BODY_ERRORS, "response_class": PlainTextResponse}
@@ -57,24 +81,18 @@ def adapters_router(service: Service) -> APIRouter:
     async def load_lora_adapter(request: Request) -> Response:
         """Loads the LoRA adapter of a folder of the server, which requests name as their model from then on."""
         body = await service.intake.read(request, read_load)
-        if body.lora_name in (service.model_name, *adapters):
-            raise ApiError(400, f"The name '{body.lora_name}' is served already. Choose another one.", "lora_name")
-        path = Path(body.lora_path)
-        try:
-            await service.engine.change_adapters(body.lora_name, path)
-        except ToolkitError as error:
-            raise ApiError(400, str(error), "lora_path", "refused") from error
-        adapters[body.lora_name] = path
-        logger.info("loaded the adapter %s of %s", body.lora_name, path)
+        async with turn:
+            await load_adapter(service, body)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
     @router.post("/v1/unload_lora_adapter", openapi_extra=described(UnloadAdapterRequest), **options)
     async def unload_lora_adapter(request: Request) -> Response:
         """Forgets an adapter; answers that have begun are finished with it."""
         name = (await service.intake.read(request, read_unload)).lora_name
-        if adapters.pop(name, None) is None:
+        if (owner := owner_of(service, name)) is None:
             raise ApiError(404, f"There is no adapter '{name}'.", "lora_name", "model_not_found")
-        await service.engine.change_adapters(name, None)
+        del owner.intake.served.adapters[name]
+        await owner.engine.change_adapters(name, None)
         logger.info("unloaded the adapter %s", name)
         return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
 

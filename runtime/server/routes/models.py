@@ -27,15 +27,16 @@ def models_router(service: Service) -> APIRouter:
     def find_models() -> dict[str, Model]:
         lengths = {peer.model_name: peer.limits.max_model_len for peer in service.peers}
         found = {name: describe(name, length, name) for name, length in lengths.items()}
-        for name, path in served.adapters.items():
-            found[name] = describe(name, service.limits.max_model_len, str(path), service.model_name)
+        for peer in service.peers:
+            for name, path in peer.intake.served.adapters.items():
+                found[name] = describe(name, peer.limits.max_model_len, str(path), peer.model_name)
         for name, route in service.routes.items():
             found[name] = describe(name, min(lengths[model] for model in route.models), name)
         return found
 
     @router.get("/v1/models", response_model=ModelList)
     async def list_models() -> Response:
-        """Lists the served models, then adapters, whose `parent` the model is, then virtual models."""
+        """Lists the served models, then adapters, whose `parent` their model is, then virtual models."""
         models: ModelList = {"object": "list", "data": [*find_models().values()]}
         return JsonResponse(models)
 

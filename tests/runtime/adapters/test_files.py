@@ -206,11 +206,11 @@ def test_experts_in_one_parameter_become_those_of_the_checkpoint(
 
 def test_options_of_a_server_that_contradict_each_other_are_refused() -> None:
     named = LoraOptions(lora_modules=["a=x"])
-    assert AdapterOptions().checked(named, "model") == {"a": Path("x")}
-    assert AdapterOptions(allow_runtime_lora_updating=True).checked(LoraOptions(enable_lora=True), "model") == {}
+    assert AdapterOptions().checked(named, ["model"]) == {"a": Path("x")}
+    assert AdapterOptions(allow_runtime_lora_updating=True).checked(LoraOptions(enable_lora=True), ["model"]) == {}
     with pytest.raises(ToolkitError) as error:
-        AdapterOptions().checked(named, "a")
+        AdapterOptions().checked(named, ["b", "a"])
     assert "--served-model-name" in error.value.remedy
     with pytest.raises(ToolkitError) as error:
-        AdapterOptions(allow_runtime_lora_updating=True).checked(LoraOptions(), "model")
+        AdapterOptions(allow_runtime_lora_updating=True).checked(LoraOptions(), ["model"])
     assert "--enable-lora" in error.value.remedy

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import astuple, replace
 from pathlib import Path
 
 import httpx
@@ -195,11 +196,40 @@ def test_missing_packages_are_named(addresses: KVEventOptions, monkeypatch: pyte
 
 
 def test_the_topic_names_address_port_and_model() -> None:
-    assert KVEventOptions().named(8000, "demo") is None
-    named = KVEventOptions(kv_events="tcp://*:5557").named(8000, "org/demo")
+    assert KVEventOptions().named(8000, ["demo"]) == [None]
+    (named,) = KVEventOptions(kv_events="tcp://*:5557").named(8000, ["org/demo"])
     assert named.kv_events_topic.startswith("kv@")
     assert named.kv_events_topic.endswith(":8000@org/demo")
-    assert KVEventOptions(kv_events="x", kv_events_topic="t").named(8000, "demo").kv_events_topic == "t"
+    (named,) = KVEventOptions(kv_events="x", kv_events_topic="t").named(8000, ["demo"])
+    assert named.kv_events_topic == "t"
+
+
+def test_each_model_has_a_topic_and_the_addresses_of_its_engines() -> None:
+    options = KVEventOptions(kv_events="tcp://*:5557", kv_events_replay="tcp://*:6557", kv_events_topic="kv@t")
+    first, second = options.named(8000, ["a", "b"], engines=2)
+    assert (first.kv_events, first.kv_events_replay, first.kv_events_topic) == (*astuple(options)[:2], "kv@t@a")
+    assert (second.kv_events, second.kv_events_replay) == ("tcp://*:5559", "tcp://*:6559")
+    assert second.kv_events_topic == "kv@t@b"
+
+
+def test_ports_of_events_and_replays_do_not_overlap() -> None:
+    options = KVEventOptions(kv_events="tcp://*:5557", kv_events_replay="tcp://*:5559")
+    assert len(options.named(8000, ["a", "b"])) == 2
+    with pytest.raises(ToolkitError, match=r"3 engines take 3 ports.*Use --kv-events-replay tcp://\*:5560"):
+        options.named(8000, ["a", "b", "c"])
+    assert replace(options, kv_events="tcp://router:5557").named(8000, ["a"], engines=4)
+
+
+def test_an_engine_that_ends_says_that_nothing_is_cached(addresses: KVEventOptions) -> None:
+    known = Prefixes()
+    with connected(zmq.SUB, addresses.kv_events) as reader:
+        with publishing(addresses) as engine:
+            time.sleep(0.3)  # the subscription reaches the publisher
+            compute(engine, [5] * 12)
+            while not known.tokens:
+                known.read(reader.recv_multipart())
+        while known.tokens:
+            known.read(reader.recv_multipart())
 
 
 def test_each_engine_has_addresses_and_a_rank_of_its_own(addresses: KVEventOptions) -> None:

@@ -4,12 +4,15 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, call
 
 import pytest
 from engine_apart import TroubledRunner, engine_process, new_engine
 
 from compress.common.errors import RequestError, ToolkitError
+from runtime.core.adapter import AdapterStore
 from runtime.core.request import Delta, FinishReason, SamplingParams
 from runtime.engine.engine_client import EngineClient
 from runtime.engine.engine_thread import EngineThread
@@ -28,12 +31,28 @@ class Models:
     Attributes:
         loads: names in the order in which they were loaded.
         broken: names of models that cannot be loaded.
+        adapters: adapters of each engine of `load_adapted`, in the order of loads.
+        wrong: names of adapters that these refuse.
     """
 
     memory: ModelMemory = field(default_factory=lambda: ModelMemory(8))
     loads: list[str] = field(default_factory=list)
     broken: set[str] = field(default_factory=set)
     engines: dict[str, OnDemandEngine] = field(default_factory=dict)
+    adapters: list[Mock] = field(default_factory=list)
+    wrong: set[str] = field(default_factory=set)
+
+    def load_adapted(self, _: ExitStack) -> EngineClient:
+        """Loads an engine with adapters, which `adapters` records."""
+
+        def load(name: str, _: Path) -> None:
+            if name in self.wrong:
+                raise RequestError(f"no room for {name}", "Unload another one")
+
+        engine = new_engine(TroubledRunner(2000, 4, 1000))
+        engine.adapters = Mock(spec=AdapterStore, **{"load.side_effect": load})
+        self.adapters.append(engine.adapters)
+        return EngineThread(engine)
 
     def add(self, name: str, num_bytes: int = 4) -> OnDemandEngine:
         def load(stack: ExitStack) -> EngineClient:
@@ -198,9 +217,43 @@ def test_metrics_say_what_is_loaded_and_have_the_label_of_their_model() -> None:
     with_models(run)
 
 
-def test_adapters_are_refused() -> None:
+def test_an_engine_that_is_loaded_again_gets_the_adapters_of_now(tmp_path: Path) -> None:
     async def run(models: Models) -> None:
-        with pytest.raises(RequestError, match="no adapters"):
-            await models.engines["a"].change_adapters("x", None)
+        adapted = OnDemandEngine("d", 8, models.memory, models.load_adapted, adapters={"first": tmp_path})
+        await adapted.change_adapters("second", tmp_path)  # loads the engine
+        await adapted.change_adapters("gone", tmp_path)
+        assert models.adapters[0].mock_calls == [call.load(name, tmp_path) for name in ("first", "second", "gone")]
+        for name in ("a", "b"):
+            await ask(models.engines[name])
+        await adapted.change_adapters("gone", None)
+        assert models.loaded == {"a", "b"}  # nothing was loaded to forget a name
+        await ask(adapted)
+        assert models.adapters[1].mock_calls == [call.load(name, tmp_path) for name in ("first", "second")]
+        await adapted.change_adapters("first", None)
+        models.adapters[1].unload.assert_called_once_with("first")
+        assert adapted.adapters == {"second": tmp_path}
+
+    with_models(run, "ab")
+
+
+def test_an_adapter_that_cannot_be_loaded_leaves_the_model_and_the_others(tmp_path: Path) -> None:
+    async def run(models: Models) -> None:
+        models.wrong.add("wrong")
+        engine = OnDemandEngine("d", 8, models.memory, models.load_adapted, adapters={"wrong": tmp_path, "x": tmp_path})
+        assert (await ask(engine))[-1].finish_reason is FinishReason.LENGTH
+        assert models.adapters[0].mock_calls == [call.load("wrong", tmp_path), call.load("x", tmp_path)]
+        with pytest.raises(RequestError, match="no room for wrong"):
+            await engine.change_adapters("wrong", tmp_path)
+
+    with_models(run)
+
+
+def test_an_adapter_of_a_model_that_cannot_be_loaded_is_refused_with_the_reason(tmp_path: Path) -> None:
+    async def run(models: Models) -> None:
+        models.broken.add("a")
+        with pytest.raises(ToolkitError, match="a is broken"):
+            await models.engines["a"].change_adapters("x", tmp_path)
+        assert not models.engines["a"].adapters
+        assert not models.loaded
 
     with_models(run)

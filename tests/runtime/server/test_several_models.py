@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -51,8 +52,9 @@ class LoudEngine(AlphabetEngine):
 @contextmanager
 def served() -> Iterator[tuple[httpx.Client, AlphabetEngine, AlphabetEngine]]:
     small, large = DoubtfulEngine(), LoudEngine()
-    other = ServedModel(large, ByteTokenizer(), "large", LIMITS)
-    app = create_app(small, ByteTokenizer(), "small", LIMITS, others=[other], routes=ROUTES)
+    other = ServedModel(large, ByteTokenizer(), "large", LIMITS, {"loud": Path("loud")})
+    own = {"soft": Path("soft")}
+    app = create_app(small, ByteTokenizer(), "small", LIMITS, others=[other], routes=ROUTES, adapters=own)
     with serving(app) as url, httpx.Client(base_url=url, timeout=20) as api:
         yield api, small, large
 
@@ -86,14 +88,26 @@ def test_the_name_chooses(several: httpx.Client) -> None:
     assert ask(several, "large", "Z") == ("large", "NOPQRS")
 
 
+def test_an_adapter_goes_to_its_model(
+    several: httpx.Client, server: tuple[httpx.Client, AlphabetEngine, AlphabetEngine]
+) -> None:
+    _, small, large = server
+    assert ask(several, "soft", "Z") == ("soft", "nopqrs")
+    assert ask(several, "loud", "Z") == ("loud", "NOPQRS")
+    assert {options.adapter for options in small.options} == {"soft"}
+    assert {options.adapter for options in large.options} == {"loud"}
+    embedded = answer(several, "/v1/embeddings", model="loud", input="x")
+    assert embedded["model"] == "loud"
+
+
 def test_all_models_are_listed(several: httpx.Client) -> None:
     listed = several.get("/v1/models").json()["data"]
-    assert [model["id"] for model in listed] == ["small", "large", "auto", "rules", "whole"]
+    assert [model["id"] for model in listed] == ["small", "large", "soft", "loud", "auto", "rules", "whole"]
+    assert [model["parent"] for model in listed[:4]] == [None, None, "small", "large"]
     for model in listed:
         assert several.get(f"/v1/models/{model['id']}").json() == model
     names = several.get("/openapi.json").json()["components"]["schemas"]["CompletionRequest"]["properties"]["model"]
-    assert "large" in str(names)
-    assert "auto" in str(names)
+    assert all(name in str(names) for name in ("large", "loud", "auto"))
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/models/medium"])
