@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from compress.common.errors import ToolkitError, nearest
-from compress.common.files import YamlPart, read_yaml
+from compress.common.files import YamlPart, read_json, read_yaml
+from runtime.routing.classifier import NUM_FEATURES, Classifier, Predictor
 from runtime.routing.routes import Cascade, Route, Routes, Rule
 
-T = TypeVar("T", Rule, Cascade)
+T = TypeVar("T", Rule, Cascade, Classifier)
 EXAMPLE = "Write 'auto: {rules: [{model: NAME, prompt_at_least: 1000}], otherwise: NAME}'"
 
 
@@ -36,16 +37,21 @@ def read_routes(file: Path, models: Collection[str]) -> Routes:
 
 def _read_route(part: YamlPart, models: Collection[str]) -> Route:
     given = _mapping(part)
-    _check_names(given, ("rules", "otherwise", "cascade"))
+    _check_names(given, ("rules", "otherwise", "cascade", "classifier"))
     rules = given.get("rules", YamlPart(part.place, []))
     if not isinstance(rules.value, list):
         raise ToolkitError(f"{rules.place}: rules are not a list", EXAMPLE)
-    if ("otherwise" in given) == ("cascade" in given):
+    if len(given.keys() & {"otherwise", "cascade", "classifier"}) != 1:
         remedy = "Write 'otherwise: NAME', or 'cascade: {small: NAME, large: NAME, threshold: -1.0}'"
-        raise ToolkitError(f"{part.place}: a virtual model needs either otherwise or cascade", remedy)
+        raise ToolkitError(f"{part.place}: a virtual model needs either otherwise or cascade, or classifier", remedy)
     readers = READERS | {name: _model_reader(models) for name in ("model", "small", "large")}
-    last = given.get("otherwise")
-    otherwise = _read(given["cascade"], Cascade, readers) if last is None else readers["model"](last, "otherwise")
+    otherwise: str | Cascade | Classifier
+    if "cascade" in given:
+        otherwise = _read(given["cascade"], Cascade, readers)
+    elif "classifier" in given:
+        otherwise = _read(given["classifier"], Classifier, readers)
+    else:
+        otherwise = readers["model"](given["otherwise"], "otherwise")
     return Route(tuple(_read(rule, Rule, readers) for rule in rules.value), otherwise)
 
 
@@ -113,6 +119,29 @@ def _read_pattern(part: YamlPart, name: str) -> re.Pattern[str]:
         raise ToolkitError(problem, "Correct it; see the documentation of Python's module re") from error
 
 
+def _read_divergence(part: YamlPart, name: str) -> float:
+    text = part.text(name)
+    try:
+        return float(text)
+    except ValueError:
+        raise ToolkitError(f"{part.place}: {name} is {text!r}", "Write a KL divergence in nats, such as 0.5") from None
+
+
+def _read_predictor(part: YamlPart, name: str) -> Predictor:
+    file = Path(part.text(name))
+    if not file.is_file():
+        raise ToolkitError(f"{part.place}: there is no file {file}", "Write it by scripts/train_router.py")
+    found = read_json(file)
+    try:
+        predictor = Predictor(float(found["bias"]), tuple(map(float, found["weights"])))
+    except (KeyError, TypeError, ValueError):
+        predictor = Predictor(0.0, ())
+    if len(predictor.weights) != NUM_FEATURES:
+        problem = f"{file} does not hold a bias and {NUM_FEATURES} weights"
+        raise ToolkitError(problem, "Write it by scripts/train_router.py")
+    return predictor
+
+
 COUNTS = ("prompt_at_least", "prompt_below", "answer_at_least", "answer_below", "tokens")
 READERS: dict[str, Callable[[YamlPart, str], Any]] = {
     **dict.fromkeys(COUNTS, _read_count),
@@ -120,4 +149,6 @@ READERS: dict[str, Callable[[YamlPart, str], Any]] = {
     "tools": _read_flag,
     "json": _read_flag,
     "threshold": _read_threshold,
+    "predictor": _read_predictor,
+    "most_kl": _read_divergence,
 }

@@ -1,4 +1,5 @@
-"""Virtual models: rules that choose a served model for a request, and cascades from a small model to a large one.
+"""Virtual models: rules that choose a served model for a request, and cascades from a small model to a large one, or a
+classifier between both.
 
 A cascade defers by the mean log-probability of the small model's tokens: the rule Chow-Average of N. Gupta et al.,
 "Language model cascades: token-level uncertainty and beyond" (2024). No torch.
@@ -10,6 +11,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
+
+from runtime.routing.classifier import Classifier
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +92,11 @@ class Route:
 
     Attributes:
         rules: the first one that matches chooses.
-        otherwise: model, or cascade, of requests that no rule matches.
+        otherwise: model, cascade, or classifier, of requests that no rule matches.
     """
 
     rules: tuple[Rule, ...]
-    otherwise: str | Cascade
+    otherwise: str | Cascade | Classifier
 
     @property
     def models(self) -> Iterator[str]:
@@ -109,7 +112,8 @@ class Route:
 
     def choose(self, query: Query) -> str | Cascade:
         """Returns the model for a request, or the cascade."""
-        return next((rule.model for rule in self.rules if rule.matches(query)), self.otherwise)
+        choice = next((rule.model for rule in self.rules if rule.matches(query)), self.otherwise)
+        return choice.choose(query.text) if isinstance(choice, Classifier) else choice
 
 
 Routes = Mapping[str, Route]

@@ -1,11 +1,13 @@
 """Rules, cascades and the file that declares them."""
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 
 from compress.common.errors import ToolkitError
+from runtime.routing.classifier import NUM_FEATURES
 from runtime.routing.route_file import read_routes
 from runtime.routing.routes import Cascade, Confidence, Query, Route, Rule
 
@@ -98,6 +100,9 @@ def test_all_tokens_decide_and_the_threshold_itself_is_enough() -> None:
         ("auto: {cascade: {small: small, large: large, threshold: nan}}", "mean log-probability"),
         ("auto: {rules: {}, otherwise: small}", "not a list"),
         ("auto: {rules: [{model: small, prompt: 3}], otherwise: small}", "unknown field 'prompt'"),
+        ("auto: {cascade: {}, classifier: {}}", "either otherwise or cascade, or classifier"),
+        ("auto: {classifier: {small: small, large: large, most_kl: 1, predictor: none.json}}", "no file none.json"),
+        ("auto: {classifier: {small: small, large: large, most_kl: low}}", "predictor is missing"),
         ("auto: {rules: [{prompt_below: 3}], otherwise: small}", "model is missing"),
         ("auto: {rules: [{model: small, prompt_below: few}], otherwise: small}", "'few'.*whole number"),
         ("auto: {rules: [{model: small, tools: maybe}], otherwise: small}", "true or false"),
@@ -110,3 +115,20 @@ def test_wrong_files_are_refused(tmp_path: Path, text: str, problem: str) -> Non
     with pytest.raises(ToolkitError, match=problem) as error:
         read_routes(file, MODELS)
     assert str(file) in str(error.value)
+
+
+def test_a_file_of_a_classifier_is_checked(tmp_path: Path) -> None:
+    file, weights = tmp_path / "routes.yaml", tmp_path / "router.json"
+    text = f"auto: {{classifier: {{small: small, large: large, predictor: {weights}, most_kl: MOST}}}}"
+    file.write_text(text.replace("MOST", "0.5"))
+    for wrong in ("[]", '{"bias": 0, "weights": [1]}', '{"bias": "x", "weights": 3}'):
+        weights.write_text(wrong)
+        with pytest.raises(ToolkitError, match="4096 weights"):
+            read_routes(file, MODELS)
+    weights.write_text(json.dumps({"bias": 0.25, "weights": [0.0] * NUM_FEATURES}))
+    route = read_routes(file, MODELS)["auto"]
+    assert route.choose(Query("any")) == "small"
+    assert set(route.models) == set(MODELS)
+    file.write_text(text.replace("MOST", "low"))
+    with pytest.raises(ToolkitError, match=r"'low'.*KL divergence"):
+        read_routes(file, MODELS)
