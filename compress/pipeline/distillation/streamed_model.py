@@ -18,13 +18,14 @@ from torch.func import functional_call
 
 from compress.checkpoint.dequantized import dequantized_files
 from compress.checkpoint.reader import PackedCheckpoint
-from compress.checkpoint.weights import Weight
-from compress.pipeline.block import read_tensor
+from compress.checkpoint.weights import OutlierColumns, Weight
+from compress.pipeline.block import LoadedBlock, read_tensor
 from compress.pipeline.capture import BlockInputs, Call, StandIn, capture_inputs
 from compress.pipeline.distillation.parts import offset_unit, rounded, shifted, trained_parts, with_parts
 from compress.pipeline.distillation.passed_on import PassedOn
 from compress.pipeline.distillation.targets import top_targets
 from compress.pipeline.skeleton import Skeleton
+from compress.pipeline.smoothing import activations_quantized
 
 Loss = Callable[[Tensor], Tensor]
 """Takes logits `[B, L, V]`; returns a scalar."""
@@ -170,15 +171,21 @@ class StreamedModel:
         return {name: each for name, each in parameters if not name.startswith(tuple(left_out))}
 
     def _run_block(self, index: int, leaves: Mapping[str, Tensor], call: Call, hidden: Tensor) -> Tensor:
+        """Returns the output of a block. Inputs of linears are rounded as their schemes say in a model that is trained,
+        and exact in one that only predicts."""
         prefix, module = f"{self.skeleton.block_name(index)}.", self.skeleton.blocks[index]
         own = {name.removeprefix(prefix): value for name, value in leaves.items()}
+        schemes = self.checkpoint.schemes if self.trained else {}
+        named = {name.removeprefix(prefix): each for name, each in schemes.items() if name.startswith(prefix)}
+        inside = {name: each for name, each in named.items() if not isinstance(each, OutlierColumns)}
 
         def block(*args: Any, **kwargs: Any) -> Any:
             output = functional_call(module, own, args, kwargs)
             self.num_others = len(output) - 1 if isinstance(output, tuple) else None
             return output
 
-        return call.on(self.device).run(block, hidden)
+        with activations_quantized(LoadedBlock(prefix, module), inside):
+            return call.on(self.device).run(block, hidden)
 
     @torch.no_grad()
     def hidden_states(self, inputs: BlockInputs, numbers: Sequence[int]) -> Iterator[list[Tensor]]:

@@ -17,9 +17,10 @@ from compress.checkpoint.gguf.export import export_gguf
 from compress.checkpoint.gguf.folder import folder_of
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.verify import verify_structure
-from compress.checkpoint.weights import Int, NMSparsity
+from compress.checkpoint.weights import Activations, Int, NMSparsity
 from compress.checkpoint.weights.coded import CodedWeight
 from compress.checkpoint.weights.forms import Q2K, Mxfp4, Nvfp4
+from compress.checkpoint.weights.integer import INPUTS
 from compress.checkpoint.writer import BlockStore, export_checkpoint
 from compress.cli import make_app
 from compress.common.cli import bundled_path, demo_model_path
@@ -233,6 +234,17 @@ def test_a_mixture_is_finished(tmp_path: Path) -> None:
     result = finish(request(tmp_path / "packed", tmp_path / "out", dense=bundled_path("demo-mixture")), quiet=True)
     assert result.finish.kl_after < result.finish.kl_before
     assert result.structure.ok
+
+
+def test_inputs_are_rounded_while_it_trains(tmp_path: Path) -> None:
+    found = {}
+    for bits in (None, 4):
+        scheme = Int(4, 64, activations=Activations.from_bits(bits, *INPUTS))
+        compress(demo_model_path(), tmp_path / f"packed{bits}", QuantizeStage("rtn", scheme), calibration=TEXT)
+        stage = FinishStage(steps=3, batch=2, learning_rate=2e-3)
+        found[bits] = finish(request(tmp_path / f"packed{bits}", tmp_path / f"out{bits}", stage), quiet=True).finish
+    assert found[4].kl_before > 2 * found[None].kl_before
+    assert found[4].kl_after < found[4].kl_before
 
 
 def test_one_sequence_is_too_few(packed: Path, tmp_path: Path) -> None:
