@@ -117,7 +117,13 @@ def _export_folder(path: Path, format: str, out: Path) -> list[str]:
         read_report(source)  # its figures go into the card: a damaged report is refused before anything is written
     written = export_checkpoint(source, format, out)
     write_card(written, source)
-    notes = input_notes(PackedCheckpoint.open(written).schemes.values())
+    schemes = PackedCheckpoint.open(written).schemes.values()
+    notes = input_notes(schemes)
+    if any(scheme.hadamard for scheme in schemes):
+        notes.append(
+            "transformers loads the copy without the transform_config of its inputs and computes other numbers; call "
+            "apply_transform_config of compressed_tensors.transform on the loaded model. vLLM was not tried"
+        )
     if inputs := PackedCheckpoint.open(source).describe_inputs():
         notes = [f"inputs keep 16 bits in the copy, where {shown_name(source)} rounds them: {inputs}", *notes]
     return [f"note: {note}" for note in notes]

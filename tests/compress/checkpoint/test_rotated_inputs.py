@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from tiny_models import load_reference, pack_model, put_checkpoint, reference_logits, save_tiny_model
+from typer.testing import CliRunner
 
 from compress.checkpoint.config import read_config
 from compress.checkpoint.formats.compress_runtime import COMPRESS_RUNTIME
@@ -16,6 +17,7 @@ from compress.checkpoint.weights import NM, Activations, Fp8, Int, LowRank, NMSp
 from compress.checkpoint.weights.base import StoredTensors, digest
 from compress.checkpoint.weights.rotated_inputs import RotatedWeight, hadamard_matrix, rotate
 from compress.checkpoint.writer import export_checkpoint
+from compress.cli import make_app
 from compress.common.errors import CheckpointError, SchemeError
 from runtime.model.loader import load_model
 from runtime.model.scoring import score
@@ -150,7 +152,9 @@ def test_compressed_tensors_computes_the_same(tmp_path: Path) -> None:
     transform = pytest.importorskip("compressed_tensors.transform")
     from transformers import AutoModelForCausalLM
 
-    export_checkpoint(packed(tmp_path / "packed", Int(4, 64)), "compressed-tensors", tmp_path / "other")
+    source = packed(tmp_path / "packed", Int(4, 64))
+    arguments = ["export", str(source), "--format", "compressed-tensors", "--out", str(tmp_path / "other")]
+    assert "call apply_transform_config" in CliRunner().invoke(make_app(), arguments).output
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "other", dtype=torch.float32)
     config = read_config(tmp_path / "other")["quantization_config"]["transform_config"]
     for group in config["config_groups"].values():
