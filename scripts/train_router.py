@@ -19,6 +19,7 @@ from torch import Tensor
 
 from calibration.sources import load_texts
 from compress.checkpoint.gguf.folder import folder_of
+from compress.checkpoint.locate import find_model
 from compress.common.files import atomic_file, read_text
 from compress.evaluate.scorers import RuntimeScorer
 from runtime.core.config import RuntimeConfig
@@ -64,8 +65,8 @@ def fit(features: Tensor, targets: Tensor) -> tuple[float, Tensor]:
 def main() -> None:
     """Writes the file and prints a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("small", type=folder_of)
-    parser.add_argument("large", type=folder_of)
+    parser.add_argument("small", help="folder of a checkpoint, or demo")
+    parser.add_argument("large")
     parser.add_argument("--text", type=Path, help="file with text such as the prompts; by default the bundled text")
     parser.add_argument("--prompts", type=int, default=640)
     parser.add_argument("--tokens", type=int, default=12, help="tokens of an answer")
@@ -73,7 +74,9 @@ def main() -> None:
     given = parser.parse_args()
     bundled = "\n\n".join(each for each in load_texts("bundled").documents if isinstance(each, str))
     text = bundled if given.text is None else read_text(given.text)
-    texts, divergence, confidence = measure(given.small, given.large, text, given.prompts, given.tokens)
+    texts, divergence, confidence = measure(
+        *(folder_of(find_model(each)) for each in (given.small, given.large)), text, given.prompts, given.tokens
+    )
     features = matrix(texts)
     # Neighbouring prompts are of one text: whole pieces are left out.
     folds = torch.arange(len(texts)) * PIECES // len(texts) % FOLDS
@@ -81,17 +84,14 @@ def main() -> None:
     for fold in range(FOLDS):
         bias, weights = fit(features[folds != fold], divergence[folds != fold])
         predicted[folds == fold] = bias + features[folds == fold] @ weights
-    print("| to the large | most_kl | KL | at random | by confidence |")
-    print("| ---: | ---: | ---: | ---: | ---: |")
+    print("| to the large | most_kl | KL | at random | by confidence | by the true KL |")
+    print("| ---: | ---: | ---: | ---: | ---: | ---: |")
     for share in SHARES:
-        count = int(share * len(texts))
-        costs = [
-            divergence[order.argsort()[: len(texts) - count]].sum() / len(texts) for order in (predicted, -confidence)
-        ]
-        limit = predicted.quantile(1 - share)
-        print(
-            f"| {share:.0%} | {limit:.3f} | {costs[0]:.3f} | {divergence.mean() * (1 - share):.3f} | {costs[1]:.3f} |"
-        )
+        kept = len(texts) - int(share * len(texts))
+        orders = (predicted, -confidence, divergence)
+        chosen, confident, best = (divergence[order.argsort()[:kept]].sum() / len(texts) for order in orders)
+        limit, random = predicted.quantile(1 - share), divergence.mean() * (1 - share)
+        print(f"| {share:.0%} | {limit:.3f} | {chosen:.3f} | {random:.3f} | {confident:.3f} | {best:.3f} |")
     bias, weights = fit(features, divergence)
     found = {"bias": bias, "weights": [round(weight, 5) for weight in weights.tolist()]}
     with atomic_file(given.output) as file:
