@@ -11,8 +11,10 @@ from typing import Any
 
 from compress.checkpoint.verify import verify_structure
 from compress.common.errors import CheckpointError, RecipeError, ToolkitError
+from compress.common.evaluation import MEASURED_KEY
 from compress.common.files import REPORT_FILE, atomic_file, check_file, check_target, read_json, sync
 from compress.pipeline.prepare import prepare
+from compress.pipeline.quality import measure_asked
 from compress.pipeline.resume import RunDisplay
 from compress.pipeline.run import RunResult, run
 from compress.recipe import CalibrationOptions, Recipe
@@ -40,9 +42,9 @@ def record(survey: Survey, known: Sensitivities, choice: Choice, tries: Sequence
     }
 
 
-def put_in_place(result: RunResult, out: Path, search: dict[str, Any]) -> RunResult:
-    """Adds the search to the report of a finished checkpoint, and moves the checkpoint to `out`."""
-    report = result.report | {"search": search}
+def put_in_place(result: RunResult, out: Path, found: dict[str, Any]) -> RunResult:
+    """Adds what a search found to the report of a finished checkpoint, and moves the checkpoint to `out`."""
+    report = result.report | found
     report["structure"] = report["structure"] | {"path": str(out)}
     with atomic_file(result.out / REPORT_FILE) as stream:
         stream.write((json.dumps(report, indent=2) + "\n").encode())
@@ -193,8 +195,11 @@ def carry_out(findings: Findings, files: Files, quiet: bool = False) -> Outcome:
     else:
         choice, result = _meet(findings, findings.survey.request.goal.kl, tries, quiet)
     write_choice(findings, choice, files, result.quality.get("kl_mean"))
-    section = record(findings.survey, findings.known, choice, tries)
-    return Outcome(put_in_place(result, findings.survey.run.out, section), choice, tuple(tries))
+    found = {
+        "search": record(findings.survey, findings.known, choice, tries),
+        MEASURED_KEY: measure_asked(result.out, findings.survey.context, quiet),
+    }
+    return Outcome(put_in_place(result, findings.survey.run.out, found), choice, tuple(tries))
 
 
 def _meet(findings: Findings, limit: float, tries: list[Try], quiet: bool) -> tuple[Choice, RunResult]:
@@ -224,8 +229,9 @@ def _meet(findings: Findings, limit: float, tries: list[Try], quiet: bool) -> tu
 
 
 def _make(findings: Findings, choice: Choice, out: Path, quiet: bool) -> RunResult:
-    """Runs the recipe of a choice, unless an interrupted search already did."""
-    request = findings.survey.run
+    """Runs the recipe of a choice, unless an interrupted search already did. Figures of a gate are measured once, at
+    the end."""
+    request = replace(findings.survey.run, figures=())
     recipe = findings.survey.request.recipe(choice.candidates)
     if before := made_before(out, recipe):
         return before

@@ -252,9 +252,10 @@ def test_figures_of_another_model_are_refused(tiny_model, tmp_path: Path) -> Non
 @pytest.mark.full
 def test_a_divergence_is_met_by_a_few_checkpoints(tiny_model, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    found = opened(tiny_model("llama"), out, asked(Goal(kl=0.01), tries=4))
+    found = opened(tiny_model("llama"), out, asked(Goal(kl=0.01), tries=4), figures=("drafts",))
     result = carry_out(find(found, files(out), quiet=True), files(out), quiet=True).run
     tries = result.report["search"]["tries"]
+    assert result.report["figures"].keys() == {"drafts"}
     kept = [each for each in tries if each["measured"] <= 0.01]
     assert 1 <= len(tries) <= 4
     assert result.quality["kl_mean"] == min(kept, key=lambda each: each["bytes"])["measured"] <= 0.01
