@@ -139,7 +139,7 @@ def turned(linear: Linear, inputs: int, order: int, target: Target) -> Linear | 
         return None
     from runtime.backends.triton.kernels.turned import TritonTurnedInputs
 
-    return TritonTurnedInputs.of(linear, inputs, order, target.device)
+    return TritonTurnedInputs.of(linear, order, inputs, target.device)
 
 
 def prepare_exl3(weight: Exl3Weight, bias: Tensor | None, target: Target) -> Linear:

@@ -7,7 +7,19 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
-from compress.checkpoint.weights import Activations, BlockFp8, Fp8, Int, Iq4Nl, Mxfp4, Mxfp8, Nf4, Nvfp4, Scheme
+from compress.checkpoint.weights import (
+    Activations,
+    BlockFp8,
+    Fp8,
+    Int,
+    Iq4Nl,
+    Mxfp4,
+    Mxfp8,
+    Nf4,
+    Nvfp4,
+    RotatedInputs,
+    Scheme,
+)
 from compress.checkpoint.weights.forms import Q4K, Q5K
 
 LLAMA_8B = {
@@ -71,6 +83,8 @@ SCHEMES = {
     "2 bits with zeros": Case("", FEW, Int(2, 64, False)),
     "8 bits of 128 with zeros": Case("", FEW, Int(8, 128, False), Int(8, 32)),
     "int8 inputs": Case("", FEW, Int(8, None, True, Activations.INT8)),
+    "rotated inputs": Case("", FEW, RotatedInputs(Int(4, 64), 128)),
+    "rotated int8 inputs": Case("", FEW, RotatedInputs(Int(4, 64, True, Activations.INT8), 32)),
     "fp8 weights": Case("", FEW, Fp8()),
     "fp8 blocks": Case("", FEW, BlockFp8()),
     "mxfp8": Case("", FEW, Mxfp8()),

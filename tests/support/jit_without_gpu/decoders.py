@@ -72,9 +72,19 @@ def _rounded(scheme: Scheme, shape: tuple[int, int], dtype: torch.dtype) -> Any:
     """A weight of this shape: a few rows are rounded, and show which tensors there are."""
     rows, columns = shape
     few = scheme.round(torch.randn(FEW_ROWS, columns, generator=torch.Generator().manual_seed(0)).to(dtype))
-    tensors = {field.name: getattr(few, field.name) for field in fields(few)}
-    sizes = {name: (rows, *each.shape[1:]) for name, each in tensors.items() if isinstance(each, Tensor)}
-    return replace(few, **{name: tensors[name].new_empty(size, device=DEVICE) for name, size in sizes.items()})
+    return _with_rows(few, rows)
+
+
+def _with_rows(few: Any, rows: int) -> Any:
+    """A weight of so many rows, without numbers."""
+    changed: dict[str, Any] = {}
+    for name in (field.name for field in fields(few)):
+        part = getattr(few, name)
+        if isinstance(part, Tensor):
+            changed[name] = part.new_empty((rows, *part.shape[1:]), device=DEVICE)
+        elif isinstance(part, Weight):
+            changed[name] = _with_rows(part, rows)
+    return replace(few, **changed)
 
 
 def make_decoder(
