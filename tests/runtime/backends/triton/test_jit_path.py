@@ -39,7 +39,7 @@ BEHIND_LAYERS = 6
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "name", ["int4 of 32 with zeros", "2 bits with zeros", "int8 inputs", "fp8 in float16", "nvfp4"]
+    "name", ["int4 of 32 with zeros", "2 bits with zeros", "int8 inputs", "rotated inputs", "fp8 in float16", "nvfp4"]
 )
 def test_kernels_that_overlap_touch_no_memory_before_they_wait(tmp_path: Path, name: str) -> None:
     found = compile_in_own_process(tmp_path, serve_overlapping, name)

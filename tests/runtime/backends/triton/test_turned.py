@@ -12,7 +12,6 @@ from runtime.backends.base import Target
 from runtime.backends.registry import REFERENCE, choose_linear, turned_linear
 from runtime.backends.torch.quantized_linear import TurnedInputs
 from runtime.backends.triton.kernels.turned import TritonTurnedInputs
-from runtime.backends.triton.linear import turned
 
 
 @pytest.mark.parametrize("dtype", BOUND, ids=str)
@@ -33,9 +32,7 @@ def test_products_against_float64(gpu: torch.device) -> None:
     weight = random_weight((64, 256), scheme, 5)
     x = activations(3, 256, torch.bfloat16, gpu)
     base = choose_linear(scheme, 256, target).kernel.prepare(weight, None, target)
-    linear = turned(base, 256, 128, target)
-    assert isinstance(linear, TritonTurnedInputs)
-    found = linear(x)
+    found = TritonTurnedInputs.of(base, 128, 256, gpu)(x)
     assert relative_error(found, exact_product(rotate(x, 128), weight, None)) < BOUND[torch.bfloat16]
 
 
