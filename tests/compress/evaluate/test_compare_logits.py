@@ -147,7 +147,7 @@ def test_figures_of_a_server_are_bounds_of_those_of_its_folder(compare: Compare,
 
 def other_server(app: FastAPI) -> AbstractContextManager[uvicorn.Server]:
     """Runs an application that is not ours."""
-    return running(uvicorn.Server(uvicorn.Config(app, log_level="error")))
+    return running(uvicorn.Server(uvicorn.Config(app, log_config=None)))
 
 
 def test_a_server_that_only_echoes_is_asked_that_way(demo_url: str) -> None:
