@@ -7,7 +7,7 @@ import shlex
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -17,6 +17,9 @@ from compress.common.errors import RecipeError
 from compress.common.files import check_out_folder, in_home
 from compress.recipe import CalibrationOptions
 from compress.stages.finish import FinishStage
+
+if TYPE_CHECKING:
+    from compress.evaluate.server import Server
 
 
 def finish(
@@ -48,8 +51,7 @@ def finish(
     """
     from compress.checkpoint.config import compression_block, read_config
     from compress.checkpoint.gguf.folder import folder_of
-    from compress.checkpoint.locate import find_model, source_name
-    from compress.evaluate.server import Server
+    from compress.checkpoint.locate import find_model
     from compress.pipeline.distillation.run import FinishRequest
     from compress.pipeline.distillation.run import finish as run
 
@@ -60,12 +62,9 @@ def finish(
     recorded = dense or compression_block(read_config(packed)).get("source")
     if recorded is None:
         raise RecipeError(f"{path} does not say which dense model it was made from", "Name it: --source MODEL")
-    server = Server.parse(recorded)
-    source = find_model(Path(recorded), code=job.trust_remote_code) if server is None else packed
     request = FinishRequest(
         packed,
-        server or folder_of(source),
-        recorded if server else source_name(source),
+        *_find_dense(recorded, job.trust_remote_code),
         FinishStage.build(training),
         text,
         seed,
@@ -86,3 +85,15 @@ def finish(
     if (kl := result.quality.get("kl_mean")) is not None:
         typer.echo(f"KL to the dense model {kl:.5f} ({result.quality['tokens']:,} tokens: a quick check)")
     typer.echo(f"wrote {target}")
+
+
+def _find_dense(named: str, code: bool) -> tuple[Path | Server, str]:
+    """Returns the folder or the server of a dense model, and the name that is recorded. Raises CheckpointError."""
+    from compress.checkpoint.gguf.folder import folder_of
+    from compress.checkpoint.locate import find_model, source_name
+    from compress.evaluate.server import Server
+
+    if (server := Server.parse(named)) is not None:
+        return server, named
+    found = find_model(Path(named), code=code)
+    return folder_of(found), source_name(found)

@@ -130,7 +130,8 @@ def _read_divergence(part: YamlPart, name: str) -> float:
 def _read_predictor(part: YamlPart, name: str) -> Predictor:
     file = Path(part.text(name))
     if not file.is_file():
-        raise ToolkitError(f"{part.place}: there is no file {file}", "Write it by scripts/train_router.py")
+        remedy = f"Write it: python scripts/train_router.py SMALL LARGE --output {file}"
+        raise ToolkitError(f"{part.place}: {file} does not exist", remedy)
     found = read_json(file)
     try:
         predictor = Predictor(float(found["bias"]), tuple(map(float, found["weights"])))

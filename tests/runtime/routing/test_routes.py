@@ -101,7 +101,10 @@ def test_all_tokens_decide_and_the_threshold_itself_is_enough() -> None:
         ("auto: {rules: {}, otherwise: small}", "not a list"),
         ("auto: {rules: [{model: small, prompt: 3}], otherwise: small}", "unknown field 'prompt'"),
         ("auto: {cascade: {}, classifier: {}}", "either otherwise or cascade, or classifier"),
-        ("auto: {classifier: {small: small, large: large, most_kl: 1, predictor: none.json}}", "no file none.json"),
+        (
+            "auto: {classifier: {small: small, large: large, most_kl: 1, predictor: none.json}}",
+            "none.json does not exist",
+        ),
         ("auto: {classifier: {small: small, large: large, most_kl: low}}", "predictor is missing"),
         ("auto: {rules: [{prompt_below: 3}], otherwise: small}", "model is missing"),
         ("auto: {rules: [{model: small, prompt_below: few}], otherwise: small}", "'few'.*whole number"),

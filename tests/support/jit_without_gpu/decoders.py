@@ -76,7 +76,7 @@ def _rounded(scheme: Scheme, shape: tuple[int, int], dtype: torch.dtype) -> Any:
 
 
 def _with_rows(few: Any, rows: int) -> Any:
-    """A weight of so many rows, without numbers."""
+    """A weight of another number of rows, without numbers."""
     changed: dict[str, Any] = {}
     for name in (field.name for field in fields(few)):
         part = getattr(few, name)
