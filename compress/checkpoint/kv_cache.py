@@ -92,10 +92,6 @@ class KVCacheScheme:
         value_dim = head_dim if value_dim is None else value_dim
         return _bytes(self.key_format, head_dim, itemsize) + _bytes(self.value_format, value_dim, itemsize)
 
-    def bits_per_number(self, head_dim: int, itemsize: int = 2) -> float:
-        """Bits of one number of a key or value, metadata included."""
-        return self.head_bytes(head_dim, itemsize) * 8 / (2 * head_dim)
-
     def __str__(self) -> str:
         extras = [" rotated"] if self.rotate else []
         extras += [f", {self.sinks} exact sinks"] if self.sinks else []

@@ -14,7 +14,7 @@ from zlib import crc32
 
 NUM_FEATURES = 4096
 LAST_CHARACTERS = 1000
-"""Characters at the end of a prompt that are read, which takes a few milliseconds."""
+"""Characters at the end of a prompt that are read."""
 LONGEST_GRAM = 3
 
 

@@ -17,7 +17,6 @@ RECORDED = KVCacheScheme("int4", rotate=True, sinks=4)
 
 def test_sizes_count_scales_and_offsets() -> None:
     assert [KVCacheScheme(name).head_bytes(128, 2) for name in KV_FORMATS] == [512, 260, 264, 200, 136]
-    assert [KVCacheScheme(name).bits_per_number(128) for name in KV_FORMATS] == [16, 8.125, 8.25, 6.25, 4.25]
     assert KVCacheScheme().head_bytes(64, 8) == 2 * 64 * 8
 
 
